@@ -1,0 +1,128 @@
+"""What a policy is: `act` on inputs and given noise, `evaluate` the same decision again under new weights.
+
+Symbols in shapes: B batch, C actions of a chunk, A action dimensions, S state, P proprioception,
+H x W pixels, Z noise numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Raw observations of a batch. Preprocessing is the policy's own, batched, on its device."""
+
+    state: Tensor | None = None
+    """[B, S] float32, the simulator's full state."""
+    proprio: Tensor | None = None
+    """[B, P] float32."""
+    frames: Mapping[str, Tensor] = field(default_factory=dict)
+    """For each camera uint8 [B, H, W, 3]."""
+    instruction: tuple[str, ...] = ()
+    """B texts, or none where no policy reads them."""
+
+    def rows(self, index: Tensor) -> Inputs:
+        """The inputs of the rows `index` (int64 [K])."""
+        return replace(
+            self,
+            state=None if self.state is None else self.state[index],
+            proprio=None if self.proprio is None else self.proprio[index],
+            frames={name: frame[index] for name, frame in self.frames.items()},
+            instruction=tuple(self.instruction[i] for i in index.tolist()) if self.instruction else (),
+        )
+
+
+@dataclass(frozen=True)
+class Action:
+    """A decision for each row."""
+
+    chunk: Tensor
+    """[B, C, A] float32, in the environment's units; the environment clips to its bounds."""
+    log_prob: Tensor
+    """[B, C, A] float32, per element; the loss reduces it to its unit."""
+    value: Tensor
+    """[B] float32, the expected return from here."""
+    trace: Mapping[str, Tensor]
+    """What `evaluate` needs to score the same decision again; each tensor has B rows."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The same decisions under the present weights, with gradients."""
+
+    log_prob: Tensor
+    """[B, C, A] float32."""
+    entropy: Tensor
+    """[B, C, A] float32; zero where it is constant in the parameters."""
+    value: Tensor
+    """[B] float32."""
+
+
+@dataclass(frozen=True)
+class PolicySpec:
+    """The sizes a policy is built for, and what it reads."""
+
+    action_dim: int
+    chunk: int = 1
+    state_dim: int = 0
+    """0: the policy does not read the state."""
+    proprio_dim: int = 0
+    cameras: tuple[str, ...] = ()
+    image_size: int = 128
+
+
+class Policy(nn.Module):
+    """Base of every policy. Subclasses set `kind`, `spec`, `noise_dim` and `value_head`, and define the methods.
+
+    `value_head` is a submodule: its parameters, and only they, are trained with the critic's learning rate
+    and are saved apart. Everything that is not a parameter but belongs to the policy (normalisation
+    statistics) is a buffer.
+    """
+
+    kind: ClassVar[str]
+    spec: PolicySpec
+    noise_dim: int
+    """Z: how many standard normal numbers one decision consumes."""
+    value_head: nn.Module
+    ratio_tolerance: float = 1e-4
+    """Largest mean |ratio - 1| at the first minibatch that counts as on-policy (fp32: 1e-4)."""
+
+    def act(self, inputs: Inputs, noise: Tensor | None) -> Action:
+        """Decide. `noise` is [B, Z] float32 standard normal; None takes the mode (evaluation).
+
+        Deterministic given inputs, noise and weights; no gradient. Row i depends on row i alone.
+        """
+        raise NotImplementedError
+
+    def evaluate(self, inputs: Inputs, trace: Mapping[str, Tensor]) -> Evaluation:
+        """Score decisions that `act` took. With unchanged weights the log-probs equal `act`'s within tolerance."""
+        raise NotImplementedError
+
+    def value(self, inputs: Inputs) -> Tensor:
+        """[B] float32: the critic alone. No gradient."""
+        raise NotImplementedError
+
+    def observe(self, inputs: Inputs) -> None:
+        """Update the normalisation statistics from a rollout's inputs; called once after each update."""
+
+    def architecture(self) -> dict[str, Any]:
+        """JSON-able keyword arguments (beside the spec) from which the same network can be built."""
+        raise NotImplementedError
+
+    def actor_parameters(self) -> Iterator[nn.Parameter]:
+        critic = {id(p) for p in self.value_head.parameters()}
+        return (p for p in self.parameters() if id(p) not in critic)
+
+
+class PolicyError(Exception):
+    """A mistake of the user about a policy, with a message that says what to do next."""
+
+
+def spec_to_dict(spec: PolicySpec) -> dict[str, Any]:
+    return {f.name: getattr(spec, f.name) for f in fields(spec)}
+

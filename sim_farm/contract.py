@@ -1,0 +1,159 @@
+"""What a simulator is: the two halves every backend provides, and the data they exchange.
+
+A backend is one module with a `Physics` class (steps one environment; never draws a picture), a
+`Renderer` class (draws pictures of scenes; never steps), and one call of `registry.register`. The two
+may live in different processes: all that travels from one to the other is `PhysicsResult.scene`.
+The conformance suite in `tests/sim_farm/conformance.py` states the laws a backend must keep.
+
+Symbols in shapes: C actions of a chunk, A action dimensions, P proprioception, S state, n executed
+steps (n <= C), H x W pixels, N scenes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+Float32 = npt.NDArray[np.float32]
+Bool = npt.NDArray[np.bool_]
+UInt8 = npt.NDArray[np.uint8]
+
+INSTRUCTION_BYTES = 256
+"""Longest instruction in UTF-8 bytes: it travels in a shared-memory slot of fixed size."""
+
+
+@dataclass(frozen=True)
+class TaskSpec:
+    """What the user asks for: a task and how it is to be simulated and observed."""
+
+    name: str
+    """`<backend>/<task>`, for example `maniskill/PushCube-v1` or `tabletop/reach`."""
+    control_mode: str | None = None
+    """One of the task's control modes; None is the backend's default."""
+    reward: Literal["dense", "sparse"] = "dense"
+    """`dense`: shaped and normalised to at most 1 per env step; `sparse`: 1 where the task is solved."""
+    max_episode_steps: int | None = None
+    """Env steps after which an episode is truncated; None is the task's own limit."""
+    cameras: int | tuple[str, ...] = 0
+    """Names of the cameras to observe, or how many of the task's cameras, in the task's order."""
+    image_size: int = 128
+    """Height and width of every frame in pixels."""
+
+
+@dataclass(frozen=True)
+class TaskInfo:
+    """What the backend answers: the sizes of everything that is exchanged, fixed for the task's lifetime."""
+
+    spec: TaskSpec
+    """The request with every None and count resolved."""
+    action_dim: int
+    action_low: tuple[float, ...]
+    action_high: tuple[float, ...]
+    proprio_dim: int
+    state_dim: int
+    scene_bytes: int
+    cameras: tuple[str, ...]
+    max_episode_steps: int
+    control_hz: float
+
+
+@dataclass(frozen=True)
+class EpisodeSpec:
+    """Everything that determines an episode, but for the actions. Equal specs give equal episodes."""
+
+    seed: int
+    """In [0, 2**31): every random draw of the episode, its geometry included, comes from it."""
+    init_state: int | None = None
+    """Index of a recorded initial state, in tasks that have them; None draws one from the seed."""
+
+
+@dataclass(frozen=True)
+class PhysicsResult:
+    """What the execution of a chunk (or a reset, with n = 0) yields. Arrays are the caller's to keep."""
+
+    reward: Float32
+    """[n] reward of each executed step."""
+    success: Bool
+    """[n] whether the task was solved after each executed step."""
+    terminated: Bool
+    """[n] the task's own end (solved, or failed beyond repair). Only the last can be true."""
+    truncated: Bool
+    """[n] the step limit was reached and the step did not terminate. Only the last can be true."""
+    proprio: Float32
+    """[P] what the robot feels, after the last executed step."""
+    state: Float32
+    """[S] the simulator's full (privileged) observation, after the last executed step."""
+    scene: UInt8
+    """[scene_bytes] raw bytes that, with the task, determine the picture exactly."""
+    instruction: str
+    """What the robot is told to do; constant during an episode."""
+
+    @property
+    def steps(self) -> int:
+        """Number of executed env steps; smaller than C when the episode ended within the chunk."""
+        return len(self.reward)
+
+    @property
+    def ended(self) -> bool:
+        return self.steps > 0 and bool(self.terminated[-1] or self.truncated[-1])
+
+
+@runtime_checkable
+class Physics(Protocol):
+    """One environment without pictures."""
+
+    info: TaskInfo
+
+    def reset(self, episode: EpisodeSpec) -> PhysicsResult:
+        """Begin the episode. Its result equals, bit for bit, that of a new instance."""
+        ...
+
+    def step(self, actions: Float32) -> PhysicsResult:
+        """Execute `actions` [C, A] open loop, one env step each, and stop at the step that ends the episode.
+
+        Actions outside the bounds are clipped to them. Raises `EpisodeOver` if the episode has ended.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+@runtime_checkable
+class Renderer(Protocol):
+    """Draws scenes of one task. Holds replicas of scenes, and drops the oldest when there are too many."""
+
+    info: TaskInfo
+
+    def render(self, scenes: Sequence[UInt8], cameras: Sequence[str]) -> Mapping[str, UInt8]:
+        """Frames of N scenes: for each camera uint8 [N, H, W, 3], RGB, row 0 at the top.
+
+        Equal to the last bit to what the simulator's own environment shows for the same episode and actions.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What a backend module registers."""
+
+    name: str
+    make_physics: Any
+    """`(TaskSpec) -> Physics`"""
+    make_renderer: Any
+    """`(TaskSpec) -> Renderer`"""
+    tasks: Any
+    """`() -> Sequence[str]`: the task names, without the backend's prefix."""
+
+
+class FarmError(Exception):
+    """A mistake of the user or a failure of the machine, with a message that says what to do next."""
+
+
+class EpisodeOver(FarmError):
+    """`step` was called on an episode that had ended."""

@@ -1,0 +1,55 @@
+"""From a task name such as `tabletop/reach` to the backend that simulates it."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+
+from sim_farm.contract import Backend, FarmError, Physics, Renderer, TaskSpec
+
+BACKENDS = {
+    "maniskill": "sim_farm.backends.maniskill",
+    "tabletop": "sim_farm.backends.tabletop",
+}
+"""Name to module; each module defines `BACKEND`. A module is imported when one of its tasks is asked for."""
+
+
+def backend(name: str) -> Backend:
+    """The backend called `name`. Raises `FarmError` with the nearest names if there is none."""
+    if name not in BACKENDS:
+        raise FarmError(f"unknown simulator {name!r}{_nearest(name, list(BACKENDS))}")
+    try:
+        module = importlib.import_module(BACKENDS[name])
+    except ModuleNotFoundError as error:
+        raise FarmError(
+            f"the simulator {name!r} needs the Python package {error.name!r}: "
+            f"pip install 'embodied-farm[{name}]'"
+        ) from error
+    return module.BACKEND
+
+
+def resolve(task: str) -> tuple[Backend, str]:
+    """`maniskill/PushCube-v1` to its backend and the task's own name; raises `FarmError` naming the nearest."""
+    simulator, slash, name = task.partition("/")
+    if not slash:
+        raise FarmError(f"a task is named <simulator>/<task>, got {task!r}{_nearest(task, list(BACKENDS))}")
+    found = backend(simulator)
+    tasks = list(found.tasks())
+    if name not in tasks:
+        raise FarmError(f"unknown task {task!r}{_nearest(task, [f'{simulator}/{t}' for t in tasks])}")
+    return found, name
+
+
+def make_physics(spec: TaskSpec) -> Physics:
+    """One environment of the task, without pictures."""
+    return resolve(spec.name)[0].make_physics(spec)
+
+
+def make_renderer(spec: TaskSpec) -> Renderer:
+    """A renderer of the task's scenes."""
+    return resolve(spec.name)[0].make_renderer(spec)
+
+
+def _nearest(given: str, valid: list[str]) -> str:
+    near = difflib.get_close_matches(given, valid, n=3, cutoff=0.5)
+    return f"; did you mean {' or '.join(near)}?" if near else f"; valid: {', '.join(sorted(valid))}"
