@@ -1,0 +1,355 @@
+"""`maniskill/<task>`: ManiSkill 3's tabletop tasks on PhysX's CPU solver, split into physics and renderer.
+
+What makes the split exact:
+- physics is a function of (task, seed, actions): a reset rebuilds whatever an earlier episode may have left
+  behind, so a reused environment equals a new one;
+- a scene is the pose of every entity that can move, preceded by the seed in tasks that draw their geometry
+  when they are reconfigured, so that the renderer can build the same geometry;
+- the renderer is an ordinary ManiSkill environment that is never stepped.
+
+SAPIEN needs a Vulkan device even to build a scene that is never drawn, because its materials live there.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import sapien
+import torch
+from mani_skill.sensors.camera import parse_camera_configs
+from mani_skill.utils.common import flatten_state_dict
+from mani_skill.utils.registration import REGISTERED_ENVS
+
+from sim_farm.backends.maniskill_speed import frozen_poses, speed_up
+from sim_farm.contract import (
+    Backend,
+    EpisodeOver,
+    EpisodeSpec,
+    FarmError,
+    Float32,
+    PhysicsResult,
+    TaskInfo,
+    TaskSpec,
+    UInt8,
+)
+
+INSTRUCTIONS = {
+    "DrawSVG-v1": "draw the outlined shape on the canvas",
+    "DrawTriangle-v1": "draw the outlined triangle on the canvas",
+    "LiftPegUpright-v1": "lift the peg and stand it upright",
+    "PegInsertionSide-v1": "insert the peg into the hole of the box",
+    "PickCube-v1": "pick up the cube and hold it at the goal",
+    "PickCubeSO100-v1": "pick up the cube and hold it at the goal",
+    "PlaceSphere-v1": "pick up the sphere and place it in the bin",
+    "PlugCharger-v1": "plug the charger into the receptacle",
+    "PokeCube-v1": "poke the cube to the goal with the peg",
+    "PullCube-v1": "pull the cube to the goal",
+    "PullCubeTool-v1": "pull the cube closer with the tool",
+    "PushCube-v1": "push the cube to the goal",
+    "PushT-v1": "push the T onto its outline",
+    "RollBall-v1": "roll the ball to the goal",
+    "StackCube-v1": "stack the red cube on the green cube",
+    "StackPyramid-v1": "build a pyramid of the three cubes",
+    "TwoRobotPickCube-v1": "hand the cube over and hold it at the goal",
+    "TwoRobotStackCube-v1": "place one cube on the goal and stack the other on it",
+}
+"""The tabletop tasks that run on the CPU and need no download, with what the robot is told to do."""
+
+DEFAULT_CONTROL_MODE = "pd_joint_delta_pos"
+
+NEEDS_RENDER_SCENE = {"PushT-v1"}
+"""Tasks that recolour their table while building it, and so cannot be built without a render scene."""
+
+REBUILT_EACH_EPISODE = {"PlugCharger-v1", "PushT-v1"}
+"""Tasks whose contacts PhysX remembers across a reset (states differ by 1e-7 after one step, visibly later).
+
+Their bodies are made of many convex parts; removing them from the contact cache by moving everything away
+for one step helps in half of the cases only, so they are rebuilt: slower, but a function of the seed.
+"""
+
+MAX_REPLICAS = 16
+"""Scene replicas a renderer keeps; only tasks that draw their geometry per episode need more than one."""
+
+
+def tasks() -> tuple[str, ...]:
+    return tuple(INSTRUCTIONS)
+
+
+def _make(spec: TaskSpec, render: bool) -> Any:
+    """The unwrapped ManiSkill environment. Raises `FarmError` for what the user can mend."""
+    task = spec.name.partition("/")[2]
+    reward = {"dense": "normalized_dense", "sparse": "sparse"}[spec.reward]
+    supported = REGISTERED_ENVS[task].cls.SUPPORTED_REWARD_MODES
+    if reward not in supported:
+        offered = [name for name, mode in (("dense", "normalized_dense"), ("sparse", "sparse")) if mode in supported]
+        raise FarmError(f"{spec.name} has no {spec.reward} reward; it has: {', '.join(offered) or 'none'}")
+    logging.getLogger("mani_skill").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    modes = (spec.control_mode,) if spec.control_mode else (DEFAULT_CONTROL_MODE, None)
+    for mode in modes:
+        try:
+            return gym.make(
+                task,
+                num_envs=1,
+                sim_backend="physx_cpu",
+                render_backend="cpu" if render or task in NEEDS_RENDER_SCENE else "none",
+                obs_mode="rgb" if render else "state",
+                reward_mode=reward,
+                control_mode=mode,
+                sensor_configs={"width": spec.image_size, "height": spec.image_size},
+            ).unwrapped
+        except AssertionError as error:
+            # The agent's constructor asserts (mode, valid modes); robots without the default have their own.
+            valid = error.args[0][1] if error.args and isinstance(error.args[0], tuple) else None
+            if valid is None or (mode == DEFAULT_CONTROL_MODE and spec.control_mode is None):
+                if valid is None:
+                    raise
+                continue
+            raise FarmError(
+                f"{spec.name} has no control mode {mode!r}; it has: {', '.join(valid)}"
+            ) from error
+        except RuntimeError as error:
+            if "rendering device" in str(error) or "physical device" in str(error):
+                raise FarmError(
+                    f"{spec.name} needs a Vulkan device and none was found ({error}). "
+                    "Run `embodied doctor`: it names the driver to install"
+                ) from error
+            raise
+    raise AssertionError("unreachable: the robot's own default control mode is always valid")
+
+
+class ManiSkillPhysics:
+    """One ManiSkill environment without pictures. See `sim_farm.contract.Physics`."""
+
+    def __init__(self, spec: TaskSpec) -> None:
+        self._env = _make(spec, render=False)
+        self._prepare()
+        self.info = _info(spec, self._env)
+        self._rebuild = spec.name.partition("/")[2] in REBUILT_EACH_EPISODE
+        self._instruction = INSTRUCTIONS[spec.name.partition("/")[2]]
+        self._left = 0
+        self._seed = 0
+
+    def _prepare(self) -> None:
+        """What has to be found again whenever ManiSkill has rebuilt its scene."""
+        speed_up(self._env)
+        self._entities = _movable_entities(self._env)
+
+    def reset(self, episode: EpisodeSpec) -> PhysicsResult:
+        if episode.init_state is not None:
+            raise FarmError(f"{self.info.spec.name} has no recorded initial states; use a seed")
+        self._seed = episode.seed
+        self._env.reset(seed=episode.seed, options={"reconfigure": True} if self._rebuild else None)
+        if self._rebuild or self._env.reconfiguration_freq != 0:
+            self._prepare()
+        self._left = self.info.max_episode_steps
+        return self._result([], [], [], [], self._observe())
+
+    def step(self, actions: Float32) -> PhysicsResult:
+        if self._left == 0:
+            raise EpisodeOver("this episode has ended; reset the environment first")
+        rewards, successes, terminations, truncations = [], [], [], []
+        obs: Any = None
+        for i, action in enumerate(actions):
+            torch_action = torch.from_numpy(np.array(action, np.float32))
+            last = i == len(actions) - 1
+            obs, reward, success, terminated = self._step_once(torch_action, observe=last or self._left == 1)
+            if terminated and obs is None:
+                obs = self._observe()
+            self._left -= 1
+            truncated = self._left == 0 and not terminated
+            rewards.append(reward)
+            successes.append(success)
+            terminations.append(terminated)
+            truncations.append(truncated)
+            if terminated or truncated:
+                self._left = 0
+                break
+        return self._result(rewards, successes, terminations, truncations, obs)
+
+    def _step_once(self, action: torch.Tensor, observe: bool) -> tuple[Any, float, bool, bool]:
+        """What ManiSkill's `step` does, in its order, but observations are made only when somebody reads them."""
+        env = self._env
+        stepped = env._step_action(_split_action(env, action))
+        env._elapsed_steps += 1
+        with frozen_poses():
+            info = env.get_info()
+            obs = env.get_obs(info, unflattened=True) if observe else None
+            reward = float(env.get_reward(obs=obs, action=stepped, info=info))
+        success = bool(info.get("success", False))
+        return obs, reward, success, success or bool(info.get("fail", False))
+
+    def _observe(self) -> Any:
+        with frozen_poses():
+            return self._env.get_obs(self._env.get_info(), unflattened=True)
+
+    def _result(
+        self, rewards: list[float], success: list[bool], ended: list[bool], truncated: list[bool], obs: Any
+    ) -> PhysicsResult:
+        return PhysicsResult(
+            reward=np.array(rewards, np.float32),
+            success=np.array(success, np.bool_),
+            terminated=np.array(ended, np.bool_),
+            truncated=np.array(truncated, np.bool_),
+            proprio=_flat(obs["agent"]),
+            state=_flat(obs),
+            scene=_encode_scene(self._env, self._entities, self._seed) if self.info.cameras else np.empty(0, np.uint8),
+            instruction=self._instruction,
+        )
+
+    def close(self) -> None:
+        self._env.close()
+
+
+class ManiSkillRenderer:
+    """Draws scenes of one task with SAPIEN's rasteriser. See `sim_farm.contract.Renderer`."""
+
+    def __init__(self, spec: TaskSpec) -> None:
+        self._spec = spec
+        first = _make(spec, render=True)
+        self.info = _info(spec, first)
+        self._replicas: OrderedDict[int, Any] = OrderedDict()
+        self._spare = [first]
+        """Built environments that hold no geometry anybody asked for yet."""
+
+    def render(self, scenes: Sequence[UInt8], cameras: Sequence[str]) -> Mapping[str, UInt8]:
+        unknown = set(cameras) - set(self.info.cameras)
+        if unknown:
+            raise FarmError(f"no camera {sorted(unknown)}; observed are: {', '.join(self.info.cameras)}")
+        size = self._spec.image_size
+        frames = {name: np.empty((len(scenes), size, size, 3), np.uint8) for name in cameras}
+        for i, scene in enumerate(scenes):
+            env = self._place(scene)
+            for hidden in env._hidden_objects:
+                hidden.hide_visual()
+            env.scene.update_render(update_sensors=True, update_human_render_cameras=False)
+            for name in cameras:
+                camera = env._sensors[name]
+                camera.capture()
+                frames[name][i] = camera.get_obs(rgb=True, depth=False, position=False, segmentation=False)["rgb"][0]
+        return frames
+
+    def _place(self, scene: UInt8) -> Any:
+        """A replica with the scene's geometry, moved to the scene's state."""
+        geometry, poses = _decode_scene(scene)
+        env = self._replicas.pop(geometry, None)
+        if env is None:
+            env = self._build(geometry)
+        self._replicas[geometry] = env
+        # Entity poses are what the rasteriser reads. Setting the simulator's own state instead would pass through
+        # PhysX's arithmetic (a robot's base moves by one unit in the last place) and change pixels.
+        for entity, pose in zip(_movable_entities(env), poses, strict=True):
+            entity.pose = sapien.Pose(pose[:3], pose[3:])
+        return env
+
+    def _build(self, geometry: int) -> Any:
+        """A replica with that geometry: the spare one, the least recently used, or a new one."""
+        if self._spare:
+            env = self._spare.pop()
+        elif len(self._replicas) >= MAX_REPLICAS:
+            env = self._replicas.popitem(last=False)[1]
+        else:
+            env = _make(self._spec, render=True)
+        env.reset(seed=max(geometry - 1, 0))
+        return env
+
+    def close(self) -> None:
+        for env in (*self._spare, *self._replicas.values()):
+            env.close()
+        self._spare.clear()
+        self._replicas.clear()
+
+
+def _info(spec: TaskSpec, env: Any) -> TaskInfo:
+    task = spec.name.partition("/")[2]
+    space = env.action_space
+    boxes = [box for _, box in sorted(space.spaces.items())] if isinstance(space, gym.spaces.Dict) else [space]
+    low = np.concatenate([box.low.ravel() for box in boxes])
+    high = np.concatenate([box.high.ravel() for box in boxes])
+    obs = env.get_obs(env.get_info(), unflattened=True)
+    cameras = _resolve_cameras(spec, env)
+    limit = spec.max_episode_steps or REGISTERED_ENVS[task].max_episode_steps
+    mode = env.agent.control_mode
+    resolved = replace(
+        spec,
+        control_mode=next(iter(mode.values())) if isinstance(mode, dict) else mode,
+        cameras=cameras,
+        max_episode_steps=limit,
+    )
+    return TaskInfo(
+        spec=resolved,
+        action_dim=len(low),
+        action_low=tuple(low.tolist()),
+        action_high=tuple(high.tolist()),
+        proprio_dim=_flat(obs["agent"]).size,
+        state_dim=_flat({"agent": obs["agent"], "extra": obs["extra"]}).size,
+        scene_bytes=8 + 28 * len(_movable_entities(env)) if cameras else 0,
+        cameras=cameras,
+        max_episode_steps=limit,
+        control_hz=float(env.control_freq),
+    )
+
+
+def _split_action(env: Any, action: torch.Tensor) -> Any:
+    """Tasks with several robots take one action per robot, in the order of `TaskInfo.action_low`."""
+    space = env.action_space
+    if not isinstance(space, gym.spaces.Dict):
+        return action
+    names = sorted(space.spaces)
+    parts = torch.split(action, [space[name].shape[-1] for name in names])
+    return dict(zip(names, parts, strict=True))
+
+
+def _resolve_cameras(spec: TaskSpec, env: Any) -> tuple[str, ...]:
+    """Names of the observed cameras. A physics environment has no camera objects, but has their configurations."""
+    names = tuple(
+        {**parse_camera_configs(env._default_sensor_configs), **parse_camera_configs(env.agent._sensor_configs)}
+    )
+    if isinstance(spec.cameras, int):
+        if spec.cameras > len(names):
+            raise FarmError(
+                f"{spec.cameras} cameras were asked for, {spec.name} has {len(names)}: {', '.join(names)}"
+            )
+        return names[: spec.cameras]
+    unknown = sorted(set(spec.cameras) - set(names))
+    if unknown:
+        raise FarmError(f"{spec.name} has no camera {', '.join(unknown)}; it has: {', '.join(names)}")
+    return spec.cameras
+
+
+def _flat(obs: Any) -> Float32:
+    """ManiSkill's own flattening of a nested observation, as an array [S]."""
+    return flatten_state_dict(obs, use_torch=True)[0].float().numpy().copy()
+
+
+def _movable_entities(env: Any) -> list[Any]:
+    """The SAPIEN entities whose poses can change, in the order in which the task built them."""
+    actors = [a._objs[0] for a in env.scene.actors.values() if a.px_body_type != "static"]
+    links = [link.entity for art in env.scene.articulations.values() for link in art._objs[0].links]
+    return actors + links
+
+
+def _encode_scene(env: Any, entities: Sequence[Any], seed: int) -> UInt8:
+    """Eight bytes that name the geometry (seed + 1; 0 where it is always the same), then poses as float32."""
+    geometry = seed + 1 if env.reconfiguration_freq != 0 else 0
+    values = np.empty((len(entities), 7), np.float32)
+    for row, entity in zip(values, entities, strict=True):
+        pose = entity.pose
+        row[:3] = pose.p
+        row[3:] = pose.q
+    return np.concatenate([np.array([geometry], np.int64).view(np.uint8), values.ravel().view(np.uint8)])
+
+
+def _decode_scene(scene: UInt8) -> tuple[int, Float32]:
+    """The geometry's number and the poses [entities, 7]: position in m, then the unit quaternion (w first)."""
+    scene = np.ascontiguousarray(scene)
+    return int(scene[:8].view(np.int64)[0]), scene[8:].copy().view(np.float32).reshape(-1, 7)
+
+
+BACKEND = Backend("maniskill", make_physics=ManiSkillPhysics, make_renderer=ManiSkillRenderer, tasks=tasks)

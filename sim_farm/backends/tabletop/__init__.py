@@ -1,0 +1,12 @@
+"""`tabletop/<task>`: a gantry robot on a table, in MuJoCo, with nothing to download.
+
+Real contact physics, three tasks (`reach`, `push`, `pick_and_place`) and three cameras, small enough for the
+first minute with the project and for fast tests. The scenes are in `assets/tabletop`.
+"""
+
+from sim_farm.backends.tabletop.physics import TabletopPhysics
+from sim_farm.backends.tabletop.renderer import TabletopRenderer
+from sim_farm.backends.tabletop.tasks import TASKS
+from sim_farm.contract import Backend
+
+BACKEND = Backend("tabletop", TabletopPhysics, TabletopRenderer, tasks=lambda: list(TASKS))

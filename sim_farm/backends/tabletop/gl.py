@@ -1,0 +1,129 @@
+"""MuJoCo without OpenGL until the first picture, and the surface on which pictures are drawn.
+
+`import mujoco` binds an OpenGL platform for the life of the process: the one that MUJOCO_GL names, or the
+window system's. Physics wants none, and a machine without a display needs another, so the modules of this
+backend take `mujoco` from here: imported with no platform, unless the user has named one. The first canvas
+chooses: the one that MUJOCO_GL names, else EGL if a device answers, else OSMesa (software).
+"""
+
+# MuJoCo fills its name space from compiled modules, which pyright cannot see.
+# pyright: reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import functools
+import importlib
+import os
+import weakref
+
+import numpy as np
+
+from sim_farm.contract import FarmError, UInt8
+
+if "MUJOCO_GL" in os.environ:
+    import mujoco
+else:
+    os.environ["MUJOCO_GL"] = "disable"
+    try:
+        import mujoco
+    finally:
+        del os.environ["MUJOCO_GL"]
+
+PLATFORMS = ("egl", "osmesa", "glfw")
+REMEDY = f"`embodied doctor` says what is missing; MUJOCO_GL={'|'.join(PLATFORMS)} selects how to draw"
+
+
+class Canvas:
+    """A square off-screen surface for the scenes of one model. Belongs to the thread that made it."""
+
+    def __init__(self, model: mujoco.MjModel, size: int):
+        name = platform()
+        model.vis.global_.offwidth = model.vis.global_.offheight = size
+        self._model = model
+        self._scene = mujoco.MjvScene(model, maxgeom=100)
+        self._option, self._camera = mujoco.MjvOption(), mujoco.MjvCamera()
+        self._camera.type = mujoco.mjtCamera.mjCAMERA_FIXED
+        self._rect = mujoco.MjrRect(0, 0, size, size)
+        self._pixels = np.empty((size, size, 3), np.uint8)
+        self._context = self._target = None
+        try:
+            self._context = importlib.import_module(f"mujoco.{name}").GLContext(size, size)
+            self._context.make_current()
+            self._target = mujoco.MjrContext(model, mujoco.mjtFontScale.mjFONTSCALE_100)
+        except Exception as error:  # What is missing shows as one of many exceptions of three packages.
+            reason = f"OpenGL by {name} failed ({type(error).__name__}: {error})"
+            raise FarmError(f"no picture can be drawn: {reason}. {REMEDY}") from error
+        mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN, self._target)
+        # Registered after the platform's own shutdown, hence run before it: contexts cannot be freed after.
+        atexit.register(_close, weakref.ref(self))
+
+    def make_current(self) -> None:
+        """Direct this thread's OpenGL to this canvas; before the first of a run of `draw`."""
+        assert self._context is not None, "the canvas is closed"
+        self._context.make_current()
+
+    def draw(self, data: mujoco.MjData, camera: int, out: UInt8) -> None:
+        """Fill `out` [size, size, 3] with what the camera of that index sees; `data` holds the kinematics."""
+        self._camera.fixedcamid = camera
+        category = mujoco.mjtCatBit.mjCAT_ALL.value
+        mujoco.mjv_updateScene(self._model, data, self._option, None, self._camera, category, self._scene)
+        mujoco.mjr_render(self._rect, self._scene, self._target)
+        mujoco.mjr_readPixels(self._pixels, None, self._rect, self._target)
+        out[:] = self._pixels[::-1]  # OpenGL's first row is the lowest.
+
+    def close(self) -> None:
+        if self._context is None:
+            return
+        # Names of OpenGL objects are only unique within a context: freed with another one current, it would
+        # be that one which lost its textures.
+        self._context.make_current()
+        if self._target is not None:
+            self._target.free()
+        self._context.free()
+        self._context = self._target = None
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _close(canvas: weakref.ref[Canvas]) -> None:
+    alive = canvas()
+    if alive is not None:
+        alive.close()
+
+
+@functools.cache
+def platform() -> str:
+    """The OpenGL platform of this process, one of `PLATFORMS`; chosen once, as PyOpenGL binds only one."""
+    named = os.environ.get("MUJOCO_GL") or os.environ.get("PYOPENGL_PLATFORM")
+    if named is None:
+        return "egl" if _egl_answers() else "osmesa"
+    if named.lower() not in PLATFORMS:
+        raise FarmError(f"no picture can be drawn with OpenGL set to {named!r} in the environment. {REMEDY}")
+    return named.lower()
+
+
+def _egl_answers() -> bool:
+    """Whether EGL finds a device, a GPU or a software one, that starts without a display.
+
+    Asked of the library itself: PyOpenGL could not be turned to OSMesa any more once it had tried EGL.
+    """
+    try:
+        egl = ctypes.CDLL("libEGL.so.1")
+    except OSError:
+        return False
+    pointer, integer = ctypes.c_void_p, ctypes.c_int
+    egl.eglGetProcAddress.restype = pointer
+    egl.eglInitialize.argtypes = (pointer, pointer, pointer)
+    query = egl.eglGetProcAddress(b"eglQueryDevicesEXT")
+    display = egl.eglGetProcAddress(b"eglGetPlatformDisplayEXT")
+    if not query or not display:
+        return False
+    devices, count = (pointer * 16)(), integer()
+    ctypes.CFUNCTYPE(integer, integer, pointer, pointer)(query)(16, devices, ctypes.byref(count))
+    get_display = ctypes.CFUNCTYPE(pointer, integer, pointer, pointer)(display)
+    platform_device = 0x313F
+    found = (get_display(platform_device, device, None) for device in devices[: count.value])
+    return any(egl.eglInitialize(one, None, None) for one in found if one)

@@ -1,0 +1,131 @@
+"""Steps one tabletop environment; never draws, and needs neither a GPU nor an OpenGL library."""
+
+# MuJoCo fills its name space from compiled modules, which pyright cannot see.
+# pyright: reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+
+from sim_farm.backends.tabletop.gl import mujoco
+from sim_farm.backends.tabletop.tasks import CONTROL_HZ, Task, describe, load_model
+from sim_farm.contract import EpisodeOver, EpisodeSpec, FarmError, Float32, PhysicsResult, TaskSpec
+
+STEP = 0.03
+"""Metres by which an action of 1 moves the tool centre point's set point away from where it is."""
+FINGER_TRAVEL = 0.04
+
+
+class TabletopPhysics:
+    """One environment of a tabletop task.
+
+    Actions are [dx, dy, dz] or [dx, dy, dz, grip] in [-1, 1]. The state is qpos, qvel, goal, goal - tcp, and
+    with a cube also cube - tcp and goal - cube, in metres and seconds (tcp is qpos[0:3]); proprioception is
+    qpos and qvel of the robot's five joints. The scene is qpos and the goal's position in float64.
+
+    Sparse reward is 1 where the task is solved. Dense reward is that 1, and before it the progress made by
+    the step: it adds up to at most 1 however long the robot lingers, so that lingering never pays.
+    """
+
+    def __init__(self, spec: TaskSpec):
+        self._task, self.info = describe(spec)
+        self._model = _model(self._task)
+        self._data = mujoco.MjData(self._model)
+        self._substeps = round(1 / (CONTROL_HZ * self._model.opt.timestep))
+        # Views of MuJoCo's own memory: an attribute of MjData costs more than reading the array.
+        self._qpos, self._qvel, self._ctrl = self._data.qpos, self._data.qvel, self._data.ctrl
+        self._goal = (0.0, 0.0, 0.0)
+        self._progress = 0.0
+        self._steps_left = 0
+
+    def reset(self, episode: EpisodeSpec) -> PhysicsResult:
+        if episode.init_state is not None:
+            raise FarmError(f"{self.info.spec.name} has no recorded initial states; leave init_state None")
+        mujoco.mj_resetData(self._model, self._data)
+        start, self._goal = self._task.begin(np.random.default_rng(episode.seed))
+        self._qpos[:] = start
+        self._ctrl[:] = start[:5]
+        self._data.mocap_pos[0] = self._goal
+        self._progress = self._task.progress(start, self._goal)
+        self._steps_left = self.info.max_episode_steps
+        return self._result(_Executed([], False, False))
+
+    def step(self, actions: Float32) -> PhysicsResult:
+        if self._steps_left == 0:
+            raise EpisodeOver(f"the episode of {self.info.spec.name} is over or never began: call reset")
+        rewards, solved = [], False
+        for action in self._checked(actions):
+            reward, solved = self._advance(action)
+            rewards.append(reward)
+            self._steps_left -= 1
+            if solved or self._steps_left == 0:
+                break
+        truncated = self._steps_left == 0 and not solved
+        if solved:
+            self._steps_left = 0
+        return self._result(_Executed(rewards, solved, truncated))
+
+    def close(self) -> None:
+        self._steps_left = 0
+
+    def _checked(self, actions: Float32) -> list[list[float]]:
+        """The actions within their bounds, as lists: Python's floats are faster than arrays of three."""
+        if actions.ndim != 2 or actions.shape[1] != self.info.action_dim or np.isnan(actions).any():
+            raise FarmError(
+                f"{self.info.spec.name} takes actions of shape [C, {self.info.action_dim}] without NaN, "
+                f"got shape {list(actions.shape)}: {actions!r:.200}"
+            )
+        return np.clip(actions, -1.0, 1.0).tolist()
+
+    def _advance(self, action: list[float]) -> tuple[float, bool]:
+        """One env step: its reward and whether the task is solved after it."""
+        x, y, z = self._qpos[:3].tolist()
+        # The set point is relative to where the robot is, not to the last set point: no hidden state.
+        # MuJoCo keeps it within the workspace (ctrlrange).
+        dx, dy, dz = action[:3]
+        self._ctrl[:3] = x + STEP * dx, y + STEP * dy, z + STEP * dz
+        if len(action) == 4:
+            self._ctrl[3:] = 0.5 * FINGER_TRAVEL * (action[3] + 1.0)
+        mujoco.mj_step(self._model, self._data, self._substeps)
+        q = self._qpos.tolist()
+        before, self._progress = self._progress, self._task.progress(q, self._goal)
+        if self._task.solved(q, self._goal):
+            return 1.0, True
+        return (0.0 if self.info.spec.reward == "sparse" else self._progress - before), False
+
+    def _result(self, executed: _Executed) -> PhysicsResult:
+        n = len(executed.rewards)
+        flags = np.zeros((3, n), np.bool_)
+        if n:
+            flags[:, -1] = executed.solved, executed.solved, executed.truncated
+        qpos, qvel, goal = self._qpos, self._qvel, np.array(self._goal)
+        tcp, cube = qpos[:3], qpos[5:8]
+        differences = (cube - tcp, goal - cube) if self._task.has_cube else ()
+        return PhysicsResult(
+            reward=np.array(executed.rewards, np.float32),
+            success=flags[0],
+            terminated=flags[1],
+            truncated=flags[2],
+            proprio=np.concatenate((qpos[:5], qvel[:5]), dtype=np.float32),
+            state=np.concatenate((qpos, qvel, goal, goal - tcp, *differences), dtype=np.float32),
+            scene=np.concatenate((qpos, goal)).view(np.uint8),
+            instruction=self._task.instruction,
+        )
+
+
+@dataclass(frozen=True)
+class _Executed:
+    """What the executed steps of a chunk gave; `solved` and `truncated` hold for the last of them."""
+
+    rewards: list[float]
+    solved: bool
+    truncated: bool
+
+
+@functools.cache
+def _model(task: Task) -> mujoco.MjModel:
+    """The task's compiled scene. Stepping does not write to it, so a process needs only one."""
+    return load_model(task)

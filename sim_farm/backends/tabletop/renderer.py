@@ -1,0 +1,60 @@
+"""Draws pictures of tabletop scenes; never steps."""
+
+# MuJoCo fills its name space from compiled modules, which pyright cannot see.
+# pyright: reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from sim_farm.backends.tabletop.gl import Canvas, mujoco
+from sim_farm.backends.tabletop.tasks import describe, load_model
+from sim_farm.contract import FarmError, TaskSpec, UInt8
+
+
+class TabletopRenderer:
+    """Frames of one task's scenes, from one replica of its model.
+
+    The OpenGL context is made by the first `render`, and belongs to the thread that called it: later calls,
+    and `close`, come from the same one.
+    """
+
+    def __init__(self, spec: TaskSpec):
+        task, self.info = describe(spec)
+        self._model = load_model(task)
+        self._data = mujoco.MjData(self._model)
+        self._canvas: Canvas | None = None
+
+    def render(self, scenes: Sequence[UInt8], cameras: Sequence[str]) -> dict[str, UInt8]:
+        size = self.info.spec.image_size
+        for name in cameras:
+            if name not in self.info.cameras:
+                raise FarmError(f"no camera {name!r} was asked for; valid: {', '.join(self.info.cameras)}")
+        if self._canvas is None:
+            self._canvas = Canvas(self._model, size)
+        frames = {name: np.empty((len(scenes), size, size, 3), np.uint8) for name in cameras}
+        ids = [self._model.camera(name).id for name in cameras]
+        self._canvas.make_current()
+        for index, scene in enumerate(scenes):
+            self._pose(scene)
+            for name, camera in zip(cameras, ids, strict=True):
+                self._canvas.draw(self._data, camera, frames[name][index])
+        return frames
+
+    def close(self) -> None:
+        if self._canvas is not None:
+            self._canvas.close()
+            self._canvas = None
+
+    def _pose(self, scene: UInt8) -> None:
+        """Put the replica into the scene: positions and what follows from them, no dynamics."""
+        if scene.nbytes != self.info.scene_bytes:
+            expected = self.info.scene_bytes
+            raise FarmError(f"a scene of {self.info.spec.name} has {expected} bytes, got {scene.nbytes}")
+        values = np.frombuffer(scene.tobytes(), np.float64)
+        self._data.qpos[:] = values[: self._model.nq]
+        self._data.mocap_pos[0] = values[self._model.nq :]
+        mujoco.mj_kinematics(self._model, self._data)
+        mujoco.mj_camlight(self._model, self._data)
