@@ -1,0 +1,40 @@
+"""Simulators as workers: physics and rendering apart, frames in shared memory, episodes named by seeds.
+
+    physics, renderer = sim_farm.make("tabletop/reach", cameras=1, size=128)
+    farm = sim_farm.Farm.create(sim_farm.FarmSpec(...), sim_farm.InProcess())
+"""
+
+from __future__ import annotations
+
+from sim_farm.contract import EpisodeSpec, FarmError, Physics, PhysicsResult, Renderer, TaskInfo, TaskSpec
+from sim_farm.episodes import EndlessEpisodes, ListedEpisodes, evaluation_episodes
+from sim_farm.farm import Farm, InProcess, Observations
+from sim_farm.layout import FarmSpec
+from sim_farm.registry import make_physics, make_renderer
+
+
+def make(task: str, cameras: int | tuple[str, ...] = 0, size: int = 128) -> tuple[Physics, Renderer]:
+    """The physics and the renderer of a task, with `cameras` of `size` x `size` pixels."""
+    spec = TaskSpec(task, cameras=cameras, image_size=size)
+    return make_physics(spec), make_renderer(spec)
+
+
+__all__ = [
+    "EndlessEpisodes",
+    "EpisodeSpec",
+    "Farm",
+    "FarmError",
+    "FarmSpec",
+    "InProcess",
+    "ListedEpisodes",
+    "Observations",
+    "Physics",
+    "PhysicsResult",
+    "Renderer",
+    "TaskInfo",
+    "TaskSpec",
+    "evaluation_episodes",
+    "make",
+    "make_physics",
+    "make_renderer",
+]

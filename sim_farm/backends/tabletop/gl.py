@@ -39,6 +39,7 @@ class Canvas:
     """A square off-screen surface for the scenes of one model. Belongs to the thread that made it."""
 
     def __init__(self, model: mujoco.MjModel, size: int):
+        self._context = self._target = None  # First, so that a canvas that could not be made can be closed.
         name = platform()
         model.vis.global_.offwidth = model.vis.global_.offheight = size
         self._model = model
@@ -47,7 +48,6 @@ class Canvas:
         self._camera.type = mujoco.mjtCamera.mjCAMERA_FIXED
         self._rect = mujoco.MjrRect(0, 0, size, size)
         self._pixels = np.empty((size, size, 3), np.uint8)
-        self._context = self._target = None
         try:
             self._context = importlib.import_module(f"mujoco.{name}").GLContext(size, size)
             self._context.make_current()

@@ -1,0 +1,49 @@
+# `make train` and `make test` start from a bare machine: what is missing is installed first, into .venv and,
+# for software Vulkan and OpenGL, into the system. The second time nothing is installed.
+#
+#   make train CONFIG=pushcube      trains with configs/pushcube.yaml
+#   make test ARGS="-k doctor"      lint, types, tests; ARGS go to pytest
+#   SYSTEM_PACKAGES=no make ...     leaves the system's packages alone and says what is missing
+#   PYTHON=python3.12 make ...      makes .venv with this Python
+
+SHELL := /bin/sh
+CONFIG ?= pushcube
+ARGS ?=
+HASH := $(shell cat constraints.txt pyproject.toml | cksum | cut -d ' ' -f 1)
+PACKAGES := .venv/.packages-$(HASH)
+READY := .venv/.ready-$(HASH)
+
+.PHONY: train test lint setup system clean distclean
+
+train: setup
+	.venv/bin/embodied train $(CONFIG)
+
+test: lint
+	.venv/bin/python -m pytest $(ARGS)
+
+lint: setup
+	.venv/bin/ruff check .
+	.venv/bin/mypy
+
+setup: $(READY)
+
+# The stamps' names hold what was installed; a failed step leaves none, so the next make takes it up again.
+$(PACKAGES):
+	sh setup/python.sh
+	rm -f .venv/.packages-* .venv/.ready-*
+	touch $@
+
+$(READY): $(PACKAGES)
+	sh setup/system.sh
+	touch $@
+
+# Once more by hand: after a change of driver, or in a container that lost its system packages.
+system: $(PACKAGES)
+	sh setup/system.sh
+
+clean:
+	rm -rf .pytest_cache .ruff_cache .mypy_cache build *.egg-info
+	find . -path ./.venv -prune -o -name __pycache__ -type d -exec rm -rf {} +
+
+distclean: clean
+	rm -rf .venv

@@ -1,0 +1,170 @@
+"""Checkpoints: complete or absent.
+
+    checkpoints/
+      000120/
+        manifest.json              sha256 of every other file; written last
+        policy/                    config.json, model.safetensors (or the community's own layout)
+        value_head.safetensors
+        optimizer.safetensors      the optimiser's tensors, by parameter name
+        state.json                 iteration, counters, configuration of the policy
+        environments.safetensors   each environment's episode and its executed actions
+      latest                       text: the name of the newest complete checkpoint
+
+A checkpoint is written aside and renamed, so that a crash leaves none or a whole one. Before a tensor of it
+is read, every file is compared with the manifest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.numpy import load_file as load_numpy
+from safetensors.numpy import save_file as save_numpy
+from safetensors.torch import load_file, save_file
+
+import policies
+from embodied.config import UserError
+from policies.contract import Policy
+
+MANIFEST = "manifest.json"
+
+
+class CheckpointError(UserError):
+    """A checkpoint is missing, damaged, or of something else."""
+
+
+@dataclass(frozen=True)
+class RunState:
+    """What besides weights a run needs to go on."""
+
+    iteration: int
+    """Iterations done."""
+    env_steps: int
+    wall_s: float
+    recent_success: tuple[bool, ...]
+    """Outcome of the last training episodes, oldest first."""
+
+
+def write(
+    root: Path, state: RunState, policy: Policy, optimizer: torch.optim.Optimizer, environments: dict[str, np.ndarray]
+) -> Path:
+    """Write the checkpoint of `state.iteration` below `root` and make it the latest. Returns its folder."""
+    final = root / f"{state.iteration:06d}"
+    aside = root / f".{final.name}.partial"
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        aside.mkdir(parents=True)
+        policies.save(policy, aside)
+        tensors, scalars = _optimizer_state(policy, optimizer)
+        save_file(tensors, aside / "optimizer.safetensors")
+        save_numpy({key: np.ascontiguousarray(array) for key, array in environments.items()}, aside / "environments.safetensors")
+        data = {**state.__dict__, "recent_success": list(state.recent_success), "optimizer": scalars}
+        (aside / "state.json").write_text(json.dumps(data, indent=1))
+        (aside / MANIFEST).write_text(json.dumps(_hashes(aside), indent=1))
+        _flush(aside)
+        shutil.rmtree(final, ignore_errors=True)
+        aside.rename(final)
+        _point(root, final.name)
+    except OSError as error:
+        raise CheckpointError(f"cannot write the checkpoint {final}: {error}. Earlier checkpoints are untouched") from error
+    return final
+
+
+def latest(root: Path) -> Path | None:
+    """The newest complete checkpoint below `root`, or None."""
+    pointer = root / "latest"
+    return root / pointer.read_text().strip() if pointer.is_file() else None
+
+
+def verify(folder: Path) -> None:
+    """Raise `CheckpointError` unless every file is there and is what was written."""
+    try:
+        expected = json.loads((folder / MANIFEST).read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{folder} is not a complete checkpoint: its {MANIFEST} cannot be read ({error})") from error
+    found = _hashes(folder)
+    for name, digest in expected.items():
+        if name not in found:
+            raise CheckpointError(f"the checkpoint {folder} is damaged: {name} is missing; use an earlier one")
+        if found[name] != digest:
+            raise CheckpointError(f"the checkpoint {folder} is damaged: {name} is not what was written; use an earlier one")
+
+
+def read_state(folder: Path) -> RunState:
+    """The run's counters. The checkpoint must have been verified."""
+    data = json.loads((folder / "state.json").read_text())
+    data.pop("optimizer")
+    return RunState(**{**data, "recent_success": tuple(data["recent_success"])})
+
+
+def read_environments(folder: Path) -> dict[str, np.ndarray]:
+    return load_numpy(folder / "environments.safetensors")
+
+
+def load_weights(folder: Path, policy: Policy) -> None:
+    """Into a policy of the same kind and sizes; anything else is refused."""
+    policies.load_into(policy, folder)
+
+
+def load_optimizer(folder: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
+    """The optimiser's tensors and step counts."""
+    tensors = load_file(folder / "optimizer.safetensors")
+    scalars = json.loads((folder / "state.json").read_text())["optimizer"]
+    names = _names(policy)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            name = names[id(parameter)]
+            if name not in scalars["step"]:
+                continue
+            optimizer.state[parameter] = {
+                "step": torch.tensor(float(scalars["step"][name])),
+                "exp_avg": tensors[f"exp_avg.{name}"].clone(),
+                "exp_avg_sq": tensors[f"exp_avg_sq.{name}"].clone(),
+            }
+
+
+def _optimizer_state(
+    policy: Policy, optimizer: torch.optim.Optimizer
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    names = _names(policy)
+    tensors: dict[str, torch.Tensor] = {}
+    steps: dict[str, float] = {}
+    for parameter, state in optimizer.state.items():
+        name = names[id(parameter)]
+        steps[name] = float(state["step"])
+        for key in ("exp_avg", "exp_avg_sq"):
+            tensors[f"{key}.{name}"] = state[key].detach().contiguous()
+    return tensors, {"step": steps}
+
+
+def _names(policy: Policy) -> dict[int, str]:
+    return {id(parameter): name for name, parameter in policy.named_parameters()}
+
+
+def _hashes(folder: Path) -> dict[str, str]:
+    files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST)
+    return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
+
+
+def _flush(folder: Path) -> None:
+    """Have the files on the disk before the rename makes them count."""
+    for path in (*(p for p in folder.rglob("*") if p.is_file()), folder):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _point(root: Path, name: str) -> None:
+    aside = root / ".latest.partial"
+    aside.write_text(name + "\n")
+    aside.replace(root / "latest")

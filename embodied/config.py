@@ -1,0 +1,218 @@
+"""Everything a user can set, with its default and its meaning in one place.
+
+A YAML file in `configs/` says what differs from here; the command line overrides it
+(`--ppo.clip 0.1`). Unknown keys are refused with the nearest valid one.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+PROJECT = Path(__file__).resolve().parent.parent
+CONFIGS = PROJECT / "configs"
+
+
+class UserError(Exception):
+    """A mistake that the user can mend: shown as one message, exit status 2."""
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class EnvConfig(Section):
+    task: str = "maniskill/PushCube-v1"
+    """`<simulator>/<task>`."""
+    control_mode: str | None = None
+    """One of the task's control modes; None is the simulator's default."""
+    reward: Literal["dense", "sparse"] = "dense"
+    """Shaped and normalised to at most 1 per env step, or 1 where the task is solved."""
+    max_episode_steps: int | None = None
+    """Env steps after which an episode is truncated; None is the task's own limit."""
+    cameras: int = 0
+    """How many of the task's cameras the policy sees."""
+    image_size: Annotated[int, Field(ge=16, le=1024)] = 128
+    """Height and width of a frame in pixels."""
+    num_envs: Annotated[int, Field(ge=1)] = 16
+    """Environments that run side by side."""
+
+
+class FarmConfig(Section):
+    physics_workers: Annotated[int, Field(ge=0)] = 0
+    """Processes that step environments; 0 takes one per CPU core."""
+    render_workers: Annotated[int, Field(ge=0)] = 0
+    """Processes that draw frames; 0 lets each physics worker draw its own (fused)."""
+    stages: Annotated[int, Field(ge=1)] = 2
+    """Groups of environments: one is simulated while another is inferred."""
+    pin: bool = True
+    """Pin each physics and render worker to a CPU core of its own."""
+
+
+class PolicyConfig(Section):
+    kind: str = "gaussian_mlp"
+    """One of the policies of the `policies` package."""
+    reads: tuple[Literal["state", "proprio", "images"], ...] = ("state",)
+    """What the policy sees: the simulator's full state, or proprioception and camera frames."""
+    chunk: Annotated[int, Field(ge=1)] = 1
+    """Actions per decision, executed open loop."""
+    options: dict[str, Any] = {}
+    """Arguments of the policy's own architecture (see `embodied.policies` in docs/policies.md)."""
+
+
+class PPOConfig(Section):
+    decisions: Annotated[int, Field(ge=1)] = 64
+    """Decisions per environment and iteration (the rollout's length)."""
+    gamma: Annotated[float, Field(ge=0, le=1)] = 0.99
+    """Discount per decision."""
+    lam: Annotated[float, Field(ge=0, le=1)] = 0.95
+    """Lambda of the generalised advantage."""
+    bootstrap: Literal["truncated", "always"] = "truncated"
+    """`always` also bootstraps the value where the task itself ended the episode."""
+    clip: Annotated[float, Field(gt=0)] = 0.2
+    """Clip range of the ratio, below one and (unless clip_high is set) above."""
+    clip_high: float | None = None
+    """Clip range above one (DAPO's clip-higher)."""
+    dual_clip: float | None = None
+    """Bound of the loss for negative advantages; off unless set (3 is usual)."""
+    ratio_unit: Literal["chunk", "action", "element"] = "chunk"
+    """What a ratio is taken over: a whole chunk, one action of it, or one number of it."""
+    value_clip: float | None = 0.2
+    """Clip range of the value prediction; None does not clip."""
+    value_coef: float = 0.5
+    """Weight of the value loss."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus."""
+    normalise_advantages: bool = True
+    """Over the whole batch of an iteration."""
+    target_kl: float | None = None
+    """Ends an update early when a minibatch's approximate KL exceeds 1.5 times this."""
+
+
+class LearnerConfig(Section):
+    epochs: Annotated[int, Field(ge=1)] = 4
+    """Passes over an iteration's rows."""
+    minibatch: Annotated[int, Field(ge=1)] = 256
+    """Rows per optimiser step."""
+    micro_batch: int | None = None
+    """Rows per forward pass; changes memory, never the result. None: the whole minibatch."""
+    policy_lr: float = 3e-4
+    """Learning rate of the policy."""
+    value_lr: float = 3e-4
+    """Learning rate of the value head."""
+    anneal: bool = False
+    """Let both learning rates fall linearly to zero over the run."""
+    max_grad_norm: float = 0.5
+    """Gradients are scaled down to this norm."""
+    non_finite_limit: int = 3
+    """Consecutive skipped steps (loss or gradient not finite) after which the run ends."""
+    threads: int = 0
+    """CPU threads of the update; 0 takes one per core."""
+
+
+class EvalConfig(Section):
+    episodes: Annotated[int, Field(ge=1)] = 100
+    """Episodes with seeds that no training run draws."""
+    greedy: bool = True
+    """Take the policy's mode; False samples."""
+    num_envs: int | None = None
+    """Environments that run side by side; None takes the training's."""
+    videos: Annotated[int, Field(ge=0)] = 9
+    """Episodes in the tiled video, failures first; 0 makes none."""
+    every: Annotated[int, Field(ge=0)] = 0
+    """Evaluate after every so many iterations; 0 only at the end."""
+
+
+class RuntimeConfig(Section):
+    mode: Literal["ray", "inline"] = "ray"
+    """`ray`: workers are processes. `inline`: everything in this process, in order; for debugging."""
+    address: str = "local"
+    """`local` starts Ray on this machine; else the address of a running Ray cluster, of which this machine is a node."""
+    deadline_s: float = 600.0
+    """Longest wait for any worker; a message names the one that was late."""
+    trace: bool = True
+    """Record a trace of the first and the last iterations."""
+
+
+class Config(Section):
+    """One training run."""
+
+    name: str | None = None
+    """Folder of the run below `runs/`; None makes it from the configuration's name and the time."""
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    """Everything random in the run is a function of it."""
+    iterations: Annotated[int, Field(ge=1)] = 100
+    """Rollout and update, so many times."""
+    stop_at_success: float | None = None
+    """End early when the mean success of the last 100 training episodes reaches this."""
+    checkpoint_every: Annotated[int, Field(ge=1)] = 25
+    """Iterations between checkpoints; the last iteration always writes one."""
+    env: EnvConfig = EnvConfig()
+    farm: FarmConfig = FarmConfig()
+    policy: PolicyConfig = PolicyConfig()
+    ppo: PPOConfig = PPOConfig()
+    learner: LearnerConfig = LearnerConfig()
+    eval: EvalConfig = EvalConfig()
+    runtime: RuntimeConfig = RuntimeConfig()
+
+
+def load_config(reference: str) -> Config:
+    """The configuration called `reference` in `configs/`, or in the YAML file of that path. Raises `UserError`."""
+    path = Path(reference)
+    if path.suffix not in (".yaml", ".yml"):
+        path = CONFIGS / f"{reference}.yaml"
+    if not path.is_file():
+        known = sorted(p.stem for p in CONFIGS.glob("*.yaml"))
+        raise UserError(f"no configuration {reference!r}{_nearest(reference, known)}")
+    try:
+        data = yaml.safe_load(path.read_text()) or {}
+    except yaml.YAMLError as error:
+        raise UserError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(data, dict):
+        raise UserError(f"{path} must hold keys and values, not {type(data).__name__}")
+    return parse_config(data, str(path))
+
+
+def parse_config(data: dict[str, Any], source: str) -> Config:
+    """A configuration from plain data; unknown keys and wrong values are named, with the nearest valid key."""
+    try:
+        return Config.model_validate(data)
+    except ValidationError as error:
+        raise UserError(f"{source}: " + "; ".join(_explain(item) for item in error.errors())) from error
+
+
+def save_config(config: Config, path: Path) -> None:
+    """The resolved configuration: every key, so that a later default cannot change what the run was."""
+    path.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+
+
+def all_keys() -> list[str]:
+    """Every key as it is written on the command line: `ppo.clip`."""
+    keys: list[str] = []
+
+    def walk(model: type[BaseModel], prefix: str) -> None:
+        for name, field in model.model_fields.items():
+            kind = field.annotation
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                walk(kind, f"{prefix}{name}.")
+            else:
+                keys.append(f"{prefix}{name}")
+
+    walk(Config, "")
+    return keys
+
+
+def _explain(item: Any) -> str:
+    key = ".".join(str(part) for part in item["loc"])
+    if item["type"] == "extra_forbidden":
+        return f"unknown key {key!r}{_nearest(key, all_keys())}"
+    return f"{key}: {item['msg']} (got {item['input']!r})"
+
+
+def _nearest(given: str, valid: list[str]) -> str:
+    near = difflib.get_close_matches(given, valid, n=3, cutoff=0.5)
+    return f"; did you mean {' or '.join(near)}?" if near else f"; valid: {', '.join(valid)}"

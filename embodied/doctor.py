@@ -1,0 +1,533 @@
+"""`embodied doctor`: what this machine has, what it lacks, and the command that mends it.
+
+Nothing here can crash the caller: whatever loads a driver runs in a process of its own (`--probe`), with a
+deadline. Only the standard library is imported at the top, so that it can also say what is not installed:
+
+    python -P embodied/doctor.py [--json FILE]                          the same as `embodied doctor`
+    python -P embodied/doctor.py --probe vulkan|egl|osmesa|maniskill     exit 0 if it works
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import ctypes.util
+import functools
+import importlib.metadata
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+OLDEST_PYTHON = (3, 11)
+SOURCE = Path(__file__).resolve().parents[1]
+GIB = 2**30
+PROBE_SECONDS = 60.0
+"""A software driver compiles shaders at first use: seconds. Longer is a driver that hangs."""
+
+PACKAGES = (
+    "gymnasium",
+    "imageio",
+    "mani-skill",
+    "matplotlib",
+    "mujoco",
+    "numpy",
+    "plotly",
+    "pydantic",
+    "pyyaml",
+    "ray",
+    "rich",
+    "safetensors",
+    "sapien",
+    "tensorboard",
+    "torch",
+    "tyro",
+)
+"""The packages that the whole stack imports."""
+
+SYSTEM_REMEDY = "make system (as root: installs software Vulkan, OpenGL and what else is needed)"
+VULKAN_REMEDY = (
+    f"{SYSTEM_REMEDY}; in a container with an NVIDIA GPU: docker run -e NVIDIA_DRIVER_CAPABILITIES=all"
+)
+
+Status = Literal["ok", "warning", "missing"]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing looked at. `remedy` is empty if and only if `status` is `ok`."""
+
+    name: str
+    status: Status
+    """`missing`: something in the stack does not work without it; `warning`: slower, or not needed by all."""
+    found: str
+    remedy: str = ""
+
+
+def checks() -> list[Check]:
+    """Looks at everything; takes a few seconds. Raises nothing because of what is missing."""
+    return [
+        _python(),
+        *_packages(),
+        _vulkan(),
+        *_opengl(),
+        _maniskill(),
+        _gpu(),
+        _cores(),
+        _memory(),
+        _shared_memory(),
+        _disk(),
+        _maniskill_assets(),
+        _libero_assets(),
+    ]
+
+
+def main(json_path: Path | None = None) -> int:
+    """Prints the table, writes it to `json_path` if given; returns 0 if nothing is missing, else 2."""
+    found = checks()
+    _print(found)
+    complete = all(check.status != "missing" for check in found)
+    if json_path is not None:
+        report = {"complete": complete, "checks": [asdict(check) for check in found]}
+        json_path.write_text(json.dumps(report, indent=2) + "\n")
+    return 0 if complete else 2
+
+
+@functools.cache
+def vulkan_device() -> str | None:
+    """The first Vulkan device that SAPIEN accepts, with its driver; None if none (then: `VULKAN_REMEDY`)."""
+    works, found = _probe("vulkan")
+    return found if works else None
+
+
+def usable_cores() -> float:
+    """Cores that this process may use: affinity, and the container's quota where it is lower."""
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quotas = [float(quota) / float(period) for quota, period in _cgroup_cpu_limits()]
+    return min([float(affinity), *quotas])
+
+
+# Python and its packages ------------------------------------------------------------------------------------
+
+
+def _python() -> Check:
+    version = ".".join(map(str, sys.version_info[:3]))
+    if sys.version_info[:2] >= OLDEST_PYTHON:
+        return Check("Python", "ok", version)
+    return Check("Python", "missing", version, "install Python 3.11 or newer, then: make distclean setup")
+
+
+def _packages() -> list[Check]:
+    pins = pinned_versions()
+    return [_package(name, pins.get(name)) for name in PACKAGES]
+
+
+def _package(name: str, pin: str | None) -> Check:
+    wanted = f"{name}=={pin}" if pin else name
+    try:
+        version = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return Check(name, "missing", "not installed", f"make setup, or: pip install '{wanted}'")
+    # A build for one kind of machine, such as 2.13.0+cpu, is the pinned version too.
+    if pin is None or pin in (version, version.partition("+")[0]):
+        return Check(name, "ok", version)
+    return Check(name, "warning", f"{version}, tested with {pin}", f"pip install '{wanted}'")
+
+
+def pinned_versions() -> dict[str, str]:
+    """Package to version from the source tree's constraints.txt; empty if installed without it."""
+    path = SOURCE / "constraints.txt"
+    lines = path.read_text().splitlines() if path.is_file() else []
+    pairs = (line.split("==") for line in lines if "==" in line)
+    return {name.strip(): version.strip() for name, version in pairs}
+
+
+# Graphics ---------------------------------------------------------------------------------------------------
+
+
+def _vulkan() -> Check:
+    device = vulkan_device()
+    if device is not None:
+        return Check("Vulkan (ManiSkill)", "ok", device)
+    return Check("Vulkan (ManiSkill)", "missing", _probe("vulkan")[1], VULKAN_REMEDY)
+
+
+def _opengl() -> list[Check]:
+    """MuJoCo renders with either: one of the two is enough."""
+    results = {backend: _probe(backend) for backend in ("egl", "osmesa")}
+    none_works = not any(works for works, _ in results.values())
+    return [
+        _opengl_check(backend, works, found, "missing" if none_works else "warning")
+        for backend, (works, found) in results.items()
+    ]
+
+
+def _opengl_check(backend: str, works: bool, found: str, status: Status) -> Check:
+    name = f"OpenGL by {'EGL' if backend == 'egl' else 'OSMesa'} (MuJoCo)"
+    return Check(name, "ok", found) if works else Check(name, status, found, SYSTEM_REMEDY)
+
+
+def _maniskill() -> Check:
+    """Its imports need system libraries of their own, which a pip that succeeded does not bring."""
+    works, found = _probe("maniskill")
+    return Check("ManiSkill", "ok", found) if works else Check("ManiSkill", "missing", found, SYSTEM_REMEDY)
+
+
+def _probe(what: str) -> tuple[bool, str]:
+    """Whether the library works, and what it says of itself or what stands in the way."""
+    # -P keeps this file's folder off the path: its modules must not hide the standard library's.
+    command = [sys.executable, "-P", __file__, "--probe", what]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS)
+    except subprocess.TimeoutExpired:
+        return False, f"no answer within {PROBE_SECONDS:.0f} s"
+    if result.returncode < 0:
+        return False, f"crashed with signal {-result.returncode}"
+    lines = (result.stdout if result.returncode == 0 else result.stderr).strip().splitlines()
+    return result.returncode == 0, lines[-1] if lines else "no answer"
+
+
+class ProbeError(Exception):
+    """Why a library cannot be used, in words for the table."""
+
+
+def _maniskill_description() -> str:
+    import mani_skill.envs  # noqa: F401 # registers the tasks
+    from mani_skill.utils.registration import REGISTERED_ENVS
+
+    return f"{len(REGISTERED_ENVS)} tasks"
+
+
+def _opengl_description(backend: str) -> str:
+    library = {"egl": "EGL", "osmesa": "OSMesa"}[backend]
+    if ctypes.util.find_library(library) is None:
+        raise ProbeError(f"no lib{library}")
+    os.environ["MUJOCO_GL"] = os.environ["PYOPENGL_PLATFORM"] = backend
+    import mujoco
+    from OpenGL import GL
+
+    renderer = mujoco.Renderer(mujoco.MjModel.from_xml_string("<mujoco/>"), 16, 16)
+    try:
+        return GL.glGetString(GL.GL_RENDERER).decode() + ", " + GL.glGetString(GL.GL_VERSION).decode()
+    finally:
+        renderer.close()
+
+
+def _vulkan_description() -> str:
+    if Path("/dev/nvidia0").exists():
+        _let_sapien_find_the_driver()
+    try:
+        vulkan = ctypes.CDLL("libvulkan.1.dylib" if sys.platform == "darwin" else "libvulkan.so.1")
+    except OSError as error:
+        raise ProbeError("no Vulkan loader (libvulkan.so.1)") from error
+    refused = []
+    for device in _vulkan_devices(vulkan):
+        name, accepted = _vulkan_device_description(vulkan, device)
+        if accepted:
+            return name
+        refused.append(name)
+    if refused:
+        raise ProbeError(f"too old for SAPIEN (no descriptorBindingPartiallyBound): {'; '.join(refused)}")
+    raise ProbeError("no Vulkan device")
+
+
+def _let_sapien_find_the_driver() -> None:
+    """Where a container lacks the file that names NVIDIA's driver, importing SAPIEN puts its own in place."""
+    try:
+        import sapien  # noqa: F401
+    except ImportError:
+        pass
+
+
+PROBES = {
+    "vulkan": _vulkan_description,
+    "egl": lambda: _opengl_description("egl"),
+    "osmesa": lambda: _opengl_description("osmesa"),
+    "maniskill": _maniskill_description,
+}
+"""Each loads a library into this process and returns its description; raises if it does not work."""
+
+
+class _ApplicationInfo(ctypes.Structure):
+    _fields_ = [
+        ("type", ctypes.c_int),
+        ("next", ctypes.c_void_p),
+        ("application", ctypes.c_char_p),
+        ("application_version", ctypes.c_uint32),
+        ("engine", ctypes.c_char_p),
+        ("engine_version", ctypes.c_uint32),
+        ("api_version", ctypes.c_uint32),
+    ]
+
+
+class _InstanceCreateInfo(ctypes.Structure):
+    _fields_ = [
+        ("type", ctypes.c_int),
+        ("next", ctypes.c_void_p),
+        ("flags", ctypes.c_uint32),
+        ("application", ctypes.POINTER(_ApplicationInfo)),
+        ("layer_count", ctypes.c_uint32),
+        ("layers", ctypes.c_void_p),
+        ("extension_count", ctypes.c_uint32),
+        ("extensions", ctypes.c_void_p),
+    ]
+
+
+class _Properties(ctypes.Structure):
+    """VkPhysicalDeviceProperties2; what follows the name is left as room for the driver to write to."""
+
+    _fields_ = [
+        ("type", ctypes.c_int),
+        ("next", ctypes.c_void_p),
+        ("numbers", ctypes.c_uint32 * 5),
+        ("name", ctypes.c_char * 256),
+        ("rest", ctypes.c_uint64 * 128),
+    ]
+
+
+class _DriverProperties(ctypes.Structure):
+    _fields_ = [
+        ("type", ctypes.c_int),
+        ("next", ctypes.c_void_p),
+        ("id", ctypes.c_int),
+        ("name", ctypes.c_char * 256),
+        ("info", ctypes.c_char * 256),
+        ("conformance", ctypes.c_uint8 * 4),
+    ]
+
+
+class _DescriptorFeatures(ctypes.Structure):
+    """VkPhysicalDeviceDescriptorIndexingFeatures: 20 flags."""
+
+    _fields_ = [("type", ctypes.c_int), ("next", ctypes.c_void_p), ("flags", ctypes.c_uint32 * 20)]
+
+
+class _Features(ctypes.Structure):
+    """VkPhysicalDeviceFeatures2: 55 flags."""
+
+    _fields_ = [("type", ctypes.c_int), ("next", ctypes.c_void_p), ("flags", ctypes.c_uint32 * 55)]
+
+
+PARTIALLY_BOUND = 17
+"""Index of descriptorBindingPartiallyBound among the flags of `_DescriptorFeatures`."""
+
+
+def _vulkan_devices(vulkan: ctypes.CDLL) -> list[ctypes.c_void_p]:
+    """Handles of the machine's devices; the instance lives as long as the process, which is short."""
+    api_1_2 = (1 << 22) | (2 << 12)
+    application = _ApplicationInfo(0, None, b"embodied", 1, b"embodied", 1, api_1_2)
+    request = _InstanceCreateInfo(1, None, 0, ctypes.pointer(application), 0, None, 0, None)
+    instance = ctypes.c_void_p()
+    code = vulkan.vkCreateInstance(ctypes.byref(request), None, ctypes.byref(instance))
+    if code != 0:
+        raise ProbeError(f"no Vulkan driver (vkCreateInstance: {code})")
+    count = ctypes.c_uint32()
+    vulkan.vkEnumeratePhysicalDevices(instance, ctypes.byref(count), None)
+    handles = (ctypes.c_void_p * count.value)()
+    vulkan.vkEnumeratePhysicalDevices(instance, ctypes.byref(count), handles)
+    return [ctypes.c_void_p(handle) for handle in handles]
+
+
+def _vulkan_device_description(vulkan: ctypes.CDLL, device: ctypes.c_void_p) -> tuple[str, bool]:
+    """The device's name and driver, and whether it has what SAPIEN asks for."""
+    driver = _DriverProperties(1000196000)
+    properties = _Properties(1000059001, ctypes.addressof(driver))
+    vulkan.vkGetPhysicalDeviceProperties2(device, ctypes.byref(properties))
+    descriptors = _DescriptorFeatures(1000161001)
+    features = _Features(1000059000, ctypes.addressof(descriptors))
+    vulkan.vkGetPhysicalDeviceFeatures2(device, ctypes.byref(features))
+    name = f"{properties.name.decode()}, {driver.name.decode()} {driver.info.decode()}"
+    return name, bool(descriptors.flags[PARTIALLY_BOUND])
+
+
+def _gpu() -> Check:
+    listing = _output(["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"])
+    if not listing:
+        return Check("GPU", "ok", "none: the CPU does everything")
+    found = "; ".join(listing.splitlines())
+    # In a process of its own, because importing torch takes seconds and a broken driver may end it.
+    if _output([sys.executable, "-c", "import torch; print(torch.cuda.is_available())"]) == "True":
+        return Check("GPU", "ok", found)
+    pin = pinned_versions().get("torch", "")
+    remedy = f"pip install --force-reinstall 'torch{'==' + pin if pin else ''}' (the build with CUDA)"
+    return Check("GPU", "warning", f"{found}, but torch does not see it", remedy)
+
+
+def _output(command: list[str]) -> str:
+    """What the command prints, stripped; empty if it is not there, fails or hangs."""
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return result.stdout.strip() if result.returncode == 0 else ""
+
+
+# Cores, memory, disk ----------------------------------------------------------------------------------------
+
+
+def _cores() -> Check:
+    cores = usable_cores()
+    found = f"{cores:g} usable of {os.cpu_count()}"
+    if cores >= 2:
+        return Check("cores", "ok", found)
+    return Check("cores", "warning", f"{found}: workers take turns", "in a container: docker run --cpus=8")
+
+
+def _memory() -> Check:
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = min([total, *(int(words[0]) for words in _cgroup_memory_limits())])
+    free = min(_available_memory(total), limit)
+    found = f"{limit / GIB:.1f} GiB, {free / GIB:.1f} GiB of it free"
+    # Ray's own processes take 1.2 GB, a physics worker with ManiSkill about 1 GB.
+    if free >= 4 * GIB:
+        return Check("memory", "ok", found)
+    return Check("memory", "warning", found, "end other programs; in a container: docker run --memory=16g")
+
+
+def _shared_memory() -> Check:
+    path = Path("/dev/shm")
+    if not path.is_dir():
+        return Check("/dev/shm", "warning", "not there", "mount -t tmpfs tmpfs /dev/shm")
+    usage = shutil.disk_usage(path)
+    found = f"{usage.total / GIB:.1f} GiB, {usage.free / GIB:.1f} GiB of it free"
+    if usage.free >= GIB:
+        return Check("/dev/shm", "ok", found)
+    remedy = "mount -o remount,size=8g /dev/shm; in a container: docker run --shm-size=8g"
+    return Check("/dev/shm", "warning", found, remedy)
+
+
+def _disk() -> Check:
+    runs = Path("runs").resolve()
+    place = next(folder for folder in (runs, *runs.parents) if folder.exists())
+    free = shutil.disk_usage(place).free
+    found = f"{free / GIB:.0f} GiB free for {runs}"
+    if free >= 10 * GIB:
+        return Check("disk", "ok", found)
+    return Check("disk", "warning", found, "delete old runs, or make runs/ a link to a larger disk")
+
+
+def _available_memory(total: int) -> int:
+    """Bytes that programs can still take; the total where the system (not Linux) does not say."""
+    path = Path("/proc/meminfo")
+    lines = path.read_text().splitlines() if path.is_file() else []
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), total)
+
+
+def _cgroup_cpu_limits() -> list[list[str]]:
+    """[quota, period] in microseconds of each enclosing control group that limits the cores."""
+    found = [words for words in _cgroup_values("cpu.max") if words[0] != "max"]
+    old = [_words(f"/sys/fs/cgroup/cpu/cpu.cfs_{name}_us") for name in ("quota", "period")]
+    if all(old) and int(old[0][0]) > 0:
+        found.append([old[0][0], old[1][0]])
+    return found
+
+
+def _cgroup_memory_limits() -> list[list[str]]:
+    """[bytes] of each enclosing control group that limits the memory."""
+    old = _words("/sys/fs/cgroup/memory/memory.limit_in_bytes")
+    return [words for words in [*_cgroup_values("memory.max"), old] if words and words[0] != "max"]
+
+
+def _cgroup_values(name: str) -> list[list[str]]:
+    """The words in the file of that name in this process's control group (version 2) and those around it."""
+    root = Path("/sys/fs/cgroup")
+    lines = Path("/proc/self/cgroup").read_text().splitlines() if Path("/proc/self/cgroup").is_file() else []
+    own = next((line[3:].lstrip("/") for line in lines if line.startswith("0::")), "")
+    folders = [folder for folder in (root / own, *(root / own).parents) if folder.is_relative_to(root)]
+    return [words for folder in folders if (words := _words(folder / name))]
+
+
+def _words(path: str | Path) -> list[str]:
+    """The words of a small file; none if it cannot be read."""
+    try:
+        return Path(path).read_text().split()
+    except OSError:
+        return []
+
+
+# Assets -----------------------------------------------------------------------------------------------------
+
+
+def _maniskill_assets() -> Check:
+    folder = Path(os.environ.get("MS_ASSET_DIR") or "~/.maniskill").expanduser() / "data"
+    if folder.is_dir():
+        return Check("ManiSkill assets", "ok", str(folder))
+    remedy = "only for tasks with scanned objects: python -m mani_skill.utils.download_asset TASK"
+    return Check("ManiSkill assets", "warning", f"no {folder}", remedy)
+
+
+def _libero_assets() -> Check:
+    folder = _libero_folder()
+    if folder is not None and folder.is_dir():
+        return Check("LIBERO assets", "ok", str(folder))
+    found = "not configured" if folder is None else f"no {folder}"
+    remedy = "only for LIBERO's tasks: export EMBODIED_LIBERO_ASSETS=FOLDER, the `assets` folder of LIBERO"
+    return Check("LIBERO assets", "warning", found, remedy)
+
+
+def _libero_folder() -> Path | None:
+    """Where LIBERO's meshes and textures are said to be: our variable, or else LIBERO's own configuration."""
+    if named := os.environ.get("EMBODIED_LIBERO_ASSETS"):
+        return Path(named).expanduser()
+    config = Path(os.environ.get("LIBERO_CONFIG_PATH") or "~/.libero").expanduser() / "config.yaml"
+    # Read by hand: importing libero asks questions on standard input where the file is missing.
+    lines = config.read_text().splitlines() if config.is_file() else []
+    values = (line.partition(":")[2].strip(" '\"") for line in lines if line.startswith("assets:"))
+    return next((Path(value) for value in values if value), None)
+
+
+# Output -----------------------------------------------------------------------------------------------------
+
+
+def _print(found: list[Check]) -> None:
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        # The doctor must be able to say that rich, too, is missing.
+        for check in found:
+            print(f"{check.status:8} {check.name}: {check.found}  {check.remedy}")
+        return
+    colours = {"ok": "green", "warning": "yellow", "missing": "red"}
+    table = Table(box=None, pad_edge=False)
+    for column in ("", "", "found", "remedy"):
+        table.add_column(column, overflow="fold")
+    for check in found:
+        colour = colours[check.status]
+        table.add_row(f"[{colour}]{check.status}[/]", *map(_plain, (check.name, check.found, check.remedy)))
+    Console().print(table)
+
+
+def _plain(text: str) -> Any:
+    """Text that rich prints as it is, square brackets included."""
+    from rich.text import Text
+
+    return Text(text)
+
+
+def _run() -> int:
+    parser = argparse.ArgumentParser(description="what this machine lacks, and the command that mends it")
+    parser.add_argument("--json", type=Path, help="also write the result to this file")
+    parser.add_argument("--probe", choices=PROBES, help="only try this, in this process")
+    arguments = parser.parse_args()
+    return _run_probe(arguments.probe) if arguments.probe else main(arguments.json)
+
+
+def _run_probe(what: str) -> int:
+    try:
+        print(PROBES[what]())
+        return 0
+    except ProbeError as error:
+        print(error, file=sys.stderr)
+    except Exception as error:
+        # A driver's bindings raise anything at all; the last line is what the table shows.
+        print(f"{type(error).__name__}: {error}".splitlines()[0], file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(_run())

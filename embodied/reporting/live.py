@@ -1,0 +1,249 @@
+"""What moves on the screen while a run does: a table in a terminal, plain lines anywhere else."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from rich import get_console
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    SpinnerColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.progress import Progress as Bars
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+ROWS = 12
+_WIDE_ENOUGH_FOR_RETURN = 88
+_WIDE_ENOUGH_FOR_BAR = 112
+_BAR_CELLS = 22
+# The terminal's own colours, which its owner has made readable on its background.
+_COLOURS = {
+    "physics": "blue",
+    "render": "cyan",
+    "policy": "yellow",
+    "learner": "magenta",
+    "transport": "red",
+    "idle": "bright_black",
+}
+
+
+@dataclass(frozen=True)
+class _Column:
+    key: str
+    title: str
+    show: Callable[[float], str]
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.0f}%"
+
+
+_COLUMNS = (
+    _Column("iteration", "iter", lambda value: f"{value:.0f}"),
+    _Column("env_steps", "env steps", lambda value: f"{value:,.0f}"),
+    _Column("farm/env_steps_per_s", "steps/s", lambda value: f"{value:,.0f}"),
+    _Column("env/success_once", "success", lambda value: f"{100 * value:.1f}%"),
+    _Column("env/return", "return", lambda value: f"{value:.2f}"),
+    *(_Column(f"time/{name}", name, _percent) for name in _COLOURS),
+)
+
+
+class Progress:
+    """The progress of a training run: `row` after every iteration, `note` for what is worth a line.
+
+    In a terminal, a table of the last rows, redrawn in place; elsewhere one line per iteration. Leaving the
+    `with` block, by whatever way, gives the terminal back as it was.
+    """
+
+    def __init__(
+        self, title: str, total_iterations: int, target_success: float | None, console: Console | None = None
+    ) -> None:
+        self._title, self._total, self._target = title, total_iterations, target_success
+        self._console = console or get_console()
+        self._rows: deque[dict[str, float]] = deque(maxlen=ROWS)
+        self._began_s = self._last_row_s = time.monotonic()
+        self._rows_seen = 0
+        self._live: Live | None = None
+
+    def __enter__(self) -> Progress:
+        self._began_s = self._last_row_s = time.monotonic()
+        if _is_animated(self._console):
+            self._live = Live(get_renderable=self._draw, console=self._console, refresh_per_second=2)
+            self._live.start(refresh=True)
+        else:
+            _line(self._console, f"{self._title}: {self._total} iterations{self._target_text()}")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def row(self, values: Mapping[str, float]) -> None:
+        """Show an iteration's numbers: `iteration` (how many are done) and those of the columns; others may
+        be among them, and a missing one shows as a dash."""
+        self._rows.append(dict(values))
+        self._rows_seen += 1
+        self._last_row_s = time.monotonic()
+        if self._live is not None:
+            self._live.refresh()
+        else:
+            _line(self._console, self._plain(values))
+
+    def note(self, text: str) -> None:
+        """Print a line that stays: above the table, where there is one."""
+        _line(self._console, text)
+
+    def _plain(self, values: Mapping[str, float]) -> str:
+        numbers = [f"{column.title} {_shown(column, values)}" for column in _COLUMNS[1:]]
+        times = [f"elapsed {duration(time.monotonic() - self._began_s)}", f"left {self._left()}"]
+        return "  ".join([f"iter {_shown(_COLUMNS[0], values)}/{self._total}", *numbers, *times])
+
+    def _left(self) -> str:
+        """Time to the last iteration at the pace of those seen since the start (or the resume)."""
+        done = self._rows[-1].get("iteration") if self._rows else None
+        if done is None:
+            return "–"
+        pace_s = (self._last_row_s - self._began_s) / self._rows_seen
+        return duration(max(self._total - done, 0) * pace_s)
+
+    def _target_text(self) -> str:
+        return "" if self._target is None else f" (target {_percent(self._target)})"
+
+    def _draw(self) -> RenderableType:
+        done = self._rows[-1].get("iteration", 0.0) if self._rows else 0.0
+        head = Table.grid(padding=(0, 2))
+        for _ in range(4):
+            head.add_column(no_wrap=True)
+        head.add_row(
+            Text(self._title, style="bold"),
+            ProgressBar(total=max(self._total, 1), completed=done, width=16),
+            Text(f"{done:.0f}/{self._total}{self._target_text()}"),
+            Text(f"{duration(time.monotonic() - self._began_s)} elapsed, {self._left()} left", style="dim"),
+        )
+        return Group(head, self._table())
+
+    def _table(self) -> Table:
+        width = self._console.width
+        columns = [c for c in _COLUMNS if c.key != "env/return" or width >= _WIDE_ENOUGH_FOR_RETURN]
+        table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
+        for column in columns:
+            style = _COLOURS.get(column.title, "")
+            table.add_column(Text(column.title, style=style), justify="right", no_wrap=True)
+        if width >= _WIDE_ENOUGH_FOR_BAR:
+            table.add_column("share of time", no_wrap=True)
+        for values in self._rows:
+            cells = [Text(_shown(column, values), style=self._style(column, values)) for column in columns]
+            table.add_row(*cells, *([_time_bar(values)] if width >= _WIDE_ENOUGH_FOR_BAR else []))
+        return table
+
+    def _style(self, column: _Column, values: Mapping[str, float]) -> str:
+        if column.key != "env/success_once":
+            return ""
+        reached = self._target is not None and values.get(column.key, -math.inf) >= self._target
+        return "bold green" if reached else "bold"
+
+
+class _Steps:
+    """What `steps` yields."""
+
+    def __init__(self, show: Callable[[int, str], None]) -> None:
+        self._show = show
+        self.done = 0
+
+    def advance(self, count: int = 1, text: str = "") -> None:
+        """`count` more are done; `text` says something about the last."""
+        self.done += count
+        self._show(self.done, text)
+
+
+@contextmanager
+def steps(title: str, total: int | None, console: Console | None = None) -> Iterator[_Steps]:
+    """A bar with the time left for a step of set-up or evaluation that takes long:
+    `with steps("Loading scenes", 40) as bar: … bar.advance()`. `total` None means that nobody knows.
+
+    Without a terminal: a line at the beginning, at each tenth of the way, and at the end.
+    """
+    console = console or get_console()
+    began_s = time.monotonic()
+    if not _is_animated(console):
+        _line(console, f"{title} …")
+        bar = _Steps(_plain_steps(console, title, total, began_s))
+        yield bar
+        _line(console, f"{title}: {bar.done} done in {duration(time.monotonic() - began_s)}")
+        return
+    name, text = (TextColumn(field, markup=False) for field in ("{task.description}", "{task.fields[text]}"))
+    numbers = (BarColumn(bar_width=30), MofNCompleteColumn(), TimeElapsedColumn(), _Left())
+    with Bars(SpinnerColumn(), name, *numbers, text, console=console) as bars:
+        task = bars.add_task(title, total=total, text="")
+        yield _Steps(lambda done, text: bars.update(task, completed=done, text=text))
+
+
+class _Left(TimeRemainingColumn):
+    """The time left, with the word that tells it from the time elapsed."""
+
+    def render(self, task: Task) -> Text:
+        return Text("") if task.finished or task.total is None else super().render(task) + Text(" left")
+
+
+def _plain_steps(
+    console: Console, title: str, total: int | None, began_s: float
+) -> Callable[[int, str], None]:
+    tenths_shown = 0
+
+    def show(done: int, text: str) -> None:
+        nonlocal tenths_shown
+        tenths = 10 * done // total if total else 0
+        if total and tenths_shown < tenths < 10:
+            tenths_shown = tenths
+            left_s = (time.monotonic() - began_s) * (total - done) / done
+            _line(console, f"{title}: {done}/{total}, {duration(left_s)} left  {text}".rstrip())
+
+    return show
+
+
+def duration(seconds: float) -> str:
+    """`42 s`, `3 min 12 s`, `5 h 07 min`, `2 d 03 h`."""
+    whole = round(seconds)
+    for unit_s, unit, part_s, part in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if whole >= unit_s:
+            return f"{whole // unit_s} {unit} {whole % unit_s // part_s:02d} {part}"
+    return f"{whole} s"
+
+
+def _is_animated(console: Console) -> bool:
+    return console.is_terminal and not console.is_dumb_terminal
+
+
+def _line(console: Console, text: str) -> None:
+    # Not wrapped: a line in a log file is one line, and a program may read it.
+    console.print(Text(text), soft_wrap=True)
+
+
+def _shown(column: _Column, values: Mapping[str, float]) -> str:
+    value = values.get(column.key)
+    return "–" if value is None or not math.isfinite(value) else column.show(value)
+
+
+def _time_bar(values: Mapping[str, float]) -> Text:
+    """The iteration's time as a bar of `_BAR_CELLS` cells, coloured by component."""
+    bar, filled = Text(), 0.0
+    for name, colour in _COLOURS.items():
+        share = values.get(f"time/{name}", 0.0)
+        before, filled = filled, min(filled + (share if math.isfinite(share) else 0.0), 1.0)
+        bar.append("━" * (round(filled * _BAR_CELLS) - round(before * _BAR_CELLS)), style=colour)
+    return bar

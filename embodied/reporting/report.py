@@ -1,0 +1,322 @@
+"""A run on one page: `report.html`, which needs no network and no other file.
+
+The page is made from what the run left in its folder. A file that is missing or damaged costs the section
+it would have filled, where a line says which command makes it; all text from files is escaped.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from html import escape
+from pathlib import Path
+from string import Template
+from urllib.parse import quote
+
+from . import charts, timeline
+from .components import COMPONENTS
+from .live import duration
+from .run_folder import Evaluation, ReportError, RunFolder, find, named, read_run, wilson_interval
+
+SMOOTHING = 5
+"""Iterations over which the smoothed success is averaged, and over which a target must be held."""
+VIDEO_BYTES = 20_000_000
+"""Videos are embedded up to this sum of sizes; further ones are linked."""
+
+__all__ = ["ReportError", "write_report"]
+
+_LEARNER = (
+    "approx_kl",
+    "clip_fraction",
+    "entropy",
+    "explained_variance",
+    "policy_loss",
+    "value_loss",
+    "grad_norm",
+)
+
+
+def write_report(run_dir: str | os.PathLike[str]) -> Path:
+    """Write `report.html` into a run's folder and return its path. Raises `ReportError` for other folders."""
+    run = read_run(Path(run_dir))
+    sections = (_header, _figures, _success, _learner, _time, _timeline, _evaluation, _videos, _config)
+    body = "\n".join(section(run) for section in (*sections, _protocol))
+    template = Template(Path(__file__).with_name("page.html").read_text())
+    target = run.path / "report.html"
+    aside = target.with_name(target.name + ".partial")
+    aside.write_text(template.substitute(title=escape(run.path.resolve().name), body=body))
+    aside.replace(target)
+    return target
+
+
+# The sections, from top to bottom
+
+
+def _header(run: RunFolder) -> str:
+    hardware = next((item.protocol["hardware"] for item in run.evals if "hardware" in item.protocol), None)
+    newest = max(file.stat().st_mtime for file in run.path.iterdir() if file.is_file())
+    facts = {
+        "task": named(find(run.config, "task") or next((item.task for item in run.evals), None)),
+        "policy": named(find(run.config, "policy")),
+        "hardware": named(hardware or find(run.config, "hardware")),
+        "last change": datetime.fromtimestamp(newest).strftime("%Y-%m-%d %H:%M"),
+    }
+    spans = "".join(f"<span>{name} <b>{escape(text)}</b></span>" for name, text in facts.items())
+    return f'<header><h1>{escape(run.path.resolve().name)}</h1><p class="facts">{spans}</p></header>'
+
+
+def _figures(run: RunFolder) -> str:
+    figures = [_success_figure(run)]
+    if run.rows:
+        last = run.rows[-1]
+        wall_s = max((value for value in run.column("wall_s") if value is not None), default=None)
+        iterations = f"{last['iteration']} iterations"
+        figures.append(("Env steps", charts.compact(last["env_steps"]), iterations, ""))
+        if wall_s:
+            figures.append(("Wall time", duration(wall_s), "all sessions of the run", ""))
+            speeds = [value for value in run.column("farm/env_steps_per_s") if value is not None]
+            median = f"median of iterations {charts.compact(statistics.median(speeds))}" if speeds else ""
+            figures.append(("Env steps per second", charts.compact(last["env_steps"] / wall_s), median, ""))
+            figures.append(_target_figure(run))
+    return f'<div class="figures">{"".join(_figure(*figure) for figure in figures)}</div>'
+
+
+def _success_figure(run: RunFolder) -> tuple[str, str, str, str]:
+    if run.evals:
+        episodes = sum(item.episodes for item in run.evals)
+        rate = sum(item.success_rate * item.episodes for item in run.evals) / max(episodes, 1)
+        low, high = wilson_interval(rate, episodes)
+        if len(run.evals) == 1:
+            low, high = run.evals[0].success_low, run.evals[0].success_high
+        note = f"{_interval(low, high)}, {episodes} episodes"
+        return "Success in evaluation", charts.percent(rate), note, ""
+    rates = [value for value in run.column("env/success_once") if value is not None][-SMOOTHING:]
+    if not rates:
+        return "Success", "–", "not measured yet", ""
+    rate, note = statistics.fmean(rates), f"mean of the last {len(rates)} iterations"
+    counts = [value for value in run.column("env/episodes")[-SMOOTHING:] if value is not None]
+    if counts:
+        episodes = round(sum(counts))
+        note = f"{_interval(*wilson_interval(rate, episodes))}, {note}"
+    return "Success in training", charts.percent(rate), note, ""
+
+
+def _target_figure(run: RunFolder) -> tuple[str, str, str, str]:
+    """When the mean of `SMOOTHING` iterations first reached the target; that of fewer does not count."""
+    title = f"Time to success {run.target:g}"
+    means = charts.trailing_mean(run.column("env/success_once"), SMOOTHING)
+    for row, mean in list(zip(run.rows, means, strict=True))[SMOOTHING - 1 :]:
+        if mean is not None and mean >= run.target and row.get("wall_s") is not None:
+            return title, duration(row["wall_s"]), f"{charts.compact(row['env_steps'])} env steps", "good"
+    best = max((mean for mean in means if mean is not None), default=0.0)
+    return title, "not reached", f"best mean of {SMOOTHING} iterations {charts.percent(best)}", ""
+
+
+def _success(run: RunFolder) -> str:
+    if not run.rows:
+        return _section("Success", _notice(run, "metrics.jsonl"))
+    walls = run.column("wall_s")
+    timed = [i for i, wall_s in enumerate(walls) if wall_s is not None]
+    scale, unit = _time_unit(max((walls[i] or 0.0 for i in timed), default=0.0))
+    raw = run.column("env/success_once")
+    mean = charts.trailing_mean(raw, SMOOTHING)
+    heads, steps = _heads(run), [float(row["env_steps"]) for row in run.rows]
+
+    def chart(x: Sequence[float], keep: Sequence[int], label: str) -> str:
+        curves = [
+            charts.Line("this iteration", [raw[i] for i in keep], faint=True),
+            charts.Line(f"mean of {SMOOTHING}", [mean[i] for i in keep]),
+        ]
+        own = [heads[i] for i in keep]
+        return charts.lines(x, curves, label, own, show=charts.percent, y_range=(0.0, 1.0), mark_y=run.target)
+
+    by_steps = chart(steps, range(len(steps)), "env steps")
+    by_time = chart([(walls[i] or 0.0) / scale for i in timed], timed, f"wall-clock, {unit}")
+    legend = _legend({f"target {run.target:g}": "var(--good)"})
+    figures = [
+        _chart("Success against env steps", by_steps, legend),
+        _chart("Success against wall-clock", by_time, legend),
+        *_curves(run, ("env/return", "env/episode_len"), 560, 210),
+    ]
+    lead = f"Thin: each iteration. Thick: the mean of the last {SMOOTHING}."
+    return _section("Success", _grid("two", figures), lead)
+
+
+def _learner(run: RunFolder) -> str:
+    if not run.rows:
+        return ""
+    known = [f"learner/{name}" for name in _LEARNER]
+    other = {key for row in run.rows for key in row if key.startswith(("learner/", "lag/"))} - set(known)
+    figures = _curves(run, [*known, *sorted(other)], 360, 180)
+    return _section("Learner", _grid("three", figures)) if figures else ""
+
+
+def _time(run: RunFolder) -> str:
+    rows = [row for row in run.rows if any(row.get(f"time/{name}") is not None for name in COMPONENTS)]
+    if not rows:
+        return ""
+    shares = [{name: row.get(f"time/{name}") or 0.0 for name in COMPONENTS} for row in rows]
+    means = {name: statistics.fmean(share[name] for share in shares) for name in COMPONENTS}
+    legend = _legend({f"{name} {means[name]:.0%}": css for name, css in COMPONENTS.items()})
+    bars = charts.stacked_bars(shares, [float(row["iteration"]) for row in rows], COMPONENTS, "iteration")
+    speed = _curves(run, ["farm/env_steps_per_s"], 560, 250)
+    figures = _grid("two", [_chart("Share of each iteration", bars, legend), *speed])
+    return _section("Where the time goes", figures, "The legend gives means over the run.")
+
+
+def _timeline(run: RunFolder) -> str:
+    title = "One iteration"
+    if not run.spans:
+        run.missing.setdefault("trace.json", "trace.json has no spans yet.")
+        return _section(title, _notice(run, "trace.json"))
+    iteration, spans = timeline.last_iteration(run.spans)
+    if not spans:
+        return _section(title, f'<p class="notice">{escape(iteration.name)} has no spans in trace.json.</p>')
+    whole = timeline.draw(spans, iteration.start_ns, iteration.end_ns)
+    caption = f"{iteration.name.capitalize()}, {_milliseconds(iteration.end_ns - iteration.start_ns)}"
+    figures = [_chart(caption, whole, _legend(COMPONENTS), "scroll")]
+    if (part := timeline.close_up(spans)) is not None:
+        caption = f"{_milliseconds(part[1] - part[0])} of it, with arrows from observation to action"
+        figures.append(_chart(caption, timeline.draw(spans, *part), "", "scroll"))
+    lead = "A row per worker. The whole trace, trace.json, opens in ui.perfetto.dev."
+    return _section(title, _grid("", figures), lead)
+
+
+def _evaluation(run: RunFolder) -> str:
+    if not run.evals:
+        return _section("Evaluation", _notice(run, "eval.json"))
+    names = ("task", "success", "0 to 100%", "episodes", "length", "return", "wall time")
+    head = "".join(f"<th>{name}</th>" for name in names)
+    rows = "".join(_evaluation_row(item) for item in run.evals)
+    return _section("Evaluation", f'<div class="card scroll"><table><tr>{head}</tr>{rows}</table></div>')
+
+
+def _evaluation_row(item: Evaluation) -> str:
+    rate, low, high = item.success_rate, item.success_low, item.success_high
+    bar = (
+        f'<div class="range"><i style="left:{low:.2%};width:{high - low:.2%}"></i>'
+        f'<b style="left:{rate:.2%}"></b></div>'
+    )
+    success = f"{charts.percent(rate)} <small>{_interval(low, high)}</small>"
+    wall = "–" if item.wall_s is None else duration(item.wall_s)
+    cells = (success, bar, item.episodes, _number(item.episode_len), _number(item.mean_return), wall)
+    return f"<tr><td>{escape(item.task)}</td>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
+
+
+def _videos(run: RunFolder) -> str:
+    if not run.videos:
+        return _section("Videos", _notice(run, "videos"))
+    figures, embedded = [], 0
+    for file in run.videos:
+        size = file.stat().st_size
+        source = f"videos/{quote(file.name)}"
+        if embedded + size <= VIDEO_BYTES:
+            embedded += size
+            source = "data:video/mp4;base64," + base64.b64encode(file.read_bytes()).decode()
+        video = f'<video controls loop muted playsinline preload="metadata" src="{source}"></video>'
+        figures.append(_chart(file.stem, video, ""))
+    return _section("Videos", _grid("two" if len(figures) > 1 else "", figures))
+
+
+def _config(run: RunFolder) -> str:
+    if not run.config_text:
+        return _section("Configuration", _notice(run, "config.yaml"))
+    note = _notice(run, "config.yaml") if "config.yaml" in run.missing else ""
+    text = f"<summary>config.yaml</summary><pre>{escape(run.config_text)}</pre>"
+    return _section("Configuration", f'{note}<details class="card">{text}</details>')
+
+
+def _protocol(run: RunFolder) -> str:
+    entries = {
+        "training success": "share of the episodes ended in an iteration that solved the task at least once,"
+        " actions sampled as training does",
+        "smoothed": f"mean of the last {SMOOTHING} iterations",
+        "time to target": f"wall-clock when that mean first reached {run.target:g}",
+        "intervals": "as the evaluation recorded them, else 95% Wilson score intervals",
+    }
+    for number, item in enumerate(run.evals, 1):
+        prefix = f"evaluation {number}, " if len(run.evals) > 1 else "evaluation, "
+        for key, value in item.protocol.items():
+            entries[prefix + str(key).replace("_", " ")] = named(value)
+    items = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in entries.items())
+    footer = f"<footer>Written {datetime.now():%Y-%m-%d %H:%M} by <code>embodied report</code>.</footer>"
+    return _section("Protocol", f'<dl class="card">{items}</dl>{footer}')
+
+
+# The pieces of a section
+
+
+def _section(title: str, content: str, lead: str = "") -> str:
+    lead = f'<p class="lead">{lead}</p>' if lead else ""
+    return f"<section><h2>{title}</h2>{lead}{content}</section>"
+
+
+def _notice(run: RunFolder, name: str) -> str:
+    parts = escape(run.missing[name]).split("`")
+    text = "".join(f"<code>{part}</code>" if i % 2 else part for i, part in enumerate(parts))
+    return f'<p class="notice">{text}</p>'
+
+
+def _grid(css: str, figures: Iterable[str]) -> str:
+    return f'<div class="grid {css}">{"".join(figures)}</div>'
+
+
+def _chart(title: str, content: str, legend: str = "", css: str = "") -> str:
+    caption = f"<figcaption>{escape(title)}{legend}</figcaption>"
+    return f'<figure class="card">{caption}<div class="{css}">{content}</div></figure>'
+
+
+def _figure(title: str, value: str, note: str, css: str) -> str:
+    return (
+        f'<div class="card figure"><span>{escape(title)}</span>'
+        f'<strong class="{css}">{escape(value)}</strong><span>{escape(note)}</span></div>'
+    )
+
+
+def _legend(colours: Mapping[str, str]) -> str:
+    return "".join(
+        f'<span class="legend"><i style="background:{css}"></i>{name}</span>' for name, css in colours.items()
+    )
+
+
+def _curves(run: RunFolder, keys: Iterable[str], width: int, height: int) -> list[str]:
+    """A chart over env steps of each metric that has values."""
+    steps, heads = [float(row["env_steps"]) for row in run.rows], _heads(run)
+    figures = []
+    for key in keys:
+        values = run.column(key)
+        if any(value is not None for value in values):
+            curve = [charts.Line(key, values)]
+            chart = charts.lines(steps, curve, "env steps", heads, width=width, height=height)
+            figures.append(_chart(key, chart))
+    return figures
+
+
+def _heads(run: RunFolder) -> list[str]:
+    """What identifies each row under the pointer."""
+    heads = []
+    for row, wall_s in zip(run.rows, run.column("wall_s"), strict=True):
+        time = f", {duration(wall_s)}" if wall_s is not None else ""
+        heads.append(f"iteration {row['iteration']}, {row['env_steps']:,} env steps{time}")
+    return heads
+
+
+def _time_unit(longest_s: float) -> tuple[float, str]:
+    if longest_s >= 2 * 3600:
+        return 3600.0, "h"
+    return (60.0, "min") if longest_s >= 2 * 60 else (1.0, "s")
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else charts.compact(value)
+
+
+def _interval(low: float, high: float) -> str:
+    return f"{charts.percent(low)} to {charts.percent(high)}"
+
+
+def _milliseconds(length_ns: int) -> str:
+    return f"{length_ns / 1e9:.3g} s" if length_ns >= 1e9 else f"{length_ns / 1e6:.3g} ms"

@@ -1,0 +1,110 @@
+"""Typed handles: a worker is called through one whether it is in this process or an actor elsewhere.
+
+    worker: Handle[PolicyWorker] = runtime.place("policy", make_policy_worker, ...)
+    rollout = worker.call(PolicyWorker.rollout, 64)           # typed like the method itself
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
+
+from sim_farm.farm import Host, InProcess
+
+T = TypeVar("T")
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass
+class Timer:
+    """Calls of one method and their summed duration, as the caller sees it."""
+
+    calls: int = 0
+    total_s: float = 0.0
+
+
+@dataclass
+class Handle(Generic[T]):
+    """A worker called `name`. Every call has a deadline; a late one raises `WorkerTimeout` naming worker and method."""
+
+    name: str
+    deadline_s: float
+    timers: dict[str, Timer] = field(default_factory=dict)
+
+    def call(self, method: Callable[Concatenate[T, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run the method on the worker and wait for its result."""
+        begin = time.monotonic()
+        try:
+            return self._run(method.__name__, args, kwargs)
+        finally:
+            timer = self.timers.setdefault(method.__name__, Timer())
+            timer.calls += 1
+            timer.total_s += time.monotonic() - begin
+
+    def refer(self, method: Callable[Concatenate[T, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Like `call`, but the result may stay where it is: it can only be handed on as an argument of a `call`.
+
+        So trajectories and weights go from worker to worker without a stop in this process.
+        """
+        return self._start(method.__name__, args, kwargs)
+
+    def _start(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise NotImplementedError
+
+    def _run(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise NotImplementedError
+
+
+@dataclass
+class LocalHandle(Handle[T]):
+    """The worker is an object in this process."""
+
+    worker: Any = None
+
+    def _start(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._run(method, args, kwargs)
+
+    def _run(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return getattr(self.worker, method)(*args, **kwargs)
+
+
+class Runtime(Protocol):
+    """Places workers and ends them."""
+
+    def farm_host(self, physics_workers: int, render_workers: int) -> Host:
+        """Where the farm's workers will live."""
+        ...
+
+    def watch(self) -> None:
+        """Replace farm workers that died. To be called while waiting for something else than a `call`."""
+        ...
+
+    def place(self, name: str, make: Callable[..., T], *args: Any) -> Handle[T]:
+        """The worker `make(*args)` under a handle."""
+        ...
+
+    def close(self) -> None:
+        """End every worker, within seconds."""
+        ...
+
+
+class InlineRuntime:
+    """Everything in this process, in order."""
+
+    def __init__(self, deadline_s: float) -> None:
+        self._deadline_s = deadline_s
+
+    def farm_host(self, physics_workers: int, render_workers: int) -> Host:
+        return InProcess()
+
+    def watch(self) -> None:
+        """Nothing dies apart from this process."""
+
+    def place(self, name: str, make: Callable[..., T], *args: Any) -> Handle[T]:
+        return LocalHandle(name, self._deadline_s, worker=make(*args))
+
+    def close(self) -> None:
+        return None

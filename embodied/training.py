@@ -1,0 +1,247 @@
+"""Training: rollout, update, weights, once per iteration; and everything that must survive it.
+
+    [ rollout -> update -> publish weights -> record ] x iterations -> checkpoint -> evaluation -> report
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from embodied import checkpoint
+from embodied.config import Config, UserError, save_config
+from embodied.learner import Learner
+from embodied.reporting.live import Progress
+from embodied.reporting.metrics import MetricsWriter
+from embodied.reporting.trace import Span, TraceWriter
+from embodied.rollout import PolicyWorker, RolloutSummary
+from embodied.runtime.handles import Handle
+from embodied.session import Session
+from embodied.workers import farm_spec, make_learner, make_policy_worker, policy_spec
+from sim_farm.episodes import EndlessEpisodes
+
+RECENT = 100
+"""Training episodes over which the success that is reported as `env/success_recent` is averaged."""
+
+
+@dataclass
+class Position:
+    """Where a run is between two iterations: everything but weights and environments."""
+
+    iteration: int = 0
+    env_steps: int = 0
+    wall_s: float = 0.0
+    recent: deque[bool] = field(default_factory=lambda: deque(maxlen=RECENT))
+    """Outcomes of the last training episodes, oldest first."""
+
+    def state(self) -> checkpoint.RunState:
+        return checkpoint.RunState(self.iteration, self.env_steps, self.wall_s, tuple(self.recent))
+
+    @classmethod
+    def of(cls, state: checkpoint.RunState) -> Position:
+        return cls(state.iteration, state.env_steps, state.wall_s, deque(state.recent_success, maxlen=RECENT))
+
+
+def prepare_run(config: Config, run_dir: Path, resume: bool) -> Path | None:
+    """Make the run's folder and save the configuration; with `resume`, the checkpoint to go on from, if any.
+
+    Raises `UserError` when the folder exists and is not to be resumed, or cannot be written.
+    """
+    if run_dir.exists() and not resume:
+        raise UserError(f"the run folder {run_dir} exists: go on with it by --resume auto, or choose another --name")
+    try:
+        (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
+        save_config(config, run_dir / "config.yaml")
+    except OSError as error:
+        raise UserError(
+            f"the run folder {run_dir} cannot be written ({error.strerror}); make it writable, or choose another "
+            "place with --runs-dir"
+        ) from error
+    found = checkpoint.latest(run_dir / "checkpoints") if resume else None
+    if found is not None:
+        checkpoint.verify(found)
+    return found
+
+
+def train(config: Config, run_dir: Path, session: Session, resume_from: Path | None) -> dict[str, Any]:
+    """Run the iterations that are left and leave a checkpoint of the last. Returns the result as plain data.
+
+    Interrupted between two updates, the last finished iteration is kept as a checkpoint.
+    """
+    begin = time.monotonic()
+    spec = farm_spec(config, EndlessEpisodes(config.seed), len(session.cores))
+    with session.farm(spec) as farm:
+        sizes = policy_spec(config, farm.info)
+        learner = session.runtime.place("learner", make_learner, config, sizes, run_dir)
+        policy = session.runtime.place("policy", make_policy_worker, config, sizes, session.reach(farm))
+        loop = _Loop(config, run_dir, learner, policy)
+        loop.begin(resume_from)
+        startup_s = time.monotonic() - begin
+        with loop.metrics, Progress(run_dir.name, config.iterations, config.stop_at_success) as progress:
+            loop.run(progress)
+        position = loop.position
+    return {
+        "run": str(run_dir),
+        "iterations": position.iteration,
+        "env_steps": position.env_steps,
+        "wall_s": position.wall_s,
+        "startup_s": startup_s,
+        "success_recent": float(np.mean(position.recent)) if position.recent else None,
+        "env_steps_per_s": position.env_steps / max(position.wall_s, 1e-9),
+        **loop.milestones,
+    }
+
+
+class _Loop:
+    """The iterations of one run."""
+
+    def __init__(
+        self, config: Config, run_dir: Path, learner: Handle[Learner], policy: Handle[PolicyWorker]
+    ) -> None:
+        self.config, self.run_dir = config, run_dir
+        self.learner, self.policy = learner, policy
+        self.position = Position()
+        self.metrics = MetricsWriter(run_dir)
+        self.trace = TraceWriter(run_dir / "trace.json") if config.runtime.trace else None
+        self.milestones: dict[str, float] = {}
+        self._environments: dict[str, np.ndarray] = {}
+        self._saved = -1
+        self._consistent = True
+        """Whether the learner stands between two updates, so that it may be saved."""
+
+    def begin(self, resume_from: Path | None) -> None:
+        """Load the checkpoint, if there is one, and start the environments."""
+        environments = None
+        if resume_from is not None:
+            self.learner.call(Learner.load, resume_from)
+            environments = checkpoint.read_environments(resume_from)
+            self.position = Position.of(checkpoint.read_state(resume_from))
+            self._saved = self.position.iteration
+            self.metrics.truncate(self.position.iteration)
+            self._publish()
+        self.policy.call(PolicyWorker.begin, environments)
+
+    def run(self, progress: Progress) -> None:
+        config = self.config
+        try:
+            while self.position.iteration < config.iterations:
+                row = self._iterate()
+                progress.row(row)
+                self.metrics.write(self.position.iteration, self.position.env_steps, row)
+                recent = row["env/success_recent"]
+                self._note_milestones(recent)
+                if self.position.iteration % config.checkpoint_every == 0:
+                    self._save()
+                if config.stop_at_success is not None and recent >= config.stop_at_success:
+                    progress.note(f"success of the last {RECENT} episodes is {recent:.2f}: stopping as asked")
+                    break
+            self._save()
+        except KeyboardInterrupt:
+            progress.note(f"interrupted; {self._keep()}")
+            raise
+        finally:
+            if self.trace is not None:
+                self.trace.write()
+
+    def _iterate(self) -> dict[str, float]:
+        """One iteration and its row of metrics."""
+        config, begin = self.config, time.monotonic_ns()
+        if self.trace is not None:
+            self.trace.iteration(self.position.iteration)
+        summary = self.policy.call(PolicyWorker.rollout, config.ppo.decisions, config.runtime.deadline_s)
+        rolled = time.monotonic_ns()
+        self._consistent = False
+        trajectories = self.policy.refer(PolicyWorker.trajectories)
+        learned = self.learner.call(Learner.update, trajectories, self.position.iteration)
+        self._consistent = True
+        updated = time.monotonic_ns()
+        self._publish(self.position.iteration + 1)
+        self._environments = self.policy.call(PolicyWorker.snapshot)
+        end = time.monotonic_ns()
+        self.position.iteration += 1
+        self.position.env_steps += summary.env_steps
+        self.position.wall_s += (end - begin) / 1e9
+        self.position.recent.extend(episode.success for episode in summary.episodes)
+        if self.trace is not None:
+            update_ns = int(learned["learner/update_s"] * 1e9)
+            self.trace.add(summary.spans)
+            self.trace.add(
+                [
+                    Span("driver", "rollout", begin, rolled),
+                    Span("driver", "update", rolled, updated),
+                    Span("driver", "publish weights", updated, end),
+                    Span("learner", "update", updated - update_ns, updated),
+                ]
+            )
+        return self._row(summary, learned, (end - begin) / 1e9)
+
+    def _row(self, summary: RolloutSummary, learned: dict[str, float], wall_s: float) -> dict[str, float]:
+        episodes, position = summary.episodes, self.position
+        nothing = float("nan")
+        return {
+            "iteration": position.iteration,
+            "env_steps": position.env_steps,
+            "wall_s": position.wall_s,
+            "env/episodes": len(episodes),
+            "env/success_once": float(np.mean([e.success for e in episodes])) if episodes else nothing,
+            "env/success_recent": float(np.mean(position.recent)) if len(position.recent) == RECENT else nothing,
+            "env/return": float(np.mean([e.total_reward for e in episodes])) if episodes else nothing,
+            "env/episode_len": float(np.mean([e.length for e in episodes])) if episodes else nothing,
+            "farm/env_steps_per_s": summary.env_steps / wall_s,
+            "farm/rollout_env_steps_per_s": summary.env_steps / summary.wall_s,
+            "farm/physics_busy_s": summary.clock.physics_busy,
+            "farm/render_busy_s": summary.clock.render_busy,
+            "lag/updates": position.iteration - 1 - summary.version,
+            "time/iteration_s": wall_s,
+            **_shares(summary, learned["learner/update_s"], wall_s),
+            **learned,
+        }
+
+    def _publish(self, version: int | None = None) -> None:
+        weights = self.learner.refer(Learner.weights)
+        self.policy.call(PolicyWorker.load_weights, weights, version or self.position.iteration)
+
+    def _note_milestones(self, recent: float) -> None:
+        for level in (0.5, 0.9, 0.95):
+            key = f"success_{level}"
+            if recent >= level and f"{key}_wall_s" not in self.milestones:
+                self.milestones[f"{key}_wall_s"] = self.position.wall_s
+                self.milestones[f"{key}_env_steps"] = self.position.env_steps
+
+    def _save(self) -> None:
+        if self._saved != self.position.iteration:
+            root = self.run_dir / "checkpoints"
+            self.learner.call(Learner.save, root, self.position.state(), self._environments)
+            self._saved = self.position.iteration
+
+    def _keep(self) -> str:
+        """After an interruption: save the last finished iteration if the learner still holds it."""
+        if self._consistent and self._environments:
+            self._save()
+        kept = f"iteration {self._saved} is kept" if self._saved >= 0 else "no iteration was finished"
+        return f"{kept}; go on with: embodied train ... --name {self.run_dir.name} --resume auto"
+
+
+def _shares(summary: RolloutSummary, update_s: float, wall_s: float) -> dict[str, float]:
+    """Shares of the iteration's wall time, as seen from its critical path; they add up to one.
+
+    The policy worker either infers, moves data, or waits for the farm; waiting is physics and render in the
+    proportion in which their workers were busy. What neither rollout nor update explains is idle.
+    """
+    clock = summary.clock
+    busy = clock.physics_busy + clock.render_busy
+    drawing = clock.render_busy / busy if busy else 0.0
+    parts = {
+        "physics": clock.waiting * (1 - drawing),
+        "render": clock.waiting * drawing,
+        "policy": clock.policy,
+        "learner": update_s,
+        "transport": clock.transport,
+    }
+    shares = {f"time/{name}": seconds / wall_s for name, seconds in parts.items()}
+    return {**shares, "time/idle": max(0.0, 1 - sum(shares.values()))}

@@ -1,0 +1,86 @@
+"""The makers of workers: functions of plain data, so that a worker can be made in any process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import policies
+from embodied.config import Config, UserError
+from embodied.evaluation import Evaluator
+from embodied.learner import Learner
+from embodied.rollout import PolicyWorker
+from policies.contract import Policy, PolicySpec
+from sim_farm.contract import TaskInfo, TaskSpec
+from sim_farm.episodes import Episodes
+from sim_farm.farm import Farm, FarmAddress
+from sim_farm.layout import FarmSpec
+
+
+def task_spec(config: Config) -> TaskSpec:
+    """What the farm simulates. Frames are drawn only if the policy reads them."""
+    env = config.env
+    reads_images = "images" in config.policy.reads
+    if reads_images and env.cameras == 0:
+        raise UserError("the policy reads images and env.cameras is 0; set env.cameras to 1 or more")
+    return TaskSpec(
+        env.task, env.control_mode, env.reward, env.max_episode_steps, env.cameras if reads_images else 0, env.image_size
+    )
+
+
+def farm_spec(config: Config, episodes: Episodes, cores: int, num_envs: int | None = None) -> FarmSpec:
+    """The farm of a run on a machine with so many cores."""
+    inline = config.runtime.mode == "inline"
+    workers = config.farm.physics_workers or (1 if inline else cores)
+    finals = {"truncated": "truncated", "always": "ended"}[config.ppo.bootstrap]
+    return FarmSpec(
+        task=task_spec(config),
+        episodes=episodes,
+        num_envs=num_envs or config.env.num_envs,
+        chunk=config.policy.chunk,
+        stages=config.farm.stages,
+        physics_workers=workers,
+        render_workers=config.farm.render_workers,
+        final_frames=finals if "images" in config.policy.reads else "never",
+    )
+
+
+def policy_spec(config: Config, info: TaskInfo) -> PolicySpec:
+    """The sizes of the policy for this task."""
+    reads = config.policy.reads
+    return PolicySpec(
+        action_dim=info.action_dim,
+        chunk=config.policy.chunk,
+        state_dim=info.state_dim if "state" in reads else 0,
+        proprio_dim=info.proprio_dim if "proprio" in reads else 0,
+        cameras=info.cameras if "images" in reads else (),
+        image_size=config.env.image_size,
+    )
+
+
+def make_policy(config: Config, spec: PolicySpec, checkpoint: Path | None = None) -> Policy:
+    """The run's policy, new from its seed or from a checkpoint of the same kind and sizes."""
+    policy = policies.build(config.policy.kind, spec, config.seed, **config.policy.options)
+    if checkpoint is not None:
+        policies.load_into(policy, checkpoint)
+    return policy
+
+
+def make_policy_worker(config: Config, spec: PolicySpec, farm: Farm | FarmAddress) -> PolicyWorker:
+    return PolicyWorker(
+        make_policy(config, spec), _reach(farm), config.policy.reads, config.seed, config.ppo.bootstrap
+    )
+
+
+def make_learner(config: Config, spec: PolicySpec, run_dir: Path) -> Learner:
+    return Learner(make_policy(config, spec), config.ppo, config.learner, config.seed, config.iterations, run_dir)
+
+
+def make_evaluator(
+    config: Config, spec: PolicySpec, farm: Farm | FarmAddress, checkpoint: Path | None
+) -> Evaluator:
+    policy = make_policy(config, spec, checkpoint)
+    return Evaluator(policy, _reach(farm), config.policy.reads, config.seed, config.eval.greedy)
+
+
+def _reach(farm: Farm | FarmAddress) -> Farm:
+    return Farm.attach(farm) if isinstance(farm, FarmAddress) else farm

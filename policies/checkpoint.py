@@ -1,0 +1,141 @@
+"""Policies on disk: JSON and safetensors, nothing that is executed when it is read.
+
+FOLDER/policy/config.json             kind, spec, architecture
+FOLDER/policy/model.safetensors       the actor's parameters and all buffers
+FOLDER/value_head.safetensors         the critic's parameters
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from policies.contract import Policy, PolicyError, PolicySpec, spec_to_dict
+from policies.registry import build, nearest
+
+CONFIG = Path("policy/config.json")
+MODEL = Path("policy/model.safetensors")
+VALUE_HEAD = Path("value_head.safetensors")
+
+
+def save(policy: Policy, folder: str | Path) -> None:
+    """Write the policy's three files into the folder, which is made if need be; old ones are replaced."""
+    folder = Path(folder)
+    (folder / CONFIG).parent.mkdir(parents=True, exist_ok=True)
+    (folder / CONFIG).write_text(json.dumps(_config(policy), indent=2) + "\n")
+    save_file(_on_cpu(_actor_state(policy)), folder / MODEL)
+    save_file(_on_cpu(policy.value_head.state_dict()), folder / VALUE_HEAD)
+
+
+def load(folder: str | Path) -> Policy:
+    """The policy that was saved in the folder, on the CPU, equal to the last bit. Raises `PolicyError`."""
+    folder = Path(folder)
+    config = _read_config(folder / CONFIG)
+    spec = _spec(config["spec"], folder / CONFIG)
+    policy = build(config["kind"], spec, seed=0, **config["architecture"])
+    _fill(policy, folder)
+    return policy
+
+
+def load_into(policy: Policy, folder: str | Path) -> None:
+    """Replace the policy's tensors by the folder's, on the policy's device.
+
+    Raises `PolicyError`, and leaves the policy as it was, if the folder is damaged or holds a policy of
+    another kind, spec or architecture.
+    """
+    folder = Path(folder)
+    found, expected = _read_config(folder / CONFIG), _config(policy)
+    differences = _differences(found, expected)
+    if differences:
+        raise PolicyError(f"{folder} holds another policy than this run's: {'; '.join(differences)}")
+    _fill(policy, folder)
+
+
+def _config(policy: Policy) -> dict[str, Any]:
+    spec = {name: list(v) if isinstance(v, tuple) else v for name, v in spec_to_dict(policy.spec).items()}
+    return {"kind": policy.kind, "spec": spec, "architecture": policy.architecture()}
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise PolicyError(f"no policy here: {path} is missing") from None
+    except (OSError, ValueError) as error:
+        raise PolicyError(f"{path} cannot be read: {error}") from error
+    parts = {"kind": str, "spec": dict, "architecture": dict}
+    if not isinstance(config, dict) or not all(isinstance(config.get(k), t) for k, t in parts.items()):
+        raise PolicyError(f"{path} must hold kind (text), spec and architecture (objects)")
+    return config
+
+
+def _spec(saved: dict[str, Any], path: Path) -> PolicySpec:
+    known = [f.name for f in fields(PolicySpec)]
+    for name, value in saved.items():
+        if name not in known:
+            raise PolicyError(f"{path}: spec has no field {name!r}{nearest(name, known)}")
+        texts = isinstance(value, list) and all(isinstance(item, str) for item in value)
+        if not (texts if name == "cameras" else type(value) is int):
+            raise PolicyError(f"{path}: spec.{name} cannot be {value!r}")
+    if "action_dim" not in saved:
+        raise PolicyError(f"{path}: spec.action_dim is missing")
+    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in saved.items()}
+    return PolicySpec(**values)
+
+
+def _differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+    """One phrase for each entry in which the configurations differ."""
+    if found["kind"] != expected["kind"]:
+        there, here = (f"{config['kind']} for {config['spec']}" for config in (found, expected))
+        return [f"it holds a {there}, expected a {here}"]
+    return [
+        f"{part}.{name} is {found[part].get(name)!r}, expected {expected[part].get(name)!r}"
+        for part in ("spec", "architecture")
+        for name in sorted(found[part].keys() | expected[part].keys())
+        if found[part].get(name) != expected[part].get(name)
+    ]
+
+
+def _actor_state(policy: Policy) -> dict[str, Tensor]:
+    """Everything that is saved and is not the critic's."""
+    return {name: t for name, t in policy.state_dict().items() if not name.startswith("value_head.")}
+
+
+def _on_cpu(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+
+
+def _fill(policy: Policy, folder: Path) -> None:
+    """Copy both files into the policy, after both are known to be whole and to fit."""
+    actor = _read_tensors(folder / MODEL, _actor_state(policy))
+    critic = _read_tensors(folder / VALUE_HEAD, policy.value_head.state_dict())
+    policy.load_state_dict(actor | {f"value_head.{name}": tensor for name, tensor in critic.items()})
+
+
+def _read_tensors(path: Path, expected: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of the file, which must be exactly those expected: by name, shape and dtype."""
+    try:
+        found = load_file(path)
+    except FileNotFoundError:
+        raise PolicyError(f"incomplete policy: {path} is missing") from None
+    except (OSError, SafetensorError) as error:
+        raise PolicyError(f"{path} is damaged or no safetensors file: {error}") from error
+    for name, tensor in expected.items():
+        if name not in found:
+            raise PolicyError(f"{path} lacks the tensor {name!r}")
+        if _layout(found[name]) != _layout(tensor):
+            raise PolicyError(f"{path}: {name!r} is {_layout(found[name])}, expected {_layout(tensor)}")
+    for name in found:
+        if name not in expected:
+            raise PolicyError(f"{path} has a tensor that this policy has not: {name!r}")
+    return found
+
+
+def _layout(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

@@ -1,0 +1,123 @@
+"""From raw inputs to a feature vector per row. Rows never meet: no batch statistics anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from policies.contract import Inputs, PolicyError, PolicySpec
+from policies.layers import HIDDEN_GAIN, mlp, orthogonal
+from policies.normalizer import Normalizer
+
+CONVOLUTIONS = ((32, 4, 4, 0), (48, 3, 2, 1), (64, 3, 2, 1))
+"""(channels, kernel, stride, padding). Time goes where the grid is finest, so the first layer cuts the frame
+into patches: a third of the time of overlapping 8 x 8 windows. 128 pixels become a grid of 8 x 8."""
+
+
+def vector(inputs: Inputs, name: str, size: int) -> Tensor:
+    """The field `name` of the inputs as [B, size], or a `PolicyError` that says what is there instead."""
+    found = getattr(inputs, name)
+    if found is None or found.shape[-1] != size:
+        shape = "nothing" if found is None else list(found.shape)
+        raise PolicyError(f"the policy reads {name} [B, {size}], the inputs have {shape}")
+    return found
+
+
+class Encoder(nn.Module):
+    """Inputs to features, float32 [B, size]."""
+
+    size: int
+
+    def forward(self, inputs: Inputs) -> Tensor:
+        raise NotImplementedError
+
+    def observe(self, inputs: Inputs) -> None:
+        """Update the normalisation statistics."""
+        raise NotImplementedError
+
+
+class StateEncoder(Encoder):
+    """The normalised state through two tanh layers. Reads `state` alone."""
+
+    def __init__(self, spec: PolicySpec, features: int) -> None:
+        super().__init__()
+        if spec.state_dim < 1:
+            raise PolicyError("a policy on states needs spec.state_dim of at least 1, got 0")
+        self.state_dim = spec.state_dim
+        self.size = features
+        self.normalizer = Normalizer(spec.state_dim)
+        self.net = nn.Sequential(
+            mlp(spec.state_dim, [features], features, last_gain=HIDDEN_GAIN),
+            nn.Tanh(),
+        )
+
+    def forward(self, inputs: Inputs) -> Tensor:
+        return self.net(self.normalizer(vector(inputs, "state", self.state_dim)))
+
+    def observe(self, inputs: Inputs) -> None:
+        self.normalizer.observe(vector(inputs, "state", self.state_dim))
+
+
+class CnnEncoder(Encoder):
+    """The frames of all cameras through one small CNN, beside the normalised proprioception.
+
+    The cameras' channels are concatenated, in the order of the spec, so that a further camera costs one wider
+    first layer and no second network. The grid is flattened into a linear layer, since where things are
+    matters, then LayerNorm and tanh bound the features, as is usual for reinforcement learning from pixels
+    (DrQ, arXiv 2004.13649). Proprioception joins after that, at full precision. Reads `frames` and, where
+    spec.proprio_dim is not 0, `proprio`.
+    """
+
+    def __init__(self, spec: PolicySpec, features: int) -> None:
+        super().__init__()
+        if not spec.cameras:
+            raise PolicyError("a policy on images needs at least one camera in spec.cameras")
+        self.cameras = spec.cameras
+        self.image_size = spec.image_size
+        self.proprio_dim = spec.proprio_dim
+        self.size = features + spec.proprio_dim
+        layers: list[nn.Module] = []
+        channels, grid = 3 * len(spec.cameras), spec.image_size
+        for width, kernel, stride, padding in CONVOLUTIONS:
+            layers += [orthogonal(nn.Conv2d(channels, width, kernel, stride, padding)), nn.ReLU(inplace=True)]
+            channels, grid = width, (grid + 2 * padding - kernel) // stride + 1
+        if grid < 1:
+            raise PolicyError(f"images of {spec.image_size} pixels are too small for the CNN: at least 4")
+        self.convolutions = nn.Sequential(*layers)
+        self.head = nn.Sequential(
+            orthogonal(nn.Linear(channels * grid * grid, features)), nn.LayerNorm(features), nn.Tanh()
+        )
+        self.normalizer = Normalizer(spec.proprio_dim) if spec.proprio_dim else None
+
+    def forward(self, inputs: Inputs) -> Tensor:
+        pixels = torch.cat([self._frame(inputs, name) for name in self.cameras], -1)
+        # [B, H, W, channels] seen as [B, channels, H, W] is torch's channels_last format: nothing is copied,
+        # neither here nor where the grid is flattened again.
+        scaled = pixels.permute(0, 3, 1, 2).float().mul_(1 / 127.5).sub_(1)
+        grid = self.convolutions(scaled).permute(0, 2, 3, 1)
+        features = self.head(grid.flatten(1))
+        if self.normalizer is None:
+            return features
+        return torch.cat([features, self.normalizer(vector(inputs, "proprio", self.proprio_dim))], -1)
+
+    def observe(self, inputs: Inputs) -> None:
+        if self.normalizer is not None:
+            self.normalizer.observe(vector(inputs, "proprio", self.proprio_dim))
+
+    def _frame(self, inputs: Inputs, camera: str) -> Tensor:
+        frame = inputs.frames.get(camera)
+        if frame is None:
+            given = ", ".join(inputs.frames) or "none"
+            raise PolicyError(f"the policy reads the camera {camera!r}, the inputs have: {given}")
+        size = self.image_size
+        if frame.dtype != torch.uint8 or frame.shape[1:] != (size, size, 3):
+            raise PolicyError(
+                f"frames of {camera!r} must be uint8 [B, {size}, {size}, 3], "
+                f"got {str(frame.dtype).removeprefix('torch.')} {list(frame.shape)}"
+            )
+        return frame
+
+
+ENCODERS: dict[str, Callable[[PolicySpec, int], Encoder]] = {"state": StateEncoder, "cnn": CnnEncoder}

@@ -1,0 +1,216 @@
+"""A small flow-matching policy, trainable by reinforcement learning from scratch, on states or on images."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from policies import flow_sde
+from policies.contract import Action, Evaluation, Inputs, Policy, PolicyError, PolicySpec
+from policies.density import gaussian_log_prob
+from policies.encoders import ENCODERS, Encoder
+from policies.layers import checked_noise, checked_widths, mlp, orthogonal
+
+TIME_DIM = 32
+"""Width of the time embedding."""
+
+
+def time_embedding(t: Tensor, width: int) -> Tensor:
+    """[N] times in [0, 1] to float64 [N, width]: sines and cosines of periods from 0.004 to 4 (those of pi0).
+
+    float64, since at the shortest period a rounding of t by 1e-7 is a phase of 1e-4.
+    """
+    periods = 0.004 * 1000 ** torch.linspace(0, 1, width // 2, dtype=torch.float64)
+    phase = 2 * math.pi * t.double()[:, None] / periods
+    return torch.cat([phase.sin(), phase.cos()], -1)
+
+
+class VelocityNet(nn.Module):
+    """v(x, t, features) with t on the grid of the denoising steps. D numbers per row, H first-layer units.
+
+    The network says a centre c(x, t, features), in units of the action, and the velocity is
+
+        v = ((1 - s) x - c) / (s + (1 - s) t),    s = start_std
+
+    For a constant c that is the velocity of the straight path x_t = (s + (1 - s) t) x_1 + (1 - t) c: whatever
+    the number of steps, the ODE takes the noise x_1 exactly to c + s x_1. Why so: an untrained network (c is
+    about 0) then acts with mean 0 and standard deviation s, which is what learning from scratch needs, and
+    what the network says moves the action by as much, from the first update on.
+
+    The two usual choices are its ends. s = 1 is velocity prediction, which would start from actions of
+    standard deviation 1. s = 0 is prediction of the action, v = (x - c) / t, whose last step cancels all
+    earlier noise: an untrained policy would learn nothing from the other steps, and the weight 1 / t makes
+    the last step's gradient dominate. The denominator is never below s, so v is as well conditioned as c.
+    """
+
+    embedding: Tensor
+    spread: Tensor
+
+    def __init__(self, size: int, features: int, widths: Sequence[int], steps: int, start_std: float) -> None:
+        super().__init__()
+        t = flow_sde.timesteps(steps)[:-1]
+        self.contraction = 1 - start_std
+        # Derived from the architecture, so not saved.
+        self.register_buffer("embedding", time_embedding(t, TIME_DIM).float(), persistent=False)
+        self.register_buffer("spread", (start_std + (1 - start_std) * t).float(), persistent=False)
+        # One linear layer on (x, time, features) as three, so that a decision embeds times and features once
+        # and each denoising step only x.
+        self.from_x = orthogonal(nn.Linear(size, widths[0]), 1.0)
+        self.from_time = orthogonal(nn.Linear(TIME_DIM, widths[0], bias=False), 1.0)
+        self.from_features = orthogonal(nn.Linear(features, widths[0], bias=False), 1.0)
+        self.rest = mlp(widths[0], widths[1:], size, last_gain=0.01, activation=nn.SiLU)
+
+    def context(self, features: Tensor, step: Tensor) -> Tensor:
+        """Features [B, F], steps [B, K] or [K] to [B, K, H]: the part of the first layer that knows no x."""
+        return self.from_features(features)[:, None] + self.from_time(self.embedding[step])
+
+    def forward(self, x: Tensor, context: Tensor, step: int | Tensor) -> Tensor:
+        """The velocity at x [.., D] in the given step (int64 [..], or one for all), context [.., H] alike."""
+        centre = self.rest(functional.silu(self.from_x(x) + context))
+        return (self.contraction * x - centre) / self.spread[step][..., None]
+
+
+class FlowPolicy(Policy):
+    """Denoises noise x^(0) to a chunk x^(N) in N steps; stochastic ones among them have a density (flow-SDE).
+
+    By default one step k of each row is stochastic, all others follow the ODE, and the log-prob is that of
+    step k: a mixed ODE-SDE process that costs one velocity forward to score (pi-RL, arXiv 2510.25889). With
+    `joint`, every step is stochastic and the elementwise log-probs of the N steps are summed. In neither is
+    x^(0) scored: it is part of what is observed, and its density does not depend on the weights. Entropy is
+    constant, hence 0.
+
+    Noise of a row, D = C * A: x^(0) [D], then [D] for step k, then one number whose normal distribution
+    function picks k uniformly from 0..N-1; with `joint`, x^(0) [D], then [N, D]. The mode is the ODE from
+    x^(0) = 0; it is scored as if its first step (with `joint`: all steps) had been drawn.
+
+    `trace` holds the K scored transitions of each row, K = 1 or, with `joint`, N: `x`, `x_next` [B, K, D]
+    float32 and `step` [B, K] int64. The log-probs of `act` and of `evaluate` are one function of these and of
+    the velocity.
+
+    The encoder is shared: `value_head` is a small network on its features, and unless `critic_trains_encoder`
+    is False the value loss trains the encoder too, with the actor's learning rate, since the encoder belongs
+    to the actor's parameters. "state" reads `state` alone, "cnn" reads `frames` and `proprio`.
+    """
+
+    kind = "flow"
+    transitions: Tensor
+    """[N, 3]: for each stochastic step the mean's weights of x and of v, and the standard deviation."""
+    ode: Tensor
+    """[3]: the same of an ODE step."""
+
+    def __init__(
+        self,
+        spec: PolicySpec,
+        *,
+        encoder: str = "state",
+        features: int = 256,
+        widths: Sequence[int] = (256, 256),
+        critic_widths: Sequence[int] = (256,),
+        critic_trains_encoder: bool = True,
+        steps: int = 4,
+        noise_level: float = 0.5,
+        start_std: float = 0.3,
+        joint: bool = False,
+    ) -> None:
+        """`steps` is N, `noise_level` scales the SDE's noise, `start_std` is the untrained ODE's spread."""
+        super().__init__()
+        if encoder not in ENCODERS:
+            raise PolicyError(f"encoder must be one of {', '.join(ENCODERS)}, got {encoder!r}")
+        if steps < 1 or noise_level <= 0 or not 0 < start_std <= 1:
+            raise PolicyError(
+                "a flow policy needs steps >= 1, noise_level > 0 and 0 < start_std <= 1, "
+                f"got {steps}, {noise_level}, {start_std}"
+            )
+        self.spec = spec
+        self.size = spec.chunk * spec.action_dim
+        self.steps = steps
+        self.joint = joint
+        self.critic_trains_encoder = critic_trains_encoder
+        self.noise_dim = self.size * (1 + steps) if joint else self.size * 2 + 1
+        (features,) = checked_widths("[features]", [features])
+        widths = checked_widths("widths", widths)
+        critic_widths = checked_widths("critic_widths", critic_widths)
+        if not widths:
+            raise PolicyError("a flow policy needs at least one width in widths")
+        self._architecture = dict(
+            encoder=encoder, features=features, widths=list(widths), critic_widths=list(critic_widths),
+            critic_trains_encoder=critic_trains_encoder, steps=steps, noise_level=noise_level,
+            start_std=start_std, joint=joint,
+        )  # fmt: skip
+        self.encoder: Encoder = ENCODERS[encoder](spec, features)
+        self.velocity = VelocityNet(self.size, self.encoder.size, widths, steps, start_std)
+        self.value_head = mlp(self.encoder.size, critic_widths, 1, last_gain=1.0)
+        table = [*flow_sde.mean_weights(steps, noise_level), flow_sde.stds(steps, noise_level)]
+        self.register_buffer("ode", torch.tensor([1.0, -1.0 / steps, 0.0]), persistent=False)
+        self.register_buffer("transitions", torch.stack(table, -1).float(), persistent=False)
+
+    @torch.no_grad()  # not inference_mode: what it returns may enter `evaluate`'s graph
+    def act(self, inputs: Inputs, noise: Tensor | None) -> Action:
+        features = self.encoder(inputs)
+        x, z, step, drawn = self._draws(noise, features)
+        weight_x, weight_v, std = torch.where(drawn[..., None], self.transitions, self.ode).split(1, -1)
+        shock = std * z
+        context = self.velocity.context(features, torch.arange(self.steps, device=x.device))
+        states, velocities = [x], []
+        for i in range(self.steps):
+            v = self.velocity(x, context[:, i], i)
+            x = weight_x[:, i] * x + weight_v[:, i] * v + shock[:, i]
+            states.append(x)
+            velocities.append(v)
+        row, state = torch.arange(len(x), device=x.device)[:, None], torch.stack(states, 1)
+        trace = {"x": state[row, step], "x_next": state[row, step + 1], "step": step}
+        log_prob = self._log_prob(trace, torch.stack(velocities, 1)[row, step])
+        return Action(self._chunk(x), log_prob, self._value(features), trace)
+
+    def evaluate(self, inputs: Inputs, trace: Mapping[str, Tensor]) -> Evaluation:
+        features = self.encoder(inputs)
+        step = trace["step"]
+        v = self.velocity(trace["x"], self.velocity.context(features, step), step)
+        log_prob = self._log_prob(trace, v)
+        return Evaluation(log_prob, torch.zeros_like(log_prob), self._value(features))
+
+    @torch.no_grad()
+    def value(self, inputs: Inputs) -> Tensor:
+        return self._value(self.encoder(inputs))
+
+    def observe(self, inputs: Inputs) -> None:
+        self.encoder.observe(inputs)
+
+    def architecture(self) -> dict[str, Any]:
+        return dict(self._architecture)
+
+    def _draws(self, noise: Tensor | None, features: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """x^(0) [B, D], the steps' normal numbers [B, N, D], scored steps [B, K], which are drawn [B, N]."""
+        rows = len(features)
+        every = torch.arange(self.steps, device=features.device).expand(rows, self.steps)
+        if noise is None:
+            x = features.new_zeros(rows, self.size)
+            step = every if self.joint else every[:, :1]
+            return x, x[:, None], step, torch.zeros_like(every, dtype=torch.bool)
+        noise = checked_noise(noise, self.noise_dim)
+        x = noise[:, : self.size]
+        if self.joint:
+            z = noise[:, self.size :].view(rows, self.steps, self.size)
+            return x, z, every, torch.ones_like(every, dtype=torch.bool)
+        uniform = torch.special.ndtr(noise[:, -1:].double())
+        k = (uniform * self.steps).long().clamp_(max=self.steps - 1)
+        return x, noise[:, None, self.size : -1], k, every == k
+
+    def _log_prob(self, trace: Mapping[str, Tensor], v: Tensor) -> Tensor:
+        """[B, C, A]: log-densities of the scored transitions under velocities v [B, K, D], summed over K."""
+        weight_x, weight_v, std = self.transitions[trace["step"]].split(1, -1)
+        mean = weight_x * trace["x"] + weight_v * v
+        return self._chunk(gaussian_log_prob(trace["x_next"], mean, std.log()).sum(1))
+
+    def _chunk(self, x: Tensor) -> Tensor:
+        return x.view(-1, self.spec.chunk, self.spec.action_dim)
+
+    def _value(self, features: Tensor) -> Tensor:
+        if not self.critic_trains_encoder:
+            features = features.detach()
+        return self.value_head(features).squeeze(-1)

@@ -1,0 +1,64 @@
+"""From a policy's kind to the policy, built from a seed."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+from typing import Any
+
+import torch
+
+from policies.contract import Policy, PolicyError, PolicySpec
+
+KINDS = {
+    "flow": "policies.flow:FlowPolicy",
+    "gaussian_mlp": "policies.gaussian_mlp:GaussianMLP",
+}
+"""Kind to module:class. A module is imported when its kind is asked for."""
+
+
+def policy_class(kind: str) -> type[Policy]:
+    """The class of `kind`. Raises `PolicyError` with the nearest kinds if there is none."""
+    if kind not in KINDS:
+        raise PolicyError(f"unknown policy {kind!r}{nearest(kind, list(KINDS))}")
+    module, name = KINDS[kind].split(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def build(kind: str, spec: PolicySpec, seed: int, **architecture: Any) -> Policy:
+    """A new policy of `kind` on the CPU, its weights determined by the seed; global generators are untouched.
+
+    `architecture` are the keyword arguments of the kind's class. Raises `PolicyError` for one that is unknown
+    or of another type than its default, so that a configuration file cannot cause another error.
+    """
+    cls = policy_class(kind)
+    if spec.action_dim < 1 or spec.chunk < 1:
+        raise PolicyError(
+            f"spec.action_dim and spec.chunk must be at least 1, got {spec.action_dim}, {spec.chunk}"
+        )
+    known = {name: p.default for name, p in inspect.signature(cls).parameters.items() if name != "spec"}
+    for name, value in architecture.items():
+        if name not in known:
+            raise PolicyError(f"{kind} has no architecture argument {name!r}{nearest(name, list(known))}")
+        if not _fits(value, known[name]):
+            raise PolicyError(f"{kind}'s {name} is of the kind of {known[name]!r}, got {value!r}")
+    # The initialisers draw from the CPU's default generator: it is seeded alone (torch.manual_seed would seed
+    # every GPU's too) and put back.
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        return cls(spec, **architecture)  # type: ignore[call-arg]
+
+
+def _fits(value: Any, default: Any) -> bool:
+    """Whether the value is of the default's type; a list passes for a tuple, a whole number for a real."""
+    if default is None:
+        return True
+    accepted = {float: (float, int), tuple: (list, tuple)}.get(type(default), (type(default),))
+    return type(value) in accepted
+
+
+def nearest(given: str, valid: list[str]) -> str:
+    """The end of an error message: the valid names that `given` may have meant, or all of them."""
+    near = difflib.get_close_matches(given, valid, n=3, cutoff=0.5)
+    return f"; did you mean {' or '.join(near)}?" if near else f"; valid: {', '.join(sorted(valid))}"

@@ -1,0 +1,56 @@
+"""Which episode an environment runs next. A pure function of (environment, episode), so that no plan, no
+number of workers and no order of finishing can change it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from sim_farm.contract import EpisodeSpec
+
+TRAINING, EVALUATION = 0, 1
+"""First word of the key from which episode seeds are drawn, so that evaluation never meets a training seed's stream."""
+
+
+class Episodes(Protocol):
+    def spec(self, env: int, episode: int) -> EpisodeSpec | None:
+        """The `episode`-th episode of environment `env`; None when there is none left and it rests."""
+        ...
+
+
+def episode_seed(stream: int, run_seed: int, env: int, episode: int) -> int:
+    """A seed in [0, 2**31) from NumPy's SeedSequence over (stream, run, env, episode)."""
+    return int(np.random.SeedSequence((stream, run_seed, env, episode)).generate_state(1)[0] >> 1)
+
+
+@dataclass(frozen=True)
+class EndlessEpisodes:
+    """Training: every environment goes on for ever, seeded by (run, env, episode)."""
+
+    run_seed: int
+
+    def spec(self, env: int, episode: int) -> EpisodeSpec:
+        return EpisodeSpec(episode_seed(TRAINING, self.run_seed, env, episode))
+
+
+@dataclass(frozen=True)
+class ListedEpisodes:
+    """Evaluation: each of the listed episodes exactly once, dealt out to `num_envs` environments in turn."""
+
+    specs: tuple[EpisodeSpec, ...]
+    num_envs: int
+
+    def spec(self, env: int, episode: int) -> EpisodeSpec | None:
+        trial = self.trial(env, episode)
+        return self.specs[trial] if trial < len(self.specs) else None
+
+    def trial(self, env: int, episode: int) -> int:
+        """Index into `specs` of the episode."""
+        return env + episode * self.num_envs
+
+
+def evaluation_episodes(run_seed: int, count: int) -> tuple[EpisodeSpec, ...]:
+    """`count` episodes whose seeds no training run draws: they come from a stream of their own."""
+    return tuple(EpisodeSpec(episode_seed(EVALUATION, run_seed, 0, trial)) for trial in range(count))

@@ -1,0 +1,417 @@
+"""The farm's client: what a rollout speaks to.
+
+    farm = Farm.create(spec, InProcess())
+    for stage in range(spec.stages): farm.reset(stage)
+    observations = farm.collect(stage)        # waits for the stage
+    farm.submit(stage, actions)               # returns at once
+
+A stage is either `submitted` or `collected`; any other order of calls is an error. Everything that decides
+*what* is computed is in `FarmSpec` and the actions; hosts and workers only decide where and when.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from sim_farm import layout
+from sim_farm.contract import Bool, FarmError, Float32, TaskInfo, TaskSpec, UInt8
+from sim_farm.doorbell import Doorbell
+from sim_farm.layout import FarmSpec, slot_fields
+from sim_farm.memory import Block
+from sim_farm.registry import make_physics
+from sim_farm.workers import PhysicsWorker, RenderWorker, Worker, WorkerSetup, is_stamped
+
+Int = npt.NDArray[np.int64]
+
+
+class Handle(Protocol):
+    """A worker, wherever it is."""
+
+    def ring(self) -> None:
+        """Tell it that there is work."""
+        ...
+
+    def close(self, deadline_s: float) -> None:
+        """Wait for its end, at most `deadline_s`, then end it."""
+        ...
+
+
+class Host(Protocol):
+    """Where workers live: in this process, or in Ray actors."""
+
+    shared: bool
+    """Whether the slots must be in shared memory."""
+
+    def describe(self, task: TaskSpec) -> TaskInfo:
+        """The task's sizes, from a simulator."""
+        ...
+
+    def launch(self, setup: WorkerSetup, block: Block) -> Handle: ...
+
+
+class InProcess:
+    """Workers in the caller's process: a ring runs them, in order. For debugging and for small things."""
+
+    shared = False
+
+    def describe(self, task: TaskSpec) -> TaskInfo:
+        physics = make_physics(task)
+        try:
+            return physics.info
+        finally:
+            physics.close()
+
+    def launch(self, setup: WorkerSetup, block: Block) -> Handle:
+        worker = make_worker(setup, block)
+        worker.build()
+        return _LocalHandle(worker)
+
+
+@dataclass(frozen=True)
+class _LocalHandle:
+    worker: Worker
+
+    def ring(self) -> None:
+        self.worker.run_pending()
+
+    def close(self, deadline_s: float) -> None:
+        self.worker.close()
+
+
+def make_worker(setup: WorkerSetup, block: Block | None = None) -> Worker:
+    """The worker that the setup describes, not yet built."""
+    return (PhysicsWorker if setup.is_physics else RenderWorker)(setup, block)
+
+
+class StageState(enum.Enum):
+    IDLE = "not yet reset"
+    SUBMITTED = "submitted"
+    COLLECTED = "collected"
+
+
+class StageError(FarmError):
+    """`submit` and `collect` were not called in turn."""
+
+
+class WorkerTimeout(FarmError):
+    """A worker did not answer within the deadline."""
+
+
+class WorkerFailed(FarmError):
+    """A worker met an error of its own and ended."""
+
+
+class UnwrittenFrame(FarmError):
+    """A frame that should have been drawn still carries the magic value."""
+
+
+@dataclass(frozen=True)
+class FinalObservations:
+    """The last observations of the K episodes that ended in a chunk, for their bootstrapped values."""
+
+    rows: Int
+    """[K] rows of `Observations` they belong to."""
+    state: Float32
+    proprio: Float32
+    frames: Mapping[str, UInt8]
+    """Drawn only where `drawn`; other rows are unspecified."""
+    drawn: Bool
+
+
+@dataclass(frozen=True)
+class Observations:
+    """What a stage's B environments show now, and what became of the chunk before. Arrays are the caller's."""
+
+    envs: Int
+    """[B] index of each environment."""
+    state: Float32
+    proprio: Float32
+    frames: Mapping[str, UInt8]
+    instruction: tuple[str, ...]
+    active: Bool
+    """[B] False where an environment has no episode left; its row holds zeros and needs no action."""
+    episode: Int
+    """[B] the episode that the observation belongs to."""
+    episode_step: Int
+    """[B] env steps of that episode so far."""
+    steps: Int
+    """[B] env steps executed of the last chunk."""
+    reward: Float32
+    """[B, C] zero beyond the executed steps."""
+    success: Bool
+    """[B, C]"""
+    terminated: Bool
+    """[B] the last chunk ended its episode: by the task."""
+    truncated: Bool
+    """[B] the last chunk ended its episode: by the step limit."""
+    final: FinalObservations
+    times_ns: Int
+    """[B, 4] physics start and end, render start and end, on the machine's monotonic clock."""
+
+
+@dataclass(frozen=True)
+class FarmAddress:
+    """How another process reaches a farm: `Farm.attach`."""
+
+    spec: FarmSpec
+    info: TaskInfo
+    memory: str
+
+
+class Farm:
+    """See the module's docstring. One process at a time may submit and collect."""
+
+    def __init__(
+        self,
+        spec: FarmSpec,
+        info: TaskInfo,
+        block: Block,
+        ring: Callable[[int], None],
+        handles: list[Handle],
+    ) -> None:
+        self.spec, self.info, self.block = spec, info, block
+        self._slots = block.arrays
+        self._ring = ring
+        self._handles = handles
+        self._bell = Doorbell(self._slots["bells"], layout.CLIENT_BELL)
+        self._envs = [
+            np.array([e for e in range(spec.num_envs) if spec.stage_of(e) == stage]) for stage in range(spec.stages)
+        ]
+        self._state = [StageState.IDLE] * spec.stages
+        self._ticket = 0
+
+    @classmethod
+    def create(cls, spec: FarmSpec, host: Host, cores: tuple[int, ...] = ()) -> Farm:
+        """Reserve the slots and start the workers, worker i on core `cores[i % len(cores)]` if any are given.
+
+        Raises `FarmError` when the environments cannot be dealt out evenly or memory is short.
+        """
+        _check(spec)
+        info = host.describe(spec.task)
+        block = Block.create(slot_fields(spec, info), host.shared)
+        handles: list[Handle] = []
+        try:
+            for index in range(spec.workers if info.cameras else spec.physics_workers):
+                core = cores[index % len(cores)] if cores else None
+                handles.append(host.launch(WorkerSetup(spec, info, index, block.name, core), block))
+        except BaseException:
+            block.close()
+            raise
+        if host.shared:
+            return cls(spec, info, block, _bell_ringer(block), handles)
+        return cls(spec, info, block, lambda worker: _ring_all(handles), handles)
+
+    @classmethod
+    def attach(cls, address: FarmAddress) -> Farm:
+        """The client in another process than the one that created the farm and watches its workers."""
+        block = Block.attach(slot_fields(address.spec, address.info), address.memory)
+        return cls(address.spec, address.info, block, _bell_ringer(block), [])
+
+    @property
+    def address(self) -> FarmAddress:
+        assert self.block.name is not None, "an in-process farm has no address"
+        return FarmAddress(self.spec, self.info, self.block.name)
+
+    @property
+    def in_process(self) -> bool:
+        """Whether the workers are objects of this process, which a submit runs."""
+        return self.block.name is None
+
+    def envs_of(self, stage: int) -> Int:
+        """Indices of the stage's environments, in the order of its rows."""
+        return self._envs[stage]
+
+    def built(self) -> int:
+        """Environments built so far, over all workers."""
+        return int(self._slots["built"][: self.spec.physics_workers].sum())
+
+    def reset(self, stage: int) -> None:
+        """Begin each environment's first episode (or, after `restore`, continue where the snapshot was taken)."""
+        if self._state[stage] is StageState.SUBMITTED:
+            raise StageError(f"stage {stage} is submitted; collect it before a reset")
+        self._request(stage, layout.RESET)
+
+    def submit(self, stage: int, actions: Float32) -> None:
+        """Have the stage execute `actions` [B, C, A]. Returns at once; rows that are not active are ignored."""
+        if self._state[stage] is not StageState.COLLECTED:
+            raise StageError(f"stage {stage} is {self._state[stage].value}; collect it before submitting")
+        envs = self._envs[stage]
+        expected = (len(envs), self.spec.chunk, self.info.action_dim)
+        if actions.shape != expected:
+            raise FarmError(f"stage {stage} takes actions of shape {expected}, got {actions.shape}")
+        self._slots["action"][envs] = actions
+        self._request(stage, layout.STEP)
+
+    def collect(self, stage: int, deadline_s: float = 300.0) -> Observations:
+        """Wait for the stage, at most `deadline_s` seconds, and read it.
+
+        Raises `WorkerTimeout` naming the worker and what it was doing, `WorkerFailed` with its message.
+        """
+        if self._state[stage] is not StageState.SUBMITTED:
+            raise StageError(f"stage {stage} is {self._state[stage].value}; submit it before collecting")
+        self._wait(self._envs[stage], deadline_s)
+        envs = self._envs[stage]
+        slots = self._slots
+        slots["base_episode"][envs] = slots["episode"][envs]
+        slots["base_step"][envs] = slots["episode_step"][envs]
+        slots["collected"][envs] = slots["requested"][envs]
+        self._state[stage] = StageState.COLLECTED
+        return self._read(envs)
+
+    def snapshot(self) -> dict[str, np.ndarray]:
+        """Where every environment is: its episode and the actions executed in it. All stages must be collected."""
+        if any(state is not StageState.COLLECTED for state in self._state):
+            raise StageError("collect every stage before taking a snapshot")
+        return {key: self._slots[key].copy() for key in ("base_episode", "base_step", "history")}
+
+    def restore(self, snapshot: Mapping[str, np.ndarray]) -> None:
+        """Make the next `reset` continue from a snapshot: each episode is replayed from its seed and actions."""
+        for key in ("base_episode", "base_step", "history"):
+            if snapshot[key].shape != self._slots[key].shape:
+                raise FarmError(
+                    f"the snapshot's {key} has shape {snapshot[key].shape}, this farm's has {self._slots[key].shape}: "
+                    "resume with the same environments, task and chunk"
+                )
+            self._slots[key][...] = snapshot[key]
+
+    def stop(self) -> None:
+        """Tell the workers to end; they do at their next look."""
+        if self.block.arrays:
+            self._slots["stop"][0] = 1
+            for worker in range(self.spec.workers):
+                Doorbell(self._slots["bells"], worker + 1).ring()
+
+    def close(self, deadline_s: float = 5.0) -> None:
+        """End the workers and, in the process that created the farm, remove its memory."""
+        self.stop()
+        for handle in self._handles:
+            handle.close(deadline_s)
+        self._slots = {}
+        self.block.close()
+
+    def _request(self, stage: int, op: int) -> None:
+        envs = self._envs[stage]
+        self._ticket = max(self._ticket, int(self._slots["requested"].max())) + 1
+        self._slots["op"][envs] = op
+        self._slots["requested"][envs] = self._ticket
+        self._state[stage] = StageState.SUBMITTED
+        for worker in sorted({self.spec.worker_of(env) for env in envs.tolist()}):
+            self._ring(worker)
+
+    def _wait(self, envs: Int, deadline_s: float) -> None:
+        slots = self._slots
+        begin = time.monotonic()
+        while True:
+            seen = self._bell.value()
+            if (slots["drawn"][envs] == slots["requested"][envs]).all():
+                return
+            self.check()
+            if time.monotonic() - begin > deadline_s:
+                raise self.timeout(deadline_s, envs)
+            self._bell.wait(seen, timeout_s=0.5)
+
+    def _message(self, worker: int) -> str:
+        return bytes(self._slots["message"][worker]).rstrip(b"\0").decode(errors="replace")
+
+    def _worker_name(self, worker: int) -> str:
+        return WorkerSetup(self.spec, self.info, worker, None).name
+
+    def check(self) -> None:
+        """Raise `WorkerFailed` with the message of a worker that met an error."""
+        failed = np.flatnonzero(self._slots["phase"] == layout.FAILED)
+        if len(failed):
+            raise WorkerFailed(self._message(int(failed[0])))
+
+    def timeout(self, deadline_s: float, envs: Int | None = None) -> WorkerTimeout:
+        """The error that names the worker that is late with one of `envs`, or with building; not raised here."""
+        late = np.flatnonzero(self._slots["drawn"][envs] != self._slots["requested"][envs]) if envs is not None else []
+        if envs is not None and len(late):
+            return WorkerTimeout(self._who_is_late(int(envs[late[0]]), deadline_s))
+        phases = self._slots["phase"].tolist()
+        doing = "; ".join(f"{self._worker_name(i)} is {layout.PHASES[phase]}" for i, phase in enumerate(phases))
+        return WorkerTimeout(f"the farm was not ready within {deadline_s:.0f} s: {doing}")
+
+    def _who_is_late(self, env: int, deadline_s: float) -> str:
+        slots, spec = self._slots, self.spec
+        simulating = slots["simulated"][env] != slots["requested"][env]
+        worker = spec.worker_of(env)
+        if not simulating and spec.render_workers:
+            worker = spec.physics_workers + spec.renderer_of(env)
+        phase = layout.PHASES[int(slots["phase"][worker])]
+        since = (time.monotonic_ns() - int(slots["since_ns"][worker])) / 1e9 if slots["since_ns"][worker] else 0.0
+        return (
+            f"{self._worker_name(worker)} did not answer within {deadline_s:.0f} s: it has been {phase} for "
+            f"{since:.1f} s, with environment {env} to {'simulate' if simulating else 'draw'}"
+        )
+
+    def _read(self, envs: Int) -> Observations:
+        slots = self._slots
+        active = slots["active"][envs].astype(np.bool_)
+        frames = self._frames("frames", envs, active)
+        ended = np.flatnonzero(slots["terminated"][envs] | slots["truncated"][envs])
+        drawn = slots["draw_final"][envs[ended]].astype(np.bool_)
+        final = FinalObservations(
+            rows=ended,
+            state=slots["final_state"][envs[ended]],
+            proprio=slots["final_proprio"][envs[ended]],
+            frames=self._frames("final_frames", envs[ended], drawn),
+            drawn=drawn,
+        )
+        return Observations(
+            envs=envs,
+            state=slots["state"][envs],
+            proprio=slots["proprio"][envs],
+            frames=frames,
+            instruction=tuple(bytes(row).rstrip(b"\0").decode() for row in slots["instruction"][envs]),
+            active=active,
+            episode=slots["episode"][envs],
+            episode_step=slots["episode_step"][envs].astype(np.int64),
+            steps=slots["steps"][envs].astype(np.int64),
+            reward=slots["reward"][envs],
+            success=slots["success"][envs].astype(np.bool_),
+            terminated=slots["terminated"][envs].astype(np.bool_),
+            truncated=slots["truncated"][envs].astype(np.bool_),
+            final=final,
+            times_ns=slots["times_ns"][envs],
+        )
+
+    def _frames(self, key: str, envs: Int, drawn: Bool) -> dict[str, UInt8]:
+        frames = self._slots[key]
+        for env in envs[drawn].tolist():
+            if len(self.info.cameras) and is_stamped(frames[env]):
+                raise UnwrittenFrame(f"environment {env}'s {key.replace('_', ' ')} were never drawn")
+        return {name: frames[envs, i] for i, name in enumerate(self.info.cameras)}
+
+
+def _check(spec: FarmSpec) -> None:
+    share = spec.physics_workers * spec.stages
+    if spec.num_envs <= 0 or spec.num_envs % share:
+        near = max(share, round(spec.num_envs / share) * share)
+        raise FarmError(
+            f"{spec.num_envs} environments do not divide into {spec.physics_workers} physics workers x "
+            f"{spec.stages} stages; use a multiple of {share}, for example {near}"
+        )
+
+
+def _bell_ringer(block: Block) -> Callable[[int], None]:
+    bells: dict[int, Doorbell] = {}
+
+    def ring(worker: int) -> None:
+        if worker not in bells:
+            bells[worker] = Doorbell(block.arrays["bells"], worker + 1)
+        bells[worker].ring()
+
+    return ring
+
+
+def _ring_all(handles: list[Any]) -> None:
+    """In one process physics comes first in the list, so one pass also draws what was simulated."""
+    for handle in handles:
+        handle.ring()

@@ -1,0 +1,102 @@
+"""The slots: what lies where in the memory that farm, physics workers and render workers share.
+
+One slot per environment, addressed by the environment's index. Who writes what:
+
+    client   requested, op, action, base_*, collected   then rings the physics worker
+    physics  results, observation, scene, final_*       then sets `simulated` and rings renderer or client
+    render   frames, final_frames                       then sets `drawn` and rings the client
+
+`requested`, `simulated`, `drawn` and `collected` hold tickets: numbers that only grow. A slot belongs to the
+client while all four are equal, to physics while simulated < requested, to render while drawn < simulated.
+The data of a step is written before its ticket, so who sees the ticket sees the data.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sim_farm.contract import INSTRUCTION_BYTES, TaskInfo, TaskSpec
+from sim_farm.episodes import Episodes
+from sim_farm.memory import Field
+
+STEP, RESET = 0, 1
+PHYSICS_START, PHYSICS_END, RENDER_START, RENDER_END = range(4)
+STARTING, BUILDING, WAITING, WORKING, FAILED = range(5)
+PHASES = ("starting", "building its environments", "waiting for work", "working", "failed")
+MESSAGE_BYTES = 4096
+CLIENT_BELL = 0
+
+
+@dataclass(frozen=True)
+class FarmSpec:
+    """A farm's shape. Equal shapes, seeds and actions give equal results, whatever the workers."""
+
+    task: TaskSpec
+    episodes: Episodes
+    num_envs: int
+    chunk: int = 1
+    stages: int = 1
+    """Groups of environments; one is simulated while another is inferred."""
+    physics_workers: int = 1
+    render_workers: int = 0
+    """0: physics workers draw their own frames (fused)."""
+    final_frames: str = "truncated"
+    """Which episodes' last observation is drawn before the next begins: `never`, `truncated` or `ended`."""
+
+    def worker_of(self, env: int) -> int:
+        return env % self.physics_workers
+
+    def stage_of(self, env: int) -> int:
+        return env // self.physics_workers % self.stages
+
+    def renderer_of(self, env: int) -> int:
+        return env % max(self.render_workers, 1)
+
+    @property
+    def workers(self) -> int:
+        """Physics workers come first, then render workers; the bell of worker i is i + 1."""
+        return self.physics_workers + self.render_workers
+
+
+def slot_fields(spec: FarmSpec, info: TaskInfo) -> dict[str, Field]:
+    """The arrays of the farm's block. E environments, C actions a chunk, A action dimensions."""
+    envs, chunk, actions = spec.num_envs, spec.chunk, info.action_dim
+    size = info.spec.image_size
+    frames = (envs, len(info.cameras), size, size, 3)
+    return {
+        "bells": Field((1 + spec.workers,), "int32", 0),
+        "stop": Field((1,), "int32", 0),
+        "phase": Field((spec.workers,), "int32", STARTING),
+        "since_ns": Field((spec.workers,), "int64", 0),
+        "built": Field((spec.workers,), "int32", 0),
+        "message": Field((spec.workers, MESSAGE_BYTES), "uint8", 0),
+        "requested": Field((envs,), "int64", 0),
+        "simulated": Field((envs,), "int64", 0),
+        "drawn": Field((envs,), "int64", 0),
+        "collected": Field((envs,), "int64", 0),
+        "op": Field((envs,), "int32", 0),
+        "action": Field((envs, chunk, actions), "float32", float("nan")),
+        # The episode and its executed actions as of `collected`: what a replacement worker replays.
+        "base_episode": Field((envs,), "int64", 0),
+        "base_step": Field((envs,), "int32", 0),
+        "history": Field((envs, info.max_episode_steps, actions), "float32", float("nan")),
+        "steps": Field((envs,), "int32", 0),
+        "reward": Field((envs, chunk), "float32", float("nan")),
+        "success": Field((envs, chunk), "uint8", 0),
+        "terminated": Field((envs,), "uint8", 0),
+        "truncated": Field((envs,), "uint8", 0),
+        "active": Field((envs,), "uint8", 0),
+        "episode": Field((envs,), "int64", 0),
+        "episode_step": Field((envs,), "int32", 0),
+        "state": Field((envs, info.state_dim), "float32", float("nan")),
+        "proprio": Field((envs, info.proprio_dim), "float32", float("nan")),
+        "instruction": Field((envs, INSTRUCTION_BYTES), "uint8", 0),
+        "scene": Field((envs, info.scene_bytes), "uint8"),
+        "final_state": Field((envs, info.state_dim), "float32", float("nan")),
+        "final_proprio": Field((envs, info.proprio_dim), "float32", float("nan")),
+        "final_scene": Field((envs, info.scene_bytes), "uint8"),
+        "draw_final": Field((envs,), "uint8", 0),
+        "frames": Field(frames, "uint8"),
+        "final_frames": Field(frames, "uint8"),
+        "times_ns": Field((envs, 4), "int64", 0),
+    }

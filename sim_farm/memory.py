@@ -1,0 +1,121 @@
+"""Named arrays in one block of shared memory, or in ordinary memory when everything is in one process.
+
+The creator owns the block and removes it; if the creator is killed, Python's resource tracker does. Others
+attach by name. Every byte is reserved when the block is made, because tmpfs would otherwise kill the process
+that first writes to a page that does not fit.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from multiprocessing import resource_tracker
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sim_farm.contract import FarmError
+
+FOLDER = Path("/dev/shm")
+PREFIX = "embodied-"
+MAGIC = 0xA5
+"""Every byte of a fresh block. A frame that nobody has drawn shows as uniform grey-violet (165, 165, 165)."""
+_ALIGN = 64
+
+
+@dataclass(frozen=True)
+class Field:
+    """One array of the block."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    fill: float | None = None
+    """Initial value; None leaves the magic bytes."""
+
+    @property
+    def nbytes(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
+
+
+class Block:
+    """The arrays of `fields`, as attributes of `arrays`, in one block called `name` (None: process memory)."""
+
+    def __init__(self, fields: Mapping[str, Field], name: str | None, buffer: Any, owner: bool) -> None:
+        self.name = name
+        self.fields = dict(fields)
+        self._buffer = buffer
+        self._owner = owner
+        self.arrays: dict[str, npt.NDArray[Any]] = {}
+        offset = 0
+        for key, field in fields.items():
+            count = int(np.prod(field.shape, dtype=np.int64))
+            array = np.frombuffer(buffer, field.dtype, count, offset).reshape(field.shape)
+            self.arrays[key] = array
+            offset += -(-field.nbytes // _ALIGN) * _ALIGN
+
+    @classmethod
+    def create(cls, fields: Mapping[str, Field], shared: bool) -> Block:
+        """A new block, filled. Raises `FarmError` if it does not fit into /dev/shm."""
+        size = max(_size(fields), _ALIGN)
+        if shared:
+            name = f"{PREFIX}{uuid.uuid4().hex[:12]}"
+            block = cls(fields, name, _map(name, size, create=True), owner=True)
+        else:
+            block = cls(fields, None, bytearray(size), owner=True)
+        for key, field in fields.items():
+            if field.fill is None:
+                block.arrays[key].view(np.uint8)[...] = MAGIC
+            else:
+                block.arrays[key][...] = field.fill
+        return block
+
+    @classmethod
+    def attach(cls, fields: Mapping[str, Field], name: str) -> Block:
+        """The block that another process created with the same fields."""
+        return cls(fields, name, _map(name, max(_size(fields), _ALIGN), create=False), owner=False)
+
+    def close(self) -> None:
+        """Forget the arrays; the owner also removes the block's name, and the memory goes with its last user."""
+        self.arrays = {}
+        if self._owner and self.name is not None:
+            (FOLDER / self.name).unlink(missing_ok=True)
+            resource_tracker.unregister(f"/{self.name}", "shared_memory")
+            self._owner = False
+
+
+def _size(fields: Mapping[str, Field]) -> int:
+    return sum(-(-field.nbytes // _ALIGN) * _ALIGN for field in fields.values())
+
+
+def _map(name: str, size: int, create: bool) -> mmap.mmap:
+    path = FOLDER / name
+    if create:
+        free = os.statvfs(FOLDER).f_bavail * os.statvfs(FOLDER).f_frsize
+        if size > free:
+            raise _full(size, free)
+    descriptor = os.open(path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0), 0o600)
+    try:
+        if create:
+            resource_tracker.register(f"/{name}", "shared_memory")
+            try:
+                os.posix_fallocate(descriptor, 0, size)
+            except OSError as error:
+                path.unlink()
+                resource_tracker.unregister(f"/{name}", "shared_memory")
+                raise _full(size, free) from error
+        return mmap.mmap(descriptor, size)
+    finally:
+        os.close(descriptor)
+
+
+def _full(size: int, free: int) -> FarmError:
+    return FarmError(
+        f"the farm needs {size / 2**20:,.1f} MiB of shared memory and {FOLDER} has {free / 2**20:,.1f} MiB free: "
+        "use fewer environments or smaller frames, or enlarge it "
+        f"(mount -o remount,size=8g {FOLDER}; in a container: docker run --shm-size=8g)"
+    )

@@ -1,0 +1,332 @@
+"""Physics and render workers: plain classes that watch their slots. Whoever hosts them calls `serve` (in a
+process of its own) or `run_pending` (in the caller's process, when it rings).
+
+A worker owns the slots whose environment index falls to it, and touches no other. It takes work in the order
+of the tickets, so that the stage that was submitted first is answered first.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from sim_farm import layout
+from sim_farm.contract import FarmError, Physics, PhysicsResult, Renderer, TaskInfo
+from sim_farm.doorbell import Doorbell
+from sim_farm.layout import FarmSpec, slot_fields
+from sim_farm.memory import MAGIC, Block
+from sim_farm.registry import make_physics, make_renderer
+
+MAGIC_ROWS = (0, -1)
+"""Rows of a frame that are stamped before it is drawn and checked after; see `stamp`."""
+
+
+@dataclass(frozen=True)
+class WorkerSetup:
+    """All a worker needs to start, anywhere: it can be sent to another process."""
+
+    spec: FarmSpec
+    info: TaskInfo
+    index: int
+    """Physics workers are 0 .. physics_workers - 1, render workers follow."""
+    memory: str | None
+    """Name of the shared block; None when the block is handed over directly."""
+    core: int | None = None
+    """CPU core the worker's process is pinned to."""
+
+    @property
+    def is_physics(self) -> bool:
+        return self.index < self.spec.physics_workers
+
+    @property
+    def name(self) -> str:
+        kind = "physics" if self.is_physics else "render"
+        return f"{kind} {self.index if self.is_physics else self.index - self.spec.physics_workers}"
+
+
+class Worker:
+    """What both kinds share: the block, the bells, and the report of what they are doing."""
+
+    def __init__(self, setup: WorkerSetup, block: Block | None = None) -> None:
+        self.setup = setup
+        if setup.core is not None:
+            os.sched_setaffinity(0, {setup.core})
+        if block is None:
+            assert setup.memory is not None
+            block = Block.attach(slot_fields(setup.spec, setup.info), setup.memory)
+        self.block = block
+        self.slots = block.arrays
+        bells = self.slots["bells"]
+        self._mine = Doorbell(bells, setup.index + 1)
+        self._client = Doorbell(bells, layout.CLIENT_BELL)
+
+    def serve(self) -> None:
+        """Build the environments and work until the farm stops. Errors are written where the client finds them."""
+        try:
+            self.build()
+            while not self.slots["stop"][0]:
+                seen = self._mine.value()
+                if not self.run_pending():
+                    # The timeout only bounds how long a stop without a ring can go unnoticed.
+                    self._mine.wait(seen, timeout_s=1.0)
+        except Exception as error:
+            self._fail(error)
+        finally:
+            self.close()
+
+    def build(self) -> None:
+        raise NotImplementedError
+
+    def run_pending(self) -> int:
+        """Do what is asked of this worker's slots; the number of slots served."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def _report(self, phase: int) -> None:
+        self.slots["phase"][self.setup.index] = phase
+        self.slots["since_ns"][self.setup.index] = time.monotonic_ns()
+
+    def _fail(self, error: Exception) -> None:
+        """A message for a user's mistake, with the traceback only where it is our own."""
+        text = str(error) if isinstance(error, FarmError) else traceback.format_exc()
+        data = text.encode()[-layout.MESSAGE_BYTES :]
+        row = self.slots["message"][self.setup.index]
+        row[...] = 0
+        row[: len(data)] = np.frombuffer(data, np.uint8)
+        self._report(layout.FAILED)
+        self._client.ring()
+
+    def _pending(self, owned: np.ndarray, asked: str, done: str) -> list[int]:
+        """Owned slots with work, oldest ticket first."""
+        asked_now, done_now = self.slots[asked][owned], self.slots[done][owned]
+        waiting = owned[asked_now > done_now]
+        return sorted(waiting.tolist(), key=self.slots[asked].__getitem__)
+
+
+class PhysicsWorker(Worker):
+    """Steps its environments, and draws their frames too when the farm has no render workers."""
+
+    def __init__(self, setup: WorkerSetup, block: Block | None = None) -> None:
+        super().__init__(setup, block)
+        spec = setup.spec
+        self._envs = np.array([e for e in range(spec.num_envs) if spec.worker_of(e) == setup.index])
+        self._physics: dict[int, Physics] = {}
+        self._painter: _Painter | None = None
+        self._draws = bool(setup.info.cameras)
+        bells = self.slots["bells"]
+        self._next = {
+            env: Doorbell(bells, 1 + spec.physics_workers + spec.renderer_of(env))
+            for env in self._envs.tolist()
+            if spec.render_workers and self._draws
+        }
+
+    def build(self) -> None:
+        """Build every environment, and bring those that a predecessor had begun to where it left them."""
+        self._report(layout.BUILDING)
+        for env in self._envs.tolist():
+            self._physics[env] = make_physics(self.setup.spec.task)
+            self.slots["built"][self.setup.index] += 1
+            self._client.ring()
+        if self._draws and not self.setup.spec.render_workers:
+            self._painter = _Painter(make_renderer(self.setup.spec.task), self.slots)
+        for env in self._envs.tolist():
+            if self.slots["collected"][env]:
+                self._replay(env)
+        self._report(layout.WAITING)
+
+    def run_pending(self) -> int:
+        pending = self._pending(self._envs, "requested", "simulated")
+        if pending:
+            self._report(layout.WORKING)
+        for position, env in enumerate(pending):
+            self._serve_slot(env, last=self._last_of_stage(env, pending[position + 1 :]))
+        if pending:
+            self._report(layout.WAITING)
+        return len(pending)
+
+    def close(self) -> None:
+        for physics in self._physics.values():
+            physics.close()
+        if self._painter is not None:
+            self._painter.renderer.close()
+
+    def _last_of_stage(self, env: int, rest: list[int]) -> bool:
+        stage = self.setup.spec.stage_of
+        return all(stage(other) != stage(env) for other in rest)
+
+    def _serve_slot(self, env: int, last: bool) -> None:
+        slots, ticket = self.slots, self.slots["requested"][env]
+        times = slots["times_ns"][env]
+        times[layout.PHYSICS_START] = time.monotonic_ns()
+        if slots["op"][env] == layout.RESET:
+            self._begin(env, int(slots["base_episode"][env]))
+        else:
+            self._step(env)
+        times[layout.PHYSICS_END] = time.monotonic_ns()
+        drawn_here = self._painter is not None or not self._draws
+        if self._painter is not None:
+            self._painter.draw(env)
+        slots["simulated"][env] = ticket
+        if drawn_here:
+            slots["drawn"][env] = ticket
+            if last:  # one wake-up per stage and worker; the client waits for the whole stage anyway
+                self._client.ring()
+        else:
+            self._next[env].ring()
+
+    def _begin(self, env: int, episode: int) -> None:
+        """Start the environment's `episode`-th episode, or rest if there is none."""
+        slots = self.slots
+        spec = self.setup.spec.episodes.spec(env, episode)
+        slots["episode"][env] = episode
+        slots["episode_step"][env] = 0
+        slots["active"][env] = spec is not None
+        if slots["op"][env] == layout.RESET:
+            slots["steps"][env] = 0
+            slots["terminated"][env] = slots["truncated"][env] = slots["draw_final"][env] = 0
+        if spec is None:
+            for key in ("state", "proprio"):
+                slots[key][env] = 0
+            return
+        physics = self._physics[env]
+        base = int(slots["base_step"][env]) if slots["op"][env] == layout.RESET else 0
+        result = physics.reset(spec)
+        if base:
+            result = physics.step(slots["history"][env, :base])
+            slots["episode_step"][env] = base
+        self._observe(env, result)
+
+    def _step(self, env: int) -> None:
+        slots = self.slots
+        if not slots["active"][env]:
+            slots["steps"][env] = 0
+            return
+        base = int(slots["base_step"][env])
+        result = self._physics[env].step(slots["action"][env])
+        steps = result.steps
+        slots["history"][env, base : base + steps] = slots["action"][env, :steps]
+        slots["steps"][env] = steps
+        slots["reward"][env] = 0
+        slots["reward"][env, :steps] = result.reward
+        slots["success"][env] = 0
+        slots["success"][env, :steps] = result.success
+        slots["terminated"][env] = result.terminated[-1]
+        slots["truncated"][env] = result.truncated[-1]
+        slots["episode_step"][env] = base + steps
+        if not result.ended:
+            slots["draw_final"][env] = 0
+            self._observe(env, result)
+            return
+        slots["final_state"][env] = result.state
+        slots["final_proprio"][env] = result.proprio
+        slots["final_scene"][env] = result.scene
+        wanted = self.setup.spec.final_frames
+        slots["draw_final"][env] = wanted == "ended" or (wanted == "truncated" and bool(result.truncated[-1]))
+        self._begin(env, int(slots["episode"][env]) + 1)
+
+    def _observe(self, env: int, result: PhysicsResult) -> None:
+        slots = self.slots
+        slots["state"][env] = result.state
+        slots["proprio"][env] = result.proprio
+        slots["scene"][env] = result.scene
+        text = result.instruction.encode()
+        if len(text) > slots["instruction"].shape[1]:
+            raise FarmError(f"the instruction {result.instruction!r} is longer than {slots['instruction'].shape[1]} bytes")
+        slots["instruction"][env] = 0
+        slots["instruction"][env, : len(text)] = np.frombuffer(text, np.uint8)
+
+    def _replay(self, env: int) -> None:
+        """Bring a new environment to where a lost worker's was: its episode's seed and actions determine it.
+
+        What the lost worker had finished but nobody had collected is executed again, without touching the slot,
+        which the client may be reading; what it had not finished is still pending and comes next.
+        """
+        slots, episodes, physics = self.slots, self.setup.spec.episodes, self._physics[env]
+        base, episode = int(slots["base_step"][env]), int(slots["base_episode"][env])
+        spec = episodes.spec(env, episode)
+        if spec is None:
+            return
+        physics.reset(spec)
+        if base:
+            physics.step(slots["history"][env, :base])
+        finished = slots["simulated"][env] > slots["collected"][env]
+        if finished and physics.step(slots["action"][env]).ended:
+            following = episodes.spec(env, episode + 1)
+            if following is not None:
+                physics.reset(following)
+
+
+class RenderWorker(Worker):
+    """Draws the scenes that physics workers leave in its slots."""
+
+    def __init__(self, setup: WorkerSetup, block: Block | None = None) -> None:
+        super().__init__(setup, block)
+        mine = setup.index - setup.spec.physics_workers
+        self._envs = np.array([e for e in range(setup.spec.num_envs) if setup.spec.renderer_of(e) == mine])
+        self._painter: Any = None
+
+    def build(self) -> None:
+        self._report(layout.BUILDING)
+        self._painter = _Painter(make_renderer(self.setup.spec.task), self.slots)
+        self.slots["built"][self.setup.index] = 1
+        self._report(layout.WAITING)
+        self._client.ring()
+
+    def run_pending(self) -> int:
+        pending = self._pending(self._envs, "simulated", "drawn")
+        if pending:
+            self._report(layout.WORKING)
+        for env in pending:
+            ticket = self.slots["simulated"][env]
+            self._painter.draw(env)
+            self.slots["drawn"][env] = ticket
+            self._client.ring()
+        if pending:
+            self._report(layout.WAITING)
+        return len(pending)
+
+    def close(self) -> None:
+        if self._painter is not None:
+            self._painter.renderer.close()
+
+
+class _Painter:
+    """Draws a slot's frames: the present observation, and the ended episode's last one where it is wanted."""
+
+    def __init__(self, renderer: Renderer, slots: dict[str, np.ndarray]) -> None:
+        self.renderer = renderer
+        self._slots = slots
+
+    def draw(self, env: int) -> None:
+        slots = self._slots
+        times = slots["times_ns"][env]
+        times[layout.RENDER_START] = time.monotonic_ns()
+        if slots["draw_final"][env]:
+            self._paint(slots["final_scene"][env], slots["final_frames"][env])
+        if slots["active"][env]:
+            self._paint(slots["scene"][env], slots["frames"][env])
+        times[layout.RENDER_END] = time.monotonic_ns()
+
+    def _paint(self, scene: np.ndarray, target: np.ndarray) -> None:
+        stamp(target)
+        cameras = self.renderer.info.cameras
+        for i, picture in enumerate(self.renderer.render([scene], cameras).values()):
+            target[i] = picture[0]
+
+
+def stamp(frames: np.ndarray) -> None:
+    """Mark frames [cameras, H, W, 3] as not drawn: their first and last rows take the magic value."""
+    for row in MAGIC_ROWS:
+        frames[:, row] = MAGIC
+
+
+def is_stamped(frames: np.ndarray) -> bool:
+    """Whether frames [..., H, W, 3] still carry the stamp of `stamp`, or the block's first filling."""
+    return any(bool((frames[..., row, :, :] == MAGIC).all()) for row in MAGIC_ROWS)

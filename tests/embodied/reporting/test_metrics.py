@@ -1,0 +1,91 @@
+"""The record of a run: every row that was written is read, whatever happened in between."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from embodied.reporting.metrics import MetricsError, MetricsWriter, read
+
+
+def write_rows(run_dir: Path, iterations: range, success: float = 0.5, tensorboard: bool = False) -> None:
+    with MetricsWriter(run_dir, tensorboard=tensorboard) as writer:
+        for i in iterations:
+            writer.write(i, 100 * i, {"wall_s": 2.0 * i, "env/success_once": success})
+
+
+def test_rows_are_read_as_written(tmp_path: Path) -> None:
+    write_rows(tmp_path, range(1, 4))
+    rows = read(tmp_path)
+    assert rows[1] == {"iteration": 2, "env_steps": 200, "wall_s": 4.0, "env/success_once": 0.5}
+    assert list(rows[0])[:3] == ["iteration", "env_steps", "wall_s"]
+
+
+def test_a_row_is_in_the_file_when_write_returns(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path, tensorboard=False)
+    writer.write(1, 100, {"wall_s": 1.0})
+    assert len(read(tmp_path)) == 1
+    writer.close()
+
+
+def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        writer.write(1, 100, {"a": math.nan, "b": -math.inf, "c": float(np.float32(0.25)), "d": 3})
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert "NaN" not in line and "Infinity" not in line
+    row = json.loads(line)
+    assert (row["a"], row["b"], row["c"], row["d"]) == (None, None, 0.25, 3)
+
+
+def test_a_resumed_run_repeats_the_rows_after_its_checkpoint(tmp_path: Path) -> None:
+    write_rows(tmp_path, range(1, 8))
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        writer.truncate(after_iteration=4)
+        writer.write(5, 500, {"wall_s": 11.0, "env/success_once": 0.9})
+    assert [row["iteration"] for row in read(tmp_path)] == [1, 2, 3, 4, 5]
+    assert read(tmp_path)[-1]["env/success_once"] == 0.9
+
+
+def test_a_line_torn_by_a_killed_process_is_not_a_row(tmp_path: Path) -> None:
+    write_rows(tmp_path, range(1, 3))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"iteration": 3, "env_st')
+    assert len(read(tmp_path)) == 2
+    write_rows(tmp_path, range(3, 4))  # and the next row is not glued to it
+    assert [row["iteration"] for row in read(tmp_path)] == [1, 2, 3]
+
+
+def test_a_damaged_line_is_named(tmp_path: Path) -> None:
+    write_rows(tmp_path, range(1, 3))
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(path.read_text().replace('{"iteration": 2', "?"))
+    with pytest.raises(MetricsError, match="line 2"):
+        read(tmp_path)
+
+
+def test_a_run_without_a_record_has_no_rows(tmp_path: Path) -> None:
+    assert read(tmp_path) == []
+
+
+def test_tensorboard_shows_the_rows_and_forgets_the_repeated_ones(tmp_path: Path) -> None:
+    write_rows(tmp_path, range(1, 8), success=0.5, tensorboard=True)
+    with MetricsWriter(tmp_path) as writer:
+        writer.truncate(after_iteration=4)
+        writer.write(5, 500, {"wall_s": 11.0, "env/success_once": 0.75})
+    scalars = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("env/success_once")
+    assert [(scalar.step, scalar.value) for scalar in scalars] == [
+        *((100 * i, 0.5) for i in range(1, 5)),
+        (500, 0.75),
+    ]
+
+
+def test_truncating_after_writing_is_refused(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(1, 100, {})
+        with pytest.raises(RuntimeError, match="before the first write"):
+            writer.truncate(after_iteration=0)

@@ -1,0 +1,175 @@
+"""The doctor on this machine, and on machines that lack something (made so by environment variables)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from embodied import doctor
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    code: int
+    report: dict[str, Any]
+    printed: str
+
+    def __getitem__(self, name: str) -> dict[str, str]:
+        return next(check for check in self.report["checks"] if check["name"] == name)
+
+
+def diagnose(folder: Path, *options: str, **environment: str) -> Diagnosis:
+    """What the doctor says in a process with these options of Python and environment variables."""
+    path = folder / "doctor.json"
+    command = [sys.executable, *options, "-P", str(ROOT / "embodied/doctor.py"), "--json", str(path)]
+    result = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
+    return Diagnosis(result.returncode, json.loads(path.read_text()), result.stdout)
+
+
+def python(code: str, **environment: str) -> str:
+    """What the code prints, run from the root of the source tree."""
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=os.environ | environment, check=True
+    )
+    return result.stdout.strip()
+
+
+def no_vulkan(folder: Path) -> dict[str, str]:
+    """Variables that hide every Vulkan driver."""
+    (folder / "no-drivers").mkdir()
+    return dict.fromkeys(("VK_DRIVER_FILES", "VK_ICD_FILENAMES"), str(folder / "no-drivers"))
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Diagnosis:
+    """This machine as it is."""
+    return diagnose(tmp_path_factory.mktemp("here"))
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Diagnosis:
+    """No Python packages (-S), no Vulkan driver, no assets."""
+    folder = tmp_path_factory.mktemp("bare")
+    nowhere = str(folder / "nowhere")
+    assets = {"LIBERO_CONFIG_PATH": nowhere, "EMBODIED_LIBERO_ASSETS": "", "MS_ASSET_DIR": nowhere}
+    return diagnose(folder, "-S", PYTHONPATH="", **no_vulkan(folder), **assets)
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory: pytest.TempPathFactory) -> Diagnosis:
+    """OpenGL crashes, tyro has another version, torch is a CPU build; ManiSkill and LIBERO have assets."""
+    folder = tmp_path_factory.mktemp("odd")
+    (folder / "mujoco.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n")
+    for name, version in (("tyro", "0.0.1"), ("torch", f"{doctor.pinned_versions()['torch']}+cpu")):
+        metadata = folder / f"{name}-{version}.dist-info" / "METADATA"
+        metadata.parent.mkdir()
+        metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (folder / "libero").mkdir()
+    (folder / "maniskill" / "data").mkdir(parents=True)
+    (folder / "config.yaml").write_text(f"bddl_files: elsewhere\nassets: {folder}/libero\n")
+    assets = {"LIBERO_CONFIG_PATH": str(folder), "MS_ASSET_DIR": str(folder / "maniskill")}
+    return diagnose(folder, PYTHONPATH=str(folder), EMBODIED_LIBERO_ASSETS="", **assets)
+
+
+def test_every_check_that_is_not_ok_has_a_remedy_and_only_those(here: Diagnosis, bare: Diagnosis) -> None:
+    for check in [*here.report["checks"], *bare.report["checks"]]:
+        assert bool(check["remedy"]) == (check["status"] != "ok"), check
+
+
+def test_exit_code_and_json_say_whether_something_is_missing(here: Diagnosis, bare: Diagnosis) -> None:
+    for diagnosis in (here, bare):
+        complete = all(check["status"] != "missing" for check in diagnosis.report["checks"])
+        assert diagnosis.report["complete"] == complete
+        assert diagnosis.code == (0 if complete else 2)
+    assert not bare.report["complete"]
+
+
+def test_this_machine_can_build_maniskill_scenes_and_render_tabletop_ones(here: Diagnosis) -> None:
+    assert here["Vulkan (ManiSkill)"]["status"] == here["ManiSkill"]["status"] == "ok"
+    opengl = [here[f"OpenGL by {name} (MuJoCo)"]["status"] for name in ("EGL", "OSMesa")]
+    assert "ok" in opengl and "missing" not in opengl
+    assert doctor.vulkan_device() == here["Vulkan (ManiSkill)"]["found"]
+
+
+def test_without_a_vulkan_driver_vulkan_is_missing_with_its_remedy(bare: Diagnosis, tmp_path: Path) -> None:
+    assert bare["Vulkan (ManiSkill)"]["status"] == "missing"
+    assert bare["Vulkan (ManiSkill)"]["remedy"] == doctor.VULKAN_REMEDY
+    assert "make system" in bare.printed
+    code = "from embodied.doctor import vulkan_device; print(vulkan_device())"
+    assert python(code, **no_vulkan(tmp_path)) == "None"
+
+
+def test_a_driver_that_crashes_is_reported_and_does_not_end_the_doctor(odd: Diagnosis) -> None:
+    assert odd.code == 2
+    for backend in ("EGL", "OSMesa"):
+        check = odd[f"OpenGL by {backend} (MuJoCo)"]
+        assert (check["status"], check["found"]) == ("missing", "crashed with signal 11")
+
+
+def test_without_any_package_the_doctor_still_answers(bare: Diagnosis) -> None:
+    pins = doctor.pinned_versions()
+    for name in doctor.PACKAGES:
+        assert bare[name]["status"] == "missing"
+        assert f"pip install '{name}=={pins[name]}'" in bare[name]["remedy"]
+        assert name in bare.printed
+
+
+def test_a_version_other_than_the_pinned_one_is_a_warning(odd: Diagnosis) -> None:
+    pin = doctor.pinned_versions()["tyro"]
+    assert (odd["tyro"]["status"], odd["tyro"]["found"]) == ("warning", f"0.0.1, tested with {pin}")
+
+
+def test_a_build_for_one_kind_of_machine_is_the_pinned_version(odd: Diagnosis) -> None:
+    pin = doctor.pinned_versions()["torch"]
+    assert (odd["torch"]["status"], odd["torch"]["found"]) == ("ok", f"{pin}+cpu")
+
+
+def test_asset_folders_are_found_where_the_variables_say(odd: Diagnosis) -> None:
+    for name, folder in (("LIBERO assets", "libero"), ("ManiSkill assets", "maniskill/data")):
+        assert odd[name]["status"] == "ok"
+        assert odd[name]["found"].endswith(folder)
+
+
+def test_absent_assets_are_a_warning_that_tells_how_to_get_them(bare: Diagnosis) -> None:
+    assert bare["ManiSkill assets"]["status"] == bare["LIBERO assets"]["status"] == "warning"
+    assert "download_asset" in bare["ManiSkill assets"]["remedy"]
+    assert "EMBODIED_LIBERO_ASSETS" in bare["LIBERO assets"]["remedy"]
+
+
+def test_main_prints_the_table_and_writes_the_same_as_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "doctor.json"
+    code = doctor.main(path)
+    report = json.loads(path.read_text())
+    assert code == (0 if report["complete"] else 2)
+    printed = capsys.readouterr().out
+    assert all(check["name"].split()[0] in printed for check in report["checks"])
+
+
+def test_importing_the_doctor_does_not_import_torch() -> None:
+    assert python("import sys, embodied.doctor; print('torch' in sys.modules)") == "False"
+
+
+def test_usable_cores_follow_the_affinity() -> None:
+    code = """
+import os
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+from embodied.doctor import usable_cores
+print(usable_cores() <= 1)
+"""
+    assert python(code) == "True"
+
+
+def test_every_package_of_the_stack_is_pinned() -> None:
+    assert set(doctor.PACKAGES) <= set(doctor.pinned_versions())

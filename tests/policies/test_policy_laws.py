@@ -1,0 +1,92 @@
+"""Every policy of the package against the laws, and broken policies that the laws must catch."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import policies
+from policies import Action, Inputs, Policy, PolicySpec
+from policies.gaussian_mlp import GaussianMLP
+from tests.policies import conformance
+
+STATE = PolicySpec(action_dim=3, chunk=1, state_dim=5)
+IMAGE = PolicySpec(action_dim=3, chunk=2, proprio_dim=4, cameras=("base",), image_size=32)
+SMALL: dict[str, Any] = {"widths": (32, 32), "critic_widths": (16,)}
+CASES: dict[str, tuple[str, PolicySpec, dict[str, Any]]] = {
+    "gaussian_mlp": ("gaussian_mlp", STATE, SMALL),
+    "gaussian_mlp, chunk of 4": ("gaussian_mlp", replace(STATE, chunk=4), SMALL),
+    "flow, state": ("flow", STATE, {**SMALL, "features": 32}),
+    "flow, state, chunk of 4": ("flow", replace(STATE, chunk=4), {**SMALL, "features": 32, "steps": 10}),
+    "flow, state, joint": ("flow", STATE, {**SMALL, "features": 32, "joint": True}),
+    "flow, one step": ("flow", STATE, {**SMALL, "features": 32, "steps": 1}),
+    "flow, one camera": ("flow", IMAGE, {**SMALL, "encoder": "cnn", "features": 32}),
+    "flow, two cameras, joint": (
+        "flow",
+        replace(IMAGE, cameras=("base", "wrist"), proprio_dim=0),
+        {**SMALL, "encoder": "cnn", "features": 32, "joint": True},
+    ),
+}
+
+
+def trained(kind: str, spec: PolicySpec, architecture: dict[str, Any]) -> Policy:
+    """A policy as after some training: statistics observed, no parameter at its initial value."""
+    policy = policies.build(kind, spec, seed=0, **architecture)
+    policy.observe(conformance.random_inputs(spec, 100, seed=5))
+    conformance.perturb(policy, 0.05, seed=6)
+    return policy
+
+
+@pytest.mark.parametrize("law", conformance.LAWS, ids=lambda law: law.__name__)
+@pytest.mark.parametrize("case", CASES)
+def test_policy_obeys(case, law):
+    kind, spec, architecture = CASES[case]
+    law(trained(kind, spec, architecture), conformance.random_inputs(spec, 6, seed=7))
+
+
+class BatchNormed(GaussianMLP):
+    def _state(self, inputs: Inputs) -> torch.Tensor:
+        state = super()._state(inputs)
+        return state - state.mean(0)
+
+
+class OwnDice(GaussianMLP):
+    def act(self, inputs: Inputs, noise: torch.Tensor | None) -> Action:
+        return super().act(inputs, noise if noise is None else torch.randn_like(noise))
+
+
+class WrongSpread(GaussianMLP):
+    def act(self, inputs: Inputs, noise: torch.Tensor | None) -> Action:
+        return super().act(inputs, noise if noise is None else 1.3 * noise)
+
+
+class StaleScore(GaussianMLP):
+    def act(self, inputs: Inputs, noise: torch.Tensor | None) -> Action:
+        action = super().act(inputs, noise)
+        return replace(action, log_prob=action.log_prob + 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("broken", "law"),
+    [
+        (BatchNormed, conformance.law_rows_are_independent),
+        (OwnDice, conformance.law_noise_decides),
+        (OwnDice, conformance.law_global_generators_are_untouched),
+        (WrongSpread, conformance.law_log_prob_is_the_density_that_act_samples),
+        (StaleScore, conformance.law_scores_agree),
+    ],
+)
+def test_laws_catch_a_broken_policy(broken, law):
+    policy = broken(STATE, **SMALL)
+    with pytest.raises(AssertionError, match=r"differs|drew|density|ratio"):
+        law(policy, conformance.random_inputs(STATE, 6, seed=7))
+
+
+def test_known_idle_parameters_are_named_exactly():
+    policy = trained("flow", STATE, {**SMALL, "features": 32, "critic_trains_encoder": False})
+    policy.register_parameter("idle", torch.nn.Parameter(torch.zeros(1)))
+    inputs = conformance.random_inputs(STATE, 6, seed=7)
+    conformance.law_gradients_reach_every_parameter(policy, inputs, without={"idle"})
+    with pytest.raises(AssertionError, match="idle"):
+        conformance.law_gradients_reach_every_parameter(policy, inputs)

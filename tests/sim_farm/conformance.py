@@ -1,0 +1,400 @@
+"""The laws of a simulator backend, as functions that take a task and assert.
+
+A new backend's test module parametrises over these lists and its own tasks:
+
+    @pytest.mark.parametrize("law", PHYSICS_LAWS, ids=name_of)
+    @pytest.mark.parametrize("spec", SPECS, ids=name_of)
+    def test_physics(law, spec):
+        law(spec)
+
+and likewise over `RENDER_LAWS` with tasks that name at least one camera. Each law is a sentence, and its
+messages say what was broken. A law asks for a few dozen env steps and frames at most, so that a simulator
+whose step takes a millisecond and whose frame takes forty is through all of them in seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from sim_farm.contract import (
+    INSTRUCTION_BYTES,
+    EpisodeOver,
+    EpisodeSpec,
+    FarmError,
+    Float32,
+    Physics,
+    PhysicsResult,
+    Renderer,
+    TaskInfo,
+    TaskSpec,
+    UInt8,
+)
+from sim_farm.registry import make_physics, make_renderer
+
+Law = Callable[[TaskSpec], None]
+
+ONE, OTHER = EpisodeSpec(seed=11), EpisodeSpec(seed=12)
+PER_STEP = ("reward", "success", "terminated", "truncated")
+AFTER_LAST = ("proprio", "state", "scene")
+ARRAYS = PER_STEP + AFTER_LAST
+
+
+# --- physics
+
+
+def info_matches_results(spec: TaskSpec) -> None:
+    """Every array has the shape and dtype that `info` and the contract promise; a reset executes nothing."""
+    with physics_of(spec) as physics:
+        info = physics.info
+        assert info.spec.name == spec.name, "info.spec is not the task that was asked for"
+        assert info.spec.control_mode is not None, "info.spec.control_mode is not resolved"
+        assert info.spec.cameras == info.cameras, "info.spec.cameras are not the names in info.cameras"
+        assert info.spec.max_episode_steps == info.max_episode_steps, "info.spec and info differ on the limit"
+        assert len(info.action_low) == len(info.action_high) == info.action_dim, "bounds are not one per dim"
+        assert np.less(info.action_low, info.action_high).all(), "the bounds of an action are empty"
+        assert info.control_hz > 0, "control_hz is not a rate"
+        result = physics.reset(ONE)
+        _check_result(result, info, steps=0)
+        for steps in (1, 3):
+            later = physics.step(random_actions(info, steps))
+            _check_result(later, info, steps)
+            assert later.instruction == result.instruction, "the instruction changed during an episode"
+    with physics_of(info.spec) as again:
+        assert again.info == info, "the task made from info.spec has another info"
+
+
+def physics_is_a_function_of_seed_and_actions(spec: TaskSpec) -> None:
+    """Two environments stepped in turns, with the same episode and actions, agree bit for bit."""
+    with physics_of(spec) as one, physics_of(spec) as two:
+        assert_equal(one.reset(ONE), two.reset(ONE), "two resets to the same episode differ")
+        for t, action in enumerate(random_actions(one.info, 12)):
+            message = f"same seed and actions, but step {t} differs (global random state? shared scene?)"
+            assert_equal(one.step(action[None]), two.step(action[None]), message)
+
+
+def reset_of_reused_equals_new(spec: TaskSpec) -> None:
+    """After other episodes, one left midway and one ended, an episode runs as in a new environment."""
+    spec = replace(spec, max_episode_steps=20)
+    with physics_of(spec) as used, physics_of(spec) as new:
+        for steps in (7, 20):
+            used.reset(OTHER)
+            used.step(random_actions(used.info, steps, seed=steps))
+        assert_equal(used.reset(ONE), new.reset(ONE), "a used environment's reset differs from a new one's")
+        for t, action in enumerate(random_actions(used.info, 12)):
+            message = f"step {t} after the reset of a used environment differs: something survived the reset"
+            assert_equal(used.step(action[None]), new.step(action[None]), message)
+
+
+def episodes_with_other_seeds_differ(spec: TaskSpec) -> None:
+    """The seed matters: two seeds give two initial states."""
+    with physics_of(spec) as physics:
+        one, other = physics.reset(ONE), physics.reset(OTHER)
+        assert not np.array_equal(one.state, other.state), "two seeds give the same initial state"
+        assert not np.array_equal(one.scene, other.scene), "two seeds give the same initial scene"
+
+
+def chunk_equals_single_steps(spec: TaskSpec) -> None:
+    """A chunk of C actions is C env steps: same rewards and flags, same result after the last."""
+    with physics_of(spec) as chunked, physics_of(spec) as single:
+        actions = random_actions(chunked.info, 8)
+        chunked.reset(ONE)
+        single.reset(ONE)
+        whole = chunked.step(actions)
+        parts = [single.step(action[None]) for action in actions[: whole.steps]]
+        assert_equal(whole, parts[-1], "the result of a chunk is not that of its last step", AFTER_LAST)
+        for name in PER_STEP:
+            joined = np.concatenate([getattr(part, name) for part in parts])
+            assert np.array_equal(getattr(whole, name), joined), f"{name} of a chunk is not that of its steps"
+
+
+def chunk_stops_at_episode_end(spec: TaskSpec) -> None:
+    """A chunk that outlasts its episode executes the steps up to the end and no more."""
+    limit = 5
+    with physics_of(replace(spec, max_episode_steps=limit)) as short, physics_of(spec) as long:
+        actions = random_actions(short.info, limit + 3)
+        short.reset(ONE)
+        long.reset(ONE)
+        result = short.step(actions)
+        assert result.steps <= limit, f"a chunk executed {result.steps} steps of an episode that has {limit}"
+        assert result.ended, "an episode reached its limit within a chunk, and the result does not say so"
+        ends = result.terminated | result.truncated
+        assert not ends[:-1].any(), "the episode's end is flagged before the last executed step"
+        message = "the result of a cut chunk is not that after the last executed step"
+        assert_equal(result, long.step(actions[: result.steps]), message, names=AFTER_LAST)
+
+
+def truncation_at_the_limit(spec: TaskSpec) -> None:
+    """An unsolved episode is truncated, not terminated, at exactly `max_episode_steps`, and each one anew."""
+    limit, unsolved = 4, 0
+    with physics_of(replace(spec, max_episode_steps=limit)) as physics:
+        assert physics.info.max_episode_steps == limit, "the limit that was asked for is not the task's"
+        for seed in range(4):
+            physics.reset(EpisodeSpec(seed))
+            for t, action in enumerate(random_actions(physics.info, limit, seed), start=1):
+                result = physics.step(action[None])
+                if result.terminated[0]:
+                    assert not result.truncated[0], "a step both terminates and truncates"
+                    break
+                assert result.truncated[0] == (t == limit), f"truncated: {t != limit} at step {t} of {limit}"
+            else:
+                unsolved += 1
+    assert unsolved, "none of four episodes with random actions lasted to its limit"
+
+
+def stepping_past_the_end_is_refused(spec: TaskSpec) -> None:
+    """After the end `step` raises `EpisodeOver`, every time, until a reset makes it go on."""
+    with physics_of(replace(spec, max_episode_steps=3)) as physics:
+        physics.reset(ONE)
+        actions = random_actions(physics.info, 3)
+        assert physics.step(actions).ended, "the episode goes on after its limit"
+        for _ in range(2):
+            refusal(lambda: physics.step(actions[:1]), "a step after the episode's end", EpisodeOver)
+        physics.reset(ONE)
+        assert physics.step(actions[:1]).steps == 1, "no step is possible after the reset of an ended episode"
+
+
+def actions_are_clipped(spec: TaskSpec) -> None:
+    """An action beyond the bounds does what the one at the bounds does; the caller's array is left alone."""
+    with physics_of(spec) as wild, physics_of(spec) as tame:
+        low, high = np.array(wild.info.action_low), np.array(wild.info.action_high)
+        actions = (3 * random_actions(wild.info, 6) - (low + high)).astype(np.float32)
+        before = actions.copy()
+        wild.reset(ONE)
+        tame.reset(ONE)
+        clipped = np.clip(actions, low, high).astype(np.float32)
+        assert_equal(wild.step(actions), tame.step(clipped), "actions are not clipped to their bounds")
+        assert np.array_equal(actions, before), "step wrote into the caller's actions"
+
+
+def results_are_owned(spec: TaskSpec) -> None:
+    """Arrays of a result stay as they were returned, whatever the environment does next."""
+    with physics_of(spec) as physics:
+        first = physics.reset(ONE)
+        second = physics.step(random_actions(physics.info, 3))
+        copies = [replace(r, **{name: getattr(r, name).copy() for name in ARRAYS}) for r in (first, second)]
+        physics.step(random_actions(physics.info, 3, seed=1))
+        physics.reset(OTHER)
+        for result, copy in zip((first, second), copies, strict=True):
+            assert_equal(result, copy, "a later step or reset overwrote the arrays of an earlier result")
+        for name in ARRAYS:
+            assert getattr(second, name).flags.writeable, f"{name} is read-only, but the caller's to keep"
+
+
+def rewards_are_normalised(spec: TaskSpec) -> None:
+    """Dense reward is finite and at most 1 per env step; sparse reward is 1 where solved and 0 elsewhere."""
+    for kind in ("dense", "sparse"):
+        with physics_of(replace(spec, reward=kind)) as physics:
+            for seed in range(3):
+                physics.reset(EpisodeSpec(seed))
+                result = physics.step(random_actions(physics.info, 10, seed))
+                assert np.isfinite(result.reward).all(), f"a {kind} reward is not finite"
+                assert result.reward.max() <= 1 + 1e-6, f"a {kind} reward of {result.reward.max()} exceeds 1"
+                if kind == "sparse":
+                    assert np.array_equal(result.reward, result.success), "sparse reward is not success"
+
+
+def reward_kind_changes_nothing_else(spec: TaskSpec) -> None:
+    """Dense or sparse, the episode is the same: only the rewards differ."""
+    dense_spec, sparse_spec = replace(spec, reward="dense"), replace(spec, reward="sparse")
+    with physics_of(dense_spec) as dense, physics_of(sparse_spec) as sparse:
+        actions, names = random_actions(dense.info, 6), ARRAYS[1:]
+        assert_equal(dense.reset(ONE), sparse.reset(ONE), "the kind of reward changes how episodes begin")
+        message = "the kind of reward changes more than the rewards"
+        assert_equal(dense.step(actions), sparse.step(actions), message, names)
+
+
+def wrong_control_mode_is_refused(spec: TaskSpec) -> None:
+    """An unknown control mode raises a `FarmError` that names the one given and a valid one."""
+    with physics_of(spec) as physics:
+        valid = physics.info.spec.control_mode
+    wrong = replace(spec, control_mode="no_such_mode")
+    message = refusal(partial(make_physics, wrong), "an unknown control mode")
+    for name in ("no_such_mode", str(valid)):
+        assert name in message, f"the refusal of a control mode does not name {name}: {message}"
+
+
+# --- rendering
+
+
+def frames_match_info(spec: TaskSpec) -> None:
+    """Frames are uint8 [N, H, W, 3] for each camera asked for, of the size asked for; also when N is 0."""
+    with renderer_of(spec) as renderer, physics_of(spec) as physics:
+        assert renderer.info == physics.info, "the two halves of a task disagree on its info"
+        cameras, size = renderer.info.cameras, renderer.info.spec.image_size
+        for count in (0, 1, 2):
+            frames = renderer.render([physics.reset(ONE).scene] * count, cameras)
+            assert set(frames) == set(cameras), f"asked for {cameras}, got frames of {tuple(frames)}"
+            for name, frame in frames.items():
+                shape = (count, size, size, 3)
+                assert frame.shape == shape, f"frames of {name} have shape {frame.shape}, not {shape}"
+                assert frame.dtype == np.uint8, f"frames of {name} are {frame.dtype}, not uint8"
+        for name, frame in frames.items():
+            assert frame.std() > 1, f"the picture of {name} is empty"
+
+
+def scene_determines_picture(spec: TaskSpec) -> None:
+    """A scene gives the same bytes from a new renderer and a used one, in any order, in a batch or alone."""
+    scenes = some_scenes(spec)
+    with renderer_of(spec) as new, renderer_of(spec) as used:
+        cameras = new.info.cameras
+        used.render(scenes[::2], cameras)
+        expected = new.render(scenes, cameras)
+        backwards = used.render(scenes[::-1], cameras)
+        for i, scene in enumerate(scenes):
+            moved = np.frombuffer(scene.tobytes(), np.uint8)
+            for name in cameras:
+                alone = used.render([moved], (name,))[name][0]
+                message = f"scene {i}, camera {name}: the picture depends on more than the scene:"
+                assert np.array_equal(expected[name][i], backwards[name][-1 - i]), f"{message} order, history"
+                assert np.array_equal(expected[name][i], alone), f"{message} batch, memory"
+
+
+def different_scenes_give_different_pictures(spec: TaskSpec) -> None:
+    """Scenes of other episodes and of later steps look different to at least one camera."""
+    scenes = some_scenes(spec)
+    with renderer_of(spec) as renderer:
+        frames = renderer.render(scenes, renderer.info.cameras)
+    for i in range(len(scenes)):
+        for j in range(i):
+            seen = any(not np.array_equal(frame[i], frame[j]) for frame in frames.values())
+            assert seen, f"scenes {j} and {i} differ, but no camera shows a difference"
+
+
+def frames_are_owned(spec: TaskSpec) -> None:
+    """Frames stay as they were returned when the renderer draws the next ones."""
+    first, second, *_ = some_scenes(spec)
+    with renderer_of(spec) as renderer:
+        frames = renderer.render([first], renderer.info.cameras)
+        copies = {name: frame.copy() for name, frame in frames.items()}
+        renderer.render([second], renderer.info.cameras)
+        for name, frame in frames.items():
+            assert np.array_equal(frame, copies[name]), f"a later call overwrote the frames of {name}"
+
+
+def renderers_share_nothing(spec: TaskSpec) -> None:
+    """Closing one renderer leaves the pictures of another as they were."""
+    scene = some_scenes(spec)[0]
+    with renderer_of(spec) as stays:
+        with renderer_of(spec) as goes:
+            goes.render([scene], goes.info.cameras)
+            before = stays.render([scene], stays.info.cameras)
+        after = stays.render([scene], stays.info.cameras)
+    for name, frame in before.items():
+        assert np.array_equal(frame, after[name]), f"closing another renderer changed the picture of {name}"
+
+
+def observing_changes_no_physics(spec: TaskSpec) -> None:
+    """Physics is the same with and without cameras: pictures are somebody else's work."""
+    with physics_of(spec) as seen, physics_of(replace(spec, cameras=0)) as unseen:
+        actions = random_actions(seen.info, 6)
+        assert_equal(seen.reset(ONE), unseen.reset(ONE), "cameras change how an episode begins")
+        assert_equal(seen.step(actions), unseen.step(actions), "cameras change how an episode goes on")
+
+
+def wrong_camera_is_refused(spec: TaskSpec) -> None:
+    """An unknown camera, or more cameras than there are, raises a `FarmError` that names a valid one."""
+    with physics_of(spec) as physics:
+        valid = physics.info.cameras[0]
+    for cameras in (("no_such_camera",), (valid, "no_such_camera"), 99):
+        wrong = replace(spec, cameras=cameras)
+        for make in (make_physics, make_renderer):
+            what = f"{make.__name__} with cameras={cameras!r}"
+            message = refusal(partial(make, wrong), what)
+            assert valid in message, f"the refusal of {what} does not name the valid {valid!r}: {message}"
+
+
+PHYSICS_LAWS: list[Law] = [
+    info_matches_results,
+    physics_is_a_function_of_seed_and_actions,
+    reset_of_reused_equals_new,
+    episodes_with_other_seeds_differ,
+    chunk_equals_single_steps,
+    chunk_stops_at_episode_end,
+    truncation_at_the_limit,
+    stepping_past_the_end_is_refused,
+    actions_are_clipped,
+    results_are_owned,
+    rewards_are_normalised,
+    reward_kind_changes_nothing_else,
+    wrong_control_mode_is_refused,
+]
+
+RENDER_LAWS: list[Law] = [
+    frames_match_info,
+    scene_determines_picture,
+    different_scenes_give_different_pictures,
+    frames_are_owned,
+    renderers_share_nothing,
+    observing_changes_no_physics,
+    wrong_camera_is_refused,
+]
+
+
+# --- what the laws are written with
+
+
+def name_of(parameter: Any) -> str:
+    """A readable test id for a law or a task."""
+    return parameter.name if isinstance(parameter, TaskSpec) else parameter.__name__
+
+
+def physics_of(spec: TaskSpec) -> closing[Physics]:
+    return closing(make_physics(spec))
+
+
+def renderer_of(spec: TaskSpec) -> closing[Renderer]:
+    renderer = make_renderer(spec)
+    assert renderer.info.cameras, "the laws of rendering need a task with at least one camera"
+    return closing(renderer)
+
+
+def random_actions(info: TaskInfo, count: int, seed: int = 0) -> Float32:
+    """`count` actions drawn evenly between the bounds."""
+    rng = np.random.default_rng(seed)
+    return rng.uniform(info.action_low, info.action_high, (count, info.action_dim)).astype(np.float32)
+
+
+def some_scenes(spec: TaskSpec) -> list[UInt8]:
+    """Four scenes that differ: the beginning and a later moment of two episodes."""
+    scenes = []
+    with physics_of(spec) as physics:
+        for episode in (ONE, OTHER):
+            scenes += [physics.reset(episode).scene, physics.step(random_actions(physics.info, 5)).scene]
+    return scenes
+
+
+def assert_equal(one: PhysicsResult, two: PhysicsResult, law: str, names: tuple[str, ...] = ARRAYS) -> None:
+    """The named arrays are equal bit for bit, NaN and the sign of zero included, and so the instructions."""
+    assert one.instruction == two.instruction, f"{law}: {one.instruction!r}, {two.instruction!r}"
+    for name in names:
+        left, right = getattr(one, name), getattr(two, name)
+        assert left.shape == right.shape, f"{law}: {name} has shapes {left.shape} and {right.shape}"
+        for i in range(len(left)) if left.tobytes() != right.tobytes() else ():
+            assert left[i].tobytes() == right[i].tobytes(), f"{law}: {name}[{i}], {left[i]} and {right[i]}"
+
+
+def refusal(call: Callable[[], object], what: str, kind: type[FarmError] = FarmError) -> str:
+    """The message with which `call` is refused; that it is not refused breaks the law."""
+    try:
+        call()
+    except kind as error:
+        return str(error)
+    raise AssertionError(f"{what} is not refused with {kind.__name__}")
+
+
+def _check_result(result: PhysicsResult, info: TaskInfo, steps: int) -> None:
+    sizes = {"proprio": info.proprio_dim, "state": info.state_dim, "scene": info.scene_bytes}
+    size = len(result.instruction.encode())
+    assert 0 < size <= INSTRUCTION_BYTES, f"an instruction of {size} bytes: not in 1 to {INSTRUCTION_BYTES}"
+    for name, length in (dict.fromkeys(PER_STEP, steps) | sizes).items():
+        array = getattr(result, name)
+        kind = np.dtype({"reward": "f4", "proprio": "f4", "state": "f4", "scene": "u1"}.get(name, "?"))
+        assert array.shape == (length,), f"{name} has shape {array.shape}, info promises ({length},)"
+        assert array.dtype == kind, f"{name} is {array.dtype}, the contract promises {kind}"
+        assert np.isfinite(array).all(), f"{name} has a value that is not finite"

@@ -1,0 +1,134 @@
+"""Set-up: pins, extras, the Makefile's targets, and that the second time nothing is installed."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from sim_farm.registry import BACKENDS
+
+ROOT = Path(__file__).resolve().parents[1]
+OWN = "embodied-farm"
+
+
+def project() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def pins() -> dict[str, str]:
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    pairs = [re.fullmatch(r"([a-z0-9-]+)==([0-9][0-9a-z.\-]*)", line) for line in lines]
+    assert None not in pairs, "each line is name==version, without a build such as +cpu"
+    return {pair[1]: pair[2] for pair in pairs if pair}
+
+
+def requirements() -> list[Requirement]:
+    """Every requirement of the project and its extras, other than on its own extras."""
+    extras = project()["optional-dependencies"].values()
+    texts = [*project()["dependencies"], *(text for extra in extras for text in extra)]
+    return [found for text in texts if (found := Requirement(text)).name != OWN]
+
+
+def run(command: list[str], cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+    # `make test` hands its own flags on to a make inside a test.
+    inherited = {key: value for key, value in os.environ.items() if key not in ("MAKEFLAGS", "MAKELEVEL")}
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=inherited | environment)
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A source tree that was never set up, with everything the set-up reads."""
+    for name in ("Makefile", "constraints.txt", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(ROOT / "setup", tmp_path / "setup")
+    (tmp_path / "embodied").mkdir()
+    shutil.copy(ROOT / "embodied" / "doctor.py", tmp_path / "embodied")
+    return tmp_path
+
+
+def test_every_requirement_is_pinned_to_a_version_it_allows() -> None:
+    pinned = pins()
+    for requirement in requirements():
+        assert requirement.specifier.contains(pinned[canonicalize_name(requirement.name)]), requirement
+
+
+def test_each_simulator_has_the_extra_that_its_error_message_names() -> None:
+    assert set(BACKENDS) <= set(project()["optional-dependencies"])
+
+
+def test_each_part_has_an_extra_and_refers_only_to_extras_that_exist() -> None:
+    extras = project()["optional-dependencies"]
+    assert {"farm", "policies", "schedulers", "all", "dev", "bench"} <= set(extras)
+    references = [Requirement(text) for extra in extras.values() for text in extra if text.startswith(OWN)]
+    assert {name for reference in references for name in reference.extras} <= set(extras)
+
+
+def test_train_sets_up_and_then_trains(tree: Path) -> None:
+    steps = run(["make", "--dry-run", "train"], tree).stdout
+    order = [steps.index(step) for step in ("setup/python.sh", "setup/system.sh", "embodied train pushcube")]
+    assert order == sorted(order)
+
+
+def test_test_sets_up_and_then_runs_linter_type_checker_and_tests(tree: Path) -> None:
+    steps = run(["make", "--dry-run", "test"], tree).stdout
+    order = [steps.index(step) for step in ("setup/python.sh", "ruff check", "mypy", "pytest")]
+    assert order == sorted(order)
+
+
+def test_ci_runs_make_test_and_nothing_else() -> None:
+    script = ROOT / ".ci" / "run"
+    assert script.stat().st_mode & stat.S_IXUSR
+    shebang, *lines = script.read_text().splitlines()
+    assert shebang.endswith("bash")
+    assert lines == ["set -euo pipefail", 'cd "$(dirname "$0")/.."', "make test"]
+
+
+def test_second_set_up_does_nothing_until_the_pins_change(tree: Path) -> None:
+    first = run(["make", "--dry-run", "setup"], tree).stdout
+    stamps = re.findall(r"^touch (\S+)$", first, re.MULTILINE)
+    assert len(stamps) == 2
+    for stamp in stamps:
+        (tree / stamp).parent.mkdir(exist_ok=True)
+        (tree / stamp).touch()
+    assert run(["make", "--question", "setup"], tree).returncode == 0
+
+    with (tree / "constraints.txt").open("a") as constraints:
+        constraints.write("another-package==1.0\n")
+    assert run(["make", "--question", "setup"], tree).returncode == 1
+    assert "setup/python.sh" in run(["make", "--dry-run", "setup"], tree).stdout
+
+
+def test_without_a_suitable_python_the_set_up_says_so(tree: Path) -> None:
+    result = run(["sh", "setup/python.sh"], tree, PYTHON="no-such-python")
+    assert result.returncode != 0
+    assert "no Python 3.11 or 3.12 found (tried: no-such-python)" in result.stderr
+    assert not (tree / ".venv").exists()
+
+
+def test_set_up_that_may_not_install_vulkan_prints_how_and_goes_on(tree: Path) -> None:
+    (tree / ".venv").symlink_to(sys.prefix)
+    empty = tree / "no-drivers"
+    empty.mkdir()
+    without = {"VK_DRIVER_FILES": str(empty), "VK_ICD_FILENAMES": str(empty), "SYSTEM_PACKAGES": "no"}
+    result = run(["sh", "setup/system.sh"], tree, **without)
+    assert result.returncode == 0
+    assert "no working vulkan. Type this" in result.stderr
+    assert "Mesa" in result.stderr or "mesa-vulkan-drivers" in result.stderr
+
+
+def test_set_up_that_finds_vulkan_and_opengl_asks_for_nothing(tree: Path) -> None:
+    (tree / ".venv").symlink_to(sys.prefix)
+    result = run(["sh", "setup/system.sh"], tree, SYSTEM_PACKAGES="no")
+    assert result.returncode == 0
+    assert "Type this" not in result.stderr
