@@ -58,7 +58,7 @@ class RunFolder:
 
     @property
     def target(self) -> float:
-        value = find(self.config, "target_success")
+        value = find(self.config, "stop_at_success")
         return float(value) if isinstance(value, (int, float)) else 0.9
 
 
@@ -133,9 +133,9 @@ def _optional(item: Mapping[str, Any], key: str) -> float | None:
 
 
 def named(value: Any) -> str:
-    """A short text for a setting: its own, or the name or path within it."""
+    """A short text for a setting: its own, or the name or kind within it."""
     if isinstance(value, Mapping):
-        value = value.get("name") or value.get("path") or dict(value)
+        value = value.get("name") or value.get("kind") or dict(value)
     if value is None:
         return "not recorded"
     return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)

@@ -51,6 +51,10 @@ class Handle(Generic[T]):
         """
         return self._start(method.__name__, args, kwargs)
 
+    def fetch(self, reference: R) -> R:
+        """The value of what `refer` returned."""
+        raise NotImplementedError
+
     def _start(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise NotImplementedError
 
@@ -63,6 +67,9 @@ class LocalHandle(Handle[T]):
     """The worker is an object in this process."""
 
     worker: Any = None
+
+    def fetch(self, reference: R) -> R:
+        return reference
 
     def _start(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._run(method, args, kwargs)

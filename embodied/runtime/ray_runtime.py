@@ -149,6 +149,9 @@ class RayHandle(Handle[T]):
     runtime: Any = None
     actor: Any = None
 
+    def fetch(self, reference: Any) -> Any:
+        return self.runtime.wait(reference, self.name, "fetch a result", self.deadline_s)
+
     def _start(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self.actor.run.remote(method, *args, **kwargs)
 

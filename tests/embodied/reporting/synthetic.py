@@ -18,11 +18,10 @@ STAGES, CHUNKS = 2, 12
 
 CONFIG = """\
 name: tabletop_reach
-workflow: ppo
-task: {name: tabletop/reach, image_size: 64}
-policy: {name: small_cnn, hidden: 256}
-target_success: 0.9
-algorithm: {gamma: 0.99, clip_low: 0.2, note: "<script>alert('no')</script> & more"}
+stop_at_success: 0.8
+env: {task: tabletop/reach, cameras: 1, image_size: 64}
+policy: {kind: small_cnn, reads: [images], options: {note: "<script>alert('no')</script> & more"}}
+ppo: {gamma: 0.99, clip_low: 0.2}
 """
 
 EVALUATION = {

@@ -101,9 +101,9 @@ def test_the_key_figures_are_those_of_the_files(page: Page) -> None:
 def test_time_to_target_is_when_the_mean_of_five_iterations_first_reached(run_dir: Path, page: Page) -> None:
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     success = [row["env/success_once"] for row in rows]
-    reached = next(i for i in range(4, 40) if sum(success[i - 4 : i + 1]) / 5 >= 0.9)
+    reached = next(i for i in range(4, 40) if sum(success[i - 4 : i + 1]) / 5 >= 0.8)
     assert page.says(f"{charts.compact(rows[reached]['env_steps'])} env steps")
-    assert page.says(f"Time to success 0.9 {int(rows[reached]['wall_s'] // 60)} min")
+    assert page.says(f"Time to success 0.8 {int(rows[reached]['wall_s'] // 60)} min")
 
 
 def test_every_value_of_the_curves_is_under_the_pointer(run_dir: Path, page: Page) -> None:

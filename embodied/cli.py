@@ -1,0 +1,219 @@
+"""The command line: `embodied VERB ...`. What it does can also be done from Python, see `embodied/__init__.py`.
+
+Exit status: 0 done, 1 our own failure (with a traceback), 2 a mistake that the message says how to mend,
+130 interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+from rich.console import Console
+
+from embodied.config import Config, UserError, load_config
+from policies.contract import PolicyError
+from sim_farm.contract import FarmError
+
+Text = tyro.conf.Positional[str]
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train a policy; evaluate it at the end, film it and write the report."""
+
+    config: Text
+    """Name of a file in configs/ (without .yaml), or the path of one."""
+    settings: Annotated[Config, tyro.conf.arg(name="")] = Config()
+    resume: Literal["no", "auto"] = "no"
+    """auto: go on from the newest checkpoint of the run called --name, or begin it."""
+    runs_dir: Path = Path("runs")
+    """Folder of the runs."""
+    json: Path | None = None
+    """Write the result to this file."""
+
+
+@dataclass(frozen=True)
+class Eval:
+    """Evaluate a run's newest checkpoint (or another) on episodes that no training run sees."""
+
+    run: Text
+    """A run's folder (or its name below --runs-dir), or a configuration together with --checkpoint."""
+    settings: Annotated[Config, tyro.conf.arg(name="")] = Config()
+    checkpoint: Path | None = None
+    """Folder of a checkpoint, for example runs/NAME/checkpoints/000100."""
+    runs_dir: Path = Path("runs")
+    """Folder of the runs."""
+    json: Path | None = None
+    """Write the result to this file."""
+
+
+@dataclass(frozen=True)
+class BenchFarm:
+    """Env steps per second of the farm, beside gymnasium's AsyncVectorEnv and the physical limit."""
+
+    task: str = "maniskill/PushCube-v1"
+    """ManiSkill tasks are compared with AsyncVectorEnv over ManiSkill's CPUGymWrapper."""
+    cameras: int = 0
+    """Cameras observed; 0 observes states."""
+    size: int = 128
+    """Height and width of a frame."""
+    chunk: int = 1
+    """Actions per decision."""
+    num_envs: int = 8
+    """Environments of the farm."""
+    stages: int = 2
+    """Groups of environments; one is simulated while another is inferred."""
+    seconds: float = 10.0
+    """Duration of each measurement; there are three of each, in turn."""
+    peer: bool = True
+    """Measure AsyncVectorEnv, pinned, with 2 and 8 environments."""
+    json: Path | None = None
+    """Write the result to this file."""
+
+
+@dataclass(frozen=True)
+class BenchTransport:
+    """Frames from a worker to a consumer: through slots, pipe, queue and Ray's object store; memcpy is the limit."""
+
+    frames: int = 2
+    """Frames per message."""
+    size: int = 256
+    """Height and width of a frame."""
+    messages: int = 2000
+    """Messages per measurement."""
+    json: Path | None = None
+    """Write the result to this file."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """Write a run's report: one self-contained HTML page."""
+
+    run: Text
+    """A run's folder, or its name below --runs-dir."""
+    runs_dir: Path = Path("runs")
+    """Folder of the runs."""
+    json: Path | None = None
+    """Write the result to this file."""
+
+
+@dataclass(frozen=True)
+class Doctor:
+    """Say what is missing on this machine, and the command that mends it."""
+
+    json: Path | None = None
+    """Write the result to this file."""
+
+
+Bench = Annotated[
+    Annotated[BenchFarm, tyro.conf.subcommand("farm")]
+    | Annotated[BenchTransport, tyro.conf.subcommand("transport")],
+    tyro.conf.arg(name=""),
+]
+
+
+@dataclass(frozen=True)
+class BenchCommand:
+    """Measure a building block against its peers and its limit."""
+
+    what: Bench
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a command; the exit status. Installed as `embodied`."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    # Ending a run by `kill` should leave as little behind as ending it by Ctrl-C.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    console = Console(stderr=True)
+    try:
+        command = _parse(arguments)
+        return _run(command)
+    except (UserError, FarmError, PolicyError) as error:
+        console.print(f"[bold red]embodied:[/] {_escape(str(error))}", soft_wrap=True, highlight=False)
+        return 2
+    except KeyboardInterrupt:
+        console.print("embodied: interrupted")
+        return 130
+
+
+def _parse(arguments: list[str]) -> Any:
+    """The command as typed data. Defaults of `train` and `eval` come from the configuration or run they name."""
+    from embodied.runs import settings_of
+
+    train, evaluate = Train(""), Eval("")
+    verb, named = (arguments + ["", ""])[:2]
+    if verb == "train" and named and not named.startswith("-"):
+        train = replace(train, config=named, settings=load_config(named))
+    if verb == "eval" and named and not named.startswith("-"):
+        evaluate = replace(evaluate, run=named, settings=settings_of(named, _option(arguments, "--runs-dir", "runs")))
+    commands = (
+        Annotated[Train, tyro.conf.subcommand("train", default=train)]
+        | Annotated[Eval, tyro.conf.subcommand("eval", default=evaluate)]
+        | Annotated[BenchCommand, tyro.conf.subcommand("bench")]
+        | Annotated[Report, tyro.conf.subcommand("report")]
+        | Annotated[Doctor, tyro.conf.subcommand("doctor")]
+    )
+    return tyro.cli(commands, args=arguments, prog="embodied", description=__doc__.splitlines()[0])
+
+
+def _option(arguments: list[str], name: str, default: str) -> Path:
+    """The value of an option that is needed before the others can be parsed."""
+    for i, argument in enumerate(arguments):
+        if argument == name and i + 1 < len(arguments):
+            return Path(arguments[i + 1])
+        if argument.startswith(f"{name}="):
+            return Path(argument.partition("=")[2])
+    return Path(default)
+
+
+def _run(command: Any) -> int:
+    from embodied import runs
+
+    if isinstance(command, BenchCommand):
+        command = command.what
+    if isinstance(command, Train):
+        result = runs.train_run(command.settings, command.config, command.runs_dir, command.resume == "auto")
+    elif isinstance(command, Eval):
+        result = runs.evaluate_run(command.run, command.settings, command.checkpoint, command.runs_dir)
+    elif isinstance(command, Report):
+        result = runs.report_run(command.run, command.runs_dir)
+    elif isinstance(command, BenchFarm):
+        from embodied.bench.farm import bench_farm
+
+        result = bench_farm(command)
+    elif isinstance(command, BenchTransport):
+        from embodied.bench.transport import bench_transport
+
+        result = bench_transport(command.frames, command.size, command.messages)
+    else:
+        from embodied import doctor
+
+        return doctor.main(command.json)
+    if command.json is not None:
+        write_json(command.json, result)
+    return 0
+
+
+def write_json(path: Path, result: dict[str, Any]) -> None:
+    """Write a result; a file that cannot be written is the user's mistake, and the result is shown instead."""
+    try:
+        path.write_text(json.dumps(result, indent=1, default=str) + "\n")
+    except OSError as error:
+        raise UserError(f"cannot write {path} ({error.strerror}); the result is: {json.dumps(result, default=str)}") from error
+
+
+def _escape(text: str) -> str:
+    return text.replace("[", r"\[")
+
+
+if __name__ == "__main__":
+    # Ray's workers must find the same modules as this process, whatever the folder it is started from.
+    os.environ.setdefault("PYTHONPATH", str(Path(__file__).resolve().parent.parent))
+    sys.exit(main())
