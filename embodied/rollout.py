@@ -136,7 +136,7 @@ class PolicyWorker:
         mark = time.monotonic_ns()
         self._trajectories, episodes = self._gather(steps, clock)
         end = time.monotonic_ns()
-        spans.append(Span("policy", "gather trajectories", mark, end))
+        spans.append(Span("policy", "transport", mark, end))
         wall_s = (end - begin) / 1e9
         return RolloutSummary(
             self._trajectories.env_steps, self._version, episodes, clock, wall_s, tuple(spans)
@@ -159,7 +159,7 @@ class PolicyWorker:
         seen = self.farm.collect(stage, deadline_s)
         waited = (time.monotonic_ns() - mark) / 1e9
         clock.waiting += waited
-        spans.append(Span("policy", f"wait for stage {stage}", mark, time.monotonic_ns()))
+        spans.append(Span("policy", "idle", mark, time.monotonic_ns(), {"waiting for stage": stage}))
         self._account(stage, seen, clock, spans)
         if steps:
             mark = time.monotonic_ns()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import platform
+import shutil
 import time
 from collections.abc import Sequence
 from datetime import datetime
@@ -10,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import yaml
 from rich import print as show
 
@@ -61,6 +65,15 @@ def train_run(config: Config, source: str, runs_dir: Path, resume: bool) -> dict
     run_dir = runs_dir / name
     found = training.prepare_run(config, run_dir, resume)
     show(f"[bold]{run_dir}[/]: {config.policy.kind} on {config.env.task}", flush=True)
+    try:
+        return _train_and_evaluate(config, run_dir, found)
+    finally:
+        # A run that failed before its first iteration leaves nothing worth a name.
+        if not training.has_content(run_dir):
+            shutil.rmtree(run_dir, ignore_errors=True)
+
+
+def _train_and_evaluate(config: Config, run_dir: Path, found: Path | None) -> dict[str, Any]:
     with open_session(config) as session:
         result = training.train(config, run_dir, session, found)
         result |= _evaluate(config, run_dir, session, checkpoint.latest(run_dir / "checkpoints"))
@@ -125,6 +138,7 @@ def _evaluate(config: Config, run_dir: Path | None, session: Session, folder: Pa
             "sampling": "greedy" if protocol.greedy else "sampled",
             "success": "solved at any env step",
             "interval": "95% Wilson",
+            "hardware": hardware(),
         },
     }
     show(
@@ -137,6 +151,18 @@ def _evaluate(config: Config, run_dir: Path | None, session: Session, folder: Pa
         if protocol.videos:
             _film(config, run_dir, session, _worth_seeing(results, protocol.videos))
     return summary
+
+
+def hardware() -> str:
+    """What the figures were measured on, in a line."""
+    model = platform.processor() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        pass
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    return f"{model}, {len(os.sched_getaffinity(0))} cores, {gpu}"
 
 
 def _worth_seeing(results: Sequence[EpisodeResult], count: int) -> list[EpisodeResult]:

@@ -68,6 +68,12 @@ def prepare_run(config: Config, run_dir: Path, resume: bool) -> Path | None:
     return found
 
 
+def has_content(run_dir: Path) -> bool:
+    """Whether a run has done anything that somebody could miss."""
+    metrics = run_dir / "metrics.jsonl"
+    return metrics.is_file() and metrics.stat().st_size > 0
+
+
 def train(config: Config, run_dir: Path, session: Session, resume_from: Path | None) -> dict[str, Any]:
     """Run the iterations that are left and leave a checkpoint of the last. Returns the result as plain data.
 

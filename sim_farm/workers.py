@@ -189,8 +189,7 @@ class PhysicsWorker(Worker):
         slots["episode_step"][env] = 0
         slots["active"][env] = spec is not None
         if slots["op"][env] == layout.RESET:
-            slots["steps"][env] = 0
-            slots["terminated"][env] = slots["truncated"][env] = slots["draw_final"][env] = 0
+            self._rest(env)
         if spec is None:
             for key in ("state", "proprio"):
                 slots[key][env] = 0
@@ -203,10 +202,15 @@ class PhysicsWorker(Worker):
             slots["episode_step"][env] = base
         self._observe(env, result)
 
+    def _rest(self, env: int) -> None:
+        """Nothing was executed: no step, no reward, no end of an episode."""
+        for key in ("steps", "reward", "success", "terminated", "truncated", "draw_final"):
+            self.slots[key][env] = 0
+
     def _step(self, env: int) -> None:
         slots = self.slots
         if not slots["active"][env]:
-            slots["steps"][env] = 0
+            self._rest(env)
             return
         base = int(slots["base_step"][env])
         result = self._physics[env].step(slots["action"][env])
