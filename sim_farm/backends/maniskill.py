@@ -129,8 +129,8 @@ class ManiSkillPhysics:
 
     def __init__(self, spec: TaskSpec) -> None:
         self._env = _make(spec, render=False)
-        self._prepare()
         self.info = _info(spec, self._env)
+        self._prepare()
         self._rebuild = spec.name.partition("/")[2] in REBUILT_EACH_EPISODE
         self._instruction = INSTRUCTIONS[spec.name.partition("/")[2]]
         self._left = 0
@@ -145,33 +145,35 @@ class ManiSkillPhysics:
         if episode.init_state is not None:
             raise FarmError(f"{self.info.spec.name} has no recorded initial states; use a seed")
         self._seed = episode.seed
-        self._env.reset(seed=episode.seed, options={"reconfigure": True} if self._rebuild else None)
-        if self._rebuild or self._env.reconfiguration_freq != 0:
-            self._prepare()
-        self._left = self.info.max_episode_steps
-        return self._result([], [], [], [], self._observe())
+        with torch.inference_mode():
+            self._env.reset(seed=episode.seed, options={"reconfigure": True} if self._rebuild else None)
+            if self._rebuild or self._env.reconfiguration_freq != 0:
+                self._prepare()
+            self._left = self.info.max_episode_steps
+            return self._result([], [], [], [], self._observe())
 
     def step(self, actions: Float32) -> PhysicsResult:
         if self._left == 0:
             raise EpisodeOver("this episode has ended; reset the environment first")
+        if not np.isfinite(actions).all():
+            raise FarmError(f"actions must be finite numbers, got {actions}")
+        chunk = torch.from_numpy(np.array(actions, np.float32))
         rewards, successes, terminations, truncations = [], [], [], []
         obs: Any = None
-        for i, action in enumerate(actions):
-            torch_action = torch.from_numpy(np.array(action, np.float32))
-            last = i == len(actions) - 1
-            obs, reward, success, terminated = self._step_once(torch_action, observe=last or self._left == 1)
-            if terminated and obs is None:
-                obs = self._observe()
-            self._left -= 1
-            truncated = self._left == 0 and not terminated
-            rewards.append(reward)
-            successes.append(success)
-            terminations.append(terminated)
-            truncations.append(truncated)
-            if terminated or truncated:
-                self._left = 0
-                break
-        return self._result(rewards, successes, terminations, truncations, obs)
+        with torch.inference_mode():
+            for i in range(len(chunk)):
+                last = i == len(chunk) - 1 or self._left == 1
+                obs, reward, success, terminated = self._step_once(chunk[i : i + 1], observe=last)
+                self._left -= 1
+                truncated = self._left == 0 and not terminated
+                rewards.append(reward)
+                successes.append(success)
+                terminations.append(terminated)
+                truncations.append(truncated)
+                if terminated or truncated:
+                    self._left = 0
+                    break
+            return self._result(rewards, successes, terminations, truncations, obs or self._observe())
 
     def _step_once(self, action: torch.Tensor, observe: bool) -> tuple[Any, float, bool, bool]:
         """What ManiSkill's `step` does, in its order, but observations are made only when somebody reads them."""
@@ -192,13 +194,14 @@ class ManiSkillPhysics:
     def _result(
         self, rewards: list[float], success: list[bool], ended: list[bool], truncated: list[bool], obs: Any
     ) -> PhysicsResult:
+        state = _flat(obs)
         return PhysicsResult(
             reward=np.array(rewards, np.float32),
             success=np.array(success, np.bool_),
             terminated=np.array(ended, np.bool_),
             truncated=np.array(truncated, np.bool_),
-            proprio=_flat(obs["agent"]),
-            state=_flat(obs),
+            proprio=state[: self.info.proprio_dim].copy(),  # ManiSkill's state begins with the agent's
+            state=state,
             scene=_encode_scene(self._env, self._entities, self._seed) if self.info.cameras else np.empty(0, np.uint8),
             instruction=self._instruction,
         )
@@ -302,7 +305,7 @@ def _split_action(env: Any, action: torch.Tensor) -> Any:
     if not isinstance(space, gym.spaces.Dict):
         return action
     names = sorted(space.spaces)
-    parts = torch.split(action, [space[name].shape[-1] for name in names])
+    parts = torch.split(action, [space[name].shape[-1] for name in names], dim=-1)
     return dict(zip(names, parts, strict=True))
 
 

@@ -1,7 +1,8 @@
 """Less Python around the same PhysX calls: what ManiSkill recomputes within one env step is computed once.
 
-Nothing here changes a number; `tests/sim_farm/test_maniskill.py` compares states, rewards and observations
-bit for bit with an environment from plain `gym.make`.
+Nothing here changes a number: `tests/sim_farm/test_maniskill.py` compares states, rewards and observations
+bit for bit with an environment from plain `gym.make`. Outside `frozen_poses` and on environments that were
+not given to `speed_up`, ManiSkill is what it was.
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
+import numpy as np
+import torch
+from mani_skill.agents.multi_agent import MultiAgent
 from mani_skill.utils.structs.actor import Actor
 from mani_skill.utils.structs.link import Link
 from mani_skill.utils.structs.pose import Pose
 
-_poses: dict[int, Any] | None = None
-"""While poses are frozen: id of an actor or link to its pose. None: every read asks the simulator."""
+_poses: dict[int, torch.Tensor] | None = None
+"""While poses are frozen: id of an actor or link to its pose [1, 7]. None: every read asks the simulator."""
 
 
 @contextmanager
@@ -34,7 +38,7 @@ def frozen_poses() -> Iterator[None]:
         _poses = None
 
 
-def _freeze(cls: Any) -> None:
+def _freeze(cls: Any, simulator_pose: Any) -> None:
     stock = cls.pose
 
     def read(self: Any) -> Any:
@@ -42,22 +46,38 @@ def _freeze(cls: Any) -> None:
             return stock.fget(self)
         known = _poses.get(id(self))
         if known is None:
-            known = stock.fget(self)
+            if len(self._objs) == 1:
+                pose = simulator_pose(self._objs[0])
+                known = torch.from_numpy(np.concatenate((pose.p, pose.q)))[None]
+            else:
+                known = stock.fget(self).raw_pose
             _poses[id(self)] = known
         # A copy, because a task may write into the tensor it was given.
-        return Pose(raw_pose=known.raw_pose.clone())
+        return Pose(raw_pose=known.clone())
 
     def write(self: Any, pose: Any) -> None:
         global _poses
-        if _poses is not None:
-            _poses = None
+        _poses = None
         stock.fset(self, pose)
 
     cls.pose = property(read, write, doc=stock.__doc__)
 
 
-_freeze(Actor)
-_freeze(Link)
+_freeze(Actor, lambda entity: entity.pose)
+_freeze(Link, lambda link: link.entity_pose)
+
+
+def speed_up(env: Any) -> None:
+    """Install the quicker equivalents on one environment; to be repeated when it has rebuilt its scene."""
+    for articulation in env.scene.articulations.values():
+        articulation.set_joint_drive_targets = MethodType(_set_joint_drive_targets, articulation)
+    agents = env.agent.agents if isinstance(env.agent, MultiAgent) else [env.agent]
+    for agent in agents:
+        # The agent's own method only adds a check for NaN, which the caller has made for the whole chunk.
+        agent.set_action = agent.controller.set_action
+        for controller in getattr(agent.controller, "controllers", {"": agent.controller}).values():
+            if hasattr(controller, "action_space_low"):
+                _scale_with_constants(controller)
 
 
 def _set_joint_drive_targets(self: Any, targets: Any, joints: Any = None, joint_indices: Any = None) -> None:
@@ -67,7 +87,8 @@ def _set_joint_drive_targets(self: Any, targets: Any, joints: Any = None, joint_
         joint._objs[0].drive_target = row[i : i + 1]
 
 
-def speed_up(env: Any) -> None:
-    """Install the quicker equivalents on one environment's articulations; again after each reconfiguration."""
-    for articulation in env.scene.articulations.values():
-        articulation.set_joint_drive_targets = MethodType(_set_joint_drive_targets, articulation)
+def _scale_with_constants(controller: Any) -> None:
+    """Clip and scale an action by a middle and a half-width that are computed once."""
+    low, high = controller.action_space_low, controller.action_space_high
+    middle, half = 0.5 * (high + low), 0.5 * (high - low)
+    controller._clip_and_scale_action = lambda action: middle + half * torch.clip(action, -1, 1)
