@@ -230,7 +230,8 @@ class PhysicsWorker(Worker):
             return
         slots["final_state"][env] = result.state
         slots["final_proprio"][env] = result.proprio
-        slots["final_scene"][env] = result.scene
+        if self._draws:
+            slots["final_scene"][env] = result.scene
         wanted = self.setup.spec.final_frames
         slots["draw_final"][env] = wanted == "ended" or (wanted == "truncated" and bool(result.truncated[-1]))
         self._begin(env, int(slots["episode"][env]) + 1)
@@ -239,7 +240,14 @@ class PhysicsWorker(Worker):
         slots = self.slots
         slots["state"][env] = result.state
         slots["proprio"][env] = result.proprio
-        slots["scene"][env] = result.scene
+        if self._draws:
+            slots["scene"][env] = result.scene
+        if slots["episode_step"][env] == 0 or slots["op"][env] == layout.RESET:
+            self._instruct(env, result)
+
+    def _instruct(self, env: int, result: PhysicsResult) -> None:
+        """The instruction is constant during an episode, so it is written at its beginning only."""
+        slots = self.slots
         text = result.instruction.encode()
         if len(text) > slots["instruction"].shape[1]:
             raise FarmError(f"the instruction {result.instruction!r} is longer than {slots['instruction'].shape[1]} bytes")

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -38,6 +38,7 @@ from sim_farm.contract import (
 from sim_farm.registry import make_physics, make_renderer
 
 Law = Callable[[TaskSpec], None]
+Reward = Literal["dense", "sparse"]
 
 ONE, OTHER = EpisodeSpec(seed=11), EpisodeSpec(seed=12)
 PER_STEP = ("reward", "success", "terminated", "truncated")
@@ -188,7 +189,7 @@ def results_are_owned(spec: TaskSpec) -> None:
 
 def rewards_are_normalised(spec: TaskSpec) -> None:
     """Dense reward is finite and at most 1 per env step; sparse reward is 1 where solved and 0 elsewhere."""
-    for kind in ("dense", "sparse"):
+    for kind in rewards_of(spec):
         with physics_of(replace(spec, reward=kind)) as physics:
             for seed in range(3):
                 physics.reset(EpisodeSpec(seed))
@@ -201,12 +202,12 @@ def rewards_are_normalised(spec: TaskSpec) -> None:
 
 def reward_kind_changes_nothing_else(spec: TaskSpec) -> None:
     """Dense or sparse, the episode is the same: only the rewards differ."""
-    dense_spec, sparse_spec = replace(spec, reward="dense"), replace(spec, reward="sparse")
-    with physics_of(dense_spec) as dense, physics_of(sparse_spec) as sparse:
-        actions, names = random_actions(dense.info, 6), ARRAYS[1:]
-        assert_equal(dense.reset(ONE), sparse.reset(ONE), "the kind of reward changes how episodes begin")
-        message = "the kind of reward changes more than the rewards"
-        assert_equal(dense.step(actions), sparse.step(actions), message, names)
+    for kind in rewards_of(spec)[1:]:
+        with physics_of(spec) as own, physics_of(replace(spec, reward=kind)) as other:
+            actions, names = random_actions(own.info, 6), ARRAYS[1:]
+            assert_equal(own.reset(ONE), other.reset(ONE), "the kind of reward changes how episodes begin")
+            message = "the kind of reward changes more than the rewards"
+            assert_equal(own.step(actions), other.step(actions), message, names)
 
 
 def wrong_control_mode_is_refused(spec: TaskSpec) -> None:
@@ -346,6 +347,21 @@ def name_of(parameter: Any) -> str:
 
 def physics_of(spec: TaskSpec) -> closing[Physics]:
     return closing(make_physics(spec))
+
+
+def rewards_of(spec: TaskSpec) -> list[Reward]:
+    """The kinds of reward that the task has: its spec's own first, then those that are not refused by name."""
+    kinds: list[Reward] = [spec.reward]
+    for kind in get_args(Reward):
+        if kind == spec.reward:
+            continue
+        try:
+            make_physics(replace(spec, reward=kind)).close()
+            kinds.append(kind)
+        except FarmError as error:
+            named = kind in str(error) and spec.reward in str(error)
+            assert named, f"the refusal of a {kind} reward does not name it and the {spec.reward} one: {error}"
+    return kinds
 
 
 def renderer_of(spec: TaskSpec) -> closing[Renderer]:

@@ -1,0 +1,150 @@
+"""`embodied bench farm`: the farm's env steps per second, beside its peer and its limit, in the same run."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import Any, Protocol
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from embodied.bench.loops import LoopProcess, LoopSpec
+from embodied.config import Config
+from embodied.reporting.live import steps
+from embodied.runs import hardware
+from embodied.session import open_session
+from sim_farm.contract import TaskSpec
+from sim_farm.episodes import EndlessEpisodes
+from sim_farm.farm import Farm
+from sim_farm.layout import FarmSpec
+
+ROUNDS = 3
+PEER_ENVS = (2, 8)
+
+
+class FarmBench(Protocol):
+    """The settings; see `embodied.cli.BenchFarm`."""
+
+    task: str
+    cameras: int
+    size: int
+    chunk: int
+    num_envs: int
+    stages: int
+    seconds: float
+    peer: bool
+
+
+def bench_farm(bench: FarmBench) -> dict[str, Any]:
+    """Measure farm, peers and limit in turn, three rounds of each; medians count."""
+    config = Config()
+    with open_session(config) as session, contextlib.ExitStack() as stack:
+        cores = session.cores
+        task = TaskSpec(bench.task, cameras=bench.cameras, image_size=bench.size)
+        spec = FarmSpec(
+            task,
+            EndlessEpisodes(0),
+            bench.num_envs,
+            bench.chunk,
+            bench.stages,
+            physics_workers=len(cores),
+            final_frames="never",
+        )
+        farm = stack.enter_context(session.farm(spec))
+        loops = {"limit": ("bare", 1), "stock": ("stock", 1)}
+        if bench.peer and bench.task.startswith("maniskill/"):
+            loops |= {f"AsyncVectorEnv {n}": ("async", n) for n in PEER_ENVS}
+        elif not bench.task.startswith("maniskill/"):
+            loops.pop("stock")
+        processes = {
+            name: LoopProcess(LoopSpec(kind, bench.task, bench.cameras, bench.size, bench.chunk, envs, cores))  # type: ignore[arg-type]
+            for name, (kind, envs) in loops.items()
+        }
+        for process in processes.values():
+            stack.callback(process.close)
+        with steps("Starting what the farm is compared with", len(processes)) as bar:
+            for process in processes.values():
+                process.wait_ready()
+                bar.advance()
+        driver = _Driver(farm)
+        rates: dict[str, list[float]] = {"farm": [], **{name: [] for name in processes}}
+        with steps("Measuring", ROUNDS * len(rates)) as bar:
+            for _ in range(ROUNDS):
+                rates["farm"].append(driver.measure(bench.seconds))
+                bar.advance()
+                for name, process in processes.items():
+                    rates[name].append(process.measure(bench.seconds))
+                    bar.advance()
+        result = _result(bench, rates, len(cores))
+    _show(rates, result)
+    return result
+
+
+class _Driver:
+    """Random actions, as fast as the farm takes them."""
+
+    def __init__(self, farm: Farm) -> None:
+        self._farm = farm
+        envs, dims = len(farm.envs_of(0)), farm.info.action_dim
+        shape = (64, envs, farm.spec.chunk, dims)
+        self._actions = np.random.default_rng(0).uniform(-1, 1, shape).astype(np.float32)
+        self._turn = 0
+        for stage in range(farm.spec.stages):
+            farm.reset(stage)
+
+    def measure(self, seconds: float) -> float:
+        self._run(0.5)
+        return self._run(seconds)
+
+    def _run(self, seconds: float) -> float:
+        done, begin = 0, time.perf_counter()
+        while time.perf_counter() - begin < seconds:
+            for stage in range(self._farm.spec.stages):
+                done += int(self._farm.collect(stage).steps.sum())
+                self._farm.submit(stage, self._actions[self._turn % len(self._actions)])
+                self._turn += 1
+        return done / (time.perf_counter() - begin)
+
+
+def _result(bench: FarmBench, rates: dict[str, list[float]], cores: int) -> dict[str, Any]:
+    median = {name: float(np.median(values)) for name, values in rates.items()}
+    result: dict[str, Any] = {
+        "task": bench.task,
+        "cameras": bench.cameras,
+        "size": bench.size,
+        "chunk": bench.chunk,
+        "num_envs": bench.num_envs,
+        "cores": cores,
+        "hardware": hardware(),
+        "env_steps_per_s": median["farm"],
+        "limit_env_steps_per_s": median["limit"] * cores,
+        "share_of_limit": median["farm"] / (median["limit"] * cores),
+        "rates": rates,
+    }
+    if "stock" in median:
+        result["stock_loop_env_steps_per_s"] = median["stock"]
+    peers = {name: rate for name, rate in median.items() if name.startswith("Async")}
+    if peers:
+        best = max(peers, key=peers.__getitem__)
+        result |= {"peer": best, "peer_env_steps_per_s": peers[best], "ratio_to_peer": median["farm"] / peers[best]}
+    return result
+
+
+def _show(rates: dict[str, list[float]], result: dict[str, Any]) -> None:
+    table = Table(title=f"{result['task']}, {result['cameras']} cameras, chunk {result['chunk']}")
+    for column in ("", "env steps/s", "min", "max", "farm is"):
+        table.add_column(column, justify="right" if column else "left")
+    names = {
+        "farm": "farm",
+        "limit": f"bare loop x {result['cores']} cores (limit)",
+        "stock": "ManiSkill's own step, one core",
+    }
+    for name, values in rates.items():
+        scale = result["cores"] if name == "limit" else 1
+        low, mid, high = (scale * float(f(values)) for f in (np.min, np.median, np.max))
+        ratio = "" if name == "farm" else f"{result['env_steps_per_s'] / mid:.2f} x"
+        label = names.get(name, f"{name} environments, pinned")
+        table.add_row(label, f"{mid:,.0f}", f"{low:,.0f}", f"{high:,.0f}", ratio)
+    Console().print(table)

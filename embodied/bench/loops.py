@@ -1,0 +1,197 @@
+"""What the farm is compared with, each in a process of its own that measures when asked.
+
+    python -m embodied.bench.loops '{"kind": "async", "task": "maniskill/PushCube-v1", ...}'
+
+reads a number of seconds per line from standard input, runs that long, and answers with a line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class LoopSpec:
+    """One measured loop."""
+
+    kind: Literal["bare", "stock", "async"]
+    """bare: our physics (and one frame per chunk), nothing else, on one core. stock: ManiSkill's own `step`
+    on one core, a frame per env step if there are cameras. async: AsyncVectorEnv over CPUGymWrapper, pinned."""
+    task: str
+    cameras: int
+    size: int
+    chunk: int
+    num_envs: int
+    cores: tuple[int, ...]
+
+
+class LoopProcess:
+    """A loop in its own process."""
+
+    def __init__(self, spec: LoopSpec) -> None:
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "LP_NUM_THREADS": "1"}
+        self.spec = spec
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "embodied.bench.loops", json.dumps(asdict(spec))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=env,
+            start_new_session=True,
+        )
+
+    def wait_ready(self) -> None:
+        """Until it is built and has run a little."""
+        self._answer("ready")
+
+    def measure(self, seconds: float) -> float:
+        """Env steps per second over about that time."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{seconds}\n")
+        self._process.stdin.flush()
+        return self._answer("env_steps_per_s")
+
+    def close(self) -> None:
+        """End it and the workers it started."""
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def _answer(self, key: str) -> float:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(f'{{"{key}"'):
+                return float(json.loads(line)[key])
+        raise RuntimeError(f"the {self.spec.kind} loop ended without an answer, status {self._process.wait()}")
+
+
+def _bare(spec: LoopSpec) -> Callable[[], int]:
+    from sim_farm.contract import TaskSpec
+    from sim_farm.episodes import EndlessEpisodes
+    from sim_farm.registry import make_physics, make_renderer
+
+    os.sched_setaffinity(0, {spec.cores[0]})
+    task = TaskSpec(spec.task, cameras=spec.cameras, image_size=spec.size)
+    physics = make_physics(task)
+    renderer = make_renderer(task) if spec.cameras else None
+    actions = _actions(physics.info.action_dim, spec.chunk)
+    episodes, episode = EndlessEpisodes(0), 0
+    physics.reset(episodes.spec(0, episode))
+    turn = 0
+
+    def once() -> int:
+        nonlocal turn, episode
+        result = physics.step(actions[turn % len(actions)])
+        turn += 1
+        if result.ended:
+            episode += 1
+            scene = physics.reset(episodes.spec(0, episode)).scene
+        else:
+            scene = result.scene
+        if renderer is not None:
+            renderer.render([scene], physics.info.cameras)
+        return result.steps
+
+    return once
+
+
+def _gym_env(spec: LoopSpec) -> Any:
+    """Plain ManiSkill, as its documentation has it run on the CPU."""
+    import gymnasium as gym
+    import mani_skill.envs  # noqa: F401  (registers the tasks)
+    import torch
+    from mani_skill.utils.wrappers.gymnasium import CPUGymWrapper
+
+    torch.set_num_threads(1)
+    env = gym.make(
+        spec.task.partition("/")[2],
+        num_envs=1,
+        sim_backend="physx_cpu",
+        render_backend="cpu" if spec.cameras else "none",
+        obs_mode="rgb" if spec.cameras else "state",
+        reward_mode="normalized_dense",
+        control_mode="pd_joint_delta_pos",
+        sensor_configs={"width": spec.size, "height": spec.size},
+    )
+    return CPUGymWrapper(env)
+
+
+def _stock(spec: LoopSpec) -> Callable[[], int]:
+    os.sched_setaffinity(0, {spec.cores[0]})
+    env = _gym_env(spec)
+    actions = _actions(env.action_space.shape[0], 1)[:, 0]
+    env.reset(seed=0)
+    turn = 0
+
+    def once() -> int:
+        nonlocal turn
+        *_, terminated, truncated, _ = env.step(actions[turn % len(actions)])
+        turn += 1
+        if terminated or truncated:
+            env.reset()
+        return 1
+
+    return once
+
+
+def _pinned_env(spec: LoopSpec, index: int) -> Any:
+    os.sched_setaffinity(0, {spec.cores[index % len(spec.cores)]})
+    return _gym_env(spec)
+
+
+def _async(spec: LoopSpec) -> Callable[[], int]:
+    from functools import partial
+
+    from gymnasium.vector import AsyncVectorEnv
+
+    # A dummy environment for the spaces is made in this process first, which must not pin it.
+    here = os.sched_getaffinity(0)
+    env = AsyncVectorEnv([partial(_pinned_env, spec, i) for i in range(spec.num_envs)], context="spawn")
+    os.sched_setaffinity(0, here)
+    actions = _actions(env.single_action_space.shape[0], spec.num_envs)
+    env.reset(seed=0)
+    turn = 0
+
+    def once() -> int:
+        nonlocal turn
+        for _ in range(spec.chunk):
+            env.step(actions[turn % len(actions)])
+            turn += 1
+        return spec.chunk * spec.num_envs
+
+    return once
+
+
+def _actions(dims: int, rows: int) -> np.ndarray:
+    """[512, rows, dims] uniform in [-1, 1]."""
+    return np.random.default_rng(0).uniform(-1, 1, (512, rows, dims)).astype(np.float32)
+
+
+def main() -> None:
+    data = json.loads(sys.argv[1])
+    spec = LoopSpec(**{**data, "cores": tuple(data["cores"])})
+    once = {"bare": _bare, "stock": _stock, "async": _async}[spec.kind](spec)
+    for _ in range(3):
+        once()
+    print(json.dumps({"ready": 1}), flush=True)
+    for line in sys.stdin:
+        seconds = float(line)
+        once()
+        steps, begin = 0, time.perf_counter()
+        while time.perf_counter() - begin < seconds:
+            steps += once()
+        rate = steps / (time.perf_counter() - begin)
+        print(json.dumps({"env_steps_per_s": rate}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

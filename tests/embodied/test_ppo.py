@@ -1,0 +1,331 @@
+"""Advantages and losses: against literal loops, against other projects' values, and against their own laws."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from embodied.ppo import RatioUnit, generalised_advantages, normalise, policy_loss, reduce_to_unit, value_loss
+
+GOLDEN = load_file(Path(__file__).parent / "golden_ppo.safetensors")
+UNITS: tuple[RatioUnit, ...] = ("chunk", "action", "element")
+each_unit = pytest.mark.parametrize("unit", UNITS)
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def close(found: Tensor, expected: Tensor, atol: float = 1e-6, rtol: float = 1e-5) -> None:
+    torch.testing.assert_close(found.double(), expected.double(), atol=atol, rtol=rtol)
+
+
+# --- advantages
+
+
+def literal_advantages(
+    reward: Tensor, value: Tensor, terminated: Tensor, truncated: Tensor, final_value: Tensor, last_value: Tensor,
+    gamma: float, lam: float, always: bool,
+) -> list[list[float]]:  # fmt: skip
+    """The sum of discounted errors from each decision to its episode's end, computed anew for each decision."""
+    decisions, envs = reward.shape
+    found = [[0.0] * envs for _ in range(decisions)]
+    for env in range(envs):
+        for start in range(decisions):
+            weight, total = 1.0, 0.0
+            for t in range(start, decisions):
+                following = float(value[t + 1, env]) if t + 1 < decisions else float(last_value[env])
+                if terminated[t, env]:
+                    following = float(final_value[t, env]) if always else 0.0
+                elif truncated[t, env]:
+                    following = float(final_value[t, env])
+                total += weight * (float(reward[t, env]) + gamma * following - float(value[t, env]))
+                weight *= gamma * lam
+                if terminated[t, env] or truncated[t, env]:
+                    break
+            found[start][env] = total
+    return found
+
+
+@pytest.mark.parametrize("bootstrap", ["truncated", "always"])
+@pytest.mark.parametrize("seed", range(4))
+def test_advantages_equal_a_literal_double_loop(seed: int, bootstrap: Literal["truncated", "always"]) -> None:
+    g = generator(seed)
+    shape = (13, 5)
+    reward, value, final_value = (torch.randn(shape, generator=g, dtype=torch.float64) for _ in range(3))
+    last_value = torch.randn(5, generator=g, dtype=torch.float64)
+    draw = torch.rand(shape, generator=g)
+    terminated, truncated = draw < 0.15, draw > 0.8
+    terminated[-1, 0], truncated[-1, 0], truncated[-1, 1] = True, False, True
+    data = (reward, value, terminated, truncated, final_value, last_value)
+    advantage, returns = generalised_advantages(*data, 0.97, 0.9, bootstrap)
+    expected = torch.tensor(literal_advantages(*data, 0.97, 0.9, bootstrap == "always"), dtype=torch.float64)
+    close(advantage, expected, atol=1e-12)
+    close(returns, expected + value, atol=1e-12)
+
+
+def test_what_follows_an_end_does_not_touch_what_came_before() -> None:
+    g = generator(0)
+    reward, value, final_value = (torch.randn(6, 2, generator=g) for _ in range(3))
+    terminated, truncated = torch.zeros(6, 2, dtype=torch.bool), torch.zeros(6, 2, dtype=torch.bool)
+    terminated[2, 0] = truncated[2, 1] = True
+    ends = (terminated, truncated, final_value, torch.zeros(2), 0.99, 0.95)
+    before, _ = generalised_advantages(reward, value, *ends)
+    reward[3:], value[3:] = 1e6, -1e6
+    after, _ = generalised_advantages(reward, value, *ends)
+    assert torch.equal(before[:3], after[:3])
+
+
+def test_unread_final_values_do_not_matter() -> None:
+    g = generator(1)
+    reward, value, final_value = (torch.randn(6, 2, generator=g) for _ in range(3))
+    terminated, truncated = torch.zeros(6, 2, dtype=torch.bool), torch.zeros(6, 2, dtype=torch.bool)
+    terminated[2, 0] = truncated[2, 1] = True
+    ends = (terminated, truncated)
+    before, _ = generalised_advantages(reward, value, *ends, final_value, torch.zeros(2), 0.99, 0.95)
+    other = torch.where(truncated, final_value, torch.full_like(final_value, 1e6))
+    after, _ = generalised_advantages(reward, value, *ends, other, torch.zeros(2), 0.99, 0.95)
+    assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize("name", ["plain", "bootstrapped"])
+def test_advantages_of_chunks_equal_those_of_rlinf(name: str) -> None:
+    done, values = GOLDEN["gae.dones"][1:].any(-1), GOLDEN["gae.values"][..., 0]
+    # RLinf bootstraps where the last step of the chunk was truncated; `plain` bootstraps nothing.
+    truncated = GOLDEN["gae.truncations"][..., -1] & (name == "bootstrapped")
+    advantage, returns = generalised_advantages(
+        GOLDEN["gae.rewards"].sum(-1), values[:-1], done & ~truncated, truncated,
+        GOLDEN["gae.final_values"][..., 0], values[-1], 0.99, 0.95,
+    )  # fmt: skip
+    close(advantage, GOLDEN[f"gae.chunk_level.{name}.adv.textbook64"][..., 0])
+    close(advantage, GOLDEN[f"gae.chunk_level.{name}.adv"][..., 0])
+    close(returns, GOLDEN[f"gae.chunk_level.{name}.returns"][..., 0])
+    everywhere = torch.ones_like(done)
+    normalised = normalise(advantage, everywhere, eps=1e-5)
+    close(normalised, GOLDEN[f"gae.chunk_level.{name}.adv_normalised"][..., 0])
+
+
+@pytest.mark.parametrize("name", ["plain", "bootstrapped"])
+def test_advantages_of_actions_equal_those_of_rlinf(name: str) -> None:
+    decisions, envs, chunk = GOLDEN["gae.rewards"].shape
+
+    def steps(tensor: Tensor) -> Tensor:
+        """[T, E, C] to [T * C, E]."""
+        return tensor.transpose(1, 2).reshape(decisions * chunk, envs)
+
+    values = GOLDEN["gae.values_action_level"]
+    truncated = GOLDEN["gae.truncations"] & (name == "bootstrapped")
+    advantage, _ = generalised_advantages(
+        steps(GOLDEN["gae.rewards"]), steps(values[:-1]), steps(GOLDEN["gae.dones"][1:] & ~truncated),
+        steps(truncated), steps(GOLDEN["gae.final_values"].expand(-1, -1, chunk)), values[-1, :, 0], 0.99, 0.95,
+    )  # fmt: skip
+    close(advantage, steps(GOLDEN[f"gae.action_level.{name}.adv.textbook64"]))
+
+
+# --- normalisation
+
+
+def test_normalisation_is_over_masked_in_rows_only() -> None:
+    advantage = GOLDEN["gae.chunk_level.plain.adv"][..., 0]
+    mask = GOLDEN["mask.loss_mask"].any(-1)
+    assert not mask.all()
+    close(normalise(advantage, mask, eps=1e-5), GOLDEN["gae.chunk_level.masked.adv_normalised"][..., 0])
+    other = torch.where(mask, advantage, torch.full_like(advantage, 1e6))
+    assert torch.equal(normalise(advantage, mask)[mask], normalise(other, mask)[mask])
+
+
+def test_normalised_advantages_have_zero_mean_and_unit_unbiased_deviation() -> None:
+    advantage = 3 + 5 * torch.randn(40, 3, generator=generator(2), dtype=torch.float64)
+    found = normalise(advantage, torch.ones(40, 3, dtype=torch.bool))
+    assert float(found.mean()) == pytest.approx(0, abs=1e-12)
+    assert float(found.std()) == pytest.approx(1, abs=1e-7)
+
+
+def test_a_single_row_is_centred_and_not_divided_by_nothing() -> None:
+    found = normalise(torch.tensor([[2.0, 7.0]]), torch.tensor([[True, False]]))
+    assert found[0, 0] == 0 and found.isfinite().all()
+
+
+# --- the unit of the ratio
+
+
+@each_unit
+def test_units_sum_executed_elements_only(unit: RatioUnit) -> None:
+    values = torch.randn(4, 3, 2, generator=generator(3))
+    executed = torch.tensor([3, 1, 2, 3])
+    found, mask = reduce_to_unit(values, executed, unit)
+    for row in range(4):
+        kept = values[row, : executed[row]]
+        expected = {"chunk": kept.sum()[None], "action": kept.sum(1), "element": kept.flatten()}[unit]
+        close(found[row][mask[row]], expected)
+        assert len(expected) == mask[row].sum()
+    # What was not executed does not matter, not even in the masked-out units.
+    for row in range(4):
+        values[row, executed[row] :] = 1e6
+    assert torch.equal(found, reduce_to_unit(values, executed, unit)[0])
+
+
+@each_unit
+def test_actions_that_were_not_executed_have_no_gradient(unit: RatioUnit) -> None:
+    g = generator(4)
+    log_prob = torch.randn(4, 3, 2, generator=g).requires_grad_()
+    executed = torch.tensor([3, 1, 2, 3])
+    new, mask = reduce_to_unit(log_prob, executed, unit)
+    old, _ = reduce_to_unit(torch.randn(4, 3, 2, generator=g), executed, unit)
+    policy_loss(new, old, torch.randn(4, generator=g), mask, 5.0, 5.0).loss.backward()
+    assert log_prob.grad is not None
+    alive = (torch.arange(3) < executed[:, None])[..., None].expand(4, 3, 2)
+    assert (log_prob.grad[alive] != 0).all() and (log_prob.grad[~alive] == 0).all()
+
+
+# --- the surrogate
+
+
+def golden_units(
+    level: str, masked: bool, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """log-probs (with gradient), new and old units of the ratio, their mask, and their advantages."""
+    log_prob = GOLDEN["loss.logp"].to(dtype, copy=True).requires_grad_()
+    rows, chunk, dims = log_prob.shape
+    per_chunk = level == "chunk_level"
+    unit: RatioUnit = {"chunk_level": "chunk", "action_level": "action", "token_level": "element"}[level]  # type: ignore[assignment]
+    shape = (rows, chunk, dims) if per_chunk else (rows * chunk, 1, dims)  # one advantage per action: a row each
+    full = torch.full((shape[0],), shape[1])
+    new, _ = reduce_to_unit(log_prob.view(shape), full, unit)
+    old, _ = reduce_to_unit(GOLDEN["loss.logp_old"].view(shape).to(dtype), full, unit)
+    name = "chunk" if per_chunk else "action"
+    mask = GOLDEN[f"loss.mask_{name}"].reshape(-1, 1).expand(new.shape) | (not masked)
+    return log_prob, torch.stack([new, old]), mask, GOLDEN[f"loss.adv_{name}"].flatten().to(dtype)
+
+
+LEVELS = ("chunk_level", "action_level", "token_level")
+# RLinf's masked token-level loss has another denominator: see the README.
+LOSSES = set(product(("textbook64", "rlinf"), LEVELS, ("nomask", "masked"))) - {("rlinf", "token_level", "masked")}
+
+
+@pytest.mark.parametrize(("source", "level", "masked"), sorted(LOSSES))
+def test_policy_loss_equals_those_of_rlinf_and_of_the_formula(source: str, level: str, masked: str) -> None:
+    dtype = torch.float64 if source == "textbook64" else torch.float32
+    log_prob, (new, old), mask, advantage = golden_units(level, masked == "masked", dtype)
+    loss = policy_loss(new, old, advantage, mask, 0.2, 0.28).loss / mask.sum()
+    loss.backward()
+    assert log_prob.grad is not None
+    name = f"ppo.{level}.{'adv_chunk' if level == 'chunk_level' else 'adv_action'}.{masked}.{source}"
+    close(loss, GOLDEN[f"{name}.loss"])
+    close(log_prob.grad, GOLDEN[f"{name}.grad"])
+
+
+def test_a_chunks_advantage_belongs_to_each_of_its_actions() -> None:
+    full = torch.full((6,), 3)
+    new, mask = reduce_to_unit(GOLDEN["loss.logp"], full, "action")
+    old, _ = reduce_to_unit(GOLDEN["loss.logp_old"], full, "action")
+    loss = policy_loss(new, old, GOLDEN["loss.adv_chunk"][:, 0], mask, 0.2, 0.28).loss / mask.sum()
+    close(loss, GOLDEN["ppo.action_level.adv_chunk.nomask.rlinf.loss"])
+
+
+def test_dual_clip_equals_those_of_rlinf_and_verl() -> None:
+    log_prob, (new, old), mask, advantage = golden_units("action_level", masked=True)
+    loss = policy_loss(new, old, advantage, mask, 0.2, 0.28, dual_clip=1.05).loss / mask.sum()
+    loss.backward()
+    assert log_prob.grad is not None
+    close(loss, GOLDEN["ppo.dual_clip.rlinf.loss"])
+    close(loss, GOLDEN["ppo.dual_clip.textbook64.loss"])
+    close(log_prob.grad, GOLDEN["ppo.dual_clip.rlinf.grad"])
+    _, (new, old), mask, advantage = golden_units("token_level", masked=True)
+    found = policy_loss(new, old, advantage, mask, 0.2, 0.28, dual_clip=3.0).loss / mask.sum()
+    close(found, GOLDEN["ppo.token_level.verl.loss"])
+
+
+def test_dual_clip_bounds_the_loss_of_negative_advantages_only() -> None:
+    new, old = torch.tensor([[2.0], [2.0], [-9.0]]), torch.zeros(3, 1)
+    advantage, mask = torch.tensor([-1.0, 1.0, 1.0]), torch.ones(3, 1, dtype=torch.bool)
+    plain = [float(policy_loss(*row, 0.2, 0.2).loss) for row in rows(new, old, advantage, mask)]
+    dual = [float(policy_loss(*row, 0.2, 0.2, dual_clip=3.0).loss) for row in rows(new, old, advantage, mask)]
+    assert plain == pytest.approx([math.exp(2), -1.2, -math.exp(-9)])
+    assert dual == pytest.approx([3.0, *plain[1:]])
+
+
+def rows(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
+    return [tuple(tensor[i : i + 1] for tensor in tensors) for i in range(len(tensors[0]))]
+
+
+@each_unit
+def test_loss_and_gradient_do_not_depend_on_packing_or_order(unit: RatioUnit) -> None:
+    g = generator(5)
+    count = 12
+    leaf = torch.randn(count, 3, 2, generator=g, dtype=torch.float64).requires_grad_()
+    old_log_prob = leaf.detach() + 0.3 * torch.randn(count, 3, 2, generator=g, dtype=torch.float64)
+    advantage = torch.randn(count, generator=g, dtype=torch.float64)
+    executed = torch.randint(1, 4, (count,), generator=g)
+
+    def total(packs: list[Tensor]) -> tuple[Tensor, ...]:
+        leaf.grad = None
+        parts = []
+        for pick in packs:
+            new, mask = reduce_to_unit(leaf[pick], executed[pick], unit)
+            old, _ = reduce_to_unit(old_log_prob[pick], executed[pick], unit)
+            part = policy_loss(new, old, advantage[pick], mask, 0.2, 0.28, dual_clip=3.0)
+            part.loss.backward()
+            parts.append(part)
+        assert leaf.grad is not None
+        sums = (sum(getattr(p, key) for p in parts) for key in ("loss", "approx_kl", "clipped", "off_policy"))
+        return (*map(torch.as_tensor, sums), leaf.grad.clone())
+
+    whole = total([torch.arange(count)])
+    order = torch.randperm(count, generator=g)
+    for packs in ([order], list(order.split(1)), list(order.split(5)), [order[:2], order[2:]]):
+        for found, expected in zip(total(packs), whole, strict=True):
+            close(found, expected, atol=1e-12)
+
+
+def test_masked_units_count_nothing_whatever_they_hold() -> None:
+    g = generator(6)
+    new, old = (torch.randn(8, 3, generator=g) for _ in range(2))
+    mask = torch.rand(8, 3, generator=g) < 0.6
+    advantage = torch.randn(8, generator=g)
+    before = policy_loss(new, old, advantage, mask, 0.2, 0.2)
+    after = policy_loss(torch.where(mask, new, torch.nan), old, advantage, mask, 0.2, 0.2)
+    for key in ("loss", "approx_kl", "clipped", "off_policy"):
+        assert torch.equal(getattr(before, key), getattr(after, key)), key
+
+
+def test_equal_log_probs_have_ratio_one() -> None:
+    log_prob, advantage = torch.randn(8, 1, generator=generator(7)), torch.arange(8.0)
+    found = policy_loss(log_prob, log_prob, advantage, torch.ones(8, 1, dtype=torch.bool), 0.2, 0.2)
+    assert (found.off_policy, found.approx_kl, found.clipped) == (0, 0, 0)
+    assert float(found.loss) == -float(advantage.sum())
+
+
+def test_far_ratios_stay_finite() -> None:
+    new = torch.tensor([[500.0], [-500.0]], requires_grad=True)
+    found = policy_loss(new, torch.zeros(2, 1), torch.tensor([1.0, -1.0]), torch.ones(2, 1, dtype=torch.bool), 0.2, 0.2)
+    found.loss.backward()
+    assert new.grad is not None and new.grad.isfinite().all() and found.loss.isfinite() and found.approx_kl.isfinite()
+
+
+# --- the value loss
+
+
+@pytest.mark.parametrize("masked", ["nomask", "masked"])
+def test_value_loss_equals_those_of_rlinf_and_of_the_formula(masked: str) -> None:
+    mask = GOLDEN["loss.mask_action"] | (masked == "nomask")
+    value = GOLDEN["value.values"].clone().requires_grad_()
+    loss = value_loss(value[mask], GOLDEN["value.values_old"][mask], GOLDEN["value.returns"][mask], 0.2) / mask.sum()
+    loss.backward()
+    assert value.grad is not None
+    close(loss, GOLDEN[f"value.{masked}.huber10.0.rlinf.loss"])
+    close(loss, GOLDEN[f"value.{masked}.huber10.0.textbook64.loss"])
+    close(value.grad, GOLDEN[f"value.{masked}.huber10.0.rlinf.grad"])
+
+
+def test_unclipped_value_loss_is_half_the_squared_error_near_and_linear_far() -> None:
+    old = torch.zeros(2)
+    found = value_loss(torch.tensor([1.0, 0.0]), old, torch.tensor([4.0, 110.0]), None)
+    assert float(found) == pytest.approx(0.5 * 3**2 + 10 * (110 - 5))
