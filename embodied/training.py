@@ -15,6 +15,7 @@ import numpy as np
 
 from embodied import checkpoint
 from embodied.config import Config, UserError, save_config
+from embodied.interrupts import deferred_interrupts
 from embodied.learner import Learner
 from embodied.reporting.live import Progress
 from embodied.reporting.metrics import MetricsWriter
@@ -118,7 +119,7 @@ class _Loop:
         self._environments: dict[str, np.ndarray] = {}
         self._saved = -1
         self._consistent = True
-        """Whether the learner stands between two updates, so that it may be saved."""
+        """Whether learner, environments and position are those of the same iteration, so that they may be saved."""
 
     def begin(self, resume_from: Path | None) -> None:
         """Load the checkpoint, if there is one, and start the environments."""
@@ -161,18 +162,19 @@ class _Loop:
             self.trace.iteration(self.position.iteration)
         summary = self.policy.call(PolicyWorker.rollout, config.ppo.decisions, config.runtime.deadline_s)
         rolled = time.monotonic_ns()
-        self._consistent = False
-        trajectories = self.policy.refer(PolicyWorker.trajectories)
-        learned = self.learner.call(Learner.update, trajectories, self.position.iteration)
-        self._consistent = True
-        updated = time.monotonic_ns()
-        self._publish(self.position.iteration + 1)
-        self._environments = self.policy.call(PolicyWorker.snapshot)
-        end = time.monotonic_ns()
-        self.position.iteration += 1
-        self.position.env_steps += summary.env_steps
-        self.position.wall_s += (end - begin) / 1e9
-        self.position.recent.extend(episode.success for episode in summary.episodes)
+        with deferred_interrupts():
+            self._consistent = False
+            trajectories = self.policy.refer(PolicyWorker.trajectories)
+            learned = self.learner.call(Learner.update, trajectories, self.position.iteration)
+            updated = time.monotonic_ns()
+            self._publish(self.position.iteration + 1)
+            self._environments = self.policy.call(PolicyWorker.snapshot)
+            end = time.monotonic_ns()
+            self.position.iteration += 1
+            self.position.env_steps += summary.env_steps
+            self.position.wall_s += (end - begin) / 1e9
+            self.position.recent.extend(episode.success for episode in summary.episodes)
+            self._consistent = True
         if self.trace is not None:
             update_ns = int(learned["learner/update_s"] * 1e9)
             self.trace.add(summary.spans)

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import ray
+from ray._private import ray_constants
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -87,7 +89,14 @@ class RayRuntime:
             }
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        if address == "local":
+            # Ray replaces a loopback address by one that other machines reach, except where it knows that there
+            # are none (as on macOS). Told so, all its servers listen on the loopback interface alone.
+            ray_constants.ENABLE_RAY_CLUSTER = False
+        terminated = signal.getsignal(signal.SIGTERM)
         ray.init(**options)
+        # Ray installs a handler of its own, which would leave our shared memory and its own helpers behind.
+        signal.signal(signal.SIGTERM, terminated)
         self._here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
 
     def farm_host(self, physics_workers: int, render_workers: int) -> RayHost:

@@ -8,7 +8,6 @@ from scipy.stats import kstest
 
 from embodied.noise import BLOCK, EVALUATION, PERMUTATION, SAMPLING, SamplingNoise, generator, permutation
 
-
 PINNED_NOISE = [-0.5323004722595215, -0.046820610761642456]
 PINNED_PERMUTATION = [7, 3, 0, 2, 5, 1, 4, 6]
 
@@ -47,9 +46,8 @@ def test_a_chunk_that_skips_steps_finds_the_same_noise(step: int) -> None:
 
 def test_seeds_and_purposes_have_streams_of_their_own() -> None:
     place = (0, 0, 0)
-    drawn = [
-        draw(SamplingNoise(seed, 4, purpose), place) for seed in (0, 1) for purpose in (SAMPLING, PERMUTATION, EVALUATION)
-    ]
+    purposes = (SAMPLING, PERMUTATION, EVALUATION)
+    drawn = [draw(SamplingNoise(seed, 4, purpose), place) for seed in (0, 1) for purpose in purposes]
     assert len({tuple(numbers[0].tolist()) for numbers in drawn}) == len(drawn)
 
 

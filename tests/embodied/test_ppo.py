@@ -246,14 +246,15 @@ def test_dual_clip_equals_those_of_rlinf_and_verl() -> None:
 def test_dual_clip_bounds_the_loss_of_negative_advantages_only() -> None:
     new, old = torch.tensor([[2.0], [2.0], [-9.0]]), torch.zeros(3, 1)
     advantage, mask = torch.tensor([-1.0, 1.0, 1.0]), torch.ones(3, 1, dtype=torch.bool)
-    plain = [float(policy_loss(*row, 0.2, 0.2).loss) for row in rows(new, old, advantage, mask)]
-    dual = [float(policy_loss(*row, 0.2, 0.2, dual_clip=3.0).loss) for row in rows(new, old, advantage, mask)]
+
+    def losses(dual_clip: float | None) -> list[float]:
+        rows = [slice(i, i + 1) for i in range(3)]
+        found = [policy_loss(new[i], old[i], advantage[i], mask[i], 0.2, 0.2, dual_clip) for i in rows]
+        return [float(row.loss) for row in found]
+
+    plain, dual = losses(None), losses(3.0)
     assert plain == pytest.approx([math.exp(2), -1.2, -math.exp(-9)])
     assert dual == pytest.approx([3.0, *plain[1:]])
-
-
-def rows(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
-    return [tuple(tensor[i : i + 1] for tensor in tensors) for i in range(len(tensors[0]))]
 
 
 @each_unit
@@ -299,7 +300,7 @@ def test_masked_units_count_nothing_whatever_they_hold() -> None:
 def test_equal_log_probs_have_ratio_one() -> None:
     log_prob, advantage = torch.randn(8, 1, generator=generator(7)), torch.arange(8.0)
     found = policy_loss(log_prob, log_prob, advantage, torch.ones(8, 1, dtype=torch.bool), 0.2, 0.2)
-    assert (found.off_policy, found.approx_kl, found.clipped) == (0, 0, 0)
+    assert [float(found.off_policy), float(found.approx_kl), float(found.clipped)] == [0, 0, 0]
     assert float(found.loss) == -float(advantage.sum())
 
 

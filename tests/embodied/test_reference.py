@@ -94,7 +94,8 @@ def test_stack_computes_what_the_single_file_reference_computes(bootstrap: str, 
     state = trained.state_dict()
     for name, expected in agent.state_dict().items():
         assert (expected - initial[name]).abs().max() > 1e-3, f"{name} was hardly trained"
-        torch.testing.assert_close(state[name], expected, rtol=0, atol=TOLERANCE, msg=lambda m, n=name: f"{n}: {m}")
+        worst = float((state[name] - expected).detach().abs().max())
+        assert worst < TOLERANCE, f"{name} differs by {worst:.1e}"
     for name, statistic in (("mean", agent.mean), ("var", agent.var)):
         torch.testing.assert_close(state[f"normalizer.{name}"], statistic, rtol=TOLERANCE, atol=TOLERANCE)
     assert state["normalizer.count"] == sum(len(part) for part in agent.seen)

@@ -1,0 +1,176 @@
+"""Time to 0.9 success on PushCube-v1 from states: this project beside stable-baselines3, in the same run.
+
+    python benchmarks/time_to_success.py --seeds 1 2 3 --json benchmarks/results/time_to_success.json
+
+Both train until the mean success of the last 100 training episodes is 0.9, on the same cores, in turn, seed
+by seed. Success ends an episode and counts as a truncation (its value is bootstrapped). Start-up (processes,
+simulators) is reported apart. The peer is well tuned: 8 processes, 3 x 256 tanh, rollout 128, minibatch 256,
+8 epochs, learning rate 5e-4, gamma 0.8, lambda 0.9, target KL 0.1, initial log-std -1, observations normalised.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tyro
+
+TARGET = 0.9
+WINDOW = 100
+LIMIT_STEPS = 200_000
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Time to 0.9 success on PushCube-v1, beside stable-baselines3."""
+
+    seeds: tuple[int, ...] = (1, 2, 3)
+    """One training of each for every seed."""
+    json: Path | None = None
+    """Write the result to this file."""
+    peer_seed: int | None = None
+    """Used by the benchmark itself: train the peer once with this seed and print its result."""
+
+
+def train_ours(seed: int) -> dict[str, float]:
+    """`embodied train pushcube` until 0.9."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        command = ["embodied", "train", "pushcube", "--seed", str(seed), "--stop-at-success", str(TARGET)]
+        command += ["--iterations", str(LIMIT_STEPS // 1024), "--runs-dir", folder, "--json", str(result)]
+        command += ["--eval.episodes", "100", "--eval.videos", "0"]
+        subprocess.run([str(Path(sys.executable).parent / command[0]), *command[1:]], check=True)
+        found = json.loads(result.read_text())
+    keys = {"time_to_target_s": f"success_{TARGET}_wall_s", "env_steps": f"success_{TARGET}_env_steps"}
+    return {
+        **{name: found.get(key, float("inf")) for name, key in keys.items()},
+        "startup_s": found["startup_s"],
+        "eval_success_rate": found["success_rate"],
+    }
+
+
+def train_peer(seed: int) -> dict[str, float]:
+    """The peer in a process of its own, so that neither sees the other's threads."""
+    command = [sys.executable, __file__, "--peer-seed", str(seed)]
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    return json.loads(next(line for line in output.splitlines() if line.startswith('{"time_to_target_s"')))
+
+
+def _peer_env(seed: int) -> Any:
+    import gymnasium as gym
+    import mani_skill.envs  # noqa: F401  (registers the tasks)
+    import torch
+    from mani_skill.utils.wrappers.gymnasium import CPUGymWrapper
+
+    torch.set_num_threads(1)
+    env = gym.make(
+        "PushCube-v1",
+        num_envs=1,
+        sim_backend="physx_cpu",
+        render_backend="none",
+        obs_mode="state",
+        reward_mode="normalized_dense",
+        control_mode="pd_joint_delta_pos",
+    )
+
+    class SuccessTruncates(gym.Wrapper):
+        def step(self, action: Any) -> Any:
+            obs, reward, terminated, truncated, info = super().step(action)
+            info["is_success"] = bool(info["success"])
+            return obs, float(reward), False, bool(terminated or truncated), info
+
+    wrapped = SuccessTruncates(CPUGymWrapper(env))
+    wrapped.reset(seed=seed)
+    return wrapped
+
+
+def run_peer(seed: int) -> dict[str, float]:
+    """Train stable-baselines3's PPO until the target."""
+    from functools import partial
+
+    from stable_baselines3 import PPO
+    from stable_baselines3.common.callbacks import BaseCallback
+    from stable_baselines3.common.vec_env import SubprocVecEnv, VecNormalize
+    from torch import nn
+
+    class UntilTarget(BaseCallback):
+        recent: deque[bool] = deque(maxlen=WINDOW)
+        reached_s = float("inf")
+        began_s = 0.0
+
+        def _on_training_start(self) -> None:
+            self.began_s = time.perf_counter()
+
+        def _on_step(self) -> bool:
+            for done, info in zip(self.locals["dones"], self.locals["infos"], strict=True):
+                if done:
+                    self.recent.append(info["is_success"])
+            if len(self.recent) == WINDOW and np.mean(self.recent) >= TARGET:
+                self.reached_s = time.perf_counter() - self.began_s
+                return False
+            return True
+
+    begin = time.perf_counter()
+    envs = SubprocVecEnv([partial(_peer_env, 1000 * seed + i) for i in range(8)], start_method="spawn")
+    model = PPO(
+        "MlpPolicy",
+        VecNormalize(envs, norm_reward=False),
+        seed=seed,
+        n_steps=128,
+        batch_size=256,
+        n_epochs=8,
+        learning_rate=5e-4,
+        gamma=0.8,
+        gae_lambda=0.9,
+        target_kl=0.1,
+        policy_kwargs={"net_arch": [256, 256, 256], "activation_fn": nn.Tanh, "log_std_init": -1.0},
+        device="cpu",
+    )
+    startup_s = time.perf_counter() - begin
+    callback = UntilTarget()
+    model.learn(LIMIT_STEPS, callback=callback)
+    envs.close()
+    return {"time_to_target_s": callback.reached_s, "env_steps": model.num_timesteps, "startup_s": startup_s}
+
+
+def main() -> None:
+    arguments = tyro.cli(Arguments)
+    if arguments.peer_seed is not None:
+        print(json.dumps(run_peer(arguments.peer_seed)), flush=True)
+        return
+    from embodied.runs import hardware
+
+    ours, peer = [], []
+    for seed in arguments.seeds:
+        peer.append(train_peer(seed))
+        ours.append(train_ours(seed))
+        print(f"seed {seed}: ours {ours[-1]}, peer {peer[-1]}", flush=True)
+    ours_s, peer_s = (float(np.median([run["time_to_target_s"] for run in runs])) for runs in (ours, peer))
+    result = {
+        "date": date.today().isoformat(),
+        "hardware": hardware(),
+        "command": "python " + " ".join(sys.argv),
+        "target": f"{TARGET} success over the last {WINDOW} training episodes",
+        "time_to_target_s": ours_s,
+        "peer": "stable-baselines3 PPO, 8 processes",
+        "peer_time_to_target_s": peer_s,
+        "ratio_to_peer": ours_s / peer_s,
+        "runs": {"ours": ours, "peer": peer},
+    }
+    print(json.dumps(result, indent=1))
+    if arguments.json is not None:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,274 @@
+"""Checkpoints are complete or absent, and a damaged one is recognised before a tensor of it is used."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import policies
+from embodied import checkpoint
+from embodied.checkpoint import CheckpointError, RunState
+from embodied.config import UserError
+from policies.contract import Inputs, Policy, PolicyError, PolicySpec
+
+ROOT = Path(__file__).resolve().parents[2]
+STATE = RunState(iteration=3, env_steps=384, wall_s=1.5, recent_success=(True, False, True))
+ENVIRONMENTS = {"base_step": np.arange(4, dtype=np.int32), "history": np.full((4, 5, 2), np.nan, np.float32)}
+LAYOUT = {
+    "manifest.json",
+    "policy/config.json",
+    "policy/model.safetensors",
+    "value_head.safetensors",
+    "optimizer.safetensors",
+    "state.json",
+    "environments.safetensors",
+}
+
+
+def make_policy(seed: int = 0, widths: tuple[int, ...] = (16,)) -> Policy:
+    spec = PolicySpec(action_dim=2, chunk=2, state_dim=4)
+    return policies.build("gaussian_mlp", spec, seed, widths=list(widths))
+
+
+def make_optimizer(policy: Policy) -> torch.optim.Adam:
+    groups = [list(policy.actor_parameters()), list(policy.value_head.parameters())]
+    return torch.optim.Adam([{"params": group, "lr": 1e-2} for group in groups], fused=True)
+
+
+def step(policy: Policy, optimizer: torch.optim.Adam, seed: int = 0) -> None:
+    g = torch.Generator().manual_seed(seed)
+    inputs = Inputs(state=torch.randn(8, 4, generator=g))
+    found = policy.evaluate(inputs, {"action": torch.randn(8, 2, 2, generator=g)})
+    optimizer.zero_grad()
+    (found.log_prob.sum() + found.value.sum()).backward()
+    optimizer.step()
+    policy.observe(inputs)
+
+
+def write(root: Path, iteration: int = 3, policy: Policy | None = None) -> Path:
+    policy = policy or make_policy()
+    optimizer = make_optimizer(policy)
+    step(policy, optimizer)
+    state = RunState(iteration, STATE.env_steps, STATE.wall_s, STATE.recent_success)
+    return checkpoint.write(root, state, policy, optimizer, ENVIRONMENTS)
+
+
+def files_of(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {name: (folder / name).read_bytes() for name in files_of(folder)}
+
+
+# --- what is written
+
+
+def test_the_layout_is_the_documented_one(tmp_path: Path) -> None:
+    folder = write(tmp_path)
+    assert folder == tmp_path / "000003"
+    assert files_of(folder) == LAYOUT
+    assert (tmp_path / "latest").read_text() == "000003\n"
+    assert files_of(tmp_path) == {f"000003/{name}" for name in LAYOUT} | {"latest"}, "something was left behind"
+    described = checkpoint.__doc__ or ""
+    assert all(Path(name).name in described or name.startswith("policy/") for name in LAYOUT)
+
+
+def test_the_manifest_covers_every_other_file(tmp_path: Path) -> None:
+    folder = write(tmp_path)
+    assert json.loads((folder / "manifest.json").read_text()).keys() == LAYOUT - {"manifest.json"}
+
+
+def test_no_file_is_executable_data(tmp_path: Path) -> None:
+    folder = write(tmp_path)
+    for name, data in content(folder).items():
+        assert name.endswith((".json", ".safetensors"))
+        assert not data.startswith((b"\x80", b"PK")), f"{name} is a pickle or a zip of one"
+
+
+def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
+    policy = make_policy()
+    optimizer = make_optimizer(policy)
+    step(policy, optimizer)
+    folder = checkpoint.write(tmp_path, STATE, policy, optimizer, ENVIRONMENTS)
+    other = make_policy(seed=1)
+    again = make_optimizer(other)
+    checkpoint.verify(folder)
+    checkpoint.load_weights(folder, other)
+    checkpoint.load_optimizer(folder, other, again)
+    assert checkpoint.read_state(folder) == STATE
+    environments = checkpoint.read_environments(folder)
+    assert environments.keys() == ENVIRONMENTS.keys()
+    for key, array in ENVIRONMENTS.items():
+        assert np.array_equal(environments[key], array, equal_nan=True) and environments[key].dtype == array.dtype
+    for seed in range(3):  # the same steps from here: nothing of the optimiser was lost
+        assert_equal(other, policy)
+        step(policy, optimizer, seed)
+        step(other, again, seed)
+
+
+def assert_equal(found: Policy, expected: Policy) -> None:
+    state: dict[str, Tensor] = expected.state_dict()
+    for name, tensor in found.state_dict().items():
+        assert torch.equal(tensor, state[name]), name
+
+
+def test_an_optimiser_that_has_not_stepped_is_written_and_read(tmp_path: Path) -> None:
+    policy = make_policy()
+    folder = checkpoint.write(tmp_path, STATE, policy, make_optimizer(policy), {})
+    checkpoint.verify(folder)
+    again = make_optimizer(policy)
+    checkpoint.load_optimizer(folder, policy, again)
+    assert not again.state
+    assert checkpoint.read_environments(folder) == {}
+
+
+# --- damage
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.verify(folder)
+    assert isinstance(caught.value, UserError), "a user would be shown a traceback"
+    message = str(caught.value)
+    assert str(folder) in message and "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize("name", sorted(LAYOUT - {"manifest.json"}))
+@pytest.mark.parametrize("place", ["first", "middle", "last"])
+def test_a_flipped_byte_is_recognised(name: str, place: str, tmp_path: Path) -> None:
+    folder = write(tmp_path)
+    data = bytearray((folder / name).read_bytes())
+    at = {"first": 0, "middle": len(data) // 2, "last": len(data) - 1}[place]
+    data[at] ^= 0x01
+    (folder / name).write_bytes(data)
+    assert f"{name} is not what was written" in refusal(folder)
+
+
+@pytest.mark.parametrize("name", sorted(LAYOUT - {"manifest.json"}))
+def test_a_truncated_or_missing_file_is_recognised(name: str, tmp_path: Path) -> None:
+    folder = write(tmp_path)
+    data = (folder / name).read_bytes()
+    for kept in (data[:-1], b""):
+        (folder / name).write_bytes(kept)
+        assert f"{name} is not what was written" in refusal(folder)
+    (folder / name).unlink()
+    assert f"{name} is missing" in refusal(folder)
+    (folder / name).write_bytes(data)
+    checkpoint.verify(folder)
+
+
+def test_a_missing_or_broken_manifest_is_recognised(tmp_path: Path) -> None:
+    folder = write(tmp_path)
+    whole = (folder / "manifest.json").read_bytes()
+    for broken in (b"", whole[:-2], whole[: len(whole) // 2], b"{", b"{}", b"[]", b"\xff" + whole[1:]):
+        (folder / "manifest.json").write_bytes(broken)
+        assert "not a complete checkpoint" in refusal(folder)
+    (folder / "manifest.json").unlink()
+    assert "not a complete checkpoint" in refusal(folder)
+
+
+def test_a_folder_that_is_not_there_is_recognised(tmp_path: Path) -> None:
+    assert "not a complete checkpoint" in refusal(tmp_path / "000009")
+
+
+def test_another_policys_checkpoint_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    folder = write(tmp_path, policy=make_policy(widths=(24,)))
+    checkpoint.verify(folder)
+    policy, untouched = make_policy(), make_policy()
+    with pytest.raises(PolicyError, match=r"another policy than this run's: architecture\.critic_widths is \[24\]"):
+        checkpoint.load_weights(folder, policy)
+    assert_equal(policy, untouched)
+
+
+# --- the latest one
+
+
+def test_latest_is_the_newest_written(tmp_path: Path) -> None:
+    assert checkpoint.latest(tmp_path) is None
+    for iteration in (1, 2, 10):
+        assert checkpoint.latest(tmp_path) != write(tmp_path, iteration)
+        assert checkpoint.latest(tmp_path) == tmp_path / f"{iteration:06d}"
+
+
+def test_a_checkpoint_is_written_again_in_place(tmp_path: Path) -> None:
+    write(tmp_path, policy=make_policy(seed=1))
+    folder = write(tmp_path, policy=make_policy(seed=2))
+    checkpoint.verify(folder)
+    expected = make_policy(seed=2)
+    step(expected, make_optimizer(expected))
+    assert_equal(policies.load(folder), expected)
+
+
+# --- crashes
+
+
+def test_what_a_crash_left_aside_is_no_checkpoint_and_in_nobodys_way(tmp_path: Path) -> None:
+    write(tmp_path, 2)
+    aside = tmp_path / ".000003.partial"
+    shutil.copytree(tmp_path / "000002", aside)
+    (aside / "junk").write_text("left by a crash")
+    last = checkpoint.latest(tmp_path)
+    assert last == tmp_path / "000002"
+    checkpoint.verify(last)
+    folder = write(tmp_path, 3)
+    assert files_of(folder) == LAYOUT and not aside.exists()
+    checkpoint.verify(folder)
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from tests.embodied.test_checkpoint import make_policy, write
+policy = make_policy(widths=(600, 600, 600))
+write(Path(sys.argv[1]), 1, policy)
+print("written", flush=True)
+write(Path(sys.argv[1]), 2, policy)
+print("written", flush=True)
+"""
+
+
+def test_a_process_killed_while_writing_leaves_the_earlier_checkpoint(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.readline() == b"written\n"
+    earlier = content(tmp_path / "000001")
+    # The first of the second checkpoint's files is there, the others (megabytes, and their hashes) are not.
+    while not (tmp_path / ".000002.partial" / "policy").exists() and process.poll() is None:
+        time.sleep(1e-4)
+    process.send_signal(signal.SIGKILL)
+    said, _ = process.communicate()
+    assert not said, "the second checkpoint was finished before the kill: nothing was tested"
+    assert (tmp_path / ".000002.partial").is_dir() and not (tmp_path / "000002").exists()
+    last = checkpoint.latest(tmp_path)
+    assert last == tmp_path / "000001"
+    checkpoint.verify(last)
+    assert content(last) == earlier
+    checkpoint.verify(write(tmp_path, 2))
+    assert checkpoint.latest(tmp_path) == tmp_path / "000002"
+
+
+@pytest.mark.parametrize("room", [64, 2000])
+def test_a_full_disk_is_a_message_and_leaves_the_earlier_checkpoint(room: int, tmp_path: Path) -> None:
+    """With room for 2000 bytes, JSON is written and tensors are not."""
+    write(tmp_path, 2)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))  # no file may grow larger than this
+        with pytest.raises(CheckpointError, match="cannot write the checkpoint .*000003.* Earlier checkpoints"):
+            write(tmp_path, 3)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert checkpoint.latest(tmp_path) == tmp_path / "000002"
+    checkpoint.verify(tmp_path / "000002")

@@ -1,0 +1,173 @@
+"""The configuration: what is refused and how it says so, and that its surface does not change unnoticed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from embodied.config import CONFIGS, Config, UserError, all_keys, load_config, parse_config, save_config
+
+PINNED_KEYS = Path(__file__).parent / "config_keys.txt"
+
+
+def refusal(data: dict[str, Any]) -> str:
+    with pytest.raises(UserError) as caught:
+        parse_config(data, "here.yaml")
+    message = str(caught.value)
+    assert message.startswith("here.yaml: "), "the message does not say where the mistake is"
+    assert "pydantic" not in message and "\n" not in message, f"not one sentence for a user: {message!r}"
+    return message
+
+
+# --- the surface is frozen
+
+
+def test_the_keys_are_those_of_the_pinned_list() -> None:
+    """Adding or removing a key changes what users may write: it belongs into config_keys.txt in the same commit."""
+    assert sorted(all_keys()) == PINNED_KEYS.read_text().split()
+
+
+def test_every_key_says_what_it_means() -> None:
+    def walk(model: type[BaseModel], prefix: str) -> None:
+        for name, field in model.model_fields.items():
+            kind = field.annotation
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                walk(kind, f"{prefix}{name}.")
+            else:
+                assert field.description, f"{prefix}{name} has no docstring"
+
+    walk(Config, "")
+
+
+# --- what is refused
+
+
+@pytest.mark.parametrize(
+    ("data", "given", "nearest"),
+    [
+        ({"ppo": {"clpi": 0.1}}, "ppo.clpi", "ppo.clip"),
+        ({"ppo": {"lambda": 0.9}}, "ppo.lambda", "ppo.lam"),
+        ({"learner": {"minibatch_size": 4}}, "learner.minibatch_size", "learner.minibatch"),
+        ({"env": {"num_env": 4}}, "env.num_env", "env.num_envs"),
+        ({"iteration": 4}, "iteration", "iterations"),
+        ({"farm": {"physics_worker": 2}}, "farm.physics_worker", "farm.physics_workers"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_nearest_valid_one(data: dict[str, Any], given: str, nearest: str) -> None:
+    message = refusal(data)
+    assert f"unknown key '{given}'" in message
+    suggested = re.findall(r"[\w.]+", message.partition("did you mean ")[2])
+    assert nearest in suggested, message
+
+
+def test_a_key_without_a_likeness_is_refused_with_all_valid_ones() -> None:
+    message = refusal({"zzzz": 1})
+    assert all(key in message for key in all_keys())
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("iterations", "many"),
+        ("iterations", 0),
+        ("iterations", 2.5),
+        ("seed", -1),
+        ("seed", 2**31),
+        ("learner", 3),
+        ("ppo.gamma", 1.5),
+        ("ppo.clip", 0),
+        ("ppo.bootstrap", "sometimes"),
+        ("ppo.ratio_unit", "token"),
+        ("env.reward", "rich"),
+        ("env.num_envs", [4]),
+        ("env.image_size", 8),
+        ("policy.options", 3),
+        ("runtime.mode", "threads"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_its_key_and_itself(key: str, value: Any) -> None:
+    section, _, name = key.rpartition(".")
+    message = refusal({section: {name: value}} if section else {name: value})
+    assert f"{key}: " in message and f"(got {value!r})" in message
+
+
+def test_a_wrong_item_of_a_list_is_refused_with_its_place() -> None:
+    assert "policy.reads.1: " in refusal({"policy": {"reads": ["state", "sound"]}})
+
+
+def test_every_mistake_is_named_at_once() -> None:
+    message = refusal({"seed": -1, "ppo": {"clpi": 1, "gamma": 2}})
+    assert all(key in message for key in ("seed", "ppo.clpi", "ppo.gamma"))
+
+
+def test_a_configuration_cannot_be_changed_after_it_was_checked() -> None:
+    with pytest.raises(ValidationError):
+        Config().ppo.gamma = 2.0  # type: ignore[misc]
+
+
+# --- files
+
+
+def test_a_saved_configuration_reads_back_equal(tmp_path: Path) -> None:
+    config = parse_config(
+        {
+            "name": "a run: with colon", "seed": 3, "stop_at_success": 0.9,
+            "env": {"task": "tabletop/push", "max_episode_steps": 30, "control_mode": None},
+            "policy": {"reads": ["proprio", "images"], "options": {"widths": [8, 8], "initial_log_std": -0.5}},
+            "ppo": {"clip_high": 0.28, "value_clip": None, "target_kl": 1e-7},
+        },
+        "test",
+    )  # fmt: skip
+    save_config(config, tmp_path / "config.yaml")
+    assert load_config(str(tmp_path / "config.yaml")) == config
+
+
+def test_a_saved_configuration_holds_every_key_so_that_later_defaults_change_nothing(tmp_path: Path) -> None:
+    save_config(Config(), tmp_path / "config.yaml")
+    saved = yaml.safe_load((tmp_path / "config.yaml").read_text())
+
+    def keys(data: dict[str, Any], prefix: str = "") -> list[str]:
+        found: list[str] = []
+        for name, value in data.items():
+            nested = isinstance(value, dict) and f"{prefix}{name}" not in all_keys()
+            found += keys(value, f"{prefix}{name}.") if nested else [f"{prefix}{name}"]
+        return found
+
+    assert sorted(keys(saved)) == sorted(all_keys())
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_shipped_configuration_loads_by_its_name(path: Path) -> None:
+    config = load_config(path.stem)
+    assert config == load_config(str(path))
+    assert config != Config(), "it says nothing"
+
+
+def test_an_unknown_configuration_is_refused_with_the_nearest_one() -> None:
+    with pytest.raises(UserError, match="no configuration 'pushcub'; did you mean .*pushcube"):
+        load_config("pushcub")
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no configuration"):
+        load_config(str(tmp_path / "absent.yaml"))
+
+
+@pytest.mark.parametrize(("text", "reason"), [("ppo: {clip: 0.1", "not valid YAML"), ("- 1\n- 2\n", "keys and values")])
+def test_a_file_that_is_no_mapping_is_refused(text: str, reason: str, tmp_path: Path) -> None:
+    path = tmp_path / "broken.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=reason) as caught:
+        load_config(str(path))
+    assert str(path) in str(caught.value)
+
+
+def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "empty.yaml"
+    path.write_text("")
+    assert load_config(str(path)) == Config()

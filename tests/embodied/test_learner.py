@@ -1,0 +1,327 @@
+"""The learner: which rows it learns from, when it refuses to, and what does not change its result."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+import policies
+from embodied.config import LearnerConfig, PPOConfig
+from embodied.learner import Learner, NonFinite, OffPolicy, to_rows
+from embodied.trajectories import Trajectories
+from policies.contract import Evaluation, Inputs, Policy, PolicySpec
+from policies.gaussian_mlp import GaussianMLP
+
+T, B, C, A, S = 6, 5, 3, 2, 4
+SPEC = PolicySpec(action_dim=A, chunk=C, state_dim=S)
+LEARNER = LearnerConfig(epochs=2, minibatch=8, threads=1, policy_lr=3e-3, value_lr=3e-3)
+
+
+def make_policy() -> Policy:
+    return policies.build("gaussian_mlp", SPEC, seed=1, widths=[16])
+
+
+def make_learner(run_dir: Path, ppo: PPOConfig | None = None, policy: Policy | None = None, **config: Any) -> Learner:
+    learner = LEARNER.model_copy(update=config)
+    return Learner(policy or make_policy(), ppo or PPOConfig(), learner, seed=5, iterations=10, run_dir=run_dir)
+
+
+def make_batch(seed: int = 0) -> Trajectories:
+    """What an untrained policy of `make_policy` would have gathered from a world of noise."""
+    g = torch.Generator().manual_seed(seed)
+    policy = make_policy()
+    inputs = Inputs(state=torch.randn(T * B, S, generator=g))
+    action = policy.act(inputs, torch.randn(T * B, C * A, generator=g))
+    draw = torch.rand(T, B, generator=g)
+    terminated, truncated = draw < 0.1, draw > 0.9
+    executed = torch.where(terminated | truncated, torch.randint(1, C + 1, (T, B), generator=g), C)
+    return Trajectories(
+        inputs=inputs,
+        trace=action.trace,
+        log_prob=action.log_prob.view(T, B, C, A),
+        value=action.value.view(T, B),
+        reward=torch.randn(T, B, generator=g),
+        executed=executed,
+        mask=torch.ones(T, B, dtype=torch.bool),
+        terminated=terminated,
+        truncated=truncated,
+        final_value=torch.randn(T, B, generator=g) * truncated,
+        last_value=torch.randn(B, generator=g),
+        version=0,
+    )
+
+
+def parameters(learner: Learner) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in learner.weights().items()}
+
+
+def assert_equal(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], atol: float = 0.0) -> None:
+    for name, tensor in expected.items():
+        worst = float((found[name] - tensor).abs().max())
+        assert worst <= atol, f"{name} differs by {worst:.1e}"
+
+
+class Witness(GaussianMLP):
+    """Keeps what it was asked to evaluate."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.seen: list[Tensor] = []
+
+    def evaluate(self, inputs: Inputs, trace: Mapping[str, Tensor]) -> Evaluation:
+        assert inputs.state is not None
+        self.seen.append(inputs.state[:, 0].clone())
+        return super().evaluate(inputs, trace)
+
+
+def make_witness() -> Witness:
+    witness = Witness(SPEC, widths=[16])
+    witness.load_state_dict(make_policy().state_dict())
+    return witness
+
+
+# --- masked rows
+
+
+def masked(batch: Trajectories, mask: Tensor, fill: float) -> Trajectories:
+    """The batch with what the masked rows hold for the model replaced by `fill`."""
+    rows = mask.flatten()[:, None]
+    assert batch.inputs.state is not None
+    return replace(
+        batch,
+        mask=mask,
+        inputs=replace(batch.inputs, state=torch.where(rows, batch.inputs.state, fill)),
+        trace={key: torch.where(rows[..., None], tensor, fill) for key, tensor in batch.trace.items()},
+        log_prob=torch.where(mask[..., None, None], batch.log_prob, fill),
+    )
+
+
+def test_masked_rows_never_reach_the_model(tmp_path: Path) -> None:
+    batch = make_batch()
+    mask = torch.ones(T, B, dtype=torch.bool)
+    mask[4:, 1] = mask[2:, 3] = False
+    batch.terminated[3, 1] = batch.terminated[1, 3] = True
+    results = []
+    for fill in (torch.nan, 0.0):
+        learner = make_learner(tmp_path)
+        metrics = learner.update(masked(batch, mask, fill), 0)
+        assert metrics["learner/skipped_steps"] == 0
+        assert all(tensor.isfinite().all() for tensor in learner.weights().values())
+        assert learner.weights()["normalizer.count"] == mask.sum()
+        results.append((parameters(learner), {k: v for k, v in metrics.items() if k != "learner/update_s"}))
+    assert_equal(results[0][0], results[1][0])
+    assert results[0][1] == results[1][1]
+
+
+def test_an_environment_that_is_masked_out_might_as_well_not_be_there(tmp_path: Path) -> None:
+    batch, gone = make_batch(), 2
+    mask = torch.ones(T, B, dtype=torch.bool)
+    mask[:, gone] = False
+    kept = [env for env in range(B) if env != gone]
+    rows = torch.arange(T * B).view(T, B)[:, kept].flatten()
+    per_env = ("log_prob", "value", "reward", "executed", "mask", "terminated", "truncated", "final_value")
+    smaller = replace(
+        batch,
+        inputs=batch.inputs.rows(rows),
+        trace={key: tensor[rows] for key, tensor in batch.trace.items()},
+        last_value=batch.last_value[kept],
+        **{name: getattr(batch, name)[:, kept] for name in per_env},
+    )
+    with_it, without_it = make_learner(tmp_path), make_learner(tmp_path)
+    with_it.update(masked(batch, mask, torch.nan), 0)
+    without_it.update(smaller, 0)
+    assert_equal(parameters(with_it), parameters(without_it))
+
+
+def test_rows_keep_the_order_of_decision_and_environment() -> None:
+    batch = make_batch()
+    batch.mask[1, 2] = False
+    rows = to_rows(batch, PPOConfig())
+    assert len(rows) == T * B - 1
+    expected = torch.cat([batch.value.flatten()[: B + 2], batch.value.flatten()[B + 3 :]])
+    assert torch.equal(rows.value, expected)
+
+
+# --- batching
+
+
+@pytest.mark.parametrize("unit", ["chunk", "action", "element"])
+@pytest.mark.parametrize("micro_batch", [1, 3, 8])
+def test_micro_batches_do_not_change_the_result(micro_batch: int, unit: str, tmp_path: Path) -> None:
+    ppo = PPOConfig.model_validate({"ratio_unit": unit, "entropy_coef": 0.01, "clip_high": 0.3, "dual_clip": 3.0})
+    whole, split = make_learner(tmp_path, ppo), make_learner(tmp_path, ppo, micro_batch=micro_batch)
+    expected, found = whole.update(make_batch(), 0), split.update(make_batch(), 0)
+    assert_equal(parameters(split), parameters(whole), atol=1e-6)
+    for name in expected.keys() - {"learner/update_s"}:
+        assert found[name] == pytest.approx(expected[name], abs=1e-5), name
+
+
+def test_every_epoch_and_iteration_visits_every_row_once_in_an_order_of_its_own(tmp_path: Path) -> None:
+    batch = make_batch()
+    assert batch.inputs.state is not None
+    batch.inputs.state[:, 0] = torch.arange(T * B) / (T * B)
+    orders = []
+    for iteration in range(2):
+        witness = make_witness()
+        action = witness.act(batch.inputs, torch.zeros(T * B, C * A))
+        again = replace(batch, trace=action.trace, log_prob=action.log_prob.view(T, B, C, A))
+        make_learner(tmp_path, policy=witness, epochs=3).update(again, iteration)
+        visited = torch.cat(witness.seen).mul(T * B).round().int().view(3, T * B)
+        assert [len(part) for part in witness.seen] == [8, 8, 8, 6] * 3
+        orders += visited.tolist()
+    assert len({tuple(order) for order in orders}) == 6
+    assert all(sorted(order) == list(range(T * B)) for order in orders)
+
+
+# --- on-policy is proved
+
+
+def test_tampered_log_probs_are_refused_with_an_explanation(tmp_path: Path) -> None:
+    learner, batch = make_learner(tmp_path), make_batch()
+    before = parameters(learner)
+    tampered = replace(batch, log_prob=batch.log_prob + 1e-3)
+    with pytest.raises(OffPolicy, match=r"ratio - 1.* above the policy's tolerance of 1e-04.*temperature.*precision"):
+        learner.update(tampered, 0)
+    assert_equal(parameters(learner), before)
+
+
+def test_the_first_ratio_error_is_recorded_and_small(tmp_path: Path) -> None:
+    metrics = make_learner(tmp_path).update(make_batch(), 0)
+    assert 0 <= metrics["learner/first_ratio_error"] < 1e-6
+
+
+def test_log_probs_of_actions_that_were_not_executed_are_not_compared(tmp_path: Path) -> None:
+    batch = make_batch()
+    dead = torch.arange(C) >= batch.executed[..., None]
+    assert dead.any()
+    tampered = replace(batch, log_prob=torch.where(dead[..., None], batch.log_prob + 5, batch.log_prob))
+    honest, other = make_learner(tmp_path), make_learner(tmp_path)
+    honest.update(batch, 0)
+    other.update(tampered, 0)
+    assert_equal(parameters(other), parameters(honest))
+
+
+# --- non-finite losses
+
+
+def test_a_step_that_is_not_finite_leaves_the_parameters_and_keeps_its_minibatch(tmp_path: Path) -> None:
+    learner, batch = make_learner(tmp_path, epochs=1, minibatch=T * B), make_batch()
+    before = parameters(learner)
+    batch.reward[2, 1] = torch.nan
+    metrics = learner.update(batch, 3)
+    assert metrics["learner/skipped_steps"] == 1
+    trained = {name: tensor for name, tensor in before.items() if not name.startswith("normalizer.")}
+    assert_equal(parameters(learner), trained)
+    assert not learner.optimizer.state, "the optimiser has stepped"
+    (path,) = (tmp_path / "non_finite").iterdir()
+    saved = load_file(path)
+    order = torch.from_numpy(np.argsort(saved["value"].numpy()))
+    expected = to_rows(batch, PPOConfig())
+    by_value = torch.from_numpy(np.argsort(expected.value.numpy()))
+    assert path.name.startswith("000003-")
+    assert expected.inputs.state is not None
+    assert torch.equal(saved["inputs.state"][order], expected.inputs.state[by_value])
+    assert torch.equal(saved["trace.action"][order], expected.trace["action"][by_value])
+    assert saved["advantage"].isnan().any()
+
+
+def one_bad_row() -> tuple[PPOConfig, Trajectories]:
+    """A single row with an infinite return: an environment's first decision, so that nothing leads to it."""
+    batch = make_batch()
+    batch.reward[0, 1] = torch.inf
+    return PPOConfig(gamma=0.0, normalise_advantages=False), batch
+
+
+def test_a_single_bad_minibatch_is_skipped_and_the_others_are_learned_from(tmp_path: Path) -> None:
+    ppo, batch = one_bad_row()
+    learner = make_learner(tmp_path, ppo, epochs=1)
+    before = parameters(learner)
+    metrics = learner.update(batch, 0)
+    assert (metrics["learner/skipped_steps"], metrics["learner/steps"]) == (1, 4)
+    after = parameters(learner)
+    assert all(tensor.isfinite().all() for tensor in after.values())
+    assert not torch.equal(after["actor.0.weight"], before["actor.0.weight"])
+    (path,) = (tmp_path / "non_finite").iterdir()
+    assert len(load_file(path)["value"]) <= 8
+
+
+def test_bad_steps_in_a_row_end_the_run(tmp_path: Path) -> None:
+    learner, batch = make_learner(tmp_path, epochs=5, minibatch=T * B, non_finite_limit=3), make_batch()
+    before = parameters(learner)
+    batch.reward[0, 0] = torch.nan
+    with pytest.raises(NonFinite, match="3 optimiser steps in a row"):
+        learner.update(batch, 0)
+    assert_equal(parameters(learner), before)
+    assert len(list((tmp_path / "non_finite").iterdir())) == 3
+
+
+def test_bad_steps_that_are_not_in_a_row_do_not_end_the_run(tmp_path: Path) -> None:
+    ppo, batch = one_bad_row()
+    # Two minibatches an epoch, one of them bad: at most two bad ones meet.
+    learner = make_learner(tmp_path, ppo, epochs=8, minibatch=T * B // 2, non_finite_limit=3)
+    assert learner.update(batch, 0)["learner/skipped_steps"] == 8
+
+
+# --- what ends or scales an update
+
+
+def test_target_kl_ends_the_update_before_the_step_that_would_go_on(tmp_path: Path) -> None:
+    free = make_learner(tmp_path, policy_lr=0.05, epochs=6).update(make_batch(), 0)
+    assert (free["learner/steps"], free["learner/stopped_by_kl"]) == (24, 0)
+    bounded = make_learner(tmp_path, PPOConfig(target_kl=0.02), policy_lr=0.05, epochs=6)
+    metrics = bounded.update(make_batch(), 0)
+    assert metrics["learner/stopped_by_kl"] == 1
+    assert 1 <= metrics["learner/steps"] < 24
+    steps = {float(state["step"]) for state in bounded.optimizer.state.values()}
+    assert steps == {metrics["learner/steps"]}, "the step that met the bound was taken"
+
+
+def test_annealed_rates_fall_linearly_over_the_run(tmp_path: Path) -> None:
+    learner = make_learner(tmp_path, anneal=True, policy_lr=1e-3, value_lr=2e-3)
+    for iteration in (0, 5, 9):
+        metrics = learner.update(make_batch(), iteration) if iteration == 0 else {}
+        learner._set_learning_rates(iteration)
+        rates = {group["name"]: group["lr"] for group in learner.optimizer.param_groups}
+        share = 1 - iteration / 10
+        assert rates == pytest.approx({"policy": 1e-3 * share, "value_head": 2e-3 * share})
+        assert not metrics or metrics["learner/policy_lr"] == pytest.approx(1e-3)
+
+
+@pytest.mark.parametrize("frozen", ["value_head", "actor"])
+def test_policy_and_value_head_have_rates_of_their_own(frozen: str, tmp_path: Path) -> None:
+    learner = make_learner(tmp_path, value_lr=3e-3 * (frozen == "actor"), policy_lr=3e-3 * (frozen == "value_head"))
+    before = parameters(learner)
+    learner.update(make_batch(), 0)
+    after = parameters(learner)
+    for name in before:
+        if not name.startswith("normalizer."):
+            is_frozen = name.startswith("value_head.") == (frozen == "value_head")
+            assert torch.equal(after[name], before[name]) == is_frozen, name
+
+
+def test_gradients_are_scaled_down_to_the_norm(tmp_path: Path) -> None:
+    """Adam hides a gradient's size, but for eps: with a norm that small, it all but stops."""
+    moved = {}
+    for bound in (1e-9, 1e9):
+        learner = make_learner(tmp_path, epochs=1, max_grad_norm=bound)
+        before = parameters(learner)
+        assert learner.update(make_batch(), 0)["learner/grad_norm"] > 0.01
+        after = parameters(learner)
+        moved[bound] = max(float((after[n] - before[n]).abs().max()) for n in after if "normalizer" not in n)
+    assert moved[1e-9] < 1e-2 * moved[1e9]
+
+
+def test_statistics_are_learned_after_the_update_and_not_before(tmp_path: Path) -> None:
+    learner, batch = make_learner(tmp_path), make_batch()
+    metrics = learner.update(batch, 0)
+    assert batch.inputs.state is not None
+    assert metrics["learner/first_ratio_error"] < 1e-6, "the rows were evaluated with other statistics than acted with"
+    torch.testing.assert_close(learner.weights()["normalizer.mean"], batch.inputs.state.double().mean(0))

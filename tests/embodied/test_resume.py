@@ -1,0 +1,142 @@
+"""Resuming gives what not stopping would have given: to the last bit, times apart."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.numpy import load_file
+
+from embodied import checkpoint, training
+from embodied.checkpoint import CheckpointError
+from embodied.config import Config, UserError, parse_config
+from embodied.reporting.metrics import read
+from embodied.session import open_session
+from embodied.training import prepare_run
+
+RUNTIME = {"mode": "inline", "trace": False}
+STATES = {
+    "seed": 4,
+    "checkpoint_every": 3,
+    "env": {"task": "tabletop/push", "num_envs": 4, "max_episode_steps": 13},
+    "policy": {"options": {"widths": [16], "initial_log_std": 0.0}},
+    "ppo": {"decisions": 16, "target_kl": 0.5},
+    "learner": {"epochs": 2, "minibatch": 24, "threads": 1, "policy_lr": 3e-3},
+    "runtime": RUNTIME,
+}
+IMAGES = {
+    **STATES,
+    "checkpoint_every": 1,
+    "env": {"task": "tabletop/push", "num_envs": 2, "max_episode_steps": 10, "cameras": 1, "image_size": 64},
+    "policy": {
+        "kind": "flow",
+        "reads": ["proprio", "images"],
+        "chunk": 4,
+        "options": {"encoder": "cnn", "features": 16, "widths": [16], "critic_widths": [16]},
+    },
+    "ppo": {"decisions": 4},
+    "learner": {"epochs": 1, "minibatch": 4, "threads": 1},
+}
+
+
+def config_of(settings: dict[str, Any], iterations: int, anneal: bool = False) -> Config:
+    learner = {**settings["learner"], "anneal": anneal}
+    return parse_config({**settings, "iterations": iterations, "learner": learner}, "test")
+
+
+def run(config: Config, folder: Path, resume: bool = False) -> None:
+    found = prepare_run(config, folder, resume)
+    assert resume == (found is not None), "there was nothing to resume from"
+    with open_session(config) as session:
+        training.train(config, folder, session, found)
+
+
+def rewind(source: Path, target: Path, iteration: int) -> None:
+    """A copy of the run as a crash would have left it some time after the checkpoint of `iteration`."""
+    shutil.copytree(source, target)
+    for folder in (target / "checkpoints").glob("0*"):
+        if int(folder.name) > iteration:
+            shutil.rmtree(folder)
+    (target / "checkpoints" / "latest").write_text(f"{iteration:06d}\n")
+
+
+def timeless(row: dict[str, Any]) -> dict[str, Any]:
+    """The row without what the clock said."""
+    clock = ("time/", "farm/")
+    return {k: v for k, v in row.items() if not k.startswith(clock) and k not in ("wall_s", "learner/update_s")}
+
+
+def assert_same_run(found: Path, expected: Path) -> None:
+    last = [checkpoint.latest(run_dir / "checkpoints") for run_dir in (found, expected)]
+    assert last[0] is not None and last[1] is not None and last[0].name == last[1].name
+    checkpoint.verify(last[0])
+    files = [sorted(str(p.relative_to(folder)) for p in folder.rglob("*.safetensors")) for folder in last if folder]
+    assert files[0] == files[1] and len(files[0]) == 4
+    for name in files[0]:
+        tensors, others = load_file(last[0] / name), load_file(last[1] / name)
+        assert tensors.keys() == others.keys(), name
+        for key, tensor in tensors.items():
+            assert tensor.tobytes() == others[key].tobytes(), f"{name}: {key}"
+    states = [json.loads((folder / "state.json").read_text()) for folder in last if folder]
+    assert [{**state, "wall_s": 0} for state in states][0] == {**states[1], "wall_s": 0}
+    rows, other_rows = read(found), read(expected)
+    assert [row["iteration"] for row in rows] == list(range(1, len(other_rows) + 1))
+    for row, other in zip(rows, other_rows, strict=True):
+        assert timeless(row) == timeless(other)
+        assert row.keys() == other.keys()
+    assert all(later["wall_s"] > row["wall_s"] for row, later in zip(rows, rows[1:], strict=False))
+
+
+def test_three_iterations_and_three_after_a_stop_are_six(tmp_path: Path) -> None:
+    run(config_of(STATES, 6), tmp_path / "whole")
+    run(config_of(STATES, 3), tmp_path / "parts")
+    assert len(read(tmp_path / "parts")) == 3
+    run(config_of(STATES, 6), tmp_path / "parts", resume=True)
+    assert_same_run(tmp_path / "parts", tmp_path / "whole")
+    environments = checkpoint.read_environments(tmp_path / "whole" / "checkpoints" / "000003")
+    assert environments["base_step"].any(), "no episode was under way at the stop: the run would not test it"
+    assert any(row["env/episodes"] for row in read(tmp_path / "whole"))
+
+
+def test_a_run_that_crashed_after_its_checkpoint_repeats_what_was_lost(tmp_path: Path) -> None:
+    config = config_of(STATES, 5, anneal=True)
+    run(config, tmp_path / "whole")
+    rewind(tmp_path / "whole", tmp_path / "crashed", 3)
+    assert len(read(tmp_path / "crashed")) == 5, "the record is ahead of the checkpoint"
+    run(config, tmp_path / "crashed", resume=True)
+    assert_same_run(tmp_path / "crashed", tmp_path / "whole")
+
+
+def test_a_run_from_images_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
+    config = config_of(IMAGES, 3)
+    run(config, tmp_path / "whole")
+    rewind(tmp_path / "whole", tmp_path / "crashed", 1)
+    run(config, tmp_path / "crashed", resume=True)
+    assert_same_run(tmp_path / "crashed", tmp_path / "whole")
+
+
+def test_resuming_a_finished_run_changes_nothing(tmp_path: Path) -> None:
+    config = config_of(STATES, 2)
+    run(config, tmp_path / "run")
+    shutil.copytree(tmp_path / "run", tmp_path / "again")
+    run(config, tmp_path / "again", resume=True)
+    assert_same_run(tmp_path / "again", tmp_path / "run")
+
+
+def test_a_run_is_not_overwritten(tmp_path: Path) -> None:
+    config = config_of(STATES, 1)
+    prepare_run(config, tmp_path / "run", resume=False)
+    with pytest.raises(UserError, match="exists: go on with it by --resume auto, or choose another --name"):
+        prepare_run(config, tmp_path / "run", resume=False)
+
+
+def test_a_damaged_checkpoint_is_refused_before_the_run_begins(tmp_path: Path) -> None:
+    config = config_of(STATES, 1)
+    run(config, tmp_path / "run")
+    path = tmp_path / "run" / "checkpoints" / "000001" / "environments.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="environments.safetensors is not what was written"):
+        prepare_run(config, tmp_path / "run", resume=True)
