@@ -105,14 +105,14 @@ def _success_figure(run: RunFolder) -> tuple[str, str, str, str]:
 
 
 def _target_figure(run: RunFolder) -> tuple[str, str, str, str]:
-    """When the mean of `SMOOTHING` iterations first reached the target; that of fewer does not count."""
+    """When the success of the last training episodes first reached the target."""
     title = f"Time to success {run.target:g}"
-    means = charts.trailing_mean(run.column("env/success_once"), SMOOTHING)
-    for row, mean in list(zip(run.rows, means, strict=True))[SMOOTHING - 1 :]:
-        if mean is not None and mean >= run.target and row.get("wall_s") is not None:
+    recent = run.column("env/success_recent")
+    for row, value in zip(run.rows, recent, strict=True):
+        if value is not None and value >= run.target and row.get("wall_s") is not None:
             return title, duration(row["wall_s"]), f"{charts.compact(row['env_steps'])} env steps", "good"
-    best = max((mean for mean in means if mean is not None), default=0.0)
-    return title, "not reached", f"best mean of {SMOOTHING} iterations {charts.percent(best)}", ""
+    best = max((value for value in recent if value is not None), default=0.0)
+    return title, "not reached", f"best mean of 100 episodes {charts.percent(best)}", ""
 
 
 def _success(run: RunFolder) -> str:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,8 @@ from embodied import checkpoint, training
 from embodied.checkpoint import CheckpointError
 from embodied.config import Config, UserError, parse_config
 from embodied.reporting.metrics import read
-from embodied.session import open_session
+from embodied.runtime.handles import InlineRuntime, LocalHandle
+from embodied.session import Session, open_session
 from embodied.training import prepare_run
 
 RUNTIME = {"mode": "inline", "trace": False}
@@ -110,6 +114,17 @@ def test_a_run_that_crashed_after_its_checkpoint_repeats_what_was_lost(tmp_path:
     assert_same_run(tmp_path / "crashed", tmp_path / "whole")
 
 
+def test_a_run_that_crashed_before_its_first_checkpoint_starts_over(tmp_path: Path) -> None:
+    config = config_of(STATES, 2)
+    run(config, tmp_path / "whole")
+    shutil.copytree(tmp_path / "whole", tmp_path / "crashed")
+    shutil.rmtree(tmp_path / "crashed" / "checkpoints")
+    assert prepare_run(config, tmp_path / "crashed", resume=True) is None
+    with open_session(config) as session:
+        training.train(config, tmp_path / "crashed", session, None)
+    assert_same_run(tmp_path / "crashed", tmp_path / "whole")
+
+
 def test_a_run_from_images_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
     config = config_of(IMAGES, 3)
     run(config, tmp_path / "whole")
@@ -140,3 +155,64 @@ def test_a_damaged_checkpoint_is_refused_before_the_run_begins(tmp_path: Path) -
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match="environments.safetensors is not what was written"):
         prepare_run(config, tmp_path / "run", resume=True)
+
+
+# --- interruptions
+
+
+@dataclass
+class Interrupted(LocalHandle[Any]):
+    """Sends this process a Ctrl-C just before or just after the `count`-th call of `method`."""
+
+    method: str = ""
+    count: int = 0
+    after: bool = False
+
+    def _run(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.count -= method == self.method
+        due = method == self.method and self.count == 0
+        if due and not self.after:
+            signal.raise_signal(signal.SIGINT)
+        result = super()._run(method, args, kwargs)
+        if due and self.after:
+            signal.raise_signal(signal.SIGINT)
+        return result
+
+
+class InterruptedRuntime(InlineRuntime):
+    def __init__(self, method: str, count: int, after: bool) -> None:
+        super().__init__(60.0)
+        self._fault = (method, count, after)
+
+    def place(self, name: str, make: Callable[..., Any], *args: Any) -> Interrupted:
+        return Interrupted(name, 60.0, {}, make(*args), *self._fault)
+
+
+CALLS = ("rollout", "trajectories", "update", "weights", "load_weights", "snapshot", "save")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four iterations with checkpoints after the third and the last."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    run(config_of(STATES, 4), folder)
+    return folder
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("method", CALLS)
+def test_a_run_interrupted_at_any_call_goes_on_as_if_it_had_not_been(
+    method: str, after: bool, whole: Path, tmp_path: Path
+) -> None:
+    config, folder = config_of(STATES, 4), tmp_path / "run"
+    prepare_run(config, folder, resume=False)
+    runtime = InterruptedRuntime(method, 1 if method == "save" else 2, after)
+    with pytest.raises(KeyboardInterrupt):
+        training.train(config, folder, Session(config, runtime, (0,)), None)
+    found = prepare_run(config, folder, resume=True)
+    kept = checkpoint.read_state(found).iteration if found else 0
+    recorded = [row["iteration"] for row in read(folder)]
+    assert recorded == list(range(1, kept + 1)), f"iteration {kept} is kept, {recorded} are recorded"
+    with open_session(config) as session:
+        training.train(config, folder, session, found)
+    assert_same_run(folder, whole)
