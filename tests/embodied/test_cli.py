@@ -1,0 +1,174 @@
+"""The command line as a user meets it: one whole run, and each mistake with its one clear message."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+COMMAND = Path(sys.executable).parent / "embodied"
+SMALL = ["--runtime.mode", "inline", "--farm.stages", "1", "--iterations", "2", "--ppo.decisions", "16"]
+SMALL += ["--eval.episodes", "6", "--eval.videos", "2"]
+
+
+def embodied(*arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(COMMAND), *arguments], capture_output=True, text=True, timeout=240, env={**os.environ, **settings}
+    )
+
+
+def refusal(*arguments: str, **settings: str) -> str:
+    """The message of a command that must be refused: exit status 2, no traceback."""
+    done = embodied(*arguments, **settings)
+    said = done.stdout + done.stderr
+    assert done.returncode == 2, said
+    assert "Traceback" not in said, said
+    return " ".join(said.split())
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A small run of the built-in scene, trained and evaluated."""
+    runs = tmp_path_factory.mktemp("runs")
+    done = embodied("train", "reach", "--name", "first", "--runs-dir", str(runs), "--json", str(runs / "r.json"), *SMALL)
+    assert done.returncode == 0, done.stdout + done.stderr
+    yield runs / "first"
+
+
+def test_train_leaves_everything_that_the_readme_lists(run: Path) -> None:
+    for name in ("config.yaml", "metrics.jsonl", "trace.json", "eval.json", "report.html", "videos/evaluation.mp4"):
+        assert (run / name).stat().st_size > 0, name
+    assert list((run / "tensorboard").iterdir())
+    latest = run / "checkpoints" / (run / "checkpoints" / "latest").read_text().strip()
+    assert {p.name for p in latest.iterdir()} >= {"manifest.json", "policy", "value_head.safetensors", "state.json"}
+
+
+def test_the_result_is_written_as_json_with_units_in_its_names(run: Path) -> None:
+    result = json.loads((run.parent / "r.json").read_text())
+    assert result["episodes"] == 6 and 0 <= result["success_low"] <= result["success_rate"] <= result["success_high"]
+    assert result["wall_s"] > 0 and result["env_steps_per_s"] > 0 and result["protocol"]["hardware"]
+
+
+def test_evaluating_again_gives_the_same(run: Path, tmp_path: Path) -> None:
+    before = json.loads((run / "eval.json").read_text())
+    done = embodied("eval", str(run), "--eval.videos", "0", "--json", str(tmp_path / "e.json"))
+    assert done.returncode == 0, done.stderr
+    again = json.loads((tmp_path / "e.json").read_text())
+    for key in ("success_rate", "episode_len", "return", "episodes"):
+        assert again[key] == before[key], key
+
+
+def test_report_can_be_written_again(run: Path) -> None:
+    (run / "report.html").unlink()
+    assert embodied("report", "first", "--runs-dir", str(run.parent)).returncode == 0
+    assert (run / "report.html").stat().st_size > 10_000
+
+
+def test_a_run_that_exists_is_refused_with_the_way_out(run: Path) -> None:
+    said = refusal("train", "reach", "--name", "first", "--runs-dir", str(run.parent), *SMALL)
+    assert "--resume auto" in said and "--name" in said
+
+
+def test_resume_goes_on_where_the_run_stopped(run: Path, tmp_path: Path) -> None:
+    import shutil
+
+    copy = tmp_path / "first"
+    shutil.copytree(run, copy)
+    done = embodied(
+        "train", "reach", "--name", "first", "--runs-dir", str(tmp_path), "--resume", "auto", *SMALL, "--iterations", "3"
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (copy / "metrics.jsonl").read_text().splitlines()]
+    assert [row["iteration"] for row in rows] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("mode", ["inline", "ray"])
+def test_a_wrong_task_name_shows_the_nearest(mode: str, tmp_path: Path) -> None:
+    said = refusal("train", "reach", "--env.task", "tabletop/reech", "--runtime.mode", mode, "--runs-dir", str(tmp_path))
+    assert "tabletop/reach" in said
+    assert not list(tmp_path.iterdir()), "a run that never began must leave no folder"
+
+
+def test_a_control_mode_that_the_task_lacks_lists_those_it_has(tmp_path: Path) -> None:
+    said = refusal("train", "reach", *SMALL, "--env.control-mode", "pd_joint_pos", "--runs-dir", str(tmp_path))
+    assert "pd_joint_pos" in said and "ee_delta_pos" in said
+
+
+def test_a_batch_that_does_not_divide_names_one_that_does(tmp_path: Path) -> None:
+    overrides = ["--env.num-envs", "7", "--farm.physics-workers", "2", "--farm.stages", "2"]
+    said = refusal("train", "reach", *SMALL, *overrides, "--runs-dir", str(tmp_path))
+    assert "7 environments do not divide" in said and "8" in said
+
+
+def test_a_checkpoint_of_another_policy_is_refused(run: Path) -> None:
+    latest = run / "checkpoints" / (run / "checkpoints" / "latest").read_text().strip()
+    said = refusal("eval", "reach", "--checkpoint", str(latest), "--policy.kind", "flow", "--policy.options", "{}")
+    assert "another policy" in said or "policy.options" in said
+
+
+def test_a_checkpoint_of_another_task_is_refused(run: Path) -> None:
+    latest = run / "checkpoints" / (run / "checkpoints" / "latest").read_text().strip()
+    said = refusal("eval", "reach", "--checkpoint", str(latest), "--env.task", "tabletop/push", *SMALL[:4])
+    assert "another policy" in said and "state_dim" in said
+
+
+def test_a_damaged_checkpoint_is_refused(run: Path, tmp_path: Path) -> None:
+    import shutil
+
+    shutil.copytree(run, tmp_path / "damaged")
+    folder = tmp_path / "damaged" / "checkpoints"
+    weights = folder / (folder / "latest").read_text().strip() / "policy" / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-5] ^= 1
+    weights.write_bytes(data)
+    assert "damaged" in refusal("eval", str(tmp_path / "damaged"))
+
+
+def test_a_read_only_folder_is_refused_before_anything_starts() -> None:
+    # Nobody can make a folder here, root included: tests often run as root, whom permissions do not stop.
+    said = refusal("train", "reach", "--runs-dir", "/sys/embodied-runs", *SMALL)
+    assert "cannot be written" in said and "--runs-dir" in said and "Starting" not in said
+
+
+def test_a_full_shared_memory_says_how_much_is_missing(tmp_path: Path) -> None:
+    pixels = ["--env.cameras", "1", "--env.image-size", "1024", "--env.num-envs", "400000", "--policy.kind", "flow"]
+    reads = ["--policy.reads", "proprio", "images", "--runtime.mode", "ray", "--farm.physics-workers", "1"]
+    config = tmp_path / "big.yaml"
+    config.write_text("env: {task: tabletop/reach}\npolicy: {kind: flow, options: {encoder: cnn}}\n")
+    said = refusal("train", str(config), *pixels, *reads, "--runs-dir", str(tmp_path / "runs"))
+    assert "shared memory" in said and "--shm-size" in said
+
+
+def test_no_vulkan_device_names_the_doctor(tmp_path: Path) -> None:
+    nothing = str(tmp_path / "none.json")
+    said = refusal(
+        "train", "pushcube", *SMALL, "--runs-dir", str(tmp_path / "r"), VK_DRIVER_FILES=nothing, VK_ICD_FILENAMES=nothing
+    )
+    assert "Vulkan" in said and "embodied doctor" in said
+
+
+def test_an_unknown_key_names_the_nearest(tmp_path: Path) -> None:
+    assert "--ppo.clip" in refusal("train", "reach", "--ppo.clp", "0.1")
+    config = tmp_path / "typo.yaml"
+    config.write_text("ppo: {clp: 0.1}\n")
+    assert "ppo.clip" in refusal("train", str(config))
+
+
+def test_an_unknown_configuration_or_run_names_the_nearest() -> None:
+    assert "pushcube" in refusal("train", "pushcubes")
+    assert "no run" in refusal("report", "no-such-run")
+
+
+def test_policies_that_read_images_need_a_camera(tmp_path: Path) -> None:
+    said = refusal("train", "reach", *SMALL, "--policy.reads", "images", "--runs-dir", str(tmp_path))
+    assert "env.cameras" in said
+
+
+def test_help_is_generated_from_the_configuration() -> None:
+    shown = embodied("train", "--help").stdout
+    assert "--ppo.clip" in shown and "Clip range of the ratio" in shown

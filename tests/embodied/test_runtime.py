@@ -1,0 +1,288 @@
+"""Workers as Ray actors: the same result as inline, errors and deaths that arrive, and nothing that stays behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+import pytest
+import torch
+from torch import Tensor
+
+from embodied import checkpoint, training
+from embodied.config import Config, UserError, parse_config
+from embodied.reporting.metrics import read
+from embodied.rollout import PolicyWorker
+from embodied.runtime.handles import Handle, InlineRuntime, Runtime
+from embodied.runtime.ray_runtime import RayRuntime
+from embodied.session import Session
+from embodied.trajectories import Trajectories
+from embodied.workers import farm_spec, make_policy_worker, policy_spec
+from policies.contract import PolicyError
+from sim_farm.episodes import EndlessEpisodes
+from sim_farm.farm import Farm, WorkerFailed, WorkerTimeout
+
+ROOT = Path(__file__).resolve().parents[2]
+SHM = Path("/dev/shm")
+
+
+def config_of(stages: int = 2, iterations: int = 3, **changes: Any) -> Config:
+    settings = {
+        "seed": 4,
+        "iterations": iterations,
+        "env": {"task": "tabletop/push", "num_envs": 4, "max_episode_steps": 13},
+        "farm": {"stages": stages, "physics_workers": 2, "pin": False},
+        "policy": {"options": {"widths": [16], "initial_log_std": 0.0}},
+        "ppo": {"decisions": 16},
+        "learner": {"epochs": 2, "minibatch": 24, "threads": 1, "policy_lr": 3e-3},
+        "runtime": {"trace": False, "deadline_s": 60.0},
+    }
+    return parse_config({**settings, **changes}, "test")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RayRuntime]:
+    runtime = RayRuntime("local", 60.0)
+    try:
+        yield runtime
+    finally:
+        runtime.close()
+
+
+def session_of(config: Config, runtime: Runtime) -> Session:
+    return Session(config, runtime, tuple(sorted(os.sched_getaffinity(0))))
+
+
+def train(config: Config, folder: Path, runtime: Runtime) -> dict[str, bytes]:
+    """The bytes of the last checkpoint's tensors."""
+    training.prepare_run(config, folder, resume=False)
+    training.train(config, folder, session_of(config, runtime), None)
+    last = checkpoint.latest(folder / "checkpoints")
+    assert last is not None
+    checkpoint.verify(last)
+    return {str(path.relative_to(last)): path.read_bytes() for path in last.rglob("*.safetensors")}
+
+
+# --- the same result
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_training_under_ray_equals_training_inline(stages: int, cluster: RayRuntime, tmp_path: Path) -> None:
+    """To the last bit: workers, batches and threads are the same, only the processes are not."""
+    config = config_of(stages)
+    assert train(config, tmp_path / "ray", cluster) == train(config, tmp_path / "inline", InlineRuntime(60.0))
+    rows = read(tmp_path / "ray")
+    assert len(rows) == 3 and any(row["env/episodes"] for row in rows)
+    for row, expected in zip(rows, read(tmp_path / "inline"), strict=True):
+        names = [name for name in row if name.startswith(("env/", "learner/", "lag/")) and name != "learner/update_s"]
+        assert {name: row[name] for name in names} == {name: expected[name] for name in names}
+
+
+# --- what goes wrong arrives
+
+
+@dataclass
+class Clumsy:
+    """A worker that sleeps, fails or dies when told to."""
+
+    wish: str = ""
+
+    def __post_init__(self) -> None:
+        if self.wish:
+            raise PolicyError(self.wish)
+
+    def sleep(self, seconds: float) -> str:
+        time.sleep(seconds)
+        return "awake"
+
+    def fail(self, message: str) -> None:
+        raise UserError(message)
+
+    def die(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def clumsy(cluster: RayRuntime) -> Handle[Clumsy]:
+    return cluster.place("clumsy", Clumsy)
+
+
+def test_a_late_call_names_worker_method_and_time(clumsy: Handle[Clumsy]) -> None:
+    clumsy.deadline_s = 1.0
+    with pytest.raises(WorkerTimeout, match="^clumsy did not finish 'sleep' within 1 s$"):
+        clumsy.call(Clumsy.sleep, 2.0)
+    clumsy.deadline_s = 60.0
+    assert clumsy.call(Clumsy.sleep, 0.0) == "awake", "a worker that was late is of no use any more"
+    assert clumsy.timers["sleep"].calls == 2
+
+
+def test_an_exception_in_a_worker_arrives_as_itself(clumsy: Handle[Clumsy]) -> None:
+    with pytest.raises(UserError, match="^no such thing$") as caught:
+        clumsy.call(Clumsy.fail, "no such thing")
+    assert type(caught.value) is UserError
+    with pytest.raises(UserError, match="^nor this$"):
+        clumsy.fetch(clumsy.refer(Clumsy.fail, "nor this"))
+    assert clumsy.call(Clumsy.sleep, 0.0) == "awake", "a mistake has killed the worker"
+
+
+def test_an_exception_while_a_worker_is_made_arrives_as_itself(cluster: RayRuntime) -> None:
+    with pytest.raises(PolicyError, match="^it cannot be built$"):
+        cluster.place("clumsy", Clumsy, "it cannot be built")
+
+
+def test_a_worker_that_dies_is_named(cluster: RayRuntime) -> None:
+    handle = cluster.place("mortal", Clumsy)
+    with pytest.raises(WorkerFailed, match="^mortal died during 'die'"):
+        handle.call(Clumsy.die)
+
+
+# --- a killed physics worker
+
+
+@contextmanager
+def policy_worker(config: Config, runtime: Runtime) -> Iterator[tuple[Farm, Handle[PolicyWorker]]]:
+    session = session_of(config, runtime)
+    with session.farm(farm_spec(config, EndlessEpisodes(config.seed), 2)) as farm:
+        sizes = policy_spec(config, farm.info)
+        handle = runtime.place("policy", make_policy_worker, config, sizes, session.reach(farm))
+        handle.call(PolicyWorker.begin, None)
+        yield farm, handle
+
+
+def gather(handle: Handle[PolicyWorker]) -> Trajectories:
+    handle.call(PolicyWorker.rollout, 60, 60.0)
+    return handle.call(PolicyWorker.trajectories)
+
+
+def test_a_killed_physics_worker_is_replaced_and_its_episodes_replayed(cluster: RayRuntime) -> None:
+    config = config_of()
+    with policy_worker(config, InlineRuntime(60.0)) as (_, handle):
+        undisturbed = gather(handle)
+    host = cluster.farm_host(2, 0)
+    victim = host.pids()[0]
+    restarts = dict(host.restarts)
+    with policy_worker(config, cluster) as (farm, handle):
+
+        def kill() -> None:
+            tickets = farm.block.arrays["requested"]
+            while tickets.max() < 40:  # of the rollout's 2 x 60 requests
+                time.sleep(1e-4)
+            os.kill(victim, signal.SIGKILL)
+
+        killer = threading.Thread(target=kill)
+        killer.start()
+        found = gather(handle)
+        killer.join()
+    assert not psutil.pid_exists(victim)
+    assert host.restarts.get(0, 0) == restarts.get(0, 0) + 1, "it was not killed, or was replaced more than once"
+    assert host.restarts.get(1, 0) == restarts.get(1, 0)
+    for name, expected in vars(undisturbed).items():
+        if isinstance(expected, Tensor):
+            assert torch.equal(getattr(found, name), expected), name
+    assert found.inputs.state is not None and undisturbed.inputs.state is not None
+    assert torch.equal(found.inputs.state, undisturbed.inputs.state)
+
+
+# --- the neighbours
+
+
+def test_every_listening_socket_is_bound_to_loopback(cluster: RayRuntime) -> None:
+    assert len(cluster.farm_host(2, 0).pids()) == 2
+    everyone = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    names = {process.name() for process in everyone}
+    assert {"gcs_server", "raylet"} <= names, f"Ray's processes are not among {names}"
+    listening = [
+        (process.name(), connection.laddr.ip, connection.laddr.port)
+        for process in everyone
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    assert listening, "Ray listens to nothing: this test looks at the wrong processes"
+    assert not [entry for entry in listening if entry[1] not in ("127.0.0.1", "::1", "::ffff:127.0.0.1")]
+
+
+# --- nothing stays behind
+
+RUN = """
+import sys
+from pathlib import Path
+from embodied.session import open_session
+from embodied.training import prepare_run, train
+from tests.embodied.test_runtime import config_of
+folder = Path(sys.argv[1])
+config = config_of(iterations=100_000, ppo={"decisions": 200})
+prepare_run(config, folder, resume=False)
+with open_session(config) as session:
+    train(config, folder, session, None)
+"""
+
+
+@contextmanager
+def training_process(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", RUN, str(folder)], cwd=ROOT, text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, start_new_session=True,
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+            for member in family:
+                member.kill()
+        process.communicate()
+
+
+def blocks() -> set[str]:
+    return {path.name for path in SHM.glob("embodied-*")}
+
+
+def assert_gone(family: list[psutil.Process], before: set[str]) -> None:
+    _, alive = psutil.wait_procs(family, timeout=5)
+    left = [process.as_dict(["pid", "name", "status"]) for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+    assert not left
+    assert blocks() <= before, "shared memory is left behind"
+
+
+def test_an_interrupted_run_ends_with_a_checkpoint_of_its_last_iteration(tmp_path: Path) -> None:
+    """Ctrl-C in a terminal reaches every process of the group."""
+    before, folder = blocks(), tmp_path / "run"
+    with training_process(folder) as process:
+        while len(read(folder)) < 2:
+            assert process.poll() is None, process.communicate()[0]
+            time.sleep(1e-3)
+        family = psutil.Process(process.pid).children(recursive=True)
+        assert len(family) >= 6, "gcs_server, raylet, two physics workers, policy and learner"
+        os.killpg(process.pid, signal.SIGINT)
+        said, _ = process.communicate(timeout=30)
+        assert process.returncode != 0 and "KeyboardInterrupt" in said
+        assert_gone(family, before)
+    rows = read(folder)
+    assert f"iteration {len(rows)} is kept" in said
+    last = checkpoint.latest(folder / "checkpoints")
+    assert last is not None
+    checkpoint.verify(last)
+    assert checkpoint.read_state(last).iteration == rows[-1]["iteration"] == len(rows)
+
+
+def test_closing_leaves_no_process_and_no_shared_memory(cluster: RayRuntime) -> None:
+    """The last test: it closes the cluster that the others share."""
+    before = blocks()
+    config = config_of()
+    with session_of(config, cluster).farm(farm_spec(config, EndlessEpisodes(0), 2)) as farm:
+        family = psutil.Process().children(recursive=True)
+        assert {"gcs_server", "raylet"} <= {process.name() for process in family}
+        assert farm.block.name in blocks() - before
+    cluster.close()
+    assert_gone(family, before)
+    assert not psutil.Process().children()

@@ -1,0 +1,369 @@
+"""Workers that die: whenever it happens, a replacement goes on and nothing that comes out differs.
+
+First in one process, where a worker can be made to die before any write it makes to the shared slots; then real
+processes and SIGKILL.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field, replace
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sim_farm.contract import EpisodeSpec, TaskInfo, TaskSpec
+from sim_farm.episodes import EndlessEpisodes, ListedEpisodes, evaluation_episodes
+from sim_farm.farm import Farm, Handle, InProcess, WorkerFailed, WorkerTimeout, make_worker
+from sim_farm.layout import FAILED, WORKING, FarmSpec
+from sim_farm.memory import FOLDER, Block
+from sim_farm.workers import Worker, WorkerSetup
+from tests.sim_farm.test_farm import Trace, actions_for, append, assert_same, drive, run
+
+REACH = TaskSpec("tabletop/reach", cameras=1, image_size=16, max_episode_steps=7)
+ENDLESS = FarmSpec(REACH, EndlessEpisodes(2), num_envs=4, chunk=3, final_frames="ended")
+LISTED = replace(ENDLESS, episodes=ListedEpisodes(evaluation_episodes(2, 6), 4))
+FUSED: dict[str, Any] = {}
+BLIND: dict[str, Any] = {"task": replace(REACH, cameras=0)}
+SPLIT: dict[str, Any] = {"physics_workers": 2, "render_workers": 1, "stages": 2}
+EVERY_SHAPE = pytest.mark.parametrize("shape", [FUSED, BLIND, SPLIT], ids=["fused", "blind", "split"])
+EVERY_LIST = pytest.mark.parametrize("base", [ENDLESS, LISTED], ids=["endless", "listed"])
+
+
+# --- in one process: death before a chosen write
+
+
+class Death(BaseException):
+    """Nothing a worker does can catch it, as with SIGKILL."""
+
+
+@dataclass
+class Fate:
+    """Counts the writes to each slot array once it is armed, and kills before the `number`-th write to `name`."""
+
+    name: str = ""
+    number: int = 0
+    armed: bool = False
+    writes: Counter[str] = field(default_factory=Counter)
+
+    def written(self, name: str) -> None:
+        self.writes[name] += self.armed
+        if self.armed and self.name == name and self.writes[name] == self.number:
+            raise Death
+
+
+class Watched(np.ndarray):
+    """An array of the slots whose writes are counted."""
+
+    fate: Fate
+    name: str
+
+    def __array_finalize__(self, parent: Any) -> None:
+        if isinstance(parent, Watched):
+            self.fate, self.name = parent.fate, parent.name
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.fate.written(self.name)
+        super().__setitem__(key, value)
+
+
+def watched(array: np.ndarray, name: str, fate: Fate) -> np.ndarray:
+    view = array.view(Watched)
+    view.fate, view.name = fate, name
+    return view
+
+
+class MortalWorkers(InProcess):
+    """Workers that `fate` may kill while they work, and that are replaced at once."""
+
+    def __init__(self, fate: Fate) -> None:
+        self.fate = fate
+
+    def launch(self, setup: WorkerSetup, block: Block) -> Handle:
+        return _MortalHandle(setup, block, self.fate)
+
+
+class _MortalHandle:
+    def __init__(self, setup: WorkerSetup, block: Block, fate: Fate) -> None:
+        self._setup, self._block, self._fate = setup, block, fate
+        self.worker = self._start()
+
+    def _start(self) -> Worker:
+        worker = make_worker(self._setup, self._block)
+        worker.slots = {name: watched(array, name, self._fate) for name, array in self._block.arrays.items()}
+        worker.build()
+        return worker
+
+    def replace_worker(self) -> None:
+        self.worker.close()
+        self.worker = self._start()
+
+    def ring(self) -> None:
+        while True:
+            try:
+                self.worker.run_pending()
+                return
+            except Death:
+                self.replace_worker()
+
+    def close(self, deadline_s: float) -> None:
+        self.worker.close()
+
+
+def run_with(fate: Fate, spec: FarmSpec, chunks: int = 6) -> Trace:
+    with closing(Farm.create(spec, MortalWorkers(fate))) as farm:
+        fate.armed = True
+        return drive(farm, end=chunks, deadline_s=1)
+
+
+@EVERY_LIST
+@EVERY_SHAPE
+def test_a_worker_that_dies_before_any_of_its_writes_changes_nothing(shape: dict[str, Any], base: FarmSpec) -> None:
+    spec = replace(base, **shape)
+    undisturbed = Fate()
+    expected = run_with(undisturbed, spec)
+    assert_same(expected, run(spec, chunks=6), "watching changes results")
+    broken = []
+    for name, count in undisturbed.writes.items():
+        for number in sorted({1, 2, count // 3, 2 * count // 3, count} - {0}):
+            try:
+                assert_same(expected, run_with(Fate(name, number), spec), "death changes results")
+            except Exception as error:
+                broken.append(f"before write {number} to {name}: {type(error).__name__} {str(error)[:200]}")
+    assert not broken, "\n".join([f"{len(broken)} deaths change results:", *broken])
+
+
+@EVERY_LIST
+@EVERY_SHAPE
+def test_a_worker_that_dies_after_it_finished_changes_nothing(shape: dict[str, Any], base: FarmSpec) -> None:
+    """Its results lie in the slots and have not been collected; this holds for the first reset too."""
+    spec = replace(base, **shape)
+    expected = run(spec, chunks=6)
+    for moment in range(7):
+        with closing(Farm.create(spec, MortalWorkers(Fate()))) as farm:
+            trace: Trace = {env: [] for env in range(spec.num_envs)}
+            for number in range(-1, 6):
+                for stage in range(spec.stages):
+                    farm.submit(stage, actions_for(farm, stage, number)) if number >= 0 else farm.reset(stage)
+                if number == moment - 1:
+                    _replace_all(farm)
+                for stage in range(spec.stages):
+                    append(trace, farm.collect(stage))
+        assert_same(expected, trace, f"death before collect {moment} changes results")
+
+
+def test_a_worker_that_dies_after_a_later_reset_changes_nothing() -> None:
+    """A reset of a running farm, as after `restore`, is not mistaken for a chunk when it is replayed."""
+    expected = run(ENDLESS, chunks=6)
+    with closing(Farm.create(ENDLESS, MortalWorkers(Fate()))) as farm:
+        drive(farm, end=4)
+        farm.reset(0)
+        _replace_all(farm)
+        farm.collect(0)
+        tail = drive(farm, begin=4, end=6, reset=False)
+    assert_same(tail, {env: rows[5:] for env, rows in expected.items()}, "death after a reset changes results")
+
+
+def _replace_all(farm: Farm) -> None:
+    for handle in farm._handles:
+        assert isinstance(handle, _MortalHandle)
+        handle.replace_worker()
+
+
+# --- processes of their own
+
+
+def serve(setup: WorkerSetup) -> None:
+    make_worker(setup).serve()
+
+
+class Processes:
+    """Hosts each worker in a process, and can kill and replace it."""
+
+    shared = True
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("spawn")
+        self.setups: dict[int, WorkerSetup] = {}
+        self.processes: dict[int, BaseProcess] = {}
+
+    def describe(self, task: TaskSpec) -> TaskInfo:
+        return InProcess().describe(task)
+
+    def launch(self, setup: WorkerSetup, block: Block) -> Handle:
+        self.setups[setup.index] = setup
+        self._start(setup.index)
+        return _ProcessHandle(self, setup.index)
+
+    def _start(self, index: int) -> None:
+        process = self._context.Process(target=serve, args=(self.setups[index],), daemon=True)
+        process.start()
+        self.processes[index] = process
+
+    def signal(self, index: int, number: signal.Signals) -> None:
+        pid = self.processes[index].pid
+        assert pid is not None
+        os.kill(pid, number)
+
+    def replace_worker(self, index: int) -> None:
+        """SIGKILL, and another with the same setup."""
+        self.signal(index, signal.SIGKILL)
+        self.processes[index].join(timeout=30)
+        assert self.processes[index].exitcode == -signal.SIGKILL
+        self._start(index)
+
+
+@dataclass(frozen=True)
+class _ProcessHandle:
+    host: Processes
+    index: int
+
+    def ring(self) -> None:
+        raise AssertionError("a farm in shared memory rings its bells itself")
+
+    def close(self, deadline_s: float) -> None:
+        process = self.host.processes[self.index]
+        process.join(timeout=deadline_s)
+        if process.is_alive():
+            process.kill()
+            process.join(timeout=30)
+
+
+@contextmanager
+def processes(spec: FarmSpec) -> Iterator[tuple[Farm, Processes]]:
+    host = Processes()
+    with closing(Farm.create(spec, host)) as farm:
+        yield farm, host
+
+
+def until(condition: Callable[[], Any]) -> None:
+    """Look every 0.2 ms, and give up after a minute."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen within a minute"
+        time.sleep(2e-4)
+
+
+def request(farm: Farm, number: int) -> None:
+    for stage in range(farm.spec.stages):
+        farm.submit(stage, actions_for(farm, stage, number)) if number >= 0 else farm.reset(stage)
+
+
+def collect(farm: Farm, trace: Trace) -> None:
+    for stage in range(farm.spec.stages):
+        append(trace, farm.collect(stage, deadline_s=60))
+
+
+def test_killed_physics_workers_are_replaced_without_a_trace() -> None:
+    """Before it is asked, stopped with work it has not begun, while it works, and with results nobody collected."""
+    spec = replace(ENDLESS, physics_workers=2)
+    with processes(spec) as (farm, host):
+        slots, trace = farm.block.arrays, {env: [] for env in range(4)}  # type: ignore[var-annotated]
+        host.replace_worker(0)  # while it starts
+        request(farm, -1)
+        collect(farm, trace)
+        host.replace_worker(1)  # while it waits
+        request(farm, 0)
+        collect(farm, trace)
+        host.signal(0, signal.SIGSTOP)
+        request(farm, 1)
+        host.replace_worker(0)  # before it begins
+        collect(farm, trace)
+        request(farm, 2)
+        until(lambda: slots["phase"][1] == WORKING or slots["simulated"][1] == slots["requested"][1])
+        host.replace_worker(1)  # while it works, or just after
+        collect(farm, trace)
+        request(farm, 3)
+        until(lambda: (slots["drawn"] == slots["requested"]).all())
+        host.replace_worker(0)  # after it finished
+        collect(farm, trace)
+        for number in (4, 5):
+            request(farm, number)
+            collect(farm, trace)
+    assert_same(run(spec, chunks=6), trace, "killed workers change results")
+
+
+def test_killed_render_workers_are_replaced_without_a_trace() -> None:
+    spec = replace(ENDLESS, **SPLIT)
+    render = 2
+    with processes(spec) as (farm, host):
+        slots, trace = farm.block.arrays, {env: [] for env in range(4)}  # type: ignore[var-annotated]
+        request(farm, -1)
+        collect(farm, trace)
+        host.replace_worker(render)  # while it waits
+        request(farm, 0)
+        collect(farm, trace)
+        host.signal(render, signal.SIGSTOP)
+        request(farm, 1)
+        until(lambda: (slots["simulated"] == slots["requested"]).all())
+        host.replace_worker(render)  # with frames to draw
+        collect(farm, trace)
+        request(farm, 2)
+        until(lambda: slots["phase"][render] == WORKING or (slots["drawn"] == slots["requested"]).all())
+        host.replace_worker(render)  # while it draws
+        collect(farm, trace)
+    assert_same(run(spec, chunks=3), trace, "killed render workers change results")
+
+
+def test_processes_give_what_one_process_gives_and_leave_nothing() -> None:
+    spec = replace(LISTED, **SPLIT)
+    with processes(spec) as (farm, host):
+        name = str(farm.block.name)
+        assert name.startswith("embodied-") and (FOLDER / name).exists()
+        assert_same(run(spec), drive(farm), "processes change results")
+        farm.stop()
+        for process in host.processes.values():
+            process.join(timeout=10)
+            assert process.exitcode == 0, "a worker did not end when the farm was stopped"
+    assert not (FOLDER / name).exists(), "the farm's memory is still there"
+
+
+def test_another_process_address_drives_the_same_workers() -> None:
+    with processes(ENDLESS) as (farm, _):
+        other = Farm.attach(farm.address)
+        assert_same(run(ENDLESS, chunks=3), drive(other, end=3), "an attached client sees other results")
+        other.block.close()
+        assert (FOLDER / str(farm.block.name)).exists(), "the memory went with a client that had only attached"
+
+
+def test_a_worker_that_does_not_answer_is_named_and_may_still_answer() -> None:
+    spec = replace(ENDLESS, physics_workers=2)
+    with processes(spec) as (farm, host):
+        drive(farm, end=1)
+        host.signal(1, signal.SIGSTOP)
+        farm.submit(0, actions_for(farm, 0, 1))
+        with pytest.raises(WorkerTimeout, match=r"physics 1 .* within 1 s: .* waiting for work .* environment 1 to simul"):
+            farm.collect(0, deadline_s=1)
+        host.signal(1, signal.SIGCONT)
+        assert farm.collect(0, deadline_s=60).steps.all()
+
+
+class BrokenEpisodes(EndlessEpisodes):
+    """The first episodes are as they should be; the second cannot be told."""
+
+    def spec(self, env: int, episode: int) -> EpisodeSpec:
+        if episode:
+            raise KeyError("the list of episodes was lost")
+        return super().spec(env, episode)
+
+
+def test_a_workers_error_reaches_the_client_with_its_message() -> None:
+    """A user's mistake as one sentence, an error of our own with its traceback; the worker ends."""
+    absent = ListedEpisodes((EpisodeSpec(0, init_state=3),) * 4, 4)
+    for episodes, message in ((absent, "no recorded initial states"), (BrokenEpisodes(2), "(?s)Traceback.*was lost")):
+        with processes(replace(ENDLESS, episodes=episodes)) as (farm, host):
+            with pytest.raises(WorkerFailed, match=message):
+                for number in range(-1, 4):
+                    request(farm, number)
+                    farm.collect(0, deadline_s=60)
+            assert farm.block.arrays["phase"][0] == FAILED
+            host.processes[0].join(timeout=30)
+            assert host.processes[0].exitcode == 0

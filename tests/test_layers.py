@@ -1,0 +1,54 @@
+"""The packages' borders: who may import whom."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FORBIDDEN = {
+    "sim_farm": {"embodied", "policies", "schedulers", "ray"},
+    "policies": {"embodied", "sim_farm", "schedulers", "ray"},
+    "schedulers": {"embodied", "sim_farm", "policies", "ray", "torch"},
+}
+
+
+def _imports(path: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {name.name.partition(".")[0] for name in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            found.add(node.module.partition(".")[0])
+    return found
+
+
+@pytest.mark.parametrize("package", FORBIDDEN)
+def test_packages_know_nothing_of_each_other(package: str) -> None:
+    for path in (ROOT / package).rglob("*.py"):
+        assert not _imports(path) & FORBIDDEN[package], path
+
+
+def test_only_the_runtime_imports_ray() -> None:
+    allowed = {ROOT / "embodied/runtime/ray_runtime.py", ROOT / "embodied/bench/transport.py"}
+    for path in (ROOT / "embodied").rglob("*.py"):
+        assert "ray" not in _imports(path) or path in allowed, path
+
+
+def test_nothing_unpickles_or_runs_remote_code() -> None:
+    for package in ("embodied", "sim_farm", "policies"):
+        for path in (ROOT / package).rglob("*.py"):
+            text = path.read_text()
+            for call in ("pickle.load", "torch.load(", "trust_remote_code", "yaml.load("):
+                assert call not in text, f"{path}: {call}"
+
+
+@pytest.mark.parametrize("package", ["sim_farm", "policies", "embodied.config", "embodied.reporting.trace"])
+def test_importing_a_front_door_imports_no_simulator(package: str) -> None:
+    heavy = "{'mani_skill', 'sapien', 'mujoco', 'ray'}"
+    code = f"import sys, {package}; found = {heavy} & set(sys.modules); assert not found, found"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
