@@ -1,0 +1,42 @@
+"""The stack: rollout, learning and evaluation over a simulator farm. What the command line does, from Python:
+
+import embodied
+config = embodied.load_config("pushcube")
+result = embodied.train(config, runs_dir="runs")
+again = embodied.evaluate(result["run"])
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from embodied.config import Config
+
+# Nothing heavy is imported here: `embodied doctor` must run where the packages it looks for are missing.
+
+
+def load_config(reference: str) -> Config:
+    """The configuration of that name in `configs/`, or in the YAML file of that path."""
+    from embodied import config
+
+    return config.load_config(reference)
+
+
+def train(config: Config, runs_dir: str | Path = "runs", resume: bool = False) -> dict[str, Any]:
+    """Train, evaluate, film and report, as `embodied train` does. Returns the result as plain data."""
+    from embodied import runs
+
+    return runs.train_run(config, config.name or "run", Path(runs_dir), resume)
+
+
+def evaluate(run: str | Path, checkpoint: str | Path | None = None) -> dict[str, Any]:
+    """Evaluate a run's newest checkpoint (or another) with the run's own protocol, as `embodied eval` does."""
+    from embodied import runs
+
+    config = runs.settings_of(str(run), Path("."))
+    return runs.evaluate_run(str(run), config, None if checkpoint is None else Path(checkpoint), Path("."))
+
+
+__all__ = ["evaluate", "load_config", "train"]

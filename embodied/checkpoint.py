@@ -65,7 +65,10 @@ def write(
         policies.save(policy, aside)
         tensors, scalars = _optimizer_state(policy, optimizer)
         save_file(tensors, aside / "optimizer.safetensors")
-        save_numpy({key: np.ascontiguousarray(array) for key, array in environments.items()}, aside / "environments.safetensors")
+        save_numpy(
+            {key: np.ascontiguousarray(array) for key, array in environments.items()},
+            aside / "environments.safetensors",
+        )
         data = {**state.__dict__, "recent_success": list(state.recent_success), "optimizer": scalars}
         (aside / "state.json").write_text(json.dumps(data, indent=1))
         (aside / MANIFEST).write_text(json.dumps(_hashes(aside), indent=1))
@@ -74,7 +77,9 @@ def write(
         aside.rename(final)
         _point(root, final.name)
     except OSError as error:
-        raise CheckpointError(f"cannot write the checkpoint {final}: {error}. Earlier checkpoints are untouched") from error
+        raise CheckpointError(
+            f"cannot write the checkpoint {final}: {error}. Earlier checkpoints are untouched"
+        ) from error
     return final
 
 
@@ -89,13 +94,17 @@ def verify(folder: Path) -> None:
     try:
         expected = json.loads((folder / MANIFEST).read_text())
     except (OSError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{folder} is not a complete checkpoint: its {MANIFEST} cannot be read ({error})") from error
+        raise CheckpointError(
+            f"{folder} is not a complete checkpoint: its {MANIFEST} cannot be read ({error})"
+        ) from error
     found = _hashes(folder)
     for name, digest in expected.items():
         if name not in found:
             raise CheckpointError(f"the checkpoint {folder} is damaged: {name} is missing; use an earlier one")
         if found[name] != digest:
-            raise CheckpointError(f"the checkpoint {folder} is damaged: {name} is not what was written; use an earlier one")
+            raise CheckpointError(
+                f"the checkpoint {folder} is damaged: {name} is not what was written; use an earlier one"
+            )
 
 
 def read_state(folder: Path) -> RunState:

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 import tyro
 from rich.console import Console
 
+from embodied.bench.settings import BenchFarm, BenchTransport
 from embodied.config import Config, UserError, load_config
 from policies.contract import PolicyError
 from sim_farm.contract import FarmError
@@ -55,44 +56,6 @@ class Eval:
 
 
 @dataclass(frozen=True)
-class BenchFarm:
-    """Env steps per second of the farm, beside gymnasium's AsyncVectorEnv and the physical limit."""
-
-    task: str = "maniskill/PushCube-v1"
-    """ManiSkill tasks are compared with AsyncVectorEnv over ManiSkill's CPUGymWrapper."""
-    cameras: int = 0
-    """Cameras observed; 0 observes states."""
-    size: int = 128
-    """Height and width of a frame."""
-    chunk: int = 1
-    """Actions per decision."""
-    num_envs: int = 8
-    """Environments of the farm."""
-    stages: int = 2
-    """Groups of environments; one is simulated while another is inferred."""
-    seconds: float = 10.0
-    """Duration of each measurement; there are three of each, in turn."""
-    peer: bool = True
-    """Measure AsyncVectorEnv, pinned, with 2 and 8 environments."""
-    json: Path | None = None
-    """Write the result to this file."""
-
-
-@dataclass(frozen=True)
-class BenchTransport:
-    """Frames from a worker to a consumer: through slots, pipe, queue and Ray's object store; memcpy is the limit."""
-
-    frames: int = 2
-    """Frames per message."""
-    size: int = 256
-    """Height and width of a frame."""
-    messages: int = 2000
-    """Messages per measurement."""
-    json: Path | None = None
-    """Write the result to this file."""
-
-
-@dataclass(frozen=True)
 class Report:
     """Write a run's report: one self-contained HTML page."""
 
@@ -113,8 +76,7 @@ class Doctor:
 
 
 Bench = Annotated[
-    Annotated[BenchFarm, tyro.conf.subcommand("farm")]
-    | Annotated[BenchTransport, tyro.conf.subcommand("transport")],
+    Annotated[BenchFarm, tyro.conf.subcommand("farm")] | Annotated[BenchTransport, tyro.conf.subcommand("transport")],
     tyro.conf.arg(name=""),
 ]
 
@@ -131,6 +93,7 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     # Ending a run by `kill` should leave as little behind as ending it by Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     console = Console(stderr=True)
     try:
         command = _parse(arguments)
@@ -160,7 +123,8 @@ def _parse(arguments: list[str]) -> Any:
         | Annotated[Report, tyro.conf.subcommand("report")]
         | Annotated[Doctor, tyro.conf.subcommand("doctor")]
     )
-    return tyro.cli(commands, args=arguments, prog="embodied", description=__doc__.splitlines()[0])
+    about = "Reinforcement learning for robot policies, with simulators as first-class workers."
+    return tyro.cli(commands, args=arguments, prog="embodied", description=about)
 
 
 def _option(arguments: list[str], name: str, default: str) -> Path:
@@ -191,7 +155,7 @@ def _run(command: Any) -> int:
     elif isinstance(command, BenchTransport):
         from embodied.bench.transport import bench_transport
 
-        result = bench_transport(command.frames, command.size, command.messages)
+        result = bench_transport(command)
     else:
         from embodied import doctor
 
@@ -206,7 +170,8 @@ def write_json(path: Path, result: dict[str, Any]) -> None:
     try:
         path.write_text(json.dumps(result, indent=1, default=str) + "\n")
     except OSError as error:
-        raise UserError(f"cannot write {path} ({error.strerror}); the result is: {json.dumps(result, default=str)}") from error
+        shown = json.dumps(result, default=str)
+        raise UserError(f"cannot write {path} ({error.strerror}); the result is: {shown}") from error
 
 
 def _escape(text: str) -> str:

@@ -131,7 +131,7 @@ class RuntimeConfig(Section):
     mode: Literal["ray", "inline"] = "ray"
     """`ray`: workers are processes. `inline`: everything in this process, in order; for debugging."""
     address: str = "local"
-    """`local` starts Ray on this machine; else the address of a running Ray cluster, of which this machine is a node."""
+    """`local` starts Ray on this machine; else the address of a running Ray cluster that has this machine as a node."""
     deadline_s: float = 600.0
     """Longest wait for any worker; a message names the one that was late."""
     trace: bool = True

@@ -50,9 +50,7 @@ PACKAGES = (
 """The packages that the whole stack imports."""
 
 SYSTEM_REMEDY = "make system (as root: installs software Vulkan, OpenGL and what else is needed)"
-VULKAN_REMEDY = (
-    f"{SYSTEM_REMEDY}; in a container with an NVIDIA GPU: docker run -e NVIDIA_DRIVER_CAPABILITIES=all"
-)
+VULKAN_REMEDY = f"{SYSTEM_REMEDY}; in a container with an NVIDIA GPU: docker run -e NVIDIA_DRIVER_CAPABILITIES=all"
 
 Status = Literal["ok", "warning", "missing"]
 

@@ -138,21 +138,21 @@ class Learner:
             if len(rows) == 0:
                 raise UserError("the rollout holds no decision that was really taken; nothing can be learned from it")
             self._set_learning_rates(iteration)
-            sums, norms, skipped, stopped = _Sums(), [], 0, False
+            sums, stopped = _Sums(), False
+            norms: list[float] = []
             for epoch in range(self._config.epochs):
                 order = torch.from_numpy(permutation(self._seed, iteration, epoch, len(rows)))
                 for number, index in enumerate(order.split(self._config.minibatch)):
                     part, norm = self._step(rows, index, iteration, check=epoch == number == 0)
                     sums.add(part)
-                    stopped = norm is None
-                    if stopped:
+                    if norm is None:
+                        stopped = True
                         break
-                    skipped += not np.isfinite(norm)
                     norms.append(norm)
                 if stopped:
                     break
             self.policy.observe(rows.inputs)
-        metrics = self._metrics(rows, sums, norms, skipped, stopped)
+        metrics = self._metrics(rows, sums, norms, stopped)
         return {**metrics, "learner/update_s": time.monotonic() - begin}
 
     def save(self, root: Path, state: checkpoint.RunState, environments: dict[str, np.ndarray]) -> None:
@@ -195,9 +195,7 @@ class Learner:
         log_prob, mask = reduce_to_unit(new.log_prob, rows.executed, ppo.ratio_unit)
         old, _ = reduce_to_unit(rows.log_prob, rows.executed, ppo.ratio_unit)
         entropy, _ = reduce_to_unit(new.entropy, rows.executed, ppo.ratio_unit)
-        surrogate = policy_loss(
-            log_prob, old, rows.advantage, mask, ppo.clip, ppo.clip_high or ppo.clip, ppo.dual_clip
-        )
+        surrogate = policy_loss(log_prob, old, rows.advantage, mask, ppo.clip, ppo.clip_high or ppo.clip, ppo.dual_clip)
         critic = value_loss(new.value, rows.value, rows.returns, ppo.value_clip)
         spread = entropy[mask].sum()
         loss = surrogate.loss / units + ppo.value_coef * critic / total_rows - ppo.entropy_coef * spread / units
@@ -250,9 +248,7 @@ class Learner:
         ):
             group["lr"] = rate * share
 
-    def _metrics(
-        self, rows: Rows, sums: _Sums, norms: list[float], skipped: int, stopped: bool
-    ) -> dict[str, float]:
+    def _metrics(self, rows: Rows, sums: _Sums, norms: list[float], stopped: bool) -> dict[str, float]:
         spread = float(rows.returns.var())
         explained = 1 - float((rows.returns - rows.value).var()) / spread if spread > 0 else float("nan")
         return {
@@ -265,7 +261,7 @@ class Learner:
             "learner/explained_variance": explained,
             "learner/first_ratio_error": self._first_ratio_error,
             "learner/steps": float(len(norms)),
-            "learner/skipped_steps": float(skipped),
+            "learner/skipped_steps": float(len(norms) - np.isfinite(norms).sum()),
             "learner/stopped_by_kl": float(stopped),
             "learner/policy_lr": float(self.optimizer.param_groups[0]["lr"]),
         }

@@ -125,7 +125,8 @@ class PolicyWorker:
         """
         torch.set_num_threads(1)
         begin = time.monotonic_ns()
-        clock, spans = Clock(), []
+        clock = Clock()
+        spans: list[Span] = []
         stages = range(self.farm.spec.stages)
         steps: list[list[_Step]] = [[] for _ in stages]
         for t in range(decisions + 1):
@@ -138,9 +139,7 @@ class PolicyWorker:
         end = time.monotonic_ns()
         spans.append(Span("policy", "transport", mark, end))
         wall_s = (end - begin) / 1e9
-        return RolloutSummary(
-            self._trajectories.env_steps, self._version, episodes, clock, wall_s, tuple(spans)
-        )
+        return RolloutSummary(self._trajectories.env_steps, self._version, episodes, clock, wall_s, tuple(spans))
 
     def trajectories(self) -> Trajectories:
         """What the last rollout gathered, once."""

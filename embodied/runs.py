@@ -180,9 +180,7 @@ def _film(config: Config, run_dir: Path, session: Session, episodes: Sequence[Ep
         frames: list[list[np.ndarray]] = []
         for start in range(0, len(episodes), count):
             batch = list(zip(projectors, episodes[start : start + count], strict=False))
-            pending = [
-                p.refer(Projector.film, e.spec, e.actions, max(1, e.length // FILM_FRAMES)) for p, e in batch
-            ]
+            pending = [p.refer(Projector.film, e.spec, e.actions, max(1, e.length // FILM_FRAMES)) for p, e in batch]
             for (projector, _), reference in zip(batch, pending, strict=True):
                 frames.append(projector.fetch(reference))
                 bar.advance()

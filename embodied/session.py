@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from embodied.config import Config
 from embodied.reporting.live import steps
 from embodied.runtime.handles import InlineRuntime, Runtime
-from sim_farm.episodes import Episodes
 from sim_farm.farm import Farm, FarmAddress
 from sim_farm.layout import FarmSpec
 

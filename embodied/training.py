@@ -1,6 +1,6 @@
 """Training: rollout, update, weights, once per iteration; and everything that must survive it.
 
-    [ rollout -> update -> publish weights -> record ] x iterations -> checkpoint -> evaluation -> report
+[ rollout -> update -> publish weights -> record ] x iterations -> checkpoint -> evaluation -> report
 """
 
 from __future__ import annotations
@@ -107,9 +107,7 @@ def train(config: Config, run_dir: Path, session: Session, resume_from: Path | N
 class _Loop:
     """The iterations of one run."""
 
-    def __init__(
-        self, config: Config, run_dir: Path, learner: Handle[Learner], policy: Handle[PolicyWorker]
-    ) -> None:
+    def __init__(self, config: Config, run_dir: Path, learner: Handle[Learner], policy: Handle[PolicyWorker]) -> None:
         self.config, self.run_dir = config, run_dir
         self.learner, self.policy = learner, policy
         self.position = Position()

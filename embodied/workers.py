@@ -23,7 +23,12 @@ def task_spec(config: Config) -> TaskSpec:
     if reads_images and env.cameras == 0:
         raise UserError("the policy reads images and env.cameras is 0; set env.cameras to 1 or more")
     return TaskSpec(
-        env.task, env.control_mode, env.reward, env.max_episode_steps, env.cameras if reads_images else 0, env.image_size
+        env.task,
+        env.control_mode,
+        env.reward,
+        env.max_episode_steps,
+        env.cameras if reads_images else 0,
+        env.image_size,
     )
 
 
@@ -66,18 +71,14 @@ def make_policy(config: Config, spec: PolicySpec, checkpoint: Path | None = None
 
 
 def make_policy_worker(config: Config, spec: PolicySpec, farm: Farm | FarmAddress) -> PolicyWorker:
-    return PolicyWorker(
-        make_policy(config, spec), _reach(farm), config.policy.reads, config.seed, config.ppo.bootstrap
-    )
+    return PolicyWorker(make_policy(config, spec), _reach(farm), config.policy.reads, config.seed, config.ppo.bootstrap)
 
 
 def make_learner(config: Config, spec: PolicySpec, run_dir: Path) -> Learner:
     return Learner(make_policy(config, spec), config.ppo, config.learner, config.seed, config.iterations, run_dir)
 
 
-def make_evaluator(
-    config: Config, spec: PolicySpec, farm: Farm | FarmAddress, checkpoint: Path | None
-) -> Evaluator:
+def make_evaluator(config: Config, spec: PolicySpec, farm: Farm | FarmAddress, checkpoint: Path | None) -> Evaluator:
     policy = make_policy(config, spec, checkpoint)
     return Evaluator(policy, _reach(farm), config.policy.reads, config.seed, config.eval.greedy)
 

@@ -125,4 +125,3 @@ class PolicyError(Exception):
 
 def spec_to_dict(spec: PolicySpec) -> dict[str, Any]:
     return {f.name: getattr(spec, f.name) for f in fields(spec)}
-

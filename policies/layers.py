@@ -38,9 +38,7 @@ def mlp(
 
 def checked_widths(name: str, widths: Sequence[int]) -> tuple[int, ...]:
     """The widths as a tuple of positive whole numbers, or a `PolicyError` that names the argument."""
-    if not isinstance(widths, (list, tuple)) or not all(
-        isinstance(width, int) and width > 0 for width in widths
-    ):
+    if not isinstance(widths, (list, tuple)) or not all(isinstance(width, int) and width > 0 for width in widths):
         raise PolicyError(f"{name} is a list of positive layer widths such as [256, 256], got {widths!r}")
     return tuple(widths)
 

@@ -34,9 +34,7 @@ def build(kind: str, spec: PolicySpec, seed: int, **architecture: Any) -> Policy
     """
     cls = policy_class(kind)
     if spec.action_dim < 1 or spec.chunk < 1:
-        raise PolicyError(
-            f"spec.action_dim and spec.chunk must be at least 1, got {spec.action_dim}, {spec.chunk}"
-        )
+        raise PolicyError(f"spec.action_dim and spec.chunk must be at least 1, got {spec.action_dim}, {spec.chunk}")
     known = {name: p.default for name, p in inspect.signature(cls).parameters.items() if name != "spec"}
     for name, value in architecture.items():
         if name not in known:

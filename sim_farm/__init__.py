@@ -1,7 +1,7 @@
 """Simulators as workers: physics and rendering apart, frames in shared memory, episodes named by seeds.
 
-    physics, renderer = sim_farm.make("tabletop/reach", cameras=1, size=128)
-    farm = sim_farm.Farm.create(sim_farm.FarmSpec(...), sim_farm.InProcess())
+physics, renderer = sim_farm.make("tabletop/reach", cameras=1, size=128)
+farm = sim_farm.Farm.create(sim_farm.FarmSpec(...), sim_farm.InProcess())
 """
 
 from __future__ import annotations

@@ -331,8 +331,8 @@ class Farm:
 
     def timeout(self, deadline_s: float, envs: Int | None = None) -> WorkerTimeout:
         """The error that names the worker that is late with one of `envs`, or with building; not raised here."""
-        late = np.flatnonzero(self._slots["drawn"][envs] != self._slots["requested"][envs]) if envs is not None else []
-        if envs is not None and len(late):
+        if envs is not None:
+            late = np.flatnonzero(self._slots["drawn"][envs] != self._slots["requested"][envs])
             return WorkerTimeout(self._who_is_late(int(envs[late[0]]), deadline_s))
         phases = self._slots["phase"].tolist()
         doing = "; ".join(f"{self._worker_name(i)} is {layout.PHASES[phase]}" for i, phase in enumerate(phases))

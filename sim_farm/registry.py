@@ -22,8 +22,7 @@ def backend(name: str) -> Backend:
         module = importlib.import_module(BACKENDS[name])
     except ModuleNotFoundError as error:
         raise FarmError(
-            f"the simulator {name!r} needs the Python package {error.name!r}: "
-            f"pip install 'embodied-farm[{name}]'"
+            f"the simulator {name!r} needs the Python package {error.name!r}: pip install 'embodied-farm[{name}]'"
         ) from error
     return module.BACKEND
 

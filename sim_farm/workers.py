@@ -250,7 +250,9 @@ class PhysicsWorker(Worker):
         slots = self.slots
         text = result.instruction.encode()
         if len(text) > slots["instruction"].shape[1]:
-            raise FarmError(f"the instruction {result.instruction!r} is longer than {slots['instruction'].shape[1]} bytes")
+            raise FarmError(
+                f"the instruction {result.instruction!r} is longer than {slots['instruction'].shape[1]} bytes"
+            )
         slots["instruction"][env] = 0
         slots["instruction"][env, : len(text)] = np.frombuffer(text, np.uint8)
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from embodied.bench.loops import LoopProcess, LoopSpec
+from embodied.bench.loops import Kind, LoopProcess, LoopSpec
+from embodied.bench.settings import BenchFarm
 from embodied.config import Config
 from embodied.reporting.live import steps
 from embodied.runs import hardware
@@ -24,20 +25,7 @@ ROUNDS = 3
 PEER_ENVS = (2, 8)
 
 
-class FarmBench(Protocol):
-    """The settings; see `embodied.cli.BenchFarm`."""
-
-    task: str
-    cameras: int
-    size: int
-    chunk: int
-    num_envs: int
-    stages: int
-    seconds: float
-    peer: bool
-
-
-def bench_farm(bench: FarmBench) -> dict[str, Any]:
+def bench_farm(bench: BenchFarm) -> dict[str, Any]:
     """Measure farm, peers and limit in turn, three rounds of each; medians count."""
     config = Config()
     with open_session(config) as session, contextlib.ExitStack() as stack:
@@ -53,13 +41,13 @@ def bench_farm(bench: FarmBench) -> dict[str, Any]:
             final_frames="never",
         )
         farm = stack.enter_context(session.farm(spec))
-        loops = {"limit": ("bare", 1), "stock": ("stock", 1)}
+        loops: dict[str, tuple[Kind, int]] = {"limit": ("bare", 1), "stock": ("stock", 1)}
         if bench.peer and bench.task.startswith("maniskill/"):
             loops |= {f"AsyncVectorEnv {n}": ("async", n) for n in PEER_ENVS}
         elif not bench.task.startswith("maniskill/"):
             loops.pop("stock")
         processes = {
-            name: LoopProcess(LoopSpec(kind, bench.task, bench.cameras, bench.size, bench.chunk, envs, cores))  # type: ignore[arg-type]
+            name: LoopProcess(LoopSpec(kind, bench.task, bench.cameras, bench.size, bench.chunk, envs, cores))
             for name, (kind, envs) in loops.items()
         }
         for process in processes.values():
@@ -108,7 +96,7 @@ class _Driver:
         return done / (time.perf_counter() - begin)
 
 
-def _result(bench: FarmBench, rates: dict[str, list[float]], cores: int) -> dict[str, Any]:
+def _result(bench: BenchFarm, rates: dict[str, list[float]], cores: int) -> dict[str, Any]:
     median = {name: float(np.median(values)) for name, values in rates.items()}
     result: dict[str, Any] = {
         "task": bench.task,

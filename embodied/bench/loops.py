@@ -19,12 +19,14 @@ from typing import Any, Literal
 
 import numpy as np
 
+Kind = Literal["bare", "stock", "async"]
+
 
 @dataclass(frozen=True)
 class LoopSpec:
     """One measured loop."""
 
-    kind: Literal["bare", "stock", "async"]
+    kind: Kind
     """bare: our physics (and one frame per chunk), nothing else, on one core. stock: ManiSkill's own `step`
     on one core, a frame per env step if there are cameras. async: AsyncVectorEnv over CPUGymWrapper, pinned."""
     task: str
@@ -157,7 +159,7 @@ def _async(spec: LoopSpec) -> Callable[[], int]:
     here = os.sched_getaffinity(0)
     env = AsyncVectorEnv([partial(_pinned_env, spec, i) for i in range(spec.num_envs)], context="spawn")
     os.sched_setaffinity(0, here)
-    actions = _actions(env.single_action_space.shape[0], spec.num_envs)
+    actions = _actions(int(np.prod(env.single_action_space.shape or ())), spec.num_envs)
     env.reset(seed=0)
     turn = 0
 

@@ -17,6 +17,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from embodied.bench.settings import BenchTransport
 from embodied.reporting.live import steps
 from embodied.runs import hardware
 from sim_farm.doorbell import Doorbell
@@ -28,8 +29,9 @@ REQUESTS, ANSWERS = 0, 1
 Measured = dict[str, float]
 
 
-def bench_transport(frames: int, size: int, messages: int) -> dict[str, Any]:
-    """Measure every way; `messages` messages of `frames` frames of `size` x `size`."""
+def bench_transport(bench: BenchTransport) -> dict[str, Any]:
+    """Measure every way there is."""
+    frames, size, messages = bench.frames, bench.size, bench.messages
     shape = (frames, size, size, 3)
     ways: dict[str, Callable[[tuple[int, ...], int], Measured]] = {
         "slots": _slots,

@@ -200,9 +200,7 @@ class _Left(TimeRemainingColumn):
         return Text("") if task.finished or task.total is None else super().render(task) + Text(" left")
 
 
-def _plain_steps(
-    console: Console, title: str, total: int | None, began_s: float
-) -> Callable[[int, str], None]:
+def _plain_steps(console: Console, title: str, total: int | None, began_s: float) -> Callable[[int, str], None]:
     tenths_shown = 0
 
     def show(done: int, text: str) -> None:

@@ -197,8 +197,7 @@ def _evaluation(run: RunFolder) -> str:
 def _evaluation_row(item: Evaluation) -> str:
     rate, low, high = item.success_rate, item.success_low, item.success_high
     bar = (
-        f'<div class="range"><i style="left:{low:.2%};width:{high - low:.2%}"></i>'
-        f'<b style="left:{rate:.2%}"></b></div>'
+        f'<div class="range"><i style="left:{low:.2%};width:{high - low:.2%}"></i><b style="left:{rate:.2%}"></b></div>'
     )
     success = f"{charts.percent(rate)} <small>{_interval(low, high)}</small>"
     wall = "–" if item.wall_s is None else duration(item.wall_s)

@@ -1,7 +1,7 @@
 """Typed handles: a worker is called through one whether it is in this process or an actor elsewhere.
 
-    worker: Handle[PolicyWorker] = runtime.place("policy", make_policy_worker, ...)
-    rollout = worker.call(PolicyWorker.rollout, 64)           # typed like the method itself
+worker: Handle[PolicyWorker] = runtime.place("policy", make_policy_worker, ...)
+rollout = worker.call(PolicyWorker.rollout, 64)           # typed like the method itself
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from embodied.runtime.handles import Handle
 from sim_farm.contract import TaskInfo, TaskSpec
-from sim_farm.farm import Host, WorkerFailed, WorkerTimeout, make_worker
 from sim_farm.farm import Handle as FarmHandle
+from sim_farm.farm import Host, WorkerFailed, WorkerTimeout, make_worker
 from sim_farm.memory import Block
 from sim_farm.workers import WorkerSetup
 

@@ -111,9 +111,7 @@ def _make(spec: TaskSpec, render: bool) -> Any:
                 if valid is None:
                     raise
                 continue
-            raise FarmError(
-                f"{spec.name} has no control mode {mode!r}; it has: {', '.join(valid)}"
-            ) from error
+            raise FarmError(f"{spec.name} has no control mode {mode!r}; it has: {', '.join(valid)}") from error
         except RuntimeError as error:
             if "rendering device" in str(error) or "physical device" in str(error):
                 raise FarmError(
@@ -271,8 +269,10 @@ class ManiSkillRenderer:
 
 def _info(spec: TaskSpec, env: Any) -> TaskInfo:
     task = spec.name.partition("/")[2]
-    space = env.action_space
-    boxes = [box for _, box in sorted(space.spaces.items())] if isinstance(space, gym.spaces.Dict) else [space]
+    space: Any = env.action_space
+    boxes: list[Any] = (
+        [box for _, box in sorted(space.spaces.items())] if isinstance(space, gym.spaces.Dict) else [space]
+    )
     low = np.concatenate([box.low.ravel() for box in boxes])
     high = np.concatenate([box.high.ravel() for box in boxes])
     obs = env.get_obs(env.get_info(), unflattened=True)
@@ -301,11 +301,11 @@ def _info(spec: TaskSpec, env: Any) -> TaskInfo:
 
 def _split_action(env: Any, action: torch.Tensor) -> Any:
     """Tasks with several robots take one action per robot, in the order of `TaskInfo.action_low`."""
-    space = env.action_space
+    space: Any = env.action_space
     if not isinstance(space, gym.spaces.Dict):
         return action
     names = sorted(space.spaces)
-    parts = torch.split(action, [space[name].shape[-1] for name in names], dim=-1)
+    parts = torch.split(action, [int(np.prod(space[name].shape or ())) for name in names], dim=-1)
     return dict(zip(names, parts, strict=True))
 
 
@@ -316,9 +316,7 @@ def _resolve_cameras(spec: TaskSpec, env: Any) -> tuple[str, ...]:
     )
     if isinstance(spec.cameras, int):
         if spec.cameras > len(names):
-            raise FarmError(
-                f"{spec.cameras} cameras were asked for, {spec.name} has {len(names)}: {', '.join(names)}"
-            )
+            raise FarmError(f"{spec.cameras} cameras were asked for, {spec.name} has {len(names)}: {', '.join(names)}")
         return names[: spec.cameras]
     unknown = sorted(set(spec.cameras) - set(names))
     if unknown:

@@ -35,7 +35,9 @@ def refusal(*arguments: str, **settings: str) -> str:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A small run of the built-in scene, trained and evaluated."""
     runs = tmp_path_factory.mktemp("runs")
-    done = embodied("train", "reach", "--name", "first", "--runs-dir", str(runs), "--json", str(runs / "r.json"), *SMALL)
+    done = embodied(
+        "train", "reach", "--name", "first", "--runs-dir", str(runs), "--json", str(runs / "r.json"), *SMALL
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     yield runs / "first"
 
@@ -80,7 +82,17 @@ def test_resume_goes_on_where_the_run_stopped(run: Path, tmp_path: Path) -> None
     copy = tmp_path / "first"
     shutil.copytree(run, copy)
     done = embodied(
-        "train", "reach", "--name", "first", "--runs-dir", str(tmp_path), "--resume", "auto", *SMALL, "--iterations", "3"
+        "train",
+        "reach",
+        "--name",
+        "first",
+        "--runs-dir",
+        str(tmp_path),
+        "--resume",
+        "auto",
+        *SMALL,
+        "--iterations",
+        "3",
     )
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in (copy / "metrics.jsonl").read_text().splitlines()]
@@ -89,7 +101,9 @@ def test_resume_goes_on_where_the_run_stopped(run: Path, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("mode", ["inline", "ray"])
 def test_a_wrong_task_name_shows_the_nearest(mode: str, tmp_path: Path) -> None:
-    said = refusal("train", "reach", "--env.task", "tabletop/reech", "--runtime.mode", mode, "--runs-dir", str(tmp_path))
+    said = refusal(
+        "train", "reach", "--env.task", "tabletop/reech", "--runtime.mode", mode, "--runs-dir", str(tmp_path)
+    )
     assert "tabletop/reach" in said
     assert not list(tmp_path.iterdir()), "a run that never began must leave no folder"
 
@@ -147,7 +161,13 @@ def test_a_full_shared_memory_says_how_much_is_missing(tmp_path: Path) -> None:
 def test_no_vulkan_device_names_the_doctor(tmp_path: Path) -> None:
     nothing = str(tmp_path / "none.json")
     said = refusal(
-        "train", "pushcube", *SMALL, "--runs-dir", str(tmp_path / "r"), VK_DRIVER_FILES=nothing, VK_ICD_FILENAMES=nothing
+        "train",
+        "pushcube",
+        *SMALL,
+        "--runs-dir",
+        str(tmp_path / "r"),
+        VK_DRIVER_FILES=nothing,
+        VK_ICD_FILENAMES=nothing,
     )
     assert "Vulkan" in said and "embodied doctor" in said
 

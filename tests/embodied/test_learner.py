@@ -150,6 +150,63 @@ def test_rows_keep_the_order_of_decision_and_environment() -> None:
     assert torch.equal(rows.value, expected)
 
 
+# --- the loss
+
+
+def units_of(values: Tensor, unit: str) -> list[Tensor]:
+    """Those of a row's executed actions [n, A]."""
+    return {"chunk": [values.sum()], "action": list(values.sum(1)), "element": list(values.flatten())}[unit]
+
+
+def literal_loss(policy: Policy, batch: Trajectories, ppo: PPOConfig) -> Tensor:
+    """The loss of all rows, unit by unit."""
+    rows = to_rows(batch, ppo)
+    new = policy.evaluate(rows.inputs, rows.trace)
+    losses, entropies, errors = [], [], []
+    for row in range(len(rows)):
+        alive = int(rows.executed[row])
+        ratio = new.log_prob[row, :alive] - rows.log_prob[row, :alive]
+        entropy = new.entropy[row, :alive]
+        entropies += units_of(entropy, ppo.ratio_unit)
+        for unit in units_of(ratio, ppo.ratio_unit):
+            gain, high = rows.advantage[row], 1 + (ppo.clip_high or ppo.clip)
+            loss = -torch.minimum(gain * unit.exp(), gain * unit.exp().clamp(1 - ppo.clip, high))
+            if ppo.dual_clip is not None and gain < 0:
+                loss = torch.minimum(loss, -gain * ppo.dual_clip)
+            losses.append(loss)
+        moved = new.value[row] - rows.value[row]
+        guesses = [new.value[row]]
+        if ppo.value_clip is not None:
+            guesses.append(rows.value[row] + moved.clamp(-ppo.value_clip, ppo.value_clip))
+        errors.append(torch.stack([(guess - rows.returns[row]).square() / 2 for guess in guesses]).max())
+    mean = [torch.stack(parts).mean() for parts in (losses, errors, entropies)]
+    return mean[0] + ppo.value_coef * mean[1] - ppo.entropy_coef * mean[2]
+
+
+@pytest.mark.parametrize("unit", ["chunk", "action", "element"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"clip": 0.1, "clip_high": 0.4, "entropy_coef": 0.1, "value_coef": 0.3},
+        {"clip": 0.1, "dual_clip": 1.2, "value_clip": None, "normalise_advantages": False},
+    ],
+    ids=["default", "clip_high", "dual_clip"],
+)
+def test_the_gradient_is_that_of_the_formula_written_out(unit: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    ppo = PPOConfig.model_validate({"ratio_unit": unit, **changes})
+    batch = make_batch()
+    noise = torch.randn(batch.log_prob.shape, generator=torch.Generator().manual_seed(1))
+    batch = replace(batch, log_prob=batch.log_prob + 0.2 * noise)
+    learner = make_learner(tmp_path, ppo, epochs=1, minibatch=T * B, micro_batch=7, max_grad_norm=1e9)
+    learner.policy.ratio_tolerance = 10.0  # these ratios are far from one on purpose
+    expected = make_policy()
+    literal_loss(expected, batch, ppo).backward()
+    learner.update(batch, 0)
+    for (name, found), other in zip(learner.policy.named_parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, other.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
 # --- batching
 
 
@@ -268,6 +325,7 @@ def test_bad_steps_that_are_not_in_a_row_do_not_end_the_run(tmp_path: Path) -> N
     # Two minibatches an epoch, one of them bad: at most two bad ones meet.
     learner = make_learner(tmp_path, ppo, epochs=8, minibatch=T * B // 2, non_finite_limit=3)
     assert learner.update(batch, 0)["learner/skipped_steps"] == 8
+    assert len(list((tmp_path / "non_finite").iterdir())) == 8, "one minibatch was written over another"
 
 
 # --- what ends or scales an update

@@ -71,14 +71,15 @@ def test_advantages_equal_a_literal_double_loop(seed: int, bootstrap: Literal["t
     close(returns, expected + value, atol=1e-12)
 
 
-def test_what_follows_an_end_does_not_touch_what_came_before() -> None:
+@pytest.mark.parametrize("far", [1e6, math.inf, math.nan])
+def test_what_follows_an_end_does_not_touch_what_came_before(far: float) -> None:
     g = generator(0)
     reward, value, final_value = (torch.randn(6, 2, generator=g) for _ in range(3))
     terminated, truncated = torch.zeros(6, 2, dtype=torch.bool), torch.zeros(6, 2, dtype=torch.bool)
     terminated[2, 0] = truncated[2, 1] = True
     ends = (terminated, truncated, final_value, torch.zeros(2), 0.99, 0.95)
     before, _ = generalised_advantages(reward, value, *ends)
-    reward[3:], value[3:] = 1e6, -1e6
+    reward[3:], value[3:] = far, -far
     after, _ = generalised_advantages(reward, value, *ends)
     assert torch.equal(before[:3], after[:3])
 
@@ -90,7 +91,7 @@ def test_unread_final_values_do_not_matter() -> None:
     terminated[2, 0] = truncated[2, 1] = True
     ends = (terminated, truncated)
     before, _ = generalised_advantages(reward, value, *ends, final_value, torch.zeros(2), 0.99, 0.95)
-    other = torch.where(truncated, final_value, torch.full_like(final_value, 1e6))
+    other = torch.where(truncated, final_value, torch.nan)
     after, _ = generalised_advantages(reward, value, *ends, other, torch.zeros(2), 0.99, 0.95)
     assert torch.equal(before, after)
 

@@ -1,0 +1,44 @@
+"""What the benchmarks can be asked for. Light, so that `--help` need not import what they measure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class BenchFarm:
+    """Env steps per second of the farm, beside gymnasium's AsyncVectorEnv and the physical limit."""
+
+    task: str = "maniskill/PushCube-v1"
+    """ManiSkill tasks are compared with AsyncVectorEnv over ManiSkill's CPUGymWrapper."""
+    cameras: int = 0
+    """Cameras observed; 0 observes states."""
+    size: int = 128
+    """Height and width of a frame."""
+    chunk: int = 1
+    """Actions per decision."""
+    num_envs: int = 8
+    """Environments of the farm."""
+    stages: int = 2
+    """Groups of environments; one is simulated while another is inferred."""
+    seconds: float = 10.0
+    """Duration of each measurement; there are three of each, in turn."""
+    peer: bool = True
+    """Measure AsyncVectorEnv, pinned, with 2 and 8 environments."""
+    json: Path | None = None
+    """Write the result to this file."""
+
+
+@dataclass(frozen=True)
+class BenchTransport:
+    """Frames from a worker to a consumer: through slots, pipe, queue and Ray's object store; memcpy is the limit."""
+
+    frames: int = 2
+    """Frames per message."""
+    size: int = 256
+    """Height and width of a frame."""
+    messages: int = 2000
+    """Messages per measurement."""
+    json: Path | None = None
+    """Write the result to this file."""

@@ -1,0 +1,68 @@
+"""Task names: found, or refused with the nearest that exist."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import sim_farm
+from sim_farm.contract import EpisodeSpec, FarmError, Physics, Renderer, TaskSpec
+from sim_farm.registry import BACKENDS, backend, make_physics, make_renderer, resolve
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        ("tabletop/reahc", "unknown task 'tabletop/reahc'; did you mean tabletop/reach"),
+        ("tabeltop/reach", "unknown simulator 'tabeltop'; did you mean tabletop"),
+        ("nothing-like-it/reach", "unknown simulator 'nothing-like-it'; valid: .*maniskill.*tabletop"),
+        ("tabletop/", "unknown task 'tabletop/'"),
+        ("tabletop", "named <simulator>/<task>, got 'tabletop'; did you mean tabletop"),
+        ("", "named <simulator>/<task>, got ''; valid: "),
+        ("tabletop/0123456789-0123456789", "valid: tabletop/pick_and_place, tabletop/push, tabletop/reach"),
+    ],
+)
+def test_an_unknown_task_is_refused_with_the_valid_ones(task: str, message: str) -> None:
+    for make in (make_physics, make_renderer):
+        with pytest.raises(FarmError, match=message):
+            make(TaskSpec(task))
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_every_backend_goes_by_its_name_and_resolves_its_tasks(name: str) -> None:
+    found = backend(name)
+    assert found.name == name and found.tasks()
+    for task in found.tasks():
+        assert resolve(f"{name}/{task}") == (found, task)
+
+
+def test_a_backend_whose_package_is_missing_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(BACKENDS, "maniskill", "package_that_is_not_installed.maniskill")
+    with pytest.raises(FarmError, match=r"'package_that_is_not_installed': pip install 'embodied-farm\[maniskill\]'"):
+        backend("maniskill")
+
+
+def test_naming_a_task_loads_no_other_simulator() -> None:
+    code = """
+import sys
+import sim_farm
+sim_farm.registry.resolve("tabletop/reach")
+loaded = {name.partition(".")[0] for name in sys.modules} & {"mani_skill", "sapien", "torch", "ray"}
+assert not loaded, loaded
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=ROOT)
+
+
+def test_the_front_door_gives_both_halves_of_a_task() -> None:
+    physics, renderer = sim_farm.make("tabletop/reach", cameras=("side",), size=16)
+    with closing(physics), closing(renderer):
+        assert isinstance(physics, Physics) and isinstance(renderer, Renderer)
+        picture = renderer.render([physics.reset(EpisodeSpec(1)).scene], ["side"])["side"]
+    assert picture.shape == (1, 16, 16, 3) and picture.dtype == np.uint8
