@@ -15,7 +15,8 @@ from embodied.noise import EVALUATION, SamplingNoise
 from policies.contract import Inputs, Policy
 from sim_farm.contract import EpisodeSpec
 from sim_farm.episodes import ListedEpisodes
-from sim_farm.farm import Farm, Observations
+from sim_farm.farm import Farm
+from sim_farm.observations import Observations
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ from embodied.noise import SamplingNoise
 from embodied.reporting.trace import Span
 from embodied.trajectories import Trajectories, join_inputs
 from policies.contract import Action, Inputs, Policy
-from sim_farm.farm import Farm, FinalObservations, Observations
+from sim_farm.farm import Farm
+from sim_farm.observations import FinalObservations, Observations
 
 
 @dataclass(frozen=True)

@@ -18,17 +18,15 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from sim_farm import layout
 from sim_farm.contract import Bool, FarmError, Float32, TaskInfo, TaskSpec, UInt8
 from sim_farm.doorbell import Doorbell
 from sim_farm.layout import FarmSpec, slot_fields
 from sim_farm.memory import Block
+from sim_farm.observations import FinalObservations, Int, Observations
 from sim_farm.registry import make_physics
 from sim_farm.workers import PhysicsWorker, RenderWorker, Worker, WorkerSetup, is_stamped
-
-Int = npt.NDArray[np.int64]
 
 
 class Handle(Protocol):
@@ -110,50 +108,6 @@ class WorkerFailed(FarmError):
 
 class UnwrittenFrame(FarmError):
     """A frame that should have been drawn still carries the magic value."""
-
-
-@dataclass(frozen=True)
-class FinalObservations:
-    """The last observations of the K episodes that ended in a chunk, for their bootstrapped values."""
-
-    rows: Int
-    """[K] rows of `Observations` they belong to."""
-    state: Float32
-    proprio: Float32
-    frames: Mapping[str, UInt8]
-    """Drawn only where `drawn`; other rows are unspecified."""
-    drawn: Bool
-
-
-@dataclass(frozen=True)
-class Observations:
-    """What a stage's B environments show now, and what became of the chunk before. Arrays are the caller's."""
-
-    envs: Int
-    """[B] index of each environment."""
-    state: Float32
-    proprio: Float32
-    frames: Mapping[str, UInt8]
-    instruction: tuple[str, ...]
-    active: Bool
-    """[B] False where an environment has no episode left; its row holds zeros and needs no action."""
-    episode: Int
-    """[B] the episode that the observation belongs to."""
-    episode_step: Int
-    """[B] env steps of that episode so far."""
-    steps: Int
-    """[B] env steps executed of the last chunk."""
-    reward: Float32
-    """[B, C] zero beyond the executed steps."""
-    success: Bool
-    """[B, C]"""
-    terminated: Bool
-    """[B] the last chunk ended its episode: by the task."""
-    truncated: Bool
-    """[B] the last chunk ended its episode: by the step limit."""
-    final: FinalObservations
-    times_ns: Int
-    """[B, 4] physics start and end, render start and end, on the machine's monotonic clock."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 from embodied import checkpoint, training
 from embodied.checkpoint import CheckpointError
 from embodied.config import Config, UserError, parse_config
-from embodied.reporting.metrics import read
+from embodied.reporting.metrics import FILE, read
 from embodied.runtime.handles import InlineRuntime, LocalHandle
 from embodied.session import Session, open_session
 from embodied.training import prepare_run
@@ -123,6 +123,19 @@ def test_a_run_that_crashed_before_its_first_checkpoint_starts_over(tmp_path: Pa
     with open_session(config) as session:
         training.train(config, tmp_path / "crashed", session, None)
     assert_same_run(tmp_path / "crashed", tmp_path / "whole")
+
+
+def test_milestones_from_before_the_stop_are_in_the_result(tmp_path: Path) -> None:
+    run(config_of(STATES, 2), tmp_path / "run")
+    rows = read(tmp_path / "run")
+    rows[0]["env/success_recent"] = 0.6  # so small a run solves nothing: its record is made to say that it did
+    (tmp_path / "run" / FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = config_of(STATES, 3)
+    found = prepare_run(config, tmp_path / "run", resume=True)
+    with open_session(config) as session:
+        result = training.train(config, tmp_path / "run", session, found)
+    assert result.get("success_0.5_env_steps") == rows[0]["env_steps"]
+    assert result.get("success_0.5_wall_s") == rows[0]["wall_s"]
 
 
 def test_a_run_from_images_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
