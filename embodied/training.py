@@ -57,7 +57,8 @@ def prepare_run(config: Config, run_dir: Path, resume: bool) -> Path | None:
         raise UserError(f"the run folder {run_dir} exists: go on with it by --resume auto, or choose another --name")
     try:
         (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
-        save_config(config, run_dir / "config.yaml")
+        if not (run_dir / "config.yaml").exists():
+            save_config(config, run_dir / "config.yaml")
     except OSError as error:
         raise UserError(
             f"the run folder {run_dir} cannot be written ({error.strerror}); make it writable, or choose another "
@@ -88,6 +89,7 @@ def train(config: Config, run_dir: Path, session: Session, resume_from: Path | N
         policy = session.runtime.place("policy", make_policy_worker, config, sizes, session.reach(farm))
         loop = _Loop(config, run_dir, learner, policy)
         loop.begin(resume_from)
+        save_config(config, run_dir / "config.yaml")  # a resumed run may have other settings, once they fit
         startup_s = time.monotonic() - begin
         with loop.metrics, Progress(run_dir.name, config.iterations, config.stop_at_success) as progress:
             loop.run(progress)
