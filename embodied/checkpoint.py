@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.numpy import load_file as load_numpy
 from safetensors.numpy import save_file as save_numpy
 from safetensors.torch import load_file, save_file
@@ -73,10 +74,16 @@ def write(
         (aside / "state.json").write_text(json.dumps(data, indent=1))
         (aside / MANIFEST).write_text(json.dumps(_hashes(aside), indent=1))
         _flush(aside)
-        shutil.rmtree(final, ignore_errors=True)
-        aside.rename(final)
+        if final.exists():  # written again after a resume; it stays whole until the new one is there
+            replaced = root / f".{final.name}.replaced"
+            shutil.rmtree(replaced, ignore_errors=True)
+            final.rename(replaced)
+            aside.rename(final)
+            shutil.rmtree(replaced, ignore_errors=True)
+        else:
+            aside.rename(final)
         _point(root, final.name)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # safetensors reports a full disk by an error of its own
         raise CheckpointError(
             f"cannot write the checkpoint {final}: {error}. Earlier checkpoints are untouched"
         ) from error
@@ -93,7 +100,9 @@ def verify(folder: Path) -> None:
     """Raise `CheckpointError` unless every file is there and is what was written."""
     try:
         expected = json.loads((folder / MANIFEST).read_text())
-    except (OSError, json.JSONDecodeError) as error:
+        if not isinstance(expected, dict) or not expected:
+            raise ValueError("it lists no files")
+    except (OSError, ValueError) as error:  # ValueError: not JSON, or not even text
         raise CheckpointError(
             f"{folder} is not a complete checkpoint: its {MANIFEST} cannot be read ({error})"
         ) from error
@@ -165,7 +174,7 @@ def _hashes(folder: Path) -> dict[str, str]:
 
 def _flush(folder: Path) -> None:
     """Have the files on the disk before the rename makes them count."""
-    for path in (*(p for p in folder.rglob("*") if p.is_file()), folder):
+    for path in (*folder.rglob("*"), folder):
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)

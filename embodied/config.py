@@ -32,9 +32,9 @@ class EnvConfig(Section):
     """One of the task's control modes; None is the simulator's default."""
     reward: Literal["dense", "sparse"] = "dense"
     """Shaped and normalised to at most 1 per env step, or 1 where the task is solved."""
-    max_episode_steps: int | None = None
+    max_episode_steps: Annotated[int, Field(ge=1)] | None = None
     """Env steps after which an episode is truncated; None is the task's own limit."""
-    cameras: int = 0
+    cameras: Annotated[int, Field(ge=0)] = 0
     """How many of the task's cameras the policy sees."""
     image_size: Annotated[int, Field(ge=16, le=1024)] = 128
     """Height and width of a frame in pixels."""
@@ -75,13 +75,13 @@ class PPOConfig(Section):
     """`always` also bootstraps the value where the task itself ended the episode."""
     clip: Annotated[float, Field(gt=0)] = 0.2
     """Clip range of the ratio, below one and (unless clip_high is set) above."""
-    clip_high: float | None = None
+    clip_high: Annotated[float, Field(gt=0)] | None = None
     """Clip range above one (DAPO's clip-higher)."""
-    dual_clip: float | None = None
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
     """Bound of the loss for negative advantages; off unless set (3 is usual)."""
     ratio_unit: Literal["chunk", "action", "element"] = "chunk"
     """What a ratio is taken over: a whole chunk, one action of it, or one number of it."""
-    value_clip: float | None = 0.2
+    value_clip: Annotated[float, Field(gt=0)] | None = 0.2
     """Clip range of the value prediction; None does not clip."""
     value_coef: float = 0.5
     """Weight of the value loss."""
@@ -98,7 +98,7 @@ class LearnerConfig(Section):
     """Passes over an iteration's rows."""
     minibatch: Annotated[int, Field(ge=1)] = 256
     """Rows per optimiser step."""
-    micro_batch: int | None = None
+    micro_batch: Annotated[int, Field(ge=1)] | None = None
     """Rows per forward pass; changes memory, never the result. None: the whole minibatch."""
     policy_lr: float = 3e-4
     """Learning rate of the policy."""
@@ -110,7 +110,7 @@ class LearnerConfig(Section):
     """Gradients are scaled down to this norm."""
     non_finite_limit: int = 3
     """Consecutive skipped steps (loss or gradient not finite) after which the run ends."""
-    threads: int = 0
+    threads: Annotated[int, Field(ge=0)] = 0
     """CPU threads of the update; 0 takes one per core."""
 
 
@@ -119,12 +119,10 @@ class EvalConfig(Section):
     """Episodes with seeds that no training run draws."""
     greedy: bool = True
     """Take the policy's mode; False samples."""
-    num_envs: int | None = None
+    num_envs: Annotated[int, Field(ge=1)] | None = None
     """Environments that run side by side; None takes the training's."""
     videos: Annotated[int, Field(ge=0)] = 9
     """Episodes in the tiled video, failures first; 0 makes none."""
-    every: Annotated[int, Field(ge=0)] = 0
-    """Evaluate after every so many iterations; 0 only at the end."""
 
 
 class RuntimeConfig(Section):
@@ -132,7 +130,7 @@ class RuntimeConfig(Section):
     """`ray`: workers are processes. `inline`: everything in this process, in order; for debugging."""
     address: str = "local"
     """`local` starts Ray on this machine; else the address of a running Ray cluster that has this machine as a node."""
-    deadline_s: float = 600.0
+    deadline_s: Annotated[float, Field(gt=0)] = 600.0
     """Longest wait for any worker; a message names the one that was late."""
     trace: bool = True
     """Record a trace of the first and the last iterations."""

@@ -226,7 +226,7 @@ class Learner:
         self._non_finite += 1
         folder = self._run_dir / "non_finite"
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{iteration:06d}-{self._non_finite}.safetensors"
+        path = folder / f"{iteration:06d}-{len(list(folder.iterdir())):03d}.safetensors"
         tensors = {key: getattr(rows, key) for key in ("log_prob", "value", "advantage", "returns", "executed")}
         tensors |= {f"trace.{key}": tensor for key, tensor in rows.trace.items()}
         tensors |= {f"inputs.frames.{key}": tensor for key, tensor in rows.inputs.frames.items()}

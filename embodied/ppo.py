@@ -39,11 +39,12 @@ def generalised_advantages(
     dead = terminated if bootstrap == "truncated" else torch.zeros_like(terminated)
     following = torch.cat([value[1:], last_value[None]])
     following = torch.where(cut, final_value, following)
-    delta = reward + gamma * following * ~dead - value
+    # `where` rather than a product: what is not read may be NaN, and 0 * NaN is NaN.
+    delta = reward + gamma * torch.where(dead, 0.0, following) - value
     advantage = torch.zeros_like(value)
     carry = torch.zeros_like(last_value)
     for t in reversed(range(len(reward))):
-        carry = delta[t] + gamma * lam * carry * ~cut[t]
+        carry = delta[t] + gamma * lam * torch.where(cut[t], 0.0, carry)
         advantage[t] = carry
     return advantage, advantage + value
 

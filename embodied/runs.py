@@ -125,6 +125,7 @@ def _evaluate(config: Config, run_dir: Path | None, session: Session, folder: Pa
             results = run_to_end(
                 lambda budget_s: worker.call(Evaluator.advance, budget_s, deadline_s), protocol.episodes, bar.advance
             )
+        worker.end()
     summary: dict[str, Any] = {
         "task": config.env.task,
         **summarise(results),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from embodied.config import Config, UserError, save_config
 from embodied.interrupts import deferred_interrupts
 from embodied.learner import Learner
 from embodied.reporting.live import Progress
-from embodied.reporting.metrics import MetricsWriter
+from embodied.reporting.metrics import MetricsWriter, read
 from embodied.reporting.trace import Span, TraceWriter
 from embodied.rollout import PolicyWorker, RolloutSummary
 from embodied.runtime.handles import Handle
@@ -94,6 +95,8 @@ def train(config: Config, run_dir: Path, session: Session, resume_from: Path | N
         with loop.metrics, Progress(run_dir.name, config.iterations, config.stop_at_success) as progress:
             loop.run(progress)
         position = loop.position
+        learner.end()
+        policy.end()
     return {
         "run": str(run_dir),
         "iterations": position.iteration,
@@ -129,8 +132,11 @@ class _Loop:
             environments = checkpoint.read_environments(resume_from)
             self.position = Position.of(checkpoint.read_state(resume_from))
             self._saved = self.position.iteration
-            self.metrics.truncate(self.position.iteration)
             self._publish()
+        # Without a checkpoint too: rows of a run that crashed before its first one will be repeated.
+        self.metrics.truncate(self.position.iteration)
+        for row in read(self.run_dir):
+            self._note_milestones(row)
         self.policy.call(PolicyWorker.begin, environments)
 
     def run(self, progress: Progress) -> None:
@@ -139,9 +145,8 @@ class _Loop:
             while self.position.iteration < config.iterations:
                 row = self._iterate()
                 progress.row(row)
-                self.metrics.write(self.position.iteration, self.position.env_steps, row)
                 recent = row["env/success_recent"]
-                self._note_milestones(recent)
+                self._note_milestones(row)
                 if self.position.iteration % config.checkpoint_every == 0:
                     self._save()
                 if config.stop_at_success is not None and recent >= config.stop_at_success:
@@ -175,6 +180,8 @@ class _Loop:
             self.position.wall_s += (end - begin) / 1e9
             self.position.recent.extend(episode.success for episode in summary.episodes)
             self._consistent = True
+            row = self._row(summary, learned, (end - begin) / 1e9)
+            self.metrics.write(self.position.iteration, self.position.env_steps, row)
         if self.trace is not None:
             update_ns = int(learned["learner/update_s"] * 1e9)
             self.trace.add(summary.spans)
@@ -186,7 +193,7 @@ class _Loop:
                     Span("learner", "update", updated - update_ns, updated),
                 ]
             )
-        return self._row(summary, learned, (end - begin) / 1e9)
+        return row
 
     def _row(self, summary: RolloutSummary, learned: dict[str, float], wall_s: float) -> dict[str, float]:
         episodes, position = summary.episodes, self.position
@@ -214,12 +221,15 @@ class _Loop:
         weights = self.learner.refer(Learner.weights)
         self.policy.call(PolicyWorker.load_weights, weights, version or self.position.iteration)
 
-    def _note_milestones(self, recent: float) -> None:
+    def _note_milestones(self, row: Mapping[str, Any]) -> None:
+        recent = row["env/success_recent"]
+        if recent is None:  # how the record writes NaN
+            return
         for level in (0.5, 0.9, 0.95):
             key = f"success_{level}"
             if recent >= level and f"{key}_wall_s" not in self.milestones:
-                self.milestones[f"{key}_wall_s"] = self.position.wall_s
-                self.milestones[f"{key}_env_steps"] = self.position.env_steps
+                self.milestones[f"{key}_wall_s"] = row["wall_s"]
+                self.milestones[f"{key}_env_steps"] = row["env_steps"]
 
     def _save(self) -> None:
         if self._saved != self.position.iteration:

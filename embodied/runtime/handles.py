@@ -55,6 +55,10 @@ class Handle(Generic[T]):
         """The value of what `refer` returned."""
         raise NotImplementedError
 
+    def end(self) -> None:
+        """The worker is no longer needed; its memory may go."""
+        raise NotImplementedError
+
     def _start(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise NotImplementedError
 
@@ -70,6 +74,9 @@ class LocalHandle(Handle[T]):
 
     def fetch(self, reference: R) -> R:
         return reference
+
+    def end(self) -> None:
+        self.worker = None
 
     def _start(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._run(method, args, kwargs)

@@ -57,11 +57,9 @@ class _FarmActor:
 class _WorkerActor:
     """A process for any other worker."""
 
-    def __init__(self, make: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    def make(self, make: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        # Not in the constructor: Ray would wrap its exception into the news of the actor's death.
         self._worker = make(*args)
-
-    def ready(self) -> None:
-        """Returns when the constructor has."""
 
     def run(self, method: str, *args: Any, **kwargs: Any) -> Any:
         # Arguments are spread out so that Ray replaces references by their values.
@@ -89,6 +87,8 @@ class RayRuntime:
             }
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        # Ray's default lets every other process of the machine go before its workers (nice 15).
+        os.environ.setdefault("RAY_worker_niceness", "0")
         if address == "local":
             # Ray replaces a loopback address by one that other machines reach, except where it knows that there
             # are none (as on macOS). Told so, all its servers listen on the loopback interface alone.
@@ -117,8 +117,8 @@ class RayRuntime:
         return actor
 
     def place(self, name: str, make: Callable[..., T], *args: Any) -> Handle[T]:
-        actor = self.actor(_WorkerActor, name, {}, make, args)
-        self.wait(actor.ready.remote(), name, "start", self._deadline_s)
+        actor = self.actor(_WorkerActor, name, {})
+        self.wait(actor.make.remote(make, args), name, "start", self._deadline_s)
         return RayHandle(name, self._deadline_s, runtime=self, actor=actor)
 
     def wait(self, reference: Any, name: str, what: str, deadline_s: float) -> Any:
@@ -131,6 +131,11 @@ class RayRuntime:
             self.watch()
             if time.monotonic() - begin > deadline_s:
                 raise WorkerTimeout(f"{name} did not finish {what!r} within {deadline_s:.0f} s")
+
+    def end(self, actor: Any) -> None:
+        """End an actor now, and with it its process and memory."""
+        self._actors.remove(actor)
+        ray.kill(actor)
 
     def close(self) -> None:
         for actor in self._actors:
@@ -157,6 +162,9 @@ class RayHandle(Handle[T]):
 
     runtime: Any = None
     actor: Any = None
+
+    def end(self) -> None:
+        self.runtime.end(self.actor)
 
     def fetch(self, reference: Any) -> Any:
         return self.runtime.wait(reference, self.name, "fetch a result", self.deadline_s)
@@ -202,7 +210,8 @@ class RayHost:
             # A worker that returned by itself has written its message into the slots: the farm raises it.
 
     def pids(self) -> list[int]:
-        return ray.get([actor.pid.remote() for actor in self._actors])
+        """Process ids of the workers; only while they serve no farm."""
+        return ray.get([actor.pid.remote() for actor in self._actors], timeout=60)
 
     def end(self, index: int, deadline_s: float) -> None:
         """The worker leaves its farm; its process stays, with its simulator imported, for the next farm."""

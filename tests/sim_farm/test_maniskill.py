@@ -62,6 +62,15 @@ TWO_ROBOTS = spec_of("TwoRobotPickCube-v1")
 SHORT = (PUSH_CUBE, PEG, STACK, PLUG)
 EVERY = tuple(spec_of(task) for task in INSTRUCTIONS)
 
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_shaders() -> Iterator[None]:
+    """SAPIEN compiles its shaders, for seven seconds, whenever no other renderer is alive: so one is kept."""
+    with closing(make_renderer(PUSH_CUBE)):
+        yield
+
+
 each_task = pytest.mark.parametrize("spec", EVERY, ids=name_of)
 each_physics_law = pytest.mark.parametrize("law", PHYSICS_LAWS, ids=name_of)
 each_render_law = pytest.mark.parametrize("law", RENDER_LAWS, ids=name_of)
@@ -111,6 +120,7 @@ import numpy as np
 import torch
 
 torch.set_num_threads(1)
+kept = []  # the last environment, closed: while it exists SAPIEN does not compile its shaders again
 
 
 def taken(space, action):
@@ -138,6 +148,7 @@ def episode(options, seed, actions):
         if terminated or truncated:
             break
     env.close()
+    kept[:] = [env]
     rows = {name: np.stack([row[name] for row in shown]) for name in shown[0]}
     rows |= zip(("reward", "success", "terminated", "truncated"), map(np.array, zip(*told)))
     return rows
