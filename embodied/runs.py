@@ -176,6 +176,7 @@ def _film(config: Config, run_dir: Path, session: Session, episodes: Sequence[Ep
     task = task_spec(config)
     film = TaskSpec(task.name, task.control_mode, task.reward, task.max_episode_steps, 1, FILM_SIZE)
     count = min(len(session.cores), len(episodes)) if config.runtime.mode == "ray" else 1
+    session.runtime.prepare(count)
     with steps("Filming", len(episodes)) as bar:
         projectors = [session.runtime.place(f"projector {i}", Projector, film) for i in range(count)]
         frames: list[list[np.ndarray]] = []

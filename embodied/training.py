@@ -84,6 +84,7 @@ def train(config: Config, run_dir: Path, session: Session, resume_from: Path | N
     """
     begin = time.monotonic()
     spec = farm_spec(config, EndlessEpisodes(config.seed), len(session.cores))
+    session.runtime.prepare(2)
     with session.farm(spec) as farm:
         sizes = policy_spec(config, farm.info)
         learner = session.runtime.place("learner", make_learner, config, sizes, run_dir)

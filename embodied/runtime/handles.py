@@ -96,6 +96,10 @@ class Runtime(Protocol):
         """Replace farm workers that died. To be called while waiting for something else than a `call`."""
         ...
 
+    def prepare(self, workers: int) -> None:
+        """Start processes for workers that will be placed soon, so that they import while others build."""
+        ...
+
     def place(self, name: str, make: Callable[..., T], *args: Any) -> Handle[T]:
         """The worker `make(*args)` under a handle."""
         ...
@@ -116,6 +120,9 @@ class InlineRuntime:
 
     def watch(self) -> None:
         """Nothing dies apart from this process."""
+
+    def prepare(self, workers: int) -> None:
+        """Everything is imported here anyway."""
 
     def place(self, name: str, make: Callable[..., T], *args: Any) -> Handle[T]:
         return LocalHandle(name, self._deadline_s, worker=make(*args))

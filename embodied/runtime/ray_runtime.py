@@ -6,6 +6,7 @@ other through shared memory, and Ray carries one call per iteration.
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import signal
@@ -57,6 +58,9 @@ class _FarmActor:
 class _WorkerActor:
     """A process for any other worker."""
 
+    def __init__(self) -> None:
+        importlib.import_module("embodied.workers")  # seconds, which pass while the farm is built
+
     def make(self, make: Callable[..., Any], args: tuple[Any, ...]) -> None:
         # Not in the constructor: Ray would wrap its exception into the news of the actor's death.
         self._worker = make(*args)
@@ -75,6 +79,7 @@ class RayRuntime:
     def __init__(self, address: str, deadline_s: float) -> None:
         self._deadline_s = deadline_s
         self._actors: list[Any] = []
+        self._spare: list[Any] = []
         self._hosts: dict[int, RayHost] = {}
         options: dict[str, Any] = {"address": address, "logging_level": logging.ERROR, "log_to_driver": False}
         if address == "local":
@@ -110,14 +115,17 @@ class RayRuntime:
         for host in self._hosts.values():
             host.watch()
 
-    def actor(self, cls: Any, name: str, env: dict[str, str], *args: Any) -> Any:
+    def actor(self, cls: Any, env: dict[str, str], *args: Any) -> Any:
         """A new actor of this machine, ended by `close`."""
         actor = cls.options(scheduling_strategy=self._here, runtime_env={"env_vars": env}).remote(*args)
         self._actors.append(actor)
         return actor
 
+    def prepare(self, workers: int) -> None:
+        self._spare += [self.actor(_WorkerActor, {}) for _ in range(workers)]
+
     def place(self, name: str, make: Callable[..., T], *args: Any) -> Handle[T]:
-        actor = self.actor(_WorkerActor, name, {})
+        actor = self._spare.pop() if self._spare else self.actor(_WorkerActor, {})
         self.wait(actor.make.remote(make, args), name, "start", self._deadline_s)
         return RayHandle(name, self._deadline_s, runtime=self, actor=actor)
 
@@ -141,6 +149,7 @@ class RayRuntime:
         for actor in self._actors:
             ray.kill(actor)
         self._actors.clear()
+        self._spare.clear()
         ray.shutdown()
 
 
@@ -184,7 +193,7 @@ class RayHost:
     def __init__(self, runtime: RayRuntime, workers: int) -> None:
         self._runtime = runtime
         # All at once: importing a simulator takes seconds, and they do it side by side.
-        self._actors = [self._start(i) for i in range(workers)]
+        self._actors = [self._start() for _ in range(workers)]
         self._setups: dict[int, WorkerSetup] = {}
         self._serving: dict[int, Any] = {}
         self.restarts: dict[int, int] = {}
@@ -219,17 +228,17 @@ class RayHost:
         done, _ = ray.wait([serving], timeout=deadline_s)
         if not done:  # stuck in a simulator: this process is of no more use
             ray.kill(self._actors[index])
-            self._actors[index] = self._start(index)
+            self._actors[index] = self._start()
 
-    def _start(self, index: int) -> Any:
-        return self._runtime.actor(_FarmActor, f"farm {index}", ONE_THREAD)
+    def _start(self) -> Any:
+        return self._runtime.actor(_FarmActor, ONE_THREAD)
 
     def _replace(self, index: int) -> None:
         self.restarts[index] = self.restarts.get(index, 0) + 1
         setup = self._setups[index]
         if self.restarts[index] > MAX_RESTARTS:
             raise WorkerFailed(f"{setup.name} died {self.restarts[index]} times; see the system's log for the reason")
-        self._actors[index] = self._start(index)
+        self._actors[index] = self._start()
         self._serving[index] = self._actors[index].serve.remote(setup)
 
 

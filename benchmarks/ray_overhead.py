@@ -1,0 +1,81 @@
+"""What Ray costs: one training iteration of PushCube as Ray actors and in one process, doing the same work.
+
+    python benchmarks/ray_overhead.py --json benchmarks/results/ray_overhead.json
+
+One physics worker and one stage, so that nothing overlaps and both do the same things one after the other.
+The runs take turns; iterations are read from their traces. The default way (a worker per core, two stages) is
+measured beside them, to show what the processes are for.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tyro
+
+from embodied.reporting.trace import ITERATIONS, load
+
+ONE_BY_ONE = ("--farm.physics-workers", "1", "--farm.stages", "1")
+WAYS = {
+    "inline": ("--runtime.mode", "inline", *ONE_BY_ONE),
+    "ray": ("--runtime.mode", "ray", *ONE_BY_ONE),
+    "ray_default": ("--runtime.mode", "ray"),
+}
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Overhead of Ray against inline in one training iteration of PushCube."""
+
+    rounds: int = 3
+    """Runs of each way, in turn."""
+    iterations: int = 8
+    """Iterations of a run; the first is not counted."""
+    json: Path | None = None
+    """Write the result to this file."""
+
+
+def measure(way: str, iterations: int) -> list[float]:
+    """Seconds of each complete iteration but the first, from the trace of a run."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [str(Path(sys.executable).parent / "embodied"), "train", "pushcube", "--name", way, *WAYS[way]]
+        command += ["--runs-dir", folder, "--iterations", str(iterations), "--eval.episodes", "1", "--eval.videos", "0"]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        spans = [span for span in load(Path(folder) / way / "trace.json") if span.track == ITERATIONS]
+    return [(span.end_ns - span.start_ns) / 1e9 for span in spans if span.args["complete"] and span.args["iteration"]]
+
+
+def main() -> None:
+    arguments = tyro.cli(Arguments)
+    from embodied.runs import hardware
+
+    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+    for _ in range(arguments.rounds):
+        for way in WAYS:
+            seconds[way] += measure(way, arguments.iterations)
+    median = {way: float(np.median(values)) for way, values in seconds.items()}
+    result: dict[str, Any] = {
+        "date": date.today().isoformat(),
+        "hardware": hardware(),
+        "command": "python " + " ".join(sys.argv),
+        "iteration_s": median,
+        "ray_overhead": median["ray"] / median["inline"] - 1,
+        "speedup_of_default": median["inline"] / median["ray_default"],
+        "iterations": seconds,
+    }
+    print(json.dumps(result, indent=1))
+    if arguments.json is not None:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
