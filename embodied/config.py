@@ -61,7 +61,7 @@ class PolicyConfig(Section):
     chunk: Annotated[int, Field(ge=1)] = 1
     """Actions per decision, executed open loop."""
     options: dict[str, Any] = {}
-    """Arguments of the policy's own architecture (see `embodied.policies` in docs/policies.md)."""
+    """Arguments of the policy's own architecture (docs/adding-a-policy.md)."""
 
 
 class PPOConfig(Section):

@@ -13,8 +13,9 @@ from torch.nn import functional
 from policies import flow_sde
 from policies.contract import Action, Evaluation, Inputs, Policy, PolicyError, PolicySpec
 from policies.density import gaussian_log_prob
-from policies.encoders import ENCODERS, Encoder
+from policies.encoders import ENCODERS, Encoder, vector
 from policies.layers import checked_noise, checked_widths, mlp, orthogonal
+from policies.normalizer import Normalizer
 
 TIME_DIM = 32
 """Width of the time embedding."""
@@ -75,6 +76,24 @@ class VelocityNet(nn.Module):
         return (self.contraction * x - centre) / self.spread[step][..., None]
 
 
+class StateCritic(nn.Module):
+    """[B] the value of the simulator's state, with statistics and a network of its own."""
+
+    def __init__(self, spec: PolicySpec, widths: Sequence[int]) -> None:
+        super().__init__()
+        if spec.state_dim < 1:
+            raise PolicyError("a critic on states needs the policy to read the state: add it to policy.reads")
+        self.state_dim = spec.state_dim
+        self.normalizer = Normalizer(spec.state_dim)
+        self.net = mlp(spec.state_dim, widths, 1, last_gain=1.0)
+
+    def forward(self, inputs: Inputs) -> Tensor:
+        return self.net(self.normalizer(vector(inputs, "state", self.state_dim))).squeeze(-1)
+
+    def observe(self, inputs: Inputs) -> None:
+        self.normalizer.observe(vector(inputs, "state", self.state_dim))
+
+
 class FlowPolicy(Policy):
     """Denoises noise x^(0) to a chunk x^(N) in N steps; stochastic ones among them have a density (flow-SDE).
 
@@ -95,6 +114,10 @@ class FlowPolicy(Policy):
     The encoder is shared: `value_head` is a small network on its features, and unless `critic_trains_encoder`
     is False the value loss trains the encoder too, with the actor's learning rate, since the encoder belongs
     to the actor's parameters. "state" reads `state` alone, "cnn" reads `frames` and `proprio`.
+
+    With `critic_reads_state` the critic has its own network on the simulator's state, which it needs in
+    training only (asymmetric actor-critic, Pinto et al., arXiv 1710.06542). The actor never reads it: where
+    no state is given, `act` decides as ever and its values are NaN.
     """
 
     kind = "flow"
@@ -112,6 +135,7 @@ class FlowPolicy(Policy):
         widths: Sequence[int] = (256, 256),
         critic_widths: Sequence[int] = (256,),
         critic_trains_encoder: bool = True,
+        critic_reads_state: bool = False,
         steps: int = 4,
         noise_level: float = 0.5,
         start_std: float = 0.3,
@@ -131,6 +155,7 @@ class FlowPolicy(Policy):
         self.steps = steps
         self.joint = joint
         self.critic_trains_encoder = critic_trains_encoder
+        self.critic_reads_state = critic_reads_state
         self.noise_dim = self.size * (1 + steps) if joint else self.size * 2 + 1
         (features,) = checked_widths("[features]", [features])
         widths = checked_widths("widths", widths)
@@ -139,12 +164,16 @@ class FlowPolicy(Policy):
             raise PolicyError("a flow policy needs at least one width in widths")
         self._architecture = dict(
             encoder=encoder, features=features, widths=list(widths), critic_widths=list(critic_widths),
-            critic_trains_encoder=critic_trains_encoder, steps=steps, noise_level=noise_level,
-            start_std=start_std, joint=joint,
+            critic_trains_encoder=critic_trains_encoder, critic_reads_state=critic_reads_state, steps=steps,
+            noise_level=noise_level, start_std=start_std, joint=joint,
         )  # fmt: skip
         self.encoder: Encoder = ENCODERS[encoder](spec, features)
         self.velocity = VelocityNet(self.size, self.encoder.size, widths, steps, start_std)
-        self.value_head = mlp(self.encoder.size, critic_widths, 1, last_gain=1.0)
+        self.value_head = (
+            StateCritic(spec, critic_widths)
+            if critic_reads_state
+            else mlp(self.encoder.size, critic_widths, 1, last_gain=1.0)
+        )
         table = [*flow_sde.mean_weights(steps, noise_level), flow_sde.stds(steps, noise_level)]
         self.register_buffer("ode", torch.tensor([1.0, -1.0 / steps, 0.0]), persistent=False)
         self.register_buffer("transitions", torch.stack(table, -1).float(), persistent=False)
@@ -165,21 +194,27 @@ class FlowPolicy(Policy):
         row, state = torch.arange(len(x), device=x.device)[:, None], torch.stack(states, 1)
         trace = {"x": state[row, step], "x_next": state[row, step + 1], "step": step}
         log_prob = self._log_prob(trace, torch.stack(velocities, 1)[row, step])
-        return Action(self._chunk(x), log_prob, self._value(features), trace)
+        if self.critic_reads_state and inputs.state is None:
+            return Action(self._chunk(x), log_prob, torch.full_like(x[:, 0], torch.nan), trace)
+        return Action(self._chunk(x), log_prob, self._value(inputs, features), trace)
 
     def evaluate(self, inputs: Inputs, trace: Mapping[str, Tensor]) -> Evaluation:
         features = self.encoder(inputs)
         step = trace["step"]
         v = self.velocity(trace["x"], self.velocity.context(features, step), step)
         log_prob = self._log_prob(trace, v)
-        return Evaluation(log_prob, torch.zeros_like(log_prob), self._value(features))
+        return Evaluation(log_prob, torch.zeros_like(log_prob), self._value(inputs, features))
 
     @torch.no_grad()
     def value(self, inputs: Inputs) -> Tensor:
-        return self._value(self.encoder(inputs))
+        if isinstance(self.value_head, StateCritic):
+            return self.value_head(inputs)
+        return self._value(inputs, self.encoder(inputs))
 
     def observe(self, inputs: Inputs) -> None:
         self.encoder.observe(inputs)
+        if isinstance(self.value_head, StateCritic):
+            self.value_head.observe(inputs)
 
     def architecture(self) -> dict[str, Any]:
         return dict(self._architecture)
@@ -210,7 +245,9 @@ class FlowPolicy(Policy):
     def _chunk(self, x: Tensor) -> Tensor:
         return x.view(-1, self.spec.chunk, self.spec.action_dim)
 
-    def _value(self, features: Tensor) -> Tensor:
+    def _value(self, inputs: Inputs, features: Tensor) -> Tensor:
+        if isinstance(self.value_head, StateCritic):
+            return self.value_head(inputs)
         if not self.critic_trains_encoder:
             features = features.detach()
         return self.value_head(features).squeeze(-1)

@@ -22,6 +22,11 @@ CASES: dict[str, tuple[str, PolicySpec, dict[str, Any]]] = {
     "flow, state, joint": ("flow", STATE, {**SMALL, "features": 32, "joint": True}),
     "flow, one step": ("flow", STATE, {**SMALL, "features": 32, "steps": 1}),
     "flow, one camera": ("flow", IMAGE, {**SMALL, "encoder": "cnn", "features": 32}),
+    "flow, one camera, critic on states": (
+        "flow",
+        replace(IMAGE, state_dim=5),
+        {**SMALL, "encoder": "cnn", "features": 32, "critic_reads_state": True},
+    ),
     "flow, two cameras, joint": (
         "flow",
         replace(IMAGE, cameras=("base", "wrist"), proprio_dim=0),
@@ -43,6 +48,15 @@ def trained(kind: str, spec: PolicySpec, architecture: dict[str, Any]) -> Policy
 def test_policy_obeys(case, law):
     kind, spec, architecture = CASES[case]
     law(trained(kind, spec, architecture), conformance.random_inputs(spec, 6, seed=7))
+
+
+def test_an_actor_whose_critic_reads_the_state_acts_without_it():
+    policy = trained("flow", replace(IMAGE, state_dim=5), {**SMALL, "encoder": "cnn", "critic_reads_state": True})
+    inputs = conformance.random_inputs(policy.spec, 6, seed=7)
+    noise = conformance.random_noise(policy, 6, seed=8)
+    with_state, without = policy.act(inputs, noise), policy.act(replace(inputs, state=None), noise)
+    assert torch.equal(with_state.chunk, without.chunk) and torch.equal(with_state.log_prob, without.log_prob)
+    assert with_state.value.isfinite().all() and without.value.isnan().all()
 
 
 class BatchNormed(GaussianMLP):

@@ -62,6 +62,9 @@ TWO_ROBOTS = spec_of("TwoRobotPickCube-v1")
 SHORT = (PUSH_CUBE, PEG, STACK, PLUG)
 EVERY = tuple(spec_of(task) for task in INSTRUCTIONS)
 
+each_task = pytest.mark.parametrize("spec", EVERY, ids=name_of)
+each_physics_law = pytest.mark.parametrize("law", PHYSICS_LAWS, ids=name_of)
+each_render_law = pytest.mark.parametrize("law", RENDER_LAWS, ids=name_of)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -69,11 +72,6 @@ def compiled_shaders() -> Iterator[None]:
     """SAPIEN compiles its shaders, for seven seconds, whenever no other renderer is alive: so one is kept."""
     with closing(make_renderer(PUSH_CUBE)):
         yield
-
-
-each_task = pytest.mark.parametrize("spec", EVERY, ids=name_of)
-each_physics_law = pytest.mark.parametrize("law", PHYSICS_LAWS, ids=name_of)
-each_render_law = pytest.mark.parametrize("law", RENDER_LAWS, ids=name_of)
 
 
 @pytest.mark.parametrize("spec", (PUSH_CUBE, PEG, PLUG), ids=name_of)
@@ -175,19 +173,20 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stock]:
     actions_file, results_file = folder / "actions.npy", folder / "results.npz"
     command = [sys.executable, "-c", STOCK]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=folder) as process:
-        assert process.stdin is not None and process.stdout is not None
+        questions, answers = process.stdin, process.stdout
+        assert questions is not None and answers is not None
 
         def run(options: dict[str, Any], seeds: list[int], actions: np.ndarray) -> list[Episode]:
             np.save(actions_file, actions)
             job = {"options": options, "seeds": seeds, "actions": str(actions_file), "results": str(results_file)}
-            print(json.dumps(job), file=process.stdin, flush=True)
-            while (line := process.stdout.readline()) != "done\n":
+            print(json.dumps(job), file=questions, flush=True)
+            while (line := answers.readline()) != "done\n":
                 assert line, "stock ManiSkill ended with an error, which it wrote to stderr"
             with np.load(results_file) as results:
                 return [_episode(results, i) for i in range(len(seeds))]
 
         yield run
-        process.stdin.close()
+        questions.close()
 
 
 def _episode(results: Any, index: int) -> Episode:

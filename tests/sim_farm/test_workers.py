@@ -26,7 +26,7 @@ from sim_farm.farm import Farm, Handle, InProcess, WorkerFailed, WorkerTimeout, 
 from sim_farm.layout import FAILED, WORKING, FarmSpec
 from sim_farm.memory import FOLDER, Block
 from sim_farm.workers import Worker, WorkerSetup
-from tests.sim_farm.test_farm import Trace, actions_for, append, assert_same, drive, run
+from tests.sim_farm.driving import Trace, actions_for, append, assert_same, drive, run
 
 REACH = TaskSpec("tabletop/reach", cameras=1, image_size=16, max_episode_steps=7)
 ENDLESS = FarmSpec(REACH, EndlessEpisodes(2), num_envs=2, chunk=3, final_frames="ended")
@@ -36,6 +36,20 @@ BLIND: dict[str, Any] = {"task": replace(REACH, cameras=0)}
 SPLIT: dict[str, Any] = {"physics_workers": 2, "render_workers": 1}
 EVERY_SHAPE = pytest.mark.parametrize("shape", [FUSED, BLIND, SPLIT], ids=["fused", "blind", "split"])
 EVERY_LIST = pytest.mark.parametrize("base", [ENDLESS, LISTED], ids=["endless", "listed"])
+
+
+def request(farm: Farm, number: int) -> None:
+    """Begin with the reset (-1) or go on with chunk `number`."""
+    for stage in range(farm.spec.stages):
+        if number < 0:
+            farm.reset(stage)
+        else:
+            farm.submit(stage, actions_for(farm, stage, number))
+
+
+def collect(farm: Farm, trace: Trace) -> None:
+    for stage in range(farm.spec.stages):
+        append(trace, farm.collect(stage, deadline_s=60))
 
 
 # --- in one process: death before a chosen write
@@ -155,12 +169,10 @@ def test_a_worker_that_dies_after_it_finished_changes_nothing(shape: dict[str, A
         with closing(Farm.create(spec, MortalWorkers(Fate()))) as farm:
             trace: Trace = {env: [] for env in range(spec.num_envs)}
             for number in range(-1, 6):
-                for stage in range(spec.stages):
-                    farm.submit(stage, actions_for(farm, stage, number)) if number >= 0 else farm.reset(stage)
+                request(farm, number)
                 if number == moment - 1:
                     _replace_all(farm)
-                for stage in range(spec.stages):
-                    append(trace, farm.collect(stage))
+                collect(farm, trace)
         assert_same(expected, trace, f"death before collect {moment} changes results")
 
 
@@ -256,16 +268,6 @@ def until(condition: Callable[[], Any]) -> None:
         time.sleep(2e-4)
 
 
-def request(farm: Farm, number: int) -> None:
-    for stage in range(farm.spec.stages):
-        farm.submit(stage, actions_for(farm, stage, number)) if number >= 0 else farm.reset(stage)
-
-
-def collect(farm: Farm, trace: Trace) -> None:
-    for stage in range(farm.spec.stages):
-        append(trace, farm.collect(stage, deadline_s=60))
-
-
 def test_killed_physics_workers_are_replaced_without_a_trace() -> None:
     """Before it is asked, stopped with work it has not begun, while it works, and with results nobody collected."""
     spec = replace(ENDLESS, physics_workers=2)
@@ -344,7 +346,7 @@ def test_a_worker_that_does_not_answer_is_named_and_may_still_answer() -> None:
         drive(farm, end=1)
         host.signal(1, signal.SIGSTOP)
         farm.submit(0, actions_for(farm, 0, 1))
-        with pytest.raises(WorkerTimeout, match=r"physics 1 .* within 1 s: .* waiting for work .* environment 1 to simul"):
+        with pytest.raises(WorkerTimeout, match=r"physics 1 .* 1 s: .* waiting for work .* environment 1 to simulate"):
             farm.collect(0, deadline_s=1)
         host.signal(1, signal.SIGCONT)
         assert farm.collect(0, deadline_s=60).steps.all()

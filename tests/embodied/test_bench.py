@@ -1,0 +1,36 @@
+"""The benchmarks run and say what they measured. Their figures are in `benchmarks/`; no test asserts on time."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+COMMAND = Path(sys.executable).parent / "embodied"
+
+
+def bench(tmp_path: Path, *arguments: str) -> dict[str, Any]:
+    result = tmp_path / "result.json"
+    done = subprocess.run(
+        [str(COMMAND), "bench", *arguments, "--json", str(result)], capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(result.read_text())
+
+
+def test_bench_farm_measures_farm_and_limit_in_the_same_run(tmp_path: Path) -> None:
+    sizes = ["--cameras", "1", "--size", "32", "--chunk", "2", "--num-envs", "4", "--seconds", "0.3"]
+    found = bench(tmp_path, "farm", "--task", "tabletop/reach", *sizes)
+    assert found["env_steps_per_s"] > 0 and found["limit_env_steps_per_s"] > 0
+    assert abs(found["share_of_limit"] - found["env_steps_per_s"] / found["limit_env_steps_per_s"]) < 1e-9
+    assert all(len(rounds) == 3 for rounds in found["rates"].values())
+
+
+def test_bench_transport_measures_every_way(tmp_path: Path) -> None:
+    found = bench(tmp_path, "transport", "--size", "64", "--messages", "100")
+    assert set(found["ways"]) == {"slots", "pipe", "queue", "ray", "memcpy"}
+    for way in found["ways"].values():
+        assert 0 < way["latency_s"] <= way["latency_p95_s"] and way["bytes_per_s"] > 0
+    assert found["bytes"] == 2 * 64 * 64 * 3
