@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from sim_farm.farm import Farm, InProcess, Observations
+from sim_farm.farm import Farm, InProcess
 from sim_farm.layout import FarmSpec
+from sim_farm.observations import Observations
 
 Row = dict[str, Any]
 Trace = dict[int, list[Row]]
