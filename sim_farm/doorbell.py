@@ -1,7 +1,7 @@
 """Waking another process through a counter in shared memory: a Linux futex.
 
-A bell is one int32. Ringing increments it and wakes who sleeps on it; waiting sleeps while it still has the
-value that was last seen. A ring between looking and sleeping is never lost, because the kernel compares the
+A bell is one int32. Ringing writes the time into it and wakes who sleeps on it; waiting sleeps while it still
+has the value that was last seen. A ring between looking and sleeping is never lost, because the kernel compares the
 value again before it puts the caller to sleep. A round trip costs some ten microseconds, where a Ray call
 costs six hundred.
 """
@@ -41,9 +41,9 @@ class Doorbell:
 
     def ring(self) -> None:
         """Wake everybody who waits. Rings by several processes may coalesce; none is lost."""
-        # Not atomic between processes: two rings at once may count as one, which wakes just the same,
-        # because a waiter compares for inequality and then looks at the slots themselves.
-        self._cell += 1
+        # The time rather than a count: adding one is not atomic between processes, and a ringer that is suspended
+        # between reading and writing would set the bell back to a number that a waiter has seen already.
+        self._cell[0] = np.int64(time.monotonic_ns()).astype(np.int32)
         if _SYSCALL is not None:
             _libc.syscall(_SYSCALL, self._address, _FUTEX_WAKE, 2**31 - 1, None, None, 0)
 

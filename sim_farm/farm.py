@@ -22,7 +22,7 @@ import numpy as np
 from sim_farm import layout
 from sim_farm.contract import Bool, FarmError, Float32, TaskInfo, TaskSpec, UInt8
 from sim_farm.doorbell import Doorbell
-from sim_farm.layout import FarmSpec, slot_fields
+from sim_farm.layout import FINAL_FRAMES, FarmSpec, slot_fields
 from sim_farm.memory import Block
 from sim_farm.observations import FinalObservations, Int, Observations
 from sim_farm.registry import make_physics
@@ -156,6 +156,10 @@ class Farm:
                 core = cores[index % len(cores)] if cores else None
                 handles.append(host.launch(WorkerSetup(spec, info, index, block.name, core), block))
         except BaseException:
+            block.arrays["stop"][0] = 1
+            for index, handle in enumerate(handles):
+                Doorbell(block.arrays["bells"], index + 1).ring()
+                handle.close(deadline_s=5.0)
             block.close()
             raise
         if host.shared:
@@ -264,7 +268,9 @@ class Farm:
         begin = time.monotonic()
         while True:
             seen = self._bell.value()
-            if (slots["drawn"][envs] == slots["requested"][envs]).all():
+            # Both: a fused worker sets `drawn` first.
+            asked = slots["requested"][envs]
+            if (slots["drawn"][envs] == asked).all() and (slots["simulated"][envs] == asked).all():
                 return
             self.check()
             if time.monotonic() - begin > deadline_s:
@@ -286,7 +292,8 @@ class Farm:
     def timeout(self, deadline_s: float, envs: Int | None = None) -> WorkerTimeout:
         """The error that names the worker that is late with one of `envs`, or with building; not raised here."""
         if envs is not None:
-            late = np.flatnonzero(self._slots["drawn"][envs] != self._slots["requested"][envs])
+            done = np.minimum(self._slots["drawn"][envs], self._slots["simulated"][envs])
+            late = np.flatnonzero(done != self._slots["requested"][envs])
             return WorkerTimeout(self._who_is_late(int(envs[late[0]]), deadline_s))
         phases = self._slots["phase"].tolist()
         doing = "; ".join(f"{self._worker_name(i)} is {layout.PHASES[phase]}" for i, phase in enumerate(phases))
@@ -341,12 +348,21 @@ class Farm:
         for env in envs[drawn].tolist():
             if len(self.info.cameras) and is_stamped(frames[env]):
                 raise UnwrittenFrame(f"environment {env}'s {key.replace('_', ' ')} were never drawn")
-        return {name: frames[envs, i] for i, name in enumerate(self.info.cameras)}
+        pictures = {name: frames[envs, i] for i, name in enumerate(self.info.cameras)}
+        for picture in pictures.values():
+            picture[~drawn] = 0
+        return pictures
 
 
 def _check(spec: FarmSpec) -> None:
+    least = {"num_envs": 1, "chunk": 1, "stages": 1, "physics_workers": 1, "render_workers": 0}
+    for name, smallest in least.items():
+        if getattr(spec, name) < smallest:
+            raise FarmError(f"a farm's {name} is at least {smallest}, got {getattr(spec, name)}")
+    if spec.final_frames not in FINAL_FRAMES:
+        raise FarmError(f"final_frames is one of {', '.join(FINAL_FRAMES)}, got {spec.final_frames!r}")
     share = spec.physics_workers * spec.stages
-    if spec.num_envs <= 0 or spec.num_envs % share:
+    if spec.num_envs % share:
         near = max(share, round(spec.num_envs / share) * share)
         raise FarmError(
             f"{spec.num_envs} environments do not divide into {spec.physics_workers} physics workers x "

@@ -25,6 +25,7 @@ STARTING, BUILDING, WAITING, WORKING, FAILED = range(5)
 PHASES = ("starting", "building its environments", "waiting for work", "working", "failed")
 MESSAGE_BYTES = 4096
 CLIENT_BELL = 0
+FINAL_FRAMES = ("never", "truncated", "ended")
 
 
 @dataclass(frozen=True)

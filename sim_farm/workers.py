@@ -137,7 +137,7 @@ class PhysicsWorker(Worker):
         if self._draws and not self.setup.spec.render_workers:
             self._painter = _Painter(make_renderer(self.setup.spec.task), self.slots)
         for env in self._envs.tolist():
-            if self.slots["collected"][env]:
+            if self.slots["simulated"][env]:
                 self._replay(env)
         self._report(layout.WAITING)
 
@@ -173,9 +173,10 @@ class PhysicsWorker(Worker):
         drawn_here = self._painter is not None or not self._draws
         if self._painter is not None:
             self._painter.draw(env)
+        if drawn_here:  # before `simulated`: who dies in between has not finished, and it is done again
+            slots["drawn"][env] = ticket
         slots["simulated"][env] = ticket
         if drawn_here:
-            slots["drawn"][env] = ticket
             if last:  # one wake-up per stage and worker; the client waits for the whole stage anyway
                 self._client.ring()
         else:
@@ -259,22 +260,23 @@ class PhysicsWorker(Worker):
     def _replay(self, env: int) -> None:
         """Bring a new environment to where a lost worker's was: its episode's seed and actions determine it.
 
-        What the lost worker had finished but nobody had collected is executed again, without touching the slot,
-        which the client may be reading; what it had not finished is still pending and comes next.
+        What is pending is done again from the state last collected, and what a half-done attempt has written is
+        taken back. What was finished stays: the slot says where it led, and the client may collect it and ask for
+        more while this runs.
         """
-        slots, episodes, physics = self.slots, self.setup.spec.episodes, self._physics[env]
-        base, episode = int(slots["base_step"][env]), int(slots["base_episode"][env])
-        spec = episodes.spec(env, episode)
+        slots, physics = self.slots, self._physics[env]
+        pending = slots["simulated"][env] < slots["requested"][env]
+        episode, step = ("base_episode", "base_step") if pending else ("episode", "episode_step")
+        number, steps = int(slots[episode][env]), int(slots[step][env])
+        spec = self.setup.spec.episodes.spec(env, number)
+        if pending:
+            slots["episode"][env] = number
+            slots["active"][env] = spec is not None
         if spec is None:
             return
         physics.reset(spec)
-        if base:
-            physics.step(slots["history"][env, :base])
-        finished = slots["simulated"][env] > slots["collected"][env]
-        if finished and physics.step(slots["action"][env]).ended:
-            following = episodes.spec(env, episode + 1)
-            if following is not None:
-                physics.reset(following)
+        if steps:
+            physics.step(slots["history"][env, :steps])
 
 
 class RenderWorker(Worker):
@@ -331,8 +333,9 @@ class _Painter:
     def _paint(self, scene: np.ndarray, target: np.ndarray) -> None:
         stamp(target)
         cameras = self.renderer.info.cameras
-        for i, picture in enumerate(self.renderer.render([scene], cameras).values()):
-            target[i] = picture[0]
+        pictures = self.renderer.render([scene], cameras)
+        for i, name in enumerate(cameras):
+            target[i] = pictures[name][0]
 
 
 def stamp(frames: np.ndarray) -> None:
@@ -342,5 +345,5 @@ def stamp(frames: np.ndarray) -> None:
 
 
 def is_stamped(frames: np.ndarray) -> bool:
-    """Whether frames [..., H, W, 3] still carry the stamp of `stamp`, or the block's first filling."""
-    return any(bool((frames[..., row, :, :] == MAGIC).all()) for row in MAGIC_ROWS)
+    """Whether any of the frames [..., H, W, 3] still carries the stamp of `stamp`, or the block's first filling."""
+    return any(bool((frames[..., row, :, :] == MAGIC).all((-2, -1)).any()) for row in MAGIC_ROWS)

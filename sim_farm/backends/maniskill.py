@@ -13,6 +13,7 @@ SAPIEN needs a Vulkan device even to build a scene that is never drawn, because 
 from __future__ import annotations
 
 import logging
+import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -99,21 +100,21 @@ def _make(spec: TaskSpec, render: bool) -> Any:
                 num_envs=1,
                 sim_backend="physx_cpu",
                 render_backend="cpu" if render or task in NEEDS_RENDER_SCENE else "none",
-                obs_mode="rgb" if render else "state",
+                obs_mode="rgb+state" if render else "state",
                 reward_mode=reward,
                 control_mode=mode,
                 sensor_configs={"width": spec.image_size, "height": spec.image_size},
             ).unwrapped
         except AssertionError as error:
-            # The agent's constructor asserts (mode, valid modes); robots without the default have their own.
-            valid = error.args[0][1] if error.args and isinstance(error.args[0], tuple) else None
-            if valid is None or (mode == DEFAULT_CONTROL_MODE and spec.control_mode is None):
-                if valid is None:
-                    raise
+            # The agent asserts "MODE not in supported modes: ['...', ...]"; some robots lack our default.
+            valid = re.findall(r"'(\w+)'", str(error).partition("not in supported modes: ")[2])
+            if not valid:
+                raise
+            if spec.control_mode is None:
                 continue
             raise FarmError(f"{spec.name} has no control mode {mode!r}; it has: {', '.join(valid)}") from error
         except RuntimeError as error:
-            if "rendering device" in str(error) or "physical device" in str(error):
+            if any(said in str(error) for said in ("rendering device", "physical device", "vk::createInstance")):
                 raise FarmError(
                     f"{spec.name} needs a Vulkan device and none was found ({error}). "
                     "Run `embodied doctor`: it names the driver to install"
@@ -128,6 +129,7 @@ class ManiSkillPhysics:
     def __init__(self, spec: TaskSpec) -> None:
         self._env = _make(spec, render=False)
         self.info = _info(spec, self._env)
+        self._low, self._high = np.float32(self.info.action_low), np.float32(self.info.action_high)
         self._prepare()
         self._rebuild = spec.name.partition("/")[2] in REBUILT_EACH_EPISODE
         self._instruction = INSTRUCTIONS[spec.name.partition("/")[2]]
@@ -155,7 +157,8 @@ class ManiSkillPhysics:
             raise EpisodeOver("this episode has ended; reset the environment first")
         if not np.isfinite(actions).all():
             raise FarmError(f"actions must be finite numbers, got {actions}")
-        chunk = torch.from_numpy(np.array(actions, np.float32))
+        # Not every control mode of ManiSkill clips.
+        chunk = torch.from_numpy(np.clip(actions, self._low, self._high, dtype=np.float32))
         rewards, successes, terminations, truncations = [], [], [], []
         obs: Any = None
         with torch.inference_mode():

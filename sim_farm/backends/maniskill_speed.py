@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from mani_skill.agents.controllers.base_controller import BaseController
 from mani_skill.agents.multi_agent import MultiAgent
 from mani_skill.utils.structs.actor import Actor
 from mani_skill.utils.structs.link import Link
@@ -76,7 +77,9 @@ def speed_up(env: Any) -> None:
         # The agent's own method only adds a check for NaN, which the caller has made for the whole chunk.
         agent.set_action = agent.controller.set_action
         for controller in getattr(agent.controller, "controllers", {"": agent.controller}).values():
-            if hasattr(controller, "action_space_low"):
+            # Controllers of the end effector's pose scale in a way of their own.
+            usual = type(controller)._clip_and_scale_action is BaseController._clip_and_scale_action
+            if usual and hasattr(controller, "action_space_low"):
                 _scale_with_constants(controller)
 
 
