@@ -129,7 +129,8 @@ class ManiSkillPhysics:
     def __init__(self, spec: TaskSpec) -> None:
         self._env = _make(spec, render=False)
         self.info = _info(spec, self._env)
-        self._low, self._high = np.float32(self.info.action_low), np.float32(self.info.action_high)
+        self._low = np.array(self.info.action_low, np.float32)
+        self._high = np.array(self.info.action_high, np.float32)
         self._prepare()
         self._rebuild = spec.name.partition("/")[2] in REBUILT_EACH_EPISODE
         self._instruction = INSTRUCTIONS[spec.name.partition("/")[2]]
