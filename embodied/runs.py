@@ -76,7 +76,8 @@ def train_run(config: Config, source: str, runs_dir: Path, resume: bool) -> dict
 def _train_and_evaluate(config: Config, run_dir: Path, found: Path | None) -> dict[str, Any]:
     with open_session(config) as session:
         result = training.train(config, run_dir, session, found)
-        result |= _evaluate(config, run_dir, session, checkpoint.latest(run_dir / "checkpoints"))
+        evaluated = _evaluate(config, run_dir, session, checkpoint.latest(run_dir / "checkpoints"))
+        result = {**evaluated, "eval_wall_s": evaluated["wall_s"], **result}
     result["report"] = str(write_report(run_dir))
     show(f"report: [bold]{result['report']}[/]")
     return result
