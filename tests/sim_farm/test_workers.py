@@ -23,7 +23,7 @@ import pytest
 from sim_farm.contract import EpisodeSpec, TaskInfo, TaskSpec
 from sim_farm.episodes import EndlessEpisodes, ListedEpisodes, evaluation_episodes
 from sim_farm.farm import Farm, Handle, InProcess, WorkerFailed, WorkerTimeout, make_worker
-from sim_farm.layout import FAILED, WORKING, FarmSpec
+from sim_farm.layout import FAILED, WAITING, WORKING, FarmSpec
 from sim_farm.memory import FOLDER, Block
 from sim_farm.workers import Worker, WorkerSetup
 from tests.sim_farm.driving import Trace, actions_for, append, assert_same, drive, run
@@ -344,6 +344,7 @@ def test_a_worker_that_does_not_answer_is_named_and_may_still_answer() -> None:
     spec = replace(ENDLESS, physics_workers=2)
     with processes(spec) as (farm, host):
         drive(farm, end=1)
+        until(lambda: farm.block.arrays["phase"][1] == WAITING)
         host.signal(1, signal.SIGSTOP)
         farm.submit(0, actions_for(farm, 0, 1))
         with pytest.raises(WorkerTimeout, match=r"physics 1 .* 1 s: .* waiting for work .* environment 1 to simulate"):
