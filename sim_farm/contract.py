@@ -1,7 +1,7 @@
 """What a simulator is: the two halves every backend provides, and the data they exchange.
 
 A backend is one module with a `Physics` class (steps one environment; never draws a picture), a
-`Renderer` class (draws pictures of scenes; never steps), and one call of `registry.register`. The two
+`Renderer` class (draws pictures of scenes; never steps), and a `BACKEND` that `registry.BACKENDS` names. The two
 may live in different processes: all that travels from one to the other is `PhysicsResult.scene`.
 The conformance suite in `tests/sim_farm/conformance.py` states the laws a backend must keep.
 

@@ -112,7 +112,8 @@ def _result(bench: BenchFarm, rates: dict[str, list[float]], cores: int) -> dict
         "rates": rates,
     }
     if "stock" in median:
-        result["stock_loop_env_steps_per_s"] = median["stock"]
+        result["stock_limit_env_steps_per_s"] = median["stock"] * cores
+        result["share_of_stock_limit"] = median["farm"] / (median["stock"] * cores)
     peers = {name: rate for name, rate in median.items() if name.startswith("Async")}
     if peers:
         best = max(peers, key=peers.__getitem__)
@@ -127,10 +128,10 @@ def _show(rates: dict[str, list[float]], result: dict[str, Any]) -> None:
     names = {
         "farm": "farm",
         "limit": f"bare loop x {result['cores']} cores (limit)",
-        "stock": "ManiSkill's own step, one core",
+        "stock": f"ManiSkill's own step x {result['cores']} cores",
     }
     for name, values in rates.items():
-        scale = result["cores"] if name == "limit" else 1
+        scale = result["cores"] if name in ("limit", "stock") else 1
         low, mid, high = (scale * float(f(values)) for f in (np.min, np.median, np.max))
         ratio = "" if name == "farm" else f"{result['env_steps_per_s'] / mid:.2f} x"
         label = names.get(name, f"{name} environments, pinned")

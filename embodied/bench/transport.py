@@ -61,10 +61,10 @@ def bench_transport(bench: BenchTransport) -> dict[str, Any]:
     }
 
 
-def _frames(shape: tuple[int, ...], count: int) -> list[np.ndarray]:
-    """Different pictures in different memory, more than the caches hold."""
+def _frames(shape: tuple[int, ...]) -> list[np.ndarray]:
+    """Different pictures in different memory, more than the caches hold: 128 MiB."""
     rng = np.random.default_rng(0)
-    return [rng.integers(0, 255, shape, np.uint8) for _ in range(count)]
+    return [rng.integers(0, 255, shape, np.uint8) for _ in range(max(2, 128 * 2**20 // int(np.prod(shape))))]
 
 
 def _summary(latencies_ns: list[int], nbytes: int, count: int, wall_s: float) -> Measured:
@@ -138,7 +138,7 @@ def _slots(shape: tuple[int, ...], count: int) -> Measured:
 def _slot_worker(name: str, shape: tuple[int, ...], count: int) -> None:
     _core(0)
     block = Block.attach(_slot_fields(shape), name)
-    slots, source = block.arrays, _frames(shape, 16)
+    slots, source = block.arrays, _frames(shape)
     asked, answer = Doorbell(slots["bells"], REQUESTS), Doorbell(slots["bells"], ANSWERS)
     for number in range(2 * count):
         # First one at a time, then as far ahead as there are slots.
@@ -168,7 +168,7 @@ def _pipe(shape: tuple[int, ...], count: int) -> Measured:
 
 def _pipe_worker(pipe: Any, shape: tuple[int, ...], count: int) -> None:
     _core(0)
-    source = _frames(shape, 16)
+    source = _frames(shape)
     for number in range(2 * count):
         if number <= count:
             pipe.recv()
@@ -185,7 +185,7 @@ def _queue(shape: tuple[int, ...], count: int) -> Measured:
 
 def _queue_worker(asks: Any, answers: Any, shape: tuple[int, ...], count: int) -> None:
     _core(0)
-    source = _frames(shape, 16)
+    source = _frames(shape)
     for number in range(2 * count):
         if number <= count:
             asks.get()
@@ -233,7 +233,7 @@ def _ray(shape: tuple[int, ...], count: int) -> Measured:
 
 class _RaySource:
     def __init__(self, shape: tuple[int, ...]) -> None:
-        self._source = _frames(shape, 16)
+        self._source = _frames(shape)
 
     def frames(self, number: int) -> tuple[int, np.ndarray]:
         return time.monotonic_ns(), self._source[number % len(self._source)]
@@ -241,7 +241,7 @@ class _RaySource:
 
 def _memcpy(shape: tuple[int, ...], count: int) -> Measured:
     """Copying between buffers that the caches do not hold."""
-    source = _frames(shape, max(2, 128 * 2**20 // int(np.prod(shape))))
+    source = _frames(shape)
     target = np.empty_like(source[0])[None].repeat(SLOTS, 0)
     latencies = []
     begin = time.perf_counter()
