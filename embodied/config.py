@@ -13,7 +13,10 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from sim_farm.contract import Gripper, Orientation
+
 PROJECT = Path(__file__).resolve().parent.parent
+
 CONFIGS = PROJECT / "configs"
 
 
@@ -34,10 +37,16 @@ class EnvConfig(Section):
     """Shaped and normalised to at most 1 per env step, or 1 where the task is solved."""
     max_episode_steps: Annotated[int, Field(ge=1)] | None = None
     """Env steps after which an episode is truncated; None is the task's own limit."""
-    cameras: Annotated[int, Field(ge=0)] = 0
-    """How many of the task's cameras the policy sees."""
+    cameras: Annotated[int, Field(ge=0)] | tuple[str, ...] = 0
+    """How many of the task's cameras the policy sees, or their names."""
     image_size: Annotated[int, Field(ge=16, le=1024)] = 128
     """Height and width of a frame in pixels."""
+    settle_steps: Annotated[int, Field(ge=0)] = 0
+    """Env steps at rest at an episode's beginning, before the first observation; they are not counted."""
+    orientation: Orientation = "upright"
+    """Of frames: `upright`; `stock`, as the simulator returns them; `rotated`, that turned by 180 degrees."""
+    gripper: Gripper = "simulator"
+    """The last action element: the `simulator`'s own, its sign (`binary`), or 1 opens and 0 closes (`inverted`)."""
     num_envs: Annotated[int, Field(ge=1)] = 16
     """Environments that run side by side."""
 
@@ -56,8 +65,9 @@ class FarmConfig(Section):
 class PolicyConfig(Section):
     kind: str = "gaussian_mlp"
     """One of the policies of the `policies` package."""
-    reads: tuple[Literal["state", "proprio", "images"], ...] = ("state",)
-    """What the policy sees: the simulator's full state, or proprioception and camera frames."""
+    reads: tuple[Literal["state", "proprio", "images", "instruction", "episode"], ...] = ("state",)
+    """What the policy sees: the simulator's full state, or proprioception, camera frames and the instruction.
+    `episode` is for policies that replay recorded episodes."""
     chunk: Annotated[int, Field(ge=1)] = 1
     """Actions per decision, executed open loop."""
     options: dict[str, Any] = {}

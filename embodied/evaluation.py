@@ -12,7 +12,8 @@ import torch
 from scipy.stats import binomtest
 
 from embodied.noise import EVALUATION, SamplingNoise
-from policies.contract import Inputs, Policy
+from embodied.trajectories import to_inputs
+from policies.contract import Policy
 from sim_farm.contract import EpisodeSpec
 from sim_farm.episodes import ListedEpisodes
 from sim_farm.farm import Farm
@@ -74,11 +75,7 @@ class Evaluator:
         if not seen.active.any():
             self._submitted[stage] = False
             return ended
-        inputs = Inputs(
-            state=torch.from_numpy(seen.state) if "state" in self._reads else None,
-            proprio=torch.from_numpy(seen.proprio) if "proprio" in self._reads else None,
-            frames={k: torch.from_numpy(v) for k, v in seen.frames.items()} if "images" in self._reads else {},
-        )
+        inputs = to_inputs(seen, self._reads, self._episodes)
         noise = None
         if not self._greedy:
             trials = np.array(

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from embodied.noise import SamplingNoise
 from embodied.reporting.trace import Span
-from embodied.trajectories import Trajectories, join_inputs
+from embodied.trajectories import Trajectories, join_inputs, to_inputs
 from policies.contract import Action, Inputs, Policy
 from sim_farm.farm import Farm
-from sim_farm.observations import FinalObservations, Observations
+from sim_farm.observations import Observations
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ class PolicyWorker:
 
     def _decide(self, stage: int, seen: Observations, clock: Clock, spans: list[Span]) -> _Step:
         start = time.monotonic_ns()
-        inputs = self._inputs(seen)
+        inputs = to_inputs(seen, self._reads, self.farm.spec.episodes)
         noise = torch.from_numpy(self._noise.draw(seen.envs, seen.episode, seen.episode_step))
         action = self.policy.act(inputs, noise)
         acted = time.monotonic_ns()
@@ -187,17 +187,10 @@ class PolicyWorker:
             clock.transport += submitted
         return _Step(seen.envs, inputs, action, seen.active)
 
-    def _inputs(self, seen: Observations | FinalObservations) -> Inputs:
-        return Inputs(
-            state=torch.from_numpy(seen.state) if "state" in self._reads else None,
-            proprio=torch.from_numpy(seen.proprio) if "proprio" in self._reads else None,
-            frames={k: torch.from_numpy(v) for k, v in seen.frames.items()} if "images" in self._reads else {},
-        )
-
     def _finals(self, seen: Observations) -> list[tuple[int, Inputs]]:
         """(environment, final observation) of the ended episodes whose value will be bootstrapped."""
         wanted = seen.truncated if self._bootstrap == "truncated" else seen.truncated | seen.terminated
-        inputs = self._inputs(seen.final)
+        inputs = to_inputs(seen.final, self._reads, self.farm.spec.episodes)
         return [
             (int(seen.envs[row]), inputs.rows(torch.tensor([i])))
             for i, row in enumerate(seen.final.rows.tolist())
@@ -225,7 +218,9 @@ class PolicyWorker:
         clock.transport += (time.monotonic_ns() - mark) / 1e9
         mark = time.monotonic_ns()
         final_value = self._final_values([[steps[s][t] for s in range(len(steps))] for t in range(count)])
-        last = join_inputs([self._inputs(seen) for seen in self._now if seen is not None], order)
+        last = join_inputs(
+            [to_inputs(seen, self._reads, self.farm.spec.episodes) for seen in self._now if seen is not None], order
+        )
         last_value = self.policy.value(last)
         clock.policy += (time.monotonic_ns() - mark) / 1e9
         trajectories = Trajectories(

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from policies.contract import Inputs
+from sim_farm.episodes import Episodes
+from sim_farm.observations import FinalObservations, Observations
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,34 @@ class Trajectories:
         return int(self.executed[self.mask].sum())
 
 
+def to_inputs(seen: Observations | FinalObservations, reads: Sequence[str], episodes: Episodes | None = None) -> Inputs:
+    """What of the observations a policy is shown; tensors share the observations' memory.
+
+    `episodes` names the episodes of a farm, for policies that read them.
+    """
+    return Inputs(
+        state=torch.from_numpy(seen.state) if "state" in reads else None,
+        proprio=torch.from_numpy(seen.proprio) if "proprio" in reads else None,
+        frames={k: torch.from_numpy(v) for k, v in seen.frames.items()} if "images" in reads else {},
+        instruction=seen.instruction if "instruction" in reads else (),
+        episode=_names(seen, episodes) if "episode" in reads and episodes is not None else None,
+    )
+
+
+def _names(seen: Observations | FinalObservations, episodes: Episodes) -> Tensor:
+    """[B, 3] of `Inputs.episode`; zeros for the last observation of an episode, after which nothing is decided."""
+    names = torch.zeros(len(seen.state), 3, dtype=torch.int64)
+    if isinstance(seen, Observations):
+        for row, (env, episode, step) in enumerate(
+            zip(seen.envs.tolist(), seen.episode.tolist(), seen.episode_step.tolist(), strict=True)
+        ):
+            spec = episodes.spec(env, episode)
+            if spec is not None:
+                initial = -1 if spec.init_state is None else spec.init_state
+                names[row] = torch.tensor([spec.seed, initial, step])
+    return names
+
+
 def join_inputs(parts: Sequence[Inputs], order: Tensor) -> Inputs:
     """The rows of `parts`, one after the other, rearranged so that new row i is old row `order[i]`."""
     first = parts[0]
@@ -56,5 +86,6 @@ def join_inputs(parts: Sequence[Inputs], order: Tensor) -> Inputs:
         proprio=None if first.proprio is None else torch.cat([p.proprio for p in parts if p.proprio is not None]),
         frames={name: torch.cat([p.frames[name] for p in parts]) for name in first.frames},
         instruction=tuple(text for p in parts for text in p.instruction),
+        episode=None if first.episode is None else torch.cat([p.episode for p in parts if p.episode is not None]),
     )
     return whole.rows(order)

@@ -20,7 +20,7 @@ def task_spec(config: Config) -> TaskSpec:
     """What the farm simulates. Frames are drawn only if the policy reads them."""
     env = config.env
     reads_images = "images" in config.policy.reads
-    if reads_images and env.cameras == 0:
+    if reads_images and not env.cameras:
         raise UserError("the policy reads images and env.cameras is 0; set env.cameras to 1 or more")
     return TaskSpec(
         env.task,
@@ -29,6 +29,9 @@ def task_spec(config: Config) -> TaskSpec:
         env.max_episode_steps,
         env.cameras if reads_images else 0,
         env.image_size,
+        env.settle_steps,
+        env.orientation,
+        env.gripper,
     )
 
 

@@ -25,6 +25,11 @@ class Inputs:
     """For each camera uint8 [B, H, W, 3]."""
     instruction: tuple[str, ...] = ()
     """B texts, or none where no policy reads them."""
+    episode: Tensor | None = None
+    """[B, 3] int64: the episode's seed, its initial state's index (-1: none) and its env steps so far.
+
+    For policies that replay what was recorded; one that learns has no business with it.
+    """
 
     def rows(self, index: Tensor) -> Inputs:
         """The inputs of the rows `index` (int64 [K])."""
@@ -34,6 +39,7 @@ class Inputs:
             proprio=None if self.proprio is None else self.proprio[index],
             frames={name: frame[index] for name, frame in self.frames.items()},
             instruction=tuple(self.instruction[i] for i in index.tolist()) if self.instruction else (),
+            episode=None if self.episode is None else self.episode[index],
         )
 
 

@@ -22,6 +22,9 @@ Float32 = npt.NDArray[np.float32]
 Bool = npt.NDArray[np.bool_]
 UInt8 = npt.NDArray[np.uint8]
 
+Orientation = Literal["upright", "stock", "rotated"]
+Gripper = Literal["simulator", "binary", "inverted"]
+
 INSTRUCTION_BYTES = 256
 """Longest instruction in UTF-8 bytes: it travels in a shared-memory slot of fixed size."""
 
@@ -42,6 +45,13 @@ class TaskSpec:
     """Names of the cameras to observe, or how many of the task's cameras, in the task's order."""
     image_size: int = 128
     """Height and width of every frame in pixels."""
+    settle_steps: int = 0
+    """Env steps with the task's rest action at an episode's beginning, before the first observation; not counted."""
+    orientation: Orientation = "upright"
+    """`upright`; `stock`: as the simulator's own environment returns it; `rotated`: that, turned by 180 degrees."""
+    gripper: Gripper = "simulator"
+    """What the last action element means. `simulator`: what the simulator says; `binary`: its sign alone;
+    `inverted`: in [0, 1], 1 opens, binarised at 0.5 (OpenVLA's family, in simulators whose +1 closes)."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +69,12 @@ class TaskInfo:
     cameras: tuple[str, ...]
     max_episode_steps: int
     control_hz: float
+    rest_action: tuple[float, ...] = ()
+    """The action that leaves the robot where it is; empty where there is none."""
+    init_states: int = 0
+    """How many recorded initial states the task has; 0: episodes begin from their seed alone."""
+    stock_upside_down: bool = False
+    """Whether row 0 of the simulator's own frames is the lowest."""
 
 
 @dataclass(frozen=True)

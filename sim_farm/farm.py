@@ -323,6 +323,7 @@ class Farm:
             state=slots["final_state"][envs[ended]],
             proprio=slots["final_proprio"][envs[ended]],
             frames=self._frames("final_frames", envs[ended], drawn),
+            instruction=_texts(slots["final_instruction"][envs[ended]]),
             drawn=drawn,
         )
         return Observations(
@@ -330,7 +331,7 @@ class Farm:
             state=slots["state"][envs],
             proprio=slots["proprio"][envs],
             frames=frames,
-            instruction=tuple(bytes(row).rstrip(b"\0").decode() for row in slots["instruction"][envs]),
+            instruction=_texts(slots["instruction"][envs]),
             active=active,
             episode=slots["episode"][envs],
             episode_step=slots["episode_step"][envs].astype(np.int64),
@@ -352,6 +353,10 @@ class Farm:
         for picture in pictures.values():
             picture[~drawn] = 0
         return pictures
+
+
+def _texts(rows: UInt8) -> tuple[str, ...]:
+    return tuple(bytes(row).rstrip(b"\0").decode() for row in rows)
 
 
 def _check(spec: FarmSpec) -> None:

@@ -95,6 +95,7 @@ def slot_fields(spec: FarmSpec, info: TaskInfo) -> dict[str, Field]:
         "scene": Field((envs, info.scene_bytes), "uint8"),
         "final_state": Field((envs, info.state_dim), "float32", float("nan")),
         "final_proprio": Field((envs, info.proprio_dim), "float32", float("nan")),
+        "final_instruction": Field((envs, INSTRUCTION_BYTES), "uint8", 0),
         "final_scene": Field((envs, info.scene_bytes), "uint8"),
         "draw_final": Field((envs,), "uint8", 0),
         "frames": Field(frames, "uint8"),

@@ -23,6 +23,7 @@ class FinalObservations:
     proprio: Float32
     frames: Mapping[str, UInt8]
     """Drawn only where `drawn`; other rows are unspecified."""
+    instruction: tuple[str, ...]
     drawn: Bool
 
 

@@ -6,8 +6,10 @@ import difflib
 import importlib
 
 from sim_farm.contract import Backend, FarmError, Physics, Renderer, TaskSpec
+from sim_farm.conventions import conventional_physics, conventional_renderer, plain
 
 BACKENDS = {
+    "libero": "sim_farm.backends.libero",
     "maniskill": "sim_farm.backends.maniskill",
     "tabletop": "sim_farm.backends.tabletop",
 }
@@ -41,12 +43,12 @@ def resolve(task: str) -> tuple[Backend, str]:
 
 def make_physics(spec: TaskSpec) -> Physics:
     """One environment of the task, without pictures."""
-    return resolve(spec.name)[0].make_physics(spec)
+    return conventional_physics(spec, resolve(spec.name)[0].make_physics(plain(spec)))
 
 
 def make_renderer(spec: TaskSpec) -> Renderer:
     """A renderer of the task's scenes."""
-    return resolve(spec.name)[0].make_renderer(spec)
+    return conventional_renderer(spec, resolve(spec.name)[0].make_renderer(plain(spec)))
 
 
 def _nearest(given: str, valid: list[str]) -> str:

@@ -231,6 +231,7 @@ class PhysicsWorker(Worker):
             return
         slots["final_state"][env] = result.state
         slots["final_proprio"][env] = result.proprio
+        slots["final_instruction"][env] = slots["instruction"][env]
         if self._draws:
             slots["final_scene"][env] = result.scene
         wanted = self.setup.spec.final_frames

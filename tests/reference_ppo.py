@@ -160,9 +160,7 @@ class Environment:
             final_value = float(agent.value(self.state[None]))  # before the next episode's first state is here
         if terminated or truncated:
             self.begin()
-        transition = Transition(
-            state[0], action[0], log_prob, value, reward, terminated, truncated, final_value
-        )
+        transition = Transition(state[0], action[0], log_prob, value, reward, terminated, truncated, final_value)
         return transition, episode if terminated or truncated else None
 
 

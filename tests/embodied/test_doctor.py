@@ -38,9 +38,7 @@ def diagnose(folder: Path, *options: str, **environment: str) -> Diagnosis:
 def python(code: str, **environment: str) -> str:
     """What the code prints, run from the root of the source tree."""
     command = [sys.executable, "-c", code]
-    result = subprocess.run(
-        command, capture_output=True, text=True, cwd=ROOT, env=os.environ | environment, check=True
-    )
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | environment, check=True)
     return result.stdout.strip()
 
 
@@ -146,9 +144,7 @@ def test_absent_assets_are_a_warning_that_tells_how_to_get_them(bare: Diagnosis)
     assert "EMBODIED_LIBERO_ASSETS" in bare["LIBERO assets"]["remedy"]
 
 
-def test_main_prints_the_table_and_writes_the_same_as_json(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_main_prints_the_table_and_writes_the_same_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "doctor.json"
     code = doctor.main(path)
     report = json.loads(path.read_text())

@@ -189,9 +189,7 @@ def test_actions_that_were_not_executed_have_no_gradient(unit: RatioUnit) -> Non
 # --- the surrogate
 
 
-def golden_units(
-    level: str, masked: bool, dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def golden_units(level: str, masked: bool, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """log-probs (with gradient), new and old units of the ratio, their mask, and their advantages."""
     log_prob = GOLDEN["loss.logp"].to(dtype, copy=True).requires_grad_()
     rows, chunk, dims = log_prob.shape

@@ -24,8 +24,7 @@ def random_inputs(spec: PolicySpec, rows: int, seed: int) -> Inputs:
     g = torch.Generator().manual_seed(seed)
     size = spec.image_size
     frames = {
-        name: torch.randint(0, 256, (rows, size, size, 3), generator=g, dtype=torch.uint8)
-        for name in spec.cameras
+        name: torch.randint(0, 256, (rows, size, size, 3), generator=g, dtype=torch.uint8) for name in spec.cameras
     }
     return Inputs(
         state=3 + 2 * torch.randn(rows, spec.state_dim, generator=g) if spec.state_dim else None,
@@ -103,9 +102,7 @@ def law_rows_are_independent(policy: Policy, inputs: Inputs) -> None:
         _assert_same(_rows_of(evaluated, index), alone, ROWS_TOLERANCE, f"evaluate on {what}")
 
 
-def law_gradients_reach_every_parameter(
-    policy: Policy, inputs: Inputs, without: Collection[str] = ()
-) -> None:
+def law_gradients_reach_every_parameter(policy: Policy, inputs: Inputs, without: Collection[str] = ()) -> None:
     """`without` names the parameters that are known to get none."""
     action = policy.act(inputs, random_noise(policy, _rows(inputs), 1))
     evaluation = policy.evaluate(inputs, action.trace)

@@ -205,9 +205,7 @@ def test_lingering_never_pays(spec: TaskSpec) -> None:
     """Shaped reward telescopes: without a solution an episode's return stays within one, however long."""
     rng = np.random.default_rng(0)
     still = replace(spec, max_episode_steps=200)
-    for results in episodes(
-        still, lambda state: rng.uniform(-0.3, 0.3, 4 if "pick" in spec.name else 3), range(3)
-    ):
+    for results in episodes(still, lambda state: rng.uniform(-0.3, 0.3, 4 if "pick" in spec.name else 3), range(3)):
         shaped = [result.reward[0] for result in results if not result.success[0]]
         assert abs(sum(shaped)) <= 1, "shaped reward accumulates"
 

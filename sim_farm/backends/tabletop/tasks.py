@@ -81,6 +81,7 @@ def describe(spec: TaskSpec) -> tuple[Task, TaskInfo]:
         cameras=cameras,
         max_episode_steps=limit,
         control_hz=CONTROL_HZ,
+        rest_action=(0.0, 0.0, 0.0, 1.0)[: task.action_dim],
     )
     return task, info
 

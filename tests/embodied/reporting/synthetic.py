@@ -94,8 +94,7 @@ def iteration_spans(begin_ns: int, iteration: int = 0) -> list[Span]:
     begin_update = max(busy.values()) + 2 * MS
     spans.append(Span("driver", "transport", begin_update - 2 * MS, begin_update))
     spans += [
-        Span("learner", f"epoch {i}", begin_update + i * 60 * MS, begin_update + (i * 60 + 58) * MS)
-        for i in range(4)
+        Span("learner", f"epoch {i}", begin_update + i * 60 * MS, begin_update + (i * 60 + 58) * MS) for i in range(4)
     ]
     return spans
 

@@ -104,9 +104,7 @@ def test_an_interrupted_program_gives_its_terminal_back() -> None:
     )
     ours, theirs = os.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120"}
-    child = subprocess.Popen(
-        [sys.executable, "-c", program], stdout=theirs, stderr=subprocess.DEVNULL, env=environment
-    )
+    child = subprocess.Popen([sys.executable, "-c", program], stdout=theirs, stderr=subprocess.DEVNULL, env=environment)
     os.close(theirs)
     seen = b""
     while b"4,096" not in seen:

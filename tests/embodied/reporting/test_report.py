@@ -147,9 +147,7 @@ def test_videos_are_embedded_until_they_are_too_large(run_dir: Path, tmp_path: P
         ("config.yaml", "embodied train CONFIG"),
     ],
 )
-def test_a_missing_file_costs_only_its_section(
-    run_dir: Path, tmp_path: Path, name: str, command: str
-) -> None:
+def test_a_missing_file_costs_only_its_section(run_dir: Path, tmp_path: Path, name: str, command: str) -> None:
     page = Page(write_report(without(run_dir, tmp_path, name)).read_text())
     assert page.says(command)
     assert page.says("Protocol")
@@ -157,9 +155,7 @@ def test_a_missing_file_costs_only_its_section(
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "trace.json", "eval.json", "config.yaml"])
 @pytest.mark.parametrize("content", ["{<b>\n", "[1, 2]\n", '{"episodes": "<i>"}\n', "\xff\n", "NaN\n"])
-def test_a_damaged_file_is_reported_and_not_fatal(
-    run_dir: Path, tmp_path: Path, name: str, content: str
-) -> None:
+def test_a_damaged_file_is_reported_and_not_fatal(run_dir: Path, tmp_path: Path, name: str, content: str) -> None:
     run = without(run_dir, tmp_path)
     (run / name).write_bytes(content.encode("latin-1"))
     html = write_report(run).read_text()
