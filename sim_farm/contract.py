@@ -37,8 +37,9 @@ class TaskSpec:
     """`<backend>/<task>`, for example `maniskill/PushCube-v1` or `tabletop/reach`."""
     control_mode: str | None = None
     """One of the task's control modes; None is the backend's default."""
-    reward: Literal["dense", "sparse"] = "dense"
-    """`dense`: shaped and normalised to at most 1 per env step; `sparse`: 1 where the task is solved."""
+    reward: Literal["dense", "sparse"] | None = None
+    """`dense`: shaped and normalised to at most 1 per env step; `sparse`: 1 where the task is solved. None: the
+    backend's first."""
     max_episode_steps: int | None = None
     """Env steps after which an episode is truncated; None is the task's own limit."""
     cameras: int | tuple[str, ...] = 0
@@ -165,6 +166,8 @@ class Backend:
     """`(TaskSpec) -> Renderer`"""
     tasks: Any
     """`() -> Sequence[str]`: the task names, without the backend's prefix."""
+    rewards: tuple[Literal["dense", "sparse"], ...] = ("dense", "sparse")
+    """The kinds of reward that its tasks may have, the usual one first."""
 
 
 class FarmError(Exception):

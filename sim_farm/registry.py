@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+from dataclasses import replace
 
 from sim_farm.contract import Backend, FarmError, Physics, Renderer, TaskSpec
 from sim_farm.conventions import conventional_physics, conventional_renderer, plain
@@ -43,12 +44,19 @@ def resolve(task: str) -> tuple[Backend, str]:
 
 def make_physics(spec: TaskSpec) -> Physics:
     """One environment of the task, without pictures."""
-    return conventional_physics(spec, resolve(spec.name)[0].make_physics(plain(spec)))
+    found = resolve(spec.name)[0]
+    return conventional_physics(spec, found.make_physics(_requested(spec, found)))
 
 
 def make_renderer(spec: TaskSpec) -> Renderer:
     """A renderer of the task's scenes."""
-    return conventional_renderer(spec, resolve(spec.name)[0].make_renderer(plain(spec)))
+    found = resolve(spec.name)[0]
+    return conventional_renderer(spec, found.make_renderer(_requested(spec, found)))
+
+
+def _requested(spec: TaskSpec, found: Backend) -> TaskSpec:
+    """What the backend is asked for."""
+    return replace(plain(spec), reward=spec.reward or found.rewards[0])
 
 
 def _nearest(given: str, valid: list[str]) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sim_farm.backends.tabletop import gl
+from sim_farm.backends import mujoco_gl as gl
 from sim_farm.contract import EpisodeSpec, FarmError, PhysicsResult, TaskSpec
 from sim_farm.registry import make_physics, make_renderer
 from tests.sim_farm.conformance import PHYSICS_LAWS, RENDER_LAWS, Law, name_of, random_actions

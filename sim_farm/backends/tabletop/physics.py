@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sim_farm.backends.tabletop.gl import mujoco
+from sim_farm.backends.mujoco_gl import mujoco
 from sim_farm.backends.tabletop.tasks import CONTROL_HZ, Task, describe, load_model
 from sim_farm.contract import EpisodeOver, EpisodeSpec, FarmError, Float32, PhysicsResult, TaskSpec
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sim_farm.backends.tabletop.gl import Canvas, mujoco
+from sim_farm.backends.mujoco_gl import Canvas, mujoco
 from sim_farm.backends.tabletop.tasks import describe, load_model
 from sim_farm.contract import FarmError, TaskSpec, UInt8
 

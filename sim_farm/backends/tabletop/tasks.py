@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sim_farm.backends.tabletop.gl import mujoco
+from sim_farm.backends.mujoco_gl import mujoco
 from sim_farm.contract import FarmError, TaskInfo, TaskSpec
 
 ASSETS = Path(__file__).resolve().parents[3] / "assets" / "tabletop"

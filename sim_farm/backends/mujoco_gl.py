@@ -36,15 +36,20 @@ REMEDY = f"`embodied doctor` says what is missing; MUJOCO_GL={'|'.join(PLATFORMS
 
 
 class Canvas:
-    """A square off-screen surface for the scenes of one model. Belongs to the thread that made it."""
+    """A square off-screen surface for the scenes of one model. Belongs to the thread that made it.
 
-    def __init__(self, model: mujoco.MjModel, size: int):
+    Geoms of `hidden_groups` are not drawn.
+    """
+
+    def __init__(self, model: mujoco.MjModel, size: int, max_geoms: int = 100, hidden_groups: tuple[int, ...] = ()):
         self._context = self._target = None  # First, so that a canvas that could not be made can be closed.
         name = platform()
         model.vis.global_.offwidth = model.vis.global_.offheight = size
         self._model = model
-        self._scene = mujoco.MjvScene(model, maxgeom=100)
+        self._scene = mujoco.MjvScene(model, maxgeom=max_geoms)
         self._option, self._camera = mujoco.MjvOption(), mujoco.MjvCamera()
+        for group in hidden_groups:
+            self._option.geomgroup[group] = 0
         self._camera.type = mujoco.mjtCamera.mjCAMERA_FIXED
         self._rect = mujoco.MjrRect(0, 0, size, size)
         self._pixels = np.empty((size, size, 3), np.uint8)

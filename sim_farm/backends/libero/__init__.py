@@ -1,0 +1,20 @@
+"""`libero/<suite>/<index>`: the 130 tasks of LIBERO (Liu et al. 2023, arXiv:2306.03310), in real robosuite and MuJoCo.
+
+    package.py      makes LIBERO and robosuite importable: its settings, its assets, no question on standard input
+    tasks.py        the suites, a task's files, its recorded initial states
+    environment.py  builds robosuite's environment of a task, without a renderer, around a shared model
+    control.py      one control step: the same arithmetic as robosuite's, without what does not change the result
+    physics.py      resets and steps an environment
+    scene.py        what a picture depends on, as bytes
+    renderer.py     draws scenes
+
+The stock environments keep random state between episodes and see another one at each rebuild. Here an episode is
+what a new stock environment shows: `env.seed(seed); env.reset()`, then `env.set_init_state(...)` if one is named.
+"""
+
+from sim_farm.backends.libero.physics import LiberoPhysics
+from sim_farm.backends.libero.renderer import LiberoRenderer
+from sim_farm.backends.libero.tasks import task_names
+from sim_farm.contract import Backend
+
+BACKEND = Backend("libero", LiberoPhysics, LiberoRenderer, tasks=task_names, rewards=("sparse",))

@@ -1,0 +1,178 @@
+"""robosuite's own environment of a LIBERO task, without a renderer, around a model that its process shares.
+
+Compiling a task takes hundreds of milliseconds and its model tens of megabytes, so a process compiles each
+task once and all its environments step the same `MjModel`. What differs between them (the pose of fixtures,
+which sites are visible) is swapped in by whoever is at work.
+"""
+
+# MuJoCo fills its name space from compiled modules, which type checkers cannot see.
+# pyright: reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import io
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from sim_farm.backends.libero.package import assets, prepare
+from sim_farm.backends.libero.tasks import LiberoTask
+from sim_farm.backends.mujoco_gl import mujoco
+from sim_farm.contract import FarmError
+
+FIELDS = ("body_pos", "body_quat", "site_rgba")
+"""All fields of a model that a reset or a task's logic changes (tests/sim_farm/test_libero.py looks at every one)."""
+CAMERAS = ("agentview", "robot0_eye_in_hand", "frontview", "galleryview", "sideview", "birdview", "paperview")
+CACHED_MODELS = 8
+"""Compiled tasks that a process keeps although nobody uses them."""
+
+
+class SharedModel:
+    """A compiled task. Exactly one user's `FIELDS` are in it at a time."""
+
+    def __init__(self, model: mujoco.MjModel, parts_dim: int) -> None:
+        self.model = model
+        self.parts_dim = parts_dim
+        """Numbers of the state that belong to objects and fixtures."""
+        self.pristine = {name: getattr(model, name).copy() for name in FIELDS}
+        """As compiled."""
+        self._user: ModelUser | None = None
+
+    def hand_to(self, user: ModelUser) -> None:
+        """Put the user's fields into the model, after keeping those of whoever had it."""
+        if self._user is user:
+            return
+        if self._user is not None:
+            for name, kept in self._user.fields.items():
+                kept[...] = getattr(self.model, name)
+        for name, kept in user.fields.items():
+            getattr(self.model, name)[...] = kept
+        self._user = user
+
+
+class ModelUser:
+    """Somebody's version of the fields of a shared model."""
+
+    def __init__(self, shared: SharedModel) -> None:
+        self.shared = shared
+        self.fields = {name: array.copy() for name, array in shared.pristine.items()}
+
+    def take(self) -> None:
+        """Have the model; before anything that reads or writes it."""
+        self.shared.hand_to(self)
+
+    def restore(self) -> None:
+        """Have the model as it was compiled."""
+        self.take()
+        for name, array in self.shared.pristine.items():
+            getattr(self.shared.model, name)[...] = array
+
+
+@functools.lru_cache(maxsize=CACHED_MODELS)
+def shared_model(task: LiberoTask) -> SharedModel:
+    """The task's model, compiled by the first who asks."""
+    compiled: list[mujoco.MjModel] = []
+
+    def compile_model(xml: str) -> mujoco.MjModel:
+        compiled.append(mujoco.MjModel.from_xml_string(xml))
+        return compiled[0]
+
+    env = _build(task, compile_model)
+    return SharedModel(compiled[0], sum(7 + len(joints) for _, joints in parts(env)))
+
+
+def build_environment(task: LiberoTask, user: ModelUser) -> Any:
+    """A new environment of the task (robosuite's class, as LIBERO's `ControlEnv` makes it) on the user's model."""
+    user.restore()
+    return _build(task, lambda xml: user.shared.model)
+
+
+def _build(task: LiberoTask, compile_model: Callable[[str], mujoco.MjModel]) -> Any:
+    prepare()
+    assets()
+    suite = importlib.import_module("robosuite")
+    binding = importlib.import_module("robosuite.utils.binding_utils")
+    importlib.import_module("libero.libero.envs.env_wrapper")
+    domain = importlib.import_module("libero.libero.envs.bddl_base_domain")
+    problem = importlib.import_module("libero.libero.envs.bddl_utils").get_problem_info(str(task.bddl))["problem_name"]
+
+    def initialise(env: Any, xml_string: str | None = None) -> None:
+        env.sim = binding.MjSim(compile_model(xml_string or env.model.get_xml()))
+        env.sim.forward()
+        env.initialize_time(env.control_freq)
+
+    kind = domain.TASK_MAPPING[problem]
+    env = kind.__new__(kind)
+    env._initialize_sim = types.MethodType(initialise, env)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # it reports every duplicate name
+            env.__init__(
+                str(task.bddl),
+                robots=["Panda"],
+                controller_configs=suite.load_controller_config(default_controller="OSC_POSE"),
+                gripper_types="default",
+                initialization_noise=None,
+                use_camera_obs=False,
+                has_renderer=False,
+                has_offscreen_renderer=False,
+                control_freq=20,
+                horizon=1000,
+                ignore_done=True,
+                hard_reset=False,
+                renderer="mujoco",
+            )
+    except (FileNotFoundError, OSError, ValueError) as error:
+        raise FarmError(
+            f"{task.suite} {task.index} cannot be built, an asset in {assets()} is missing or damaged: {error}"
+        ) from error
+    # A stock environment loads its model twice before its first episode, and this list grows at each load: the
+    # articulated fixtures' positions are drawn twice, and the second draw counts.
+    env.object_property_initializers = list(env.object_property_initializers) * 2
+    return env
+
+
+def camera_names(model: mujoco.MjModel) -> tuple[str, ...]:
+    """The task's cameras, the two that policies are trained with first."""
+    every = [model.camera(i).name for i in range(model.ncam)]
+    known = [name for name in CAMERAS if name in every]
+    return tuple(known + [name for name in every if name not in known])
+
+
+def parts(env: Any) -> list[tuple[str, list[str]]]:
+    """Names of the movable objects, then of the fixtures with their joints, in the task's order."""
+    return [(name, []) for name in env.objects_dict] + [(n, list(f.joints)) for n, f in env.fixtures_dict.items()]
+
+
+def visual_states(env: Any) -> list[dict[str, Any]]:
+    """For each part the sites that the task's logic shows or hides, as LIBERO keeps them."""
+    every = (*env.objects_dict.values(), *env.fixtures_dict.values())
+    return [part.object_properties["vis_site_names"] for part in every if hasattr(part, "object_properties")]
+
+
+def fast_contact_check(env: Any) -> Callable[..., bool]:
+    """`env.check_contact(model, model)` with the same answer, over arrays instead of a Python loop.
+
+    Predicates ask it in every env step about two models, each of which is a fixed set of geoms.
+    """
+    model, data = env.sim.model._model, env.sim.data._data
+    masks: dict[str, np.ndarray] = {}
+
+    def mask(part: Any) -> np.ndarray:
+        if part.name not in masks:
+            found = np.zeros(model.ngeom, np.bool_)
+            found[[env.sim.model.geom_name2id(name) for name in part.contact_geoms]] = True
+            masks[part.name] = found
+        return masks[part.name]
+
+    def check_contact(one: Any, two: Any) -> bool:
+        pairs = data.contact.geom[: data.ncon]
+        first, second = mask(one), mask(two)
+        left, right = pairs[:, 0], pairs[:, 1]
+        return bool(((first[left] & second[right]) | (second[left] & first[right])).any())
+
+    return check_contact

@@ -1,0 +1,164 @@
+"""LIBERO and robosuite, imported so that nothing is asked, nothing is drawn, and no file is missing unnoticed.
+
+`import libero.libero` asks questions on standard input where it has no settings file, and robosuite's import
+binds an OpenGL platform for the life of the process. Both are settled here first, so every module of this
+backend takes what it needs of the two packages after `prepare()`.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import importlib.util
+import os
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+
+import yaml
+
+from sim_farm.contract import FarmError
+
+ASSETS_VARIABLE = "EMBODIED_LIBERO_ASSETS"
+SOURCE_TREE = Path(__file__).resolve().parents[3]
+ARCHIVES = (SOURCE_TREE / "assets" / "libero-assets.tar.xz", SOURCE_TREE.parent / "shared" / "libero-assets.tar.xz")
+"""Where an archive of the assets is looked for when no setting names one."""
+PROBES = ("scenes", "articulated_objects", "stable_hope_objects", "stable_scanned_objects", "turbosquid_objects")
+"""Folders that a complete set of assets has."""
+
+
+def cache() -> Path:
+    """The project's cache folder: `$XDG_CACHE_HOME/embodied`, usually `~/.cache/embodied`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "embodied"
+
+
+@functools.cache
+def prepare() -> None:
+    """Make the two packages importable. Raises `FarmError` where they are not installed."""
+    spec = importlib.util.find_spec("libero")
+    if spec is None or spec.submodule_search_locations is None or importlib.util.find_spec("robosuite") is None:
+        raise FarmError("LIBERO's tasks need the packages hf-libero and robosuite: pip install 'embodied-farm[libero]'")
+    _write_settings(Path(next(iter(spec.submodule_search_locations))) / "libero")
+    _import_robosuite_without_opengl()
+
+
+def assets() -> Path:
+    """The folder with LIBERO's meshes and textures, found and checked once.
+
+    `EMBODIED_LIBERO_ASSETS` names it, or a .tar.xz of it; without it, LIBERO's own folder, an archive in the
+    source tree, or LIBERO's own download are taken. Raises `FarmError` that says which file is missing.
+    """
+    return _assets(os.environ.get(ASSETS_VARIABLE))
+
+
+@functools.cache
+def _assets(named: str | None) -> Path:
+    prepare()
+    libero = importlib.import_module("libero.libero")
+    folder = _find_assets(named, Path(libero.__file__).parent / "assets")
+    missing = [name for name in PROBES if not (folder / name).is_dir()]
+    if missing:
+        raise FarmError(
+            f"LIBERO's assets in {folder} are incomplete: {folder / missing[0]} is missing. Set {ASSETS_VARIABLE} to "
+            "LIBERO's `assets` folder or to an archive of it"
+        )
+    libero._assets_path_cache = str(folder)
+    return folder
+
+
+def _find_assets(named: str | None, own: Path) -> Path:
+    if named:
+        path = Path(named).expanduser()
+        if path.is_dir():
+            return path
+        if path.is_file():
+            return unpack(path)
+        raise FarmError(f"{ASSETS_VARIABLE} names {path}, which does not exist: name LIBERO's `assets` folder")
+    if own.is_dir():
+        return own
+    for archive in ARCHIVES:
+        if archive.is_file():
+            return unpack(archive)
+    return _download()
+
+
+def unpack(archive: Path) -> Path:
+    """The folder that holds the archive's content, unpacked once into the cache. Raises `FarmError` if damaged."""
+    stat = archive.stat()
+    key = hashlib.sha256(f"{archive.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()[:16]
+    target = cache() / f"libero-assets-{key}"
+    if not target.is_dir():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+            try:
+                with tarfile.open(archive) as tar:
+                    tar.extractall(folder, filter="data")
+            except (tarfile.TarError, EOFError, OSError, ValueError) as error:
+                raise FarmError(f"{archive} is damaged or incomplete ({error}): fetch it again") from error
+            try:
+                Path(folder).rename(target)  # complete or absent, also when several workers unpack at once
+            except OSError:
+                pass
+            Path(folder).mkdir(exist_ok=True)
+    inside = [path for path in target.iterdir() if path.is_dir()]
+    return inside[0] if len(inside) == 1 else target
+
+
+def _download() -> Path:
+    try:
+        module = importlib.import_module("libero.libero.utils.download_utils")
+        return Path(module.download_assets_from_huggingface())
+    except Exception as error:  # Whatever the hub's client raises, the remedy is the same.
+        raise FarmError(
+            f"LIBERO's assets are not on this machine and cannot be downloaded ({type(error).__name__}). Set "
+            f"{ASSETS_VARIABLE} to LIBERO's `assets` folder or to an archive of it"
+        ) from error
+
+
+def _write_settings(root: Path) -> None:
+    """LIBERO's own settings file, which it would otherwise ask for; the user's is left alone."""
+    folder = Path(os.environ.get("LIBERO_CONFIG_PATH") or Path.home() / ".libero")
+    if (folder / "config.yaml").is_file():
+        return
+    if "LIBERO_CONFIG_PATH" not in os.environ:
+        folder = cache() / "libero"
+        os.environ["LIBERO_CONFIG_PATH"] = str(folder)
+    settings = {
+        "benchmark_root": str(root),
+        "bddl_files": str(root / "bddl_files"),
+        "init_states": str(root / "init_files"),
+        "datasets": str(root.parent / "datasets"),
+        "assets": str(root / "assets"),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as file:
+        yaml.safe_dump(settings, file)
+    os.replace(file.name, folder / "config.yaml")
+
+
+def _import_robosuite_without_opengl() -> None:
+    """robosuite's macros are loaded ahead of it, with drawing switched off, as its import already reads them."""
+    if "robosuite" in sys.modules:
+        return
+    from sim_farm.backends.mujoco_gl import mujoco  # noqa: F401  (binds no platform either)
+
+    root = importlib.util.find_spec("robosuite")
+    assert root is not None and root.submodule_search_locations is not None
+    path = Path(next(iter(root.submodule_search_locations))) / "macros.py"
+    spec = importlib.util.spec_from_file_location("robosuite.macros", path)
+    assert spec is not None and spec.loader is not None
+    macros = importlib.util.module_from_spec(spec)
+    sys.modules["robosuite.macros"] = macros
+    spec.loader.exec_module(macros)
+    macros.MUJOCO_GPU_RENDERING = False  # type: ignore[attr-defined]
+    before = os.environ.get("MUJOCO_GL")
+    os.environ["MUJOCO_GL"] = "disable"
+    try:
+        importlib.import_module("robosuite")
+    finally:
+        if before is None:
+            del os.environ["MUJOCO_GL"]
+        else:
+            os.environ["MUJOCO_GL"] = before

@@ -1,0 +1,274 @@
+"""Steps one LIBERO environment; never draws, and needs no OpenGL library."""
+
+# pyright: reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sim_farm.backends.libero.control import SIMULATION_STEPS, Control, ObservationClock
+from sim_farm.backends.libero.environment import (
+    ModelUser,
+    SharedModel,
+    build_environment,
+    camera_names,
+    fast_contact_check,
+    parts,
+    shared_model,
+    visual_states,
+)
+from sim_farm.backends.libero.scene import SceneLayout
+from sim_farm.backends.libero.tasks import LiberoTask, find_task, initial_states
+from sim_farm.backends.mujoco_gl import mujoco
+from sim_farm.contract import EpisodeOver, EpisodeSpec, FarmError, Float32, PhysicsResult, TaskInfo, TaskSpec
+
+CONTROL_MODES = ("osc_pose",)
+ACTION_DIM = 7
+ROBOT_STATE = 25
+"""Leading numbers of the state that belong to the robot."""
+
+
+class LiberoPhysics:
+    """One environment of a LIBERO task.
+
+    Actions are [dx, dy, dz, rx, ry, rz, grip] in [-1, 1]: 5 cm and 0.5 rad of the end effector's goal, -1
+    opens the gripper, 1 closes it. The reward is 1 where the task is solved, which ends the episode.
+
+    Proprioception is end effector position (3) and axis-angle (3) and finger positions (2): what VLA policies
+    read. The state is end effector position and quaternion (x, y, z, w), finger positions, joint positions and
+    velocities, finger velocities (25 numbers), then position and quaternion of every movable object, then of
+    every fixture with its joints' positions. Both are of the moment at which robosuite samples its
+    observations, which is that of the picture.
+    """
+
+    def __init__(self, spec: TaskSpec) -> None:
+        self._task = find_task(spec.name)
+        self._user = ModelUser(shared_model(self._task))
+        self.info = describe(spec, self._task, self._user.shared)
+        self._env = build_environment(self._task, self._user)
+        self._env.check_contact = fast_contact_check(self._env)
+        self._data: Any = self._env.sim.data._data
+        self._visible = [(shown, dict(shown)) for shown in visual_states(self._env)]
+        """For each part its sites that the task's logic shows or hides, and how they begin."""
+        self._layout = SceneLayout(self._user.shared) if self.info.cameras else None
+        self._sensors = _Sensors(self._env)
+        self._clock = ObservationClock()
+        self._control: Control | None = None
+        self._steps_left = 0
+        self._seen: PhysicsResult | None = None
+
+    def reset(self, episode: EpisodeSpec) -> PhysicsResult:
+        recorded = self._initial(episode.init_state)
+        self._user.restore()
+        state = np.random.get_state()  # LIBERO draws from NumPy's global generator, which is the caller's
+        np.random.seed(episode.seed)
+        try:
+            self._reset_environment()
+        finally:
+            np.random.set_state(state)
+        self._observe_forced()
+        if recorded is not None:
+            self._begin_at(recorded)
+        self._control = Control(self._env)
+        self._steps_left = self.info.max_episode_steps
+        return self._result([], False, False)
+
+    def step(self, actions: Float32) -> PhysicsResult:
+        if self._steps_left == 0 or self._control is None:
+            raise EpisodeOver(f"the episode of {self.info.spec.name} is over or never began: call reset")
+        rewards: list[float] = []
+        solved = False
+        self._user.take()
+        for action in self._checked(actions):
+            self._advance(self._control, action)
+            solved = bool(self._env._check_success())
+            self._env._post_process()
+            rewards.append(float(solved))
+            self._steps_left -= 1
+            if solved or self._steps_left == 0:
+                break
+        truncated = self._steps_left == 0 and not solved
+        if solved:
+            self._steps_left = 0
+        return self._result(rewards, solved, truncated)
+
+    def close(self) -> None:
+        self._steps_left = 0
+
+    def _initial(self, index: int | None) -> npt.NDArray[np.float64] | None:
+        if index is None:
+            return None
+        states = initial_states(self._task)
+        if not 0 <= index < len(states):
+            raise FarmError(f"{self.info.spec.name} has recorded initial states 0 to {len(states) - 1}, got {index}")
+        return states[index]
+
+    def _reset_environment(self) -> None:
+        """What robosuite's hard reset does after it has compiled the model anew, on the model that is there."""
+        env, sim = self._env, self._env.sim
+        sim.reset()
+        gripper = env.robots[0].gripper
+        gripper.current_action = np.zeros(len(gripper.actuators))
+        for shown, original in self._visible:
+            shown.clear()
+            shown.update(original)
+        while True:
+            try:
+                env._reset_internal()
+                break
+            except importlib.import_module("robosuite.utils.errors").RandomizationError:
+                # No room for an object: LIBERO draws again, from a rebuilt environment.
+                self._user.restore()
+                sim.reset()
+                sim.forward()
+        sim.forward()
+        env.visualize(vis_settings={name: False for name in env._visualizations})
+        self._clock.reset()
+
+    def _begin_at(self, recorded: npt.NDArray[np.float64]) -> None:
+        """LIBERO's `set_init_state`."""
+        self._env.sim.set_state_from_flattened(recorded)
+        self._env.sim.forward()
+        self._env._check_success()
+        self._env._post_process()
+        self._observe_forced()
+
+    def _observe_forced(self) -> None:
+        self._clock.tick(force=True)
+        self._sense(self._data.qpos.copy())
+
+    def _advance(self, control: Control, action: npt.NDArray[np.float64]) -> None:
+        """One env step, with the observation taken where robosuite takes it."""
+        for i in range(SIMULATION_STEPS):
+            before = self._data.qpos.copy()
+            if i == 0:
+                control.begin(action)
+            else:
+                control.go_on(action)
+            if self._clock.tick():
+                self._sense(before)
+
+    def _sense(self, kinematics: npt.NDArray[np.float64]) -> None:
+        """Take the observation; `kinematics` are the joint positions from which MuJoCo's poses were computed."""
+        proprio, state = self._sensors.read()
+        nothing = np.zeros(0, np.bool_)
+        self._seen = PhysicsResult(
+            reward=np.zeros(0, np.float32),
+            success=nothing,
+            terminated=nothing,
+            truncated=nothing,
+            proprio=proprio,
+            state=state,
+            scene=np.zeros(0, np.uint8) if self._layout is None else self._layout.pack(kinematics),
+            instruction=self._task.instruction,
+        )
+
+    def _checked(self, actions: Float32) -> npt.NDArray[np.float64]:
+        if actions.ndim != 2 or actions.shape[1] != ACTION_DIM or np.isnan(actions).any():
+            raise FarmError(
+                f"{self.info.spec.name} takes actions of shape [C, {ACTION_DIM}] without NaN, "
+                f"got shape {list(actions.shape)}: {actions!r:.200}"
+            )
+        return np.clip(actions, -1.0, 1.0).astype(np.float64)
+
+    def _result(self, rewards: list[float], solved: bool, truncated: bool) -> PhysicsResult:
+        assert self._seen is not None
+        n = len(rewards)
+        flags = np.zeros((3, n), np.bool_)
+        if n:
+            flags[:, -1] = solved, solved, truncated
+        seen = self._seen
+        return replace(
+            seen,
+            reward=np.array(rewards, np.float32),
+            success=flags[0],
+            terminated=flags[1],
+            truncated=flags[2],
+            proprio=seen.proprio.copy(),
+            state=seen.state.copy(),
+            scene=seen.scene.copy(),
+        )
+
+
+class _Sensors:
+    """Reads proprioception and state; addresses are looked up once."""
+
+    def __init__(self, env: Any) -> None:
+        robot = env.robots[0]
+        self._data = env.sim.data._data
+        self._site = robot.eef_site_id
+        self._hand = env.sim.model.body_name2id(robot.robot_model.eef_name)
+        self._fingers = (robot._ref_gripper_joint_pos_indexes, robot._ref_gripper_joint_vel_indexes)
+        self._joints = (robot._ref_joint_pos_indexes, robot._ref_joint_vel_indexes)
+        address = env.sim.model.get_joint_qpos_addr
+        self._bodies = [(env.obj_body_id[name], [address(joint) for joint in joints]) for name, joints in parts(env)]
+        self._axis_angle = importlib.import_module("robosuite.utils.transform_utils").quat2axisangle
+
+    def read(self) -> tuple[Float32, Float32]:
+        """[8] and [S] float32."""
+        data = self._data
+        quaternion = _xyzw(data.xquat[self._hand])
+        position, fingers = data.site_xpos[self._site], data.qpos[self._fingers[0]]
+        proprio = np.concatenate((position, self._axis_angle(quaternion.copy()), fingers), dtype=np.float32)
+        robot = (
+            position,
+            quaternion,
+            fingers,
+            data.qpos[self._joints[0]],
+            data.qvel[self._joints[1]],
+            data.qvel[self._fingers[1]],
+        )
+        parts = [part for body, joints in self._bodies for part in self._pose(body, joints)]
+        return proprio, np.concatenate((*robot, *parts), dtype=np.float32)
+
+    def _pose(self, body: int, joints: list[int]) -> tuple[Any, ...]:
+        return self._data.xpos[body], _xyzw(self._data.xquat[body]), self._data.qpos[joints]
+
+
+def _xyzw(quaternion: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    return quaternion[[1, 2, 3, 0]]
+
+
+def describe(spec: TaskSpec, task: LiberoTask, shared: SharedModel) -> TaskInfo:
+    """All sizes of the task; raises `FarmError` for a control mode, reward or camera that it has not."""
+    mode = CONTROL_MODES[0] if spec.control_mode is None else spec.control_mode
+    if mode not in CONTROL_MODES:
+        raise FarmError(f"{spec.name} has no control mode {mode!r}; valid: {', '.join(CONTROL_MODES)}")
+    if spec.reward not in (None, "sparse"):
+        raise FarmError(f"{spec.name} has no {spec.reward} reward; valid: sparse")
+    limit = task.limit if spec.max_episode_steps is None else spec.max_episode_steps
+    if limit < 1:
+        raise FarmError(f"max_episode_steps is at least 1, got {limit}")
+    cameras = _cameras(spec, shared.model)
+    return TaskInfo(
+        spec=replace(spec, control_mode=mode, reward="sparse", max_episode_steps=limit, cameras=cameras),
+        action_dim=ACTION_DIM,
+        action_low=(-1.0,) * ACTION_DIM,
+        action_high=(1.0,) * ACTION_DIM,
+        proprio_dim=8,
+        state_dim=ROBOT_STATE + shared.parts_dim,
+        scene_bytes=SceneLayout(shared).nbytes if cameras else 0,
+        cameras=cameras,
+        max_episode_steps=limit,
+        control_hz=20.0,
+        rest_action=(0.0,) * 6 + (-1.0,),
+        init_states=len(initial_states(task)),
+        stock_upside_down=True,
+    )
+
+
+def _cameras(spec: TaskSpec, model: mujoco.MjModel) -> tuple[str, ...]:
+    valid = camera_names(model)
+    if isinstance(spec.cameras, int):
+        if not 0 <= spec.cameras <= len(valid):
+            raise FarmError(f"{spec.name} has {len(valid)} cameras ({', '.join(valid)}), got cameras={spec.cameras}")
+        return valid[: spec.cameras]
+    for name in spec.cameras:
+        if name not in valid:
+            raise FarmError(f"{spec.name} has no camera {name!r}; valid: {', '.join(valid)}")
+    return spec.cameras

@@ -1,0 +1,58 @@
+"""Draws pictures of LIBERO scenes; never steps."""
+
+# pyright: reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from sim_farm.backends.libero.environment import ModelUser, shared_model
+from sim_farm.backends.libero.physics import describe
+from sim_farm.backends.libero.scene import SceneLayout
+from sim_farm.backends.libero.tasks import find_task
+from sim_farm.backends.mujoco_gl import Canvas, mujoco
+from sim_farm.contract import FarmError, TaskSpec, UInt8
+
+MAX_GEOMS = 1000
+COLLISION_GROUP = 0
+"""Geoms of this group are collision shapes, which robosuite does not draw."""
+
+
+class LiberoRenderer:
+    """Frames of one task's scenes, from one replica of its data; the model is the process's.
+
+    The OpenGL context is made by the first `render`, and belongs to the thread that called it: later calls,
+    and `close`, come from the same one.
+    """
+
+    def __init__(self, spec: TaskSpec) -> None:
+        task = find_task(spec.name)
+        shared = shared_model(task)
+        self.info = describe(spec, task, shared)
+        self._user = ModelUser(shared)
+        self._layout = SceneLayout(shared)
+        self._data = mujoco.MjData(shared.model)
+        self._canvas: Canvas | None = None
+
+    def render(self, scenes: Sequence[UInt8], cameras: Sequence[str]) -> dict[str, UInt8]:
+        for name in cameras:
+            if name not in self.info.cameras:
+                raise FarmError(f"no camera {name!r} was asked for; valid: {', '.join(self.info.cameras)}")
+        size, model = self.info.spec.image_size, self._user.shared.model
+        if self._canvas is None:
+            self._user.take()
+            self._canvas = Canvas(model, size, MAX_GEOMS, hidden_groups=(COLLISION_GROUP,))
+        frames = {name: np.empty((len(scenes), size, size, 3), np.uint8) for name in cameras}
+        self._canvas.make_current()
+        for index, scene in enumerate(scenes):
+            self._layout.unpack(scene, self._user, self._data)
+            for name in cameras:
+                self._canvas.draw(self._data, model.camera(name).id, frames[name][index])
+        return frames
+
+    def close(self) -> None:
+        if self._canvas is not None:
+            self._canvas.close()
+            self._canvas = None

@@ -1,0 +1,131 @@
+"""LIBERO's suites: a task's name, its instruction, its files, and its recorded initial states."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import io
+import os
+import pickletools
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from sim_farm.backends.libero.package import cache, prepare
+from sim_farm.contract import FarmError
+
+SUITES = ("libero_spatial", "libero_object", "libero_goal", "libero_10", "libero_90")
+LIMITS = {"libero_spatial": 220, "libero_object": 280, "libero_goal": 300, "libero_10": 520, "libero_90": 400}
+"""Env steps of an episode where the user says nothing: those of OpenVLA-OFT and openpi."""
+
+
+@dataclass(frozen=True)
+class LiberoTask:
+    """One task and where its files are."""
+
+    suite: str
+    index: int
+    name: str
+    """LIBERO's own name, for example `open_the_middle_drawer_of_the_cabinet`."""
+    instruction: str
+    bddl: Path
+    initial: Path
+    """LIBERO's pickle of recorded initial states."""
+
+    @property
+    def limit(self) -> int:
+        return LIMITS[self.suite]
+
+
+def task_names() -> list[str]:
+    """All 130, as `<suite>/<index>`."""
+    return [f"{suite}/{index}" for suite in SUITES for index in range(len(_suite(suite)))]
+
+
+def find_task(name: str) -> LiberoTask:
+    """The task called `libero/<suite>/<index>`."""
+    _, suite, index = name.split("/")
+    return _suite(suite)[int(index)]
+
+
+@functools.cache
+def _suite(suite: str) -> tuple[LiberoTask, ...]:
+    prepare()
+    libero = importlib.import_module("libero.libero")
+    known = importlib.import_module("libero.libero.benchmark").task_maps[suite]
+    return tuple(
+        LiberoTask(
+            suite,
+            index,
+            task.name,
+            task.language,
+            Path(libero.get_libero_path("bddl_files")) / task.problem_folder / task.bddl_file,
+            Path(libero.get_libero_path("init_states")) / task.problem_folder / task.init_states_file,
+        )
+        for index, task in enumerate(known.values())
+    )
+
+
+@functools.lru_cache(maxsize=16)
+def initial_states(task: LiberoTask) -> npt.NDArray[np.float64]:
+    """[N, 1 + nq + nv]: time, positions and velocities of the recorded initial states.
+
+    LIBERO ships them as pickles. They are converted once, into an .npz in the cache beside its checksum, by a
+    reader that executes nothing; later only that file is read. Raises `FarmError` where it is damaged.
+    """
+    try:
+        source = task.initial.read_bytes()
+    except OSError as error:
+        raise FarmError(f"LIBERO's initial states {task.initial} cannot be read ({error.strerror})") from error
+    digest = hashlib.sha256(source).hexdigest()
+    path = cache() / "libero" / "initial_states" / f"{task.suite}-{task.index}-{digest[:16]}.npz"
+    if not path.is_file():
+        _convert(task, source, path)
+    with np.load(path, allow_pickle=False) as data:
+        states = data["states"]
+        if hashlib.sha256(states.tobytes()).hexdigest() != str(data["sha256"]):
+            raise FarmError(f"{path} is damaged: remove it, it will be made again")
+    return states
+
+
+def _convert(task: LiberoTask, source: bytes, path: Path) -> None:
+    states = read_pickled_array(source, task.initial)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        np.savez(file, states=states, sha256=hashlib.sha256(states.tobytes()).hexdigest())
+    os.replace(file.name, path)
+
+
+def read_pickled_array(source: bytes, path: Path) -> npt.NDArray[np.float64]:
+    """The one float64 matrix in a file that `torch.save` wrote of a NumPy array, without unpickling it.
+
+    The pickle's opcodes are only listed (`pickletools.genops`): the array's shape and raw bytes are among their
+    arguments. Raises `FarmError` for a file of any other kind.
+    """
+    try:
+        with zipfile.ZipFile(io.BytesIO(source)) as archive:
+            name = next(n for n in archive.namelist() if n.endswith("data.pkl"))
+            opcodes = [(code.name, argument) for code, argument, _ in pickletools.genops(archive.read(name))]
+    except (zipfile.BadZipFile, StopIteration, ValueError) as error:
+        raise FarmError(f"{path} is damaged or not a file of LIBERO's initial states ({error})") from error
+    raw = [argument for _, argument in opcodes if isinstance(argument, str) and len(argument) > 1000]
+    shape = _shape(opcodes)
+    # Pickles of protocol 2 hold bytes as text in Latin-1.
+    data = raw[0].encode("latin-1") if len(raw) == 1 else b""
+    if not data or "f8" not in [argument for _, argument in opcodes] or shape[0] * shape[1] * 8 != len(data):
+        raise FarmError(f"{path} is damaged or not a file of LIBERO's initial states")
+    return np.frombuffer(data, np.float64).reshape(shape).copy()
+
+
+def _shape(opcodes: list[tuple[str, object]]) -> tuple[int, int]:
+    """Rows and columns: the only pair of integers that the pickle makes a tuple of."""
+    for (one, rows), (two, columns), (name, _) in zip(opcodes, opcodes[1:], opcodes[2:], strict=False):
+        if name == "TUPLE2" and one.startswith("BININT") and two.startswith("BININT"):
+            assert isinstance(rows, int) and isinstance(columns, int)
+            return rows, columns
+    return 0, 0
