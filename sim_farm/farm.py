@@ -88,6 +88,10 @@ def make_worker(setup: WorkerSetup, block: Block | None = None) -> Worker:
     return (PhysicsWorker if setup.is_physics else RenderWorker)(setup, block)
 
 
+RENDERER_START_S = 120.0
+"""Longest start of a renderer: an EGL driver that hangs does so silently and for ever."""
+
+
 class StageState(enum.Enum):
     IDLE = "not yet reset"
     SUBMITTED = "submitted"
@@ -284,7 +288,16 @@ class Farm:
         return WorkerSetup(self.spec, self.info, worker, None).name
 
     def check(self) -> None:
-        """Raise `WorkerFailed` with the message of a worker that met an error."""
+        """Raise `WorkerFailed` with the message of a worker that met an error, or whose renderer hangs at its start."""
+        opening = np.flatnonzero(self._slots["phase"] == layout.OPENING)
+        for worker in opening.tolist():
+            since_s = (time.monotonic_ns() - int(self._slots["since_ns"][worker])) / 1e9
+            if since_s > RENDERER_START_S:
+                raise WorkerFailed(
+                    f"{self._worker_name(worker)} has been starting its renderer for {since_s:.0f} s and hangs, as "
+                    "EGL does with a driver that does not fit: try MUJOCO_GL=osmesa, or another of farm.devices; "
+                    "`embodied doctor` says what answers"
+                )
         failed = np.flatnonzero(self._slots["phase"] == layout.FAILED)
         if len(failed):
             raise WorkerFailed(self._message(int(failed[0])))

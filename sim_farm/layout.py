@@ -21,8 +21,8 @@ from sim_farm.memory import Field
 
 STEP, RESET = 0, 1
 PHYSICS_START, PHYSICS_END, RENDER_START, RENDER_END = range(4)
-STARTING, BUILDING, WAITING, WORKING, FAILED = range(5)
-PHASES = ("starting", "building its environments", "waiting for work", "working", "failed")
+STARTING, BUILDING, WAITING, WORKING, FAILED, OPENING = range(6)
+PHASES = ("starting", "building its environments", "waiting for work", "working", "failed", "starting its renderer")
 MESSAGE_BYTES = 4096
 CLIENT_BELL = 0
 FINAL_FRAMES = ("never", "truncated", "ended")
@@ -41,6 +41,8 @@ class FarmSpec:
     physics_workers: int = 1
     render_workers: int = 0
     """0: physics workers draw their own frames (fused)."""
+    devices: tuple[int, ...] = ()
+    """EGL devices (GPUs) for the workers that draw, dealt out in turn; none: the machine's first."""
     final_frames: str = "truncated"
     """Which episodes' last observation is drawn before the next begins: `never`, `truncated` or `ended`."""
 

@@ -11,7 +11,6 @@ import os
 import time
 import traceback
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -40,6 +39,13 @@ class WorkerSetup:
     """CPU core the worker's process is pinned to."""
 
     @property
+    def device(self) -> int | None:
+        """The EGL device that the worker draws with."""
+        devices = self.spec.devices
+        drawing = self.index - self.spec.physics_workers if self.spec.render_workers else self.index
+        return devices[drawing % len(devices)] if devices else None
+
+    @property
     def is_physics(self) -> bool:
         return self.index < self.spec.physics_workers
 
@@ -63,6 +69,7 @@ class Worker:
         self.slots = block.arrays
         bells = self.slots["bells"]
         self._mine = Doorbell(bells, setup.index + 1)
+        self._painter: _Painter | None = None
         self._client = Doorbell(bells, layout.CLIENT_BELL)
 
     def serve(self) -> None:
@@ -89,9 +96,21 @@ class Worker:
     def close(self) -> None:
         raise NotImplementedError
 
+    def _open_painter(self) -> None:
+        """Make the renderer and let it draw once, so that what cannot start fails, or hangs, here and by name."""
+        self._report(layout.OPENING)
+        device = self.setup.device
+        if device is not None:
+            os.environ["MUJOCO_EGL_DEVICE_ID"] = str(device)
+        renderer = make_renderer(self.setup.spec.task)
+        renderer.render([], renderer.info.cameras)
+        self._painter = _Painter(renderer, self.slots)
+        self._report(layout.BUILDING)
+
     def _report(self, phase: int) -> None:
-        self.slots["phase"][self.setup.index] = phase
+        # The time first: who sees the new phase must not take the old one's beginning for it.
         self.slots["since_ns"][self.setup.index] = time.monotonic_ns()
+        self.slots["phase"][self.setup.index] = phase
 
     def _fail(self, error: Exception) -> None:
         """A message for a user's mistake, with the traceback only where it is our own."""
@@ -118,7 +137,6 @@ class PhysicsWorker(Worker):
         spec = setup.spec
         self._envs = np.array([e for e in range(spec.num_envs) if spec.worker_of(e) == setup.index])
         self._physics: dict[int, Physics] = {}
-        self._painter: _Painter | None = None
         self._draws = bool(setup.info.cameras)
         bells = self.slots["bells"]
         self._next = {
@@ -135,7 +153,7 @@ class PhysicsWorker(Worker):
             self.slots["built"][self.setup.index] += 1
             self._client.ring()
         if self._draws and not self.setup.spec.render_workers:
-            self._painter = _Painter(make_renderer(self.setup.spec.task), self.slots)
+            self._open_painter()
         for env in self._envs.tolist():
             if self.slots["simulated"][env]:
                 self._replay(env)
@@ -287,11 +305,10 @@ class RenderWorker(Worker):
         super().__init__(setup, block)
         mine = setup.index - setup.spec.physics_workers
         self._envs = np.array([e for e in range(setup.spec.num_envs) if setup.spec.renderer_of(e) == mine])
-        self._painter: Any = None
 
     def build(self) -> None:
         self._report(layout.BUILDING)
-        self._painter = _Painter(make_renderer(self.setup.spec.task), self.slots)
+        self._open_painter()
         self.slots["built"][self.setup.index] = 1
         self._report(layout.WAITING)
         self._client.ring()
@@ -302,6 +319,7 @@ class RenderWorker(Worker):
             self._report(layout.WORKING)
         for env in pending:
             ticket = self.slots["simulated"][env]
+            assert self._painter is not None, "built before it serves"
             self._painter.draw(env)
             self.slots["drawn"][env] = ticket
             self._client.ring()

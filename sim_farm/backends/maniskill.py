@@ -78,7 +78,7 @@ def tasks() -> tuple[str, ...]:
 def _make(spec: TaskSpec, render: bool) -> Any:
     """The unwrapped ManiSkill environment. Raises `FarmError` for what the user can mend."""
     task = spec.name.partition("/")[2]
-    reward = {"dense": "normalized_dense", "sparse": "sparse"}[spec.reward]
+    reward = {"dense": "normalized_dense", "sparse": "sparse"}[spec.reward or "dense"]
     supported = REGISTERED_ENVS[task].cls.SUPPORTED_REWARD_MODES
     if reward not in supported:
         offered = [name for name, mode in (("dense", "normalized_dense"), ("sparse", "sparse")) if mode in supported]

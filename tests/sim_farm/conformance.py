@@ -351,14 +351,16 @@ def physics_of(spec: TaskSpec) -> closing[Physics]:
 
 def rewards_of(spec: TaskSpec) -> list[Any]:
     """The kinds of reward that the task has, its spec's own first. One that it lacks is refused by name."""
-    other: Any = "sparse" if spec.reward == "dense" else "dense"
+    with physics_of(spec) as physics:
+        own = str(physics.info.spec.reward)
+    other: Any = "sparse" if own == "dense" else "dense"
     try:
         make_physics(replace(spec, reward=other)).close()
     except FarmError as error:
-        named = other in str(error) and spec.reward in str(error)
-        assert named, f"the refusal of a {other} reward does not name it and the {spec.reward} one: {error}"
-        return [spec.reward]
-    return [spec.reward, other]
+        named = other in str(error) and own in str(error)
+        assert named, f"the refusal of a {other} reward does not name it and the {own} one: {error}"
+        return [own]
+    return [own, other]
 
 
 def renderer_of(spec: TaskSpec) -> closing[Renderer]:

@@ -203,7 +203,7 @@ def stock_options(info: TaskInfo, drawn: bool) -> dict[str, Any]:
         "id": task,
         "obs_mode": "rgb" if drawn else "state",
         "render_backend": "cpu" if drawn or paints_its_table else "none",
-        "reward_mode": {"dense": "normalized_dense", "sparse": "sparse"}[info.spec.reward],
+        "reward_mode": {"dense": "normalized_dense", "sparse": "sparse"}[info.spec.reward or "dense"],
         "control_mode": info.spec.control_mode,
         "sensor_configs": {"width": size, "height": size},
     }

@@ -15,9 +15,9 @@ import types
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from sim_farm.backends.mujoco_gl import mujoco
-from sim_farm.contract import Float32
 
 SIMULATION_STEPS = 25
 TIMESTEP = 0.002
@@ -63,18 +63,18 @@ class Control:
         self._weight = 0.5 * (limits[self._fingers, 1] - limits[self._fingers, 0])
         self._controller.update = types.MethodType(_lean_update(env), self._controller)
 
-    def begin(self, action: Float32) -> None:
+    def begin(self, action: npt.NDArray[np.float64]) -> None:
         """The first simulation step of a control step: also sets the controller's goal."""
         mujoco.mj_step1(self.model, self.data)
         self._controller.set_goal(action[:6])
         self._finish(action)
 
-    def go_on(self, action: Float32) -> None:
+    def go_on(self, action: npt.NDArray[np.float64]) -> None:
         """Each of the others."""
         mujoco.mj_step1(self.model, self.data)
         self._finish(action)
 
-    def _finish(self, action: Float32) -> None:
+    def _finish(self, action: npt.NDArray[np.float64]) -> None:
         torques = self._controller.run_controller()
         ctrl = self.data.ctrl
         ctrl[self._fingers] = self._bias + self._weight * self._gripper.format_action(action[6:])

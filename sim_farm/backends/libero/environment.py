@@ -11,6 +11,7 @@ which sites are visible) is swapped in by whoever is at work.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import importlib
 import io
@@ -80,7 +81,7 @@ def shared_model(task: LiberoTask) -> SharedModel:
 
     def compile_model(xml: str) -> mujoco.MjModel:
         compiled.append(mujoco.MjModel.from_xml_string(xml))
-        return compiled[0]
+        return copy.copy(compiled[0])  # an environment moves fixtures as soon as it is built
 
     env = _build(task, compile_model)
     return SharedModel(compiled[0], sum(7 + len(joints) for _, joints in parts(env)))

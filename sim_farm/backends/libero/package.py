@@ -16,6 +16,7 @@ import sys
 import tarfile
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -56,8 +57,8 @@ def assets() -> Path:
 @functools.cache
 def _assets(named: str | None) -> Path:
     prepare()
-    libero = importlib.import_module("libero.libero")
-    folder = _find_assets(named, Path(libero.__file__).parent / "assets")
+    libero: Any = importlib.import_module("libero.libero")
+    folder = _find_assets(named, Path(str(libero.__file__)).parent / "assets")
     missing = [name for name in PROBES if not (folder / name).is_dir()]
     if missing:
         raise FarmError(
