@@ -1,0 +1,14 @@
+"""Recorded episodes in LeRobot's dataset layout, version 3.0: written, and read for supervised learning.
+
+from embodied.demonstrations import Dataset
+dataset = Dataset("demos/reach")
+batch = dataset.batch([0, 17, 42], chunk=8)      # batch.actions [3, 8, A], batch.padding [3, 8], batch.inputs()
+"""
+
+from __future__ import annotations
+
+from embodied.demonstrations.layout import DatasetError, Feature
+from embodied.demonstrations.reader import Batch, Dataset, Episode
+from embodied.demonstrations.writer import DatasetWriter, FileSizes
+
+__all__ = ["Batch", "Dataset", "DatasetError", "DatasetWriter", "Episode", "Feature", "FileSizes"]

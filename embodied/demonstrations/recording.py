@@ -1,0 +1,174 @@
+"""`embodied record`: a policy acts on the farm; its episodes are replayed, drawn, and written as a dataset."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from rich import print as show
+
+from embodied import checkpoint
+from embodied.config import Config, UserError
+from embodied.demonstrations.writer import DatasetWriter, new_folder
+from embodied.evaluation import EpisodeResult, Evaluator, deal_out, run_to_end
+from embodied.reporting.live import steps
+from embodied.runs import find_run, settings_of
+from embodied.runtime.handles import Handle
+from embodied.session import Session, open_session
+from embodied.workers import farm_spec, make_evaluator, policy_spec, task_spec
+from sim_farm.contract import EpisodeSpec, TaskSpec
+from sim_farm.episodes import ListedEpisodes, episode_seed
+from sim_farm.replay import ReplayedEpisode, Replayer
+
+DEMONSTRATION = 2
+"""First word of the key of these episodes' seeds: neither training's nor evaluation's, which a policy that learns
+from the recording must not have seen."""
+
+
+def demonstration_episodes(
+    run_seed: int, count: int, init_states: Sequence[int] | None = None
+) -> tuple[EpisodeSpec, ...]:
+    """`count` episodes from a stream of seeds of their own, from `init_states` in turn where there are any.
+
+    A longer list begins with the shorter one.
+    """
+    states = init_states or (None,)
+    return tuple(
+        EpisodeSpec(episode_seed(DEMONSTRATION, run_seed, 0, trial), states[trial % len(states)])
+        for trial in range(count)
+    )
+
+
+def record_run(
+    run: str, config: Config, folder: Path | None, out: Path, episodes: int, only_successes: bool, runs_dir: Path
+) -> dict[str, Any]:
+    """Let the checkpoint `folder`, or the newest of `run`, act in `episodes` episodes and record them in `out`.
+
+    Where `run` is a configuration and no checkpoint is named, its policy must need no training. With
+    `only_successes` the episodes that it failed are left out. The cameras are those of `env.cameras`, whether the
+    policy reads them or not. Returns the result as plain data; raises `UserError`.
+    """
+    if episodes < 1:
+        raise UserError(f"--episodes is at least 1, got {episodes}")
+    folder = _checkpoint(run, folder, runs_dir)
+    begin = time.monotonic()
+    with new_folder(out) as aside, open_session(config) as session:
+        # One replayer and the writer before anybody acts: what cannot be written is refused now, not hours later.
+        task = replace(task_spec(config), cameras=config.env.cameras)
+        replayer = session.runtime.place("replayer 0", Replayer, task)
+        info = replayer.call(Replayer.describe)
+        provenance = {
+            "task": asdict(info.spec),
+            "policy": {"kind": config.policy.kind, "checkpoint": None if folder is None else str(folder)},
+            "sampling": "sampled" if config.eval.greedy is False else "greedy",
+            "run_seed": config.seed,
+            "episodes_run": episodes,
+            "only_successes": only_successes,
+        }
+        writer = DatasetWriter(aside, info, provenance)
+        results = _act(_acting(run, config, folder, runs_dir), session, folder, episodes)
+        wanted = [result for result in results if result.success or not only_successes]
+        if not wanted:
+            raise UserError(f"none of the {episodes} episodes was solved: run more, or leave out --only-successes")
+        not_reproduced = _write(writer, _replayers(replayer, task, session, len(wanted)), wanted)
+    solved = sum(result.success for result in results)
+    result = {
+        "dataset": str(out),
+        "task": config.env.task,
+        "episodes": writer.episodes,
+        "env_steps": writer.frames,
+        "cameras": list(info.cameras),
+        "not_reproduced": not_reproduced,
+        "episodes_run": episodes,
+        "solved": solved,
+        "success_rate": solved / episodes,
+        "wall_s": time.monotonic() - begin,
+    }
+    _show(result)
+    return result
+
+
+def _checkpoint(run: str, folder: Path | None, runs_dir: Path) -> Path | None:
+    """The checkpoint that acts, whole; None where a configuration is named alone."""
+    run_dir = find_run(run, runs_dir)
+    if folder is None and run_dir is not None:
+        folder = checkpoint.latest(run_dir / "checkpoints")
+        if folder is None:
+            raise UserError(f"{run_dir} has no checkpoint yet; train it first, or name one with --checkpoint")
+    if folder is not None:
+        checkpoint.verify(folder)
+    return folder
+
+
+def _acting(run: str, config: Config, folder: Path | None, runs_dir: Path) -> Config:
+    """The configuration as the checkpoint knows it: how large pictures are that it never sees is no matter of its."""
+    if folder is None or "images" in config.policy.reads:
+        return config
+    trained = settings_of(run, runs_dir).env.image_size
+    return config.model_copy(update={"env": config.env.model_copy(update={"image_size": trained})})
+
+
+def _show(result: dict[str, Any]) -> None:
+    show(
+        f"[bold]{result['dataset']}[/]: {result['episodes']} episodes, {result['env_steps']} env steps of "
+        f"{result['task']}, cameras: {', '.join(result['cameras']) or 'none (--env.cameras 1 records pictures)'}"
+    )
+    if result["not_reproduced"]:
+        show(f"{result['not_reproduced']} episodes came out otherwise when they were replayed, and were left out")
+
+
+def _act(config: Config, session: Session, folder: Path | None, episodes: int) -> list[EpisodeResult]:
+    """The policy's episodes, as actions, in the order of trials. No frame is drawn that the policy does not read."""
+    num_envs = config.eval.num_envs or config.env.num_envs
+    specs = demonstration_episodes(config.seed, episodes, config.eval.init_states)
+    shape = farm_spec(config, ListedEpisodes(specs, num_envs), len(session.cores), num_envs)
+    with session.farm(deal_out(shape, specs, range(episodes))) as farm:
+        sizes = policy_spec(config, farm.info)
+        worker = session.runtime.place("evaluator", make_evaluator, config, sizes, session.reach(farm), folder)
+        deadline_s = config.runtime.deadline_s
+        with steps(f"Running {config.policy.kind} on {config.env.task}", episodes) as bar:
+            results = run_to_end(
+                lambda budget_s: worker.call(Evaluator.advance, budget_s, deadline_s), episodes, bar.advance
+            )
+        worker.end()
+    return results
+
+
+def _replayers(first: Handle[Replayer], task: TaskSpec, session: Session, episodes: int) -> list[Handle[Replayer]]:
+    """As many replayers as cores, `first` among them."""
+    count = min(len(session.cores), episodes) if session.config.runtime.mode == "ray" else 1
+    session.runtime.prepare(count - 1)
+    return [first, *(session.runtime.place(f"replayer {i}", Replayer, task) for i in range(1, count))]
+
+
+def _write(writer: DatasetWriter, replayers: Sequence[Handle[Replayer]], results: Sequence[EpisodeResult]) -> int:
+    """Replay, draw and write the episodes. One that comes out otherwise than it did is left out; how many did."""
+    not_reproduced = 0
+    with steps("Recording", len(results)) as bar:
+        for result, replay in _replayed(replayers, results):
+            if (replay.steps, bool(replay.success.any())) == (result.length, result.success):
+                writer.add(result.spec, replay)
+            else:
+                not_reproduced += 1
+            bar.advance()
+    writer.close()
+    return not_reproduced
+
+
+def _replayed(
+    replayers: Sequence[Handle[Replayer]], results: Sequence[EpisodeResult]
+) -> Iterator[tuple[EpisodeResult, ReplayedEpisode]]:
+    """Each result with its replay, in order; every replayer is at work while the caller writes."""
+    pending: deque[tuple[Handle[Replayer], EpisodeResult, ReplayedEpisode]] = deque()
+    for number, result in enumerate(results):
+        replayer = replayers[number % len(replayers)]
+        pending.append((replayer, result, replayer.refer(Replayer.replay, result.spec, result.actions)))
+        if len(pending) > len(replayers):
+            done, finished, reference = pending.popleft()
+            yield finished, done.fetch(reference)
+    for done, finished, reference in pending:
+        yield finished, done.fetch(reference)
