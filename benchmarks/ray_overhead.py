@@ -55,7 +55,7 @@ def measure(way: str, iterations: int) -> list[float]:
 
 def main() -> None:
     arguments = tyro.cli(Arguments)
-    from embodied.runs import hardware
+    from embodied.hardware import hardware
 
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     for _ in range(arguments.rounds):

@@ -147,7 +147,7 @@ def main() -> None:
     if arguments.peer_seed is not None:
         print(json.dumps(run_peer(arguments.peer_seed)), flush=True)
         return
-    from embodied.runs import hardware
+    from embodied.hardware import hardware
 
     ours, peer = [], []
     for seed in arguments.seeds:

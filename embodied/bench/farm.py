@@ -13,8 +13,8 @@ from rich.table import Table
 from embodied.bench.loops import Kind, LoopProcess, LoopSpec
 from embodied.bench.settings import BenchFarm
 from embodied.config import Config
+from embodied.hardware import hardware
 from embodied.reporting.live import steps
-from embodied.runs import hardware
 from embodied.session import open_session
 from sim_farm.contract import TaskSpec
 from sim_farm.episodes import EndlessEpisodes
@@ -38,14 +38,11 @@ def bench_farm(bench: BenchFarm) -> dict[str, Any]:
             bench.chunk,
             bench.stages,
             physics_workers=len(cores),
+            render_workers=bench.render_workers,
             final_frames="never",
         )
         farm = stack.enter_context(session.farm(spec))
-        loops: dict[str, tuple[Kind, int]] = {"limit": ("bare", 1), "stock": ("stock", 1)}
-        if bench.peer and bench.task.startswith("maniskill/"):
-            loops |= {f"AsyncVectorEnv {n}": ("async", n) for n in PEER_ENVS}
-        elif not bench.task.startswith("maniskill/"):
-            loops.pop("stock")
+        loops = _loops(bench)
         processes = {
             name: LoopProcess(LoopSpec(kind, bench.task, bench.cameras, bench.size, bench.chunk, envs, cores))
             for name, (kind, envs) in loops.items()
@@ -68,6 +65,20 @@ def bench_farm(bench: BenchFarm) -> dict[str, Any]:
         result = _result(bench, rates, len(cores))
     _show(rates, result)
     return result
+
+
+def _loops(bench: BenchFarm) -> dict[str, tuple[Kind, int]]:
+    """What the farm is compared with: kind and number of environments of each."""
+    simulator = bench.task.partition("/")[0]
+    loops: dict[str, tuple[Kind, int]] = {"limit": ("bare", 1)}
+    if simulator in ("maniskill", "libero"):
+        loops["stock"] = ("stock", 1)
+        if bench.peer:
+            # LIBERO's need seconds and most of a gigabyte each.
+            loops |= {f"AsyncVectorEnv {n}": ("async", n) for n in (PEER_ENVS if simulator == "maniskill" else (2,))}
+    if simulator == "libero" and bench.peer:
+        loops["SubprocVectorEnv 2"] = ("subproc", 2)
+    return loops
 
 
 class _Driver:
@@ -104,6 +115,7 @@ def _result(bench: BenchFarm, rates: dict[str, list[float]], cores: int) -> dict
         "size": bench.size,
         "chunk": bench.chunk,
         "num_envs": bench.num_envs,
+        "render_workers": bench.render_workers,
         "cores": cores,
         "hardware": hardware(),
         "env_steps_per_s": median["farm"],
@@ -114,7 +126,7 @@ def _result(bench: BenchFarm, rates: dict[str, list[float]], cores: int) -> dict
     if "stock" in median:
         result["stock_limit_env_steps_per_s"] = median["stock"] * cores
         result["share_of_stock_limit"] = median["farm"] / (median["stock"] * cores)
-    peers = {name: rate for name, rate in median.items() if name.startswith("Async")}
+    peers = {name: rate for name, rate in median.items() if name.endswith(tuple("0123456789"))}
     if peers:
         best = max(peers, key=peers.__getitem__)
         result |= {"peer": best, "peer_env_steps_per_s": peers[best], "ratio_to_peer": median["farm"] / peers[best]}
@@ -128,7 +140,7 @@ def _show(rates: dict[str, list[float]], result: dict[str, Any]) -> None:
     names = {
         "farm": "farm",
         "limit": f"bare loop x {result['cores']} cores (limit)",
-        "stock": f"ManiSkill's own step x {result['cores']} cores",
+        "stock": f"the simulator's own step x {result['cores']} cores",
     }
     for name, values in rates.items():
         scale = result["cores"] if name in ("limit", "stock") else 1

@@ -19,7 +19,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-Kind = Literal["bare", "stock", "async"]
+from embodied.bench.peers import PeerSpec, peer_env, subproc_vector_env
+
+Kind = Literal["bare", "stock", "async", "subproc"]
 
 
 @dataclass(frozen=True)
@@ -27,8 +29,9 @@ class LoopSpec:
     """One measured loop."""
 
     kind: Kind
-    """bare: our physics (and one frame per chunk), nothing else, on one core. stock: ManiSkill's own `step`
-    on one core, a frame per env step if there are cameras. async: AsyncVectorEnv over CPUGymWrapper, pinned."""
+    """bare: our physics (and one picture of each camera per chunk), nothing else, on one core. stock: the
+    simulator's own `step` on one core, pictures at every env step. async: gymnasium's AsyncVectorEnv over it,
+    pinned. subproc: LIBERO's SubprocVectorEnv, pinned."""
     task: str
     cameras: int
     size: int
@@ -106,30 +109,13 @@ def _bare(spec: LoopSpec) -> Callable[[], int]:
     return once
 
 
-def _gym_env(spec: LoopSpec) -> Any:
-    """Plain ManiSkill, as its documentation has it run on the CPU."""
-    import gymnasium as gym
-    import mani_skill.envs  # noqa: F401  (registers the tasks)
-    import torch
-    from mani_skill.utils.wrappers.gymnasium import CPUGymWrapper
-
-    torch.set_num_threads(1)
-    env = gym.make(
-        spec.task.partition("/")[2],
-        num_envs=1,
-        sim_backend="physx_cpu",
-        render_backend="cpu" if spec.cameras else "none",
-        obs_mode="rgb" if spec.cameras else "state",
-        reward_mode="normalized_dense",
-        control_mode="pd_joint_delta_pos",
-        sensor_configs={"width": spec.size, "height": spec.size},
-    )
-    return CPUGymWrapper(env)
+def _peer(spec: LoopSpec) -> PeerSpec:
+    return PeerSpec(spec.task, spec.cameras, spec.size)
 
 
 def _stock(spec: LoopSpec) -> Callable[[], int]:
     os.sched_setaffinity(0, {spec.cores[0]})
-    env = _gym_env(spec)
+    env = peer_env(_peer(spec))
     actions = _actions(env.action_space.shape[0], 1)[:, 0]
     env.reset(seed=0)
     turn = 0
@@ -147,7 +133,7 @@ def _stock(spec: LoopSpec) -> Callable[[], int]:
 
 def _pinned_env(spec: LoopSpec, index: int) -> Any:
     os.sched_setaffinity(0, {spec.cores[index % len(spec.cores)]})
-    return _gym_env(spec)
+    return peer_env(_peer(spec))
 
 
 def _async(spec: LoopSpec) -> Callable[[], int]:
@@ -173,6 +159,21 @@ def _async(spec: LoopSpec) -> Callable[[], int]:
     return once
 
 
+def _subproc(spec: LoopSpec) -> Callable[[], int]:
+    step, dims = subproc_vector_env(_peer(spec), spec.num_envs, spec.cores)
+    actions = _actions(dims, spec.num_envs)
+    turn = 0
+
+    def once() -> int:
+        nonlocal turn
+        for _ in range(spec.chunk):
+            step(actions[turn % len(actions)])
+            turn += 1
+        return spec.chunk * spec.num_envs
+
+    return once
+
+
 def _actions(dims: int, rows: int) -> np.ndarray:
     """[512, rows, dims] uniform in [-1, 1]."""
     return np.random.default_rng(0).uniform(-1, 1, (512, rows, dims)).astype(np.float32)
@@ -181,7 +182,7 @@ def _actions(dims: int, rows: int) -> np.ndarray:
 def main() -> None:
     data = json.loads(sys.argv[1])
     spec = LoopSpec(**{**data, "cores": tuple(data["cores"])})
-    once = {"bare": _bare, "stock": _stock, "async": _async}[spec.kind](spec)
+    once = {"bare": _bare, "stock": _stock, "async": _async, "subproc": _subproc}[spec.kind](spec)
     for _ in range(3):
         once()
     print(json.dumps({"ready": 1}), flush=True)

@@ -11,7 +11,8 @@ class BenchFarm:
     """Env steps per second of the farm, beside gymnasium's AsyncVectorEnv and the physical limit."""
 
     task: str = "maniskill/PushCube-v1"
-    """ManiSkill tasks are compared with AsyncVectorEnv over ManiSkill's CPUGymWrapper."""
+    """ManiSkill's and LIBERO's are compared with AsyncVectorEnv over the simulator's own environment, LIBERO's
+    also with its SubprocVectorEnv."""
     cameras: int = 0
     """Cameras observed; 0 observes states."""
     size: int = 128
@@ -22,10 +23,12 @@ class BenchFarm:
     """Environments of the farm."""
     stages: int = 2
     """Groups of environments; one is simulated while another is inferred."""
+    render_workers: int = 0
+    """Processes that draw; 0: physics workers draw (fused)."""
     seconds: float = 10.0
     """Duration of each measurement; there are three of each, in turn."""
     peer: bool = True
-    """Measure AsyncVectorEnv, pinned, with 2 and 8 environments."""
+    """Measure the vector environments, pinned (ManiSkill: 2 and 8 environments, LIBERO: 2)."""
     json: Path | None = None
     """Write the result to this file."""
 

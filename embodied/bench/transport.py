@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.table import Table
 
 from embodied.bench.settings import BenchTransport
+from embodied.hardware import hardware
 from embodied.reporting.live import steps
-from embodied.runs import hardware
 from sim_farm.doorbell import Doorbell
 from sim_farm.memory import Block, Field
 

@@ -111,7 +111,7 @@ def compare_with_native(task: str, steps: int) -> None:
                 stock.close(env)
 
 
-def assert_models_equal(env: Any, physics: LiberoPhysics) -> None:
+def assert_models_equal(env: Any, physics: Any) -> None:
     """Every array of the model, not only those that we know to change, is what the stock environment's is."""
     physics._user.take()
     theirs, ours, compiled = env.sim.model._model, simulator(physics).model._model, physics._user.shared.pristine
