@@ -45,10 +45,39 @@ class Eval:
     """Evaluate a run's newest checkpoint (or another) on episodes that no training run sees."""
 
     run: Text
-    """A run's folder (or its name below --runs-dir), or a configuration together with --checkpoint."""
+    """A run's folder (or its name below --runs-dir), or a configuration whose policy needs no training or together
+    with --checkpoint."""
     settings: Annotated[Config, tyro.conf.arg(name="")] = Config()
     checkpoint: Path | None = None
     """Folder of a checkpoint, for example runs/NAME/checkpoints/000100."""
+    against: str | None = None
+    """Compare with this on the same episodes: a run, a checkpoint, or the folder of an evaluation."""
+    folder: Path | None = None
+    """Folder of this evaluation; none: a new one below RUN/evals."""
+    resume: Literal["no", "auto"] = "no"
+    """auto: go on with the evaluation in --folder, or the newest of the same protocol and checkpoint, or begin it."""
+    runs_dir: Path = Path("runs")
+    """Folder of the runs."""
+    json: Path | None = None
+    """Write the result to this file."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """Record a policy's episodes as a dataset in LeRobot's layout (version 3.0): parquet and mp4."""
+
+    run: Text
+    """A run's folder (or its name below --runs-dir), whose newest checkpoint acts, or a configuration whose policy
+    needs no training or together with --checkpoint."""
+    settings: Annotated[Config, tyro.conf.arg(name="")] = Config()
+    checkpoint: Path | None = None
+    """Folder of a checkpoint, for example runs/NAME/checkpoints/000100."""
+    out: Path = tyro.MISSING
+    """Folder of the dataset; there must be none of that name."""
+    episodes: int = 100
+    """Episodes to run, with seeds that neither training nor evaluation draws."""
+    only_successes: bool = False
+    """Leave out the episodes that the policy failed."""
     runs_dir: Path = Path("runs")
     """Folder of the runs."""
     json: Path | None = None
@@ -110,15 +139,18 @@ def _parse(arguments: list[str]) -> Any:
     """The command as typed data. Defaults of `train` and `eval` come from the configuration or run they name."""
     from embodied.runs import settings_of
 
-    train, evaluate = Train(""), Eval("")
+    train, evaluate, record = Train(""), Eval(""), Record("")
     verb, named = (arguments + ["", ""])[:2]
     if verb == "train" and named and not named.startswith("-"):
         train = replace(train, config=named, settings=load_config(named))
     if verb == "eval" and named and not named.startswith("-"):
         evaluate = replace(evaluate, run=named, settings=settings_of(named, _option(arguments, "--runs-dir", "runs")))
+    if verb == "record" and named and not named.startswith("-"):
+        record = replace(record, run=named, settings=settings_of(named, _option(arguments, "--runs-dir", "runs")))
     commands = (
         Annotated[Train, tyro.conf.subcommand("train", default=train)]
         | Annotated[Eval, tyro.conf.subcommand("eval", default=evaluate)]
+        | Annotated[Record, tyro.conf.subcommand("record", default=record)]
         | Annotated[BenchCommand, tyro.conf.subcommand("bench")]
         | Annotated[Report, tyro.conf.subcommand("report")]
         | Annotated[Doctor, tyro.conf.subcommand("doctor")]
@@ -145,7 +177,27 @@ def _run(command: Any) -> int:
     if isinstance(command, Train):
         result = runs.train_run(command.settings, command.config, command.runs_dir, command.resume == "auto")
     elif isinstance(command, Eval):
-        result = runs.evaluate_run(command.run, command.settings, command.checkpoint, command.runs_dir)
+        result = runs.evaluate_run(
+            command.run,
+            command.settings,
+            command.checkpoint,
+            command.runs_dir,
+            command.folder,
+            command.resume == "auto",
+            command.against,
+        )
+    elif isinstance(command, Record):
+        from embodied.demonstrations.recording import record_run
+
+        result = record_run(
+            command.run,
+            command.settings,
+            command.checkpoint,
+            command.out,
+            command.episodes,
+            command.only_successes,
+            command.runs_dir,
+        )
     elif isinstance(command, Report):
         result = runs.report_run(command.run, command.runs_dir)
     elif isinstance(command, BenchFarm):

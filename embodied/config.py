@@ -34,7 +34,7 @@ class EnvConfig(Section):
     control_mode: str | None = None
     """One of the task's control modes; None is the simulator's default."""
     reward: Literal["dense", "sparse"] | None = None
-    """Shaped and normalised to at most 1 per env step, or 1 where the task is solved; None: dense where there is one."""
+    """Shaped and normalised to at most 1 per env step, or 1 where the task is solved; None: dense if there is one."""
     max_episode_steps: Annotated[int, Field(ge=1)] | None = None
     """Env steps after which an episode is truncated; None is the task's own limit."""
     cameras: Annotated[int, Field(ge=0)] | tuple[str, ...] = 0
@@ -43,6 +43,8 @@ class EnvConfig(Section):
     """Height and width of a frame in pixels."""
     settle_steps: Annotated[int, Field(ge=0)] = 0
     """Env steps at rest at an episode's beginning, before the first observation; they are not counted."""
+    init_states: Annotated[int, Field(ge=0)] = 0
+    """Training episodes begin from the first so many recorded initial states of the task; 0: from seeds alone."""
     orientation: Orientation = "upright"
     """Of frames: `upright`; `stock`, as the simulator returns them; `rotated`, that turned by 180 degrees."""
     gripper: Gripper = "simulator"
@@ -56,6 +58,8 @@ class FarmConfig(Section):
     """Processes that step environments; 0 takes one per CPU core."""
     render_workers: Annotated[int, Field(ge=0)] = 0
     """Processes that draw frames; 0 lets each physics worker draw its own (fused)."""
+    devices: tuple[int, ...] = ()
+    """EGL devices (GPUs) that draw MuJoCo's pictures, dealt out to the workers in turn; none: the first."""
     stages: Annotated[int, Field(ge=1)] = 2
     """Groups of environments: one is simulated while another is inferred."""
     pin: bool = True
@@ -125,13 +129,20 @@ class LearnerConfig(Section):
 
 
 class EvalConfig(Section):
-    episodes: Annotated[int, Field(ge=1)] = 100
-    """Episodes with seeds that no training run draws."""
-    greedy: bool = True
-    """Take the policy's mode; False samples."""
+    tasks: tuple[str, ...] = ()
+    """Tasks (`libero/libero_spatial/0`), suites (`libero/libero_spatial`) or simulators; none: env.task alone."""
+    protocol: Literal["openvla-oft", "openpi", "lerobot", "simplevla-rl"] | None = None
+    """A published protocol for LIBERO, which overrides env's max_episode_steps, settle_steps, orientation, image_size
+    and gripper; None: as env says. See docs/evaluating.md."""
+    episodes: Annotated[int, Field(ge=1)] | None = None
+    """Trials of each task, from seeds that no training run draws; None: as the protocol says, or 100."""
+    init_states: tuple[Annotated[int, Field(ge=0)], ...] | None = None
+    """Recorded initial states that the trials begin from, in turn; None: as the protocol says, or from seeds alone."""
+    greedy: bool | None = None
+    """Take the policy's mode, or sample; None: as the protocol says, or greedy."""
     num_envs: Annotated[int, Field(ge=1)] | None = None
     """Environments that run side by side; None takes the training's."""
-    videos: Annotated[int, Field(ge=0)] = 9
+    videos: Annotated[int, Field(ge=0, le=16)] = 9
     """Episodes in the tiled video, failures first; 0 makes none."""
 
 

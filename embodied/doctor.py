@@ -460,7 +460,7 @@ def _maniskill_assets() -> Check:
 
 def _libero_assets() -> Check:
     folder = _libero_folder()
-    if folder is not None and folder.is_dir():
+    if folder is not None and folder.exists():
         return Check("LIBERO assets", "ok", str(folder))
     found = "not configured" if folder is None else f"no {folder}"
     remedy = "only for LIBERO's tasks: export EMBODIED_LIBERO_ASSETS=FOLDER, the `assets` folder of LIBERO"
@@ -468,9 +468,16 @@ def _libero_assets() -> Check:
 
 
 def _libero_folder() -> Path | None:
-    """Where LIBERO's meshes and textures are said to be: our variable, or else LIBERO's own configuration."""
+    """Where LIBERO's meshes and textures are: our variable, an archive near the source tree, LIBERO's configuration.
+
+    The same places in which sim_farm.backends.libero.package looks, which the doctor cannot import.
+    """
     if named := os.environ.get("EMBODIED_LIBERO_ASSETS"):
         return Path(named).expanduser()
+    project = Path(__file__).resolve().parent.parent
+    for folder in (project / "assets", project.parent / "shared"):
+        if (folder / "libero-assets.tar.xz").is_file():
+            return folder / "libero-assets.tar.xz"
     config = Path(os.environ.get("LIBERO_CONFIG_PATH") or "~/.libero").expanduser() / "config.yaml"
     # Read by hand: importing libero asks questions on standard input where the file is missing.
     lines = config.read_text().splitlines() if config.is_file() else []

@@ -2,38 +2,24 @@
 
 from __future__ import annotations
 
-import json
-import os
-import platform
 import shutil
-import time
-from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 import yaml
+from rich import get_console
 from rich import print as show
 
 from embodied import checkpoint, training
 from embodied.config import Config, UserError, load_config, parse_config
-from embodied.evaluation import EpisodeResult, Evaluator, run_to_end, summarise
-from embodied.reporting.live import steps
+from embodied.eval_folder import PROTOCOL, EvalFolder, read_folder
+from embodied.evaluating import Subject, compare, evaluate, evaluation_folder, write_result
+from embodied.protocol import Protocol, protocol_of
 from embodied.reporting.report import write_report
 from embodied.reporting.run_folder import ReportError
-from embodied.reporting.video import EpisodeFrames, write_tiled
+from embodied.reporting.tables import evaluation_table
 from embodied.session import Session, open_session
-from embodied.workers import farm_spec, make_evaluator, policy_spec, task_spec
-from policies.contract import PolicySpec
-from sim_farm.contract import TaskSpec
-from sim_farm.episodes import ListedEpisodes, evaluation_episodes
-from sim_farm.replay import Projector
-
-FILM_SIZE = 256
-FILM_FRAMES = 60
-"""Frames of a filmed episode, about; longer episodes are filmed every second, third, ... step."""
 
 
 def settings_of(run: str, runs_dir: Path) -> Config:
@@ -76,25 +62,94 @@ def train_run(config: Config, source: str, runs_dir: Path, resume: bool) -> dict
 def _train_and_evaluate(config: Config, run_dir: Path, found: Path | None) -> dict[str, Any]:
     with open_session(config) as session:
         result = training.train(config, run_dir, session, found)
-        evaluated = _evaluate(config, run_dir, session, checkpoint.latest(run_dir / "checkpoints"))
+        subject = _subject(str(run_dir), config, checkpoint.latest(run_dir / "checkpoints"), run_dir.parent)
+        # A run that goes on after its training had ended has its evaluation gone on with.
+        with evaluation_folder(subject, protocol_of(config), None, resume=found is not None) as folder:
+            evaluated = evaluate(subject, protocol_of(config), session, folder)
+        _show_table(evaluated)
         result = {**evaluated, "eval_wall_s": evaluated["wall_s"], **result}
     result["report"] = str(write_report(run_dir))
     show(f"report: [bold]{result['report']}[/]")
     return result
 
 
-def evaluate_run(run: str, config: Config, folder: Path | None, runs_dir: Path) -> dict[str, Any]:
-    """Evaluate a checkpoint with the protocol of the configuration; results and films go into the run's folder."""
+def evaluate_run(
+    run: str,
+    config: Config,
+    folder: Path | None,
+    runs_dir: Path,
+    into: Path | None = None,
+    resume: bool = False,
+    against: str | None = None,
+) -> dict[str, Any]:
+    """Evaluate the checkpoint `folder`, or a run's newest, by the protocol of the configuration.
+
+    Results and films go into the folder `into`, or one below the run's evals/; with `resume` an evaluation that is
+    there is gone on with. `against` names what is compared with it on the same episodes: a run, a checkpoint, or
+    the folder of an evaluation by the same protocol. Returns the result as plain data.
+    """
+    subject, protocol = _subject(run, config, folder, runs_dir), protocol_of(config)
+    other = None if against is None else _other(against, subject, protocol, runs_dir)
+    with evaluation_folder(subject, protocol, into, resume) as own, open_session(config) as session:
+        result = evaluate(subject, protocol, session, own)
+        if other is not None:
+            result = compare(result, own, _evaluated(other, protocol, session), str(against))
+            write_result(own.path, result)
+    _show_table(result)
+    return result
+
+
+def _subject(run: str, config: Config, folder: Path | None, runs_dir: Path) -> Subject:
+    """What `embodied eval RUN --checkpoint FOLDER` names. Its checkpoint is whole."""
     run_dir = find_run(run, runs_dir)
     if folder is None and run_dir is not None:
         folder = checkpoint.latest(run_dir / "checkpoints")
         if folder is None:
             raise UserError(f"{run_dir} has no checkpoint yet; train it first, or name one with --checkpoint")
-    if folder is None:
-        raise UserError(f"{run!r} is a configuration, not a run: name the checkpoint to evaluate with --checkpoint")
-    checkpoint.verify(folder)
-    with open_session(config) as session:
-        return _evaluate(config, run_dir, session, folder)
+    if folder is not None:
+        checkpoint.verify(folder)
+    return Subject(Path(run).stem, config, folder, run_dir, (run_dir or runs_dir) / "evals")
+
+
+def _other(against: str, subject: Subject, protocol: Protocol, runs_dir: Path) -> Subject | EvalFolder:
+    """What `--against` names: results that are there, or what has to be evaluated for them."""
+    folder = Path(against)
+    if (folder / PROTOCOL).is_file():
+        found = read_folder(folder)
+        if found.identity.protocol != protocol:
+            raise UserError(
+                f"{folder} is an evaluation by another protocol ({found.identity.protocol.line()}) than asked for "
+                f"({protocol.line()}): ask for the same, or name its run or checkpoint with --against"
+            )
+        return found
+    named = None
+    if (folder / checkpoint.MANIFEST).is_file():
+        named, folder = folder, folder.resolve().parent.parent
+        if find_run(str(folder), runs_dir) is None:  # not below a run: a checkpoint of the same policy
+            checkpoint.verify(named)
+            return Subject(named.name, subject.config, named, None, runs_dir / "evals")
+    elif find_run(against, runs_dir) is None:
+        raise UserError(f"--against {against!r} is neither a run, nor a checkpoint, nor the folder of an evaluation")
+    else:
+        folder = folder if find_run(str(folder), Path()) else runs_dir / against
+    own = subject.config
+    evaluation = own.eval.model_copy(update={"num_envs": own.eval.num_envs or own.env.num_envs, "videos": 0})
+    same = {"eval": evaluation, "farm": own.farm, "runtime": own.runtime}
+    return _subject(str(folder), settings_of(str(folder), runs_dir).model_copy(update=same), named, runs_dir)
+
+
+def _evaluated(other: Subject | EvalFolder, protocol: Protocol, session: Session) -> EvalFolder:
+    """The other's episodes, those that are there and those that are not yet."""
+    if isinstance(other, EvalFolder):
+        return other
+    with evaluation_folder(other, protocol, None, resume=True) as folder:
+        evaluate(other, protocol, session, folder)
+        return folder
+
+
+def _show_table(result: dict[str, Any]) -> None:
+    get_console().print(evaluation_table(result), markup=False, highlight=False, soft_wrap=True)
+    show(f"kept in [bold]{result['folder']}[/]")
 
 
 def report_run(run: str, runs_dir: Path) -> dict[str, Any]:
@@ -108,88 +163,3 @@ def report_run(run: str, runs_dir: Path) -> dict[str, Any]:
         raise UserError(str(error)) from error
     show(f"report: [bold]{path}[/]")
     return {"run": str(folder), "report": str(path)}
-
-
-def _evaluate(config: Config, run_dir: Path | None, session: Session, folder: Path | None) -> dict[str, Any]:
-    """Run the protocol, show the result, and keep it with the films in `run_dir`."""
-    begin = time.monotonic()
-    protocol = config.eval
-    listed = evaluation_episodes(config.seed, protocol.episodes)
-    num_envs = protocol.num_envs or config.env.num_envs
-    spec = farm_spec(config, ListedEpisodes(listed, num_envs), len(session.cores), num_envs)
-    with session.farm(spec) as farm:
-        sizes: PolicySpec = policy_spec(config, farm.info)
-        limit = farm.info.max_episode_steps
-        worker = session.runtime.place("evaluator", make_evaluator, config, sizes, session.reach(farm), folder)
-        deadline_s = config.runtime.deadline_s
-        with steps(f"Evaluating {config.env.task}", protocol.episodes) as bar:
-            results = run_to_end(
-                lambda budget_s: worker.call(Evaluator.advance, budget_s, deadline_s), protocol.episodes, bar.advance
-            )
-        worker.end()
-    summary: dict[str, Any] = {
-        "task": config.env.task,
-        **summarise(results),
-        "wall_s": time.monotonic() - begin,
-        "checkpoint": str(folder),
-        "protocol": {
-            "episodes": protocol.episodes,
-            "seeds": f"stream of evaluation seeds of run seed {config.seed}",
-            "max_episode_steps": limit,
-            "chunk": config.policy.chunk,
-            "sampling": "greedy" if protocol.greedy else "sampled",
-            "success": "solved at any env step",
-            "interval": "95% Wilson",
-            "hardware": hardware(),
-        },
-    }
-    show(
-        f"{config.env.task}: success [bold]{summary['success_rate']:.3f}[/] "
-        f"(95% interval {summary['success_low']:.3f} to {summary['success_high']:.3f}, {len(results)} episodes, "
-        f"{summary['protocol']['sampling']})"
-    )
-    if run_dir is not None:
-        (run_dir / "eval.json").write_text(json.dumps(summary, indent=1) + "\n")
-        if protocol.videos:
-            _film(config, run_dir, session, _worth_seeing(results, protocol.videos))
-    return summary
-
-
-def hardware() -> str:
-    """What the figures were measured on, in a line."""
-    model = platform.processor() or platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        pass
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-    return f"{model}, {len(os.sched_getaffinity(0))} cores, {gpu}"
-
-
-def _worth_seeing(results: Sequence[EpisodeResult], count: int) -> list[EpisodeResult]:
-    """Failures first, then successes, each in the order of trials."""
-    return sorted(results, key=lambda result: (result.success, result.trial))[:count]
-
-
-def _film(config: Config, run_dir: Path, session: Session, episodes: Sequence[EpisodeResult]) -> None:
-    """Replay the episodes and tile them into one video; the work is dealt out to as many projectors as cores."""
-    task = task_spec(config)
-    film = TaskSpec(task.name, task.control_mode, task.reward, task.max_episode_steps, 1, FILM_SIZE)
-    count = min(len(session.cores), len(episodes)) if config.runtime.mode == "ray" else 1
-    session.runtime.prepare(count)
-    with steps("Filming", len(episodes)) as bar:
-        projectors = [session.runtime.place(f"projector {i}", Projector, film) for i in range(count)]
-        frames: list[list[np.ndarray]] = []
-        for start in range(0, len(episodes), count):
-            batch = list(zip(projectors, episodes[start : start + count], strict=False))
-            pending = [p.refer(Projector.film, e.spec, e.actions, max(1, e.length // FILM_FRAMES)) for p, e in batch]
-            for (projector, _), reference in zip(batch, pending, strict=True):
-                frames.append(projector.fetch(reference))
-                bar.advance()
-    tiles = [
-        EpisodeFrames(config.env.task, film_frames, episode.success, f"episode {episode.trial}")
-        for film_frames, episode in zip(frames, episodes, strict=True)
-    ]
-    (run_dir / "videos").mkdir(exist_ok=True)
-    write_tiled(run_dir / "videos" / "evaluation.mp4", tiles, fps=15)

@@ -83,7 +83,7 @@ def train(config: Config, run_dir: Path, session: Session, resume_from: Path | N
     Interrupted between two updates, the last finished iteration is kept as a checkpoint.
     """
     begin = time.monotonic()
-    spec = farm_spec(config, EndlessEpisodes(config.seed), len(session.cores))
+    spec = farm_spec(config, EndlessEpisodes(config.seed, config.env.init_states), len(session.cores))
     session.runtime.prepare(2)
     with session.farm(spec) as farm:
         sizes = policy_spec(config, farm.info)

@@ -48,6 +48,7 @@ def farm_spec(config: Config, episodes: Episodes, cores: int, num_envs: int | No
         stages=config.farm.stages,
         physics_workers=workers,
         render_workers=config.farm.render_workers,
+        devices=config.farm.devices,
         final_frames=finals if "images" in config.policy.reads else "never",
     )
 
@@ -61,7 +62,7 @@ def policy_spec(config: Config, info: TaskInfo) -> PolicySpec:
         state_dim=info.state_dim if "state" in reads else 0,
         proprio_dim=info.proprio_dim if "proprio" in reads else 0,
         cameras=info.cameras if "images" in reads else (),
-        image_size=config.env.image_size,
+        image_size=config.env.image_size if "images" in reads else PolicySpec.image_size,
     )
 
 
@@ -82,8 +83,26 @@ def make_learner(config: Config, spec: PolicySpec, run_dir: Path) -> Learner:
 
 
 def make_evaluator(config: Config, spec: PolicySpec, farm: Farm | FarmAddress, checkpoint: Path | None) -> Evaluator:
+    """An evaluator that has begun the configuration's task."""
+    evaluator = Evaluator(
+        lambda sizes: _finished_policy(config, sizes, checkpoint),
+        config.policy.reads,
+        config.seed,
+        config.eval.greedy is not False,
+    )
+    evaluator.begin(config.env.task, spec, farm)
+    return evaluator
+
+
+def _finished_policy(config: Config, spec: PolicySpec, checkpoint: Path | None) -> Policy:
+    """The policy as it is evaluated: from a checkpoint, unless there is nothing in it to train."""
     policy = make_policy(config, spec, checkpoint)
-    return Evaluator(policy, _reach(farm), config.policy.reads, config.seed, config.eval.greedy)
+    if checkpoint is None and any(parameter.requires_grad for parameter in policy.parameters()):
+        raise UserError(
+            f"the policy {config.policy.kind} has to be trained before it is evaluated: name a run instead of a "
+            "configuration, or its checkpoint with --checkpoint"
+        )
+    return policy
 
 
 def _reach(farm: Farm | FarmAddress) -> Farm:

@@ -30,25 +30,33 @@ class EndlessEpisodes:
     """Training: every environment goes on for ever, seeded by (run, env, episode)."""
 
     run_seed: int
+    init_states: int = 0
+    """Episodes begin from one of so many recorded initial states, drawn from the seed; 0: from the seed alone."""
 
     def spec(self, env: int, episode: int) -> EpisodeSpec:
-        return EpisodeSpec(episode_seed(TRAINING, self.run_seed, env, episode))
+        seed = episode_seed(TRAINING, self.run_seed, env, episode)
+        return EpisodeSpec(seed, seed % self.init_states if self.init_states else None)
 
 
 @dataclass(frozen=True)
 class ListedEpisodes:
-    """Evaluation: each of the listed episodes exactly once, dealt out to `num_envs` environments in turn."""
+    """Evaluation: each of the listed episodes at most once."""
 
     specs: tuple[EpisodeSpec, ...]
     num_envs: int
+    queues: tuple[tuple[int, ...], ...] | None = None
+    """Of each environment, the indices of `specs` that it runs, in order. None deals all of them out in turn."""
 
     def spec(self, env: int, episode: int) -> EpisodeSpec | None:
         trial = self.trial(env, episode)
         return self.specs[trial] if trial < len(self.specs) else None
 
     def trial(self, env: int, episode: int) -> int:
-        """Index into `specs` of the episode."""
-        return env + episode * self.num_envs
+        """Index into `specs` of the episode; `len(specs)` or more where there is none."""
+        if self.queues is None:
+            return env + episode * self.num_envs
+        queue = self.queues[env]
+        return queue[episode] if episode < len(queue) else len(self.specs)
 
 
 def evaluation_episodes(run_seed: int, count: int) -> tuple[EpisodeSpec, ...]:

@@ -7,6 +7,7 @@ it would have filled, where a line says which command makes it; all text from fi
 from __future__ import annotations
 
 import base64
+import json
 import os
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,10 +17,12 @@ from pathlib import Path
 from string import Template
 from urllib.parse import quote
 
+from embodied.intervals import wilson
+
 from . import charts, timeline
 from .components import COMPONENTS
 from .live import duration
-from .run_folder import Evaluation, ReportError, RunFolder, find, named, read_run, wilson_interval
+from .run_folder import Evaluation, ReportError, RunFolder, find, named, read_run
 
 SMOOTHING = 5
 """Iterations over which the smoothed success is averaged, and over which a target must be held."""
@@ -88,7 +91,7 @@ def _success_figure(run: RunFolder) -> tuple[str, str, str, str]:
     if run.evals:
         episodes = sum(item.episodes for item in run.evals)
         rate = sum(item.success_rate * item.episodes for item in run.evals) / max(episodes, 1)
-        low, high = wilson_interval(rate, episodes)
+        low, high = wilson(round(rate * episodes), episodes)
         if len(run.evals) == 1:
             low, high = run.evals[0].success_low, run.evals[0].success_high
         note = f"{_interval(low, high)}, {episodes} episodes"
@@ -100,7 +103,7 @@ def _success_figure(run: RunFolder) -> tuple[str, str, str, str]:
     counts = [value for value in run.column("env/episodes")[-SMOOTHING:] if value is not None]
     if counts:
         episodes = round(sum(counts))
-        note = f"{_interval(*wilson_interval(rate, episodes))}, {note}"
+        note = f"{_interval(*wilson(round(rate * episodes), episodes))}, {note}"
     return "Success in training", charts.percent(rate), note, ""
 
 
@@ -236,9 +239,10 @@ def _protocol(run: RunFolder) -> str:
         "time to target": f"wall-clock when that mean first reached {run.target:g}",
         "intervals": "as the evaluation recorded them, else 95% Wilson score intervals",
     }
-    for number, item in enumerate(run.evals, 1):
-        prefix = f"evaluation {number}, " if len(run.evals) > 1 else "evaluation, "
-        for key, value in item.protocol.items():
+    protocols = list({json.dumps(item.protocol): item.protocol for item in run.evals}.values())
+    for number, protocol in enumerate(protocols, 1):
+        prefix = f"evaluation {number}, " if len(protocols) > 1 else "evaluation, "
+        for key, value in protocol.items():
             entries[prefix + str(key).replace("_", " ")] = named(value)
     items = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in entries.items())
     footer = f"<footer>Written {datetime.now():%Y-%m-%d %H:%M} by <code>embodied report</code>.</footer>"

@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 
 import yaml
 
+from embodied.intervals import wilson
+
 from .metrics import MetricsError
 from .metrics import read as read_metrics
 from .trace import Span, TraceError, load, natural_order
@@ -107,14 +109,20 @@ def _yaml_mapping(path: Path) -> Mapping[str, Any]:
 def _evals(path: Path) -> list[Evaluation]:
     value = json.loads(path.read_text())
     try:
-        return [_evaluation(item) for item in (value if isinstance(value, list) else [value])]
-    except (KeyError, TypeError) as error:
+        return [_evaluation(row) for item in (value if isinstance(value, list) else [value]) for row in _rows(item)]
+    except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"not the result of an evaluation: {error!r}") from error
+
+
+def _rows(item: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """A row per task; the protocol of all of them is each one's."""
+    tasks = item.get("tasks", ())
+    return [{**row, "protocol": item["protocol"]} for row in tasks] if len(tasks) > 1 else [item]
 
 
 def _evaluation(item: Mapping[str, Any]) -> Evaluation:
     rate, episodes = float(item["success_rate"]), int(item["episodes"])
-    low, high = wilson_interval(rate, episodes)
+    low, high = wilson(round(rate * episodes), episodes)
     return Evaluation(
         task=named(item.get("task")),
         episodes=episodes,
@@ -139,16 +147,6 @@ def named(value: Any) -> str:
     if value is None:
         return "not recorded"
     return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
-
-
-def wilson_interval(rate: float, episodes: float) -> tuple[float, float]:
-    """The 95% Wilson score interval of a success rate. Without episodes, everything is possible."""
-    if episodes <= 0:
-        return 0.0, 1.0
-    z2 = 1.959964**2
-    centre = (rate + z2 / (2 * episodes)) / (1 + z2 / episodes)
-    half = (z2 * (rate * (1 - rate) / episodes + z2 / (4 * episodes**2))) ** 0.5 / (1 + z2 / episodes)
-    return max(0.0, centre - half), min(1.0, centre + half)
 
 
 def find(config: Any, key: str) -> Any:

@@ -192,3 +192,61 @@ def test_policies_that_read_images_need_a_camera(tmp_path: Path) -> None:
 def test_help_is_generated_from_the_configuration() -> None:
     shown = embodied("train", "--help").stdout
     assert "--ppo.clip" in shown and "Clip range of the ratio" in shown
+
+
+# --- evaluation
+
+
+UNTRAINED = """
+env: {task: tabletop/reach, num_envs: 4}
+policy: {kind: random, chunk: 4}
+farm: {stages: 1, physics_workers: 1}
+eval: {episodes: 3, greedy: false, videos: 2}
+runtime: {mode: inline}
+"""
+
+
+@pytest.fixture()
+def untrained(tmp_path: Path) -> list[str]:
+    """The arguments that evaluate a policy without parameters, whose configuration is no run."""
+    (tmp_path / "untrained.yaml").write_text(UNTRAINED)
+    return ["eval", str(tmp_path / "untrained.yaml"), "--runs-dir", str(tmp_path / "runs")]
+
+
+def test_a_suite_is_evaluated_into_a_table_and_a_folder(untrained: list[str], tmp_path: Path) -> None:
+    done = embodied(
+        *untrained, "--eval.tasks", "tabletop", "--folder", str(tmp_path / "e"), "--json", str(tmp_path / "j")
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads((tmp_path / "j").read_text()) == json.loads((tmp_path / "e" / "eval.json").read_text())
+    table = (tmp_path / "e" / "eval.md").read_text()
+    assert table in done.stdout and "| **tabletop**" in table
+    assert (tmp_path / "e" / "videos" / "evaluation.mp4").stat().st_size > 0
+    said = refusal(*untrained, "--eval.tasks", "tabletop", "--folder", str(tmp_path / "e"))
+    assert "--resume auto" in said and "--folder" in said
+
+
+def test_a_run_keeps_every_evaluation_and_shows_the_newest(run: Path) -> None:
+    done = embodied("eval", str(run), "--eval.episodes", "3", "--eval.videos", "0")
+    assert done.returncode == 0, done.stderr
+    folders = sorted((run / "evals").iterdir(), key=lambda folder: folder.stat().st_mtime)
+    assert len(folders) >= 2
+    assert (run / "eval.json").read_bytes() == (folders[-1] / "eval.json").read_bytes()
+    assert embodied("report", str(folders[-1])).returncode == 0
+
+
+def test_an_unknown_suite_or_index_shows_the_nearest(untrained: list[str], tmp_path: Path) -> None:
+    assert "tabletop" in refusal(*untrained, "--eval.tasks", "tabeltop")
+    assert "tabletop/reach" in refusal(*untrained, "--eval.tasks", "tabletop/push", "tabletop/reech")
+    assert not (tmp_path / "runs").exists(), "an evaluation that never began must leave no folder"
+
+
+def test_a_configuration_whose_policy_needs_training_is_refused(tmp_path: Path) -> None:
+    said = refusal("eval", "reach", *SMALL[:4], "--runs-dir", str(tmp_path / "runs"))
+    assert "--checkpoint" in said
+    assert not list(tmp_path.glob("runs/evals/*"))
+
+
+def test_a_published_protocol_refuses_other_tasks(untrained: list[str]) -> None:
+    said = refusal(*untrained, "--eval.protocol", "openvla-oft")
+    assert "tabletop/reach" in said and "libero/libero_spatial" in said

@@ -1,0 +1,84 @@
+"""How far a success rate, or the difference of two, can be trusted: 95% intervals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import brentq
+from scipy.stats import binomtest, norm
+
+Z2 = float(norm.ppf(0.975)) ** 2
+
+
+def wilson(solved: int, episodes: int) -> tuple[float, float]:
+    """The 95% Wilson score interval of solved / episodes. Without episodes everything is possible: 0 to 1."""
+    if episodes == 0:
+        return 0.0, 1.0
+    interval = binomtest(solved, episodes).proportion_ci(method="wilson")
+    return float(interval.low), float(interval.high)
+
+
+@dataclass(frozen=True)
+class PairedDifference:
+    """What two evaluations of the same episodes say of each other."""
+
+    episodes: int
+    both: int
+    """Episodes that both solved."""
+    first_only: int
+    second_only: int
+    neither: int
+    difference: float
+    """Success rate of the first less that of the second."""
+    low: float
+    high: float
+    """The 95% interval of the difference."""
+    p_value: float
+    """Of McNemar's exact test: how likely at least so unequal a split of the episodes that one alone solved is,
+    if neither is better."""
+
+
+def paired_difference(first: Sequence[bool], second: Sequence[bool]) -> PairedDifference:
+    """Compare outcomes of the same episodes, in the same order; raises `ValueError` unless there are as many.
+
+    The interval is the score interval of T. Tango, "Equivalence test and confidence interval for the difference in
+    proportions for the paired-sample design", Statistics in Medicine 17 (1998), 891-908. It depends on the episodes
+    that one alone solved and on how many there are, lies within [-1, 1], and has a width where all outcomes agree.
+    """
+    one, two = np.asarray(first, np.bool_), np.asarray(second, np.bool_)
+    if len(one) != len(two) or not len(one):
+        raise ValueError(f"a paired comparison needs the same episodes twice, got {len(one)} and {len(two)} outcomes")
+    n = len(one)
+    both, first_only = int((one & two).sum()), int((one & ~two).sum())
+    second_only, neither = int((~one & two).sum()), int((~one & ~two).sum())
+    alone = first_only + second_only
+    return PairedDifference(
+        n,
+        both,
+        first_only,
+        second_only,
+        neither,
+        (first_only - second_only) / n,
+        _limit(first_only, second_only, n, -1.0),
+        _limit(first_only, second_only, n, 1.0),
+        float(binomtest(first_only, alone).pvalue) if alone else 1.0,
+    )
+
+
+def _limit(b: int, c: int, n: int, end: float) -> float:
+    """The difference between (b - c) / n and `end` at which the score statistic is as large as 95% allows."""
+
+    def excess(delta: float) -> float:
+        """Squared score less its bound; `q` is the most likely rate of c under this difference."""
+        linear = -b - c + (2 * n - b + c) * delta
+        spread = delta * (1 - delta)
+        q = (math.sqrt(max(0.0, linear * linear + 8 * n * c * spread)) - linear) / (4 * n)
+        return (b - c - n * delta) ** 2 - Z2 * n * (2 * q + spread)
+
+    if excess(end) <= 0:  # the difference is at the end already
+        return end
+    # Not from the difference itself, where score and bound are both 0 if all outcomes agree.
+    return float(brentq(excess, (b - c) / n + end * 1e-9, end, xtol=1e-12))

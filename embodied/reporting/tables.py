@@ -1,0 +1,73 @@
+"""An evaluation's result as a Markdown table, for papers and for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_HEAD = ("task", "success %", "95% interval", "episodes", "length", "return")
+
+
+def evaluation_table(result: Mapping[str, Any]) -> str:
+    """A row per task, per suite of several tasks and for all, with the protocol under it; ends in a newline.
+
+    `result` is the data of `eval.json`. Columns are padded, so that it also reads well where it is not rendered.
+    """
+    rows = [_row(item["task"], item) for item in result["tasks"]]
+    if len(result["tasks"]) > 1:
+        rows += [_row(f"**{item['suite']}**", item) for item in result["suites"]]
+    if len(result["suites"]) > 1:
+        rows.append(_row("**all**", result))
+    lines = _table(_HEAD, rows)
+    lines += ["", f"Protocol {result['protocol_line']}; intervals: Wilson.", "", f"Policy: {result['policy_line']}."]
+    if "comparison" in result:
+        lines += ["", *_comparison(result["comparison"])]
+    return "\n".join(lines) + "\n"
+
+
+def _row(name: str, item: Mapping[str, Any]) -> tuple[str, ...]:
+    return (
+        name,
+        f"{100 * item['success_rate']:.1f}",
+        f"{100 * item['success_low']:.1f} to {100 * item['success_high']:.1f}",
+        str(item["episodes"]),
+        f"{item['episode_len']:.1f}",
+        f"{item['return']:.3f}",
+    )
+
+
+def _comparison(comparison: Mapping[str, Any]) -> list[str]:
+    head = ("task", "difference, points", "95% interval", "episodes", "only this", "only the other")
+    rows = [_difference(item["task"], item) for item in comparison["tasks"]]
+    if len(rows) > 1:
+        rows.append(_difference("**all**", comparison))
+    against = (
+        f"Against {comparison['against']} on the same episodes ({100 * comparison['success_rate']:.1f}% there); "
+        f"McNemar's exact test: p = {comparison['p_value']:.3g}; intervals: Tango's for paired proportions."
+    )
+    return [*_table(head, rows), "", against]
+
+
+def _difference(name: str, item: Mapping[str, Any]) -> tuple[str, ...]:
+    return (
+        name,
+        f"{100 * item['difference']:+.1f}",
+        f"{100 * item['difference_low']:+.1f} to {100 * item['difference_high']:+.1f}",
+        str(item["episodes"]),
+        str(item["first_only"]),
+        str(item["second_only"]),
+    )
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
+    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+    return [_line(head, widths), _line(rule, widths), *(_line(row, widths) for row in rows)]
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    first, *others = (
+        cell.ljust(width) if column == 0 else cell.rjust(width)
+        for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
+    )
+    return f"| {' | '.join((first, *others))} |"

@@ -1,0 +1,362 @@
+"""Evaluations: each episode once and the same one, whoever runs it, wherever it stops, and nothing lost."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from embodied import checkpoint, runs
+from embodied.config import Config, UserError, parse_config
+from embodied.eval_folder import EvalFolder, open_folder, read_folder
+from embodied.evaluating import Subject, evaluate
+from embodied.evaluation import EpisodeResult, deal_out
+from embodied.filming import worth_seeing
+from embodied.protocol import protocol_of
+from embodied.reporting.run_folder import read_run
+from embodied.session import open_session
+from policies.contract import PolicyError
+from sim_farm.contract import EpisodeSpec, FarmError, TaskSpec
+from sim_farm.episodes import ListedEpisodes, evaluation_episodes
+from sim_farm.layout import FarmSpec
+
+COMMAND = Path(sys.executable).parent / "embodied"
+RANDOM: dict[str, Any] = {
+    "env": {"task": "tabletop/reach", "num_envs": 8},
+    "policy": {"kind": "random", "chunk": 2},
+    "farm": {"physics_workers": 1},
+    "eval": {"greedy": False, "videos": 0},
+    "runtime": {"mode": "inline"},
+}
+
+
+def config(base: dict[str, Any] = RANDOM, **sections: dict[str, Any]) -> Config:
+    """`base` with some keys of some sections replaced."""
+    return parse_config(base | {name: base.get(name, {}) | own for name, own in sections.items()}, "test")
+
+
+def evaluated(folder: Path, settings: Config, **how: Any) -> EvalFolder:
+    runs.evaluate_run("untrained", settings, None, folder.parent, into=folder, **how)
+    return read_folder(folder)
+
+
+def assert_same_episodes(a: EvalFolder, b: EvalFolder) -> None:
+    assert a.in_order() == b.in_order()
+    for outcome in a.in_order():
+        assert np.array_equal(a.actions(outcome), b.actions(outcome)), f"other actions in {outcome}"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A run whose policy multiplies matrices, trained for an iteration: its rounding shows the shape of a batch."""
+    yield trained(tmp_path_factory.mktemp("runs"), "run", seed=1)
+
+
+def trained(runs_dir: Path, name: str, seed: int) -> Path:
+    small = {"iterations": 1, "name": name, "seed": seed, "stop_at_success": None}
+    sections = {
+        **small,
+        "env": {"task": "tabletop/reach", "num_envs": 8},
+        "policy": {"options": {"widths": [64, 64]}},
+        "ppo": {"decisions": 16},
+        "farm": {"physics_workers": 1},
+        "eval": {"episodes": 4, "videos": 0},
+        "runtime": {"mode": "inline"},
+    }
+    return Path(runs.train_run(parse_config(sections, "test"), "reach", runs_dir, False)["report"]).parent
+
+
+# --- the result does not depend on who does the work
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"farm": {"physics_workers": 2}},
+        {"farm": {"stages": 1}, "eval": {"num_envs": 4}},
+        {"farm": {"stages": 4, "physics_workers": 2}, "eval": {"num_envs": 16}},
+        {"runtime": {"mode": "ray"}, "farm": {"physics_workers": 2}},
+    ],
+    ids=["two workers", "one stage", "four stages", "ray"],
+)
+def test_workers_stages_and_mode_change_no_bit_of_an_episode(run: Path, how: dict[str, Any], tmp_path: Path) -> None:
+    """With as many rows in a batch: num_envs / stages = 4."""
+    settings = runs.settings_of(str(run), tmp_path)
+    base = settings.model_dump(mode="json")
+    base["eval"] |= {"episodes": 21, "greedy": False}
+    one, other = config(base), config(base, **how)
+    runs.evaluate_run(str(run), one, None, tmp_path, into=tmp_path / "one")
+    runs.evaluate_run(str(run), other, None, tmp_path, into=tmp_path / "other")
+    assert len(read_folder(tmp_path / "one").outcomes) == 21
+    assert_same_episodes(read_folder(tmp_path / "one"), read_folder(tmp_path / "other"))
+
+
+def test_an_episode_does_not_depend_on_the_other_tasks_of_an_evaluation(tmp_path: Path) -> None:
+    alone = evaluated(tmp_path / "alone", config(eval={"tasks": ["tabletop/push"], "episodes": 5}))
+    among = evaluated(tmp_path / "among", config(eval={"tasks": ["tabletop"], "episodes": 5}))
+    for key, outcome in alone.outcomes.items():
+        assert among.outcomes[key] == outcome
+        assert np.array_equal(among.actions(outcome), alone.actions(outcome))
+
+
+def test_tasks_do_not_share_their_noise(tmp_path: Path) -> None:
+    both = evaluated(tmp_path / "e", config(eval={"tasks": ["tabletop/push", "tabletop/pick_and_place"]}))
+    push, place = (both.actions(both.outcomes[task, 0])[0, :3] for task in ("tabletop/push", "tabletop/pick_and_place"))
+    assert not np.array_equal(push, place)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("left", [range(23), (0, 1, 5, 9, 13, 17, 22), ()])
+def test_every_trial_is_dealt_out_once_and_always_to_its_row(workers: int, stages: int, left: Any) -> None:
+    specs, rows = evaluation_episodes(0, 23), 4
+    shape = FarmSpec(TaskSpec("tabletop/reach"), ListedEpisodes(specs, 4 * stages), 4 * stages, 1, stages, workers)
+    dealt = deal_out(shape, specs, tuple(left))
+    episodes = dealt.episodes
+    assert isinstance(episodes, ListedEpisodes) and episodes.queues is not None
+    assert sorted(trial for queue in episodes.queues for trial in queue) == sorted(left)
+    for stage in range(stages):
+        own = [env for env in range(dealt.num_envs) if dealt.stage_of(env) == stage]
+        for row, env in enumerate(own):
+            assert all(trial % rows == row for trial in episodes.queues[env])
+            count = len(episodes.queues[env])
+            assert [episodes.spec(env, k) for k in range(count)] == [specs[t] for t in episodes.queues[env]]
+            assert episodes.spec(env, count) is None
+
+
+# --- interruption
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=lambda how: how.name)
+def test_an_interrupted_evaluation_goes_on_to_the_same_result(how: signal.Signals, run: Path, tmp_path: Path) -> None:
+    runs_dir = Path(shutil.copytree(run.parent, tmp_path / "runs"))
+    shutil.rmtree(runs_dir / "run" / "evals")
+    arguments = [str(COMMAND), "eval", "run", "--runs-dir", str(runs_dir), "--eval.episodes", "200"]
+    arguments += ["--eval.greedy", "False", "--resume", "auto"]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as begun:
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline and sum(map(line_count, folders(runs_dir))) < 30:
+            time.sleep(0.002)
+        os.kill(begun.pid, how)
+        said = begun.communicate(timeout=60)[0]
+    (folder,) = folders(runs_dir)
+    kept = len(read_folder(folder).outcomes)
+    assert 30 <= kept < 200, f"not interrupted on the way: {said}"
+    assert not (folder / "eval.json").exists()
+    assert how is signal.SIGKILL or (begun.returncode == 130 and "--resume auto" in said)
+
+    done = subprocess.run([*arguments, "--json", str(tmp_path / "r.json")], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads((tmp_path / "r.json").read_text())
+    assert result["folder"] == str(folder) and result["episodes_of_earlier_sessions"] == kept
+    lines_kept = [json.loads(line) for line in (folder / "episodes.jsonl").read_text().splitlines()]
+    assert len({(line["task"], line["trial"]) for line in lines_kept}) == len(lines_kept) == 200
+
+    settings = config(
+        runs.settings_of(str(run), tmp_path).model_dump(mode="json"), eval={"episodes": 200, "greedy": False}
+    )
+    runs.evaluate_run(str(run), settings, None, tmp_path, into=tmp_path / "whole")
+    assert_same_episodes(read_folder(tmp_path / "whole"), read_folder(folder))
+    assert tables(tmp_path / "whole") == tables(folder)
+
+
+def folders(runs_dir: Path) -> list[Path]:
+    return [file.parent for file in runs_dir.glob("run/evals/*/protocol.json")]
+
+
+def line_count(folder: Path) -> int:
+    file = folder / "episodes.jsonl"
+    return file.read_bytes().count(b"\n") if file.exists() else 0
+
+
+def tables(folder: Path) -> list[str]:
+    return [line for line in (folder / "eval.md").read_text().splitlines() if line.startswith("|")]
+
+
+def test_an_episode_whose_line_was_torn_is_run_again_and_no_other(tmp_path: Path) -> None:
+    settings = config(eval={"episodes": 6})
+    whole = evaluated(tmp_path / "e", settings)
+    file = tmp_path / "e" / "episodes.jsonl"
+    before = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(before[:-1]) + before[-1][:25])
+    again = evaluated(tmp_path / "e", settings, resume=True)
+    assert file.read_text().splitlines(keepends=True)[:-1] == before[:-1]
+    assert_same_episodes(whole, again)
+
+
+def test_a_finished_evaluation_is_not_run_again(tmp_path: Path) -> None:
+    settings = config(eval={"episodes": 3})
+    evaluated(tmp_path / "e", settings)
+    before = (tmp_path / "e" / "episodes.jsonl").read_bytes()
+    result = runs.evaluate_run("untrained", settings, None, tmp_path, into=tmp_path / "e", resume=True)
+    assert (tmp_path / "e" / "episodes.jsonl").read_bytes() == before
+    assert result["episodes"] == result["episodes_of_earlier_sessions"] == 3
+
+
+def test_resume_without_a_folder_finds_the_same_evaluation_or_begins_one(tmp_path: Path) -> None:
+    three, four = config(eval={"episodes": 3}), config(eval={"episodes": 4})
+    first = runs.evaluate_run("untrained", three, None, tmp_path, resume=True)["folder"]
+    other = runs.evaluate_run("untrained", four, None, tmp_path, resume=True)["folder"]
+    again = runs.evaluate_run("untrained", three, None, tmp_path, resume=True)["folder"]
+    anew = runs.evaluate_run("untrained", three, None, tmp_path)["folder"]
+    assert first == again and len({first, other, anew}) == 3
+
+
+# --- what is refused, and nothing lost by it
+
+
+def refusal(folder: Path, settings: Config, kind: type[Exception] = UserError, **how: Any) -> str:
+    with pytest.raises(kind) as caught:
+        evaluated(folder, settings, **how)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_folder_of_another_protocol_is_refused_and_left_alone(resume: bool, tmp_path: Path) -> None:
+    kept = evaluated(tmp_path / "e", config(eval={"episodes": 3}))
+    said = refusal(tmp_path / "e", config(eval={"episodes": 5}), resume=resume)
+    assert "--folder" in said
+    assert not resume or "protocol.trials is 3, asked for is 5" in said
+    assert_same_episodes(read_folder(tmp_path / "e"), kept)
+
+
+def test_a_folder_of_another_policy_is_refused(tmp_path: Path) -> None:
+    evaluated(tmp_path / "e", config(eval={"episodes": 3}))
+    said = refusal(tmp_path / "e", config(eval={"episodes": 3}, policy={"chunk": 1}), resume=True)
+    assert "policy.chunk is 2, asked for is 1" in said
+
+
+def test_a_folder_that_holds_an_evaluation_is_refused_unless_it_is_gone_on_with(tmp_path: Path) -> None:
+    evaluated(tmp_path / "e", config(eval={"episodes": 3}))
+    said = refusal(tmp_path / "e", config(eval={"episodes": 3}))
+    assert "3 episodes" in said and "--resume auto" in said and "--folder" in said
+
+
+def test_two_evaluations_into_one_folder_at_a_time_are_refused(tmp_path: Path) -> None:
+    evaluated(tmp_path / "e", config(eval={"episodes": 3}))
+    with (tmp_path / "e" / "lock").open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        said = refusal(tmp_path / "e", config(eval={"episodes": 3}), resume=True)
+    assert "another process" in said and "--folder" in said
+
+
+def test_a_folder_with_something_else_in_it_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.txt").write_text("precious")
+    assert "--folder" in refusal(tmp_path / "thesis", config())
+    assert [p.name for p in (tmp_path / "thesis").iterdir()] == ["chapter.txt"]
+
+
+def test_a_folder_that_cannot_be_made_is_refused() -> None:
+    assert "cannot be written" in refusal(Path("/sys/evaluation"), config())
+
+
+def test_initial_states_that_a_task_lacks_are_refused(tmp_path: Path) -> None:
+    said = refusal(tmp_path / "e", config(eval={"init_states": [0, 1], "episodes": 2}))
+    assert "tabletop/reach has no initial state 0, 1" in said and "no recorded initial states" in said
+    assert not (tmp_path / "e").exists(), "an evaluation that never began must leave no folder"
+
+
+def test_a_camera_that_a_task_lacks_is_refused_with_those_it_has(tmp_path: Path) -> None:
+    settings = config(env={"cameras": ["ceiling"]}, policy={"reads": ["images"]})
+    said = refusal(tmp_path / "e", settings, FarmError)
+    assert "ceiling" in said and "wrist" in said
+
+
+def test_a_policy_of_another_action_size_is_refused_with_the_task(run: Path, tmp_path: Path) -> None:
+    base = runs.settings_of(str(run), tmp_path).model_dump(mode="json")
+    with pytest.raises(PolicyError) as caught:
+        settings = config(base, eval={"tasks": ["tabletop/reach", "tabletop/pick_and_place"], "episodes": 2})
+        runs.evaluate_run(str(run), settings, None, tmp_path, into=tmp_path / "e")
+    said = str(caught.value)
+    assert "tabletop/pick_and_place" in said and "action_dim is 3, expected 4" in said
+    assert {task for task, _ in read_folder(tmp_path / "e").outcomes} == {"tabletop/reach"}, "what was done is kept"
+
+
+def test_the_size_of_pictures_that_a_policy_never_sees_does_not_matter_to_it(run: Path, tmp_path: Path) -> None:
+    base = runs.settings_of(str(run), tmp_path).model_dump(mode="json")
+    subject = Subject("run", config(base), checkpoint.latest(run / "checkpoints"), None, tmp_path)
+    protocol = replace(protocol_of(config(base, eval={"episodes": 2})), image_size=256)
+    with (
+        open_session(subject.config) as session,
+        open_folder(tmp_path / "e", subject.identity(protocol), subject.config, resume=False) as folder,
+    ):
+        assert evaluate(subject, protocol, session, folder)["episodes"] == 2
+
+
+def test_a_policy_that_has_to_be_trained_is_not_evaluated_without_a_checkpoint(tmp_path: Path) -> None:
+    said = refusal(tmp_path / "e", config(policy={"kind": "gaussian_mlp"}))
+    assert "--checkpoint" in said and "gaussian_mlp" in said
+
+
+# --- what is recorded
+
+
+def test_replaying_the_kept_actions_gives_the_recorded_episode(tmp_path: Path) -> None:
+    from sim_farm.registry import make_physics
+
+    kept = evaluated(tmp_path / "e", config(eval={"tasks": ["tabletop/push"], "episodes": 5}))
+    physics = make_physics(TaskSpec("tabletop/push"))
+    for outcome in kept.in_order():
+        physics.reset(outcome.spec)
+        result = physics.step(kept.actions(outcome))
+        assert result.ended and result.steps == outcome.length and bool(result.success.any()) == outcome.success
+        assert float(result.reward.sum()) == pytest.approx(outcome.total_reward, abs=1e-5)
+
+
+def test_the_files_of_a_result_agree(tmp_path: Path) -> None:
+    kept = evaluated(tmp_path / "e", config(eval={"tasks": ["tabletop"], "episodes": 4}))
+    result = json.loads((tmp_path / "e" / "eval.json").read_text())
+    assert [row.task for row in read_run(tmp_path / "e").evals] == list(kept.identity.protocol.tasks)
+    assert result["episodes"] == len(kept.outcomes) == 4 * len(result["tasks"])
+    assert result["success_rate"] == np.mean([o.success for o in kept.outcomes.values()])
+    assert result["protocol"]["sha256"] == kept.identity.protocol.sha256
+    assert result["episode_len"] == pytest.approx(np.mean([row["episode_len"] for row in result["tasks"]]))
+    table = (tmp_path / "e" / "eval.md").read_text()
+    assert kept.identity.protocol.sha256[:12] in table and "**tabletop**" in table
+    assert all(f"| {row['task']} " in table for row in result["tasks"])
+
+
+def test_videos_show_failures_first_and_each_task_s_first() -> None:
+    def outcome(task: str, trial: int, success: bool) -> EpisodeResult:
+        return EpisodeResult(task, trial, EpisodeSpec(0), success, 0.0, 1, 1, np.zeros((1, 1), np.float32))
+
+    listed = [outcome(task, trial, trial == 0) for task in "ab" for trial in range(3)]
+    shown = [(o.task, o.trial) for o in worth_seeing(listed, 5)]
+    assert shown == [("a", 1), ("b", 1), ("a", 2), ("b", 2), ("a", 0)]
+
+
+def test_a_comparison_pairs_the_same_episodes(run: Path, tmp_path: Path) -> None:
+    other = trained(tmp_path, "other", seed=5)
+    base = runs.settings_of(str(run), tmp_path).model_dump(mode="json")
+    settings = config(base, eval={"episodes": 30})
+    result = runs.evaluate_run(str(run), settings, None, tmp_path, into=tmp_path / "e", against=str(other))
+    found = result["comparison"]
+    ours, theirs = read_folder(tmp_path / "e"), read_folder(Path(found["folder"]))
+    assert ours.identity.protocol == theirs.identity.protocol and ours.identity.policy != theirs.identity.policy
+    pairs = [(a.success, b.success) for a, b in zip(ours.in_order(), theirs.in_order(), strict=True)]
+    assert found["difference"] == pytest.approx(np.mean([a for a, _ in pairs]) - np.mean([b for _, b in pairs]))
+    assert found["first_only"] == sum(a and not b for a, b in pairs)
+    assert found["difference_low"] < found["difference"] < found["difference_high"]
+
+    there = runs.evaluate_run(str(run), settings, None, tmp_path, into=tmp_path / "f", against=found["folder"])
+    assert {**there["comparison"], "against": ""} == {**found, "against": ""}, "recorded results are as good"
+
+
+def test_a_comparison_with_results_by_another_protocol_is_refused(tmp_path: Path) -> None:
+    evaluated(tmp_path / "three", config(eval={"episodes": 3}))
+    said = refusal(tmp_path / "four", config(eval={"episodes": 4}), against=str(tmp_path / "three"))
+    assert "another protocol" in said and not (tmp_path / "four").exists()
+    assert "neither a run" in refusal(tmp_path / "four", config(), against="nothing")

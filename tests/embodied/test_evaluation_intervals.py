@@ -1,0 +1,80 @@
+"""Intervals: they cover what they should as often as they should, and they are consistent with each other."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from embodied.intervals import paired_difference, wilson
+
+OUTCOMES = st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=60)
+
+
+def test_wilson_is_the_published_formula() -> None:
+    """E. B. Wilson (1927): the roots of the score equation."""
+    z = 1.959963984540054
+    for solved, n in [(0, 10), (3, 10), (10, 10), (47, 50), (431, 500)]:
+        p = solved / n
+        centre = (p + z * z / (2 * n)) / (1 + z * z / n)
+        half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
+        assert wilson(solved, n) == pytest.approx((centre - half, centre + half), abs=1e-9)
+
+
+def test_without_episodes_everything_is_possible() -> None:
+    assert wilson(0, 0) == (0.0, 1.0)
+
+
+@given(OUTCOMES)
+def test_the_difference_lies_in_its_interval_and_the_interval_in_its_range(pairs: list[tuple[bool, bool]]) -> None:
+    found = paired_difference([a for a, _ in pairs], [b for _, b in pairs])
+    assert -1 - 1e-12 <= found.low <= found.difference <= found.high <= 1 + 1e-12
+    assert found.low < found.high and 0 < found.p_value <= 1
+    assert found.both + found.first_only + found.second_only + found.neither == len(pairs)
+
+
+@given(OUTCOMES)
+def test_exchanging_the_two_negates_the_difference(pairs: list[tuple[bool, bool]]) -> None:
+    first, second = [a for a, _ in pairs], [b for _, b in pairs]
+    there, back = paired_difference(first, second), paired_difference(second, first)
+    assert (back.difference, back.low, back.high) == pytest.approx((-there.difference, -there.high, -there.low))
+    assert back.p_value == pytest.approx(there.p_value)
+
+
+def test_pairing_narrows_the_interval_where_the_same_episodes_are_easy_for_both() -> None:
+    easy = np.arange(100) < 60
+    better = np.arange(100) < 70
+    shuffled = np.roll(better, 47)
+    paired, unpaired = paired_difference(list(better), list(easy)), paired_difference(list(shuffled), list(easy))
+    assert paired.difference == unpaired.difference == pytest.approx(0.1)
+    assert paired.low > 0 > unpaired.low
+
+
+@pytest.mark.parametrize("n", [1, 5, 50, 500])
+def test_where_all_outcomes_agree_the_interval_is_wilson_s_of_no_episode_that_one_alone_solved(n: int) -> None:
+    found, (_, high) = paired_difference([True] * n, [True] * n), wilson(0, n)
+    assert (found.low, found.difference, found.high) == pytest.approx((-high, 0.0, high), abs=1e-9)
+
+
+@pytest.mark.parametrize(("base", "gain", "loss"), [(0.5, 0.2, 0.1), (0.9, 0.05, 0.05), (0.2, 0.1, 0.3)])
+def test_the_interval_covers_the_true_difference_about_as_often_as_it_says(
+    base: float, gain: float, loss: float
+) -> None:
+    """50 episodes, 1500 repetitions: the standard error of the coverage is 0.6 points."""
+    rng = np.random.default_rng(3)
+    second = rng.random((1500, 50)) < base
+    change = rng.random((1500, 50))
+    first = np.where(second, change >= loss, change < gain)
+    truth = (1 - base) * gain - base * loss
+    found = [paired_difference(a, b) for a, b in zip(first, second, strict=True)]
+    assert 0.93 <= np.mean([f.low <= truth <= f.high for f in found]) <= 0.99
+
+
+def test_other_numbers_of_episodes_cannot_be_paired() -> None:
+    with pytest.raises(ValueError, match="same episodes"):
+        paired_difference([True], [True, False])
+    with pytest.raises(ValueError, match="same episodes"):
+        paired_difference([], [])

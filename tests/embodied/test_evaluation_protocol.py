@@ -1,0 +1,151 @@
+"""The protocol of an evaluation: what it says, what its hash covers, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any, get_args
+
+import pytest
+
+from embodied.config import Config, EvalConfig, UserError, parse_config
+from embodied.protocol import PRESETS, Protocol, as_data, expand, from_data, protocol_of
+from sim_farm.registry import backend
+
+
+def config(**sections: Any) -> Config:
+    return parse_config({"env": {"task": "tabletop/reach"}, **sections}, "test")
+
+
+def refusal(**sections: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        protocol_of(config(**sections))
+    return str(caught.value)
+
+
+# --- which tasks
+
+
+def test_a_pattern_names_a_task_a_suite_or_a_simulator() -> None:
+    everything = tuple(f"tabletop/{task}" for task in backend("tabletop").tasks())
+    assert expand(["tabletop"]) == everything
+    assert expand(["tabletop/reach"]) == ("tabletop/reach",)
+    assert expand(["tabletop/push,tabletop/reach"]) == expand(["tabletop/push", "tabletop/reach"])
+
+
+def test_a_task_named_twice_is_evaluated_once() -> None:
+    assert expand(["tabletop/push", "tabletop"])[0] == "tabletop/push"
+    assert sorted(expand(["tabletop/push", "tabletop"])) == sorted(expand(["tabletop"]))
+
+
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [("tabletop/reech", "tabletop/reach"), ("tablettop/reach", "tabletop"), ("nonsense", "valid: "), ("", "valid: ")],
+)
+def test_an_unknown_task_or_suite_is_refused_with_the_nearest(given: str, hint: str) -> None:
+    said = refusal(eval={"tasks": [given]})
+    assert repr(given) in said and hint in said
+
+
+# --- the hash
+
+
+def test_equal_settings_have_equal_hashes_and_any_other_setting_another() -> None:
+    base = protocol_of(config())
+    assert protocol_of(config()).sha256 == base.sha256
+    others: dict[str, Any] = {
+        "name": "x", "limits": {"tabletop/push": None}, "trials": 7, "init_states": (1,), "env_seed": 3,
+        "settle_steps": 2, "orientation": "stock", "image_size": 99, "gripper": "binary", "control_mode": "m",
+        "reward": "sparse", "greedy": False, "seed": 5,
+    }  # fmt: skip
+    assert others.keys() == {f.name for f in fields(Protocol)}
+    hashes = {replace(base, **{name: value}).sha256 for name, value in others.items()} | {base.sha256}
+    assert len(hashes) == len(others) + 1
+
+
+def test_a_protocol_reads_back_equal_and_a_changed_one_is_refused() -> None:
+    protocol = protocol_of(config(eval={"init_states": [0, 2], "episodes": 2}))
+    data = as_data(protocol)
+    assert from_data(data) == protocol
+    with pytest.raises(UserError, match="changed"):
+        from_data({**data, "trials": 3})
+
+
+# --- the episodes
+
+
+def test_episodes_do_not_depend_on_how_many_or_which_tasks_there_are() -> None:
+    few, many = (protocol_of(config(eval={"episodes": n})).episodes() for n in (3, 8))
+    assert many[:3] == few
+    assert protocol_of(config(eval={"tasks": ["tabletop"], "episodes": 3})).episodes() == few
+    assert len({spec.seed for spec in many}) == 8
+
+
+def test_trials_begin_from_the_listed_initial_states_in_turn() -> None:
+    protocol = protocol_of(config(eval={"init_states": [4, 1], "episodes": 5, "greedy": False}))
+    assert [spec.init_state for spec in protocol.episodes()] == [4, 1, 4, 1, 4]
+
+
+def test_greedy_trials_that_would_repeat_an_episode_are_refused() -> None:
+    said = refusal(eval={"init_states": [4, 1], "episodes": 3})
+    assert "2 initial states" in said and "--eval.episodes" in said
+
+
+# --- published protocols
+
+
+LIBERO = "libero/libero_spatial/3"
+
+
+def published(name: str, **more: Any) -> Protocol:
+    return protocol_of(parse_config({"env": {"task": LIBERO}, "eval": {"protocol": name, **more}}, "test"))
+
+
+def test_every_preset_can_be_named_in_a_configuration() -> None:
+    literal = EvalConfig.model_fields["protocol"].annotation
+    assert {name for option in get_args(literal) for name in get_args(option)} == set(PRESETS)
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "gripper"),
+    [
+        ("openvla-oft", (220, 280, 300, 520, 400), "inverted"),
+        ("openpi", (220, 280, 300, 520, 400), "simulator"),
+        ("lerobot", (280, 280, 300, 520, 400), "simulator"),
+        ("simplevla-rl", (512, 512, 512, 512, 512), "inverted"),
+    ],
+)
+def test_presets_say_what_was_published(name: str, steps: tuple[int, ...], gripper: str) -> None:
+    suites = [f"libero/libero_{suite}" for suite in ("spatial", "object", "goal", "10", "90")]
+    assert PRESETS[name].limits == dict(zip(suites, steps, strict=True))
+    protocol = published(name)
+    assert protocol.limits == {LIBERO: steps[0]} and protocol.gripper == gripper
+    assert (protocol.trials, protocol.settle_steps, protocol.orientation, protocol.image_size) == (
+        50,
+        10,
+        "rotated",
+        256,
+    )
+    assert [spec.init_state for spec in protocol.episodes()] == list(range(50))
+
+
+def test_a_preset_overrides_the_training_s_conventions_in_the_simulator_alone() -> None:
+    trained = parse_config({"env": {"task": LIBERO, "max_episode_steps": 99}, "policy": {"chunk": 8}}, "test")
+    applied = published("openvla-oft").applied(trained, LIBERO)
+    env = applied.env
+    assert (env.max_episode_steps, env.settle_steps, env.orientation, env.gripper) == (220, 10, "rotated", "inverted")
+    assert applied.policy == trained.policy and env.cameras == trained.env.cameras
+
+
+def test_fewer_trials_than_published_are_said_to_be() -> None:
+    assert "10 trials a task (published: 50) from initial states 0 to 9" in published("openvla-oft", episodes=10).line()
+    assert "published" not in published("openvla-oft").line()
+
+
+def test_more_trials_than_initial_states_are_refused() -> None:
+    with pytest.raises(UserError, match="60 greedy trials from 50 initial states"):
+        published("openvla-oft", episodes=60)
+
+
+def test_a_preset_says_nothing_of_other_simulators() -> None:
+    said = refusal(eval={"protocol": "openvla-oft"})
+    assert "tabletop/reach" in said and "libero/libero_spatial" in said and "--eval.protocol" in said
