@@ -2,8 +2,8 @@
 
     python benchmarks/libero_farm.py --json benchmarks/results/libero_farm.json
 
-Two cameras of 128 x 128, chunks of 8 random actions, software rendering unless there is a GPU. Everything is measured in
-one run, in turn: the farm fused (physics workers draw) and split (one render worker for all physics workers),
+Two cameras of 128 x 128, chunks of 8 random actions, software rendering unless there is a GPU. Everything is measured
+in one run, in turn: the farm fused (physics workers draw) and split (one render worker for all physics workers),
 the peers stepped action by action on the same cores and renderer, and, in this process, a control step and a
 reset of stock robosuite beside ours. The peers are not reset while they are measured, the farm is.
 """

@@ -31,11 +31,17 @@ def train(config: Config, runs_dir: str | Path = "runs", resume: bool = False) -
     return runs.train_run(config, config.name or "run", Path(runs_dir), resume)
 
 
-def evaluate(run: str | Path, checkpoint: str | Path | None = None) -> dict[str, Any]:
-    """Evaluate a run's newest checkpoint (or another) with the run's own protocol, as `embodied eval` does."""
-    from embodied import runs
+def evaluate(run: str | Path, checkpoint: str | Path | None = None, **settings: Any) -> dict[str, Any]:
+    """Evaluate a run's newest checkpoint (or another) as `embodied eval` does.
 
-    config = runs.settings_of(str(run), Path("."))
+    `settings` are keys of `eval` (`protocol="openpi"`, `tasks=("libero/libero_goal",)`); the run's own otherwise.
+    """
+    from embodied import runs
+    from embodied.config import parse_config
+
+    data = runs.settings_of(str(run), Path(".")).model_dump(mode="json")
+    data["eval"] |= settings
+    config = parse_config(data, "embodied.evaluate")
     return runs.evaluate_run(str(run), config, None if checkpoint is None else Path(checkpoint), Path("."))
 
 

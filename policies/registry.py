@@ -14,6 +14,9 @@ from policies.contract import Policy, PolicyError, PolicySpec
 KINDS = {
     "flow": "policies.flow:FlowPolicy",
     "gaussian_mlp": "policies.gaussian_mlp:GaussianMLP",
+    "random": "policies.random_actions:RandomActions",
+    "replay": "policies.replay:Replay",
+    "scripted": "policies.scripted:Scripted",
 }
 """Kind to module:class. A module is imported when its kind is asked for."""
 

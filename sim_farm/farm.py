@@ -114,6 +114,10 @@ class UnwrittenFrame(FarmError):
     """A frame that should have been drawn still carries the magic value."""
 
 
+class StaleFrame(FarmError):
+    """A frame shows another moment than the observation it belongs to."""
+
+
 @dataclass(frozen=True)
 class FarmAddress:
     """How another process reaches a farm: `Farm.attach`."""
@@ -329,6 +333,7 @@ class Farm:
         slots = self._slots
         active = slots["active"][envs].astype(np.bool_)
         frames = self._frames("frames", envs, active)
+        self._check_moments(envs[active])
         ended = np.flatnonzero(slots["terminated"][envs] | slots["truncated"][envs])
         drawn = slots["draw_final"][envs[ended]].astype(np.bool_)
         final = FinalObservations(
@@ -356,6 +361,20 @@ class Farm:
             final=final,
             times_ns=slots["times_ns"][envs],
         )
+
+    def _check_moments(self, envs: Int) -> None:
+        """That the frames of `envs` show the episode and env step of their observations."""
+        if not self.info.cameras:
+            return
+        shown = self._slots["frames_of"][envs]
+        now = np.stack((self._slots["episode"][envs], self._slots["episode_step"][envs]), 1)
+        wrong = np.flatnonzero((shown != now).any(1))
+        if len(wrong):
+            env = wrong[0]
+            raise StaleFrame(
+                f"environment {envs[env]} is at episode {now[env, 0]}, env step {now[env, 1]}; its frames show "
+                f"episode {shown[env, 0]}, env step {shown[env, 1]}"
+            )
 
     def _frames(self, key: str, envs: Int, drawn: Bool) -> dict[str, UInt8]:
         frames = self._slots[key]

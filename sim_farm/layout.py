@@ -101,6 +101,8 @@ def slot_fields(spec: FarmSpec, info: TaskInfo) -> dict[str, Field]:
         "final_scene": Field((envs, info.scene_bytes), "uint8"),
         "draw_final": Field((envs,), "uint8", 0),
         "frames": Field(frames, "uint8"),
+        # Episode and env step that the frames show, written by whoever draws them.
+        "frames_of": Field((envs, 2), "int64", -1),
         "final_frames": Field(frames, "uint8"),
         "times_ns": Field((envs, 4), "int64", 0),
     }

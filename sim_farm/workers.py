@@ -347,6 +347,7 @@ class _Painter:
             self._paint(slots["final_scene"][env], slots["final_frames"][env])
         if slots["active"][env]:
             self._paint(slots["scene"][env], slots["frames"][env])
+            slots["frames_of"][env] = slots["episode"][env], slots["episode_step"][env]
         times[layout.RENDER_END] = time.monotonic_ns()
 
     def _paint(self, scene: np.ndarray, target: np.ndarray) -> None:

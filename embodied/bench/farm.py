@@ -10,7 +10,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from embodied.bench.loops import Kind, LoopProcess, LoopSpec
+from embodied.bench.loops import Kind, LoopGroup, LoopProcess, LoopSpec
 from embodied.bench.settings import BenchFarm
 from embodied.config import Config
 from embodied.hardware import hardware
@@ -23,6 +23,8 @@ from sim_farm.layout import FarmSpec
 
 ROUNDS = 3
 PEER_ENVS = (2, 8)
+TOGETHER = "limit together"
+"""Bare loops on all cores at once."""
 
 
 def bench_farm(bench: BenchFarm) -> dict[str, Any]:
@@ -43,10 +45,12 @@ def bench_farm(bench: BenchFarm) -> dict[str, Any]:
         )
         farm = stack.enter_context(session.farm(spec))
         loops = _loops(bench)
-        processes = {
-            name: LoopProcess(LoopSpec(kind, bench.task, bench.cameras, bench.size, bench.chunk, envs, cores))
-            for name, (kind, envs) in loops.items()
+        shape = (bench.task, bench.cameras, bench.size, bench.chunk)
+        processes: dict[str, LoopProcess | LoopGroup] = {
+            name: LoopProcess(LoopSpec(kind, *shape, envs, cores)) for name, (kind, envs) in loops.items()
         }
+        # Two cores may be two threads of one: then this is what the hardware has.
+        processes[TOGETHER] = LoopGroup(tuple(LoopProcess(LoopSpec("bare", *shape, 1, (core,))) for core in cores))
         for process in processes.values():
             stack.callback(process.close)
         with steps("Starting what the farm is compared with", len(processes)) as bar:
@@ -121,6 +125,8 @@ def _result(bench: BenchFarm, rates: dict[str, list[float]], cores: int) -> dict
         "env_steps_per_s": median["farm"],
         "limit_env_steps_per_s": median["limit"] * cores,
         "share_of_limit": median["farm"] / (median["limit"] * cores),
+        "limit_together_env_steps_per_s": median[TOGETHER],
+        "share_of_limit_together": median["farm"] / median[TOGETHER],
         "rates": rates,
     }
     if "stock" in median:
@@ -140,6 +146,7 @@ def _show(rates: dict[str, list[float]], result: dict[str, Any]) -> None:
     names = {
         "farm": "farm",
         "limit": f"bare loop x {result['cores']} cores (limit)",
+        TOGETHER: f"bare loops on {result['cores']} cores at once",
         "stock": f"the simulator's own step x {result['cores']} cores",
     }
     for name, values in rates.items():

@@ -61,9 +61,16 @@ class LoopProcess:
 
     def measure(self, seconds: float) -> float:
         """Env steps per second over about that time."""
+        self.start(seconds)
+        return self.finish()
+
+    def start(self, seconds: float) -> None:
+        """Begin to measure; `finish` waits for the answer."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{seconds}\n")
         self._process.stdin.flush()
+
+    def finish(self) -> float:
         return self._answer("env_steps_per_s")
 
     def close(self) -> None:
@@ -77,6 +84,26 @@ class LoopProcess:
             if line.startswith(f'{{"{key}"'):
                 return float(json.loads(line)[key])
         raise RuntimeError(f"the {self.spec.kind} loop ended without an answer, status {self._process.wait()}")
+
+
+@dataclass(frozen=True)
+class LoopGroup:
+    """Loops that are measured at the same time; their rates add up."""
+
+    members: tuple[LoopProcess, ...]
+
+    def wait_ready(self) -> None:
+        for member in self.members:
+            member.wait_ready()
+
+    def measure(self, seconds: float) -> float:
+        for member in self.members:
+            member.start(seconds)
+        return sum(member.finish() for member in self.members)
+
+    def close(self) -> None:
+        for member in self.members:
+            member.close()
 
 
 def _bare(spec: LoopSpec) -> Callable[[], int]:

@@ -13,7 +13,7 @@ import pytest
 from sim_farm.backends.tabletop import TabletopPhysics, TabletopRenderer
 from sim_farm.contract import Backend, EpisodeSpec, FarmError, TaskSpec
 from sim_farm.episodes import EndlessEpisodes, ListedEpisodes, evaluation_episodes
-from sim_farm.farm import Farm, Handle, InProcess, StageError, UnwrittenFrame, WorkerTimeout
+from sim_farm.farm import Farm, Handle, InProcess, StageError, StaleFrame, UnwrittenFrame, WorkerTimeout
 from sim_farm.layout import FarmSpec
 from sim_farm.memory import MAGIC, Block
 from sim_farm.registry import BACKENDS, make_physics, make_renderer
@@ -216,6 +216,16 @@ def test_a_frame_that_was_not_drawn_is_noticed(key: str, missing: Any) -> None:
         ended = np.flatnonzero(farm.block.arrays["truncated"])
         farm.block.arrays[key][ended[0]][missing] = MAGIC
         with pytest.raises(UnwrittenFrame, match=f"environment {ended[0]}'s"):
+            farm.collect(0)
+
+
+@pytest.mark.parametrize("column", [0, 1], ids=["episode", "env step"])
+def test_a_frame_of_another_moment_is_noticed(column: int) -> None:
+    with closing(Farm.create(SPEC, InProcess())) as farm:
+        drive(farm, end=2)
+        farm.submit(0, actions_for(farm, 0, 2))
+        farm.block.arrays["frames_of"][3, column] += 1
+        with pytest.raises(StaleFrame, match="environment 3 is at episode"):
             farm.collect(0)
 
 

@@ -1,0 +1,81 @@
+"""LIBERO on the whole farm: real processes, one renderer for several physics workers, training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import embodied
+from embodied.config import Config, load_config, parse_config
+from embodied.session import Session, open_session
+from sim_farm.contract import TaskSpec
+from sim_farm.episodes import EndlessEpisodes
+from sim_farm.layout import FarmSpec
+from sim_farm.observations import Observations
+
+TASK = TaskSpec("libero/libero_spatial/0", cameras=2, image_size=32, max_episode_steps=5)
+CHUNKS, CHUNK = 4, 2
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[Session]:
+    with open_session(Config()) as session:
+        yield session
+
+
+def drive(session: Session, physics_workers: int, render_workers: int) -> list[Observations]:
+    """What each environment shows over some chunks, stage by stage. Stale or missing frames are raised by `collect`."""
+    spec = FarmSpec(
+        TASK,
+        EndlessEpisodes(3, init_states=50),
+        num_envs=4,
+        chunk=CHUNK,
+        stages=2,
+        physics_workers=physics_workers,
+        render_workers=render_workers,
+        final_frames="truncated",
+    )
+    actions = np.random.default_rng(0).uniform(-1, 1, (CHUNKS, 4, CHUNK, 7)).astype(np.float32)
+    seen = []
+    with session.farm(spec) as farm:
+        for stage in range(2):
+            farm.reset(stage)
+        for turn in range(CHUNKS):
+            for stage in range(2):
+                seen.append(farm.collect(stage))
+                farm.submit(stage, actions[turn, farm.envs_of(stage)])
+        seen += [farm.collect(stage) for stage in range(2)]
+    return seen
+
+
+def by_env(seen: list[Observations]) -> dict[tuple[int, int, int], tuple[bytes, ...]]:
+    """(environment, episode, env step) to the bytes of what was shown there."""
+    shown = {}
+    for one in seen:
+        for row, env in enumerate(one.envs.tolist()):
+            key = (env, int(one.episode[row]), int(one.episode_step[row]))
+            shown[key] = (one.state[row].tobytes(), *(frame[row].tobytes() for frame in one.frames.values()))
+    return shown
+
+
+def test_one_renderer_for_two_physics_workers_shows_what_the_fused_farm_shows(session: Session) -> None:
+    fused, split, alone = (by_env(drive(session, *workers)) for workers in ((2, 0), (2, 1), (1, 1)))
+    assert len(fused) == 4 * (CHUNKS + 1) and max(episode for _, episode, _ in fused) > 0
+    assert fused == split == alone
+
+
+def test_ppo_trains_on_libero_from_pixels(tmp_path: Path) -> None:
+    whole = load_config("libero_spatial_ppo").model_dump(mode="json")
+    whole["iterations"], whole["name"] = 1, "tiny"
+    whole["env"] |= {"num_envs": 2, "image_size": 32, "max_episode_steps": 16, "settle_steps": 2}
+    whole["ppo"] |= {"decisions": 3}
+    whole["learner"] |= {"minibatch": 3, "threads": 1}
+    whole["farm"] |= {"stages": 1}
+    whole["eval"] |= {"episodes": 2, "videos": 0}
+    whole["runtime"] |= {"mode": "inline"}
+    result = embodied.train(parse_config(whole, "test"), runs_dir=tmp_path)
+    assert result["env_steps"] == 2 * 3 * 8 and result["episodes"] == 2
+    assert (tmp_path / "tiny" / "report.html").is_file()
