@@ -50,13 +50,13 @@ class LiberoPhysics:
         self._task = find_task(spec.name)
         self._user = ModelUser(shared_model(self._task))
         self.info = describe(spec, self._task, self._user.shared)
-        self._env = build_environment(self._task, self._user)
+        self._env: Any = build_environment(self._task, self._user)
         self._env.check_contact = fast_contact_check(self._env)
         self._data: Any = self._env.sim.data._data
         self._visible = [(shown, dict(shown)) for shown in visual_states(self._env)]
         """For each part its sites that the task's logic shows or hides, and how they begin."""
         self._layout = SceneLayout(self._user.shared) if self.info.cameras else None
-        self._sensors = _Sensors(self._env)
+        self._sensors: _Sensors | None = _Sensors(self._env)
         self._clock = ObservationClock()
         self._control: Control | None = None
         self._steps_left = 0
@@ -98,7 +98,14 @@ class LiberoPhysics:
         return self._result(rewards, solved, truncated)
 
     def close(self) -> None:
-        self._steps_left = 0
+        """Free MuJoCo's data now: robosuite's objects refer to each other, and the garbage collector, which would
+        free them some time, does not see how much memory hangs on them."""
+        self._steps_left, self._control = 0, None
+        if self._env is not None:
+            self._env.robots[0].controller.__dict__.clear()
+            self._env.sim.data.__dict__.clear()
+            self._env.__dict__.clear()
+        self._env = self._data = self._sensors = self._seen = None
 
     def _initial(self, index: int | None) -> npt.NDArray[np.float64] | None:
         if index is None:
@@ -155,6 +162,7 @@ class LiberoPhysics:
 
     def _sense(self, kinematics: npt.NDArray[np.float64]) -> None:
         """Take the observation; `kinematics` are the joint positions from which MuJoCo's poses were computed."""
+        assert self._sensors is not None, "the environment is closed"
         proprio, state = self._sensors.read()
         nothing = np.zeros(0, np.bool_)
         self._seen = PhysicsResult(
