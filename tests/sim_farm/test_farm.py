@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -10,10 +11,21 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sim_farm import layout
 from sim_farm.backends.tabletop import TabletopPhysics, TabletopRenderer
 from sim_farm.contract import Backend, EpisodeSpec, FarmError, TaskSpec
 from sim_farm.episodes import EndlessEpisodes, ListedEpisodes, evaluation_episodes
-from sim_farm.farm import Farm, Handle, InProcess, StageError, StaleFrame, UnwrittenFrame, WorkerTimeout
+from sim_farm.farm import (
+    RENDERER_START_S,
+    Farm,
+    Handle,
+    InProcess,
+    StageError,
+    StaleFrame,
+    UnwrittenFrame,
+    WorkerFailed,
+    WorkerTimeout,
+)
 from sim_farm.layout import FarmSpec
 from sim_farm.memory import MAGIC, Block
 from sim_farm.registry import BACKENDS, make_physics, make_renderer
@@ -64,10 +76,10 @@ def plain() -> Trace:
 def test_an_ended_episodes_environment_begins_the_next_at_once(plain: Trace) -> None:
     """Rows, episodes, final observations and frames equal those of a new environment for every episode."""
     for env in (0, 1, 6, 7):
-        for time, want in enumerate(expected(SPEC, env)):
+        for moment, want in enumerate(expected(SPEC, env)):
             for name, value in want.items():
-                same = np.array_equal(plain[env][time][name], value)
-                assert same, f"environment {env}, time {time}: {name} is {plain[env][time][name]}, should be {value}"
+                seen = plain[env][moment][name]
+                assert np.array_equal(seen, value), f"environment {env}, moment {moment}: {name} is {seen}, not {value}"
     rows = [row for trace in plain.values() for row in trace]
     assert any(row["terminated"] for row in rows), "no compared episode was solved"
     assert any(row["truncated"] for row in rows), "no compared episode reached its limit"
@@ -227,6 +239,18 @@ def test_a_frame_of_another_moment_is_noticed(column: int) -> None:
         farm.block.arrays["frames_of"][3, column] += 1
         with pytest.raises(StaleFrame, match="environment 3 is at episode"):
             farm.collect(0)
+
+
+def test_a_renderer_that_hangs_at_its_start_is_named_with_the_way_out() -> None:
+    spec = replace(SPEC, render_workers=1)
+    with closing(Farm.create(spec, InProcess())) as farm:
+        slots = farm.block.arrays
+        slots["since_ns"][1] = time.monotonic_ns() - int(1e9 * (RENDERER_START_S - 20))
+        slots["phase"][1] = layout.OPENING
+        farm.check()
+        slots["since_ns"][1] -= int(30e9)
+        with pytest.raises(WorkerFailed, match="render 0 has been starting its renderer.*MUJOCO_GL=osmesa"):
+            farm.check()
 
 
 @dataclass
