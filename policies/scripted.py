@@ -94,8 +94,8 @@ def find_script(instruction: str) -> Script:
     text = instruction.strip().lower()
     if text not in SCRIPTS:
         raise PolicyError(
-            f"no script for {instruction!r}{nearest(text, list(SCRIPTS))}. docs/scripted-policies.md lists the tasks "
-            "that have one and says how to write another"
+            f"no script for {instruction!r}{nearest(text, list(SCRIPTS))} (docs/scripted-policies.md lists the "
+            "tasks that have one and says how to write another)"
         )
     return SCRIPTS[text]
 

@@ -58,18 +58,19 @@ _SPATIAL = Layout(
     (_CABINET, _STOVE),
 )
 _SPATIAL_BOWLS = {
-    "between the plate and the ramekin": (1.0, _RIM),
-    "next to the ramekin": (1.0, _RIM),
-    "from table center": (1.0, _RIM),
-    "on the cookie box": (1.0, _RIM),
-    "in the top drawer of the wooden cabinet": (1.2, _RIM_IN_DRAWER),
-    "on the ramekin": (1.02, _RIM),
-    "next to the cookie box": (1.0, _RIM),
-    "on the stove": (1.0, _RIM),
-    "next to the plate": (1.0, _RIM),
-    "on the wooden cabinet": (1.2, _RIM),
+    "between the plate and the ramekin": (0.98, _RIM),
+    "next to the ramekin": (0.98, _RIM),
+    "from table center": (0.98, _RIM),
+    "on the cookie box": (0.98, _RIM),
+    "in the top drawer of the wooden cabinet": (1.16, _RIM_IN_DRAWER),
+    "on the ramekin": (1.0, _RIM),
+    "next to the cookie box": (0.98, _RIM),
+    "on the stove": (0.98, _RIM),
+    "next to the plate": (0.98, _RIM),
+    "on the wooden cabinet": (1.16, _RIM),
 }
-"""Where the bowl stands, the height at which it clears what is around, and how it is held."""
+"""Where the bowl stands, the height at which it clears what is around, and how it is held. Not higher: above the
+plate the arm is nearly straight."""
 
 
 @dataclass(frozen=True)

@@ -137,13 +137,12 @@ class PickAndPlace:
         missing = scene.pose(self.onto).point(self.offset) - thing.position
         far = float(np.hypot(missing[0], missing[1]))
         low = self.carry - float(thing.position[2])
-        if far < self.near:
-            return missing
-        if far < 3 * self.near:
-            # It may be on its way down already: not up again for the last centimetres across.
-            return np.array([missing[0], missing[1], max(0.0, min(low, missing[2]))])
-        across = float(np.clip(1 - (low - 0.02) / 0.03, 0, 1))
-        return np.array([missing[0] * across, missing[1] * across, low])
+        if far > 3 * self.near:
+            across = float(np.clip(1 - (low - 0.02) / 0.03, 0, 1))
+            return np.array([missing[0] * across, missing[1] * across, low])
+        # The nearer, the lower: an arm that cannot come quite above the place gets down to it nevertheless.
+        share = float(np.clip((3 * self.near - far) / (2 * self.near), 0, 1))
+        return np.array([missing[0], missing[1], share * missing[2]])
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,7 @@ class LiberoPhysics:
         self._steps_left, self._control = 0, None
         if self._env is not None:
             self._env.robots[0].controller.__dict__.clear()
-            self._env.sim.data.__dict__.clear()
+            self._env.sim.data._data = None
             self._env.__dict__.clear()
         self._env = self._data = self._sensors = self._seen = None
 
