@@ -35,7 +35,7 @@ class Arguments:
 
     task: str = TASK
     """A task of LIBERO."""
-    num_envs: int = 4
+    num_envs: int = 8
     """Environments of the farm."""
     seconds: float = 20.0
     """Duration of each throughput measurement; there are three of each."""

@@ -154,6 +154,8 @@ def _import_robosuite_without_opengl() -> None:
     sys.modules["robosuite.macros"] = macros
     spec.loader.exec_module(macros)
     macros.MUJOCO_GPU_RENDERING = False  # type: ignore[attr-defined]
+    # Three lines of advice to its developers per process; and a log in /tmp, which belongs to whoever was first.
+    macros.CONSOLE_LOGGING_LEVEL, macros.FILE_LOGGING_LEVEL = "ERROR", None  # type: ignore[attr-defined]
     before = os.environ.get("MUJOCO_GL")
     os.environ["MUJOCO_GL"] = "disable"
     try:
