@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from sim_farm.contract import EpisodeSpec, FarmError, Physics, PhysicsResult, Renderer, TaskInfo, TaskSpec
 from sim_farm.episodes import EndlessEpisodes, ListedEpisodes, evaluation_episodes
-from sim_farm.farm import Farm, InProcess
+from sim_farm.farm import Farm
+from sim_farm.hosts import InProcess
 from sim_farm.layout import FarmSpec
 from sim_farm.observations import Observations
 from sim_farm.registry import make_physics, make_renderer

@@ -15,78 +15,18 @@ import enum
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from sim_farm import layout
-from sim_farm.contract import Bool, FarmError, Float32, TaskInfo, TaskSpec, UInt8
+from sim_farm.contract import Bool, FarmError, Float32, TaskInfo, UInt8
 from sim_farm.doorbell import Doorbell
+from sim_farm.hosts import Handle, Host
 from sim_farm.layout import FINAL_FRAMES, FarmSpec, slot_fields
 from sim_farm.memory import Block
 from sim_farm.observations import FinalObservations, Int, Observations
-from sim_farm.registry import make_physics
-from sim_farm.workers import PhysicsWorker, RenderWorker, Worker, WorkerSetup, is_stamped
-
-
-class Handle(Protocol):
-    """A worker, wherever it is."""
-
-    def ring(self) -> None:
-        """Tell it that there is work."""
-        ...
-
-    def close(self, deadline_s: float) -> None:
-        """Wait for its end, at most `deadline_s`, then end it."""
-        ...
-
-
-class Host(Protocol):
-    """Where workers live: in this process, or in Ray actors."""
-
-    shared: bool
-    """Whether the slots must be in shared memory."""
-
-    def describe(self, task: TaskSpec) -> TaskInfo:
-        """The task's sizes, from a simulator."""
-        ...
-
-    def launch(self, setup: WorkerSetup, block: Block) -> Handle: ...
-
-
-class InProcess:
-    """Workers in the caller's process: a ring runs them, in order. For debugging and for small things."""
-
-    shared = False
-
-    def describe(self, task: TaskSpec) -> TaskInfo:
-        physics = make_physics(task)
-        try:
-            return physics.info
-        finally:
-            physics.close()
-
-    def launch(self, setup: WorkerSetup, block: Block) -> Handle:
-        worker = make_worker(setup, block)
-        worker.build()
-        return _LocalHandle(worker)
-
-
-@dataclass(frozen=True)
-class _LocalHandle:
-    worker: Worker
-
-    def ring(self) -> None:
-        self.worker.run_pending()
-
-    def close(self, deadline_s: float) -> None:
-        self.worker.close()
-
-
-def make_worker(setup: WorkerSetup, block: Block | None = None) -> Worker:
-    """The worker that the setup describes, not yet built."""
-    return (PhysicsWorker if setup.is_physics else RenderWorker)(setup, block)
-
+from sim_farm.workers import WorkerSetup, is_stamped
 
 RENDERER_START_S = 120.0
 """Longest start of a renderer: an EGL driver that hangs does so silently and for ever."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
-from sim_farm.farm import Host, InProcess
+from sim_farm.hosts import Host, InProcess
 
 T = TypeVar("T")
 P = ParamSpec("P")

@@ -22,8 +22,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from embodied.runtime.handles import Handle
 from sim_farm.contract import TaskInfo, TaskSpec
-from sim_farm.farm import Handle as FarmHandle
-from sim_farm.farm import Host, WorkerFailed, WorkerTimeout, make_worker
+from sim_farm.farm import WorkerFailed, WorkerTimeout
+from sim_farm.hosts import Handle as FarmHandle
+from sim_farm.hosts import Host, make_worker
 from sim_farm.memory import Block
 from sim_farm.workers import WorkerSetup
 
@@ -43,7 +44,7 @@ class _FarmActor:
     """A process for one physics or render worker."""
 
     def describe(self, task: TaskSpec) -> TaskInfo:
-        from sim_farm.farm import InProcess
+        from sim_farm.hosts import InProcess
 
         return InProcess().describe(task)
 

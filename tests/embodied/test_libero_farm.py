@@ -15,6 +15,9 @@ from sim_farm.contract import TaskSpec
 from sim_farm.episodes import EndlessEpisodes
 from sim_farm.layout import FarmSpec
 from sim_farm.observations import Observations
+from tests import libero_assets
+
+libero_assets.require()
 
 TASK = TaskSpec("libero/libero_spatial/0", cameras=2, image_size=32, max_episode_steps=5)
 CHUNKS, CHUNK = 4, 2

@@ -18,7 +18,8 @@ from embodied.trajectories import Trajectories
 from policies.contract import Action, Inputs, Policy, PolicySpec
 from sim_farm.contract import EpisodeSpec, PhysicsResult, TaskSpec
 from sim_farm.episodes import EndlessEpisodes, Episodes, ListedEpisodes
-from sim_farm.farm import Farm, InProcess
+from sim_farm.farm import Farm
+from sim_farm.hosts import InProcess
 from sim_farm.layout import FarmSpec
 from sim_farm.registry import make_physics, make_renderer
 

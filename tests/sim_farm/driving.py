@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from sim_farm.farm import Farm, InProcess
+from sim_farm.farm import Farm
+from sim_farm.hosts import InProcess
 from sim_farm.layout import FarmSpec
 from sim_farm.observations import Observations
 

@@ -21,8 +21,11 @@ from sim_farm.backends.libero.environment import FIELDS
 from sim_farm.backends.libero.physics import LiberoPhysics
 from sim_farm.contract import EpisodeSpec, FarmError, TaskSpec
 from sim_farm.registry import make_physics, make_renderer
+from tests import libero_assets
 from tests.sim_farm import libero_stock as stock
 from tests.sim_farm.conformance import PHYSICS_LAWS, RENDER_LAWS, name_of
+
+libero_assets.require()
 
 SIZE = 64
 CAMERAS = ("agentview", "robot0_eye_in_hand")

@@ -22,7 +22,8 @@ import pytest
 
 from sim_farm.contract import EpisodeSpec, TaskInfo, TaskSpec
 from sim_farm.episodes import EndlessEpisodes, ListedEpisodes, evaluation_episodes
-from sim_farm.farm import Farm, Handle, InProcess, WorkerFailed, WorkerTimeout, make_worker
+from sim_farm.farm import Farm, WorkerFailed, WorkerTimeout
+from sim_farm.hosts import Handle, InProcess, make_worker
 from sim_farm.layout import FAILED, WAITING, WORKING, FarmSpec
 from sim_farm.memory import FOLDER, Block
 from sim_farm.workers import Worker, WorkerSetup
