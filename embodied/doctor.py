@@ -386,21 +386,20 @@ def _libero_assets() -> Check:
 
 
 def _libero_folder() -> Path | None:
-    """Where LIBERO's meshes and textures are: our variable, an archive near the source tree, LIBERO's configuration.
+    """Where LIBERO's meshes and textures are: our variable, LIBERO's configuration, an archive near the source tree.
 
     The same places in which sim_farm.backends.libero.package looks, which the doctor cannot import.
     """
     if named := os.environ.get("EMBODIED_LIBERO_ASSETS"):
         return Path(named).expanduser()
-    project = Path(__file__).resolve().parent.parent
-    for folder in (project / "assets", project.parent / "shared"):
-        if (folder / "libero-assets.tar.xz").is_file():
-            return folder / "libero-assets.tar.xz"
     config = Path(os.environ.get("LIBERO_CONFIG_PATH") or "~/.libero").expanduser() / "config.yaml"
     # Read by hand: importing libero asks questions on standard input where the file is missing.
     lines = config.read_text().splitlines() if config.is_file() else []
     values = (line.partition(":")[2].strip(" '\"") for line in lines if line.startswith("assets:"))
-    return next((Path(value) for value in values if value), None)
+    named_there = [Path(value) for value in values if value]
+    near = [folder / "libero-assets.tar.xz" for folder in (SOURCE / "assets", SOURCE.parent / "shared")]
+    found = [path for path in (*named_there, *near) if path.exists()]
+    return (*found, *named_there, None)[0]
 
 
 # Output -----------------------------------------------------------------------------------------------------
