@@ -11,14 +11,12 @@ reset of stock robosuite beside ours. The peers are not reset while they are mea
 from __future__ import annotations
 
 import gc
-import json
 import os
 import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -110,20 +108,16 @@ def main() -> None:
     arguments = tyro.cli(Arguments)
     os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", LP_NUM_THREADS="1")
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    from embodied.bench.results import show_and_write
+
     fused, split = throughput(arguments, 0), throughput(arguments, 1)
-    result = {
-        "date": date.today().isoformat(),
-        "hardware": fused["hardware"],
-        "command": "python " + " ".join(sys.argv),
+    figures = {
         "fused": fused,
         "split": split,
         "split_to_fused": split["env_steps_per_s"] / fused["env_steps_per_s"],
         **physics(arguments.task),
     }
-    print(json.dumps(result, indent=1))
-    if arguments.json is not None:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    show_and_write(figures, arguments.json)
 
 
 if __name__ == "__main__":

@@ -9,18 +9,17 @@ measured beside them, to show what the processes are for.
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tyro
 
+from embodied.bench.results import show_and_write
 from embodied.reporting.trace import ITERATIONS, load
 
 ONE_BY_ONE = ("--farm.physics-workers", "1", "--farm.stages", "1")
@@ -55,26 +54,18 @@ def measure(way: str, iterations: int) -> list[float]:
 
 def main() -> None:
     arguments = tyro.cli(Arguments)
-    from embodied.hardware import hardware
-
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     for _ in range(arguments.rounds):
         for way in WAYS:
             seconds[way] += measure(way, arguments.iterations)
     median = {way: float(np.median(values)) for way, values in seconds.items()}
-    result: dict[str, Any] = {
-        "date": date.today().isoformat(),
-        "hardware": hardware(),
-        "command": "python " + " ".join(sys.argv),
+    figures: dict[str, Any] = {
         "iteration_s": median,
         "ray_overhead": median["ray"] / median["inline"] - 1,
         "speedup_of_default": median["inline"] / median["ray_default"],
         "iterations": seconds,
     }
-    print(json.dumps(result, indent=1))
-    if arguments.json is not None:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    show_and_write(figures, arguments.json)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ import tempfile
 import time
 from collections import deque
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +146,7 @@ def main() -> None:
     if arguments.peer_seed is not None:
         print(json.dumps(run_peer(arguments.peer_seed)), flush=True)
         return
-    from embodied.hardware import hardware
+    from embodied.bench.results import show_and_write
 
     ours, peer = [], []
     for seed in arguments.seeds:
@@ -155,10 +154,7 @@ def main() -> None:
         ours.append(train_ours(seed))
         print(f"seed {seed}: ours {ours[-1]}, peer {peer[-1]}", flush=True)
     ours_s, peer_s = (float(np.median([run["time_to_target_s"] for run in runs])) for runs in (ours, peer))
-    result = {
-        "date": date.today().isoformat(),
-        "hardware": hardware(),
-        "command": "python " + " ".join(sys.argv),
+    figures = {
         "target": f"{TARGET} success over the last {WINDOW} training episodes",
         "time_to_target_s": ours_s,
         "peer": "stable-baselines3 PPO, 8 processes",
@@ -166,10 +162,7 @@ def main() -> None:
         "ratio_to_peer": ours_s / peer_s,
         "runs": {"ours": ours, "peer": peer},
     }
-    print(json.dumps(result, indent=1))
-    if arguments.json is not None:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    show_and_write(figures, arguments.json)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """`embodied doctor`: what this machine has, what it lacks, and the command that mends it.
 
-Nothing here can crash the caller: whatever loads a driver runs in a process of its own (`--probe`), with a
+Nothing here can crash the caller: whatever loads a driver runs in a process of its own (`probes.py`), with a
 deadline. Only the standard library is imported at the top, so that it can also say what is not installed:
 
     python -P embodied/doctor.py [--json FILE]                          the same as `embodied doctor`
@@ -10,8 +10,6 @@ deadline. Only the standard library is imported at the top, so that it can also 
 from __future__ import annotations
 
 import argparse
-import ctypes
-import ctypes.util
 import functools
 import importlib.metadata
 import json
@@ -181,10 +179,8 @@ def _maniskill() -> Check:
 
 def _probe(what: str) -> tuple[bool, str]:
     """Whether the library works, and what it says of itself or what stands in the way."""
-    # -P keeps this file's folder off the path: its modules must not hide the standard library's.
-    command = [sys.executable, "-P", __file__, "--probe", what]
     try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS)
+        result = subprocess.run(_probing(what), capture_output=True, text=True, timeout=PROBE_SECONDS)
     except subprocess.TimeoutExpired:
         return False, f"no answer within {PROBE_SECONDS:.0f} s"
     if result.returncode < 0:
@@ -193,71 +189,10 @@ def _probe(what: str) -> tuple[bool, str]:
     return result.returncode == 0, lines[-1] if lines else "no answer"
 
 
-class ProbeError(Exception):
-    """Why a library cannot be used, in words for the table."""
-
-
-def _maniskill_description() -> str:
-    import mani_skill.envs  # noqa: F401 # registers the tasks
-    from mani_skill.utils.registration import REGISTERED_ENVS
-
-    return f"{len(REGISTERED_ENVS)} tasks"
-
-
-def _opengl_description(backend: str) -> str:
-    library = {"egl": "EGL", "osmesa": "OSMesa"}[backend]
-    if ctypes.util.find_library(library) is None:
-        raise ProbeError(f"no lib{library}")
-    os.environ["MUJOCO_GL"] = os.environ["PYOPENGL_PLATFORM"] = backend
-    import mujoco
-    from OpenGL import GL
-
-    renderer = mujoco.Renderer(mujoco.MjModel.from_xml_string("<mujoco/>"), 16, 16)
-    try:
-        return GL.glGetString(GL.GL_RENDERER).decode() + ", " + GL.glGetString(GL.GL_VERSION).decode()
-    finally:
-        renderer.close()
-
-
-def _vulkan_description() -> str:
-    if Path("/dev/nvidia0").exists():
-        _let_sapien_find_the_driver()
-    try:
-        vulkan = ctypes.CDLL("libvulkan.1.dylib" if sys.platform == "darwin" else "libvulkan.so.1")
-    except OSError as error:
-        raise ProbeError("no Vulkan loader (libvulkan.so.1)") from error
-    refused = []
-    from embodied import vulkan as probe
-
-    try:
-        devices = probe.devices(vulkan)
-    except probe.VulkanError as error:
-        raise ProbeError(str(error)) from error
-    for device in devices:
-        name, accepted = probe.describe(vulkan, device)
-        if accepted:
-            return name
-        refused.append(name)
-    if refused:
-        raise ProbeError(f"too old for SAPIEN (no descriptorBindingPartiallyBound): {'; '.join(refused)}")
-    raise ProbeError("no Vulkan device")
-
-
-def _let_sapien_find_the_driver() -> None:
-    """Where a container lacks the file that names NVIDIA's driver, importing SAPIEN puts its own in place."""
-    try:
-        import sapien  # noqa: F401
-    except ImportError:
-        pass
-
-
-PROBES = {
-    "vulkan": _vulkan_description,
-    "egl": lambda: _opengl_description("egl"),
-    "osmesa": lambda: _opengl_description("osmesa"),
-    "maniskill": _maniskill_description,
-}
-"""Each loads a library into this process and returns its description; raises if it does not work."""
+def _probing(what: str) -> list[str]:
+    """The command that tries a library."""
+    # -P keeps that file's folder off the path: its modules must not hide the standard library's.
+    return [sys.executable, "-P", str(Path(__file__).with_name("probes.py")), what]
 
 
 def _gpu() -> Check:
@@ -434,21 +369,9 @@ def _plain(text: str) -> Any:
 def _run() -> int:
     parser = argparse.ArgumentParser(description="what this machine lacks, and the command that mends it")
     parser.add_argument("--json", type=Path, help="also write the result to this file")
-    parser.add_argument("--probe", choices=PROBES, help="only try this, in this process")
+    parser.add_argument("--probe", metavar="WHAT", help="only try this: vulkan, egl, osmesa or maniskill")
     arguments = parser.parse_args()
-    return _run_probe(arguments.probe) if arguments.probe else main(arguments.json)
-
-
-def _run_probe(what: str) -> int:
-    try:
-        print(PROBES[what]())
-        return 0
-    except ProbeError as error:
-        print(error, file=sys.stderr)
-    except Exception as error:
-        # A driver's bindings raise anything at all; the last line is what the table shows.
-        print(f"{type(error).__name__}: {error}".splitlines()[0], file=sys.stderr)
-    return 1
+    return subprocess.run(_probing(arguments.probe)).returncode if arguments.probe else main(arguments.json)
 
 
 if __name__ == "__main__":

@@ -8,11 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from embodied.evaluation import Outcome
+from embodied.replaying import in_order, worker_count
 from embodied.reporting.live import steps
 from embodied.reporting.video import EpisodeFrames, write_tiled
+from embodied.runtime.handles import Handle
 from embodied.session import Session
 from sim_farm.contract import EpisodeSpec, Float32, TaskSpec, UInt8
-from sim_farm.replay import Projector
+from sim_farm.replay import Replayer
 
 SIZE = 256
 FRAMES = 60
@@ -24,16 +26,16 @@ class Filmer:
 
     def __init__(self) -> None:
         self._task: TaskSpec | None = None
-        self._projector: Projector | None = None
+        self._replayer: Replayer | None = None
 
     def film(self, task: TaskSpec, episode: EpisodeSpec, actions: Float32, every: int) -> list[UInt8]:
         """Frames uint8 [SIZE, SIZE, 3] of the task's first camera, upright."""
-        if self._projector is None or task != self._task:
-            if self._projector is not None:
-                self._projector.close()
-            self._projector = Projector(replace(task, cameras=1, image_size=SIZE, orientation="upright"))
+        if self._replayer is None or task != self._task:
+            if self._replayer is not None:
+                self._replayer.close()
+            self._replayer = Replayer(replace(task, cameras=1, image_size=SIZE, orientation="upright"))
             self._task = task
-        return self._projector.film(episode, actions, every)
+        return self._replayer.film(episode, actions, every)
 
 
 def worth_seeing(outcomes: Sequence[Outcome], count: int) -> list[Outcome]:
@@ -57,20 +59,19 @@ def write_film(
     """Replay the episodes and tile them into one video; the work is dealt out to as many filmers as cores."""
     # Episodes of a task next to each other: a filmer builds a task's scene once.
     ordered = sorted(outcomes, key=lambda outcome: outcome.task)
-    count = min(len(session.cores), len(ordered)) if session.config.runtime.mode == "ray" else 1
+    count = worker_count(session, len(ordered))
     session.runtime.prepare(count)
+
+    def begin(filmer: Handle[Filmer], outcome: Outcome) -> list[UInt8]:
+        every = max(1, outcome.length // FRAMES)
+        return filmer.refer(Filmer.film, task_of(outcome.task), outcome.spec, actions_of(outcome), every)
+
     films: dict[tuple[str, int], list[UInt8]] = {}
     with steps("Filming", len(ordered)) as bar:
         filmers = [session.runtime.place(f"filmer {i}", Filmer) for i in range(count)]
-        for start in range(0, len(ordered), count):
-            batch = list(zip(filmers, ordered[start : start + count], strict=False))
-            pending = [
-                filmer.refer(Filmer.film, task_of(o.task), o.spec, actions_of(o), max(1, o.length // FRAMES))
-                for filmer, o in batch
-            ]
-            for (filmer, outcome), reference in zip(batch, pending, strict=True):
-                films[outcome.task, outcome.trial] = filmer.fetch(reference)
-                bar.advance()
+        for outcome, film in in_order(filmers, ordered, begin):
+            films[outcome.task, outcome.trial] = film
+            bar.advance()
         for filmer in filmers:
             filmer.end()
     tiles = [

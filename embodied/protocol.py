@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from embodied.config import Config, UserError
+from embodied.config import Config, UserError, nearest
 from sim_farm.contract import EpisodeSpec, Gripper, Orientation, TaskInfo
 from sim_farm.episodes import evaluation_episodes
 from sim_farm.registry import BACKENDS, backend
@@ -236,7 +235,7 @@ def suite_of(task: str) -> str:
 def _matching(name: str) -> list[str]:
     simulator = name.partition("/")[0]
     if simulator not in BACKENDS:
-        raise UserError(f"no simulator {simulator!r} (in {name!r}){_nearest(simulator, list(BACKENDS))}")
+        raise UserError(f"no simulator {simulator!r} (in {name!r}){nearest(simulator, sorted(BACKENDS))}")
     tasks = [f"{simulator}/{task}" for task in backend(simulator).tasks()]
     found = [task for task in tasks if task == name or task.startswith(f"{name}/")]
     if found:
@@ -246,12 +245,7 @@ def _matching(name: str) -> list[str]:
     if siblings and all(sibling.isdecimal() for sibling in siblings):
         raise UserError(f"no task {name!r}: {suite} has the tasks {_ranges(sorted(map(int, siblings)))}")
     suites = list(dict.fromkeys(suite_of(task) for task in tasks))
-    raise UserError(f"no task or suite {name!r}{_nearest(name, suites + tasks)}")
-
-
-def _nearest(given: str, valid: list[str]) -> str:
-    near = difflib.get_close_matches(given, valid, n=3, cutoff=0.5)
-    return f"; did you mean {' or '.join(near)}?" if near else f"; valid: {', '.join(sorted(valid))}"
+    raise UserError(f"no task or suite {name!r}{nearest(name, sorted(suites + tasks))}")
 
 
 def _ranges(numbers: Sequence[int]) -> str:

@@ -42,6 +42,20 @@ def find_run(run: str, runs_dir: Path) -> Path | None:
     return None
 
 
+def whole_checkpoint(run_dir: Path | None, named: Path | None) -> Path | None:
+    """The checkpoint `named`, or the newest of the run, complete and undamaged; None where there is neither.
+
+    Raises `UserError` if the run has no checkpoint yet, or if the checkpoint is damaged.
+    """
+    if named is None and run_dir is not None:
+        named = checkpoint.latest(run_dir / "checkpoints")
+        if named is None:
+            raise UserError(f"{run_dir} has no checkpoint yet; train it first, or name one with --checkpoint")
+    if named is not None:
+        checkpoint.verify(named)
+    return named
+
+
 def train_run(config: Config, source: str, runs_dir: Path, resume: bool) -> dict[str, Any]:
     """Train, evaluate, film, report. Returns the result as plain data."""
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
@@ -102,12 +116,7 @@ def evaluate_run(
 def _subject(run: str, config: Config, folder: Path | None, runs_dir: Path) -> Subject:
     """What `embodied eval RUN --checkpoint FOLDER` names. Its checkpoint is whole."""
     run_dir = find_run(run, runs_dir)
-    if folder is None and run_dir is not None:
-        folder = checkpoint.latest(run_dir / "checkpoints")
-        if folder is None:
-            raise UserError(f"{run_dir} has no checkpoint yet; train it first, or name one with --checkpoint")
-    if folder is not None:
-        checkpoint.verify(folder)
+    folder = whole_checkpoint(run_dir, folder)
     return Subject(Path(run).stem, config, folder, run_dir, (run_dir or runs_dir) / "evals")
 
 

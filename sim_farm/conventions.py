@@ -37,16 +37,12 @@ def plain(spec: TaskSpec) -> TaskSpec:
 
 def conventional_physics(spec: TaskSpec, physics: Physics) -> Physics:
     """`physics`, made for `plain(spec)`, with the conventions of `spec`. Raises `FarmError` if one is impossible."""
-    if plain(spec) == spec and spec.settle_steps == 0:
-        return physics
-    return _ConventionalPhysics(spec, physics)
+    return physics if plain(spec) == spec else _ConventionalPhysics(spec, physics)
 
 
 def conventional_renderer(spec: TaskSpec, renderer: Renderer) -> Renderer:
     """`renderer`, made for `plain(spec)`, with the orientation of `spec`."""
-    if plain(spec) == spec and spec.settle_steps == 0:
-        return renderer
-    return _ConventionalRenderer(spec, renderer)
+    return renderer if plain(spec) == spec else _ConventionalRenderer(spec, renderer)
 
 
 def _with_conventions(info: TaskInfo, spec: TaskSpec) -> TaskInfo:

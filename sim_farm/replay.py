@@ -8,34 +8,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sim_farm.contract import Bool, EpisodeSpec, FarmError, Float32, Physics, Renderer, TaskInfo, TaskSpec, UInt8
+from sim_farm.contract import (
+    Bool,
+    EpisodeSpec,
+    FarmError,
+    Float32,
+    Physics,
+    PhysicsResult,
+    Renderer,
+    TaskInfo,
+    TaskSpec,
+    UInt8,
+)
 from sim_farm.registry import make_physics, make_renderer
-
-
-class Projector:
-    """Replays episodes of one task and draws them step by step, with the task's first camera."""
-
-    def __init__(self, task: TaskSpec) -> None:
-        self._physics: Physics = make_physics(task)
-        self._renderer: Renderer = make_renderer(task)
-        if not self._physics.info.cameras:
-            raise FarmError(f"{task.name} has no camera to film with")
-
-    def film(self, episode: EpisodeSpec, actions: Float32, every: int = 1) -> list[UInt8]:
-        """Frames uint8 [H, W, 3] at the start, after every `every`-th of the actions [n, A], and at the end."""
-        camera = self._physics.info.cameras[0]
-        scenes = [self._physics.reset(episode).scene]
-        for step, action in enumerate(actions, start=1):
-            result = self._physics.step(np.asarray(action, np.float32)[None])
-            if step % every == 0 or step == len(actions) or result.ended:
-                scenes.append(result.scene)
-            if result.ended:
-                break
-        return list(self._renderer.render(scenes, [camera])[camera])
-
-    def close(self) -> None:
-        self._physics.close()
-        self._renderer.close()
 
 
 @dataclass(frozen=True)
@@ -64,7 +49,7 @@ class ReplayedEpisode:
 
 
 class Replayer:
-    """Replays episodes of one task and keeps everything that a policy would have seen."""
+    """Replays episodes of one task: to the record of everything that a policy would have seen, or to a film."""
 
     def __init__(self, task: TaskSpec) -> None:
         self._physics: Physics = make_physics(task)
@@ -75,11 +60,7 @@ class Replayer:
 
     def replay(self, episode: EpisodeSpec, actions: Float32) -> ReplayedEpisode:
         """The episode under `actions` [n, A], n at least 1; the actions after its end are left out."""
-        seen = [self._physics.reset(episode)]
-        for action in actions:
-            seen.append(self._physics.step(np.asarray(action, np.float32)[None]))
-            if seen[-1].ended:
-                break
+        seen = self._run(episode, actions)
         before, after = seen[:-1], seen[1:]
         cameras = self._physics.info.cameras
         return ReplayedEpisode(
@@ -93,7 +74,26 @@ class Replayer:
             instruction=seen[0].instruction,
         )
 
+    def film(self, episode: EpisodeSpec, actions: Float32, every: int = 1) -> list[UInt8]:
+        """Frames uint8 [H, W, 3] of the task's first camera: at the start, after every `every`-th of the actions
+        [n, A], and at the end. Raises `FarmError` if the task has no camera."""
+        if self._renderer is None:
+            raise FarmError(f"{self._physics.info.spec.name} has no camera to film with")
+        camera = self._physics.info.cameras[0]
+        *seen, last = self._run(episode, actions)
+        scenes = [result.scene for result in (*seen[::every], last)]
+        return list(self._renderer.render(scenes, [camera])[camera])
+
     def close(self) -> None:
         self._physics.close()
         if self._renderer is not None:
             self._renderer.close()
+
+    def _run(self, episode: EpisodeSpec, actions: Float32) -> list[PhysicsResult]:
+        """What there is at the start and after each action, up to the episode's end."""
+        seen = [self._physics.reset(episode)]
+        for action in actions:
+            seen.append(self._physics.step(np.asarray(action, np.float32)[None]))
+            if seen[-1].ended:
+                break
+        return seen

@@ -53,7 +53,8 @@ def tree(tmp_path: Path) -> Path:
         shutil.copy(ROOT / name, tmp_path)
     shutil.copytree(ROOT / "setup", tmp_path / "setup")
     (tmp_path / "embodied").mkdir()
-    shutil.copy(ROOT / "embodied" / "doctor.py", tmp_path / "embodied")
+    for name in ("doctor.py", "probes.py"):
+        shutil.copy(ROOT / "embodied" / name, tmp_path / "embodied")
     return tmp_path
 
 

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from embodied.bench.loops import Kind, LoopGroup, LoopProcess, LoopSpec
+from embodied.bench.peers import VectorEnv, peers_of
 from embodied.bench.settings import BenchFarm
 from embodied.config import Config
 from embodied.hardware import hardware
@@ -22,7 +23,6 @@ from sim_farm.farm import Farm
 from sim_farm.layout import FarmSpec
 
 ROUNDS = 3
-PEER_ENVS = (2, 8)
 TOGETHER = "limit together"
 """Bare loops on all cores at once."""
 
@@ -44,7 +44,7 @@ def bench_farm(bench: BenchFarm) -> dict[str, Any]:
             final_frames="never",
         )
         farm = stack.enter_context(session.farm(spec))
-        loops = _loops(bench)
+        loops = compared_loops(bench)
         shape = (bench.task, bench.cameras, bench.size, bench.chunk)
         processes: dict[str, LoopProcess | LoopGroup] = {
             name: LoopProcess(LoopSpec(kind, *shape, envs, cores)) for name, (kind, envs) in loops.items()
@@ -71,18 +71,17 @@ def bench_farm(bench: BenchFarm) -> dict[str, Any]:
     return result
 
 
-def _loops(bench: BenchFarm) -> dict[str, tuple[Kind, int]]:
+def compared_loops(bench: BenchFarm) -> dict[str, tuple[Kind, int]]:
     """What the farm is compared with: kind and number of environments of each."""
-    simulator = bench.task.partition("/")[0]
     loops: dict[str, tuple[Kind, int]] = {"limit": ("bare", 1)}
-    if simulator in ("maniskill", "libero"):
+    if peers_of(bench.task) is not None:
         loops["stock"] = ("stock", 1)
-        if bench.peer:
-            # LIBERO's need seconds and most of a gigabyte each.
-            loops |= {f"AsyncVectorEnv {n}": ("async", n) for n in (PEER_ENVS if simulator == "maniskill" else (2,))}
-    if simulator == "libero" and bench.peer:
-        loops["SubprocVectorEnv 2"] = ("subproc", 2)
-    return loops
+    return loops | {peer.name: (peer.kind, peer.num_envs) for peer in _vector_envs(bench)}
+
+
+def _vector_envs(bench: BenchFarm) -> tuple[VectorEnv, ...]:
+    peers = peers_of(bench.task)
+    return peers.vector_envs if peers is not None and bench.peer else ()
 
 
 class _Driver:
@@ -132,7 +131,7 @@ def _result(bench: BenchFarm, rates: dict[str, list[float]], cores: int) -> dict
     if "stock" in median:
         result["stock_limit_env_steps_per_s"] = median["stock"] * cores
         result["share_of_stock_limit"] = median["farm"] / (median["stock"] * cores)
-    peers = {name: rate for name, rate in median.items() if name.endswith(tuple("0123456789"))}
+    peers = {peer.name: median[peer.name] for peer in _vector_envs(bench)}
     if peers:
         best = max(peers, key=peers.__getitem__)
         result |= {"peer": best, "peer_env_steps_per_s": peers[best], "ratio_to_peer": median["farm"] / peers[best]}

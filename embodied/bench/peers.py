@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -20,9 +20,36 @@ class PeerSpec:
     size: int
 
 
+@dataclass(frozen=True)
+class VectorEnv:
+    """Environments in processes of their own, stepped together."""
+
+    kind: Literal["async", "subproc"]
+    """async: gymnasium's AsyncVectorEnv; subproc: LIBERO's SubprocVectorEnv."""
+    num_envs: int
+
+    @property
+    def name(self) -> str:
+        return f"{'AsyncVectorEnv' if self.kind == 'async' else 'SubprocVectorEnv'} {self.num_envs}"
+
+
+@dataclass(frozen=True)
+class Peers:
+    """What a simulator's users run."""
+
+    env: Callable[[PeerSpec], Any]
+    """A gymnasium environment that shows the task's cameras at every env step."""
+    vector_envs: tuple[VectorEnv, ...]
+
+
+def peers_of(task: str) -> Peers | None:
+    """The peers of the task's simulator; None if it has no environment but ours."""
+    return PEERS.get(task.partition("/")[0])
+
+
 def peer_env(spec: PeerSpec) -> Any:
     """A gymnasium environment that shows the task's cameras at every env step, as the simulator's users have it."""
-    return {"maniskill": _maniskill, "libero": _libero}[spec.task.partition("/")[0]](spec)
+    return PEERS[spec.task.partition("/")[0]].env(spec)
 
 
 def subproc_vector_env(spec: PeerSpec, count: int, cores: tuple[int, ...]) -> tuple[Callable[[np.ndarray], Any], int]:
@@ -120,3 +147,11 @@ def _libero(spec: PeerSpec) -> Any:
             return {key: np.ascontiguousarray(seen[key]) for key in (*self._keys, "robot0_eef_pos")}
 
     return Libero()
+
+
+PEERS = {
+    "maniskill": Peers(_maniskill, (VectorEnv("async", 2), VectorEnv("async", 8))),
+    # LIBERO's need seconds and most of a gigabyte each.
+    "libero": Peers(_libero, (VectorEnv("async", 2), VectorEnv("subproc", 2))),
+}
+"""By simulator. One that is only ours has none."""

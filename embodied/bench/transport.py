@@ -215,7 +215,7 @@ def _ray(shape: tuple[int, ...], count: int) -> Measured:
 
     runtime = RayRuntime("local", 60.0)
     try:
-        actor = runtime.actor(ray.remote(num_cpus=0)(_RaySource), {}, shape)
+        actor = runtime.actor(ray.remote(num_cpus=0)(_RaySource), {}, args=(shape,))
         ray.get(actor.frames.remote(0))
         latencies = []
         for number in range(count):

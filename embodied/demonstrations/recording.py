@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from rich import print as show
 
-from embodied import checkpoint
 from embodied.config import Config, UserError
 from embodied.demonstrations.writer import DatasetWriter, new_folder
-from embodied.evaluation import EpisodeResult, Evaluator, deal_out, run_to_end
+from embodied.evaluating import trials_farm
+from embodied.evaluation import EpisodeResult, Evaluator, run_to_end
+from embodied.replaying import in_order, worker_count
 from embodied.reporting.live import steps
-from embodied.runs import find_run, settings_of
+from embodied.runs import find_run, whole_checkpoint
 from embodied.runtime.handles import Handle
 from embodied.session import Session, open_session
-from embodied.workers import farm_spec, make_evaluator, policy_spec, task_spec
+from embodied.workers import make_evaluator, policy_spec, task_spec
 from sim_farm.contract import EpisodeSpec, TaskSpec
-from sim_farm.episodes import ListedEpisodes, episode_seed
+from sim_farm.episodes import episode_seed
 from sim_farm.replay import ReplayedEpisode, Replayer
 
 DEMONSTRATION = 2
@@ -54,7 +54,7 @@ def record_run(
     """
     if episodes < 1:
         raise UserError(f"--episodes is at least 1, got {episodes}")
-    folder = _checkpoint(run, folder, runs_dir)
+    folder = whole_checkpoint(find_run(run, runs_dir), folder)
     begin = time.monotonic()
     with new_folder(out) as aside, open_session(config) as session:
         # One replayer and the writer before anybody acts: what cannot be written is refused now, not hours later.
@@ -70,7 +70,7 @@ def record_run(
             "only_successes": only_successes,
         }
         writer = DatasetWriter(aside, info, provenance)
-        results = _act(_acting(run, config, folder, runs_dir), session, folder, episodes)
+        results = _act(config, session, folder, episodes)
         wanted = [result for result in results if result.success or not only_successes]
         if not wanted:
             raise UserError(f"none of the {episodes} episodes was solved: run more, or leave out --only-successes")
@@ -92,26 +92,6 @@ def record_run(
     return result
 
 
-def _checkpoint(run: str, folder: Path | None, runs_dir: Path) -> Path | None:
-    """The checkpoint that acts, whole; None where a configuration is named alone."""
-    run_dir = find_run(run, runs_dir)
-    if folder is None and run_dir is not None:
-        folder = checkpoint.latest(run_dir / "checkpoints")
-        if folder is None:
-            raise UserError(f"{run_dir} has no checkpoint yet; train it first, or name one with --checkpoint")
-    if folder is not None:
-        checkpoint.verify(folder)
-    return folder
-
-
-def _acting(run: str, config: Config, folder: Path | None, runs_dir: Path) -> Config:
-    """The configuration as the checkpoint knows it: how large pictures are that it never sees is no matter of its."""
-    if folder is None or "images" in config.policy.reads:
-        return config
-    trained = settings_of(run, runs_dir).env.image_size
-    return config.model_copy(update={"env": config.env.model_copy(update={"image_size": trained})})
-
-
 def _show(result: dict[str, Any]) -> None:
     show(
         f"[bold]{result['dataset']}[/]: {result['episodes']} episodes, {result['env_steps']} env steps of "
@@ -123,10 +103,8 @@ def _show(result: dict[str, Any]) -> None:
 
 def _act(config: Config, session: Session, folder: Path | None, episodes: int) -> list[EpisodeResult]:
     """The policy's episodes, as actions, in the order of trials. No frame is drawn that the policy does not read."""
-    num_envs = config.eval.num_envs or config.env.num_envs
     specs = demonstration_episodes(config.seed, episodes, config.eval.init_states)
-    shape = farm_spec(config, ListedEpisodes(specs, num_envs), len(session.cores), num_envs)
-    with session.farm(deal_out(shape, specs, range(episodes))) as farm:
+    with session.farm(trials_farm(config, session, specs, range(episodes))) as farm:
         sizes = policy_spec(config, farm.info)
         worker = session.runtime.place("evaluator", make_evaluator, config, sizes, session.reach(farm), folder)
         deadline_s = config.runtime.deadline_s
@@ -140,7 +118,7 @@ def _act(config: Config, session: Session, folder: Path | None, episodes: int) -
 
 def _replayers(first: Handle[Replayer], task: TaskSpec, session: Session, episodes: int) -> list[Handle[Replayer]]:
     """As many replayers as cores, `first` among them."""
-    count = min(len(session.cores), episodes) if session.config.runtime.mode == "ray" else 1
+    count = worker_count(session, episodes)
     session.runtime.prepare(count - 1)
     return [first, *(session.runtime.place(f"replayer {i}", Replayer, task) for i in range(1, count))]
 
@@ -149,7 +127,7 @@ def _write(writer: DatasetWriter, replayers: Sequence[Handle[Replayer]], results
     """Replay, draw and write the episodes. One that comes out otherwise than it did is left out; how many did."""
     not_reproduced = 0
     with steps("Recording", len(results)) as bar:
-        for result, replay in _replayed(replayers, results):
+        for result, replay in in_order(replayers, results, _begin_replay):
             if (replay.steps, bool(replay.success.any())) == (result.length, result.success):
                 writer.add(result.spec, replay)
             else:
@@ -159,16 +137,5 @@ def _write(writer: DatasetWriter, replayers: Sequence[Handle[Replayer]], results
     return not_reproduced
 
 
-def _replayed(
-    replayers: Sequence[Handle[Replayer]], results: Sequence[EpisodeResult]
-) -> Iterator[tuple[EpisodeResult, ReplayedEpisode]]:
-    """Each result with its replay, in order; every replayer is at work while the caller writes."""
-    pending: deque[tuple[Handle[Replayer], EpisodeResult, ReplayedEpisode]] = deque()
-    for number, result in enumerate(results):
-        replayer = replayers[number % len(replayers)]
-        pending.append((replayer, result, replayer.refer(Replayer.replay, result.spec, result.actions)))
-        if len(pending) > len(replayers):
-            done, finished, reference = pending.popleft()
-            yield finished, done.fetch(reference)
-    for done, finished, reference in pending:
-        yield finished, done.fetch(reference)
+def _begin_replay(replayer: Handle[Replayer], result: EpisodeResult) -> ReplayedEpisode:
+    return replayer.refer(Replayer.replay, result.spec, result.actions)

@@ -8,6 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from embodied.bench.farm import compared_loops
+from embodied.bench.settings import BenchFarm
+
 COMMAND = Path(sys.executable).parent / "embodied"
 
 
@@ -26,6 +31,19 @@ def test_bench_farm_measures_farm_and_limit_in_the_same_run(tmp_path: Path) -> N
     assert found["env_steps_per_s"] > 0 and found["limit_env_steps_per_s"] > 0
     assert abs(found["share_of_limit"] - found["env_steps_per_s"] / found["limit_env_steps_per_s"]) < 1e-9
     assert all(len(rounds) == 3 for rounds in found["rates"].values())
+
+
+@pytest.mark.parametrize(
+    ("task", "peer", "names"),
+    [
+        ("tabletop/reach", True, ["limit"]),
+        ("maniskill/PushCube-v1", True, ["limit", "stock", "AsyncVectorEnv 2", "AsyncVectorEnv 8"]),
+        ("libero/libero_goal/0", True, ["limit", "stock", "AsyncVectorEnv 2", "SubprocVectorEnv 2"]),
+        ("libero/libero_goal/0", False, ["limit", "stock"]),
+    ],
+)
+def test_the_farm_is_compared_with_what_the_simulators_users_run(task: str, peer: bool, names: list[str]) -> None:
+    assert list(compared_loops(BenchFarm(task, peer=peer))) == names
 
 
 def test_bench_transport_measures_every_way(tmp_path: Path) -> None:

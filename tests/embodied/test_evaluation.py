@@ -148,7 +148,7 @@ def test_an_interrupted_evaluation_goes_on_to_the_same_result(how: signal.Signal
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as begun:
         deadline = time.monotonic() + 120
         while time.monotonic() < deadline and sum(map(line_count, folders(runs_dir))) < 30:
-            time.sleep(0.002)
+            time.sleep(0.002)  # a few episodes' time, so that it is interrupted well before the 200th
         os.kill(begun.pid, how)
         said = begun.communicate(timeout=60)[0]
     (folder,) = folders(runs_dir)
@@ -287,7 +287,9 @@ def test_a_policy_of_another_action_size_is_refused_with_the_task(run: Path, tmp
 
 def test_the_size_of_pictures_that_a_policy_never_sees_does_not_matter_to_it(run: Path, tmp_path: Path) -> None:
     base = runs.settings_of(str(run), tmp_path).model_dump(mode="json")
-    subject = Subject("run", config(base), checkpoint.latest(run / "checkpoints"), None, tmp_path)
+    subject = Subject(
+        "run", config(base, env={"image_size": 64}), checkpoint.latest(run / "checkpoints"), None, tmp_path
+    )
     protocol = replace(protocol_of(config(base, eval={"episodes": 2})), image_size=256)
     with (
         open_session(subject.config) as session,

@@ -15,34 +15,36 @@ whose step takes a millisecond and whose frame takes forty is through all of the
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from sim_farm.contract import (
-    INSTRUCTION_BYTES,
-    EpisodeOver,
-    EpisodeSpec,
-    FarmError,
-    Float32,
-    Physics,
-    PhysicsResult,
-    Renderer,
-    TaskInfo,
-    TaskSpec,
-    UInt8,
-)
+from sim_farm.contract import EpisodeOver, EpisodeSpec, TaskSpec
 from sim_farm.registry import make_physics, make_renderer
+from tests.sim_farm.checks import (
+    AFTER_LAST,
+    ARRAYS,
+    ONE,
+    OTHER,
+    PER_STEP,
+    assert_equal,
+    check_result,
+    physics_of,
+    random_actions,
+    refusal,
+    renderer_of,
+    rewards_of,
+    some_scenes,
+)
 
 Law = Callable[[TaskSpec], None]
 
-ONE, OTHER = EpisodeSpec(seed=11), EpisodeSpec(seed=12)
-PER_STEP = ("reward", "success", "terminated", "truncated")
-AFTER_LAST = ("proprio", "state", "scene")
-ARRAYS = PER_STEP + AFTER_LAST
+
+def name_of(parameter: Any) -> str:
+    """A readable test id for a law or a task."""
+    return parameter.name if isinstance(parameter, TaskSpec) else parameter.__name__
 
 
 # --- physics
@@ -60,10 +62,10 @@ def info_matches_results(spec: TaskSpec) -> None:
         assert np.less(info.action_low, info.action_high).all(), "the bounds of an action are empty"
         assert info.control_hz > 0, "control_hz is not a rate"
         result = physics.reset(ONE)
-        _check_result(result, info, steps=0)
+        check_result(result, info, steps=0)
         for steps in (1, 3):
             later = physics.step(random_actions(info, steps))
-            _check_result(later, info, steps)
+            check_result(later, info, steps)
             assert later.instruction == result.instruction, "the instruction changed during an episode"
     with physics_of(info.spec) as again:
         assert again.info == info, "the task made from info.spec has another info"
@@ -335,81 +337,3 @@ RENDER_LAWS: list[Law] = [
     observing_changes_no_physics,
     wrong_camera_is_refused,
 ]
-
-
-# --- what the laws are written with
-
-
-def name_of(parameter: Any) -> str:
-    """A readable test id for a law or a task."""
-    return parameter.name if isinstance(parameter, TaskSpec) else parameter.__name__
-
-
-def physics_of(spec: TaskSpec) -> closing[Physics]:
-    return closing(make_physics(spec))
-
-
-def rewards_of(spec: TaskSpec) -> list[Any]:
-    """The kinds of reward that the task has, its spec's own first. One that it lacks is refused by name."""
-    with physics_of(spec) as physics:
-        own = str(physics.info.spec.reward)
-    other: Any = "sparse" if own == "dense" else "dense"
-    try:
-        make_physics(replace(spec, reward=other)).close()
-    except FarmError as error:
-        named = other in str(error) and own in str(error)
-        assert named, f"the refusal of a {other} reward does not name it and the {own} one: {error}"
-        return [own]
-    return [own, other]
-
-
-def renderer_of(spec: TaskSpec) -> closing[Renderer]:
-    renderer = make_renderer(spec)
-    assert renderer.info.cameras, "the laws of rendering need a task with at least one camera"
-    return closing(renderer)
-
-
-def random_actions(info: TaskInfo, count: int, seed: int = 0) -> Float32:
-    """`count` actions drawn evenly between the bounds."""
-    rng = np.random.default_rng(seed)
-    return rng.uniform(info.action_low, info.action_high, (count, info.action_dim)).astype(np.float32)
-
-
-def some_scenes(spec: TaskSpec) -> list[UInt8]:
-    """Four scenes that differ: the beginning and a later moment of two episodes."""
-    scenes = []
-    with physics_of(spec) as physics:
-        for episode in (ONE, OTHER):
-            scenes += [physics.reset(episode).scene, physics.step(random_actions(physics.info, 5)).scene]
-    return scenes
-
-
-def assert_equal(one: PhysicsResult, two: PhysicsResult, law: str, names: tuple[str, ...] = ARRAYS) -> None:
-    """The named arrays are equal bit for bit, NaN and the sign of zero included, and so the instructions."""
-    assert one.instruction == two.instruction, f"{law}: {one.instruction!r}, {two.instruction!r}"
-    for name in names:
-        left, right = getattr(one, name), getattr(two, name)
-        assert left.shape == right.shape, f"{law}: {name} has shapes {left.shape} and {right.shape}"
-        for i in range(len(left)) if left.tobytes() != right.tobytes() else ():
-            assert left[i].tobytes() == right[i].tobytes(), f"{law}: {name}[{i}], {left[i]} and {right[i]}"
-
-
-def refusal(call: Callable[[], object], what: str, kind: type[FarmError] = FarmError) -> str:
-    """The message with which `call` is refused; that it is not refused breaks the law."""
-    try:
-        call()
-    except kind as error:
-        return str(error)
-    raise AssertionError(f"{what} is not refused with {kind.__name__}")
-
-
-def _check_result(result: PhysicsResult, info: TaskInfo, steps: int) -> None:
-    sizes = {"proprio": info.proprio_dim, "state": info.state_dim, "scene": info.scene_bytes}
-    size = len(result.instruction.encode())
-    assert 0 < size <= INSTRUCTION_BYTES, f"an instruction of {size} bytes: not in 1 to {INSTRUCTION_BYTES}"
-    for name, length in (dict.fromkeys(PER_STEP, steps) | sizes).items():
-        array = getattr(result, name)
-        kind = np.dtype({"reward": "f4", "proprio": "f4", "state": "f4", "scene": "u1"}.get(name, "?"))
-        assert array.shape == (length,), f"{name} has shape {array.shape}, info promises ({length},)"
-        assert array.dtype == kind, f"{name} is {array.dtype}, the contract promises {kind}"
-        assert np.isfinite(array).all(), f"{name} has a value that is not finite"

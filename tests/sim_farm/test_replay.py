@@ -10,7 +10,7 @@ import pytest
 
 from sim_farm.contract import EpisodeSpec, FarmError, TaskSpec
 from sim_farm.registry import make_physics, make_renderer
-from sim_farm.replay import Projector
+from sim_farm.replay import Replayer
 from tests.sim_farm.conformance import random_actions
 
 PUSH = TaskSpec("tabletop/push", cameras=2, image_size=24, max_episode_steps=8)
@@ -18,9 +18,9 @@ EPISODE = EpisodeSpec(4)
 
 
 @pytest.fixture(scope="module")
-def projector() -> Iterator[Projector]:
-    with closing(Projector(PUSH)) as projector:
-        yield projector
+def replayer() -> Iterator[Replayer]:
+    with closing(Replayer(PUSH)) as replayer:
+        yield replayer
 
 
 @pytest.fixture(scope="module")
@@ -42,25 +42,28 @@ def pictures(actions: np.ndarray) -> np.ndarray:
     [(8, 1, range(9)), (8, 3, (0, 3, 6, 8)), (6, 3, (0, 3, 6)), (2, 5, (0, 2)), (0, 1, (0,))],
 )
 def test_a_film_shows_the_start_every_nth_step_and_the_end(
-    projector: Projector, actions: np.ndarray, pictures: np.ndarray, count: int, every: int, shown: tuple[int, ...]
+    replayer: Replayer, actions: np.ndarray, pictures: np.ndarray, count: int, every: int, shown: tuple[int, ...]
 ) -> None:
-    film = projector.film(EPISODE, actions[:count], every)
+    film = replayer.film(EPISODE, actions[:count], every)
     assert len(film) == len(shown)
     for frame, index in zip(film, shown, strict=True):
         assert np.array_equal(frame, pictures[index]), f"the film shows something else after {index} steps"
 
 
-def test_a_film_ends_with_its_episode(projector: Projector, actions: np.ndarray, pictures: np.ndarray) -> None:
-    film = projector.film(EPISODE, np.concatenate([actions, actions]), every=5)
+def test_a_film_ends_with_its_episode(replayer: Replayer, actions: np.ndarray, pictures: np.ndarray) -> None:
+    film = replayer.film(EPISODE, np.concatenate([actions, actions]), every=5)
     assert len(film) == 3 and np.array_equal(film[-1], pictures[-1])
 
 
-def test_a_projector_can_be_used_again(projector: Projector, actions: np.ndarray) -> None:
-    first = projector.film(EPISODE, actions)
-    projector.film(EpisodeSpec(5), actions[:3])
-    assert np.array_equal(first, projector.film(EPISODE, actions))
+def test_a_replayer_can_be_used_again(replayer: Replayer, actions: np.ndarray) -> None:
+    first = replayer.film(EPISODE, actions)
+    replayer.film(EpisodeSpec(5), actions[:3])
+    assert np.array_equal(first, replayer.film(EPISODE, actions))
 
 
-def test_a_task_without_a_camera_cannot_be_filmed() -> None:
-    with pytest.raises(FarmError, match="tabletop/push has no camera to film with"):
-        Projector(TaskSpec("tabletop/push"))
+def test_a_task_without_a_camera_cannot_be_filmed(actions: np.ndarray) -> None:
+    with (
+        closing(Replayer(TaskSpec("tabletop/push"))) as blind,
+        pytest.raises(FarmError, match="tabletop/push has no camera to film with"),
+    ):
+        blind.film(EPISODE, actions)

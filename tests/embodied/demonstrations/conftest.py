@@ -1,0 +1,33 @@
+"""The same four episodes, replayed once and written once for every test of recording and reading."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+import pytest
+
+from embodied.demonstrations import Dataset
+from sim_farm.contract import EpisodeSpec, TaskInfo
+from sim_farm.registry import make_physics
+from sim_farm.replay import Replayer
+from tests.embodied.demonstrations.examples import PUSH, Replays, write
+from tests.sim_farm.conformance import random_actions
+
+
+@pytest.fixture(scope="session")
+def info() -> TaskInfo:
+    with closing(make_physics(PUSH)) as physics:
+        return physics.info
+
+
+@pytest.fixture(scope="session")
+def replays(info: TaskInfo) -> Replays:
+    """Four episodes of 12, 9, 12 and 9 steps."""
+    with closing(Replayer(PUSH)) as replayer:
+        specs = [EpisodeSpec(seed) for seed in range(4)]
+        return [(spec, replayer.replay(spec, random_actions(info, 12 if spec.seed % 2 == 0 else 9))) for spec in specs]
+
+
+@pytest.fixture(scope="session")
+def written(tmp_path_factory: pytest.TempPathFactory, info: TaskInfo, replays: Replays) -> Dataset:
+    return write(tmp_path_factory.mktemp("written") / "demos", info, replays)

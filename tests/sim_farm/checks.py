@@ -1,0 +1,100 @@
+"""What the laws of a simulator backend are written with: episodes, actions and scenes to try, and comparisons."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from sim_farm.contract import (
+    INSTRUCTION_BYTES,
+    EpisodeSpec,
+    FarmError,
+    Float32,
+    Physics,
+    PhysicsResult,
+    Renderer,
+    TaskInfo,
+    TaskSpec,
+    UInt8,
+)
+from sim_farm.registry import make_physics, make_renderer
+
+ONE, OTHER = EpisodeSpec(seed=11), EpisodeSpec(seed=12)
+PER_STEP = ("reward", "success", "terminated", "truncated")
+AFTER_LAST = ("proprio", "state", "scene")
+ARRAYS = PER_STEP + AFTER_LAST
+
+
+def physics_of(spec: TaskSpec) -> closing[Physics]:
+    return closing(make_physics(spec))
+
+
+def rewards_of(spec: TaskSpec) -> list[Any]:
+    """The kinds of reward that the task has, its spec's own first. One that it lacks is refused by name."""
+    with physics_of(spec) as physics:
+        own = str(physics.info.spec.reward)
+    other: Any = "sparse" if own == "dense" else "dense"
+    try:
+        make_physics(replace(spec, reward=other)).close()
+    except FarmError as error:
+        named = other in str(error) and own in str(error)
+        assert named, f"the refusal of a {other} reward does not name it and the {own} one: {error}"
+        return [own]
+    return [own, other]
+
+
+def renderer_of(spec: TaskSpec) -> closing[Renderer]:
+    renderer = make_renderer(spec)
+    assert renderer.info.cameras, "the laws of rendering need a task with at least one camera"
+    return closing(renderer)
+
+
+def random_actions(info: TaskInfo, count: int, seed: int = 0) -> Float32:
+    """`count` actions drawn evenly between the bounds."""
+    rng = np.random.default_rng(seed)
+    return rng.uniform(info.action_low, info.action_high, (count, info.action_dim)).astype(np.float32)
+
+
+def some_scenes(spec: TaskSpec) -> list[UInt8]:
+    """Four scenes that differ: the beginning and a later moment of two episodes."""
+    scenes = []
+    with physics_of(spec) as physics:
+        for episode in (ONE, OTHER):
+            scenes += [physics.reset(episode).scene, physics.step(random_actions(physics.info, 5)).scene]
+    return scenes
+
+
+def assert_equal(one: PhysicsResult, two: PhysicsResult, law: str, names: tuple[str, ...] = ARRAYS) -> None:
+    """The named arrays are equal bit for bit, NaN and the sign of zero included, and so the instructions."""
+    assert one.instruction == two.instruction, f"{law}: {one.instruction!r}, {two.instruction!r}"
+    for name in names:
+        left, right = getattr(one, name), getattr(two, name)
+        assert left.shape == right.shape, f"{law}: {name} has shapes {left.shape} and {right.shape}"
+        for i in range(len(left)) if left.tobytes() != right.tobytes() else ():
+            assert left[i].tobytes() == right[i].tobytes(), f"{law}: {name}[{i}], {left[i]} and {right[i]}"
+
+
+def refusal(call: Callable[[], object], what: str, kind: type[FarmError] = FarmError) -> str:
+    """The message with which `call` is refused; that it is not refused breaks the law."""
+    try:
+        call()
+    except kind as error:
+        return str(error)
+    raise AssertionError(f"{what} is not refused with {kind.__name__}")
+
+
+def check_result(result: PhysicsResult, info: TaskInfo, steps: int) -> None:
+    """The arrays have the shapes that `info` promises and the dtypes of the contract, and every number is finite."""
+    sizes = {"proprio": info.proprio_dim, "state": info.state_dim, "scene": info.scene_bytes}
+    size = len(result.instruction.encode())
+    assert 0 < size <= INSTRUCTION_BYTES, f"an instruction of {size} bytes: not in 1 to {INSTRUCTION_BYTES}"
+    for name, length in (dict.fromkeys(PER_STEP, steps) | sizes).items():
+        array = getattr(result, name)
+        kind = np.dtype({"reward": "f4", "proprio": "f4", "state": "f4", "scene": "u1"}.get(name, "?"))
+        assert array.shape == (length,), f"{name} has shape {array.shape}, info promises ({length},)"
+        assert array.dtype == kind, f"{name} is {array.dtype}, the contract promises {kind}"
+        assert np.isfinite(array).all(), f"{name} has a value that is not finite"
