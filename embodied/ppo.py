@@ -72,9 +72,19 @@ def reduce_to_unit(values: Tensor, executed: Tensor, unit: RatioUnit) -> tuple[T
     return values.reshape(rows, -1), alive.repeat_interleave(dims, dim=1)
 
 
+def sum_units(values: Tensor, mask: Tensor, weight: Tensor | None = None) -> Tensor:
+    """Sum of `values` [B, U] over the units where `mask` [B, U], each times its weight.
+
+    `weight` [B] belongs to every unit of its row, [B, U] to one unit; None weighs all alike.
+    """
+    if weight is not None:
+        values = values * (weight if weight.ndim == 2 else weight[:, None])
+    return values[mask].sum()
+
+
 @dataclass(frozen=True)
 class PolicyLoss:
-    """Sums over the units of some rows."""
+    """Sums over the units of some rows. Only the loss is weighted."""
 
     loss: Tensor
     approx_kl: Tensor
@@ -93,10 +103,13 @@ def policy_loss(
     clip_low: float,
     clip_high: float,
     dual_clip: float | None = None,
+    weight: Tensor | None = None,
 ) -> PolicyLoss:
     """The clipped surrogate (Schulman et al. 2017, eq. 7), summed over the units where `mask`.
 
-    `log_prob`, `old_log_prob`, `mask` [B, U]; `advantage` [B] belongs to every unit of its row.
+    `log_prob`, `old_log_prob`, `mask` [B, U]; `advantage` [B] belongs to every unit of its row. `dual_clip` bounds
+    the loss of negative advantages (Ye et al. 2020, arXiv 1912.09729). `weight` as in `sum_units`: `inverse_lengths`
+    for episodes of equal weight, `behaviour_weight` where the policy that acted is not that of `old_log_prob`.
     """
     log_ratio = (log_prob - old_log_prob).clamp(-RATIO_LOG_LIMIT, RATIO_LOG_LIMIT)
     ratio = log_ratio.exp()
@@ -105,17 +118,42 @@ def policy_loss(
     if dual_clip is not None:
         loss = torch.where(gain < 0, torch.minimum(loss, -gain * dual_clip), loss)
     with torch.no_grad():
-        k3 = ((ratio - 1) - log_ratio)[mask].sum()
+        approx_kl = ((ratio - 1) - log_ratio)[mask].sum()
         outside = ((ratio < 1 - clip_low) | (ratio > 1 + clip_high))[mask].sum()
         off_policy = (ratio - 1).abs()[mask].sum()
-    return PolicyLoss(loss[mask].sum(), k3, outside, off_policy)
+    return PolicyLoss(sum_units(loss, mask, weight), approx_kl, outside, off_policy)
 
 
-def value_loss(value: Tensor, old_value: Tensor, returns: Tensor, clip: float | None) -> Tensor:
-    """Huber loss of the returns, the larger of plain and clipped prediction, summed over rows. All [B]."""
-    plain = torch.nn.functional.huber_loss(value, returns, reduction="none", delta=HUBER_DELTA)
-    if clip is None:
-        return plain.sum()
-    near = old_value + (value - old_value).clamp(-clip, clip)
-    clipped = torch.nn.functional.huber_loss(near, returns, reduction="none", delta=HUBER_DELTA)
-    return torch.maximum(plain, clipped).sum()
+def behaviour_weight(proximal_log_prob: Tensor, behaviour_log_prob: Tensor, bound: float) -> Tensor:
+    """min(proximal / behaviour, bound) of each unit [B, U], no gradient.
+
+    As the weight of `policy_loss`, with the proximal policy as its old one, it makes the decoupled objective
+    (Hilton et al. 2022, arXiv 2110.00641): an asynchronous rollout's actions come from a policy too old
+    for the trust region, which is drawn around a newer one, the proximal. Truncation trades bias for variance.
+    """
+    return (proximal_log_prob - behaviour_log_prob).exp().clamp(max=bound).detach()
+
+
+def k3(log_prob: Tensor, reference_log_prob: Tensor) -> Tensor:
+    """Estimate of KL(policy || reference), in nats, per element of any shape; `sum_units` makes it a loss.
+
+    exp(ref - log_prob) - (ref - log_prob) - 1 for actions of the policy (Schulman 2020; Shao et al. 2024, eq. 4).
+    """
+    # Bounded above only, against overflow: far below, where the policy must be drawn back, the gradient stays.
+    gap = (reference_log_prob - log_prob).clamp(max=RATIO_LOG_LIMIT)
+    return gap.exp() - gap - 1
+
+
+def value_loss(
+    value: Tensor, old_value: Tensor, returns: Tensor, clip: float | None, weight: Tensor | None = None
+) -> Tensor:
+    """Huber loss of the returns, the larger of plain and clipped prediction, each row times its weight, summed.
+
+    All [B].
+    """
+    loss = torch.nn.functional.huber_loss(value, returns, reduction="none", delta=HUBER_DELTA)
+    if clip is not None:
+        near = old_value + (value - old_value).clamp(-clip, clip)
+        clipped = torch.nn.functional.huber_loss(near, returns, reduction="none", delta=HUBER_DELTA)
+        loss = torch.maximum(loss, clipped)
+    return loss.sum() if weight is None else (loss * weight).sum()

@@ -10,8 +10,10 @@ import numpy as np
 
 from sim_farm.contract import EpisodeSpec
 
-TRAINING, EVALUATION = 0, 1
+TRAINING, EVALUATION, GROUPED = 0, 1, 2
 """First word of the key from which episode seeds are drawn, so that evaluation never meets a training seed's stream."""
+SLOTS = 1 << 20
+"""Group slots that have ids of their own."""
 
 
 class Episodes(Protocol):
@@ -36,6 +38,38 @@ class EndlessEpisodes:
     def spec(self, env: int, episode: int) -> EpisodeSpec:
         seed = episode_seed(TRAINING, self.run_seed, env, episode)
         return EpisodeSpec(seed, seed % self.init_states if self.init_states else None)
+
+
+@dataclass(frozen=True)
+class GroupedEpisodes:
+    """Training on groups of episodes that begin alike: `group_size` environments, one after the other, share a slot.
+
+    The n-th episodes of a slot's environments are one group, seeded by (run, slot, n) and alike in everything but
+    the policy's sampling noise. Environments that do not fill a slot make groups that are never complete.
+    """
+
+    run_seed: int
+    group_size: int
+    init_states: int = 0
+    """Episodes begin from one of so many recorded initial states, drawn from the seed; 0: from the seed alone."""
+
+    def __post_init__(self) -> None:
+        if self.group_size < 1:
+            raise ValueError(f"a group has one member or more, not {self.group_size}")
+
+    def spec(self, env: int, episode: int) -> EpisodeSpec:
+        seed = episode_seed(GROUPED, self.run_seed, env // self.group_size, episode)
+        return EpisodeSpec(seed, seed % self.init_states if self.init_states else None)
+
+    def group(self, env: int, episode: int) -> int:
+        """The group's id, the same in every run; later episodes have larger ids.
+
+        Raises ValueError for an environment beyond the last slot, whose ids would be another's.
+        """
+        slot = env // self.group_size
+        if slot >= SLOTS:
+            raise ValueError(f"environment {env} is in group slot {slot}; there are {SLOTS}")
+        return episode * SLOTS + slot
 
 
 @dataclass(frozen=True)

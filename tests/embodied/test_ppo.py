@@ -12,9 +12,21 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from embodied.ppo import RatioUnit, generalised_advantages, normalise, policy_loss, reduce_to_unit, value_loss
+from embodied.groups import inverse_lengths
+from embodied.ppo import (
+    RatioUnit,
+    behaviour_weight,
+    generalised_advantages,
+    k3,
+    normalise,
+    policy_loss,
+    reduce_to_unit,
+    sum_units,
+    value_loss,
+)
 
 GOLDEN = load_file(Path(__file__).parent / "golden_ppo.safetensors")
+WEIGHTED = load_file(Path(__file__).parents[1] / "golden/rl/groups.safetensors")
 UNITS: tuple[RatioUnit, ...] = ("chunk", "action", "element")
 each_unit = pytest.mark.parametrize("unit", UNITS)
 
@@ -123,11 +135,25 @@ def test_advantages_of_actions_equal_those_of_rlinf(name: str) -> None:
 
     values = GOLDEN["gae.values_action_level"]
     truncated = GOLDEN["gae.truncations"] & (name == "bootstrapped")
-    advantage, _ = generalised_advantages(
+    advantage, returns = generalised_advantages(
         steps(GOLDEN["gae.rewards"]), steps(values[:-1]), steps(GOLDEN["gae.dones"][1:] & ~truncated),
         steps(truncated), steps(GOLDEN["gae.final_values"].expand(-1, -1, chunk)), values[-1, :, 0], 0.99, 0.95,
     )  # fmt: skip
     close(advantage, steps(GOLDEN[f"gae.action_level.{name}.adv.textbook64"]))
+    close(advantage, steps(GOLDEN[f"gae.action_level.{name}.adv"]))
+    close(returns, steps(GOLDEN[f"gae.action_level.{name}.returns"]))
+    normalised = normalise(advantage, torch.ones_like(advantage, dtype=torch.bool), eps=1e-5)
+    close(normalised, steps(GOLDEN[f"gae.action_level.{name}.adv_normalised"]))
+
+
+def test_bootstrapping_always_equals_adding_the_final_value_to_the_last_reward() -> None:
+    """The form in which RLinf writes it: the value as reward, the end as a termination."""
+    done, values, final = GOLDEN["gae.dones"][1:].any(-1), GOLDEN["gae.values"][..., 0], GOLDEN["gae.final_values"]
+    reward, never = GOLDEN["gae.rewards"].sum(-1), torch.zeros_like(done)
+    found = generalised_advantages(reward, values[:-1], done, never, final[..., 0], values[-1], 0.99, 0.95, "always")
+    added = reward + 0.99 * final[..., 0] * done
+    expected = generalised_advantages(added, values[:-1], done, never, final[..., 0], values[-1], 0.99, 0.95)
+    close(found[0], expected[0])
 
 
 # --- normalisation
@@ -310,6 +336,143 @@ def test_far_ratios_stay_finite() -> None:
     assert new.grad is not None and new.grad.isfinite().all() and found.loss.isfinite() and found.approx_kl.isfinite()
 
 
+# --- weights
+
+
+def some_units(seed: int, rows: int = 8, units: int = 3) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """log-probs (with gradient), old ones, advantages and a mask; float64."""
+    g = generator(seed)
+    old = torch.randn(rows, units, generator=g, dtype=torch.float64)
+    new = (old + 0.4 * torch.randn(rows, units, generator=g, dtype=torch.float64)).requires_grad_()
+    return new, old, torch.randn(rows, generator=g, dtype=torch.float64), torch.rand(rows, units, generator=g) < 0.7
+
+
+@pytest.mark.parametrize(("level", "name"), [("action_level", "ratio_norm"), ("token_level", "ratio_norm_token")])
+def test_losses_weighted_by_episode_length_equal_those_of_rlinf(level: str, name: str) -> None:
+    # RLinf multiplies by 20 / length (20: its longest episode) and divides by the number of units, masked ones too.
+    for dtype, source in ((torch.float32, "rlinf"), (torch.float64, "textbook64")):
+        log_prob, (new, old), mask, advantage = golden_units(level, masked=True, dtype=dtype)
+        weight = 20 / WEIGHTED["ppo.ratio_norm.loss_mask_sum"].flatten().to(dtype)
+        loss = policy_loss(new, old, advantage, mask, 0.2, 0.28, weight=weight).loss / mask.numel()
+        close(loss, WEIGHTED[f"ppo.{name}.{source}.loss"])
+        if source == "rlinf":
+            loss.backward()
+            assert log_prob.grad is not None
+            close(log_prob.grad, WEIGHTED[f"ppo.{name}.rlinf.grad"])
+
+
+@each_unit
+def test_inverse_lengths_give_every_episode_the_same_weight(unit: RatioUnit) -> None:
+    """Two episodes, of three decisions and of one, are worth the mean of their own means."""
+    g = generator(8)
+    executed, episode = torch.tensor([3, 3, 3, 1]), torch.tensor([5, 2, 5, 5])
+    advantage = torch.randn(4, generator=g)
+    new, mask = reduce_to_unit(torch.randn(4, 3, 2, generator=g) * 0.1, executed, unit)
+    old = torch.zeros_like(new)
+    parts = []
+    for name in (5, 2):
+        rows = episode == name
+        found = policy_loss(new[rows], old[rows], advantage[rows], mask[rows], 0.2, 0.2)
+        parts.append(found.loss / mask[rows].sum())
+    weight = inverse_lengths(mask.sum(1), episode)
+    whole = policy_loss(new, old, advantage, mask, 0.2, 0.2, weight=weight)
+    close(whole.loss / 2, torch.stack(parts).mean())
+
+
+def test_weights_belong_to_rows_or_to_units() -> None:
+    values, mask = torch.tensor([[1.0, 2.0], [4.0, 8.0]]), torch.tensor([[True, True], [True, False]])
+    assert float(sum_units(values, mask)) == 7
+    assert float(sum_units(values, mask, torch.tensor([1.0, 10.0]))) == 43
+    assert float(sum_units(values, mask, torch.tensor([[1.0, 10.0], [100.0, 1000.0]]))) == 421
+
+
+def test_weights_leave_the_metrics_alone() -> None:
+    new, old, advantage, mask = some_units(9)
+    plain = policy_loss(new, old, advantage, mask, 0.2, 0.2)
+    heavy = policy_loss(new, old, advantage, mask, 0.2, 0.2, weight=torch.full((8,), 3.0))
+    close(heavy.loss, 3 * plain.loss)
+    for key in ("approx_kl", "clipped", "off_policy"):
+        assert torch.equal(getattr(plain, key), getattr(heavy, key)), key
+
+
+def test_weighted_loss_does_not_depend_on_packing_or_order() -> None:
+    new, old, advantage, mask = some_units(10, rows=12)
+    weight = torch.rand(12, 3, generator=generator(11), dtype=torch.float64)
+    whole = policy_loss(new, old, advantage, mask, 0.2, 0.28, weight=weight).loss
+    order = torch.randperm(12, generator=generator(12))
+    for packs in (order.split(1), order.split(5)):
+        parts = [policy_loss(new[i], old[i], advantage[i], mask[i], 0.2, 0.28, weight=weight[i]).loss for i in packs]
+        close(torch.stack(parts).sum(), whole, atol=1e-12)
+
+
+# --- behaviour older than the proximal policy
+
+
+def test_decoupled_loss_equals_a_literal_loop() -> None:
+    leaf, proximal, advantage, mask = some_units(13)
+    new = leaf.detach()
+    behaviour = proximal + 0.8 * torch.randn(8, 3, generator=generator(14), dtype=torch.float64)
+    weight = behaviour_weight(proximal, behaviour, bound=1.5)
+    found = policy_loss(new, proximal, advantage, mask, 0.2, 0.28, weight=weight)
+    expected, truncated = 0.0, 0
+    for row, unit in mask.nonzero().tolist():
+        correction = math.exp(proximal[row, unit] - behaviour[row, unit])
+        truncated += correction > 1.5
+        ratio, gain = math.exp(new[row, unit] - proximal[row, unit]), float(advantage[row])
+        expected += min(correction, 1.5) * -min(gain * ratio, gain * min(max(ratio, 0.8), 1.28))
+    assert truncated > 0
+    assert float(found.loss) == pytest.approx(expected, rel=1e-12)
+
+
+def test_decoupled_loss_without_lag_is_the_plain_one() -> None:
+    new, old, advantage, mask = some_units(15)
+    plain = policy_loss(new, old, advantage, mask, 0.2, 0.2)
+    weight = behaviour_weight(old, old, bound=2.0)
+    assert torch.equal(policy_loss(new, old, advantage, mask, 0.2, 0.2, weight=weight).loss, plain.loss)
+
+
+def test_where_nothing_is_clipped_the_proximal_policy_does_not_matter() -> None:
+    """proximal / behaviour times new / proximal is new / behaviour: only the clip range knows the proximal policy."""
+    new, behaviour, advantage, mask = some_units(16)
+    direct = policy_loss(new, behaviour, advantage, mask, 1.0, 1e9)
+    for seed in (17, 18):
+        proximal = behaviour + torch.randn(8, 3, generator=generator(seed), dtype=torch.float64)
+        weight = behaviour_weight(proximal, behaviour, bound=1e9)
+        close(policy_loss(new, proximal, advantage, mask, 1.0, 1e9, weight=weight).loss, direct.loss)
+
+
+def test_behaviour_weights_are_constants_that_stay_finite() -> None:
+    proximal = torch.tensor([[900.0, -900.0, 0.0]], requires_grad=True)
+    found = behaviour_weight(proximal, torch.zeros(1, 3), bound=5.0)
+    assert not found.requires_grad
+    close(found, torch.tensor([[5.0, 0.0, 1.0]]))
+
+
+# --- KL to a reference
+
+
+def test_k3_equals_that_of_rlinf_in_this_order_of_arguments() -> None:
+    log_prob, reference = WEIGHTED["loss.logp"], WEIGHTED["loss.logp_old"]
+    close(k3(log_prob, reference), WEIGHTED["kl.k3"])
+    assert (k3(reference, log_prob) - WEIGHTED["kl.k3"]).abs().max() > 1e-3
+
+
+def test_k3_estimates_the_divergence_from_the_reference() -> None:
+    """Exactly, for a policy and a reference over four tokens: the mean over the policy's own actions."""
+    policy, reference = torch.randn(2, 4, generator=generator(19), dtype=torch.float64).log_softmax(-1).unbind(0)
+    found = (policy.exp() * k3(policy, reference)).sum()
+    close(found, (policy.exp() * (policy - reference)).sum(), atol=1e-12)
+    assert (k3(policy, reference) >= 0).all() and not k3(policy, policy).any()
+
+
+def test_k3_stays_finite_and_draws_an_unlikely_reference_back() -> None:
+    log_prob = torch.tensor([500.0, -500.0], requires_grad=True)
+    found = k3(log_prob, torch.zeros(2))
+    found.sum().backward()
+    assert found.isfinite().all() and log_prob.grad is not None
+    assert log_prob.grad.tolist() == [1.0, 0.0]
+
+
 # --- the value loss
 
 
@@ -329,3 +492,12 @@ def test_unclipped_value_loss_is_half_the_squared_error_near_and_linear_far() ->
     old = torch.zeros(2)
     found = value_loss(torch.tensor([1.0, 0.0]), old, torch.tensor([4.0, 110.0]), None)
     assert float(found) == pytest.approx(0.5 * 3**2 + 10 * (110 - 5))
+
+
+def test_value_losses_of_rows_are_weighted() -> None:
+    g = generator(20)
+    value, old, returns, weight = (torch.randn(6, generator=g) for _ in range(4))
+    for clip in (None, 0.2):
+        rows = [value_loss(value[i : i + 1], old[i : i + 1], returns[i : i + 1], clip) for i in range(6)]
+        close(value_loss(value, old, returns, clip, weight), (torch.stack(rows) * weight).sum())
+        close(value_loss(value, old, returns, clip), torch.stack(rows).sum())

@@ -1,0 +1,158 @@
+"""Advantages without a value function: GRPO, Dr.GRPO, DAPO and REINFORCE++ as pure functions of episodes.
+
+N episodes, each the member of a group: those that began alike (same task and initial state). Groups are named by
+ids, never by position, so that an episode that is lost or added cannot shift the others. Everything is a function
+of the whole batch (all ranks): statistics of a part of it would make the update depend on the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Sequence
+from itertools import takewhile
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Scale = Literal["group", "batch", "none"]
+
+
+def group_advantages(
+    outcome: Tensor, group: Tensor, size: int, scale: Scale = "group", eps: float = 1e-6
+) -> tuple[Tensor, Tensor]:
+    """Advantage of each episode [N], and whether its group is complete [N] bool.
+
+    `outcome` [N] floating, `group` [N] int64. A group is complete if it has exactly `size` members; episodes of
+    others have advantage 0. The advantage is (R - mean of the group) / (deviation + eps), deviations unbiased:
+
+    - `group`: the group's own deviation (GRPO: Shao et al. 2024, section 4.1.2);
+    - `batch`: that of all outcomes in complete groups (Lite PPO: Liu et al. 2025, arXiv 2508.08221);
+    - `none`: no division (Dr.GRPO: Liu et al. 2025, arXiv 2503.20783).
+
+    Equal outcomes have advantage exactly 0. The order of the episodes changes no bit; except through `batch`,
+    neither do other groups. Raises ValueError for fewer than two members or shapes that differ.
+    """
+    mean, complete = group_means(outcome, group, size)
+    advantage = torch.where(complete, outcome - mean, 0.0)
+    if scale == "group":
+        deviation, _ = _per_group(outcome, group, size, torch.std)
+        return advantage / (deviation + eps), complete
+    if scale == "batch" and bool(complete.any()):
+        return advantage / (outcome[complete].sort().values.std() + eps), complete
+    return advantage, complete
+
+
+def group_means(outcome: Tensor, group: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Mean outcome of each episode's group [N], 0 where it is incomplete, and whether it is complete [N] bool.
+
+    Arguments and errors as those of `group_advantages`.
+    """
+    # A mean lies between the extremes; its rounding need not, and then equal outcomes would seem to differ.
+    return _per_group(outcome, group, size, lambda values: values.mean().clamp(values[0], values[-1]))
+
+
+def informative(outcome: Tensor, group: Tensor, size: int, low: float, high: float) -> Tensor:
+    """[N] bool: the group is complete and its mean outcome lies in [low, high].
+
+    With outcomes of 0 and 1 that mean is the success rate (SimpleVLA-RL: Li et al. 2025, arXiv 2509.09674, and
+    RLinf: 0.1 to 0.9). Arguments and errors as those of `group_advantages`; `outcome` may also be bool.
+    """
+    rate, complete = _per_group(outcome.double(), group, size, lambda values: values.sum() / size)
+    return complete & (rate >= low) & (rate <= high)
+
+
+def differing(outcome: Tensor, group: Tensor, size: int) -> Tensor:
+    """[N] bool: the group is complete and its outcomes are not all equal (DAPO: Yu et al. 2025, eq. 11).
+
+    Arguments and errors as those of `group_advantages`.
+    """
+    extent, _ = _per_group(outcome, group, size, lambda values: values[-1] - values[0])
+    return extent > 0
+
+
+def accept_groups(
+    submitted: Sequence[int], finished: Container[int], wanted: Container[int], count: int
+) -> tuple[list[int], bool]:
+    """Ids of the groups that the batch takes, at most `count`, and whether it is full.
+
+    DAPO's dynamic sampling (Yu et al. 2025, section 3.2): go on collecting until `count` groups are `wanted`
+    (informative). `submitted` is in order of submission, each id once; `finished` groups will not change any more.
+    A group is taken only when all those submitted before it are finished: a batch filled in the order of finishing
+    would favour short episodes, and would depend on the machine.
+    """
+    decided = takewhile(lambda group: group in finished, submitted)
+    accepted = [group for group in decided if group in wanted][:count]
+    return accepted, len(accepted) == count
+
+
+def overlong_penalty(length: Tensor, longest: int, margin: int) -> Tensor:
+    """What is added to each episode's outcome [N], in [-1, 0] (DAPO's soft overlong punishment: eq. 13).
+
+    `length` [N] int64, `longest` and `margin` in one unit (env steps, say): 0 up to `longest - margin`, then
+    falling linearly to -1 at `longest`, and -1 beyond. Raises ValueError unless 0 < margin <= longest.
+    """
+    if not 0 < margin <= longest:
+        raise ValueError(f"the margin must be positive and at most the longest length {longest}, not {margin}")
+    return ((longest - margin - length) / margin).clamp(-1, 0)
+
+
+def reinforce_returns(
+    reward: Tensor, kl: Tensor, end: Tensor, mask: Tensor, beta: float, baseline: Tensor | None = None
+) -> Tensor:
+    """Undiscounted rewards-to-go less `beta` times the KL, each within its episode [T, B]; 0 where not `mask`.
+
+    REINFORCE++ (Hu et al. 2025, arXiv 2501.03262): `normalise` over the global batch makes them advantages.
+    `reward`, `kl` [T, B], the latter in nats and of the whole decision; `end`, `mask` [T, B] bool, the decision ended
+    its episode, was really taken. A column holds several episodes one after the other. `baseline` [T, B] is
+    subtracted; with the mean outcome of the episode's group (`group_means`) it is REINFORCE++-baseline.
+    """
+    # `where` rather than a product: what is not read may be NaN, and 0 * NaN is NaN.
+    score = torch.where(mask, reward - beta * kl, 0.0)
+    returns = torch.zeros_like(score)
+    carry = score.new_zeros(score.shape[1:])
+    for t in reversed(range(len(score))):
+        carry = score[t] + torch.where(end[t], 0.0, carry)
+        returns[t] = carry
+    return torch.where(mask, returns if baseline is None else returns - baseline, 0.0)
+
+
+def spread(values: Tensor, episode_of_row: Tensor) -> Tensor:
+    """Each row's value of its episode [R]: `values` [N], `episode_of_row` [R] int64 in [0, N).
+
+    Raises IndexError for a row of no episode.
+    """
+    # Not `values[episode_of_row]`: that takes -1, the usual mark of no episode, for the last one.
+    return values.index_select(0, episode_of_row)
+
+
+def inverse_lengths(units: Tensor, episode_of_row: Tensor) -> Tensor:
+    """Weights [R] with which a sum over units is a sum over episodes of their means (Shao et al. 2024, eq. 3).
+
+    `units` [R] int64 counts the row's units (one for chunks, executed actions, or their elements), at least one;
+    `episode_of_row` [R] int64 names its episode. Over the whole batch, not over a minibatch, which holds parts of
+    episodes; the caller then divides by episodes instead of units.
+    """
+    _, index = episode_of_row.unique(return_inverse=True)
+    length = torch.zeros_like(units).index_add(0, index, units)
+    return 1 / length[index]
+
+
+def _per_group(
+    outcome: Tensor, group: Tensor, size: int, statistic: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """`statistic` of the outcomes of each episode's group [N], 0 where incomplete; whether it is complete [N] bool.
+
+    Each group is computed by itself from its sorted outcomes, so that neither the order of its members nor the
+    presence of other groups can change a bit of it.
+    """
+    if size < 2:
+        raise ValueError(f"a group needs two members or more to be compared, not {size}")
+    if outcome.ndim != 1 or outcome.shape != group.shape:
+        raise ValueError(f"outcome and group must be [N] both, not {[*outcome.shape]} and {[*group.shape]}")
+    found, complete = torch.zeros_like(outcome), torch.zeros_like(outcome, dtype=torch.bool)
+    _, name, count = group.unique(return_inverse=True, return_counts=True)
+    for members in name.argsort().split(count.tolist()):
+        if len(members) == size:
+            found[members] = statistic(outcome[members].sort().values)
+            complete[members] = True
+    return found, complete
