@@ -107,11 +107,30 @@ class PPOConfig(Section):
     """Ends an update early when a minibatch's approximate KL exceeds 1.5 times this."""
 
 
+class GroupConfig(Section):
+    """Workflows that learn from groups of episodes (grpo)."""
+
+    size: Annotated[int, Field(ge=2)] = 8
+    """Episodes of a group: the same task, the same beginning."""
+    waves: Annotated[int, Field(ge=1)] = 1
+    """Episodes of each environment per iteration; num_envs * waves / size groups."""
+    max_waves: Annotated[int, Field(ge=1)] | None = None
+    """Roll out up to so many waves until `waves` waves' worth of groups teach something (DAPO's dynamic sampling)."""
+    outcome: Literal["success", "return"] = "success"
+    """What an episode is judged by: 1 where it was solved, or its return."""
+    scale: Literal["group", "batch", "none"] = "group"
+    """What advantages are divided by: the group's deviation, the batch's, or nothing (Dr.GRPO)."""
+    keep_rates: tuple[float, float] | None = None
+    """Leave out groups whose success rate is outside (SimpleVLA-RL, RLinf: 0.1 to 0.9); equal outcomes always are."""
+    weight: Literal["decision", "episode"] = "decision"
+    """What counts alike in the loss: every decision, or every episode whatever its length."""
+
+
 class LearnerConfig(Section):
     epochs: Annotated[int, Field(ge=1)] = 4
     """Passes over an iteration's rows."""
-    minibatch: Annotated[int, Field(ge=1)] = 256
-    """Rows per optimiser step."""
+    minibatch: Annotated[int, Field(ge=0)] = 256
+    """Rows per optimiser step; 0: all rows of an iteration."""
     micro_batch: Annotated[int, Field(ge=1)] | None = None
     """Rows per forward pass; changes memory, never the result. None: the whole minibatch."""
     policy_lr: float = 3e-4
@@ -164,6 +183,8 @@ class Config(Section):
     """Folder of the run below `runs/`; None makes it from the configuration's name and the time."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Everything random in the run is a function of it."""
+    workflow: str = "ppo"
+    """What flows: `ppo`, `grpo`, or one of your own as `package.module:NAME` (docs/workflows.md)."""
     iterations: Annotated[int, Field(ge=1)] = 100
     """Rollout and update, so many times."""
     stop_at_success: float | None = None
@@ -174,6 +195,7 @@ class Config(Section):
     farm: FarmConfig = FarmConfig()
     policy: PolicyConfig = PolicyConfig()
     ppo: PPOConfig = PPOConfig()
+    group: GroupConfig = GroupConfig()
     learner: LearnerConfig = LearnerConfig()
     eval: EvalConfig = EvalConfig()
     runtime: RuntimeConfig = RuntimeConfig()
@@ -186,7 +208,7 @@ def load_config(reference: str) -> Config:
         path = CONFIGS / f"{reference}.yaml"
     if not path.is_file():
         known = sorted(p.stem for p in CONFIGS.glob("*.yaml"))
-        raise UserError(f"no configuration {reference!r}{_nearest(reference, known)}")
+        raise UserError(f"no configuration {reference!r}{nearest(reference, known)}")
     try:
         data = yaml.safe_load(path.read_text()) or {}
     except yaml.YAMLError as error:
@@ -228,10 +250,11 @@ def all_keys() -> list[str]:
 def _explain(item: Any) -> str:
     key = ".".join(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden":
-        return f"unknown key {key!r}{_nearest(key, all_keys())}"
+        return f"unknown key {key!r}{nearest(key, all_keys())}"
     return f"{key}: {item['msg']} (got {item['input']!r})"
 
 
-def _nearest(given: str, valid: list[str]) -> str:
+def nearest(given: str, valid: list[str]) -> str:
+    """The end of an error message: the valid names that `given` may have meant, or all of them."""
     near = difflib.get_close_matches(given, valid, n=3, cutoff=0.5)
     return f"; did you mean {' or '.join(near)}?" if near else f"; valid: {', '.join(valid)}"

@@ -17,6 +17,7 @@ from typing import Any
 from rich import get_console
 
 from embodied import checkpoint
+from embodied.assignment import configured
 from embodied.config import Config, UserError
 from embodied.eval_folder import EvalFolder, Identity, newest_of, open_folder
 from embodied.evaluation import Evaluator, Outcome, as_they_end, deal_out, summarise
@@ -29,8 +30,7 @@ from embodied.reporting.tables import evaluation_table
 from embodied.runtime.handles import Handle
 from embodied.session import Session
 from embodied.workers import farm_spec, make_evaluator, policy_spec, task_spec
-from policies.contract import PolicySpec
-from sim_farm.contract import TaskInfo
+from sim_farm.contract import EpisodeSpec
 from sim_farm.episodes import ListedEpisodes
 from sim_farm.layout import FarmSpec
 
@@ -110,6 +110,14 @@ def evaluate(subject: Subject, protocol: Protocol, session: Session, folder: Eva
     return result
 
 
+def trials_farm(config: Config, session: Session, specs: tuple[EpisodeSpec, ...], left: Sequence[int]) -> FarmSpec:
+    """The farm on which a policy acts in the trials `left` (indices of `specs`) of the configuration's task."""
+    num_envs = config.eval.num_envs or config.env.num_envs
+    shape = farm_spec(config, ListedEpisodes(specs, num_envs), configured(config, session.cores), num_envs)
+    # No value is bootstrapped from an episode's final frame: nobody learns here.
+    return replace(deal_out(shape, specs, left), final_frames="never")
+
+
 def compare(result: dict[str, Any], first: EvalFolder, second: EvalFolder, against: str) -> dict[str, Any]:
     """The result with its difference to another evaluation of the same episodes. Raises `UserError` if they differ."""
     if first.identity.protocol != second.identity.protocol:
@@ -152,9 +160,9 @@ def _run_episodes(subject: Subject, protocol: Protocol, session: Session, folder
             title += f" ({number} of {len(unfinished)}"
             left_s = (time.monotonic() - begin) * (ahead - done) / max(done, 1)
             title += f", {duration(left_s)} left in all)" if done else ")"
-        with session.farm(_farm_spec(config, protocol, session, left)) as farm:
+        with session.farm(trials_farm(config, session, protocol.episodes(), left)) as farm:
             protocol.check(task, farm.info)
-            sizes, reach = _sizes(subject, config, farm.info), session.reach(farm)
+            sizes, reach = policy_spec(config, farm.info), session.reach(farm)
             if worker is None:
                 worker = session.runtime.place("evaluator", make_evaluator, config, sizes, reach, subject.checkpoint)
             else:
@@ -169,25 +177,12 @@ def _say(text: str) -> None:
     get_console().print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def _sizes(subject: Subject, config: Config, info: TaskInfo) -> PolicySpec:
-    """The policy's sizes in a task. How large pictures are that it never sees is as it was trained."""
-    sizes = policy_spec(config, info)
-    return sizes if "images" in config.policy.reads else replace(sizes, image_size=subject.config.env.image_size)
-
-
 def _run_task(worker: Handle[Evaluator], folder: EvalFolder, episodes: int, title: str, deadline_s: float) -> None:
     with steps(title, episodes) as bar:
         for result in as_they_end(lambda budget_s: worker.call(Evaluator.advance, budget_s, deadline_s), episodes):
             folder.add(result)
             bar.advance()
     worker.call(Evaluator.end)
-
-
-def _farm_spec(config: Config, protocol: Protocol, session: Session, left: Sequence[int]) -> FarmSpec:
-    """The farm of a task whose trials `left` are to be run."""
-    specs, num_envs = protocol.episodes(), config.eval.num_envs or config.env.num_envs
-    shape = farm_spec(config, ListedEpisodes(specs, num_envs), len(session.cores), num_envs)
-    return replace(deal_out(shape, specs, left), final_frames="never")  # no value is bootstrapped here
 
 
 def _tables(protocol: Protocol, outcomes: Sequence[Outcome]) -> dict[str, Any]:

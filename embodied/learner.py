@@ -1,17 +1,17 @@
 """The learner: turns trajectories into an updated policy.
 
-    advantages over the whole batch -> epochs of permuted minibatches -> loss sums / global denominators -> step
+    estimate what decisions were worth -> epochs of permuted minibatches -> loss sums / global denominators -> step
 
-Rows that are masked never reach the model: they are compacted away before batching.
+Rows that are masked, or that teach nothing, never reach the model: they are compacted away before batching. Where
+the update is one step over all rows, its gradient is a sum over the parts in which they arrive, and each part is
+worked on when it comes.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,11 +20,17 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from embodied import checkpoint
-from embodied.config import LearnerConfig, PPOConfig, UserError
+from embodied.config import Config, UserError
+from embodied.estimators import Rows, join_rows, rows_of
 from embodied.noise import permutation
-from embodied.ppo import generalised_advantages, normalise, policy_loss, reduce_to_unit, value_loss
+from embodied.occupation import Seat
+from embodied.ppo import behaviour_weight, policy_loss, reduce_to_unit, sum_units, value_loss
 from embodied.trajectories import Trajectories
-from policies.contract import Inputs, Policy
+from embodied.workflows import recipe_of, streams
+from policies.contract import Policy
+
+BEHAVIOUR_BOUND = 2.0
+"""Truncation of the weight proximal / behaviour where the rollout is one update behind."""
 
 
 class OffPolicy(UserError):
@@ -33,56 +39,6 @@ class OffPolicy(UserError):
 
 class NonFinite(UserError):
     """Losses or gradients were not finite several steps in a row."""
-
-
-@dataclass(frozen=True)
-class Rows:
-    """The decisions that were really taken, flattened; every tensor has N rows."""
-
-    inputs: Inputs
-    trace: Mapping[str, Tensor]
-    log_prob: Tensor
-    value: Tensor
-    advantage: Tensor
-    returns: Tensor
-    executed: Tensor
-
-    def take(self, index: Tensor) -> Rows:
-        return Rows(
-            self.inputs.rows(index),
-            {key: tensor[index] for key, tensor in self.trace.items()},
-            *(getattr(self, key)[index] for key in ("log_prob", "value", "advantage", "returns", "executed")),
-        )
-
-    def __len__(self) -> int:
-        return len(self.value)
-
-
-def to_rows(batch: Trajectories, ppo: PPOConfig) -> Rows:
-    """Advantages and returns of the batch, and its rows without the masked ones."""
-    advantage, returns = generalised_advantages(
-        batch.reward,
-        batch.value,
-        batch.terminated,
-        batch.truncated,
-        batch.final_value,
-        batch.last_value,
-        ppo.gamma,
-        ppo.lam,
-        ppo.bootstrap,
-    )
-    if ppo.normalise_advantages:
-        advantage = normalise(advantage, batch.mask)
-    rows = Rows(
-        batch.inputs,
-        batch.trace,
-        batch.log_prob.flatten(0, 1),
-        batch.value.flatten(),
-        advantage.flatten(),
-        returns.flatten(),
-        batch.executed.flatten(),
-    )
-    return rows if bool(batch.mask.all()) else rows.take(batch.mask.flatten().nonzero()[:, 0])
 
 
 @dataclass
@@ -96,6 +52,8 @@ class _Sums:
     clipped: float = 0.0
     off_policy: float = 0.0
     units: int = 0
+    weights: float = 0.0
+    """Of the units: what the policy's loss is divided by."""
     rows: int = 0
 
     def add(self, other: _Sums) -> None:
@@ -103,22 +61,40 @@ class _Sums:
             setattr(self, key, getattr(self, key) + getattr(other, key))
 
 
-class Learner:
-    """Holds the policy that is trained and its optimiser. One `update` per rollout."""
+@dataclass(frozen=True)
+class Collected:
+    """What became of a part of an iteration's trajectories."""
 
-    def __init__(
-        self, policy: Policy, ppo: PPOConfig, config: LearnerConfig, seed: int, iterations: int, run_dir: Path
-    ) -> None:
-        self.policy, self._ppo, self._config = policy, ppo, config
-        self._seed, self._iterations, self._run_dir = seed, iterations, run_dir
+    rows: int
+    """Decisions to learn from."""
+    groups: int
+    """Groups of episodes that teach something."""
+    learn_s: float
+    """Time spent on them already."""
+
+
+class Learner:
+    """Holds the policy that is trained and its optimiser. `collect` each part of a rollout, then `finish`."""
+
+    def __init__(self, policy: Policy, config: Config, run_dir: Path, seat: Seat | None = None) -> None:
+        self.policy = policy
+        self._recipe, self._run = recipe_of(config), config
+        self._ppo, self._config = config.ppo, config.learner
+        self._streams = streams(config)
+        self._run_dir = run_dir
+        self._seat = seat or Seat((), config.learner.threads or len(os.sched_getaffinity(0)))
         self.optimizer = torch.optim.Adam(
             [
-                {"params": list(policy.actor_parameters()), "lr": config.policy_lr, "name": "policy"},
-                {"params": list(policy.value_head.parameters()), "lr": config.value_lr, "name": "value_head"},
+                {"params": list(policy.actor_parameters()), "lr": self._config.policy_lr, "name": "policy"},
+                {"params": list(policy.value_head.parameters()), "lr": self._config.value_lr, "name": "value_head"},
             ],
             eps=1e-5,
             fused=True,
         )
+        self._parts: list[Rows] = []
+        self._streamed = _Sums()
+        self._lag = 0
+        self._learn_s = 0.0
         self._non_finite = 0
         self._first_ratio_error = float("nan")
 
@@ -126,34 +102,63 @@ class Learner:
         """Parameters and statistics, as the policy worker loads them. The caller must not change them."""
         return {key: tensor.detach() for key, tensor in self.policy.state_dict().items()}
 
-    def update(self, batch: Trajectories, iteration: int) -> dict[str, float]:
-        """One iteration's epochs. Returns metrics by name.
+    def own_policy(self) -> Policy:
+        """The policy itself, for a policy worker of the same process."""
+        return self.policy
 
-        Raises `OffPolicy` if the first minibatch's ratios are not one, `NonFinite` after several steps in a
-        row that had to be skipped.
+    def move(self, seat: Seat) -> None:
+        """Work on these cores from the next part on."""
+        self._seat = seat
+
+    def update(self, batch: Trajectories, iteration: int) -> dict[str, float]:
+        """One iteration of a rollout that comes in one part: `collect` and `finish`."""
+        self.collect(batch, iteration)
+        return self.finish(iteration)
+
+    def collect(self, batch: Trajectories, iteration: int) -> Collected:
+        """Take a part of the iteration's trajectories; where the workflow's update is a sum over parts, learn from it.
+
+        Raises `OffPolicy` if the first part's ratios are not one.
         """
         begin = time.monotonic()
-        with _threads(self._config.threads):
-            rows = to_rows(batch, self._ppo)
-            if len(rows) == 0:
+        with self._seat.taken():
+            estimate = self._recipe.estimate()(batch, self._run)
+            rows = rows_of(batch, estimate)
+            self._lag = max(self._lag, iteration - batch.version)
+            self._parts.append(rows)
+            if self._streams and len(rows):
+                self._stream(rows)
+        learn_s = time.monotonic() - begin
+        self._learn_s += learn_s
+        teaches = (estimate.keep & batch.mask).any(0)
+        groups = 0 if batch.group is None else len(batch.group[teaches].unique())
+        return Collected(len(rows), groups, learn_s)
+
+    def finish(self, iteration: int) -> dict[str, float]:
+        """The epochs over what was collected, or the step of what was summed up. Returns metrics by name.
+
+        Raises `OffPolicy` if the first minibatch's ratios are not one, `NonFinite` after several steps in a
+        row that had to be skipped, `UserError` where a critic has nothing to learn from.
+        """
+        begin = time.monotonic()
+        with self._seat.taken():
+            rows = join_rows(self._parts)
+            self._parts = []
+            if len(rows) == 0 and self._recipe.critic:
                 raise UserError("the rollout holds no decision that was really taken; nothing can be learned from it")
             self._set_learning_rates(iteration)
-            sums, stopped = _Sums(), False
-            norms: list[float] = []
-            for epoch in range(self._config.epochs):
-                order = torch.from_numpy(permutation(self._seed, iteration, epoch, len(rows)))
-                for number, index in enumerate(order.split(self._config.minibatch)):
-                    part, norm = self._step(rows, index, iteration, check=epoch == number == 0)
-                    sums.add(part)
-                    if norm is None:
-                        stopped = True
-                        break
-                    norms.append(norm)
-                if stopped:
-                    break
-            self.policy.observe(rows.inputs)
+            sums, norms, stopped = _Sums(), list[float](), False
+            if self._streams:
+                sums, self._streamed = self._streamed, _Sums()
+                norms = self._step_streamed(sums, rows, iteration) if len(rows) else []
+            elif len(rows):
+                sums, norms, stopped = self._epochs(rows, iteration)
+            if len(rows):
+                self.policy.observe(rows.inputs)
         metrics = self._metrics(rows, sums, norms, stopped)
-        return {**metrics, "learner/update_s": time.monotonic() - begin}
+        update_s = self._learn_s + time.monotonic() - begin
+        self._learn_s, self._lag = 0.0, 0
+        return {**metrics, "learner/update_s": update_s}
 
     def save(self, root: Path, state: checkpoint.RunState, environments: dict[str, np.ndarray]) -> None:
         """Write a checkpoint of policy, optimiser and run below `root`."""
@@ -164,42 +169,104 @@ class Learner:
         checkpoint.load_weights(folder, self.policy)
         checkpoint.load_optimizer(folder, self.policy, self.optimizer)
 
+    def _epochs(self, rows: Rows, iteration: int) -> tuple[_Sums, list[float], bool]:
+        """Permuted minibatches; ends early where the KL bound says so."""
+        rows = self._proximal(rows)
+        sums, norms = _Sums(), list[float]()
+        for epoch in range(self._config.epochs):
+            order = torch.from_numpy(permutation(self._run.seed, iteration, epoch, len(rows)))
+            for number, index in enumerate(order.split(self._config.minibatch or len(order))):
+                part, norm = self._step(rows, index, iteration, check=epoch == number == 0)
+                sums.add(part)
+                if norm is None:
+                    return sums, norms, True
+                norms.append(norm)
+        return sums, norms, False
+
+    def _proximal(self, rows: Rows) -> Rows:
+        """The rows with the log-probs that ratios are taken to: those of the policy that acted.
+
+        Where it is an update behind, those of the policy as it is now, and every unit counts by how much likelier
+        that makes it (the decoupled objective).
+        """
+        if self._lag == 0:
+            return rows
+        pieces = torch.arange(len(rows)).split(self._config.micro_batch or self._config.minibatch or len(rows))
+        with torch.no_grad():
+            parts = (rows.take(piece) for piece in pieces)
+            now = torch.cat([self.policy.evaluate(part.inputs, part.trace).log_prob for part in parts])
+        unit = self._ppo.ratio_unit
+        proximal, _ = reduce_to_unit(now, rows.executed, unit)
+        behaviour, _ = reduce_to_unit(rows.log_prob, rows.executed, unit)
+        return replace(rows, log_prob=now, importance=behaviour_weight(proximal, behaviour, BEHAVIOUR_BOUND))
+
     def _step(self, rows: Rows, index: Tensor, iteration: int, check: bool) -> tuple[_Sums, float | None]:
         """One optimiser step on the rows `index`. The gradient norm, or None where the KL bound ends the update."""
         self.optimizer.zero_grad(set_to_none=True)
-        units = self._count_units(rows.executed[index], rows.log_prob.shape)
+        units, weights = self._count_units(rows.executed[index], rows.weight[index], rows.log_prob.shape[-1])
         sums = _Sums()
         for micro in index.split(self._config.micro_batch or len(index)):
-            sums.add(self._backward(rows.take(micro), units, len(index)))
+            sums.add(self._backward(rows.take(micro), weights, len(index)))
         if check:
             self._check_on_policy(sums.off_policy / units)
         if self._ppo.target_kl is not None and sums.approx_kl / units > 1.5 * self._ppo.target_kl:
             return sums, None
+        return sums, self._apply(rows, index, sums, iteration)
+
+    def _stream(self, rows: Rows) -> None:
+        """Add a part's share to the gradient; `finish` divides it by what only the last part will tell."""
+        first = self._streamed.rows == 0
+        if first:
+            self.optimizer.zero_grad(set_to_none=True)
+        rows, part = self._proximal(rows), _Sums()
+        for micro in torch.arange(len(rows)).split(self._config.micro_batch or len(rows)):
+            part.add(self._backward(rows.take(micro), 1.0, 1))
+        if first:
+            self._check_on_policy(part.off_policy / part.units)
+        self._streamed.add(part)
+
+    def _step_streamed(self, sums: _Sums, rows: Rows, iteration: int) -> list[float]:
+        """The one step of an update that was summed up part by part."""
+        for parameter in self.policy.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= sums.weights
+        return [self._apply(rows, torch.arange(len(rows)), sums, iteration)]
+
+    def _apply(self, rows: Rows, index: Tensor, sums: _Sums, iteration: int) -> float:
+        """Clip the gradient and step, unless it is not finite. Its norm before clipping."""
         norm = float(torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self._config.max_grad_norm))
         loss = sums.policy_loss + sums.value_loss + sums.entropy
-        if not np.isfinite(norm) or not np.isfinite(loss):
+        if np.isfinite(norm) and np.isfinite(loss):
+            self._non_finite = 0
+            self.optimizer.step()
+        else:
             self._skip(rows.take(index), iteration, loss, norm)
-            return sums, norm
-        self._non_finite = 0
-        self.optimizer.step()
-        return sums, norm
+        return norm
 
-    def _count_units(self, executed: Tensor, shape: torch.Size) -> int:
-        per_row = {"chunk": torch.ones_like(executed), "action": executed, "element": executed * shape[-1]}
-        return int(per_row[self._ppo.ratio_unit].sum())
+    def _count_units(self, executed: Tensor, weight: Tensor, dims: int) -> tuple[int, float]:
+        """Units of the ratio in rows that executed so many actions, and the sum of their weights."""
+        per_row = {"chunk": torch.ones_like(executed), "action": executed, "element": executed * dims}
+        units = per_row[self._ppo.ratio_unit]
+        return int(units.sum()), float((units * weight).sum())
 
-    def _backward(self, rows: Rows, units: int, total_rows: int) -> _Sums:
-        """Add the gradient of these rows' share of the minibatch's loss."""
+    def _backward(self, rows: Rows, weights: float, total_rows: int) -> _Sums:
+        """Add the gradient of these rows' share of a loss with the given denominators."""
         ppo = self._ppo
         new = self.policy.evaluate(rows.inputs, rows.trace)
         log_prob, mask = reduce_to_unit(new.log_prob, rows.executed, ppo.ratio_unit)
         old, _ = reduce_to_unit(rows.log_prob, rows.executed, ppo.ratio_unit)
         entropy, _ = reduce_to_unit(new.entropy, rows.executed, ppo.ratio_unit)
-        surrogate = policy_loss(log_prob, old, rows.advantage, mask, ppo.clip, ppo.clip_high or ppo.clip, ppo.dual_clip)
-        critic = value_loss(new.value, rows.value, rows.returns, ppo.value_clip)
-        spread = entropy[mask].sum()
-        loss = surrogate.loss / units + ppo.value_coef * critic / total_rows - ppo.entropy_coef * spread / units
+        high = ppo.clip_high or ppo.clip
+        weight = rows.weight[:, None] * rows.importance
+        surrogate = policy_loss(log_prob, old, rows.advantage, mask, ppo.clip, high, ppo.dual_clip, weight)
+        spread = sum_units(entropy, mask, rows.weight)
+        loss = surrogate.loss / weights - ppo.entropy_coef * spread / weights
+        critic = torch.zeros(())
+        if self._recipe.critic:
+            critic = value_loss(new.value, rows.value, rows.returns, ppo.value_clip)
+            loss = loss + ppo.value_coef * critic / total_rows
         loss.backward()
+        units, counted = self._count_units(rows.executed, rows.weight, rows.log_prob.shape[-1])
         return _Sums(
             policy_loss=float(surrogate.loss.detach()),
             value_loss=float(critic.detach()),
@@ -207,7 +274,8 @@ class Learner:
             approx_kl=float(surrogate.approx_kl),
             clipped=float(surrogate.clipped),
             off_policy=float(surrogate.off_policy),
-            units=int(mask.sum()),
+            units=units,
+            weights=counted,
             rows=len(rows),
         )
 
@@ -242,7 +310,7 @@ class Learner:
             )
 
     def _set_learning_rates(self, iteration: int) -> None:
-        share = 1 - iteration / self._iterations if self._config.anneal else 1.0
+        share = 1 - iteration / self._run.iterations if self._config.anneal else 1.0
         for group, rate in zip(
             self.optimizer.param_groups, (self._config.policy_lr, self._config.value_lr), strict=True
         ):
@@ -265,14 +333,3 @@ class Learner:
             "learner/stopped_by_kl": float(stopped),
             "learner/policy_lr": float(self.optimizer.param_groups[0]["lr"]),
         }
-
-
-@contextmanager
-def _threads(wanted: int) -> Iterator[None]:
-    """PyTorch's CPU threads within the block; 0 takes one per core. A simulator in the same process wants one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(wanted or len(os.sched_getaffinity(0)))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

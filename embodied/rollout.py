@@ -1,39 +1,31 @@
 """The policy worker: turns a farm's observations into decisions and gathers trajectories.
 
-    for each decision: for each stage: collect -> act -> submit
+    for each decision: for each group: collect -> act -> submit
 
-With two stages the farm simulates one while the policy decides for the other. The rows of the result are in
-the order (decision, environment) whatever the stages, and noise is keyed by (environment, episode, step).
+With two groups of environments (the farm's stages) one is simulated while the policy decides for the other. The
+rows of the result are in the order (decision, environment) whatever the groups, and noise is keyed by
+(environment, episode, step).
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from embodied.gathering import Episode, EpisodeSums, Step, gather_decisions, gather_wave
 from embodied.noise import SamplingNoise
+from embodied.occupation import Seat
 from embodied.reporting.trace import Span
 from embodied.trajectories import Trajectories, join_inputs, to_inputs
-from policies.contract import Action, Inputs, Policy
+from policies.contract import Inputs, Policy
+from sim_farm.episodes import GroupedEpisodes
 from sim_farm.farm import Farm
 from sim_farm.observations import Observations
-
-
-@dataclass(frozen=True)
-class Episode:
-    """One ended training episode."""
-
-    env: int
-    success: bool
-    """Solved at any env step."""
-    total_reward: float
-    length: int
-    """Env steps."""
 
 
 @dataclass
@@ -50,6 +42,9 @@ class Clock:
     """Summed over the workers' own clocks; more than the wall time where they work side by side."""
     render_busy: float = 0.0
 
+    def __add__(self, other: Clock) -> Clock:
+        return Clock(*(getattr(self, key) + getattr(other, key) for key in self.__dataclass_fields__))
+
 
 @dataclass(frozen=True)
 class RolloutSummary:
@@ -64,44 +59,52 @@ class RolloutSummary:
     wall_s: float
     spans: tuple[Span, ...]
 
-
-@dataclass
-class _Step:
-    """One decision of one stage, until what became of it is known."""
-
-    envs: np.ndarray
-    inputs: Inputs
-    action: Action
-    mask: np.ndarray
-    outcome: Observations | None = None
-    finals: list[tuple[int, Inputs]] = field(default_factory=list)
+    def __add__(self, later: RolloutSummary) -> RolloutSummary:
+        """Both parts as one."""
+        return replace(
+            later,
+            env_steps=self.env_steps + later.env_steps,
+            episodes=self.episodes + later.episodes,
+            clock=self.clock + later.clock,
+            wall_s=self.wall_s + later.wall_s,
+            spans=self.spans + later.spans,
+        )
 
 
 class PolicyWorker:
     """Holds a policy and a farm. `reads` names what of an observation the policy is shown."""
 
-    def __init__(self, policy: Policy, farm: Farm, reads: Sequence[str], seed: int, bootstrap: str) -> None:
+    def __init__(
+        self, policy: Policy, farm: Farm, reads: Sequence[str], seed: int, bootstrap: str, seat: Seat | None = None
+    ) -> None:
         self.policy, self.farm = policy, farm
         self._reads = tuple(reads)
         self._bootstrap = bootstrap
+        self._seat = seat or Seat()
         self._noise = SamplingNoise(seed, policy.noise_dim)
         self._version = 0
         self._trajectories: Trajectories | None = None
+        self._steps: list[list[Step]] = [[] for _ in range(farm.spec.stages)]
         self._now: list[Observations | None] = [None] * farm.spec.stages
-        self._return = np.zeros(farm.spec.num_envs)
-        self._solved = np.zeros(farm.spec.num_envs, np.bool_)
-        self._length = np.zeros(farm.spec.num_envs, np.int64)
+        self._wave = 0
+        """The next wave of episodes to be rolled out, where rollouts are of whole episodes."""
+        self._sums = EpisodeSums(farm.spec.num_envs)
+        self._ended: list[tuple[int, Episode]] = []
+        """(number of the decision, episode) since the last summary."""
         self._arrows = 0
         self._arrow = [0] * farm.spec.stages
         """For each stage the number of the trace's arrow from its observation to the next decision."""
 
-    def begin(self, snapshot: Mapping[str, np.ndarray] | None = None) -> None:
-        """Start every environment's first episode, or continue from a snapshot."""
+    def begin(self, snapshot: Mapping[str, np.ndarray] | None = None, rest: bool = False) -> None:
+        """Start every environment's first episode, or continue from a snapshot; with `rest`, at the next wave."""
+        if rest:
+            self._wave = 0 if snapshot is None else int(snapshot["base_episode"].min())
+            self.farm.hold(self._wave)
         if snapshot is not None:
             self.farm.restore(snapshot)
-            self._return[:] = snapshot["episode_return"]
-            self._solved[:] = snapshot["episode_solved"]
-            self._length[:] = snapshot["base_step"]
+            self._sums.total[:] = snapshot["episode_return"]
+            self._sums.solved[:] = snapshot["episode_solved"]
+            self._sums.length[:] = snapshot["base_step"]
         for stage in range(self.farm.spec.stages):
             self.farm.reset(stage)
 
@@ -110,12 +113,24 @@ class PolicyWorker:
         self.policy.load_state_dict(dict(state))
         self._version = version
 
+    def share(self, policy: Policy) -> None:
+        """Act with the learner's own policy, which is in this process: nothing is copied any more."""
+        self.policy = policy
+
+    def at_version(self, version: int) -> None:
+        """The shared policy has seen so many updates."""
+        self._version = version
+
+    def move(self, seat: Seat) -> None:
+        """Work on these cores from the next rollout on."""
+        self._seat = seat
+
     def snapshot(self) -> dict[str, np.ndarray]:
         """Where the environments are, to be given to `begin` of a later worker."""
         return {
             **self.farm.snapshot(),
-            "episode_return": self._return.copy(),
-            "episode_solved": self._solved.copy(),
+            "episode_return": self._sums.total.copy(),
+            "episode_solved": self._sums.solved.copy(),
         }
 
     def rollout(self, decisions: int, deadline_s: float = 600.0) -> RolloutSummary:
@@ -124,23 +139,18 @@ class PolicyWorker:
         Raises what `Farm.collect` raises. The observations that follow the last decision are kept: the next
         rollout begins with them.
         """
-        torch.set_num_threads(1)
-        begin = time.monotonic_ns()
-        clock = Clock()
-        spans: list[Span] = []
-        stages = range(self.farm.spec.stages)
-        steps: list[list[_Step]] = [[] for _ in stages]
-        for t in range(decisions + 1):
-            for stage in stages:
-                seen = self._observe(stage, steps[stage], clock, spans, deadline_s)
-                if t < decisions:
-                    steps[stage].append(self._decide(stage, seen, clock, spans))
-        mark = time.monotonic_ns()
-        self._trajectories, episodes = self._gather(steps, clock)
-        end = time.monotonic_ns()
-        spans.append(Span("policy", "transport", mark, end))
-        wall_s = (end - begin) / 1e9
-        return RolloutSummary(self._trajectories.env_steps, self._version, episodes, clock, wall_s, tuple(spans))
+        with self._seat.taken():
+            return self._rollout(decisions, deadline_s)
+
+    def rollout_wave(self, waves: int, deadline_s: float = 600.0) -> RolloutSummary:
+        """Go on until every environment has ended one more episode; `trajectories` then hands these out.
+
+        Environments that are done early go on, until they have ended `waves` episodes beyond the last wave, and rest.
+        What they did beyond this wave is kept for the next calls.
+        """
+        with self._seat.taken():
+            self._wave += 1
+            return self._rollout_wave(self._wave - 1, self._wave - 1 + waves, deadline_s)
 
     def trajectories(self) -> Trajectories:
         """What the last rollout gathered, once."""
@@ -148,10 +158,70 @@ class PolicyWorker:
         assert gathered is not None, "trajectories are handed out once per rollout"
         return gathered
 
-    def _observe(
-        self, stage: int, steps: list[_Step], clock: Clock, spans: list[Span], deadline_s: float
-    ) -> Observations:
-        """The stage's present observations; collects them unless the last rollout already has."""
+    def _rollout(self, decisions: int, deadline_s: float) -> RolloutSummary:
+        begin = time.monotonic_ns()
+        clock, spans = Clock(), list[Span]()
+        stages = range(self.farm.spec.stages)
+        self._steps = [[] for _ in stages]
+        for t in range(decisions + 1):
+            for stage in stages:
+                seen = self._observe(stage, clock, spans, deadline_s)
+                if t < decisions:
+                    self._decide(stage, seen, clock, spans)
+        mark = time.monotonic_ns()
+        order = torch.argsort(torch.from_numpy(np.concatenate([self.farm.envs_of(s) for s in stages])))
+        last = join_inputs([self._inputs(seen) for seen in self._now if seen is not None], order)
+        self._trajectories = gather_decisions(
+            self._steps, self.farm.spec.num_envs, self.policy.value, last, self._version
+        )
+        return self._summary(begin, mark, clock, spans)
+
+    def _rollout_wave(self, wave: int, limit: int, deadline_s: float) -> RolloutSummary:
+        begin = time.monotonic_ns()
+        clock, spans = Clock(), list[Span]()
+        stages = range(self.farm.spec.stages)
+        seen = [self._observe(stage, clock, spans, deadline_s) for stage in stages]
+        if not any(now.active.any() for now in seen):  # all rest at the last limit
+            self.farm.hold(limit)
+            self._now = [None] * len(stages)
+            for stage in stages:
+                self.farm.reset(stage)
+        open_stages = set(stages)
+        while open_stages:
+            for stage in stages:
+                now = self._observe(stage, clock, spans, deadline_s)
+                if (now.episode > wave).all():
+                    open_stages.discard(stage)
+                if open_stages and now.active.any():
+                    self._decide(stage, now, clock, spans)
+        for stage in stages:  # a group that went on may have been submitted: what it did is known before the end
+            self._observe(stage, clock, spans, deadline_s)
+        mark = time.monotonic_ns()
+        episodes = self.farm.spec.episodes
+        assert isinstance(episodes, GroupedEpisodes), "waves are of episodes that come in groups"
+        group = torch.tensor([episodes.group(env, wave) for env in range(self.farm.spec.num_envs)])
+        self._trajectories = gather_wave(
+            self._steps, wave, self.farm.spec.num_envs, self.policy.value, group, self._version
+        )
+        self._steps = [[step for step in steps if (step.episode[step.rows] > wave).any()] for steps in self._steps]
+        return self._summary(begin, mark, clock, spans)
+
+    def _summary(self, begin: int, mark: int, clock: Clock, spans: list[Span]) -> RolloutSummary:
+        end = time.monotonic_ns()
+        clock.transport += (end - mark) / 1e9
+        spans.append(Span("policy", "transport", mark, end))
+        ended = sorted(self._ended, key=lambda place: (place[0], place[1].env))
+        self._ended = []
+        assert self._trajectories is not None
+        episodes = tuple(episode for _, episode in ended)
+        wall_s = (end - begin) / 1e9
+        return RolloutSummary(self._trajectories.env_steps, self._version, episodes, clock, wall_s, tuple(spans))
+
+    def _inputs(self, seen: Observations) -> Inputs:
+        return to_inputs(seen, self._reads, self.farm.spec.episodes)
+
+    def _observe(self, stage: int, clock: Clock, spans: list[Span], deadline_s: float) -> Observations:
+        """The stage's present observations; collects them unless that was done already."""
         held = self._now[stage]
         if held is not None:
             return held
@@ -161,34 +231,48 @@ class PolicyWorker:
         clock.waiting += waited
         spans.append(Span("policy", "idle", mark, time.monotonic_ns(), {"waiting for stage": stage}))
         self._account(stage, seen, clock, spans)
-        if steps:
+        steps = self._steps[stage]
+        if steps and steps[-1].outcome is None:
             mark = time.monotonic_ns()
             steps[-1].outcome = seen
             if len(seen.final.rows):
                 steps[-1].finals = self._finals(seen)
+            self._ended += [(len(steps), episode) for episode in self._sums.add(seen)]
             clock.transport += (time.monotonic_ns() - mark) / 1e9
         self._now[stage] = seen
         return seen
 
-    def _decide(self, stage: int, seen: Observations, clock: Clock, spans: list[Span]) -> _Step:
+    def _decide(self, stage: int, seen: Observations, clock: Clock, spans: list[Span]) -> None:
+        """Act for the environments of the group that have an episode, and have the farm execute it."""
+        if not seen.active.any():
+            return
         start = time.monotonic_ns()
-        inputs = to_inputs(seen, self._reads, self.farm.spec.episodes)
-        noise = torch.from_numpy(self._noise.draw(seen.envs, seen.episode, seen.episode_step))
+        rows = np.flatnonzero(seen.active)
+        inputs = self._inputs(seen)
+        if len(rows) < len(seen.envs):
+            inputs = inputs.rows(torch.from_numpy(rows))
+        noise = torch.from_numpy(self._noise.draw(seen.envs[rows], seen.episode[rows], seen.episode_step[rows]))
         action = self.policy.act(inputs, noise)
         acted = time.monotonic_ns()
         spans.append(Span("policy", f"act for stage {stage}", start, acted, flow_from=(self._arrow[stage],)))
         self._now[stage] = None
-        self.farm.submit(stage, action.chunk.numpy())
+        chunks = action.chunk.numpy()
+        if len(rows) < len(seen.envs):
+            chunks = np.zeros((len(seen.envs), *chunks.shape[1:]), np.float32)
+            chunks[rows] = action.chunk.numpy()
+        self.farm.submit(stage, chunks)
         clock.policy += (acted - start) / 1e9
         submitted = (time.monotonic_ns() - acted) / 1e9
         if self.farm.in_process:  # the ring has just run the workers
             clock.waiting += submitted
         else:
             clock.transport += submitted
-        return _Step(seen.envs, inputs, action, seen.active)
+        self._steps[stage].append(Step(seen.envs, rows, seen.episode, inputs, action))
 
     def _finals(self, seen: Observations) -> list[tuple[int, Inputs]]:
         """(environment, final observation) of the ended episodes whose value will be bootstrapped."""
+        if self._bootstrap == "never":
+            return []
         wanted = seen.truncated if self._bootstrap == "truncated" else seen.truncated | seen.terminated
         inputs = to_inputs(seen.final, self._reads, self.farm.spec.episodes)
         return [
@@ -196,73 +280,6 @@ class PolicyWorker:
             for i, row in enumerate(seen.final.rows.tolist())
             if wanted[row]
         ]
-
-    def _gather(self, steps: list[list[_Step]], clock: Clock) -> tuple[Trajectories, tuple[Episode, ...]]:
-        """Arrange everything by (decision, environment), and value what comes after the end."""
-        mark = time.monotonic_ns()
-        count, width = len(steps[0]), self.farm.spec.num_envs
-        flat = [steps[s][t] for t in range(count) for s in range(len(steps))]
-        envs = torch.from_numpy(np.concatenate([step.envs for step in flat[: len(steps)]]))
-        order = torch.argsort(envs)
-        every = (torch.arange(count)[:, None] * width + order[None, :]).reshape(-1)
-
-        def arrange(parts: Sequence[Tensor]) -> Tensor:
-            return torch.cat(list(parts))[every]
-
-        def outcome(name: str) -> Tensor:
-            return arrange([torch.from_numpy(getattr(step.outcome, name)) for step in flat]).reshape(count, width)
-
-        episodes = tuple(e for t in range(count) for e in self._ended([steps[s][t] for s in range(len(steps))]))
-        reward = arrange([torch.from_numpy(step.outcome.reward.sum(1)) for step in flat if step.outcome])
-        log_prob = arrange([step.action.log_prob for step in flat])
-        clock.transport += (time.monotonic_ns() - mark) / 1e9
-        mark = time.monotonic_ns()
-        final_value = self._final_values([[steps[s][t] for s in range(len(steps))] for t in range(count)])
-        last = join_inputs(
-            [to_inputs(seen, self._reads, self.farm.spec.episodes) for seen in self._now if seen is not None], order
-        )
-        last_value = self.policy.value(last)
-        clock.policy += (time.monotonic_ns() - mark) / 1e9
-        trajectories = Trajectories(
-            inputs=join_inputs([step.inputs for step in flat], every),
-            trace={key: arrange([step.action.trace[key] for step in flat]) for key in flat[0].action.trace},
-            log_prob=log_prob.reshape(count, width, *log_prob.shape[1:]),
-            value=arrange([step.action.value for step in flat]).reshape(count, width),
-            reward=reward.reshape(count, width).float(),
-            executed=outcome("steps"),
-            mask=arrange([torch.from_numpy(step.mask) for step in flat]).reshape(count, width),
-            terminated=outcome("terminated"),
-            truncated=outcome("truncated"),
-            final_value=final_value,
-            last_value=last_value,
-            version=self._version,
-        )
-        return trajectories, episodes
-
-    def _final_values(self, rows: list[list[_Step]]) -> Tensor:
-        """[T, B] the value of each ended episode's own final observation, in one forward pass."""
-        values = torch.zeros(len(rows), self.farm.spec.num_envs)
-        places = [(t, env, inputs) for t, row in enumerate(rows) for step in row for env, inputs in step.finals]
-        if places:
-            places.sort(key=lambda place: place[:2])
-            found = self.policy.value(join_inputs([p[2] for p in places], torch.arange(len(places))))
-            values[[p[0] for p in places], [p[1] for p in places]] = found
-        return values
-
-    def _ended(self, row: list[_Step]) -> list[Episode]:
-        """Episodes that ended with this decision, in the order of environments; keeps the running sums."""
-        ended = []
-        for step in row:
-            seen = step.outcome
-            assert seen is not None
-            self._return[seen.envs] += seen.reward.sum(1)
-            self._solved[seen.envs] |= seen.success.any(1)
-            self._length[seen.envs] += seen.steps
-            for env in seen.envs[seen.terminated | seen.truncated].tolist():
-                ended.append(Episode(env, bool(self._solved[env]), float(self._return[env]), int(self._length[env])))
-                self._return[env] = self._length[env] = 0
-                self._solved[env] = False
-        return sorted(ended, key=lambda episode: episode.env)
 
     def _account(self, stage: int, seen: Observations, clock: Clock, spans: list[Span]) -> None:
         """The workers' own clocks, which travel in the slots."""

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from embodied.assignment import Assignment, configured
 from embodied.config import Config
 from embodied.reporting.live import steps
 from embodied.runtime.handles import InlineRuntime, Runtime
@@ -24,11 +25,11 @@ class Session:
     cores: tuple[int, ...]
 
     @contextmanager
-    def farm(self, spec: FarmSpec) -> Iterator[Farm]:
+    def farm(self, spec: FarmSpec, assignment: Assignment | None = None) -> Iterator[Farm]:
         """A farm with all its environments built; its workers and memory are gone when the block ends."""
-        host = self.runtime.farm_host(spec.physics_workers, spec.render_workers)
-        pinned = self.cores if self.config.farm.pin and self.config.runtime.mode == "ray" else ()
-        farm = Farm.create(spec, host, pinned)
+        assignment = assignment or configured(self.config, self.cores)
+        host = self.runtime.farm_host(spec.physics_workers, spec.render_workers, assignment.physics_nodes)
+        farm = Farm.create(spec, host, () if self.config.runtime.mode == "inline" else assignment.cores)
         try:
             _await_built(farm, self.runtime)
             yield farm

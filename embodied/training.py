@@ -15,17 +15,15 @@ from typing import Any
 import numpy as np
 
 from embodied import checkpoint
+from embodied.assignment import configured
 from embodied.config import Config, UserError, save_config
+from embodied.executing import Executor, executor
 from embodied.interrupts import deferred_interrupts
-from embodied.learner import Learner
 from embodied.reporting.live import Progress
 from embodied.reporting.metrics import MetricsWriter, read
-from embodied.reporting.trace import Span, TraceWriter
-from embodied.rollout import PolicyWorker, RolloutSummary
-from embodied.runtime.handles import Handle
+from embodied.reporting.trace import TraceWriter
+from embodied.rollout import RolloutSummary
 from embodied.session import Session
-from embodied.workers import farm_spec, make_learner, make_policy_worker, policy_spec
-from sim_farm.episodes import EndlessEpisodes
 
 RECENT = 100
 """Training episodes over which the success that is reported as `env/success_recent` is averaged."""
@@ -83,23 +81,18 @@ def train(config: Config, run_dir: Path, session: Session, resume_from: Path | N
     Interrupted between two updates, the last finished iteration is kept as a checkpoint.
     """
     begin = time.monotonic()
-    spec = farm_spec(config, EndlessEpisodes(config.seed, config.env.init_states), len(session.cores))
-    session.runtime.prepare(2)
-    with session.farm(spec) as farm:
-        sizes = policy_spec(config, farm.info)
-        learner = session.runtime.place("learner", make_learner, config, sizes, run_dir)
-        policy = session.runtime.place("policy", make_policy_worker, config, sizes, session.reach(farm))
-        loop = _Loop(config, run_dir, learner, policy)
+    assignment = configured(config, session.cores)
+    with executor(config, run_dir, session, assignment) as workers:
+        loop = _Loop(config, run_dir, workers)
         loop.begin(resume_from)
         save_config(config, run_dir / "config.yaml")  # a resumed run may have other settings, once they fit
         startup_s = time.monotonic() - begin
         with loop.metrics, Progress(run_dir.name, config.iterations, config.stop_at_success) as progress:
             loop.run(progress)
         position = loop.position
-        learner.end()
-        policy.end()
     return {
         "run": str(run_dir),
+        "mode": assignment.mode,
         "iterations": position.iteration,
         "env_steps": position.env_steps,
         "wall_s": position.wall_s,
@@ -113,9 +106,9 @@ def train(config: Config, run_dir: Path, session: Session, resume_from: Path | N
 class _Loop:
     """The iterations of one run."""
 
-    def __init__(self, config: Config, run_dir: Path, learner: Handle[Learner], policy: Handle[PolicyWorker]) -> None:
+    def __init__(self, config: Config, run_dir: Path, workers: Executor) -> None:
         self.config, self.run_dir = config, run_dir
-        self.learner, self.policy = learner, policy
+        self.workers = workers
         self.position = Position()
         self.metrics = MetricsWriter(run_dir)
         self.trace = TraceWriter(run_dir / "trace.json") if config.runtime.trace else None
@@ -129,16 +122,15 @@ class _Loop:
         """Load the checkpoint, if there is one, and start the environments."""
         environments = None
         if resume_from is not None:
-            self.learner.call(Learner.load, resume_from)
+            self.workers.load(resume_from)
             environments = checkpoint.read_environments(resume_from)
             self.position = Position.of(checkpoint.read_state(resume_from))
             self._saved = self.position.iteration
-            self._publish()
         # Without a checkpoint too: rows of a run that crashed before its first one will be repeated.
         self.metrics.truncate(self.position.iteration)
         for row in read(self.run_dir):
             self._note_milestones(row)
-        self.policy.call(PolicyWorker.begin, environments)
+        self.workers.begin(environments, self.position.iteration)
 
     def run(self, progress: Progress) -> None:
         config = self.config
@@ -148,7 +140,7 @@ class _Loop:
                 progress.row(row)
                 recent = row["env/success_recent"]
                 self._note_milestones(row)
-                if self.position.iteration % config.checkpoint_every == 0:
+                if self._saves_after(self.position.iteration):
                     self._save()
                 if config.stop_at_success is not None and recent >= config.stop_at_success:
                     progress.note(f"success of the last {RECENT} episodes is {recent:.2f}: stopping as asked")
@@ -161,20 +153,19 @@ class _Loop:
             if self.trace is not None:
                 self.trace.write()
 
+    def _saves_after(self, iteration: int) -> bool:
+        return iteration % self.config.checkpoint_every == 0 or iteration == self.config.iterations
+
     def _iterate(self) -> dict[str, float]:
         """One iteration and its row of metrics."""
-        config, begin = self.config, time.monotonic_ns()
+        begin, number = time.monotonic_ns(), self.position.iteration
         if self.trace is not None:
-            self.trace.iteration(self.position.iteration)
-        summary = self.policy.call(PolicyWorker.rollout, config.ppo.decisions, config.runtime.deadline_s)
-        rolled = time.monotonic_ns()
+            self.trace.iteration(number)
+        summary, rolled = self.workers.rollout(number)
         with deferred_interrupts():
             self._consistent = False
-            trajectories = self.policy.refer(PolicyWorker.trajectories)
-            learned = self.learner.call(Learner.update, trajectories, self.position.iteration)
-            updated = time.monotonic_ns()
-            self._publish(self.position.iteration + 1)
-            self._environments = self.policy.call(PolicyWorker.snapshot)
+            # What goes on from a checkpoint has no rollout that is ahead: nor has, then, what did not stop at it.
+            learned, self._environments, spans = self.workers.learn(number, drain=self._saves_after(number + 1))
             end = time.monotonic_ns()
             self.position.iteration += 1
             self.position.env_steps += summary.env_steps
@@ -184,16 +175,7 @@ class _Loop:
             row = self._row(summary, learned, (end - begin) / 1e9)
             self.metrics.write(self.position.iteration, self.position.env_steps, row)
         if self.trace is not None:
-            update_ns = int(learned["learner/update_s"] * 1e9)
-            self.trace.add(summary.spans)
-            self.trace.add(
-                [
-                    Span("driver", "rollout", begin, rolled),
-                    Span("driver", "update", rolled, updated),
-                    Span("driver", "publish weights", updated, end),
-                    Span("learner", "update", updated - update_ns, updated),
-                ]
-            )
+            self.trace.add([*summary.spans, *rolled, *spans])
         return row
 
     def _row(self, summary: RolloutSummary, learned: dict[str, float], wall_s: float) -> dict[str, float]:
@@ -218,10 +200,6 @@ class _Loop:
             **learned,
         }
 
-    def _publish(self, version: int | None = None) -> None:
-        weights = self.learner.refer(Learner.weights)
-        self.policy.call(PolicyWorker.load_weights, weights, version or self.position.iteration)
-
     def _note_milestones(self, row: Mapping[str, Any]) -> None:
         recent = row["env/success_recent"]
         if recent is None:  # how the record writes NaN
@@ -235,7 +213,7 @@ class _Loop:
     def _save(self) -> None:
         if self._saved != self.position.iteration:
             root = self.run_dir / "checkpoints"
-            self.learner.call(Learner.save, root, self.position.state(), self._environments)
+            self.workers.save(root, self.position.state(), self._environments)
             self._saved = self.position.iteration
 
     def _keep(self) -> str:

@@ -30,6 +30,8 @@ class Trajectories:
     """[T, B]"""
     reward: Tensor
     """[T, B] summed over the executed steps of the chunk."""
+    success: Tensor
+    """[T, B] bool, the task was solved at a step of the chunk."""
     executed: Tensor
     """[T, B] int64, executed env steps of the chunk."""
     mask: Tensor
@@ -43,6 +45,9 @@ class Trajectories:
     """[B] value of the observation after the last decision."""
     version: int
     """Number of updates the acting policy had seen."""
+    group: Tensor | None = None
+    """[B] int64, where row t is decision t of each environment's one episode: the group that the episode belongs to.
+    None: rows are the decisions of a rollout, in which episodes end and others begin."""
 
     @property
     def env_steps(self) -> int:

@@ -5,15 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 
 import policies
+from embodied.assignment import Assignment
 from embodied.config import Config, UserError
 from embodied.evaluation import Evaluator
 from embodied.learner import Learner
+from embodied.occupation import Seat
 from embodied.rollout import PolicyWorker
+from embodied.workflows import recipe_of
 from policies.contract import Policy, PolicySpec
 from sim_farm.contract import TaskInfo, TaskSpec
 from sim_farm.episodes import Episodes
 from sim_farm.farm import Farm, FarmAddress
 from sim_farm.layout import FarmSpec
+
+FINALS = {"never": "never", "truncated": "truncated", "always": "ended"}
+"""Final frames that are drawn, by which of them are valued."""
 
 
 def task_spec(config: Config) -> TaskSpec:
@@ -35,22 +41,24 @@ def task_spec(config: Config) -> TaskSpec:
     )
 
 
-def farm_spec(config: Config, episodes: Episodes, cores: int, num_envs: int | None = None) -> FarmSpec:
-    """The farm of a run on a machine with so many cores."""
-    inline = config.runtime.mode == "inline"
-    workers = config.farm.physics_workers or (1 if inline else cores)
-    finals = {"truncated": "truncated", "always": "ended"}[config.ppo.bootstrap]
+def farm_spec(config: Config, episodes: Episodes, assignment: Assignment, num_envs: int | None = None) -> FarmSpec:
+    """The farm of a run whose workers are assigned so."""
     return FarmSpec(
         task=task_spec(config),
         episodes=episodes,
         num_envs=num_envs or config.env.num_envs,
         chunk=config.policy.chunk,
-        stages=config.farm.stages,
-        physics_workers=workers,
-        render_workers=config.farm.render_workers,
+        stages=assignment.groups,
+        physics_workers=len(assignment.physics),
+        render_workers=len(assignment.render),
         devices=config.farm.devices,
-        final_frames=finals if "images" in config.policy.reads else "never",
+        final_frames=FINALS[bootstrap_of(config)] if "images" in config.policy.reads else "never",
     )
+
+
+def bootstrap_of(config: Config) -> str:
+    """Which ended episodes' last observations are valued: none where no critic is trained."""
+    return config.ppo.bootstrap if recipe_of(config).critic else "never"
 
 
 def policy_spec(config: Config, info: TaskInfo) -> PolicySpec:
@@ -74,12 +82,15 @@ def make_policy(config: Config, spec: PolicySpec, checkpoint: Path | None = None
     return policy
 
 
-def make_policy_worker(config: Config, spec: PolicySpec, farm: Farm | FarmAddress) -> PolicyWorker:
-    return PolicyWorker(make_policy(config, spec), _reach(farm), config.policy.reads, config.seed, config.ppo.bootstrap)
+def make_policy_worker(
+    config: Config, spec: PolicySpec, farm: Farm | FarmAddress, seat: Seat | None = None
+) -> PolicyWorker:
+    policy = make_policy(config, spec)
+    return PolicyWorker(policy, _reach(farm), config.policy.reads, config.seed, bootstrap_of(config), seat)
 
 
-def make_learner(config: Config, spec: PolicySpec, run_dir: Path) -> Learner:
-    return Learner(make_policy(config, spec), config.ppo, config.learner, config.seed, config.iterations, run_dir)
+def make_learner(config: Config, spec: PolicySpec, run_dir: Path, seat: Seat | None = None) -> Learner:
+    return Learner(make_policy(config, spec), config, run_dir, seat)
 
 
 def make_evaluator(config: Config, spec: PolicySpec, farm: Farm | FarmAddress, checkpoint: Path | None) -> Evaluator:

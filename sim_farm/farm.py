@@ -90,7 +90,7 @@ class Farm:
         self._ticket = 0
 
     @classmethod
-    def create(cls, spec: FarmSpec, host: Host, cores: tuple[int, ...] = ()) -> Farm:
+    def create(cls, spec: FarmSpec, host: Host, cores: tuple[int | None, ...] = ()) -> Farm:
         """Reserve the slots and start the workers, worker i on core `cores[i % len(cores)]` if any are given.
 
         Raises `FarmError` when the environments cannot be dealt out evenly or memory is short.
@@ -186,6 +186,12 @@ class Farm:
                     "resume with the same environments, task and chunk"
                 )
             self._slots[key][...] = snapshot[key]
+
+    def hold(self, episodes: int) -> None:
+        """Let every environment rest once it has ended so many episodes; `reset` after raising it begins the next."""
+        if any(state is StageState.SUBMITTED for state in self._state):
+            raise StageError("collect every stage before moving the limit of episodes")
+        self._slots["limit"][:] = episodes
 
     def stop(self) -> None:
         """Tell the workers to end; they do at their next look."""

@@ -2,7 +2,7 @@
 
 One slot per environment, addressed by the environment's index. Who writes what:
 
-    client   requested, op, action, base_*, collected   then rings the physics worker
+    client   requested, op, limit, action, base_*, collected   then rings the physics worker
     physics  results, observation, scene, final_*       then sets `simulated` and rings renderer or client
     render   frames, final_frames                       then sets `drawn` and rings the client
 
@@ -26,6 +26,7 @@ PHASES = ("starting", "building its environments", "waiting for work", "working"
 MESSAGE_BYTES = 4096
 CLIENT_BELL = 0
 FINAL_FRAMES = ("never", "truncated", "ended")
+NO_LIMIT = 2**62
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,8 @@ def slot_fields(spec: FarmSpec, info: TaskInfo) -> dict[str, Field]:
         "drawn": Field((envs,), "int64", 0),
         "collected": Field((envs,), "int64", 0),
         "op": Field((envs,), "int32", 0),
+        # Episodes from this number on wait until the client raises it and resets.
+        "limit": Field((envs,), "int64", NO_LIMIT),
         "action": Field((envs, chunk, actions), "float32", float("nan")),
         # The episode and its executed actions as of `collected`: what a replacement worker replays.
         "base_episode": Field((envs,), "int64", 0),
@@ -105,4 +108,6 @@ def slot_fields(spec: FarmSpec, info: TaskInfo) -> dict[str, Field]:
         "frames_of": Field((envs, 2), "int64", -1),
         "final_frames": Field(frames, "uint8"),
         "times_ns": Field((envs, 4), "int64", 0),
+        # Sent to and received from a physics worker on another machine.
+        "wire_bytes": Field((spec.workers, 2), "int64", 0),
     }

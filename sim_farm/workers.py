@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sim_farm import layout
-from sim_farm.contract import FarmError, Physics, PhysicsResult, Renderer, TaskInfo
+from sim_farm.contract import EpisodeSpec, FarmError, Physics, PhysicsResult, Renderer, TaskInfo
 from sim_farm.doorbell import Doorbell
 from sim_farm.layout import FarmSpec, slot_fields
 from sim_farm.memory import MAGIC, Block
@@ -203,7 +203,7 @@ class PhysicsWorker(Worker):
     def _begin(self, env: int, episode: int) -> None:
         """Start the environment's `episode`-th episode, or rest if there is none."""
         slots = self.slots
-        spec = self.setup.spec.episodes.spec(env, episode)
+        spec = self._episode(env, episode)
         slots["episode"][env] = episode
         slots["episode_step"][env] = 0
         slots["active"][env] = spec is not None
@@ -220,6 +220,10 @@ class PhysicsWorker(Worker):
             result = physics.step(slots["history"][env, :base])
             slots["episode_step"][env] = base
         self._observe(env, result)
+
+    def _episode(self, env: int, number: int) -> EpisodeSpec | None:
+        """What determines the environment's episode of that number; None where there is none, or none yet."""
+        return self.setup.spec.episodes.spec(env, number) if number < self.slots["limit"][env] else None
 
     def _rest(self, env: int) -> None:
         """Nothing was executed: no step, no reward, no end of an episode."""
@@ -287,7 +291,7 @@ class PhysicsWorker(Worker):
         pending = slots["simulated"][env] < slots["requested"][env]
         episode, step = ("base_episode", "base_step") if pending else ("episode", "episode_step")
         number, steps = int(slots[episode][env]), int(slots[step][env])
-        spec = self.setup.spec.episodes.spec(env, number)
+        spec = self._episode(env, number)
         if pending:
             slots["episode"][env] = number
             slots["active"][env] = spec is not None

@@ -16,6 +16,7 @@ from sim_farm.hosts import Host, InProcess
 T = TypeVar("T")
 P = ParamSpec("P")
 R = TypeVar("R")
+S = TypeVar("S")
 
 
 @dataclass
@@ -52,7 +53,22 @@ class Handle(Generic[T]):
         return self._start(method.__name__, args, kwargs)
 
     def fetch(self, reference: R) -> R:
-        """The value of what `refer` returned."""
+        """The value of what `refer` or `feed` returned."""
+        raise NotImplementedError
+
+    def feed(
+        self,
+        method: Callable[Concatenate[T, Any, P], R],
+        source: Handle[S],
+        produce: Callable[[S], Any],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> R:
+        """Begin the method with what `produce` makes on another worker, by the shortest way there is; see `fetch`."""
+        return self._start(method.__name__, (source._start(produce.__name__, (), {}), *args), kwargs)
+
+    def path_from(self, source: Handle[Any]) -> str:
+        """The way that `feed` takes, in words."""
         raise NotImplementedError
 
     def end(self) -> None:
@@ -75,6 +91,9 @@ class LocalHandle(Handle[T]):
     def fetch(self, reference: R) -> R:
         return reference
 
+    def path_from(self, source: Handle[Any]) -> str:
+        return "by reference"
+
     def end(self) -> None:
         self.worker = None
 
@@ -88,7 +107,7 @@ class LocalHandle(Handle[T]):
 class Runtime(Protocol):
     """Places workers and ends them."""
 
-    def farm_host(self, physics_workers: int, render_workers: int) -> Host:
+    def farm_host(self, physics_workers: int, render_workers: int, physics_nodes: tuple[str, ...] = ()) -> Host:
         """Where the farm's workers will live."""
         ...
 
@@ -100,8 +119,8 @@ class Runtime(Protocol):
         """Start processes for workers that will be placed soon, so that they import while others build."""
         ...
 
-    def place(self, name: str, make: Callable[..., T], *args: Any) -> Handle[T]:
-        """The worker `make(*args)` under a handle."""
+    def place(self, name: str, make: Callable[..., T], *args: Any, beside: Handle[Any] | None = None) -> Handle[T]:
+        """The worker `make(*args)` under a handle; in the process of the one that it is `beside`, if any."""
         ...
 
     def close(self) -> None:
@@ -115,7 +134,7 @@ class InlineRuntime:
     def __init__(self, deadline_s: float) -> None:
         self._deadline_s = deadline_s
 
-    def farm_host(self, physics_workers: int, render_workers: int) -> Host:
+    def farm_host(self, physics_workers: int, render_workers: int, physics_nodes: tuple[str, ...] = ()) -> Host:
         return InProcess()
 
     def watch(self) -> None:
@@ -124,7 +143,7 @@ class InlineRuntime:
     def prepare(self, workers: int) -> None:
         """Everything is imported here anyway."""
 
-    def place(self, name: str, make: Callable[..., T], *args: Any) -> Handle[T]:
+    def place(self, name: str, make: Callable[..., T], *args: Any, beside: Handle[Any] | None = None) -> Handle[T]:
         return LocalHandle(name, self._deadline_s, worker=make(*args))
 
     def close(self) -> None:

@@ -14,8 +14,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import policies
-from embodied.config import LearnerConfig, PPOConfig
-from embodied.learner import Learner, NonFinite, OffPolicy, to_rows
+from embodied.config import Config, LearnerConfig, PPOConfig
+from embodied.estimators import Rows, gae_of, rows_of
+from embodied.learner import Learner, NonFinite, OffPolicy
 from embodied.trajectories import Trajectories
 from policies.contract import Evaluation, Inputs, Policy, PolicySpec
 from policies.gaussian_mlp import GaussianMLP
@@ -31,7 +32,12 @@ def make_policy() -> Policy:
 
 def make_learner(run_dir: Path, ppo: PPOConfig | None = None, policy: Policy | None = None, **config: Any) -> Learner:
     learner = LEARNER.model_copy(update=config)
-    return Learner(policy or make_policy(), ppo or PPOConfig(), learner, seed=5, iterations=10, run_dir=run_dir)
+    run = Config(seed=5, iterations=10, ppo=ppo or PPOConfig(), learner=learner)
+    return Learner(policy or make_policy(), run, run_dir)
+
+
+def to_rows(batch: Trajectories, ppo: PPOConfig) -> Rows:
+    return rows_of(batch, gae_of(batch, ppo))
 
 
 def make_batch(seed: int = 0) -> Trajectories:
@@ -49,6 +55,7 @@ def make_batch(seed: int = 0) -> Trajectories:
         log_prob=action.log_prob.view(T, B, C, A),
         value=action.value.view(T, B),
         reward=torch.randn(T, B, generator=g),
+        success=terminated,
         executed=executed,
         mask=torch.ones(T, B, dtype=torch.bool),
         terminated=terminated,
@@ -229,7 +236,7 @@ def test_every_epoch_and_iteration_visits_every_row_once_in_an_order_of_its_own(
     for iteration in range(2):
         witness = make_witness()
         action = witness.act(batch.inputs, torch.zeros(T * B, C * A))
-        again = replace(batch, trace=action.trace, log_prob=action.log_prob.view(T, B, C, A))
+        again = replace(batch, trace=action.trace, log_prob=action.log_prob.view(T, B, C, A), version=iteration)
         make_learner(tmp_path, policy=witness, epochs=3).update(again, iteration)
         visited = torch.cat(witness.seen).mul(T * B).round().int().view(3, T * B)
         assert [len(part) for part in witness.seen] == [8, 8, 8, 6] * 3

@@ -197,11 +197,11 @@ class InterruptedRuntime(InlineRuntime):
         super().__init__(60.0)
         self._fault = (method, count, after)
 
-    def place(self, name: str, make: Callable[..., Any], *args: Any) -> Interrupted:
+    def place(self, name: str, make: Callable[..., Any], *args: Any, beside: Any = None) -> Interrupted:
         return Interrupted(name, 60.0, {}, make(*args), *self._fault)
 
 
-CALLS = ("rollout", "trajectories", "update", "weights", "load_weights", "snapshot", "save")
+CALLS = ("rollout", "trajectories", "collect", "finish", "weights", "load_weights", "snapshot", "save")
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from embodied import checkpoint, training
+from embodied.assignment import configured
 from embodied.config import Config, UserError, parse_config
 from embodied.reporting.metrics import read
 from embodied.rollout import PolicyWorker
@@ -152,7 +153,7 @@ def test_a_worker_that_dies_is_named(cluster: RayRuntime) -> None:
 @contextmanager
 def policy_worker(config: Config, runtime: Runtime) -> Iterator[tuple[Farm, Handle[PolicyWorker]]]:
     session = session_of(config, runtime)
-    with session.farm(farm_spec(config, EndlessEpisodes(config.seed), 2)) as farm:
+    with session.farm(farm_spec(config, EndlessEpisodes(config.seed), configured(config, (0, 1)))) as farm:
         sizes = policy_spec(config, farm.info)
         handle = runtime.place("policy", make_policy_worker, config, sizes, session.reach(farm))
         handle.call(PolicyWorker.begin, None)
@@ -284,7 +285,7 @@ def test_closing_leaves_no_process_and_no_shared_memory(cluster: RayRuntime) -> 
     """The last test: it closes the cluster that the others share."""
     before = blocks()
     config = config_of()
-    with session_of(config, cluster).farm(farm_spec(config, EndlessEpisodes(0), 2)) as farm:
+    with session_of(config, cluster).farm(farm_spec(config, EndlessEpisodes(0), configured(config, (0, 1)))) as farm:
         family = family_of(os.getpid())
         assert {"gcs_server", "raylet"} <= {process.name() for process in family}
         assert farm.block.name in blocks() - before

@@ -1,0 +1,124 @@
+"""A plan on this machine: how many processes of each kind, on which cores, and who shares a process.
+
+A plan speaks of devices; an assignment of physics workers, render workers, the policy worker and the learner. It
+changes when and where they work, never what they compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from embodied.config import Config, UserError
+from embodied.occupation import Seat
+from schedulers.plan import Phase, Placement, Plan
+
+HERE = ""
+"""The node on which the command was typed."""
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Where the workers of one run, or of one of its tasks, are."""
+
+    mode: str
+    groups: int
+    """Groups of environments that circulate (the farm's stages)."""
+    physics: tuple[int | None, ...]
+    """For each physics worker the core it is pinned to; None: wherever the system likes."""
+    physics_nodes: tuple[str, ...]
+    """For each physics worker the id of its node; '' is this one."""
+    render: tuple[int | None, ...]
+    """For each render worker its core; none: physics workers draw their own frames (fused)."""
+    policy: Seat
+    learner: Seat
+    one_process: bool
+    """Policy worker and learner share a process, and the policy itself."""
+    ahead: int = 0
+    """1: a rollout begins before the update that should precede it has ended."""
+    unload: bool = False
+    """Policy worker and learner leave the device's memory while the other works."""
+
+    @property
+    def cores(self) -> tuple[int | None, ...]:
+        """Of the farm's workers, physics first."""
+        return self.physics + self.render
+
+
+def configured(config: Config, cores: tuple[int, ...]) -> Assignment:
+    """What `farm` and `learner` say when nothing is planned: everything shares all cores."""
+    inline = config.runtime.mode == "inline"
+    farm = config.farm
+    workers = farm.physics_workers or (1 if inline else len(cores))
+    pinned = farm.pin and not inline
+    place = [cores[i % len(cores)] if pinned else None for i in range(workers + farm.render_workers)]
+    return Assignment(
+        mode="configured",
+        groups=farm.stages,
+        physics=tuple(place[:workers]),
+        physics_nodes=(HERE,) * workers,
+        render=tuple(place[workers:]),
+        policy=Seat(),
+        learner=Seat((), config.learner.threads or len(cores)),
+        one_process=False,
+    )
+
+
+def assign(plan: Plan, config: Config, cores: tuple[int, ...], nodes: Mapping[str, str] | None = None) -> Assignment:
+    """The plan on the given cores of this machine; `nodes` maps other nodes' names in the plan to their ids.
+
+    A core that this machine lacks (a plan for a larger one, tried out here) falls on one that it has. Raises
+    `UserError` for what this machine cannot run: a policy elsewhere, a learner in parts.
+    """
+    others = nodes or {}
+    rolling = _phase(plan, "physics")
+    physics, policy = _of(rolling, "physics"), _of(rolling, "policy")
+    drawing = next((p for p in rolling.placements if "render" in p.components), physics)
+    learning = _of(_phase(plan, "learner"), "learner")
+    for name in ("advantage", "sync"):
+        if name not in learning.components:
+            raise UserError(f"{name} works in the learner's process: place it with the learner in the plan")
+    for component, placement in (("policy", policy), ("learner", learning), ("render", drawing)):
+        away = [span.node for span in placement.devices if span.node in others]
+        if away and (component != "render" or drawing is not physics):
+            raise UserError(f"the plan puts {component} on {away[0]}: it works on the node where the command is typed")
+    places = [(others.get(s.node, HERE), s.first + i) for s in physics.devices for i in range(s.count)]
+    takes_turns = plan.groups == 1 or policy is not physics
+    seats = _cores(policy, cores)
+    return Assignment(
+        mode=plan.mode,
+        groups=plan.groups,
+        physics=tuple(cores[core % len(cores)] if not node else core for node, core in places),
+        physics_nodes=tuple(node for node, _ in places),
+        render=() if drawing is physics else tuple(_cores(drawing, cores)),
+        # With several groups on the same cores the system deals out the time: one thread that may run anywhere.
+        policy=Seat(seats, len(seats)) if takes_turns else Seat(),
+        learner=_seat_of_learner(_cores(learning, cores), config),
+        one_process=not plan.ahead and (learning is policy or set(seats) <= set(_cores(learning, cores))),
+        ahead=plan.ahead,
+        unload=plan.unload,
+    )
+
+
+def _seat_of_learner(cores: tuple[int, ...], config: Config) -> Seat:
+    return Seat(cores, config.learner.threads or len(cores))
+
+
+def _phase(plan: Plan, component: str) -> Phase:
+    for phase in plan.phases:
+        if any(component in placement.components for placement in phase.placements):
+            return phase
+    raise UserError(f"the plan places no {component}")
+
+
+def _of(phase: Phase, component: str) -> Placement:
+    for placement in phase.placements:
+        if component in placement.components:
+            return placement
+    raise UserError(f"the plan places {component} in another phase than the rest of the rollout")
+
+
+def _cores(placement: Placement, cores: tuple[int, ...]) -> tuple[int, ...]:
+    """This machine's cores for the placement; those of accelerators are any."""
+    wanted = [s.first + i for s in placement.devices if s.pool == "cores" for i in range(s.count)]
+    return tuple(dict.fromkeys(cores[core % len(cores)] for core in wanted))

@@ -1,0 +1,196 @@
+"""The executor: runs iterations of any workflow by any assignment.
+
+    rollout, in parts -> each part to the learner -> update -> weights to the policy
+
+What an assignment changes is who waits for whom: the learner works on a part while the next is rolled out, or
+afterwards; the next rollout begins after the update, or one update ahead of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from embodied import checkpoint
+from embodied.assignment import Assignment
+from embodied.config import Config
+from embodied.learner import Collected, Learner
+from embodied.reporting.trace import Span
+from embodied.rollout import PolicyWorker, RolloutSummary
+from embodied.runtime.handles import Handle
+from embodied.session import Session
+from embodied.workers import farm_spec, make_learner, make_policy_worker, policy_spec
+from embodied.workflows import episodes_of, recipe_of
+from sim_farm.farm import Farm
+
+PARTS_AHEAD = 2
+"""Parts of an iteration that may wait for the learner; the rollout then waits too, so that memory is bounded."""
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """What one iteration was."""
+
+    summary: RolloutSummary
+    learned: dict[str, float]
+    environments: dict[str, np.ndarray]
+    """Where the environments were when the rollout had ended."""
+    begin_ns: int
+    end_ns: int
+    spans: tuple[Span, ...]
+
+    @property
+    def wall_s(self) -> float:
+        return (self.end_ns - self.begin_ns) / 1e9
+
+
+@dataclass
+class Executor:
+    """A run's workers, placed by an assignment. Use `executor` to make one."""
+
+    config: Config
+    assignment: Assignment
+    farm: Farm
+    policy: Handle[PolicyWorker]
+    learner: Handle[Learner]
+    _next: Any = None
+    """The rollout that runs ahead of the update, where there is one."""
+    _published: int = -1
+    """Updates that the policy worker's weights have seen."""
+
+    def begin(self, environments: dict[str, np.ndarray] | None, version: int) -> None:
+        """Start the environments, or continue where `environments` say they were; the weights have seen `version`
+        updates."""
+        if self.assignment.one_process:
+            self.policy.fetch(self.policy.feed(PolicyWorker.share, self.learner, Learner.own_policy))
+        self._publish(version)
+        self.policy.call(PolicyWorker.begin, environments, self._by_episodes)
+
+    def load(self, folder: Path) -> None:
+        """Give the learner a verified checkpoint."""
+        self.learner.call(Learner.load, folder)
+
+    def save(self, root: Path, state: checkpoint.RunState, environments: dict[str, np.ndarray]) -> None:
+        self.learner.call(Learner.save, root, state, environments)
+
+    def rollout(self, iteration: int) -> tuple[RolloutSummary, list[Span]]:
+        """The iteration's rollout; its trajectories are on their way to the learner. May be interrupted."""
+        spans: list[Span] = []
+        if not self._by_episodes:
+            pending, self._next = self._next or self._start(), None
+            begin = time.monotonic_ns()
+            summary = self.policy.fetch(pending)
+            spans.append(Span("driver", "rollout", begin, time.monotonic_ns()))
+            return summary, spans
+        return self._waves_of(iteration, spans)
+
+    def learn(self, iteration: int, drain: bool) -> tuple[dict[str, float], dict[str, np.ndarray], list[Span]]:
+        """Update the policy from the rollout and publish it; with `drain`, no rollout begins before that."""
+        begin = time.monotonic_ns()
+        runs_ahead = bool(self.assignment.ahead) and not drain
+        fed = None if self._by_episodes else self._feed(iteration)
+        environments = self.policy.call(PolicyWorker.snapshot)
+        if runs_ahead:
+            if self._published < iteration:
+                self._publish(iteration)
+            self._next = self._start()
+        if fed is not None:
+            self._collected(fed)
+        learned = self.learner.call(Learner.finish, iteration)
+        updated = time.monotonic_ns()
+        update_ns = int(learned["learner/update_s"] * 1e9)
+        spans = [
+            Span("driver", "update", begin, updated, {"trajectories": self.trajectories_path}),
+            Span("learner", "update", updated - update_ns, updated),
+        ]
+        if not runs_ahead:
+            self._publish(iteration + 1)
+            spans.append(Span("driver", "publish weights", updated, time.monotonic_ns(), {"path": self.weights_path}))
+        return learned, environments, spans
+
+    def iterate(self, iteration: int, drain: bool = False) -> Iteration:
+        """One whole iteration."""
+        begin = time.monotonic_ns()
+        summary, spans = self.rollout(iteration)
+        learned, environments, more = self.learn(iteration, drain)
+        return Iteration(summary, learned, environments, begin, time.monotonic_ns(), (*summary.spans, *spans, *more))
+
+    @property
+    def weights_path(self) -> str:
+        """The way that weights take from learner to policy worker."""
+        return "the same policy" if self.assignment.one_process else self.policy.path_from(self.learner)
+
+    @property
+    def trajectories_path(self) -> str:
+        return self.learner.path_from(self.policy)
+
+    @property
+    def _by_episodes(self) -> bool:
+        return recipe_of(self.config).rollout == "episodes"
+
+    def _start(self) -> Any:
+        """Begin a rollout of decisions with the weights that were published last."""
+        return self.policy.refer(PolicyWorker.rollout, self.config.ppo.decisions, self.config.runtime.deadline_s)
+
+    def _feed(self, iteration: int) -> Any:
+        return self.learner.feed(Learner.collect, self.policy, PolicyWorker.trajectories, iteration)
+
+    def _waves_of(self, iteration: int, spans: list[Span]) -> tuple[RolloutSummary, list[Span]]:
+        """Wave after wave, each handed to the learner when it is complete."""
+        group = self.config.group
+        wanted = self.config.env.num_envs * group.waves // group.size
+        total: RolloutSummary | None = None
+        waiting: list[Any] = []
+        taught = 0
+        most = group.max_waves or group.waves
+        for number in range(most):
+            # Where a wave's groups decide whether there is another, nobody may begin it before that is known.
+            ahead = 1 if group.max_waves else most - number
+            begin = time.monotonic_ns()
+            summary = self.policy.call(PolicyWorker.rollout_wave, ahead, self.config.runtime.deadline_s)
+            spans.append(Span("driver", f"roll out wave {number}", begin, time.monotonic_ns()))
+            total = summary if total is None else total + summary
+            waiting.append(self._feed(iteration))
+            while len(waiting) > (0 if group.max_waves else PARTS_AHEAD):
+                taught += self._collected(waiting.pop(0)).groups
+            if group.max_waves and taught >= wanted:
+                break
+        for reference in waiting:
+            self._collected(reference)
+        assert total is not None
+        return total, spans
+
+    def _collected(self, reference: Any) -> Collected:
+        found: Collected = self.learner.fetch(reference)
+        return found
+
+    def _publish(self, version: int) -> None:
+        """Bring the learner's weights, which have seen `version` updates, to the policy worker."""
+        self._published = version
+        if self.assignment.one_process:
+            self.policy.call(PolicyWorker.at_version, version)
+        else:
+            self.policy.fetch(self.policy.feed(PolicyWorker.load_weights, self.learner, Learner.weights, version))
+
+
+@contextmanager
+def executor(config: Config, run_dir: Path, session: Session, assignment: Assignment) -> Iterator[Executor]:
+    """The run's workers, placed; they are gone when the block ends."""
+    spec = farm_spec(config, episodes_of(config, config.seed), assignment)
+    session.runtime.prepare(1 if assignment.one_process else 2)
+    with session.farm(spec, assignment) as farm:
+        sizes = policy_spec(config, farm.info)
+        learner = session.runtime.place("learner", make_learner, config, sizes, run_dir, assignment.learner)
+        beside = learner if assignment.one_process else None
+        policy = session.runtime.place(
+            "policy", make_policy_worker, config, sizes, session.reach(farm), assignment.policy, beside=beside
+        )
+        yield Executor(config, assignment, farm, policy, learner)
+        policy.end()
+        learner.end()

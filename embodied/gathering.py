@@ -1,0 +1,185 @@
+"""What the policy worker keeps of its decisions, and how it becomes trajectories.
+
+A step is one decision of one group of environments. Steps come in the order in which a plan lets them happen;
+trajectories are arranged by (decision, environment), so that nothing of the plan is left in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from embodied.trajectories import Trajectories, join_inputs
+from policies.contract import Action, Inputs
+from sim_farm.observations import Observations
+
+Value = Callable[[Inputs], Tensor]
+
+
+@dataclass(frozen=True)
+class Episode:
+    """One ended training episode."""
+
+    env: int
+    success: bool
+    """Solved at any env step."""
+    total_reward: float
+    length: int
+    """Env steps."""
+
+
+@dataclass
+class Step:
+    """One decision of one group of environments, until what became of it is known."""
+
+    envs: np.ndarray
+    """Environments of the group."""
+    rows: np.ndarray
+    """Of them, those that decided: the others rest. Inputs and action have as many rows."""
+    episode: np.ndarray
+    """[len(envs)] the number of each environment's episode."""
+    inputs: Inputs
+    action: Action
+    outcome: Observations | None = None
+    finals: list[tuple[int, Inputs]] = field(default_factory=list)
+    """(environment, final observation) of the ended episodes whose value is bootstrapped."""
+
+
+class EpisodeSums:
+    """Return, success and length of the episodes under way."""
+
+    def __init__(self, num_envs: int) -> None:
+        self.total = np.zeros(num_envs)
+        self.solved = np.zeros(num_envs, np.bool_)
+        self.length = np.zeros(num_envs, np.int64)
+
+    def add(self, seen: Observations) -> list[Episode]:
+        """Count one outcome; the episodes that ended with it, in the order of environments."""
+        self.total[seen.envs] += seen.reward.sum(1)
+        self.solved[seen.envs] |= seen.success.any(1)
+        self.length[seen.envs] += seen.steps
+        ended = []
+        for env in sorted(seen.envs[seen.terminated | seen.truncated].tolist()):
+            ended.append(Episode(env, bool(self.solved[env]), float(self.total[env]), int(self.length[env])))
+            self.total[env] = self.length[env] = 0
+            self.solved[env] = False
+        return ended
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a row of a step belongs: decision t of environment `env`."""
+
+    t: int
+    env: int
+    step: int
+    row: int
+    """Within the group."""
+    taken: int
+    """Within the step's inputs."""
+
+
+def gather_decisions(
+    groups: Sequence[Sequence[Step]], num_envs: int, value: Value, last: Inputs, version: int
+) -> Trajectories:
+    """Decision t of every environment in row t: rollouts of a fixed number of decisions.
+
+    `last` holds the observations [B] after the last decision.
+    """
+    places: list[_Place] = []
+    flat = [(t, step) for steps in groups for t, step in enumerate(steps)]
+    for number, (t, step) in enumerate(flat):
+        places += [_Place(t, int(step.envs[r]), number, r, i) for i, r in enumerate(step.rows.tolist())]
+    return _arrange([step for _, step in flat], places, len(groups[0]), num_envs, value, value(last), version, None)
+
+
+def gather_wave(
+    groups: Sequence[Sequence[Step]], wave: int, num_envs: int, value: Value, group: Tensor, version: int
+) -> Trajectories:
+    """Every environment's episode number `wave`, its t-th decision in row t: rollouts of whole episodes."""
+    places: list[_Place] = []
+    flat = [step for steps in groups for step in steps]
+    taken = np.zeros(num_envs, np.int64)
+    for number, step in enumerate(flat):  # within a group steps are in the order of time
+        for i, r in enumerate(step.rows.tolist()):
+            env = int(step.envs[r])
+            if step.episode[r] == wave:
+                places.append(_Place(int(taken[env]), env, number, r, i))
+                taken[env] += 1
+    return _arrange(flat, places, int(taken.max()), num_envs, value, torch.zeros(num_envs), version, group)
+
+
+def _arrange(
+    steps: Sequence[Step],
+    places: list[_Place],
+    count: int,
+    num_envs: int,
+    value: Value,
+    last_value: Tensor,
+    version: int,
+    group: Tensor | None,
+) -> Trajectories:
+    """Put every row where it belongs. Rows of decisions that nobody took repeat another one and are masked."""
+    places.sort(key=lambda place: (place.t, place.env))
+    offsets = np.cumsum([0, *(len(step.rows) for step in steps)])
+    at = torch.tensor([place.t * num_envs + place.env for place in places])
+    rows = torch.tensor([int(offsets[place.step]) + place.taken for place in places])
+    every = torch.full((count * num_envs,), int(rows[0]))
+    every[at] = rows
+    mask = torch.zeros(count * num_envs, dtype=torch.bool)
+    mask[at] = True
+
+    def decided(parts: Sequence[Tensor]) -> Tensor:
+        """[T * B, ...] from the steps' own rows."""
+        return torch.cat(list(parts))[every]
+
+    def became(name: str, dtype: torch.dtype) -> Tensor:
+        """[T, B] from the outcomes, zero where nobody decided."""
+        whole = torch.zeros(count * num_envs, dtype=dtype)
+        outcomes = [_outcome(steps[place.step], name)[place.row] for place in places]
+        whole[at] = torch.from_numpy(np.asarray(outcomes)).to(dtype)
+        return whole.reshape(count, num_envs)
+
+    log_prob = decided([step.action.log_prob for step in steps])
+    return Trajectories(
+        inputs=join_inputs([step.inputs for step in steps], every),
+        trace={key: decided([step.action.trace[key] for step in steps]) for key in steps[0].action.trace},
+        log_prob=log_prob.reshape(count, num_envs, *log_prob.shape[1:]),
+        value=decided([step.action.value for step in steps]).reshape(count, num_envs),
+        reward=became("reward", torch.float32),
+        success=became("success", torch.bool),
+        executed=became("steps", torch.int64),
+        mask=mask.reshape(count, num_envs),
+        terminated=became("terminated", torch.bool),
+        truncated=became("truncated", torch.bool),
+        final_value=_final_values(steps, places, count, num_envs, value),
+        last_value=last_value,
+        version=version,
+        group=group,
+    )
+
+
+def _outcome(step: Step, name: str) -> np.ndarray:
+    """What came of a step, a number for each environment; reward is summed over the chunk, success is any."""
+    assert step.outcome is not None, "gathered before its outcome was collected"
+    values: np.ndarray = getattr(step.outcome, name)
+    if name == "reward":
+        values = values.sum(1)
+    if name == "success":
+        values = np.asarray(values.any(1))
+    return values
+
+
+def _final_values(steps: Sequence[Step], places: list[_Place], count: int, num_envs: int, value: Value) -> Tensor:
+    """[T, B] the value of each ended episode's own final observation, in one forward pass."""
+    values = torch.zeros(count, num_envs)
+    finals = {(number, env): inputs for number, step in enumerate(steps) for env, inputs in step.finals}
+    found = [(place, finals[place.step, place.env]) for place in places if (place.step, place.env) in finals]
+    if found:
+        inputs = join_inputs([final for _, final in found], torch.arange(len(found)))
+        values[[place.t for place, _ in found], [place.env for place, _ in found]] = value(inputs)
+    return values

@@ -1,0 +1,254 @@
+"""The farm's workers as Ray actors: on this machine in shared memory, physics on other machines behind relays."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from embodied.runtime.nodes import NodeInfo, require_software, software
+from embodied.runtime.relay import FarLost, FarPhysics, Relay
+from sim_farm.contract import FarmError, TaskInfo, TaskSpec
+from sim_farm.farm import WorkerFailed
+from sim_farm.hosts import Handle as FarmHandle
+from sim_farm.hosts import make_worker
+from sim_farm.memory import Block
+from sim_farm.workers import WorkerSetup
+
+if TYPE_CHECKING:
+    from embodied.runtime.ray_runtime import RayRuntime
+
+HERE = ""
+"""The client's node, where a placement names one."""
+MAX_RESTARTS = 3
+"""Replacements of one worker after which its death ends the run: then it is not an accident."""
+NODE_CHECK_S = 1.0
+"""How often it is looked whether the nodes of far workers are still there; asking takes a millisecond or two."""
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "LP_NUM_THREADS": "1"}
+"""A physics or render worker is one thread on one core; software rendering (llvmpipe) obeys the last."""
+
+
+@ray.remote(num_cpus=0, max_restarts=0)
+class _FarmActor:
+    """A process for one physics or render worker."""
+
+    def __init__(self) -> None:
+        self._cores = sorted(os.sched_getaffinity(0))
+        self._far: FarPhysics | None = None
+
+    def describe(self, task: TaskSpec) -> TaskInfo:
+        from sim_farm.hosts import InProcess
+
+        return InProcess().describe(task)
+
+    def serve(self, setup: WorkerSetup) -> None:
+        make_worker(setup).serve()
+
+    def open(self, setup: WorkerSetup, opening: bytes, expected: Mapping[str, str]) -> None:
+        """Be the far end of a relay, if this machine has the expected software."""
+        require_software(expected)
+        # Cores are numbered per machine: the setup's number counts the farm's workers on this one.
+        cores = self._cores if setup.core is None else [self._cores[setup.core % len(self._cores)]]
+        os.sched_setaffinity(0, cores)
+        self._far = FarPhysics(replace(setup, core=None), opening)
+
+    def exchange(self, request: bytes) -> bytes:
+        assert self._far is not None, "opened before it is asked"
+        return self._far.exchange(request)
+
+    def leave(self) -> None:
+        """The farm is gone; the process may serve another."""
+        if self._far is not None:
+            self._far.close()
+        self._far = None
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+class RayHost:
+    """The farm's workers as actors; a dead one is replaced, and its successor finds all it needs in the slots.
+
+    The worker of index i is on `nodes[i]`; None is the client's node. A physics worker on another node is reached
+    through a relay, and needs render workers here if there are cameras. A node that is lost raises `WorkerFailed`.
+    """
+
+    shared = True
+
+    def __init__(self, runtime: RayRuntime, nodes: list[NodeInfo | None]) -> None:
+        self._runtime = runtime
+        self._nodes = nodes
+        # All at once: importing a simulator takes seconds, and they do it side by side.
+        self._actors = [self._start(index) for index in range(len(nodes))]
+        self._setups: dict[int, WorkerSetup] = {}
+        self._serving: dict[int, Any] = {}
+        self._relays: dict[int, threading.Thread] = {}
+        self._checked = time.monotonic()
+        self.restarts: dict[int, int] = {}
+
+    def describe(self, task: TaskSpec) -> TaskInfo:
+        return self._runtime.wait(self.ask(0, "describe", task), self.who(0), "describe the task", 300.0)
+
+    def launch(self, setup: WorkerSetup, block: Block) -> FarmHandle:
+        """Raises `FarmError` where a physics worker on another node would have to draw."""
+        index, node = setup.index, self._nodes[setup.index]
+        if node is None:
+            self._setups[index] = setup
+            self._serving[index] = self._actors[index].serve.remote(setup)
+        else:
+            if setup.info.cameras and not setup.spec.render_workers:
+                raise FarmError(
+                    f"{setup.name} is to be on {node}, and frames do not cross machines: set farm.render_workers to 1 "
+                    "or more, so that they are drawn where the policy is, or leave the physics workers here"
+                )
+            rank = self._nodes[:index].count(node)
+            self._setups[index] = replace(setup, memory=None, core=None if setup.core is None else rank)
+            relay = Relay(replace(setup, core=None), block, _RayFar(self, index))
+            self._relays[index] = threading.Thread(target=relay.serve, name=f"relay of {setup.name}", daemon=True)
+            self._relays[index].start()
+        return _RayFarmHandle(self, index)
+
+    def watch(self) -> None:
+        """Replace workers whose process died. Raises `WorkerFailed` when one dies again and again, or with its node."""
+        for index, reference in list(self._serving.items()):
+            done, _ = ray.wait([reference], timeout=0)
+            if not done:
+                continue
+            try:
+                ray.get(reference)
+            except RayActorError:
+                self._replace(index)
+            # A worker that returned by itself has written its message into the slots: the farm raises it.
+        if self._relays and time.monotonic() - self._checked > NODE_CHECK_S:
+            self._checked = time.monotonic()
+            self._require_nodes([node for index in self._relays if (node := self._nodes[index]) is not None])
+
+    def pids(self) -> list[int]:
+        """Process ids of the workers, each on its own machine; only while they serve no farm."""
+        return ray.get([actor.pid.remote() for actor in self._actors], timeout=60)
+
+    def end(self, index: int, deadline_s: float) -> None:
+        """The worker leaves its farm; its process stays, with its simulator imported, for the next farm."""
+        if index in self._relays:
+            self._relays.pop(index).join(deadline_s)
+            serving = self._actors[index].leave.remote()
+        else:
+            serving = self._serving.pop(index)
+        done, _ = ray.wait([serving], timeout=deadline_s)
+        if not done:  # stuck in a simulator: this process is of no more use
+            ray.kill(self._actors[index])
+            self._actors[index] = self._start(index)
+
+    def who(self, index: int) -> str:
+        """The worker as messages call it, with its node where that is another."""
+        setup, node = self._setups.get(index), self._nodes[index]
+        name = setup.name if setup is not None else f"physics {index}"
+        return name if node is None else f"{name} on {node}"
+
+    def ask(self, index: int, method: str, *args: Any) -> Any:
+        """Start a call of the worker's process."""
+        return getattr(self._actors[index], method).remote(*args)
+
+    def open(self, index: int, opening: bytes) -> Any:
+        """Start to build the far end of a relay."""
+        return self.ask(index, "open", self._setups[index], opening, software())
+
+    def renew(self, index: int) -> None:
+        """A new process for a far worker whose own was lost, on the same node if that is still there."""
+        node = self._nodes[index]
+        assert node is not None
+        self._require_nodes([node])
+        ray.kill(self._actors[index])  # it may only have been out of reach
+        self._start_again(index)
+
+    def _require_nodes(self, needed: list[NodeInfo]) -> None:
+        present = {node.id for node in self._runtime.nodes()}
+        for node in needed:
+            if node.id not in present:
+                lost = [setup.name for index, setup in sorted(self._setups.items()) if self._nodes[index] == node]
+                raise WorkerFailed(
+                    f"the node {node} has left the cluster, and with it {', '.join(lost)}: bring it back with `ray "
+                    "start --address HOST:PORT`, or do without it, and go on with --resume auto"
+                )
+
+    def _start(self, index: int) -> Any:
+        node = self._nodes[index]
+        return self._runtime.actor(_FarmActor, ONE_THREAD, HERE if node is None else node.id)
+
+    def _start_again(self, index: int) -> None:
+        self.restarts[index] = self.restarts.get(index, 0) + 1
+        if self.restarts[index] > MAX_RESTARTS:
+            raise WorkerFailed(
+                f"{self.who(index)} died {self.restarts[index]} times; see the system's log for the reason"
+            )
+        self._actors[index] = self._start(index)
+
+    def _replace(self, index: int) -> None:
+        self._start_again(index)
+        self._serving[index] = self._actors[index].serve.remote(self._setups[index])
+
+
+@dataclass(frozen=True)
+class _RayFar:
+    """A relay's way to its far end."""
+
+    host: RayHost
+    index: int
+
+    def open(self, opening: bytes) -> Future[None]:
+        return _future(self.host.open(self.index, opening), self.host.who(self.index))
+
+    def exchange(self, request: bytes) -> Future[bytes]:
+        return _future(self.host.ask(self.index, "exchange", request), self.host.who(self.index))
+
+    def renew(self) -> None:
+        self.host.renew(self.index)
+
+
+def _future(reference: Any, who: str) -> Future[Any]:
+    """The call's result; Ray's exceptions become `FarLost`, or the far worker's own where it has a message."""
+    answer: Future[Any] = Future()
+
+    def settle(done: Future[Any]) -> None:
+        error = done.exception()
+        if error is None:
+            answer.set_result(done.result())
+        elif isinstance(error, RayTaskError):
+            # Of an error that is not the user's, Ray's wrapping holds the far traceback.
+            answer.set_exception(error.cause if isinstance(error.cause, FarmError) else error)
+        elif isinstance(error, RayActorError) and error.actor_init_failed:
+            answer.set_exception(cannot_start(who, error))
+        elif isinstance(error, RayError):
+            answer.set_exception(FarLost(str(error)))
+        else:
+            answer.set_exception(error)
+
+    reference.future().add_done_callback(settle)
+    return answer
+
+
+def cannot_start(who: str, error: RayActorError) -> FarmError:
+    """Why a process that never began its work did not; another try would end the same way."""
+    return FarmError(
+        f"{who} cannot start: {str(error).splitlines()[-1]}; every machine of the cluster needs the environment of "
+        "the one where training is started"
+    )
+
+
+@dataclass(frozen=True)
+class _RayFarmHandle:
+    host: RayHost
+    index: int
+
+    def ring(self) -> None:
+        """Not used: the farm rings in shared memory."""
+
+    def close(self, deadline_s: float) -> None:
+        self.host.end(self.index, deadline_s)

@@ -1,0 +1,348 @@
+"""Physics on another machine: a relay beside the client, and an ordinary physics worker at the far end.
+
+    client --slots--> relay --request--> far end        which environments, and their actions
+    render <--slots-- relay <--answer--- (PhysicsWorker) rewards, states and scenes: kilobytes, never frames
+
+To client and render workers a relay is a physics worker like any other: it watches the same slots and listens to
+the same bell. At the far end is a `PhysicsWorker` with a block of its own. What has been executed is recorded here,
+as the slots demand, so a far end that is lost can be replaced: the new one replays. This module knows nothing of
+what carries the messages; see `Far`.
+
+Messages are raw rows of the slots, and lengths; both ends know the layout.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import time
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from sim_farm import layout
+from sim_farm.contract import FarmError, TaskInfo
+from sim_farm.doorbell import Doorbell
+from sim_farm.farm import WorkerTimeout
+from sim_farm.layout import FarmSpec, slot_fields
+from sim_farm.memory import Block, Field
+from sim_farm.workers import PhysicsWorker, Worker, WorkerSetup
+
+Slots = dict[str, np.ndarray]
+Int = np.ndarray
+
+REQUEST = ("requested", "op", "limit", "base_episode", "base_step", "action")
+STANDING = ("simulated", "episode", "episode_step", "active", "instruction")
+"""Beyond the request: where the environments of a lost far end were."""
+OUTCOME = (
+    "steps", "reward", "success", "terminated", "truncated", "draw_final",
+    "active", "episode", "episode_step", "times_ns",
+)  # fmt: skip
+OBSERVED = ("state", "proprio")
+SHOWN = ("scene",)
+BEGUN = ("instruction",)
+ENDED = ("final_state", "final_proprio")
+DRAWN = ("final_scene",)
+PICTURES = ("frames", "final_frames")
+"""The far end has no memory for these: a frame cannot cross by mistake."""
+ANSWER_BYTES = 64 * 2**10
+"""Where a stage's answer would be longer, it is asked for in parts. Ray carries up to 100 KB in the reply itself and
+the rest through object stores, which is slower; and the first part is drawn while the next is simulated."""
+OPEN_S = 600.0
+"""Longest time for the environments of a far end to be built and replayed."""
+
+
+class FarLost(Exception):
+    """The far end's process is gone, or cannot be reached."""
+
+
+class Far(Protocol):
+    """The way to a far end. Its futures raise `FarLost`, or what the worker there raised."""
+
+    def open(self, opening: bytes) -> Future[None]:
+        """Build the worker there, from `pack_opening`."""
+        ...
+
+    def exchange(self, request: bytes) -> Future[bytes]:
+        """Have a request of `pack_request` executed; `FarPhysics.exchange`. They are executed in order."""
+        ...
+
+    def renew(self) -> None:
+        """Another process in the place of a lost one. Raises `WorkerFailed` when that is hopeless, saying why."""
+        ...
+
+
+def row_bytes(spec: FarmSpec, info: TaskInfo) -> tuple[int, int]:
+    """Bytes of one environment's request and answer for a chunk in the middle of an episode."""
+    fields = slot_fields(spec, info)
+    env, length = 4, 4  # which environment, and how much of its history follows
+    return env + _row(fields, REQUEST) + length, _row(fields, (*OUTCOME, *OBSERVED, *SHOWN))
+
+
+# --- the far end
+
+
+class FarPhysics:
+    """A physics worker over a block of its own, which executes requests. Builds its environments when made."""
+
+    def __init__(self, setup: WorkerSetup, opening: bytes) -> None:
+        fields = slot_fields(setup.spec, setup.info)
+        block = Block.create({key: field for key, field in fields.items() if key not in PICTURES}, shared=False)
+        self._slots = block.arrays
+        _read_rows(_Reader(opening), self._slots, (*REQUEST, *STANDING))
+        self._worker = PhysicsWorker(setup, block)
+        self._worker.build()
+
+    def exchange(self, request: bytes) -> bytes:
+        """See that the requested tickets are simulated, and what became of them. Asked again, it answers the same."""
+        envs = _read_rows(_Reader(request), self._slots, REQUEST)
+        self._worker.run_pending()
+        return pack_answer(self._slots, envs)
+
+    def close(self) -> None:
+        self._worker.close()
+
+
+# --- the near end
+
+
+@dataclass(frozen=True)
+class _Sent:
+    envs: Int
+    ticket: int
+    answer: Future[bytes]
+
+
+class Relay(Worker):
+    """A physics worker whose simulators are at the far end. Hosted like any worker: `serve` in a thread."""
+
+    def __init__(self, setup: WorkerSetup, block: Block, far: Far) -> None:
+        super().__init__(setup, block)
+        spec = setup.spec
+        self._far = far
+        self._envs = np.array([e for e in range(spec.num_envs) if spec.worker_of(e) == setup.index])
+        self._sent = np.zeros(len(self._envs), np.int64)
+        """Newest ticket of each environment for which a request is on its way or answered."""
+        self._flying: deque[_Sent] = deque()
+        self._part = max(1, ANSWER_BYTES // row_bytes(spec, setup.info)[1])
+        self._draws = bool(setup.info.cameras)
+        bells, first = self.slots["bells"], 1 + spec.physics_workers
+        drawers = range(spec.render_workers if self._draws else 0)
+        self._renderers = [Doorbell(bells, first + drawer) for drawer in drawers]
+
+    def build(self) -> None:
+        """Have the far end built; after a loss, brought to where the slots say its environments were."""
+        self._report(layout.BUILDING)
+        self._flying.clear()
+        while True:
+            opening = pack_opening(self.slots, self._envs)
+            try:
+                if not self._await(self._far.open(opening)):
+                    return
+                break
+            except FarLost:
+                self._far.renew()
+        self._count(len(opening), 0)
+        # What was on its way is asked for again; what the far end has replayed or done since, it only reports.
+        self._sent[...] = self.slots["simulated"][self._envs]
+        self.slots["built"][self.setup.index] = len(self._envs)
+        self._report(layout.WAITING)
+        self._client.ring()
+
+    def run_pending(self) -> int:
+        """Send the requests that are new and write the answers that have come; how many environments it was."""
+        try:
+            return self._send() + self._receive()
+        except FarLost:
+            self._far.renew()
+            self.build()
+            return 1  # look again at once
+
+    def close(self) -> None:
+        """Nothing is held here; the host lets the far end go."""
+
+    def _send(self) -> int:
+        asked = self.slots["requested"][self._envs]
+        new = asked > self._sent
+        if not new.any():
+            return 0
+        self._report(layout.WORKING)
+        for ticket in np.unique(asked[new]).tolist():  # a stage each, the oldest first
+            envs = self._envs[new & (asked == ticket)]
+            for first in range(0, len(envs), self._part):
+                self._ask(envs[first : first + self._part], ticket)
+        self._sent[new] = asked[new]
+        return int(new.sum())
+
+    def _ask(self, envs: Int, ticket: int) -> None:
+        request = pack_request(self.slots, envs)
+        answer = self._far.exchange(request)
+        self._flying.append(_Sent(envs, ticket, answer))
+        self._count(len(request), 0)
+        answer.add_done_callback(lambda _: self._mine.ring())
+
+    def _receive(self) -> int:
+        served = 0
+        while self._flying and self._flying[0].answer.done():
+            sent = self._flying.popleft()
+            answer = sent.answer.result()
+            self._count(0, len(answer))
+            unpack_answer(answer, self.slots, sent.envs)
+            self._hand_on(sent)
+            served += len(sent.envs)
+            if not self._flying:
+                self._report(layout.WAITING)
+        return served
+
+    def _hand_on(self, sent: _Sent) -> None:
+        """Announce what lies in the slots now: the data first, then the ticket, then the bell."""
+        slots = self.slots
+        if not self._draws:
+            slots["drawn"][sent.envs] = sent.ticket
+        slots["simulated"][sent.envs] = sent.ticket
+        if not self._draws:
+            self._client.ring()
+        for drawer in sorted({self.setup.spec.renderer_of(env) for env in sent.envs.tolist()} if self._draws else ()):
+            self._renderers[drawer].ring()
+
+    def _await(self, answer: Future[None]) -> bool:
+        """Whether the far end was opened; False when the farm was stopped meanwhile."""
+        deadline = time.monotonic() + OPEN_S
+        while not self.slots["stop"][0]:
+            try:
+                answer.result(timeout=0.5)
+                return True
+            except concurrent.futures.TimeoutError:
+                if time.monotonic() > deadline:
+                    raise WorkerTimeout(
+                        f"{self.setup.name} was not built on its machine within {OPEN_S:.0f} s"
+                    ) from None
+        return False
+
+    def _count(self, sent: int, received: int) -> None:
+        self.slots["wire_bytes"][self.setup.index] += (sent, received)
+
+
+# --- messages
+
+
+def pack_request(slots: Slots, envs: Int) -> bytes:
+    """What the far end must know to serve the tickets of `envs`. A reset carries the actions it replays."""
+    resets = slots["op"][envs] == layout.RESET
+    return b"".join(_rows(slots, envs, REQUEST, np.where(resets, slots["base_step"][envs], 0)))
+
+
+def pack_opening(slots: Slots, envs: Int) -> bytes:
+    """Where `envs` are, so that a new far end can replay them. Nearly nothing for those that have not begun."""
+    # `requested` first: a pending environment is not touched by the client any more, one that is not pending is
+    # replayed from what this side alone writes.
+    requested = slots["requested"][envs]
+    lengths = np.maximum(slots["base_step"][envs], slots["episode_step"][envs])
+    parts = list(_rows(slots, envs, (*REQUEST, *STANDING), lengths))
+    parts[1] = requested.tobytes()
+    return b"".join(parts)
+
+
+def pack_answer(slots: Slots, envs: Int) -> bytes:
+    """What became of `envs`, and the far clock's time."""
+    clock = np.int64(time.monotonic_ns()).tobytes()
+    rows = [_pack(slots, some, names) for names, some in _occasions(slots, envs)]
+    return b"".join((clock, _pack(slots, envs, OUTCOME), *rows))
+
+
+def unpack_answer(answer: bytes, slots: Slots, envs: Int) -> None:
+    """Write an answer into the slots of `envs`, and record what was executed. Raises `FarmError` on a wrong length."""
+    reader = _Reader(answer)
+    sent_ns = int(reader.take(np.dtype("int64"), ())[()])
+    reader.into(slots, envs, OUTCOME)
+    ended = envs[_ended(slots, envs)]
+    slots["final_instruction"][ended] = slots["instruction"][ended]
+    for names, some in _occasions(slots, envs):
+        reader.into(slots, some, names)
+    reader.end()
+    for env in envs.tolist():
+        base, steps = int(slots["base_step"][env]), int(slots["steps"][env])
+        slots["history"][env, base : base + steps] = slots["action"][env, :steps]
+    # Another machine's clock started at another time: let its answer have been sent when it arrived here. That
+    # keeps durations and order, and is late by the wire's few hundred microseconds.
+    physics = slice(layout.PHYSICS_START, layout.PHYSICS_END + 1)
+    slots["times_ns"][envs, physics] += time.monotonic_ns() - sent_ns
+
+
+def _ended(slots: Slots, envs: Int) -> np.ndarray:
+    return (slots["terminated"][envs] | slots["truncated"][envs]).astype(np.bool_)
+
+
+def _occasions(slots: Slots, envs: Int) -> list[tuple[tuple[str, ...], Int]]:
+    """Which fields follow the outcome, and for which of `envs`: the outcome tells.
+
+    Exactly what a physics worker writes on that occasion: the row of an environment that rests is left as it was.
+    """
+    reset, ended = slots["op"][envs] == layout.RESET, _ended(slots, envs)
+    active = slots["active"][envs].astype(np.bool_)
+    begun = (slots["episode_step"][envs] == 0) | reset
+    return [
+        (OBSERVED, envs[active | ended | reset]),
+        (SHOWN, envs[active]),
+        (BEGUN, envs[active & begun]),
+        (ENDED, envs[ended]),
+        (DRAWN, envs[slots["draw_final"][envs].astype(np.bool_)]),
+    ]
+
+
+def _rows(slots: Slots, envs: Int, names: tuple[str, ...], lengths: Int) -> Iterator[bytes]:
+    """Which environments, their rows, and the first so many of their executed actions."""
+    yield np.array([len(envs), *envs], np.int32).tobytes()
+    for name in names:
+        yield slots[name][envs].tobytes()
+    yield lengths.astype(np.int32).tobytes()
+    for env, length in zip(envs.tolist(), lengths.tolist(), strict=True):
+        yield slots["history"][env, :length].tobytes()
+
+
+def _read_rows(reader: _Reader, slots: Slots, names: tuple[str, ...]) -> Int:
+    """Write what `_rows` sent; the environments."""
+    count = int(reader.take(np.dtype("int32"), ())[()])
+    envs = reader.take(np.dtype("int32"), (count,)).astype(np.int64)
+    reader.into(slots, envs, names)
+    lengths = reader.take(np.dtype("int32"), (count,))
+    for env, length in zip(envs.tolist(), lengths.tolist(), strict=True):
+        history = slots["history"]
+        history[env, :length] = reader.take(history.dtype, (length, history.shape[2]))
+    reader.end()
+    return envs
+
+
+def _pack(slots: Slots, envs: Int, names: tuple[str, ...]) -> bytes:
+    return b"".join(slots[name][envs].tobytes() for name in names)
+
+
+def _row(fields: dict[str, Field], names: tuple[str, ...]) -> int:
+    return sum(fields[name].nbytes // fields[name].shape[0] for name in names)
+
+
+class _Reader:
+    """Takes arrays off the front of a message."""
+
+    def __init__(self, message: bytes) -> None:
+        self._message, self._at = message, 0
+
+    def take(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> np.ndarray:
+        count = int(np.prod(shape, dtype=np.int64))
+        end = self._at + count * dtype.itemsize
+        if count < 0 or end > len(self._message):
+            raise FarmError(f"a message between farm and far physics ended at {len(self._message)} bytes, not {end}")
+        array = np.frombuffer(self._message[self._at : end], dtype, count).reshape(shape)
+        self._at = end
+        return array
+
+    def into(self, slots: Slots, envs: Int, names: tuple[str, ...]) -> None:
+        for name in names:
+            slots[name][envs] = self.take(slots[name].dtype, (len(envs), *slots[name].shape[1:]))
+
+    def end(self) -> None:
+        if self._at != len(self._message):
+            raise FarmError(f"a message between farm and far physics is {len(self._message)} bytes, not {self._at}")

@@ -1,0 +1,151 @@
+"""Workflows: what flows, declared. Nothing that runs them knows their names.
+
+A workflow says which components there are, what they hand to each other and in which portions, what a rollout is,
+and which estimator turns trajectories into rows. A new one is a `Recipe` of your own (docs/workflows.md).
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from embodied.config import Config, UserError, nearest
+from embodied.estimators import ESTIMATORS, Estimator
+from schedulers.workflow import Component, Edge, Loop, Workflow
+from sim_farm.episodes import EndlessEpisodes, Episodes, GroupedEpisodes
+
+PHYSICS = Component("physics", "steps the environments")
+RENDER = Component("render", "draws the frames that the policy looks at")
+POLICY = Component("policy", "turns observations into action chunks")
+ADVANTAGE = Component("advantage", "turns rewards into advantages")
+LEARNER = Component("learner", "updates the policy")
+SYNC = Component("sync", "brings the new weights to the policy")
+ROLLOUT = ("physics", "render", "policy")
+LEARNING = ("advantage", "learner", "sync")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A workflow before sizes are known."""
+
+    name: str
+    components: tuple[Component, ...]
+    edges: tuple[Edge, ...]
+    loop: tuple[str, ...]
+    rollout: Literal["decisions", "episodes"]
+    """A rollout is so many decisions of every environment, or whole episodes that come in groups."""
+    estimator: str | Estimator
+    """A name in `embodied.estimators.ESTIMATORS`, or a function like those there."""
+    critic: bool
+    """Whether a value function is trained."""
+
+    def estimate(self) -> Estimator:
+        return ESTIMATORS[self.estimator] if isinstance(self.estimator, str) else self.estimator
+
+
+_ROLL = (
+    Edge("physics", "render", "scenes", "micro_batch"),
+    Edge("render", "policy", "frames", "micro_batch"),
+)
+_END = (Edge("advantage", "learner", "rows"), Edge("learner", "sync", "weights"))
+
+PPO = Recipe(
+    "ppo",
+    (PHYSICS, RENDER, POLICY, ADVANTAGE, LEARNER, SYNC),
+    # Advantages are normalised and minibatches drawn over the whole batch: the learner needs all of it.
+    (*_ROLL, Edge("policy", "advantage", "trajectories"), *_END),
+    ("physics", "render", "policy"),
+    rollout="decisions",
+    estimator="gae",
+    critic=True,
+)
+GRPO = Recipe(
+    "grpo",
+    (PHYSICS, RENDER, POLICY, ADVANTAGE, LEARNER, SYNC),
+    # A complete group is all that its advantages need; whether the learner may begin with it is up to its epochs.
+    (*_ROLL, Edge("policy", "advantage", "episodes", "micro_batch"), *_END),
+    ("physics", "render", "policy"),
+    rollout="episodes",
+    estimator="group_relative",
+    critic=False,
+)
+RECIPES = {recipe.name: recipe for recipe in (PPO, GRPO)}
+
+
+def recipe_of(config: Config) -> Recipe:
+    """The recipe that the configuration names: `ppo`, `grpo`, or `package.module:NAME` for one of your own."""
+    name = config.workflow
+    if name in RECIPES:
+        return RECIPES[name]
+    module, colon, attribute = name.partition(":")
+    if not colon:
+        raise UserError(f"no workflow {name!r}{nearest(name, sorted(RECIPES))}; your own is named package.module:NAME")
+    try:
+        recipe = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"the workflow {name!r} cannot be imported: {error}") from error
+    if not isinstance(recipe, Recipe):
+        raise UserError(f"{name} is a {type(recipe).__name__}, not an embodied.workflows.Recipe")
+    return recipe
+
+
+def streams(config: Config) -> bool:
+    """Whether the learner may work on a part of an iteration's rows while others are still rolled out.
+
+    Only where the update is one optimiser step over all rows: then it is a sum over parts, in their order.
+    """
+    recipe, learner = recipe_of(config), config.learner
+    return recipe.rollout == "episodes" and not recipe.critic and learner.epochs == 1 and learner.minibatch == 0
+
+
+def workflow_of(config: Config, max_episode_steps: int) -> Workflow:
+    """The configuration's workflow with its sizes. Raises `UserError` for groups that the environments do not fill."""
+    recipe, env = recipe_of(config), config.env
+    draws = "images" in config.policy.reads
+    present = tuple(c for c in recipe.components if draws or c.name != "render")
+    waves, steps = 1, config.ppo.decisions
+    if recipe.rollout == "episodes":
+        check_groups(config)
+        waves, steps = config.group.waves, math.ceil(max_episode_steps / config.policy.chunk)
+    unit = config.group.size if recipe.rollout == "episodes" else 1
+    edges = tuple(_sized(edge, unit, streams(config)) for edge in _without(recipe.edges, present))
+    loop = tuple(name for name in recipe.loop if any(c.name == name for c in present))
+    return Workflow(recipe.name, present, edges, Loop(loop, steps), env.num_envs * waves, waves)
+
+
+def episodes_of(config: Config, seed: int) -> Episodes:
+    """The training episodes of the configuration's workflow."""
+    if recipe_of(config).rollout == "episodes":
+        check_groups(config)
+        return GroupedEpisodes(seed, config.group.size, config.env.init_states)
+    return EndlessEpisodes(seed, config.env.init_states)
+
+
+def check_groups(config: Config) -> None:
+    """Raise `UserError` where environments and groups do not match."""
+    size, envs = config.group.size, config.env.num_envs
+    if envs % size:
+        near = max(size, round(envs / size) * size)
+        raise UserError(f"{envs} environments do not make groups of {size}; set env.num_envs to {near}, for example")
+
+
+def _without(edges: tuple[Edge, ...], present: tuple[Component, ...]) -> tuple[Edge, ...]:
+    """The edges among the components that are present; what an absent one passed on goes straight."""
+    names = {component.name for component in present}
+    kept = [edge for edge in edges if edge.source in names and edge.target in names]
+    into = {edge.target: edge for edge in edges if edge.target not in names}
+    for edge in edges:
+        if edge.source in into and edge.source not in names:
+            kept.append(Edge(into[edge.source].source, edge.target, edge.carries, edge.flow, edge.unit))
+    return tuple(kept)
+
+
+def _sized(edge: Edge, unit: int, streamed: bool) -> Edge:
+    """The edge with its unit; parts go beyond the rollout only where the update is a sum over parts."""
+    inside = edge.source in ROLLOUT and edge.target in ROLLOUT
+    learns = edge.source in LEARNING and edge.source != "learner" or edge.target == "advantage"
+    if learns:
+        return Edge(edge.source, edge.target, edge.carries, "micro_batch" if streamed else "barrier", unit)
+    return edge if inside else Edge(edge.source, edge.target, edge.carries, "barrier", unit)
