@@ -39,6 +39,10 @@ class Assignment:
     unload: bool = False
     """Policy worker and learner leave the device's memory while the other works."""
 
+    def __post_init__(self) -> None:
+        if self.ahead and self.one_process:
+            raise ValueError("a rollout that is ahead of the update needs a policy of its own, not the learner's")
+
     @property
     def cores(self) -> tuple[int | None, ...]:
         """Of the farm's workers, physics first."""
@@ -75,9 +79,6 @@ def assign(plan: Plan, config: Config, cores: tuple[int, ...], nodes: Mapping[st
     physics, policy = _of(rolling, "physics"), _of(rolling, "policy")
     drawing = next((p for p in rolling.placements if "render" in p.components), physics)
     learning = _of(_phase(plan, "learner"), "learner")
-    for name in ("advantage", "sync"):
-        if name not in learning.components:
-            raise UserError(f"{name} works in the learner's process: place it with the learner in the plan")
     for component, placement in (("policy", policy), ("learner", learning), ("render", drawing)):
         away = [span.node for span in placement.devices if span.node in others]
         if away and (component != "render" or drawing is not physics):

@@ -20,6 +20,7 @@ from rich.console import Console
 from embodied.bench.settings import BenchFarm, BenchTransport
 from embodied.config import Config, UserError, load_config
 from policies.contract import PolicyError
+from schedulers.errors import PlanError
 from sim_farm.contract import FarmError
 
 Text = tyro.conf.Positional[str]
@@ -104,6 +105,53 @@ class Doctor:
     """Write the result to this file."""
 
 
+@dataclass(frozen=True)
+class ProfileCommand:
+    """Measure a workflow's components on this machine, alone and beside each other, and write profile.json."""
+
+    config: Text
+    """Name of a file in configs/ (without .yaml), or the path of one."""
+    settings: Annotated[Config, tyro.conf.arg(name="")] = Config()
+    out: Path = Path("profile.json")
+    """Where the profile is written."""
+    json: Path | None = None
+    """Write the result to this file."""
+
+
+@dataclass(frozen=True)
+class PlanCommand:
+    """Find the best plan for this machine, or for a cluster that one does not have, and say why."""
+
+    config: Text
+    """Name of a file in configs/ (without .yaml), or the path of one."""
+    settings: Annotated[Config, tyro.conf.arg(name="")] = Config()
+    profile: Path = Path("profile.json")
+    """Measured times: what `embodied profile` wrote."""
+    cluster: str = "local"
+    """`local`, or a YAML or JSON file of nodes with cores, accelerators, memory and links (docs/planning.md)."""
+    out: Path = Path("plan")
+    """Folder for plan.json, the predicted timeline (predicted.json for Perfetto) and its picture."""
+    json: Path | None = None
+    """Write the result to this file."""
+
+
+@dataclass(frozen=True)
+class CompareCommand:
+    """Run every mode on the same work and report measured against predicted times."""
+
+    config: Text
+    """Name of a file in configs/ (without .yaml), or the path of one."""
+    settings: Annotated[Config, tyro.conf.arg(name="")] = Config()
+    profile: Path | None = None
+    """Measured times; none: measured first."""
+    out: Path = Path("compare")
+    """Folder for compare.html, the pictures and compare.json."""
+    repeats: Annotated[int, tyro.conf.arg(name="repeats")] = 2
+    """How often all modes are run in turn, three iterations each."""
+    json: Path | None = None
+    """Write the result to this file."""
+
+
 Bench = Annotated[
     Annotated[BenchFarm, tyro.conf.subcommand("farm")] | Annotated[BenchTransport, tyro.conf.subcommand("transport")],
     tyro.conf.arg(name=""),
@@ -127,7 +175,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         command = _parse(arguments)
         return _run(command)
-    except (UserError, FarmError, PolicyError) as error:
+    except (UserError, FarmError, PolicyError, PlanError) as error:
         console.print(f"[bold red]embodied:[/] {_escape(str(error))}", soft_wrap=True, highlight=False)
         return 2
     except KeyboardInterrupt:
@@ -147,10 +195,19 @@ def _parse(arguments: list[str]) -> Any:
         evaluate = replace(evaluate, run=named, settings=settings_of(named, _option(arguments, "--runs-dir", "runs")))
     if verb == "record" and named and not named.startswith("-"):
         record = replace(record, run=named, settings=settings_of(named, _option(arguments, "--runs-dir", "runs")))
+    profile, plan, compare = ProfileCommand(""), PlanCommand(""), CompareCommand("")
+    if verb in ("profile", "plan", "compare") and named and not named.startswith("-"):
+        settings = load_config(named)
+        profile = replace(profile, config=named, settings=settings)
+        plan = replace(plan, config=named, settings=settings)
+        compare = replace(compare, config=named, settings=settings)
     commands = (
         Annotated[Train, tyro.conf.subcommand("train", default=train)]
         | Annotated[Eval, tyro.conf.subcommand("eval", default=evaluate)]
         | Annotated[Record, tyro.conf.subcommand("record", default=record)]
+        | Annotated[ProfileCommand, tyro.conf.subcommand("profile", default=profile)]
+        | Annotated[PlanCommand, tyro.conf.subcommand("plan", default=plan)]
+        | Annotated[CompareCommand, tyro.conf.subcommand("compare", default=compare)]
         | Annotated[BenchCommand, tyro.conf.subcommand("bench")]
         | Annotated[Report, tyro.conf.subcommand("report")]
         | Annotated[Doctor, tyro.conf.subcommand("doctor")]
@@ -200,6 +257,19 @@ def _run(command: Any) -> int:
         )
     elif isinstance(command, Report):
         result = runs.report_run(command.run, command.runs_dir)
+    elif isinstance(command, ProfileCommand):
+        from embodied.planning import profile_command
+
+        result = profile_command(command.settings, command.out)
+    elif isinstance(command, PlanCommand):
+        from embodied.planning import plan_command
+
+        result = plan_command(command.settings, command.profile, command.cluster, command.out)
+    elif isinstance(command, CompareCommand):
+        from embodied.comparing import compare_command
+
+        name = Path(command.config).stem
+        result = compare_command(command.settings, name, command.out, command.profile, command.repeats)
     elif isinstance(command, BenchFarm):
         from embodied.bench.farm import bench_farm
 

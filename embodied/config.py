@@ -176,6 +176,23 @@ class RuntimeConfig(Section):
     """Record a trace of the first and the last iterations."""
 
 
+class PlanConfig(Section):
+    """When and where: see docs/planning.md."""
+
+    mode: Literal["configured", "auto", "collocated", "disaggregated", "hybrid"] = "configured"
+    """`configured`: as `farm` and `learner` say. Else the best plan of that mode, or of all modes (`auto`)."""
+    file: Path | None = None
+    """Run this plan instead (a plan.json, perhaps edited)."""
+    profile: Path | None = None
+    """Measured times to plan with; none: the run measures them first, which takes about ten iterations' time."""
+    any_hardware: bool = False
+    """Use a profile that was measured on other hardware."""
+    ahead: bool = False
+    """Disaggregated plans roll out one update ahead of the learner (decoupled objective)."""
+    replan: bool = False
+    """Plan again when measured times leave the prediction for good and another plan pays."""
+
+
 class Config(Section):
     """One training run."""
 
@@ -198,6 +215,7 @@ class Config(Section):
     group: GroupConfig = GroupConfig()
     learner: LearnerConfig = LearnerConfig()
     eval: EvalConfig = EvalConfig()
+    plan: PlanConfig = PlanConfig()
     runtime: RuntimeConfig = RuntimeConfig()
 
 

@@ -29,7 +29,7 @@ class Estimate:
     keep: Tensor
     """bool, the decision is worth learning from."""
     weight: Tensor
-    """Of the decision in the loss; the update divides by the weights' sum."""
+    """Of each of the decision's units (`ppo.ratio_unit`) in the loss; the update divides by the weights' sum."""
 
 
 Estimator = Callable[[Trajectories, Config], Estimate]
@@ -135,7 +135,8 @@ def group_relative(batch: Trajectories, config: Config) -> Estimate:
         teaches &= informative(solved, batch.group, settings.size, *settings.keep_rates)
     rows = torch.ones_like(batch.reward)
     if settings.weight == "episode":
-        rows = rows / batch.mask.sum(0).clamp(min=1)
+        units = batch.mask if config.ppo.ratio_unit == "chunk" else batch.executed * batch.mask
+        rows = rows / units.sum(0).clamp(min=1)
     return Estimate(rows_like(advantage, batch), torch.zeros_like(batch.reward), rows_like(teaches, batch), rows)
 
 

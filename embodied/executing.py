@@ -83,9 +83,8 @@ class Executor:
         """The iteration's rollout; its trajectories are on their way to the learner. May be interrupted."""
         spans: list[Span] = []
         if not self._by_episodes:
-            pending, self._next = self._next or self._start(), None
             begin = time.monotonic_ns()
-            summary = self.policy.fetch(pending)
+            summary = self.policy.fetch(self._begun())
             spans.append(Span("driver", "rollout", begin, time.monotonic_ns()))
             return summary, spans
         return self._waves_of(iteration, spans)
@@ -134,9 +133,20 @@ class Executor:
     def _by_episodes(self) -> bool:
         return recipe_of(self.config).rollout == "episodes"
 
-    def _start(self) -> Any:
-        """Begin a rollout of decisions with the weights that were published last."""
-        return self.policy.refer(PolicyWorker.rollout, self.config.ppo.decisions, self.config.runtime.deadline_s)
+    def _start(self, wave: int = 0) -> Any:
+        """Begin a rollout, or the wave of that number of one, with the weights that were published last."""
+        deadline_s = self.config.runtime.deadline_s
+        if not self._by_episodes:
+            return self.policy.refer(PolicyWorker.rollout, self.config.ppo.decisions, deadline_s)
+        group = self.config.group
+        # Where a wave's groups decide whether there is another, nobody may begin it before that is known.
+        ahead = 1 if group.max_waves else group.waves - wave
+        return self.policy.refer(PolicyWorker.rollout_wave, ahead, deadline_s)
+
+    def _begun(self) -> Any:
+        """The rollout that runs ahead, or a new one."""
+        begun, self._next = self._next, None
+        return self._start() if begun is None else begun
 
     def _feed(self, iteration: int) -> Any:
         return self.learner.feed(Learner.collect, self.policy, PolicyWorker.trajectories, iteration)
@@ -148,12 +158,9 @@ class Executor:
         total: RolloutSummary | None = None
         waiting: list[Any] = []
         taught = 0
-        most = group.max_waves or group.waves
-        for number in range(most):
-            # Where a wave's groups decide whether there is another, nobody may begin it before that is known.
-            ahead = 1 if group.max_waves else most - number
+        for number in range(group.max_waves or group.waves):
             begin = time.monotonic_ns()
-            summary = self.policy.call(PolicyWorker.rollout_wave, ahead, self.config.runtime.deadline_s)
+            summary = self.policy.fetch(self._start(number) if number else self._begun())
             spans.append(Span("driver", f"roll out wave {number}", begin, time.monotonic_ns()))
             total = summary if total is None else total + summary
             waiting.append(self._feed(iteration))

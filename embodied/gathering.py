@@ -163,6 +163,39 @@ def _arrange(
     )
 
 
+def join_waves(waves: Sequence[Trajectories]) -> Trajectories:
+    """Waves of whole episodes as one: their columns side by side, shorter ones masked at their end."""
+    if len(waves) == 1:
+        return waves[0]
+    count = max(len(wave.reward) for wave in waves)
+    columns, taken, begin = [], [], 0
+    for wave in waves:
+        decisions, envs = wave.reward.shape
+        t = torch.arange(count)[:, None]
+        columns.append(begin + t.clamp(max=decisions - 1) * envs + torch.arange(envs))
+        taken.append((t < decisions).expand(count, envs))
+        begin += decisions * envs
+    order, there = torch.cat(columns, 1), torch.cat(taken, 1)
+    rows = order.flatten()
+
+    def joined(name: str) -> Tensor:
+        """[T, B, ...]"""
+        flat = torch.cat([getattr(wave, name).flatten(0, 1) for wave in waves])
+        return flat[rows].reshape(*order.shape, *flat.shape[1:])
+
+    happened = ("reward", "success", "executed", "mask", "terminated", "truncated", "final_value")
+    return Trajectories(
+        inputs=join_inputs([wave.inputs for wave in waves], rows),
+        trace={key: torch.cat([wave.trace[key] for wave in waves])[rows] for key in waves[0].trace},
+        log_prob=joined("log_prob"),
+        value=joined("value"),
+        **{name: joined(name).masked_fill(~there, 0) for name in happened},
+        last_value=torch.cat([wave.last_value for wave in waves]),
+        version=min(wave.version for wave in waves),
+        group=torch.cat([wave.group for wave in waves if wave.group is not None]),
+    )
+
+
 def _outcome(step: Step, name: str) -> np.ndarray:
     """What came of a step, a number for each environment; reward is summed over the chunk, success is any."""
     assert step.outcome is not None, "gathered before its outcome was collected"

@@ -19,3 +19,15 @@ def hardware() -> str:
         pass
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     return f"{model}, {len(os.sched_getaffinity(0))} cores, {gpu}"
+
+
+def fingerprint() -> dict[str, str]:
+    """What measured times belong to, by name: another value of any of these, and they have to be measured again."""
+    model, cores, gpu = hardware().rsplit(", ", 2)
+    return {
+        "hardware.processor": model,
+        "hardware.cores": cores,
+        "hardware.accelerator": gpu,
+        "software.torch": torch.__version__,
+        "software.python": platform.python_version(),
+    }

@@ -22,11 +22,12 @@ from torch import Tensor
 from embodied import checkpoint
 from embodied.config import Config, UserError
 from embodied.estimators import Rows, join_rows, rows_of
+from embodied.gathering import join_waves
 from embodied.noise import permutation
 from embodied.occupation import Seat
 from embodied.ppo import behaviour_weight, policy_loss, reduce_to_unit, sum_units, value_loss
 from embodied.trajectories import Trajectories
-from embodied.workflows import recipe_of, streams
+from embodied.workflows import groups_suffice, recipe_of, streams
 from policies.contract import Policy
 
 BEHAVIOUR_BOUND = 2.0
@@ -81,6 +82,9 @@ class Learner:
         self._recipe, self._run = recipe_of(config), config
         self._ppo, self._config = config.ppo, config.learner
         self._streams = streams(config)
+        in_waves = self._recipe.rollout == "episodes" and max(config.group.waves, config.group.max_waves or 1) > 1
+        self._joins = in_waves and not groups_suffice(config)
+        """The estimator needs all waves of an iteration at once."""
         self._run_dir = run_dir
         self._seat = seat or Seat((), config.learner.threads or len(os.sched_getaffinity(0)))
         self.optimizer = torch.optim.Adam(
@@ -92,6 +96,7 @@ class Learner:
             fused=True,
         )
         self._parts: list[Rows] = []
+        self._waves: list[Trajectories] = []
         self._streamed = _Sums()
         self._lag = 0
         self._learn_s = 0.0
@@ -125,7 +130,10 @@ class Learner:
             estimate = self._recipe.estimate()(batch, self._run)
             rows = rows_of(batch, estimate)
             self._lag = max(self._lag, iteration - batch.version)
-            self._parts.append(rows)
+            if self._joins:
+                self._waves.append(batch)
+            else:
+                self._parts.append(rows)
             if self._streams and len(rows):
                 self._stream(rows)
         learn_s = time.monotonic() - begin
@@ -142,8 +150,11 @@ class Learner:
         """
         begin = time.monotonic()
         with self._seat.taken():
+            if self._joins:
+                whole = join_waves(self._waves)
+                self._parts = [rows_of(whole, self._recipe.estimate()(whole, self._run))]
             rows = join_rows(self._parts)
-            self._parts = []
+            self._parts, self._waves = [], []
             if len(rows) == 0 and self._recipe.critic:
                 raise UserError("the rollout holds no decision that was really taken; nothing can be learned from it")
             self._set_learning_rates(iteration)
@@ -320,9 +331,9 @@ class Learner:
         spread = float(rows.returns.var())
         explained = 1 - float((rows.returns - rows.value).var()) / spread if spread > 0 else float("nan")
         return {
-            "learner/policy_loss": sums.policy_loss / max(sums.units, 1),
+            "learner/policy_loss": sums.policy_loss / (sums.weights or 1),
             "learner/value_loss": sums.value_loss / max(sums.rows, 1),
-            "learner/entropy": sums.entropy / max(sums.units, 1),
+            "learner/entropy": sums.entropy / (sums.weights or 1),
             "learner/approx_kl": sums.approx_kl / max(sums.units, 1),
             "learner/clip_fraction": sums.clipped / max(sums.units, 1),
             "learner/grad_norm": float(np.mean(norms)) if norms else float("nan"),

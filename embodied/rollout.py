@@ -54,7 +54,7 @@ class RolloutSummary:
     version: int
     """Updates that the acting policy had seen."""
     episodes: tuple[Episode, ...]
-    """Those that ended in this rollout, in the order (decision, environment)."""
+    """Those that ended in this rollout, in the order (decision, environment); of a wave, its own, by environment."""
     clock: Clock
     wall_s: float
     spans: tuple[Span, ...]
@@ -89,8 +89,8 @@ class PolicyWorker:
         self._wave = 0
         """The next wave of episodes to be rolled out, where rollouts are of whole episodes."""
         self._sums = EpisodeSums(farm.spec.num_envs)
-        self._ended: list[tuple[int, Episode]] = []
-        """(number of the decision, episode) since the last summary."""
+        self._ended: list[tuple[int, int, Episode]] = []
+        """(number of the environment's episode, number of the decision, episode) that no summary has told yet."""
         self._arrows = 0
         self._arrow = [0] * farm.spec.stages
         """For each stage the number of the trace's arrow from its observation to the next decision."""
@@ -174,7 +174,9 @@ class PolicyWorker:
         self._trajectories = gather_decisions(
             self._steps, self.farm.spec.num_envs, self.policy.value, last, self._version
         )
-        return self._summary(begin, mark, clock, spans)
+        places = sorted(self._ended, key=lambda place: (place[1], place[2].env))
+        self._ended = []
+        return self._summary(begin, mark, clock, spans, [episode for _, _, episode in places])
 
     def _rollout_wave(self, wave: int, limit: int, deadline_s: float) -> RolloutSummary:
         begin = time.monotonic_ns()
@@ -204,18 +206,20 @@ class PolicyWorker:
             self._steps, wave, self.farm.spec.num_envs, self.policy.value, group, self._version
         )
         self._steps = [[step for step in steps if (step.episode[step.rows] > wave).any()] for steps in self._steps]
-        return self._summary(begin, mark, clock, spans)
+        # How far environments went beyond the wave is the plan's affair: those episodes are told with their own wave.
+        ended = sorted((e for number, _, e in self._ended if number == wave), key=lambda episode: episode.env)
+        self._ended = [place for place in self._ended if place[0] > wave]
+        return self._summary(begin, mark, clock, spans, ended)
 
-    def _summary(self, begin: int, mark: int, clock: Clock, spans: list[Span]) -> RolloutSummary:
+    def _summary(
+        self, begin: int, mark: int, clock: Clock, spans: list[Span], ended: Sequence[Episode]
+    ) -> RolloutSummary:
         end = time.monotonic_ns()
         clock.transport += (end - mark) / 1e9
         spans.append(Span("policy", "transport", mark, end))
-        ended = sorted(self._ended, key=lambda place: (place[0], place[1].env))
-        self._ended = []
         assert self._trajectories is not None
-        episodes = tuple(episode for _, episode in ended)
         wall_s = (end - begin) / 1e9
-        return RolloutSummary(self._trajectories.env_steps, self._version, episodes, clock, wall_s, tuple(spans))
+        return RolloutSummary(self._trajectories.env_steps, self._version, tuple(ended), clock, wall_s, tuple(spans))
 
     def _inputs(self, seen: Observations) -> Inputs:
         return to_inputs(seen, self._reads, self.farm.spec.episodes)
@@ -237,7 +241,8 @@ class PolicyWorker:
             steps[-1].outcome = seen
             if len(seen.final.rows):
                 steps[-1].finals = self._finals(seen)
-            self._ended += [(len(steps), episode) for episode in self._sums.add(seen)]
+            number = dict(zip(seen.envs.tolist(), steps[-1].episode.tolist(), strict=True))
+            self._ended += [(number[episode.env], len(steps), episode) for episode in self._sums.add(seen)]
             clock.transport += (time.monotonic_ns() - mark) / 1e9
         self._now[stage] = seen
         return seen

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from embodied import checkpoint
-from embodied.assignment import configured
 from embodied.config import Config, UserError, save_config
 from embodied.executing import Executor, executor
 from embodied.interrupts import deferred_interrupts
+from embodied.planning import assignment_for
 from embodied.reporting.live import Progress
 from embodied.reporting.metrics import MetricsWriter, read
 from embodied.reporting.trace import TraceWriter
@@ -81,7 +81,7 @@ def train(config: Config, run_dir: Path, session: Session, resume_from: Path | N
     Interrupted between two updates, the last finished iteration is kept as a checkpoint.
     """
     begin = time.monotonic()
-    assignment = configured(config, session.cores)
+    assignment, plan, _ = assignment_for(config, session, run_dir)
     with executor(config, run_dir, session, assignment) as workers:
         loop = _Loop(config, run_dir, workers)
         loop.begin(resume_from)
@@ -93,6 +93,7 @@ def train(config: Config, run_dir: Path, session: Session, resume_from: Path | N
     return {
         "run": str(run_dir),
         "mode": assignment.mode,
+        "predicted_iteration_s": plan.prediction.iteration_s if plan and plan.prediction else None,
         "iterations": position.iteration,
         "env_steps": position.env_steps,
         "wall_s": position.wall_s,

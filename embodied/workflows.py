@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from embodied.config import Config, UserError, nearest
@@ -19,11 +19,7 @@ from sim_farm.episodes import EndlessEpisodes, Episodes, GroupedEpisodes
 PHYSICS = Component("physics", "steps the environments")
 RENDER = Component("render", "draws the frames that the policy looks at")
 POLICY = Component("policy", "turns observations into action chunks")
-ADVANTAGE = Component("advantage", "turns rewards into advantages")
-LEARNER = Component("learner", "updates the policy")
-SYNC = Component("sync", "brings the new weights to the policy")
-ROLLOUT = ("physics", "render", "policy")
-LEARNING = ("advantage", "learner", "sync")
+LEARNER = Component("learner", "estimates advantages, updates the policy, hands out its weights")
 
 
 @dataclass(frozen=True)
@@ -45,28 +41,29 @@ class Recipe:
         return ESTIMATORS[self.estimator] if isinstance(self.estimator, str) else self.estimator
 
 
-_ROLL = (
+_COMPONENTS = (PHYSICS, RENDER, POLICY, LEARNER)
+_LOOP = ("physics", "render", "policy")
+_ROLLING = (
     Edge("physics", "render", "scenes", "micro_batch"),
     Edge("render", "policy", "frames", "micro_batch"),
 )
-_END = (Edge("advantage", "learner", "rows"), Edge("learner", "sync", "weights"))
 
 PPO = Recipe(
     "ppo",
-    (PHYSICS, RENDER, POLICY, ADVANTAGE, LEARNER, SYNC),
+    _COMPONENTS,
     # Advantages are normalised and minibatches drawn over the whole batch: the learner needs all of it.
-    (*_ROLL, Edge("policy", "advantage", "trajectories"), *_END),
-    ("physics", "render", "policy"),
+    (*_ROLLING, Edge("policy", "learner", "trajectories", "barrier")),
+    _LOOP,
     rollout="decisions",
     estimator="gae",
     critic=True,
 )
 GRPO = Recipe(
     "grpo",
-    (PHYSICS, RENDER, POLICY, ADVANTAGE, LEARNER, SYNC),
-    # A complete group is all that its advantages need; whether the learner may begin with it is up to its epochs.
-    (*_ROLL, Edge("policy", "advantage", "episodes", "micro_batch"), *_END),
-    ("physics", "render", "policy"),
+    _COMPONENTS,
+    # Complete groups are all that advantages need; `streams` says whether the learner may begin with them.
+    (*_ROLLING, Edge("policy", "learner", "episodes", "micro_batch")),
+    _LOOP,
     rollout="episodes",
     estimator="group_relative",
     critic=False,
@@ -97,7 +94,15 @@ def streams(config: Config) -> bool:
     Only where the update is one optimiser step over all rows: then it is a sum over parts, in their order.
     """
     recipe, learner = recipe_of(config), config.learner
-    return recipe.rollout == "episodes" and not recipe.critic and learner.epochs == 1 and learner.minibatch == 0
+    one_step = not recipe.critic and learner.epochs == 1 and learner.minibatch == 0
+    return recipe.rollout == "episodes" and one_step and groups_suffice(config)
+
+
+def groups_suffice(config: Config) -> bool:
+    """Whether the estimator needs no more than complete groups: its edge to the learner says so. Else it is shown
+    all of an iteration's episodes at once."""
+    flows = [edge.flow for edge in recipe_of(config).edges if edge.target == "learner"]
+    return "barrier" not in flows and config.group.scale != "batch"
 
 
 def workflow_of(config: Config, max_episode_steps: int) -> Workflow:
@@ -110,7 +115,10 @@ def workflow_of(config: Config, max_episode_steps: int) -> Workflow:
         check_groups(config)
         waves, steps = config.group.waves, math.ceil(max_episode_steps / config.policy.chunk)
     unit = config.group.size if recipe.rollout == "episodes" else 1
-    edges = tuple(_sized(edge, unit, streams(config)) for edge in _without(recipe.edges, present))
+    edges = tuple(
+        replace(edge, unit=unit, flow=edge.flow if streams(config) else "barrier") if edge.target == "learner" else edge
+        for edge in _without(recipe.edges, present)
+    )
     loop = tuple(name for name in recipe.loop if any(c.name == name for c in present))
     return Workflow(recipe.name, present, edges, Loop(loop, steps), env.num_envs * waves, waves)
 
@@ -140,12 +148,3 @@ def _without(edges: tuple[Edge, ...], present: tuple[Component, ...]) -> tuple[E
         if edge.source in into and edge.source not in names:
             kept.append(Edge(into[edge.source].source, edge.target, edge.carries, edge.flow, edge.unit))
     return tuple(kept)
-
-
-def _sized(edge: Edge, unit: int, streamed: bool) -> Edge:
-    """The edge with its unit; parts go beyond the rollout only where the update is a sum over parts."""
-    inside = edge.source in ROLLOUT and edge.target in ROLLOUT
-    learns = edge.source in LEARNING and edge.source != "learner" or edge.target == "advantage"
-    if learns:
-        return Edge(edge.source, edge.target, edge.carries, "micro_batch" if streamed else "barrier", unit)
-    return edge if inside else Edge(edge.source, edge.target, edge.carries, "barrier", unit)

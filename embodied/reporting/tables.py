@@ -18,7 +18,7 @@ def evaluation_table(result: Mapping[str, Any]) -> str:
         rows += [_row(f"**{item['suite']}**", item) for item in result["suites"]]
     if len(result["suites"]) > 1:
         rows.append(_row("**all**", result))
-    lines = _table(_HEAD, rows)
+    lines = table(_HEAD, rows)
     lines += ["", f"Protocol {result['protocol_line']}; intervals: Wilson.", "", f"Policy: {result['policy_line']}."]
     if "comparison" in result:
         lines += ["", *_comparison(result["comparison"])]
@@ -45,7 +45,7 @@ def _comparison(comparison: Mapping[str, Any]) -> list[str]:
         f"Against {comparison['against']} on the same episodes ({100 * comparison['success_rate']:.1f}% there); "
         f"McNemar's exact test: p = {comparison['p_value']:.3g}; intervals: Tango's for paired proportions."
     )
-    return [*_table(head, rows), "", against]
+    return [*table(head, rows), "", against]
 
 
 def _difference(name: str, item: Mapping[str, Any]) -> tuple[str, ...]:
@@ -59,7 +59,7 @@ def _difference(name: str, item: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
     rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
     return [_line(head, widths), _line(rule, widths), *(_line(row, widths) for row in rows)]

@@ -234,11 +234,10 @@ def _future(reference: Any, who: str) -> Future[Any]:
     return answer
 
 
-def cannot_start(who: str, error: RayActorError) -> FarmError:
-    """Why a process that never began its work did not; another try would end the same way."""
-    return FarmError(
-        f"{who} cannot start: {str(error).splitlines()[-1]}; every machine of the cluster needs the environment of "
-        "the one where training is started"
+def cannot_start(who: str, error: RayActorError) -> WorkerFailed:
+    """Why a process never began its work; another try would end the same way."""
+    return WorkerFailed(
+        f"{who} cannot start: {str(error).splitlines()[-1]}; `embodied doctor` on its machine says what is missing"
     )
 
 

@@ -79,7 +79,7 @@ def row_bytes(spec: FarmSpec, info: TaskInfo) -> tuple[int, int]:
     """Bytes of one environment's request and answer for a chunk in the middle of an episode."""
     fields = slot_fields(spec, info)
     env, length = 4, 4  # which environment, and how much of its history follows
-    return env + _row(fields, REQUEST) + length, _row(fields, (*OUTCOME, *OBSERVED, *SHOWN))
+    return env + _row(fields, REQUEST) + length, _row(fields, (*OUTCOME, *OBSERVED, *(SHOWN if info.cameras else ())))
 
 
 # --- the far end
@@ -95,12 +95,13 @@ class FarPhysics:
         _read_rows(_Reader(opening), self._slots, (*REQUEST, *STANDING))
         self._worker = PhysicsWorker(setup, block)
         self._worker.build()
+        self._draws = bool(setup.info.cameras)
 
     def exchange(self, request: bytes) -> bytes:
         """See that the requested tickets are simulated, and what became of them. Asked again, it answers the same."""
         envs = _read_rows(_Reader(request), self._slots, REQUEST)
         self._worker.run_pending()
-        return pack_answer(self._slots, envs)
+        return pack_answer(self._slots, envs, self._draws)
 
     def close(self) -> None:
         self._worker.close()
@@ -190,7 +191,7 @@ class Relay(Worker):
             sent = self._flying.popleft()
             answer = sent.answer.result()
             self._count(0, len(answer))
-            unpack_answer(answer, self.slots, sent.envs)
+            unpack_answer(answer, self.slots, sent.envs, self._draws)
             self._hand_on(sent)
             served += len(sent.envs)
             if not self._flying:
@@ -246,21 +247,21 @@ def pack_opening(slots: Slots, envs: Int) -> bytes:
     return b"".join(parts)
 
 
-def pack_answer(slots: Slots, envs: Int) -> bytes:
-    """What became of `envs`, and the far clock's time."""
+def pack_answer(slots: Slots, envs: Int, draws: bool) -> bytes:
+    """What became of `envs`, and the far clock's time; scenes only where the farm draws."""
     clock = np.int64(time.monotonic_ns()).tobytes()
-    rows = [_pack(slots, some, names) for names, some in _occasions(slots, envs)]
+    rows = [_pack(slots, some, names) for names, some in _occasions(slots, envs, draws)]
     return b"".join((clock, _pack(slots, envs, OUTCOME), *rows))
 
 
-def unpack_answer(answer: bytes, slots: Slots, envs: Int) -> None:
+def unpack_answer(answer: bytes, slots: Slots, envs: Int, draws: bool) -> None:
     """Write an answer into the slots of `envs`, and record what was executed. Raises `FarmError` on a wrong length."""
     reader = _Reader(answer)
     sent_ns = int(reader.take(np.dtype("int64"), ())[()])
     reader.into(slots, envs, OUTCOME)
     ended = envs[_ended(slots, envs)]
     slots["final_instruction"][ended] = slots["instruction"][ended]
-    for names, some in _occasions(slots, envs):
+    for names, some in _occasions(slots, envs, draws):
         reader.into(slots, some, names)
     reader.end()
     for env in envs.tolist():
@@ -276,7 +277,7 @@ def _ended(slots: Slots, envs: Int) -> np.ndarray:
     return (slots["terminated"][envs] | slots["truncated"][envs]).astype(np.bool_)
 
 
-def _occasions(slots: Slots, envs: Int) -> list[tuple[tuple[str, ...], Int]]:
+def _occasions(slots: Slots, envs: Int, draws: bool) -> list[tuple[tuple[str, ...], Int]]:
     """Which fields follow the outcome, and for which of `envs`: the outcome tells.
 
     Exactly what a physics worker writes on that occasion: the row of an environment that rests is left as it was.
@@ -286,10 +287,10 @@ def _occasions(slots: Slots, envs: Int) -> list[tuple[tuple[str, ...], Int]]:
     begun = (slots["episode_step"][envs] == 0) | reset
     return [
         (OBSERVED, envs[active | ended | reset]),
-        (SHOWN, envs[active]),
+        (SHOWN, envs[active & draws]),
         (BEGUN, envs[active & begun]),
         (ENDED, envs[ended]),
-        (DRAWN, envs[slots["draw_final"][envs].astype(np.bool_)]),
+        (DRAWN, envs[slots["draw_final"][envs].astype(np.bool_) & draws]),
     ]
 
 

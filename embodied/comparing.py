@@ -1,0 +1,124 @@
+"""Every mode on the same work, measured beside predicted: what `embodied compare` does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from rich import get_console
+from rich import print as show
+
+import schedulers
+from embodied.assignment import assign
+from embodied.cli import write_json
+from embodied.config import Config
+from embodied.executing import Iteration, executor
+from embodied.hardware import hardware
+from embodied.planning import PROFILE, checked_profile, groups_of, local_cluster, sized_workflow
+from embodied.profiling import T95, profile_config
+from embodied.reporting.comparison import comparison_table, write_comparison
+from embodied.session import Session, open_session
+from schedulers import Plan
+
+ITERATIONS = 3
+"""Measured per mode and repeat; one before them warms up what is made on first use."""
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A plan and the iterations that were run by it."""
+
+    plan: Plan
+    iterations: tuple[Iteration, ...]
+
+    @property
+    def seconds(self) -> list[float]:
+        return [iteration.wall_s for iteration in self.iterations]
+
+
+def compare_command(config: Config, name: str, out: Path, profile: Path | None, repeats: int) -> dict[str, Any]:
+    """Run every mode's best plan on the same work. Writes table, charts and timelines to `out`."""
+    out.mkdir(parents=True, exist_ok=True)
+    with open_session(config) as session:
+        workflow = sized_workflow(config)
+        if profile is not None:
+            measured = checked_profile(profile, config, workflow, config.plan.any_hardware)
+        else:
+            show("measuring the workflow's components ...")
+            measured = profile_config(config, session, out)
+            schedulers.save(measured, out / PROFILE)
+        cluster = local_cluster(len(session.cores))
+        plans = schedulers.alternatives(workflow, measured, cluster, config.plan.ahead, groups_of(config))
+        ran = _run_all(config, session, out, list(plans.values()), repeats)
+    chosen = min(ran, key=lambda r: predicted_s(r.plan))
+    rows = [_row(name, r, r is chosen) for r in ran]
+    best = min(row["measured_s"] for row in rows)
+    result = {
+        "workload": name,
+        "task": config.env.task,
+        "modes": rows,
+        "chosen": chosen.plan.mode,
+        "regret": next(row["measured_s"] for row in rows if row["chosen"]) / best - 1,
+        "error": fmean(abs(row["error"]) for row in rows),
+        "iterations": len(ran[0].iterations),
+        "hardware": hardware(),
+        "date": date.today().isoformat(),
+        "folder": str(out),
+    }
+    write_json(out / "compare.json", result)
+    page = write_comparison(out, result, {r.plan.mode: (r.plan, r.iterations[-1]) for r in ran}, workflow, measured)
+    get_console().print(comparison_table([result]), markup=False, highlight=False, soft_wrap=True)
+    show(f"report: [bold]{page}[/]")
+    return result
+
+
+def predicted_s(plan: Plan) -> float:
+    assert plan.prediction is not None
+    return plan.prediction.iteration_s
+
+
+def _run_all(config: Config, session: Session, out: Path, plans: Sequence[Plan], repeats: int) -> list[Ran]:
+    """All plans in turn, and again: what the machine does meanwhile falls on all of them."""
+    found: dict[str, tuple[Iteration, ...]] = {plan.mode: () for plan in plans}
+    for _ in range(repeats):
+        for plan in plans:
+            with executor(config, out, session, assign(plan, config, session.cores)) as workers:
+                workers.begin(None, 0)
+                runs = tuple(workers.iterate(number, drain=number == ITERATIONS) for number in range(ITERATIONS + 1))
+            found[plan.mode] += runs[1:]
+    return [Ran(plan, found[plan.mode]) for plan in plans]
+
+
+def _row(name: str, ran: Ran, chosen: bool) -> dict[str, Any]:
+    seconds = ran.seconds
+    mean = fmean(seconds)
+    spread = T95[min(9, len(seconds) - 1)] * stdev(seconds) / math.sqrt(len(seconds))
+    return {
+        "workload": name,
+        "mode": ran.plan.mode,
+        "chosen": chosen,
+        "predicted_s": predicted_s(ran.plan),
+        "measured_s": mean,
+        "measured_low_s": mean - spread,
+        "measured_high_s": mean + spread,
+        "error": predicted_s(ran.plan) / mean - 1,
+        "env_steps_per_s": fmean(i.summary.env_steps for i in ran.iterations) / mean,
+        "groups": ran.plan.groups,
+        "placement": "; ".join(_placed(ran.plan)),
+    }
+
+
+def _placed(plan: Plan) -> list[str]:
+    words = []
+    for phase in plan.phases:
+        parts = []
+        for place in phase.placements:
+            devices = ", ".join(f"{s.pool} {s.first}-{s.first + s.count - 1}" for s in place.devices)
+            parts.append(f"{'+'.join(place.components)} on {devices}")
+        words.append(" | ".join(parts))
+    return words

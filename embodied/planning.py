@@ -1,0 +1,174 @@
+"""From a configuration to a plan, and from a plan to an assignment: what `profile`, `plan` and `train` share."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich import get_console
+from rich import print as show
+
+import schedulers
+from embodied.assignment import Assignment, assign, configured
+from embodied.config import Config, UserError, nearest
+from embodied.hardware import fingerprint
+from embodied.profiling import profile_config, work_of
+from embodied.reporting.plan_picture import draw_plan
+from embodied.session import Session, open_session
+from embodied.workers import task_spec
+from embodied.workflows import workflow_of
+from schedulers import Cluster, Node, Plan, Profile, Workflow
+from sim_farm.hosts import InProcess
+
+HERE = "here"
+"""The name of this machine in plans."""
+PLAN, PROFILE, TIMELINE, PICTURE = "plan.json", "profile.json", "predicted.json", "predicted.png"
+
+
+def local_cluster(cores: int) -> Cluster:
+    """This machine's cores and memory."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Cluster((Node(HERE, cores, memory_bytes=float(memory)),))
+
+
+def read_cluster(reference: str) -> Cluster:
+    """`local`, or a cluster from a YAML or JSON file. Raises `UserError` or `PlanError` for what is none."""
+    if reference == "local":
+        return local_cluster(len(os.sched_getaffinity(0)))
+    path = Path(reference)
+    if not path.is_file():
+        raise UserError(f"there is no cluster file {reference!r}{nearest(reference, ['local'])}")
+    try:
+        data = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise UserError(f"{path} is not valid YAML: {error}") from error
+    return schedulers.from_data(Cluster, data)
+
+
+def sized_workflow(config: Config) -> Workflow:
+    """The configuration's workflow; asks the simulator for the length of its episodes where they matter."""
+    steps = config.env.max_episode_steps
+    return workflow_of(config, steps or InProcess().describe(task_spec(config)).max_episode_steps)
+
+
+def checked_profile(path: Path, config: Config, workflow: Workflow, any_hardware: bool) -> Profile:
+    """A profile from a file. Raises `PlanError` for one of another workflow, configuration or hardware."""
+    profile = schedulers.load(Profile, path)
+    work = {key: value for key, value in profile.fingerprint.items() if key.startswith("work.")}
+    differs = [key.removeprefix("work.") for key, value in work_of(config).items() if work.get(key, value) != value]
+    if differs:
+        raise UserError(
+            f"{path} was measured with other settings of {', '.join(differs)}: measure again with "
+            f"`embodied profile`, or use the configuration that it belongs to"
+        )
+    here = {**fingerprint(), **work_of(config)}
+    schedulers.check_profile(profile, workflow, here, any_hardware)
+    return profile
+
+
+def assignment_for(config: Config, session: Session, run_dir: Path) -> tuple[Assignment, Plan | None, Profile | None]:
+    """Where a run's workers go: as configured, by a plan file, or by the best plan, which the run keeps."""
+    wanted = config.plan
+    if wanted.mode == "configured" and wanted.file is None:
+        return configured(config, session.cores), None, None
+    workflow, cluster = sized_workflow(config), local_cluster(len(session.cores))
+    if wanted.file is not None:
+        plan = schedulers.load(Plan, wanted.file)
+        schedulers.validate(plan, workflow, cluster, None)
+        profile = None
+        if wanted.profile is not None:
+            profile = checked_profile(wanted.profile, config, workflow, wanted.any_hardware)
+    else:
+        profile = _profile_of(config, session, run_dir, workflow)
+        mode = None if wanted.mode == "auto" else wanted.mode
+        assert mode != "configured"
+        plan = schedulers.plan(workflow, profile, cluster, mode, ahead=wanted.ahead, groups=groups_of(config))
+        show("\n".join(plan.why))
+    schedulers.save(plan, run_dir / PLAN)
+    return assign(plan, config, session.cores), plan, profile
+
+
+def _profile_of(config: Config, session: Session, run_dir: Path, workflow: Workflow) -> Profile:
+    """The profile that the configuration names, or the run's own, or one that is measured now."""
+    own = run_dir / PROFILE
+    for path in (config.plan.profile, own):
+        if path is not None and (path == config.plan.profile or path.is_file()):
+            return checked_profile(path, config, workflow, config.plan.any_hardware)
+    show("measuring the workflow's components ...")
+    profile = profile_config(config, session, run_dir)
+    schedulers.save(profile, own)
+    return profile
+
+
+def groups_of(config: Config) -> tuple[int, ...]:
+    """Numbers of groups that the environments can circulate in on this machine."""
+    envs = config.env.num_envs
+    return tuple(g for g in (1, 2, 4) if envs % g == 0)
+
+
+def profile_command(config: Config, out: Path) -> dict[str, Any]:
+    """Measure a configuration's components and write the profile to `out`."""
+    with open_session(config) as session:
+        profile = profile_config(config, session, out.resolve().parent)
+    schedulers.save(profile, out)
+    show(_profile_table(profile))
+    show(f"profile: [bold]{out}[/]")
+    return {"profile": str(out), **schedulers.to_data(profile)}
+
+
+def plan_command(config: Config, profile: Path, cluster: str, out: Path) -> dict[str, Any]:
+    """The best plan for a cluster, why, what each mode would cost, and the predicted timeline as trace and picture.
+
+    `plan.mode` restricts it to one mode.
+    """
+    workflow, target = sized_workflow(config), read_cluster(cluster)
+    # Another cluster has other hardware than this machine: its profile is what was asked for.
+    measured = checked_profile(profile, config, workflow, config.plan.any_hardware or cluster != "local")
+    modes = schedulers.alternatives(workflow, measured, target, ahead=config.plan.ahead)
+    mode = None if config.plan.mode in ("auto", "configured") else config.plan.mode
+    best = schedulers.plan(workflow, measured, target, mode, ahead=config.plan.ahead)  # type: ignore[arg-type]
+    out.mkdir(parents=True, exist_ok=True)
+    schedulers.save(best, out / PLAN)
+    simulation = schedulers.simulate(best, workflow, measured, target)
+    (out / TIMELINE).write_text(json.dumps(schedulers.chrome_trace(simulation)))
+    draw_plan(out / PICTURE, {f"{best.mode} (best)": simulation, **_others(modes, best, workflow, measured, target)})
+    get_console().print("\n".join(best.why), markup=False, highlight=False, soft_wrap=True)
+    show(f"plan, timeline and picture: [bold]{out}[/]")
+    return {
+        "plan": schedulers.to_data(best),
+        "iteration_s": _seconds(best),
+        "modes": {name: _seconds(plan) for name, plan in modes.items()},
+        "folder": str(out),
+    }
+
+
+def _others(
+    modes: Mapping[schedulers.Mode, Plan], best: Plan, workflow: Workflow, profile: Profile, cluster: Cluster
+) -> dict[str, schedulers.Simulation]:
+    """The predicted timelines of the other modes' best plans."""
+    return {
+        name: schedulers.simulate(plan, workflow, profile, cluster) for name, plan in modes.items() if name != best.mode
+    }
+
+
+def _seconds(plan: Plan) -> float:
+    assert plan.prediction is not None
+    return plan.prediction.iteration_s
+
+
+def _profile_table(profile: Profile) -> Any:
+    from rich.table import Table
+
+    table = Table("component", "items", "devices", "ms", "95% interval", "beside others")
+    for name, component in profile.components.items():
+        for point in component.points:
+            interval = f"{1e3 * point.low:.2f} to {1e3 * point.high:.2f}"
+            table.add_row(
+                name, str(point.batch), str(point.devices), f"{1e3 * point.seconds:.2f}", interval,
+                f"x {component.beside:.2f}",
+            )  # fmt: skip
+    return table

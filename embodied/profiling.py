@@ -1,0 +1,213 @@
+"""Measuring a workflow's components on this machine: what `embodied profile` does.
+
+The configuration's own workers run a few iterations under a few assignments, chosen so that every component is seen
+alone, on few and on all cores, with all and with half of the environments, and beside the others. Because a plan
+never changes what is computed, these are the very iterations that a run begins with.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean, stdev
+
+from embodied.assignment import HERE, Assignment
+from embodied.config import Config, UserError
+from embodied.executing import Executor, Iteration, executor
+from embodied.hardware import fingerprint
+from embodied.occupation import Seat
+from embodied.session import Session
+from embodied.workflows import workflow_of
+from schedulers.profile import ComponentProfile, Point, Profile, Together
+from schedulers.workflow import Workflow
+from sim_farm.contract import TaskInfo
+
+ITERATIONS = 3
+"""Per assignment; the first warms up whatever is made on first use, and counts only for the simulator."""
+T95 = {1: 12.7, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26}
+"""Student's t for a 95% interval by degrees of freedom."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Some iterations under one assignment."""
+
+    num_envs: int
+    assignment: Assignment
+    iterations: tuple[Iteration, ...]
+    rounds: int
+    """Of the rollout loop, per iteration."""
+
+    def per_round(self, pick: str) -> list[float]:
+        """Seconds per round of each iteration: `farm` (waiting for it), `policy`, or `loop` (all)."""
+        clocks = [(it.summary.clock, it.summary.wall_s, gathering_s(it)) for it in self.iterations]
+        values = {
+            "farm": [clock.waiting for clock, _, _ in clocks],
+            "policy": [clock.policy + clock.transport - gathered for clock, _, gathered in clocks],
+            "loop": [wall - gathered for _, wall, gathered in clocks],
+            "physics_busy": [clock.physics_busy for clock, _, _ in clocks],
+            "render_busy": [clock.render_busy for clock, _, _ in clocks],
+        }[pick]
+        return [value / self.rounds for value in values]
+
+    @property
+    def drawing(self) -> float:
+        """Share of rendering in what the farm's workers did."""
+        physics, render = fmean(self.per_round("physics_busy")), fmean(self.per_round("render_busy"))
+        return render / (physics + render) if render else 0.0
+
+
+def gathering_s(iteration: Iteration) -> float:
+    """What arranging the trajectories took at the end of a rollout, or of each of its waves."""
+    spans = [span for span in iteration.summary.spans if span.track == "policy" and span.name == "transport"]
+    return sum(span.end_ns - span.start_ns for span in spans) / 1e9
+
+
+def profile_config(config: Config, session: Session, scratch: Path) -> Profile:
+    """Measure every component of the configuration's workflow. Takes about ten iterations' time.
+
+    Raises `UserError` where the environments cannot be halved.
+    """
+    envs, cores = config.env.num_envs, session.cores
+    if envs % (2 * len(cores)):
+        raise UserError(f"{envs} environments do not divide by two groups on {len(cores)} cores: change env.num_envs")
+    whole, half = _turns(cores, cores), _turns(cores[:1], cores[:1])
+    taken: dict[str, Measured] = {}
+    info: TaskInfo | None = None
+    shapes = {
+        "all cores": (config, whole),
+        "all cores, half": (_with_envs(config, envs // 2), whole),
+        "one core": (config, half),
+        "one core, half": (_with_envs(config, envs // 2), half),
+        "shared": (config, replace(whole, groups=2, policy=Seat())),
+    }
+    if len(cores) > 1:
+        shapes["beside"] = (config, _beside(cores))
+    for name, (changed, assignment) in shapes.items():
+        with executor(changed, scratch, session, assignment) as workers:
+            info = workers.farm.info
+            taken[name] = measure(changed, workers, workers.farm.info, ITERATIONS)
+    assert info is not None
+    workflow = workflow_of(config, info.max_episode_steps)
+    return Profile(
+        workflow=workflow.name,
+        fingerprint={**fingerprint(), **work_of(config)},
+        components=_components(taken, workflow, envs, len(cores)),
+        together=_together(taken["shared"], workflow, envs, len(cores)),
+        transfers=_transfers(info, config),
+    )
+
+
+def measure(config: Config, workers: Executor, info: TaskInfo, iterations: int) -> Measured:
+    """Run so many iterations from the beginning."""
+    workers.begin(None, 0)
+    found = tuple(workers.iterate(number, drain=number == iterations - 1) for number in range(iterations))
+    workflow = workflow_of(config, info.max_episode_steps)
+    assert workflow.loop is not None
+    return Measured(config.env.num_envs, workers.assignment, found, workflow.loop.steps * workflow.waves)
+
+
+def work_of(config: Config) -> dict[str, str]:
+    """What of a configuration its times depend on, as the profile keeps it."""
+    sections = config.model_dump(mode="json", include={"workflow", "env", "policy", "ppo", "group", "learner"})
+    return {f"work.{name}": json.dumps(section, sort_keys=True) for name, section in sections.items()}
+
+
+def _turns(physics: Sequence[int], compute: Sequence[int]) -> Assignment:
+    """Everything on its cores, one after the other."""
+    seat = Seat(tuple(compute), len(compute))
+    nodes = (HERE,) * len(physics)
+    return Assignment("collocated", 1, tuple(physics), nodes, (), seat, seat, one_process=True)
+
+
+def _beside(cores: Sequence[int]) -> Assignment:
+    """Physics on the first half of the cores, the policy on the rest, at the same time."""
+    middle = max(1, len(cores) // 2)
+    return replace(_turns(cores[:middle], cores[middle:]), mode="hybrid", groups=2)
+
+
+def _with_envs(config: Config, envs: int) -> Config:
+    return config.model_copy(update={"env": config.env.model_copy(update={"num_envs": envs})})
+
+
+def _components(taken: dict[str, Measured], flow: Workflow, envs: int, cores: int) -> dict[str, ComponentProfile]:
+    """Everything that was measured alone, and how the loop's parts slow each other down."""
+    found: dict[str, ComponentProfile] = {}
+    alone = ("all cores", "all cores, half", "one core", "one core, half")
+    counts = {"all cores": cores, "all cores, half": cores, "one core": 1, "one core, half": 1}
+    names = list(dict.fromkeys(counts[name] for name in alone))
+    by_shape = [taken[name] for name in alone if counts[name] in names]
+    draws = "render" in flow.names
+    for component in flow.names:
+        points = []
+        for name in alone if cores > 1 else alone[:2]:
+            measured = taken[name]
+            values = _values(measured, component, flow)
+            points.append(_point(measured.num_envs * (1 if component in _LOOP else flow.waves), counts[name], values))
+        noise = [value for m in by_shape for value in _values(m, component, flow)[1:]]
+        found[component] = ComponentProfile(
+            pool="cores",
+            points=tuple(points),
+            beside=_beside_factor(taken, component) if cores > 1 else 1.0,
+            variation=stdev(noise[:2]) / fmean(noise[:2]) if len(noise) > 1 and fmean(noise[:2]) > 0 else 0.0,
+        )
+    assert draws or "render" not in found
+    return found
+
+
+_LOOP = ("physics", "render", "policy")
+
+
+def _values(measured: Measured, component: str, flow: Workflow) -> list[float]:
+    """Seconds of the component: of a round for the loop's, else of an iteration."""
+    drawing = measured.drawing if "render" in flow.names else 0.0
+    if component == "physics":
+        return [value * (1 - drawing) for value in measured.per_round("farm")]
+    if component == "render":
+        return [value * drawing for value in measured.per_round("farm")]
+    if component == "policy":
+        return measured.per_round("policy")[1:]
+    # All of an iteration but the loop: arranging trajectories, the update, weights, messages between processes.
+    loop_s = measured.per_round("loop")
+    return [it.wall_s - loop_s[i] * measured.rounds for i, it in enumerate(measured.iterations)][1:]
+
+
+def _beside_factor(taken: dict[str, Measured], component: str) -> float:
+    """How much longer it takes for one item while the other cores are busy."""
+    beside, alone = taken["beside"], taken["one core, half"]
+    picks = {"physics": "physics_busy", "render": "render_busy", "policy": "policy"}
+    if component not in picks:
+        return 1.0
+    with_others, without = (fmean(m.per_round(picks[component])[1:]) for m in (beside, alone))
+    # The policy decides once for each of two groups, and the simulator steps twice as many environments.
+    return max(1.0, with_others / (2 * without)) if without else 1.0
+
+
+def _together(shared: Measured, flow: Workflow, envs: int, cores: int) -> tuple[Together, ...]:
+    point = _point(envs, cores, shared.per_round("loop"))
+    loop = tuple(name for name in _LOOP if name in flow.names)
+    return (Together(loop, envs, cores, 2, point.seconds, point.low, point.high),)
+
+
+def _point(batch: int, devices: int, values: Sequence[float]) -> Point:
+    mean = fmean(values)
+    spread = T95[min(9, len(values) - 1)] * stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+    return Point(batch, devices, mean, max(0.0, mean - spread), mean + spread)
+
+
+def _transfers(info: TaskInfo, config: Config) -> dict[str, float]:
+    """Bytes per item and round, or per item and iteration, on each edge."""
+    frames = float(len(info.cameras) * info.spec.image_size**2 * 3)
+    seen = 4.0 * (info.state_dim * ("state" in config.policy.reads) + info.proprio_dim)
+    action = 4.0 * config.policy.chunk * info.action_dim
+    per_decision = frames + seen + 3 * action
+    return {
+        "physics>render": float(info.scene_bytes) + seen,
+        "render>policy": frames + seen,
+        "physics>policy": seen,
+        "policy>physics": action,
+        "policy>learner": per_decision * config.ppo.decisions,
+    }
