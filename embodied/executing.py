@@ -22,6 +22,7 @@ from embodied.assignment import Assignment
 from embodied.config import Config
 from embodied.learner import Collected, Learner
 from embodied.reporting.trace import Span
+from embodied.residence import Switch
 from embodied.rollout import PolicyWorker, RolloutSummary
 from embodied.runtime.handles import Handle
 from embodied.session import Session
@@ -59,6 +60,7 @@ class Executor:
     farm: Farm
     policy: Handle[PolicyWorker]
     learner: Handle[Learner]
+    run_dir: Path
     _next: Any = None
     """The rollout that runs ahead of the update, where there is one."""
     _published: int = -1
@@ -77,7 +79,11 @@ class Executor:
         self.learner.call(Learner.load, folder)
 
     def save(self, root: Path, state: checkpoint.RunState, environments: dict[str, np.ndarray]) -> None:
+        if self.assignment.unload:
+            self.learner.call(Learner.load_back)
         self.learner.call(Learner.save, root, state, environments)
+        if self.assignment.unload:
+            self.learner.call(Learner.unload, not self.assignment.one_process)
 
     def rollout(self, iteration: int) -> tuple[RolloutSummary, list[Span]]:
         """The iteration's rollout; its trajectories are on their way to the learner. May be interrupted."""
@@ -95,6 +101,7 @@ class Executor:
         runs_ahead = bool(self.assignment.ahead) and not drain
         fed = None if self._by_episodes else self._feed(iteration)
         environments = self.policy.call(PolicyWorker.snapshot)
+        switches = self._to_learner() if self.assignment.unload else []
         if runs_ahead:
             if self._published < iteration:
                 self._publish(iteration)
@@ -108,9 +115,16 @@ class Executor:
             Span("driver", "update", begin, updated, {"trajectories": self.trajectories_path}),
             Span("learner", "update", updated - update_ns, updated),
         ]
+        if self.assignment.unload and not self.assignment.one_process:
+            switches.append(self._switch(self.policy, PolicyWorker.load_back))
         if not runs_ahead:
+            begin = time.monotonic_ns()
             self._publish(iteration + 1)
-            spans.append(Span("driver", "publish weights", updated, time.monotonic_ns(), {"path": self.weights_path}))
+            spans.append(Span("driver", "publish weights", begin, time.monotonic_ns(), {"path": self.weights_path}))
+        if self.assignment.unload:
+            switches.append(self._switch(self.learner, Learner.unload, not self.assignment.one_process))
+        learned["time/switch_s"] = sum(span.end_ns - span.start_ns for span in switches) / 1e9
+        spans += switches
         return learned, environments, spans
 
     def iterate(self, iteration: int, drain: bool = False) -> Iteration:
@@ -128,6 +142,10 @@ class Executor:
     @property
     def trajectories_path(self) -> str:
         return self.learner.path_from(self.policy)
+
+    @property
+    def _spill(self) -> Path:
+        return self.run_dir / "unloaded-policy.safetensors"
 
     @property
     def _by_episodes(self) -> bool:
@@ -173,6 +191,18 @@ class Executor:
         assert total is not None
         return total, spans
 
+    def _to_learner(self) -> list[Span]:
+        """The policy worker leaves the device's memory, and the learner comes back to it."""
+        return [
+            *([] if self.assignment.one_process else [self._switch(self.policy, PolicyWorker.unload, self._spill)]),
+            self._switch(self.learner, Learner.load_back),
+        ]
+
+    def _switch(self, worker: Handle[Any], method: Any, *args: Any) -> Span:
+        begin = time.monotonic_ns()
+        switched: Switch = worker.call(method, *args)
+        return Span("driver", "switch", begin, time.monotonic_ns(), {"worker": worker.name, "bytes": switched.bytes})
+
     def _collected(self, reference: Any) -> Collected:
         found: Collected = self.learner.fetch(reference)
         return found
@@ -198,6 +228,6 @@ def executor(config: Config, run_dir: Path, session: Session, assignment: Assign
         policy = session.runtime.place(
             "policy", make_policy_worker, config, sizes, session.reach(farm), assignment.policy, beside=beside
         )
-        yield Executor(config, assignment, farm, policy, learner)
+        yield Executor(config, assignment, farm, policy, learner, run_dir)
         policy.end()
         learner.end()

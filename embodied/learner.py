@@ -26,6 +26,7 @@ from embodied.gathering import join_waves
 from embodied.noise import permutation
 from embodied.occupation import Seat
 from embodied.ppo import behaviour_weight, policy_loss, reduce_to_unit, sum_units, value_loss
+from embodied.residence import Residence, Switch
 from embodied.trajectories import Trajectories
 from embodied.workflows import groups_suffice, recipe_of, streams
 from policies.contract import Policy
@@ -95,6 +96,7 @@ class Learner:
             eps=1e-5,
             fused=True,
         )
+        self._residence: Residence | None = None
         self._parts: list[Rows] = []
         self._waves: list[Trajectories] = []
         self._streamed = _Sums()
@@ -111,9 +113,16 @@ class Learner:
         """The policy itself, for a policy worker of the same process."""
         return self.policy
 
-    def move(self, seat: Seat) -> None:
-        """Work on these cores from the next part on."""
-        self._seat = seat
+    def unload(self, weights: bool) -> Switch:
+        """Leave the device's memory: the optimiser's state, and the weights unless a policy worker shares them."""
+        self._residence = Residence(
+            self._run_dir / "unloaded-learner.safetensors", self.policy if weights else None, self.optimizer
+        )
+        return self._residence.unload()
+
+    def load_back(self) -> Switch:
+        """Return to the device's memory."""
+        return self._residence.load() if self._residence is not None else Switch(0, 0.0)
 
     def update(self, batch: Trajectories, iteration: int) -> dict[str, float]:
         """One iteration of a rollout that comes in one part: `collect` and `finish`."""

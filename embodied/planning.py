@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from embodied.assignment import Assignment, assign, configured
 from embodied.config import Config, UserError, nearest
 from embodied.hardware import fingerprint
 from embodied.profiling import profile_config, work_of
+from embodied.replanning import Decision, Watch
 from embodied.reporting.plan_picture import draw_plan
 from embodied.session import Session, open_session
 from embodied.workers import task_spec
@@ -26,6 +28,8 @@ from sim_farm.hosts import InProcess
 
 HERE = "here"
 """The name of this machine in plans."""
+SWITCH_S = 20.0
+"""Seconds that a run is taken to lose when its workers are placed anew."""
 PLAN, PROFILE, TIMELINE, PICTURE = "plan.json", "profile.json", "predicted.json", "predicted.png"
 
 
@@ -70,26 +74,64 @@ def checked_profile(path: Path, config: Config, workflow: Workflow, any_hardware
     return profile
 
 
-def assignment_for(config: Config, session: Session, run_dir: Path) -> tuple[Assignment, Plan | None, Profile | None]:
-    """Where a run's workers go: as configured, by a plan file, or by the best plan, which the run keeps."""
-    wanted = config.plan
+@dataclass(frozen=True)
+class Placed:
+    """Where a run's workers go, and why."""
+
+    config: Config
+    run_dir: Path
+    cores: tuple[int, ...]
+    assignment: Assignment
+    plan: Plan | None = None
+    """None: as configured."""
+    profile: Profile | None = None
+    workflow: Workflow | None = None
+
+    def watch(self) -> Watch | None:
+        """Watches the plan, where the configuration wants it and there are times to compare with."""
+        if not self.config.plan.replan or self.plan is None or self.profile is None or self.workflow is None:
+            return None
+        cluster, groups = local_cluster(len(self.cores)), groups_of(self.config)
+        workflow = self.workflow
+
+        def ask(profile: Profile) -> Plan:
+            return schedulers.plan(workflow, profile, cluster, groups=groups)
+
+        return Watch(self.plan, self.profile, workflow, ask, SWITCH_S)
+
+    def moved(self, decision: Decision) -> Placed:
+        """The run by another plan, which its folder keeps."""
+        schedulers.save(decision.plan, self.run_dir / PLAN)
+        assignment = assign(decision.plan, self.config, self.cores)
+        return replace(self, assignment=assignment, plan=decision.plan, profile=decision.profile)
+
+
+def place_run(config: Config, session: Session, run_dir: Path) -> Placed:
+    """Where the run's workers go: as configured, by a plan file, or by the best plan, which its folder keeps.
+
+    Raises `UserError` or `PlanError` for plans and profiles that do not fit, before anything is started.
+    """
+    wanted, cores = config.plan, session.cores
     if wanted.mode == "configured" and wanted.file is None:
-        return configured(config, session.cores), None, None
-    workflow, cluster = sized_workflow(config), local_cluster(len(session.cores))
+        return Placed(config, run_dir, cores, configured(config, cores))
+    if wanted.replan and wanted.ahead:
+        raise UserError("plan.replan moves a run between two updates, and with plan.ahead there is no such moment")
+    workflow, cluster = sized_workflow(config), local_cluster(len(cores))
+    profile = None
     if wanted.file is not None:
         plan = schedulers.load(Plan, wanted.file)
-        schedulers.validate(plan, workflow, cluster, None)
-        profile = None
         if wanted.profile is not None:
             profile = checked_profile(wanted.profile, config, workflow, wanted.any_hardware)
+        schedulers.validate(plan, workflow, cluster, profile)
     else:
         profile = _profile_of(config, session, run_dir, workflow)
-        mode = None if wanted.mode == "auto" else wanted.mode
-        assert mode != "configured"
-        plan = schedulers.plan(workflow, profile, cluster, mode, ahead=wanted.ahead, groups=groups_of(config))
-        show("\n".join(plan.why))
+        mode = None if wanted.mode in ("auto", "configured") else wanted.mode
+        plan = schedulers.plan(workflow, profile, cluster, mode, wanted.ahead, groups_of(config))  # type: ignore[arg-type]
+        get_console().print("\n".join(plan.why), markup=False, highlight=False, soft_wrap=True)
+    if profile is not None:
+        plan = replace(plan, prediction=schedulers.predict(plan, workflow, profile, cluster))
     schedulers.save(plan, run_dir / PLAN)
-    return assign(plan, config, session.cores), plan, profile
+    return Placed(config, run_dir, cores, assign(plan, config, cores), plan, profile, workflow)
 
 
 def _profile_of(config: Config, session: Session, run_dir: Path, workflow: Workflow) -> Profile:

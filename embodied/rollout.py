@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from embodied.gathering import Episode, EpisodeSums, Step, gather_decisions, gat
 from embodied.noise import SamplingNoise
 from embodied.occupation import Seat
 from embodied.reporting.trace import Span
+from embodied.residence import Residence, Switch
 from embodied.trajectories import Trajectories, join_inputs, to_inputs
 from policies.contract import Inputs, Policy
 from sim_farm.episodes import GroupedEpisodes
@@ -81,6 +83,7 @@ class PolicyWorker:
         self._reads = tuple(reads)
         self._bootstrap = bootstrap
         self._seat = seat or Seat()
+        self._residence: Residence | None = None
         self._noise = SamplingNoise(seed, policy.noise_dim)
         self._version = 0
         self._trajectories: Trajectories | None = None
@@ -121,9 +124,14 @@ class PolicyWorker:
         """The shared policy has seen so many updates."""
         self._version = version
 
-    def move(self, seat: Seat) -> None:
-        """Work on these cores from the next rollout on."""
-        self._seat = seat
+    def unload(self, spill: Path) -> Switch:
+        """Let the policy leave the device's memory; `load_back` before the next rollout."""
+        self._residence = Residence(spill, self.policy, None)
+        return self._residence.unload()
+
+    def load_back(self) -> Switch:
+        """Return to the device's memory."""
+        return self._residence.load() if self._residence is not None else Switch(0, 0.0)
 
     def snapshot(self) -> dict[str, np.ndarray]:
         """Where the environments are, to be given to `begin` of a later worker."""

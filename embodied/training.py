@@ -16,9 +16,10 @@ import numpy as np
 
 from embodied import checkpoint
 from embodied.config import Config, UserError, save_config
-from embodied.executing import Executor, executor
+from embodied.executing import Executor, Iteration, executor
 from embodied.interrupts import deferred_interrupts
-from embodied.planning import assignment_for
+from embodied.planning import place_run
+from embodied.replanning import Decision, Watch
 from embodied.reporting.live import Progress
 from embodied.reporting.metrics import MetricsWriter, read
 from embodied.reporting.trace import TraceWriter
@@ -81,18 +82,26 @@ def train(config: Config, run_dir: Path, session: Session, resume_from: Path | N
     Interrupted between two updates, the last finished iteration is kept as a checkpoint.
     """
     begin = time.monotonic()
-    assignment, plan, _ = assignment_for(config, session, run_dir)
-    with executor(config, run_dir, session, assignment) as workers:
-        loop = _Loop(config, run_dir, workers)
-        loop.begin(resume_from)
-        save_config(config, run_dir / "config.yaml")  # a resumed run may have other settings, once they fit
-        startup_s = time.monotonic() - begin
-        with loop.metrics, Progress(run_dir.name, config.iterations, config.stop_at_success) as progress:
-            loop.run(progress)
-        position = loop.position
+    placed = place_run(config, session, run_dir)
+    loop = _Loop(config, run_dir)
+    startup_s = 0.0
+    with loop.metrics:
+        while True:
+            with executor(config, run_dir, session, placed.assignment) as workers:
+                loop.begin(workers, resume_from)
+                save_config(config, run_dir / "config.yaml")  # a resumed run may have other settings, once they fit
+                startup_s = startup_s or time.monotonic() - begin
+                with Progress(run_dir.name, config.iterations, config.stop_at_success) as progress:
+                    decision = loop.run(progress, placed.watch())
+            if decision is None:
+                break
+            # The checkpoint that was just written is all that the new workers need: they go on from it.
+            placed = placed.moved(decision)
+            resume_from = checkpoint.latest(run_dir / "checkpoints")
+    position, plan = loop.position, placed.plan
     return {
         "run": str(run_dir),
-        "mode": assignment.mode,
+        "mode": placed.assignment.mode,
         "predicted_iteration_s": plan.prediction.iteration_s if plan and plan.prediction else None,
         "iterations": position.iteration,
         "env_steps": position.env_steps,
@@ -107,9 +116,10 @@ def train(config: Config, run_dir: Path, session: Session, resume_from: Path | N
 class _Loop:
     """The iterations of one run."""
 
-    def __init__(self, config: Config, run_dir: Path, workers: Executor) -> None:
+    workers: Executor
+
+    def __init__(self, config: Config, run_dir: Path) -> None:
         self.config, self.run_dir = config, run_dir
-        self.workers = workers
         self.position = Position()
         self.metrics = MetricsWriter(run_dir)
         self.trace = TraceWriter(run_dir / "trace.json") if config.runtime.trace else None
@@ -119,8 +129,9 @@ class _Loop:
         self._consistent = True
         """Whether learner, environments and position are those of the same iteration, so that they may be saved."""
 
-    def begin(self, resume_from: Path | None) -> None:
+    def begin(self, workers: Executor, resume_from: Path | None) -> None:
         """Load the checkpoint, if there is one, and start the environments."""
+        self.workers = workers
         environments = None
         if resume_from is not None:
             self.workers.load(resume_from)
@@ -133,11 +144,12 @@ class _Loop:
             self._note_milestones(row)
         self.workers.begin(environments, self.position.iteration)
 
-    def run(self, progress: Progress) -> None:
+    def run(self, progress: Progress, watch: Watch | None) -> Decision | None:
+        """Iterate to the end; or, where the watch finds a better plan, to a checkpoint from which it goes on."""
         config = self.config
         try:
             while self.position.iteration < config.iterations:
-                row = self._iterate()
+                row, iteration = self._iterate()
                 progress.row(row)
                 recent = row["env/success_recent"]
                 self._note_milestones(row)
@@ -146,6 +158,11 @@ class _Loop:
                 if config.stop_at_success is not None and recent >= config.stop_at_success:
                     progress.note(f"success of the last {RECENT} episodes is {recent:.2f}: stopping as asked")
                     break
+                decision = watch.see(iteration, config.iterations - self.position.iteration) if watch else None
+                if decision is not None:
+                    progress.note(f"planned again: {decision.reason}")
+                    self._save()
+                    return decision
             self._save()
         except KeyboardInterrupt:
             progress.note(f"interrupted; {self._keep()}")
@@ -153,12 +170,13 @@ class _Loop:
         finally:
             if self.trace is not None:
                 self.trace.write()
+        return None
 
     def _saves_after(self, iteration: int) -> bool:
         return iteration % self.config.checkpoint_every == 0 or iteration == self.config.iterations
 
-    def _iterate(self) -> dict[str, float]:
-        """One iteration and its row of metrics."""
+    def _iterate(self) -> tuple[dict[str, float], Iteration]:
+        """One iteration, and its row of metrics."""
         begin, number = time.monotonic_ns(), self.position.iteration
         if self.trace is not None:
             self.trace.iteration(number)
@@ -177,7 +195,7 @@ class _Loop:
             self.metrics.write(self.position.iteration, self.position.env_steps, row)
         if self.trace is not None:
             self.trace.add([*summary.spans, *rolled, *spans])
-        return row
+        return row, Iteration(summary, learned, self._environments, begin, end, ())
 
     def _row(self, summary: RolloutSummary, learned: dict[str, float], wall_s: float) -> dict[str, float]:
         episodes, position = summary.episodes, self.position
