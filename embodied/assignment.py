@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from embodied.config import Config, UserError
+from embodied.config import Config, UserError, nearest
 from embodied.occupation import Seat
 from schedulers.plan import Phase, Placement, Plan
 
@@ -49,23 +49,36 @@ class Assignment:
         return self.physics + self.render
 
 
-def configured(config: Config, cores: tuple[int, ...]) -> Assignment:
-    """What `farm` and `learner` say when nothing is planned: everything shares all cores."""
+def configured(config: Config, cores: tuple[int, ...], nodes: Mapping[str, str] | None = None) -> Assignment:
+    """What `farm` and `learner` say when nothing is planned: everything shares all cores.
+
+    `nodes` maps names and addresses of the cluster's nodes to their ids. Raises `UserError` for a node not in it.
+    """
     inline = config.runtime.mode == "inline"
     farm = config.farm
     workers = farm.physics_workers or (1 if inline else len(cores))
+    away = [_node(name, nodes or {}) for name in farm.nodes]
+    homes = tuple(away[i % len(away)] if away else HERE for i in range(workers))
     pinned = farm.pin and not inline
     place = [cores[i % len(cores)] if pinned else None for i in range(workers + farm.render_workers)]
     return Assignment(
         mode="configured",
         groups=farm.stages,
-        physics=tuple(place[:workers]),
-        physics_nodes=(HERE,) * workers,
+        # Another machine's cores are dealt out there.
+        physics=tuple(core if home == HERE else None for core, home in zip(place, homes, strict=False)),
+        physics_nodes=homes,
         render=tuple(place[workers:]),
         policy=Seat(),
         learner=Seat((), config.learner.threads or len(cores)),
         one_process=False,
     )
+
+
+def _node(name: str, nodes: Mapping[str, str]) -> str:
+    if name not in nodes:
+        known = nearest(name, sorted(nodes)) if nodes else "; there is no cluster: name it with --cluster HOST:PORT"
+        raise UserError(f"farm.nodes: there is no node {name!r} in the cluster{known}")
+    return nodes[name]
 
 
 def assign(plan: Plan, config: Config, cores: tuple[int, ...], nodes: Mapping[str, str] | None = None) -> Assignment:

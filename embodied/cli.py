@@ -35,6 +35,8 @@ class Train:
     settings: Annotated[Config, tyro.conf.arg(name="")] = Config()
     resume: Literal["no", "auto"] = "no"
     """auto: go on from the newest checkpoint of the run called --name, or begin it."""
+    cluster: str | None = None
+    """HOST:PORT of a running Ray cluster that has this machine as a node (docs/cluster.md): runtime.address."""
     runs_dir: Path = Path("runs")
     """Folder of the runs."""
     json: Path | None = None
@@ -232,7 +234,11 @@ def _run(command: Any) -> int:
     if isinstance(command, BenchCommand):
         command = command.what
     if isinstance(command, Train):
-        result = runs.train_run(command.settings, command.config, command.runs_dir, command.resume == "auto")
+        settings = command.settings
+        if command.cluster is not None:
+            runtime = settings.runtime.model_copy(update={"address": command.cluster})
+            settings = settings.model_copy(update={"runtime": runtime})
+        result = runs.train_run(settings, command.config, command.runs_dir, command.resume == "auto")
     elif isinstance(command, Eval):
         result = runs.evaluate_run(
             command.run,

@@ -58,6 +58,8 @@ class FarmConfig(Section):
     """Processes that step environments; 0 takes one per CPU core."""
     render_workers: Annotated[int, Field(ge=0)] = 0
     """Processes that draw frames; 0 lets each physics worker draw its own (fused)."""
+    nodes: tuple[str, ...] = ()
+    """Nodes of the Ray cluster, by name or address, over which physics workers are dealt out; none: this one."""
     devices: tuple[int, ...] = ()
     """EGL devices (GPUs) that draw MuJoCo's pictures, dealt out to the workers in turn; none: the first."""
     stages: Annotated[int, Field(ge=1)] = 2

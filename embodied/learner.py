@@ -177,7 +177,7 @@ class Learner:
                 self.policy.observe(rows.inputs)
         metrics = self._metrics(rows, sums, norms, stopped)
         update_s = self._learn_s + time.monotonic() - begin
-        self._learn_s, self._lag = 0.0, 0
+        self._learn_s, self._lag, self._first_ratio_error = 0.0, 0, float("nan")
         return {**metrics, "learner/update_s": update_s}
 
     def save(self, root: Path, state: checkpoint.RunState, environments: dict[str, np.ndarray]) -> None:
@@ -337,7 +337,7 @@ class Learner:
             group["lr"] = rate * share
 
     def _metrics(self, rows: Rows, sums: _Sums, norms: list[float], stopped: bool) -> dict[str, float]:
-        spread = float(rows.returns.var())
+        spread = float(rows.returns.var()) if len(rows) > 1 else 0.0
         explained = 1 - float((rows.returns - rows.value).var()) / spread if spread > 0 else float("nan")
         return {
             "learner/policy_loss": sums.policy_loss / (sums.weights or 1),

@@ -95,7 +95,7 @@ class Placed:
         workflow = self.workflow
 
         def ask(profile: Profile) -> Plan:
-            return schedulers.plan(workflow, profile, cluster, groups=groups)
+            return schedulers.plan(workflow, profile, cluster, _mode(self.config), groups=groups)
 
         return Watch(self.plan, self.profile, workflow, ask, SWITCH_S)
 
@@ -113,7 +113,7 @@ def place_run(config: Config, session: Session, run_dir: Path) -> Placed:
     """
     wanted, cores = config.plan, session.cores
     if wanted.mode == "configured" and wanted.file is None:
-        return Placed(config, run_dir, cores, configured(config, cores))
+        return Placed(config, run_dir, cores, configured(config, cores, session.nodes))
     if wanted.replan and wanted.ahead:
         raise UserError("plan.replan moves a run between two updates, and with plan.ahead there is no such moment")
     workflow, cluster = sized_workflow(config), local_cluster(len(cores))
@@ -125,8 +125,7 @@ def place_run(config: Config, session: Session, run_dir: Path) -> Placed:
         schedulers.validate(plan, workflow, cluster, profile)
     else:
         profile = _profile_of(config, session, run_dir, workflow)
-        mode = None if wanted.mode in ("auto", "configured") else wanted.mode
-        plan = schedulers.plan(workflow, profile, cluster, mode, wanted.ahead, groups_of(config))  # type: ignore[arg-type]
+        plan = schedulers.plan(workflow, profile, cluster, _mode(config), wanted.ahead, groups_of(config))
         get_console().print("\n".join(plan.why), markup=False, highlight=False, soft_wrap=True)
     if profile is not None:
         plan = replace(plan, prediction=schedulers.predict(plan, workflow, profile, cluster))
@@ -144,6 +143,12 @@ def _profile_of(config: Config, session: Session, run_dir: Path, workflow: Workf
     profile = profile_config(config, session, run_dir)
     schedulers.save(profile, own)
     return profile
+
+
+def _mode(config: Config) -> schedulers.Mode | None:
+    """The mode that is wanted; None: whichever is fastest."""
+    wanted = config.plan.mode
+    return None if wanted == "auto" or wanted == "configured" else wanted
 
 
 def groups_of(config: Config) -> tuple[int, ...]:
@@ -171,8 +176,7 @@ def plan_command(config: Config, profile: Path, cluster: str, out: Path) -> dict
     # Another cluster has other hardware than this machine: its profile is what was asked for.
     measured = checked_profile(profile, config, workflow, config.plan.any_hardware or cluster != "local")
     modes = schedulers.alternatives(workflow, measured, target, ahead=config.plan.ahead)
-    mode = None if config.plan.mode in ("auto", "configured") else config.plan.mode
-    best = schedulers.plan(workflow, measured, target, mode, ahead=config.plan.ahead)  # type: ignore[arg-type]
+    best = schedulers.plan(workflow, measured, target, _mode(config), ahead=config.plan.ahead)
     out.mkdir(parents=True, exist_ok=True)
     schedulers.save(best, out / PLAN)
     simulation = schedulers.simulate(best, workflow, measured, target)

@@ -60,6 +60,8 @@ class RolloutSummary:
     clock: Clock
     wall_s: float
     spans: tuple[Span, ...]
+    wire_bytes: int = 0
+    """To and from physics workers on other machines."""
 
     def __add__(self, later: RolloutSummary) -> RolloutSummary:
         """Both parts as one."""
@@ -70,6 +72,7 @@ class RolloutSummary:
             clock=self.clock + later.clock,
             wall_s=self.wall_s + later.wall_s,
             spans=self.spans + later.spans,
+            wire_bytes=self.wire_bytes + later.wire_bytes,
         )
 
 
@@ -94,6 +97,7 @@ class PolicyWorker:
         self._sums = EpisodeSums(farm.spec.num_envs)
         self._ended: list[tuple[int, int, Episode]] = []
         """(number of the environment's episode, number of the decision, episode) that no summary has told yet."""
+        self._wired = 0
         self._arrows = 0
         self._arrow = [0] * farm.spec.stages
         """For each stage the number of the trace's arrow from its observation to the next decision."""
@@ -227,7 +231,9 @@ class PolicyWorker:
         spans.append(Span("policy", "transport", mark, end))
         assert self._trajectories is not None
         wall_s = (end - begin) / 1e9
-        return RolloutSummary(self._trajectories.env_steps, self._version, tuple(ended), clock, wall_s, tuple(spans))
+        wired, self._wired = self.farm.wire_bytes - self._wired, self.farm.wire_bytes
+        steps = self._trajectories.env_steps
+        return RolloutSummary(steps, self._version, tuple(ended), clock, wall_s, tuple(spans), wired)
 
     def _inputs(self, seen: Observations) -> Inputs:
         return to_inputs(seen, self._reads, self.farm.spec.episodes)

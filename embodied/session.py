@@ -24,10 +24,19 @@ class Session:
     runtime: Runtime
     cores: tuple[int, ...]
 
+    @property
+    def nodes(self) -> dict[str, str]:
+        """Ids of the cluster's machines by name and by address; '' for this one."""
+        found: dict[str, str] = {}
+        for node in self.runtime.nodes():
+            ident = "" if node.is_here else node.id
+            found |= {node.name: ident, node.address: ident}
+        return found
+
     @contextmanager
     def farm(self, spec: FarmSpec, assignment: Assignment | None = None) -> Iterator[Farm]:
         """A farm with all its environments built; its workers and memory are gone when the block ends."""
-        assignment = assignment or configured(self.config, self.cores)
+        assignment = assignment or configured(self.config, self.cores, self.nodes)
         host = self.runtime.farm_host(spec.physics_workers, spec.render_workers, assignment.physics_nodes)
         farm = Farm.create(spec, host, () if self.config.runtime.mode == "inline" else assignment.cores)
         try:

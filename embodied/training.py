@@ -213,6 +213,7 @@ class _Loop:
             "farm/rollout_env_steps_per_s": summary.env_steps / summary.wall_s,
             "farm/physics_busy_s": summary.clock.physics_busy,
             "farm/render_busy_s": summary.clock.render_busy,
+            "farm/wire_bytes_per_env_step": summary.wire_bytes / max(summary.env_steps, 1),
             "lag/updates": position.iteration - 1 - summary.version,
             "time/iteration_s": wall_s,
             **_shares(summary, learned["learner/update_s"], wall_s),

@@ -134,6 +134,11 @@ class Farm:
         """Indices of the stage's environments, in the order of its rows."""
         return self._envs[stage]
 
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that crossed to and from physics workers on other machines so far."""
+        return int(self._slots["wire_bytes"].sum())
+
     def built(self) -> int:
         """Environments built so far, over all workers."""
         return int(self._slots["built"][: self.spec.physics_workers].sum())

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
+from embodied.runtime.nodes import NodeInfo
 from sim_farm.hosts import Host, InProcess
 
 T = TypeVar("T")
@@ -111,6 +112,10 @@ class Runtime(Protocol):
         """Where the farm's workers will live."""
         ...
 
+    def nodes(self) -> tuple[NodeInfo, ...]:
+        """The machines that workers can be placed on, this one first; none where there is nothing to choose."""
+        ...
+
     def watch(self) -> None:
         """Replace farm workers that died. To be called while waiting for something else than a `call`."""
         ...
@@ -136,6 +141,9 @@ class InlineRuntime:
 
     def farm_host(self, physics_workers: int, render_workers: int, physics_nodes: tuple[str, ...] = ()) -> Host:
         return InProcess()
+
+    def nodes(self) -> tuple[NodeInfo, ...]:
+        return ()
 
     def watch(self) -> None:
         """Nothing dies apart from this process."""

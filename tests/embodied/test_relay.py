@@ -1,0 +1,187 @@
+"""The relay in one process: what is behind it gives the same, messages are checked, and a far end may be lost at any
+moment. Real machines are in `test_cluster.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from concurrent.futures import Future
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from embodied.runtime import relay
+from embodied.runtime.nodes import require_software, software
+from embodied.runtime.relay import FarLost, FarPhysics, Relay
+from sim_farm.contract import FarmError, TaskSpec
+from sim_farm.episodes import EndlessEpisodes, ListedEpisodes, evaluation_episodes
+from sim_farm.farm import Farm
+from sim_farm.hosts import Handle, InProcess
+from sim_farm.layout import FarmSpec
+from sim_farm.memory import Block
+from sim_farm.workers import WorkerSetup
+from tests.sim_farm.driving import Trace, assert_same, drive, run
+
+REACH = TaskSpec("tabletop/reach", max_episode_steps=7)
+STATES = FarmSpec(REACH, EndlessEpisodes(3), num_envs=8, chunk=3, stages=2, physics_workers=2)
+PICTURES = replace(
+    STATES, task=replace(REACH, cameras=1, image_size=32), render_workers=1, final_frames="ended"
+)  # fmt: skip
+CHUNKS = 12
+
+
+# --- a far end in this process
+
+
+@dataclass
+class LocalFar:
+    """A far end in this process. It is lost before or after the exchanges whose numbers are given."""
+
+    setup: WorkerSetup
+    dies_before: Set[int]
+    dies_after: Set[int]
+    requests: list[bytes] = field(default_factory=list)
+    answers: list[bytes] = field(default_factory=list)
+    renewed: int = 0
+    far: FarPhysics | None = None
+
+    def open(self, opening: bytes) -> Future[None]:
+        self.far = FarPhysics(self.setup, opening)
+        return _done(None)
+
+    def exchange(self, request: bytes) -> Future[bytes]:
+        number = len(self.requests)
+        self.requests.append(request)
+        if self.far is None or number in self.dies_before:
+            self.far = None
+            return _lost()
+        answer = self.far.exchange(request)
+        if number in self.dies_after:
+            self.far = None
+            return _lost()
+        self.answers.append(answer)
+        return _done(answer)
+
+    def renew(self) -> None:
+        assert self.far is None, "a far end that lives was replaced"
+        self.renewed += 1
+
+
+def _done(value: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
+
+
+def _lost() -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_exception(FarLost())
+    return future
+
+
+class Relays(InProcess):
+    """Every physics worker behind a relay, in the caller's process."""
+
+    def __init__(self, dies_before: Set[int] = frozenset(), dies_after: Set[int] = frozenset()) -> None:
+        self.dies_before, self.dies_after = dies_before, dies_after
+        self.fars: list[LocalFar] = []
+
+    def launch(self, setup: WorkerSetup, block: Block) -> Handle:
+        if not setup.is_physics:
+            return super().launch(setup, block)
+        self.fars.append(LocalFar(setup, self.dies_before, self.dies_after))
+        worker = Relay(setup, block, self.fars[-1])
+        worker.build()
+        return _Pumped(worker)
+
+
+@dataclass(frozen=True)
+class _Pumped:
+    worker: Relay
+
+    def ring(self) -> None:
+        while self.worker.run_pending():
+            pass
+
+    def close(self, deadline_s: float) -> None:
+        self.worker.close()
+
+
+SHAPES = {
+    "states": STATES,
+    "pictures": PICTURES,
+    "listed": replace(PICTURES, episodes=ListedEpisodes(evaluation_episodes(2, 11), 8), final_frames="truncated"),
+}
+EVERY_SHAPE = pytest.mark.parametrize("spec", SHAPES.values(), ids=SHAPES.keys())
+
+
+def trace_of(spec: FarmSpec, host: InProcess) -> Trace:
+    with closing(Farm.create(spec, host)) as farm:
+        return drive(farm, end=CHUNKS)
+
+
+@EVERY_SHAPE
+def test_physics_behind_a_relay_gives_what_physics_beside_the_client_gives(spec: FarmSpec) -> None:
+    assert_same(run(spec, chunks=CHUNKS), trace_of(spec, Relays()), "a relay changes results")
+
+
+@EVERY_SHAPE
+def test_a_stage_in_parts_gives_the_same(spec: FarmSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay, "ANSWER_BYTES", 1)
+    host = Relays()
+    assert_same(run(spec, chunks=CHUNKS), trace_of(spec, host), "parts change results")
+    assert len(host.fars[0].requests) == 4 * (CHUNKS + 1), "of a worker's four environments each is a part"
+
+
+@EVERY_SHAPE
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_far_end_that_is_lost_at_any_exchange_changes_nothing(spec: FarmSpec, when: str) -> None:
+    expected = run(spec, chunks=CHUNKS)
+    for numbers in ({0}, {1, 2}, {5, 6, 9}, {12}, {2 * CHUNKS + 1}):
+        host = Relays(numbers) if when == "before" else Relays(dies_after=numbers)
+        assert_same(expected, trace_of(spec, host), f"losses at {numbers} change results")
+        assert all(far.renewed == len(numbers) for far in host.fars)
+
+
+def test_a_snapshot_is_restored_behind_a_relay() -> None:
+    """A reset that continues an episode carries the actions that lead there."""
+    with closing(Farm.create(STATES, Relays())) as farm:
+        drive(farm, end=4)
+        snapshot = farm.snapshot()
+        expected = drive(farm, begin=4, end=9, reset=False)
+    assert snapshot["base_step"].any(), "no episode was under way"
+    for host in (Relays(), Relays(dies_before={0, 3}), Relays(dies_after={1, 2})):
+        with closing(Farm.create(STATES, host)) as farm:
+            farm.restore(snapshot)
+            resumed = drive(farm, begin=4, end=9)
+        assert_same(expected, {env: rows[1:] for env, rows in resumed.items()}, "restoring changes results")
+
+
+def test_every_field_that_physics_reads_or_writes_is_carried() -> None:
+    """Whoever adds a field to the slots decides here whether a far end needs it."""
+    answers = {*relay.OUTCOME, *relay.OBSERVED, *relay.SHOWN, *relay.BEGUN, *relay.ENDED, *relay.DRAWN}
+    carried = {*relay.REQUEST, *relay.STANDING, *answers, "history"}
+    own = {"bells", "stop", "phase", "since_ns", "built", "message", "drawn", "collected", "frames_of", "wire_bytes"}
+    derived = {"final_instruction"}
+    with closing(Farm.create(PICTURES, InProcess())) as farm:
+        assert set(farm.block.fields) == carried | own | derived | set(relay.PICTURES)
+
+
+def test_a_message_of_the_wrong_length_is_refused() -> None:
+    host = Relays()
+    with closing(Farm.create(STATES, host)) as farm:
+        drive(farm, end=1)
+        far, envs = host.fars[0], farm.envs_of(0)[::2]
+        for answer in (far.answers[0][:-1], far.answers[0] + b"\0"):
+            with pytest.raises(FarmError, match="message between farm and far physics"):
+                relay.unpack_answer(answer, farm.block.arrays, envs, draws=False)
+        assert far.far is not None
+        with pytest.raises(FarmError, match="message between farm and far physics"):
+            far.far.exchange(far.requests[0][:-2])
+
+
+def test_other_software_is_refused_by_name() -> None:
+    require_software(software())
+    with pytest.raises(FarmError, match=r"has numpy .* instead of 0\.1: the same trajectories need the same software"):
+        require_software({**software(), "numpy": "0.1"})
