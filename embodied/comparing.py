@@ -16,7 +16,7 @@ from rich import print as show
 import schedulers
 from embodied.assignment import assign
 from embodied.cli import write_json
-from embodied.config import Config
+from embodied.config import Config, UserError
 from embodied.executing import Iteration, executor
 from embodied.hardware import hardware
 from embodied.planning import PROFILE, checked_profile, groups_of, local_cluster, sized_workflow
@@ -43,6 +43,8 @@ class Ran:
 
 def compare_command(config: Config, name: str, out: Path, profile: Path | None, repeats: int) -> dict[str, Any]:
     """Run every mode's best plan on the same work. Writes table, charts and timelines to `out`."""
+    if config.also:
+        raise UserError("modes are compared on one task: leave out `also`")
     out.mkdir(parents=True, exist_ok=True)
     with open_session(config) as session:
         workflow = sized_workflow(config)

@@ -212,6 +212,8 @@ class Config(Section):
     """Iterations between checkpoints; the last iteration always writes one."""
     env: EnvConfig = EnvConfig()
     farm: FarmConfig = FarmConfig()
+    also: tuple[dict[str, Any], ...] = ()
+    """Further tasks of the run, each as what differs from `env`; each is planned by itself."""
     policy: PolicyConfig = PolicyConfig()
     ppo: PPOConfig = PPOConfig()
     group: GroupConfig = GroupConfig()

@@ -144,7 +144,8 @@ def outcomes(batch: Trajectories, settings: GroupConfig) -> Tensor:
     """[B] what each episode is judged by: 1 where it was solved, or its return."""
     if settings.outcome == "success":
         return (batch.success & batch.mask).any(0).float()
-    return (batch.reward * batch.mask).sum(0)
+    # In double precision, so that equal episodes have equal returns: how a sum rounds depends on the column's place.
+    return (batch.reward * batch.mask).double().sum(0).float()
 
 
 def rows_like(values: Tensor, batch: Trajectories) -> Tensor:

@@ -113,7 +113,9 @@ def evaluate(subject: Subject, protocol: Protocol, session: Session, folder: Eva
 def trials_farm(config: Config, session: Session, specs: tuple[EpisodeSpec, ...], left: Sequence[int]) -> FarmSpec:
     """The farm on which a policy acts in the trials `left` (indices of `specs`) of the configuration's task."""
     num_envs = config.eval.num_envs or config.env.num_envs
-    shape = farm_spec(config, ListedEpisodes(specs, num_envs), configured(config, session.cores), num_envs)
+    shape = farm_spec(
+        config, ListedEpisodes(specs, num_envs), configured(config, session.cores, session.nodes), num_envs
+    )
     # No value is bootstrapped from an episode's final frame: nobody learns here.
     return replace(deal_out(shape, specs, left), final_frames="never")
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,8 @@ from embodied.residence import Switch
 from embodied.rollout import PolicyWorker, RolloutSummary
 from embodied.runtime.handles import Handle
 from embodied.session import Session
-from embodied.workers import farm_spec, make_learner, make_policy_worker, policy_spec
-from embodied.workflows import episodes_of, recipe_of
+from embodied.workers import check_same_sizes, farm_spec, make_learner, make_policy_worker, policy_spec
+from embodied.workflows import configs_of_tasks, episodes_of, recipe_of
 from sim_farm.farm import Farm
 
 PARTS_AHEAD = 2
@@ -61,6 +61,8 @@ class Executor:
     policy: Handle[PolicyWorker]
     learner: Handle[Learner]
     run_dir: Path
+    others: tuple[Executor, ...] = ()
+    """Of the run's further tasks: farms and policy workers of their own, and the same learner."""
     _next: Any = None
     """The rollout that runs ahead of the update, where there is one."""
     _published: int = -1
@@ -69,10 +71,12 @@ class Executor:
     def begin(self, environments: dict[str, np.ndarray] | None, version: int) -> None:
         """Start the environments, or continue where `environments` say they were; the weights have seen `version`
         updates."""
-        if self.assignment.one_process:
-            self.policy.fetch(self.policy.feed(PolicyWorker.share, self.learner, Learner.own_policy))
-        self._publish(version)
-        self.policy.call(PolicyWorker.begin, environments, self._by_episodes)
+        for number, lane in enumerate(self._lanes):
+            if lane.assignment.one_process:
+                lane.policy.fetch(lane.policy.feed(PolicyWorker.share, self.learner, Learner.own_policy))
+            lane._publish(version)
+            mine = None if environments is None else _of_task(environments, number)
+            lane.policy.call(PolicyWorker.begin, mine, self._by_episodes)
 
     def load(self, folder: Path) -> None:
         """Give the learner a verified checkpoint."""
@@ -86,7 +90,14 @@ class Executor:
             self.learner.call(Learner.unload, not self.assignment.one_process)
 
     def rollout(self, iteration: int) -> tuple[RolloutSummary, list[Span]]:
-        """The iteration's rollout; its trajectories are on their way to the learner. May be interrupted."""
+        """The iteration's rollouts, task after task, on their way to the learner. May be interrupted."""
+        summary, spans = self._rollout(iteration)
+        for other in self.others:
+            later, more = other._rollout(iteration)
+            summary, spans = summary + later, spans + more
+        return summary, spans
+
+    def _rollout(self, iteration: int) -> tuple[RolloutSummary, list[Span]]:
         spans: list[Span] = []
         if not self._by_episodes:
             begin = time.monotonic_ns()
@@ -99,15 +110,15 @@ class Executor:
         """Update the policy from the rollout and publish it; with `drain`, no rollout begins before that."""
         begin = time.monotonic_ns()
         runs_ahead = bool(self.assignment.ahead) and not drain
-        fed = None if self._by_episodes else self._feed(iteration)
-        environments = self.policy.call(PolicyWorker.snapshot)
+        fed = [] if self._by_episodes else [lane._feed(iteration) for lane in self._lanes]
+        environments = _join_tasks([lane.policy.call(PolicyWorker.snapshot) for lane in self._lanes])
         switches = self._to_learner() if self.assignment.unload else []
         if runs_ahead:
             if self._published < iteration:
                 self._publish(iteration)
             self._next = self._start()
-        if fed is not None:
-            self._collected(fed)
+        for reference in fed:
+            self._collected(reference)
         learned = self.learner.call(Learner.finish, iteration)
         updated = time.monotonic_ns()
         update_ns = int(learned["learner/update_s"] * 1e9)
@@ -119,7 +130,8 @@ class Executor:
             switches.append(self._switch(self.policy, PolicyWorker.load_back))
         if not runs_ahead:
             begin = time.monotonic_ns()
-            self._publish(iteration + 1)
+            for lane in self._lanes:
+                lane._publish(iteration + 1)
             spans.append(Span("driver", "publish weights", begin, time.monotonic_ns(), {"path": self.weights_path}))
         if self.assignment.unload:
             switches.append(self._switch(self.learner, Learner.unload, not self.assignment.one_process))
@@ -133,6 +145,10 @@ class Executor:
         summary, spans = self.rollout(iteration)
         learned, environments, more = self.learn(iteration, drain)
         return Iteration(summary, learned, environments, begin, time.monotonic_ns(), (*summary.spans, *spans, *more))
+
+    @property
+    def _lanes(self) -> tuple[Executor, ...]:
+        return (self, *self.others)
 
     @property
     def weights_path(self) -> str:
@@ -216,18 +232,49 @@ class Executor:
             self.policy.fetch(self.policy.feed(PolicyWorker.load_weights, self.learner, Learner.weights, version))
 
 
+def _join_tasks(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Positions of several tasks' environments in one record; the first task's keep their names."""
+    return {f"{i}.{key}" if i else key: array for i, part in enumerate(parts) for key, array in part.items()}
+
+
+def _of_task(environments: dict[str, np.ndarray], number: int) -> dict[str, np.ndarray]:
+    """What `_join_tasks` recorded of one task."""
+    if number == 0:
+        return {key: array for key, array in environments.items() if "." not in key}
+    return {k.partition(".")[2]: a for k, a in environments.items() if k.startswith(f"{number}.")}
+
+
 @contextmanager
-def executor(config: Config, run_dir: Path, session: Session, assignment: Assignment) -> Iterator[Executor]:
-    """The run's workers, placed; they are gone when the block ends."""
-    spec = farm_spec(config, episodes_of(config, config.seed), assignment)
-    session.runtime.prepare(1 if assignment.one_process else 2)
-    with session.farm(spec, assignment) as farm:
-        sizes = policy_spec(config, farm.info)
-        learner = session.runtime.place("learner", make_learner, config, sizes, run_dir, assignment.learner)
-        beside = learner if assignment.one_process else None
-        policy = session.runtime.place(
-            "policy", make_policy_worker, config, sizes, session.reach(farm), assignment.policy, beside=beside
-        )
-        yield Executor(config, assignment, farm, policy, learner, run_dir)
-        policy.end()
+def executor(config: Config, run_dir: Path, session: Session, *assignments: Assignment) -> Iterator[Executor]:
+    """The run's workers, placed: for each of its tasks by an assignment of its own. They are gone when the block ends.
+
+    Raises `UserError` for tasks that one policy cannot act in.
+    """
+    tasks = configs_of_tasks(config)
+    session.runtime.prepare(1 if assignments[0].one_process else 2)
+    with ExitStack() as stack:
+        farms = [
+            stack.enter_context(session.farm(farm_spec(task, episodes_of(task, task.seed), assignment), assignment))
+            for task, assignment in zip(tasks, assignments, strict=True)
+        ]
+        sizes = policy_spec(config, farms[0].info)
+        for task, farm in zip(tasks, farms, strict=True):
+            check_same_sizes(sizes, policy_spec(task, farm.info), task.env.task)
+        learner = session.runtime.place("learner", make_learner, config, sizes, run_dir, assignments[0].learner)
+        lanes: list[Executor] = []
+        for number, (task, farm, assignment) in enumerate(zip(tasks, farms, assignments, strict=True)):
+            policy = session.runtime.place(
+                f"policy {number}" if number else "policy",
+                make_policy_worker,
+                task,
+                sizes,
+                session.reach(farm),
+                assignment.policy,
+                beside=learner if assignment.one_process else None,
+            )
+            lanes.append(Executor(task, assignment, farm, policy, learner, run_dir))
+        lanes[0].others = tuple(lanes[1:])
+        yield lanes[0]
+        for lane in lanes:
+            lane.policy.end()
         learner.end()

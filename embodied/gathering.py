@@ -18,6 +18,8 @@ from policies.contract import Action, Inputs
 from sim_farm.observations import Observations
 
 Value = Callable[[Inputs], Tensor]
+NAMES = 44
+"""Bits of a group's name."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +194,8 @@ def join_waves(waves: Sequence[Trajectories]) -> Trajectories:
         **{name: joined(name).masked_fill(~there, 0) for name in happened},
         last_value=torch.cat([wave.last_value for wave in waves]),
         version=min(wave.version for wave in waves),
-        group=torch.cat([wave.group for wave in waves if wave.group is not None]),
+        # No group is in two waves, even where two tasks have given theirs the same names.
+        group=torch.cat([wave.group + (n << NAMES) for n, wave in enumerate(waves) if wave.group is not None]),
     )
 
 

@@ -99,6 +99,7 @@ class Learner:
         self._residence: Residence | None = None
         self._parts: list[Rows] = []
         self._waves: list[Trajectories] = []
+        self._unstreamed: list[Rows] = []
         self._streamed = _Sums()
         self._lag = 0
         self._learn_s = 0.0
@@ -144,7 +145,10 @@ class Learner:
             else:
                 self._parts.append(rows)
             if self._streams and len(rows):
-                self._stream(rows)
+                self._unstreamed.append(rows)
+                # Away from the device there is nothing to compute with, and gradients would not survive the return.
+                if self._residence is None or not self._residence.away:
+                    self._stream_waiting()
         learn_s = time.monotonic() - begin
         self._learn_s += learn_s
         teaches = (estimate.keep & batch.mask).any(0)
@@ -169,6 +173,7 @@ class Learner:
             self._set_learning_rates(iteration)
             sums, norms, stopped = _Sums(), list[float](), False
             if self._streams:
+                self._stream_waiting()
                 sums, self._streamed = self._streamed, _Sums()
                 norms = self._step_streamed(sums, rows, iteration) if len(rows) else []
             elif len(rows):
@@ -232,6 +237,11 @@ class Learner:
         if self._ppo.target_kl is not None and sums.approx_kl / units > 1.5 * self._ppo.target_kl:
             return sums, None
         return sums, self._apply(rows, index, sums, iteration)
+
+    def _stream_waiting(self) -> None:
+        for rows in self._unstreamed:
+            self._stream(rows)
+        self._unstreamed = []
 
     def _stream(self, rows: Rows) -> None:
         """Add a part's share to the gradient; `finish` divides it by what only the last part will tell."""

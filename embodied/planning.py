@@ -22,7 +22,7 @@ from embodied.replanning import Decision, Watch
 from embodied.reporting.plan_picture import draw_plan
 from embodied.session import Session, open_session
 from embodied.workers import task_spec
-from embodied.workflows import workflow_of
+from embodied.workflows import configs_of_tasks, workflow_of
 from schedulers import Cluster, Node, Plan, Profile, Workflow
 from sim_farm.hosts import InProcess
 
@@ -106,39 +106,56 @@ class Placed:
         return replace(self, assignment=assignment, plan=decision.plan, profile=decision.profile)
 
 
-def place_run(config: Config, session: Session, run_dir: Path) -> Placed:
-    """Where the run's workers go: as configured, by a plan file, or by the best plan, which its folder keeps.
+def place_run(config: Config, session: Session, run_dir: Path) -> tuple[Placed, ...]:
+    """Where the workers of each of the run's tasks go: as configured, by a plan file, or by the best plan.
 
-    Raises `UserError` or `PlanError` for plans and profiles that do not fit, before anything is started.
+    The run's folder keeps the plans. Raises `UserError` or `PlanError` for plans and profiles that do not fit,
+    before anything is started.
     """
+    wanted, tasks = config.plan, configs_of_tasks(config)
+    if wanted.replan and wanted.ahead:
+        raise UserError("plan.replan moves a run between two updates, and with plan.ahead there is no such moment")
+    if len(tasks) > 1 and (wanted.replan or wanted.ahead):
+        raise UserError("plan.replan and plan.ahead are for runs of one task: leave out `also`, or these")
+    return tuple(_place_task(task, number, session, run_dir) for number, task in enumerate(tasks))
+
+
+def _place_task(config: Config, number: int, session: Session, run_dir: Path) -> Placed:
     wanted, cores = config.plan, session.cores
     if wanted.mode == "configured" and wanted.file is None:
         return Placed(config, run_dir, cores, configured(config, cores, session.nodes))
-    if wanted.replan and wanted.ahead:
-        raise UserError("plan.replan moves a run between two updates, and with plan.ahead there is no such moment")
     workflow, cluster = sized_workflow(config), local_cluster(len(cores))
     profile = None
     if wanted.file is not None:
-        plan = schedulers.load(Plan, wanted.file)
+        plan = schedulers.load(Plan, _of_task(wanted.file, number))
         if wanted.profile is not None:
-            profile = checked_profile(wanted.profile, config, workflow, wanted.any_hardware)
+            profile = checked_profile(_of_task(wanted.profile, number), config, workflow, wanted.any_hardware)
         schedulers.validate(plan, workflow, cluster, profile)
     else:
-        profile = _profile_of(config, session, run_dir, workflow)
+        profile = _profile_of(config, number, session, run_dir, workflow)
         plan = schedulers.plan(workflow, profile, cluster, _mode(config), wanted.ahead, groups_of(config))
-        get_console().print("\n".join(plan.why), markup=False, highlight=False, soft_wrap=True)
+        console = get_console()
+        console.print(f"[bold]{config.env.task}[/]")
+        console.print("\n".join(plan.why), markup=False, highlight=False, soft_wrap=True)
     if profile is not None:
         plan = replace(plan, prediction=schedulers.predict(plan, workflow, profile, cluster))
-    schedulers.save(plan, run_dir / PLAN)
+    schedulers.save(plan, run_dir / _of_task(Path(PLAN), number))
     return Placed(config, run_dir, cores, assign(plan, config, cores), plan, profile, workflow)
 
 
-def _profile_of(config: Config, session: Session, run_dir: Path, workflow: Workflow) -> Profile:
+def _of_task(path: Path, number: int) -> Path:
+    """The file of a run's task: `plan.json`, `plan-1.json`, ..."""
+    return path.with_stem(f"{path.stem}-{number}") if number else path
+
+
+def _profile_of(config: Config, number: int, session: Session, run_dir: Path, workflow: Workflow) -> Profile:
     """The profile that the configuration names, or the run's own, or one that is measured now."""
-    own = run_dir / PROFILE
-    for path in (config.plan.profile, own):
-        if path is not None and (path == config.plan.profile or path.is_file()):
-            return checked_profile(path, config, workflow, config.plan.any_hardware)
+    own = run_dir / _of_task(Path(PROFILE), number)
+    if config.plan.profile is not None:
+        named = _of_task(config.plan.profile, number)
+        return checked_profile(named, config, workflow, config.plan.any_hardware)
+    if own.is_file():  # a run that goes on
+        return checked_profile(own, config, workflow, config.plan.any_hardware)
     show("measuring the workflow's components ...")
     profile = profile_config(config, session, run_dir)
     schedulers.save(profile, own)
@@ -158,37 +175,49 @@ def groups_of(config: Config) -> tuple[int, ...]:
 
 
 def profile_command(config: Config, out: Path) -> dict[str, Any]:
-    """Measure a configuration's components and write the profile to `out`."""
+    """Measure the components of each of a configuration's tasks and write the profiles: `out`, `out-1`, ..."""
+    found: dict[str, Any] = {}
     with open_session(config) as session:
-        profile = profile_config(config, session, out.resolve().parent)
-    schedulers.save(profile, out)
-    show(_profile_table(profile))
-    show(f"profile: [bold]{out}[/]")
-    return {"profile": str(out), **schedulers.to_data(profile)}
+        for number, task in enumerate(configs_of_tasks(config)):
+            path = _of_task(out, number)
+            profile = profile_config(task, session, out.resolve().parent)
+            schedulers.save(profile, path)
+            show(_profile_table(profile, task.env.task))
+            show(f"profile: [bold]{path}[/]")
+            found[task.env.task] = {"profile": str(path), **schedulers.to_data(profile)}
+    return found
 
 
 def plan_command(config: Config, profile: Path, cluster: str, out: Path) -> dict[str, Any]:
-    """The best plan for a cluster, why, what each mode would cost, and the predicted timeline as trace and picture.
+    """Each task's best plan for a cluster, why, what each mode would cost, and the predicted timeline.
 
     `plan.mode` restricts it to one mode.
     """
-    workflow, target = sized_workflow(config), read_cluster(cluster)
-    # Another cluster has other hardware than this machine: its profile is what was asked for.
-    measured = checked_profile(profile, config, workflow, config.plan.any_hardware or cluster != "local")
-    modes = schedulers.alternatives(workflow, measured, target, ahead=config.plan.ahead)
-    best = schedulers.plan(workflow, measured, target, _mode(config), ahead=config.plan.ahead)
+    target = read_cluster(cluster)
     out.mkdir(parents=True, exist_ok=True)
-    schedulers.save(best, out / PLAN)
-    simulation = schedulers.simulate(best, workflow, measured, target)
-    (out / TIMELINE).write_text(json.dumps(schedulers.chrome_trace(simulation)))
-    draw_plan(out / PICTURE, {f"{best.mode} (best)": simulation, **_others(modes, best, workflow, measured, target)})
-    get_console().print("\n".join(best.why), markup=False, highlight=False, soft_wrap=True)
+    tasks = configs_of_tasks(config)
+    found = {task.env.task: _plan_task(task, number, profile, target, out) for number, task in enumerate(tasks)}
     show(f"plan, timeline and picture: [bold]{out}[/]")
+    return {"folder": str(out), "tasks": found}
+
+
+def _plan_task(config: Config, number: int, profile: Path, cluster: Cluster, out: Path) -> dict[str, Any]:
+    workflow = sized_workflow(config)
+    # Another cluster has other hardware than this machine: its profile is what was asked for.
+    elsewhere = cluster.nodes[0].name != HERE
+    measured = checked_profile(_of_task(profile, number), config, workflow, config.plan.any_hardware or elsewhere)
+    modes = schedulers.alternatives(workflow, measured, cluster, ahead=config.plan.ahead)
+    best = schedulers.plan(workflow, measured, cluster, _mode(config), ahead=config.plan.ahead)
+    schedulers.save(best, out / _of_task(Path(PLAN), number))
+    simulation = schedulers.simulate(best, workflow, measured, cluster)
+    (out / _of_task(Path(TIMELINE), number)).write_text(json.dumps(schedulers.chrome_trace(simulation)))
+    pictures = {f"{best.mode} (best)": simulation, **_others(modes, best, workflow, measured, cluster)}
+    draw_plan(out / _of_task(Path(PICTURE), number), pictures)
+    get_console().print("\n".join(best.why), markup=False, highlight=False, soft_wrap=True)
     return {
         "plan": schedulers.to_data(best),
         "iteration_s": _seconds(best),
         "modes": {name: _seconds(plan) for name, plan in modes.items()},
-        "folder": str(out),
     }
 
 
@@ -206,10 +235,10 @@ def _seconds(plan: Plan) -> float:
     return plan.prediction.iteration_s
 
 
-def _profile_table(profile: Profile) -> Any:
+def _profile_table(profile: Profile, title: str) -> Any:
     from rich.table import Table
 
-    table = Table("component", "items", "devices", "ms", "95% interval", "beside others")
+    table = Table("component", "items", "devices", "ms", "95% interval", "beside others", title=title)
     for name, component in profile.components.items():
         for point in component.points:
             interval = f"{1e3 * point.low:.2f} to {1e3 * point.high:.2f}"

@@ -236,7 +236,7 @@ class PolicyWorker:
         return RolloutSummary(steps, self._version, tuple(ended), clock, wall_s, tuple(spans), wired)
 
     def _inputs(self, seen: Observations) -> Inputs:
-        return to_inputs(seen, self._reads, self.farm.spec.episodes)
+        return to_inputs(seen, self._reads, self.farm.spec.episodes, self.policy.spec.cameras)
 
     def _observe(self, stage: int, clock: Clock, spans: list[Span], deadline_s: float) -> Observations:
         """The stage's present observations; collects them unless that was done already."""
@@ -293,7 +293,7 @@ class PolicyWorker:
         if self._bootstrap == "never":
             return []
         wanted = seen.truncated if self._bootstrap == "truncated" else seen.truncated | seen.terminated
-        inputs = to_inputs(seen.final, self._reads, self.farm.spec.episodes)
+        inputs = to_inputs(seen.final, self._reads, self.farm.spec.episodes, self.policy.spec.cameras)
         return [
             (int(seen.envs[row]), inputs.rows(torch.tensor([i])))
             for i, row in enumerate(seen.final.rows.tolist())

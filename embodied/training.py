@@ -87,21 +87,21 @@ def train(config: Config, run_dir: Path, session: Session, resume_from: Path | N
     startup_s = 0.0
     with loop.metrics:
         while True:
-            with executor(config, run_dir, session, placed.assignment) as workers:
+            with executor(config, run_dir, session, *(place.assignment for place in placed)) as workers:
                 loop.begin(workers, resume_from)
                 save_config(config, run_dir / "config.yaml")  # a resumed run may have other settings, once they fit
                 startup_s = startup_s or time.monotonic() - begin
                 with Progress(run_dir.name, config.iterations, config.stop_at_success) as progress:
-                    decision = loop.run(progress, placed.watch())
+                    decision = loop.run(progress, placed[0].watch())
             if decision is None:
                 break
             # The checkpoint that was just written is all that the new workers need: they go on from it.
-            placed = placed.moved(decision)
+            placed = (placed[0].moved(decision),)
             resume_from = checkpoint.latest(run_dir / "checkpoints")
-    position, plan = loop.position, placed.plan
+    position, plan = loop.position, placed[0].plan
     return {
         "run": str(run_dir),
-        "mode": placed.assignment.mode,
+        "mode": placed[0].assignment.mode,
         "predicted_iteration_s": plan.prediction.iteration_s if plan and plan.prediction else None,
         "iterations": position.iteration,
         "env_steps": position.env_steps,

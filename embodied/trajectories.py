@@ -54,15 +54,24 @@ class Trajectories:
         return int(self.executed[self.mask].sum())
 
 
-def to_inputs(seen: Observations | FinalObservations, reads: Sequence[str], episodes: Episodes | None = None) -> Inputs:
+def to_inputs(
+    seen: Observations | FinalObservations,
+    reads: Sequence[str],
+    episodes: Episodes | None = None,
+    cameras: Sequence[str] = (),
+) -> Inputs:
     """What of the observations a policy is shown; tensors share the observations' memory.
 
-    `episodes` names the episodes of a farm, for policies that read them.
+    `episodes` names the episodes of a farm, for policies that read them; `cameras` are the policy's names for the
+    farm's cameras, in order, where they are not the farm's own.
     """
+    names = cameras or tuple(seen.frames)
     return Inputs(
         state=torch.from_numpy(seen.state) if "state" in reads else None,
         proprio=torch.from_numpy(seen.proprio) if "proprio" in reads else None,
-        frames={k: torch.from_numpy(v) for k, v in seen.frames.items()} if "images" in reads else {},
+        frames={k: torch.from_numpy(v) for k, v in zip(names, seen.frames.values(), strict=True)}
+        if "images" in reads
+        else {},
         instruction=seen.instruction if "instruction" in reads else (),
         episode=_names(seen, episodes) if "episode" in reads and episodes is not None else None,
     )

@@ -74,6 +74,19 @@ def policy_spec(config: Config, info: TaskInfo) -> PolicySpec:
     )
 
 
+def check_same_sizes(first: PolicySpec, other: PolicySpec, task: str) -> None:
+    """Raise `UserError` where one policy cannot act in both tasks; cameras may have other names."""
+    for name in ("action_dim", "state_dim", "proprio_dim", "image_size"):
+        mine, its = getattr(first, name), getattr(other, name)
+        if mine != its:
+            raise UserError(
+                f"one policy cannot act in {task} too: its {name} is {its}, the first task's {mine}; let the policy "
+                "read what all tasks have (policy.reads: [images]) and choose control modes of equal size"
+            )
+    if len(first.cameras) != len(other.cameras):
+        raise UserError(f"{task} has {len(other.cameras)} cameras, the first task {len(first.cameras)}")
+
+
 def make_policy(config: Config, spec: PolicySpec, checkpoint: Path | None = None) -> Policy:
     """The run's policy, new from its seed or from a checkpoint of the same kind and sizes."""
     policy = policies.build(config.policy.kind, spec, config.seed, **config.policy.options)

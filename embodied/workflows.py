@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from embodied.config import Config, UserError, nearest
+from embodied.config import Config, UserError, nearest, parse_config
 from embodied.estimators import ESTIMATORS, Estimator
 from schedulers.workflow import Component, Edge, Loop, Workflow
 from sim_farm.episodes import EndlessEpisodes, Episodes, GroupedEpisodes
@@ -20,6 +20,10 @@ PHYSICS = Component("physics", "steps the environments")
 RENDER = Component("render", "draws the frames that the policy looks at")
 POLICY = Component("policy", "turns observations into action chunks")
 LEARNER = Component("learner", "estimates advantages, updates the policy, hands out its weights")
+
+
+TASK_SEEDS = 1_000_003
+"""Between the seeds of a run's tasks, so that environments of the same index do not draw the same noise."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +133,19 @@ def episodes_of(config: Config, seed: int) -> Episodes:
         check_groups(config)
         return GroupedEpisodes(seed, config.group.size, config.env.init_states)
     return EndlessEpisodes(seed, config.env.init_states)
+
+
+def configs_of_tasks(config: Config) -> tuple[Config, ...]:
+    """The configuration of each task of the run, the main one first. Each has seeds of its own.
+
+    Raises `UserError` for keys of `also` that `env` does not have.
+    """
+    found = [config.model_copy(update={"also": ()})]
+    for number, differs in enumerate(config.also, start=1):
+        data = config.model_dump(mode="json")
+        data |= {"env": {**data["env"], **differs}, "seed": (config.seed + number * TASK_SEEDS) % 2**31, "also": ()}
+        found.append(parse_config(data, f"also[{number - 1}]"))
+    return tuple(found)
 
 
 def check_groups(config: Config) -> None:

@@ -93,6 +93,11 @@ class RayHost:
         self._checked = time.monotonic()
         self.restarts: dict[int, int] = {}
 
+    @property
+    def idle(self) -> bool:
+        """Whether no farm has workers here."""
+        return not self._serving and not self._relays
+
     def describe(self, task: TaskSpec) -> TaskInfo:
         return self._runtime.wait(self.ask(0, "describe", task), self.who(0), "describe the task", 300.0)
 

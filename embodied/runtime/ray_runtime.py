@@ -75,7 +75,7 @@ class RayRuntime:
         self._deadline_s = deadline_s
         self._actors: list[Any] = []
         self._spare: list[Any] = []
-        self._hosts: dict[tuple[str, ...], RayHost] = {}
+        self._hosts: list[tuple[tuple[str, ...], RayHost]] = []
         options: dict[str, Any] = {"address": address, "logging_level": logging.ERROR, "log_to_driver": False}
         if address == "local":
             # One logical CPU: our actors ask for none, and Ray would start an idle worker for each.
@@ -127,12 +127,14 @@ class RayRuntime:
                 there = "; ".join(f"{node.id} is {node.name} at {node.address}" for node in known.values())
                 raise FarmError(f"there is no node {place!r} in the cluster: {there}")
         shape = (*places, *[HERE] * (physics_workers + render_workers - len(places)))
-        if shape not in self._hosts:
-            self._hosts[shape] = RayHost(self, [known.get(place) for place in shape])
-        return self._hosts[shape]
+        for other, host in self._hosts:
+            if other == shape and host.idle:
+                return host
+        self._hosts.append((shape, RayHost(self, [known.get(place) for place in shape])))
+        return self._hosts[-1][1]
 
     def watch(self) -> None:
-        for host in self._hosts.values():
+        for _, host in self._hosts:
             host.watch()
 
     def actor(self, cls: Any, env: dict[str, str], node: str = HERE, args: tuple[Any, ...] = ()) -> Any:
