@@ -1,1 +1,55 @@
-"""Profiles, cost model and planner: when and where a workflow runs. Pure Python and NumPy; still to come."""
+"""Profiles, cost model and planner: when and where a workflow runs. Pure Python and NumPy.
+
+best = schedulers.plan(workflow, profile, cluster)
+print("\\n".join(best.why))
+schedulers.save(best, "plan.json")
+"""
+
+from schedulers.check import check_profile
+from schedulers.cluster import Cluster, Node
+from schedulers.data import from_data, load, save, to_data
+from schedulers.errors import PlanError
+from schedulers.plan import MODES, Mode, Phase, Placement, Plan, Prediction, Span
+from schedulers.planner import alternatives, plan, plan_tasks
+from schedulers.prediction import predict
+from schedulers.profile import ComponentProfile, Point, Pool, Profile, Together
+from schedulers.simulation import Event, Simulation, chrome_trace, expected_seconds, simulate
+from schedulers.validation import validate
+from schedulers.workflow import Component, Edge, Loop, Workflow
+
+__all__ = [
+    "MODES",
+    "Cluster",
+    "Component",
+    "ComponentProfile",
+    "Edge",
+    "Event",
+    "Loop",
+    "Mode",
+    "Node",
+    "Phase",
+    "Placement",
+    "Plan",
+    "PlanError",
+    "Point",
+    "Pool",
+    "Prediction",
+    "Profile",
+    "Simulation",
+    "Span",
+    "Together",
+    "Workflow",
+    "alternatives",
+    "check_profile",
+    "chrome_trace",
+    "expected_seconds",
+    "from_data",
+    "load",
+    "plan",
+    "plan_tasks",
+    "predict",
+    "save",
+    "simulate",
+    "to_data",
+    "validate",
+]

@@ -1,0 +1,210 @@
+"""Workflows, profiles, clusters and plans as JSON: readable, editable, checked when read.
+
+Devices are written as text, `node0:cores:0-3`. A cluster's node may have a `count`: so many equal ones. What
+is unlimited (memory, links) is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, fields, is_dataclass
+from functools import cache
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from schedulers.cluster import Cluster
+from schedulers.errors import PlanError, nearest
+from schedulers.graph import graph_of
+from schedulers.layout import span_from, span_text
+from schedulers.plan import Plan, Span
+from schedulers.profile import Profile
+from schedulers.validation import check_cluster
+from schedulers.workflow import Workflow
+
+FORMAT = 1
+"""Of the files; a reader refuses those of another format."""
+
+T = TypeVar("T", Workflow, Profile, Cluster, Plan)
+KINDS: dict[type, str] = {Workflow: "workflow", Profile: "profile", Cluster: "cluster", Plan: "plan"}
+
+
+def to_data(value: Workflow | Profile | Cluster | Plan) -> dict[str, Any]:
+    """As plain data for JSON; `from_data` gives back an equal value."""
+    return {"format": FORMAT, "kind": KINDS[type(value)], **_plain(value)}
+
+
+def from_data(kind: type[T], data: Any) -> T:
+    """The value that plain data stands for.
+
+    Raises `PlanError` with what is wrong and where: another kind or format, unknown or missing keys (with the
+    nearest valid one), values of a wrong type, numbers that cannot be.
+    """
+    what = KINDS[kind]
+    if not isinstance(data, Mapping):
+        raise PlanError(f"a {what} is a mapping of keys to values, not {_type(data)}")
+    data = dict(data)
+    found = data.pop("kind", what)
+    if found != what:
+        raise PlanError(f"a {what} is expected here, not a {found}")
+    version = data.pop("format", FORMAT)
+    if version != FORMAT:
+        raise PlanError(f"this {what} has format {version!r}; this version reads format {FORMAT}")
+    if kind is Cluster:
+        data = _with_equal_nodes(data)
+    value = _read(kind, data, what)
+    assert isinstance(value, kind)
+    _check(value)
+    return value
+
+
+def save(value: Workflow | Profile | Cluster | Plan, path: str | Path) -> None:
+    """Writes JSON."""
+    Path(path).write_text(json.dumps(to_data(value), indent=1, ensure_ascii=False) + "\n")
+
+
+def load(kind: type[T], path: str | Path) -> T:
+    """Reads what `save` or a person wrote; raises `PlanError` that names the file."""
+    what = KINDS[kind]
+    try:
+        data = json.loads(Path(path).read_text())
+    except FileNotFoundError:
+        raise PlanError(f"there is no {what} file {str(path)!r}") from None
+    except (OSError, ValueError) as error:
+        raise PlanError(f"{str(path)!r} cannot be read as JSON: {error}") from None
+    try:
+        return from_data(kind, data)
+    except PlanError as error:
+        raise PlanError(f"{path}: {error}") from None
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Span):
+        return span_text(value)
+    if is_dataclass(value):
+        pairs = ((field, getattr(value, field.name)) for field in fields(value))
+        return {field.name: _plain(item) for field, item in pairs if not _unsaid(field, item)}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _unsaid(field: Field[Any], item: Any) -> bool:
+    """Left out of files: unlimited amounts, and what is None or empty by default."""
+    if field.default is not MISSING:
+        return bool(item == field.default and (item in (None, (), "") or item == math.inf))
+    return field.default_factory is not MISSING and item == field.default_factory()
+
+
+def _with_equal_nodes(data: dict[str, Any]) -> dict[str, Any]:
+    """Nodes with their `count` written out: `node0`, `node1`, ... or a name of one's own and a number."""
+    nodes = data.get("nodes")
+    if not isinstance(nodes, (list, tuple)):
+        return data
+    result: list[Any] = []
+    for node in nodes:
+        if not isinstance(node, Mapping):
+            result.append(node)
+            continue
+        node = dict(node)
+        count = node.pop("count", None)
+        if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
+            raise PlanError(f"cluster: the count of nodes is a whole number of at least 1, not {count!r}")
+        name = node.pop("name", None)
+        if count is None:
+            result.append({"name": f"node{len(result)}" if name is None else name, **node})
+        else:
+            first = len(result) if name is None else 0
+            result += [{"name": f"{name or 'node'}{first + i}", **node} for i in range(count)]
+    return {**data, "nodes": result}
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def _read(hint: Any, value: Any, where: str) -> Any:
+    origin, arguments = get_origin(hint), get_args(hint)
+    if hint is Span:
+        return span_from(value)
+    if is_dataclass(hint):
+        return _read_fields(hint, value, where)  # type: ignore[arg-type]
+    if origin in (Union, UnionType):
+        if value is None and NoneType in arguments:
+            return None
+        return _read(next(argument for argument in arguments if argument is not NoneType), value, where)
+    if origin is Literal:
+        if value not in arguments:
+            raise PlanError(f"{where} is {value!r}{nearest(str(value), map(str, arguments))}")
+        return value
+    if origin is tuple:
+        if not isinstance(value, (list, tuple)):
+            raise PlanError(f"{where} is a list, not {_type(value)}")
+        return tuple(_read(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(value))
+    if origin is not None:  # A mapping.
+        if not isinstance(value, Mapping):
+            raise PlanError(f"{where} is a mapping of keys to values, not {_type(value)}")
+        return {key: _read(arguments[1], item, f"{where}.{key}") for key, item in value.items()}
+    return _read_plain(hint, value, where)
+
+
+def _read_plain(hint: type, value: Any, where: str) -> Any:
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
+        words = {float: "a number", int: "a whole number", str: "a text", bool: "true or false"}
+        raise PlanError(f"{where} is {words[hint]}, not {_type(value)} {value!r}")
+    if isinstance(value, (int, float)) and not value >= 0:
+        raise PlanError(f"{where} is {value!r}; it cannot be less than 0")
+    return value
+
+
+def _read_fields(kind: type, value: Any, where: str) -> Any:
+    if not isinstance(value, Mapping):
+        raise PlanError(f"{where} is a mapping of keys to values, not {_type(value)}")
+    known = {field.name: field for field in fields(kind)}
+    for key in value:
+        if key not in known:
+            raise PlanError(f"{where} has an unknown key {key!r}{nearest(str(key), known)}")
+    for name, field in known.items():
+        if name not in value and field.default is MISSING and field.default_factory is MISSING:
+            raise PlanError(f"{where} lacks {name!r}")
+    return kind(**{name: _read(_hints(kind)[name], item, f"{where}.{name}") for name, item in value.items()})
+
+
+def _check(value: Any) -> None:
+    if isinstance(value, Workflow):
+        graph_of(value)
+    elif isinstance(value, Cluster):
+        check_cluster(value)
+    elif isinstance(value, Profile):
+        check_numbers(value)
+
+
+def check_numbers(profile: Profile) -> None:
+    """Raises `PlanError` for times, batches or factors that no measurement gives."""
+    for name, component in profile.components.items():
+        for point in component.points:
+            if point.batch < 1 or point.devices < 1 or not 0 <= point.seconds < math.inf:
+                raise PlanError(
+                    f"profile: {name!r} has a point of {point.batch} items on {point.devices} devices in "
+                    f"{point.seconds} s; batch and devices are at least 1, seconds finite"
+                )
+        if not 0 < component.beside < math.inf:
+            raise PlanError(f"profile: the factor `beside` of {name!r} is {component.beside}; it is more than 0")
+    for entry in profile.together:
+        if entry.batch < 1 or entry.devices < 1 or entry.groups < 1:
+            raise PlanError(f"profile: {', '.join(entry.components)} together need a batch, devices and groups")
+    shares = profile.arrivals
+    if shares and (list(shares) != sorted(shares) or abs(shares[-1] - 1) > 1e-6):
+        raise PlanError("profile: arrivals are shares of the loop's time in rising order, the last of them 1")
+
+
+def _type(value: Any) -> str:
+    names = {dict: "a mapping", list: "a list", str: "the text", bool: "the value", NoneType: "nothing"}
+    return names.get(type(value), "the number" if isinstance(value, (int, float)) else type(value).__name__)

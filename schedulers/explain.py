@@ -1,0 +1,154 @@
+"""A plan in words: why this mode, what limits it, and what would help."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from schedulers.cluster import Cluster, Node
+from schedulers.errors import PlanError
+from schedulers.layout import devices_of, spans_text
+from schedulers.plan import MODES, Mode, Plan
+from schedulers.prediction import phase_costs, problem_of
+from schedulers.profile import Pool, Profile
+from schedulers.times import POOLS, Problem
+from schedulers.workflow import Workflow
+
+WORTH_A_SENTENCE = 0.01
+"""Relative gain below which more hardware is not worth mentioning."""
+
+
+def explained(
+    plan: Plan,
+    found: Mapping[Mode, Plan],
+    workflow: Workflow,
+    profile: Profile,
+    cluster: Cluster,
+    units: Mapping[Pool, int],
+    again: Callable[[Cluster], Plan],
+) -> tuple[str, ...]:
+    """Sentences for `Plan.why`. `found` holds the best plan of each mode, whose devices come in `units`; `again`
+    plans for another cluster."""
+    problem = problem_of(plan, workflow, profile, cluster)
+    return (
+        _seconds(plan),
+        *_phases(plan),
+        *_modes(plan, found),
+        _bottleneck(plan, problem),
+        _switches(plan),
+        *_gap(plan, units),
+        _help(plan, cluster, problem, again),
+    )
+
+
+def _seconds(plan: Plan) -> str:
+    assert plan.prediction is not None
+    groups = f", {plan.groups} groups of environments in the loop" if plan.groups > 1 else ""
+    ahead = ", one step ahead" if plan.ahead else ""
+    return f"{plan.mode.capitalize()}: {_time(plan.prediction.iteration_s)} per iteration{groups}{ahead}."
+
+
+def _phases(plan: Plan) -> list[str]:
+    assert plan.prediction is not None
+    result = []
+    for number, (phase, seconds) in enumerate(zip(plan.phases, plan.prediction.phases_s, strict=True), start=1):
+        places = "; ".join(f"{', '.join(p.components)} on {spans_text(p.devices)}" for p in phase.placements)
+        result.append(f"Phase {number} ({_time(seconds)}): {places}.")
+    return result
+
+
+def _modes(plan: Plan, found: Mapping[Mode, Plan]) -> list[str]:
+    assert plan.prediction is not None
+    result = []
+    for mode in MODES:
+        other = found.get(mode)
+        if mode == plan.mode:
+            continue
+        if other is None or other.prediction is None:
+            result.append(f"There is no {mode} plan on these devices.")
+            continue
+        ratio = other.prediction.iteration_s / plan.prediction.iteration_s
+        compared = f"{ratio:.2f} times as long" if abs(ratio - 1) >= 0.005 else "as long"
+        result.append(f"The best {mode} plan would take {compared} ({_time(other.prediction.iteration_s)}).")
+    return result
+
+
+def _bottleneck(plan: Plan, problem: Problem) -> str:
+    """The component that devices spend most of the iteration on, and whether its phase waits for it alone."""
+    assert plan.prediction is not None
+    busy = plan.prediction.components_s
+    name = max(busy, key=lambda name: busy[name])
+    share = busy[name] / plan.prediction.iteration_s if plan.prediction.iteration_s else 0.0
+    text = f"The most time goes to {name}: its devices work on it {share:.0%} of the iteration"
+    for phase in plan.phases:
+        cost = phase_costs(plan, phase, problem)
+        loads: dict[int, float] = {}
+        for visit, seconds in zip(cost.shape.visits, cost.visits, strict=True):
+            loads[visit.placement] = loads.get(visit.placement, 0.0) + seconds
+        if len(loads) < 2:
+            continue
+        total, most = sum(loads.values()), max(loads.values()) * plan.groups
+        slowest = ", ".join(cost.shape.placements[max(loads, key=lambda i: loads[i])])
+        if most >= total:
+            text += f"; the loop waits for {slowest}"
+        else:
+            text += "; the loop is as long as a group's own way round"
+    return text + "."
+
+
+def _switches(plan: Plan) -> str:
+    assert plan.prediction is not None
+    if plan.prediction.switch_s > 0:
+        return f"Components do not fit together: unloading and loading costs {_time(plan.prediction.switch_s)}."
+    if plan.unload:
+        return "Components do not fit together and are unloaded between phases; no time was measured for that."
+    return "Everything stays loaded: switches cost nothing."
+
+
+def _gap(plan: Plan, units: Mapping[Pool, int]) -> list[str]:
+    assert plan.prediction is not None
+    pools = {placement.pool for phase in plan.phases for placement in phase.placements}
+    coarse = " and ".join(f"{units[pool]} {pool}" for pool in POOLS if pool in pools and units[pool] > 1)
+    whole = f" with devices in units of {coarse}" if coarse else ""
+    gap = 1 - plan.prediction.lower_bound_s / plan.prediction.iteration_s if plan.prediction.iteration_s else 0.0
+    if gap < 1e-9:
+        return [f"No plan{whole} is faster (certified)."]
+    return [f"A faster plan{whole} could exist, by at most {gap:.1%}."]
+
+
+def _help(plan: Plan, cluster: Cluster, problem: Problem, again: Callable[[Cluster], Plan]) -> str:
+    """What one more device of each pool would gain, found by planning with it."""
+    assert plan.prediction is not None
+    gains: dict[str, float] = {}
+    for what, larger in _larger(cluster, set(problem.pools.values())).items():
+        try:
+            better = again(larger).prediction
+        except PlanError:
+            continue
+        assert better is not None
+        gains[what] = 1 - better.iteration_s / plan.prediction.iteration_s
+    if not gains or max(gains.values()) < WORTH_A_SENTENCE:
+        tried = " or ".join(gains) or "more devices"
+        return f"{tried[:1].upper()}{tried[1:]} would gain less than {WORTH_A_SENTENCE:.0%}."
+    best = max(gains, key=lambda what: gains[what])
+    others = "".join(f", {what} {max(gain, 0.0):.0%}" for what, gain in gains.items() if what != best)
+    return f"{best[:1].upper()}{best[1:]} would help most: an iteration would take {gains[best]:.0%} less{others}."
+
+
+def _larger(cluster: Cluster, pools: set[Pool]) -> dict[str, Cluster]:
+    """One more device of each pool used; in larger units than devices, one more node."""
+    if len(cluster.nodes) > 1:
+        extra = replace(cluster.nodes[-1], name=f"{cluster.nodes[-1].name}+1")
+        return {"one more node": replace(cluster, nodes=(*cluster.nodes, extra))}
+    node: Node = cluster.nodes[0]
+    names = {"cores": "one more core", "accelerators": "one more accelerator"}
+    result = {}
+    for pool in POOLS:
+        if pool in pools and devices_of(node, pool):
+            grown = replace(node, **{pool: devices_of(node, pool) + 1})  # type: ignore[arg-type]
+            result[names[pool]] = replace(cluster, nodes=(grown,))
+    return result
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds >= 10 else f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

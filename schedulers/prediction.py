@@ -1,0 +1,168 @@
+"""What a plan costs, whoever wrote it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from schedulers.cluster import Cluster, Node
+from schedulers.errors import PlanError
+from schedulers.graph import graph_of
+from schedulers.plan import Phase, Plan, Prediction
+from schedulers.profile import Profile
+from schedulers.shape import Shape, shape_of
+from schedulers.times import Problem, component_seconds, part_items, segment_seconds, switch_seconds, visit_seconds
+from schedulers.validation import check_places
+from schedulers.workflow import Workflow
+
+
+@dataclass(frozen=True)
+class Costs:
+    """One phase of a plan in numbers: seconds of each visit of a group and of each part of a segment."""
+
+    shape: Shape
+    counts: tuple[int, ...]
+    """Devices of each placement."""
+    visits: tuple[float, ...]
+    segments: tuple[float, ...]
+    busy_s: dict[str, float]
+    """Of each component, per iteration, on each of its devices."""
+    loop_transfer_s: float
+    """On the way of one group round the loop, between nodes."""
+    transfer_s: float
+    """Of the longest way of one part through the other components, between nodes."""
+
+    @property
+    def seconds(self) -> float:
+        seconds = self.shape.exact_seconds(self.visits, self.segments)
+        return seconds + self.shape.rounds * self.loop_transfer_s * bool(self.visits) + self.transfer_s
+
+
+def phase_costs(plan: Plan, phase: Phase, problem: Problem) -> Costs:
+    """Costs of one phase; raises `PlanError` where its placements wait for each other in a circle."""
+    names = [problem.graph.ordered(placement.components) for placement in phase.placements]
+    shape = shape_of(
+        problem.graph, problem.workflow, problem.profile, names, plan.groups, phase.micro_batch, ahead=plan.ahead > 0
+    )
+    if shape is None:
+        who = "; ".join(", ".join(placement) for placement in names)
+        raise PlanError(
+            f"the placements of one phase ({who}) wait for each other: "
+            + (
+                "one step ahead, loop and learner side need placements of their own"
+                if plan.ahead
+                else "put what the loop needs into an earlier phase, and components between others with one of them"
+            )
+        )
+    counts = [np.array([placement.count]) for placement in phase.placements]
+    visits = [
+        float(visit_seconds(problem, shape, i, counts[visit.placement])[0]) for i, visit in enumerate(shape.visits)
+    ]
+    segments = [
+        float(segment_seconds(problem, shape, i, counts[segment.placement])[0])
+        for i, segment in enumerate(shape.segments)
+    ]
+    busy = {
+        name: seconds
+        for placement, count in zip(names, counts, strict=True)
+        for name, seconds in _busy(problem, shape, placement, count).items()
+    }
+    for visit, seconds in zip(shape.visits, visits, strict=True):
+        # Measured together, the components of a visit share its time as they would in turn.
+        calls, alone = shape.rounds * shape.groups, sum(busy[name] for name in visit.components)
+        for name in visit.components:
+            busy[name] *= calls * seconds / alone if alone else 1.0
+    loop, rest = _transfers(plan, phase, problem)
+    return Costs(
+        shape,
+        tuple(placement.count for placement in phase.placements),
+        tuple(visits),
+        tuple(segments),
+        busy,
+        loop,
+        rest,
+    )
+
+
+def _busy(problem: Problem, shape: Shape, names: tuple[str, ...], count: np.ndarray) -> dict[str, float]:
+    result = {}
+    for name in names:
+        if name in problem.graph.loop:
+            batch: float = problem.wave_items / shape.groups
+            calls = shape.rounds * shape.groups
+        else:
+            batch = part_items(problem, shape, name)
+            calls = problem.workflow.items // int(batch)
+        result[name] = calls * float(component_seconds(problem, shape, name, batch, count)[0])
+    return result
+
+
+def _transfers(plan: Plan, phase: Phase, problem: Problem) -> tuple[float, float]:
+    """Seconds between nodes, once round the loop and once through the rest.
+
+    An edge between placements on the same nodes stays on them and costs nothing here (what it costs there is in
+    the profile); else its bytes go through the links of the smaller number of nodes at once.
+    """
+    if math.isinf(problem.cluster.link_bytes_per_s):
+        return 0.0, 0.0
+    nodes = {name: placement.nodes for placement in phase.placements for name in placement.components}
+    loop, rest = 0.0, 0.0
+    for key, size in problem.profile.transfers.items():
+        source, _, target = key.partition(">")
+        if source not in nodes or target not in nodes or nodes[source] == nodes[target]:
+            continue
+        links = min(len(nodes[source]), len(nodes[target]))
+        if {source, target} <= set(problem.graph.loop):
+            items: float = problem.wave_items / plan.groups
+            loop += size * items / problem.cluster.link_bytes_per_s / links
+        else:
+            items = phase.micro_batch if source in problem.graph.divisible else problem.workflow.items
+            rest += size * items / problem.cluster.link_bytes_per_s / links
+    return loop, rest
+
+
+def predict(plan: Plan, workflow: Workflow, profile: Profile, cluster: Cluster | None = None) -> Prediction:
+    """Seconds per iteration of any valid plan, by the closed cost laws, and where they go.
+
+    The lower bound of the result is the plan's own if it has a prediction, else 0: nothing is known about others.
+    Raises `PlanError` for a plan that cannot run; `validate` says more about why.
+    """
+    problem = problem_of(plan, workflow, profile, cluster)
+    costs = [phase_costs(plan, phase, problem) for phase in plan.phases]
+    phases = tuple(cost.seconds for cost in costs)
+    switch = switches(plan, costs, problem)
+    known = plan.prediction.lower_bound_s if plan.prediction else 0.0
+    total = sum(phases) + switch
+    return Prediction(
+        iteration_s=total,
+        phases_s=phases,
+        components_s={name: cost.busy_s[name] for cost in costs for name in cost.busy_s},
+        switch_s=switch,
+        lower_bound_s=min(known, total),
+    )
+
+
+def switches(plan: Plan, costs: Sequence[Costs], problem: Problem) -> float:
+    """Seconds per iteration of unloading and loading; zero where everything stays loaded."""
+    if not plan.unload or len(plan.phases) < 2:
+        return 0.0
+    return sum(switch_seconds(problem, cost.shape.placements) for cost in costs)
+
+
+def problem_of(plan: Plan, workflow: Workflow, profile: Profile, cluster: Cluster | None = None) -> Problem:
+    """The plan's problem; without a cluster, on one that has just the devices that the plan names."""
+    check_places(plan, graph_of(workflow), profile)
+    return Problem(workflow, profile, cluster or _named(plan))
+
+
+def _named(plan: Plan) -> Cluster:
+    sizes: dict[str, dict[str, int]] = {}
+    for phase in plan.phases:
+        for placement in phase.placements:
+            for span in placement.devices:
+                node = sizes.setdefault(span.node, {"cores": 0, "accelerators": 0})
+                node[span.pool] = max(node[span.pool], span.first + span.count)
+    return Cluster(tuple(Node(name, size["cores"], size["accelerators"]) for name, size in sizes.items()))

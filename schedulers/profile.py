@@ -1,0 +1,125 @@
+"""How long things take and how much they hold: what was measured, on which hardware."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+Pool = Literal["cores", "accelerators"]
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measurement: `batch` items on `devices` devices of the component's pool took `seconds`."""
+
+    batch: int
+    devices: int
+    seconds: float
+    low: float
+    high: float
+    """95% interval of the mean."""
+
+
+@dataclass(frozen=True)
+class ComponentProfile:
+    """Times and memory of one component."""
+
+    pool: Pool
+    """What it keeps busy."""
+    points: tuple[Point, ...]
+    """Alone on its devices. Of a loop's component: seconds per round; else per iteration's part of so many items."""
+    beside: float = 1.0
+    """Factor on its times while others are busy on other devices of the same node (memory bandwidth, caches)."""
+    variation: float = 0.0
+    """Coefficient of variation of one call."""
+    resident_bytes: float = 0.0
+    """Per device, while it is loaded."""
+    bytes_per_item: float = 0.0
+    """More per device, for every item that it works on at once."""
+    unload_s: float = 0.0
+    load_s: float = 0.0
+    """To leave the device's memory, and to come back."""
+
+    def seconds(self, batch: float, devices: int) -> float:
+        """Predicted time of `batch` items on `devices` devices.
+
+        Between measured batches straight lines; above the largest and below the smallest the line through the
+        nearest two, never falling as the batch grows and never negative. One measured batch alone: proportional.
+        Devices that were not measured share the batch evenly (data parallel): with k the largest measured number
+        of at most n devices (the smallest one if there is none), `seconds(b, n) = seconds(b k / n, k)`.
+        """
+        return float(self.seconds_on(batch, np.array([devices]))[0])
+
+    def seconds_on(self, batch: float, devices: np.ndarray) -> np.ndarray:
+        """`seconds` for each of many numbers of devices."""
+        measured = np.array(sorted({point.devices for point in self.points}))
+        base = measured[np.maximum(np.searchsorted(measured, devices, side="right") - 1, 0)]
+        result = np.empty(len(devices))
+        for k in np.unique(base):
+            mine = base == k
+            result[mine] = _curve(self.points, int(k), batch * k / devices[mine])
+        return result
+
+
+@dataclass(frozen=True)
+class Together:
+    """Loop components that share devices under the operating system's or driver's own turns: one round's seconds."""
+
+    components: tuple[str, ...]
+    batch: int
+    """Items of all groups."""
+    devices: int
+    groups: int
+    seconds: float
+    """Per round of all groups."""
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Profile:
+    """All components of one workflow on one kind of hardware."""
+
+    workflow: str
+    fingerprint: Mapping[str, str]
+    """Hardware and software that the times belong to."""
+    components: Mapping[str, ComponentProfile]
+    together: tuple[Together, ...] = ()
+    transfers: Mapping[str, float] = field(default_factory=dict)
+    """Bytes per item on each edge, keyed `source>target`."""
+    arrivals: tuple[float, ...] = ()
+    """Long tails: share of the loop's time at which 1/n, 2/n, ... of the items were complete; none: evenly by waves."""
+
+    def together_seconds(self, components: tuple[str, ...], batch: float, devices: int, groups: int) -> float | None:
+        """Measured seconds of one round of `batch` items, scaled in proportion from the nearest measured batch.
+
+        None where these components were not measured together on so many devices with so many groups.
+        """
+        found = [
+            entry
+            for entry in self.together
+            if set(entry.components) == set(components) and entry.devices == devices and entry.groups == groups
+        ]
+        if not found:
+            return None
+        entry = min(found, key=lambda entry: abs(entry.batch - batch))
+        return entry.seconds * batch / entry.batch
+
+
+def _curve(points: tuple[Point, ...], devices: int, batches: Any) -> np.ndarray:
+    """The measured times on `devices` devices, continued to any batch."""
+    times: dict[int, list[float]] = {}
+    for point in points:
+        if point.devices == devices:
+            times.setdefault(point.batch, []).append(point.seconds)
+    x = np.array(sorted(times), dtype=float)
+    y = np.array([float(np.mean(times[batch])) for batch in sorted(times)])
+    if len(x) == 1:
+        return y[0] * np.asarray(batches) / x[0]
+    first, last = (max(0.0, (y[j] - y[i]) / (x[j] - x[i])) for i, j in ((0, 1), (-2, -1)))
+    below = np.minimum(np.asarray(batches) - x[0], 0.0) * first
+    above = np.maximum(np.asarray(batches) - x[-1], 0.0) * last
+    return np.maximum(np.interp(batches, x, y) + below + above, 0.0)

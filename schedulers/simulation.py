@@ -1,0 +1,297 @@
+"""Any plan played event by event, with constant or random times: a second opinion on the laws, and a timeline."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from schedulers.cluster import Cluster
+from schedulers.layout import spans_text
+from schedulers.plan import Placement, Plan
+from schedulers.prediction import Costs, phase_costs, problem_of, switches
+from schedulers.profile import Profile
+from schedulers.times import Problem, component_seconds, part_items, switch_seconds
+from schedulers.workflow import Workflow
+
+DRAWS = 16
+"""Simulated iterations whose mean is an expected time: their standard error is far below the profile's own."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """A component at work on the devices of `track`, from `start_s` to `end_s` after the iteration's beginning."""
+
+    track: str
+    component: str
+    start_s: float
+    end_s: float
+    phase: int
+    round: int
+    """Of the loop, from 0; -1 outside it."""
+    group: int
+    """Of the loop's groups; -1 outside it."""
+    part: int
+    """Micro-batch, from 0; -1 in the loop."""
+
+
+@dataclass(frozen=True)
+class Simulation:
+    seconds: float
+    """Of one iteration."""
+    events: tuple[Event, ...]
+
+
+@dataclass
+class _Job:
+    """One call: a group on one placement in one round, or a part on one segment."""
+
+    server: int
+    pieces: tuple[tuple[str, float], ...]
+    """Components and their seconds, in turn."""
+    needs: list[int] = field(default_factory=list)
+    release: float = 0.0
+    round: int = -1
+    group: int = -1
+    part: int = -1
+
+
+def simulate(
+    plan: Plan,
+    workflow: Workflow,
+    profile: Profile,
+    cluster: Cluster | None = None,
+    seed: int | None = None,
+    variation: float | None = None,
+) -> Simulation:
+    """One iteration. Without a seed times are constant and the result equals `predict`'s; with one, every call
+    draws its time from a gamma distribution with the profiled mean and coefficient of variation (`variation`, if
+    given, replaces the profile's).
+
+    Raises `PlanError` for a plan that cannot run.
+    """
+    problem = problem_of(plan, workflow, profile, cluster)
+    draw = _Draw(profile, seed, variation)
+    costs = [phase_costs(plan, phase, problem) for phase in plan.phases]
+    switching = switches(plan, costs, problem) > 0
+    now, events = 0.0, []
+    for number, (phase, cost) in enumerate(zip(plan.phases, costs, strict=True)):
+        tracks = [track_name(placement) for placement in phase.placements]
+        if switching:
+            switch = switch_seconds(problem, cost.shape.placements)
+            events += [Event(track, "switch", now, now + switch, number, -1, -1, -1) for track in tracks]
+            now += switch
+        end, played = _play_phase(problem, cost, draw)
+        for job, start in played:
+            for name, seconds in job.pieces:
+                begin, start = now + start, start + seconds
+                events.append(
+                    Event(tracks[job.server], name, begin, now + start, number, job.round, job.group, job.part)
+                )
+        now += end
+    return Simulation(now, tuple(sorted(events, key=lambda event: (event.start_s, event.track))))
+
+
+def expected_seconds(
+    plan: Plan, workflow: Workflow, profile: Profile, cluster: Cluster | None = None, draws: int = DRAWS
+) -> float:
+    """Mean time of an iteration with the profiled variation; the predicted one where none was measured."""
+    if not any(component.variation for component in profile.components.values()):
+        return simulate_seconds(plan, workflow, profile, cluster)
+    seeds = range(draws)
+    return float(np.mean([simulate(plan, workflow, profile, cluster, seed).seconds for seed in seeds]))
+
+
+def simulate_seconds(plan: Plan, workflow: Workflow, profile: Profile, cluster: Cluster | None = None) -> float:
+    """Seconds by the closed laws, without making a prediction of the parts."""
+    problem = problem_of(plan, workflow, profile, cluster)
+    costs = [phase_costs(plan, phase, problem) for phase in plan.phases]
+    return sum(cost.seconds for cost in costs) + switches(plan, costs, problem)
+
+
+def track_name(placement: Placement) -> str:
+    """Of a placement's devices, the same for all that ever use them."""
+    return spans_text(placement.devices)
+
+
+def chrome_trace(simulation: Simulation, name: str = "predicted") -> dict[str, Any]:
+    """The timeline in the JSON trace format that Perfetto and Chrome open: a track per set of devices, times in
+    microseconds."""
+    tracks = {track: i for i, track in enumerate(dict.fromkeys(event.track for event in simulation.events), start=1)}
+    trace: list[dict[str, Any]] = [{"ph": "M", "pid": 1, "name": "process_name", "args": {"name": name}}]
+    for track, number in tracks.items():
+        trace.append({"ph": "M", "pid": 1, "tid": number, "name": "thread_name", "args": {"name": track}})
+    for event in simulation.events:
+        places = {"phase": event.phase, "round": event.round, "group": event.group, "part": event.part}
+        trace.append(
+            {
+                "ph": "X",
+                "pid": 1,
+                "tid": tracks[event.track],
+                "name": event.component,
+                "cat": "predicted",
+                "ts": event.start_s * 1e6,
+                "dur": (event.end_s - event.start_s) * 1e6,
+                "args": {key: value for key, value in places.items() if value >= 0},
+            }
+        )
+    return {"traceEvents": trace, "displayTimeUnit": "ms"}
+
+
+class _Draw:
+    """Factors on the times of calls: 1, or gamma distributed with mean 1."""
+
+    def __init__(self, profile: Profile, seed: int | None, variation: float | None) -> None:
+        self.random = None if seed is None else np.random.default_rng(seed)
+        self.variation = {
+            name: component.variation if variation is None else variation
+            for name, component in profile.components.items()
+        }
+
+    def __call__(self, times: Mapping[str, float]) -> tuple[tuple[str, float], ...]:
+        if self.random is None:
+            return tuple(times.items())
+        result = []
+        for name, seconds in times.items():
+            shape = self.variation[name] ** -2 if self.variation[name] else 0.0
+            result.append((name, seconds * (self.random.gamma(shape) / shape if shape else 1.0)))
+        return tuple(result)
+
+
+def _play_phase(problem: Problem, cost: Costs, draw: _Draw) -> tuple[float, list[tuple[_Job, float]]]:
+    """The phase's end, and every call with its beginning. The loop does not depend on anything beside it, so it is
+    played first; the rest then begins when what it needs has come out of it."""
+    shape = cost.shape
+    jobs, order = _loop_jobs(problem, cost, draw)
+    starts, ends = _play(jobs, order)
+    loop_end = max(ends, default=0.0)
+    delay = shape.rounds * cost.loop_transfer_s * bool(jobs)
+    if shape.arrivals:
+        delivered = [loop_end * share for share in shape.arrivals]
+    else:
+        count = len(shape.visits) * shape.groups
+        delivered = [
+            ends[(h - 1) * count + (len(shape.visits) - 1) * shape.groups + group] if jobs else 0.0
+            for _, h, group in shape.deliveries
+        ]
+    played = list(zip(jobs, starts, strict=True))
+    last = set(problem.graph.sinks)
+    tail = {i for i, segment in enumerate(shape.segments) if shape.tail and set(segment.components) <= last}
+    body = [i for i in range(len(shape.segments)) if i not in tail]
+    end = loop_end + delay
+    for members, begin in ((body, 0.0), (sorted(tail), None)):
+        if not members:
+            continue
+        release = end if begin is None else begin
+        more, sequence = _segment_jobs(problem, cost, draw, members, release, loop_end + delay, delivered)
+        begun, done = _play(more, sequence)
+        played += list(zip(more, begun, strict=True))
+        end = max(end, *done)
+    return end + cost.transfer_s, played
+
+
+def _loop_jobs(problem: Problem, cost: Costs, draw: _Draw) -> tuple[list[_Job], dict[int, list[int]]]:
+    shape = cost.shape
+    jobs: list[_Job] = []
+    order: dict[int, list[int]] = {visit.placement: [] for visit in shape.visits}
+    last: dict[int, int] = {}
+    pieces = []
+    for number, visit in enumerate(shape.visits):
+        batch = problem.wave_items / shape.groups
+        alone = {name: _alone(problem, cost, name, batch, visit.placement) for name in visit.components}
+        # Where the components were measured together, each has its share of that.
+        scale = cost.visits[number] / sum(alone.values()) if sum(alone.values()) else 1.0
+        pieces.append({name: seconds * scale for name, seconds in alone.items()})
+    for turn in range(shape.rounds if shape.visits else 0):
+        for visit, alone in zip(shape.visits, pieces, strict=True):
+            for group in range(shape.groups):
+                needs = [last[group]] if group in last else []
+                last[group] = len(jobs)
+                order[visit.placement].append(len(jobs))
+                jobs.append(_Job(visit.placement, draw(alone), needs, round=turn, group=group))
+    return jobs, order
+
+
+def _alone(problem: Problem, cost: Costs, name: str, batch: float, placement: int) -> float:
+    return float(component_seconds(problem, cost.shape, name, batch, np.array([cost.counts[placement]]))[0])
+
+
+def _segment_jobs(
+    problem: Problem,
+    cost: Costs,
+    draw: _Draw,
+    members: Sequence[int],
+    begin: float,
+    loop_end: float,
+    delivered: Sequence[float],
+) -> tuple[list[_Job], dict[int, list[int]]]:
+    shape = cost.shape
+    jobs: list[_Job] = []
+    first: dict[int, int] = {}
+    order: dict[int, list[int]] = {}
+    for i in members:
+        segment = shape.segments[i]
+        first[i] = len(jobs)
+        times = {
+            name: _alone(problem, cost, name, part_items(problem, shape, name), segment.placement)
+            for name in segment.components
+        }
+        for part in range(segment.parts):
+            release = begin
+            if "loop" in shape.starts[i]:
+                release = max(release, loop_end)
+            if "stream" in shape.starts[i]:
+                release = max(release, delivered[part])
+            order.setdefault(segment.placement, []).append(len(jobs))
+            jobs.append(_Job(segment.placement, draw(times), [], release, part=part))
+    for source, target, barrier in shape.links:
+        if source in first and target in first:
+            for part in range(shape.segments[target].parts):
+                behind = shape.segments[source].parts - 1 if barrier else part
+                jobs[first[target] + part].needs.append(first[source] + behind)
+    return jobs, order
+
+
+def _play(jobs: Sequence[_Job], order: Mapping[int, Sequence[int]]) -> tuple[list[float], list[float]]:
+    """Start and end of every job: a server takes its jobs in the given order, each as soon as its needs are met."""
+    waiting = [len(job.needs) for job in jobs]
+    followers: list[list[int]] = [[] for _ in jobs]
+    for i, job in enumerate(jobs):
+        for need in job.needs:
+            followers[need].append(i)
+    starts, ends = [0.0] * len(jobs), [0.0] * len(jobs)
+    turn, busy = dict.fromkeys(order, 0), dict.fromkeys(order, False)
+    clock: list[tuple[float, int, int]] = []  # Time, 0: a job ends, 1: a job is released; which.
+    released = [job.release <= 0 for job in jobs]
+    for i, job in enumerate(jobs):
+        if not released[i]:
+            heapq.heappush(clock, (job.release, 1, i))
+
+    def begin(server: int, now: float) -> None:
+        if busy[server] or turn[server] == len(order[server]):
+            return
+        i = order[server][turn[server]]
+        if waiting[i] == 0 and released[i]:
+            turn[server] += 1
+            busy[server] = True
+            starts[i], ends[i] = now, now + sum(seconds for _, seconds in jobs[i].pieces)
+            heapq.heappush(clock, (ends[i], 0, i))
+
+    for server in order:
+        begin(server, 0.0)
+    while clock:
+        now, kind, i = heapq.heappop(clock)
+        touched = {jobs[i].server}
+        if kind:
+            released[i] = True
+        else:
+            busy[jobs[i].server] = False
+            for follower in followers[i]:
+                waiting[follower] -= 1
+                touched.add(jobs[follower].server)
+        for server in touched:
+            begin(server, now)
+    return starts, ends

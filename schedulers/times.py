@@ -1,0 +1,168 @@
+"""What a placement takes and holds as a function of its number of devices."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from schedulers.cluster import Cluster
+from schedulers.errors import PlanError, nearest
+from schedulers.graph import Graph, graph_of
+from schedulers.profile import Pool, Profile
+from schedulers.shape import Shape
+from schedulers.workflow import Workflow
+
+POOLS: tuple[Pool, ...] = ("cores", "accelerators")
+
+
+def device_bytes(cluster: Cluster, pool: Pool) -> float:
+    """Memory that every device of the pool can count on: an accelerator's own, a core's even share of its node's."""
+    if pool == "accelerators":
+        return min((node.accelerator_bytes for node in cluster.nodes if node.accelerators), default=math.inf)
+    return min((node.memory_bytes / node.cores for node in cluster.nodes if node.cores), default=math.inf)
+
+
+def pool_size(cluster: Cluster, pool: Pool) -> int:
+    return sum(node.cores if pool == "cores" else node.accelerators for node in cluster.nodes)
+
+
+@dataclass
+class Problem:
+    """One workflow with its times on one cluster; remembers what it has looked up."""
+
+    workflow: Workflow
+    profile: Profile
+    cluster: Cluster
+    units: dict[Pool, int] = field(default_factory=dict)
+    """Devices are handed out in so many at a time, by pool; 1 where nothing is said."""
+    groups: tuple[int, ...] = (1,)
+    parts: tuple[int, ...] = (1,)
+    """Into how many micro-batches the items may be cut."""
+    ahead: bool = False
+    remembered: dict[Any, Any] = field(default_factory=dict)
+    """What the search has worked out for a placement."""
+    _times: dict[tuple[str, float], np.ndarray] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_components(self.workflow, self.profile)
+        self.graph: Graph = graph_of(self.workflow)
+        self.ahead = self.ahead and bool(self.graph.loop)
+        self.pools: dict[str, Pool] = {name: self.profile.components[name].pool for name in self.graph.names}
+        self.sizes: dict[Pool, int] = {pool: pool_size(self.cluster, pool) for pool in POOLS}
+        self.limits: dict[Pool, float] = {pool: device_bytes(self.cluster, pool) for pool in POOLS}
+        for name, pool in self.pools.items():
+            if not self.sizes[pool]:
+                raise PlanError(f"component {name!r} occupies {pool}, and the cluster has none")
+        self.counts: dict[Pool, np.ndarray] = {}
+        for pool, size in self.sizes.items():
+            unit = min(self.units.get(pool, 1), max(size, 1))
+            self.counts[pool] = np.arange(unit, size + 1, unit)
+
+    @property
+    def wave_items(self) -> int:
+        return self.workflow.items // self.workflow.waves
+
+    def times(self, name: str, batch: float) -> np.ndarray:
+        """Seconds of `batch` items for every number of devices that can be handed out."""
+        key = (name, batch)
+        if key not in self._times:
+            counts = self.counts[self.pools[name]]
+            self._times[key] = self.profile.components[name].seconds_on(batch, counts)
+        return self._times[key]
+
+
+def check_components(workflow: Workflow, profile: Profile) -> None:
+    """Every component has times; else `PlanError`."""
+    for name in workflow.names:
+        if name not in profile.components:
+            known = nearest(name, profile.components)
+            raise PlanError(f"the profile of {profile.workflow!r} has no times of component {name!r}{known}")
+        if not profile.components[name].points:
+            raise PlanError(f"the profile of {profile.workflow!r} has no measured point of component {name!r}")
+
+
+def visit_seconds(problem: Problem, shape: Shape, index: int, counts: np.ndarray) -> np.ndarray:
+    """Of one visit of one group, for each number of devices: measured together where that was done, else in turn."""
+    visit, batch = shape.visits[index], problem.wave_items
+    total = np.zeros(len(counts))
+    for name in visit.components:
+        total += component_seconds(problem, shape, name, batch / shape.groups, counts)
+    if shape.simple and len(visit.components) > 1:
+        factor = max(_factor(problem, shape, name) for name in visit.components)
+        for entry in problem.profile.together:
+            if set(entry.components) == set(visit.components) and entry.groups == shape.groups:
+                for i in np.flatnonzero(counts == entry.devices):
+                    measured = problem.profile.together_seconds(visit.components, batch, entry.devices, shape.groups)
+                    assert measured is not None
+                    total[i] = measured / shape.groups * factor
+    return total
+
+
+def segment_seconds(problem: Problem, shape: Shape, index: int, counts: np.ndarray) -> np.ndarray:
+    """Of one part on one segment, for each number of devices."""
+    segment = shape.segments[index]
+    return sum(
+        (
+            component_seconds(problem, shape, name, part_items(problem, shape, name), counts)
+            for name in segment.components
+        ),
+        start=np.zeros(len(counts)),
+    )
+
+
+def part_items(problem: Problem, shape: Shape, name: str) -> int:
+    """Items that a component outside the loop gets at once."""
+    return shape.micro_batch if name in problem.graph.divisible else problem.workflow.items
+
+
+def component_seconds(problem: Problem, shape: Shape, name: str, batch: float, counts: np.ndarray) -> np.ndarray:
+    grid = problem.counts[problem.pools[name]]
+    if len(grid) == len(counts) and np.array_equal(grid, counts):
+        found = problem.times(name, batch)
+    else:
+        found = problem.profile.components[name].seconds_on(batch, counts)
+    return found * _factor(problem, shape, name)
+
+
+def _factor(problem: Problem, shape: Shape, name: str) -> float:
+    return problem.profile.components[name].beside if name in shape.beside else 1.0
+
+
+def resident_bytes(problem: Problem, names: tuple[str, ...]) -> float:
+    """Of components that share devices, on each device, while they are loaded."""
+    return sum(problem.profile.components[name].resident_bytes for name in names)
+
+
+def working_bytes(problem: Problem, shape: Shape, names: tuple[str, ...], counts: np.ndarray) -> np.ndarray:
+    """More, while one of them works: the most that any of them holds for the items that it has at once.
+
+    The loop's first component holds all of the loop's items, since they live there between rounds.
+    """
+    most = np.zeros(len(counts))
+    for name in names:
+        if name not in problem.graph.loop:
+            items: float = part_items(problem, shape, name)
+        else:
+            items = problem.wave_items / (1 if name == problem.graph.loop[0] else shape.groups)
+        most = np.maximum(most, problem.profile.components[name].bytes_per_item * np.ceil(items / counts))
+    return most
+
+
+def usable(problem: Problem, shape: Shape, names: tuple[str, ...], counts: np.ndarray) -> np.ndarray:
+    """How many of so many devices a placement can use: the loop's first component shares a group out evenly."""
+    if not problem.graph.loop or problem.graph.loop[0] not in names:
+        return counts
+    items = problem.wave_items // shape.groups
+    even = np.array([n for n in range(1, min(items, int(counts[-1])) + 1) if items % n == 0])
+    return even[even.searchsorted(counts, side="right") - 1]
+
+
+def switch_seconds(problem: Problem, placements: tuple[tuple[str, ...], ...]) -> float:
+    """To load a phase's components before it and unload them after it; placements do so side by side."""
+    return max(
+        sum(problem.profile.components[name].unload_s + problem.profile.components[name].load_s for name in names)
+        for names in placements
+    )

@@ -1,0 +1,117 @@
+"""Random small planning problems, the same for the same seed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from schedulers import Cluster, Component, ComponentProfile, Edge, Loop, Node, Point, Pool, Profile, Together, Workflow
+from schedulers.workflow import Flow
+
+LEARNER_SIDE = ("value", "advantage", "learner", "sync")
+
+
+def measured(pool: Pool, times: dict[tuple[int, int], float], **more: float) -> ComponentProfile:
+    """A component's profile from seconds keyed (batch, devices)."""
+    return ComponentProfile(pool, tuple(Point(b, n, t, t, t) for (b, n), t in times.items()), **more)
+
+
+def random_component(random: np.random.Generator, pool: Pool, items: int, devices: int) -> ComponentProfile:
+    """Fixed cost, cost per item, and measured numbers of devices that gain less than they should."""
+    fixed, each, loss = random.uniform(0.0, 1.0), random.uniform(0.05, 0.5), random.uniform(0.0, 0.6)
+    known = [n for n in range(1, devices + 1) if n == 1 or random.random() < 0.4]
+    times = {(b, n): (fixed + each * b) * (loss + (1 - loss) / n) for n in known for b in (1, max(2, items))}
+    return measured(pool, times, beside=float(random.choice([1.0, 1.1])))
+
+
+def random_workflow(random: np.random.Generator, count: int, loop: int, items: int = 8) -> Workflow:
+    """`count` components in a random graph (chains, forks, joins), the first `loop` of them in a loop."""
+    names = tuple(f"c{i}" for i in range(count))
+    edges = []
+    for i in range(1, count):
+        sources = {int(random.integers(0, i))} if random.random() < 0.7 else {0, i - 1}
+        for source in sorted(sources):
+            if i >= loop:
+                source = max(source, loop - 1)
+                flow = random.choice(["micro_batch", "barrier"])
+                edges.append((names[source], names[i], flow))
+    unique = {(source, target): flow for source, target, flow in edges}
+    return Workflow(
+        "random",
+        tuple(Component(name) for name in names),
+        tuple(Edge(s, t, "data", "barrier" if f == "barrier" else "micro_batch") for (s, t), f in unique.items()),
+        Loop(names[:loop], int(random.integers(1, 5))) if loop else None,
+        items,
+        waves=int(random.choice([1, 2])) if loop else 1,
+    )
+
+
+def random_problem(
+    seed: int, count: int | None = None, pools: int = 1, memory: bool = False
+) -> tuple[Workflow, Profile, Cluster]:
+    random = np.random.default_rng(seed)
+    count = count or int(random.integers(2, 5))
+    loop = int(random.choice([0, min(2, count), min(3, count)]))
+    workflow = random_workflow(random, count, loop)
+    cores, accelerators = int(random.integers(2, 6)), int(random.integers(1, 4))
+    kinds: list[Pool] = ["cores", "accelerators"]
+    components = {}
+    for name in workflow.names:
+        pool = kinds[int(random.integers(0, pools))]
+        size = cores if pool == "cores" else accelerators
+        components[name] = random_component(random, pool, workflow.items, size)
+    together: tuple[Together, ...] = ()
+    if loop > 1 and random.random() < 0.5 and len({components[name].pool for name in workflow.names[:loop]}) == 1:
+        seconds = 0.8 * sum(components[name].seconds(workflow.items, 2) for name in workflow.names[:loop])
+        together = (Together(workflow.names[:loop], workflow.items, 2, 2, seconds, seconds, seconds),)
+    node = Node("node0", cores, accelerators if pools > 1 else 0)
+    if memory:
+        node = replace(node, memory_bytes=float(random.uniform(3, 9)) * cores, accelerator_bytes=random.uniform(3, 9))
+        components = {
+            name: replace(
+                component,
+                resident_bytes=float(random.uniform(0, 3)),
+                bytes_per_item=float(random.uniform(0, 0.5)),
+                unload_s=float(random.uniform(0, 0.5)),
+                load_s=float(random.uniform(0, 0.5)),
+            )
+            for name, component in components.items()
+        }
+    return workflow, Profile("random", {}, components, together), Cluster((node,))
+
+
+def ppo(items: int = 16, steps: int = 20, flow: str = "barrier") -> Workflow:
+    """physics, render, policy in a loop; then advantage, learner, sync."""
+    names = ("physics", "render", "policy", "advantage", "learner", "sync")
+    streams: Flow = "micro_batch" if flow == "micro_batch" else "barrier"
+    return Workflow(
+        "ppo",
+        tuple(Component(name) for name in names),
+        (
+            Edge("physics", "render", "scenes"),
+            Edge("render", "policy", "frames"),
+            Edge("policy", "advantage", "trajectories", streams),
+            Edge("advantage", "learner", "samples", streams),
+            Edge("learner", "sync", "weights"),
+        ),
+        Loop(("physics", "render", "policy"), steps),
+        items,
+    )
+
+
+def ppo_profile(policy: float = 0.02, physics: float = 0.02, learner: float = 0.5, **more: float) -> Profile:
+    """Of `ppo` on cores: physics scales with cores, the policy hardly, the learner a little."""
+    times = {
+        "physics": {(8, 1): physics / 2, (16, 1): physics, (16, 2): physics * 0.52},
+        "render": {(8, 1): 0.001, (16, 1): 0.002, (16, 2): 0.001},
+        "policy": {(8, 1): policy * 0.6, (16, 1): policy, (16, 2): policy * 0.8},
+        "advantage": {(16, 1): 0.001},
+        "learner": {(8, 1): learner / 2, (16, 1): learner, (16, 2): learner * 0.6},
+        "sync": {(16, 1): 0.001},
+    }
+    components = {name: measured("cores", points, **more) for name, points in times.items()}
+    return Profile("ppo", {"cpu": "test"}, components)
+
+
+TWO_CORES = Cluster((Node("node0", 2),))

@@ -1,0 +1,174 @@
+"""The planner against every plan there is, and against simpler planners."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from schedulers import MODES, Plan, PlanError, alternatives, plan, plan_tasks, predict, validate
+from schedulers.times import Problem
+from tests.schedulers.baselines import (
+    GROUPS,
+    PARTS,
+    Exhaustive,
+    all_collocated,
+    hill_climbing,
+    published_recursion,
+    uniform_split,
+)
+from tests.schedulers.instances import (
+    TWO_CORES,
+    Together,
+    ppo,
+    ppo_profile,
+    random_component,
+    random_problem,
+    random_workflow,
+)
+
+
+@pytest.mark.parametrize("memory", [False, True])
+@pytest.mark.parametrize("seed", range(75))
+def test_planner_equals_exhaustive_search(seed: int, memory: bool) -> None:
+    workflow, profile, cluster = random_problem(seed, pools=1 + seed % 2, memory=memory)
+    everything = Exhaustive(workflow, profile, cluster)
+    found = alternatives(workflow, profile, cluster, groups=GROUPS, parts=PARTS)
+    for mode in MODES:
+        best = everything.best(mode)
+        if mode not in found:
+            assert best == math.inf
+            continue
+        prediction = found[mode].prediction
+        assert prediction is not None
+        assert prediction.iteration_s == pytest.approx(best, rel=1e-9)
+        assert prediction.lower_bound_s == pytest.approx(best, rel=1e-9)
+        assert prediction.lower_bound_s <= prediction.iteration_s
+        validate(found[mode], workflow, cluster, profile)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_planner_equals_exhaustive_search_with_tails_and_one_step_ahead(seed: int) -> None:
+    workflow, profile, cluster = random_problem(seed, pools=1 + seed % 2)
+    profile = replace(profile, arrivals=(0.3, 0.5, 0.6, 1.0) if seed % 3 else ())
+    ahead = bool(workflow.loop) and seed % 2 == 0
+    best = Exhaustive(workflow, profile, cluster, ahead).best("disaggregated")
+    found = alternatives(workflow, profile, cluster, ahead, GROUPS, PARTS, modes=("disaggregated",))
+    assert [seconds(chosen) for chosen in found.values()] == ([] if best == math.inf else [pytest.approx(best)])
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_planner_never_loses_to_simpler_planners(seed: int) -> None:
+    workflow, profile, cluster = random_problem(1000 + seed, count=4)
+    best = seconds(plan(workflow, profile, cluster, groups=GROUPS, parts=PARTS, explain=False))
+    problem = Problem(workflow, profile, cluster)
+    assert best <= predict(all_collocated(problem), workflow, profile, cluster).iteration_s * (1 + 1e-9)
+    uniform = uniform_split(problem)
+    if uniform is not None:
+        assert best <= predict(uniform, workflow, profile, cluster).iteration_s * (1 + 1e-9)
+    assert best <= hill_climbing(problem, seed) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_planner_never_loses_to_the_published_recursion(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    workflow = random_workflow(random, 4, 0)
+    edges = tuple(replace(edge, source=f"c{int(edge.target[1:]) - 1}", flow="micro_batch") for edge in workflow.edges)
+    workflow = replace(workflow, edges=tuple(dict.fromkeys(edges)))
+    _, profile, cluster = random_problem(seed, count=4)
+    components = {name: random_component(random, "cores", 8, 5) for name in workflow.names}
+    profile = replace(profile, components=components, together=())
+    problem = Problem(workflow, profile, cluster)
+    best = seconds(plan(workflow, profile, cluster, parts=PARTS, explain=False))
+    for parts in PARTS:
+        other = published_recursion(problem, parts)
+        validate(other, workflow, cluster, profile)
+        assert best <= predict(other, workflow, profile, cluster).iteration_s * (1 + 1e-9)
+
+
+def test_each_mode_wins_where_it_should() -> None:
+    workflow = ppo()
+    assert plan(workflow, ppo_profile(policy=0.002), TWO_CORES).mode == "collocated"
+    assert plan(workflow, ppo_profile(policy=0.02), TWO_CORES).mode == "hybrid"
+    slow = ppo_profile(policy=0.02, learner=0.001)
+    found = alternatives(workflow, slow, TWO_CORES)
+    assert seconds(found["disaggregated"]) < seconds(found["collocated"])
+
+
+def test_measured_together_decides_for_groups_on_shared_cores() -> None:
+    workflow, profile = ppo(), ppo_profile(policy=0.1)
+    assert plan(workflow, profile, TWO_CORES, mode="collocated").groups == 1
+    loop = ("physics", "render", "policy")
+    shared = replace(profile, together=(Together(loop, 16, 2, 2, 0.03, 0.03, 0.03),))
+    chosen = plan(workflow, shared, TWO_CORES, mode="collocated")
+    assert chosen.groups == 2
+    assert chosen.prediction is not None
+    assert chosen.prediction.phases_s[0] == pytest.approx(20 * 0.03)
+
+
+def test_small_case_has_its_candidates() -> None:
+    found = alternatives(ppo(), ppo_profile(), TWO_CORES)
+    blocks = {
+        mode: [[set(p.components) for p in phase.placements] for phase in chosen.phases]
+        for mode, chosen in found.items()
+    }
+    rest = {"advantage", "learner", "sync"}
+    assert blocks["collocated"] == [[{"physics", "render", "policy"}], [rest]]
+    assert blocks["hybrid"] == [[{"physics", "render"}, {"policy"}], [rest]]
+    assert blocks["disaggregated"] == [[{"physics", "render"}, {"policy", *rest}]]
+
+
+def test_deadline_gives_a_plan_and_an_honest_bound() -> None:
+    from benchmarks.planner import large
+
+    workflow, profile, cluster = large("ppo", 0)
+    quick = plan(workflow, profile, cluster, deadline_s=0.0, explain=False)
+    full = plan(workflow, profile, cluster, explain=False)
+    validate(quick, workflow, cluster, profile)
+    assert quick.prediction is not None
+    assert quick.prediction.lower_bound_s <= seconds(full) * (1 + 1e-9)
+    assert seconds(full) <= seconds(quick) * (1 + 1e-9)
+
+
+def test_one_step_ahead_takes_the_longer_part_and_the_weights() -> None:
+    workflow, profile = ppo(), ppo_profile(policy=0.01, learner=0.8)
+    chosen = plan(workflow, profile, TWO_CORES, mode="disaggregated", ahead=True)
+    assert chosen.ahead == 1
+    validate(chosen, workflow, TWO_CORES, profile)
+    rollout = 20 * (0.02 + 0.002 + 0.01)
+    learner = 0.001 + 0.8
+    assert seconds(chosen) == pytest.approx(max(rollout, learner) + 0.001)
+
+
+def test_unloading_is_paid_only_where_it_does_not_fit() -> None:
+    workflow, profile = ppo(), ppo_profile(resident_bytes=1.0, unload_s=0.1, load_s=0.2)
+    roomy = replace(TWO_CORES, nodes=(replace(TWO_CORES.nodes[0], memory_bytes=100.0),))
+    tight = replace(TWO_CORES, nodes=(replace(TWO_CORES.nodes[0], memory_bytes=8.0),))
+    free, paid = (plan(workflow, profile, cluster, mode="collocated") for cluster in (roomy, tight))
+    assert free.prediction is not None and paid.prediction is not None
+    assert not free.unload and free.prediction.switch_s == 0
+    assert "switches cost nothing" in " ".join(free.why)
+    assert paid.unload and paid.prediction.switch_s == pytest.approx(6 * 0.3)
+    assert seconds(paid) == pytest.approx(seconds(free) + 1.8)
+    with pytest.raises(PlanError, match="set unload"):
+        validate(replace(paid, unload=False), workflow, tight, profile)
+
+
+def test_why_says_what_the_others_cost_and_what_would_help() -> None:
+    chosen = plan(ppo(), ppo_profile(), TWO_CORES)
+    text = " ".join(chosen.why)
+    for words in ("best collocated plan would take", "best disaggregated plan would take", "ne more core", "certified"):
+        assert words in text, words
+
+
+def test_every_task_has_its_plan() -> None:
+    tasks = {"light": (ppo(), ppo_profile(policy=0.002)), "heavy": (ppo(), ppo_profile(policy=0.02))}
+    plans = plan_tasks(tasks, TWO_CORES)
+    assert {task: chosen.mode for task, chosen in plans.items()} == {"light": "collocated", "heavy": "hybrid"}
+
+
+def seconds(chosen: Plan) -> float:
+    assert chosen.prediction is not None
+    return chosen.prediction.iteration_s
