@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -11,8 +11,10 @@ from policies.contract import Inputs, PolicyError, PolicySpec
 from policies.layers import HIDDEN_GAIN, mlp, orthogonal
 from policies.normalizer import Normalizer
 
-CONVOLUTIONS = ((32, 4, 4, 0), (48, 3, 2, 1), (64, 3, 2, 1))
-"""(channels, kernel, stride, padding). Time goes where the grid is finest, so the first layer cuts the frame
+CHANNELS = (32, 48, 64)
+"""Of the small CNN's three levels."""
+CONVOLUTIONS = ((4, 4, 0), (3, 2, 1), (3, 2, 1))
+"""(kernel, stride, padding) of each level. Time goes where the grid is finest, so the first layer cuts the frame
 into patches: a third of the time of overlapping 8 x 8 windows. 128 pixels become a grid of 8 x 8."""
 
 
@@ -70,8 +72,16 @@ class CnnEncoder(Encoder):
     spec.proprio_dim is not 0, `proprio`.
     """
 
-    def __init__(self, spec: PolicySpec, features: int) -> None:
+    def __init__(
+        self, spec: PolicySpec, features: int, channels: Sequence[int] = CHANNELS, extra_layers: int = 0
+    ) -> None:
+        """`extra_layers` 3 x 3 convolutions follow at each level."""
         super().__init__()
+        if len(channels) != len(CONVOLUTIONS) or extra_layers < 0:
+            raise PolicyError(
+                f"the CNN has {len(CONVOLUTIONS)} levels: give as many channels and no negative extra_layers, "
+                f"got {list(channels)} and {extra_layers}"
+            )
         if not spec.cameras:
             raise PolicyError("a policy on images needs at least one camera in spec.cameras")
         self.cameras = spec.cameras
@@ -79,15 +89,17 @@ class CnnEncoder(Encoder):
         self.proprio_dim = spec.proprio_dim
         self.size = features + spec.proprio_dim
         layers: list[nn.Module] = []
-        channels, grid = 3 * len(spec.cameras), spec.image_size
-        for width, kernel, stride, padding in CONVOLUTIONS:
-            layers += [orthogonal(nn.Conv2d(channels, width, kernel, stride, padding)), nn.ReLU(inplace=True)]
-            channels, grid = width, (grid + 2 * padding - kernel) // stride + 1
+        below, grid = 3 * len(spec.cameras), spec.image_size
+        for width, (kernel, stride, padding) in zip(channels, CONVOLUTIONS, strict=True):
+            layers += [orthogonal(nn.Conv2d(below, width, kernel, stride, padding)), nn.ReLU(inplace=True)]
+            for _ in range(extra_layers):
+                layers += [orthogonal(nn.Conv2d(width, width, 3, 1, 1)), nn.ReLU(inplace=True)]
+            below, grid = width, (grid + 2 * padding - kernel) // stride + 1
         if grid < 1:
             raise PolicyError(f"images of {spec.image_size} pixels are too small for the CNN: at least 4")
         self.convolutions = nn.Sequential(*layers)
         self.head = nn.Sequential(
-            orthogonal(nn.Linear(channels * grid * grid, features)), nn.LayerNorm(features), nn.Tanh()
+            orthogonal(nn.Linear(below * grid * grid, features)), nn.LayerNorm(features), nn.Tanh()
         )
         self.normalizer = Normalizer(spec.proprio_dim) if spec.proprio_dim else None
 
@@ -120,4 +132,9 @@ class CnnEncoder(Encoder):
         return frame
 
 
-ENCODERS: dict[str, Callable[[PolicySpec, int], Encoder]] = {"state": StateEncoder, "cnn": CnnEncoder}
+def _state(spec: PolicySpec, features: int, channels: Sequence[int], extra_layers: int) -> Encoder:
+    """An encoder of states has no levels: what is said of the CNN's does not concern it."""
+    return StateEncoder(spec, features)
+
+
+ENCODERS: dict[str, Callable[[PolicySpec, int, Sequence[int], int], Encoder]] = {"state": _state, "cnn": CnnEncoder}

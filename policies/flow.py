@@ -13,7 +13,7 @@ from torch.nn import functional
 from policies import flow_sde
 from policies.contract import Action, Evaluation, Inputs, Policy, PolicyError, PolicySpec
 from policies.density import gaussian_log_prob
-from policies.encoders import ENCODERS, Encoder, vector
+from policies.encoders import CHANNELS, ENCODERS, Encoder, vector
 from policies.layers import checked_noise, checked_widths, mlp, orthogonal
 from policies.normalizer import Normalizer
 
@@ -132,6 +132,8 @@ class FlowPolicy(Policy):
         *,
         encoder: str = "state",
         features: int = 256,
+        channels: Sequence[int] = CHANNELS,
+        extra_layers: int = 0,
         widths: Sequence[int] = (256, 256),
         critic_widths: Sequence[int] = (256,),
         critic_trains_encoder: bool = True,
@@ -141,7 +143,8 @@ class FlowPolicy(Policy):
         start_std: float = 0.3,
         joint: bool = False,
     ) -> None:
-        """`steps` is N, `noise_level` scales the SDE's noise, `start_std` is the untrained ODE's spread."""
+        """`channels` and `extra_layers` make the CNN wider and deeper; `steps` is N, `noise_level` scales the SDE's
+        noise, `start_std` is the untrained ODE's spread."""
         super().__init__()
         if encoder not in ENCODERS:
             raise PolicyError(f"encoder must be one of {', '.join(ENCODERS)}, got {encoder!r}")
@@ -163,11 +166,12 @@ class FlowPolicy(Policy):
         if not widths:
             raise PolicyError("a flow policy needs at least one width in widths")
         self._architecture = dict(
-            encoder=encoder, features=features, widths=list(widths), critic_widths=list(critic_widths),
+            encoder=encoder, features=features, channels=list(channels), extra_layers=extra_layers,
+            widths=list(widths), critic_widths=list(critic_widths),
             critic_trains_encoder=critic_trains_encoder, critic_reads_state=critic_reads_state, steps=steps,
             noise_level=noise_level, start_std=start_std, joint=joint,
         )  # fmt: skip
-        self.encoder: Encoder = ENCODERS[encoder](spec, features)
+        self.encoder: Encoder = ENCODERS[encoder](spec, features, channels, extra_layers)
         self.velocity = VelocityNet(self.size, self.encoder.size, widths, steps, start_std)
         self.value_head = (
             StateCritic(spec, critic_widths)

@@ -22,6 +22,7 @@ from embodied.intervals import wilson
 from . import charts, timeline
 from .components import COMPONENTS
 from .live import duration
+from .plan_section import plan_section
 from .run_folder import Evaluation, ReportError, RunFolder, find, named, read_run
 
 SMOOTHING = 5
@@ -45,7 +46,7 @@ _LEARNER = (
 def write_report(run_dir: str | os.PathLike[str]) -> Path:
     """Write `report.html` into a run's folder and return its path. Raises `ReportError` for other folders."""
     run = read_run(Path(run_dir))
-    sections = (_header, _figures, _success, _learner, _time, _timeline, _evaluation, _videos, _config)
+    sections = (_header, _figures, _success, _learner, _time, plan_section, _timeline, _evaluation, _videos, _config)
     body = "\n".join(section(run) for section in (*sections, _protocol))
     template = Template(Path(__file__).with_name("page.html").read_text())
     target = run.path / "report.html"

@@ -34,6 +34,9 @@ T = TypeVar("T")
 LOOPBACK = "127.0.0.1"
 JOIN_S = 10.0
 """Longest wait for the first sign of life of a cluster."""
+WAITING = {"GOMP_SPINCOUNT": "1000"}
+"""PyTorch's threads wait for each other by spinning, for milliseconds. Where a simulator shares their cores, the one
+that is waited for then cannot run: an update of 0.1 s was seen to take 6 s. After microseconds they sleep instead."""
 OBJECT_STORE_BYTES = 512 * 2**20
 """Holds one iteration's trajectories on their way to the learner, and the weights on their way back."""
 
@@ -145,13 +148,13 @@ class RayRuntime:
         return actor
 
     def prepare(self, workers: int) -> None:
-        self._spare += [self.actor(_WorkerActor, {}) for _ in range(workers)]
+        self._spare += [self.actor(_WorkerActor, WAITING) for _ in range(workers)]
 
     def place(self, name: str, make: Callable[..., T], *args: Any, beside: Handle[Any] | None = None) -> Handle[T]:
         if isinstance(beside, RayHandle):
             actor = beside.actor
         else:
-            actor = self._spare.pop() if self._spare else self.actor(_WorkerActor, {})
+            actor = self._spare.pop() if self._spare else self.actor(_WorkerActor, WAITING)
         self.wait(actor.make.remote(name, make, args), name, "start", self._deadline_s)
         return RayHandle(name, self._deadline_s, runtime=self, actor=actor)
 

@@ -1,0 +1,56 @@
+"""The report's section on the plan: why it was chosen, and whether it kept what it promised."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from embodied.reporting.run_folder import RunFolder
+
+
+def plan_section(run: RunFolder) -> str:
+    """Nothing where nothing was planned; a plan that cannot be read costs only its own paragraph."""
+    paths = [path for path in sorted(run.path.glob("plan*.json")) if path.is_file()]
+    parts = [_plan(path) for path in paths]
+    parts += [line for line in (_kept(run, paths), _wire(run)) if line]
+    return f"<section><h2>Plan</h2>{''.join(parts)}</section>" if parts else ""
+
+
+def _plan(path: Path) -> str:
+    data = _read(path)
+    if data is None:
+        return f'<p class="notice">{escape(path.name)} cannot be read.</p>'
+    why = data.get("why") or [f"{data.get('mode', 'a plan')}, edited by hand or without reasons."]
+    return f"<p><b>{escape(path.name)}</b><br>{'<br>'.join(escape(str(sentence)) for sentence in why)}</p>"
+
+
+def _kept(run: RunFolder, paths: list[Path]) -> str:
+    """Predicted beside measured: tasks' iterations follow one another, so their predictions add up."""
+    predictions = [((_read(path) or {}).get("prediction") or {}).get("iteration_s") for path in paths]
+    times = [value for value in run.column("time/iteration_s") if value is not None]
+    if not paths or not times or not all(isinstance(value, (int, float)) for value in predictions):
+        return ""
+    predicted, measured = float(sum(predictions)), statistics.median(times)
+    return (
+        f"<p>Predicted {predicted:.3g} s per iteration, measured {measured:.3g} s (median of {len(times)}): "
+        f"{predicted / measured - 1:+.0%}.</p>"
+    )
+
+
+def _wire(run: RunFolder) -> str:
+    sent = [value for value in run.column("farm/wire_bytes_per_env_step") if value]
+    if not sent:
+        return ""
+    mean = statistics.fmean(sent)
+    return f"<p>Between machines: {mean:,.0f} bytes per env step, scene states and actions; no frames.</p>"
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        data = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return data if isinstance(data, dict) else None
