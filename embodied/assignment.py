@@ -93,7 +93,7 @@ def assign(plan: Plan, config: Config, cores: tuple[int, ...], nodes: Mapping[st
     drawing = next((p for p in rolling.placements if "render" in p.components), physics)
     learning = _of(_phase(plan, "learner"), "learner")
     for component, placement in (("policy", policy), ("learner", learning), ("render", drawing)):
-        away = [span.node for span in placement.devices if span.node in others]
+        away = [span.node for span in placement.devices if others.get(span.node, HERE) != HERE]
         if away and (component != "render" or drawing is not physics):
             raise UserError(f"the plan puts {component} on {away[0]}: it works on the node where the command is typed")
     places = [(others.get(s.node, HERE), s.first + i) for s in physics.devices for i in range(s.count)]

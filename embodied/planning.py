@@ -39,6 +39,14 @@ def local_cluster(cores: int) -> Cluster:
     return Cluster((Node(HERE, cores, memory_bytes=float(memory)),))
 
 
+def run_cluster(session: Session) -> Cluster:
+    """This machine and the other machines of the run's Ray cluster: what a plan file may name."""
+    others = [node for node in session.runtime.nodes() if not node.is_here]
+    nodes = tuple(Node(n.name, n.cores, memory_bytes=float(n.memory_bytes)) for n in others)
+    here = local_cluster(len(session.cores))
+    return replace(here, nodes=here.nodes + nodes)
+
+
 def read_cluster(reference: str) -> Cluster:
     """`local`, or a cluster from a YAML or JSON file. Raises `UserError` or `PlanError` for what is none."""
     if reference == "local":
@@ -130,6 +138,7 @@ def _place_task(config: Config, number: int, session: Session, run_dir: Path) ->
         plan = schedulers.load(Plan, _of_task(wanted.file, number))
         if wanted.profile is not None:
             profile = checked_profile(_of_task(wanted.profile, number), config, workflow, wanted.any_hardware)
+        cluster = run_cluster(session)
         schedulers.validate(plan, workflow, cluster, profile)
     else:
         profile = _profile_of(config, number, session, run_dir, workflow)
@@ -140,7 +149,7 @@ def _place_task(config: Config, number: int, session: Session, run_dir: Path) ->
     if profile is not None:
         plan = replace(plan, prediction=schedulers.predict(plan, workflow, profile, cluster))
     schedulers.save(plan, run_dir / _of_task(Path(PLAN), number))
-    return Placed(config, run_dir, cores, assign(plan, config, cores), plan, profile, workflow)
+    return Placed(config, run_dir, cores, assign(plan, config, cores, session.nodes), plan, profile, workflow)
 
 
 def _of_task(path: Path, number: int) -> Path:

@@ -29,11 +29,12 @@ def _plan(path: Path) -> str:
 
 def _kept(run: RunFolder, paths: list[Path]) -> str:
     """Predicted beside measured: tasks' iterations follow one another, so their predictions add up."""
-    predictions = [((_read(path) or {}).get("prediction") or {}).get("iteration_s") for path in paths]
+    found = [((_read(path) or {}).get("prediction") or {}).get("iteration_s") for path in paths]
+    predictions = [float(value) for value in found if isinstance(value, (int, float))]
     times = [value for value in run.column("time/iteration_s") if value is not None]
-    if not paths or not times or not all(isinstance(value, (int, float)) for value in predictions):
+    if not paths or not times or len(predictions) < len(paths):
         return ""
-    predicted, measured = float(sum(predictions)), statistics.median(times)
+    predicted, measured = sum(predictions), statistics.median(times)
     return (
         f"<p>Predicted {predicted:.3g} s per iteration, measured {measured:.3g} s (median of {len(times)}): "
         f"{predicted / measured - 1:+.0%}.</p>"
