@@ -60,7 +60,8 @@ class Residence:
         found: Mapping[str, Tensor] = load_file(self._spill) if self._on_disk else self._away
         size = 0
         for name, tensor in self._tensors().items():
-            tensor.data = found[name].to(tensor.device, tensor.dtype)
+            # A copy: what is mapped from a file lies anywhere, and matrix products round by alignment.
+            tensor.data = found[name].to(tensor.device, tensor.dtype, copy=True)
             size += tensor.numel() * tensor.element_size()
         self._away = None
         self._spill.unlink(missing_ok=True)

@@ -89,7 +89,9 @@ def check_same_sizes(first: PolicySpec, other: PolicySpec, task: str) -> None:
 
 def make_policy(config: Config, spec: PolicySpec, checkpoint: Path | None = None) -> Policy:
     """The run's policy, new from its seed or from a checkpoint of the same kind and sizes."""
-    policy = policies.build(config.policy.kind, spec, config.seed, **config.policy.options)
+    # On one thread: orthogonal initial weights come from a QR decomposition, which rounds by the number of threads.
+    with Seat().taken():
+        policy = policies.build(config.policy.kind, spec, config.seed, **config.policy.options)
     if checkpoint is not None:
         policies.load_into(policy, checkpoint)
     return policy

@@ -37,6 +37,8 @@ JOIN_S = 10.0
 WAITING = {"GOMP_SPINCOUNT": "1000"}
 """PyTorch's threads wait for each other by spinning, for milliseconds. Where a simulator shares their cores, the one
 that is waited for then cannot run: an update of 0.1 s was seen to take 6 s. After microseconds they sleep instead."""
+SPARE = 2
+"""Processes that wait for workers: as many as a run's policy worker and learner need when they are placed anew."""
 OBJECT_STORE_BYTES = 512 * 2**20
 """Holds one iteration's trajectories on their way to the learner, and the weights on their way back."""
 
@@ -148,7 +150,7 @@ class RayRuntime:
         return actor
 
     def prepare(self, workers: int) -> None:
-        self._spare += [self.actor(_WorkerActor, WAITING) for _ in range(workers)]
+        self._spare += [self.actor(_WorkerActor, WAITING) for _ in range(workers - len(self._spare))]
 
     def place(self, name: str, make: Callable[..., T], *args: Any, beside: Handle[Any] | None = None) -> Handle[T]:
         if isinstance(beside, RayHandle):
@@ -170,9 +172,12 @@ class RayRuntime:
                 raise WorkerTimeout(f"{name} did not finish {what!r} within {deadline_s:.0f} s")
 
     def end(self, actor: Any) -> None:
-        """End an actor now, and with it its process and memory."""
-        self._actors.remove(actor)
-        ray.kill(actor)
+        """An actor without workers waits for the next ones, its packages imported; more than a few are ended."""
+        if len(self._spare) < SPARE:
+            self._spare.append(actor)
+        else:
+            self._actors.remove(actor)
+            ray.kill(actor)
 
     def close(self) -> None:
         for actor in self._actors:

@@ -1,0 +1,118 @@
+"""Does pipelining pay what the law says? `python benchmarks/pipelining.py --json FILE`.
+
+Simulation on one core, the policy on another, with one and with two groups of environments. The policy is chosen so
+that both take about as long, where two groups gain most. Predicted: the loop's law from times that were measured with
+one group, for all and for half of the environments. Nothing else should run on the machine.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import tyro
+
+from embodied.assignment import HERE, Assignment
+from embodied.bench.results import show_and_write
+from embodied.config import Config, load_config, parse_config
+from embodied.executing import executor
+from embodied.occupation import Seat
+from embodied.profiling import Measured, measure
+from embodied.session import Session, open_session
+from schedulers.laws import loop_seconds
+
+POLICIES: tuple[tuple[tuple[int, int, int], int], ...] = (
+    ((32, 48, 64), 0), ((48, 64, 96), 1), ((64, 96, 128), 1), ((64, 128, 192), 2), ((96, 160, 256), 2),
+    ((128, 256, 384), 2), ((160, 320, 512), 3),
+)  # fmt: skip
+"""(channels, extra layers) from light to heavy."""
+
+
+@dataclass(frozen=True)
+class Pipelining:
+    """One against two groups of environments."""
+
+    config: str = "pushcube_rgb"
+    iterations: int = 5
+    json: Path | None = None
+    """Write the figures to this file."""
+
+
+def main(settings: Pipelining) -> None:
+    base = _with(load_config(settings.config), POLICIES[0])
+    with open_session(base) as session, tempfile.TemporaryDirectory() as folder:
+        bench = _Bench(session, Path(folder))
+        chosen = min(POLICIES, key=lambda policy: bench.imbalance(_with(base, policy)))
+        config = _with(base, chosen)
+        half = _envs(config, config.env.num_envs // 2)
+        one, small = bench.run(config, 1, settings.iterations), bench.run(half, 1, settings.iterations)
+        two = bench.run(config, 2, settings.iterations)
+    rounds = one.rounds
+    predicted_one = loop_seconds([_farm(one), _policy(one)], 1, rounds)
+    predicted_two = loop_seconds([_farm(small), _policy(small)], 2, rounds)
+    measured_one, measured_two = fmean(one.per_round("loop")[1:]), fmean(two.per_round("loop")[1:])
+    predicted, measured = predicted_one / predicted_two, measured_one / measured_two
+    figures: dict[str, Any] = {
+        "task": config.env.task,
+        "policy": {"channels": chosen[0], "extra_layers": chosen[1]},
+        "simulation_s": _farm(one),
+        "inference_s": _policy(one),
+        "round_one_group_s": measured_one,
+        "round_two_groups_s": measured_two,
+        "predicted_speed_up": predicted,
+        "measured_speed_up": measured,
+        "share_of_predicted": measured / predicted,
+    }
+    show_and_write(figures, settings.json)
+
+
+@dataclass
+class _Bench:
+    session: Session
+    folder: Path
+
+    def run(self, config: Config, groups: int, iterations: int) -> Measured:
+        with self._workers(config, groups) as workers:
+            return measure(config, workers, workers.farm.info, iterations)
+
+    def imbalance(self, config: Config) -> float:
+        """How far from 1 the ratio of inference to simulation is."""
+        found = self.run(config, 1, 1)
+        ratio = found.per_round("policy")[0] / found.per_round("farm")[0]
+        return max(ratio, 1 / ratio)
+
+    @contextmanager
+    def _workers(self, config: Config, groups: int) -> Iterator[Any]:
+        first, second = self.session.cores[:2]
+        seat = Seat((second,), 1)
+        place = Assignment("hybrid", groups, (first,), (HERE,), (), seat, replace(seat), one_process=True)
+        with executor(config, self.folder, self.session, place) as workers:
+            yield workers
+
+
+def _farm(measured: Measured) -> float:
+    return fmean(measured.per_round("farm")[1:])
+
+
+def _policy(measured: Measured) -> float:
+    return fmean(measured.per_round("policy")[1:])
+
+
+def _with(config: Config, policy: tuple[tuple[int, int, int], int]) -> Config:
+    data = config.model_dump(mode="json")
+    data["policy"]["options"] |= {"channels": list(policy[0]), "extra_layers": policy[1]}
+    data["learner"] |= {"epochs": 1}
+    return parse_config(data, "benchmarks/pipelining.py")
+
+
+def _envs(config: Config, envs: int) -> Config:
+    return config.model_copy(update={"env": config.env.model_copy(update={"num_envs": envs})})
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Pipelining, description=__doc__))
