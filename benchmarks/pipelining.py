@@ -38,7 +38,6 @@ class Pipelining:
     """One against two groups of environments."""
 
     config: str = "pushcube_rgb"
-    iterations: int = 5
     json: Path | None = None
     """Write the figures to this file."""
 
@@ -50,8 +49,8 @@ def main(settings: Pipelining) -> None:
         chosen = min(POLICIES, key=lambda policy: bench.imbalance(_with(base, policy)))
         config = _with(base, chosen)
         half = _envs(config, config.env.num_envs // 2)
-        one, small = bench.run(config, 1, settings.iterations), bench.run(half, 1, settings.iterations)
-        two = bench.run(config, 2, settings.iterations)
+        one, small = bench.run(config, 1), bench.run(half, 1)
+        two = bench.run(config, 2)
     rounds = one.rounds
     predicted_one = loop_seconds([_farm(one), _policy(one)], 1, rounds)
     predicted_two = loop_seconds([_farm(small), _policy(small)], 2, rounds)
@@ -76,14 +75,14 @@ class _Bench:
     session: Session
     folder: Path
 
-    def run(self, config: Config, groups: int, iterations: int) -> Measured:
+    def run(self, config: Config, groups: int) -> Measured:
         with self._workers(config, groups) as workers:
-            return measure(config, workers, workers.farm.info, iterations)
+            return measure(config, workers)
 
     def imbalance(self, config: Config) -> float:
         """How far from 1 the ratio of inference to simulation is."""
-        found = self.run(config, 1, 1)
-        ratio = found.per_round("policy")[0] / found.per_round("farm")[0]
+        found = self.run(config, 1)
+        ratio = _policy(found) / _farm(found)
         return max(ratio, 1 / ratio)
 
     @contextmanager

@@ -19,14 +19,11 @@ from embodied.cli import write_json
 from embodied.config import Config, UserError
 from embodied.executing import Iteration, executor
 from embodied.hardware import hardware
-from embodied.planning import PROFILE, checked_profile, groups_of, local_cluster, sized_workflow
-from embodied.profiling import T95, profile_config
+from embodied.planning import PROFILE, checked_profile, groups_of, local_cluster, make_folder, sized_workflow
+from embodied.profiling import T95, profile_config, run_iterations
 from embodied.reporting.comparison import comparison_table, write_comparison
 from embodied.session import Session, open_session
-from schedulers import Plan
-
-ITERATIONS = 3
-"""Measured per mode and repeat; one before them warms up what is made on first use."""
+from schedulers import Plan, Span
 
 
 @dataclass(frozen=True)
@@ -45,19 +42,24 @@ def compare_command(config: Config, name: str, out: Path, profile: Path | None, 
     """Run every mode's best plan on the same work. Writes table, charts and timelines to `out`."""
     if config.also:
         raise UserError("modes are compared on one task: leave out `also`")
-    out.mkdir(parents=True, exist_ok=True)
+    if repeats < 1:
+        raise UserError(f"--repeats is at least 1, not {repeats}")
+    workflow, measured = sized_workflow(config), None
+    if profile is not None:  # refused before anything is started
+        measured = checked_profile(profile, config, workflow, config.plan.any_hardware)
+    make_folder(out)
     with open_session(config) as session:
-        workflow = sized_workflow(config)
-        if profile is not None:
-            measured = checked_profile(profile, config, workflow, config.plan.any_hardware)
-        else:
+        if measured is None:
             show("measuring the workflow's components ...")
             measured = profile_config(config, session, out)
             schedulers.save(measured, out / PROFILE)
         cluster = local_cluster(len(session.cores))
-        plans = schedulers.alternatives(workflow, measured, cluster, config.plan.ahead, groups_of(config))
+        ahead, groups = config.plan.ahead, groups_of(config)
+        plans = schedulers.alternatives(workflow, measured, cluster, ahead, groups)
+        best_plan = schedulers.plan(workflow, measured, cluster, None, ahead, groups)  # what `auto` would run
+        plans[best_plan.mode] = best_plan
         ran = _run_all(config, session, out, list(plans.values()), repeats)
-    chosen = min(ran, key=lambda r: predicted_s(r.plan))
+    chosen = next(r for r in ran if r.plan is best_plan)
     rows = [_row(name, r, r is chosen) for r in ran]
     best = min(row["measured_s"] for row in rows)
     result = {
@@ -90,9 +92,7 @@ def _run_all(config: Config, session: Session, out: Path, plans: Sequence[Plan],
     for _ in range(repeats):
         for plan in plans:
             with executor(config, out, session, assign(plan, config, session.cores)) as workers:
-                workers.begin(None, 0)
-                runs = tuple(workers.iterate(number, drain=number == ITERATIONS) for number in range(ITERATIONS + 1))
-            found[plan.mode] += runs[1:]
+                found[plan.mode] += tuple(run_iterations(workers)[1:])
     return [Ran(plan, found[plan.mode]) for plan in plans]
 
 
@@ -106,7 +106,7 @@ def _row(name: str, ran: Ran, chosen: bool) -> dict[str, Any]:
         "chosen": chosen,
         "predicted_s": predicted_s(ran.plan),
         "measured_s": mean,
-        "measured_low_s": mean - spread,
+        "measured_low_s": max(0.0, mean - spread),
         "measured_high_s": mean + spread,
         "error": predicted_s(ran.plan) / mean - 1,
         "env_steps_per_s": fmean(i.summary.env_steps for i in ran.iterations) / mean,
@@ -116,11 +116,13 @@ def _row(name: str, ran: Ran, chosen: bool) -> dict[str, Any]:
 
 
 def _placed(plan: Plan) -> list[str]:
-    words = []
-    for phase in plan.phases:
-        parts = []
-        for place in phase.placements:
-            devices = ", ".join(f"{s.pool} {s.first}-{s.first + s.count - 1}" for s in place.devices)
-            parts.append(f"{'+'.join(place.components)} on {devices}")
-        words.append(" | ".join(parts))
-    return words
+    """A text per phase, without the bars that separate a table's cells."""
+    return [
+        " beside ".join(f"{'+'.join(p.components)} on {', '.join(map(_span, p.devices))}" for p in phase.placements)
+        for phase in plan.phases
+    ]
+
+
+def _span(span: Span) -> str:
+    last = span.first + span.count - 1
+    return f"{span.pool} {span.first}-{last}" if span.count > 1 else f"{span.pool.removesuffix('s')} {last}"

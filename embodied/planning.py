@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from embodied.reporting.plan_picture import draw_plan
 from embodied.session import Session, open_session
 from embodied.workers import task_spec
 from embodied.workflows import configs_of_tasks, workflow_of
-from schedulers import Cluster, Node, Plan, Profile, Workflow
+from schedulers import Cluster, Node, Plan, PlanError, Profile, Workflow
 from sim_farm.hosts import InProcess
 
 HERE = "here"
@@ -55,10 +56,22 @@ def read_cluster(reference: str) -> Cluster:
     if not path.is_file():
         raise UserError(f"there is no cluster file {reference!r}{nearest(reference, ['local'])}")
     try:
-        data = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
+        data = yaml.load(path.read_text(), _ClusterYaml)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not valid YAML: {error}") from error
-    return schedulers.from_data(Cluster, data)
+    try:
+        return schedulers.from_data(Cluster, data)
+    except PlanError as error:
+        raise UserError(f"{path}: {error}") from error
+
+
+class _ClusterYaml(yaml.SafeLoader):
+    """Takes `1e12` and `80.0e9` for numbers, which YAML 1.1 does not without a dot and a sign."""
+
+
+_ClusterYaml.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
 
 
 def sized_workflow(config: Config) -> Workflow:
@@ -68,7 +81,7 @@ def sized_workflow(config: Config) -> Workflow:
 
 
 def checked_profile(path: Path, config: Config, workflow: Workflow, any_hardware: bool) -> Profile:
-    """A profile from a file. Raises `PlanError` for one of another workflow, configuration or hardware."""
+    """A profile from a file. Raises `UserError` or `PlanError` for one that does not belong to what is planned here."""
     profile = schedulers.load(Profile, path)
     work = {key: value for key, value in profile.fingerprint.items() if key.startswith("work.")}
     differs = [key.removeprefix("work.") for key, value in work_of(config).items() if work.get(key, value) != value]
@@ -77,8 +90,14 @@ def checked_profile(path: Path, config: Config, workflow: Workflow, any_hardware
             f"{path} was measured with other settings of {', '.join(differs)}: measure again with "
             f"`embodied profile`, or use the configuration that it belongs to"
         )
-    here = {**fingerprint(), **work_of(config)}
-    schedulers.check_profile(profile, workflow, here, any_hardware)
+    try:
+        schedulers.check_profile(profile, workflow, None)
+    except PlanError as error:
+        raise UserError(f"{path}: {error}") from error
+    try:
+        schedulers.check_profile(profile, workflow, {**fingerprint(), **work_of(config)}, any_hardware)
+    except PlanError as error:
+        raise UserError(f"{path}: {error} (--plan.any-hardware)") from error
     return profile
 
 
@@ -152,6 +171,14 @@ def _place_task(config: Config, number: int, session: Session, run_dir: Path) ->
     return Placed(config, run_dir, cores, assign(plan, config, cores, session.nodes), plan, profile, workflow)
 
 
+def make_folder(path: Path) -> None:
+    """Raises `UserError` where there can be none."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{path} cannot be made a folder ({error.strerror}); choose another --out") from error
+
+
 def _of_task(path: Path, number: int) -> Path:
     """The file of a run's task: `plan.json`, `plan-1.json`, ..."""
     return path.with_stem(f"{path.stem}-{number}") if number else path
@@ -186,6 +213,7 @@ def groups_of(config: Config) -> tuple[int, ...]:
 def profile_command(config: Config, out: Path) -> dict[str, Any]:
     """Measure the components of each of a configuration's tasks and write the profiles: `out`, `out-1`, ..."""
     found: dict[str, Any] = {}
+    make_folder(out.resolve().parent)  # before minutes of measuring
     with open_session(config) as session:
         for number, task in enumerate(configs_of_tasks(config)):
             path = _of_task(out, number)
@@ -193,7 +221,7 @@ def profile_command(config: Config, out: Path) -> dict[str, Any]:
             schedulers.save(profile, path)
             show(_profile_table(profile, task.env.task))
             show(f"profile: [bold]{path}[/]")
-            found[task.env.task] = {"profile": str(path), **schedulers.to_data(profile)}
+            found[_title(task, number, found)] = {"profile": str(path), **schedulers.to_data(profile)}
     return found
 
 
@@ -203,11 +231,19 @@ def plan_command(config: Config, profile: Path, cluster: str, out: Path) -> dict
     `plan.mode` restricts it to one mode.
     """
     target = read_cluster(cluster)
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     tasks = configs_of_tasks(config)
-    found = {task.env.task: _plan_task(task, number, profile, target, out) for number, task in enumerate(tasks)}
+    found: dict[str, Any] = {}
+    for number, task in enumerate(tasks):
+        found[_title(task, number, found)] = _plan_task(task, number, profile, target, out)
     show(f"plan, timeline and picture: [bold]{out}[/]")
     return {"folder": str(out), "tasks": found}
+
+
+def _title(config: Config, number: int, others: Mapping[str, Any]) -> str:
+    """The task's name, with its number where another of the run's tasks has that name."""
+    task = config.env.task
+    return f"{task} ({number})" if task in others else task
 
 
 def _plan_task(config: Config, number: int, profile: Path, cluster: Cluster, out: Path) -> dict[str, Any]:

@@ -25,8 +25,9 @@ from schedulers.profile import ComponentProfile, Point, Profile, Together
 from schedulers.workflow import Workflow
 from sim_farm.contract import TaskInfo
 
-ITERATIONS = 3
-"""Per assignment; the first warms up whatever is made on first use, and counts only for the simulator."""
+LEAST, MOST, ENOUGH_S = 3, 10, 6.0
+"""Iterations per assignment: at least so many, then until they have taken so long. The first warms up whatever is made
+on first use, and does not count."""
 T95 = {1: 12.7, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26}
 """Student's t for a 95% interval by degrees of freedom."""
 
@@ -89,25 +90,33 @@ def profile_config(config: Config, session: Session, scratch: Path) -> Profile:
     for name, (changed, assignment) in shapes.items():
         with executor(changed, scratch, session, assignment) as workers:
             info = workers.farm.info
-            taken[name] = measure(changed, workers, workers.farm.info, ITERATIONS)
+            taken[name] = measure(changed, workers)
     assert info is not None
     workflow = workflow_of(config, info.max_episode_steps)
     return Profile(
         workflow=workflow.name,
         fingerprint={**fingerprint(), **work_of(config)},
-        components=_components(taken, workflow, envs, len(cores)),
+        components=_components(taken, workflow, len(cores)),
         together=_together(taken["shared"], workflow, envs, len(cores)),
         transfers=_transfers(info, config),
     )
 
 
-def measure(config: Config, workers: Executor, info: TaskInfo, iterations: int) -> Measured:
-    """Run so many iterations from the beginning."""
-    workers.begin(None, 0)
-    found = tuple(workers.iterate(number, drain=number == iterations - 1) for number in range(iterations))
-    workflow = workflow_of(config, info.max_episode_steps)
+def measure(config: Config, workers: Executor) -> Measured:
+    """Run iterations from the beginning until they are enough."""
+    workflow = workflow_of(config, workers.farm.info.max_episode_steps)
     assert workflow.loop is not None
-    return Measured(config.env.num_envs, workers.assignment, found, workflow.loop.steps * workflow.waves)
+    rounds = workflow.loop.steps * workflow.waves
+    return Measured(config.env.num_envs, workers.assignment, tuple(run_iterations(workers)), rounds)
+
+
+def run_iterations(workers: Executor) -> list[Iteration]:
+    """The first iterations of a run, the warming one among them."""
+    workers.begin(None, 0)
+    found: list[Iteration] = []
+    while len(found) < LEAST or (len(found) < MOST and sum(i.wall_s for i in found[1:]) < ENOUGH_S):
+        found.append(workers.iterate(len(found)))
+    return found
 
 
 def work_of(config: Config) -> dict[str, str]:
@@ -133,29 +142,31 @@ def _with_envs(config: Config, envs: int) -> Config:
     return config.model_copy(update={"env": config.env.model_copy(update={"num_envs": envs})})
 
 
-def _components(taken: dict[str, Measured], flow: Workflow, envs: int, cores: int) -> dict[str, ComponentProfile]:
-    """Everything that was measured alone, and how the loop's parts slow each other down."""
-    found: dict[str, ComponentProfile] = {}
-    alone = ("all cores", "all cores, half", "one core", "one core, half")
-    counts = {"all cores": cores, "all cores, half": cores, "one core": 1, "one core, half": 1}
-    names = list(dict.fromkeys(counts[name] for name in alone))
-    by_shape = [taken[name] for name in alone if counts[name] in names]
-    draws = "render" in flow.names
-    for component in flow.names:
-        points = []
-        for name in alone if cores > 1 else alone[:2]:
-            measured = taken[name]
-            values = _values(measured, component, flow)
-            points.append(_point(measured.num_envs * (1 if component in _LOOP else flow.waves), counts[name], values))
-        noise = [value for m in by_shape for value in _values(m, component, flow)[1:]]
-        found[component] = ComponentProfile(
-            pool="cores",
-            points=tuple(points),
-            beside=_beside_factor(taken, component) if cores > 1 else 1.0,
-            variation=stdev(noise[:2]) / fmean(noise[:2]) if len(noise) > 1 and fmean(noise[:2]) > 0 else 0.0,
-        )
-    assert draws or "render" not in found
-    return found
+def _components(taken: dict[str, Measured], flow: Workflow, cores: int) -> dict[str, ComponentProfile]:
+    """Everything as it was measured alone, and how much longer it takes beside the others."""
+    return {name: _component(taken, name, flow, cores) for name in flow.names}
+
+
+def _component(taken: dict[str, Measured], name: str, flow: Workflow, cores: int) -> ComponentProfile:
+    alone = {"all cores": cores, "all cores, half": cores}
+    if cores > 1:
+        alone |= {"one core": 1, "one core, half": 1}
+    points = []
+    for shape, devices in alone.items():
+        items = taken[shape].num_envs * (1 if name in _LOOP else flow.waves)
+        points.append(_point(items, devices, _values(taken[shape], name, flow)))
+    beside = _beside_factor(taken, name) if cores > 1 else 1.0
+    return ComponentProfile("cores", tuple(points), beside, _variation(taken["all cores"], name))
+
+
+def _variation(measured: Measured, name: str) -> float:
+    """Coefficient of variation of single calls; 0 for what is called once an iteration."""
+    if name not in _LOOP:
+        return 0.0
+    kind = "act" if name == "policy" else "idle"
+    spans = [s for it in measured.iterations[1:] for s in it.summary.spans if s.track == "policy"]
+    calls = [float(s.end_ns - s.start_ns) for s in spans if s.name.startswith(kind)]
+    return stdev(calls) / fmean(calls) if len(calls) > 1 else 0.0
 
 
 _LOOP = ("physics", "render", "policy")
@@ -165,9 +176,9 @@ def _values(measured: Measured, component: str, flow: Workflow) -> list[float]:
     """Seconds of the component: of a round for the loop's, else of an iteration."""
     drawing = measured.drawing if "render" in flow.names else 0.0
     if component == "physics":
-        return [value * (1 - drawing) for value in measured.per_round("farm")]
+        return [value * (1 - drawing) for value in measured.per_round("farm")[1:]]
     if component == "render":
-        return [value * drawing for value in measured.per_round("farm")]
+        return [value * drawing for value in measured.per_round("farm")[1:]]
     if component == "policy":
         return measured.per_round("policy")[1:]
     # All of an iteration but the loop: arranging trajectories, the update, weights, messages between processes.
@@ -187,7 +198,7 @@ def _beside_factor(taken: dict[str, Measured], component: str) -> float:
 
 
 def _together(shared: Measured, flow: Workflow, envs: int, cores: int) -> tuple[Together, ...]:
-    point = _point(envs, cores, shared.per_round("loop"))
+    point = _point(envs, cores, shared.per_round("loop")[1:])
     loop = tuple(name for name in _LOOP if name in flow.names)
     return (Together(loop, envs, cores, 2, point.seconds, point.low, point.high),)
 

@@ -39,6 +39,8 @@ class Residence:
     def unload(self) -> Switch:
         """Free the device's memory; nothing may compute with the tensors before `load`."""
         begin = time.perf_counter()
+        if self._away is not None:
+            return Switch(0, 0.0)
         tensors = self._tensors()
         size = sum(t.numel() * t.element_size() for t in tensors.values())
         self._on_disk = all(t.device.type == "cpu" for t in tensors.values())

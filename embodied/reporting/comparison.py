@@ -57,7 +57,7 @@ def write_comparison(
         f"<section><pre>{escape(comparison_table([result]))}</pre></section>"
         f"<section><h2>Predicted and measured</h2>{_image(out / 'compare.png')}</section>"
         f"<section><h2>Timelines of one iteration</h2>{_image(out / 'timelines.png')}</section>"
-        f"<section>{why}</section>"
+        + (f"<section><h2>Why</h2>{why}</section>" if why else "")
     )
     template = Template(Path(__file__).with_name("page.html").read_text())
     page = out / "compare.html"
