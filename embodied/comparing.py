@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 from rich import get_console
@@ -20,7 +20,7 @@ from embodied.config import Config, UserError
 from embodied.executing import Iteration, executor
 from embodied.hardware import hardware
 from embodied.planning import PROFILE, checked_profile, groups_of, local_cluster, make_folder, sized_workflow
-from embodied.profiling import T95, profile_config, run_iterations
+from embodied.profiling import profile_config, run_iterations, typical
 from embodied.reporting.comparison import comparison_table, write_comparison
 from embodied.session import Session, open_session
 from schedulers import Plan, Span
@@ -36,6 +36,11 @@ class Ran:
     @property
     def seconds(self) -> list[float]:
         return [iteration.wall_s for iteration in self.iterations]
+
+    @property
+    def usual(self) -> Iteration:
+        """The one of median time: the timeline of an outlier would say little about the mode."""
+        return sorted(self.iterations, key=lambda iteration: iteration.wall_s)[len(self.iterations) // 2]
 
 
 def compare_command(config: Config, name: str, out: Path, profile: Path | None, repeats: int) -> dict[str, Any]:
@@ -70,12 +75,14 @@ def compare_command(config: Config, name: str, out: Path, profile: Path | None, 
         "regret": next(row["measured_s"] for row in rows if row["chosen"]) / best - 1,
         "error": fmean(abs(row["error"]) for row in rows),
         "iterations": len(ran[0].iterations),
+        "seed": config.seed,
+        "command": " ".join(sys.argv),
         "hardware": hardware(),
         "date": date.today().isoformat(),
         "folder": str(out),
     }
     write_json(out / "compare.json", result)
-    page = write_comparison(out, result, {r.plan.mode: (r.plan, r.iterations[-1]) for r in ran}, workflow, measured)
+    page = write_comparison(out, result, {r.plan.mode: (r.plan, r.usual) for r in ran}, workflow, measured)
     get_console().print(comparison_table([result]), markup=False, highlight=False, soft_wrap=True)
     show(f"report: [bold]{page}[/]")
     return result
@@ -97,19 +104,17 @@ def _run_all(config: Config, session: Session, out: Path, plans: Sequence[Plan],
 
 
 def _row(name: str, ran: Ran, chosen: bool) -> dict[str, Any]:
-    seconds = ran.seconds
-    mean = fmean(seconds)
-    spread = T95[min(9, len(seconds) - 1)] * stdev(seconds) / math.sqrt(len(seconds))
+    middle, low, high = typical(ran.seconds)
     return {
         "workload": name,
         "mode": ran.plan.mode,
         "chosen": chosen,
         "predicted_s": predicted_s(ran.plan),
-        "measured_s": mean,
-        "measured_low_s": max(0.0, mean - spread),
-        "measured_high_s": mean + spread,
-        "error": predicted_s(ran.plan) / mean - 1,
-        "env_steps_per_s": fmean(i.summary.env_steps for i in ran.iterations) / mean,
+        "measured_s": middle,
+        "measured_low_s": low,
+        "measured_high_s": high,
+        "error": predicted_s(ran.plan) / middle - 1,
+        "env_steps_per_s": fmean(i.summary.env_steps for i in ran.iterations) / middle,
         "groups": ran.plan.groups,
         "placement": "; ".join(_placed(ran.plan)),
     }

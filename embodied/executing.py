@@ -19,7 +19,7 @@ import numpy as np
 
 from embodied import checkpoint
 from embodied.assignment import Assignment
-from embodied.config import Config
+from embodied.config import Config, UserError
 from embodied.learner import Collected, Learner
 from embodied.reporting.trace import Span
 from embodied.residence import Switch
@@ -251,6 +251,8 @@ def executor(config: Config, run_dir: Path, session: Session, *assignments: Assi
     Raises `UserError` for tasks that one policy cannot act in.
     """
     tasks = configs_of_tasks(config)
+    if len(tasks) > 1 and any(assignment.ahead or assignment.unload for assignment in assignments):
+        raise UserError("plans of a run with several tasks neither run ahead nor unload: set ahead 0 and unload false")
     session.runtime.prepare(1 if assignments[0].one_process else 2)
     with ExitStack() as stack:
         farms = [
@@ -278,3 +280,5 @@ def executor(config: Config, run_dir: Path, session: Session, *assignments: Assi
         for lane in lanes:
             lane.policy.end()
         learner.end()
+        for left in run_dir.glob("unloaded-*.safetensors"):
+            left.unlink()

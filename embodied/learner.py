@@ -108,6 +108,7 @@ class Learner:
 
     def weights(self) -> dict[str, Tensor]:
         """Parameters and statistics, as the policy worker loads them. The caller must not change them."""
+        self.load_back()
         return {key: tensor.detach() for key, tensor in self.policy.state_dict().items()}
 
     def own_policy(self) -> Policy:

@@ -156,7 +156,7 @@ def _place_task(config: Config, number: int, session: Session, run_dir: Path) ->
     if wanted.file is not None:
         plan = schedulers.load(Plan, _of_task(wanted.file, number))
         if wanted.profile is not None:
-            profile = checked_profile(_of_task(wanted.profile, number), config, workflow, wanted.any_hardware)
+            profile = _profile_of(config, number, session, run_dir, workflow)
         cluster = run_cluster(session)
         schedulers.validate(plan, workflow, cluster, profile)
     else:
@@ -189,7 +189,9 @@ def _profile_of(config: Config, number: int, session: Session, run_dir: Path, wo
     own = run_dir / _of_task(Path(PROFILE), number)
     if config.plan.profile is not None:
         named = _of_task(config.plan.profile, number)
-        return checked_profile(named, config, workflow, config.plan.any_hardware)
+        profile = checked_profile(named, config, workflow, config.plan.any_hardware)
+        schedulers.save(profile, own)
+        return profile
     if own.is_file():  # a run that goes on
         return checked_profile(own, config, workflow, config.plan.any_hardware)
     show("measuring the workflow's components ...")
@@ -231,7 +233,6 @@ def plan_command(config: Config, profile: Path, cluster: str, out: Path) -> dict
     `plan.mode` restricts it to one mode.
     """
     target = read_cluster(cluster)
-    make_folder(out)
     tasks = configs_of_tasks(config)
     found: dict[str, Any] = {}
     for number, task in enumerate(tasks):
@@ -253,6 +254,7 @@ def _plan_task(config: Config, number: int, profile: Path, cluster: Cluster, out
     measured = checked_profile(_of_task(profile, number), config, workflow, config.plan.any_hardware or elsewhere)
     modes = schedulers.alternatives(workflow, measured, cluster, ahead=config.plan.ahead)
     best = schedulers.plan(workflow, measured, cluster, _mode(config), ahead=config.plan.ahead)
+    make_folder(out)
     schedulers.save(best, out / _of_task(Path(PLAN), number))
     simulation = schedulers.simulate(best, workflow, measured, cluster)
     (out / _of_task(Path(TIMELINE), number)).write_text(json.dumps(schedulers.chrome_trace(simulation)))

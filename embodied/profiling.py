@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean, median, stdev
 
 from embodied.assignment import HERE, Assignment
 from embodied.config import Config, UserError
@@ -192,7 +192,7 @@ def _beside_factor(taken: dict[str, Measured], component: str) -> float:
     picks = {"physics": "physics_busy", "render": "render_busy", "policy": "policy"}
     if component not in picks:
         return 1.0
-    with_others, without = (fmean(m.per_round(picks[component])[1:]) for m in (beside, alone))
+    with_others, without = (median(m.per_round(picks[component])[1:]) for m in (beside, alone))
     # The policy decides once for each of two groups, and the simulator steps twice as many environments.
     return max(1.0, with_others / (2 * without)) if without else 1.0
 
@@ -204,9 +204,18 @@ def _together(shared: Measured, flow: Workflow, envs: int, cores: int) -> tuple[
 
 
 def _point(batch: int, devices: int, values: Sequence[float]) -> Point:
-    mean = fmean(values)
+    middle, low, high = typical(values)
+    return Point(batch, devices, middle, low, high)
+
+
+def typical(values: Sequence[float]) -> tuple[float, float, float]:
+    """Median, and half the width of the mean's 95% interval to both sides of it.
+
+    The median, since now and then a machine does something else for a second.
+    """
+    middle = median(values)
     spread = T95[min(9, len(values) - 1)] * stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
-    return Point(batch, devices, mean, max(0.0, mean - spread), mean + spread)
+    return middle, max(0.0, middle - spread), middle + spread
 
 
 def _transfers(info: TaskInfo, config: Config) -> dict[str, float]:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from statistics import median
 
+import schedulers
 from embodied.executing import Iteration
 from embodied.profiling import gathering_s
 from schedulers import ComponentProfile, Plan, Point, Profile, Workflow
@@ -58,13 +59,15 @@ class Watch:
         updated, words = self.updated()
         self._recent.clear()  # the next question needs as many new iterations
         found = self.ask(updated)
-        # The present plan under the present times: what was measured.
-        gain = median(ratios) * predicted - _seconds(found)
+        # Both plans under the same times: what the times do not explain, another plan will not save.
+        present = schedulers.predict(self.plan, self.workflow, updated).iteration_s
+        gain = median(ratios) * predicted * (1 - _seconds(found) / present)
         if _same(found, self.plan) or gain * left <= PAYS * self.switch_s:
             return None
         reason = (
-            f"iterations take {median(ratios):.2f} times the {predicted:.3g} s predicted ({words}); {found.mode} would "
-            f"take {_seconds(found):.3g} s, which saves {gain * left:.0f} s of what is left for {self.switch_s:.0f} s"
+            f"iterations take {median(ratios):.3g} times the {predicted:.3g} s predicted ({words}); {found.mode} would "
+            f"take {_seconds(found) / present:.0%} of that, which saves {gain * left:.0f} s of what is left for "
+            f"{self.switch_s:.0f} s"
         )
         return Decision(found, updated, gain, reason)
 
@@ -78,7 +81,7 @@ class Watch:
             replace(entry, seconds=entry.seconds * loop, low=entry.low * loop, high=entry.high * loop)
             for entry in self.profile.together
         )
-        words = ", ".join(f"{name} x {factor:.2f}" for name, factor in factors.items())
+        words = ", ".join(f"{name} x {factor:.3g}" for name, factor in factors.items())
         return replace(self.profile, components=components, together=together), words
 
     def _factor(self, name: str) -> float:

@@ -20,7 +20,7 @@ class Point:
     seconds: float
     low: float
     high: float
-    """95% interval of the mean."""
+    """95% interval."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,8 @@ class ComponentProfile:
         result = np.empty(len(devices))
         for k in np.unique(base):
             mine = base == k
-            result[mine] = _curve(self.points, int(k), batch * k / devices[mine])
+            # A device has one item at least: more devices than items help nobody.
+            result[mine] = _curve(self.points, int(k), np.maximum(batch * k / devices[mine], min(batch, 1.0)))
         return result
 
 

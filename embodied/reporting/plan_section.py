@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from embodied.reporting.run_folder import RunFolder
+from embodied.reporting.trace import natural_order
 
 
 def plan_section(run: RunFolder) -> str:
     """Nothing where nothing was planned; a plan that cannot be read costs only its own paragraph."""
-    paths = [path for path in sorted(run.path.glob("plan*.json")) if path.is_file()]
+    paths = [path for path in run.path.glob("plan*.json") if path.is_file()]
+    paths.sort(key=lambda path: (path.stem != "plan", natural_order(path.stem)))  # the first task's has no number
     parts = [_plan(path) for path in paths]
     parts += [line for line in (_kept(run, paths), _wire(run)) if line]
     return f"<section><h2>Plan</h2>{''.join(parts)}</section>" if parts else ""
@@ -23,15 +25,16 @@ def _plan(path: Path) -> str:
     data = _read(path)
     if data is None:
         return f'<p class="notice">{escape(path.name)} cannot be read.</p>'
-    why = data.get("why") or [f"{data.get('mode', 'a plan')}, edited by hand or without reasons."]
+    why = data.get("why")
+    if not isinstance(why, list) or not why:
+        why = [f"{data.get('mode', 'a plan')}, edited by hand or without reasons."]
     return f"<p><b>{escape(path.name)}</b><br>{'<br>'.join(escape(str(sentence)) for sentence in why)}</p>"
 
 
 def _kept(run: RunFolder, paths: list[Path]) -> str:
     """Predicted beside measured: tasks' iterations follow one another, so their predictions add up."""
-    found = [((_read(path) or {}).get("prediction") or {}).get("iteration_s") for path in paths]
-    predictions = [float(value) for value in found if isinstance(value, (int, float))]
-    times = [value for value in run.column("time/iteration_s") if value is not None]
+    predictions = [value for value in map(_predicted, map(_read, paths)) if value is not None]
+    times = [value for value in run.column("time/iteration_s") if value]
     if not paths or not times or len(predictions) < len(paths):
         return ""
     predicted, measured = sum(predictions), statistics.median(times)
@@ -39,6 +42,12 @@ def _kept(run: RunFolder, paths: list[Path]) -> str:
         f"<p>Predicted {predicted:.3g} s per iteration, measured {measured:.3g} s (median of {len(times)}): "
         f"{predicted / measured - 1:+.0%}.</p>"
     )
+
+
+def _predicted(data: dict[str, Any] | None) -> float | None:
+    prediction = (data or {}).get("prediction")
+    value = prediction.get("iteration_s") if isinstance(prediction, dict) else None
+    return float(value) if isinstance(value, (int, float)) else None
 
 
 def _wire(run: RunFolder) -> str:

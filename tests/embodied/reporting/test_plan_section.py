@@ -1,0 +1,110 @@
+"""The report on a run's plan: its reasons, whether it kept what it promised, and what crossed the wire."""
+
+from __future__ import annotations
+
+import json
+import re
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from embodied.reporting.metrics import MetricsWriter
+from embodied.reporting.plan_section import plan_section
+from embodied.reporting.report import write_report
+from embodied.reporting.run_folder import read_run
+
+WHY = ["Hybrid: 2.0 s per iteration, 2 groups.", "The best collocated plan would take 1.20 times as long <b>."]
+PLAN: dict[str, Any] = {
+    "format": 1,
+    "kind": "plan",
+    "workflow": "ppo",
+    "mode": "hybrid",
+    "phases": [],
+    "prediction": {"iteration_s": 2.0, "phases_s": [2.0], "components_s": {}, "switch_s": 0.0, "lower_bound_s": 2.0},
+    "why": WHY,
+}
+
+
+def run_folder(path: Path, *rows: dict[str, float], **plans: Any) -> Path:
+    """A run's folder with these rows of metrics and files `plan`, `plan_1`, ...: data, or text as it is."""
+    path.mkdir()
+    (path / "config.yaml").write_text("env: {task: tabletop/reach}\n")
+    with MetricsWriter(path, tensorboard=False) as writer:
+        for number, row in enumerate(rows, start=1):
+            writer.write(number, 100 * number, row)
+    for name, data in plans.items():
+        text = data if isinstance(data, str) else json.dumps(data)
+        (path / f"{name.replace('_', '-')}.json").write_text(text)
+    return path
+
+
+def text_of(folder: Path) -> str:
+    return " ".join(unescape(re.sub(r"<[^<>]*>", " ", plan_section(read_run(folder)))).split())
+
+
+def took(*seconds: float) -> list[dict[str, float]]:
+    return [{"time/iteration_s": value} for value in seconds]
+
+
+def test_a_run_without_a_plan_has_no_section(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run", *took(1.0, 2.0))
+    assert plan_section(read_run(folder)) == ""
+    assert "<h2>Plan</h2>" not in write_report(folder).read_text()
+
+
+def test_reasons_and_what_was_measured_beside_what_was_predicted(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run", *took(9.0, 2.5, 2.4, 2.6, 2.5), plan=PLAN)
+    section, text = plan_section(read_run(folder)), text_of(folder)
+    assert all(sentence in unescape(section) for sentence in WHY) and "long &lt;b&gt;" in section
+    assert "Predicted 2 s per iteration, measured 2.5 s (median of 5): -20%." in text
+    assert section in write_report(folder).read_text()
+
+
+def test_predictions_of_several_tasks_add_up_and_stand_in_their_order(tmp_path: Path) -> None:
+    plans = {"plan": PLAN, **{f"plan_{number}": {**PLAN, "why": [f"task {number}"]} for number in (1, 2, 10)}}
+    text = text_of(run_folder(tmp_path / "run", *took(8.0), **plans))
+    places = [text.index(name) for name in ("plan.json", "plan-1.json", "plan-2.json", "plan-10.json")]
+    assert places == sorted(places)
+    assert "Predicted 8 s per iteration, measured 8 s (median of 1): +0%." in text
+
+
+@pytest.mark.parametrize("damage", ['{"mode": "hyb', "[1, 2]", "", "\x00\x01"])
+def test_a_plan_that_cannot_be_read_costs_only_its_own_paragraph(damage: str, tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run", *took(2.0), plan=damage, plan_1=PLAN)
+    text = text_of(folder)
+    assert "plan.json cannot be read." in text and WHY[0] in text
+    assert "Predicted" not in text, "a part of the predictions is not their sum"
+    assert "cannot be read" in write_report(folder).read_text()
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [{"prediction": [1]}, {"prediction": None}, {"prediction": {}}, {"prediction": {"iteration_s": "2"}}, {"why": 3}],
+)
+def test_a_plan_with_odd_values_does_no_harm(odd: dict[str, Any], tmp_path: Path) -> None:
+    text = text_of(run_folder(tmp_path / "run", *took(2.0), plan={**PLAN, **odd}))
+    assert ("edited by hand" in text) == ("why" in odd) and ("Predicted" in text) == ("why" in odd)
+
+
+def test_a_plan_by_hand_names_its_mode(tmp_path: Path) -> None:
+    plan = {key: value for key, value in PLAN.items() if key not in ("why", "prediction")}
+    text = text_of(run_folder(tmp_path / "run", *took(2.0), plan=plan))
+    assert "hybrid, edited by hand" in text and "Predicted" not in text
+
+
+def test_no_iteration_yet_is_no_measurement(tmp_path: Path) -> None:
+    for name, rows in (("none", []), ("nothing", took(0.0, float("nan")))):
+        text = text_of(run_folder(tmp_path / name, *rows, plan=PLAN))
+        assert WHY[0] in text and "measured" not in text
+
+
+def test_bytes_between_machines_are_told_with_and_without_a_plan(tmp_path: Path) -> None:
+    sent = [{"time/iteration_s": 2.0, "farm/wire_bytes_per_env_step": size} for size in (1400.0, 1600.0)]
+    for name, plans in (("planned", {"plan": PLAN}), ("configured", {})):
+        folder = run_folder(tmp_path / name, *sent, **plans)
+        assert "Between machines: 1,500 bytes per env step" in text_of(folder)
+        assert "1,500 bytes per env step" in write_report(folder).read_text()
+    here = [{"time/iteration_s": 2.0, "farm/wire_bytes_per_env_step": 0.0}]
+    assert "Between machines" not in text_of(run_folder(tmp_path / "here", *here, plan=PLAN))

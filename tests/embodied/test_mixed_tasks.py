@@ -1,0 +1,221 @@
+"""Runs that mix tasks: every task has a farm, seeds and a plan of its own, and one policy learns from all of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from embodied import training
+from embodied.assignment import HERE, Assignment
+from embodied.config import Config, UserError, parse_config
+from embodied.executing import Iteration, executor
+from embodied.learner import Learner
+from embodied.occupation import Seat
+from embodied.reporting.metrics import read
+from embodied.runtime.ray_runtime import RayRuntime
+from embodied.session import Session, open_session
+from embodied.workflows import configs_of_tasks
+from sim_farm.contract import FarmError
+from tests.embodied.test_resume import assert_same_run, rewind, run
+
+FIRST, SECOND = 4, 8
+"""Environments of the first and the second task."""
+DECISIONS, CHUNK, MINIBATCH = 12, 2, 48
+SETTINGS: dict[str, Any] = {
+    "seed": 2,
+    "iterations": 2,
+    "checkpoint_every": 1,
+    "env": {"task": "tabletop/reach", "num_envs": FIRST, "max_episode_steps": 20, "cameras": 1, "image_size": 32},
+    "also": [{"task": "tabletop/push", "num_envs": SECOND}],
+    "policy": {
+        "kind": "flow",
+        "reads": ["images"],
+        "chunk": CHUNK,
+        "options": {"encoder": "cnn", "features": 16, "widths": [16], "critic_widths": [16], "steps": 2},
+    },
+    "ppo": {"decisions": DECISIONS},
+    "learner": {"threads": 1, "epochs": 1, "minibatch": MINIBATCH},
+    "runtime": {"mode": "inline", "trace": False, "deadline_s": 120},
+}
+STATES: dict[str, Any] = {
+    **SETTINGS,
+    "env": {"task": "tabletop/reach", "num_envs": FIRST, "max_episode_steps": 20},
+    "policy": {"chunk": CHUNK, "options": {"widths": [16]}},
+    "also": [{"num_envs": SECOND}],
+}
+CORE = min(os.sched_getaffinity(0))
+
+
+def config_of(settings: dict[str, Any], **changes: Any) -> Config:
+    return parse_config({**settings, **changes}, "test")
+
+
+def placed(one_process: bool, groups: int = 1) -> Assignment:
+    return Assignment("collocated", groups, (CORE,), (HERE,), (), Seat((CORE,)), Seat((CORE,)), one_process)
+
+
+@dataclass(frozen=True)
+class Run:
+    iterations: list[Iteration]
+    parameters: dict[str, Tensor]
+
+
+def run_by(config: Config, session: Session, folder: Path, *assignments: Assignment) -> Run:
+    with executor(config, folder, session, *assignments) as workers:
+        workers.begin(None, 0)
+        iterations = [workers.iterate(number) for number in range(config.iterations)]
+        weights = workers.learner.call(Learner.weights)
+        return Run(iterations, {name: tensor.clone() for name, tensor in weights.items()})
+
+
+def assert_equal(found: Run, expected: Run) -> None:
+    for mine, other in zip(found.iterations, expected.iterations, strict=True):
+        assert mine.summary.episodes == other.summary.episodes
+        assert mine.summary.env_steps == other.summary.env_steps
+        assert mine.environments.keys() == other.environments.keys()
+        assert all((mine.environments[key] == array).all() for key, array in other.environments.items())
+        assert mine.learned["learner/policy_loss"] == other.learned["learner/policy_loss"]
+    assert all(torch.equal(found.parameters[name], tensor) for name, tensor in expected.parameters.items())
+
+
+@pytest.fixture(scope="module")
+def here() -> Iterator[Session]:
+    with open_session(config_of(SETTINGS)) as session:
+        yield session
+
+
+@pytest.fixture(scope="module")
+def pictures(here: Session, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Both tasks from images, in this process."""
+    return run_by(config_of(SETTINGS), here, tmp_path_factory.mktemp("run"), placed(True), placed(True))
+
+
+@pytest.fixture(scope="module")
+def states(here: Session, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The same task twice, from states, in this process."""
+    return run_by(config_of(STATES), here, tmp_path_factory.mktemp("run"), placed(True), placed(True))
+
+
+# --- what flows
+
+
+def test_env_steps_of_all_tasks_count(pictures: Run) -> None:
+    most = DECISIONS * CHUNK
+    for one in pictures.iterations:
+        assert most * SECOND < one.summary.env_steps <= most * (FIRST + SECOND), "a task is missing"
+        assert one.learned["learner/steps"] == DECISIONS * (FIRST + SECOND) / MINIBATCH
+
+
+def test_episodes_of_all_tasks_are_told(pictures: Run) -> None:
+    envs = [episode.env for episode in pictures.iterations[0].summary.episodes]
+    assert sorted(envs) == sorted([*range(FIRST), *range(SECOND)]), "every environment ends one episode of 20 steps"
+
+
+def test_positions_of_all_tasks_are_kept_apart(pictures: Run) -> None:
+    environments = pictures.iterations[0].environments
+    first = {key for key in environments if "." not in key}
+    assert {key.removeprefix("1.") for key in environments if key.startswith("1.")} == first
+    assert len(environments["base_step"]) == FIRST and len(environments["1.base_step"]) == SECOND
+
+
+def test_every_task_has_seeds_of_its_own(states: Run) -> None:
+    configs = configs_of_tasks(config_of(STATES, also=[{}, {}]))
+    assert len({config.seed for config in configs}) == 3 and configs[0].seed == STATES["seed"]
+    told = states.iterations[0].summary.episodes
+    mine, others = [e for e in told[:FIRST]], {e.env: e for e in told[FIRST:]}
+    assert [e.env for e in mine] == list(range(FIRST)) and len(others) == SECOND
+    assert all(e.total_reward != others[e.env].total_reward for e in mine), "the tasks repeat each other's episodes"
+
+
+def test_the_second_task_changes_what_is_learned_and_not_what_the_first_did(
+    here: Session, states: Run, tmp_path: Path
+) -> None:
+    alone = run_by(config_of(STATES, also=[]), here, tmp_path, placed(True))
+    told = states.iterations[0].summary.episodes
+    assert told[: len(alone.iterations[0].summary.episodes)] == alone.iterations[0].summary.episodes
+    assert any(not torch.equal(states.parameters[name], tensor) for name, tensor in alone.parameters.items())
+
+
+# --- when and where
+
+
+def test_processes_change_nothing(here: Session, states: Run, tmp_path: Path) -> None:
+    for number, (first, second) in enumerate([(False, False), (True, False), (False, True)]):
+        found = run_by(config_of(STATES), here, tmp_path / str(number), placed(first), placed(second))
+        assert_equal(found, states)
+
+
+def test_tasks_may_have_different_plans(here: Session, states: Run, tmp_path: Path) -> None:
+    """Groups cut batches, which round differently: what is counted is equal."""
+    found = run_by(config_of(STATES), here, tmp_path, placed(True), placed(False, groups=2))
+    for mine, other in zip(found.iterations, states.iterations, strict=True):
+        assert [(e.env, e.length) for e in mine.summary.episodes] == [(e.env, e.length) for e in other.summary.episodes]
+    for name, tensor in states.parameters.items():
+        assert torch.allclose(found.parameters[name], tensor, atol=1e-4), name
+
+
+def test_workers_in_processes_compute_the_same(pictures: Run, tmp_path: Path) -> None:
+    config = config_of(SETTINGS, runtime={"deadline_s": 120, "trace": False})
+    runtime = RayRuntime("local", 120.0)
+    try:
+        found = run_by(config, Session(config, runtime, (CORE,)), tmp_path, placed(True), placed(True))
+    finally:
+        runtime.close()
+    assert_equal(found, pictures)
+    assert all(one.learned["learner/grad_norm"] > 0 for one in found.iterations)
+
+
+# --- whole runs
+
+
+def test_going_on_equals_not_having_stopped(tmp_path: Path) -> None:
+    config = config_of(STATES, iterations=3)
+    run(config, tmp_path / "whole")
+    rewind(tmp_path / "whole", tmp_path / "crashed", 1)
+    run(config, tmp_path / "crashed", resume=True)
+    assert_same_run(tmp_path / "crashed", tmp_path / "whole")
+    rows = read(tmp_path / "whole")
+    assert rows[-1]["env_steps"] > 3 * DECISIONS * CHUNK * SECOND
+
+
+def refusal(folder: Path, **changes: Any) -> str:
+    settings = {**SETTINGS, **changes}
+    config = parse_config(settings, "test")
+    with open_session(config) as session, pytest.raises((UserError, FarmError)) as refused:
+        folder.mkdir()
+        training.train(config, folder, replace(session, cores=(CORE,)), None)
+    return str(refused.value)
+
+
+def test_tasks_that_one_policy_cannot_act_in_are_refused(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {
+        "env": {**STATES["env"], "num_envs": 2}, "policy": STATES["policy"],
+        "also": [{"task": "tabletop/push", "num_envs": 2}],
+    }  # fmt: skip
+    said = refusal(tmp_path / "states", **changes)
+    assert "one policy cannot act in tabletop/push too" in said and "state_dim" in said and "reads: [images]" in said
+    small = {**SETTINGS["env"], "num_envs": 2}
+    said = refusal(tmp_path / "sizes", env=small, also=[{"task": "tabletop/push", "num_envs": 2, "image_size": 64}])
+    assert "image_size is 64, the first task's 32" in said
+    said = refusal(tmp_path / "cameras", env=small, also=[{"task": "tabletop/push", "num_envs": 2, "cameras": 2}])
+    assert "tabletop/push has 2 cameras, the first task 1" in said
+
+
+def test_a_wrong_key_of_a_further_task_is_refused(tmp_path: Path) -> None:
+    said = refusal(tmp_path / "run", also=[{"task": "tabletop/push"}, {"num_env": 2}])
+    assert "also[1]" in said and "num_envs" in said
+    assert "tabletop/push" in refusal(tmp_path / "task", also=[{"task": "tabletop/pusch"}])
+
+
+@pytest.mark.parametrize("option", ["replan", "ahead"])
+def test_what_works_with_one_task_only_is_refused(option: str, tmp_path: Path) -> None:
+    said = refusal(tmp_path / "run", plan={"mode": "auto", option: True})
+    assert f"plan.{option}" in said and "also" in said
+    assert not list((tmp_path / "run").rglob("*.json")), "something was measured"
