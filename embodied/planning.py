@@ -147,6 +147,23 @@ def place_run(config: Config, session: Session, run_dir: Path) -> tuple[Placed, 
     return tuple(_place_task(task, number, session, run_dir) for number, task in enumerate(tasks))
 
 
+def check_files(config: Config) -> None:
+    """Refuse plan and profile files that do not fit, before anything is started. Raises as `place_run` does.
+
+    On a cluster a plan is checked when the cluster's machines are known.
+    """
+    wanted = config.plan
+    if wanted.file is None and wanted.profile is None:
+        return
+    for number, task in enumerate(configs_of_tasks(config)):
+        workflow, profile = sized_workflow(task), None
+        if wanted.profile is not None:
+            profile = checked_profile(_of_task(wanted.profile, number), task, workflow, wanted.any_hardware)
+        if wanted.file is not None and config.runtime.address == "local":
+            cluster = local_cluster(len(os.sched_getaffinity(0)))
+            schedulers.validate(schedulers.load(Plan, _of_task(wanted.file, number)), workflow, cluster, profile)
+
+
 def _place_task(config: Config, number: int, session: Session, run_dir: Path) -> Placed:
     wanted, cores = config.plan, session.cores
     if wanted.mode == "configured" and wanted.file is None:

@@ -15,6 +15,7 @@ from embodied import checkpoint, training
 from embodied.config import Config, UserError, load_config, parse_config
 from embodied.eval_folder import PROTOCOL, EvalFolder, read_folder
 from embodied.evaluating import Subject, compare, evaluate, evaluation_folder, write_result
+from embodied.planning import check_files
 from embodied.protocol import Protocol, protocol_of
 from embodied.reporting.report import write_report
 from embodied.reporting.run_folder import ReportError
@@ -63,6 +64,7 @@ def train_run(config: Config, source: str, runs_dir: Path, resume: bool) -> dict
         raise UserError("--resume auto goes on with a run that has a name; say which with --name")
     name = config.name or f"{Path(source).stem}-{stamp}"
     run_dir = runs_dir / name
+    check_files(config)
     found = training.prepare_run(config, run_dir, resume)
     show(f"[bold]{run_dir}[/]: {config.policy.kind} on {config.env.task}", flush=True)
     try:
