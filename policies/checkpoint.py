@@ -74,13 +74,19 @@ def _read_config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text())
     except FileNotFoundError:
-        raise PolicyError(f"no policy here: {path} is missing") from None
+        raise PolicyError(f"no policy here: {path} is missing{_hint(path.parents[1])}") from None
     except (OSError, ValueError) as error:
         raise PolicyError(f"{path} cannot be read: {error}") from error
     parts = {"kind": str, "spec": dict, "architecture": dict}
     if not isinstance(config, dict) or not all(isinstance(config.get(k), t) for k, t in parts.items()):
         raise PolicyError(f"{path} must hold kind (text), spec and architecture (objects)")
     return config
+
+
+def _hint(folder: Path) -> str:
+    if not (folder / CONFIG.name).exists():
+        return ""
+    return "; a community's checkpoint is read when a policy is built: policies.build(KIND, spec, seed, checkpoint=...)"
 
 
 def _spec(saved: dict[str, Any], path: Path) -> PolicySpec:

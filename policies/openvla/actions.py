@@ -1,7 +1,7 @@
 """Action tokens, the statistics that give them a unit, and what a gripper command means.
 
-Source: prismatic/vla/action_tokenizer.py and modeling_prismatic.py, openvla/openvla. B rows, C actions of a chunk, A action
-dimensions.
+Source: prismatic/vla/action_tokenizer.py and prismatic/extern/hf/modeling_prismatic.py of openvla/openvla. B rows,
+C actions of a chunk, A action dimensions.
 """
 
 from __future__ import annotations

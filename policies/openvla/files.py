@@ -28,6 +28,7 @@ CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 ADAPTER = "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -110,11 +111,12 @@ class Shards:
         for name, tensor in tensors.items():
             by_file[self.files[name]][name] = tensor.detach().cpu().contiguous()
         for file, part in by_file.items():
-            # Other readers of this layout ask the metadata which framework wrote it.
-            save_file(part, folder / file, metadata={"format": "pt"})
+            write_tensors(folder / file, part)
         if set(by_file) != {SINGLE}:
             size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-            write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": dict(sorted(self.files.items()))})
+            write_json(
+                folder / INDEX, {"metadata": {"total_size": size}, "weight_map": dict(sorted(self.files.items()))}
+            )
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -122,6 +124,17 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     names = _names(path)
     with safe_open(path, framework="pt") as file:
         return {name: file.get_tensor(name) for name in names}
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a safetensors file, replacing an old one as a whole.
+
+    Tensors that were read are windows into their file: overwriting that in place would pull it from under them.
+    """
+    aside = path.with_name(f".{path.name}.partial")
+    # Other readers of this layout ask the metadata which framework wrote it.
+    save_file(dict(tensors), aside, metadata={"format": "pt"})
+    aside.replace(path)
 
 
 def read_state(path: Path) -> dict[str, Tensor]:
@@ -167,9 +180,10 @@ def check_shapes(source: Path, found: Mapping[str, Tensor], expected: Mapping[st
 
 
 def copy_other_files(source: Path, target: Path) -> None:
-    """What is neither a tensor nor the configuration: tokenizer, preprocessor, statistics, remote code (unread)."""
+    """What is neither tensor nor index nor configuration: tokenizer, preprocessor, statistics, remote code (unread)."""
+    kinds, others = {".json", ".model", ".py", ".md"}, {CONFIG, INDEX, ADAPTER_CONFIG}
     for path in sorted(source.iterdir()):
-        if path.is_file() and path.suffix in {".json", ".model", ".py", ".md"} and path.name not in {CONFIG, INDEX}:
+        if path.is_file() and path.suffix in kinds and path.name not in others:
             shutil.copyfile(path, target / path.name)
 
 
@@ -191,4 +205,4 @@ def _check_names(source: Path, found: set[str], expected: set[str]) -> None:
             for names, what in ((missing, "missing"), (unexpected, "unexpected"))
             if names
         ]
-        raise PolicyError(f"{source} does not hold the tensors of its config.json: {'; '.join(parts)}")
+        raise PolicyError(f"{source} does not hold the tensors that it should: {'; '.join(parts)}")

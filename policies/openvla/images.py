@@ -151,7 +151,7 @@ def pillow_resize(frames: Tensor, height: int, width: int) -> Tensor:
 def lanczos(frames: Tensor, size: int) -> Tensor:
     """uint8 [B, H, W, 3] to [B, size, size, 3] with Lanczos's filter, antialiased and rounded once.
 
-    Within one level of TensorFlow's `resize(method="lanczos3", antialias=True)`, with which the training data were made.
+    Within one level of TensorFlow's `resize(method="lanczos3", antialias=True)`, which made the training data.
     """
     values = frames.double()
     for axis in (1, 2):

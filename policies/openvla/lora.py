@@ -9,26 +9,40 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from policies.contract import PolicyError
 from policies.openvla.config import TOWERS
-from policies.openvla.files import ADAPTER, check_shapes, read_json, read_tensors, write_json
+from policies.openvla.files import (
+    ADAPTER,
+    ADAPTER_CONFIG,
+    check_shapes,
+    read_json,
+    read_tensors,
+    write_json,
+    write_tensors,
+)
 from policies.openvla.model import OpenVLAModel, to_checkpoint
 from policies.openvla.torchvision_operators import import_torchvision
 
-ADAPTER_CONFIG = "adapter_config.json"
 PREFIX = "base_model.model."
 NAME = "default"
 """PEFT's name of the only adapter."""
 PARTS = ("language", "projector", "vision")
 UNSUPPORTED = ("modules_to_save", "use_dora", "layer_replication", "trainable_token_indices")
 BASE = "base_digest"
-"""Entry of our adapter_config.json: of which base the adapter is. PEFT's own reader passes over what it does not know."""
+"""Entry of adapter_config.json that says of which base the adapter is. PEFT's own reader passes over it."""
+
+DIGESTED = (
+    "projector.fc3.weight",
+    "language_model.model.norm.weight",
+    "language_model.model.layers.0.self_attn.q_proj.weight",
+    "language_model.model.layers.0.mlp.down_proj.weight",
+)
 
 
 def targets(model: OpenVLAModel, parts: Sequence[str]) -> str:
@@ -108,7 +122,7 @@ def save_adapter(model: OpenVLAModel, folder: Path) -> None:
     state = model.state_dict()
     tensors = {_plain(name): state[name] for name in adapter_names(model)} | model.unused_adapter
     ready = {PREFIX + name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    save_file(ready, folder / ADAPTER, metadata={"format": "pt"})
+    write_tensors(folder / ADAPTER, ready)
     config = LoraConfig(**_known(model.adapter_config))
     config.inference_mode = True
     config.base_model_name_or_path = str(model.shards.folder) if model.shards else None
@@ -136,13 +150,12 @@ def plain_state(model: OpenVLAModel) -> dict[str, Tensor]:
 
 
 def base_digest(model: OpenVLAModel) -> str:
-    """Tells one base from another: a hash over the projector's last layer and the language model's last norm."""
-    state = model.state_dict()
+    """Tells one base from another: a hash over a few tensors that any fine-tuning changes at least one of."""
+    state = plain_state(model)
     digest = hashlib.sha256()
-    for name in ("projector.fc3.weight", "projector.fc3.base_layer.weight", "language_model.model.norm.weight"):
-        if name in state:
-            # Through float32, in which the same base has the same numbers whatever dtype it is held in.
-            digest.update(state[name].detach().cpu().bfloat16().float().numpy().tobytes())
+    for name in DIGESTED:
+        # Rounded, so that the same base has the same digest in float32 and in bfloat16.
+        digest.update(state[name].detach().cpu().bfloat16().float().numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -153,7 +166,8 @@ def _attach(model: OpenVLAModel, config: dict[str, Any]) -> None:
 
     model.requires_grad_(False)
     try:
-        ready = LoraConfig(**({"lora_dropout": 0.0, "init_lora_weights": "gaussian"} | _known(config)))
+        # Dropout would make the second look at a decision differ from the first.
+        ready = LoraConfig(**({"init_lora_weights": "gaussian"} | _known(config) | {"lora_dropout": 0.0}))
         inject_adapter_in_model(ready, model, adapter_name=NAME)
     except (TypeError, ValueError) as error:
         raise PolicyError(f"an adapter of r={config.get('r')!r} cannot be made: {error}") from error
@@ -164,8 +178,6 @@ def _attach(model: OpenVLAModel, config: dict[str, Any]) -> None:
 
 def _known(config: dict[str, Any]) -> dict[str, Any]:
     """The entries that this version of PEFT knows: others come from newer versions, and are switched off."""
-    from dataclasses import fields
-
     from peft import LoraConfig
 
     names = {field.name for field in fields(LoraConfig) if field.init}

@@ -147,14 +147,14 @@ class OpenVLAModel(nn.Module):
             use_cache=True,
         ).last_hidden_state[:, 0]
 
-    def predicting(self, hidden: Tensor, end: Tensor, first: int, count: int) -> Tensor:
-        """[B, K, D]: the states that predict the K action tokens in the columns from `first` on.
+    def predicting(self, hidden: Tensor, sequence: Sequence, count: int) -> Tensor:
+        """[B, K, D]: the states that predict the K tokens after `sequence`, in which `hidden` may go further.
 
         That of the first is at the prompt's end, wherever padding has put it; each other is one column before its
         token.
         """
-        rows = torch.arange(len(hidden), device=hidden.device)
-        return torch.cat([hidden[rows, end][:, None], hidden[:, first : first + count - 1]], 1)
+        rows, first = torch.arange(len(hidden), device=hidden.device), sequence.columns
+        return torch.cat([hidden[rows, sequence.end][:, None], hidden[:, first : first + count - 1]], 1)
 
     def action_logits(self, hidden: Tensor) -> Tensor:
         """float32 [.., 256]: the logits of the action tokens, in the order of their ids."""

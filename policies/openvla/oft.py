@@ -17,6 +17,7 @@ from policies.encoders import vector
 from policies.layers import checked_noise
 from policies.openvla.files import check_tensors, one_file, read_state
 from policies.openvla.heads import ACTION_HEAD, PROPRIO_PROJECTOR, ActionHead, ProprioProjector, write_side_file
+from policies.openvla.model import OpenVLAModel, Sequence
 from policies.openvla.policy import TokenPolicy
 from policies.openvla.sampling import choose, score
 
@@ -27,6 +28,15 @@ CONVENTIONS = {"official": True, "simplevla-rl": True, "rlinf": False}
 than that of training most tokens change. Their padding differs too, but under a mask of valid keys and position ids
 that count valid tokens all kinds of padding are the same."""
 HEADS = ("tokens", "l1")
+
+
+def chunk_states(model: OpenVLAModel, sequence: Sequence, count: int, stop: bool) -> Tensor:
+    """[B, K, D]: the states that predict K = `count` tokens after the sequence, from one pass over everything."""
+    rows, _, width = sequence.embeddings.shape
+    whole = sequence.extended(sequence.embeddings.new_zeros(rows, count, width))
+    if stop:
+        whole = whole.extended(model.embed_tokens(torch.full((rows, 1), STOP, device=sequence.positions.device)))
+    return model.predicting(model.hidden(whole, full=True), sequence, count)
 
 
 class OpenVLAOFT(TokenPolicy):
@@ -101,15 +111,8 @@ class OpenVLAOFT(TokenPolicy):
         """[B, K, D]: the states that predict the chunk's tokens."""
         count = self.spec.chunk * self.spec.action_dim
         sequence = self.prepare(inputs, count + self.stop)
-        first = sequence.columns
-        rows, _, width = sequence.embeddings.shape
-        sequence = sequence.extended(sequence.embeddings.new_zeros(rows, count, width))
-        if self.stop:
-            stop = torch.full((rows, 1), STOP, device=sequence.positions.device)
-            sequence = sequence.extended(self.model.embed_tokens(stop))
         self._checkpointing()
-        hidden = self.model.hidden(sequence, full=True)
-        return self.model.predicting(hidden, sequence.end, first, count)
+        return chunk_states(self.model, sequence, count, self.stop)
 
     def write_actor(self, folder: Path) -> bool:
         super().write_actor(folder)

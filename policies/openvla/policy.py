@@ -16,13 +16,13 @@ from policies.contract import Action, Evaluation, Inputs, Policy, PolicyError, P
 from policies.layers import checked_noise, checked_widths
 from policies.openvla import lora
 from policies.openvla.actions import action_of, check_gripper, convert_gripper, read_statistics
-from policies.openvla.files import CONFIG, Shards, read_json
+from policies.openvla.files import ADAPTER_CONFIG, Shards
 from policies.openvla.heads import ValueHead
 from policies.openvla.images import read_preprocessing
 from policies.openvla.model import Sequence as Tokens
 from policies.openvla.model import from_checkpoint, load_model, save_model
 from policies.openvla.prompts import Prompts
-from policies.openvla.sampling import choose, score
+from policies.openvla.sampling import decode, score
 
 BFLOAT16_TOLERANCE = 2e-2
 """Largest mean |ratio - 1| of unchanged weights in 16-bit arithmetic."""
@@ -62,10 +62,11 @@ class TokenPolicy(Policy):
         gradient_checkpointing: bool = False,
         value_widths: Sequence[int] = (512, 128),
     ) -> None:
-        """`checkpoint` is a Hugging Face directory, `weights` one of the same model whose tensors are taken instead
-        (what `policies.load` gives). `unnorm_key` names the dataset whose statistics give actions their unit, where
-        there are several. `adapter` is a PEFT directory; with `lora_rank` a new adapter is made, on `lora_parts`;
-        without either every weight is trained. `lora_alpha` 0: as the rank.
+        """`checkpoint` is a Hugging Face directory; `weights` is what such a policy was saved as, of which tensors are
+        taken instead of those of `checkpoint` or `adapter` (`policies.load` sets it). `unnorm_key` names the dataset
+        whose statistics give actions their unit, where there are several. `adapter` is a PEFT directory; with
+        `lora_rank` a new adapter is made, on `lora_parts`; without either every weight is trained. `lora_alpha` 0: as
+        the rank.
         """
         super().__init__()
         self.check_spec(spec)
@@ -74,8 +75,11 @@ class TokenPolicy(Policy):
         if temperature <= 0:
             raise PolicyError(f"temperature must be greater than 0, got {temperature}")
         if lora_rank < 0 or (lora_rank and adapter):
-            raise PolicyError(f"give lora_rank (1 or more) for a new adapter or adapter for a saved one, got {lora_rank}")
-        source = Path(weights or checkpoint).resolve()
+            raise PolicyError(
+                f"give lora_rank (1 or more) for a new adapter or adapter for a saved one, got {lora_rank}"
+            )
+        saved_adapter = bool(weights) and (Path(weights) / ADAPTER_CONFIG).exists()
+        source = Path(checkpoint if saved_adapter or not weights else weights).resolve()
         self._architecture = dict(
             checkpoint=str(Path(checkpoint).resolve()), unnorm_key=unnorm_key, temperature=float(temperature),
             gripper=check_gripper(gripper), rotate_images=rotate_images, environment_resize=environment_resize,
@@ -99,15 +103,15 @@ class TokenPolicy(Policy):
         )  # fmt: skip
         if len(self.statistics.low) != spec.action_dim:
             raise PolicyError(
-                f"the checkpoint's actions ({self.statistics.key}) have {len(self.statistics.low)} dimensions, the task "
-                f"takes {spec.action_dim}"
+                f"the checkpoint's actions ({self.statistics.key}) have {len(self.statistics.low)} dimensions, the "
+                f"task takes {spec.action_dim}"
             )
         if adapter:
-            lora.attach_saved(self.model, Path(adapter))
+            lora.attach_saved(self.model, Path(weights if saved_adapter else adapter))
         elif lora_rank:
             lora.attach(self.model, lora_rank, float(lora_alpha) or lora_rank, lora_parts)
         if gradient_checkpointing:
-            self.model.language_model.gradient_checkpointing_enable({"use_reentrant": False})
+            self.model.language_model.activation_checkpointing_enable({"use_reentrant": False})
         self.value_head = ValueHead(self.model.width, value_widths)
         if self.model.dtype != torch.float32:
             self.ratio_tolerance = BFLOAT16_TOLERANCE
@@ -147,8 +151,7 @@ class TokenPolicy(Policy):
 
     @classmethod
     def restore_arguments(cls, folder: Path) -> dict[str, Any]:
-        whole = (folder / CONFIG).exists() and "model_type" in read_json(folder / CONFIG)
-        return {"weights": str(folder)} if whole else {}
+        return {"weights": str(folder)}
 
     def export(self, folder: str | Path) -> None:
         """Write a Hugging Face directory with the adapter, if there is one, merged into the weights."""
@@ -211,43 +214,26 @@ class OpenVLA(TokenPolicy):
     def check_spec(self, spec: PolicySpec) -> None:
         if spec.chunk != 1 or len(spec.cameras) != 1:
             raise PolicyError(
-                f"openvla takes one camera and gives one action, the task asks for {len(spec.cameras)} and {spec.chunk}: "
-                "name one camera and set policy.chunk to 1"
+                f"openvla takes one camera and gives one action, the task asks for {len(spec.cameras)} and "
+                f"{spec.chunk}: name one camera and set policy.chunk to 1"
             )
 
     @torch.no_grad()  # not inference_mode: what it returns may enter `evaluate`'s graph
     def act(self, inputs: Inputs, noise: Tensor | None) -> Action:
-        from transformers import StaticCache
-
-        count = self.spec.action_dim
         if noise is not None:
             noise = checked_noise(noise, self.noise_dim)
-        sequence = self.prepare(inputs, count)
-        # The last token is not fed back.
-        cache = StaticCache(self.model.language_model.config, max_cache_len=sequence.columns + count - 1)
         self._checkpointing()
-        hidden = self.model.hidden(sequence, cache=cache)
-        state = hidden[torch.arange(len(hidden), device=hidden.device), sequence.end]
-        value = self.value_head(state)
-        tokens, log_probs = [], []
-        for k in range(count):
-            logits = self.model.action_logits(state)
-            choice = choose(logits, None if noise is None else noise[:, k], self.temperature)
-            log_probs.append(score(logits, choice, self.temperature)[0])
-            tokens.append(choice + self.model.config.first_action_token)
-            if k + 1 < count:
-                sequence = sequence.extended(self.model.embed_tokens(tokens[-1])[:, None])
-                state = self.model.next_hidden(sequence, cache)
-        trace = torch.stack(tokens, 1)
-        return Action(self.chunk_of(trace), self._shaped(torch.stack(log_probs, 1)), value, {"tokens": trace})
+        sequence = self.prepare(inputs, self.spec.action_dim)
+        said = decode(self.model, sequence, self.spec.action_dim, noise, self.temperature)
+        value = self.value_head(said.state)
+        return Action(self.chunk_of(said.tokens), self._shaped(said.log_prob), value, {"tokens": said.tokens})
 
     def evaluate(self, inputs: Inputs, trace: Mapping[str, Tensor]) -> Evaluation:
         tokens = trace["tokens"]
         sequence = self.prepare(inputs, self.spec.action_dim)
-        first = sequence.columns
         self._checkpointing()
         hidden = self.model.hidden(sequence.extended(self.model.embed_tokens(tokens[:, :-1])))
-        states = self.model.predicting(hidden, sequence.end, first, self.spec.action_dim)
+        states = self.model.predicting(hidden, sequence, self.spec.action_dim)
         log_prob, entropy = score(self.model.action_logits(states), self._indices(tokens), self.temperature)
         return Evaluation(self._shaped(log_prob), self._shaped(entropy), self.value_head(states[:, 0]))
 
@@ -255,5 +241,4 @@ class OpenVLA(TokenPolicy):
     def value(self, inputs: Inputs) -> Tensor:
         sequence = self.prepare(inputs, self.spec.action_dim)
         self._checkpointing()
-        hidden = self.model.hidden(sequence)
-        return self.value_head(hidden[torch.arange(len(hidden), device=hidden.device), sequence.end])
+        return self.value_head(self.model.predicting(self.model.hidden(sequence), sequence, 1)[:, 0])

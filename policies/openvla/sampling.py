@@ -2,10 +2,47 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from policies.openvla.config import BINS
+from policies.openvla.model import OpenVLAModel, Sequence
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """Tokens said one after the other."""
+
+    tokens: Tensor
+    """int64 [B, K]: ids."""
+    log_prob: Tensor
+    """float32 [B, K]."""
+    state: Tensor
+    """[B, D]: the state that predicts the first of them."""
+
+
+@torch.no_grad()
+def decode(
+    model: OpenVLAModel, sequence: Sequence, count: int, noise: Tensor | None, temperature: float = 1.0
+) -> Decoded:
+    """K = `count` action tokens after the sequence, with noise [B, K] or the likeliest ones, and a static cache."""
+    from transformers import StaticCache
+
+    # The last token is not fed back, so it needs no place.
+    cache = StaticCache(model.language_model.config, max_cache_len=sequence.columns + count - 1)
+    state = first = model.predicting(model.hidden(sequence, cache=cache), sequence, 1)[:, 0]
+    tokens, log_probs = [], []
+    for k in range(count):
+        if k:
+            sequence = sequence.extended(model.embed_tokens(tokens[-1])[:, None])
+            state = model.next_hidden(sequence, cache)
+        logits = model.action_logits(state)
+        choice = choose(logits, None if noise is None else noise[:, k], temperature)
+        log_probs.append(score(logits, choice, temperature)[0])
+        tokens.append(choice + model.config.first_action_token)
+    return Decoded(torch.stack(tokens, 1), torch.stack(log_probs, 1), first)
 
 
 def choose(logits: Tensor, noise: Tensor | None, temperature: float) -> Tensor:
