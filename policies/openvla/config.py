@@ -18,6 +18,8 @@ TOWERS = ("featurizer", "fused_featurizer")
 PUBLISHED_TOWERS = ("vit_large_patch14_reg4_dinov2.lvd142m", "vit_so400m_patch14_siglip_224")
 """timm's names of the towers in the published checkpoints."""
 BINS = 256
+OWN_ENTRIES = ("kind", "spec", "architecture")
+"""What `policies.save` adds to a config.json: no part of the model's configuration."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class ModelConfig:
     """The model's sizes."""
 
     raw: Mapping[str, Any]
-    """config.json as it is."""
+    """config.json as the reference writes it."""
     image_size: int
     towers: tuple[str, str]
     """timm's model names."""
@@ -57,7 +59,7 @@ class ModelConfig:
 def read_config(folder: Path) -> ModelConfig:
     """The configuration of an OpenVLA directory. Raises `PolicyError` where it is something else."""
     path = folder / CONFIG
-    raw = read_json(path)
+    raw = {name: value for name, value in read_json(path).items() if name not in OWN_ENTRIES}
     if raw.get("model_type") != "openvla":
         raise PolicyError(f"{path} is not OpenVLA's: its model_type is {raw.get('model_type')!r}, not 'openvla'")
     if not raw.get("use_fused_vision_backbone", True):

@@ -47,7 +47,7 @@ class Preprocessing:
     stds: tuple[tuple[float, ...], ...]
     strategy: str = "resize-naive"
     """`resize-naive` changes the aspect ratio, `letterbox` pads to a square first, `resize-crop` crops one out."""
-    fill: tuple[int, int, int] = (127, 127, 127)
+    fill: tuple[int, ...] = (127, 127, 127)
     """Colour of letterbox's padding: for both towers the last tower's mean."""
     rotate: bool = False
     """Turn frames by 180 degrees first, as in LIBERO's training data."""
@@ -130,7 +130,7 @@ def resize(frames: Tensor, height: int, width: int) -> Tensor:
     """uint8 [B, H, W, 3] to [B, height, width, 3]: Pillow's bicubic filter with its rounding."""
     for axis, size in ((2, width), (1, height)):  # Pillow's order
         if frames.shape[axis] != size:
-            matrix = _fixed_point(frames.shape[axis], size).to(frames.device)
+            matrix = _matrix(_fixed_point, frames.shape[axis], size, frames.device)
             # A whole number over 2^22 rounds half up, as adding half and shifting does.
             summed = _along(matrix, frames.double(), axis)
             frames = (summed / (1 << FRACTION_BITS) + 0.5).floor().clamp(0, 255).to(torch.uint8)
@@ -155,7 +155,7 @@ def lanczos(frames: Tensor, size: int) -> Tensor:
     """
     values = frames.double()
     for axis in (1, 2):
-        values = _along(_coefficients(frames.shape[axis], size, "lanczos").to(frames.device), values, axis)
+        values = _along(_matrix(_lanczos_weights, frames.shape[axis], size, frames.device), values, axis)
     return values.round().clamp(0, 255).to(torch.uint8)
 
 
@@ -167,11 +167,11 @@ def center_crop(frames: Tensor, size: int) -> Tensor:
     """
     values = frames.float() / 255
     for axis in (1, 2):
-        values = _along(_crop_matrix(frames.shape[axis], size).to(frames.device), values, axis)
+        values = _along(_matrix(_crop_weights, frames.shape[axis], size, frames.device), values, axis)
     return values.clamp(0, 1)
 
 
-def pad(frames: Tensor, vertical: int, horizontal: int, fill: tuple[int, int, int]) -> Tensor:
+def pad(frames: Tensor, vertical: int, horizontal: int, fill: tuple[int, ...]) -> Tensor:
     """The frames with so many pixels of one colour at both ends of each axis."""
     rows, height, width, _ = frames.shape
     padded = frames.new_tensor(fill).expand(rows, height + 2 * vertical, width + 2 * horizontal, 3).clone()
@@ -203,6 +203,15 @@ FILTERS: Mapping[str, tuple[Callable[[float], float], float]] = {"bicubic": (_cu
 
 
 @functools.lru_cache(maxsize=32)
+def _matrix(make: Callable[[int, int], Tensor], size: int, out: int, device: torch.device) -> Tensor:
+    """float64 [out, size] on the device; made once, since every decision needs the same."""
+    return make(size, out).to(device)
+
+
+def _lanczos_weights(size: int, out: int) -> Tensor:
+    return _coefficients(size, out, "lanczos")
+
+
 def _coefficients(size: int, out: int, name: str) -> Tensor:
     """float64 [out, size]: the weights of an antialiased filter, each row summing to one."""
     function, support = FILTERS[name]
@@ -218,15 +227,13 @@ def _coefficients(size: int, out: int, name: str) -> Tensor:
     return matrix
 
 
-@functools.lru_cache(maxsize=32)
 def _fixed_point(size: int, out: int) -> Tensor:
     """The bicubic weights as Pillow rounds them: whole numbers, half away from zero."""
     scaled = _coefficients(size, out, "bicubic") * (1 << FRACTION_BITS)
     return torch.where(scaled < 0, scaled - 0.5, scaled + 0.5).trunc()
 
 
-@functools.lru_cache(maxsize=32)
-def _crop_matrix(size: int, out: int) -> Tensor:
+def _crop_weights(size: int, out: int) -> Tensor:
     """float64 [out, size]: bilinear samples of the middle part of an axis."""
     cut = (1 - math.sqrt(CROP_AREA)) / 2
     at = cut * (size - 1) + torch.arange(out, dtype=torch.float64) * (1 - 2 * cut) * (size - 1) / max(out - 1, 1)

@@ -34,6 +34,8 @@ NAME = "default"
 """PEFT's name of the only adapter."""
 PARTS = ("language", "projector", "vision")
 UNSUPPORTED = ("modules_to_save", "use_dora", "layer_replication", "trainable_token_indices")
+INITIALISATIONS = (True, False, "gaussian")
+"""Those that leave the base as it is: the others (pissa, olora, ...) move part of it into the adapter."""
 BASE = "base_digest"
 """Entry of adapter_config.json that says of which base the adapter is. PEFT's own reader passes over it."""
 
@@ -192,6 +194,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
     for name in UNSUPPORTED:
         if config.get(name):
             raise PolicyError(f"{path}: {name} is not supported")
+    if config.get("init_lora_weights", True) not in INITIALISATIONS:
+        raise PolicyError(f"{path}: init_lora_weights {config['init_lora_weights']!r} changes the base: merge it first")
     if config.get("bias", "none") != "none":
         raise PolicyError(f"{path}: adapters with biases are not supported")
     return config

@@ -116,9 +116,12 @@ class OpenVLAOFT(TokenPolicy):
 
     def write_actor(self, folder: Path) -> bool:
         super().write_actor(folder)
-        for _, module, pattern in self._side():
-            write_side_file(module, folder, one_file(self.source, pattern))
+        self._write_side(folder)
         return True
+
+    def export(self, folder: str | Path) -> None:
+        super().export(folder)
+        self._write_side(Path(folder))
 
     def read_actor(self, folder: Path) -> dict[str, Tensor]:
         tensors = super().read_actor(folder)
@@ -136,6 +139,10 @@ class OpenVLAOFT(TokenPolicy):
         proprio = self.statistics.normalise_proprio(vector(inputs, "proprio", self.spec.proprio_dim))
         token = self.proprio_projector(proprio.to(images.dtype))
         return torch.cat([images, token[:, None]], 1)
+
+    def _write_side(self, folder: Path) -> None:
+        for _, module, pattern in self._side():
+            write_side_file(module, folder, one_file(self.source, pattern))
 
     def _side(self) -> list[tuple[str, nn.Module, str]]:
         """Modules with a file of their own: attribute, module, the file's pattern."""

@@ -143,6 +143,21 @@ def test_an_adapter_that_also_hits_unused_layers_is_kept_whole(tiny, saved, tmp_
     assert error(loaded.act(inputs, None).log_prob, policy.act(inputs, None).log_prob) == 0
 
 
+def test_an_adapter_on_the_head_counts(tiny, saved, tmp_path):
+    g = torch.Generator().manual_seed(1)
+    tensors = load_file(saved / ADAPTER)
+    for side, shape in (("A", (3, 32)), ("B", (576, 3))):
+        name = f"base_model.model.language_model.lm_head.lora_{side}.weight"
+        tensors[name] = torch.randn(shape, generator=g)
+    save_file(tensors, saved / ADAPTER)
+    policy = make("openvla", ONE_ACTION, tiny, adapter=str(saved))
+    policy.export(tmp_path / "merged")
+    merged = policies.build("openvla", ONE_ACTION, 0, checkpoint=str(tmp_path / "merged"))
+    inputs = random_inputs(ONE_ACTION, 3, seed=1)
+    assert error(merged.act(inputs, None).log_prob, policy.act(inputs, None).log_prob) <= 1e-4
+    assert error(merged.act(inputs, None).log_prob, tuned(tiny).act(inputs, None).log_prob) > 1e-2
+
+
 @pytest.mark.parametrize(("kind", "spec"), [("openvla", ONE_ACTION), ("openvla_oft", CHUNK)])
 def test_merged_export_is_a_whole_checkpoint(tiny, tmp_path, kind, spec):
     policy = make(kind, spec, tiny, lora_rank=3, lora_parts=PARTS)
@@ -163,7 +178,8 @@ def test_export_in_bfloat16_rounds_once(tiny, tmp_path):
     policy.export(tmp_path)
     name = "projector.fc1"
     layer = policy.model.get_submodule(name)
-    exact = layer.base_layer.weight.float() + 5.0 / 3 * layer.lora_B["default"].weight @ layer.lora_A["default"].weight
+    delta = layer.lora_B["default"].weight @ layer.lora_A["default"].weight * (5.0 / 3)
+    exact = layer.base_layer.weight.float() + delta
     stored = load_model(tmp_path).get_parameter(f"{name}.weight")
     assert stored.dtype == torch.bfloat16 and torch.equal(stored, exact.bfloat16())
 
@@ -193,6 +209,7 @@ def test_an_adapter_of_other_sizes_is_refused(saved, tmp_path):
         ({"peft_type": "IA3"}, "only LORA adapters are supported, this one is 'IA3'"),
         ({"use_dora": True}, "use_dora is not supported"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save is not supported"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa' changes the base"),
         ({"bias": "all"}, "adapters with biases are not supported"),
         ({"r": 0}, "an adapter of r=0 cannot be made"),
         ({"r": 7}, r"is \[3, .*\], expected \[7, "),
