@@ -142,7 +142,7 @@ def test_gradient_checkpointing_changes_no_gradient(tiny):
         action = policy.act(inputs, conformance.random_noise(policy, 4, seed=4))
         counted: list[int] = []
         layer = policy.model.language_model.model.layers[0].mlp
-        layer.register_forward_hook(lambda *_, counted=counted: counted.append(1))
+        layer.register_forward_pre_hook(lambda *_, counted=counted: counted.append(1))
         policy.evaluate(inputs, action.trace).log_prob.sum().backward()
         passes.append(len(counted))
         gradients.append(torch.cat([p.grad.flatten() for p in policy.model.parameters() if p.requires_grad]))
