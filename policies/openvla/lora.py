@@ -128,7 +128,7 @@ def save_adapter(model: OpenVLAModel, folder: Path) -> None:
     config = LoraConfig(**_known(model.adapter_config))
     config.inference_mode = True
     config.base_model_name_or_path = str(model.shards.folder) if model.shards else None
-    config.save_pretrained(folder)
+    config.save_pretrained(str(folder))
     write_json(folder / ADAPTER_CONFIG, read_json(folder / ADAPTER_CONFIG) | {BASE: base_digest(model)})
 
 

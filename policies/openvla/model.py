@@ -82,7 +82,7 @@ class OpenVLAModel(nn.Module):
 
         self.config = config
         # SDPA takes the mask that it is given; other implementations would need it in other forms.
-        llama = LlamaConfig(**config.llama, attn_implementation="sdpa")
+        llama = LlamaConfig(**{**config.llama, "attn_implementation": "sdpa"})
         self.vision_backbone = VisionBackbone(config)
         self.projector = Projector(self.vision_backbone.width, llama.hidden_size)
         self.language_model = LlamaForCausalLM(llama)

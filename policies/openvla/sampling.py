@@ -33,7 +33,8 @@ def decode(
     # The last token is not fed back, so it needs no place.
     cache = StaticCache(model.language_model.config, max_cache_len=sequence.columns + count - 1)
     state = first = model.predicting(model.hidden(sequence, cache=cache), sequence, 1)[:, 0]
-    tokens, log_probs = [], []
+    tokens: list[Tensor] = []
+    log_probs: list[Tensor] = []
     for k in range(count):
         if k:
             sequence = sequence.extended(model.embed_tokens(tokens[-1])[:, None])

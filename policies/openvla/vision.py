@@ -16,7 +16,7 @@ from policies.openvla.config import TOWERS, ModelConfig
 from policies.openvla.torchvision_operators import import_torchvision
 
 
-def build_tower(name: str, sizes: Any, image_size: int) -> nn.Module:
+def build_tower(name: str, sizes: Any, image_size: int) -> Any:
     """timm's vision transformer, whole, without pretrained weights."""
     import_torchvision()
     import timm
@@ -47,7 +47,7 @@ class VisionBackbone(nn.Module):
             with torch.device("meta"):
                 whole = build_tower(name, size, config.image_size)
             before = whole.state_dict()
-            whole.prune_intermediate_layers([len(whole.blocks) - 2], prune_norm=True, prune_head=True)  # type: ignore[operator, arg-type]
+            whole.prune_intermediate_layers([len(whole.blocks) - 2], prune_norm=True, prune_head=True)
             self.unused |= {f"{tower}.{key}": before[key] for key in before.keys() - whole.state_dict().keys()}
             self.add_module(tower, whole)
         self.width = sum(int(getattr(self, tower).embed_dim) for tower in TOWERS)

@@ -9,7 +9,7 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor
 
-from policies import Inputs, Policy, PolicySpec, build
+from policies import Inputs, PolicySpec, build
 from tests.policies import conformance
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -34,8 +34,8 @@ def random_inputs(spec: PolicySpec, rows: int, seed: int, texts: tuple[str, ...]
     return replace(inputs, instruction=tuple(texts[row % len(texts)] for row in range(rows)))
 
 
-def make(kind: str, spec: PolicySpec, checkpoint: Path, **options: Any) -> Policy:
-    """The policy with a small critic, as after some training."""
+def make(kind: str, spec: PolicySpec, checkpoint: Path, **options: Any) -> Any:
+    """The policy with a small critic, as after some training. Any: tests look into it."""
     policy = build(kind, spec, seed=0, checkpoint=str(checkpoint), **{"value_widths": [16], **options})
     conformance.perturb(policy, 0.02, seed=6)
     return policy

@@ -60,8 +60,8 @@ def test_center_crop_is_the_training_datas():
 
 
 def test_options_are_applied_in_the_order_of_the_training_data():
-    sizes = dict(size=224, means=((0.0,) * 3,) * 2, stds=((1.0,) * 3,) * 2)
-    whole = Preprocessing(**sizes, rotate=True, environment_resize=True, center_crop=True)
+    zeros, ones = ((0.0,) * 3,) * 2, ((1.0,) * 3,) * 2
+    whole = Preprocessing(224, means=zeros, stds=ones, rotate=True, environment_resize=True, center_crop=True)
     by_hand = center_crop(lanczos(LIBERO["frame"][None].flip(1, 2), 224), 224)
     by_hand = (by_hand * 255.5).to(torch.uint8).permute(0, 3, 1, 2).float() / 255
     assert torch.equal(whole(LIBERO["frame"][None]), torch.cat([by_hand, by_hand], 1))

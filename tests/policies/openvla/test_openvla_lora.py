@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from typing import Any
 
 import pytest
 import torch
@@ -94,7 +95,8 @@ def test_checkpoint_holds_the_adapter_and_not_the_base(tiny, tmp_path):
 def test_peft_reads_the_adapter(tiny, saved):
     from peft import PeftModel
 
-    whole = PeftModel.from_pretrained(load_model(tiny), str(saved)).base_model.model
+    read: Any = PeftModel.from_pretrained(load_model(tiny), str(saved))
+    whole = read.base_model.model
     policy = tuned(tiny)
     pixels = torch.randn(2, 1, 6, 28, 28, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -105,7 +107,7 @@ def test_peft_reads_the_adapter(tiny, saved):
 
 def test_a_saved_adapter_is_the_adapter(tiny, saved):
     inputs = random_inputs(ONE_ACTION, 3, seed=1)
-    loaded = policies.build("openvla", ONE_ACTION, 9, checkpoint=str(tiny), adapter=str(saved))
+    loaded: Any = policies.build("openvla", ONE_ACTION, 9, checkpoint=str(tiny), adapter=str(saved))
     assert error(loaded.act(inputs, None).log_prob, tuned(tiny).act(inputs, None).log_prob) == 0
     assert {id(p) for p in loaded.actor_parameters()} == {id(p) for p in loaded.model.parameters() if p.requires_grad}
 
@@ -162,7 +164,7 @@ def test_an_adapter_on_the_head_counts(tiny, saved, tmp_path):
 def test_merged_export_is_a_whole_checkpoint(tiny, tmp_path, kind, spec):
     policy = make(kind, spec, tiny, lora_rank=3, lora_parts=PARTS)
     policy.export(tmp_path / "merged")
-    merged = policies.build(kind, spec, 0, checkpoint=str(tmp_path / "merged"))
+    merged: Any = policies.build(kind, spec, 0, checkpoint=str(tmp_path / "merged"))
     inputs = random_inputs(spec, 3, seed=1)
     assert error(merged.act(inputs, None).log_prob, policy.act(inputs, None).log_prob) <= 1e-5
     assert (
@@ -192,15 +194,15 @@ def test_an_adapter_trained_on_other_weights_is_refused(saved, tmp_path):
         make("openvla", ONE_ACTION, other, adapter=str(saved))
 
 
-def test_an_adapter_of_other_sizes_is_refused(saved, tmp_path):
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [({"width": 16}, r"is \[32, 3\], expected \[16, 3\]"), ({"layers": 1}, "which this model has not")],
+)
+def test_an_adapter_of_other_sizes_is_refused(saved, tmp_path, sizes, message):
     edit(saved, base_digest=None)
-    for sizes, message in (
-        ({"width": 16}, r"is \[32, 3\], expected \[16, 3\]"),
-        ({"layers": 1}, "which this model has not"),
-    ):
-        other = write_tiny(tmp_path / str(sizes), seed=2, **sizes)
-        with pytest.raises(PolicyError, match=message):
-            make("openvla", ONE_ACTION, other, adapter=str(saved))
+    other = write_tiny(tmp_path / "other", seed=2, **sizes)
+    with pytest.raises(PolicyError, match=message):
+        make("openvla", ONE_ACTION, other, adapter=str(saved))
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """OpenVLA-OFT against what the reference computes."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -15,7 +17,7 @@ from tests.policies.openvla.cases import OFT, OFT_INSTRUCTIONS, error, golden
 GOLDEN = golden(OFT)
 CHECKPOINT = OFT / "checkpoint"
 KEY = "toy_spatial_no_noops"
-LOGITS = dict(atol=2e-3, rtol=1e-3)
+LOGITS: dict[str, Any] = dict(atol=2e-3, rtol=1e-3)
 ROWS = [0, 1]
 ONE = PolicySpec(action_dim=7, chunk=4, cameras=("base",))
 TWO = PolicySpec(action_dim=7, chunk=4, cameras=("base", "wrist"))
@@ -26,7 +28,7 @@ def model():
     return load_model(CHECKPOINT)
 
 
-def make(spec: PolicySpec, **options):
+def make(spec: PolicySpec, **options) -> Any:
     return policies.build("openvla_oft", spec, 0, checkpoint=str(CHECKPOINT), **{"unnorm_key": KEY, **options})
 
 
