@@ -3,6 +3,9 @@
 FOLDER/policy/config.json             kind, spec, architecture
 FOLDER/policy/model.safetensors       the actor's parameters and all buffers
 FOLDER/value_head.safetensors         the critic's parameters
+
+A policy with a community of its own writes FOLDER/policy in that community's layout (`Policy.write_actor`); kind, spec
+and architecture are then further entries of its config.json.
 """
 
 from __future__ import annotations
@@ -17,10 +20,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from policies.contract import Policy, PolicyError, PolicySpec, spec_to_dict
-from policies.registry import build, nearest
+from policies.registry import build, nearest, policy_class
 
-CONFIG = Path("policy/config.json")
-MODEL = Path("policy/model.safetensors")
+ACTOR = Path("policy")
+CONFIG = ACTOR / "config.json"
+MODEL = ACTOR / "model.safetensors"
 VALUE_HEAD = Path("value_head.safetensors")
 
 
@@ -28,8 +32,11 @@ def save(policy: Policy, folder: str | Path) -> None:
     """Write the policy's three files into the folder, which is made if need be; old ones are replaced."""
     folder = Path(folder)
     (folder / CONFIG).parent.mkdir(parents=True, exist_ok=True)
-    (folder / CONFIG).write_text(json.dumps(_config(policy), indent=2) + "\n")
-    save_file(_on_cpu(_actor_state(policy)), folder / MODEL)
+    (folder / CONFIG).unlink(missing_ok=True)
+    if not policy.write_actor(folder / ACTOR):
+        save_file(_on_cpu(_actor_state(policy)), folder / MODEL)
+    community = json.loads((folder / CONFIG).read_text()) if (folder / CONFIG).exists() else {}
+    (folder / CONFIG).write_text(json.dumps(community | _config(policy), indent=2) + "\n")
     save_file(_on_cpu(policy.value_head.state_dict()), folder / VALUE_HEAD)
 
 
@@ -38,7 +45,8 @@ def load(folder: str | Path) -> Policy:
     folder = Path(folder)
     config = _read_config(folder / CONFIG)
     spec = _spec(config["spec"], folder / CONFIG)
-    policy = build(config["kind"], spec, seed=0, **config["architecture"])
+    arguments = config["architecture"] | policy_class(config["kind"]).restore_arguments(folder / ACTOR)
+    policy = build(config["kind"], spec, seed=0, **arguments)
     _fill(policy, folder)
     return policy
 
@@ -66,13 +74,19 @@ def _read_config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text())
     except FileNotFoundError:
-        raise PolicyError(f"no policy here: {path} is missing") from None
+        raise PolicyError(f"no policy here: {path} is missing{_hint(path.parents[1])}") from None
     except (OSError, ValueError) as error:
         raise PolicyError(f"{path} cannot be read: {error}") from error
     parts = {"kind": str, "spec": dict, "architecture": dict}
     if not isinstance(config, dict) or not all(isinstance(config.get(k), t) for k, t in parts.items()):
         raise PolicyError(f"{path} must hold kind (text), spec and architecture (objects)")
     return config
+
+
+def _hint(folder: Path) -> str:
+    if not (folder / CONFIG.name).exists():
+        return ""
+    return "; a community's checkpoint is read when a policy is built: policies.build(KIND, spec, seed, checkpoint=...)"
 
 
 def _spec(saved: dict[str, Any], path: Path) -> PolicySpec:
@@ -112,10 +126,13 @@ def _on_cpu(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _fill(policy: Policy, folder: Path) -> None:
-    """Copy both files into the policy, after both are known to be whole and to fit."""
-    actor = _read_tensors(folder / MODEL, _actor_state(policy))
+    """Copy everything into the policy, after all of it is known to be whole and to fit."""
+    own = type(policy).read_actor is Policy.read_actor
+    actor = _read_tensors(folder / MODEL, _actor_state(policy)) if own else policy.read_actor(folder / ACTOR)
     critic = _read_tensors(folder / VALUE_HEAD, policy.value_head.state_dict())
-    policy.load_state_dict(actor | {f"value_head.{name}": tensor for name, tensor in critic.items()})
+    tensors = actor | {f"value_head.{name}": tensor for name, tensor in critic.items()}
+    # Both readers have checked the names; a frozen base is not among them.
+    policy.load_state_dict(tensors, strict=own)
 
 
 def _read_tensors(path: Path, expected: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -120,7 +121,28 @@ class Policy(nn.Module):
         """JSON-able keyword arguments (beside the spec) from which the same network can be built."""
         raise NotImplementedError
 
+    def write_actor(self, folder: Path) -> bool:
+        """Write everything but the value head into the folder, in the layout of the policy's community.
+
+        False, the default: there is none, and the project's own is used. Where the layout has a config.json, the
+        entries that `policies.load` needs are added to it.
+        """
+        return False
+
+    def read_actor(self, folder: Path) -> dict[str, Tensor]:
+        """What `write_actor` wrote, under the names of `state_dict`; the policy stays as it is.
+
+        Raises `PolicyError` unless it is whole and fits. Tensors that are not trained may be left out.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def restore_arguments(cls, folder: Path) -> dict[str, Any]:
+        """Arguments beside the architecture with which the policy is built to be filled from the folder."""
+        return {}
+
     def actor_parameters(self) -> Iterator[nn.Parameter]:
+        """What is trained with the actor's learning rate."""
         critic = {id(p) for p in self.value_head.parameters()}
         return (p for p in self.parameters() if id(p) not in critic)
 

@@ -14,6 +14,8 @@ from policies.contract import Policy, PolicyError, PolicySpec
 KINDS = {
     "flow": "policies.flow:FlowPolicy",
     "gaussian_mlp": "policies.gaussian_mlp:GaussianMLP",
+    "openvla": "policies.openvla.policy:OpenVLA",
+    "openvla_oft": "policies.openvla.oft:OpenVLAOFT",
     "random": "policies.random_actions:RandomActions",
     "replay": "policies.replay:Replay",
     "scripted": "policies.scripted:Scripted",
@@ -38,7 +40,7 @@ def build(kind: str, spec: PolicySpec, seed: int, **architecture: Any) -> Policy
     cls = policy_class(kind)
     if spec.action_dim < 1 or spec.chunk < 1:
         raise PolicyError(f"spec.action_dim and spec.chunk must be at least 1, got {spec.action_dim}, {spec.chunk}")
-    known = {name: p.default for name, p in inspect.signature(cls).parameters.items() if name != "spec"}
+    known = _arguments(cls)
     for name, value in architecture.items():
         if name not in known:
             raise PolicyError(f"{kind} has no architecture argument {name!r}{nearest(name, list(known))}")
@@ -49,6 +51,18 @@ def build(kind: str, spec: PolicySpec, seed: int, **architecture: Any) -> Policy
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         return cls(spec, **architecture)  # type: ignore[call-arg]
+
+
+def _arguments(cls: type[Policy]) -> dict[str, Any]:
+    """The keyword arguments of the class with their defaults; of its bases too, where it hands on what it is given."""
+    known: dict[str, Any] = {}
+    for base in cls.__mro__:
+        if "__init__" in vars(base):
+            parameters = inspect.signature(vars(base)["__init__"]).parameters.values()
+            known = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY} | known
+            if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+                break
+    return known
 
 
 def _fits(value: Any, default: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -43,12 +44,15 @@ def test_nothing_unpickles_or_runs_remote_code() -> None:
     for package in ("embodied", "sim_farm", "policies"):
         for path in (ROOT / package).rglob("*.py"):
             text = path.read_text()
-            for call in ("pickle.load", "torch.load(", "trust_remote_code", "yaml.load("):
+            for call in ("pickle.load", "trust_remote_code", "yaml.load("):
                 assert call not in text, f"{path}: {call}"
+            # OpenVLA-OFT's side files are in PyTorch's format; restricted to tensors, reading it runs nothing.
+            for call in re.findall(r"torch\.load\(.*", text):
+                assert call.endswith(", weights_only=True)"), f"{path}: {call}"
 
 
 @pytest.mark.parametrize("package", ["sim_farm", "policies", "embodied.config", "embodied.reporting.trace"])
 def test_importing_a_front_door_imports_no_simulator(package: str) -> None:
-    heavy = "{'mani_skill', 'sapien', 'mujoco', 'ray'}"
+    heavy = "{'mani_skill', 'sapien', 'mujoco', 'ray', 'timm', 'transformers'}"
     code = f"import sys, {package}; found = {heavy} & set(sys.modules); assert not found, found"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

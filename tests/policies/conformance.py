@@ -38,10 +38,12 @@ def random_noise(policy: Policy, rows: int, seed: int) -> Tensor:
 
 
 def perturb(policy: Policy, scale: float, seed: int) -> None:
-    """Move every parameter, as training would: an untrained policy's small last layer hides mistakes."""
+    """Move every parameter that is trained: an untrained policy's small last layer hides mistakes."""
     g = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in policy.parameters():
+            if not parameter.requires_grad:
+                continue
             parameter.add_(scale * torch.randn(parameter.shape, generator=g))
 
 

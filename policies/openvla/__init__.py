@@ -1,0 +1,1 @@
+"""OpenVLA and OpenVLA-OFT, loaded from their Hugging Face directories."""

@@ -1,0 +1,243 @@
+"""OpenVLA's network: images and a prompt in, hidden states and logits of action tokens out.
+
+Sequence of a row: [BOS][image patches][proprioception, if any][prompt without BOS][padding][action tokens].
+Padding stands between prompt and actions, so that actions are in the same columns for all rows; it is no key for
+any query, and position ids count valid tokens only, so it changes nothing for its row.
+
+B rows, L prompt tokens with BOS, S columns before the actions, K action tokens, T columns in all, D the language
+model's width, V its vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from policies.contract import PolicyError
+from policies.openvla.config import BINS, ModelConfig, read_config
+from policies.openvla.files import CONFIG, Shards, copy_other_files, write_json
+from policies.openvla.torchvision_operators import import_torchvision
+from policies.openvla.vision import Projector, VisionBackbone
+
+LAYER_SCALES = (".ls1.", ".ls2.")
+"""Modules whose parameter timm calls gamma and the checkpoint scale_factor: Hugging Face's loader used to rename
+everything called gamma."""
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """Embedded tokens of a batch."""
+
+    embeddings: Tensor
+    """[B, T, D]."""
+    valid: Tensor
+    """bool [B, T]: not padding."""
+    positions: Tensor
+    """int64 [B, T]: position ids; those of padding mean nothing."""
+    end: Tensor
+    """int64 [B]: the column of the prompt's last token, whose state predicts the first action token."""
+
+    @property
+    def columns(self) -> int:
+        return self.embeddings.shape[1]
+
+    def extended(self, embeddings: Tensor) -> Sequence:
+        """With K more tokens, [B, K, D], in each row's next positions."""
+        count = embeddings.shape[1]
+        positions = self.valid.sum(1, keepdim=True) + torch.arange(count, device=embeddings.device)
+        return replace(
+            self,
+            embeddings=torch.cat([self.embeddings, embeddings], 1),
+            valid=functional.pad(self.valid, (0, count), value=True),
+            positions=torch.cat([self.positions, positions], 1),
+        )
+
+    def mask(self, columns: int, *, full: bool = False) -> Tensor:
+        """bool, broadcastable to [B, 1, T, columns]: which key each query attends to; columns beyond T: none.
+
+        Causal, or with `full` every valid key. A padding query attends to itself too: with no key at all its
+        softmax would be NaN, and NaN times zero is NaN in the next layer.
+        """
+        keys = functional.pad(self.valid, (0, columns - self.columns), value=False)[:, None]
+        if full:
+            return keys[:, None]
+        query = torch.arange(self.columns, device=keys.device)[:, None]
+        key = torch.arange(columns, device=keys.device)
+        return (((key <= query) & keys) | (key == query))[:, None]
+
+
+class OpenVLAModel(nn.Module):
+    """Vision towers, projector and Llama under the checkpoint's names."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        import_torchvision()
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        self.config = config
+        # SDPA takes the mask that it is given; other implementations would need it in other forms.
+        llama = LlamaConfig(**{**config.llama, "attn_implementation": "sdpa"})
+        self.vision_backbone = VisionBackbone(config)
+        self.projector = Projector(self.vision_backbone.width, llama.hidden_size)
+        self.language_model = LlamaForCausalLM(llama)
+        self.unused: dict[str, Tensor] = {}
+        """The checkpoint's tensors that no output depends on, kept on the CPU to be saved again."""
+        self.shards: Shards | None = None
+        """Where the tensors came from."""
+        self.adapter_config: dict[str, Any] = {}
+        """PEFT's, if adapters hang on the model."""
+        self.unused_adapter: dict[str, Tensor] = {}
+        """Adapters of tensors in `unused`, on the CPU, to be saved again."""
+
+    @property
+    def width(self) -> int:
+        return self.language_model.config.hidden_size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.language_model.model.norm.weight.dtype
+
+    def embed_images(self, pixels: Tensor) -> Tensor:
+        """[B, I, 6, S, S], I images a row, to [B, I * patches, D], image after image."""
+        rows, images = pixels.shape[:2]
+        features = self.vision_backbone(pixels.flatten(0, 1).to(self.dtype))
+        return self.projector(features).view(rows, images * features.shape[1], -1)
+
+    def embed_tokens(self, ids: Tensor) -> Tensor:
+        """[.., D] of token ids."""
+        return self.language_model.model.embed_tokens(ids)
+
+    def sequence(self, images: Tensor, ids: Tensor, lengths: Tensor) -> Sequence:
+        """The part before the actions.
+
+        `images` [B, P, D] are embedded patches (and whatever else stands between BOS and prompt), `ids` int64
+        [B, L] the prompts from BOS on, padded on the right, `lengths` int64 [B] their lengths.
+        """
+        text = self.embed_tokens(ids)
+        embeddings = torch.cat([text[:, :1], images, text[:, 1:]], 1)
+        end = images.shape[1] + lengths - 1
+        positions = torch.arange(embeddings.shape[1], device=ids.device).expand(len(ids), -1)
+        return Sequence(embeddings, positions <= end[:, None], positions, end)
+
+    def hidden(self, sequence: Sequence, *, full: bool = False, cache: Any = None) -> Tensor:
+        """[B, T, D]: the last layer's states after the final norm. With a cache, its keys and values are filled."""
+        columns = sequence.columns if cache is None else cache.layers[0].max_cache_len
+        return self.language_model.model(
+            inputs_embeds=sequence.embeddings,
+            attention_mask=sequence.mask(columns, full=full),
+            position_ids=sequence.positions,
+            past_key_values=cache,
+            use_cache=cache is not None,
+        ).last_hidden_state
+
+    def next_hidden(self, sequence: Sequence, cache: Any) -> Tensor:
+        """[B, D]: the state at the last column; the cache holds the keys and values of those before it."""
+        keys = functional.pad(sequence.valid, (0, cache.layers[0].max_cache_len - sequence.columns), value=False)
+        return self.language_model.model(
+            inputs_embeds=sequence.embeddings[:, -1:],
+            attention_mask=keys[:, None, None],
+            position_ids=sequence.positions[:, -1:],
+            past_key_values=cache,
+            use_cache=True,
+        ).last_hidden_state[:, 0]
+
+    def predicting(self, hidden: Tensor, sequence: Sequence, count: int) -> Tensor:
+        """[B, K, D]: the states that predict the K tokens after `sequence`, in which `hidden` may go further.
+
+        That of the first is at the prompt's end, wherever padding has put it; each other is one column before its
+        token.
+        """
+        rows, first = torch.arange(len(hidden), device=hidden.device), sequence.columns
+        return torch.cat([hidden[rows, sequence.end][:, None], hidden[:, first : first + count - 1]], 1)
+
+    def action_logits(self, hidden: Tensor) -> Tensor:
+        """float32 [.., 256]: the logits of the action tokens, in the order of their ids."""
+        head, first = self.language_model.lm_head, self.config.first_action_token
+        if type(head) is nn.Linear:
+            return functional.linear(hidden, head.weight[first : first + BINS]).float()
+        return head(hidden)[..., first : first + BINS].float()  # an adapter hangs on it
+
+    def checkpoint_state(self) -> dict[str, Tensor]:
+        """All tensors of the checkpoint under its names, those that nothing depends on too."""
+        state = {to_checkpoint(name): tensor for name, tensor in self.state_dict().items()}
+        return state | {name: tensor.to(self.dtype) for name, tensor in self.unused.items()}
+
+
+def to_checkpoint(name: str) -> str:
+    """A parameter's name in the checkpoint."""
+    return name.replace(".gamma", ".scale_factor") if any(scale in name for scale in LAYER_SCALES) else name
+
+
+def from_checkpoint(name: str) -> str:
+    """A checkpoint's name of a parameter as the name in this module; both spellings of layer scales are read."""
+    return name.replace(".scale_factor", ".gamma") if any(scale in name for scale in LAYER_SCALES) else name
+
+
+def build_empty(config: ModelConfig) -> OpenVLAModel:
+    """The network on the meta device, with `unused` filled in on it too."""
+    with torch.device("meta"):
+        model = OpenVLAModel(config)
+    model.unused = {to_checkpoint(f"vision_backbone.{name}"): t for name, t in model.vision_backbone.unused.items()}
+    return model
+
+
+def load_model(folder: str | Path, dtype: str = "checkpoint") -> OpenVLAModel:
+    """The network of a Hugging Face directory, on the CPU. Raises `PolicyError`.
+
+    `dtype` is float32, bfloat16, float16, or checkpoint: as stored. No remote code is run and no pickle read; every
+    tensor of the files is one of the model's or one of those that no output depends on, and the other way round.
+    """
+    folder = Path(folder)
+    if dtype not in (*DTYPES, "checkpoint"):
+        raise PolicyError(f"dtype must be one of checkpoint, {', '.join(DTYPES)}, got {dtype!r}")
+    config = read_config(folder)
+    try:
+        model = build_empty(config)
+    except (TypeError, ValueError, AssertionError) as error:
+        raise PolicyError(f"{folder / CONFIG} does not describe a model that can be built: {error}") from error
+    shards = Shards.find(folder)
+    # Files written by newer libraries call layer scales gamma, as timm does.
+    plain = {from_checkpoint(name): name for name in shards.files}
+    expected = {plain.get(name, to_checkpoint(name)): tensor for name, tensor in model.state_dict().items()}
+    unused = {plain.get(from_checkpoint(name), name): tensor for name, tensor in model.unused.items()}
+    tensors = shards.read(expected | unused)
+    if dtype != "checkpoint":
+        tensors = {name: tensor.to(DTYPES[dtype]) for name, tensor in tensors.items()}
+    model.unused = {to_checkpoint(from_checkpoint(name)): tensors[name] for name in unused}
+    model.load_state_dict({from_checkpoint(name): tensors[name] for name in expected}, assign=True)
+    model.shards = Shards(folder, {to_checkpoint(from_checkpoint(name)): file for name, file in shards.files.items()})
+    _fill_rotary(model)
+    return model.eval()
+
+
+def save_model(model: OpenVLAModel, folder: str | Path, tensors: dict[str, Tensor] | None = None) -> None:
+    """Write a Hugging Face directory with the layout of the one that the model came from.
+
+    `tensors` replaces the model's own (a merged adapter). Tensors keep the model's dtype; a model loaded with dtype
+    checkpoint is written again equal tensor by tensor, and what is not a tensor is copied.
+    """
+    folder = Path(folder)
+    if model.shards is None:
+        raise PolicyError("only a model that was loaded from a directory can be saved as one")
+    tensors = model.checkpoint_state() if tensors is None else tensors
+    folder.mkdir(parents=True, exist_ok=True)
+    model.shards.write(folder, tensors)
+    if model.shards.folder.is_dir() and model.shards.folder.resolve() != folder.resolve():
+        copy_other_files(model.shards.folder, folder)
+    raw = dict(model.config.raw)
+    raw["torch_dtype"] = str(model.dtype).removeprefix("torch.")
+    write_json(folder / CONFIG, raw)
+
+
+def _fill_rotary(model: OpenVLAModel) -> None:
+    """The rotary embedding's frequencies are no part of a checkpoint: they are computed when it is built."""
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    llama = model.language_model
+    llama.model.rotary_emb = LlamaRotaryEmbedding(config=llama.config)

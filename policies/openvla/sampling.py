@@ -1,0 +1,72 @@
+"""Choosing among the 256 action tokens, and scoring the choice. [..] any batch shape, logits float32 [.., 256]."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from policies.openvla.config import BINS
+from policies.openvla.model import OpenVLAModel, Sequence
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """Tokens said one after the other."""
+
+    tokens: Tensor
+    """int64 [B, K]: ids."""
+    log_prob: Tensor
+    """float32 [B, K]."""
+    state: Tensor
+    """[B, D]: the state that predicts the first of them."""
+
+
+@torch.no_grad()
+def decode(
+    model: OpenVLAModel, sequence: Sequence, count: int, noise: Tensor | None, temperature: float = 1.0
+) -> Decoded:
+    """K = `count` action tokens after the sequence, with noise [B, K] or the likeliest ones, and a static cache."""
+    from transformers import StaticCache
+
+    # The last token is not fed back, so it needs no place.
+    cache = StaticCache(model.language_model.config, max_cache_len=sequence.columns + count - 1)
+    state = first = model.predicting(model.hidden(sequence, cache=cache), sequence, 1)[:, 0]
+    tokens: list[Tensor] = []
+    log_probs: list[Tensor] = []
+    for k in range(count):
+        if k:
+            sequence = sequence.extended(model.embed_tokens(tokens[-1])[:, None])
+            state = model.next_hidden(sequence, cache)
+        logits = model.action_logits(state)
+        choice = choose(logits, None if noise is None else noise[:, k], temperature)
+        log_probs.append(score(logits, choice, temperature)[0])
+        tokens.append(choice + model.config.first_action_token)
+    return Decoded(torch.stack(tokens, 1), torch.stack(log_probs, 1), first)
+
+
+def choose(logits: Tensor, noise: Tensor | None, temperature: float) -> Tensor:
+    """int64 [..]: the index of a token drawn with softmax(logits / temperature), or the likeliest without noise.
+
+    `noise` [..] is standard normal. Its distribution function is a uniform number, which the cumulative
+    probabilities, taken from the least action to the greatest, turn into a token: one number decides, and a greater
+    one never gives a lesser action. Action tokens are numbered from the greatest action to the least.
+    """
+    if noise is None:
+        return logits.argmax(-1)
+    # In float64, so that the sum's rounding does not depend on how rows are batched.
+    rising = torch.softmax(logits.double() / temperature, -1).flip(-1).cumsum(-1)
+    uniform = torch.special.ndtr(noise.double())[..., None] * rising[..., -1:]
+    return BINS - 1 - (rising <= uniform).sum(-1).clamp(max=BINS - 1)
+
+
+def log_probs(logits: Tensor, temperature: float) -> Tensor:
+    """[.., 256]: the log-probabilities of all tokens at the temperature that they are drawn with."""
+    return torch.log_softmax(logits / temperature, -1)
+
+
+def score(logits: Tensor, choice: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """[..] the log-probability of the choice, and [..] the entropy in nats."""
+    every = log_probs(logits, temperature)
+    return every.gather(-1, choice[..., None]).squeeze(-1), -(every.exp() * every).sum(-1)

@@ -1,0 +1,47 @@
+"""What the tests of OpenVLA and OpenVLA-OFT start from: golden values, tiny checkpoints, batches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+from torch import Tensor
+
+from policies import Inputs, PolicySpec, build
+from tests.policies import conformance
+
+GOLDEN = Path(__file__).parents[2] / "golden"
+OPENVLA, OFT = GOLDEN / "openvla", GOLDEN / "openvla_oft"
+INSTRUCTIONS = ("pick up the black bowl", "open the top drawer and put the red mug inside")
+OFT_INSTRUCTIONS = (
+    "put the bowl on the plate",
+    "pick up the black bowl next to the cookie box and open the drawer",
+)
+ONE_ACTION = PolicySpec(action_dim=7, cameras=("base",), image_size=40)
+CHUNK = PolicySpec(action_dim=7, chunk=3, cameras=("base", "wrist"), image_size=40)
+TEXTS = ("pick", "open the top drawer", "push it")
+
+
+def golden(folder: Path) -> dict[str, Tensor]:
+    return load_file(folder / "golden.safetensors")
+
+
+def random_inputs(spec: PolicySpec, rows: int, seed: int, texts: tuple[str, ...] = TEXTS) -> Inputs:
+    """Noise as frames, and instructions of different lengths."""
+    inputs = conformance.random_inputs(spec, rows, seed)
+    return replace(inputs, instruction=tuple(texts[row % len(texts)] for row in range(rows)))
+
+
+def make(kind: str, spec: PolicySpec, checkpoint: Path, **options: Any) -> Any:
+    """The policy with a small critic, as after some training. Any: tests look into it."""
+    policy = build(kind, spec, seed=0, checkpoint=str(checkpoint), **{"value_widths": [16], **options})
+    conformance.perturb(policy, 0.02, seed=6)
+    return policy
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    """Largest absolute difference."""
+    assert found.shape == expected.shape, f"{list(found.shape)}, expected {list(expected.shape)}"
+    return float((found.detach().double() - expected.detach().double()).abs().max())

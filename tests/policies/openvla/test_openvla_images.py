@@ -1,0 +1,90 @@
+"""Preprocessing against Pillow, TensorFlow's results, and its own promises."""
+
+import pytest
+import torch
+
+from policies import PolicyError
+from policies.openvla.actions import convert_gripper
+from policies.openvla.images import Preprocessing, center_crop, lanczos, pillow_resize, read_preprocessing, resize
+from tests.policies.openvla.cases import GOLDEN, OPENVLA, error, golden
+
+LIBERO = golden(GOLDEN / "libero_images")
+
+
+def frames(height: int, width: int, rows: int = 2) -> torch.Tensor:
+    g = torch.Generator().manual_seed(height * width)
+    return torch.randint(0, 256, (rows, height, width, 3), generator=g, dtype=torch.uint8)
+
+
+def preprocessing(**options) -> Preprocessing:
+    return read_preprocessing(OPENVLA / "checkpoint", **options)
+
+
+@pytest.mark.parametrize(
+    ("size", "target"),
+    [
+        ((256, 256), (224, 224)),
+        ((128, 128), (224, 224)),
+        ((37, 91), (28, 28)),
+        ((90, 60), (101, 224)),
+        ((64, 48), (28, 48)),
+    ],
+)
+def test_batched_resize_equals_pillow_to_the_last_bit(size, target):
+    pictures = frames(*size)
+    assert torch.equal(resize(pictures, *target), pillow_resize(pictures, *target))
+
+
+@pytest.mark.parametrize("strategy", ["resize-naive", "letterbox", "resize-crop"])
+@pytest.mark.parametrize("size", [(48, 64), (61, 45), (50, 50), (28, 28)])
+def test_both_backends_give_the_same_pixels(size, strategy):
+    pictures = frames(*size)
+    batched, one_by_one = (preprocessing(strategy=strategy, backend=b)(pictures) for b in ("device", "pillow"))
+    assert batched.shape == (2, 6, 28, 28) and torch.equal(batched, one_by_one)
+
+
+def test_pixels_of_a_frame_do_not_depend_on_the_batch():
+    pictures = frames(40, 40, rows=5)
+    assert torch.equal(preprocessing()(pictures)[3:4], preprocessing()(pictures[3:4]))
+
+
+def test_environment_resize_is_the_training_datas():
+    turned = LIBERO["frame"][None].flip(1, 2)
+    assert error(lanczos(turned, 224)[0], LIBERO["rotated_resized_nojpeg"]) <= 1
+
+
+def test_center_crop_is_the_training_datas():
+    crop = center_crop(LIBERO["libero_224"][None], 224)[0]
+    assert error(crop[100:108], LIBERO["crop90_float_rows"]) <= 1e-5
+    assert error((crop * 255.5).to(torch.uint8), LIBERO["crop90_224"]) <= 1
+
+
+def test_options_are_applied_in_the_order_of_the_training_data():
+    zeros, ones = ((0.0,) * 3,) * 2, ((1.0,) * 3,) * 2
+    whole = Preprocessing(224, means=zeros, stds=ones, rotate=True, environment_resize=True, center_crop=True)
+    by_hand = center_crop(lanczos(LIBERO["frame"][None].flip(1, 2), 224), 224)
+    by_hand = (by_hand * 255.5).to(torch.uint8).permute(0, 3, 1, 2).float() / 255
+    assert torch.equal(whole(LIBERO["frame"][None]), torch.cat([by_hand, by_hand], 1))
+
+
+def test_gripper_conventions():
+    actions = LIBERO["gripper.in"]
+    assert error(convert_gripper(actions, "libero"), LIBERO["gripper.env"]) == 0
+    assert torch.equal(convert_gripper(actions, "raw"), actions)
+    simpler = convert_gripper(actions, "maniskill")
+    assert torch.equal(simpler[:, :-1], actions[:, :-1])
+    assert torch.equal(simpler[:, -1], torch.where(actions[:, -1] > 0.5, 1.0, -1.0).double())
+
+
+@pytest.mark.parametrize(
+    "wrong", [frames(28, 28).float(), frames(28, 28)[0], frames(28, 28)[..., :1], frames(28, 28).permute(0, 3, 1, 2)]
+)
+def test_frames_of_another_type_are_refused(wrong):
+    with pytest.raises(PolicyError, match=r"frames must be uint8 \[B, H, W, 3\], got torch"):
+        preprocessing()(wrong)
+
+
+@pytest.mark.parametrize("option", [{"strategy": "stretch"}, {"backend": "cuda"}])
+def test_unknown_options_list_the_known_ones(option):
+    with pytest.raises(PolicyError, match="must be one of (resize-naive, letterbox, resize-crop|device, pillow), got"):
+        preprocessing(**option)

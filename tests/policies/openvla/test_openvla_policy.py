@@ -1,0 +1,230 @@
+"""OpenVLA and OpenVLA-OFT as policies: the laws, sampling, padding, adapters."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import policies
+from policies import Policy, PolicyError, PolicySpec
+from policies.openvla.sampling import choose, score
+from tests.policies import conformance
+from tests.policies.openvla.cases import CHUNK, ONE_ACTION, error, make, random_inputs
+
+WITH_PROPRIO = replace(CHUNK, proprio_dim=8)
+LORA = {"lora_rank": 4, "lora_parts": ["language", "projector", "vision"]}
+CASES: dict[str, tuple[str, PolicySpec, dict[str, Any]]] = {
+    "openvla": ("openvla", ONE_ACTION, {}),
+    "openvla, temperature": ("openvla", ONE_ACTION, {"temperature": 1.6, "center_crop": True, "rotate_images": True}),
+    "openvla, adapter, checkpointing": ("openvla", ONE_ACTION, {**LORA, "gradient_checkpointing": True}),
+    "oft": ("openvla_oft", CHUNK, {"temperature": 1.6}),
+    "oft, no stop token": ("openvla_oft", replace(CHUNK, cameras=("base",)), {"convention": "rlinf"}),
+    "oft, adapter, checkpointing": ("openvla_oft", CHUNK, {**LORA, "gradient_checkpointing": True}),
+}
+SLOW = [conformance.law_log_prob_is_the_density_that_act_samples]
+LAWS = [law for law in conformance.LAWS if law not in SLOW]
+
+
+@pytest.fixture
+def policy(case, tiny) -> Policy:
+    kind, spec, options = CASES[case]
+    return make(kind, spec, tiny, **options)
+
+
+def frozen(policy: Policy) -> set[str]:
+    return {name for name, parameter in policy.named_parameters() if not parameter.requires_grad}
+
+
+@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
+@pytest.mark.parametrize("case", CASES)
+def test_policy_obeys(policy, law):
+    inputs = random_inputs(policy.spec, 6, seed=7)
+    if law is conformance.law_gradients_reach_every_parameter:
+        law(policy, inputs, without=frozen(policy))
+    else:
+        law(policy, inputs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["openvla", "oft"])
+def test_log_prob_is_the_density_that_act_samples(policy):
+    law = conformance.law_log_prob_is_the_density_that_act_samples
+    law(policy, random_inputs(policy.spec, 6, seed=7))
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.6])
+def test_every_token_is_drawn_as_often_as_its_probability_says(temperature):
+    """Noise on a fine grid of quantiles: a token gets as many of them as its interval holds, one more or less."""
+    draws = 100_000
+    logits = torch.randn(256, generator=torch.Generator().manual_seed(1)) * 2
+    quantiles = (torch.arange(draws, dtype=torch.float64) + 0.5) / draws
+    choices = choose(logits.expand(draws, 256), torch.special.ndtri(quantiles), temperature)
+    counts = torch.bincount(choices, minlength=256)
+    expected = torch.softmax(logits.double() / temperature, 0) * draws
+    assert error(counts, expected) <= 1
+    assert (choices.diff() <= 0).all(), "greater noise gave a lesser action"
+    log_prob, entropy = score(logits.expand(draws, 256), choices, temperature)
+    assert error(log_prob.exp() * draws, expected[choices]) < 0.1
+    assert entropy[0] == pytest.approx(float(-log_prob.double().mean()), abs=1e-3)
+
+
+@pytest.mark.parametrize("noise", [-40.0, 40.0])
+def test_extreme_noise_gives_a_token(noise):
+    assert 0 <= int(choose(torch.zeros(1, 256), torch.tensor([noise]), 1.0)) < 256
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_padding_changes_nothing(policy):
+    """A row beside a much longer instruction, and alone: tokens, log-probs, entropy and value."""
+    inputs = random_inputs(policy.spec, 2, seed=3, texts=("push", "put the black bowl on the plate next to the stove"))
+    noise = conformance.random_noise(policy, 2, seed=4)
+    both = policy.act(inputs, noise)
+    alone = policy.act(inputs.rows(torch.tensor([0])), noise[:1])
+    assert torch.equal(both.trace["tokens"][:1], alone.trace["tokens"])
+    assert error(both.log_prob[:1], alone.log_prob) <= 1e-5 and error(both.value[:1], alone.value) <= 1e-5
+    evaluated = policy.evaluate(inputs, both.trace)
+    one = policy.evaluate(inputs.rows(torch.tensor([0])), alone.trace)
+    assert error(evaluated.entropy[:1], one.entropy) <= 1e-5 and error(evaluated.value[:1], one.value) <= 1e-5
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ratio_of_unchanged_weights_in_shuffled_minibatches(policy):
+    """As the learner sees them: other rows together than in the rollout, so other padding."""
+    inputs = random_inputs(policy.spec, 12, seed=3)
+    action = policy.act(inputs, conformance.random_noise(policy, 12, seed=4))
+    ratios = []
+    for part in torch.randperm(12, generator=torch.Generator().manual_seed(5)).split(5):
+        trace = {name: tensor[part] for name, tensor in action.trace.items()}
+        evaluation = policy.evaluate(inputs.rows(part), trace)
+        ratios.append((evaluation.log_prob - action.log_prob[part]).sum((1, 2)).exp())
+    assert error(torch.cat(ratios), torch.ones(12)) <= 1e-4
+
+
+@pytest.mark.parametrize("case", ["openvla", "oft"])
+def test_ratio_in_bfloat16(case, tiny):
+    kind, spec, options = CASES[case]
+    policy = make(kind, spec, tiny, **options, dtype="bfloat16")
+    assert policy.ratio_tolerance == 2e-2
+    inputs = random_inputs(spec, 6, seed=3)
+    action = policy.act(inputs, conformance.random_noise(policy, 6, seed=4))
+    evaluation = policy.evaluate(inputs, action.trace)
+    assert evaluation.log_prob.dtype == evaluation.value.dtype == torch.float32
+    ratio = (evaluation.log_prob - action.log_prob).exp().detach()
+    assert float((ratio - 1).abs().mean()) <= 2e-2
+
+
+def test_value_reads_the_state_before_the_first_action(tiny):
+    """The value depends on frames and instruction, and not on the actions that follow."""
+    policy = make("openvla", ONE_ACTION, tiny)
+    inputs = random_inputs(ONE_ACTION, 4, seed=3)
+    action = policy.act(inputs, conformance.random_noise(policy, 4, seed=4))
+    other = {"tokens": action.trace["tokens"].flip(0)}
+    assert error(policy.evaluate(inputs, other).value, action.value) <= 1e-5
+    renamed = replace(inputs, instruction=tuple(reversed(inputs.instruction)))
+    assert error(policy.value(renamed)[[1, 2]], action.value[[1, 2]]) > 1e-4
+
+
+def test_the_image_matters(tiny):
+    """Decoding that drops the image from the cache's first pass gives constant actions without any error."""
+    policy = make("openvla", ONE_ACTION, tiny)
+    inputs = random_inputs(ONE_ACTION, 4, seed=3, texts=("push",))
+    other = replace(inputs, frames={"base": inputs.frames["base"].flip(0)})
+    noise = conformance.random_noise(policy, 4, seed=4)
+    assert error(policy.act(inputs, noise).log_prob, policy.act(other, noise).log_prob) > 1e-2
+
+
+def test_gradient_checkpointing_changes_no_gradient(tiny):
+    gradients, passes = [], []
+    for on in (False, True):
+        policy = make("openvla", ONE_ACTION, tiny, gradient_checkpointing=on, lora_rank=2)
+        inputs = random_inputs(ONE_ACTION, 4, seed=3)
+        action = policy.act(inputs, conformance.random_noise(policy, 4, seed=4))
+        counted: list[int] = []
+        layer = policy.model.language_model.model.layers[0].mlp
+        layer.register_forward_pre_hook(lambda *_, counted=counted: counted.append(1))
+        policy.evaluate(inputs, action.trace).log_prob.sum().backward()
+        passes.append(len(counted))
+        gradients.append(torch.cat([p.grad.flatten() for p in policy.model.parameters() if p.requires_grad]))
+    assert passes == [1, 2], "the second policy should have computed the layer again"
+    assert gradients[0].any() and error(gradients[0], gradients[1]) <= 1e-5
+
+
+def test_gripper_is_converted_for_the_environment(tiny):
+    inputs = random_inputs(ONE_ACTION, 6, seed=3)
+    raw, libero, maniskill = (
+        make("openvla", ONE_ACTION, tiny, gripper=gripper).act(inputs, None).chunk
+        for gripper in ("raw", "libero", "maniskill")
+    )
+    assert torch.equal(raw[..., :-1], libero[..., :-1]) and torch.equal(raw[..., :-1], maniskill[..., :-1])
+    assert torch.equal(libero[..., -1], -torch.sign(2 * raw[..., -1] - 1))
+    assert torch.equal(maniskill[..., -1], 2 * (raw[..., -1] > 0.5).float() - 1)
+
+
+def test_two_datasets_need_a_key(tiny, tmp_path):
+    from policies.openvla.tiny import write_tiny
+
+    folder = write_tiny(tmp_path / "two", datasets=("libero_spatial", "bridge_no_noops"))
+    with pytest.raises(PolicyError, match="several datasets: set unnorm_key to one of bridge_no_noops, libero_spatial"):
+        make("openvla", ONE_ACTION, folder)
+    with pytest.raises(PolicyError, match="unknown unnorm_key 'bridg'; .* has: bridge_no_noops, libero_spatial"):
+        make("openvla", ONE_ACTION, folder, unnorm_key="bridg")
+    named = [make("openvla", ONE_ACTION, folder, unnorm_key=key) for key in ("bridge", "libero_spatial_no_noops")]
+    assert [policy.statistics.key for policy in named] == ["bridge_no_noops", "libero_spatial"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "spec", "options", "message"),
+    [
+        ("openvla", replace(ONE_ACTION, chunk=2), {}, "one camera and gives one action, the task asks for 1 and 2"),
+        ("openvla", CHUNK, {}, "the task asks for 2 and 3"),
+        ("openvla", replace(ONE_ACTION, action_dim=6), {}, r"actions \(tiny\) have 7 dimensions, the task takes 6"),
+        ("openvla_oft", replace(CHUNK, cameras=()), {}, "at least one camera"),
+        ("openvla_oft", CHUNK, {"convention": "mine"}, "convention must be one of official, simplevla-rl, rlinf"),
+        ("openvla_oft", CHUNK, {"head": "l2"}, "head must be one of tokens, l1"),
+        ("openvla_oft", CHUNK, {"head": "l1"}, r"must hold one file action_head--\*_checkpoint.pt, found: none"),
+        ("openvla_oft", WITH_PROPRIO, {"proprio": True}, r"one file proprio_projector--\*_checkpoint.pt, found: none"),
+        ("openvla_oft", CHUNK, {"proprio": True}, r"are of 8 numbers, got \[1, 0\]"),
+        ("openvla", ONE_ACTION, {"gripper": "robotiq"}, "gripper must be one of raw, libero, maniskill"),
+        ("openvla", ONE_ACTION, {"temperature": 0.0}, "temperature must be greater than 0"),
+        ("openvla", ONE_ACTION, {"dtype": "int8"}, "dtype must be one of checkpoint, float32, bfloat16, float16"),
+        ("openvla", ONE_ACTION, {"lora_rank": -1}, "give lora_rank"),
+        ("openvla", ONE_ACTION, {"lora_rank": 2, "lora_parts": ["head"]}, "lora_parts must be some of language"),
+        ("openvla", ONE_ACTION, {"image_backend": "gpu"}, "image backend must be one of device, pillow"),
+        ("openvla", ONE_ACTION, {"lora_ranks": 2}, "no architecture argument 'lora_ranks'; did you mean lora_rank"),
+        ("openvla_oft", CHUNK, {"convenion": "rlinf"}, "no architecture argument 'convenion'; did you mean convention"),
+        ("openvla_oft", CHUNK, {"temperatur": 1.0}, "did you mean temperature"),
+    ],
+)
+def test_impossible_options_are_refused(tiny, kind, spec, options, message):
+    with pytest.raises(PolicyError, match=message):
+        make(kind, spec, tiny, **options)
+
+
+def test_a_policy_needs_a_checkpoint():
+    with pytest.raises(PolicyError, match="openvla needs a checkpoint: set policy.options.checkpoint"):
+        policies.build("openvla", ONE_ACTION, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"instruction": ("", "push", "push")}, "an instruction is empty"),
+        ({"instruction": ("  \n", "push", "push")}, "an instruction is empty"),
+        ({"instruction": (3, "push", "push")}, "an instruction is a text, got a int"),
+        ({"instruction": ()}, "reads an instruction for each row: got 0 for 3"),
+        ({"instruction": ("push " * 1000, "push", "push")}, "an instruction is too long: its prompt has 50.. tokens"),
+        ({"frames": {}}, "reads the camera 'base', the inputs have: none"),
+        ({"frames": {"base": torch.zeros(3, 40, 40, 3)}}, "frames must be uint8"),
+    ],
+)
+def test_impossible_inputs_are_refused(tiny, change, message):
+    policy = make("openvla", ONE_ACTION, tiny)
+    inputs = replace(random_inputs(ONE_ACTION, 3, seed=1), **change)
+    with pytest.raises(PolicyError, match=message):
+        policy.act(inputs, None)
+
+
+def test_noise_of_another_width_is_refused(tiny):
+    with pytest.raises(PolicyError, match=r"noise must be \[B, 7\] for this policy, got \[3, 6\]"):
+        make("openvla", ONE_ACTION, tiny).act(random_inputs(ONE_ACTION, 3, seed=1), torch.zeros(3, 6))
