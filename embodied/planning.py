@@ -56,7 +56,7 @@ def read_cluster(reference: str) -> Cluster:
     if not path.is_file():
         raise UserError(f"there is no cluster file {reference!r}{nearest(reference, ['local'])}")
     try:
-        data = yaml.load(path.read_text(), _ClusterYaml)
+        data = _numbers(yaml.safe_load(path.read_text()))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not valid YAML: {error}") from error
     try:
@@ -65,13 +65,15 @@ def read_cluster(reference: str) -> Cluster:
         raise UserError(f"{path}: {error}") from error
 
 
-class _ClusterYaml(yaml.SafeLoader):
-    """Takes `1e12` and `80.0e9` for numbers, which YAML 1.1 does not without a dot and a sign."""
-
-
-_ClusterYaml.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
+def _numbers(data: Any) -> Any:
+    """With `1e12` and `80.0e9` as numbers: YAML 1.1 takes them for text, for want of a dot or a sign."""
+    if isinstance(data, dict):
+        return {key: _numbers(value) for key, value in data.items()}
+    if isinstance(data, list):
+        return [_numbers(value) for value in data]
+    if isinstance(data, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", data):
+        return float(data)
+    return data
 
 
 def sized_workflow(config: Config) -> Workflow:
