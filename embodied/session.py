@@ -36,7 +36,11 @@ class Session:
     @contextmanager
     def farm(self, spec: FarmSpec, assignment: Assignment | None = None) -> Iterator[Farm]:
         """A farm with all its environments built; its workers and memory are gone when the block ends."""
-        assignment = assignment or configured(self.config, self.cores, self.nodes)
+        if assignment is None:  # as configured, for as many workers as the farm has
+            workers = {"physics_workers": spec.physics_workers, "render_workers": spec.render_workers}
+            farming = self.config.farm.model_copy(update=workers)
+            config = self.config.model_copy(update={"farm": farming})
+            assignment = configured(config, self.cores, self.nodes)
         host = self.runtime.farm_host(spec.physics_workers, spec.render_workers, assignment.physics_nodes)
         farm = Farm.create(spec, host, () if self.config.runtime.mode == "inline" else assignment.cores)
         try:
