@@ -99,7 +99,7 @@ def test_resume_goes_on_where_the_run_stopped(run: Path, tmp_path: Path) -> None
     assert [row["iteration"] for row in rows] == [1, 2, 3]
 
 
-@pytest.mark.parametrize("mode", ["inline", "ray"])
+@pytest.mark.parametrize("mode", ["inline", pytest.param("ray", marks=pytest.mark.slow)])
 def test_a_wrong_task_name_shows_the_nearest(mode: str, tmp_path: Path) -> None:
     said = refusal(
         "train", "reach", "--env.task", "tabletop/reech", "--runtime.mode", mode, "--runs-dir", str(tmp_path)

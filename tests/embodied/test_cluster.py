@@ -251,7 +251,9 @@ class Player:
             drive(farm, end=100_000)
 
 
-@pytest.mark.parametrize(("name", "blow"), [("frail", signal.SIGSTOP), ("far", signal.SIGKILL)])
+@pytest.mark.parametrize(
+    ("name", "blow"), [pytest.param("frail", signal.SIGSTOP, marks=pytest.mark.slow), ("far", signal.SIGKILL)]
+)
 def test_a_lost_node_is_named_with_its_workers_within_the_deadline(
     name: str, blow: signal.Signals, machines: Machines
 ) -> None:

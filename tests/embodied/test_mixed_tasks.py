@@ -161,6 +161,7 @@ def test_tasks_may_have_different_plans(here: Session, states: Run, tmp_path: Pa
         assert torch.allclose(found.parameters[name], tensor, atol=1e-4), name
 
 
+@pytest.mark.slow
 def test_workers_in_processes_compute_the_same(pictures: Run, tmp_path: Path) -> None:
     config = config_of(SETTINGS, runtime={"deadline_s": 120, "trace": False})
     runtime = RayRuntime("local", 120.0)

@@ -291,7 +291,7 @@ def files(tmp_path: Path) -> Iterator[dict[str, Any]]:
     yield {"file": str(tmp_path / "first.json"), "profile": str(tmp_path / "profile.json")}
 
 
-@pytest.mark.parametrize("mode", ["inline", "ray"])
+@pytest.mark.parametrize("mode", ["inline", pytest.param("ray", marks=pytest.mark.slow)])
 def test_a_run_that_moves_computes_what_one_that_stays_does(
     mode: str,
     files: dict[str, Any],

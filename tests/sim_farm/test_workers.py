@@ -141,7 +141,7 @@ def run_with(fate: Fate, spec: FarmSpec, chunks: int = 6) -> Trace:
 
 @EVERY_LIST
 @EVERY_SHAPE
-@pytest.mark.parametrize("moments", [3, pytest.param(30, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("moments", [2, pytest.param(30, marks=pytest.mark.slow)])
 def test_a_worker_that_dies_before_any_of_its_writes_changes_nothing(
     shape: dict[str, Any], base: FarmSpec, moments: int
 ) -> None:
