@@ -19,7 +19,7 @@ from embodied.cli import write_json
 from embodied.config import Config, UserError
 from embodied.executing import Iteration, executor
 from embodied.hardware import hardware
-from embodied.planning import PROFILE, checked_profile, groups_of, local_cluster, make_folder, sized_workflow
+from embodied.planning import PROFILE, checked_profile, local_cluster, make_folder, sized_workflow
 from embodied.profiling import profile_config, run_iterations, typical
 from embodied.reporting.comparison import comparison_table, write_comparison
 from embodied.session import Session, open_session
@@ -59,9 +59,9 @@ def compare_command(config: Config, name: str, out: Path, profile: Path | None, 
             measured = profile_config(config, session, out)
             schedulers.save(measured, out / PROFILE)
         cluster = local_cluster(len(session.cores))
-        ahead, groups = config.plan.ahead, groups_of(config)
-        plans = schedulers.alternatives(workflow, measured, cluster, ahead, groups)
-        best_plan = schedulers.plan(workflow, measured, cluster, None, ahead, groups)  # what `auto` would run
+        ahead = config.plan.ahead
+        plans = schedulers.alternatives(workflow, measured, cluster, ahead)
+        best_plan = schedulers.plan(workflow, measured, cluster, None, ahead)  # what `auto` would run
         plans[best_plan.mode] = best_plan
         ran = _run_all(config, session, out, list(plans.values()), repeats)
     chosen = next(r for r in ran if r.plan is best_plan)

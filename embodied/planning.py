@@ -120,11 +120,11 @@ class Placed:
         """Watches the plan, where the configuration wants it and there are times to compare with."""
         if not self.config.plan.replan or self.plan is None or self.profile is None or self.workflow is None:
             return None
-        cluster, groups = local_cluster(len(self.cores)), groups_of(self.config)
+        cluster = local_cluster(len(self.cores))
         workflow = self.workflow
 
         def ask(profile: Profile) -> Plan:
-            return schedulers.plan(workflow, profile, cluster, _mode(self.config), groups=groups)
+            return schedulers.plan(workflow, profile, cluster, _mode(self.config))
 
         return Watch(self.plan, self.profile, workflow, ask, SWITCH_S)
 
@@ -180,7 +180,7 @@ def _place_task(config: Config, number: int, session: Session, run_dir: Path) ->
         schedulers.validate(plan, workflow, cluster, profile)
     else:
         profile = _profile_of(config, number, session, run_dir, workflow)
-        plan = schedulers.plan(workflow, profile, cluster, _mode(config), wanted.ahead, groups_of(config))
+        plan = schedulers.plan(workflow, profile, cluster, _mode(config), wanted.ahead)
         console = get_console()
         console.print(f"[bold]{config.env.task}[/]")
         console.print("\n".join(plan.why), markup=False, highlight=False, soft_wrap=True)
@@ -223,12 +223,6 @@ def _mode(config: Config) -> schedulers.Mode | None:
     """The mode that is wanted; None: whichever is fastest."""
     wanted = config.plan.mode
     return None if wanted == "auto" or wanted == "configured" else wanted
-
-
-def groups_of(config: Config) -> tuple[int, ...]:
-    """Numbers of groups that the environments can circulate in on this machine."""
-    envs = config.env.num_envs
-    return tuple(g for g in (1, 2, 4) if envs % g == 0)
 
 
 def profile_command(config: Config, out: Path) -> dict[str, Any]:

@@ -36,7 +36,7 @@ JOIN_S = 10.0
 """Longest wait for the first sign of life of a cluster."""
 WAITING = {"GOMP_SPINCOUNT": "1000"}
 """PyTorch's threads wait for each other by spinning, for milliseconds. Where a simulator shares their cores, the one
-that is waited for then cannot run: an update of 0.1 s was seen to take 6 s. After microseconds they sleep instead."""
+that is waited for cannot run then: an iteration of 0.2 s was seen to take 6 s. So they sleep after microseconds."""
 SPARE = 2
 """Processes that wait for workers: as many as a run's policy worker and learner need when they are placed anew."""
 OBJECT_STORE_BYTES = 512 * 2**20

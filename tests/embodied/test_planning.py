@@ -378,6 +378,7 @@ def configured(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
 @pytest.fixture(scope="module")
 def two_cores() -> Iterator[None]:
     if len(CORES) < 2:
+        # Nothing to try on a machine of one core: a plan for two would be refused, which another test sees.
         pytest.skip("plans that split cores need two of them")
     yield
 
