@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 
@@ -41,6 +42,16 @@ class Inputs:
             frames={name: frame[index] for name, frame in self.frames.items()},
             instruction=tuple(self.instruction[i] for i in index.tolist()) if self.instruction else (),
             episode=None if self.episode is None else self.episode[index],
+        )
+
+    def to(self, device: torch.device | str) -> Inputs:
+        """The inputs with all tensors on the device."""
+        return replace(
+            self,
+            state=None if self.state is None else self.state.to(device),
+            proprio=None if self.proprio is None else self.proprio.to(device),
+            frames={name: frame.to(device) for name, frame in self.frames.items()},
+            episode=None if self.episode is None else self.episode.to(device),
         )
 
 
@@ -116,6 +127,29 @@ class Policy(nn.Module):
 
     def observe(self, inputs: Inputs) -> None:
         """Update the normalisation statistics from a rollout's inputs; called once after each update."""
+
+    def precompute(self, inputs: Inputs) -> dict[str, Tensor]:
+        """The part of `evaluate` that no trained weight enters; no gradient. Each tensor has B rows.
+
+        Where rows are evaluated several times, it is computed once and joins their traces, in which `evaluate` looks
+        for it. Empty, the default: there is no such part.
+        """
+        return {}
+
+    def imitate(self, inputs: Inputs, actions: Tensor, counted: Tensor, noise: Tensor) -> Tensor:
+        """[B] float32 with gradients: the loss of taking the demonstrated actions; the likelier, the lower.
+
+        `actions` [B, C, A] float32 in the environment's units; `counted` [B, C] bool, the others lie beyond the
+        episode's end; each row's loss is a mean over its counted elements. `noise` [B, Z] is standard normal, for
+        losses that are drawn. Raises `PolicyError` for a policy that cannot be trained so.
+        """
+        raise PolicyError(f"the policy {self.kind} cannot learn from demonstrations")
+
+    def adopt_units(self, actions: Tensor, proprio: Tensor | None) -> None:
+        """Take the ranges of the demonstrated actions [N, A] (and of proprioception [N, P]) as the policy's units.
+
+        Called once, before supervised training. Policies whose units do not come from demonstrations do nothing.
+        """
 
     def architecture(self) -> dict[str, Any]:
         """JSON-able keyword arguments (beside the spec) from which the same network can be built."""
