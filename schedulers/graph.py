@@ -20,8 +20,9 @@ class Graph:
     """All but those inside the loop."""
     divisible: frozenset[str]
     """Components that a `micro_batch` edge touches: they work part by part. Others work once, on all items."""
-    sinks: tuple[str, ...]
-    """Components outside the loop that nothing follows, in order: with them an iteration ends."""
+    closing: tuple[str, ...]
+    """Components that close an iteration, in order: nothing follows them, and they follow others outside the loop (the
+    weights' way back follows the learner). One step ahead they wait for the loop too."""
     later: dict[str, frozenset[str]]
     """All that comes after a component, in the loop too."""
     barred: dict[str, frozenset[str]]
@@ -83,13 +84,14 @@ def graph_of(workflow: Workflow) -> Graph:
                 barred[name] |= {edge.target} | after[edge.target] if whole else barred[edge.target]
         for other in loop[loop.index(name) + 1 :] if name in inside else ():
             after[name].add(other)
-    sinks = tuple(name for name in order if not after[name] and name not in inside)
+    follows = {edge.target for edge in edges if edge.source not in inside}
+    closing = tuple(name for name in order if name in follows and not after[name] and name not in inside)
     return Graph(
         order,
         loop,
         edges,
         divisible,
-        sinks,
+        closing,
         {name: frozenset(found) for name, found in after.items()},
         {name: frozenset(found) for name, found in barred.items()},
     )

@@ -54,7 +54,7 @@ class Shape:
     - A placement that holds loop components begins others only when the loop has ended.
     - A placement works on components level by level, a level being what lies between two barriers; within a
       level part by part, all its components on one part before the next, and a part goes on when all are done.
-    - One step ahead, loop and learner side run at the same time, and the workflow's last components after both.
+    - One step ahead, loop and learner side run at the same time, and what closes the iteration after both.
     """
 
     placements: tuple[tuple[str, ...], ...]
@@ -190,7 +190,7 @@ def shape_of(
     loop = tuple(name for name in graph.loop if name in where)
     visits = _visits(loop, where)
     parts = -(-workflow.items // micro_batch)
-    last = frozenset(graph.sinks) if ahead else frozenset[str]()
+    last = frozenset(graph.closing) if ahead else frozenset[str]()
     rest = [name for name in graph.names if name in where and name not in graph.loop]
     if any(graph.later[name] & set(loop) for name in rest):
         return None  # What the loop needs comes in a phase of its own.
@@ -364,7 +364,7 @@ def _beside(
         inside = (a in graph.loop) + (b in graph.loop)
         if inside == 2:
             return groups > 1
-        if ahead and (a in graph.sinks or b in graph.sinks):
+        if ahead and (a in graph.closing or b in graph.closing):
             return inside == 0 and a not in graph.later[b] and b not in graph.later[a]
         if ahead and inside == 1:
             return True

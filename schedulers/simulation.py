@@ -178,7 +178,7 @@ def _play_phase(problem: Problem, cost: Costs, draw: _Draw) -> tuple[float, list
             for _, h, group in shape.deliveries
         ]
     played = list(zip(jobs, starts, strict=True))
-    last = set(problem.graph.sinks)
+    last = set(problem.graph.closing)
     tail = {i for i, segment in enumerate(shape.segments) if shape.tail and set(segment.components) <= last}
     body = [i for i in range(len(shape.segments)) if i not in tail]
     end = loop_end + delay

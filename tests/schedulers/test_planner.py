@@ -8,7 +8,20 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from schedulers import MODES, Plan, PlanError, alternatives, plan, plan_tasks, predict, validate
+from schedulers import (
+    MODES,
+    Component,
+    Edge,
+    Loop,
+    Plan,
+    PlanError,
+    Workflow,
+    alternatives,
+    plan,
+    plan_tasks,
+    predict,
+    validate,
+)
 from schedulers.times import Problem
 from tests.schedulers.baselines import (
     GROUPS,
@@ -172,3 +185,19 @@ def test_every_task_has_its_plan() -> None:
 def seconds(chosen: Plan) -> float:
     assert chosen.prediction is not None
     return chosen.prediction.iteration_s
+
+
+def test_one_step_ahead_a_learner_that_nothing_follows_works_beside_the_loop() -> None:
+    names = ("physics", "policy", "learner")
+    workflow = Workflow(
+        "short",
+        tuple(Component(name) for name in names),
+        (Edge("physics", "policy", "observations"), Edge("policy", "learner", "trajectories")),
+        Loop(("physics", "policy"), 20),
+        16,
+    )
+    known = ppo_profile(policy=0.01, learner=0.8)
+    profile = replace(known, components={name: known.components[name] for name in names})
+    chosen = plan(workflow, profile, TWO_CORES, mode="disaggregated", ahead=True)
+    assert {placement.components for placement in chosen.phases[0].placements} == {("physics", "policy"), ("learner",)}
+    assert seconds(chosen) == pytest.approx(max(20 * (0.02 + 0.01), 0.8))
