@@ -170,6 +170,13 @@ class Policy(nn.Module):
         """
         raise NotImplementedError
 
+    def export(self, folder: Path) -> None:
+        """Write the whole policy as its community's own programs load it, adapters merged.
+
+        Raises `PolicyError` for a policy that has no other home than this project.
+        """
+        raise PolicyError(f"the policy {self.kind} has no layout but this project's: its checkpoints are all there is")
+
     @classmethod
     def restore_arguments(cls, folder: Path) -> dict[str, Any]:
         """Arguments beside the architecture with which the policy is built to be filled from the folder."""

@@ -14,6 +14,7 @@ from policies import flow_sde
 from policies.contract import Action, Evaluation, Inputs, Policy, PolicyError, PolicySpec
 from policies.density import gaussian_log_prob
 from policies.encoders import CHANNELS, ENCODERS, Encoder, vector
+from policies.imitation import counted_mean, only_counted
 from policies.layers import checked_noise, checked_widths, mlp, orthogonal
 from policies.normalizer import Normalizer
 
@@ -125,6 +126,8 @@ class FlowPolicy(Policy):
     """[N, 3]: for each stochastic step the mean's weights of x and of v, and the standard deviation."""
     ode: Tensor
     """[3]: the same of an ODE step."""
+    times: Tensor
+    """[N]: the time at which each step begins, from 1, the noise."""
 
     def __init__(
         self,
@@ -181,6 +184,7 @@ class FlowPolicy(Policy):
         table = [*flow_sde.mean_weights(steps, noise_level), flow_sde.stds(steps, noise_level)]
         self.register_buffer("ode", torch.tensor([1.0, -1.0 / steps, 0.0]), persistent=False)
         self.register_buffer("transitions", torch.stack(table, -1).float(), persistent=False)
+        self.register_buffer("times", flow_sde.timesteps(steps)[:-1].float(), persistent=False)
 
     @torch.no_grad()  # not inference_mode: what it returns may enter `evaluate`'s graph
     def act(self, inputs: Inputs, noise: Tensor | None) -> Action:
@@ -209,6 +213,19 @@ class FlowPolicy(Policy):
         log_prob = self._log_prob(trace, v)
         return Evaluation(log_prob, torch.zeros_like(log_prob), self._value(inputs, features))
 
+    def imitate(self, inputs: Inputs, actions: Tensor, counted: Tensor, noise: Tensor) -> Tensor:
+        """Conditional flow matching (arXiv 2210.02747) at a time of the policy's own grid, one for each row: on the
+        straight path x_t = t x_1 + (1 - t) a from noise to the actions, the velocity should be x_1 - a.
+
+        Of the noise, x_1 is what `act` would begin with, and the last number picks the time as it picks k.
+        """
+        noise = checked_noise(noise, self.noise_dim)
+        a, x1, step = only_counted(actions, counted).flatten(1), noise[:, : self.size], self._drawn_step(noise)
+        t = self.times[step]
+        context = self.velocity.context(self.encoder(inputs), step)
+        v = self.velocity((t * x1 + (1 - t) * a)[:, None], context, step).squeeze(1)
+        return counted_mean(self._chunk((v - (x1 - a)).square()), counted)
+
     @torch.no_grad()
     def value(self, inputs: Inputs) -> Tensor:
         if isinstance(self.value_head, StateCritic):
@@ -236,9 +253,13 @@ class FlowPolicy(Policy):
         if self.joint:
             z = noise[:, self.size :].view(rows, self.steps, self.size)
             return x, z, every, torch.ones_like(every, dtype=torch.bool)
-        uniform = torch.special.ndtr(noise[:, -1:].double())
-        k = (uniform * self.steps).long().clamp_(max=self.steps - 1)
+        k = self._drawn_step(noise)
         return x, noise[:, None, self.size : -1], k, every == k
+
+    def _drawn_step(self, noise: Tensor) -> Tensor:
+        """int64 [B, 1], uniform in 0..N-1, from the last number of the noise."""
+        uniform = torch.special.ndtr(noise[:, -1:].double())
+        return (uniform * self.steps).long().clamp_(max=self.steps - 1)
 
     def _log_prob(self, trace: Mapping[str, Tensor], v: Tensor) -> Tensor:
         """[B, C, A]: log-densities of the scored transitions under velocities v [B, K, D], summed over K."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from policies.contract import Action, Evaluation, Inputs, Policy, PolicyError, PolicySpec
 from policies.density import gaussian_entropy, gaussian_log_prob
 from policies.encoders import vector
+from policies.imitation import counted_mean, only_counted
 from policies.layers import checked_noise, checked_widths, mlp
 from policies.normalizer import Normalizer
 
@@ -64,6 +65,11 @@ class GaussianMLP(Policy):
         log_prob = gaussian_log_prob(trace["action"], self._mean(state), self.log_std)
         entropy = gaussian_entropy(self.log_std).expand_as(log_prob)
         return Evaluation(log_prob, entropy, self.value_head(state).squeeze(-1))
+
+    def imitate(self, inputs: Inputs, actions: Tensor, counted: Tensor, noise: Tensor) -> Tensor:
+        """Minus the log-likelihood under the present spread, which stays: reinforcement learning explores with it."""
+        mean = self._mean(self._state(inputs))
+        return counted_mean(-gaussian_log_prob(only_counted(actions, counted), mean, self.log_std.detach()), counted)
 
     @torch.no_grad()
     def value(self, inputs: Inputs) -> Tensor:

@@ -13,6 +13,7 @@ src/libImaging/Resample.c (coefficients), experiments/robot/openvla_utils.py (ce
 from __future__ import annotations
 
 import functools
+import io
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ STRATEGIES = ("resize-naive", "letterbox", "resize-crop")
 BACKENDS = ("device", "pillow")
 CROP_AREA = 0.9
 """Share of the picture that the centre crop keeps: models trained on random crops of that area see it when acting."""
+JPEG_QUALITY = 95
 FRACTION_BITS = 22
 """Of Pillow's fixed-point coefficients."""
 
@@ -51,6 +53,8 @@ class Preprocessing:
     """Colour of letterbox's padding: for both towers the last tower's mean."""
     rotate: bool = False
     """Turn frames by 180 degrees first, as in LIBERO's training data."""
+    environment_jpeg: bool = False
+    """Then write and read frames as JPEG, as the training data were stored: on the CPU, frame by frame."""
     environment_resize: bool = False
     """Resize frames to S with Lanczos's filter first, as the training data were, instead of by `strategy`."""
     center_crop: bool = False
@@ -63,6 +67,8 @@ class Preprocessing:
             raise PolicyError(f"frames must be uint8 [B, H, W, 3], got {frames.dtype} {list(frames.shape)}")
         if self.rotate:
             frames = frames.flip(1, 2)
+        if self.environment_jpeg:
+            frames = jpeg(frames)
         if self.environment_resize:
             frames = lanczos(frames, self.size)
         if self.center_crop:
@@ -146,6 +152,22 @@ def pillow_resize(frames: Tensor, height: int, width: int) -> Tensor:
         for frame in frames.cpu().numpy()
     ]
     return torch.from_numpy(np.stack(resized)).to(frames.device)
+
+
+def jpeg(frames: Tensor) -> Tensor:
+    """uint8 [B, H, W, 3] written as JPEG and read again, with the settings of TensorFlow's encoder.
+
+    Its decoder uses libjpeg's fast DCT, which Pillow does not offer: pixels differ by one level on average. The file
+    itself, read so, gives TensorFlow's pixels to the last bit.
+    """
+    from PIL import Image
+
+    read = []
+    for frame in frames.cpu().numpy():
+        file = io.BytesIO()
+        Image.fromarray(frame).save(file, "JPEG", quality=JPEG_QUALITY, subsampling="4:2:0")
+        read.append(np.asarray(Image.open(file)))
+    return torch.from_numpy(np.stack(read)).to(frames.device)
 
 
 def lanczos(frames: Tensor, size: int) -> Tensor:

@@ -5,7 +5,7 @@ Padding stands between prompt and actions, so that actions are in the same colum
 any query, and position ids count valid tokens only, so it changes nothing for its row.
 
 B rows, L prompt tokens with BOS, S columns before the actions, K action tokens, T columns in all, D the language
-model's width, V its vocabulary.
+model's width, E the towers' widths together, V its vocabulary.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from torch.nn import functional
 
 from policies.contract import PolicyError
 from policies.openvla.config import BINS, ModelConfig, read_config
-from policies.openvla.files import CONFIG, Shards, copy_other_files, write_json
+from policies.openvla.files import CONFIG, INDEX, SINGLE, Shards, copy_other_files, write_json
+from policies.openvla.sizes import RANDOM_WEIGHTS, draw
 from policies.openvla.torchvision_operators import import_torchvision
 from policies.openvla.vision import Projector, VisionBackbone
 
@@ -105,9 +106,12 @@ class OpenVLAModel(nn.Module):
 
     def embed_images(self, pixels: Tensor) -> Tensor:
         """[B, I, 6, S, S], I images a row, to [B, I * patches, D], image after image."""
-        rows, images = pixels.shape[:2]
+        return self.projector(self.vision_features(pixels))
+
+    def vision_features(self, pixels: Tensor) -> Tensor:
+        """[B, I, 6, S, S] to [B, I * patches, E]: what the projector takes."""
         features = self.vision_backbone(pixels.flatten(0, 1).to(self.dtype))
-        return self.projector(features).view(rows, images * features.shape[1], -1)
+        return features.view(pixels.shape[0], -1, features.shape[-1])
 
     def embed_tokens(self, ids: Tensor) -> Tensor:
         """[.., D] of token ids."""
@@ -136,6 +140,29 @@ class OpenVLAModel(nn.Module):
             use_cache=cache is not None,
         ).last_hidden_state
 
+    def states(
+        self, sequence: Sequence, prompt: Sequence, count: int, *, full: bool = False, cache: Any = None
+    ) -> Tensor:
+        """[B, K, D]: the states that predict the K tokens after `prompt`, with which `sequence` begins.
+
+        As `predicting` takes them out of `hidden`, without what nothing reads: the last layer's MLP, and the final
+        norm, at all other columns.
+        """
+        llama = self.language_model.model
+        hidden, last = sequence.embeddings, llama.layers[-1]
+        context = dict(
+            attention_mask=sequence.mask(
+                hidden.shape[1] if cache is None else cache.layers[0].max_cache_len, full=full
+            ),
+            position_embeddings=llama.rotary_emb(hidden, position_ids=sequence.positions),
+            past_key_values=cache,
+        )
+        for layer in llama.layers[:-1]:
+            hidden = layer(hidden, **context)
+        attended, _ = last.self_attn(hidden_states=last.input_layernorm(hidden), **context)
+        states = self.predicting(hidden + attended, prompt, count)
+        return llama.norm(states + last.mlp(last.post_attention_layernorm(states)))
+
     def next_hidden(self, sequence: Sequence, cache: Any) -> Tensor:
         """[B, D]: the state at the last column; the cache holds the keys and values of those before it."""
         keys = functional.pad(sequence.valid, (0, cache.layers[0].max_cache_len - sequence.columns), value=False)
@@ -162,6 +189,11 @@ class OpenVLAModel(nn.Module):
         if type(head) is nn.Linear:
             return functional.linear(hidden, head.weight[first : first + BINS]).float()
         return head(hidden)[..., first : first + BINS].float()  # an adapter hangs on it
+
+    def negative_log_probs(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        """float32 [..]: of the tokens int64 [..] among the whole vocabulary, after the states [.., D]."""
+        logits = self.language_model.lm_head(hidden).float()
+        return functional.cross_entropy(logits.flatten(0, -2), tokens.flatten(), reduction="none").view(tokens.shape)
 
     def checkpoint_state(self) -> dict[str, Tensor]:
         """All tensors of the checkpoint under its names, those that nothing depends on too."""
@@ -192,6 +224,7 @@ def load_model(folder: str | Path, dtype: str = "checkpoint") -> OpenVLAModel:
 
     `dtype` is float32, bfloat16, float16, or checkpoint: as stored. No remote code is run and no pickle read; every
     tensor of the files is one of the model's or one of those that no output depends on, and the other way round.
+    Where there are none and config.json asks for random weights (`sizes`), they are drawn, on torch's default device.
     """
     folder = Path(folder)
     if dtype not in (*DTYPES, "checkpoint"):
@@ -201,6 +234,8 @@ def load_model(folder: str | Path, dtype: str = "checkpoint") -> OpenVLAModel:
         model = build_empty(config)
     except (TypeError, ValueError, AssertionError) as error:
         raise PolicyError(f"{folder / CONFIG} does not describe a model that can be built: {error}") from error
+    if RANDOM_WEIGHTS in config.raw and not any((folder / name).exists() for name in (INDEX, SINGLE)):
+        return _draw(model, dtype)
     shards = Shards.find(folder)
     # Files written by newer libraries call layer scales gamma, as timm does.
     plain = {from_checkpoint(name): name for name in shards.files}
@@ -224,7 +259,7 @@ def save_model(model: OpenVLAModel, folder: str | Path, tensors: dict[str, Tenso
     """
     folder = Path(folder)
     if model.shards is None:
-        raise PolicyError("only a model that was loaded from a directory can be saved as one")
+        raise PolicyError("only a model whose weights were read from a directory can be saved as one")
     tensors = model.checkpoint_state() if tensors is None else tensors
     folder.mkdir(parents=True, exist_ok=True)
     model.shards.write(folder, tensors)
@@ -233,6 +268,22 @@ def save_model(model: OpenVLAModel, folder: str | Path, tensors: dict[str, Tenso
     raw = dict(model.config.raw)
     raw["torch_dtype"] = str(model.dtype).removeprefix("torch.")
     write_json(folder / CONFIG, raw)
+
+
+def _draw(model: OpenVLAModel, dtype: str) -> OpenVLAModel:
+    """The empty network with random weights, made where and as they are wanted: nothing is made twice."""
+    named, seed = model.config.raw["torch_dtype"] if dtype == "checkpoint" else dtype, model.config.raw[RANDOM_WEIGHTS]
+    if named not in DTYPES or type(seed) is not int:
+        raise PolicyError(f"{CONFIG}: {RANDOM_WEIGHTS} must be a seed, with a torch_dtype; got {seed!r}, {named!r}")
+    device = torch.get_default_device()
+    model = model.to(DTYPES[named]).to_empty(device=device)
+    generator = torch.Generator(device).manual_seed(seed)
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            draw(name, tensor, generator)
+    model.unused = {}
+    _fill_rotary(model)
+    return model.eval()
 
 
 def _fill_rotary(model: OpenVLAModel) -> None:

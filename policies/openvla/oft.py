@@ -14,12 +14,14 @@ from torch import Tensor, nn
 
 from policies.contract import Action, Evaluation, Inputs, PolicyError, PolicySpec
 from policies.encoders import vector
+from policies.imitation import counted_mean
 from policies.layers import checked_noise
+from policies.openvla.base import TokenPolicy
 from policies.openvla.files import check_tensors, one_file, read_state
 from policies.openvla.heads import ACTION_HEAD, PROPRIO_PROJECTOR, ActionHead, ProprioProjector, write_side_file
 from policies.openvla.model import OpenVLAModel, Sequence
-from policies.openvla.policy import TokenPolicy
 from policies.openvla.sampling import choose, score
+from policies.openvla.statistics import DEMONSTRATIONS
 
 STOP = 2
 """The token </s>, which ends a training text."""
@@ -45,8 +47,8 @@ class OpenVLAOFT(TokenPolicy):
     here by the mask). The state before a placeholder predicts its token.
 
     Reads one or more cameras and, with `proprio`, proprioception as one more token after the image patches. With head
-    `tokens` it samples from noise [B, K]; `l1` regresses actions: there is nothing to sample, to score or to train by
-    reinforcement.
+    `tokens` it samples from noise [B, K]; `l1` regresses actions: it learns from demonstrations alone, since there is
+    nothing to sample, to score or to reinforce.
     """
 
     kind = "openvla_oft"
@@ -98,19 +100,28 @@ class OpenVLAOFT(TokenPolicy):
     def evaluate(self, inputs: Inputs, trace: Mapping[str, Tensor]) -> Evaluation:
         if self.action_head is not None:
             raise PolicyError("the l1 head regresses actions, which have no probability: take head: tokens to train")
-        states = self.states(inputs)
-        logits = self.model.action_logits(states)
-        log_prob, entropy = score(logits, self._indices(trace["tokens"]), self.temperature)
-        return Evaluation(self._shaped(log_prob), self._shaped(entropy), self.value_head(states[:, 0]))
+        return super().evaluate(inputs, trace)
+
+    def imitate(self, inputs: Inputs, actions: Tensor, counted: Tensor, noise: Tensor) -> Tensor:
+        """With head `l1`: the mean absolute error of normalised actions."""
+        if self.action_head is None:
+            return super().imitate(inputs, actions, counted, noise)
+        said = self.action_head(self.states(inputs)).float()
+        return counted_mean((said - self.normalised(actions, counted).float()).abs(), counted)
+
+    def adopt_units(self, actions: Tensor, proprio: Tensor | None) -> None:
+        if self.proprio_projector is not None and proprio is None and self.statistics.key == DEMONSTRATIONS:
+            raise PolicyError("the policy reads proprioception, which the demonstrations lack: leave proprio off")
+        super().adopt_units(actions, proprio)
 
     @torch.no_grad()
     def value(self, inputs: Inputs) -> Tensor:
         return self.value_head(self.states(inputs)[:, 0])
 
-    def states(self, inputs: Inputs) -> Tensor:
-        """[B, K, D]: the states that predict the chunk's tokens."""
+    def states(self, inputs: Inputs, tokens: Tensor | None = None, features: Tensor | None = None) -> Tensor:
+        """[B, K, D]: the states that predict the chunk's tokens, of which they see none."""
         count = self.spec.chunk * self.spec.action_dim
-        sequence = self.prepare(inputs, count + self.stop)
+        sequence = self.prepare(inputs, count + self.stop, features)
         self._checkpointing()
         return chunk_states(self.model, sequence, count, self.stop)
 
@@ -132,8 +143,8 @@ class OpenVLAOFT(TokenPolicy):
             tensors |= {f"{name}.{key}": tensor for key, tensor in state.items()}
         return tensors
 
-    def _images(self, inputs: Inputs) -> Tensor:
-        images = super()._images(inputs)
+    def _images(self, inputs: Inputs, features: Tensor | None) -> Tensor:
+        images = super()._images(inputs, features)
         if self.proprio_projector is None:
             return images
         proprio = self.statistics.normalise_proprio(vector(inputs, "proprio", self.spec.proprio_dim))

@@ -12,8 +12,17 @@ from policies.openvla.config import ModelConfig
 
 TOKENIZER = "tokenizer.json"
 TEMPLATE = "In: What action should the robot take to {}?\nOut:"
+TEMPLATES = {
+    "openvla": TEMPLATE,
+    "openvla-v01": (
+        "A chat between a curious user and an artificial intelligence assistant. "
+        "The assistant gives helpful, detailed, and polite answers to the user's questions. "
+        "USER: What action should the robot take to {}? ASSISTANT:"
+    ),
+}
+"""Of openvla-7b and all that was made of it, and of openvla-v01-7b, whose language model is Vicuna."""
 EMPTY = "▁"
-"""The piece of a lone space. Llama's tokenizer puts it (29871) between "Out:" and the action tokens of the training
+"""The piece of a lone space. Llama's tokenizer puts it (29871) between the prompt and the action tokens of the training
 texts, so the state at it is what predicts the first action: every prompt ends with it."""
 BOS = "<s>"
 
@@ -21,9 +30,12 @@ BOS = "<s>"
 class Prompts:
     """The tokenizer of a checkpoint, with its prompt around an instruction."""
 
-    def __init__(self, folder: Path, config: ModelConfig) -> None:
+    def __init__(self, folder: Path, config: ModelConfig, template: str = "openvla") -> None:
+        """`template` is one of `TEMPLATES`."""
         from tokenizers import Tokenizer
 
+        if template not in TEMPLATES:
+            raise PolicyError(f"prompt must be one of {', '.join(TEMPLATES)}, got {template!r}")
         path = folder / TOKENIZER
         if not path.is_file():
             raise PolicyError(f"incomplete checkpoint: {path} is missing")
@@ -38,6 +50,7 @@ class Prompts:
         if bos is None or empty is None:
             raise PolicyError(f"{path} is not Llama's tokenizer: it lacks {BOS!r} or {EMPTY!r}")
         self.bos, self.empty = bos, empty
+        self._template = TEMPLATES[template]
         self._pad = config.pad_token
         self._known: dict[str, list[int]] = {}
 
@@ -49,7 +62,7 @@ class Prompts:
             raise PolicyError("an instruction is empty: the policy needs to be told what to do")
         tokens = self._known.get(instruction)
         if tokens is None:
-            tokens = self._tokenizer.encode(TEMPLATE.format(instruction.lower())).ids
+            tokens = self._tokenizer.encode(self._template.format(instruction.lower())).ids
             if tokens[0] != self.bos:
                 tokens = [self.bos, *tokens]
             if tokens[-1] != self.empty:

@@ -32,7 +32,7 @@ def decode(
 
     # The last token is not fed back, so it needs no place.
     cache = StaticCache(model.language_model.config, max_cache_len=sequence.columns + count - 1)
-    state = first = model.predicting(model.hidden(sequence, cache=cache), sequence, 1)[:, 0]
+    state = first = model.states(sequence, sequence, 1, cache=cache)[:, 0]
     tokens: list[Tensor] = []
     log_probs: list[Tensor] = []
     for k in range(count):

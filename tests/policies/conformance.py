@@ -8,9 +8,12 @@ from __future__ import annotations
 import copy
 import tempfile
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import policies
 from policies import Action, Evaluation, Inputs, Policy, PolicySpec
@@ -179,6 +182,101 @@ def law_log_prob_is_the_density_that_act_samples(policy: Policy, inputs: Inputs)
     assert error < allowed, f"not act's density: mean ratio off by {error:.3f}, chance allows {allowed:.3f}"
 
 
+def law_all_is_computed_on_the_policys_device(policy: Policy, inputs: Inputs) -> None:
+    """Pretended tensors on a pretended device: torch refuses an operation on tensors of two devices, and whatever
+    needs to know a number on the host. A copy's parameters and buffers are where `policy.to(device)` puts them; its
+    other tensors stay behind. The device is torch's "meta", since torch without CUDA cannot pretend more than a part.
+    A policy without tensors computes on the host.
+    """
+    rows, device = _rows(inputs), torch.device("meta")
+    own = [*policy.parameters(), *policy.buffers()]
+    if not own:
+        return
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def there(tensor: Tensor | None) -> Any:
+        with mode:
+            return None if tensor is None else mode.from_tensor(tensor.detach()).to(device)
+
+    policy = copy.deepcopy(policy, {id(t): there(t).requires_grad_(t.requires_grad) for t in own})
+    with mode:
+        frames = {name: there(frame) for name, frame in inputs.frames.items()}
+        inputs = replace(inputs, state=there(inputs.state), proprio=there(inputs.proprio), frames=frames)
+        noise = there(random_noise(policy, rows, 1))
+        action = policy.act(inputs, noise)
+        found = _tensors(action) | {"mode": policy.act(inputs, None).chunk, "value alone": policy.value(inputs)}
+        features = policy.precompute(inputs)
+        found |= _tensors(policy.evaluate(inputs, {**action.trace, **features})) | features
+        if imitates(policy):
+            actions, counted = map(there, demonstrations(policy, rows))
+            found["imitation"] = policy.imitate(inputs, actions, counted, noise)
+    for name, tensor in found.items():
+        assert tensor.device == device, f"{name} is on {tensor.device}, the policy is on another device"
+
+
+def law_imitation_is_a_loss_for_each_row(policy: Policy, inputs: Inputs) -> None:
+    before = torch.random.get_rng_state()
+    loss = _imitation(policy, inputs)
+    assert torch.equal(before, torch.random.get_rng_state()), "imitate drew from torch's global generator"
+    assert loss.shape == (_rows(inputs),), f"the loss is {list(loss.shape)}, must be {[_rows(inputs)]}"
+    assert loss.dtype == torch.float32 and loss.isfinite().all(), f"the loss is {loss}"
+    policy.zero_grad()
+    loss.mean().backward()
+    assert any(p.grad is not None and p.grad.any() for p in policy.actor_parameters()), "no gradient reaches the actor"
+    assert all(p.grad is None or not p.grad.any() for p in policy.value_head.parameters()), "the critic imitates"
+    _assert_same({"loss": loss}, {"loss": _imitation(policy, inputs)}, 0.0, "imitate twice with the same noise")
+
+
+def law_uncounted_actions_do_not_matter(policy: Policy, inputs: Inputs) -> None:
+    rows = _rows(inputs)
+    actions, _ = demonstrations(policy, rows)
+    counted = torch.arange(policy.spec.chunk) < torch.arange(rows)[:, None]  # row i: its first i actions
+    other = torch.where(counted[..., None], actions, torch.nan)
+    noise = random_noise(policy, rows, 1)
+    first, second = (policy.imitate(inputs, demonstrated, counted, noise) for demonstrated in (actions, other))
+    _assert_same({"loss": first}, {"loss": second}, 0.0, "imitate with other actions beyond the episode's end")
+    assert first[0] == 0, f"the loss of a row without actions is {float(first[0])}"
+    policy.zero_grad()
+    second.sum().backward()
+    grads = [p.grad for p in policy.actor_parameters() if p.grad is not None]
+    assert all(grad.isfinite().all() for grad in grads), "an action beyond the episode's end reached the gradient"
+
+
+def law_each_counted_action_matters(policy: Policy, inputs: Inputs) -> None:
+    """And alike: a row's loss is the mean over its counted elements, each of which moves it."""
+    rows = _rows(inputs)
+    actions, counted = demonstrations(policy, rows)
+    loss = _imitation(policy, inputs)
+    for c in range(policy.spec.chunk):
+        moved = actions.clone()
+        moved[:, c] = -moved[:, c]
+        other = policy.imitate(inputs, moved, counted, random_noise(policy, rows, 1))
+        assert (other != loss).all(), f"action {c} of the chunk does not matter"
+
+
+def law_rows_of_imitation_are_independent(policy: Policy, inputs: Inputs) -> None:
+    rows = _rows(inputs)
+    noise, (actions, counted) = random_noise(policy, rows, 1), demonstrations(policy, rows)
+    loss, index = policy.imitate(inputs, actions, counted, noise), torch.tensor([2, 0])
+    part = policy.imitate(inputs.rows(index), actions[index], counted[index], noise[index])
+    _assert_same({"loss": loss[index]}, {"loss": part}, ROWS_TOLERANCE, "imitate on two rows alone")
+
+
+def law_imitation_brings_the_mode_to_the_demonstrations(
+    policy: Policy, inputs: Inputs, steps: int = 300, lr: float = 3e-3, tolerance: float = 0.1
+) -> None:
+    few = inputs.rows(torch.arange(4))
+    actions, counted = demonstrations(policy, 4)
+    before = float((policy.act(few, None).chunk - actions).abs().mean())
+    optimizer = torch.optim.Adam(policy.actor_parameters(), lr=lr)
+    for step in range(steps):
+        optimizer.zero_grad()
+        policy.imitate(few, actions, counted, random_noise(policy, 4, step)).mean().backward()
+        optimizer.step()
+    after = float((policy.act(few, None).chunk - actions).abs().mean())
+    assert after < tolerance, f"the mode was {before:.3f} from the demonstrations, after {steps} steps {after:.3f}"
+
+
 LAWS: list[Callable[[Policy, Inputs], None]] = [
     law_shapes_and_dtypes,
     law_noise_decides,
@@ -191,7 +289,32 @@ LAWS: list[Callable[[Policy, Inputs], None]] = [
     law_observe_changes_buffers_only,
     law_saved_policy_is_the_policy,
     law_log_prob_is_the_density_that_act_samples,
+    law_all_is_computed_on_the_policys_device,
 ]
+IMITATION_LAWS: list[Callable[..., None]] = [
+    law_imitation_is_a_loss_for_each_row,
+    law_uncounted_actions_do_not_matter,
+    law_each_counted_action_matters,
+    law_rows_of_imitation_are_independent,
+    law_imitation_brings_the_mode_to_the_demonstrations,
+]
+"""Of policies that can learn from demonstrations."""
+
+
+def imitates(policy: Policy) -> bool:
+    return type(policy).imitate is not Policy.imitate
+
+
+def demonstrations(policy: Policy, rows: int) -> tuple[Tensor, Tensor]:
+    """Actions [rows, C, A] that every policy can take, and that all of them count."""
+    shape = (rows, policy.spec.chunk, policy.spec.action_dim)
+    actions = torch.rand(shape, generator=torch.Generator().manual_seed(8)) * 0.9 - 0.45
+    return actions, torch.ones(shape[:2], dtype=torch.bool)
+
+
+def _imitation(policy: Policy, inputs: Inputs) -> Tensor:
+    rows = _rows(inputs)
+    return policy.imitate(inputs, *demonstrations(policy, rows), random_noise(policy, rows, 1))
 
 
 def _rows(inputs: Inputs) -> int:

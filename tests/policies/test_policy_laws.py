@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import policies
-from policies import Action, Inputs, Policy, PolicySpec
+from policies import Action, Inputs, Policy, PolicyError, PolicySpec
 from policies.gaussian_mlp import GaussianMLP
 from tests.policies import conformance
 
@@ -50,6 +50,31 @@ def test_policy_obeys(case, law):
     law(trained(kind, spec, architecture), conformance.random_inputs(spec, 6, seed=7))
 
 
+@pytest.mark.parametrize("law", conformance.IMITATION_LAWS, ids=lambda law: law.__name__)
+@pytest.mark.parametrize("case", CASES)
+def test_policy_imitates(case, law):
+    kind, spec, architecture = CASES[case]
+    law(trained(kind, spec, architecture), conformance.random_inputs(spec, 6, seed=7))
+
+
+def test_a_policy_without_weights_cannot_imitate():
+    policy = policies.build("random", STATE, seed=0)
+    assert not conformance.imitates(policy)
+    with pytest.raises(PolicyError, match="the policy random cannot learn from demonstrations"):
+        conformance.law_imitation_is_a_loss_for_each_row(policy, conformance.random_inputs(STATE, 6, seed=7))
+
+
+def test_imitation_leaves_the_spread_to_reinforcement():
+    policy = trained("gaussian_mlp", STATE, SMALL)
+    inputs = conformance.random_inputs(STATE, 6, seed=7)
+    actions, counted = conformance.demonstrations(policy, 6)
+    loss = policy.imitate(inputs, actions, counted, conformance.random_noise(policy, 6, 1))
+    loss.sum().backward()
+    assert isinstance(policy, GaussianMLP) and policy.log_std.grad is None
+    log_prob = policy.evaluate(inputs, {"action": actions}).log_prob
+    assert torch.equal(loss, -log_prob.mean((1, 2)))
+
+
 def test_an_actor_whose_critic_reads_the_state_acts_without_it():
     policy = trained("flow", replace(IMAGE, state_dim=5), {**SMALL, "encoder": "cnn", "critic_reads_state": True})
     inputs = conformance.random_inputs(policy.spec, 6, seed=7)
@@ -75,6 +100,18 @@ class WrongSpread(GaussianMLP):
         return super().act(inputs, noise if noise is None else 1.3 * noise)
 
 
+class StayingBehind(GaussianMLP):
+    def _mean(self, state: torch.Tensor) -> torch.Tensor:
+        return super()._mean(state) + torch.zeros(self.spec.action_dim)
+
+
+class PeekingAhead(GaussianMLP):
+    def imitate(
+        self, inputs: Inputs, actions: torch.Tensor, counted: torch.Tensor, noise: torch.Tensor
+    ) -> torch.Tensor:
+        return super().imitate(inputs, actions, torch.ones_like(counted), noise)
+
+
 class StaleScore(GaussianMLP):
     def act(self, inputs: Inputs, noise: torch.Tensor | None) -> Action:
         action = super().act(inputs, noise)
@@ -89,11 +126,13 @@ class StaleScore(GaussianMLP):
         (OwnDice, conformance.law_global_generators_are_untouched),
         (WrongSpread, conformance.law_log_prob_is_the_density_that_act_samples),
         (StaleScore, conformance.law_scores_agree),
+        (StayingBehind, conformance.law_all_is_computed_on_the_policys_device),
+        (PeekingAhead, conformance.law_uncounted_actions_do_not_matter),
     ],
 )
 def test_laws_catch_a_broken_policy(broken, law):
     policy = broken(STATE, **SMALL)
-    with pytest.raises(AssertionError, match=r"differs|drew|density|ratio"):
+    with pytest.raises((AssertionError, RuntimeError), match=r"differs|drew|density|ratio|same device"):
         law(policy, conformance.random_inputs(STATE, 6, seed=7))
 
 

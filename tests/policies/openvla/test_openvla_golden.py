@@ -8,12 +8,13 @@ from torch.nn import functional
 
 import policies
 from policies import Inputs, PolicySpec
-from policies.openvla.actions import action_of, read_statistics, token_of
+from policies.openvla.actions import action_of, token_of
 from policies.openvla.config import read_config
 from policies.openvla.images import read_preprocessing
 from policies.openvla.model import load_model, to_checkpoint
 from policies.openvla.prompts import Prompts
 from policies.openvla.sampling import decode, score
+from policies.openvla.statistics import read_statistics
 from tests.policies.openvla.cases import INSTRUCTIONS, OPENVLA, error, golden
 
 GOLDEN = golden(OPENVLA)

@@ -84,7 +84,7 @@ def test_checkpoint_holds_the_adapter_and_not_the_base(tiny, tmp_path):
     policy = tuned(tiny)
     policies.save(policy, tmp_path)
     files = sorted(path.name for path in (tmp_path / "policy").iterdir())
-    assert files == [ADAPTER_CONFIG, ADAPTER, "config.json"]
+    assert files == [ADAPTER_CONFIG, ADAPTER, "config.json", "dataset_statistics.json"]
     names = set(load_file(tmp_path / "policy" / ADAPTER))
     assert "base_model.model.language_model.model.layers.0.self_attn.q_proj.lora_A.weight" in names
     assert "base_model.model.vision_backbone.featurizer.blocks.0.attn.qkv.lora_B.weight" in names

@@ -7,11 +7,12 @@ import torch
 
 import policies
 from policies import Inputs, PolicySpec
-from policies.openvla.actions import action_of, read_statistics
+from policies.openvla.actions import action_of
 from policies.openvla.config import read_config
 from policies.openvla.model import load_model
 from policies.openvla.oft import chunk_states
 from policies.openvla.sampling import score
+from policies.openvla.statistics import read_statistics
 from tests.policies.openvla.cases import OFT, OFT_INSTRUCTIONS, error, golden
 
 GOLDEN = golden(OFT)

@@ -17,6 +17,7 @@ LORA = {"lora_rank": 4, "lora_parts": ["language", "projector", "vision"]}
 CASES: dict[str, tuple[str, PolicySpec, dict[str, Any]]] = {
     "openvla": ("openvla", ONE_ACTION, {}),
     "openvla, temperature": ("openvla", ONE_ACTION, {"temperature": 1.6, "center_crop": True, "rotate_images": True}),
+    "openvla, demonstrations": ("openvla", ONE_ACTION, {"unnorm_key": "demonstrations", "gripper": "maniskill"}),
     "openvla, adapter, checkpointing": ("openvla", ONE_ACTION, {**LORA, "gradient_checkpointing": True}),
     "oft": ("openvla_oft", CHUNK, {"temperature": 1.6}),
     "oft, no stop token": ("openvla_oft", replace(CHUNK, cameras=("base",)), {"convention": "rlinf"}),
@@ -161,6 +162,22 @@ def test_gripper_is_converted_for_the_environment(tiny):
     assert torch.equal(maniskill[..., -1], 2 * (raw[..., -1] > 0.5).float() - 1)
 
 
+def test_the_prompt_is_the_checkpoints(tiny):
+    """Both end with the empty token, at which the value is read and the first action predicted."""
+    plain, vicuna = (make("openvla", ONE_ACTION, tiny, prompt=prompt) for prompt in ("openvla", "openvla-v01"))
+    assert vicuna.architecture()["prompt"] == "openvla-v01"
+    text = (
+        "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, "
+        "detailed, and polite answers to the user's questions. USER: What action should the robot take to push it? "
+        "ASSISTANT:"
+    )
+    tokenizer = vicuna.prompts._tokenizer
+    assert vicuna.prompts.tokens("Push it") == [*tokenizer.encode(text).ids, vicuna.prompts.empty]
+    assert plain.prompts.tokens("Push it")[-1] == plain.prompts.empty
+    inputs = random_inputs(ONE_ACTION, 3, seed=1)
+    assert error(plain.act(inputs, None).log_prob, vicuna.act(inputs, None).log_prob) > 1e-3
+
+
 def test_two_datasets_need_a_key(tiny, tmp_path):
     from policies.openvla.tiny import write_tiny
 
@@ -185,6 +202,7 @@ def test_two_datasets_need_a_key(tiny, tmp_path):
         ("openvla_oft", CHUNK, {"head": "l1"}, r"must hold one file action_head--\*_checkpoint.pt, found: none"),
         ("openvla_oft", WITH_PROPRIO, {"proprio": True}, r"one file proprio_projector--\*_checkpoint.pt, found: none"),
         ("openvla_oft", CHUNK, {"proprio": True}, r"are of 8 numbers, got \[1, 0\]"),
+        ("openvla", ONE_ACTION, {"prompt": "vicuna"}, "prompt must be one of openvla, openvla-v01, got 'vicuna'"),
         ("openvla", ONE_ACTION, {"gripper": "robotiq"}, "gripper must be one of raw, libero, maniskill"),
         ("openvla", ONE_ACTION, {"temperature": 0.0}, "temperature must be greater than 0"),
         ("openvla", ONE_ACTION, {"dtype": "int8"}, "dtype must be one of checkpoint, float32, bfloat16, float16"),
