@@ -52,6 +52,8 @@ class RunState:
     wall_s: float
     recent_success: tuple[bool, ...]
     """Outcome of the last training episodes, oldest first."""
+    stage: str = "rl"
+    """What was learned from: simulation (`rl`) or demonstrations (`sft`, whose iterations are optimiser steps)."""
 
 
 def write(
@@ -143,9 +145,9 @@ def load_optimizer(folder: Path, policy: Policy, optimizer: torch.optim.Optimize
             if name not in scalars["step"]:
                 continue
             optimizer.state[parameter] = {
-                "step": torch.tensor(float(scalars["step"][name])),
-                "exp_avg": tensors[f"exp_avg.{name}"].clone(),
-                "exp_avg_sq": tensors[f"exp_avg_sq.{name}"].clone(),
+                "step": torch.tensor(float(scalars["step"][name])).to(parameter.device),
+                "exp_avg": tensors[f"exp_avg.{name}"].to(parameter.device, copy=True),
+                "exp_avg_sq": tensors[f"exp_avg_sq.{name}"].to(parameter.device, copy=True),
             }
 
 
@@ -159,7 +161,7 @@ def _optimizer_state(
         name = names[id(parameter)]
         steps[name] = float(state["step"])
         for key in ("exp_avg", "exp_avg_sq"):
-            tensors[f"{key}.{name}"] = state[key].detach().contiguous()
+            tensors[f"{key}.{name}"] = state[key].detach().cpu().contiguous()
     return tensors, {"step": steps}
 
 

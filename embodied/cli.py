@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 import tyro
 from rich.console import Console
 
-from embodied.bench.settings import BenchFarm, BenchTransport
+from embodied.bench.settings import BenchFarm, BenchLearner, BenchPolicy, BenchTransport
 from embodied.config import Config, UserError, load_config
 from policies.contract import PolicyError
 from schedulers.errors import PlanError
@@ -37,6 +37,26 @@ class Train:
     """auto: go on from the newest checkpoint of the run called --name, or begin it."""
     cluster: str | None = None
     """HOST:PORT of a running Ray cluster that has this machine as a node (docs/cluster.md): runtime.address."""
+    runs_dir: Path = Path("runs")
+    """Folder of the runs."""
+    json: Path | None = None
+    """Write the result to this file."""
+
+
+@dataclass(frozen=True)
+class Sft:
+    """Let a policy learn the actions of demonstrations; evaluate it at the end, film it and write the report.
+
+    `embodied train CONFIG --policy.init RUN` goes on from there by reinforcement.
+    """
+
+    config: Text
+    """Name of a file in configs/ (without .yaml), or the path of one."""
+    settings: Annotated[Config, tyro.conf.arg(name="")] = Config()
+    data: tuple[Path, ...] = ()
+    """Datasets in LeRobot's layout, as `embodied record` writes them: sft.data."""
+    resume: Literal["no", "auto"] = "no"
+    """auto: go on from the newest checkpoint of the run called --name, or begin it."""
     runs_dir: Path = Path("runs")
     """Folder of the runs."""
     json: Path | None = None
@@ -81,6 +101,23 @@ class Record:
     """Episodes to run, with seeds that neither training nor evaluation draws."""
     only_successes: bool = False
     """Leave out the episodes that the policy failed."""
+    runs_dir: Path = Path("runs")
+    """Folder of the runs."""
+    json: Path | None = None
+    """Write the result to this file."""
+
+
+@dataclass(frozen=True)
+class Export:
+    """Write a run's policy as its community's own programs load it: for OpenVLA a Hugging Face directory, an adapter
+    merged into the weights."""
+
+    run: Text
+    """A run's folder, or its name below --runs-dir."""
+    checkpoint: Path | None = None
+    """Folder of a checkpoint; none: the run's newest."""
+    out: Path = tyro.MISSING
+    """Folder to write; there must be none of that name."""
     runs_dir: Path = Path("runs")
     """Folder of the runs."""
     json: Path | None = None
@@ -155,7 +192,10 @@ class CompareCommand:
 
 
 Bench = Annotated[
-    Annotated[BenchFarm, tyro.conf.subcommand("farm")] | Annotated[BenchTransport, tyro.conf.subcommand("transport")],
+    Annotated[BenchFarm, tyro.conf.subcommand("farm")]
+    | Annotated[BenchTransport, tyro.conf.subcommand("transport")]
+    | Annotated[BenchPolicy, tyro.conf.subcommand("policy")]
+    | Annotated[BenchLearner, tyro.conf.subcommand("learner")],
     tyro.conf.arg(name=""),
 ]
 
@@ -197,20 +237,23 @@ def _parse(arguments: list[str]) -> Any:
         evaluate = replace(evaluate, run=named, settings=settings_of(named, _option(arguments, "--runs-dir", "runs")))
     if verb == "record" and named and not named.startswith("-"):
         record = replace(record, run=named, settings=settings_of(named, _option(arguments, "--runs-dir", "runs")))
-    profile, plan, compare = ProfileCommand(""), PlanCommand(""), CompareCommand("")
-    if verb in ("profile", "plan", "compare") and named and not named.startswith("-"):
+    sft, profile, plan, compare = Sft(""), ProfileCommand(""), PlanCommand(""), CompareCommand("")
+    if verb in ("sft", "profile", "plan", "compare") and named and not named.startswith("-"):
         settings = load_config(named)
+        sft = replace(sft, config=named, settings=settings)
         profile = replace(profile, config=named, settings=settings)
         plan = replace(plan, config=named, settings=settings)
         compare = replace(compare, config=named, settings=settings)
     commands = (
         Annotated[Train, tyro.conf.subcommand("train", default=train)]
+        | Annotated[Sft, tyro.conf.subcommand("sft", default=sft)]
         | Annotated[Eval, tyro.conf.subcommand("eval", default=evaluate)]
         | Annotated[Record, tyro.conf.subcommand("record", default=record)]
         | Annotated[ProfileCommand, tyro.conf.subcommand("profile", default=profile)]
         | Annotated[PlanCommand, tyro.conf.subcommand("plan", default=plan)]
         | Annotated[CompareCommand, tyro.conf.subcommand("compare", default=compare)]
         | Annotated[BenchCommand, tyro.conf.subcommand("bench")]
+        | Annotated[Export, tyro.conf.subcommand("export")]
         | Annotated[Report, tyro.conf.subcommand("report")]
         | Annotated[Doctor, tyro.conf.subcommand("doctor")]
     )
@@ -239,6 +282,10 @@ def _run(command: Any) -> int:
             runtime = settings.runtime.model_copy(update={"address": command.cluster})
             settings = settings.model_copy(update={"runtime": runtime})
         result = runs.train_run(settings, command.config, command.runs_dir, command.resume == "auto")
+    elif isinstance(command, Sft):
+        learning = command.settings.sft.model_copy(update={"data": command.data or command.settings.sft.data})
+        settings = command.settings.model_copy(update={"sft": learning})
+        result = runs.sft_run(settings, command.config, command.runs_dir, command.resume == "auto")
     elif isinstance(command, Eval):
         result = runs.evaluate_run(
             command.run,
@@ -261,6 +308,8 @@ def _run(command: Any) -> int:
             command.only_successes,
             command.runs_dir,
         )
+    elif isinstance(command, Export):
+        result = runs.export_run(command.run, command.checkpoint, command.out, command.runs_dir)
     elif isinstance(command, Report):
         result = runs.report_run(command.run, command.runs_dir)
     elif isinstance(command, ProfileCommand):
@@ -284,6 +333,14 @@ def _run(command: Any) -> int:
         from embodied.bench.transport import bench_transport
 
         result = bench_transport(command)
+    elif isinstance(command, BenchPolicy):
+        from embodied.bench.policy import bench_policy
+
+        result = bench_policy(command)
+    elif isinstance(command, BenchLearner):
+        from embodied.bench.learner import bench_learner
+
+        result = bench_learner(command)
     else:
         from embodied import doctor
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from sim_farm.contract import Gripper, Orientation
 
@@ -78,15 +78,22 @@ class PolicyConfig(Section):
     """Actions per decision, executed open loop."""
     options: dict[str, Any] = {}
     """Arguments of the policy's own architecture (docs/adding-a-policy.md)."""
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$")] = "auto"
+    """Where policy worker, learner and evaluator compute: `cpu`, `cuda`, `cuda:1`; `auto`: the first GPU, if any."""
+    init: Path | None = None
+    """A run or checkpoint of the same policy, whose weights and statistics this run begins with."""
 
 
 class PPOConfig(Section):
     decisions: Annotated[int, Field(ge=1)] = 64
     """Decisions per environment and iteration (the rollout's length)."""
     gamma: Annotated[float, Field(ge=0, le=1)] = 0.99
-    """Discount per decision."""
+    """Discount per decision (of each action, where `credit` is given to actions)."""
     lam: Annotated[float, Field(ge=0, le=1)] = 0.95
     """Lambda of the generalised advantage."""
+    credit: Literal["chunk", "action"] = "chunk"
+    """What has an advantage, and gamma and lam a step, of its own: a decision, or each of its actions, which takes a
+    policy with a value for each and a ratio_unit of no more than an action."""
     bootstrap: Literal["truncated", "always"] = "truncated"
     """`always` also bootstraps the value where the task itself ended the episode."""
     clip: Annotated[float, Field(gt=0)] = 0.2
@@ -107,6 +114,12 @@ class PPOConfig(Section):
     """Over the whole batch of an iteration."""
     target_kl: float | None = None
     """Ends an update early when a minibatch's approximate KL exceeds 1.5 times this."""
+
+    @model_validator(mode="after")
+    def _credit_fits_units(self) -> PPOConfig:
+        if self.credit == "action" and self.ratio_unit == "chunk":
+            raise ValueError("credit 'action' needs a ratio_unit of no more than an action: 'action' or 'element'")
+        return self
 
 
 class GroupConfig(Section):
@@ -147,6 +160,23 @@ class LearnerConfig(Section):
     """Consecutive skipped steps (loss or gradient not finite) after which the run ends."""
     threads: Annotated[int, Field(ge=0)] = 0
     """CPU threads of the update; 0 takes one per core."""
+
+
+class SFTConfig(Section):
+    """Supervised learning from demonstrations (`embodied sft`)."""
+
+    data: tuple[Path, ...] = ()
+    """Datasets in LeRobot's layout, as `embodied record` writes them (--data)."""
+    steps: Annotated[int, Field(ge=1)] = 1000
+    """Optimiser steps."""
+    batch: Annotated[int, Field(ge=1)] = 64
+    """Env steps whose action chunks are learned at once; learner.micro_batch divides it."""
+    lr: Annotated[float, Field(gt=0)] = 3e-4
+    """Learning rate of the first step; it falls linearly to zero."""
+    holdout: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    """Share of the episodes that is measured and not learned from."""
+    measure_every: Annotated[int, Field(ge=1)] = 100
+    """Steps between rows of metrics."""
 
 
 class EvalConfig(Section):
@@ -218,6 +248,7 @@ class Config(Section):
     ppo: PPOConfig = PPOConfig()
     group: GroupConfig = GroupConfig()
     learner: LearnerConfig = LearnerConfig()
+    sft: SFTConfig = SFTConfig()
     eval: EvalConfig = EvalConfig()
     plan: PlanConfig = PlanConfig()
     runtime: RuntimeConfig = RuntimeConfig()

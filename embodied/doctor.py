@@ -200,12 +200,13 @@ def _gpu() -> Check:
     if not listing:
         return Check("GPU", "ok", "none: the CPU does everything")
     found = "; ".join(listing.splitlines())
-    # In a process of its own, because importing torch takes seconds and a broken driver may end it.
-    if _output([sys.executable, "-c", "import torch; print(torch.cuda.is_available())"]) == "True":
-        return Check("GPU", "ok", found)
+    # In a process of its own, because importing torch takes seconds and a broken driver may end it. Computed, because
+    # a build without kernels for this GPU sees it all the same.
+    if _output([sys.executable, "-c", "import torch; print(torch.ones(2, device='cuda').sum().item())"]) == "2.0":
+        return Check("GPU", "ok", f"{found}: policies compute on the first (policy.device)")
     pin = pinned_versions().get("torch", "")
     remedy = f"pip install --force-reinstall 'torch{'==' + pin if pin else ''}' (the build with CUDA)"
-    return Check("GPU", "warning", f"{found}, but torch does not see it", remedy)
+    return Check("GPU", "warning", f"{found}, but torch cannot compute on it", remedy)
 
 
 def _output(command: list[str]) -> str:

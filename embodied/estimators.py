@@ -12,16 +12,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from embodied.config import Config, GroupConfig, PPOConfig
+from embodied.config import Config, GroupConfig, PPOConfig, UserError
 from embodied.groups import differing, group_advantages, informative
-from embodied.ppo import generalised_advantages, normalise
+from embodied.ppo import action_advantages, alive_actions, generalised_advantages, normalise
 from embodied.trajectories import Trajectories, join_inputs
 from policies.contract import Inputs
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What an estimator makes of trajectories; all [T, B]."""
+    """What an estimator makes of trajectories; all [T, B]. Where single actions have credit of their own, advantages
+    and returns are [T, B, C]."""
 
     advantage: Tensor
     returns: Tensor
@@ -44,6 +45,7 @@ class Rows:
     log_prob: Tensor
     """[N, C, A] under the policy that acted."""
     value: Tensor
+    """[N], or [N, C] where single actions have credit of their own; advantages and returns alike."""
     advantage: Tensor
     returns: Tensor
     executed: Tensor
@@ -60,6 +62,14 @@ class Rows:
             *(getattr(self, key)[index] for key in PER_ROW),
         )
 
+    def to(self, device: torch.device) -> Rows:
+        """The same rows with all tensors on the device."""
+        return Rows(
+            self.inputs.to(device),
+            {key: tensor.to(device) for key, tensor in self.trace.items()},
+            *(getattr(self, key).to(device) for key in PER_ROW),
+        )
+
     def __len__(self) -> int:
         return len(self.value)
 
@@ -73,9 +83,9 @@ def rows_of(batch: Trajectories, estimate: Estimate) -> Rows:
         batch.inputs,
         batch.trace,
         batch.log_prob.flatten(0, 1),
-        batch.value.flatten(),
-        estimate.advantage.flatten(),
-        estimate.returns.flatten(),
+        batch.value.flatten(0, 1),
+        estimate.advantage.flatten(0, 1),
+        estimate.returns.flatten(0, 1),
         batch.executed.flatten(),
         estimate.weight.flatten(),
         torch.ones(batch.mask.numel(), 1),
@@ -103,20 +113,32 @@ def gae(batch: Trajectories, config: Config) -> Estimate:
 
 def gae_of(batch: Trajectories, ppo: PPOConfig) -> Estimate:
     """`gae` from its own settings."""
-    advantage, returns = generalised_advantages(
-        batch.reward,
-        batch.value,
-        batch.terminated,
-        batch.truncated,
-        batch.final_value,
-        batch.last_value,
-        ppo.gamma,
-        ppo.lam,
-        ppo.bootstrap,
-    )
+    _check_values(batch, ppo)
+    ends = (batch.terminated, batch.truncated, batch.final_value, batch.last_value)
+    counted = batch.mask
+    if ppo.credit == "action":
+        assert batch.step_reward is not None, "gathered without the rewards of single actions"
+        counted = batch.mask[..., None] & alive_actions(batch.executed, batch.value.shape[2])
+        advantage, returns = action_advantages(
+            batch.step_reward, batch.value, batch.executed, *ends, ppo.gamma, ppo.lam, ppo.bootstrap
+        )
+    else:
+        advantage, returns = generalised_advantages(batch.reward, batch.value, *ends, ppo.gamma, ppo.lam, ppo.bootstrap)
     if ppo.normalise_advantages:
-        advantage = normalise(advantage, batch.mask)
-    return Estimate(advantage, returns, batch.mask, torch.ones_like(advantage))
+        advantage = normalise(advantage, counted)
+    return Estimate(advantage, returns, batch.mask, torch.ones_like(batch.reward))
+
+
+def _check_values(batch: Trajectories, ppo: PPOConfig) -> None:
+    """Raise `UserError` unless the policy has a value for each of what has credit."""
+    wanted, found = 3 if ppo.credit == "action" else 2, batch.value.ndim
+    if found < wanted:
+        raise UserError(
+            "ppo.credit is action, and the policy has one value for a whole chunk: set it to chunk, or build the "
+            "policy with a value for each action"
+        )
+    if found > wanted:
+        raise UserError("the policy has a value for each action: set ppo.credit to action, and ppo.ratio_unit too")
 
 
 def group_relative(batch: Trajectories, config: Config) -> Estimate:

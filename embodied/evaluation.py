@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from embodied.devices import decide
 from embodied.intervals import wilson
 from embodied.noise import EVALUATION, SamplingNoise
 from embodied.trajectories import to_inputs
@@ -143,7 +144,7 @@ class _Task:
             self._submitted[stage] = False
             return ended
         inputs = to_inputs(seen, self._reads, self._episodes)
-        chunk = self._policy.act(inputs, None if self._greedy else self._draw(seen)).chunk.cpu().numpy()
+        chunk = decide(self._policy, inputs, None if self._greedy else self._draw(seen)).chunk.numpy()
         for row in np.flatnonzero(seen.active).tolist():
             self._actions[int(seen.envs[row])].append(chunk[row])
         self._farm.submit(stage, chunk)

@@ -272,6 +272,7 @@ def executor(config: Config, run_dir: Path, session: Session, *assignments: Assi
                 sizes,
                 session.reach(farm),
                 assignment.policy,
+                assignment.one_process,
                 beside=learner if assignment.one_process else None,
             )
             lanes.append(Executor(task, assignment, farm, policy, learner, run_dir))

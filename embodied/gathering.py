@@ -96,7 +96,8 @@ def gather_decisions(
     flat = [(t, step) for steps in groups for t, step in enumerate(steps)]
     for number, (t, step) in enumerate(flat):
         places += [_Place(t, int(step.envs[r]), number, r, i) for i, r in enumerate(step.rows.tolist())]
-    return _arrange([step for _, step in flat], places, len(groups[0]), num_envs, value, value(last), version, None)
+    steps = [step for _, step in flat]
+    return _arrange(steps, places, len(groups[0]), num_envs, value, _at_first(value(last)), version, None)
 
 
 def gather_wave(
@@ -140,18 +141,19 @@ def _arrange(
         return torch.cat(list(parts))[every]
 
     def became(name: str, dtype: torch.dtype) -> Tensor:
-        """[T, B] from the outcomes, zero where nobody decided."""
-        whole = torch.zeros(count * num_envs, dtype=dtype)
-        outcomes = [_outcome(steps[place.step], name)[place.row] for place in places]
-        whole[at] = torch.from_numpy(np.asarray(outcomes)).to(dtype)
-        return whole.reshape(count, num_envs)
+        """[T, B] or [T, B, C] from the outcomes, zero where nobody decided."""
+        outcomes = np.asarray([_outcome(steps[place.step], name)[place.row] for place in places])
+        whole = torch.zeros(count * num_envs, *outcomes.shape[1:], dtype=dtype)
+        whole[at] = torch.from_numpy(outcomes).to(dtype)
+        return whole.reshape(count, num_envs, *outcomes.shape[1:])
 
     log_prob = decided([step.action.log_prob for step in steps])
+    values = decided([step.action.value for step in steps])
     return Trajectories(
         inputs=join_inputs([step.inputs for step in steps], every),
         trace={key: decided([step.action.trace[key] for step in steps]) for key in steps[0].action.trace},
         log_prob=log_prob.reshape(count, num_envs, *log_prob.shape[1:]),
-        value=decided([step.action.value for step in steps]).reshape(count, num_envs),
+        value=values.reshape(count, num_envs, *values.shape[1:]),
         reward=became("reward", torch.float32),
         success=became("success", torch.bool),
         executed=became("steps", torch.int64),
@@ -162,6 +164,7 @@ def _arrange(
         last_value=last_value,
         version=version,
         group=group,
+        step_reward=became("step_reward", torch.float32),
     )
 
 
@@ -185,23 +188,37 @@ def join_waves(waves: Sequence[Trajectories]) -> Trajectories:
         flat = torch.cat([getattr(wave, name).flatten(0, 1) for wave in waves])
         return flat[rows].reshape(*order.shape, *flat.shape[1:])
 
-    happened = ("reward", "success", "executed", "mask", "terminated", "truncated", "final_value")
+    def happened(name: str) -> Tensor:
+        """[T, B, ...] and zero beyond a wave's end."""
+        values = joined(name)
+        return values.masked_fill(~there.reshape(*there.shape, *(1,) * (values.ndim - 2)), 0)
+
     return Trajectories(
         inputs=join_inputs([wave.inputs for wave in waves], rows),
         trace={key: torch.cat([wave.trace[key] for wave in waves])[rows] for key in waves[0].trace},
         log_prob=joined("log_prob"),
         value=joined("value"),
-        **{name: joined(name).masked_fill(~there, 0) for name in happened},
+        reward=happened("reward"),
+        success=happened("success"),
+        executed=happened("executed"),
+        mask=happened("mask"),
+        terminated=happened("terminated"),
+        truncated=happened("truncated"),
+        final_value=happened("final_value"),
         last_value=torch.cat([wave.last_value for wave in waves]),
         version=min(wave.version for wave in waves),
         # No group is in two waves, even where two tasks have given theirs the same names.
         group=torch.cat([wave.group + (n << NAMES) for n, wave in enumerate(waves) if wave.group is not None]),
+        step_reward=None if waves[0].step_reward is None else happened("step_reward"),
     )
 
 
 def _outcome(step: Step, name: str) -> np.ndarray:
-    """What came of a step, a number for each environment; reward is summed over the chunk, success is any."""
+    """What came of a step, a number for each environment; reward is summed over the chunk (`step_reward` is not),
+    success is any."""
     assert step.outcome is not None, "gathered before its outcome was collected"
+    if name == "step_reward":
+        return step.outcome.reward
     values: np.ndarray = getattr(step.outcome, name)
     if name == "reward":
         values = values.sum(1)
@@ -217,5 +234,10 @@ def _final_values(steps: Sequence[Step], places: list[_Place], count: int, num_e
     found = [(place, finals[place.step, place.env]) for place in places if (place.step, place.env) in finals]
     if found:
         inputs = join_inputs([final for _, final in found], torch.arange(len(found)))
-        values[[place.t for place, _ in found], [place.env for place, _ in found]] = value(inputs)
+        values[[place.t for place, _ in found], [place.env for place, _ in found]] = _at_first(value(inputs))
     return values
+
+
+def _at_first(value: Tensor) -> Tensor:
+    """[B] of [B], or of the first action's [B, C]: the value of an observation before anything is done there."""
+    return value if value.ndim == 1 else value[:, 0]

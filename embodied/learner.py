@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,12 +22,14 @@ from torch import Tensor
 
 from embodied import checkpoint
 from embodied.config import Config, UserError
+from embodied.devices import CPU, await_devices, defines, device_of
 from embodied.estimators import Rows, join_rows, rows_of
 from embodied.gathering import join_waves
 from embodied.noise import permutation
 from embodied.occupation import Seat
-from embodied.ppo import behaviour_weight, policy_loss, reduce_to_unit, sum_units, value_loss
+from embodied.ppo import alive_actions, behaviour_weight, reduce_to_unit
 from embodied.residence import Residence, Switch
+from embodied.shares import Share, Sums, add_gradient, count_units, count_values, read
 from embodied.trajectories import Trajectories
 from embodied.workflows import groups_suffice, recipe_of, streams
 from policies.contract import Policy
@@ -41,26 +44,6 @@ class OffPolicy(UserError):
 
 class NonFinite(UserError):
     """Losses or gradients were not finite several steps in a row."""
-
-
-@dataclass
-class _Sums:
-    """Running sums over the units and rows of an update."""
-
-    policy_loss: float = 0.0
-    value_loss: float = 0.0
-    entropy: float = 0.0
-    approx_kl: float = 0.0
-    clipped: float = 0.0
-    off_policy: float = 0.0
-    units: int = 0
-    weights: float = 0.0
-    """Of the units: what the policy's loss is divided by."""
-    rows: int = 0
-
-    def add(self, other: _Sums) -> None:
-        for key in self.__dataclass_fields__:
-            setattr(self, key, getattr(self, key) + getattr(other, key))
 
 
 @dataclass(frozen=True)
@@ -80,6 +63,7 @@ class Learner:
 
     def __init__(self, policy: Policy, config: Config, run_dir: Path, seat: Seat | None = None) -> None:
         self.policy = policy
+        self._device = device_of(policy)
         self._recipe, self._run = recipe_of(config), config
         self._ppo, self._config = config.ppo, config.learner
         self._streams = streams(config)
@@ -100,16 +84,20 @@ class Learner:
         self._parts: list[Rows] = []
         self._waves: list[Trajectories] = []
         self._unstreamed: list[Rows] = []
-        self._streamed = _Sums()
+        self._streamed = Sums()
         self._lag = 0
         self._learn_s = 0.0
         self._non_finite = 0
         self._first_ratio_error = float("nan")
 
     def weights(self) -> dict[str, Tensor]:
-        """Parameters and statistics, as the policy worker loads them. The caller must not change them."""
+        """What training changes of parameters and statistics, as the policy worker loads it, on the policy's device.
+
+        The caller must not change them. What is frozen the policy worker has, since it is made of the same.
+        """
         self.load_back()
-        return {key: tensor.detach() for key, tensor in self.policy.state_dict().items()}
+        frozen = {name for name, parameter in self.policy.named_parameters() if not parameter.requires_grad}
+        return {key: tensor.detach() for key, tensor in self.policy.state_dict().items() if key not in frozen}
 
     def own_policy(self) -> Policy:
         """The policy itself, for a policy worker of the same process."""
@@ -172,15 +160,16 @@ class Learner:
             if len(rows) == 0 and self._recipe.critic:
                 raise UserError("the rollout holds no decision that was really taken; nothing can be learned from it")
             self._set_learning_rates(iteration)
-            sums, norms, stopped = _Sums(), list[float](), False
+            sums, norms, stopped = Sums(), list[float](), False
             if self._streams:
                 self._stream_waiting()
-                sums, self._streamed = self._streamed, _Sums()
+                sums, self._streamed = self._streamed, Sums()
                 norms = self._step_streamed(sums, rows, iteration) if len(rows) else []
             elif len(rows):
                 sums, norms, stopped = self._epochs(rows, iteration)
-            if len(rows):
-                self.policy.observe(rows.inputs)
+            if len(rows) and defines(self.policy, "observe"):
+                self.policy.observe(rows.inputs.to(self._device))
+            await_devices(self.policy.parameters())  # else the last step would count as the next rollout's time
         metrics = self._metrics(rows, sums, norms, stopped)
         update_s = self._learn_s + time.monotonic() - begin
         self._learn_s, self._lag, self._first_ratio_error = 0.0, 0, float("nan")
@@ -195,10 +184,10 @@ class Learner:
         checkpoint.load_weights(folder, self.policy)
         checkpoint.load_optimizer(folder, self.policy, self.optimizer)
 
-    def _epochs(self, rows: Rows, iteration: int) -> tuple[_Sums, list[float], bool]:
+    def _epochs(self, rows: Rows, iteration: int) -> tuple[Sums, list[float], bool]:
         """Permuted minibatches; ends early where the KL bound says so."""
-        rows = self._proximal(rows)
-        sums, norms = _Sums(), list[float]()
+        rows = self._proximal(self._precomputed(rows))
+        sums, norms = Sums(), list[float]()
         for epoch in range(self._config.epochs):
             order = torch.from_numpy(permutation(self._run.seed, iteration, epoch, len(rows)))
             for number, index in enumerate(order.split(self._config.minibatch or len(order))):
@@ -209,6 +198,26 @@ class Learner:
                 norms.append(norm)
         return sums, norms, False
 
+    def _precomputed(self, rows: Rows) -> Rows:
+        """The rows, their traces joined by what no trained weight enters, if they are evaluated more than once."""
+        evaluations = self._config.epochs + (self._lag > 0)
+        if evaluations == 1 or not defines(self.policy, "precompute"):
+            return rows
+        whole: dict[str, Tensor] = {}
+        with torch.no_grad():
+            for piece in self._pieces(rows):
+                found = self.policy.precompute(rows.inputs.rows(piece).to(self._device))
+                for key, part in found.items():
+                    if key not in whole:
+                        whole[key] = torch.empty(len(rows), *part.shape[1:], dtype=part.dtype)
+                    whole[key][piece] = part.to(CPU)
+        assert not whole.keys() & rows.trace.keys(), "what is precomputed has a name of its own"
+        return replace(rows, trace={**rows.trace, **whole}) if whole else rows
+
+    def _pieces(self, rows: Rows) -> Sequence[Tensor]:
+        """All rows in their order, as many at a time as a forward pass may have."""
+        return torch.arange(len(rows)).split(self._config.micro_batch or self._config.minibatch or len(rows))
+
     def _proximal(self, rows: Rows) -> Rows:
         """The rows with the log-probs that ratios are taken to: those of the policy that acted.
 
@@ -217,27 +226,29 @@ class Learner:
         """
         if self._lag == 0:
             return rows
-        pieces = torch.arange(len(rows)).split(self._config.micro_batch or self._config.minibatch or len(rows))
         with torch.no_grad():
-            parts = (rows.take(piece) for piece in pieces)
-            now = torch.cat([self.policy.evaluate(part.inputs, part.trace).log_prob for part in parts])
+            parts = (rows.take(piece).to(self._device) for piece in self._pieces(rows))
+            now = torch.cat([self.policy.evaluate(part.inputs, part.trace).log_prob.to(CPU) for part in parts])
         unit = self._ppo.ratio_unit
         proximal, _ = reduce_to_unit(now, rows.executed, unit)
         behaviour, _ = reduce_to_unit(rows.log_prob, rows.executed, unit)
         return replace(rows, log_prob=now, importance=behaviour_weight(proximal, behaviour, BEHAVIOUR_BOUND))
 
-    def _step(self, rows: Rows, index: Tensor, iteration: int, check: bool) -> tuple[_Sums, float | None]:
+    def _step(self, rows: Rows, index: Tensor, iteration: int, check: bool) -> tuple[Sums, float | None]:
         """One optimiser step on the rows `index`. The gradient norm, or None where the KL bound ends the update."""
         self.optimizer.zero_grad(set_to_none=True)
-        units, weights = self._count_units(rows.executed[index], rows.weight[index], rows.log_prob.shape[-1])
-        sums = _Sums()
-        for micro in index.split(self._config.micro_batch or len(index)):
-            sums.add(self._backward(rows.take(micro), weights, len(index)))
+        executed, dims = rows.executed[index], rows.log_prob.shape[-1]
+        units, weights = count_units(executed, rows.weight[index], dims, self._ppo.ratio_unit)
+        values = count_values(executed, self._ppo.credit)
+        micro_batches = index.split(self._config.micro_batch or len(index))
+        shares = [self._backward(rows.take(micro), weights, values) for micro in micro_batches]
+        sums, norm = read(shares, self._clip())
         if check:
             self._check_on_policy(sums.off_policy / units)
         if self._ppo.target_kl is not None and sums.approx_kl / units > 1.5 * self._ppo.target_kl:
             return sums, None
-        return sums, self._apply(rows, index, sums, iteration)
+        self._apply(rows, index, sums, norm, iteration)
+        return sums, norm
 
     def _stream_waiting(self) -> None:
         for rows in self._unstreamed:
@@ -249,66 +260,38 @@ class Learner:
         first = self._streamed.rows == 0
         if first:
             self.optimizer.zero_grad(set_to_none=True)
-        rows, part = self._proximal(rows), _Sums()
-        for micro in torch.arange(len(rows)).split(self._config.micro_batch or len(rows)):
-            part.add(self._backward(rows.take(micro), 1.0, 1))
+        rows = self._proximal(self._precomputed(rows))
+        micro_batches = torch.arange(len(rows)).split(self._config.micro_batch or len(rows))
+        part, _ = read([self._backward(rows.take(micro), 1.0, 1) for micro in micro_batches])
         if first:
             self._check_on_policy(part.off_policy / part.units)
         self._streamed.add(part)
 
-    def _step_streamed(self, sums: _Sums, rows: Rows, iteration: int) -> list[float]:
+    def _step_streamed(self, sums: Sums, rows: Rows, iteration: int) -> list[float]:
         """The one step of an update that was summed up part by part."""
         for parameter in self.policy.parameters():
             if parameter.grad is not None:
                 parameter.grad /= sums.weights
-        return [self._apply(rows, torch.arange(len(rows)), sums, iteration)]
+        norm = float(self._clip())
+        self._apply(rows, torch.arange(len(rows)), sums, norm, iteration)
+        return [norm]
 
-    def _apply(self, rows: Rows, index: Tensor, sums: _Sums, iteration: int) -> float:
-        """Clip the gradient and step, unless it is not finite. Its norm before clipping."""
-        norm = float(torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self._config.max_grad_norm))
+    def _clip(self) -> Tensor:
+        """Scale the gradient down to the bound. Its norm before that, on the device."""
+        return torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self._config.max_grad_norm)
+
+    def _apply(self, rows: Rows, index: Tensor, sums: Sums, norm: float, iteration: int) -> None:
+        """Step, unless loss or gradient is not finite."""
         loss = sums.policy_loss + sums.value_loss + sums.entropy
         if np.isfinite(norm) and np.isfinite(loss):
             self._non_finite = 0
             self.optimizer.step()
         else:
             self._skip(rows.take(index), iteration, loss, norm)
-        return norm
 
-    def _count_units(self, executed: Tensor, weight: Tensor, dims: int) -> tuple[int, float]:
-        """Units of the ratio in rows that executed so many actions, and the sum of their weights."""
-        per_row = {"chunk": torch.ones_like(executed), "action": executed, "element": executed * dims}
-        units = per_row[self._ppo.ratio_unit]
-        return int(units.sum()), float((units * weight).sum())
-
-    def _backward(self, rows: Rows, weights: float, total_rows: int) -> _Sums:
-        """Add the gradient of these rows' share of a loss with the given denominators."""
-        ppo = self._ppo
-        new = self.policy.evaluate(rows.inputs, rows.trace)
-        log_prob, mask = reduce_to_unit(new.log_prob, rows.executed, ppo.ratio_unit)
-        old, _ = reduce_to_unit(rows.log_prob, rows.executed, ppo.ratio_unit)
-        entropy, _ = reduce_to_unit(new.entropy, rows.executed, ppo.ratio_unit)
-        high = ppo.clip_high or ppo.clip
-        weight = rows.weight[:, None] * rows.importance
-        surrogate = policy_loss(log_prob, old, rows.advantage, mask, ppo.clip, high, ppo.dual_clip, weight)
-        spread = sum_units(entropy, mask, rows.weight)
-        loss = surrogate.loss / weights - ppo.entropy_coef * spread / weights
-        critic = torch.zeros(())
-        if self._recipe.critic:
-            critic = value_loss(new.value, rows.value, rows.returns, ppo.value_clip)
-            loss = loss + ppo.value_coef * critic / total_rows
-        loss.backward()
-        units, counted = self._count_units(rows.executed, rows.weight, rows.log_prob.shape[-1])
-        return _Sums(
-            policy_loss=float(surrogate.loss.detach()),
-            value_loss=float(critic.detach()),
-            entropy=float(spread.detach()),
-            approx_kl=float(surrogate.approx_kl),
-            clipped=float(surrogate.clipped),
-            off_policy=float(surrogate.off_policy),
-            units=units,
-            weights=counted,
-            rows=len(rows),
-        )
+    def _backward(self, rows: Rows, weights: float, values: int) -> Share:
+        """Add the gradient of the rows' share of a loss with the given denominators."""
+        return add_gradient(self.policy, rows, self._ppo, self._recipe.critic, weights, values)
 
     def _check_on_policy(self, off_policy: float) -> None:
         tolerance = self.policy.ratio_tolerance
@@ -347,12 +330,16 @@ class Learner:
         ):
             group["lr"] = rate * share
 
-    def _metrics(self, rows: Rows, sums: _Sums, norms: list[float], stopped: bool) -> dict[str, float]:
-        spread = float(rows.returns.var()) if len(rows) > 1 else 0.0
-        explained = 1 - float((rows.returns - rows.value).var()) / spread if spread > 0 else float("nan")
+    def _metrics(self, rows: Rows, sums: Sums, norms: list[float], stopped: bool) -> dict[str, float]:
+        returns, value = rows.returns, rows.value
+        if returns.ndim == 2:
+            alive = alive_actions(rows.executed, returns.shape[1])
+            returns, value = returns[alive], value[alive]
+        spread = float(returns.var()) if len(returns) > 1 else 0.0
+        explained = 1 - float((returns - value).var()) / spread if spread > 0 else float("nan")
         return {
             "learner/policy_loss": sums.policy_loss / (sums.weights or 1),
-            "learner/value_loss": sums.value_loss / max(sums.rows, 1),
+            "learner/value_loss": sums.value_loss / max(sums.values, 1),
             "learner/entropy": sums.entropy / (sums.weights or 1),
             "learner/approx_kl": sums.approx_kl / max(sums.units, 1),
             "learner/clip_fraction": sums.clipped / max(sums.units, 1),

@@ -13,6 +13,10 @@ import torch
 from torch import Tensor
 
 RatioUnit = Literal["chunk", "action", "element"]
+Credit = Literal["chunk", "action"]
+Units = Tensor | tuple[Tensor, ...]
+"""Units that count: bool [B, U]; or their places, rows and columns, which tell a GPU how many there are without its
+having to count and be waited for."""
 RATIO_LOG_LIMIT = 20.0
 HUBER_DELTA = 10.0
 
@@ -49,8 +53,43 @@ def generalised_advantages(
     return advantage, advantage + value
 
 
+def action_advantages(
+    reward: Tensor,
+    value: Tensor,
+    executed: Tensor,
+    terminated: Tensor,
+    truncated: Tensor,
+    final_value: Tensor,
+    last_value: Tensor,
+    gamma: float,
+    lam: float,
+    bootstrap: Literal["truncated", "always"] = "truncated",
+) -> tuple[Tensor, Tensor]:
+    """`generalised_advantages` with a step per action of a chunk: advantages and returns, both [T, B, C].
+
+    `reward` [T, B, C] of each env step; `value` [T, B, C], action by action, as foreseen when the chunk was decided;
+    `executed` [T, B] how many of the chunk's actions were. Actions that were not have advantage 0 and no part in the
+    others'. The value of what follows a chunk's last action is that of the next chunk's first, `final_value` where
+    the episode ended, `last_value` at the end of the rollout.
+    """
+    cut = terminated | truncated
+    dead = terminated if bootstrap == "truncated" else torch.zeros_like(terminated)
+    advantage = torch.zeros_like(value)
+    following, carry = last_value, torch.zeros_like(last_value)
+    for t in reversed(range(len(value))):
+        following = torch.where(dead[t], 0.0, torch.where(cut[t], final_value[t], following))
+        carry = torch.where(cut[t], 0.0, carry)
+        for action in reversed(range(value.shape[2])):
+            alive = action < executed[t]
+            now = reward[t, :, action] + gamma * following - value[t, :, action] + gamma * lam * carry
+            advantage[t, :, action] = torch.where(alive, now, 0.0)
+            carry = torch.where(alive, now, carry)
+            following = torch.where(alive, value[t, :, action], following)
+    return advantage, advantage + value
+
+
 def normalise(advantage: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
-    """Zero mean, unit (unbiased) standard deviation over the rows of the global batch where `mask`."""
+    """Zero mean, unit (unbiased) standard deviation over the entries of the global batch where `mask`."""
     chosen = advantage[mask]
     spread = chosen.std() if len(chosen) > 1 else torch.ones(())
     return (advantage - chosen.mean()) / (spread + eps)
@@ -63,16 +102,32 @@ def reduce_to_unit(values: Tensor, executed: Tensor, unit: RatioUnit) -> tuple[T
     nothing. `chunk` sums over a chunk's actions, `action` over an action's dimensions, `element` not at all.
     """
     rows, chunk, dims = values.shape
-    alive = torch.arange(chunk)[None, :] < executed[:, None]
-    values = values * alive[:, :, None]
+    values = values * alive_actions(executed, chunk)[:, :, None]
+    mask = unit_mask(executed, chunk, dims, unit)
     if unit == "chunk":
-        return values.sum((1, 2))[:, None], torch.ones(rows, 1, dtype=torch.bool)
-    if unit == "action":
-        return values.sum(2), alive
-    return values.reshape(rows, -1), alive.repeat_interleave(dims, dim=1)
+        return values.sum((1, 2))[:, None], mask
+    return (values.sum(2) if unit == "action" else values.reshape(rows, -1)), mask
 
 
-def sum_units(values: Tensor, mask: Tensor, weight: Tensor | None = None) -> Tensor:
+def alive_actions(executed: Tensor, chunk: int) -> Tensor:
+    """bool [.., C]: the actions of each chunk that were executed, of which `executed` [..] says how many."""
+    return torch.arange(chunk, device=executed.device) < executed[..., None]
+
+
+def unit_mask(executed: Tensor, chunk: int, dims: int, unit: RatioUnit) -> Tensor:
+    """bool [B, U]: the units that count."""
+    if unit == "chunk":
+        return torch.ones(len(executed), 1, dtype=torch.bool, device=executed.device)
+    alive = alive_actions(executed, chunk)
+    return alive if unit == "action" else alive.repeat_interleave(dims, dim=1)
+
+
+def advantage_of_units(advantage: Tensor, dims: int, unit: RatioUnit) -> Tensor:
+    """Advantages [B] of chunks as they are; [B, C] of actions to those of units that are no more than an action."""
+    return advantage.repeat_interleave(dims, dim=1) if advantage.ndim == 2 and unit == "element" else advantage
+
+
+def sum_units(values: Tensor, mask: Units, weight: Tensor | None = None) -> Tensor:
     """Sum of `values` [B, U] over the units where `mask` [B, U], each times its weight.
 
     `weight` [B] belongs to every unit of its row, [B, U] to one unit; None weighs all alike.
@@ -99,7 +154,7 @@ def policy_loss(
     log_prob: Tensor,
     old_log_prob: Tensor,
     advantage: Tensor,
-    mask: Tensor,
+    mask: Units,
     clip_low: float,
     clip_high: float,
     dual_clip: float | None = None,
@@ -107,13 +162,14 @@ def policy_loss(
 ) -> PolicyLoss:
     """The clipped surrogate (Schulman et al. 2017, eq. 7), summed over the units where `mask`.
 
-    `log_prob`, `old_log_prob`, `mask` [B, U]; `advantage` [B] belongs to every unit of its row. `dual_clip` bounds
+    `log_prob`, `old_log_prob`, `mask` [B, U]; `advantage` [B] belongs to every unit of its row, [B, U] to one
+    unit. `dual_clip` bounds
     the loss of negative advantages (Ye et al. 2020, arXiv 1912.09729). `weight` as in `sum_units`: `inverse_lengths`
     for episodes of equal weight, `behaviour_weight` where the policy that acted is not that of `old_log_prob`.
     """
     log_ratio = (log_prob - old_log_prob).clamp(-RATIO_LOG_LIMIT, RATIO_LOG_LIMIT)
     ratio = log_ratio.exp()
-    gain = advantage[:, None]
+    gain = advantage if advantage.ndim == 2 else advantage[:, None]
     loss = torch.maximum(-gain * ratio, -gain * ratio.clamp(1 - clip_low, 1 + clip_high))
     if dual_clip is not None:
         loss = torch.where(gain < 0, torch.minimum(loss, -gain * dual_clip), loss)
@@ -149,7 +205,7 @@ def value_loss(
 ) -> Tensor:
     """Huber loss of the returns, the larger of plain and clipped prediction, each row times its weight, summed.
 
-    All [B].
+    All of one shape.
     """
     loss = torch.nn.functional.huber_loss(value, returns, reduction="none", delta=HUBER_DELTA)
     if clip is not None:

@@ -1,6 +1,6 @@
 """Leaving a device's memory and coming back: what context switches of a collocated plan do.
 
-On an accelerator, tensors go to the host's memory and return. On a machine without one the host's memory is the
+On a GPU, tensors go to pinned memory of the host and return. On a machine without one the host's memory is the
 device, and they go to a file. Either way they come back equal to the last bit.
 """
 
@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+
+from embodied.devices import await_devices, release, to_host
 
 
 @dataclass(frozen=True)
@@ -49,9 +51,10 @@ class Residence:
             save_file({name: t.detach().contiguous() for name, t in tensors.items()}, self._spill)
             self._away = {}
         else:
-            self._away = {name: t.detach().to("cpu", copy=True).pin_memory() for name, t in tensors.items()}
+            self._away = to_host({name: tensor.detach() for name, tensor in tensors.items()})
         for tensor in tensors.values():
             tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        release()
         return Switch(size, time.perf_counter() - begin)
 
     def load(self) -> Switch:
@@ -60,11 +63,12 @@ class Residence:
         if self._away is None:
             return Switch(0, 0.0)
         found: Mapping[str, Tensor] = load_file(self._spill) if self._on_disk else self._away
-        size = 0
-        for name, tensor in self._tensors().items():
+        size, tensors = 0, self._tensors()
+        for name, tensor in tensors.items():
             # A copy: what is mapped from a file lies anywhere, and matrix products round by alignment.
-            tensor.data = found[name].to(tensor.device, tensor.dtype, copy=True)
+            tensor.data = found[name].to(tensor.device, tensor.dtype, copy=True, non_blocking=True)
             size += tensor.numel() * tensor.element_size()
+        await_devices(tensors.values())
         self._away = None
         self._spill.unlink(missing_ok=True)
         return Switch(size, time.perf_counter() - begin)

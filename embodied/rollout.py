@@ -12,12 +12,14 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from embodied.devices import decide, value_of
 from embodied.gathering import Episode, EpisodeSums, Step, gather_decisions, gather_wave
 from embodied.noise import SamplingNoise
 from embodied.occupation import Seat
@@ -79,15 +81,24 @@ class RolloutSummary:
 class PolicyWorker:
     """Holds a policy and a farm. `reads` names what of an observation the policy is shown."""
 
+    policy: Policy
+    _noise: SamplingNoise
+
     def __init__(
-        self, policy: Policy, farm: Farm, reads: Sequence[str], seed: int, bootstrap: str, seat: Seat | None = None
+        self,
+        policy: Policy | None,
+        farm: Farm,
+        reads: Sequence[str],
+        seed: int,
+        bootstrap: str,
+        seat: Seat | None = None,
     ) -> None:
-        self.policy, self.farm = policy, farm
+        """`policy` None: it will be given one by `share`."""
+        self.farm, self._seed = farm, seed
         self._reads = tuple(reads)
         self._bootstrap = bootstrap
         self._seat = seat or Seat()
         self._residence: Residence | None = None
-        self._noise = SamplingNoise(seed, policy.noise_dim)
         self._version = 0
         self._trajectories: Trajectories | None = None
         self._steps: list[list[Step]] = [[] for _ in range(farm.spec.stages)]
@@ -101,6 +112,8 @@ class PolicyWorker:
         self._arrows = 0
         self._arrow = [0] * farm.spec.stages
         """For each stage the number of the trace's arrow from its observation to the next decision."""
+        if policy is not None:
+            self.share(policy)
 
     def begin(self, snapshot: Mapping[str, np.ndarray] | None = None, rest: bool = False) -> None:
         """Start every environment's first episode, or continue from a snapshot; with `rest`, at the next wave."""
@@ -116,13 +129,15 @@ class PolicyWorker:
             self.farm.reset(stage)
 
     def load_weights(self, state: Mapping[str, Tensor], version: int) -> None:
-        """Take the learner's parameters and statistics."""
-        self.policy.load_state_dict(dict(state))
+        """Take what the learner has trained: parameters and statistics."""
+        unknown = self.policy.load_state_dict(dict(state), strict=False).unexpected_keys
+        assert not unknown, f"weights of another policy: {unknown}"
         self._version = version
 
     def share(self, policy: Policy) -> None:
         """Act with the learner's own policy, which is in this process: nothing is copied any more."""
         self.policy = policy
+        self._noise = SamplingNoise(self._seed, policy.noise_dim)
 
     def at_version(self, version: int) -> None:
         """The shared policy has seen so many updates."""
@@ -184,7 +199,7 @@ class PolicyWorker:
         order = torch.argsort(torch.from_numpy(np.concatenate([self.farm.envs_of(s) for s in stages])))
         last = join_inputs([self._inputs(seen) for seen in self._now if seen is not None], order)
         self._trajectories = gather_decisions(
-            self._steps, self.farm.spec.num_envs, self.policy.value, last, self._version
+            self._steps, self.farm.spec.num_envs, partial(value_of, self.policy), last, self._version
         )
         places = sorted(self._ended, key=lambda place: (place[1], place[2].env))
         self._ended = []
@@ -215,7 +230,7 @@ class PolicyWorker:
         assert isinstance(episodes, GroupedEpisodes), "waves are of episodes that come in groups"
         group = torch.tensor([episodes.group(env, wave) for env in range(self.farm.spec.num_envs)])
         self._trajectories = gather_wave(
-            self._steps, wave, self.farm.spec.num_envs, self.policy.value, group, self._version
+            self._steps, wave, self.farm.spec.num_envs, partial(value_of, self.policy), group, self._version
         )
         self._steps = [[step for step in steps if (step.episode[step.rows] > wave).any()] for steps in self._steps]
         # How far environments went beyond the wave is the plan's affair: those episodes are told with their own wave.
@@ -271,7 +286,7 @@ class PolicyWorker:
         if len(rows) < len(seen.envs):
             inputs = inputs.rows(torch.from_numpy(rows))
         noise = torch.from_numpy(self._noise.draw(seen.envs[rows], seen.episode[rows], seen.episode_step[rows]))
-        action = self.policy.act(inputs, noise)
+        action = decide(self.policy, inputs, noise)
         acted = time.monotonic_ns()
         spans.append(Span("policy", f"act for stage {stage}", start, acted, flow_from=(self._arrow[stage],)))
         self._now[stage] = None

@@ -1,8 +1,10 @@
-"""Runs as folders: what `train`, `eval` and `report` do from beginning to end."""
+"""Runs as folders: what `train`, `sft`, `eval`, `export` and `report` do from beginning to end."""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import yaml
 from rich import get_console
 from rich import print as show
 
+import policies
 from embodied import checkpoint, training
 from embodied.config import Config, UserError, load_config, parse_config
 from embodied.eval_folder import PROTOCOL, EvalFolder, read_folder
@@ -21,6 +24,8 @@ from embodied.reporting.report import write_report
 from embodied.reporting.run_folder import ReportError
 from embodied.reporting.tables import evaluation_table
 from embodied.session import Session, open_session
+from embodied.workers import task_spec
+from sim_farm.hosts import InProcess
 
 
 def settings_of(run: str, runs_dir: Path) -> Config:
@@ -59,32 +64,69 @@ def whole_checkpoint(run_dir: Path | None, named: Path | None) -> Path | None:
 
 def train_run(config: Config, source: str, runs_dir: Path, resume: bool) -> dict[str, Any]:
     """Train, evaluate, film, report. Returns the result as plain data."""
+    config = with_init(config, runs_dir)
+    check_files(config)
+    with _run_folder(config, source, runs_dir, resume, "rl") as (run_dir, found), open_session(config) as session:
+        result = training.train(config, run_dir, session, found)
+        return _finish(config, run_dir, session, result, found is not None)
+
+
+def sft_run(config: Config, source: str, runs_dir: Path, resume: bool) -> dict[str, Any]:
+    """Learn from demonstrations, evaluate, film, report. Returns the result as plain data."""
+    from embodied.imitation import STAGE, imitate
+
+    config = with_init(config, runs_dir)
+    info = InProcess().describe(task_spec(config))
+    with _run_folder(config, source, runs_dir, resume, STAGE) as (run_dir, found):
+        result = imitate(config, info, run_dir, found)
+        with open_session(config) as session:
+            return _finish(config, run_dir, session, result, found is not None)
+
+
+def with_init(config: Config, runs_dir: Path) -> Config:
+    """The configuration with `policy.init` as the folder of a whole checkpoint. Raises `UserError` where it is none."""
+    named = config.policy.init
+    if named is None:
+        return config
+    if (named / checkpoint.MANIFEST).is_file():
+        found = whole_checkpoint(None, named)
+    else:
+        run_dir = find_run(str(named), runs_dir)
+        if run_dir is None:
+            raise UserError(f"policy.init {str(named)!r} is neither a run, here or below {runs_dir}/, nor a checkpoint")
+        found = whole_checkpoint(run_dir, None)
+    assert found is not None
+    policy = config.policy.model_copy(update={"init": found.resolve()})
+    return config.model_copy(update={"policy": policy})
+
+
+@contextmanager
+def _run_folder(
+    config: Config, source: str, runs_dir: Path, resume: bool, stage: str
+) -> Iterator[tuple[Path, Path | None]]:
+    """The run's folder, and the checkpoint to go on from, if any. A run that fails before it has done anything leaves
+    nothing worth a name."""
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     if resume and config.name is None:
         raise UserError("--resume auto goes on with a run that has a name; say which with --name")
-    name = config.name or f"{Path(source).stem}-{stamp}"
-    run_dir = runs_dir / name
-    check_files(config)
-    found = training.prepare_run(config, run_dir, resume)
+    run_dir = runs_dir / (config.name or f"{Path(source).stem}-{stamp}")
+    found = training.prepare_run(config, run_dir, resume, stage)
     show(f"[bold]{run_dir}[/]: {config.policy.kind} on {config.env.task}", flush=True)
     try:
-        return _train_and_evaluate(config, run_dir, found)
+        yield run_dir, found
     finally:
-        # A run that failed before its first iteration leaves nothing worth a name.
         if not training.has_content(run_dir):
             shutil.rmtree(run_dir, ignore_errors=True)
 
 
-def _train_and_evaluate(config: Config, run_dir: Path, found: Path | None) -> dict[str, Any]:
-    with open_session(config) as session:
-        result = training.train(config, run_dir, session, found)
-        subject = _subject(str(run_dir), config, checkpoint.latest(run_dir / "checkpoints"), run_dir.parent)
-        # A run that goes on after its training had ended has its evaluation gone on with.
-        with evaluation_folder(subject, protocol_of(config), None, resume=found is not None) as folder:
-            evaluated = evaluate(subject, protocol_of(config), session, folder)
-        _show_table(evaluated)
-        result = {**evaluated, "eval_wall_s": evaluated["wall_s"], **result}
-    result["report"] = str(write_report(run_dir))
+def _finish(config: Config, run_dir: Path, session: Session, result: dict[str, Any], resumed: bool) -> dict[str, Any]:
+    """Evaluate what a run has learned, film it and write the report; both results as one."""
+    subject = _subject(str(run_dir), config, checkpoint.latest(run_dir / "checkpoints"), run_dir.parent)
+    # A run that goes on after its training had ended has its evaluation gone on with.
+    with evaluation_folder(subject, protocol_of(config), None, resume=resumed) as folder:
+        evaluated = evaluate(subject, protocol_of(config), session, folder)
+    _show_table(evaluated)
+    result = {**evaluated, "eval_wall_s": evaluated["wall_s"], **result, "report": str(write_report(run_dir))}
     show(f"report: [bold]{result['report']}[/]")
     return result
 
@@ -161,6 +203,29 @@ def _evaluated(other: Subject | EvalFolder, protocol: Protocol, session: Session
 def _show_table(result: dict[str, Any]) -> None:
     get_console().print(evaluation_table(result), markup=False, highlight=False, soft_wrap=True)
     show(f"kept in [bold]{result['folder']}[/]")
+
+
+def export_run(run: str, folder: Path | None, out: Path, runs_dir: Path) -> dict[str, Any]:
+    """Write the policy of the checkpoint `folder`, or of the run's newest, for its community's own programs."""
+    run_dir = find_run(run, runs_dir)
+    if run_dir is None and folder is None:
+        raise UserError(f"no run {run!r}: neither {run}/config.yaml nor {runs_dir / run}/config.yaml exists")
+    if out.exists():
+        raise UserError(f"{out} exists: name another folder with --out")
+    found = whole_checkpoint(run_dir, folder)
+    assert found is not None
+    policy = policies.load(found)
+    aside = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        policy.export(aside)
+        aside.rename(out)
+    except OSError as error:
+        raise UserError(f"{out} cannot be written ({error.strerror}): name another folder with --out") from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    show(f"[bold]{out}[/]: {policy.kind} of {found}")
+    return {"checkpoint": str(found), "kind": policy.kind, "exported": str(out)}
 
 
 def report_run(run: str, runs_dir: Path) -> dict[str, Any]:

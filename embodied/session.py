@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from embodied.assignment import Assignment, configured
 from embodied.config import Config
+from embodied.devices import find_device
 from embodied.reporting.live import steps
 from embodied.runtime.handles import InlineRuntime, Runtime
 from sim_farm.farm import Farm, FarmAddress
@@ -56,7 +57,11 @@ class Session:
 
 @contextmanager
 def open_session(config: Config) -> Iterator[Session]:
-    """Start the runtime that the configuration names; whatever happens in the block, no worker outlives it."""
+    """Start the runtime that the configuration names; whatever happens in the block, no worker outlives it.
+
+    Raises `UserError` where the policy's device is not there: workers would say so too, but only after minutes.
+    """
+    find_device(config.policy.device)
     cores = tuple(sorted(os.sched_getaffinity(0)))
     runtime: Runtime
     if config.runtime.mode == "inline":

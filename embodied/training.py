@@ -48,10 +48,10 @@ class Position:
         return cls(state.iteration, state.env_steps, state.wall_s, deque(state.recent_success, maxlen=RECENT))
 
 
-def prepare_run(config: Config, run_dir: Path, resume: bool) -> Path | None:
+def prepare_run(config: Config, run_dir: Path, resume: bool, stage: str = "rl") -> Path | None:
     """Make the run's folder and save the configuration; with `resume`, the checkpoint to go on from, if any.
 
-    Raises `UserError` when the folder exists and is not to be resumed, or cannot be written.
+    Raises `UserError` when the folder exists and is not to be resumed, is of another stage, or cannot be written.
     """
     if run_dir.exists() and not resume:
         raise UserError(f"the run folder {run_dir} exists: go on with it by --resume auto, or choose another --name")
@@ -67,13 +67,21 @@ def prepare_run(config: Config, run_dir: Path, resume: bool) -> Path | None:
     found = checkpoint.latest(run_dir / "checkpoints") if resume else None
     if found is not None:
         checkpoint.verify(found)
+        other = checkpoint.read_state(found).stage
+        if other != stage:
+            verb = {"rl": "train", "sft": "sft"}[other]
+            raise UserError(
+                f"{run_dir} is a run of `embodied {verb}`: go on with that, or begin another run from what it has "
+                f"learned with --policy.init {run_dir}"
+            )
     return found
 
 
 def has_content(run_dir: Path) -> bool:
     """Whether a run has done anything that somebody could miss."""
     metrics = run_dir / "metrics.jsonl"
-    return metrics.is_file() and metrics.stat().st_size > 0
+    learned = metrics.is_file() and metrics.stat().st_size > 0
+    return learned or checkpoint.latest(run_dir / "checkpoints") is not None
 
 
 def train(config: Config, run_dir: Path, session: Session, resume_from: Path | None) -> dict[str, Any]:

@@ -27,7 +27,7 @@ class Trajectories:
     log_prob: Tensor
     """[T, B, C, A] under the policy that acted, per element."""
     value: Tensor
-    """[T, B]"""
+    """[T, B], or [T, B, C] of a policy with a value for each action of a chunk."""
     reward: Tensor
     """[T, B] summed over the executed steps of the chunk."""
     success: Tensor
@@ -40,14 +40,16 @@ class Trajectories:
     truncated: Tensor
     """[T, B] bool, the decision ended its episode."""
     final_value: Tensor
-    """[T, B] value of the ended episode's own final observation; zero elsewhere."""
+    """[T, B] value of the ended episode's own final observation (of the first action there); zero elsewhere."""
     last_value: Tensor
-    """[B] value of the observation after the last decision."""
+    """[B] value of the observation after the last decision (of the first action there)."""
     version: int
     """Number of updates the acting policy had seen."""
     group: Tensor | None = None
     """[B] int64, where row t is decision t of each environment's one episode: the group that the episode belongs to.
     None: rows are the decisions of a rollout, in which episodes end and others begin."""
+    step_reward: Tensor | None = None
+    """[T, B, C] of each env step, zero beyond the executed ones; what credit for single actions needs."""
 
     @property
     def env_steps(self) -> int:

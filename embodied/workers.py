@@ -7,6 +7,7 @@ from pathlib import Path
 import policies
 from embodied.assignment import Assignment
 from embodied.config import Config, UserError
+from embodied.devices import find_device, settle
 from embodied.evaluation import Evaluator
 from embodied.learner import Learner
 from embodied.occupation import Seat
@@ -88,19 +89,22 @@ def check_same_sizes(first: PolicySpec, other: PolicySpec, task: str) -> None:
 
 
 def make_policy(config: Config, spec: PolicySpec, checkpoint: Path | None = None) -> Policy:
-    """The run's policy, new from its seed or from a checkpoint of the same kind and sizes."""
+    """The run's policy: new from its seed, as `policy.init` has it, or from a checkpoint of the same kind and sizes; on
+    its device."""
     # On one thread: orthogonal initial weights come from a QR decomposition, which rounds by the number of threads.
     with Seat().taken():
         policy = policies.build(config.policy.kind, spec, config.seed, **config.policy.options)
-    if checkpoint is not None:
-        policies.load_into(policy, checkpoint)
-    return policy
+    start = checkpoint or config.policy.init
+    if start is not None:
+        policies.load_into(policy, start)
+    return settle(policy, find_device(config.policy.device))
 
 
 def make_policy_worker(
-    config: Config, spec: PolicySpec, farm: Farm | FarmAddress, seat: Seat | None = None
+    config: Config, spec: PolicySpec, farm: Farm | FarmAddress, seat: Seat | None = None, shares: bool = False
 ) -> PolicyWorker:
-    policy = make_policy(config, spec)
+    """`shares`: it will be given the learner's policy, and needs none of its own."""
+    policy = None if shares else make_policy(config, spec)
     return PolicyWorker(policy, _reach(farm), config.policy.reads, config.seed, bootstrap_of(config), seat)
 
 
@@ -123,7 +127,8 @@ def make_evaluator(config: Config, spec: PolicySpec, farm: Farm | FarmAddress, c
 def _finished_policy(config: Config, spec: PolicySpec, checkpoint: Path | None) -> Policy:
     """The policy as it is evaluated: from a checkpoint, unless there is nothing in it to train."""
     policy = make_policy(config, spec, checkpoint)
-    if checkpoint is None and any(parameter.requires_grad for parameter in policy.parameters()):
+    untrained = checkpoint is None and config.policy.init is None
+    if untrained and any(parameter.requires_grad for parameter in policy.parameters()):
         raise UserError(
             f"the policy {config.policy.kind} has to be trained before it is evaluated: name a run instead of a "
             "configuration, or its checkpoint with --checkpoint"

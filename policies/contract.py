@@ -64,7 +64,7 @@ class Action:
     log_prob: Tensor
     """[B, C, A] float32, per element; the loss reduces it to its unit."""
     value: Tensor
-    """[B] float32, the expected return from here."""
+    """[B] float32, the expected return from here; or [B, C], from each action of the chunk on."""
     trace: Mapping[str, Tensor]
     """What `evaluate` needs to score the same decision again; each tensor has B rows."""
 
@@ -78,7 +78,7 @@ class Evaluation:
     entropy: Tensor
     """[B, C, A] float32; zero where it is constant in the parameters."""
     value: Tensor
-    """[B] float32."""
+    """[B] float32, or [B, C] where `act`'s are."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class Policy(nn.Module):
         raise NotImplementedError
 
     def value(self, inputs: Inputs) -> Tensor:
-        """[B] float32: the critic alone. No gradient."""
+        """The critic alone, [B] float32, or [B, C] where `act`'s are. No gradient."""
         raise NotImplementedError
 
     def observe(self, inputs: Inputs) -> None:

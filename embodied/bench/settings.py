@@ -45,3 +45,63 @@ class BenchTransport:
     """Messages per measurement."""
     json: Path | None = None
     """Write the result to this file."""
+
+
+@dataclass(frozen=True)
+class BenchPolicy:
+    """Actions (OpenVLA) or chunks (OpenVLA-OFT) per second by batch size, time to the first action, memory and model
+    FLOPs utilisation, beside the hardware's limits and Hugging Face's loop, one row at a time, on the same weights."""
+
+    model: str = "openvla-7b"
+    """openvla- or openvla-oft-, and 7b, 100m, 100m-deep or tiny. With --checkpoint only the first part counts."""
+    random_weights: bool = False
+    """Draw the weights instead of reading a checkpoint: no value of theirs changes speed or memory."""
+    checkpoint: Path | None = None
+    """A Hugging Face directory."""
+    unnorm_key: str = ""
+    """The checkpoint's dataset, where it has several."""
+    batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
+    """Batch sizes; those that do not fit into memory are left out, and said."""
+    device: str = "auto"
+    """cpu, cuda, cuda:1, ...; auto is the first GPU where there is one."""
+    dtype: str = "auto"
+    """float32, bfloat16 or float16; auto is bfloat16 on a GPU and float32 on a CPU."""
+    seconds: float = 3.0
+    """Duration of each measurement, a decision at least; there are three of each, in turn."""
+    peer: bool = True
+    """Measure Hugging Face's loop too."""
+    seed: int = 0
+    """Of random weights and frames."""
+    json: Path | None = None
+    """Write the result to this file."""
+
+
+@dataclass(frozen=True)
+class BenchLearner:
+    """Samples per second of a PPO update of low-rank adapters (evaluate, backward, optimiser step) by micro-batch,
+    memory and model FLOPs utilisation, beside the hardware's limit; rollout and learner share the weights."""
+
+    model: str = "openvla-7b"
+    """openvla- or openvla-oft-, and 7b, 100m, 100m-deep or tiny. With --checkpoint only the first part counts."""
+    random_weights: bool = False
+    """Draw the weights instead of reading a checkpoint: no value of theirs changes speed or memory."""
+    checkpoint: Path | None = None
+    """A Hugging Face directory."""
+    unnorm_key: str = ""
+    """The checkpoint's dataset, where it has several."""
+    micro_batches: tuple[int, ...] = (4, 8, 16, 32)
+    """Samples per forward and backward pass; those that do not fit into memory are left out, and said."""
+    minibatch: int = 0
+    """Samples per optimiser step; 0: the largest micro-batch."""
+    lora_rank: int = 32
+    """Of the adapters, on language model and projector; 0 trains every weight."""
+    device: str = "auto"
+    """cpu, cuda, cuda:1, ...; auto is the first GPU where there is one."""
+    dtype: str = "auto"
+    """float32, bfloat16 or float16; auto is bfloat16 on a GPU and float32 on a CPU."""
+    seconds: float = 3.0
+    """Duration of each measurement, a step at least; there are three of each, in turn."""
+    seed: int = 0
+    """Of random weights and frames."""
+    json: Path | None = None
+    """Write the result to this file."""

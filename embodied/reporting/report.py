@@ -46,8 +46,8 @@ _LEARNER = (
 def write_report(run_dir: str | os.PathLike[str]) -> Path:
     """Write `report.html` into a run's folder and return its path. Raises `ReportError` for other folders."""
     run = read_run(Path(run_dir))
-    sections = (_header, _figures, _success, _learner, _time, plan_section, _timeline, _evaluation, _videos, _config)
-    body = "\n".join(section(run) for section in (*sections, _protocol))
+    learning = (_header, _figures, _success, _imitation, _learner, _time, plan_section, _timeline)
+    body = "\n".join(section(run) for section in (*learning, _evaluation, _videos, _config, _protocol))
     template = Template(Path(__file__).with_name("page.html").read_text())
     target = run.path / "report.html"
     aside = target.with_name(target.name + ".partial")
@@ -84,7 +84,8 @@ def _figures(run: RunFolder) -> str:
             speeds = [value for value in run.column("farm/env_steps_per_s") if value is not None]
             median = f"median of iterations {charts.compact(statistics.median(speeds))}" if speeds else ""
             figures.append(("Env steps per second", charts.compact(last["env_steps"] / wall_s), median, ""))
-            figures.append(_target_figure(run))
+            if _simulated(run):
+                figures.append(_target_figure(run))
     return f'<div class="figures">{"".join(_figure(*figure) for figure in figures)}</div>'
 
 
@@ -122,6 +123,8 @@ def _target_figure(run: RunFolder) -> tuple[str, str, str, str]:
 def _success(run: RunFolder) -> str:
     if not run.rows:
         return _section("Success", _notice(run, "metrics.jsonl"))
+    if not _simulated(run):
+        return ""
     walls = run.column("wall_s")
     timed = [i for i, wall_s in enumerate(walls) if wall_s is not None]
     scale, unit = _time_unit(max((walls[i] or 0.0 for i in timed), default=0.0))
@@ -147,6 +150,21 @@ def _success(run: RunFolder) -> str:
     ]
     lead = f"Thin: each iteration. Thick: the mean of the last {SMOOTHING}."
     return _section("Success", _grid("two", figures), lead)
+
+
+def _simulated(run: RunFolder) -> bool:
+    """Whether the run has learned from episodes of its own, and not from demonstrations."""
+    return any("env/episodes" in row for row in run.rows)
+
+
+def _imitation(run: RunFolder) -> str:
+    keys = ("sft/loss", "sft/held_out_loss", "sft/held_out_distance")
+    figures = _curves(run, keys, 360, 180)
+    lead = (
+        "Env steps are those of the demonstrations that were learned from, repetitions counted. The distance is the "
+        "mean over action elements of |the policy's mode - what was demonstrated|, in the environment's units."
+    )
+    return _section("Learning from demonstrations", _grid("three", figures), lead) if figures else ""
 
 
 def _learner(run: RunFolder) -> str:

@@ -21,8 +21,10 @@ import ray
 from ray._private import ray_constants
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from torch import Tensor
 
 from embodied.config import UserError
+from embodied.devices import release, to_host
 from embodied.runtime.handles import Handle
 from embodied.runtime.nodes import NodeInfo
 from embodied.runtime.ray_farm import HERE, RayHost, cannot_start
@@ -57,7 +59,7 @@ class _WorkerActor:
 
     def run(self, name: str, method: str, *args: Any, **kwargs: Any) -> Any:
         # Arguments are spread out so that Ray replaces references by their values.
-        return getattr(self._workers[name], method)(*args, **kwargs)
+        return _portable(getattr(self._workers[name], method)(*args, **kwargs))
 
     def feed(self, source: str, produce: str, name: str, method: str, *args: Any, **kwargs: Any) -> Any:
         made = getattr(self._workers[source], produce)()
@@ -66,7 +68,25 @@ class _WorkerActor:
     def drop(self, name: str) -> int:
         """Forget a worker; how many are left."""
         del self._workers[name]
+        release()
         return len(self._workers)
+
+
+def _portable(result: Any) -> Any:
+    """What a worker returned, as another process can have it: weights leave the GPU's memory."""
+    if isinstance(result, dict) and any(isinstance(value, Tensor) for value in result.values()):
+        return to_host(result)
+    return result
+
+
+def _worker_environment() -> dict[str, str]:
+    """Environment variables of a process for a policy worker, the learner or an evaluator.
+
+    They share GPUs as the plan says, and so ask Ray for none. Ray then neither deals any out nor hides them, and a
+    number means the same GPU as where the command was typed, also where a cluster was started otherwise.
+    """
+    visible = {name: os.environ[name] for name in ("CUDA_VISIBLE_DEVICES",) if name in os.environ}
+    return {**WAITING, "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", **visible}
 
 
 class RayRuntime:
@@ -150,13 +170,13 @@ class RayRuntime:
         return actor
 
     def prepare(self, workers: int) -> None:
-        self._spare += [self.actor(_WorkerActor, WAITING) for _ in range(workers - len(self._spare))]
+        self._spare += [self.actor(_WorkerActor, _worker_environment()) for _ in range(workers - len(self._spare))]
 
     def place(self, name: str, make: Callable[..., T], *args: Any, beside: Handle[Any] | None = None) -> Handle[T]:
         if isinstance(beside, RayHandle):
             actor = beside.actor
         else:
-            actor = self._spare.pop() if self._spare else self.actor(_WorkerActor, WAITING)
+            actor = self._spare.pop() if self._spare else self.actor(_WorkerActor, _worker_environment())
         self.wait(actor.make.remote(name, make, args), name, "start", self._deadline_s)
         return RayHandle(name, self._deadline_s, runtime=self, actor=actor)
 

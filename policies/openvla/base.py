@@ -75,6 +75,7 @@ class TokenPolicy(Policy):
         lora_parts: Sequence[str] = ("language", "projector"),
         gradient_checkpointing: bool = False,
         value_widths: Sequence[int] = (512, 128),
+        value_per_action: bool = False,
     ) -> None:
         """`checkpoint` is a Hugging Face directory; `weights` is what such a policy was saved as, of which tensors are
         taken instead of those of `checkpoint` or `adapter` (`policies.load` sets it). `unnorm_key` names the dataset
@@ -101,7 +102,7 @@ class TokenPolicy(Policy):
             image_backend=image_backend, dtype=dtype, adapter=str(Path(adapter).resolve()) if adapter else "",
             lora_rank=lora_rank, lora_alpha=float(lora_alpha), lora_parts=list(lora_parts),
             gradient_checkpointing=gradient_checkpointing,
-            value_widths=list(checked_widths("value_widths", value_widths)),
+            value_widths=list(checked_widths("value_widths", value_widths)), value_per_action=value_per_action,
         )  # fmt: skip
         self.spec = spec
         self.source = source
@@ -135,7 +136,7 @@ class TokenPolicy(Policy):
             lora.attach(self.model, lora_rank, float(lora_alpha) or lora_rank, lora_parts)
         if gradient_checkpointing:
             self.model.language_model.activation_checkpointing_enable({"use_reentrant": False})
-        self.value_head = ValueHead(self.model.width, value_widths)
+        self.value_head = ValueHead(self.model.width, value_widths, spec.chunk if value_per_action else None)
         if self.model.dtype != torch.float32:
             self.ratio_tolerance = BFLOAT16_TOLERANCE
 

@@ -24,13 +24,15 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class ValueHead(nn.Module):
-    """[B, D], the state that predicts the first action token, to float32 [B].
+    """[B, D], the state that predicts the first action token, to float32 [B], or [B, C] with a value for each action.
 
     GELU between linear layers; the last has no bias and starts near zero. In float32 whatever the model's dtype.
     """
 
-    def __init__(self, width: int, widths: Sequence[int]) -> None:
+    def __init__(self, width: int, widths: Sequence[int], actions: int | None = None) -> None:
+        """`actions` is C; None gives one value for the whole chunk."""
         super().__init__()
+        self.per_action = actions is not None
         layers: list[nn.Module] = []
         for size in checked_widths("value_widths", widths):
             linear = nn.Linear(width, size)
@@ -38,12 +40,13 @@ class ValueHead(nn.Module):
             nn.init.zeros_(linear.bias)
             layers += [linear, nn.GELU()]
             width = size
-        last = nn.Linear(width, 1, bias=False)
+        last = nn.Linear(width, actions or 1, bias=False)
         nn.init.normal_(last.weight, std=0.02)
         self.layers = nn.Sequential(*layers, last)
 
     def forward(self, state: Tensor) -> Tensor:
-        return self.layers(state.float()).squeeze(-1)
+        values = self.layers(state.float())
+        return values if self.per_action else values.squeeze(-1)
 
 
 class ProprioProjector(nn.Module):

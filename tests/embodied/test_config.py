@@ -87,6 +87,8 @@ def test_a_key_without_a_likeness_is_refused_with_all_valid_ones() -> None:
         ("env.num_envs", [4]),
         ("env.image_size", 8),
         ("policy.options", 3),
+        ("policy.device", "gpu"),
+        ("policy.device", "cuda:first"),
         ("runtime.mode", "threads"),
     ],
 )

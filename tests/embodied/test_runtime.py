@@ -113,6 +113,26 @@ class Clumsy:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+@dataclass
+class Looker:
+    """A worker that says what its process was given."""
+
+    def variable(self, name: str) -> str | None:
+        return os.environ.get(name)
+
+
+def test_workers_see_the_gpus_that_the_command_sees(cluster: RayRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray neither hides GPUs from workers that asked it for none nor deals them out."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-b,GPU-a")
+    monkeypatch.setattr(cluster, "_spare", [])
+    looker = cluster.place("looker", Looker)
+    assert looker.call(Looker.variable, "CUDA_VISIBLE_DEVICES") == "GPU-b,GPU-a"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(cluster, "_spare", [])
+    looker = cluster.place("looker", Looker)
+    assert looker.call(Looker.variable, "CUDA_VISIBLE_DEVICES") is None
+
+
 @pytest.fixture(scope="module")
 def clumsy(cluster: RayRuntime) -> Handle[Clumsy]:
     return cluster.place("clumsy", Clumsy)

@@ -1,0 +1,275 @@
+"""Supervised warm start: a policy learns the actions of demonstrations, and a run can begin from what it became.
+
+[ minibatch of env steps -> Policy.imitate -> step ] x steps -> checkpoint
+
+Which rows a step sees, and the noise of its loss, are functions of the seed and the step's number, so that a resumed
+training is the one that was not stopped.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from embodied import checkpoint
+from embodied.config import Config, UserError
+from embodied.demonstrations import Batch, Dataset
+from embodied.interrupts import deferred_interrupts
+from embodied.noise import IMITATION, generator, permutation
+from embodied.occupation import Seat
+from embodied.reporting.live import steps
+from embodied.reporting.metrics import MetricsWriter
+from embodied.workers import make_policy, policy_spec
+from policies.contract import Inputs, Policy
+from sim_farm.contract import TaskInfo
+
+STAGE = "sft"
+"""What `checkpoint.RunState.stage` says of these checkpoints."""
+MEASURED = 512
+"""Rows of the held-out episodes that are measured, evenly spaced."""
+OBSERVED = 4096
+"""Rows whose statistics are taken at once."""
+CONVENTIONS = ("control_mode", "orientation", "gripper", "image_size")
+"""What a recording and the run's environments must agree on."""
+
+Index = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Demonstrations:
+    """Datasets as one, episodes divided into those that are learned from and those that are held out."""
+
+    datasets: tuple[Dataset, ...]
+    train: Index
+    """Rows, counted through all datasets."""
+    held_out: Index
+
+    @property
+    def episodes(self) -> int:
+        return sum(len(dataset.episodes) for dataset in self.datasets)
+
+    def batches(self, rows: Index, chunk: int, cameras: Sequence[str]) -> Iterator[Batch]:
+        """The rows `rows`, a batch for each dataset that has some of them."""
+        ends = np.cumsum([len(dataset) for dataset in self.datasets])
+        for dataset, end in zip(self.datasets, ends, strict=True):
+            own = rows[(rows >= end - len(dataset)) & (rows < end)] - (end - len(dataset))
+            if len(own):
+                yield dataset.batch(own, chunk, cameras)
+
+    def column(self, name: str) -> npt.NDArray[np.float32]:
+        """[rows to learn from, ...] of a column that all datasets have."""
+        return np.concatenate([dataset.column(name) for dataset in self.datasets])[self.train]
+
+
+def read_demonstrations(config: Config, info: TaskInfo) -> Demonstrations:
+    """The datasets of `sft.data`. Raises `UserError` where one does not fit the run's task."""
+    if not config.sft.data:
+        raise UserError("no demonstrations are named: --data FOLDER (a dataset, as `embodied record` writes them)")
+    datasets = tuple(Dataset(folder) for folder in config.sft.data)
+    for dataset in datasets:
+        _check_fits(dataset, config, info)
+    lengths = [episode.length for dataset in datasets for episode in dataset.episodes]
+    order = permutation(config.seed, 0, 0, len(lengths))
+    held = round(config.sft.holdout * len(lengths))
+    if config.sft.holdout > 0:
+        held = min(max(held, 1), len(lengths) - 1)
+    begins = np.concatenate([[0], np.cumsum(lengths)])
+    rows = [np.arange(begins[i], begins[i + 1]) for i in range(len(lengths))]
+
+    def rows_of(episodes: Index) -> Index:
+        return np.concatenate([rows[i] for i in sorted(episodes.tolist())]) if len(episodes) else np.empty(0, np.int64)
+
+    return Demonstrations(datasets, rows_of(order[held:]), rows_of(order[:held]))
+
+
+def _check_fits(dataset: Dataset, config: Config, info: TaskInfo) -> None:
+    size = dataset.features["action"].shape[0] if "action" in dataset.features else 0
+    if size != info.action_dim:
+        raise UserError(
+            f"the actions in {dataset.folder} have {size} numbers, those of {config.env.task} {info.action_dim}"
+        )
+    recorded = dataset.task
+    if recorded is None:  # another project's: nothing says by which conventions it was made
+        return
+    for name in CONVENTIONS:
+        if name in ("orientation", "image_size") and "images" not in config.policy.reads:
+            continue
+        theirs, ours = getattr(recorded, name), getattr(info.spec, name)
+        if theirs != ours:
+            raise UserError(
+                f"{dataset.folder} was recorded with env.{name} {theirs}, the run has {ours}: "
+                f"set --env.{name.replace('_', '-')} {theirs}, or record with {ours}"
+            )
+
+
+class Imitator:
+    """Holds the policy that learns from demonstrations, and its optimiser."""
+
+    def __init__(self, config: Config, info: TaskInfo, demonstrations: Demonstrations) -> None:
+        self.config, self.demonstrations = config, demonstrations
+        self.policy: Policy = make_policy(config, policy_spec(config, info))
+        self._seat = Seat((), config.learner.threads or torch.get_num_threads())
+        self.optimizer = torch.optim.Adam(list(self.policy.actor_parameters()), lr=config.sft.lr, fused=True)
+        self.done = 0
+        """Steps."""
+        batch = min(config.sft.batch, len(demonstrations.train))
+        self._batch, self._per_epoch = batch, len(demonstrations.train) // batch
+        self._epoch, self._order = -1, np.empty(0, np.int64)
+
+    @property
+    def rows_seen(self) -> int:
+        """Demonstrated env steps that were learned from, repetitions counted."""
+        return self.done * self._batch
+
+    def begin(self) -> None:
+        """Take the demonstrations' statistics: units of actions, normalisation of what is observed."""
+        data, policy = self.demonstrations, self.policy
+        has_proprio = all("observation.state" in dataset.features for dataset in data.datasets)
+        proprio = torch.from_numpy(data.column("observation.state")) if has_proprio else None
+        with self._seat.taken():
+            policy.adopt_units(torch.from_numpy(data.column("action")), proprio)
+            for rows in np.array_split(data.train, -(-len(data.train) // OBSERVED)):
+                for batch in data.batches(rows, 1, ()):
+                    policy.observe(self._shown(batch))
+
+    def load(self, folder: Path) -> None:
+        """Go on from a verified checkpoint."""
+        checkpoint.load_weights(folder, self.policy)
+        checkpoint.load_optimizer(folder, self.policy, self.optimizer)
+        self.done = checkpoint.read_state(folder).iteration
+
+    def step(self) -> float:
+        """One optimiser step; the loss before it. Raises `UserError` where it is not finite."""
+        rows = self._rows(self.done)
+        with self._seat.taken():
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.config.sft.lr * (1 - self.done / self.config.sft.steps)
+            self.optimizer.zero_grad(set_to_none=True)
+            loss = sum(self._losses(rows, self.done + 1, learn=True))
+            norm = torch.nn.utils.clip_grad_norm_(self.policy.actor_parameters(), self.config.learner.max_grad_norm)
+            if not np.isfinite(loss) or not torch.isfinite(norm):
+                raise UserError(
+                    f"at step {self.done} loss ({loss}) or gradient ({float(norm)}) is not finite: a smaller sft.lr is "
+                    "the usual way on; the last checkpoint is kept"
+                )
+            with deferred_interrupts():  # a step is done and counted, or neither
+                self.optimizer.step()
+                self.done += 1
+        return loss
+
+    def measure(self) -> dict[str, float]:
+        """On held-out episodes: the loss, and how far the policy's mode is from what was demonstrated, in the
+        environment's units, as a mean over action elements."""
+        rows = self.demonstrations.held_out
+        if not len(rows):
+            return {}
+        rows = rows[np.linspace(0, len(rows) - 1, min(MEASURED, len(rows))).astype(np.int64)]
+        with self._seat.taken(), torch.no_grad():
+            loss, distance, count = sum(self._losses(rows, 0, learn=False)), 0.0, 0
+            for batch in self._micro_batches(rows):
+                said = self.policy.act(self._shown(batch), None).chunk.cpu()
+                counted = torch.from_numpy(~batch.padding)
+                off = (said - torch.from_numpy(batch.actions)).abs()[counted]
+                distance, count = distance + float(off.sum()), count + off.numel()
+        return {"sft/held_out_loss": loss, "sft/held_out_distance": distance / count}
+
+    def _losses(self, rows: Index, key: int, learn: bool) -> Iterator[float]:
+        """Each micro-batch's share of the mean loss; with `learn`, its gradient is added. Noise is keyed by `key`."""
+        device = self._device
+        noise = generator(IMITATION, self.config.seed, 0, key, 0).standard_normal(
+            (len(rows), self.policy.noise_dim), np.float32
+        )
+        taken = 0
+        for batch in self._micro_batches(rows):
+            drawn = torch.from_numpy(noise[taken : taken + len(batch.actions)]).to(device)
+            taken += len(drawn)
+            losses = self.policy.imitate(
+                self._shown(batch),
+                torch.from_numpy(batch.actions).to(device),
+                torch.from_numpy(~batch.padding).to(device),
+                drawn,
+            )
+            share = losses.sum() / len(rows)
+            if learn:
+                share.backward()  # type: ignore[no-untyped-call]
+            yield float(share.detach())
+
+    def _micro_batches(self, rows: Index) -> Iterator[Batch]:
+        spec, size = self.policy.spec, self.config.learner.micro_batch or self._batch
+        for first in range(0, len(rows), size):
+            yield from self.demonstrations.batches(rows[first : first + size], spec.chunk, spec.cameras)
+
+    def _shown(self, batch: Batch) -> Inputs:
+        """What the policy reads of the batch, on its device."""
+        reads, inputs = self.config.policy.reads, batch.inputs()
+        return replace(
+            inputs,
+            state=inputs.state if "state" in reads else None,
+            proprio=inputs.proprio if "proprio" in reads else None,
+            instruction=inputs.instruction if "instruction" in reads else (),
+        ).to(self._device)
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self.policy.parameters()).device
+
+    def _rows(self, step: int) -> Index:
+        """The rows of a step: those of an epoch in an order of its own, whole minibatches of them."""
+        epoch, place = divmod(step, self._per_epoch)
+        if epoch != self._epoch:
+            order = permutation(self.config.seed, 1 + epoch, 0, len(self.demonstrations.train))
+            self._epoch, self._order = epoch, self.demonstrations.train[order]
+        return self._order[place * self._batch : (place + 1) * self._batch]
+
+
+def imitate(config: Config, info: TaskInfo, run_dir: Path, resume_from: Path | None) -> dict[str, Any]:
+    """Run the steps that are left and leave a checkpoint of the last. Returns the result as plain data.
+
+    Interrupted, the last finished step is kept as a checkpoint.
+    """
+    imitator = Imitator(config, info, read_demonstrations(config, info))
+    begin = time.monotonic()
+    if resume_from is None:
+        imitator.begin()
+    else:
+        imitator.load(resume_from)
+        begin -= checkpoint.read_state(resume_from).wall_s
+    before = imitator.done
+    try:
+        measured = _learn(imitator, config, run_dir, begin)
+    finally:  # also of an interrupted run, or one whose loss went astray
+        wall_s = time.monotonic() - begin
+        if imitator.done > before:
+            state = checkpoint.RunState(imitator.done, imitator.rows_seen, wall_s, (), STAGE)
+            checkpoint.write(run_dir / "checkpoints", state, imitator.policy, imitator.optimizer, {})
+    return {
+        "run": str(run_dir),
+        "steps": imitator.done,
+        "episodes": imitator.demonstrations.episodes,
+        "wall_s": wall_s,
+        **measured,
+    }
+
+
+def _learn(imitator: Imitator, config: Config, run_dir: Path, begin: float) -> dict[str, float]:
+    """The steps that are left, with their rows of metrics; the last of these."""
+    row, losses, total = dict[str, float](), list[float](), config.sft.steps
+    title = f"Learning from {imitator.demonstrations.episodes} episodes"
+    with MetricsWriter(run_dir) as metrics, steps(title, total) as bar:
+        metrics.truncate(imitator.done)
+        bar.advance(imitator.done)
+        while imitator.done < total:
+            losses.append(imitator.step())
+            if imitator.done % config.sft.measure_every == 0 or imitator.done == total:
+                row = {"sft/loss": float(np.mean(losses)), **imitator.measure()}
+                metrics.write(imitator.done, imitator.rows_seen, {"wall_s": time.monotonic() - begin, **row})
+                losses.clear()
+            bar.advance(1, f"loss {row['sft/loss']:.4g}" if row else "")
+    return row

@@ -1,0 +1,471 @@
+"""Policies on a GPU, checked without one: a device that may not be mixed with the CPU, and counts who waits for it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import policies
+from embodied import checkpoint
+from embodied.assignment import HERE, Assignment
+from embodied.config import Config, UserError, parse_config
+from embodied.devices import decide, device_of, find_device, settle, to_host, value_of
+from embodied.executing import executor
+from embodied.learner import Learner
+from embodied.occupation import Seat
+from embodied.residence import Residence
+from embodied.rollout import PolicyWorker
+from embodied.runtime.ray_runtime import _portable
+from embodied.session import open_session
+from embodied.trajectories import Trajectories
+from embodied.workers import make_policy
+from policies.contract import Evaluation, Inputs, Policy, PolicySpec
+from policies.gaussian_mlp import GaussianMLP
+from policies.openvla.tiny import write_tiny
+from policies.random_actions import RandomActions
+from sim_farm.contract import TaskSpec
+from sim_farm.episodes import EndlessEpisodes
+from sim_farm.farm import Farm
+from sim_farm.hosts import InProcess
+from sim_farm.layout import FarmSpec
+from tests.embodied.pretend_device import DEVICE, Far, MixedDevices, PretendDevice
+
+T, B, C, A, S = 6, 5, 2, 3, 16
+SPEC = PolicySpec(action_dim=A, chunk=C, state_dim=S)
+KINDS: dict[str, dict[str, Any]] = {
+    "gaussian_mlp": {"widths": [16]},
+    "flow": {"encoder": "state", "features": 8, "widths": [16], "steps": 3},
+}
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendDevice]:
+    """A GPU for the length of a test."""
+
+    class Stream:
+        def synchronize(self) -> None:
+            device.waits.append("synchronize")
+
+    grouped = torch._C._group_tensors_by_device_and_dtype
+    monkeypatch.setattr(
+        torch._C,
+        "_group_tensors_by_device_and_dtype",
+        lambda lists, *options: {(place_of(g[0]), k[1]): g for k, g in grouped(lists, *options).items()},
+    )
+    made = torch.tensor  # it alone is made behind the back of what watches operations
+    monkeypatch.setattr(torch, "tensor", lambda data, device="cpu", **options: made(data, **options).to(device))
+    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Pretence")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream())
+    # Else `Module.to` would fill a plain parameter with what is not one.
+    before = torch.__future__.get_overwrite_module_params_on_conversion()
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    try:
+        with PretendDevice() as device:
+            yield device
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(before)
+
+
+def place_of(group: Any) -> torch.device:
+    """Of a group of tensors that C++ believes on the CPU."""
+    return next(tensor.device for tensor in group[0] if tensor is not None)
+
+
+def make(kind: str = "gaussian_mlp") -> Policy:
+    return policies.build(kind, SPEC, seed=1, **KINDS[kind])
+
+
+def far(kind: str = "gaussian_mlp") -> Policy:
+    return settle(make(kind), DEVICE)
+
+
+def near(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.to("cpu") for name, tensor in tensors.items()}
+
+
+def assert_equal(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert not isinstance(found[name], Far), f"{name} is still on the device"
+        assert torch.equal(found[name], tensor), name
+
+
+def make_inputs(rows: int, seed: int = 0) -> tuple[Inputs, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return Inputs(state=torch.randn(rows, S, generator=g)), torch.randn(rows, make().noise_dim, generator=g)
+
+
+# --- finding one
+
+
+def test_auto_is_the_first_gpu_or_the_cpu(gpu: PretendDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find_device("auto") == find_device("cuda") == find_device("cuda:0") == DEVICE
+    assert find_device("cpu").type == "cpu"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert find_device("auto").type == "cpu"
+
+
+def test_a_device_that_is_not_there_is_refused_with_those_that_are(
+    gpu: PretendDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UserError, match=r"cuda:3, and there is cuda:0 \(Pretence\)"):
+        find_device("cuda:3")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match=r"is cuda:3 and torch .* sees no GPU: set it to cpu or auto"):
+        find_device("cuda:3")
+
+
+def test_a_runs_policy_is_on_its_device(gpu: PretendDevice) -> None:
+    for name, expected in (("auto", DEVICE), ("cuda:0", DEVICE), ("cpu", torch.device("cpu"))):
+        config = parse_config({"policy": {"device": name, "options": KINDS["gaussian_mlp"]}}, "test")
+        policy = make_policy(config, SPEC)
+        assert {tensor.device for tensor in policy.state_dict().values()} == {expected}
+        assert device_of(policy) == expected
+
+
+def test_a_policy_without_tensors_computes_on_the_cpu() -> None:
+    assert device_of(RandomActions(SPEC)).type == "cpu"
+
+
+def test_the_pretence_refuses_what_cuda_refuses(gpu: PretendDevice) -> None:
+    policy, (inputs, noise) = far(), make_inputs(4)
+    with pytest.raises(MixedDevices):
+        policy.act(inputs, noise)
+    with pytest.raises(MixedDevices):
+        torch.ones(3, device=DEVICE) + torch.ones(3)
+    with pytest.raises(MixedDevices):
+        torch.stack([torch.ones((), device=DEVICE), torch.ones(())])
+
+
+def test_nothing_is_copied_on_a_cpu() -> None:
+    policy, (inputs, noise) = make(), make_inputs(4)
+    action = policy.act(inputs, noise)
+    held = to_host({"chunk": action.chunk})
+    assert held["chunk"] is action.chunk and inputs.to("cpu").state is inputs.state
+
+
+# --- the policy worker
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_decisions_are_those_of_the_cpu_and_there_and_waited_for_once(kind: str, gpu: PretendDevice) -> None:
+    policy, other = far(kind), make(kind)
+    inputs = make_inputs(7)[0]
+    noise = torch.randn(7, other.noise_dim, generator=torch.Generator().manual_seed(2))
+    gpu.waits.clear()
+    found, expected = decide(policy, inputs, noise), other.act(inputs, noise)
+    assert gpu.waits == ["synchronize"]
+    assert_equal(
+        {**found.trace, "chunk": found.chunk, "log_prob": found.log_prob, "value": found.value},
+        {**expected.trace, "chunk": expected.chunk, "log_prob": expected.log_prob, "value": expected.value},
+    )
+    assert_equal({"value": value_of(policy, inputs)}, {"value": other.value(inputs)})
+
+
+def rolled_out(policy: Policy | None, shared: Policy | None = None) -> Trajectories:
+    task = TaskSpec("tabletop/reach", max_episode_steps=9)
+    farm = Farm.create(FarmSpec(task, EndlessEpisodes(3), 4, C, 2, 1, final_frames="never"), InProcess())
+    try:
+        worker = PolicyWorker(policy, farm, ("state",), 3, "truncated")
+        if shared is not None:
+            worker.share(shared)
+        worker.begin()
+        worker.rollout(12)
+        return worker.trajectories()
+    finally:
+        farm.close()
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_a_rollout_leaves_its_trajectories_in_the_hosts_memory(shares: bool, gpu: PretendDevice) -> None:
+    found = rolled_out(None, shared=far()) if shares else rolled_out(far())
+    expected = rolled_out(make())
+    assert expected.truncated.any()
+    assert_equal(tensors(found), tensors(expected))
+
+
+def tensors(batch: Trajectories) -> dict[str, Tensor]:
+    named = {name: value for name, value in vars(batch).items() if isinstance(value, Tensor)}
+    assert batch.inputs.state is not None
+    return {**named, **{f"trace.{key}": tensor for key, tensor in batch.trace.items()}, "state": batch.inputs.state}
+
+
+# --- the learner
+
+
+def make_batch(kind: str) -> Trajectories:
+    """What an untrained policy would have gathered from a world of noise."""
+    g = torch.Generator().manual_seed(0)
+    policy, inputs = make(kind), make_inputs(T * B)[0]
+    action = policy.act(inputs, torch.randn(T * B, policy.noise_dim, generator=g))
+    draw = torch.rand(T, B, generator=g)
+    terminated, truncated = draw < 0.1, draw > 0.9
+    return Trajectories(
+        inputs=inputs,
+        trace=action.trace,
+        log_prob=action.log_prob.view(T, B, C, A),
+        value=action.value.view(T, B),
+        reward=torch.randn(T, B, generator=g),
+        success=terminated,
+        executed=torch.where(terminated | truncated, torch.randint(1, C + 1, (T, B), generator=g), C),
+        mask=torch.ones(T, B, dtype=torch.bool),
+        terminated=terminated,
+        truncated=truncated,
+        final_value=torch.randn(T, B, generator=g) * truncated,
+        last_value=torch.randn(B, generator=g),
+        version=0,
+    )
+
+
+def config_of(epochs: int = 2, unit: str = "action", **ppo: Any) -> Config:
+    learner = {"epochs": epochs, "minibatch": 8, "micro_batch": 3, "threads": 1, "policy_lr": 3e-3}
+    return parse_config({"learner": learner, "ppo": {"ratio_unit": unit, "entropy_coef": 0.01, **ppo}}, "test")
+
+
+@pytest.mark.parametrize("unit", ["chunk", "action", "element"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("lag", [0, 1])
+def test_an_update_is_that_of_the_cpu(kind: str, unit: str, lag: int, gpu: PretendDevice, tmp_path: Path) -> None:
+    """To the last bit, since both are computed here."""
+    config, batch = config_of(unit=unit), make_batch(kind)
+    one, other = Learner(far(kind), config, tmp_path), Learner(make(kind), config, tmp_path)
+    for iteration in range(2 if lag == 0 else 1):
+        found, expected = one.update(batch, iteration + lag), other.update(batch, iteration + lag)
+        assert {k: v for k, v in found.items() if k != "learner/update_s"} == pytest.approx(
+            {k: v for k, v in expected.items() if k != "learner/update_s"}, rel=0, abs=0, nan_ok=True
+        )
+        one._first_ratio_error = other._first_ratio_error = 0.0
+        one.policy.ratio_tolerance = other.policy.ratio_tolerance = 10.0
+    assert all(isinstance(tensor, Far) for tensor in one.weights().values())
+    assert_equal(near(one.weights()), other.weights())
+    assert all(isinstance(state["exp_avg"], Far) for state in one.optimizer.state.values())
+
+
+def test_an_optimiser_step_waits_for_the_device_once(gpu: PretendDevice, tmp_path: Path) -> None:
+    learner, batch = Learner(far(), config_of(), tmp_path), make_batch("gaussian_mlp")
+    gpu.waits.clear()
+    steps = learner.update(batch, 0)["learner/steps"]
+    observing = gpu.waits[int(steps) :]
+    assert gpu.waits[: int(steps)] == ["synchronize"] * int(steps)
+    assert len(observing) <= 3, f"once an iteration, for its statistics and its time: {observing}"
+
+
+def test_a_checkpoint_is_the_same_from_any_device_and_loads_onto_any(gpu: PretendDevice, tmp_path: Path) -> None:
+    learner = Learner(far(), config_of(), tmp_path)
+    learner.update(make_batch("gaussian_mlp"), 0)
+    learner.save(tmp_path / "checkpoints", checkpoint.RunState(1, 0, 0.0, ()), {"episode": np.zeros(1)})
+    folder = checkpoint.latest(tmp_path / "checkpoints")
+    assert folder is not None
+    on_cpu, back = Learner(make(), config_of(), tmp_path), Learner(far(), config_of(), tmp_path)
+    for other in (on_cpu, back):
+        other.load(folder)
+        assert_equal(near(other.weights()), near(learner.weights()))
+    for parameter, state in back.optimizer.state.items():
+        assert {tensor.device for tensor in state.values()} == {parameter.device} == {DEVICE}
+    batch = make_batch("gaussian_mlp")
+    for other in (on_cpu, back, learner):
+        other.policy.ratio_tolerance = 10.0
+        other.update(batch, 1)
+    assert_equal(near(back.weights()), on_cpu.weights())
+    assert_equal(near(learner.weights()), on_cpu.weights())
+
+
+# --- policies on images
+
+
+def sighted(kind: str, checkpoint: Path) -> Policy:
+    spec = PolicySpec(7, chunk=1, proprio_dim=8, cameras=("front",), image_size=32)
+    if kind == "flow":
+        return policies.build("flow", spec, seed=1, encoder="cnn", features=8, widths=[16], steps=3)
+    spec = replace(spec, image_size=28) if kind == "openvla" else replace(spec, image_size=28, chunk=8)
+    options: dict[str, Any] = {"checkpoint": str(checkpoint), "lora_rank": 2, "value_widths": [8]}
+    return policies.build(kind, spec, seed=1, **options)
+
+
+@pytest.mark.parametrize("kind", ["flow", "openvla", "openvla_oft"])
+def test_policies_on_images_act_and_learn_there(kind: str, gpu: PretendDevice, tmp_path: Path) -> None:
+    weights = write_tiny(tmp_path / "tiny")
+    here = sighted(kind, weights)
+    there, g, rows = settle(sighted(kind, weights), DEVICE), torch.Generator().manual_seed(0), 4
+    size = here.spec.image_size
+    inputs = Inputs(
+        proprio=torch.randn(rows, 8, generator=g),
+        frames={"front": torch.randint(0, 256, (rows, size, size, 3), generator=g, dtype=torch.uint8)},
+        instruction=("reach", "push", "reach", "lift"),
+    )
+    noise = torch.randn(rows, here.noise_dim, generator=g)
+    action, expected = decide(there, inputs, noise), here.act(inputs, noise)
+    assert_equal({"chunk": action.chunk, "value": action.value}, {"chunk": expected.chunk, "value": expected.value})
+    assert_equal(action.trace, expected.trace)
+    assert_equal({"value": value_of(there, inputs)}, {"value": here.value(inputs)})
+    chunk = here.spec.chunk
+    batch = Trajectories(
+        inputs=inputs,
+        trace=action.trace,
+        log_prob=action.log_prob.view(2, 2, chunk, 7),
+        value=action.value.view(2, 2),
+        reward=torch.randn(2, 2, generator=g),
+        success=torch.zeros(2, 2, dtype=torch.bool),
+        executed=torch.full((2, 2), chunk),
+        mask=torch.ones(2, 2, dtype=torch.bool),
+        terminated=torch.zeros(2, 2, dtype=torch.bool),
+        truncated=torch.zeros(2, 2, dtype=torch.bool),
+        final_value=torch.zeros(2, 2),
+        last_value=torch.randn(2, generator=g),
+        version=0,
+    )
+    one, other = Learner(there, config_of(), tmp_path), Learner(here, config_of(), tmp_path)
+    for learner in (one, other):
+        assert learner.update(batch, 0)["learner/skipped_steps"] == 0
+    assert_equal(near(one.weights()), other.weights())
+
+
+# --- leaving the device
+
+
+def test_what_leaves_a_gpu_waits_in_the_hosts_memory_and_returns(gpu: PretendDevice, tmp_path: Path) -> None:
+    learner, other = Learner(far(), config_of(), tmp_path), Learner(make(), config_of(), tmp_path)
+    batch = make_batch("gaussian_mlp")
+    for one in (learner, other):
+        one.update(batch, 0)
+        one.policy.ratio_tolerance = 10.0
+    before = list(learner.policy.parameters())
+    residence = Residence(tmp_path / "spill", learner.policy, learner.optimizer)
+    assert residence.unload().bytes > 0
+    assert not any(p.numel() or p.held.numel() for p in before), "the device's memory is still held"  # type: ignore[attr-defined]
+    assert not (tmp_path / "spill").exists()
+    assert residence.load().bytes > 0
+    assert all(now is p for now, p in zip(learner.policy.parameters(), before, strict=True))
+    for one in (learner, other):
+        one.update(batch, 1)
+    assert_equal(near(learner.weights()), other.weights())
+
+
+# --- what no weight enters
+
+
+class Precomputing(GaussianMLP):
+    """Doubles its states: by itself, or ahead."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.computed = 0
+        """Rows that were doubled within `evaluate`."""
+        self.ahead: list[int] = []
+        """Rows of each call of `precompute`."""
+        self.empty = False
+
+    def precompute(self, inputs: Inputs) -> dict[str, Tensor]:
+        assert inputs.state is not None and not torch.is_grad_enabled()
+        self.ahead.append(len(inputs.state))
+        return {} if self.empty else {"doubled": inputs.state * 2}
+
+    def evaluate(self, inputs: Inputs, trace: Mapping[str, Tensor]) -> Evaluation:
+        assert inputs.state is not None
+        doubled = trace.get("doubled")
+        if doubled is None:
+            doubled, self.computed = inputs.state * 2, self.computed + len(inputs.state)
+        return super().evaluate(Inputs(state=doubled / 2), trace)
+
+
+def precomputing(device: str = "cpu", empty: bool = False) -> Precomputing:
+    policy = Precomputing(SPEC, **KINDS["gaussian_mlp"])
+    policy.load_state_dict(make().state_dict())
+    policy.empty = empty
+    settle(policy, torch.device(device))
+    return policy
+
+
+@pytest.mark.parametrize(("epochs", "lag"), [(1, 0), (2, 0), (1, 1), (3, 1)])
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_what_no_weight_enters_is_computed_once_if_it_is_needed_twice(
+    device: str, epochs: int, lag: int, gpu: PretendDevice, tmp_path: Path
+) -> None:
+    config, batch = config_of(epochs=epochs), make_batch("gaussian_mlp")
+    ahead = Learner(precomputing(device), config, tmp_path)
+    plain = Learner(make(), config, tmp_path)
+    for learner in (ahead, plain):
+        learner.policy.ratio_tolerance = 1e-4
+        learner.update(batch, lag)
+    policy = ahead.policy
+    assert isinstance(policy, Precomputing)
+    twice = epochs + lag > 1
+    assert policy.ahead == ([3] * 10 if twice else []), "not by micro-batches, or not once"
+    assert policy.computed == (0 if twice else T * B)
+    assert_equal(near(ahead.weights()), plain.weights())
+    assert set(batch.trace) == {"action"}, "the trajectories were changed"
+
+
+def test_a_policy_that_has_nothing_to_precompute_is_evaluated_as_it_is(tmp_path: Path) -> None:
+    learner = Learner(precomputing(empty=True), config_of(epochs=2), tmp_path)
+    learner.update(make_batch("gaussian_mlp"), 0)
+    assert isinstance(learner.policy, Precomputing) and learner.policy.computed == 2 * T * B
+
+
+# --- whole runs
+
+
+def run(device: str, folder: Path, one_process: bool, unload: bool) -> dict[str, bytes]:
+    """The tensors of the checkpoint at the end of three iterations, as they are on the disk."""
+    config = parse_config(
+        {
+            "seed": 5,
+            "iterations": 3,
+            "env": {"task": "tabletop/reach", "num_envs": 4, "max_episode_steps": 9},
+            "policy": {"chunk": 2, "device": device, "options": {"widths": [16]}},
+            "ppo": {"decisions": 8},
+            "learner": {"epochs": 2, "minibatch": 8, "threads": 1, "policy_lr": 3e-3},
+            "runtime": {"mode": "inline", "trace": False},
+        },
+        "test",
+    )
+    core = min(os.sched_getaffinity(0))
+    assignment = Assignment("collocated", 2, (core,), (HERE,), (), Seat(), Seat(), one_process, unload=unload)
+    with open_session(config) as session, executor(config, folder, session, assignment) as workers:
+        workers.begin(None, 0)
+        last = [workers.iterate(number) for number in range(3)][-1]
+        workers.save(folder / "checkpoints", checkpoint.RunState(3, 0, 0.0, ()), last.environments)
+    found = checkpoint.latest(folder / "checkpoints")
+    assert found is not None
+    checkpoint.verify(found)
+    return {str(path.relative_to(found)): path.read_bytes() for path in sorted(found.rglob("*.safetensors"))}
+
+
+@pytest.mark.parametrize(("one_process", "unload"), [(True, False), (True, True), (False, True)])
+def test_a_run_on_a_gpu_is_that_on_a_cpu(one_process: bool, unload: bool, gpu: PretendDevice, tmp_path: Path) -> None:
+    found = run("auto", tmp_path / "gpu", one_process, unload)
+    assert gpu.waits and found == run("cpu", tmp_path / "cpu", one_process, unload)
+
+
+# --- weights on their way
+
+
+def test_weights_leave_the_gpu_for_another_process(gpu: PretendDevice, tmp_path: Path) -> None:
+    weights = Learner(far(), config_of(), tmp_path).weights()
+    gpu.waits.clear()
+    sent = _portable(weights)
+    assert gpu.waits == ["synchronize"]
+    assert_equal(sent, make().state_dict())
+    trajectories = make_batch("gaussian_mlp")
+    assert _portable(trajectories) is trajectories
+
+
+def test_what_is_frozen_is_not_sent(tmp_path: Path) -> None:
+    policy = make()
+    frozen = [name for name, parameter in policy.named_parameters() if name.startswith("actor.0")]
+    for name, parameter in policy.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+    learner = Learner(policy, config_of(), tmp_path)
+    weights = learner.weights()
+    assert frozen and set(weights) == set(policy.state_dict()) - set(frozen)

@@ -1,0 +1,235 @@
+"""Learning from demonstrations: the policy does as they do, and reinforcement goes on from there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+
+import policies
+from embodied import checkpoint, runs
+from embodied.config import Config, UserError, parse_config
+from embodied.demonstrations import Dataset
+from embodied.imitation import Imitator, imitate, read_demonstrations
+from embodied.reporting.metrics import read
+from embodied.workers import task_spec
+from sim_farm.contract import TaskInfo
+from sim_farm.registry import make_physics
+from tests.embodied.expert import record_reach
+
+EPISODES = 24
+STATES: dict[str, Any] = {
+    "seed": 2,
+    "env": {"task": "tabletop/reach", "num_envs": 4},
+    "policy": {"options": {"widths": [64, 64], "initial_log_std": -1.5}},
+    "ppo": {"decisions": 32},
+    "learner": {"threads": 1, "minibatch": 64, "epochs": 2},
+    "sft": {"steps": 200, "batch": 32, "lr": 3e-3, "measure_every": 50},
+    "eval": {"episodes": 20, "videos": 0},
+    "runtime": {"mode": "inline", "trace": False},
+}
+PIXELS = {
+    **STATES,
+    "env": {"task": "tabletop/reach", "num_envs": 4, "cameras": 1, "image_size": 32},
+    "policy": {
+        "kind": "flow",
+        "reads": ["proprio", "images"],
+        "chunk": 4,
+        "options": {"encoder": "cnn", "features": 32, "widths": [64]},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def demos(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    return record_reach(tmp_path_factory.mktemp("recorded") / "demos", EPISODES)
+
+
+def config_of(settings: dict[str, Any], demos: Dataset, **sft: Any) -> Config:
+    return parse_config({**settings, "sft": {**settings["sft"], "data": [str(demos.folder)], **sft}}, "test")
+
+
+def info_of(config: Config) -> TaskInfo:
+    physics = make_physics(task_spec(config))
+    physics.close()
+    return physics.info
+
+
+def imitator_of(config: Config) -> Imitator:
+    info = info_of(config)
+    found = Imitator(config, info, read_demonstrations(config, info))
+    found.begin()
+    return found
+
+
+@pytest.fixture(scope="module")
+def warm(demos: Dataset, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What `embodied sft` says of a run on states."""
+    root = tmp_path_factory.mktemp("runs")
+    config = config_of(STATES, demos).model_copy(update={"name": "warm"})
+    return runs.sft_run(config, "test", root, False)
+
+
+def test_what_has_seen_the_expert_solves_unseen_episodes(warm: dict[str, Any], demos: Dataset) -> None:
+    assert len(demos.episodes) == EPISODES
+    assert warm["success_rate"] >= 0.9
+    rows = read(warm["run"])
+    assert [row["iteration"] for row in rows] == [50, 100, 150, 200]
+    assert rows[-1]["env_steps"] == 200 * 32
+    assert rows[-1]["sft/held_out_distance"] < 0.8 * rows[0]["sft/held_out_distance"]
+    page = (Path(warm["run"]) / "report.html").read_text()
+    assert "Learning from demonstrations" in page
+    assert "Time to success" not in page
+
+
+def test_a_run_begins_with_what_was_learned_from_demonstrations(warm: dict[str, Any], demos: Dataset) -> None:
+    root = Path(warm["run"]).parent
+    config = config_of(STATES, demos).model_copy(update={"name": "further", "iterations": 1})
+    begun = config.model_copy(update={"policy": config.policy.model_copy(update={"init": Path("warm")})})
+    result = runs.train_run(begun, "test", root, False)
+    plain = runs.train_run(config.model_copy(update={"name": "plain"}), "test", root, False)
+    first, without = read(result["run"])[0], read(plain["run"])[0]
+    assert first["env/success_once"] >= 0.9
+    assert first["env/episodes"] > 2 * without["env/episodes"], "solved episodes are short"
+    # The folder that is recorded is the checkpoint, whatever the run learns later.
+    saved = runs.settings_of("further", root).policy.init
+    assert saved == checkpoint.latest(root / "warm" / "checkpoints")
+
+
+def test_pixels_with_action_chunks(demos: Dataset, tmp_path: Path) -> None:
+    config = config_of(PIXELS, demos, steps=60, measure_every=20)
+    result = imitate(config, info_of(config), tmp_path / "run", None)
+    rows = read(tmp_path / "run")
+    assert rows[-1]["sft/held_out_loss"] < 0.9 * rows[0]["sft/held_out_loss"]
+    assert result["sft/held_out_loss"] == rows[-1]["sft/held_out_loss"]
+    policies.load(tmp_path / "run" / "checkpoints" / "000060")
+
+
+def test_stopped_and_resumed_is_not_stopped(demos: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(STATES, demos, steps=40, measure_every=20)
+    info = info_of(config)
+    whole = imitate(config, info, tmp_path / "whole", None)
+    step = Imitator.step
+
+    def interrupted(imitator: Imitator) -> float:
+        if imitator.done == 25:
+            raise KeyboardInterrupt
+        return step(imitator)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Imitator, "step", interrupted)
+        imitate(config, info, tmp_path / "parts", None)
+    found = checkpoint.latest(tmp_path / "parts" / "checkpoints")
+    assert found is not None
+    assert checkpoint.read_state(found).iteration == 25
+    parts = imitate(config, info, tmp_path / "parts", found)
+    assert parts["sft/held_out_loss"] == whole["sft/held_out_loss"]
+    for name in ("policy/model.safetensors", "optimizer.safetensors"):
+        one, other = (load_file(tmp_path / run / "checkpoints" / "000040" / name) for run in ("whole", "parts"))
+        assert one.keys() == other.keys()
+        assert all(np.array_equal(one[key], other[key]) for key in one)
+
+
+def test_an_early_interruption_keeps_what_was_learned(
+    demos: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the first row of metrics too; a run that has learned nothing leaves no folder."""
+    config = config_of(STATES, demos, measure_every=50).model_copy(update={"name": "early"})
+    step = Imitator.step
+    for last in (0, 3):
+
+        def interrupted(imitator: Imitator, last: int = last) -> float:
+            if imitator.done == last:
+                raise KeyboardInterrupt
+            return step(imitator)
+
+        monkeypatch.setattr(Imitator, "step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            runs.sft_run(config, "test", tmp_path, False)
+        assert (tmp_path / "early" / "checkpoints" / "latest").exists() == (last == 3)
+        assert (tmp_path / "early").exists() == (last == 3)
+
+
+def test_held_out_episodes_are_not_learned_from(demos: Dataset) -> None:
+    config = config_of(STATES, demos, holdout=0.25)
+    found = read_demonstrations(config, info_of(config))
+    held = {int(demos.episode_of(found.held_out)[i]) for i in range(len(found.held_out))}
+    learned = set(demos.episode_of(found.train).tolist())
+    assert len(held) == EPISODES // 4
+    assert not held & learned
+    assert len(held | learned) == EPISODES
+
+
+def test_micro_batches_change_memory_and_not_the_step(demos: Dataset) -> None:
+    after = []
+    for micro in (None, 5):
+        learner = {**STATES["learner"], "micro_batch": micro}
+        imitator = imitator_of(config_of({**STATES, "learner": learner}, demos))
+        imitator.step()
+        after.append(torch.cat([p.detach().flatten() for p in imitator.policy.parameters()]))
+    assert (after[0] - after[1]).abs().max() < 1e-5
+
+
+def test_several_datasets_are_learned_from_as_one(demos: Dataset) -> None:
+    config = config_of(STATES, demos)
+    twice = config.model_copy(update={"sft": config.sft.model_copy(update={"data": (demos.folder, demos.folder)})})
+    found = read_demonstrations(twice, info_of(config))
+    assert len(found.train) + len(found.held_out) == 2 * len(demos)
+    rows = np.array([0, len(demos), 1])
+    parts = list(found.batches(rows, 2, ()))
+    assert [len(part.actions) for part in parts] == [2, 1]
+    assert np.array_equal(parts[0].actions[0], parts[1].actions[0])
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        ({"task": "tabletop/pick_and_place"}, "the actions in .* have 3 numbers, those of tabletop/pick_and_place 4"),
+        ({"orientation": "rotated"}, "was recorded with env.orientation upright, the run has rotated"),
+        ({"image_size": 64}, "was recorded with env.image_size 32, the run has 64"),
+    ],
+)
+def test_demonstrations_of_something_else_are_refused(demos: Dataset, env: dict[str, Any], message: str) -> None:
+    config = config_of({**PIXELS, "env": {**PIXELS["env"], **env}}, demos)
+    with pytest.raises(UserError, match=message):
+        read_demonstrations(config, info_of(config))
+
+
+def test_demonstrations_must_be_named(demos: Dataset) -> None:
+    config = config_of(STATES, demos, data=())
+    with pytest.raises(UserError, match="--data FOLDER"):
+        read_demonstrations(config, info_of(config))
+
+
+def test_each_verb_goes_on_with_its_own_runs(warm: dict[str, Any], demos: Dataset) -> None:
+    root = Path(warm["run"]).parent
+    config = config_of(STATES, demos).model_copy(update={"name": "warm"})
+    with pytest.raises(UserError, match="`embodied sft`.*--policy.init"):
+        runs.train_run(config, "test", root, True)
+
+
+def test_a_beginning_that_is_none_or_of_another_policy(warm: dict[str, Any], demos: Dataset) -> None:
+    root = Path(warm["run"]).parent
+    config = config_of(STATES, demos).model_copy(update={"name": "other", "iterations": 1})
+    absent = config.policy.model_copy(update={"init": Path("nowhere")})
+    with pytest.raises(UserError, match="neither a run"):
+        runs.train_run(config.model_copy(update={"policy": absent}), "test", root, False)
+    wider = config.policy.model_copy(update={"init": Path("warm"), "options": {"widths": [32]}})
+    with pytest.raises(policies.PolicyError, match=r"architecture.widths is \[64, 64\], expected \[32\]"):
+        runs.train_run(config.model_copy(update={"policy": wider}), "test", root, False)
+    assert not (root / "other").exists()
+
+
+def test_the_command(warm: dict[str, Any], demos: Dataset, tmp_path: Path) -> None:
+    from embodied.cli import main
+
+    (tmp_path / "own.yaml").write_text(json.dumps({**STATES, "eval": {"episodes": 2, "videos": 0}}))
+    options = ["--data", str(demos.folder), "--sft.steps", "10", "--runs-dir", str(tmp_path), "--name", "typed"]
+    assert main(["sft", str(tmp_path / "own.yaml"), *options, "--json", str(tmp_path / "out.json")]) == 0
+    assert json.loads((tmp_path / "out.json").read_text())["steps"] == 10
+    assert main(["sft", str(tmp_path / "own.yaml"), *options]) == 2, "the run exists"
