@@ -146,6 +146,12 @@ class Executor:
         learned, environments, more = self.learn(iteration, drain)
         return Iteration(summary, learned, environments, begin, time.monotonic_ns(), (*summary.spans, *spans, *more))
 
+    def switches(self) -> dict[str, tuple[Switch, Switch]]:
+        """Let the learner with its weights, and the policy, leave their device's memory and come back, once each."""
+        learner = self.learner.call(Learner.unload, True), self.learner.call(Learner.load_back)
+        policy = self.policy.call(PolicyWorker.unload, self._spill), self.policy.call(PolicyWorker.load_back)
+        return {"learner": learner, "policy": policy}
+
     @property
     def _lanes(self) -> tuple[Executor, ...]:
         return (self, *self.others)

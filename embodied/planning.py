@@ -235,6 +235,7 @@ def profile_command(config: Config, out: Path) -> dict[str, Any]:
             profile = profile_config(task, session, out.resolve().parent)
             schedulers.save(profile, path)
             show(_profile_table(profile, task.env.task))
+            show("\n".join(_memory_lines(profile)))
             show(f"profile: [bold]{path}[/]")
             found[_title(task, number, found)] = {"profile": str(path), **schedulers.to_data(profile)}
     return found
@@ -307,3 +308,15 @@ def _profile_table(profile: Profile, title: str) -> Any:
                 f"x {component.beside:.2f}",
             )  # fmt: skip
     return table
+
+
+def _memory_lines(profile: Profile) -> list[str]:
+    """What each component holds in memory, and what leaving it and coming back take."""
+    lines = []
+    for name, component in profile.components.items():
+        if component.resident_bytes or component.bytes_per_item:
+            more = f" and {component.bytes_per_item / 1e6:.1f} MB per item" if component.bytes_per_item else ""
+            away = f"; out {1e3 * component.unload_s:.1f} ms, back {1e3 * component.load_s:.1f} ms"
+            held = f"{name} holds {component.resident_bytes / 1e6:.1f} MB per device{more}"
+            lines.append(held + (away if component.load_s else ""))
+    return lines

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median, stdev
+
+import numpy as np
 
 from embodied.assignment import HERE, Assignment
 from embodied.config import Config, UserError
 from embodied.executing import Executor, Iteration, executor
 from embodied.hardware import fingerprint
 from embodied.occupation import Seat
+from embodied.residence import Switch
 from embodied.session import Session
 from embodied.workflows import workflow_of
 from schedulers.profile import ComponentProfile, Point, Profile, Together
@@ -32,6 +35,10 @@ T95 = {1: 12.7, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9
 """Student's t for a 95% interval by degrees of freedom."""
 
 
+Switches = Mapping[str, tuple[Switch, Switch]]
+"""Of learner and policy: leaving their device's memory, and coming back."""
+
+
 @dataclass(frozen=True)
 class Measured:
     """Some iterations under one assignment."""
@@ -41,6 +48,8 @@ class Measured:
     iterations: tuple[Iteration, ...]
     rounds: int
     """Of the rollout loop, per iteration."""
+    worker_bytes: float
+    """In memory of one physics worker's process, the renderer that it draws with included."""
 
     def per_round(self, pick: str) -> list[float]:
         """Seconds per round of each iteration: `farm` (waiting for it), `policy`, or `loop` (all)."""
@@ -78,6 +87,7 @@ def profile_config(config: Config, session: Session, scratch: Path) -> Profile:
     whole, half = _turns(cores, cores), _turns(cores[:1], cores[:1])
     taken: dict[str, Measured] = {}
     info: TaskInfo | None = None
+    switches: Switches = {}
     shapes = {
         "all cores": (config, whole),
         "all cores, half": (_with_envs(config, envs // 2), whole),
@@ -91,12 +101,13 @@ def profile_config(config: Config, session: Session, scratch: Path) -> Profile:
         with executor(changed, scratch, session, assignment) as workers:
             info = workers.farm.info
             taken[name] = measure(changed, workers)
+            switches = switches or workers.switches()
     assert info is not None
     workflow = workflow_of(config, info.max_episode_steps)
     return Profile(
         workflow=workflow.name,
         fingerprint={**fingerprint(), **work_of(config)},
-        components=_components(taken, workflow, len(cores)),
+        components={name: _component(taken, name, workflow, len(cores), switches) for name in workflow.names},
         together=_together(taken["shared"], workflow, envs, len(cores)),
         transfers=_transfers(info, config),
     )
@@ -107,7 +118,9 @@ def measure(config: Config, workers: Executor) -> Measured:
     workflow = workflow_of(config, workers.farm.info.max_episode_steps)
     assert workflow.loop is not None
     rounds = workflow.loop.steps * workflow.waves
-    return Measured(config.env.num_envs, workers.assignment, tuple(run_iterations(workers)), rounds)
+    iterations = tuple(run_iterations(workers))
+    held = workers.farm.private_bytes()[: len(workers.assignment.physics)]
+    return Measured(config.env.num_envs, workers.assignment, iterations, rounds, float(held.mean()))
 
 
 def run_iterations(workers: Executor) -> list[Iteration]:
@@ -142,12 +155,10 @@ def _with_envs(config: Config, envs: int) -> Config:
     return config.model_copy(update={"env": config.env.model_copy(update={"num_envs": envs})})
 
 
-def _components(taken: dict[str, Measured], flow: Workflow, cores: int) -> dict[str, ComponentProfile]:
-    """Everything as it was measured alone, and how much longer it takes beside the others."""
-    return {name: _component(taken, name, flow, cores) for name in flow.names}
-
-
-def _component(taken: dict[str, Measured], name: str, flow: Workflow, cores: int) -> ComponentProfile:
+def _component(
+    taken: dict[str, Measured], name: str, flow: Workflow, cores: int, switches: Switches
+) -> ComponentProfile:
+    """As it was measured alone, how much longer it takes beside the others, what it holds, what a switch takes."""
     alone = {"all cores": cores, "all cores, half": cores}
     if cores > 1:
         alone |= {"one core": 1, "one core, half": 1}
@@ -156,7 +167,21 @@ def _component(taken: dict[str, Measured], name: str, flow: Workflow, cores: int
         items = taken[shape].num_envs * (1 if name in _LOOP else flow.waves)
         points.append(_point(items, devices, _values(taken[shape], name, flow)))
     beside = _beside_factor(taken, name) if cores > 1 else 1.0
-    return ComponentProfile("cores", tuple(points), beside, _variation(taken["all cores"], name))
+    found = ComponentProfile("cores", tuple(points), beside, _variation(taken["all cores"], name))
+    if name == "physics":
+        resident, per_item = _worker_memory([taken[shape] for shape in alone])
+        return replace(found, resident_bytes=resident, bytes_per_item=per_item)
+    if name in switches:
+        out, back = switches[name]
+        return replace(found, resident_bytes=float(out.bytes), unload_s=out.seconds, load_s=back.seconds)
+    return found
+
+
+def _worker_memory(measured: Sequence[Measured]) -> tuple[float, float]:
+    """Bytes of a physics worker without environments, and of each of its environments: a straight line."""
+    envs = [m.num_envs / len(m.assignment.physics) for m in measured]
+    slope, base = np.polyfit(envs, [m.worker_bytes for m in measured], 1)
+    return (float(base), float(slope)) if slope > 0 else (max(m.worker_bytes for m in measured), 0.0)
 
 
 def _variation(measured: Measured, name: str) -> float:

@@ -130,6 +130,11 @@ class Farm:
         """Whether the workers are objects of this process, which a submit runs."""
         return self.block.name is None
 
+    def private_bytes(self) -> Int:
+        """int64 [workers]: what each worker's process had in memory by itself when it had built its environments or its
+        renderer; 0 of workers in this process and of those on other machines."""
+        return self._slots["private_bytes"].copy()
+
     def envs_of(self, stage: int) -> Int:
         """Indices of the stage's environments, in the order of its rows."""
         return self._envs[stage]

@@ -73,6 +73,8 @@ def slot_fields(spec: FarmSpec, info: TaskInfo) -> dict[str, Field]:
         "phase": Field((spec.workers,), "int32", STARTING),
         "since_ns": Field((spec.workers,), "int64", 0),
         "built": Field((spec.workers,), "int32", 0),
+        # Of a process that serves this farm alone: what it has in memory by itself when it has built.
+        "private_bytes": Field((spec.workers,), "int64", 0),
         "message": Field((spec.workers, MESSAGE_BYTES), "uint8", 0),
         "requested": Field((envs,), "int64", 0),
         "simulated": Field((envs,), "int64", 0),

@@ -11,6 +11,7 @@ import os
 import time
 import traceback
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -55,6 +56,15 @@ class WorkerSetup:
         return f"{kind} {self.index if self.is_physics else self.index - self.spec.physics_workers}"
 
 
+def private_bytes() -> int:
+    """What this process has in memory and no other process has too; 0 where the system does not say."""
+    try:
+        pages = Path("/proc/self/statm").read_text().split()
+    except OSError:
+        return 0
+    return (int(pages[1]) - int(pages[2])) * os.sysconf("SC_PAGE_SIZE")
+
+
 class Worker:
     """What both kinds share: the block, the bells, and the report of what they are doing."""
 
@@ -95,6 +105,10 @@ class Worker:
 
     def close(self) -> None:
         raise NotImplementedError
+
+    def _report_memory(self) -> None:
+        if self.setup.memory is not None:  # else the process is the caller's
+            self.slots["private_bytes"][self.setup.index] = private_bytes()
 
     def _open_painter(self) -> None:
         """Make the renderer and let it draw once, so that what cannot start fails, or hangs, here and by name."""
@@ -157,6 +171,7 @@ class PhysicsWorker(Worker):
         for env in self._envs.tolist():
             if self.slots["simulated"][env]:
                 self._replay(env)
+        self._report_memory()
         self._report(layout.WAITING)
 
     def run_pending(self) -> int:
@@ -313,6 +328,7 @@ class RenderWorker(Worker):
     def build(self) -> None:
         self._report(layout.BUILDING)
         self._open_painter()
+        self._report_memory()
         self.slots["built"][self.setup.index] = 1
         self._report(layout.WAITING)
         self._client.ring()

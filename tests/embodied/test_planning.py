@@ -139,6 +139,17 @@ def test_every_component_is_measured_on_one_core_and_on_all(profile: Profile) ->
     assert 0 <= shared.low <= shared.seconds <= shared.high and shared.seconds > 0
 
 
+def test_memory_and_switches_are_measured(profile: Profile) -> None:
+    physics, policy, learner = (profile.components[name] for name in ("physics", "policy", "learner"))
+    # A process with Python, NumPy and MuJoCo in it; the tabletop's environments are small.
+    assert 2e7 < physics.resident_bytes + physics.bytes_per_item * ENVS < 2e9
+    # Adam keeps two more numbers for each parameter.
+    assert 0 < policy.resident_bytes < learner.resident_bytes < 4 * policy.resident_bytes
+    for component in (policy, learner):
+        assert component.unload_s > 0
+        assert component.load_s > 0
+
+
 def test_a_profile_says_what_it_belongs_to(profile: Profile) -> None:
     assert {"hardware.processor", "hardware.cores", "hardware.accelerator"} <= set(profile.fingerprint)
     assert {"software.torch", "software.python"} <= set(profile.fingerprint)
