@@ -1,0 +1,203 @@
+"""How much arithmetic and memory traffic a decision or an update of OpenVLA's network needs, counted from its modules.
+
+Counted are matrix products: 2 m k n for [m, k] times [k, n]; in a backward pass the same again for the gradient of each
+factor that needs one. So a linear layer of W weights costs 2 W a token, and 2 W for the gradient of its input (a frozen
+layer stops there), 2 W for that of its weights. Attention costs 4 d for each pair of a query and a key that it sees,
+with d the heads' widths together (scores, and their product with the values), twice that in the backward pass
+(Chowdhery et al. 2022, arXiv 2204.02311, appendix B; here only pairs that the mask allows count). What an
+implementation adds (recomputed activations, masked pairs, rows of the vocabulary that nobody reads) counts as nothing:
+model FLOPs utilisation is needed work by time and measured rate.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from policies.openvla.base import TokenPolicy
+from policies.openvla.config import BINS, TOWERS
+from policies.openvla.oft import OpenVLAOFT
+
+
+@dataclass(frozen=True)
+class Work:
+    """Of one pass over the network, for all rows together."""
+
+    linear: float = 0.0
+    """FLOPs of linear layers."""
+    attention: float = 0.0
+    """FLOPs of attention."""
+    weight_bytes: float = 0.0
+    """Weights that are read, once however many the rows."""
+    cache_bytes: float = 0.0
+    """Keys and values that are read."""
+
+    @property
+    def flops(self) -> float:
+        return self.linear + self.attention
+
+    @property
+    def nbytes(self) -> float:
+        return self.weight_bytes + self.cache_bytes
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            self.linear + other.linear,
+            self.attention + other.attention,
+            self.weight_bytes + other.weight_bytes,
+            self.cache_bytes + other.cache_bytes,
+        )
+
+    def __mul__(self, factor: float) -> Work:
+        return Work(*(factor * x for x in (self.linear, self.attention, self.weight_bytes, self.cache_bytes)))
+
+
+def weight_count(module: nn.Module) -> int:
+    """Weights of the linear layers, those of adapters too."""
+    return sum(part.weight.numel() for part in module.modules() if isinstance(part, nn.Linear))
+
+
+def nbytes(module: nn.Module) -> int:
+    """Bytes of the parameters, each once, however many names it has."""
+    return sum({p.data_ptr(): p.numel() * p.element_size() for p in module.parameters()}.values())
+
+
+def trains(module: nn.Module) -> bool:
+    return any(p.requires_grad for p in module.parameters())
+
+
+def causal_pairs(columns: int) -> float:
+    """Pairs of a query and a key in a causal sequence."""
+    return columns * (columns + 1) / 2
+
+
+class Costs:
+    """Counts for a policy and a prompt of so many tokens."""
+
+    def __init__(self, policy: TokenPolicy, prompt: int) -> None:
+        self.policy, self.model = policy, policy.model
+        self.oft = policy if isinstance(policy, OpenVLAOFT) else None
+        self.tokens = policy.spec.chunk * policy.spec.action_dim
+        self.images = len(policy.spec.cameras)
+        proprio = self.oft is not None and self.oft.proprio_projector is not None
+        self.before = prompt + self.images * self.model.config.patches + int(proprio)
+        """Columns before the actions."""
+        llama = self.model.language_model
+        self.layers = llama.model.layers
+        first = self.layers[0].self_attn
+        self.attention_width = llama.config.num_attention_heads * first.head_dim
+        self.key_width = llama.config.num_key_value_heads * first.head_dim
+        self.element = llama.lm_head.weight.element_size()
+
+    @property
+    def columns(self) -> int:
+        """Of the sequence that an update evaluates; OFT decides with the same."""
+        return self.before + self.tokens + (-1 if self.oft is None else int(self.oft.stop))
+
+    def vision(self) -> Work:
+        """Both towers for one row's images."""
+        work = Work()
+        for name in TOWERS:
+            tower = getattr(self.model.vision_backbone, name)
+            patches = self.model.config.patches
+            seen = patches + tower.num_prefix_tokens
+            linear = 2 * seen * weight_count(tower.blocks) + 2 * patches * tower.patch_embed.proj.weight.numel()
+            attention = 4 * tower.embed_dim * seen**2 * len(tower.blocks)
+            work += Work(linear, attention, nbytes(tower))
+        return Work(work.linear * self.images, work.attention * self.images, work.weight_bytes)
+
+    def projector(self) -> Work:
+        patches = self.images * self.model.config.patches
+        return Work(2 * patches * weight_count(self.model.projector), 0.0, nbytes(self.model.projector))
+
+    def llama(self, queries: int, read: int, pairs: float) -> Work:
+        """The layers on so many tokens of one row, of which so many final states are read: only for those does
+        anything depend on the last layer's MLP."""
+        spared = weight_count(self.layers[-1].mlp) * (queries - read)
+        attention = 4 * self.attention_width * pairs * len(self.layers)
+        return Work(2 * (queries * weight_count(self.layers) - spared), attention, nbytes(self.layers))
+
+    def head(self, tokens: int) -> Work:
+        """Logits of the action tokens, for so many."""
+        rows = BINS * self.model.width
+        return Work(2 * tokens * rows, 0.0, rows * self.element)
+
+    def critic(self) -> Work:
+        return Work(2 * weight_count(self.policy.value_head), 0.0, nbytes(self.policy.value_head))
+
+    def decision(self, rows: int, dense: bool = False) -> list[Work]:
+        """The passes of one batch's decision, each of which the next has to wait for; `dense` as in `update`."""
+        before = self.vision() + self.projector() + self.critic()
+        if self.oft is not None:
+            columns = self.columns
+            llama = self.llama(columns, columns if dense else self.tokens, columns**2)
+            return [_batched(before + llama + self.head(self.tokens), rows)]
+        prefill = self.llama(self.before, self.before if dense else 1, causal_pairs(self.before))
+        passes = [_batched(before + prefill + self.head(1), rows)]
+        for keys in range(self.before + 1, self.before + self.tokens):
+            step = _batched(self.llama(1, 1, keys) + self.head(1), rows)
+            cache = 2.0 * rows * keys * self.key_width * len(self.layers) * self.element
+            passes.append(step + Work(cache_bytes=cache))
+        return passes
+
+    def update(self, rows: int, cached: bool, dense: bool = False) -> Work:
+        """Forward and backward of one micro-batch; `cached`: vision features are given.
+
+        `dense` counts what is not needed but may be computed too: pairs of a query and a key that are masked, states
+        that nothing reads.
+        """
+        columns = self.columns
+        pairs, read = columns**2 if self.oft or dense else causal_pairs(columns), columns if dense else self.tokens
+        llama, patches = self.llama(columns, read, pairs), self.images * self.model.config.patches
+        backbone, projector = self.model.vision_backbone, self.model.projector
+        early = trains(backbone)
+        middle = early or trains(projector) or self.model.language_model.model.embed_tokens.weight.requires_grad
+        linear = backward(projector, patches, early, {"fc1"}) + backward(self.layers, columns, middle, FIRST)
+        linear -= backward(self.layers[-1].mlp, columns - read, True, set())
+        work = self.projector() + llama + self.critic() * 3 + self._head_update() + Work(linear, 2 * llama.attention)
+        if not cached:
+            work += self.vision()
+            if early:
+                work += self._vision_backward()
+        # The layers' weights are read in the backward pass too.
+        return _batched(work + Work(weight_bytes=llama.weight_bytes), rows)
+
+    def _head_update(self) -> Work:
+        head = self.head(self.tokens)
+        trained = self.model.language_model.lm_head.weight.requires_grad
+        return head + Work((2.0 if trained else 1.0) * head.linear)
+
+    def _vision_backward(self) -> Work:
+        linear, patches = 0.0, self.images * self.model.config.patches
+        for name in TOWERS:
+            tower = getattr(self.model.vision_backbone, name)
+            embedding = tower.patch_embed.proj.weight
+            seen = patches + self.images * tower.num_prefix_tokens
+            linear += backward(tower.blocks, seen, embedding.requires_grad, {"0.attn.qkv"})
+            linear += 2 * patches * embedding.numel() * embedding.requires_grad
+        return Work(linear, 2 * self.vision().attention)
+
+
+FIRST = {f"0.self_attn.{name}_proj" for name in "qkv"}
+"""Layers of the language model that read its input."""
+
+
+def backward(module: nn.Module, tokens: int, before: bool, first: set[str]) -> float:
+    """FLOPs of the linear layers' backward pass for one row.
+
+    `before`: something that the part's input depends on is trained. `first` names the layers that read that input.
+    """
+    total, inside = 0.0, before or trains(module)
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.Linear):
+            # The second matrix of an adapter reads the first.
+            reads_input = any(f"{name}.".startswith(f"{prefix}.") for prefix in first) and ".lora_B" not in name
+            gradients = layer.weight.requires_grad + (before if reads_input else inside)
+            total += 2 * tokens * layer.weight.numel() * gradients
+    return total
+
+
+def _batched(work: Work, rows: int) -> Work:
+    """The work of one row for many: weights are read once."""
+    return Work(rows * work.linear, rows * work.attention, work.weight_bytes, rows * work.cache_bytes)

@@ -1,0 +1,241 @@
+"""`embodied bench learner`: samples per second of a PPO update by micro-batch, beside the hardware's limit.
+
+A sample is a decision. An update evaluates every sample of the minibatch once, micro-batch by micro-batch, and takes
+one step; the loss is the learner's own (`ppo`), with one ratio for a decision. The module that decides is the module
+that is trained, as in a collocated run: there is one copy of the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+from embodied.bench.flops import Costs, nbytes
+from embodied.bench.generate import rows_of
+from embodied.bench.machine import Machine, Peak, finish, measure_machine, median, peak_memory, repeat
+from embodied.bench.models import add_rates, build, check_batches, describe, make_inputs, measured_here, results_table
+from embodied.bench.settings import BenchLearner
+from embodied.config import LearnerConfig, PPOConfig, UserError
+from embodied.devices import CPU, decide, device_of, release, to_host
+from embodied.ppo import policy_loss, value_loss
+from embodied.reporting.live import steps
+from policies.contract import Inputs
+from policies.openvla import sizes
+from policies.openvla.base import TokenPolicy
+
+ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Decisions that the policy took, with what the loss reads, in the host's memory. N samples."""
+
+    inputs: Inputs
+    trace: Mapping[str, Tensor]
+    log_prob: Tensor
+    """[N], of the whole decision."""
+    value: Tensor
+    advantage: Tensor
+
+    def rows(self, index: Tensor, device: torch.device) -> Samples:
+        """Some of them, on the device."""
+        return Samples(
+            self.inputs.rows(index).to(device),
+            {name: tensor[index].to(device) for name, tensor in self.trace.items()},
+            *(tensor[index].to(device) for tensor in (self.log_prob, self.value, self.advantage)),
+        )
+
+
+@dataclass(frozen=True)
+class Case:
+    """A way of updating."""
+
+    micro_batch: int
+    checkpointing: bool
+    """Activations are computed again in the backward pass rather than kept."""
+    cached: bool
+    """What no trained weight enters is computed once for all epochs, before the time is taken."""
+
+    @property
+    def name(self) -> str:
+        notes = ["recompute"] * self.checkpointing + ["cache"] * self.cached
+        return ", ".join([str(self.micro_batch), *notes])
+
+
+class Update:
+    """The policy's PPO update on fixed samples."""
+
+    def __init__(self, policy: TokenPolicy, minibatch: int, seed: int) -> None:
+        self.policy, self.device = policy, device_of(policy)
+        ppo, settings = PPOConfig(), LearnerConfig()
+        self._ppo, self._max_grad_norm = ppo, settings.max_grad_norm
+        groups = [(policy.actor_parameters(), settings.policy_lr), (policy.value_head.parameters(), settings.value_lr)]
+        self.optimizer = torch.optim.Adam([{"params": list(p), "lr": lr} for p, lr in groups], eps=1e-5, fused=True)
+        generator = torch.Generator("cpu").manual_seed(seed)
+        inputs = make_inputs(policy, minibatch, seed, CPU)
+        noise, advantage = (torch.randn(minibatch, n, generator=generator) for n in (policy.noise_dim, 1))
+        decided = self._decide(inputs, noise, advantage[:, 0])
+        self.samples = {False: decided, True: self._with_features(decided)}
+        self.off_policy = float("nan")
+        """Mean |ratio - 1| before the first step."""
+
+    def _decide(self, inputs: Inputs, noise: Tensor, advantage: Tensor) -> Samples:
+        """Row by row: how many decide together is the policy's bench's matter, and memory is scarce."""
+        actions = [decide(self.policy, row, noise[i : i + 1]) for i, row in enumerate(rows_of(inputs))]
+        trace = {name: torch.cat([a.trace[name] for a in actions]) for name in actions[0].trace}
+        log_prob = torch.cat([a.log_prob.sum((1, 2)) for a in actions])
+        return Samples(inputs, trace, log_prob, torch.cat([a.value for a in actions]), advantage)
+
+    def _with_features(self, samples: Samples) -> Samples | None:
+        parts = [to_host(self.policy.precompute(row.to(self.device))) for row in rows_of(samples.inputs)]
+        if not parts[0]:
+            return None
+        features = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        return Samples(
+            samples.inputs, {**samples.trace, **features}, samples.log_prob, samples.value, samples.advantage
+        )
+
+    def step(self, case: Case) -> None:
+        """One optimiser step on all samples."""
+        self.policy.gradient_checkpointing = case.checkpointing
+        self.optimizer.zero_grad(set_to_none=True)
+        samples = self.samples[case.cached]
+        assert samples is not None
+        off_policy = 0.0
+        count = len(samples.log_prob)
+        for index in torch.arange(count).split(case.micro_batch):
+            off_policy += self._backward(samples.rows(index, self.device), count)
+        if self.off_policy != self.off_policy:
+            self.off_policy = off_policy / count
+        nn.utils.clip_grad_norm_(self.policy.parameters(), self._max_grad_norm)
+        self.optimizer.step()
+
+    def _backward(self, samples: Samples, count: int) -> float:
+        ppo, new = self._ppo, self.policy.evaluate(samples.inputs, samples.trace)
+        log_prob, old = new.log_prob.sum((1, 2))[:, None], samples.log_prob[:, None]
+        mask = torch.ones_like(log_prob, dtype=torch.bool)
+        high = ppo.clip_high or ppo.clip
+        surrogate = policy_loss(log_prob, old, samples.advantage, mask, ppo.clip, high, ppo.dual_clip)
+        returns = samples.value + samples.advantage
+        critic = value_loss(new.value, samples.value, returns, ppo.value_clip)
+        ((surrogate.loss + ppo.value_coef * critic - ppo.entropy_coef * new.entropy.sum()) / count).backward()
+        # Read, as the learner reads its metrics: waiting for the device is part of an update.
+        return float(surrogate.off_policy)
+
+
+def bench_learner(bench: BenchLearner) -> dict[str, Any]:
+    """Measure every micro-batch, with and without recomputation (and cached features), three rounds in turn."""
+    micro_batches = check_batches(bench.micro_batches, "micro-batches")
+    minibatch = bench.minibatch or max(micro_batches)
+    if minibatch < max(micro_batches):
+        raise UserError(f"minibatch {minibatch} is smaller than the micro-batch {max(micro_batches)}")
+    if bench.lora_rank < 0:
+        raise UserError(f"lora-rank must be 0 (every weight is trained) or more, got {bench.lora_rank}")
+    policy = build(bench, lora_rank=bench.lora_rank, gradient_checkpointing=True)
+    device, dtype = device_of(policy), str(policy.model.dtype).removeprefix("torch.")
+    costs = Costs(policy, len(policy.prompts.tokens(sizes.INSTRUCTION)))
+    update = Update(policy, minibatch, bench.seed)
+    cached = (False, True) if update.samples[True] is not None else (False,)
+    cases = [Case(m, again, c) for c in cached for again in (False, True) for m in micro_batches]
+    machine = measure_machine(device, dtype)
+    peaks = _warm_up(update, cases, device)
+    times: dict[Case, list[float]] = {case: [] for case in cases if peaks[case] is not None}
+    if not times:
+        raise UserError(f"not even one sample of {bench.model} fits into the memory of {device} beside its weights")
+    with steps("Measuring", ROUNDS * len(times)) as bar:
+        for _ in range(ROUNDS):
+            for case, seconds in times.items():
+                seconds.extend(repeat(lambda case=case: update.step(case), device, bench.seconds))  # type: ignore[misc]
+                bar.advance()
+    machine = machine.best(measure_machine(device, dtype))
+    result = describe(bench, policy, machine)
+    result |= {"minibatch": minibatch, "lora_rank": bench.lora_rank, "off_policy": update.off_policy}
+    result["cases"] = [_case(case, times.get(case), peaks[case], minibatch, costs, machine) for case in cases]
+    best = max((case for case in result["cases"] if "mfu" in case), key=lambda case: case["samples_per_s"])
+    kept = ("micro_batch", "gradient_checkpointing", "cached_features", "samples_per_s", "limit_samples_per_s")
+    result |= {name: best[name] for name in (*kept, "share_of_limit", "mfu", "peak_memory_bytes")}
+    result["memory"] = memory(policy, update.optimizer, device)
+    _show(result)
+    return result
+
+
+def _warm_up(update: Update, cases: Iterable[Case], device: torch.device) -> dict[Case, Peak | None]:
+    """Each case twice; the memory it takes, or None where there is not enough."""
+    peaks: dict[Case, Peak | None] = {}
+    for case in cases:
+        try:
+            with peak_memory(device) as peak:
+                for _ in range(2):
+                    update.step(case)
+            peaks[case] = peak
+        except torch.OutOfMemoryError:
+            update.optimizer.zero_grad(set_to_none=True)
+            release()
+            peaks[case] = None
+    return peaks
+
+
+def _case(
+    case: Case, times: list[float] | None, peak: Peak | None, minibatch: int, costs: Costs, machine: Machine
+) -> dict[str, Any]:
+    named = {
+        "micro_batch": case.micro_batch,
+        "gradient_checkpointing": case.checkpointing,
+        "cached_features": case.cached,
+    }
+    if times is None or peak is None:
+        return named | {"out_of_memory": True}
+    full, rest = divmod(minibatch, case.micro_batch)
+    works = [costs.update(case.micro_batch, case.cached)] * full
+    works += [costs.update(rest, case.cached)] if rest else []
+    seconds, limit = median(times), sum(machine.seconds(work.flops, work.nbytes) for work in works)
+    flops = sum(work.flops for work in works)
+    return named | {
+        "samples_per_s": minibatch / seconds,
+        "samples_per_s_min": minibatch / max(times),
+        "samples_per_s_max": minibatch / min(times),
+        "limit_samples_per_s": minibatch / limit,
+        "share_of_limit": limit / seconds,
+        "model_flops": flops,
+        "mfu": flops / seconds / machine.flops_per_s,
+        "peak_memory_bytes": peak.nbytes,
+        "times_s": times,
+    }
+
+
+def memory(policy: TokenPolicy, optimizer: torch.optim.Optimizer, device: torch.device) -> dict[str, int]:
+    """Bytes that rollout and learner hold between them, with one copy of the weights and with two.
+
+    `resident` is what the device's allocator holds for all of it, where there is one to ask.
+    """
+    trained = sum(p.numel() * p.element_size() for p in policy.parameters() if p.requires_grad)
+    moments = [tensor for state in optimizer.state.values() for tensor in state.values()]
+    state = sum(tensor.numel() * tensor.element_size() for tensor in moments)
+    found = {"weights_bytes": nbytes(policy), "of_which_trained_bytes": trained, "optimizer_bytes": state}
+    found["one_copy_bytes"] = found["weights_bytes"] + trained + state  # a gradient for each trained weight
+    found["two_copies_bytes"] = found["one_copy_bytes"] + found["weights_bytes"]
+    if device.type == "cuda":
+        finish(device)
+        found["resident_bytes"] = torch.cuda.memory_allocated(device)
+    return found
+
+
+def _show(result: dict[str, Any]) -> None:
+    what = f"LoRA rank {result['lora_rank']}" if result["lora_rank"] else "every weight"
+    table = results_table(f"{result['model']}, {what}, {result['dtype']}, {result['hardware']}", "samples/s")
+    for found in result["cases"]:
+        name = Case(found["micro_batch"], found["gradient_checkpointing"], found["cached_features"]).name
+        add_rates(table, name, found, "samples_per_s")
+    console, held = Console(), {name: value / 1e9 for name, value in result["memory"].items()}
+    console.print(table)
+    console.print("rows: micro-batch; recompute: activations, in the backward pass; cache: vision features, given")
+    console.print(
+        f"rollout and learner share the weights: {held['one_copy_bytes']:.2f} GB with gradients and optimiser, "
+        f"{held['two_copies_bytes']:.2f} GB with two copies"
+    )
+    console.print(f"{measured_here(result)}; mean |ratio - 1| before the first step {result['off_policy']:.1e}")
