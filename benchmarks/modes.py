@@ -40,6 +40,12 @@ WORKLOADS: dict[str, tuple[str, dict[str, Any]]] = {
     "LIBERO, pixels, deep policy": ("libero_spatial_ppo", HEAVY),
     # Disaggregated plans alone run ahead: the learner's time disappears behind the rollout's.
     "LIBERO, deep policy, one step ahead": ("libero_spatial_ppo", {**HEAVY, "plan": {"ahead": True}}),
+    # An update that takes as long as a rollout on one core, and that a second core hardly helps. Every update is whole:
+    # where it ended early its time would be another each time.
+    "PushCube, states, one step ahead": (
+        "pushcube",
+        {"learner": {"epochs": 24}, "ppo": {"target_kl": None}, "plan": {"ahead": True}},
+    ),
 }
 
 

@@ -276,6 +276,9 @@ def _run(command: Any) -> int:
 
     if isinstance(command, BenchCommand):
         command = command.what
+    if isinstance(command, (Eval, Record, ProfileCommand, PlanCommand, CompareCommand)):
+        named = runs.with_init(command.settings, getattr(command, "runs_dir", Path("runs")), required=False)
+        command = replace(command, settings=named)
     if isinstance(command, Train):
         settings = command.settings
         if command.cluster is not None:

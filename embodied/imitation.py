@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from embodied import checkpoint
-from embodied.config import Config, UserError
+from embodied.config import Config, UserError, save_config
 from embodied.demonstrations import Batch, Dataset
 from embodied.interrupts import deferred_interrupts
 from embodied.noise import IMITATION, generator, permutation
@@ -55,13 +55,14 @@ class Demonstrations:
     def episodes(self) -> int:
         return sum(len(dataset.episodes) for dataset in self.datasets)
 
-    def batches(self, rows: Index, chunk: int, cameras: Sequence[str]) -> Iterator[Batch]:
-        """The rows `rows`, a batch for each dataset that has some of them."""
+    def batches(self, rows: Index, chunk: int, cameras: Sequence[str]) -> Iterator[tuple[Index, Batch]]:
+        """The rows `rows`, a batch for each dataset that has some of them, and their places in `rows`."""
         ends = np.cumsum([len(dataset) for dataset in self.datasets])
         for dataset, end in zip(self.datasets, ends, strict=True):
-            own = rows[(rows >= end - len(dataset)) & (rows < end)] - (end - len(dataset))
-            if len(own):
-                yield dataset.batch(own, chunk, cameras)
+            begin = end - len(dataset)
+            places = np.flatnonzero((rows >= begin) & (rows < end))
+            if len(places):
+                yield places, dataset.batch(rows[places] - begin, chunk, cameras)
 
     def column(self, name: str) -> npt.NDArray[np.float32]:
         """[rows to learn from, ...] of a column that all datasets have."""
@@ -129,14 +130,18 @@ class Imitator:
         return self.done * self._batch
 
     def begin(self) -> None:
-        """Take the demonstrations' statistics: units of actions, normalisation of what is observed."""
+        """Take the demonstrations' statistics: units of actions, normalisation of what is observed.
+
+        A policy that has learned before keeps its units, since they are what its outputs mean.
+        """
         data, policy = self.demonstrations, self.policy
         has_proprio = all("observation.state" in dataset.features for dataset in data.datasets)
         proprio = torch.from_numpy(data.column("observation.state")) if has_proprio else None
         with self._seat.taken():
-            policy.adopt_units(torch.from_numpy(data.column("action")), proprio)
+            if self.config.policy.init is None:
+                policy.adopt_units(torch.from_numpy(data.column("action")), proprio)
             for rows in np.array_split(data.train, -(-len(data.train) // OBSERVED)):
-                for batch in data.batches(rows, 1, ()):
+                for _, batch in data.batches(rows, 1, ()):
                     policy.observe(self._shown(batch))
 
     def load(self, folder: Path) -> None:
@@ -173,7 +178,7 @@ class Imitator:
         rows = rows[np.linspace(0, len(rows) - 1, min(MEASURED, len(rows))).astype(np.int64)]
         with self._seat.taken(), torch.no_grad():
             loss, distance, count = sum(self._losses(rows, 0, learn=False)), 0.0, 0
-            for batch in self._micro_batches(rows):
+            for _, batch in self._micro_batches(rows):
                 said = self.policy.act(self._shown(batch), None).chunk.cpu()
                 counted = torch.from_numpy(~batch.padding)
                 off = (said - torch.from_numpy(batch.actions)).abs()[counted]
@@ -186,25 +191,25 @@ class Imitator:
         noise = generator(IMITATION, self.config.seed, 0, key, 0).standard_normal(
             (len(rows), self.policy.noise_dim), np.float32
         )
-        taken = 0
-        for batch in self._micro_batches(rows):
-            drawn = torch.from_numpy(noise[taken : taken + len(batch.actions)]).to(device)
-            taken += len(drawn)
+        for places, batch in self._micro_batches(rows):
             losses = self.policy.imitate(
                 self._shown(batch),
                 torch.from_numpy(batch.actions).to(device),
                 torch.from_numpy(~batch.padding).to(device),
-                drawn,
+                torch.from_numpy(noise[places]).to(device),
             )
             share = losses.sum() / len(rows)
             if learn:
                 share.backward()  # type: ignore[no-untyped-call]
             yield float(share.detach())
 
-    def _micro_batches(self, rows: Index) -> Iterator[Batch]:
+    def _micro_batches(self, rows: Index) -> Iterator[tuple[Index, Batch]]:
+        """The rows as batches, and the places in `rows` of each."""
         spec, size = self.policy.spec, self.config.learner.micro_batch or self._batch
         for first in range(0, len(rows), size):
-            yield from self.demonstrations.batches(rows[first : first + size], spec.chunk, spec.cameras)
+            piece = rows[first : first + size]
+            for places, batch in self.demonstrations.batches(piece, spec.chunk, spec.cameras):
+                yield first + places, batch
 
     def _shown(self, batch: Batch) -> Inputs:
         """What the policy reads of the batch, on its device."""
@@ -235,41 +240,62 @@ def imitate(config: Config, info: TaskInfo, run_dir: Path, resume_from: Path | N
     Interrupted, the last finished step is kept as a checkpoint.
     """
     imitator = Imitator(config, info, read_demonstrations(config, info))
-    begin = time.monotonic()
+    log = _Log(run_dir, time.monotonic())
     if resume_from is None:
         imitator.begin()
     else:
         imitator.load(resume_from)
-        begin -= checkpoint.read_state(resume_from).wall_s
-    before = imitator.done
+        log = _Log(run_dir, log.began_s - checkpoint.read_state(resume_from).wall_s, imitator.done)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    save_config(config, run_dir / "config.yaml")
     try:
-        measured = _learn(imitator, config, run_dir, begin)
+        measured = _learn(imitator, config, log)
     finally:  # also of an interrupted run, or one whose loss went astray
-        wall_s = time.monotonic() - begin
-        if imitator.done > before:
-            state = checkpoint.RunState(imitator.done, imitator.rows_seen, wall_s, (), STAGE)
-            checkpoint.write(run_dir / "checkpoints", state, imitator.policy, imitator.optimizer, {})
+        log.save(imitator)
     return {
         "run": str(run_dir),
         "steps": imitator.done,
         "episodes": imitator.demonstrations.episodes,
-        "wall_s": wall_s,
+        "wall_s": log.wall_s,
         **measured,
     }
 
 
-def _learn(imitator: Imitator, config: Config, run_dir: Path, begin: float) -> dict[str, float]:
+@dataclass
+class _Log:
+    """What a training leaves in its folder."""
+
+    run_dir: Path
+    began_s: float
+    """As if it had never been stopped."""
+    saved: int = 0
+    """Steps that the newest checkpoint has."""
+
+    @property
+    def wall_s(self) -> float:
+        return time.monotonic() - self.began_s
+
+    def save(self, imitator: Imitator) -> None:
+        if imitator.done > self.saved:
+            state = checkpoint.RunState(imitator.done, imitator.rows_seen, self.wall_s, (), STAGE)
+            checkpoint.write(self.run_dir / "checkpoints", state, imitator.policy, imitator.optimizer, {})
+            self.saved = imitator.done
+
+
+def _learn(imitator: Imitator, config: Config, log: _Log) -> dict[str, float]:
     """The steps that are left, with their rows of metrics; the last of these."""
     row, losses, total = dict[str, float](), list[float](), config.sft.steps
     title = f"Learning from {imitator.demonstrations.episodes} episodes"
-    with MetricsWriter(run_dir) as metrics, steps(title, total) as bar:
+    with MetricsWriter(log.run_dir) as metrics, steps(title, total) as bar:
         metrics.truncate(imitator.done)
         bar.advance(imitator.done)
         while imitator.done < total:
             losses.append(imitator.step())
             if imitator.done % config.sft.measure_every == 0 or imitator.done == total:
                 row = {"sft/loss": float(np.mean(losses)), **imitator.measure()}
-                metrics.write(imitator.done, imitator.rows_seen, {"wall_s": time.monotonic() - begin, **row})
+                metrics.write(imitator.done, imitator.rows_seen, {"wall_s": log.wall_s, **row})
                 losses.clear()
+            if imitator.done % config.sft.checkpoint_every == 0:
+                log.save(imitator)
             bar.advance(1, f"loss {row['sft/loss']:.4g}" if row else "")
     return row

@@ -31,7 +31,7 @@ from embodied.ppo import alive_actions, behaviour_weight, reduce_to_unit
 from embodied.residence import Residence, Switch
 from embodied.shares import Share, Sums, add_gradient, count_units, count_values, read
 from embodied.trajectories import Trajectories
-from embodied.workflows import groups_suffice, recipe_of, streams
+from embodied.workflows import check_credit, groups_suffice, recipe_of, streams
 from policies.contract import Policy
 
 BEHAVIOUR_BOUND = 2.0
@@ -62,6 +62,7 @@ class Learner:
     """Holds the policy that is trained and its optimiser. `collect` each part of a rollout, then `finish`."""
 
     def __init__(self, policy: Policy, config: Config, run_dir: Path, seat: Seat | None = None) -> None:
+        check_credit(config)
         self.policy = policy
         self._device = device_of(policy)
         self._recipe, self._run = recipe_of(config), config
@@ -77,7 +78,7 @@ class Learner:
                 {"params": list(policy.actor_parameters()), "lr": self._config.policy_lr, "name": "policy"},
                 {"params": list(policy.value_head.parameters()), "lr": self._config.value_lr, "name": "value_head"},
             ],
-            eps=1e-5,
+            eps=self._config.adam_eps,
             fused=True,
         )
         self._residence: Residence | None = None

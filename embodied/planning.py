@@ -23,7 +23,7 @@ from embodied.replanning import Decision, Watch
 from embodied.reporting.plan_picture import draw_plan
 from embodied.session import Session, open_session
 from embodied.workers import task_spec
-from embodied.workflows import configs_of_tasks, workflow_of
+from embodied.workflows import check_credit, configs_of_tasks, workflow_of
 from schedulers import Cluster, Node, Plan, PlanError, Profile, Workflow
 from sim_farm.hosts import InProcess
 
@@ -150,10 +150,11 @@ def place_run(config: Config, session: Session, run_dir: Path) -> tuple[Placed, 
 
 
 def check_files(config: Config) -> None:
-    """Refuse plan and profile files that do not fit, before anything is started. Raises as `place_run` does.
+    """Refuse settings, plan and profile files that do not fit, before anything is started. Raises as `place_run` does.
 
     On a cluster a plan is checked when the cluster's machines are known.
     """
+    check_credit(config)
     wanted = config.plan
     if wanted.file is None and wanted.profile is None:
         return
@@ -316,7 +317,8 @@ def _memory_lines(profile: Profile) -> list[str]:
     for name, component in profile.components.items():
         if component.resident_bytes or component.bytes_per_item:
             more = f" and {component.bytes_per_item / 1e6:.1f} MB per item" if component.bytes_per_item else ""
-            away = f"; out {1e3 * component.unload_s:.1f} ms, back {1e3 * component.load_s:.1f} ms"
-            held = f"{name} holds {component.resident_bytes / 1e6:.1f} MB per device{more}"
-            lines.append(held + (away if component.load_s else ""))
+            lines.append(f"{name} holds {component.resident_bytes / 1e6:.1f} MB per process{more}")
+        if component.process_bytes:
+            switch = f"out in {1e3 * component.unload_s:.1f} ms, back in {1e3 * component.load_s:.1f} ms"
+            lines.append(f"{name} holds {component.process_bytes / 1e6:.1f} MB; {switch}")
     return lines

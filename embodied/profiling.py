@@ -97,6 +97,8 @@ def profile_config(config: Config, session: Session, scratch: Path) -> Profile:
     }
     if len(cores) > 1:
         shapes["beside"] = (config, _beside(cores))
+        if config.plan.ahead:
+            shapes["ahead"] = (config, _ahead(cores))
     for name, (changed, assignment) in shapes.items():
         with executor(changed, scratch, session, assignment) as workers:
             info = workers.farm.info
@@ -151,6 +153,13 @@ def _beside(cores: Sequence[int]) -> Assignment:
     return replace(_turns(cores[:middle], cores[middle:]), mode="hybrid", groups=2)
 
 
+def _ahead(cores: Sequence[int]) -> Assignment:
+    """The rollout on the first half of the cores, one update ahead of the learner on one other."""
+    middle = max(1, len(cores) // 2)
+    rolling, learner = _turns(cores[:middle], cores[:middle]), Seat((cores[middle],))
+    return replace(rolling, mode="disaggregated", learner=learner, one_process=False, ahead=1)
+
+
 def _with_envs(config: Config, envs: int) -> Config:
     return config.model_copy(update={"env": config.env.model_copy(update={"num_envs": envs})})
 
@@ -173,7 +182,7 @@ def _component(
         return replace(found, resident_bytes=resident, bytes_per_item=per_item)
     if name in switches:
         out, back = switches[name]
-        return replace(found, resident_bytes=float(out.bytes), unload_s=out.seconds, load_s=back.seconds)
+        return replace(found, process_bytes=float(out.bytes), unload_s=out.seconds, load_s=back.seconds)
     return found
 
 
@@ -181,7 +190,7 @@ def _worker_memory(measured: Sequence[Measured]) -> tuple[float, float]:
     """Bytes of a physics worker without environments, and of each of its environments: a straight line."""
     envs = [m.num_envs / len(m.assignment.physics) for m in measured]
     slope, base = np.polyfit(envs, [m.worker_bytes for m in measured], 1)
-    return (float(base), float(slope)) if slope > 0 else (max(m.worker_bytes for m in measured), 0.0)
+    return (max(float(base), 0.0), float(slope)) if slope > 0 else (max(m.worker_bytes for m in measured), 0.0)
 
 
 def _variation(measured: Measured, name: str) -> float:
@@ -213,6 +222,12 @@ def _values(measured: Measured, component: str, flow: Workflow) -> list[float]:
 
 def _beside_factor(taken: dict[str, Measured], component: str) -> float:
     """How much longer it takes for one item while the other cores are busy."""
+    if component == "learner" and "ahead" in taken:
+        with_rollout, without = (
+            median(it.learned["learner/update_s"] for it in taken[shape].iterations[1:])
+            for shape in ("ahead", "one core")
+        )
+        return max(1.0, with_rollout / without)
     beside, alone = taken["beside"], taken["one core, half"]
     picks = {"physics": "physics_busy", "render": "render_busy", "policy": "policy"}
     if component not in picks:

@@ -16,6 +16,7 @@ from rich import print as show
 import policies
 from embodied import checkpoint, training
 from embodied.config import Config, UserError, load_config, parse_config
+from embodied.devices import release
 from embodied.eval_folder import PROTOCOL, EvalFolder, read_folder
 from embodied.evaluating import Subject, compare, evaluate, evaluation_folder, write_result
 from embodied.planning import check_files
@@ -64,7 +65,7 @@ def whole_checkpoint(run_dir: Path | None, named: Path | None) -> Path | None:
 
 def train_run(config: Config, source: str, runs_dir: Path, resume: bool) -> dict[str, Any]:
     """Train, evaluate, film, report. Returns the result as plain data."""
-    config = with_init(config, runs_dir)
+    config = _begun_from(config, runs_dir, resume)
     check_files(config)
     with _run_folder(config, source, runs_dir, resume, "rl") as (run_dir, found), open_session(config) as session:
         result = training.train(config, run_dir, session, found)
@@ -75,16 +76,24 @@ def sft_run(config: Config, source: str, runs_dir: Path, resume: bool) -> dict[s
     """Learn from demonstrations, evaluate, film, report. Returns the result as plain data."""
     from embodied.imitation import STAGE, imitate
 
-    config = with_init(config, runs_dir)
+    config = _begun_from(config, runs_dir, resume)
     info = InProcess().describe(task_spec(config))
     with _run_folder(config, source, runs_dir, resume, STAGE) as (run_dir, found):
+        recorded = settings_of(str(run_dir), runs_dir).sft.data
+        if found is not None and recorded != config.sft.data:
+            given, known = (", ".join(map(str, paths)) for paths in (config.sft.data, recorded))
+            raise UserError(f"{run_dir} learns from {known}, not from {given}: begin another run with --policy.init")
         result = imitate(config, info, run_dir, found)
+        release()  # the evaluator, in a process of its own, needs the device's memory
         with open_session(config) as session:
             return _finish(config, run_dir, session, result, found is not None)
 
 
-def with_init(config: Config, runs_dir: Path) -> Config:
-    """The configuration with `policy.init` as the folder of a whole checkpoint. Raises `UserError` where it is none."""
+def with_init(config: Config, runs_dir: Path, required: bool = True) -> Config:
+    """The configuration with `policy.init` as the folder of a whole checkpoint. Raises `UserError` where it is none.
+
+    Not `required`: what a run once began from may be gone, and its configuration is used as it is.
+    """
     named = config.policy.init
     if named is None:
         return config
@@ -92,12 +101,24 @@ def with_init(config: Config, runs_dir: Path) -> Config:
         found = whole_checkpoint(None, named)
     else:
         run_dir = find_run(str(named), runs_dir)
+        if run_dir is None and not required:
+            return config
         if run_dir is None:
             raise UserError(f"policy.init {str(named)!r} is neither a run, here or below {runs_dir}/, nor a checkpoint")
         found = whole_checkpoint(run_dir, None)
     assert found is not None
     policy = config.policy.model_copy(update={"init": found.resolve()})
     return config.model_copy(update={"policy": policy})
+
+
+def _begun_from(config: Config, runs_dir: Path, resume: bool) -> Config:
+    """`with_init` for a run; one that goes on keeps what it once began from, of which it needs nothing any more."""
+    run_dir = runs_dir / (config.name or "")
+    if not (resume and config.name and checkpoint.latest(run_dir / "checkpoints")):
+        return with_init(config, runs_dir)
+    recorded = settings_of(str(run_dir), runs_dir).policy.init
+    kept = recorded if recorded is not None and recorded.exists() else None
+    return config.model_copy(update={"policy": config.policy.model_copy(update={"init": kept})})
 
 
 @contextmanager

@@ -148,6 +148,12 @@ def configs_of_tasks(config: Config) -> tuple[Config, ...]:
     return tuple(found)
 
 
+def check_credit(config: Config) -> None:
+    """Raise `UserError` where single actions have credit and ratios are taken over more than that."""
+    if config.ppo.credit == "action" and config.ppo.ratio_unit == "chunk":
+        raise UserError("ppo.credit is action, and ppo.ratio_unit chunk: set it to action or element")
+
+
 def check_groups(config: Config) -> None:
     """Raise `UserError` where environments and groups do not match."""
     size, envs = config.group.size, config.env.num_envs

@@ -107,6 +107,8 @@ class Policy(nn.Module):
     noise_dim: int
     """Z: how many standard normal numbers one decision consumes."""
     value_head: nn.Module
+    incidental: ClassVar[frozenset[str]] = frozenset()
+    """Entries of the architecture that say where things lie or how they are computed, not what is computed."""
     ratio_tolerance: float = 1e-4
     """Largest mean |ratio - 1| at the first minibatch that counts as on-policy (fp32: 1e-4)."""
 

@@ -83,8 +83,8 @@ def _figures(run: RunFolder) -> str:
             figures.append(("Wall time", duration(wall_s), "all sessions of the run", ""))
             speeds = [value for value in run.column("farm/env_steps_per_s") if value is not None]
             median = f"median of iterations {charts.compact(statistics.median(speeds))}" if speeds else ""
-            figures.append(("Env steps per second", charts.compact(last["env_steps"] / wall_s), median, ""))
             if _simulated(run):
+                figures.append(("Env steps per second", charts.compact(last["env_steps"] / wall_s), median, ""))
                 figures.append(_target_figure(run))
     return f'<div class="figures">{"".join(_figure(*figure) for figure in figures)}</div>'
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from policies.imitation import counted_mean, only_counted
 from policies.layers import checked_widths
 from policies.openvla import lora
 from policies.openvla.actions import action_of, check_gripper, convert_gripper, read_gripper, token_of
-from policies.openvla.files import ADAPTER_CONFIG, Shards
+from policies.openvla.files import ADAPTER_CONFIG, Shards, read_json
 from policies.openvla.heads import ValueHead
 from policies.openvla.images import read_preprocessing
 from policies.openvla.model import Sequence as Tokens
@@ -38,6 +38,8 @@ BFLOAT16_TOLERANCE = 2e-2
 """Largest mean |ratio - 1| of unchanged weights in 16-bit arithmetic."""
 FEATURES = "features"
 """Entry of a trace: what `precompute` found."""
+SCALING = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
+"""Entries of adapter_config.json that an adapter's matrices are multiplied by."""
 
 
 class TokenPolicy(Policy):
@@ -50,6 +52,9 @@ class TokenPolicy(Policy):
     `trace["tokens"]` int64 [B, K] are the token ids. Imitation raises their probability among the whole vocabulary.
     """
 
+    incidental: ClassVar[frozenset[str]] = frozenset(
+        {"checkpoint", "adapter", "gradient_checkpointing", "image_backend"}
+    )
     range_eps: float
     """Added to the range of the statistics: 0 in OpenVLA, 1e-8 in OpenVLA-OFT."""
 
@@ -170,7 +175,8 @@ class TokenPolicy(Policy):
         return counted_mean(self._shaped(losses), counted)
 
     def adopt_units(self, actions: Tensor, proprio: Tensor | None) -> None:
-        if self.statistics.key == DEMONSTRATIONS:
+        # Where the checkpoint has them, it has learned in them.
+        if self.statistics.key == DEMONSTRATIONS and DEMONSTRATIONS not in self._datasets:
             self.statistics.adopt(read_gripper(actions, self.gripper), proprio, gripper=self.gripper != "raw")
 
     @property
@@ -196,6 +202,7 @@ class TokenPolicy(Policy):
     def read_actor(self, folder: Path) -> dict[str, Tensor]:
         if self.adapted:
             tensors = lora.read_adapter(self.model, folder)
+            _check_scaling(folder, self.model.adapter_config)
         else:
             state = self.model.state_dict()
             found = Shards.find(folder).read(self.model.checkpoint_state())
@@ -267,3 +274,14 @@ class TokenPolicy(Policy):
 
 def _is_trained(module: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in module.parameters())
+
+
+def _check_scaling(folder: Path, expected: Mapping[str, Any]) -> None:
+    """Raise `PolicyError` if the directory's adapter counts for more or less than the one expected."""
+    found = read_json(folder / ADAPTER_CONFIG)
+    for name in SCALING:
+        # PEFT writes what is off as false or as an empty table, others not at all.
+        if (found.get(name) or None) != (expected.get(name) or None):
+            raise PolicyError(
+                f"{folder} is another adapter: {name} is {found.get(name)!r}, expected {expected.get(name)!r}"
+            )

@@ -15,6 +15,7 @@ from embodied.config import Config, UserError, parse_config
 from embodied.estimators import gae, rows_of
 from embodied.gathering import join_waves
 from embodied.learner import Learner
+from embodied.planning import check_files
 from embodied.ppo import action_advantages, alive_actions, generalised_advantages
 from embodied.rollout import PolicyWorker
 from embodied.trajectories import Trajectories
@@ -238,8 +239,8 @@ def test_joined_waves_keep_the_rewards_of_actions() -> None:
 
 
 def test_credit_for_actions_needs_units_that_are_no_more() -> None:
-    with pytest.raises(UserError, match="ratio_unit of no more than an action"):
-        parse_config({"ppo": {"credit": "action"}}, "test")
+    with pytest.raises(UserError, match="set it to action or element"):
+        check_files(parse_config({"ppo": {"credit": "action"}}, "test"))
 
 
 def test_a_policy_without_values_of_actions_is_refused() -> None:

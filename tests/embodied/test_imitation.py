@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +16,13 @@ from safetensors.numpy import load_file
 
 import policies
 from embodied import checkpoint, runs
-from embodied.config import Config, UserError, parse_config
+from embodied.config import Config, UserError, parse_config, save_config
 from embodied.demonstrations import Dataset
-from embodied.imitation import Imitator, imitate, read_demonstrations
+from embodied.imitation import STAGE, Imitator, imitate, read_demonstrations
 from embodied.reporting.metrics import read
+from embodied.training import prepare_run
 from embodied.workers import task_spec
+from policies.gaussian_mlp import GaussianMLP
 from sim_farm.contract import TaskInfo
 from sim_farm.registry import make_physics
 from tests.embodied.expert import record_reach
@@ -135,6 +140,49 @@ def test_stopped_and_resumed_is_not_stopped(demos: Dataset, tmp_path: Path, monk
         assert all(np.array_equal(one[key], other[key]) for key in one)
 
 
+def test_a_killed_training_has_a_checkpoint_of_not_long_ago(demos: Dataset, tmp_path: Path) -> None:
+    config = config_of(STATES, demos, steps=100_000, checkpoint_every=20)
+    save_config(config, tmp_path / "own.yaml")
+    program = "import sys; from embodied.cli import main; main(sys.argv[1:])"
+    command = ["sft", str(tmp_path / "own.yaml"), "--runs-dir", str(tmp_path), "--name", "killed"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, *command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    latest = tmp_path / "killed" / "checkpoints" / "latest"
+    while not latest.exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    found = prepare_run(config, tmp_path / "killed", True, STAGE)
+    assert found is not None
+    assert checkpoint.read_state(found).iteration % 20 == 0
+
+
+def test_what_has_learned_keeps_its_units_and_its_beginning(warm: dict[str, Any], demos: Dataset) -> None:
+    """A second training, on other demonstrations; and one that goes on when its beginning is gone or has moved on."""
+    root = Path(warm["run"]).parent
+    config = config_of(STATES, demos, steps=5, measure_every=5)
+    first = runs.with_init(
+        config.model_copy(update={"policy": config.policy.model_copy(update={"init": Path(warm["run"])})}), root
+    )
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(GaussianMLP, "adopt_units", lambda *_: pytest.fail("units redefined"))
+        imitator_of(first)
+    named = config.model_copy(update={"name": "second", "policy": first.policy})
+    runs.sft_run(named, "test", root, False)
+    begun = runs.settings_of("second", root).policy.init
+    moved = named.model_copy(update={"policy": config.policy.model_copy(update={"init": Path("nowhere")})})
+    more = moved.model_copy(update={"sft": moved.sft.model_copy(update={"steps": 7})})
+    assert runs.sft_run(more, "test", root, True)["steps"] == 7
+    kept = runs.settings_of("second", root)
+    assert kept.policy.init == begun
+    assert kept.sft.steps == 7
+    other = more.model_copy(update={"sft": more.sft.model_copy(update={"data": (Path("others"),)})})
+    with pytest.raises(UserError, match="learns from .*, not from others"):
+        runs.sft_run(other, "test", root, True)
+
+
 def test_an_early_interruption_keeps_what_was_learned(
     demos: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,11 +213,14 @@ def test_held_out_episodes_are_not_learned_from(demos: Dataset) -> None:
     assert len(held | learned) == EPISODES
 
 
-def test_micro_batches_change_memory_and_not_the_step(demos: Dataset) -> None:
+@pytest.mark.parametrize("datasets", [1, 2])
+def test_micro_batches_change_memory_and_not_the_step(demos: Dataset, datasets: int) -> None:
+    """Of a policy whose loss is drawn too, and whatever is in which dataset."""
     after = []
     for micro in (None, 5):
-        learner = {**STATES["learner"], "micro_batch": micro}
-        imitator = imitator_of(config_of({**STATES, "learner": learner}, demos))
+        learner = {**PIXELS["learner"], "micro_batch": micro}
+        data = [str(demos.folder)] * datasets
+        imitator = imitator_of(config_of({**PIXELS, "learner": learner}, demos, data=data, lr=1e-4))
         imitator.step()
         after.append(torch.cat([p.detach().flatten() for p in imitator.policy.parameters()]))
     assert (after[0] - after[1]).abs().max() < 1e-5
@@ -182,8 +233,8 @@ def test_several_datasets_are_learned_from_as_one(demos: Dataset) -> None:
     assert len(found.train) + len(found.held_out) == 2 * len(demos)
     rows = np.array([0, len(demos), 1])
     parts = list(found.batches(rows, 2, ()))
-    assert [len(part.actions) for part in parts] == [2, 1]
-    assert np.array_equal(parts[0].actions[0], parts[1].actions[0])
+    assert [places.tolist() for places, _ in parts] == [[0, 2], [1]]
+    assert np.array_equal(parts[0][1].actions[0], parts[1][1].actions[0])
 
 
 @pytest.mark.parametrize(

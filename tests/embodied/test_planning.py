@@ -144,7 +144,7 @@ def test_memory_and_switches_are_measured(profile: Profile) -> None:
     # A process with Python, NumPy and MuJoCo in it; the tabletop's environments are small.
     assert 2e7 < physics.resident_bytes + physics.bytes_per_item * ENVS < 2e9
     # Adam keeps two more numbers for each parameter.
-    assert 0 < policy.resident_bytes < learner.resident_bytes < 4 * policy.resident_bytes
+    assert 0 < policy.process_bytes < learner.process_bytes < 4 * policy.process_bytes
     for component in (policy, learner):
         assert component.unload_s > 0
         assert component.load_s > 0
