@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from policies.contract import Policy, PolicyError, PolicySpec, spec_to_dict
-from policies.registry import build, nearest, policy_class
+from policies.registry import _arguments, build, nearest, policy_class
 
 ACTOR = Path("policy")
 CONFIG = ACTOR / "config.json"
@@ -55,11 +55,11 @@ def load_into(policy: Policy, folder: str | Path) -> None:
     """Replace the policy's tensors by the folder's, on the policy's device.
 
     Raises `PolicyError`, and leaves the policy as it was, if the folder is damaged or holds a policy of
-    another kind, spec or architecture.
+    another kind, spec or architecture; its incidental entries may differ.
     """
     folder = Path(folder)
     found, expected = _read_config(folder / CONFIG), _config(policy)
-    differences = _differences(found, expected)
+    differences = _differences(found, expected, type(policy))
     if differences:
         raise PolicyError(f"{folder} holds another policy than this run's: {'; '.join(differences)}")
     _fill(policy, folder)
@@ -103,16 +103,24 @@ def _spec(saved: dict[str, Any], path: Path) -> PolicySpec:
     return PolicySpec(**values)
 
 
-def _differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
-    """One phrase for each entry in which the configurations differ."""
+def _differences(found: dict[str, Any], expected: dict[str, Any], cls: type[Policy]) -> list[str]:
+    """One phrase for each entry in which the configurations differ.
+
+    What an older version did not write was the argument's default, which is what `load` builds it with too.
+    """
     if found["kind"] != expected["kind"]:
         there, here = (f"{config['kind']} for {config['spec']}" for config in (found, expected))
         return [f"it holds a {there}, expected a {here}"]
+    defaults = {name: list(v) if isinstance(v, tuple) else v for name, v in _arguments(cls).items()}
+    pairs = {
+        "spec": (found["spec"], expected["spec"]),
+        "architecture": (defaults | found["architecture"], defaults | expected["architecture"]),
+    }
     return [
-        f"{part}.{name} is {found[part].get(name)!r}, expected {expected[part].get(name)!r}"
-        for part in ("spec", "architecture")
-        for name in sorted(found[part].keys() | expected[part].keys())
-        if found[part].get(name) != expected[part].get(name)
+        f"{part}.{name} is {there.get(name)!r}, expected {here.get(name)!r}"
+        for part, (there, here) in pairs.items()
+        for name in sorted(there.keys() | here.keys())
+        if there.get(name) != here.get(name) and not (part == "architecture" and name in cls.incidental)
     ]
 
 

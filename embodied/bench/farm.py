@@ -12,9 +12,9 @@ from rich.table import Table
 
 from embodied.bench.loops import Kind, LoopGroup, LoopProcess, LoopSpec
 from embodied.bench.peers import VectorEnv, peers_of
+from embodied.bench.results import provenance
 from embodied.bench.settings import BenchFarm
 from embodied.config import Config
-from embodied.hardware import hardware
 from embodied.reporting.live import steps
 from embodied.session import open_session
 from sim_farm.contract import TaskSpec
@@ -112,7 +112,7 @@ class _Driver:
 
 def _result(bench: BenchFarm, rates: dict[str, list[float]], cores: int) -> dict[str, Any]:
     median = {name: float(np.median(values)) for name, values in rates.items()}
-    result: dict[str, Any] = {
+    result: dict[str, Any] = provenance() | {
         "task": bench.task,
         "cameras": bench.cameras,
         "size": bench.size,
@@ -120,7 +120,6 @@ def _result(bench: BenchFarm, rates: dict[str, list[float]], cores: int) -> dict
         "num_envs": bench.num_envs,
         "render_workers": bench.render_workers,
         "cores": cores,
-        "hardware": hardware(),
         "env_steps_per_s": median["farm"],
         "limit_env_steps_per_s": median["limit"] * cores,
         "share_of_limit": median["farm"] / (median["limit"] * cores),

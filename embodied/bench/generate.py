@@ -3,10 +3,11 @@
 The language model is transformers' `LlamaForCausalLM`, which holds the very tensors of the policy that it is compared
 with. Images, prompt and vision towers are the policy's, for one row.
 
-`loop` is what OpenVLA's `predict_action` comes down to (openvla/openvla, prismatic/extern/hf/modeling_prismatic.py):
-its `forward` hands embeddings to the language model and takes logits of the whole vocabulary at all positions, a
-`DynamicCache` grows by concatenation, and only a batch of one is accepted. `generate` is the library's own method on
-the same embeddings, which takes the last position's logits alone. Both choose among the action tokens, as RL4VLA's
+OpenVLA's `predict_action` (openvla/openvla, prismatic/extern/hf/modeling_prismatic.py) calls the library's `generate`,
+by default with SDPA, over a `forward` of its own: that hands embeddings to the language model and takes logits of the
+whole vocabulary at all positions, a cache grows by concatenation, and only a batch of one is accepted. `loop` does the
+same work step by step, with SDPA and with eager attention. `generate` is today's library's method on the same
+embeddings and with SDPA, which takes the last position's logits alone. All choose among the action tokens, as RL4VLA's
 logits processor does. For OpenVLA-OFT, which says everything in one pass, there is the loop alone.
 """
 
@@ -40,7 +41,7 @@ class Way:
 
 
 LOOP = Way("loop", "eager")
-"""What the figures' ratio is to."""
+"""What the figures' `ratio_to_peer` is to; those to the other ways stand beside it."""
 
 
 def ways(policy: TokenPolicy) -> tuple[Way, ...]:

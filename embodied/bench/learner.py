@@ -1,14 +1,16 @@
 """`embodied bench learner`: samples per second of a PPO update by micro-batch, beside the hardware's limit.
 
 A sample is a decision. An update evaluates every sample of the minibatch once, micro-batch by micro-batch, and takes
-one step; the loss is the learner's own (`ppo`), with one ratio for a decision. The module that decides is the module
-that is trained, as in a collocated run: there is one copy of the weights.
+one step; the gradient is the learner's own (`shares`), with one ratio for a decision, and as in the learner the device
+is waited for once per step. The module that decides is the module that is trained, as in a collocated run: there is one
+copy of the weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,33 +24,14 @@ from embodied.bench.models import add_rates, build, check_batches, describe, mak
 from embodied.bench.settings import BenchLearner
 from embodied.config import LearnerConfig, PPOConfig, UserError
 from embodied.devices import CPU, decide, device_of, release, to_host
-from embodied.ppo import policy_loss, value_loss
+from embodied.estimators import Rows
 from embodied.reporting.live import steps
+from embodied.shares import add_gradient, count_units, count_values, read
 from policies.contract import Inputs
 from policies.openvla import sizes
 from policies.openvla.base import TokenPolicy
 
 ROUNDS = 3
-
-
-@dataclass(frozen=True)
-class Samples:
-    """Decisions that the policy took, with what the loss reads, in the host's memory. N samples."""
-
-    inputs: Inputs
-    trace: Mapping[str, Tensor]
-    log_prob: Tensor
-    """[N], of the whole decision."""
-    value: Tensor
-    advantage: Tensor
-
-    def rows(self, index: Tensor, device: torch.device) -> Samples:
-        """Some of them, on the device."""
-        return Samples(
-            self.inputs.rows(index).to(device),
-            {name: tensor[index].to(device) for name, tensor in self.trace.items()},
-            *(tensor[index].to(device) for tensor in (self.log_prob, self.value, self.advantage)),
-        )
 
 
 @dataclass(frozen=True)
@@ -80,52 +63,49 @@ class Update:
         inputs = make_inputs(policy, minibatch, seed, CPU)
         noise, advantage = (torch.randn(minibatch, n, generator=generator) for n in (policy.noise_dim, 1))
         decided = self._decide(inputs, noise, advantage[:, 0])
-        self.samples = {False: decided, True: self._with_features(decided)}
+        self.rows = {False: decided, True: self._with_features(decided)}
+        """The decisions in the host's memory, as they are and with what `precompute` finds, if it finds anything."""
         self.off_policy = float("nan")
         """Mean |ratio - 1| before the first step."""
 
-    def _decide(self, inputs: Inputs, noise: Tensor, advantage: Tensor) -> Samples:
+    def _decide(self, inputs: Inputs, noise: Tensor, advantage: Tensor) -> Rows:
         """Row by row: how many decide together is the policy's bench's matter, and memory is scarce."""
         actions = [decide(self.policy, row, noise[i : i + 1]) for i, row in enumerate(rows_of(inputs))]
-        trace = {name: torch.cat([a.trace[name] for a in actions]) for name in actions[0].trace}
-        log_prob = torch.cat([a.log_prob.sum((1, 2)) for a in actions])
-        return Samples(inputs, trace, log_prob, torch.cat([a.value for a in actions]), advantage)
+        count, value = len(actions), torch.cat([action.value for action in actions])
+        return Rows(
+            inputs,
+            {name: torch.cat([action.trace[name] for action in actions]) for name in actions[0].trace},
+            torch.cat([action.log_prob for action in actions]),
+            value,
+            advantage,
+            returns=value + advantage,
+            executed=torch.full((count,), self.policy.spec.chunk),
+            weight=torch.ones(count),
+            importance=torch.ones(count, 1),
+        )
 
-    def _with_features(self, samples: Samples) -> Samples | None:
-        parts = [to_host(self.policy.precompute(row.to(self.device))) for row in rows_of(samples.inputs)]
+    def _with_features(self, rows: Rows) -> Rows | None:
+        parts = [to_host(self.policy.precompute(row.to(self.device))) for row in rows_of(rows.inputs)]
         if not parts[0]:
             return None
         features = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-        return Samples(
-            samples.inputs, {**samples.trace, **features}, samples.log_prob, samples.value, samples.advantage
-        )
+        return replace(rows, trace={**rows.trace, **features})
 
     def step(self, case: Case) -> None:
-        """One optimiser step on all samples."""
+        """One optimiser step on all samples, as `Learner` takes it."""
         self.policy.gradient_checkpointing = case.checkpointing
         self.optimizer.zero_grad(set_to_none=True)
-        samples = self.samples[case.cached]
-        assert samples is not None
-        off_policy = 0.0
-        count = len(samples.log_prob)
-        for index in torch.arange(count).split(case.micro_batch):
-            off_policy += self._backward(samples.rows(index, self.device), count)
-        if self.off_policy != self.off_policy:
-            self.off_policy = off_policy / count
-        nn.utils.clip_grad_norm_(self.policy.parameters(), self._max_grad_norm)
+        rows, ppo = self.rows[case.cached], self._ppo
+        assert rows is not None
+        _, weights = count_units(rows.executed, rows.weight, rows.log_prob.shape[-1], ppo.ratio_unit)
+        values = count_values(rows.executed, ppo.credit)
+        micro_batches = torch.arange(len(rows)).split(case.micro_batch)
+        shares = [add_gradient(self.policy, rows.take(index), ppo, True, weights, values) for index in micro_batches]
+        norm = nn.utils.clip_grad_norm_(self.policy.parameters(), self._max_grad_norm)
+        sums, _ = read(shares, norm)  # the learner looks whether they are finite: one wait for the device
+        if math.isnan(self.off_policy):
+            self.off_policy = sums.off_policy / sums.units
         self.optimizer.step()
-
-    def _backward(self, samples: Samples, count: int) -> float:
-        ppo, new = self._ppo, self.policy.evaluate(samples.inputs, samples.trace)
-        log_prob, old = new.log_prob.sum((1, 2))[:, None], samples.log_prob[:, None]
-        mask = torch.ones_like(log_prob, dtype=torch.bool)
-        high = ppo.clip_high or ppo.clip
-        surrogate = policy_loss(log_prob, old, samples.advantage, mask, ppo.clip, high, ppo.dual_clip)
-        returns = samples.value + samples.advantage
-        critic = value_loss(new.value, samples.value, returns, ppo.value_clip)
-        ((surrogate.loss + ppo.value_coef * critic - ppo.entropy_coef * new.entropy.sum()) / count).backward()
-        # Read, as the learner reads its metrics: waiting for the device is part of an update.
-        return float(surrogate.off_policy)
 
 
 def bench_learner(bench: BenchLearner) -> dict[str, Any]:
@@ -140,7 +120,7 @@ def bench_learner(bench: BenchLearner) -> dict[str, Any]:
     device, dtype = device_of(policy), str(policy.model.dtype).removeprefix("torch.")
     costs = Costs(policy, len(policy.prompts.tokens(sizes.INSTRUCTION)))
     update = Update(policy, minibatch, bench.seed)
-    cached = (False, True) if update.samples[True] is not None else (False,)
+    cached = (False, True) if update.rows[True] is not None else (False,)
     cases = [Case(m, again, c) for c in cached for again in (False, True) for m in micro_batches]
     machine = measure_machine(device, dtype)
     peaks = _warm_up(update, cases, device)

@@ -13,10 +13,10 @@ from rich.table import Table
 
 import policies
 from embodied.bench.machine import Machine, choose_dtype
+from embodied.bench.results import provenance
 from embodied.bench.settings import BenchLearner, BenchPolicy
 from embodied.config import UserError
 from embodied.devices import find_device, settle
-from embodied.hardware import hardware
 from policies.contract import Inputs, PolicySpec
 from policies.openvla import sizes
 from policies.openvla.base import TokenPolicy
@@ -82,13 +82,12 @@ def make_inputs(policy: TokenPolicy, rows: int, seed: int, device: torch.device)
 def describe(bench: BenchPolicy | BenchLearner, policy: TokenPolicy, machine: Machine) -> dict[str, Any]:
     """What the figures are of, and on."""
     parameters = list(policy.model.parameters())
-    return {
+    return provenance() | {
         "model": bench.model,
         "policy": policy.kind,
         "weights": f"random, seed {bench.seed}" if bench.checkpoint is None else str(bench.checkpoint),
         "dtype": str(policy.model.dtype).removeprefix("torch."),
         "device": str(parameters[0].device),
-        "hardware": hardware(),
         "software": {"torch": torch.__version__, "transformers": _version("transformers")},
         "threads": torch.get_num_threads(),
         "parameters": sum(p.numel() for p in parameters),

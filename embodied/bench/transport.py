@@ -17,8 +17,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from embodied.bench.results import provenance
 from embodied.bench.settings import BenchTransport
-from embodied.hardware import hardware
 from embodied.reporting.live import steps
 from sim_farm.doorbell import Doorbell
 from sim_farm.memory import Block, Field
@@ -48,11 +48,10 @@ def bench_transport(bench: BenchTransport) -> dict[str, Any]:
             bar.advance(text=name)
     _show(results, frames, size)
     slots, limit = results["slots"], results["memcpy"]
-    return {
+    return provenance() | {
         "frames": frames,
         "size": size,
         "bytes": int(np.prod(shape)),
-        "hardware": hardware(),
         "latency_s": slots["latency_s"],
         "bytes_per_s": slots["bytes_per_s"],
         "limit_bytes_per_s": limit["bytes_per_s"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,10 @@ def bench(tmp_path: Path, *arguments: str) -> dict[str, Any]:
         [str(COMMAND), "bench", *arguments, "--json", str(result)], capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(result.read_text())
+    found = json.loads(result.read_text())
+    assert found["command"] == " ".join(["embodied", "bench", *arguments, "--json", str(result)])
+    assert date.fromisoformat(found["date"]) and "cores" in found["hardware"]
+    return found
 
 
 def test_bench_farm_measures_farm_and_limit_in_the_same_run(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ test asserts on time."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from embodied.bench.flops import Costs, Work
 from embodied.bench.generate import OneAtATime, ways
+from embodied.bench.learner import Case, Update
 from embodied.bench.machine import Machine, measure_machine
 from embodied.bench.models import build, make_inputs
 from embodied.bench.policy import share_of_equal_rows
 from embodied.bench.settings import BenchLearner, BenchPolicy
 from embodied.cli import main
+from embodied.shares import Share, Sums, read
 from policies.openvla import sizes
 from policies.openvla.base import TokenPolicy
 from policies.openvla.config import read_config
@@ -62,6 +64,7 @@ def test_bench_policy_measures_batches_peer_and_limits(tmp_path: Path, model: st
     rate = "actions_per_s" if model == "openvla-tiny" else "chunks_per_s"
     assert found[rate] == max(batch["decisions_per_s"] for batch in found["batches"])
     assert found["time_to_first_action_s"] > 0 and found["time_to_first_token_s"] > 0
+    assert found["date"] and found["hardware"] and found["command"]
     assert all(peer["rows_with_equal_tokens"] == 1 and peer["decisions_per_s"] > 0 for peer in found["peers"].values())
 
 
@@ -73,10 +76,33 @@ def test_bench_learner_measures_micro_batches_with_and_without_recomputation(tmp
     assert seen == {(1, False), (2, False), (1, True), (2, True)}
     assert all(case["samples_per_s"] > 0 and case["limit_samples_per_s"] > 0 for case in found["cases"])
     assert found["off_policy"] < 1e-4
+    assert found["date"] and found["hardware"] and found["command"]
     memory = found["memory"]
     # Adam holds two numbers for each that is trained, the gradient is a third; base and adapter are there once.
     assert memory["optimizer_bytes"] == pytest.approx(2 * memory["of_which_trained_bytes"], rel=0.01)
     assert memory["two_copies_bytes"] - memory["one_copy_bytes"] == memory["weights_bytes"]
+
+
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("model", MODELS)
+def test_the_measured_update_is_one_whatever_the_micro_batch_and_waits_once(
+    monkeypatch: pytest.MonkeyPatch, model: str, cached: bool
+) -> None:
+    reads: list[int] = []
+
+    def counting(shares: Sequence[Share], norm: torch.Tensor | None = None) -> tuple[Sums, float]:
+        reads.append(len(shares))
+        return read(shares, norm)
+
+    monkeypatch.setattr("embodied.bench.learner.read", counting)
+    gradients = []
+    for micro_batch in (1, ROWS):
+        policy = tiny(model, lora_rank=2, gradient_checkpointing=True)
+        Update(policy, ROWS, 0).step(Case(micro_batch, False, cached))
+        gradients.append(torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None]))
+    assert reads == [ROWS, 1]
+    assert float(gradients[0].norm()) > 0
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-3, atol=1e-5)
 
 
 def test_the_machines_limits_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -191,6 +191,33 @@ def test_checkpoint_of_another_policy_is_refused(saved, other, message):
         policies.load_into(other(), saved)
 
 
+def without(folder: Path, *names: str) -> None:
+    """As an older version wrote it, before there were these entries of the architecture."""
+    path = folder / "policy/config.json"
+    config = json.loads(path.read_text())
+    for name in names:
+        del config["architecture"][name]
+    path.write_text(json.dumps(config))
+
+
+def test_what_an_older_checkpoint_lacks_is_the_default(tmp_path):
+    policies.save(build("flow"), tmp_path)
+    without(tmp_path, "steps", "joint", "encoder")
+    policy = build("flow", seed=1)
+    policies.load_into(policy, tmp_path)
+    assert same(policy, build("flow")) and same(policy, policies.load(tmp_path))
+    with pytest.raises(PolicyError, match="architecture.steps is 4, expected 2$"):
+        policies.load_into(build("flow", steps=2), tmp_path)
+
+
+def test_a_list_that_an_older_checkpoint_lacks_is_the_default(tmp_path):
+    policies.save(policies.build("gaussian_mlp", SPEC, 0), tmp_path)
+    without(tmp_path, "widths")
+    policy = policies.build("gaussian_mlp", SPEC, 1)
+    policies.load_into(policy, tmp_path)
+    assert same(policy, policies.build("gaussian_mlp", SPEC, 0))
+
+
 def test_load_into_replaces_every_tensor(saved):
     policy = build(seed=1)
     perturb(policy, 0.1, 2)

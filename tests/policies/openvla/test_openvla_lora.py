@@ -235,6 +235,78 @@ def test_tensors_of_no_adapter_are_refused(tiny, saved):
         make("openvla", ONE_ACTION, tiny, adapter=str(saved))
 
 
+def elsewhere(folder, tmp_path):
+    return shutil.copytree(folder, tmp_path / "moved" / folder.name)
+
+
+def equal(a, b):
+    first, second = a.state_dict(), b.state_dict()
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("options", [{}, {"lora_rank": 0}], ids=["adapter", "every weight"])
+def test_a_checkpoint_goes_where_its_base_lies_elsewhere(tiny, tmp_path, options):
+    policy = tuned(tiny, **options)
+    policies.save(policy, tmp_path / "run")
+    other = make(
+        "openvla", ONE_ACTION, elsewhere(tiny, tmp_path), gradient_checkpointing=True, image_backend="pillow",
+        **{"lora_rank": 3, "lora_alpha": 5.0, "lora_parts": PARTS, **options},
+    )  # fmt: skip
+    with torch.no_grad():
+        for parameter in other.actor_parameters():
+            parameter.add_(0.1)
+    assert not equal(policy, other)
+    policies.load_into(other, tmp_path / "run")
+    inputs = random_inputs(ONE_ACTION, 3, seed=1)
+    assert equal(policy, other) and error(other.act(inputs, None).chunk, policy.act(inputs, None).chunk) == 0
+
+
+def test_a_checkpoint_goes_where_the_adapter_it_began_with_lies_elsewhere(tiny, saved, tmp_path):
+    policy = make("openvla", ONE_ACTION, tiny, adapter=str(saved))
+    policies.save(policy, tmp_path / "next")
+    other = policies.build(
+        "openvla", ONE_ACTION, 1, checkpoint=str(tiny), adapter=str(elsewhere(saved, tmp_path)), value_widths=[16]
+    )
+    assert not equal(policy, other)
+    policies.load_into(other, tmp_path / "next")
+    assert equal(policy, other)
+
+
+def test_another_base_is_still_refused(tiny, tmp_path):
+    policies.save(tuned(tiny), tmp_path / "run")
+    other = tuned(write_tiny(tmp_path / "other", seed=2))
+    with pytest.raises(PolicyError, match="an adapter of another base"):
+        policies.load_into(other, tmp_path / "run")
+
+
+def test_an_adapter_that_counts_otherwise_is_refused(tiny, saved, tmp_path):
+    policies.save(make("openvla", ONE_ACTION, tiny, adapter=str(saved)), tmp_path / "next")
+    edit(saved, lora_alpha=6.0)
+    other = make("openvla", ONE_ACTION, tiny, adapter=str(saved))
+    with pytest.raises(PolicyError, match="another adapter: lora_alpha is 5.0, expected 6.0"):
+        policies.load_into(other, tmp_path / "next")
+
+
+@pytest.mark.parametrize("adapted", [False, True], ids=["whole into adapter", "adapter into whole"])
+def test_an_adapter_and_a_whole_network_are_not_mistaken_for_each_other(tiny, saved, tmp_path, adapted):
+    ways = [make("openvla", ONE_ACTION, tiny, **options) for options in ({}, {"adapter": str(saved)})]
+    policies.save(ways[adapted], tmp_path / "next")
+    with pytest.raises(PolicyError, match=str(tmp_path / "next/policy")):
+        policies.load_into(ways[not adapted], tmp_path / "next")
+
+
+def test_what_an_older_checkpoint_lacks_is_the_default(tiny, tmp_path):
+    policies.save(tuned(tiny), tmp_path)
+    path = tmp_path / "policy/config.json"
+    config = json.loads(path.read_text())
+    for name in ("prompt", "environment_jpeg", "value_per_action"):
+        del config["architecture"][name]
+    path.write_text(json.dumps(config))
+    policies.load_into(tuned(tiny), tmp_path)
+    with pytest.raises(PolicyError, match="architecture.environment_jpeg is False, expected True$"):
+        policies.load_into(tuned(tiny, environment_jpeg=True), tmp_path)
+
+
 def test_load_into_refuses_another_adapter(tiny, tmp_path):
     policies.save(tuned(tiny), tmp_path)
     with pytest.raises(PolicyError, match="architecture.lora_rank is 3, expected 4"):
