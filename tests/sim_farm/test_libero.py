@@ -31,13 +31,13 @@ SIZE = 64
 CAMERAS = ("agentview", "robot0_eye_in_hand")
 ALL = [f"libero/{name}" for name in tasks.task_names()]
 SOME = [
-    *(f"libero/libero_spatial/{i}" for i in (0, 3, 8)),
-    *(f"libero/libero_object/{i}" for i in (1, 6, 9)),
-    *(f"libero/libero_goal/{i}" for i in (0, 4, 7)),
-    *(f"libero/libero_10/{i}" for i in (2, 3, 8, 9)),
-    *(f"libero/libero_90/{i}" for i in (0, 20, 36, 46, 59, 75, 85)),
+    "libero/libero_spatial/3",
+    "libero/libero_object/6",
+    *(f"libero/libero_goal/{i}" for i in (0, 7)),
+    *(f"libero/libero_10/{i}" for i in (3, 9)),
+    *(f"libero/libero_90/{i}" for i in (0, 59)),
 ]
-"""Tasks of all suites and all kinds of room; among them drawers, a stove, a microwave."""
+"""Tasks of all suites and all kinds of room; among them drawers, a stove, a microwave. The slow run has all 130."""
 DRAWER, STOVE, BOWL = "libero/libero_goal/0", "libero/libero_goal/7", "libero/libero_spatial/0"
 
 

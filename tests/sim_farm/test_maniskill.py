@@ -54,13 +54,10 @@ def spec_of(task: str) -> TaskSpec:
 
 PUSH_CUBE = spec_of("PushCube-v1")
 PEG = spec_of("PegInsertionSide-v1")  # draws its geometry when it is reconfigured
-STACK = spec_of("StackCube-v1")  # two cameras, one of them on the moving hand
-PLUG = spec_of("PlugCharger-v1")  # rebuilt each episode; has no shaped reward
 PUSH_T = spec_of("PushT-v1")  # rebuilt each episode, recolours its table
 PULL_TOOL = spec_of("PullCubeTool-v1")  # these episodes show whether PhysX remembers contacts of earlier ones
 TWO_ROBOTS = spec_of("TwoRobotPickCube-v1")
 
-SHORT = (PUSH_CUBE, PEG, STACK, PLUG)
 EVERY = tuple(spec_of(task) for task in INSTRUCTIONS)
 
 each_task = pytest.mark.parametrize("spec", EVERY, ids=name_of)
@@ -75,13 +72,13 @@ def compiled_shaders() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("spec", (PUSH_CUBE, PEG, PLUG), ids=name_of)
+@pytest.mark.parametrize("spec", (PUSH_CUBE, PEG), ids=name_of)
 @each_physics_law
 def test_physics_law(law: Law, spec: TaskSpec) -> None:
     law(spec)
 
 
-@pytest.mark.parametrize("spec", (PEG, STACK), ids=name_of)
+@pytest.mark.parametrize("spec", (PEG,), ids=name_of)
 @each_render_law
 def test_render_law(law: Law, spec: TaskSpec) -> None:
     law(spec)
@@ -268,7 +265,7 @@ def _assert_rows_equal(ours: np.ndarray, theirs: np.ndarray, what: str) -> None:
         assert one.tobytes() == two.tobytes(), f"{what} differs from stock ManiSkill's at row {step}: {one} and {two}"
 
 
-@pytest.mark.parametrize("spec", (*SHORT, PUSH_T, PULL_TOOL, TWO_ROBOTS), ids=name_of)
+@pytest.mark.parametrize("spec", (PUSH_CUBE, PEG, PUSH_T, PULL_TOOL, TWO_ROBOTS), ids=name_of)
 def test_state_reward_and_success_equal_stock_maniskill(stock: Stock, spec: TaskSpec) -> None:
     states_equal_stock(stock, replace(spec, cameras=0), seeds=[4, 5, 6, 7])
 
@@ -285,7 +282,7 @@ def test_compared_episodes_are_rich_in_contacts(stock: Stock) -> None:
     assert any(moved), "no episode moved the cube by a centimetre"
 
 
-@pytest.mark.parametrize("spec", SHORT, ids=name_of)
+@pytest.mark.parametrize("spec", (PUSH_CUBE, PEG), ids=name_of)
 def test_split_frames_equal_stock_maniskill(stock: Stock, spec: TaskSpec) -> None:
     frames_equal_stock(stock, spec, seeds=[0, 1, 2], steps=5)
 

@@ -35,8 +35,18 @@ LISTED = replace(ENDLESS, episodes=ListedEpisodes(evaluation_episodes(2, 3), 2))
 FUSED: dict[str, Any] = {}
 BLIND: dict[str, Any] = {"task": replace(REACH, cameras=0)}
 SPLIT: dict[str, Any] = {"physics_workers": 2, "render_workers": 1}
-EVERY_SHAPE = pytest.mark.parametrize("shape", [FUSED, BLIND, SPLIT], ids=["fused", "blind", "split"])
-EVERY_LIST = pytest.mark.parametrize("base", [ENDLESS, LISTED], ids=["endless", "listed"])
+DEFAULT = (("fused", "listed"), ("blind", "endless"), ("split", "endless"))
+EACH = pytest.mark.parametrize(
+    ("shape", "base"),
+    [
+        pytest.param(
+            shape, base, id=f"{form}-{episodes}", marks=[] if (form, episodes) in DEFAULT else pytest.mark.slow
+        )
+        for form, shape in (("fused", FUSED), ("blind", BLIND), ("split", SPLIT))
+        for episodes, base in (("endless", ENDLESS), ("listed", LISTED))
+    ],
+)
+"""Each shape and each list once; the slow run has them all."""
 
 
 def request(farm: Farm, number: int) -> None:
@@ -139,8 +149,7 @@ def run_with(fate: Fate, spec: FarmSpec, chunks: int = 6) -> Trace:
         return drive(farm, end=chunks, deadline_s=1)
 
 
-@EVERY_LIST
-@EVERY_SHAPE
+@EACH
 @pytest.mark.parametrize("moments", [2, pytest.param(30, marks=pytest.mark.slow)])
 def test_a_worker_that_dies_before_any_of_its_writes_changes_nothing(
     shape: dict[str, Any], base: FarmSpec, moments: int
@@ -160,8 +169,7 @@ def test_a_worker_that_dies_before_any_of_its_writes_changes_nothing(
     assert not broken, "\n".join([f"{len(broken)} deaths change results:", *broken])
 
 
-@EVERY_LIST
-@EVERY_SHAPE
+@EACH
 def test_a_worker_that_dies_after_it_finished_changes_nothing(shape: dict[str, Any], base: FarmSpec) -> None:
     """Its results lie in the slots and have not been collected; this holds for the first reset too."""
     spec = replace(base, **shape)
