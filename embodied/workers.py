@@ -127,7 +127,7 @@ def make_evaluator(config: Config, spec: PolicySpec, farm: Farm | FarmAddress, c
 def _finished_policy(config: Config, spec: PolicySpec, checkpoint: Path | None) -> Policy:
     """The policy as it is evaluated: from a checkpoint, unless there is nothing in it to train."""
     policy = make_policy(config, spec, checkpoint)
-    untrained = checkpoint is None and config.policy.init is None
+    untrained = checkpoint is None and config.policy.init is None and not policy.pretrained
     if untrained and any(parameter.requires_grad for parameter in policy.parameters()):
         raise UserError(
             f"the policy {config.policy.kind} has to be trained before it is evaluated: name a run instead of a "

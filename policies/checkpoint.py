@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from policies.contract import Policy, PolicyError, PolicySpec, spec_to_dict
-from policies.registry import _arguments, build, nearest, policy_class
+from policies.registry import arguments_of, build, nearest, policy_class
 
 ACTOR = Path("policy")
 CONFIG = ACTOR / "config.json"
@@ -111,7 +111,7 @@ def _differences(found: dict[str, Any], expected: dict[str, Any], cls: type[Poli
     if found["kind"] != expected["kind"]:
         there, here = (f"{config['kind']} for {config['spec']}" for config in (found, expected))
         return [f"it holds a {there}, expected a {here}"]
-    defaults = {name: list(v) if isinstance(v, tuple) else v for name, v in _arguments(cls).items()}
+    defaults = {name: list(v) if isinstance(v, tuple) else v for name, v in arguments_of(cls).items()}
     pairs = {
         "spec": (found["spec"], expected["spec"]),
         "architecture": (defaults | found["architecture"], defaults | expected["architecture"]),

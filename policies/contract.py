@@ -109,6 +109,8 @@ class Policy(nn.Module):
     value_head: nn.Module
     incidental: ClassVar[frozenset[str]] = frozenset()
     """Entries of the architecture that say where things lie or how they are computed, not what is computed."""
+    pretrained: ClassVar[bool] = False
+    """Whether a policy that was just built has learned already: it is made of somebody's weights."""
     ratio_tolerance: float = 1e-4
     """Largest mean |ratio - 1| at the first minibatch that counts as on-policy (fp32: 1e-4)."""
 

@@ -40,7 +40,7 @@ def build(kind: str, spec: PolicySpec, seed: int, **architecture: Any) -> Policy
     cls = policy_class(kind)
     if spec.action_dim < 1 or spec.chunk < 1:
         raise PolicyError(f"spec.action_dim and spec.chunk must be at least 1, got {spec.action_dim}, {spec.chunk}")
-    known = _arguments(cls)
+    known = arguments_of(cls)
     for name, value in architecture.items():
         if name not in known:
             raise PolicyError(f"{kind} has no architecture argument {name!r}{nearest(name, list(known))}")
@@ -53,7 +53,7 @@ def build(kind: str, spec: PolicySpec, seed: int, **architecture: Any) -> Policy
         return cls(spec, **architecture)  # type: ignore[call-arg]
 
 
-def _arguments(cls: type[Policy]) -> dict[str, Any]:
+def arguments_of(cls: type[Policy]) -> dict[str, Any]:
     """The keyword arguments of the class with their defaults; of its bases too, where it hands on what it is given."""
     known: dict[str, Any] = {}
     for base in cls.__mro__:

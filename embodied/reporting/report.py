@@ -77,13 +77,13 @@ def _figures(run: RunFolder) -> str:
     if run.rows:
         last = run.rows[-1]
         wall_s = max((value for value in run.column("wall_s") if value is not None), default=None)
-        iterations = f"{last['iteration']} iterations"
+        iterations = f"{last['iteration']} {'steps of the optimiser' if _imitates(run) else 'iterations'}"
         figures.append(("Env steps", charts.compact(last["env_steps"]), iterations, ""))
         if wall_s:
             figures.append(("Wall time", duration(wall_s), "all sessions of the run", ""))
             speeds = [value for value in run.column("farm/env_steps_per_s") if value is not None]
             median = f"median of iterations {charts.compact(statistics.median(speeds))}" if speeds else ""
-            if _simulated(run):
+            if not _imitates(run):
                 figures.append(("Env steps per second", charts.compact(last["env_steps"] / wall_s), median, ""))
                 figures.append(_target_figure(run))
     return f'<div class="figures">{"".join(_figure(*figure) for figure in figures)}</div>'
@@ -123,7 +123,7 @@ def _target_figure(run: RunFolder) -> tuple[str, str, str, str]:
 def _success(run: RunFolder) -> str:
     if not run.rows:
         return _section("Success", _notice(run, "metrics.jsonl"))
-    if not _simulated(run):
+    if _imitates(run):
         return ""
     walls = run.column("wall_s")
     timed = [i for i, wall_s in enumerate(walls) if wall_s is not None]
@@ -152,9 +152,9 @@ def _success(run: RunFolder) -> str:
     return _section("Success", _grid("two", figures), lead)
 
 
-def _simulated(run: RunFolder) -> bool:
-    """Whether the run has learned from episodes of its own, and not from demonstrations."""
-    return any("env/episodes" in row for row in run.rows)
+def _imitates(run: RunFolder) -> bool:
+    """Whether the run has learned from demonstrations, and not from episodes of its own."""
+    return any("sft/loss" in row for row in run.rows)
 
 
 def _imitation(run: RunFolder) -> str:
@@ -191,6 +191,8 @@ def _time(run: RunFolder) -> str:
 
 def _timeline(run: RunFolder) -> str:
     title = "One iteration"
+    if _imitates(run):
+        return ""
     if not run.spans:
         run.missing.setdefault("trace.json", "trace.json has no spans yet.")
         return _section(title, _notice(run, "trace.json"))
@@ -251,13 +253,14 @@ def _config(run: RunFolder) -> str:
 
 
 def _protocol(run: RunFolder) -> str:
-    entries = {
+    training = {
         "training success": "share of the episodes ended in an iteration that solved the task at least once,"
         " actions sampled as training does",
         "smoothed": f"mean of the last {SMOOTHING} iterations",
         "time to target": f"wall-clock when that mean first reached {run.target:g}",
-        "intervals": "as the evaluation recorded them, else 95% Wilson score intervals",
     }
+    intervals = {"intervals": "as the evaluation recorded them, else 95% Wilson score intervals"}
+    entries = intervals if _imitates(run) else training | intervals
     protocols = list({json.dumps(item.protocol): item.protocol for item in run.evals}.values())
     for number, protocol in enumerate(protocols, 1):
         prefix = f"evaluation {number}, " if len(protocols) > 1 else "evaluation, "

@@ -17,7 +17,7 @@ from policies.imitation import counted_mean, only_counted
 from policies.layers import checked_widths
 from policies.openvla import lora
 from policies.openvla.actions import action_of, check_gripper, convert_gripper, read_gripper, token_of
-from policies.openvla.files import ADAPTER_CONFIG, Shards, read_json
+from policies.openvla.files import ADAPTER, ADAPTER_CONFIG, Shards, read_json
 from policies.openvla.heads import ValueHead
 from policies.openvla.images import read_preprocessing
 from policies.openvla.model import Sequence as Tokens
@@ -55,6 +55,7 @@ class TokenPolicy(Policy):
     incidental: ClassVar[frozenset[str]] = frozenset(
         {"checkpoint", "adapter", "gradient_checkpointing", "image_backend"}
     )
+    pretrained = True
     range_eps: float
     """Added to the range of the statistics: 0 in OpenVLA, 1e-8 in OpenVLA-OFT."""
 
@@ -195,6 +196,8 @@ class TokenPolicy(Policy):
         if self.adapted:
             lora.save_adapter(self.model, folder)
         else:
+            for name in (ADAPTER_CONFIG, ADAPTER):  # of what was there before: the folder would be taken for an adapter
+                (folder / name).unlink(missing_ok=True)
             save_model(self.model, folder)
         write_statistics(folder, self._datasets, self.statistics)
         return True

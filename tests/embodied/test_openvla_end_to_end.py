@@ -12,7 +12,7 @@ import torch
 
 import policies
 from embodied import checkpoint, runs
-from embodied.config import Config, UserError, load_config, parse_config
+from embodied.config import Config, UserError, load_config, parse_config, save_config
 from embodied.demonstrations import Dataset
 from embodied.reporting.metrics import read
 from policies.contract import Policy
@@ -119,6 +119,14 @@ def test_an_adapter_is_in_pefts_layout_and_is_trained_further(demos: Dataset, st
     assert torch.equal(says(own, demos), says(other, demos))
     result = runs.train_run(config.model_copy(update={"name": "third", "iterations": 1}), "test", tmp_path, False)
     assert result["iterations"] == 1
+
+
+def test_somebodys_checkpoint_is_evaluated_as_it_is(demos: Dataset, tmp_path: Path) -> None:
+    """Without a run: how good is what was downloaded?"""
+    path = tmp_path / "own.yaml"
+    save_config(short("openvla_tiny", demos, lora_rank=0), path)
+    result = runs.evaluate_run(str(path), load_config(str(path)), None, tmp_path)
+    assert result["episodes"] == 2
 
 
 def test_a_policy_without_a_community_has_nothing_to_export(tmp_path: Path, demos: Dataset) -> None:
