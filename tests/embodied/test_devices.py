@@ -46,6 +46,11 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+def _on(tensor: Tensor, device: Any) -> Tensor:
+    """A tensor that is asked for without a device is wherever the context has put it."""
+    return tensor if device is None else tensor.to(device)
+
+
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendDevice]:
     """A GPU for the length of a test."""
@@ -61,7 +66,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendDevice]:
         lambda lists, *options: {(place_of(g[0]), k[1]): g for k, g in grouped(lists, *options).items()},
     )
     made = torch.tensor  # it alone is made behind the back of what watches operations
-    monkeypatch.setattr(torch, "tensor", lambda data, device="cpu", **options: made(data, **options).to(device))
+    monkeypatch.setattr(torch, "tensor", lambda data, device=None, **options: _on(made(data, **options), device))
     monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

@@ -139,7 +139,9 @@ def test_every_trial_is_dealt_out_once_and_always_to_its_row(workers: int, stage
 # --- interruption
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=lambda how: how.name)
+@pytest.mark.parametrize(
+    "how", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL], ids=lambda how: how.name
+)
 def test_an_interrupted_evaluation_goes_on_to_the_same_result(how: signal.Signals, run: Path, tmp_path: Path) -> None:
     runs_dir = Path(shutil.copytree(run.parent, tmp_path / "runs"))
     shutil.rmtree(runs_dir / "run" / "evals")

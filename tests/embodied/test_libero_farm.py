@@ -64,6 +64,7 @@ def by_env(seen: list[Observations]) -> dict[tuple[int, int, int], tuple[bytes, 
     return shown
 
 
+@pytest.mark.slow
 def test_one_renderer_for_two_physics_workers_shows_what_the_fused_farm_shows(session: Session) -> None:
     fused, split, alone = (by_env(drive(session, *workers)) for workers in ((2, 0), (2, 1), (1, 1)))
     assert len(fused) == 4 * (CHUNKS + 1) and max(episode for _, episode, _ in fused) > 0

@@ -133,7 +133,7 @@ def record(folder: EvalFolder, path: Path, count: int | None = None) -> str:
     [
         {},
         {"env": {"num_envs": 6}, "farm": {"stages": 1}},
-        {"runtime": {"mode": "ray"}, "farm": {"physics_workers": 2}},
+        pytest.param({"runtime": {"mode": "ray"}, "farm": {"physics_workers": 2}}, marks=pytest.mark.slow),
     ],
     ids=["as recorded", "other environments", "ray"],
 )

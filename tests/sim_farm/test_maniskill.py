@@ -78,7 +78,7 @@ def test_physics_law(law: Law, spec: TaskSpec) -> None:
     law(spec)
 
 
-@pytest.mark.parametrize("spec", (PEG,), ids=name_of)
+@pytest.mark.parametrize("spec", (PUSH_CUBE,), ids=name_of)
 @each_render_law
 def test_render_law(law: Law, spec: TaskSpec) -> None:
     law(spec)
