@@ -79,10 +79,12 @@ def sft_run(config: Config, source: str, runs_dir: Path, resume: bool) -> dict[s
     config = _begun_from(config, runs_dir, resume)
     info = InProcess().describe(task_spec(config))
     with _run_folder(config, source, runs_dir, resume, STAGE) as (run_dir, found):
-        recorded = settings_of(str(run_dir), runs_dir).sft.data
-        if found is not None and recorded != config.sft.data:
-            given, known = (", ".join(map(str, paths)) for paths in (config.sft.data, recorded))
-            raise UserError(f"{run_dir} learns from {known}, not from {given}: begin another run with --policy.init")
+        if found is not None:
+            recorded = settings_of(str(run_dir), runs_dir).sft.data
+            if config.sft.data not in ((), recorded):
+                given, known = (", ".join(map(str, paths)) for paths in (config.sft.data, recorded))
+                raise UserError(f"{run_dir} learns from {known}, not {given}: begin another run with --policy.init")
+            config = config.model_copy(update={"sft": config.sft.model_copy(update={"data": recorded})})
         result = imitate(config, info, run_dir, found)
         release()  # the evaluator, in a process of its own, needs the device's memory
         with open_session(config) as session:

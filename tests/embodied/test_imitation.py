@@ -173,13 +173,13 @@ def test_what_has_learned_keeps_its_units_and_its_beginning(warm: dict[str, Any]
     runs.sft_run(named, "test", root, False)
     begun = runs.settings_of("second", root).policy.init
     moved = named.model_copy(update={"policy": config.policy.model_copy(update={"init": Path("nowhere")})})
-    more = moved.model_copy(update={"sft": moved.sft.model_copy(update={"steps": 7})})
+    more = moved.model_copy(update={"sft": moved.sft.model_copy(update={"steps": 7, "data": ()})})
     assert runs.sft_run(more, "test", root, True)["steps"] == 7
     kept = runs.settings_of("second", root)
     assert kept.policy.init == begun
     assert kept.sft.steps == 7
     other = more.model_copy(update={"sft": more.sft.model_copy(update={"data": (Path("others"),)})})
-    with pytest.raises(UserError, match="learns from .*, not from others"):
+    with pytest.raises(UserError, match="learns from .*, not others"):
         runs.sft_run(other, "test", root, True)
 
 
