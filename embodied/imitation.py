@@ -17,10 +17,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from embodied import checkpoint
 from embodied.config import Config, UserError, save_config
 from embodied.demonstrations import Batch, Dataset
+from embodied.devices import device_of
 from embodied.interrupts import deferred_interrupts
 from embodied.noise import IMITATION, generator, permutation
 from embodied.occupation import Seat
@@ -157,7 +159,10 @@ class Imitator:
             for group in self.optimizer.param_groups:
                 group["lr"] = self.config.sft.lr * (1 - self.done / self.config.sft.steps)
             self.optimizer.zero_grad(set_to_none=True)
-            loss = sum(self._losses(rows, self.done + 1, learn=True))
+            loss = 0.0
+            for _, share in self._shares(rows, self.done + 1):
+                share.backward()  # type: ignore[no-untyped-call]
+                loss += float(share.detach())
             norm = torch.nn.utils.clip_grad_norm_(self.policy.actor_parameters(), self.config.learner.max_grad_norm)
             if not np.isfinite(loss) or not torch.isfinite(norm):
                 raise UserError(
@@ -176,18 +181,18 @@ class Imitator:
         if not len(rows):
             return {}
         rows = rows[np.linspace(0, len(rows) - 1, min(MEASURED, len(rows))).astype(np.int64)]
+        loss, distance, count = 0.0, 0.0, 0
         with self._seat.taken(), torch.no_grad():
-            loss, distance, count = sum(self._losses(rows, 0, learn=False)), 0.0, 0
-            for _, batch in self._micro_batches(rows):
+            for batch, share in self._shares(rows, 0):
                 said = self.policy.act(self._shown(batch), None).chunk.cpu()
-                counted = torch.from_numpy(~batch.padding)
-                off = (said - torch.from_numpy(batch.actions)).abs()[counted]
+                off = (said - torch.from_numpy(batch.actions)).abs()[torch.from_numpy(~batch.padding)]
+                loss += float(share)
                 distance, count = distance + float(off.sum()), count + off.numel()
         return {"sft/held_out_loss": loss, "sft/held_out_distance": distance / count}
 
-    def _losses(self, rows: Index, key: int, learn: bool) -> Iterator[float]:
-        """Each micro-batch's share of the mean loss; with `learn`, its gradient is added. Noise is keyed by `key`."""
-        device = self._device
+    def _shares(self, rows: Index, key: int) -> Iterator[tuple[Batch, Tensor]]:
+        """Each micro-batch, and its share of the mean loss over the rows. The noise of losses is keyed by `key`."""
+        device = device_of(self.policy)
         noise = generator(IMITATION, self.config.seed, 0, key, 0).standard_normal(
             (len(rows), self.policy.noise_dim), np.float32
         )
@@ -198,10 +203,7 @@ class Imitator:
                 torch.from_numpy(~batch.padding).to(device),
                 torch.from_numpy(noise[places]).to(device),
             )
-            share = losses.sum() / len(rows)
-            if learn:
-                share.backward()  # type: ignore[no-untyped-call]
-            yield float(share.detach())
+            yield batch, losses.sum() / len(rows)
 
     def _micro_batches(self, rows: Index) -> Iterator[tuple[Index, Batch]]:
         """The rows as batches, and the places in `rows` of each."""
@@ -219,11 +221,7 @@ class Imitator:
             state=inputs.state if "state" in reads else None,
             proprio=inputs.proprio if "proprio" in reads else None,
             instruction=inputs.instruction if "instruction" in reads else (),
-        ).to(self._device)
-
-    @property
-    def _device(self) -> torch.device:
-        return next(self.policy.parameters()).device
+        ).to(device_of(self.policy))
 
     def _rows(self, step: int) -> Index:
         """The rows of a step: those of an epoch in an order of its own, whole minibatches of them."""

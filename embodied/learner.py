@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from embodied import checkpoint
-from embodied.config import Config, UserError
+from embodied.config import Config, LearnerConfig, UserError
 from embodied.devices import CPU, await_devices, defines, device_of
 from embodied.estimators import Rows, join_rows, rows_of
 from embodied.gathering import join_waves
@@ -44,6 +44,18 @@ class OffPolicy(UserError):
 
 class NonFinite(UserError):
     """Losses or gradients were not finite several steps in a row."""
+
+
+def make_optimizer(policy: Policy, settings: LearnerConfig) -> torch.optim.Adam:
+    """Actor and value head with learning rates of their own."""
+    return torch.optim.Adam(
+        [
+            {"params": list(policy.actor_parameters()), "lr": settings.policy_lr, "name": "policy"},
+            {"params": list(policy.value_head.parameters()), "lr": settings.value_lr, "name": "value_head"},
+        ],
+        eps=settings.adam_eps,
+        fused=True,
+    )
 
 
 @dataclass(frozen=True)
@@ -73,14 +85,7 @@ class Learner:
         """The estimator needs all waves of an iteration at once."""
         self._run_dir = run_dir
         self._seat = seat or Seat((), config.learner.threads or len(os.sched_getaffinity(0)))
-        self.optimizer = torch.optim.Adam(
-            [
-                {"params": list(policy.actor_parameters()), "lr": self._config.policy_lr, "name": "policy"},
-                {"params": list(policy.value_head.parameters()), "lr": self._config.value_lr, "name": "value_head"},
-            ],
-            eps=self._config.adam_eps,
-            fused=True,
-        )
+        self.optimizer = make_optimizer(policy, config.learner)
         self._residence: Residence | None = None
         self._parts: list[Rows] = []
         self._waves: list[Trajectories] = []

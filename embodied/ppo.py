@@ -162,10 +162,10 @@ def policy_loss(
 ) -> PolicyLoss:
     """The clipped surrogate (Schulman et al. 2017, eq. 7), summed over the units where `mask`.
 
-    `log_prob`, `old_log_prob`, `mask` [B, U]; `advantage` [B] belongs to every unit of its row, [B, U] to one
-    unit. `dual_clip` bounds
-    the loss of negative advantages (Ye et al. 2020, arXiv 1912.09729). `weight` as in `sum_units`: `inverse_lengths`
-    for episodes of equal weight, `behaviour_weight` where the policy that acted is not that of `old_log_prob`.
+    `log_prob`, `old_log_prob`, `mask` [B, U]; `advantage` [B] belongs to every unit of its row, [B, U] to one unit.
+    `dual_clip` bounds the loss of negative advantages (Ye et al. 2020, arXiv 1912.09729). `weight` as in `sum_units`:
+    `inverse_lengths` for episodes of equal weight, `behaviour_weight` where the policy that acted is not that of
+    `old_log_prob`.
     """
     log_ratio = (log_prob - old_log_prob).clamp(-RATIO_LOG_LIMIT, RATIO_LOG_LIMIT)
     ratio = log_ratio.exp()

@@ -25,6 +25,7 @@ from embodied.bench.settings import BenchLearner
 from embodied.config import LearnerConfig, PPOConfig, UserError
 from embodied.devices import CPU, decide, device_of, release, to_host
 from embodied.estimators import Rows
+from embodied.learner import make_optimizer
 from embodied.reporting.live import steps
 from embodied.shares import add_gradient, count_units, count_values, read
 from policies.contract import Inputs
@@ -57,8 +58,7 @@ class Update:
         self.policy, self.device = policy, device_of(policy)
         ppo, settings = PPOConfig(), LearnerConfig()
         self._ppo, self._max_grad_norm = ppo, settings.max_grad_norm
-        groups = [(policy.actor_parameters(), settings.policy_lr), (policy.value_head.parameters(), settings.value_lr)]
-        self.optimizer = torch.optim.Adam([{"params": list(p), "lr": lr} for p, lr in groups], eps=1e-5, fused=True)
+        self.optimizer = make_optimizer(policy, settings)
         generator = torch.Generator("cpu").manual_seed(seed)
         inputs = make_inputs(policy, minibatch, seed, CPU)
         noise, advantage = (torch.randn(minibatch, n, generator=generator) for n in (policy.noise_dim, 1))

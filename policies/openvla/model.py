@@ -278,9 +278,8 @@ def _draw(model: OpenVLAModel, dtype: str) -> OpenVLAModel:
     device = torch.get_default_device()
     model = model.to(DTYPES[named]).to_empty(device=device)
     generator = torch.Generator(device).manual_seed(seed)
-    with torch.no_grad():
-        for name, tensor in model.state_dict().items():
-            draw(name, tensor, generator)
+    for name, tensor in model.state_dict().items():
+        draw(name, tensor, generator)
     model.unused = {}
     _fill_rotary(model)
     return model.eval()

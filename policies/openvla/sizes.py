@@ -84,7 +84,7 @@ def write_random(folder: str | Path, name: str, seed: int = 0) -> Path:
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / CONFIG, _config(SIZES[size], seed))
-    write_json(folder / PREPROCESSOR, _preprocessor(SIZES[size]["image_size"]))
+    write_json(folder / PREPROCESSOR, preprocessor(SIZES[size]["image_size"]))
     (folder / TOKENIZER).write_text(json.dumps(_tokenizer()))
     return folder
 
@@ -94,10 +94,11 @@ def draw(name: str, tensor: Tensor, generator: torch.Generator) -> None:
 
     Matrices keep activations of order one, scales are near one, biases near zero.
     """
-    if tensor.dim() > 1:
-        tensor.normal_(0, tensor[0].numel() ** -0.5, generator=generator)
-    else:
-        tensor.normal_(0.0 if name.endswith("bias") else 1.0, 0.1, generator=generator)
+    with torch.no_grad():
+        if tensor.dim() > 1:
+            tensor.normal_(0, tensor[0].numel() ** -0.5, generator=generator)
+        else:
+            tensor.normal_(0.0 if name.endswith("bias") else 1.0, 0.1, generator=generator)
 
 
 def _config(size: Mapping[str, Any], seed: int) -> dict[str, Any]:
@@ -121,15 +122,19 @@ def _config(size: Mapping[str, Any], seed: int) -> dict[str, Any]:
         RANDOM_WEIGHTS: seed,
     }
     if "towers" in size:
-        common = {"patch_size": 14}
-        dino = {"reg_tokens": 4, "class_token": True, "no_embed_class": True, "init_values": 1e-5}
-        siglip = {"class_token": False, "global_pool": "map", "mlp_ratio": 3.7362}
-        first, second = size["towers"]
-        config["timm_model_kwargs"] = [first | common | dino, second | common | siglip]
+        config["timm_model_kwargs"] = towers(*size["towers"])
     return config
 
 
-def _preprocessor(size: int) -> dict[str, Any]:
+def towers(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """timm's arguments of DINOv2 and SigLIP at sizes that are in no registry: embed_dim, depth, num_heads."""
+    dino = {"reg_tokens": 4, "class_token": True, "no_embed_class": True, "init_values": 1e-5}
+    siglip = {"class_token": False, "global_pool": "map", "mlp_ratio": 3.7362}
+    return [{**first, "patch_size": 14, **dino}, {**second, "patch_size": 14, **siglip}]
+
+
+def preprocessor(size: int) -> dict[str, Any]:
+    """preprocessor_config.json as published, for frames of another size."""
     return {
         "image_processor_type": "PrismaticImageProcessor",
         "image_resize_strategy": "resize-naive",

@@ -12,17 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from policies.openvla.config import CONFIG, read_config
 from policies.openvla.files import INDEX, Shards, write_json
 from policies.openvla.images import PREPROCESSOR
 from policies.openvla.model import OpenVLAModel, to_checkpoint
 from policies.openvla.prompts import TOKENIZER
+from policies.openvla.sizes import PAD_TO, draw, preprocessor, towers
 
 VOCAB = 512
-PAD_TO = 64
-PATCH = 14
 
 
 def write_tiny(
@@ -41,7 +39,7 @@ def write_tiny(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / CONFIG, _config(width, layers, heads, image_size, action_dim, proprio_dim, datasets))
-    write_json(folder / PREPROCESSOR, _preprocessor(image_size))
+    write_json(folder / PREPROCESSOR, preprocessor(image_size))
     (folder / TOKENIZER).write_text(json.dumps(_tokenizer()))
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
@@ -50,10 +48,11 @@ def write_tiny(
         for module in model.vision_backbone.children():
             module.to_empty(device="cpu")
         for name, parameter in model.named_parameters():
-            _draw(name, parameter)
+            draw(name, parameter, torch.default_generator)
         state = {to_checkpoint(name): tensor for name, tensor in model.state_dict().items()}
         for name, tensor in model.vision_backbone.unused.items():
-            state[to_checkpoint(f"vision_backbone.{name}")] = _draw(name, torch.empty(tensor.shape))
+            state[to_checkpoint(f"vision_backbone.{name}")] = unused = torch.empty(tensor.shape)
+            draw(name, unused, torch.default_generator)
     # Two files, as real ones have several.
     halves = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
     files = {name: halves[name.startswith("language_model")] for name in sorted(state)}
@@ -62,20 +61,10 @@ def write_tiny(
     return folder
 
 
-def _draw(name: str, tensor: Tensor) -> Tensor:
-    """Matrices that keep activations of order one, scales near one, biases near zero."""
-    with torch.no_grad():
-        if tensor.dim() > 1:
-            return tensor.normal_(0, tensor[0].numel() ** -0.5)
-        return tensor.normal_(0.0 if name.endswith("bias") else 1.0, 0.1)
-
-
 def _config(
     width: int, layers: int, heads: int, size: int, actions: int, proprio: int, datasets: tuple[str, ...]
 ) -> dict[str, Any]:
-    tower = {"embed_dim": 24, "depth": 3, "num_heads": 2, "patch_size": PATCH}
-    dino = tower | {"reg_tokens": 4, "class_token": True, "no_embed_class": True, "init_values": 1e-5}
-    siglip = tower | {"class_token": False, "global_pool": "map", "mlp_ratio": 3.7362}
+    tower = {"embed_dim": 24, "depth": 3, "num_heads": 2}
     rows = VOCAB + PAD_TO
     return {
         "architectures": ["OpenVLAForActionPrediction"],
@@ -93,7 +82,7 @@ def _config(
             "num_attention_heads": heads, "num_key_value_heads": heads, "vocab_size": rows, "pad_token_id": VOCAB,
         },
         "timm_model_ids": ["tiny_dinov2", "tiny_siglip"],
-        "timm_model_kwargs": [dino, siglip],
+        "timm_model_kwargs": towers(tower, tower),
         "torch_dtype": "float32",
         "use_fused_vision_backbone": True,
     }  # fmt: skip
@@ -105,18 +94,6 @@ def _statistics(actions: int, proprio: int, shift: int) -> dict[str, Any]:
 
     action = percentiles(actions) | {"mask": [True] * (actions - 1) + [False]}
     return {"action": action, "proprio": percentiles(proprio), "num_transitions": 1, "num_trajectories": 1}
-
-
-def _preprocessor(size: int) -> dict[str, Any]:
-    return {
-        "image_processor_type": "PrismaticImageProcessor",
-        "image_resize_strategy": "resize-naive",
-        "input_sizes": [[3, size, size]] * 2,
-        "interpolations": ["bicubic"] * 2,
-        "means": [[0.485, 0.456, 0.406], [0.5] * 3],
-        "stds": [[0.229, 0.224, 0.225], [0.5] * 3],
-        "use_fused_vision_backbone": True,
-    }
 
 
 def _tokenizer() -> dict[str, Any]:

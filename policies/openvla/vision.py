@@ -48,7 +48,9 @@ class VisionBackbone(nn.Module):
                 whole = build_tower(name, size, config.image_size)
             before = whole.state_dict()
             whole.prune_intermediate_layers([len(whole.blocks) - 2], prune_norm=True, prune_head=True)
-            self.unused |= {f"{tower}.{key}": before[key] for key in before.keys() - whole.state_dict().keys()}
+            kept = whole.state_dict().keys()
+            # In the tower's order: a set's would be another in each process.
+            self.unused |= {f"{tower}.{key}": tensor for key, tensor in before.items() if key not in kept}
             self.add_module(tower, whole)
         self.width = sum(int(getattr(self, tower).embed_dim) for tower in TOWERS)
 

@@ -42,6 +42,7 @@ def bench(tmp_path: Path, *arguments: str) -> dict[str, Any]:
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """One test measures what the machine can do; threads of networks so small would only wait for each other."""
     for bench in ("policy", "learner"):
+        # Measuring takes seconds each time; `test_the_machines_limits_are_measured` does it for real.
         monkeypatch.setattr(f"embodied.bench.{bench}.measure_machine", lambda device, dtype: Machine(1e11, 1e10))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -94,6 +95,7 @@ def test_the_measured_update_is_one_whatever_the_micro_batch_and_waits_once(
         reads.append(len(shares))
         return read(shares, norm)
 
+    # It reads as ever and is counted: each read waits for the device.
     monkeypatch.setattr("embodied.bench.learner.read", counting)
     gradients = []
     for micro_batch in (1, ROWS):
@@ -106,6 +108,7 @@ def test_the_measured_update_is_one_whatever_the_micro_batch_and_waits_once(
 
 
 def test_the_machines_limits_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    # One group of repetitions: that rates come out is what is looked at, not how steady they are.
     monkeypatch.setattr("embodied.bench.machine.GROUPS", 1)
     machine = measure_machine(CPU, "float32")
     assert machine.flops_per_s > 1e8 and machine.bytes_per_s > 1e8

@@ -60,6 +60,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendDevice]:
             device.waits.append("synchronize")
 
     grouped = torch._C._group_tensors_by_device_and_dtype
+    # The optimiser and the clipping group tensors by device in C++, which sees where they really are.
     monkeypatch.setattr(
         torch._C,
         "_group_tensors_by_device_and_dtype",
@@ -67,6 +68,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendDevice]:
     )
     made = torch.tensor  # it alone is made behind the back of what watches operations
     monkeypatch.setattr(torch, "tensor", lambda data, device=None, **options: _on(made(data, **options), device))
+    # The rest is what torch asks of a driver, and there is none.
     monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

@@ -1,8 +1,11 @@
 """Directories: read whole or not at all, and written again as they were."""
 
 import json
+import os
 import pickle
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -149,6 +152,17 @@ def test_the_seed_determines_the_tiny_checkpoint(tiny, tmp_path):
     first = tensors_of(tiny)
     assert all(torch.equal(tensor, same[name]) for name, tensor in first.items())
     assert not any(torch.equal(tensor, other[name]) for name, tensor in first.items())
+
+
+def test_another_process_draws_the_same_tiny_checkpoint(tmp_path):
+    """Whose sets are in another order."""
+    program = "import sys; from policies.openvla.tiny import write_tiny; write_tiny(sys.argv[1], seed=1)"
+    drawn = []
+    for order in ("1", "2"):
+        folder = tmp_path / order
+        subprocess.run([sys.executable, "-c", program, folder], env={**os.environ, "PYTHONHASHSEED": order}, check=True)
+        drawn.append(tensors_of(folder))
+    assert all(torch.equal(tensor, drawn[1][name]) for name, tensor in drawn[0].items())
 
 
 def put_pickle(path: Path) -> None:
