@@ -29,9 +29,9 @@ class LoopSpec:
     """One measured loop."""
 
     kind: Kind
-    """bare: our physics (and one picture of each camera per chunk), nothing else, on one core. stock: the
-    simulator's own `step` on one core, pictures at every env step. async: gymnasium's AsyncVectorEnv over it,
-    pinned. subproc: LIBERO's SubprocVectorEnv, pinned."""
+    """bare: our physics (and one picture of each camera per chunk), nothing else, one environment after the other on
+    one core. stock: the simulator's own `step` on one core, pictures at every env step. async: gymnasium's
+    AsyncVectorEnv over it, pinned. subproc: LIBERO's SubprocVectorEnv, pinned."""
     task: str
     cameras: int
     size: int
@@ -113,20 +113,23 @@ def _bare(spec: LoopSpec) -> Callable[[], int]:
 
     os.sched_setaffinity(0, {spec.cores[0]})
     task = TaskSpec(spec.task, cameras=spec.cameras, image_size=spec.size)
-    physics = make_physics(task)
+    environments = [make_physics(task) for _ in range(spec.num_envs)]
     renderer = make_renderer(task) if spec.cameras else None
-    actions = _actions(physics.info.action_dim, spec.chunk)
-    episodes, episode = EndlessEpisodes(0), 0
-    physics.reset(episodes.spec(0, episode))
+    actions = _actions(environments[0].info.action_dim, spec.chunk)
+    episodes, begun = EndlessEpisodes(0), [0] * spec.num_envs
+    for env, physics in enumerate(environments):
+        physics.reset(episodes.spec(env, 0))
     turn = 0
 
     def once() -> int:
-        nonlocal turn, episode
+        nonlocal turn
+        env = turn % spec.num_envs
+        physics = environments[env]
         result = physics.step(actions[turn % len(actions)])
         turn += 1
         if result.ended:
-            episode += 1
-            scene = physics.reset(episodes.spec(0, episode)).scene
+            begun[env] += 1
+            scene = physics.reset(episodes.spec(env, begun[env])).scene
         else:
             scene = result.scene
         if renderer is not None:
