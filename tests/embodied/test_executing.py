@@ -471,6 +471,17 @@ def test_every_plan_computes_the_same_on_maniskill(name: str, ray: Session, here
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["fused, context switches", "split, context switches"])
+def test_renderers_of_maniskill_may_leave(name: str, ray: Session, here: Session, tmp_path: Path) -> None:
+    """SAPIEN compiles its shaders anew at each return."""
+    drawn = {**IMAGES["env"], "task": "maniskill/PushCube-v1", "max_episode_steps": 9}
+    settings = {**IMAGES, "env": drawn, "ppo": {"decisions": 5}}
+    found = run(settings, ray, DRAWING[name], tmp_path / "ray")
+    assert_was_a_test(found)
+    assert_equal(found, run(settings, here, inline(DRAWING[name]), tmp_path / "inline"))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fused", "split", "split in 4, 2 groups", "hybrid", "split, context switches"])
 def test_every_plan_computes_the_same_on_libero(name: str, ray: Session, here: Session, tmp_path: Path) -> None:
     libero_assets.require()
