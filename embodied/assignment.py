@@ -37,7 +37,7 @@ class Assignment:
     ahead: int = 0
     """1: a rollout begins before the update that should precede it has ended."""
     unload: bool = False
-    """Policy worker and learner leave the device's memory while the other works."""
+    """Policy worker with renderers, and learner, leave the device's memory while the other works."""
 
     def __post_init__(self) -> None:
         if self.ahead and self.one_process:

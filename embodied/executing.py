@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,9 @@ class Executor:
     """The rollout that runs ahead of the update, where there is one."""
     _published: int = -1
     """Updates that the policy worker's weights have seen."""
+    _renderers_away: bool = False
+    _returns: tuple[Span, ...] = ()
+    """The switches with which the iteration began: of renderers that came back."""
 
     def begin(self, environments: dict[str, np.ndarray] | None, version: int) -> None:
         """Start the environments, or continue where `environments` say they were; the weights have seen `version`
@@ -83,19 +86,20 @@ class Executor:
         self.learner.call(Learner.load, folder)
 
     def save(self, root: Path, state: checkpoint.RunState, environments: dict[str, np.ndarray]) -> None:
-        if self.assignment.unload:
+        if self._unloads:
             self.learner.call(Learner.load_back)
         self.learner.call(Learner.save, root, state, environments)
-        if self.assignment.unload:
-            self.learner.call(Learner.unload, not self.assignment.one_process)
+        if self._unloads:
+            self.learner.call(Learner.unload, self._weights_leave)
 
     def rollout(self, iteration: int) -> tuple[RolloutSummary, list[Span]]:
         """The iteration's rollouts, task after task, on their way to the learner. May be interrupted."""
+        self._returns = tuple(span for lane in self._lanes for span in lane._draw_again())
         summary, spans = self._rollout(iteration)
         for other in self.others:
             later, more = other._rollout(iteration)
             summary, spans = summary + later, spans + more
-        return summary, spans
+        return summary, [*self._returns, *spans]
 
     def _rollout(self, iteration: int) -> tuple[RolloutSummary, list[Span]]:
         spans: list[Span] = []
@@ -112,7 +116,7 @@ class Executor:
         runs_ahead = bool(self.assignment.ahead) and not drain
         fed = [] if self._by_episodes else [lane._feed(iteration) for lane in self._lanes]
         environments = _join_tasks([lane.policy.call(PolicyWorker.snapshot) for lane in self._lanes])
-        switches = self._to_learner() if self.assignment.unload else []
+        switches = self._to_learner() if self._unloads else []
         if runs_ahead:
             if self._published < iteration:
                 self._publish(iteration)
@@ -126,18 +130,16 @@ class Executor:
             Span("driver", "update", begin, updated, {"trajectories": self.trajectories_path}),
             Span("learner", "update", updated - update_ns, updated),
         ]
-        if self.assignment.unload and not self.assignment.one_process:
-            switches.append(self._switch(self.policy, PolicyWorker.load_back))
+        switches += [self._switch(lane.policy, PolicyWorker.load_back) for lane in self._lanes if lane._policy_leaves]
         if not runs_ahead:
             begin = time.monotonic_ns()
             for lane in self._lanes:
                 lane._publish(iteration + 1)
             spans.append(Span("driver", "publish weights", begin, time.monotonic_ns(), {"path": self.weights_path}))
-        if self.assignment.unload:
-            switches.append(self._switch(self.learner, Learner.unload, not self.assignment.one_process))
-        learned["time/switch_s"] = sum(span.end_ns - span.start_ns for span in switches) / 1e9
-        spans += switches
-        return learned, environments, spans
+        if self._unloads:
+            switches.append(self._switch(self.learner, Learner.unload, self._weights_leave))
+        learned["time/switch_s"] = sum(span.end_ns - span.start_ns for span in (*self._returns, *switches)) / 1e9
+        return learned, environments, spans + switches
 
     def iterate(self, iteration: int, drain: bool = False) -> Iteration:
         """One whole iteration."""
@@ -147,10 +149,17 @@ class Executor:
         return Iteration(summary, learned, environments, begin, time.monotonic_ns(), (*summary.spans, *spans, *more))
 
     def switches(self) -> dict[str, tuple[Switch, Switch]]:
-        """Let the learner with its weights, and the policy, leave their device's memory and come back, once each."""
-        learner = self.learner.call(Learner.unload, True), self.learner.call(Learner.load_back)
-        policy = self.policy.call(PolicyWorker.unload, self._spill), self.policy.call(PolicyWorker.load_back)
-        return {"learner": learner, "policy": policy}
+        """Let the learner with its weights, the policy, and the renderers leave the memory and come back, once each."""
+        found = {
+            "learner": (self.learner.call(Learner.unload, True), self.learner.call(Learner.load_back)),
+            "policy": (self.policy.call(PolicyWorker.unload, self._spill), self.policy.call(PolicyWorker.load_back)),
+        }
+        if self.farm.info.cameras:
+            found["render"] = (
+                self.policy.call(PolicyWorker.unload_renderers, self._farm_deadline_s),
+                self.policy.call(PolicyWorker.load_renderers, self._farm_deadline_s),
+            )
+        return found
 
     @property
     def _lanes(self) -> tuple[Executor, ...]:
@@ -166,8 +175,28 @@ class Executor:
         return self.learner.path_from(self.policy)
 
     @property
+    def _unloads(self) -> bool:
+        """Whether the learner takes turns with any of the tasks."""
+        return any(lane.assignment.unload for lane in self._lanes)
+
+    @property
+    def _weights_leave(self) -> bool:
+        """Whether the learner's weights leave with its optimiser: not where a policy worker acts with them."""
+        return not any(lane.assignment.one_process for lane in self._lanes)
+
+    @property
+    def _policy_leaves(self) -> bool:
+        return self.assignment.unload and not self.assignment.one_process
+
+    @property
     def _spill(self) -> Path:
-        return self.run_dir / "unloaded-policy.safetensors"
+        return self.run_dir / f"unloaded-{self.policy.name.replace(' ', '-')}.safetensors"
+
+    @property
+    def _farm_deadline_s(self) -> float:
+        """Of what a policy worker asks of its farm: sooner than the call's own, whose message could not name who in the
+        farm is late."""
+        return self.config.runtime.deadline_s / 2
 
     @property
     def _by_episodes(self) -> bool:
@@ -214,11 +243,28 @@ class Executor:
         return total, spans
 
     def _to_learner(self) -> list[Span]:
-        """The policy worker leaves the device's memory, and the learner comes back to it."""
-        return [
-            *([] if self.assignment.one_process else [self._switch(self.policy, PolicyWorker.unload, self._spill)]),
-            self._switch(self.learner, Learner.load_back),
-        ]
+        """Policy workers and renderers leave the device's memory, and the learner comes back to it."""
+        left = [span for lane in self._lanes for span in lane._leave()]
+        return [*left, self._switch(self.learner, Learner.load_back)]
+
+    def _leave(self) -> list[Span]:
+        """The task's policy worker and renderers leave."""
+        spans = [self._switch(self.policy, PolicyWorker.unload, self._spill)] if self._policy_leaves else []
+        if self.assignment.unload and self.farm.info.cameras:
+            self._renderers_away = True
+            spans.append(self._switch_renderers(PolicyWorker.unload_renderers))
+        return spans
+
+    def _draw_again(self) -> list[Span]:
+        """The task's renderers come back. Only before the rollout: until then a checkpoint may need the room."""
+        if not self._renderers_away:
+            return []
+        self._renderers_away = False
+        return [self._switch_renderers(PolicyWorker.load_renderers)]
+
+    def _switch_renderers(self, method: Any) -> Span:
+        span = self._switch(self.policy, method, self._farm_deadline_s)
+        return replace(span, args={**span.args, "worker": f"renderers of {self.config.env.task}"})
 
     def _switch(self, worker: Handle[Any], method: Any, *args: Any) -> Span:
         begin = time.monotonic_ns()
@@ -250,15 +296,25 @@ def _of_task(environments: dict[str, np.ndarray], number: int) -> dict[str, np.n
     return {k.partition(".")[2]: a for k, a in environments.items() if k.startswith(f"{number}.")}
 
 
+def _check_turns(assignments: tuple[Assignment, ...]) -> None:
+    ahead = any(assignment.ahead for assignment in assignments)
+    if ahead and len(assignments) > 1:
+        raise UserError("plans of a run with several tasks do not run ahead: set ahead 0 in each of them")
+    if ahead and assignments[0].unload:
+        raise UserError(
+            "a plan that runs ahead has nobody to unload, since rollout and learner work at the same time: set ahead 0 "
+            "or unload false"
+        )
+
+
 @contextmanager
 def executor(config: Config, run_dir: Path, session: Session, *assignments: Assignment) -> Iterator[Executor]:
     """The run's workers, placed: for each of its tasks by an assignment of its own. They are gone when the block ends.
 
-    Raises `UserError` for tasks that one policy cannot act in.
+    Raises `UserError` for tasks that one policy cannot act in, and for assignments that contradict themselves.
     """
     tasks = configs_of_tasks(config)
-    if len(tasks) > 1 and any(assignment.ahead or assignment.unload for assignment in assignments):
-        raise UserError("plans of a run with several tasks neither run ahead nor unload: set ahead 0 and unload false")
+    _check_turns(assignments)
     session.runtime.prepare(1 if assignments[0].one_process else 2)
     with ExitStack() as stack:
         farms = [

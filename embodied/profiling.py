@@ -36,7 +36,7 @@ T95 = {1: 12.7, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9
 
 
 Switches = Mapping[str, tuple[Switch, Switch]]
-"""Of learner and policy: leaving their device's memory, and coming back."""
+"""Of learner, policy and renderers: leaving the memory, and coming back."""
 
 
 @dataclass(frozen=True)

@@ -152,6 +152,16 @@ class PolicyWorker:
         """Return to the device's memory."""
         return self._residence.load() if self._residence is not None else Switch(0, 0.0)
 
+    def unload_renderers(self, deadline_s: float) -> Switch:
+        """Let the farm's renderers and scene replicas leave the memory; `load_renderers` before the next rollout."""
+        left = self.farm.unload_renderers(deadline_s)
+        return Switch(left.bytes, left.seconds)
+
+    def load_renderers(self, deadline_s: float) -> Switch:
+        """Have the farm's renderers back."""
+        back = self.farm.load_renderers(deadline_s)
+        return Switch(back.bytes, back.seconds)
+
     def snapshot(self) -> dict[str, np.ndarray]:
         """Where the environments are, to be given to `begin` of a later worker."""
         return {

@@ -40,8 +40,8 @@ class ComponentProfile:
     bytes_per_item: float = 0.0
     """More per device, for every item that it works on at once."""
     process_bytes: float = 0.0
-    """Of the one process that computes on all its devices, while it is loaded. For the reader: the planner compares
-    devices' memory with `resident_bytes` and `bytes_per_item` alone."""
+    """Of all its processes, while it is loaded: what leaves. For the reader: the planner compares devices' memory with
+    `resident_bytes` and `bytes_per_item` alone."""
     unload_s: float = 0.0
     load_s: float = 0.0
     """To leave the device's memory, and to come back."""

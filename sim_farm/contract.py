@@ -152,7 +152,10 @@ class Renderer(Protocol):
         """
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Free the replicas and what they are drawn with. Another renderer may be made in the same process later, while
+        its physics goes on; it draws the same."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,9 @@
     observations = farm.collect(stage)        # waits for the stage
     farm.submit(stage, actions)               # returns at once
 
-A stage is either `submitted` or `collected`; any other order of calls is an error. Everything that decides
-*what* is computed is in `FarmSpec` and the actions; hosts and workers only decide where and when.
+A stage is either `submitted` or `collected`; any other order of calls is an error. Between two rounds the renderers
+may leave the memory and come back: `unload_renderers`, `load_renderers`. Everything that decides *what* is computed is
+in `FarmSpec` and the actions; hosts and workers only decide where and when.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from typing import Any
 import numpy as np
 
 from sim_farm import layout
-from sim_farm.contract import Bool, FarmError, Float32, TaskInfo, UInt8
+from sim_farm.contract import FarmError, Float32, TaskInfo
 from sim_farm.doorbell import Doorbell
 from sim_farm.hosts import Handle, Host
 from sim_farm.layout import FINAL_FRAMES, FarmSpec, slot_fields
 from sim_farm.memory import Block
-from sim_farm.observations import FinalObservations, Int, Observations
-from sim_farm.workers import WorkerSetup, is_stamped
+from sim_farm.observations import Int, Observations, read
+from sim_farm.workers import WorkerSetup
 
 RENDERER_START_S = 120.0
 """Longest start of a renderer: an EGL driver that hangs does so silently and for ever."""
@@ -39,7 +40,7 @@ class StageState(enum.Enum):
 
 
 class StageError(FarmError):
-    """`submit` and `collect` were not called in turn."""
+    """A call out of turn: what must come first is named."""
 
 
 class WorkerTimeout(FarmError):
@@ -50,14 +51,6 @@ class WorkerFailed(FarmError):
     """A worker met an error of its own and ended."""
 
 
-class UnwrittenFrame(FarmError):
-    """A frame that should have been drawn still carries the magic value."""
-
-
-class StaleFrame(FarmError):
-    """A frame shows another moment than the observation it belongs to."""
-
-
 @dataclass(frozen=True)
 class FarmAddress:
     """How another process reaches a farm: `Farm.attach`."""
@@ -65,6 +58,16 @@ class FarmAddress:
     spec: FarmSpec
     info: TaskInfo
     memory: str
+
+
+@dataclass(frozen=True)
+class RendererSwitch:
+    """What it took to let the renderers leave the memory, or to have them back."""
+
+    bytes: int
+    """Of the workers' private memory, freed or taken again; 0 of workers in this process. What a GPU's driver holds
+    is not counted."""
+    seconds: float
 
 
 class Farm:
@@ -172,14 +175,13 @@ class Farm:
         """
         if self._state[stage] is not StageState.SUBMITTED:
             raise StageError(f"stage {stage} is {self._state[stage].value}; submit it before collecting")
-        self._wait(self._envs[stage], deadline_s)
-        envs = self._envs[stage]
-        slots = self._slots
+        envs, slots = self._envs[stage], self._slots
+        self._wait(lambda: self._done(envs), lambda: self.timeout(deadline_s, envs), deadline_s)
         slots["base_episode"][envs] = slots["episode"][envs]
         slots["base_step"][envs] = slots["episode_step"][envs]
         slots["collected"][envs] = slots["requested"][envs]
         self._state[stage] = StageState.COLLECTED
-        return self._read(envs)
+        return read(slots, self.info, envs)
 
     def snapshot(self) -> dict[str, np.ndarray]:
         """Where every environment is: its episode and the actions executed in it. All stages must be collected."""
@@ -203,6 +205,23 @@ class Farm:
             raise StageError("collect every stage before moving the limit of episodes")
         self._slots["limit"][:] = episodes
 
+    def unload_renderers(self, deadline_s: float = 300.0) -> RendererSwitch:
+        """Have the workers that draw free their renderers with the scene replicas. No stage may be reset or submitted
+        before `load_renderers`. Nothing happens without cameras.
+
+        Raises `StageError` unless every stage is collected, and what `collect` raises.
+        """
+        if any(state is not StageState.COLLECTED for state in self._state):
+            raise StageError("collect every stage before the renderers leave")
+        return self._switch_renderers(True, deadline_s)
+
+    def load_renderers(self, deadline_s: float = 300.0) -> RendererSwitch:
+        """Have the renderers back; what they draw equals, bit for bit, what those that left would have drawn.
+
+        Nothing happens where they are. Raises what `collect` raises.
+        """
+        return self._switch_renderers(False, deadline_s)
+
     def stop(self) -> None:
         """Tell the workers to end; they do at their next look."""
         if self.block.arrays:
@@ -218,7 +237,26 @@ class Farm:
         self._slots = {}
         self.block.close()
 
+    def _switch_renderers(self, away: bool, deadline_s: float) -> RendererSwitch:
+        begin, slots, drawers = time.perf_counter(), self._slots, self.spec.drawers
+        if not self.info.cameras:
+            return RendererSwitch(0, 0.0)
+        left = slots["left"][drawers.start : drawers.stop]
+        slots["moved_bytes"][:] = 0
+        slots["away"][0] = away
+        for worker in drawers:
+            self._ring(worker)
+
+        def late() -> WorkerTimeout:
+            worker = drawers[int(np.argmax(left != away))]
+            return WorkerTimeout(self._late(worker, deadline_s, f"with its renderer to {'free' if away else 'start'}"))
+
+        self._wait(lambda: bool((left == away).all()), late, deadline_s)
+        return RendererSwitch(int(slots["moved_bytes"].sum()), time.perf_counter() - begin)
+
     def _request(self, stage: int, op: int) -> None:
+        if self._slots["away"][0]:
+            raise StageError("the renderers are away; load_renderers() before a stage is reset or submitted")
         envs = self._envs[stage]
         self._ticket = max(self._ticket, int(self._slots["requested"].max())) + 1
         self._slots["op"][envs] = op
@@ -227,19 +265,21 @@ class Farm:
         for worker in sorted({self.spec.worker_of(env) for env in envs.tolist()}):
             self._ring(worker)
 
-    def _wait(self, envs: Int, deadline_s: float) -> None:
-        slots = self._slots
+    def _wait(self, done: Callable[[], bool], late: Callable[[], WorkerTimeout], deadline_s: float) -> None:
         begin = time.monotonic()
         while True:
             seen = self._bell.value()
-            # Both: a fused worker sets `drawn` first.
-            asked = slots["requested"][envs]
-            if (slots["drawn"][envs] == asked).all() and (slots["simulated"][envs] == asked).all():
+            if done():
                 return
             self.check()
             if time.monotonic() - begin > deadline_s:
-                raise self.timeout(deadline_s, envs)
+                raise late()
             self._bell.wait(seen, timeout_s=0.5)
+
+    def _done(self, envs: Int) -> bool:
+        # Both: a fused worker sets `drawn` first.
+        slots, asked = self._slots, self._slots["requested"][envs]
+        return bool((slots["drawn"][envs] == asked).all() and (slots["simulated"][envs] == asked).all())
 
     def _message(self, worker: int) -> str:
         return bytes(self._slots["message"][worker]).rstrip(b"\0").decode(errors="replace")
@@ -278,73 +318,16 @@ class Farm:
         worker = spec.worker_of(env)
         if not simulating and spec.render_workers:
             worker = spec.physics_workers + spec.renderer_of(env)
-        phase = layout.PHASES[int(slots["phase"][worker])]
-        since = (time.monotonic_ns() - int(slots["since_ns"][worker])) / 1e9 if slots["since_ns"][worker] else 0.0
+        return self._late(worker, deadline_s, f"with environment {env} to {'simulate' if simulating else 'draw'}")
+
+    def _late(self, worker: int, deadline_s: float, task: str) -> str:
+        phase = layout.PHASES[int(self._slots["phase"][worker])]
+        since_ns = int(self._slots["since_ns"][worker])
+        since = (time.monotonic_ns() - since_ns) / 1e9 if since_ns else 0.0
         return (
             f"{self._worker_name(worker)} did not answer within {deadline_s:.0f} s: it has been {phase} for "
-            f"{since:.1f} s, with environment {env} to {'simulate' if simulating else 'draw'}"
+            f"{since:.1f} s, {task}"
         )
-
-    def _read(self, envs: Int) -> Observations:
-        slots = self._slots
-        active = slots["active"][envs].astype(np.bool_)
-        frames = self._frames("frames", envs, active)
-        self._check_moments(envs[active])
-        ended = np.flatnonzero(slots["terminated"][envs] | slots["truncated"][envs])
-        drawn = slots["draw_final"][envs[ended]].astype(np.bool_)
-        final = FinalObservations(
-            rows=ended,
-            state=slots["final_state"][envs[ended]],
-            proprio=slots["final_proprio"][envs[ended]],
-            frames=self._frames("final_frames", envs[ended], drawn),
-            instruction=_texts(slots["final_instruction"][envs[ended]]),
-            drawn=drawn,
-        )
-        return Observations(
-            envs=envs,
-            state=slots["state"][envs],
-            proprio=slots["proprio"][envs],
-            frames=frames,
-            instruction=_texts(slots["instruction"][envs]),
-            active=active,
-            episode=slots["episode"][envs],
-            episode_step=slots["episode_step"][envs].astype(np.int64),
-            steps=slots["steps"][envs].astype(np.int64),
-            reward=slots["reward"][envs],
-            success=slots["success"][envs].astype(np.bool_),
-            terminated=slots["terminated"][envs].astype(np.bool_),
-            truncated=slots["truncated"][envs].astype(np.bool_),
-            final=final,
-            times_ns=slots["times_ns"][envs],
-        )
-
-    def _check_moments(self, envs: Int) -> None:
-        """That the frames of `envs` show the episode and env step of their observations."""
-        if not self.info.cameras:
-            return
-        shown = self._slots["frames_of"][envs]
-        now = np.stack((self._slots["episode"][envs], self._slots["episode_step"][envs]), 1)
-        wrong = np.flatnonzero((shown != now).any(1))
-        if len(wrong):
-            env = wrong[0]
-            raise StaleFrame(
-                f"environment {envs[env]} is at episode {now[env, 0]}, env step {now[env, 1]}; its frames show "
-                f"episode {shown[env, 0]}, env step {shown[env, 1]}"
-            )
-
-    def _frames(self, key: str, envs: Int, drawn: Bool) -> dict[str, UInt8]:
-        frames = self._slots[key]
-        for env in envs[drawn].tolist():
-            if len(self.info.cameras) and is_stamped(frames[env]):
-                raise UnwrittenFrame(f"environment {env}'s {key.replace('_', ' ')} were never drawn")
-        pictures = {name: frames[envs, i] for i, name in enumerate(self.info.cameras)}
-        for picture in pictures.values():
-            picture[~drawn] = 0
-        return pictures
-
-
-def _texts(rows: UInt8) -> tuple[str, ...]:
-    return tuple(bytes(row).rstrip(b"\0").decode() for row in rows)
 
 
 def _check(spec: FarmSpec) -> None:

@@ -6,6 +6,9 @@ One slot per environment, addressed by the environment's index. Who writes what:
     physics  results, observation, scene, final_*       then sets `simulated` and rings renderer or client
     render   frames, final_frames                       then sets `drawn` and rings the client
 
+    client   away                                       then rings the workers that draw
+    who draws  moved_bytes                              then sets `left` and rings the client
+
 `requested`, `simulated`, `drawn` and `collected` hold tickets: numbers that only grow. A slot belongs to the
 client while all four are equal, to physics while simulated < requested, to render while drawn < simulated.
 The data of a step is written before its ticket, so who sees the ticket sees the data.
@@ -21,8 +24,11 @@ from sim_farm.memory import Field
 
 STEP, RESET = 0, 1
 PHYSICS_START, PHYSICS_END, RENDER_START, RENDER_END = range(4)
-STARTING, BUILDING, WAITING, WORKING, FAILED, OPENING = range(6)
-PHASES = ("starting", "building its environments", "waiting for work", "working", "failed", "starting its renderer")
+STARTING, BUILDING, WAITING, WORKING, FAILED, OPENING, CLOSING = range(7)
+PHASES = (
+    "starting", "building its environments", "waiting for work", "working", "failed", "starting its renderer",
+    "freeing its renderer",
+)  # fmt: skip
 MESSAGE_BYTES = 4096
 CLIENT_BELL = 0
 FINAL_FRAMES = ("never", "truncated", "ended")
@@ -61,6 +67,11 @@ class FarmSpec:
         """Physics workers come first, then render workers; the bell of worker i is i + 1."""
         return self.physics_workers + self.render_workers
 
+    @property
+    def drawers(self) -> range:
+        """The workers that draw, where there are cameras."""
+        return range(self.physics_workers if self.render_workers else 0, self.workers)
+
 
 def slot_fields(spec: FarmSpec, info: TaskInfo) -> dict[str, Field]:
     """The arrays of the farm's block. E environments, C actions a chunk, A action dimensions."""
@@ -75,6 +86,10 @@ def slot_fields(spec: FarmSpec, info: TaskInfo) -> dict[str, Field]:
         "built": Field((spec.workers,), "int32", 0),
         # Of a process that serves this farm alone: what it has in memory by itself when it has built.
         "private_bytes": Field((spec.workers,), "int64", 0),
+        # Whether renderers shall be away, which of them are, and what leaving or coming back last changed in memory.
+        "away": Field((1,), "int32", 0),
+        "left": Field((spec.workers,), "int32", 0),
+        "moved_bytes": Field((spec.workers,), "int64", 0),
         "message": Field((spec.workers, MESSAGE_BYTES), "uint8", 0),
         "requested": Field((envs,), "int64", 0),
         "simulated": Field((envs,), "int64", 0),

@@ -11,19 +11,17 @@ import os
 import time
 import traceback
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from sim_farm import layout
-from sim_farm.contract import EpisodeSpec, FarmError, Physics, PhysicsResult, Renderer, TaskInfo
+from sim_farm.contract import EpisodeSpec, FarmError, Physics, PhysicsResult, TaskInfo
 from sim_farm.doorbell import Doorbell
 from sim_farm.layout import FarmSpec, slot_fields
-from sim_farm.memory import MAGIC, Block
-from sim_farm.registry import make_physics, make_renderer
-
-MAGIC_ROWS = (0, -1)
-"""Rows of a frame that are stamped before it is drawn and checked after; see `stamp`."""
+from sim_farm.memory import Block
+from sim_farm.painting import Painter
+from sim_farm.private_memory import give_back, private_bytes
+from sim_farm.registry import make_physics
 
 
 @dataclass(frozen=True)
@@ -41,28 +39,22 @@ class WorkerSetup:
 
     @property
     def device(self) -> int | None:
-        """The EGL device that the worker draws with."""
+        """The EGL device of a worker that draws."""
         devices = self.spec.devices
-        drawing = self.index - self.spec.physics_workers if self.spec.render_workers else self.index
-        return devices[drawing % len(devices)] if devices else None
+        return devices[self.spec.drawers.index(self.index) % len(devices)] if devices else None
 
     @property
     def is_physics(self) -> bool:
         return self.index < self.spec.physics_workers
 
     @property
+    def draws(self) -> bool:
+        return bool(self.info.cameras) and self.index in self.spec.drawers
+
+    @property
     def name(self) -> str:
         kind = "physics" if self.is_physics else "render"
         return f"{kind} {self.index if self.is_physics else self.index - self.spec.physics_workers}"
-
-
-def private_bytes() -> int:
-    """What this process has in memory and no other process has too; 0 where the system does not say."""
-    try:
-        pages = Path("/proc/self/statm").read_text().split()
-    except OSError:
-        return 0
-    return (int(pages[1]) - int(pages[2])) * os.sysconf("SC_PAGE_SIZE")
 
 
 class Worker:
@@ -79,7 +71,7 @@ class Worker:
         self.slots = block.arrays
         bells = self.slots["bells"]
         self._mine = Doorbell(bells, setup.index + 1)
-        self._painter: _Painter | None = None
+        self._painter: Painter | None = None
         self._client = Doorbell(bells, layout.CLIENT_BELL)
 
     def serve(self) -> None:
@@ -100,7 +92,7 @@ class Worker:
         raise NotImplementedError
 
     def run_pending(self) -> int:
-        """Do what is asked of this worker's slots; the number of slots served."""
+        """Do what is asked of this worker's renderer, then of its slots; the number of slots served."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -110,16 +102,41 @@ class Worker:
         if self.setup.memory is not None:  # else the process is the caller's
             self.slots["private_bytes"][self.setup.index] = private_bytes()
 
+    def _place_renderer(self) -> None:
+        """Have a renderer, or none while the client wants them away; then say so, and what that changed in memory.
+
+        A worker that takes the place of a lost one comes through here too: the wish is a state, not an event.
+        """
+        if not self.setup.draws:
+            return
+        slots, index = self.slots, self.setup.index
+        away = bool(slots["away"][0])
+        if away != (self._painter is None):
+            phase, before = int(slots["phase"][index]), private_bytes()
+            if away:
+                self._close_painter()
+            else:
+                self._open_painter()
+            if self.setup.memory is not None:  # else the process is the caller's
+                slots["moved_bytes"][index] = max(0, (private_bytes() - before) * (-1 if away else 1))
+            self._report(phase)
+        if bool(slots["left"][index]) != away:
+            slots["left"][index] = away
+            self._client.ring()
+
     def _open_painter(self) -> None:
-        """Make the renderer and let it draw once, so that what cannot start fails, or hangs, here and by name."""
         self._report(layout.OPENING)
         device = self.setup.device
         if device is not None:
             os.environ["MUJOCO_EGL_DEVICE_ID"] = str(device)
-        renderer = make_renderer(self.setup.spec.task)
-        renderer.render([], renderer.info.cameras)
-        self._painter = _Painter(renderer, self.slots)
-        self._report(layout.BUILDING)
+        self._painter = Painter(self.setup.spec.task, self.slots)
+
+    def _close_painter(self) -> None:
+        assert self._painter is not None
+        self._report(layout.CLOSING)
+        self._painter.close()
+        self._painter = None
+        give_back()
 
     def _report(self, phase: int) -> None:
         # The time first: who sees the new phase must not take the old one's beginning for it.
@@ -166,8 +183,7 @@ class PhysicsWorker(Worker):
             self._physics[env] = make_physics(self.setup.spec.task)
             self.slots["built"][self.setup.index] += 1
             self._client.ring()
-        if self._draws and not self.setup.spec.render_workers:
-            self._open_painter()
+        self._place_renderer()
         for env in self._envs.tolist():
             if self.slots["simulated"][env]:
                 self._replay(env)
@@ -175,6 +191,7 @@ class PhysicsWorker(Worker):
         self._report(layout.WAITING)
 
     def run_pending(self) -> int:
+        self._place_renderer()
         pending = self._pending(self._envs, "requested", "simulated")
         if pending:
             self._report(layout.WORKING)
@@ -188,7 +205,7 @@ class PhysicsWorker(Worker):
         for physics in self._physics.values():
             physics.close()
         if self._painter is not None:
-            self._painter.renderer.close()
+            self._painter.close()
 
     def _last_of_stage(self, env: int, rest: list[int]) -> bool:
         stage = self.setup.spec.stage_of
@@ -327,19 +344,20 @@ class RenderWorker(Worker):
 
     def build(self) -> None:
         self._report(layout.BUILDING)
-        self._open_painter()
+        self._place_renderer()
         self._report_memory()
         self.slots["built"][self.setup.index] = 1
         self._report(layout.WAITING)
         self._client.ring()
 
     def run_pending(self) -> int:
+        self._place_renderer()
         pending = self._pending(self._envs, "simulated", "drawn")
         if pending:
             self._report(layout.WORKING)
         for env in pending:
             ticket = self.slots["simulated"][env]
-            assert self._painter is not None, "built before it serves"
+            assert self._painter is not None, "nothing is submitted while renderers are away"
             self._painter.draw(env)
             self.slots["drawn"][env] = ticket
             self._client.ring()
@@ -349,41 +367,4 @@ class RenderWorker(Worker):
 
     def close(self) -> None:
         if self._painter is not None:
-            self._painter.renderer.close()
-
-
-class _Painter:
-    """Draws a slot's frames: the present observation, and the ended episode's last one where it is wanted."""
-
-    def __init__(self, renderer: Renderer, slots: dict[str, np.ndarray]) -> None:
-        self.renderer = renderer
-        self._slots = slots
-
-    def draw(self, env: int) -> None:
-        slots = self._slots
-        times = slots["times_ns"][env]
-        times[layout.RENDER_START] = time.monotonic_ns()
-        if slots["draw_final"][env]:
-            self._paint(slots["final_scene"][env], slots["final_frames"][env])
-        if slots["active"][env]:
-            self._paint(slots["scene"][env], slots["frames"][env])
-            slots["frames_of"][env] = slots["episode"][env], slots["episode_step"][env]
-        times[layout.RENDER_END] = time.monotonic_ns()
-
-    def _paint(self, scene: np.ndarray, target: np.ndarray) -> None:
-        stamp(target)
-        cameras = self.renderer.info.cameras
-        pictures = self.renderer.render([scene], cameras)
-        for i, name in enumerate(cameras):
-            target[i] = pictures[name][0]
-
-
-def stamp(frames: np.ndarray) -> None:
-    """Mark frames [cameras, H, W, 3] as not drawn: their first and last rows take the magic value."""
-    for row in MAGIC_ROWS:
-        frames[:, row] = MAGIC
-
-
-def is_stamped(frames: np.ndarray) -> bool:
-    """Whether any of the frames [..., H, W, 3] still carries the stamp of `stamp`, or the block's first filling."""
-    return any(bool((frames[..., row, :, :] == MAGIC).all((-2, -1)).any()) for row in MAGIC_ROWS)
+            self._painter.close()

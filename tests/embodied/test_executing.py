@@ -156,6 +156,8 @@ DRAWING = {
     "fused, 2 workers": assigned("hybrid", 1, (0, 1), (), (1,), (0, 1)),
     "split": assigned("disaggregated", 1, (0,), (0,), (1,), (1,)),
     "split in 4, 2 groups": assigned("disaggregated", 2, (0,), (0,), (1,), (0,), one_process=False),
+    "fused, context switches": replace(assigned(physics=(0, 1)), unload=True),
+    "split, context switches": replace(assigned(render=(1,), one_process=False), unload=True),
 }
 
 
@@ -270,6 +272,17 @@ def test_who_draws_does_not_change_what_is_computed(name: str, ray: Session, her
     assert_was_a_test(found)
     assert found.gathered[0]["frames.front"].float().std() > 1, "the pictures are empty"
     assert_equal(found, run(IMAGES, here, inline(DRAWING[name]), tmp_path / "inline"))
+    assert_renderers_left(found, DRAWING[name].unload)
+
+
+def assert_renderers_left(run: Run, unload: bool) -> None:
+    """Before each update, and back before each rollout but the first; with what an OpenGL context takes."""
+    freed = [
+        [span.args["bytes"] for span in one.spans if span.args.get("worker") == "renderers of tabletop/reach"]
+        for one in run.iterations
+    ]
+    assert [len(found) for found in freed] == ([1, 2, 2] if unload else [0, 0, 0])
+    assert all(found > 5e6 for each in freed for found in each), freed
 
 
 SWITCHES = ["context switches", "context switches of two processes"]
@@ -458,7 +471,18 @@ def test_every_plan_computes_the_same_on_maniskill(name: str, ray: Session, here
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["fused", "split", "split in 4, 2 groups", "hybrid"])
+@pytest.mark.parametrize("name", ["fused, context switches", "split, context switches"])
+def test_renderers_of_maniskill_may_leave(name: str, ray: Session, here: Session, tmp_path: Path) -> None:
+    """SAPIEN compiles its shaders anew at each return."""
+    drawn = {**IMAGES["env"], "task": "maniskill/PushCube-v1", "max_episode_steps": 9}
+    settings = {**IMAGES, "env": drawn, "ppo": {"decisions": 5}}
+    found = run(settings, ray, DRAWING[name], tmp_path / "ray")
+    assert_was_a_test(found)
+    assert_equal(found, run(settings, here, inline(DRAWING[name]), tmp_path / "inline"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fused", "split", "split in 4, 2 groups", "hybrid", "split, context switches"])
 def test_every_plan_computes_the_same_on_libero(name: str, ray: Session, here: Session, tmp_path: Path) -> None:
     libero_assets.require()
     plan = {**PLANS, **DRAWING}[name]

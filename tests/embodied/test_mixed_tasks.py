@@ -57,8 +57,9 @@ def config_of(settings: dict[str, Any], **changes: Any) -> Config:
     return parse_config({**settings, **changes}, "test")
 
 
-def placed(one_process: bool, groups: int = 1) -> Assignment:
-    return Assignment("collocated", groups, (CORE,), (HERE,), (), Seat((CORE,)), Seat((CORE,)), one_process)
+def placed(one_process: bool, groups: int = 1, unload: bool = False) -> Assignment:
+    seat = Seat((CORE,))
+    return Assignment("collocated", groups, (CORE,), (HERE,), (), seat, seat, one_process, unload=unload)
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,30 @@ def test_processes_change_nothing(here: Session, states: Run, tmp_path: Path) ->
     for number, (first, second) in enumerate([(False, False), (True, False), (False, True)]):
         found = run_by(config_of(STATES), here, tmp_path / str(number), placed(first), placed(second))
         assert_equal(found, states)
+
+
+def test_tasks_may_take_turns_with_the_learner(here: Session, pictures: Run, tmp_path: Path) -> None:
+    """Every task's policy worker and renderers leave, and the learner once; a task whose plan does not unload stays."""
+    apart, together, stays = placed(False, unload=True), placed(True, unload=True), placed(True)
+    for number, plans in enumerate([(apart, apart), (together, stays)]):
+        found = run_by(config_of(SETTINGS), here, tmp_path / str(number), *plans)
+        assert_equal(found, pictures)
+        spans = [span.args["worker"] for span in found.iterations[1].spans if span.name == "switch"]
+        tasks = [task for task, plan in zip(("reach", "push"), plans, strict=True) if plan.unload]
+        policies = [name for name, plan in zip(("policy", "policy 1"), plans, strict=True) if plan is apart]
+        drawn = [f"renderers of tabletop/{task}" for task in tasks]
+        assert sorted(spans) == sorted(2 * [*drawn, *policies, "learner"])
+        assert not list((tmp_path / str(number)).glob("unloaded-*")), "what was spilled is left behind"
+
+
+@pytest.mark.parametrize(("ahead", "unload", "tasks"), [(1, False, 2), (1, True, 1)])
+def test_plans_that_nobody_could_follow_are_refused(
+    ahead: int, unload: bool, tasks: int, here: Session, tmp_path: Path
+) -> None:
+    plan = replace(placed(False, unload=unload), mode="disaggregated", ahead=ahead)
+    config = config_of(SETTINGS, also=SETTINGS["also"][: tasks - 1])
+    with pytest.raises(UserError, match="several tasks .* set ahead 0" if tasks > 1 else "set ahead 0 or unload false"):
+        run_by(config, here, tmp_path, *[plan] * tasks)
 
 
 def test_tasks_may_have_different_plans(here: Session, states: Run, tmp_path: Path) -> None:

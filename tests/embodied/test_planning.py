@@ -169,6 +169,7 @@ def test_drawing_is_measured_where_the_policy_looks(tmp_path: Path) -> None:
         found = profile_config(config, replace(session, cores=tuple(CORES)), tmp_path)
     assert set(found.components) == {"physics", "render", "policy", "learner"}
     assert all(point.seconds > 0 for point in found.components["render"].points)
+    assert found.components["render"].unload_s > 0 and found.components["render"].load_s > 0
     assert found.transfers["render>policy"] >= 32 * 32 * 3 > found.transfers["physics>render"] > 0
     assert not list(tmp_path.iterdir()), "measuring leaves nothing behind"
 

@@ -163,7 +163,7 @@ def test_every_field_that_physics_reads_or_writes_is_carried() -> None:
     answers = {*relay.OUTCOME, *relay.OBSERVED, *relay.SHOWN, *relay.BEGUN, *relay.ENDED, *relay.DRAWN}
     carried = {*relay.REQUEST, *relay.STANDING, *answers, "history"}
     own = {"bells", "stop", "phase", "since_ns", "built", "message", "drawn", "collected", "frames_of", "wire_bytes"}
-    own |= {"private_bytes"}
+    own |= {"private_bytes", "away", "left", "moved_bytes"}  # a far end never draws
     derived = {"final_instruction"}
     with closing(Farm.create(PICTURES, InProcess())) as farm:
         assert set(farm.block.fields) == carried | own | derived | set(relay.PICTURES)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from embodied import checkpoint
 from embodied.assignment import HERE, Assignment
-from embodied.config import parse_config
+from embodied.config import Config, parse_config
 from embodied.executing import Executor, Iteration, executor
 from embodied.learner import Learner
 from embodied.occupation import Seat
@@ -32,6 +32,22 @@ CONFIG = parse_config(
         "ppo": {"decisions": 8},
         "learner": {"epochs": 2, "minibatch": 8, "threads": 1, "policy_lr": 3e-3},
         "runtime": {"mode": "inline", "trace": False},
+    },
+    "test",
+)
+
+
+PICTURES = parse_config(
+    {
+        **CONFIG.model_dump(mode="json", include={"seed", "iterations", "learner", "runtime"}),
+        "env": {**CONFIG.env.model_dump(mode="json"), "cameras": 1, "image_size": 32},
+        "policy": {
+            "kind": "flow",
+            "reads": ["images"],
+            "chunk": 2,
+            "options": {"encoder": "cnn", "features": 8, "widths": [8], "critic_widths": [8], "steps": 2},
+        },
+        "ppo": {"decisions": 4},
     },
     "test",
 )
@@ -201,8 +217,8 @@ def tensors_of(folder: Path) -> dict[str, bytes]:
     return {f"{path.name}: {key}": a.tobytes() for path in files for key, a in load_file(path).items()}
 
 
-def run(session: Session, assignment: Assignment, folder: Path) -> Run:
-    with executor(CONFIG, folder, session, assignment) as workers:
+def run(session: Session, assignment: Assignment, folder: Path, config: Config = CONFIG) -> Run:
+    with executor(config, folder, session, assignment) as workers:
         workers.begin(None, 0)
         iterations = [workers.iterate(number) for number in range(ITERATIONS)]
         kept = save(workers, folder, ITERATIONS, iterations[-1].environments)
@@ -238,6 +254,35 @@ def test_switches_are_timed(one_process: bool, session: Session, stayed: Run, tm
         assert one.learned["time/switch_s"] > 0
     assert all((span.args or {})["bytes"] > 0 for span in found.iterations[-1].spans if span.name == "switch")
     assert all(one.learned["time/switch_s"] == 0 for one in stayed.iterations)
+
+
+@pytest.mark.parametrize("one_process", [True, False], ids=["one process", "two processes"])
+def test_renderers_leave_before_the_learner_returns_and_are_back_for_the_next_rollout(
+    one_process: bool, session: Session, tmp_path: Path
+) -> None:
+    expected = run(session, placed(unload=False, one_process=one_process), tmp_path / "stayed", PICTURES)
+    found = run(session, placed(unload=True, one_process=one_process), tmp_path / "left", PICTURES)
+    assert found.tensors == expected.tensors
+    policy = [] if one_process else ["policy"]
+    renderers = "renderers of tabletop/reach"
+    for number, one in enumerate(found.iterations):
+        switches = sorted((s for s in one.spans if s.name == "switch"), key=lambda span: span.start_ns)
+        workers = [*policy, renderers, "learner", *policy, "learner"]
+        assert [span.args["worker"] for span in switches] == [renderers] * (number > 0) + workers
+        assert one.learned["time/switch_s"] == pytest.approx(sum(s.end_ns - s.start_ns for s in switches) / 1e9)
+        rollout = next(span for span in one.spans if span.name == "rollout")
+        assert (switches[0].end_ns <= rollout.start_ns) == (number > 0), "the return is a part of the rollout"
+
+
+def test_renderers_are_away_while_a_checkpoint_is_written(session: Session, tmp_path: Path) -> None:
+    """The learner is here then, and needs the room."""
+    with executor(PICTURES, tmp_path, session, placed(unload=True, one_process=True)) as workers:
+        workers.begin(None, 0)
+        first = workers.iterate(0)
+        assert workers.farm.block.arrays["left"].all()
+        save(workers, tmp_path, 1, first.environments)
+        assert workers.farm.block.arrays["left"].all()
+        workers.iterate(1)
 
 
 @pytest.mark.parametrize("one_process", [True, False], ids=["one process", "two processes"])

@@ -15,10 +15,11 @@ from sim_farm import layout
 from sim_farm.backends.tabletop import TabletopPhysics, TabletopRenderer
 from sim_farm.contract import Backend, EpisodeSpec, FarmError, TaskSpec
 from sim_farm.episodes import EndlessEpisodes, ListedEpisodes, evaluation_episodes
-from sim_farm.farm import RENDERER_START_S, Farm, StageError, StaleFrame, UnwrittenFrame, WorkerFailed, WorkerTimeout
+from sim_farm.farm import RENDERER_START_S, Farm, StageError, WorkerFailed, WorkerTimeout
 from sim_farm.hosts import Handle, InProcess
 from sim_farm.layout import FarmSpec
 from sim_farm.memory import MAGIC, Block
+from sim_farm.observations import StaleFrame, UnwrittenFrame
 from sim_farm.registry import BACKENDS, make_physics, make_renderer
 from sim_farm.workers import WorkerSetup
 from tests.sim_farm.driving import Row, Trace, actions_for, append, assert_same, drive, mixed_policy, run
