@@ -82,20 +82,16 @@ def _node(name: str, nodes: Mapping[str, str]) -> str:
 
 
 def assign(plan: Plan, config: Config, cores: tuple[int, ...], nodes: Mapping[str, str] | None = None) -> Assignment:
-    """The plan on the given cores of this machine; `nodes` maps other nodes' names in the plan to their ids.
+    """A valid plan on the given cores of this machine; `nodes` maps other nodes' names in the plan to their ids.
 
     A core that this machine lacks (a plan for a larger one, tried out here) falls on one that it has. Raises
-    `UserError` for what this machine cannot run: a policy elsewhere, a learner in parts.
+    `UserError` where the rollout is in parts.
     """
     others = nodes or {}
     rolling = _phase(plan, "physics")
     physics, policy = _of(rolling, "physics"), _of(rolling, "policy")
     drawing = next((p for p in rolling.placements if "render" in p.components), physics)
     learning = _of(_phase(plan, "learner"), "learner")
-    for component, placement in (("policy", policy), ("learner", learning), ("render", drawing)):
-        away = [span.node for span in placement.devices if others.get(span.node, HERE) != HERE]
-        if away and (component != "render" or drawing is not physics):
-            raise UserError(f"the plan puts {component} on {away[0]}: it works on the node where the command is typed")
     places = [(others.get(s.node, HERE), s.first + i) for s in physics.devices for i in range(s.count)]
     takes_turns = plan.groups == 1 or policy is not physics
     seats = _cores(policy, cores)
