@@ -12,6 +12,7 @@ import yaml
 
 import schedulers
 from embodied.config import UserError, nearest
+from embodied.devices import accelerators, memory_bytes
 from embodied.session import Session
 from schedulers import Cluster, Node, PlanError
 
@@ -19,10 +20,11 @@ HERE = "here"
 """The name of this machine in plans."""
 
 
-def local_cluster(cores: int) -> Cluster:
-    """This machine's cores and memory."""
+def local_cluster(cores: int, device: str = "cpu") -> Cluster:
+    """This machine's cores, the GPUs that a `policy.device` leaves to choose from, and their memory."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return Cluster((Node(HERE, cores, memory_bytes=float(memory)),))
+    gpus = accelerators(device)
+    return Cluster((Node(HERE, cores, len(gpus), float(memory), memory_bytes(gpus)),))
 
 
 def run_cluster(session: Session) -> Cluster:
@@ -30,7 +32,7 @@ def run_cluster(session: Session) -> Cluster:
 
     Where there are others, the links to them are measured, which takes a second or two.
     """
-    here = local_cluster(len(session.cores))
+    here = local_cluster(len(session.cores), session.config.policy.device)
     others = [node for node in session.runtime.nodes() if not node.is_here]
     if not others:
         return here
@@ -44,10 +46,13 @@ def run_cluster(session: Session) -> Cluster:
     )
 
 
-def read_cluster(reference: str) -> Cluster:
-    """`local`, or a cluster from a YAML or JSON file. Raises `UserError` or `PlanError` for what is none."""
+def read_cluster(reference: str, device: str) -> Cluster:
+    """`local` (see `local_cluster`), or a cluster from a YAML or JSON file.
+
+    Raises `UserError` or `PlanError` for what is none.
+    """
     if reference == "local":
-        return local_cluster(len(os.sched_getaffinity(0)))
+        return local_cluster(len(os.sched_getaffinity(0)), device)
     path = Path(reference)
     if not path.is_file():
         raise UserError(f"there is no cluster file {reference!r}{nearest(reference, ['local'])}")

@@ -135,7 +135,7 @@ def check_files(config: Config) -> None:
         if wanted.profile is not None:
             profile = checked_profile(_of_task(wanted.profile, number), task, workflow, wanted.any_hardware)
         if wanted.file is not None and config.runtime.address == "local":
-            cluster = local_cluster(len(os.sched_getaffinity(0)))
+            cluster = local_cluster(len(os.sched_getaffinity(0)), config.policy.device)
             schedulers.validate(schedulers.load(Plan, _of_task(wanted.file, number)), workflow, cluster, profile)
 
 
@@ -216,7 +216,7 @@ def plan_command(config: Config, profile: Path, cluster: str, out: Path) -> dict
 
     `plan.mode` restricts it to one mode.
     """
-    target = read_cluster(cluster)
+    target = read_cluster(cluster, config.policy.device)
     tasks = configs_of_tasks(config)
     found: dict[str, Any] = {}
     for number, task in enumerate(tasks):

@@ -12,7 +12,7 @@ from schedulers.chain import Chain, Chains
 from schedulers.cluster import Cluster
 from schedulers.errors import PlanError, nearest
 from schedulers.explain import explained
-from schedulers.layout import lay_out
+from schedulers.layout import devices_of, lay_out
 from schedulers.phases import Phases, Solved
 from schedulers.plan import MODES, Mode, Phase, Placement, Plan, Span
 from schedulers.prediction import predict
@@ -24,6 +24,8 @@ from schedulers.workflow import Workflow
 
 MOST_UNITS = 128
 """A pool with more devices is handed out in larger units, whole nodes if they are equal."""
+MOST_UNITS_AWAY = 1024
+"""The same where there is a home: what stays there has few devices to share, and sharing them well takes small units."""
 GROUPS = (1, 2, 4)
 PARTS = (1, 2, 4, 8, 16)
 DEADLINE_S = 20.0
@@ -134,14 +136,18 @@ def _best_of(reached: Sequence[Mapping[Mode, Plan]]) -> dict[Mode, Plan]:
 
 def units_of(cluster: Cluster) -> dict[Pool, int]:
     """Devices of each pool that are handed out together: one, or on large pools the smallest whole share of a
-    node (several nodes where there are very many) that leaves at most 128 units."""
+    node (several nodes where there are very many, but no more than home has) that leaves at most 128 units, or 1,024
+    on a cluster with a home."""
     result: dict[Pool, int] = {}
+    most = MOST_UNITS if len(cluster.nodes) == 1 or cluster.home is None else MOST_UNITS_AWAY
     for pool in POOLS:
-        sizes = [node.cores if pool == "cores" else node.accelerators for node in cluster.nodes]
+        sizes = [devices_of(node, pool) for node in cluster.nodes]
         node = math.gcd(*sizes)
         total, unit = pool_size(cluster, pool), 1
         steps = [d for d in range(1, node + 1) if node % d == 0] + [node * d for d in range(2, len(sizes) + 1)]
-        while total / unit > MOST_UNITS and steps:
+        home = sum(devices_of(node, pool) for node in cluster.nodes if cluster.home in (None, node.name))
+        steps = [step for step in steps if step <= home]
+        while total / unit > most and steps:
             unit = steps.pop(0)
         result[pool] = unit
     return result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from schedulers.workflow import Flow
 LEARNER_SIDE = ("value", "advantage", "learner", "sync")
 
 
-def measured(pool: Pool, times: dict[tuple[int, int], float], **more: float) -> ComponentProfile:
+def measured(pool: Pool, times: dict[tuple[int, int], float], **more: Any) -> ComponentProfile:
     """A component's profile from seconds keyed (batch, devices)."""
     return ComponentProfile(pool, tuple(Point(b, n, t, t, t) for (b, n), t in times.items()), **more)
 

@@ -181,6 +181,18 @@ def test_a_plan_that_sends_away_what_does_not_travel_is_refused(
     validate(Plan("rollout", "disaggregated", (phase,)), workflow, replace(pair(), home=None))
 
 
+def test_a_small_home_is_shared_out_core_by_core() -> None:
+    """On a large cluster too: units of many cores would leave the policy too few or too many of those at home."""
+    workflow = replace(rollout(), items=960)
+    large = Cluster((Node("here", 6), *(Node(f"far{i}", 64) for i in range(8))), 1e9, 1e-4, home="here")
+    scaled = {name: measured("cores", {(960, 1): TIMES[name]}) for name in workflow.names}
+    chosen = plan(workflow, Profile("rollout", {}, scaled), large)
+    learner = next(p for phase in chosen.phases for p in phase.placements if "learner" in p.components)
+    assert learner.count == 6 and outside(chosen, workflow, large) == {"physics"}
+    huge = replace(large, nodes=(large.nodes[0], *(Node(f"far{i}", 64) for i in range(100))))
+    assert seconds(plan(workflow, Profile("rollout", {}, scaled), huge, explain=False)) <= seconds(chosen) * (1 + 1e-9)
+
+
 def test_a_home_that_is_no_node_or_lacks_a_pool_is_refused() -> None:
     workflow, profile = rollout(), profile_of(rollout())
     with pytest.raises(PlanError, match="home 'her' is none of its nodes; nearest: here"):
