@@ -6,10 +6,13 @@ changes when and where they work, never what they compute.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
 
 from embodied.config import Config, UserError, nearest
+from embodied.devices import accelerators
 from embodied.occupation import Seat
 from schedulers.plan import Phase, Placement, Plan
 
@@ -82,23 +85,25 @@ def _node(name: str, nodes: Mapping[str, str]) -> str:
 
 
 def assign(plan: Plan, config: Config, cores: tuple[int, ...], nodes: Mapping[str, str] | None = None) -> Assignment:
-    """The plan on the given cores of this machine; `nodes` maps other nodes' names in the plan to their ids.
+    """A valid plan on the given cores of this machine; `nodes` maps other nodes' names in the plan to their ids.
 
     A core that this machine lacks (a plan for a larger one, tried out here) falls on one that it has. Raises
-    `UserError` for what this machine cannot run: a policy elsewhere, a learner in parts.
+    `UserError` for what this machine's workers cannot do: a rollout in parts, simulating on accelerators, one policy on
+    several of them.
     """
-    others = nodes or {}
+    others, gpus = nodes or {}, accelerators(config.policy.device)
     rolling = _phase(plan, "physics")
     physics, policy = _of(rolling, "physics"), _of(rolling, "policy")
     drawing = next((p for p in rolling.placements if "render" in p.components), physics)
     learning = _of(_phase(plan, "learner"), "learner")
-    for component, placement in (("policy", policy), ("learner", learning), ("render", drawing)):
-        away = [span.node for span in placement.devices if others.get(span.node, HERE) != HERE]
-        if away and (component != "render" or drawing is not physics):
-            raise UserError(f"the plan puts {component} on {away[0]}: it works on the node where the command is typed")
+    for component, placement in (("physics", physics), ("render", drawing)):
+        if placement.pool != "cores":
+            raise UserError(f"the plan puts {component} on {placement.pool}: its processes occupy cores")
     places = [(others.get(s.node, HERE), s.first + i) for s in physics.devices for i in range(s.count)]
     takes_turns = plan.groups == 1 or policy is not physics
-    seats = _cores(policy, cores)
+    acting = _seat("policy", policy, cores, gpus)
+    threads = config.learner.threads
+    updating = _seat("learner", learning, cores, gpus, threads or len(cores))
     return Assignment(
         mode=plan.mode,
         groups=plan.groups,
@@ -106,16 +111,34 @@ def assign(plan: Plan, config: Config, cores: tuple[int, ...], nodes: Mapping[st
         physics_nodes=tuple(node for node, _ in places),
         render=() if drawing is physics else tuple(_cores(drawing, cores)),
         # With several groups on the same cores the system deals out the time: one thread that may run anywhere.
-        policy=Seat(seats, len(seats)) if takes_turns else Seat(),
-        learner=_seat_of_learner(_cores(learning, cores), config),
-        one_process=not plan.ahead and (learning is policy or set(seats) <= set(_cores(learning, cores))),
+        policy=acting if takes_turns else Seat(),
+        learner=replace(updating, threads=threads) if threads else updating,
+        one_process=not plan.ahead and (learning is policy or _within(acting, updating)),
         ahead=plan.ahead,
         unload=plan.unload,
     )
 
 
-def _seat_of_learner(cores: tuple[int, ...], config: Config) -> Seat:
-    return Seat(cores, config.learner.threads or len(cores))
+def _seat(
+    name: str, placement: Placement, cores: tuple[int, ...], gpus: Sequence[torch.device], threads: int = 1
+) -> Seat:
+    """A worker on the placement's cores, with a thread on each; or on its accelerator, with so many threads of the
+    host wherever the system likes. Raises `UserError` for accelerators that it cannot compute on."""
+    if placement.pool == "cores":
+        own = _cores(placement, cores)
+        return Seat(own, len(own))
+    first = placement.devices[0].first
+    if placement.count > 1:
+        raise UserError(f"the plan gives {name} {placement.count} accelerators: it is one process, and computes on one")
+    if first >= len(gpus):
+        there = ", ".join(map(str, gpus)) or "none"
+        raise UserError(f"the plan puts {name} on accelerator {first}; policy.device leaves {there}")
+    return Seat((), threads, str(gpus[first]))
+
+
+def _within(one: Seat, other: Seat) -> bool:
+    """Whether a worker's place is part of another's: then they take turns on it, and may share a process."""
+    return one.device == other.device and set(one.cores) <= set(other.cores)
 
 
 def _phase(plan: Plan, component: str) -> Phase:
@@ -133,6 +156,6 @@ def _of(phase: Phase, component: str) -> Placement:
 
 
 def _cores(placement: Placement, cores: tuple[int, ...]) -> tuple[int, ...]:
-    """This machine's cores for the placement; those of accelerators are any."""
-    wanted = [s.first + i for s in placement.devices if s.pool == "cores" for i in range(s.count)]
+    """This machine's cores for a placement on cores."""
+    wanted = [s.first + i for s in placement.devices for i in range(s.count)]
     return tuple(dict.fromkeys(cores[core % len(cores)] for core in wanted))

@@ -16,10 +16,11 @@ from rich import print as show
 import schedulers
 from embodied.assignment import assign
 from embodied.cli import write_json
+from embodied.clusters import HERE, run_cluster
 from embodied.config import Config, UserError
 from embodied.executing import Iteration, executor
 from embodied.hardware import hardware
-from embodied.planning import PROFILE, checked_profile, local_cluster, make_folder, sized_workflow
+from embodied.planning import PROFILE, checked_profile, make_folder, sized_workflow
 from embodied.profiling import profile_config, run_iterations, typical
 from embodied.reporting.comparison import comparison_table, write_comparison
 from embodied.session import Session, open_session
@@ -58,7 +59,7 @@ def compare_command(config: Config, name: str, out: Path, profile: Path | None, 
             show("measuring the workflow's components ...")
             measured = profile_config(config, session, out)
             schedulers.save(measured, out / PROFILE)
-        cluster = local_cluster(len(session.cores))
+        cluster = run_cluster(session)
         ahead = config.plan.ahead
         plans = schedulers.alternatives(workflow, measured, cluster, ahead)
         best_plan = schedulers.plan(workflow, measured, cluster, None, ahead)  # what `auto` would run
@@ -98,7 +99,7 @@ def _run_all(config: Config, session: Session, out: Path, plans: Sequence[Plan],
     found: dict[str, tuple[Iteration, ...]] = {plan.mode: () for plan in plans}
     for _ in range(repeats):
         for plan in plans:
-            with executor(config, out, session, assign(plan, config, session.cores)) as workers:
+            with executor(config, out, session, assign(plan, config, session.cores, session.nodes)) as workers:
                 found[plan.mode] += tuple(run_iterations(workers)[1:])
     return [Ran(plan, found[plan.mode]) for plan in plans]
 
@@ -129,5 +130,5 @@ def _placed(plan: Plan) -> list[str]:
 
 
 def _span(span: Span) -> str:
-    last = span.first + span.count - 1
-    return f"{span.pool} {span.first}-{last}" if span.count > 1 else f"{span.pool.removesuffix('s')} {last}"
+    last, where = span.first + span.count - 1, "" if span.node == HERE else f"{span.node} "
+    return where + (f"{span.pool} {span.first}-{last}" if span.count > 1 else f"{span.pool.removesuffix('s')} {last}")

@@ -38,6 +38,30 @@ def find_device(wanted: str) -> torch.device:
     raise UserError(f"policy.device is {wanted}, and there is {there}")
 
 
+def accelerators(wanted: str) -> tuple[torch.device, ...]:
+    """The GPUs that `policy.device` leaves to choose from: all for `auto` and `cuda`, a numbered one alone, none for
+    the CPU. Raises `UserError` as `find_device` does."""
+    found = find_device(wanted)
+    if found == CPU:
+        return ()
+    if wanted in ("auto", "cuda"):
+        return tuple(torch.device("cuda", i) for i in range(torch.cuda.device_count()))
+    return (found,)
+
+
+def memory_bytes(devices: Iterable[torch.device]) -> float:
+    """Memory of the smallest of these GPUs.
+
+    All of it: to ask what is free would cost each of them a context of this process, of some hundred MB.
+    """
+    return min((float(torch.cuda.get_device_properties(d).total_memory) for d in devices), default=float("inf"))
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most that this process has taken of a GPU's memory for tensors; 0 on a CPU, where nobody counts."""
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" and torch.cuda.is_initialized() else 0
+
+
 def settle(policy: Policy, device: torch.device) -> Policy:
     """The policy with all its tensors on the device."""
     # Else cuDNN rounds the factors of convolutions to 10 bits, by algorithms that it chooses by the batch's size: `act`

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from embodied import checkpoint
 from embodied.config import Config, LearnerConfig, UserError
-from embodied.devices import CPU, await_devices, defines, device_of
+from embodied.devices import CPU, await_devices, defines, device_of, peak_bytes
 from embodied.estimators import Rows, join_rows, rows_of
 from embodied.gathering import join_waves
 from embodied.noise import permutation
@@ -115,6 +115,10 @@ class Learner:
             self._run_dir / "unloaded-learner.safetensors", self.policy if weights else None, self.optimizer
         )
         return self._residence.unload()
+
+    def peak_bytes(self) -> int:
+        """The most that this process has held in its GPU's memory; 0 on a CPU."""
+        return peak_bytes(device_of(self.policy))
 
     def load_back(self) -> Switch:
         """Return to the device's memory."""

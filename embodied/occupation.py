@@ -21,6 +21,8 @@ class Seat:
     """Cores that the process is confined to while it works; none: wherever the system likes."""
     threads: int = 1
     """PyTorch's threads."""
+    device: str | None = None
+    """Where the policy's tensors are, of a worker that has one; None: where `policy.device` says."""
 
     @contextmanager
     def taken(self) -> Iterator[None]:

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich import get_console
 from rich import print as show
 
 import schedulers
 from embodied.assignment import Assignment, assign, configured
-from embodied.config import Config, UserError, nearest
+from embodied.clusters import HERE, local_cluster, read_cluster, run_cluster
+from embodied.config import Config, UserError
 from embodied.hardware import fingerprint
 from embodied.profiling import profile_config, work_of
 from embodied.replanning import Decision, Watch
@@ -24,56 +23,10 @@ from embodied.reporting.plan_picture import draw_plan
 from embodied.session import Session, open_session
 from embodied.workers import task_spec
 from embodied.workflows import check_credit, configs_of_tasks, workflow_of
-from schedulers import Cluster, Node, Plan, PlanError, Profile, Workflow
+from schedulers import Cluster, Plan, PlanError, Profile, Workflow
 from sim_farm.hosts import InProcess
 
-HERE = "here"
-"""The name of this machine in plans."""
-SWITCH_S = 20.0
-"""Seconds that a run is taken to lose when its workers are placed anew."""
 PLAN, PROFILE, TIMELINE, PICTURE = "plan.json", "profile.json", "predicted.json", "predicted.png"
-
-
-def local_cluster(cores: int) -> Cluster:
-    """This machine's cores and memory."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return Cluster((Node(HERE, cores, memory_bytes=float(memory)),))
-
-
-def run_cluster(session: Session) -> Cluster:
-    """This machine and the other machines of the run's Ray cluster: what a plan file may name."""
-    others = [node for node in session.runtime.nodes() if not node.is_here]
-    nodes = tuple(Node(n.name, n.cores, memory_bytes=float(n.memory_bytes)) for n in others)
-    here = local_cluster(len(session.cores))
-    return replace(here, nodes=here.nodes + nodes)
-
-
-def read_cluster(reference: str) -> Cluster:
-    """`local`, or a cluster from a YAML or JSON file. Raises `UserError` or `PlanError` for what is none."""
-    if reference == "local":
-        return local_cluster(len(os.sched_getaffinity(0)))
-    path = Path(reference)
-    if not path.is_file():
-        raise UserError(f"there is no cluster file {reference!r}{nearest(reference, ['local'])}")
-    try:
-        data = _numbers(yaml.safe_load(path.read_text()))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not valid YAML: {error}") from error
-    try:
-        return schedulers.from_data(Cluster, data)
-    except PlanError as error:
-        raise UserError(f"{path}: {error}") from error
-
-
-def _numbers(data: Any) -> Any:
-    """With `1e12` and `80.0e9` as numbers: YAML 1.1 takes them for text, for want of a dot or a sign."""
-    if isinstance(data, dict):
-        return {key: _numbers(value) for key, value in data.items()}
-    if isinstance(data, list):
-        return [_numbers(value) for value in data]
-    if isinstance(data, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", data):
-        return float(data)
-    return data
 
 
 def sized_workflow(config: Config) -> Workflow:
@@ -104,35 +57,51 @@ def checked_profile(path: Path, config: Config, workflow: Workflow, any_hardware
 
 
 @dataclass(frozen=True)
+class Planned:
+    """A plan and what it was made from."""
+
+    plan: Plan
+    workflow: Workflow
+    cluster: Cluster
+    profile: Profile | None
+    """None: a plan file without times."""
+
+
+@dataclass(frozen=True)
 class Placed:
     """Where a run's workers go, and why."""
 
     config: Config
     run_dir: Path
-    cores: tuple[int, ...]
+    session: Session
     assignment: Assignment
-    plan: Plan | None = None
+    planned: Planned | None = None
     """None: as configured."""
-    profile: Profile | None = None
-    workflow: Workflow | None = None
 
-    def watch(self) -> Watch | None:
-        """Watches the plan, where the configuration wants it and there are times to compare with."""
-        if not self.config.plan.replan or self.plan is None or self.profile is None or self.workflow is None:
+    @property
+    def plan(self) -> Plan | None:
+        return self.planned.plan if self.planned else None
+
+    def watch(self, switch_s: float) -> Watch | None:
+        """Watches the plan, where the configuration wants it and there are times to compare with; `switch_s` is what
+        placing the workers anew takes."""
+        known = self.planned
+        if not self.config.plan.replan or known is None or known.profile is None:
             return None
-        cluster = local_cluster(len(self.cores))
-        workflow = self.workflow
+        workflow, cluster = known.workflow, known.cluster
 
         def ask(profile: Profile) -> Plan:
             return schedulers.plan(workflow, profile, cluster, _mode(self.config))
 
-        return Watch(self.plan, self.profile, workflow, ask, SWITCH_S)
+        return Watch(known.plan, known.profile, workflow, cluster, ask, switch_s)
 
     def moved(self, decision: Decision) -> Placed:
         """The run by another plan, which its folder keeps."""
+        assert self.planned is not None
         schedulers.save(decision.plan, self.run_dir / PLAN)
-        assignment = assign(decision.plan, self.config, self.cores)
-        return replace(self, assignment=assignment, plan=decision.plan, profile=decision.profile)
+        assignment = assign(decision.plan, self.config, self.session.cores, self.session.nodes)
+        planned = replace(self.planned, plan=decision.plan, profile=decision.profile)
+        return replace(self, assignment=assignment, planned=planned)
 
 
 def place_run(config: Config, session: Session, run_dir: Path) -> tuple[Placed, ...]:
@@ -146,7 +115,10 @@ def place_run(config: Config, session: Session, run_dir: Path) -> tuple[Placed, 
         raise UserError("plan.replan moves a run between two updates, and with plan.ahead there is no such moment")
     if len(tasks) > 1 and (wanted.replan or wanted.ahead):
         raise UserError("plan.replan and plan.ahead are for runs of one task: leave out `also`, or these")
-    return tuple(_place_task(task, number, session, run_dir) for number, task in enumerate(tasks))
+    if wanted.mode == "configured" and wanted.file is None:
+        return tuple(Placed(t, run_dir, session, configured(t, session.cores, session.nodes)) for t in tasks)
+    cluster = run_cluster(session)
+    return tuple(_place_task(task, number, session, cluster, run_dir) for number, task in enumerate(tasks))
 
 
 def check_files(config: Config) -> None:
@@ -163,21 +135,17 @@ def check_files(config: Config) -> None:
         if wanted.profile is not None:
             profile = checked_profile(_of_task(wanted.profile, number), task, workflow, wanted.any_hardware)
         if wanted.file is not None and config.runtime.address == "local":
-            cluster = local_cluster(len(os.sched_getaffinity(0)))
+            cluster = local_cluster(len(os.sched_getaffinity(0)), config.policy.device)
             schedulers.validate(schedulers.load(Plan, _of_task(wanted.file, number)), workflow, cluster, profile)
 
 
-def _place_task(config: Config, number: int, session: Session, run_dir: Path) -> Placed:
-    wanted, cores = config.plan, session.cores
-    if wanted.mode == "configured" and wanted.file is None:
-        return Placed(config, run_dir, cores, configured(config, cores, session.nodes))
-    workflow, cluster = sized_workflow(config), local_cluster(len(cores))
+def _place_task(config: Config, number: int, session: Session, cluster: Cluster, run_dir: Path) -> Placed:
+    wanted, workflow = config.plan, sized_workflow(config)
     profile = None
     if wanted.file is not None:
         plan = schedulers.load(Plan, _of_task(wanted.file, number))
         if wanted.profile is not None:
             profile = _profile_of(config, number, session, run_dir, workflow)
-        cluster = run_cluster(session)
         schedulers.validate(plan, workflow, cluster, profile)
     else:
         profile = _profile_of(config, number, session, run_dir, workflow)
@@ -188,7 +156,8 @@ def _place_task(config: Config, number: int, session: Session, run_dir: Path) ->
     if profile is not None:
         plan = replace(plan, prediction=schedulers.predict(plan, workflow, profile, cluster))
     schedulers.save(plan, run_dir / _of_task(Path(PLAN), number))
-    return Placed(config, run_dir, cores, assign(plan, config, cores, session.nodes), plan, profile, workflow)
+    assignment = assign(plan, config, session.cores, session.nodes)
+    return Placed(config, run_dir, session, assignment, Planned(plan, workflow, cluster, profile))
 
 
 def make_folder(path: Path) -> None:
@@ -247,7 +216,7 @@ def plan_command(config: Config, profile: Path, cluster: str, out: Path) -> dict
 
     `plan.mode` restricts it to one mode.
     """
-    target = read_cluster(cluster)
+    target = read_cluster(cluster, config.policy.device)
     tasks = configs_of_tasks(config)
     found: dict[str, Any] = {}
     for number, task in enumerate(tasks):

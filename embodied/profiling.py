@@ -16,13 +16,15 @@ from statistics import fmean, median, stdev
 
 import numpy as np
 
-from embodied.assignment import HERE, Assignment
+from embodied.assignment import Assignment
 from embodied.config import Config, UserError
+from embodied.devices import accelerators
 from embodied.executing import Executor, Iteration, executor
 from embodied.hardware import fingerprint
-from embodied.occupation import Seat
+from embodied.learner import Learner
 from embodied.residence import Switch
 from embodied.session import Session
+from embodied.shapes import shapes_of
 from embodied.workflows import workflow_of
 from schedulers.profile import ComponentProfile, Point, Profile, Together
 from schedulers.workflow import Workflow
@@ -70,6 +72,20 @@ class Measured:
         return render / (physics + render) if render else 0.0
 
 
+@dataclass(frozen=True)
+class Seen:
+    """All that was measured of one configuration."""
+
+    taken: Mapping[str, Measured]
+    """By the names of `shapes_of`."""
+    cores: int
+    accelerated: bool
+    """Policy and learner were on a GPU."""
+    switches: Switches
+    peak_bytes: int
+    """The most that policy and learner together, in one process, have held of a GPU's memory."""
+
+
 def gathering_s(iteration: Iteration) -> float:
     """What arranging the trajectories took at the end of a rollout, or of each of its waves."""
     spans = [span for span in iteration.summary.spans if span.track == "policy" and span.name == "transport"]
@@ -84,33 +100,26 @@ def profile_config(config: Config, session: Session, scratch: Path) -> Profile:
     envs, cores = config.env.num_envs, session.cores
     if envs % (2 * len(cores)):
         raise UserError(f"{envs} environments do not divide by two groups on {len(cores)} cores: change env.num_envs")
-    whole, half = _turns(cores, cores), _turns(cores[:1], cores[:1])
+    gpus = accelerators(config.policy.device)
     taken: dict[str, Measured] = {}
     info: TaskInfo | None = None
     switches: Switches = {}
-    shapes = {
-        "all cores": (config, whole),
-        "all cores, half": (_with_envs(config, envs // 2), whole),
-        "one core": (config, half),
-        "one core, half": (_with_envs(config, envs // 2), half),
-        "shared": (config, replace(whole, groups=2, policy=Seat())),
-    }
-    if len(cores) > 1:
-        shapes["beside"] = (config, _beside(cores))
-        if config.plan.ahead:
-            shapes["ahead"] = (config, _ahead(cores))
-    for name, (changed, assignment) in shapes.items():
+    peak = 0
+    for name, (changed, assignment) in shapes_of(config, cores, gpus).items():
         with executor(changed, scratch, session, assignment) as workers:
             info = workers.farm.info
             taken[name] = measure(changed, workers)
             switches = switches or workers.switches()
+            peak = peak or workers.learner.call(Learner.peak_bytes)
     assert info is not None
     workflow = workflow_of(config, info.max_episode_steps)
+    seen = Seen(taken, len(cores), bool(gpus), switches, peak)
     return Profile(
         workflow=workflow.name,
         fingerprint={**fingerprint(), **work_of(config)},
-        components={name: _component(taken, name, workflow, len(cores), switches) for name in workflow.names},
-        together=_together(taken["shared"], workflow, envs, len(cores)),
+        components={name: _component(seen, name, workflow) for name in workflow.names},
+        # A policy on a GPU shares no cores.
+        together=() if gpus else _together(taken["shared"], workflow, envs, len(cores)),
         transfers=_transfers(info, config),
     )
 
@@ -140,50 +149,37 @@ def work_of(config: Config) -> dict[str, str]:
     return {f"work.{name}": json.dumps(section, sort_keys=True) for name, section in sections.items()}
 
 
-def _turns(physics: Sequence[int], compute: Sequence[int]) -> Assignment:
-    """Everything on its cores, one after the other."""
-    seat = Seat(tuple(compute), len(compute))
-    nodes = (HERE,) * len(physics)
-    return Assignment("collocated", 1, tuple(physics), nodes, (), seat, seat, one_process=True)
-
-
-def _beside(cores: Sequence[int]) -> Assignment:
-    """Physics on the first half of the cores, the policy on the rest, at the same time."""
-    middle = max(1, len(cores) // 2)
-    return replace(_turns(cores[:middle], cores[middle:]), mode="hybrid", groups=2)
-
-
-def _ahead(cores: Sequence[int]) -> Assignment:
-    """The rollout on the first half of the cores, one update ahead of the learner on one other."""
-    middle = max(1, len(cores) // 2)
-    rolling, learner = _turns(cores[:middle], cores[:middle]), Seat((cores[middle],))
-    return replace(rolling, mode="disaggregated", learner=learner, one_process=False, ahead=1)
-
-
-def _with_envs(config: Config, envs: int) -> Config:
-    return config.model_copy(update={"env": config.env.model_copy(update={"num_envs": envs})})
-
-
-def _component(
-    taken: dict[str, Measured], name: str, flow: Workflow, cores: int, switches: Switches
-) -> ComponentProfile:
+def _component(seen: Seen, name: str, flow: Workflow) -> ComponentProfile:
     """As it was measured alone, how much longer it takes beside the others, what it holds, what a switch takes."""
+    taken, cores, accelerated = seen.taken, seen.cores, seen.accelerated and name in seen.switches
     alone = {"all cores": cores, "all cores, half": cores}
-    if cores > 1:
+    if accelerated:
+        alone = dict.fromkeys(alone, 1)
+    elif cores > 1:
         alone |= {"one core": 1, "one core, half": 1}
     points = []
     for shape, devices in alone.items():
         items = taken[shape].num_envs * (1 if name in _LOOP else flow.waves)
         points.append(_point(items, devices, _values(taken[shape], name, flow)))
-    beside = _beside_factor(taken, name) if cores > 1 else 1.0
-    found = ComponentProfile("cores", tuple(points), beside, _variation(taken["all cores"], name))
+    found = ComponentProfile("cores", tuple(points), _beside_factor(seen, name), _variation(taken["all cores"], name))
     if name == "physics":
         resident, per_item = _worker_memory([taken[shape] for shape in alone])
         return replace(found, resident_bytes=resident, bytes_per_item=per_item)
-    if name in switches:
-        out, back = switches[name]
-        return replace(found, process_bytes=float(out.bytes), unload_s=out.seconds, load_s=back.seconds)
-    return found
+    if name not in seen.switches:
+        return found
+    out, back = seen.switches[name]
+    found = replace(found, process_bytes=float(out.bytes), unload_s=out.seconds, load_s=back.seconds)
+    if not accelerated:
+        return found
+    # Gradients and activations come and go with the learner's micro-batches; the policy's are small beside them.
+    working = max(seen.peak_bytes - out.bytes, 0) if name == "learner" else 0
+    return replace(
+        found,
+        pool="accelerators",
+        spreads=False,
+        resident_bytes=float(out.bytes),
+        bytes_per_item=working / flow.items,
+    )
 
 
 def _worker_memory(measured: Sequence[Measured]) -> tuple[float, float]:
@@ -220,15 +216,21 @@ def _values(measured: Measured, component: str, flow: Workflow) -> list[float]:
     return [it.wall_s - loop_s[i] * measured.rounds for i, it in enumerate(measured.iterations)][1:]
 
 
-def _beside_factor(taken: dict[str, Measured], component: str) -> float:
-    """How much longer it takes for one item while the other cores are busy."""
+def _beside_factor(seen: Seen, component: str) -> float:
+    """How much longer it takes for one item while other cores, or the cores beside the GPU, are busy."""
+    taken = seen.taken
     if component == "learner" and "ahead" in taken:
         with_rollout, without = (
             median(it.learned["learner/update_s"] for it in taken[shape].iterations[1:])
-            for shape in ("ahead", "one core")
+            for shape in ("ahead", "all cores" if seen.accelerated else "one core")
         )
         return max(1.0, with_rollout / without)
-    beside, alone = taken["beside"], taken["one core, half"]
+    if seen.accelerated:
+        beside, alone = taken["shared"], taken["all cores, half"]
+    elif "beside" in taken:
+        beside, alone = taken["beside"], taken["one core, half"]
+    else:
+        return 1.0
     picks = {"physics": "physics_busy", "render": "render_busy", "policy": "policy"}
     if component not in picks:
         return 1.0

@@ -15,7 +15,7 @@ from statistics import median
 import schedulers
 from embodied.executing import Iteration
 from embodied.profiling import gathering_s
-from schedulers import ComponentProfile, Plan, Point, Profile, Workflow
+from schedulers import Cluster, ComponentProfile, Plan, Point, Profile, Workflow
 
 PERSISTENT = 5
 """Iterations in a row that must be off before anything is asked: a longer one now and then is no change."""
@@ -43,6 +43,7 @@ class Watch:
     plan: Plan
     profile: Profile
     workflow: Workflow
+    cluster: Cluster
     ask: Callable[[Profile], Plan]
     switch_s: float
     _recent: deque[Iteration] = field(default_factory=lambda: deque(maxlen=PERSISTENT))
@@ -60,7 +61,7 @@ class Watch:
         self._recent.clear()  # the next question needs as many new iterations
         found = self.ask(updated)
         # Both plans under the same times: what the times do not explain, another plan will not save.
-        present = schedulers.predict(self.plan, self.workflow, updated).iteration_s
+        present = schedulers.predict(self.plan, self.workflow, updated, self.cluster).iteration_s
         gain = median(ratios) * predicted * (1 - _seconds(found) / present)
         if _same(found, self.plan) or gain * left <= PAYS * self.switch_s:
             return None

@@ -95,12 +95,14 @@ def train(config: Config, run_dir: Path, session: Session, resume_from: Path | N
     startup_s = 0.0
     with loop.metrics:
         while True:
+            building = time.monotonic()
             with executor(config, run_dir, session, *(place.assignment for place in placed)) as workers:
                 loop.begin(workers, resume_from)
                 save_config(config, run_dir / "config.yaml")  # a resumed run may have other settings, once they fit
-                startup_s = startup_s or time.monotonic() - begin
+                built = time.monotonic()
+                startup_s = startup_s or built - begin
                 with Progress(run_dir.name, config.iterations, config.stop_at_success) as progress:
-                    decision = loop.run(progress, placed[0].watch())
+                    decision = loop.run(progress, placed[0].watch(built - building))
             if decision is None:
                 break
             # The checkpoint that was just written is all that the new workers need: they go on from it.

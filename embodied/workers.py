@@ -88,28 +88,28 @@ def check_same_sizes(first: PolicySpec, other: PolicySpec, task: str) -> None:
         raise UserError(f"{task} has {len(other.cameras)} cameras, the first task {len(first.cameras)}")
 
 
-def make_policy(config: Config, spec: PolicySpec, checkpoint: Path | None = None) -> Policy:
+def make_policy(config: Config, spec: PolicySpec, checkpoint: Path | None = None, device: str | None = None) -> Policy:
     """The run's policy: new from its seed, as `policy.init` has it, or from a checkpoint of the same kind and sizes; on
-    its device."""
+    the `device`, or where `policy.device` says."""
     # On one thread: orthogonal initial weights come from a QR decomposition, which rounds by the number of threads.
     with Seat().taken():
         policy = policies.build(config.policy.kind, spec, config.seed, **config.policy.options)
     start = checkpoint or config.policy.init
     if start is not None:
         policies.load_into(policy, start)
-    return settle(policy, find_device(config.policy.device))
+    return settle(policy, find_device(device or config.policy.device))
 
 
 def make_policy_worker(
     config: Config, spec: PolicySpec, farm: Farm | FarmAddress, seat: Seat | None = None, shares: bool = False
 ) -> PolicyWorker:
     """`shares`: it will be given the learner's policy, and needs none of its own."""
-    policy = None if shares else make_policy(config, spec)
+    policy = None if shares else make_policy(config, spec, device=seat.device if seat else None)
     return PolicyWorker(policy, _reach(farm), config.policy.reads, config.seed, bootstrap_of(config), seat)
 
 
 def make_learner(config: Config, spec: PolicySpec, run_dir: Path, seat: Seat | None = None) -> Learner:
-    return Learner(make_policy(config, spec), config, run_dir, seat)
+    return Learner(make_policy(config, spec, device=seat.device if seat else None), config, run_dir, seat)
 
 
 def make_evaluator(config: Config, spec: PolicySpec, farm: Farm | FarmAddress, checkpoint: Path | None) -> Evaluator:

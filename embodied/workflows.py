@@ -16,7 +16,7 @@ from embodied.estimators import ESTIMATORS, Estimator
 from schedulers.workflow import Component, Edge, Loop, Workflow
 from sim_farm.episodes import EndlessEpisodes, Episodes, GroupedEpisodes
 
-PHYSICS = Component("physics", "steps the environments")
+PHYSICS = Component("physics", "steps the environments", travels=True)
 RENDER = Component("render", "draws the frames that the policy looks at")
 POLICY = Component("policy", "turns observations into action chunks")
 LEARNER = Component("learner", "estimates advantages, updates the policy, hands out its weights")

@@ -10,7 +10,7 @@ from schedulers.cluster import Cluster, Node
 from schedulers.data import from_data, load, save, to_data
 from schedulers.errors import PlanError
 from schedulers.plan import MODES, Mode, Phase, Placement, Plan, Prediction, Span
-from schedulers.planner import alternatives, plan, plan_tasks
+from schedulers.planner import alternatives, plan
 from schedulers.prediction import predict
 from schedulers.profile import ComponentProfile, Point, Pool, Profile, Together
 from schedulers.simulation import Event, Simulation, chrome_trace, expected_seconds, simulate
@@ -46,7 +46,6 @@ __all__ = [
     "from_data",
     "load",
     "plan",
-    "plan_tasks",
     "predict",
     "save",
     "simulate",

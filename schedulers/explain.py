@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from schedulers.cluster import Cluster, Node
@@ -21,19 +22,21 @@ WORTH_A_SENTENCE = 0.01
 def explained(
     plan: Plan,
     found: Mapping[Mode, Plan],
+    others: Sequence[Plan],
     workflow: Workflow,
     profile: Profile,
     cluster: Cluster,
     units: Mapping[Pool, int],
     again: Callable[[Cluster], Plan],
 ) -> tuple[str, ...]:
-    """Sentences for `Plan.why`. `found` holds the best plan of each mode, whose devices come in `units`; `again`
-    plans for another cluster."""
+    """Sentences for `Plan.why`. `found` holds the best plan of each mode, whose devices come in `units`; `others` all
+    that were considered; `again` plans for another cluster."""
     problem = problem_of(plan, workflow, profile, cluster)
     return (
         _seconds(plan),
         *_phases(plan),
         *_modes(plan, found),
+        *_nodes(plan, others, workflow, cluster),
         _bottleneck(plan, problem),
         _switches(plan),
         *_gap(plan, units),
@@ -67,12 +70,47 @@ def _modes(plan: Plan, found: Mapping[Mode, Plan]) -> list[str]:
         if other is None or other.prediction is None:
             result.append(f"There is no {mode} plan on these devices.")
             continue
-        ratio = other.prediction.iteration_s / plan.prediction.iteration_s
-        compared = f"{ratio:.2f} times as long" if abs(ratio - 1) >= 0.005 else "as long"
-        # The choice between modes counts on calls that vary; predictions are of constant times.
-        but = ", but longer when single calls vary as measured" if ratio < 0.995 else ""
-        result.append(f"The best {mode} plan would take {compared} ({_time(other.prediction.iteration_s)}){but}.")
+        result.append(f"The best {mode} plan would take {_compared(_predicted(other), plan)}.")
     return result
+
+
+def _nodes(plan: Plan, others: Sequence[Plan], workflow: Workflow, cluster: Cluster) -> list[str]:
+    """What the nodes away from home are used for, or why they are not."""
+    away = [node.name for node in cluster.nodes if node.name != cluster.home]
+    if cluster.home is None or not away:
+        return []
+    names = f"{', '.join(away[:3])}{' ...' if len(away) > 3 else ''}"
+    if _leaves(plan, cluster):
+        stay = min((_predicted(other) for other in others if not _leaves(other, cluster)), default=math.inf)
+        if math.isinf(stay):
+            return [f"On {cluster.home} alone there is no such plan."]
+        return [f"On {cluster.home} alone an iteration would take {_compared(stay, plan)}."]
+    travelling = ", ".join(name for name in workflow.names if name in workflow.travelling)
+    if not travelling:
+        return [f"Nothing is on {names}: no component may leave {cluster.home}."]
+    only = f"Nothing is on {names}. Only {travelling} may leave {cluster.home}, and "
+    leave = min((_predicted(other) for other in others if _leaves(other, cluster)), default=math.inf)
+    if math.isinf(leave):
+        messages = f": a message to another node takes {_time(cluster.link_s)}" if cluster.link_s else ""
+        return [only + f"no plan is faster for it{messages}."]
+    return [only + f"the best plan in which it does would take {_compared(leave, plan)}."]
+
+
+def _leaves(plan: Plan, cluster: Cluster) -> bool:
+    return any(placement.nodes != {cluster.home} for phase in plan.phases for placement in phase.placements)
+
+
+def _predicted(plan: Plan) -> float:
+    assert plan.prediction is not None
+    return plan.prediction.iteration_s
+
+
+def _compared(seconds: float, plan: Plan) -> str:
+    ratio = seconds / _predicted(plan) if _predicted(plan) else math.inf
+    # The choice counts on calls that vary; predictions are of constant times.
+    but = ", but longer when single calls vary as measured" if ratio < 0.995 else ""
+    times = f"{ratio:.2f} times as long" if abs(ratio - 1) >= 0.005 else "as long"
+    return f"{times} ({_time(seconds)}){but}"
 
 
 def _bottleneck(plan: Plan, problem: Problem) -> str:
@@ -89,12 +127,14 @@ def _bottleneck(plan: Plan, problem: Problem) -> str:
             loads[visit.placement] = loads.get(visit.placement, 0.0) + seconds
         if len(loads) < 2:
             continue
-        total, most = sum(loads.values()), max(loads.values()) * plan.groups
+        total, most = sum(loads.values()) + sum(cost.shape.ways), max(loads.values()) * plan.groups
         slowest = ", ".join(cost.shape.placements[max(loads, key=lambda i: loads[i])])
         if most >= total:
             text += f"; the loop waits for {slowest}"
         else:
             text += "; the loop is as long as a group's own way round"
+            if cost.shape.ways:
+                text += f", {sum(cost.shape.ways) / total:.0%} of it between nodes"
     return text + "."
 
 

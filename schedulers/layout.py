@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
 from schedulers.cluster import Cluster, Node
 from schedulers.errors import PlanError, nearest
@@ -16,26 +17,33 @@ def devices_of(node: Node, pool: Pool) -> int:
     return node.cores if pool == "cores" else node.accelerators
 
 
-def lay_out(cluster: Cluster, pool: Pool, counts: Sequence[int]) -> list[tuple[Span, ...]]:
+def lay_out(cluster: Cluster, pool: Pool, counts: Sequence[int], bound: Sequence[bool]) -> list[tuple[Span, ...]]:
     """Devices for each of several placements that work at the same time.
 
-    Where all nodes are equal and every count divides by their number, each node is split the same way, so that
-    what belongs together is on one node; else the placements follow one another through the nodes.
+    Those that are `bound` to the cluster's home, which has devices for all of them, come first on it; the others get
+    what is left there, then other nodes. Where none is, all nodes are equal and every count divides by their number,
+    each node is split the same way, so that what belongs together is on one node; else the placements follow one
+    another through the nodes.
     """
     nodes = [node for node in cluster.nodes if devices_of(node, pool)]
-    sizes = {devices_of(node, pool) for node in nodes}
-    if len(nodes) > 1 and len(sizes) == 1 and all(count % len(nodes) == 0 for count in counts):
-        result, first = [], 0
-        for count in counts:
-            share = count // len(nodes)
-            result.append(tuple(Span(node.name, pool, first, share) for node in nodes))
-            first += share
-        return result
-    result, start = [], 0
-    for count in counts:
-        result.append(_stretch(nodes, pool, start, count))
-        start += count
-    return result
+    order = list(range(len(counts)))
+    if any(bound):
+        nodes.sort(key=lambda node: node.name != cluster.home)
+        order.sort(key=lambda i: not bound[i])
+    elif len(nodes) > 1 and _equal(nodes, pool) and all(count % len(nodes) == 0 for count in counts):
+        shares = [count // len(nodes) for count in counts]
+        firsts = accumulate(shares, initial=0)
+        return [
+            tuple(Span(node.name, pool, first, share) for node in nodes)
+            for first, share in zip(firsts, shares, strict=False)
+        ]
+    starts = accumulate((counts[i] for i in order), initial=0)
+    spans = {i: _stretch(nodes, pool, start, counts[i]) for i, start in zip(order, starts, strict=False)}
+    return [spans[i] for i in range(len(counts))]
+
+
+def _equal(nodes: Sequence[Node], pool: Pool) -> bool:
+    return len({devices_of(node, pool) for node in nodes}) == 1
 
 
 def _stretch(nodes: Sequence[Node], pool: Pool, start: int, count: int) -> tuple[Span, ...]:

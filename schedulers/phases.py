@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from schedulers.graph import partitions, turns
+from schedulers.links import travelled
 from schedulers.profile import Pool
 from schedulers.search import SLACK, Allocation, Caps
 from schedulers.shape import Shape, shape_of
@@ -108,7 +109,7 @@ class Phases:
                 for micro_batch in self._micro_batches(components):
                     shape = shape_of(graph, problem.workflow, problem.profile, names, groups, micro_batch, ahead=ahead)
                     if shape is not None:
-                        yield shape
+                        yield replace(shape, ways=travelled(problem, shape))
 
     def _groups(self, components: frozenset[str], names: tuple[tuple[str, ...], ...]) -> list[int]:
         loop = self.problem.graph.loop

@@ -5,24 +5,27 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from schedulers.chain import Chain, Chains
 from schedulers.cluster import Cluster
 from schedulers.errors import PlanError, nearest
 from schedulers.explain import explained
-from schedulers.layout import lay_out
+from schedulers.layout import devices_of, lay_out
 from schedulers.phases import Phases, Solved
 from schedulers.plan import MODES, Mode, Phase, Placement, Plan, Span
 from schedulers.prediction import predict
 from schedulers.profile import Pool, Profile
 from schedulers.simulation import expected_seconds
-from schedulers.times import POOLS, Problem, pool_size
+from schedulers.times import POOLS, Problem, alone, pool_size
 from schedulers.validation import check_cluster
 from schedulers.workflow import Workflow
 
 MOST_UNITS = 128
 """A pool with more devices is handed out in larger units, whole nodes if they are equal."""
+MOST_UNITS_AWAY = 1024
+"""The same where there is a home: what stays there has few devices to share, and sharing them well takes small units."""
 GROUPS = (1, 2, 4)
 PARTS = (1, 2, 4, 8, 16)
 DEADLINE_S = 20.0
@@ -45,13 +48,17 @@ def plan(
     partition that can work as a pipeline; devices are handed out in any numbers (on pools of more than 128 devices
     in units, see `units_of`); `groups` and `parts` (micro-batches an iteration) are tried as given, as far as they
     divide. `prediction.lower_bound_s` is what no plan of this space undercuts: equal to `iteration_s` unless
-    the deadline (seconds) came first, or transfers between nodes add to the plan's time, which the bound leaves out.
-    `ahead`: disaggregated plans are one step ahead.
+    the deadline (seconds) came first, or transfers between nodes add to the plan's time, which the bound leaves out
+    (not those in the loop of a cluster with a home). `ahead`: disaggregated plans are one step ahead.
+
+    On a cluster with a home, placements of what does not travel get devices of that node alone. The best plan there
+    and the best one on all nodes are compared with the time of their messages.
 
     Raises `PlanError` where there is no plan: no such mode, components without times, a pool without devices,
     nothing that fits in memory.
     """
-    found = alternatives(workflow, profile, cluster, ahead, groups, parts, deadline_s, modes=_modes(mode))
+    reached = _reached(workflow, profile, cluster, ahead, groups, parts, deadline_s, _modes(mode))
+    found = _best_of(reached)
     if not found:
         raise PlanError(_why_none(workflow, profile, cluster, mode))
     best = _choose(found, workflow, profile, cluster)
@@ -66,7 +73,8 @@ def plan(
     def again(larger: Cluster) -> Plan:
         return plan(workflow, profile, larger, mode, ahead, groups, parts, deadline_s, explain=False)
 
-    return replace(best, why=explained(best, found, workflow, profile, cluster, units_of(cluster), again))
+    others = [candidate for plans in reached for candidate in plans.values()]
+    return replace(best, why=explained(best, found, others, workflow, profile, cluster, units_of(cluster), again))
 
 
 def alternatives(
@@ -80,37 +88,66 @@ def alternatives(
     modes: Sequence[Mode] = MODES,
 ) -> dict[Mode, Plan]:
     """The best plan of each mode that has one, with predictions and lower bounds of their own."""
+    return _best_of(_reached(workflow, profile, cluster, ahead, groups, parts, deadline_s, modes))
+
+
+def _reached(
+    workflow: Workflow,
+    profile: Profile,
+    cluster: Cluster,
+    ahead: bool,
+    groups: Sequence[int],
+    parts: Sequence[int],
+    deadline_s: float,
+    modes: Sequence[Mode],
+) -> list[dict[Mode, Plan]]:
+    """The best plans on all nodes; where the cluster has a home, before them those on that alone.
+
+    Two searches, because messages between nodes cost nothing in the first and, in the second, what they cost where
+    all that can travel does.
+    """
     check_cluster(cluster)
-    problem = Problem(
-        workflow, profile, cluster, units_of(cluster), tuple(sorted(set(groups))), tuple(sorted(set(parts))), ahead
-    )
-    phases = Phases(problem, time.monotonic() + deadline_s)
-    chains = Chains(problem, phases)
+    deadline, sets = time.monotonic() + deadline_s, (tuple(sorted(set(groups))), tuple(sorted(set(parts))))
+    problems = [Problem(workflow, profile, cluster, units_of(cluster), *sets, ahead)]
+    if cluster.home is not None and len(cluster.nodes) > 1:
+        home = alone(cluster)
+        with suppress(PlanError):  # it lacks a pool that other nodes have
+            problems.insert(0, Problem(workflow, profile, home, units_of(home), *sets, ahead))
+    return [_best_plans(problem, modes, deadline) for problem in problems]
+
+
+def _best_plans(problem: Problem, modes: Sequence[Mode], deadline: float) -> dict[Mode, Plan]:
+    chains = Chains(problem, Phases(problem, deadline))
+    found = {mode: chains.best(mode) for mode in modes}
+    return {mode: _plan_of(problem, mode, chain) for mode, chain in found.items() if chain.phases}
+
+
+def _best_of(reached: Sequence[Mapping[Mode, Plan]]) -> dict[Mode, Plan]:
+    """The faster plan of each mode, the first among equals; its bound is one of all."""
     result: dict[Mode, Plan] = {}
-    for mode in modes:
-        chain = chains.best(mode)
-        if chain.phases:
-            result[mode] = _plan_of(problem, mode, chain)
+    for mode in MODES:
+        plans = [plans[mode] for plans in reached if mode in plans]
+        if plans:
+            best = min(plans, key=_seconds)
+            assert best.prediction is not None
+            result[mode] = replace(best, prediction=replace(best.prediction, lower_bound_s=min(map(_bound, plans))))
     return result
-
-
-def plan_tasks(
-    tasks: Mapping[str, tuple[Workflow, Profile]], cluster: Cluster, mode: Mode | None = None
-) -> dict[str, Plan]:
-    """A plan for each task of a run that mixes tasks: their iterations follow one another, each by its own plan."""
-    return {task: plan(workflow, profile, cluster, mode) for task, (workflow, profile) in tasks.items()}
 
 
 def units_of(cluster: Cluster) -> dict[Pool, int]:
     """Devices of each pool that are handed out together: one, or on large pools the smallest whole share of a
-    node (several nodes where there are very many) that leaves at most 128 units."""
+    node (several nodes where there are very many, but no more than home has) that leaves at most 128 units, or 1,024
+    on a cluster with a home."""
     result: dict[Pool, int] = {}
+    most = MOST_UNITS if len(cluster.nodes) == 1 or cluster.home is None else MOST_UNITS_AWAY
     for pool in POOLS:
-        sizes = [node.cores if pool == "cores" else node.accelerators for node in cluster.nodes]
+        sizes = [devices_of(node, pool) for node in cluster.nodes]
         node = math.gcd(*sizes)
         total, unit = pool_size(cluster, pool), 1
         steps = [d for d in range(1, node + 1) if node % d == 0] + [node * d for d in range(2, len(sizes) + 1)]
-        while total / unit > MOST_UNITS and steps:
+        home = sum(devices_of(node, pool) for node in cluster.nodes if cluster.home in (None, node.name))
+        steps = [step for step in steps if step <= home]
+        while total / unit > most and steps:
             unit = steps.pop(0)
         result[pool] = unit
     return result
@@ -143,10 +180,17 @@ def _phase_of(problem: Problem, solved: Solved) -> Phase:
     spans: dict[int, tuple[Span, ...]] = {}
     for pool in POOLS:
         members = [i for i, names in enumerate(solved.shape.placements) if problem.pools[names[0]] == pool]
-        spans.update(zip(members, lay_out(problem.cluster, pool, [solved.counts[i] for i in members]), strict=True))
+        counts = [solved.counts[i] for i in members]
+        bound = [problem.bound(solved.shape.placements[i]) for i in members]
+        spans.update(zip(members, lay_out(problem.cluster, pool, counts, bound), strict=True))
     return Phase(
         tuple(Placement(names, spans[i]) for i, names in enumerate(solved.shape.placements)), solved.shape.micro_batch
     )
+
+
+def _seconds(candidate: Plan) -> float:
+    assert candidate.prediction is not None
+    return candidate.prediction.iteration_s
 
 
 def _bound(candidate: Plan) -> float:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from schedulers.cluster import Cluster, Node
 from schedulers.errors import PlanError
 from schedulers.graph import graph_of
+from schedulers.links import loop_ways, rest_seconds
 from schedulers.plan import Phase, Plan, Prediction
 from schedulers.profile import Profile
 from schedulers.shape import Shape, shape_of
@@ -30,15 +30,12 @@ class Costs:
     segments: tuple[float, ...]
     busy_s: dict[str, float]
     """Of each component, per iteration, on each of its devices."""
-    loop_transfer_s: float
-    """On the way of one group round the loop, between nodes."""
     transfer_s: float
     """Of the longest way of one part through the other components, between nodes."""
 
     @property
     def seconds(self) -> float:
-        seconds = self.shape.exact_seconds(self.visits, self.segments)
-        return seconds + self.shape.rounds * self.loop_transfer_s * bool(self.visits) + self.transfer_s
+        return self.shape.exact_seconds(self.visits, self.segments) + self.transfer_s
 
 
 def phase_costs(plan: Plan, phase: Phase, problem: Problem) -> Costs:
@@ -75,15 +72,13 @@ def phase_costs(plan: Plan, phase: Phase, problem: Problem) -> Costs:
         calls, alone = shape.rounds * shape.groups, sum(busy[name] for name in visit.components)
         for name in visit.components:
             busy[name] *= calls * seconds / alone if alone else 1.0
-    loop, rest = _transfers(plan, phase, problem)
     return Costs(
-        shape,
+        replace(shape, ways=loop_ways(problem, shape, [placement.nodes for placement in phase.placements])),
         tuple(placement.count for placement in phase.placements),
         tuple(visits),
         tuple(segments),
         busy,
-        loop,
-        rest,
+        rest_seconds(problem, phase),
     )
 
 
@@ -98,30 +93,6 @@ def _busy(problem: Problem, shape: Shape, names: tuple[str, ...], count: np.ndar
             calls = problem.workflow.items // int(batch)
         result[name] = calls * float(component_seconds(problem, shape, name, batch, count)[0])
     return result
-
-
-def _transfers(plan: Plan, phase: Phase, problem: Problem) -> tuple[float, float]:
-    """Seconds between nodes, once round the loop and once through the rest.
-
-    An edge between placements on the same nodes stays on them and costs nothing here (what it costs there is in
-    the profile); else its bytes go through the links of the smaller number of nodes at once.
-    """
-    if math.isinf(problem.cluster.link_bytes_per_s):
-        return 0.0, 0.0
-    nodes = {name: placement.nodes for placement in phase.placements for name in placement.components}
-    loop, rest = 0.0, 0.0
-    for key, size in problem.profile.transfers.items():
-        source, _, target = key.partition(">")
-        if source not in nodes or target not in nodes or nodes[source] == nodes[target]:
-            continue
-        links = min(len(nodes[source]), len(nodes[target]))
-        if {source, target} <= set(problem.graph.loop):
-            items: float = problem.wave_items / plan.groups
-            loop += size * items / problem.cluster.link_bytes_per_s / links
-        else:
-            items = phase.micro_batch if source in problem.graph.divisible else problem.workflow.items
-            rest += size * items / problem.cluster.link_bytes_per_s / links
-    return loop, rest
 
 
 def predict(plan: Plan, workflow: Workflow, profile: Profile, cluster: Cluster | None = None) -> Prediction:

@@ -35,6 +35,8 @@ class ComponentProfile:
     """Factor on its times while others are busy on other devices of the same node (memory bandwidth, caches)."""
     variation: float = 0.0
     """Coefficient of variation of one call."""
+    spreads: bool = True
+    """More devices than the most that were measured help; not one process that computes on one of them."""
     resident_bytes: float = 0.0
     """Per device, while it is loaded."""
     bytes_per_item: float = 0.0
@@ -52,13 +54,15 @@ class ComponentProfile:
         Between measured batches straight lines; above the largest and below the smallest the line through the
         nearest two, never falling as the batch grows and never negative. One measured batch alone: proportional.
         Devices that were not measured share the batch evenly (data parallel): with k the largest measured number
-        of at most n devices (the smallest one if there is none), `seconds(b, n) = seconds(b k / n, k)`.
+        of at most n devices (the smallest one if there is none), `seconds(b, n) = seconds(b k / n, k)`. Where a
+        component does not spread, no n counts as more than the largest measured number.
         """
         return float(self.seconds_on(batch, np.array([devices]))[0])
 
     def seconds_on(self, batch: float, devices: np.ndarray) -> np.ndarray:
         """`seconds` for each of many numbers of devices."""
         measured = np.array(sorted({point.devices for point in self.points}))
+        devices = devices if self.spreads else np.minimum(devices, measured[-1])
         base = measured[np.maximum(np.searchsorted(measured, devices, side="right") - 1, 0)]
         result = np.empty(len(devices))
         for k in np.unique(base):

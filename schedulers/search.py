@@ -53,6 +53,8 @@ class Allocation:
         self.feasible = all(len(options.counts) for options in self.options)
         if self.feasible:
             self.units = {pool: len(problem.counts[pool]) for pool in POOLS}
+            self.room = np.array([*self.units.values(), *(problem.home_units(pool) for pool in POOLS)])
+            """Units of each pool, and of each pool at home."""
             self.combos = _combinations(shape)
             self.order = sorted(
                 range(len(self.options)),
@@ -121,7 +123,7 @@ class Allocation:
         if self.feasible:
             self._prepare()
             columns = self.options[0].sums.shape[1]
-            root = np.zeros((1, len(POOLS)), dtype=np.int64)
+            root = self.room[None, :]
             self._expand(0, root, np.zeros((1, columns)), np.zeros((1, columns)), np.zeros((1, 0), dtype=int))
         found = self.best.seconds if self.best.counts else math.inf
         return Outcome(found, self.best.counts, min(found, self.open) if self.best.counts else self.open)
@@ -139,9 +141,9 @@ class Allocation:
             table[options.pool] = table[options.pool].with_placement(options, self.weights)
             self.least.insert(0, table)
 
-    def _bound(self, layer: int, used: np.ndarray, sums: np.ndarray, tops: np.ndarray) -> np.ndarray:
+    def _bound(self, layer: int, room: np.ndarray, sums: np.ndarray, tops: np.ndarray) -> np.ndarray:
         least = self.least[layer]
-        left = [least[pool].at(self.units[pool] - used[:, i]) for i, pool in enumerate(POOLS)]
+        left = [least[pool].at(room[:, i]) for i, pool in enumerate(POOLS)]
         best_sums = sums + left[0][0] + left[1][0]
         best_tops = np.maximum(tops, np.maximum(left[0][1], left[1][1]))
         with np.errstate(invalid="ignore"):
@@ -151,19 +153,19 @@ class Allocation:
                 bound = np.maximum(bound, whole[:, i] + best_tops @ extra)
         return np.where(np.isnan(bound), math.inf, bound)
 
-    def _expand(self, layer: int, used: np.ndarray, sums: np.ndarray, tops: np.ndarray, chosen: np.ndarray) -> None:
+    def _expand(self, layer: int, room: np.ndarray, sums: np.ndarray, tops: np.ndarray, chosen: np.ndarray) -> None:
+        """Decide the next placement; `room` is what is left of `self.room` in each row."""
         options = self.options[self.order[layer]]
-        side = POOLS.index(options.pool)
-        rows, columns = self._children(layer, self.units[options.pool] - used[:, side])
+        rows, columns = self._children(layer, room[:, options.takes].min(axis=1))
         if not len(rows):
             return
-        used = used[rows]
-        used[:, side] += options.units[columns]
+        room = room[rows]
+        room[:, options.takes] -= options.units[columns, None]
         sums = sums[rows] + options.sums[columns]
         tops = np.maximum(tops[rows], options.tops[columns])
         chosen = np.column_stack([chosen[rows], columns])
         last = layer + 1 == len(self.order)
-        bounds = self._law(sums, tops) if last else self._bound(layer + 1, used, sums, tops)
+        bounds = self._law(sums, tops) if last else self._bound(layer + 1, room, sums, tops)
         good = np.flatnonzero(bounds < self.best.seconds * (1 - SLACK))
         good = good[np.argsort(bounds[good], kind="stable")]
         if last:
@@ -177,7 +179,7 @@ class Allocation:
             if self.best.seconds < math.inf and time.monotonic() > self.deadline:
                 self.open = min(self.open, float(bounds[block[0]]))
                 return
-            self._expand(layer + 1, used[block], sums[block], tops[block], chosen[block])
+            self._expand(layer + 1, room[block], sums[block], tops[block], chosen[block])
 
     def _children(self, layer: int, left: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Pairs of a row and an option that fits into what the row leaves."""
@@ -226,6 +228,10 @@ class _Options:
     ) -> None:
         names = shape.placements[index]
         self.pool = problem.pools[names[0]]
+        self.bound = problem.bound(names)
+        side = POOLS.index(self.pool)
+        self.takes = [side, side + len(POOLS)] if self.bound else [side]
+        """Columns of `Allocation.room` that its units come from."""
         self.counts, self.units, times = self._times(problem, shape, names, visits, segments, caps)
         self.visits, self.segments = times[: len(visits)], times[len(visits) :]
         self.sums = np.zeros((len(self.counts), len(shape.runs) + 2))
@@ -251,6 +257,8 @@ class _Options:
         counts = usable(problem, shape, names, problem.counts[self.pool])
         resident = resident_bytes(problem, names)
         fits = np.ones(len(counts), dtype=bool)
+        if self.bound:
+            fits[problem.home_units(self.pool) :] = False
         if resident > caps.resident[self.pool] * (1 + SLACK):
             fits = np.zeros_like(fits)
         if math.isfinite(caps.peak[self.pool]):

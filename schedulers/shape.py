@@ -77,6 +77,9 @@ class Shape:
     """In place of `deliveries`: share of the loop's time at which part k is complete."""
     beside: frozenset[str]
     """Components that work while another placement of the phase is busy."""
+    ways: tuple[float, ...] = ()
+    """Seconds of a group's messages on their way into each visit; none: nothing crosses between nodes. A way is a
+    server like a placement: it carries the groups' messages one after the other."""
 
     @property
     def rounds(self) -> int:
@@ -132,6 +135,8 @@ class Shape:
     def combine(self, total: Times, bottleneck: Times, totals: Sequence[Times], tops: Sequence[Times]) -> Times:
         """`seconds` from the loop's sum and maximum and those of each run. Rises with every argument."""
         index = {run: i for i, run in enumerate(self.runs)}
+        if self.ways:
+            total, bottleneck = total + sum(self.ways), np.maximum(bottleneck, max(self.ways))
 
         def length(path: Path) -> Times:
             runs = list(path.runs)
@@ -154,6 +159,9 @@ class Shape:
         if self.simple or not self.visits:
             return float(self.seconds(visits, segments))
         servers = [visit.placement for visit in self.visits]
+        if self.ways:
+            visits = [seconds for way in zip(self.ways, visits, strict=True) for seconds in way]
+            servers = [server for i, placement in enumerate(servers) for server in (~i, placement)]
         done = shared_loop(visits, servers, self.groups, self.rounds)
         end = done[-1][-1]
         if self.arrivals:

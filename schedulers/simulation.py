@@ -156,7 +156,8 @@ class _Draw:
             return tuple(times.items())
         result = []
         for name, seconds in times.items():
-            shape = self.variation[name] ** -2 if self.variation[name] else 0.0
+            variation = self.variation.get(name, 0.0)  # none of links: it was not measured
+            shape = variation**-2 if variation else 0.0
             result.append((name, seconds * (self.random.gamma(shape) / shape if shape else 1.0)))
         return tuple(result)
 
@@ -168,25 +169,21 @@ def _play_phase(problem: Problem, cost: Costs, draw: _Draw) -> tuple[float, list
     jobs, order = _loop_jobs(problem, cost, draw)
     starts, ends = _play(jobs, order)
     loop_end = max(ends, default=0.0)
-    delay = shape.rounds * cost.loop_transfer_s * bool(jobs)
     if shape.arrivals:
         delivered = [loop_end * share for share in shape.arrivals]
     else:
-        count = len(shape.visits) * shape.groups
-        delivered = [
-            ends[(h - 1) * count + (len(shape.visits) - 1) * shape.groups + group] if jobs else 0.0
-            for _, h, group in shape.deliveries
-        ]
-    played = list(zip(jobs, starts, strict=True))
+        through = {(job.round, job.group): end for job, end in zip(jobs, ends, strict=True)}  # the round's last visit
+        delivered = [through[h - 1, group] if jobs else 0.0 for _, h, group in shape.deliveries]
+    played = [(job, start) for job, start in zip(jobs, starts, strict=True) if job.server >= 0]
     last = set(problem.graph.closing)
     tail = {i for i, segment in enumerate(shape.segments) if shape.tail and set(segment.components) <= last}
     body = [i for i in range(len(shape.segments)) if i not in tail]
-    end = loop_end + delay
+    end = loop_end
     for members, begin in ((body, 0.0), (sorted(tail), None)):
         if not members:
             continue
         release = end if begin is None else begin
-        more, sequence = _segment_jobs(problem, cost, draw, members, release, loop_end + delay, delivered)
+        more, sequence = _segment_jobs(problem, cost, draw, members, release, loop_end, delivered)
         begun, done = _play(more, sequence)
         played += list(zip(more, begun, strict=True))
         end = max(end, *done)
@@ -205,13 +202,19 @@ def _loop_jobs(problem: Problem, cost: Costs, draw: _Draw) -> tuple[list[_Job], 
         # Where the components were measured together, each has its share of that.
         scale = cost.visits[number] / sum(alone.values()) if sum(alone.values()) else 1.0
         pieces.append({name: seconds * scale for name, seconds in alone.items()})
+    # The ways between nodes are servers too, of numbers below 0.
+    calls = [(visit.placement, alone) for visit, alone in zip(shape.visits, pieces, strict=True)]
+    if shape.ways:
+        ways = [(~i, {"link": seconds}) for i, seconds in enumerate(shape.ways)]
+        calls = [call for pair in zip(ways, calls, strict=True) for call in pair]
+        order |= {server: [] for server, _ in ways}
     for turn in range(shape.rounds if shape.visits else 0):
-        for visit, alone in zip(shape.visits, pieces, strict=True):
+        for server, alone in calls:
             for group in range(shape.groups):
                 needs = [last[group]] if group in last else []
                 last[group] = len(jobs)
-                order[visit.placement].append(len(jobs))
-                jobs.append(_Job(visit.placement, draw(alone), needs, round=turn, group=group))
+                order[server].append(len(jobs))
+                jobs.append(_Job(server, draw(alone), needs, round=turn, group=group))
     return jobs, order
 
 

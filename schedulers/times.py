@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,11 @@ def device_bytes(cluster: Cluster, pool: Pool) -> float:
 
 def pool_size(cluster: Cluster, pool: Pool) -> int:
     return sum(node.cores if pool == "cores" else node.accelerators for node in cluster.nodes)
+
+
+def alone(cluster: Cluster) -> Cluster:
+    """The cluster's home without its other nodes."""
+    return replace(cluster, nodes=tuple(node for node in cluster.nodes if node.name == cluster.home))
 
 
 @dataclass
@@ -53,9 +59,14 @@ class Problem:
         self.pools: dict[str, Pool] = {name: self.profile.components[name].pool for name in self.graph.names}
         self.sizes: dict[Pool, int] = {pool: pool_size(self.cluster, pool) for pool in POOLS}
         self.limits: dict[Pool, float] = {pool: device_bytes(self.cluster, pool) for pool in POOLS}
+        home = alone(self.cluster) if self.cluster.home is not None else self.cluster
+        self.home: dict[Pool, int] = {pool: pool_size(home, pool) for pool in POOLS}
+        """Devices for components that do not travel."""
         for name, pool in self.pools.items():
             if not self.sizes[pool]:
                 raise PlanError(f"component {name!r} occupies {pool}, and the cluster has none")
+            if self.bound((name,)) and not self.home[pool]:
+                raise PlanError(f"component {name!r} occupies {pool}, and its node {self.cluster.home!r} has none")
         self.counts: dict[Pool, np.ndarray] = {}
         for pool, size in self.sizes.items():
             unit = min(self.units.get(pool, 1), max(size, 1))
@@ -64,6 +75,14 @@ class Problem:
     @property
     def wave_items(self) -> int:
         return self.workflow.items // self.workflow.waves
+
+    def home_units(self, pool: Pool) -> int:
+        """How many of the units in which a pool's devices are handed out its devices at home make."""
+        return int(np.searchsorted(self.counts[pool], self.home[pool], side="right"))
+
+    def bound(self, names: Iterable[str]) -> bool:
+        """Whether these components, in one placement, have to be on the cluster's home."""
+        return self.cluster.home is not None and not set(names) <= self.workflow.travelling
 
     def times(self, name: str, batch: float) -> np.ndarray:
         """Seconds of `batch` items for every number of devices that can be handed out."""

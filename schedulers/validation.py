@@ -31,6 +31,7 @@ def validate(plan: Plan, workflow: Workflow, cluster: Cluster, profile: Profile 
     check_places(plan, graph, profile)
     _check_order(plan, graph)
     _check_devices(plan, cluster)
+    _check_home(plan, workflow, cluster)
     _check_batches(plan, workflow, graph)
     _check_mode(plan, graph)
     _check_waiting(plan, workflow, graph, profile)
@@ -50,6 +51,9 @@ def check_cluster(cluster: Cluster) -> None:
             raise PlanError(
                 f"node {node.name!r} has {node.cores} cores and {node.accelerators} accelerators; it needs at least one"
             )
+
+    if cluster.home is not None and cluster.home not in names:
+        raise PlanError(f"the cluster's home {cluster.home!r} is none of its nodes{nearest(cluster.home, names)}")
 
 
 def check_places(plan: Plan, graph: Graph, profile: Profile | None = None) -> None:
@@ -127,6 +131,20 @@ def _check_devices(plan: Plan, cluster: Cluster) -> None:
                             "placements of one phase have devices of their own"
                         )
                     taken[key] = who
+
+
+def _check_home(plan: Plan, workflow: Workflow, cluster: Cluster) -> None:
+    travelling = ", ".join(name for name in workflow.names if name in workflow.travelling) or "no component"
+    for placement in (placement for phase in plan.phases for placement in phase.placements):
+        bound = [name for name in placement.components if name not in workflow.travelling]
+        away = [span_text(span) for span in placement.devices if span.node != cluster.home]
+        if cluster.home is not None and bound and away:
+            raise PlanError(
+                f"the plan puts {', '.join(bound)} on {', '.join(away)}, but only {travelling} may leave node "
+                f"{cluster.home!r}: give the placement of {', '.join(placement.components)} devices of "
+                f"{cluster.home!r}"
+                + (", or what may leave it a placement of its own" if len(bound) < len(placement.components) else "")
+            )
 
 
 def _check_batches(plan: Plan, workflow: Workflow, graph: Graph) -> None:

@@ -15,6 +15,8 @@ class Component:
     name: str
     does: str = ""
     """In a few words, for explanations."""
+    travels: bool = False
+    """May work on other nodes than the home of a cluster that has one."""
 
 
 @dataclass(frozen=True)
@@ -55,3 +57,7 @@ class Workflow:
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(component.name for component in self.components)
+
+    @property
+    def travelling(self) -> frozenset[str]:
+        return frozenset(component.name for component in self.components if component.travels)

@@ -6,12 +6,13 @@ rollout = worker.call(PolicyWorker.rollout, 64)           # typed like the metho
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
-from embodied.runtime.nodes import NodeInfo
+from embodied.runtime.nodes import Link, NodeInfo
 from sim_farm.hosts import Host, InProcess
 
 T = TypeVar("T")
@@ -116,6 +117,10 @@ class Runtime(Protocol):
         """The machines that workers can be placed on, this one first; none where there is nothing to choose."""
         ...
 
+    def link(self) -> Link:
+        """The slowest of the links to the other machines, measured now."""
+        ...
+
     def watch(self) -> None:
         """Replace farm workers that died. To be called while waiting for something else than a `call`."""
         ...
@@ -144,6 +149,9 @@ class InlineRuntime:
 
     def nodes(self) -> tuple[NodeInfo, ...]:
         return ()
+
+    def link(self) -> Link:
+        return Link(0.0, math.inf)
 
     def watch(self) -> None:
         """Nothing dies apart from this process."""

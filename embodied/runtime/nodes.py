@@ -57,6 +57,16 @@ class NodeInfo:
         )
 
 
+@dataclass(frozen=True)
+class Link:
+    """Between two machines, as a relay would use it."""
+
+    message_s: float
+    """For a small message, one way."""
+    bytes_per_s: float
+    """Of longer ones, beyond that."""
+
+
 @cache
 def software() -> dict[str, str]:
     """What decides the trajectories of this machine's simulators, by name: versions, and a digest of `sim_farm`."""

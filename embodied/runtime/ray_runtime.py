@@ -14,7 +14,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import ray
@@ -26,8 +26,9 @@ from torch import Tensor
 from embodied.config import UserError
 from embodied.devices import release, to_host
 from embodied.runtime.handles import Handle
-from embodied.runtime.nodes import NodeInfo
+from embodied.runtime.nodes import Link, NodeInfo
 from embodied.runtime.ray_farm import HERE, RayHost, cannot_start
+from embodied.runtime.ray_links import slowest_link
 from sim_farm.contract import FarmError
 from sim_farm.farm import WorkerFailed, WorkerTimeout
 
@@ -97,7 +98,7 @@ class RayRuntime:
     """
 
     def __init__(self, address: str, deadline_s: float) -> None:
-        self._deadline_s = deadline_s
+        self.deadline_s = deadline_s
         self._actors: list[Any] = []
         self._spare: list[Any] = []
         self._hosts: list[tuple[tuple[str, ...], RayHost]] = []
@@ -133,9 +134,14 @@ class RayRuntime:
         self._here: str = ray.get_runtime_context().get_node_id()
 
     def nodes(self) -> tuple[NodeInfo, ...]:
-        """The cluster's living machines, this one first."""
+        """The cluster's living machines, this one first; where several have one name, with their ids in it."""
         found = [NodeInfo.of(entry, self._here) for entry in ray.nodes() if entry["Alive"]]
+        names = [node.name for node in found]
+        found = [n if names.count(n.name) < 2 else replace(n, name=f"{n.name}-{n.id[:8]}") for n in found]
         return tuple(sorted(found, key=lambda node: (not node.is_here, node.address, node.name, node.id)))
+
+    def link(self) -> Link:
+        return slowest_link(self, [node for node in self.nodes() if not node.is_here])
 
     def farm_host(self, physics_workers: int, render_workers: int, physics_nodes: tuple[str, ...] = ()) -> RayHost:
         """A host with that many processes; the processes of an earlier farm of the same shape serve again.
@@ -177,8 +183,8 @@ class RayRuntime:
             actor = beside.actor
         else:
             actor = self._spare.pop() if self._spare else self.actor(_WorkerActor, _worker_environment())
-        self.wait(actor.make.remote(name, make, args), name, "start", self._deadline_s)
-        return RayHandle(name, self._deadline_s, runtime=self, actor=actor)
+        self.wait(actor.make.remote(name, make, args), name, "start", self.deadline_s)
+        return RayHandle(name, self.deadline_s, runtime=self, actor=actor)
 
     def wait(self, reference: Any, name: str, what: str, deadline_s: float) -> Any:
         """The reference's value, waited for with a deadline and with an eye on the other workers."""
@@ -196,8 +202,11 @@ class RayRuntime:
         if len(self._spare) < SPARE:
             self._spare.append(actor)
         else:
-            self._actors.remove(actor)
-            ray.kill(actor)
+            self.kill(actor)
+
+    def kill(self, actor: Any) -> None:
+        self._actors.remove(actor)
+        ray.kill(actor)
 
     def close(self) -> None:
         for actor in self._actors:

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 aten = torch.ops.aten
 DEVICE = torch.device("cuda", 0)
+GPU_BYTES = 16 * 2**30
 CROSSING = (aten._to_copy.default, aten.copy_.default)
 """What may read one device and write the other."""
 LIKE = (

@@ -23,19 +23,25 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from embodied.config import UserError
+import schedulers
+from embodied.config import Config, UserError
+from embodied.hardware import fingerprint
+from embodied.planning import place_run
+from embodied.profiling import work_of
+from embodied.reporting.metrics import read
 from embodied.runtime import relay
 from embodied.runtime.handles import InlineRuntime
 from embodied.runtime.nodes import NodeInfo
 from embodied.runtime.ray_farm import RayHost
 from embodied.runtime.ray_runtime import RayRuntime
+from schedulers import ComponentProfile, Plan, PlanError, Point, Profile
 from sim_farm.contract import EpisodeSpec, FarmError
 from sim_farm.episodes import EndlessEpisodes, ListedEpisodes
 from sim_farm.farm import Farm, FarmAddress, WorkerFailed
 from sim_farm.layout import FarmSpec
 from sim_farm.memory import FOLDER
 from tests.embodied.test_relay import CHUNKS, PICTURES, STATES
-from tests.embodied.test_runtime import config_of, train
+from tests.embodied.test_runtime import config_of, session_of, train
 from tests.sim_farm.driving import Trace, actions_for, append, assert_same, drive, run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -177,6 +183,67 @@ def test_training_with_physics_on_another_node_equals_training_inline(
     far = (machines.node("far").id, machines.node("frail").id)
     monkeypatch.setattr(machines.runtime, "farm_host", lambda physics, render, nodes=(): here(physics, render, far))
     assert train(config, tmp_path / "ray", machines.runtime) == inline
+
+
+# --- planned
+
+
+def profiled(config: Config, physics: float) -> Profile:
+    """Times as if from this machine: a round of all environments takes so many seconds of one core."""
+    times = {"physics": physics, "policy": 1e-3, "learner": 1e-3}
+    components = {
+        name: ComponentProfile("cores", tuple(Point(4, n, s / n, s / n, s / n) for n in (1, 2)))
+        for name, s in times.items()
+    }
+    transfers = {"physics>policy": 100.0, "policy>physics": 50.0}
+    return Profile("ppo", {**fingerprint(), **work_of(config)}, components, transfers=transfers)
+
+
+def planned_run(physics: float, folder: Path) -> Config:
+    """A run that plans for itself with those times."""
+    path = folder / f"{physics}.json"
+    schedulers.save(profiled(config_of(), physics), path)
+    return config_of(plan={"mode": "auto", "profile": str(path)})
+
+
+def test_auto_uses_other_nodes_and_computes_the_same(
+    machines: Machines, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """To the last bit what one process computes in as many groups, with physics on a node that the planner chose."""
+    found = train(planned_run(1.0, tmp_path), tmp_path / "ray", machines.runtime)
+    plan = schedulers.load(Plan, tmp_path / "ray" / "plan.json")
+    places = {name: p.nodes for phase in plan.phases for p in phase.placements for name in p.components}
+    assert places["physics"] & {"far", "frail"} and places["policy"] == places["learner"] == {"here"}
+    assert "On here alone an iteration would take" in " ".join(plan.why) in " ".join(capsys.readouterr().out.split())
+    wire = [row["farm/wire_bytes_per_env_step"] for row in read(tmp_path / "ray")]
+    assert all(bytes_ > 10 for bytes_ in wire), "nothing crossed"
+    assert found == train(config_of(plan.groups), tmp_path / "inline", InlineRuntime(60.0))
+
+
+def test_auto_stays_where_messages_take_longer_than_they_save(machines: Machines, tmp_path: Path) -> None:
+    """The link was measured: hundreds of microseconds a message, more than all the physics takes."""
+    (placed,) = place_run(planned_run(1e-4, tmp_path), session_of(config_of(), machines.runtime), tmp_path)
+    assert placed.plan is not None and placed.planned is not None
+    assert {node for phase in placed.plan.phases for p in phase.placements for node in p.nodes} == {"here"}
+    assert any(text.startswith("Nothing is on far, frail. Only physics may leave here") for text in placed.plan.why)
+    cluster = placed.planned.cluster
+    assert 5e-5 < cluster.link_s < 0.05 and 1e6 < cluster.link_bytes_per_s < 1e12
+    assert (cluster.home, [node.name for node in cluster.nodes]) == ("here", ["here", "far", "frail"])
+
+
+def test_a_policy_on_another_node_is_refused(machines: Machines, tmp_path: Path) -> None:
+    plan = {
+        "workflow": "ppo",
+        "mode": "collocated",
+        "phases": [
+            {"micro_batch": 4, "placements": [{"components": ["physics", "policy"], "devices": ["far:cores:0"]}]},
+            {"micro_batch": 4, "placements": [{"components": ["learner"], "devices": ["here:cores:0"]}]},
+        ],
+    }
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    config = config_of(plan={"file": str(tmp_path / "plan.json")})
+    with pytest.raises(PlanError, match="puts policy on far:cores:0, but only physics may leave node 'here'"):
+        place_run(config, session_of(config, machines.runtime), tmp_path)
 
 
 # --- losses

@@ -14,7 +14,7 @@ import yaml
 from safetensors.numpy import load_file
 
 import schedulers
-from embodied import checkpoint, cli, planning, profiling, training
+from embodied import checkpoint, cli, clusters, planning, profiling, training
 from embodied.config import UserError, parse_config
 from embodied.profiling import profile_config
 from embodied.reporting.metrics import read
@@ -296,7 +296,7 @@ def test_a_cluster_that_one_does_not_have(embodied: Said, files: Path) -> None:
         "nodes:\n  - {count: 64, cores: 96, accelerators: 8, memory_bytes: 1.0e12, accelerator_bytes: 80.0e9}\n"
         "link_bytes_per_s: 5.0e10\n"
     )
-    found = planning.read_cluster("cluster.yaml")
+    found = clusters.read_cluster("cluster.yaml", "cpu")
     assert len(found.nodes) == 64 and found.nodes[63].cores == 96 and found.link_bytes_per_s == 5e10
     assert (found.nodes[0].memory_bytes, found.nodes[0].accelerator_bytes) == (1e12, 80e9)
     said = embodied.done("plan", "small.yaml", "--cluster", "cluster.yaml")

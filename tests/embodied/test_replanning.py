@@ -14,11 +14,12 @@ import pytest
 from safetensors.numpy import load_file
 
 import schedulers
-from embodied import checkpoint, planning, training
+from embodied import checkpoint, planning, replanning, training
+from embodied.clusters import local_cluster
 from embodied.config import Config, parse_config
 from embodied.executing import Iteration, executor
 from embodied.hardware import fingerprint
-from embodied.planning import local_cluster, sized_workflow
+from embodied.planning import sized_workflow
 from embodied.profiling import work_of
 from embodied.replanning import PAYS, PERSISTENT, Watch
 from embodied.reporting.metrics import read
@@ -42,6 +43,9 @@ WORKFLOW = sized_workflow(CONFIG)
 PHYSICS, POLICY, LEARNER = 0.05, 0.02, 0.1
 """Seconds on one core: of a round, of a round, of an iteration."""
 TAKES = DECISIONS * (PHYSICS + POLICY) + LEARNER
+
+
+TWO_CORES = local_cluster(2)
 
 
 def component(seconds: float, on_two: float) -> ComponentProfile:
@@ -134,7 +138,7 @@ class Asked:
 
 
 def watch(asked: Asked, plan: Plan = ALL_ON_ONE, switch_s: float = 0.0) -> Watch:
-    return Watch(plan, PROFILE, WORKFLOW, asked, switch_s)
+    return Watch(plan, PROFILE, WORKFLOW, TWO_CORES, asked, switch_s)
 
 
 def test_the_iterations_are_those_that_the_plan_predicts(took: Callable[..., Iteration]) -> None:
@@ -244,7 +248,7 @@ def test_where_there_is_one_plan_nothing_moves(took: Callable[..., Iteration]) -
     def only(profile: Profile) -> Plan:
         return schedulers.plan(WORKFLOW, profile, cluster, "collocated", groups=(1,))
 
-    watching = Watch(only(PROFILE), PROFILE, WORKFLOW, only, 0.0)
+    watching = Watch(only(PROFILE), PROFILE, WORKFLOW, cluster, only, 0.0)
     for _ in range(2 * PERSISTENT):
         assert watching.see(took(7.0, 0.3, 2.0), left=10**6) is None
 
@@ -299,7 +303,7 @@ def test_a_run_that_moves_computes_what_one_that_stays_does(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(planning, "SWITCH_S", 0.0)
+    monkeypatch.setattr(replanning, "PAYS", 0.0)
     runtime = {**SETTINGS["runtime"], "mode": mode}
     moved = parse_config({**SETTINGS, "runtime": runtime, "plan": {**files, "replan": True}}, "test")
     stayed = parse_config({**SETTINGS, "plan": files}, "test")
@@ -326,11 +330,11 @@ def test_a_run_that_moves_computes_what_one_that_stays_does(
 def test_a_run_that_has_no_iterations_left_to_gain_from_stays(
     files: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(planning, "SWITCH_S", 0.0)
+    monkeypatch.setattr(replanning, "PAYS", 0.0)
     plan = {**files, "replan": True}
     train(tmp_path / "run", parse_config({**SETTINGS, "iterations": PERSISTENT, "plan": plan}, "test"))
     assert schedulers.load(Plan, tmp_path / "run" / "plan.json").phases == ALL_ON_ONE.phases
-    monkeypatch.setattr(planning, "SWITCH_S", 1e9)
+    monkeypatch.setattr(replanning, "PAYS", 1e9)
     train(tmp_path / "dear", parse_config({**SETTINGS, "plan": plan}, "test"))
     assert schedulers.load(Plan, tmp_path / "dear" / "plan.json").phases == ALL_ON_ONE.phases
 
@@ -338,7 +342,7 @@ def test_a_run_that_has_no_iterations_left_to_gain_from_stays(
 def test_the_run_goes_on_after_a_stop_where_it_had_moved(
     files: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(planning, "SWITCH_S", 0.0)
+    monkeypatch.setattr(replanning, "PAYS", 0.0)
     plan = {**files, "replan": True}
     whole = parse_config({**SETTINGS, "plan": plan}, "test")
     train(tmp_path / "whole", whole)

@@ -154,7 +154,7 @@ class Exhaustive:
             used = {pool: 0 for pool in POOLS}
             for block, count in zip(blocks, counts, strict=True):
                 used[problem.pools[block[0]]] += count
-            if any(used[pool] > problem.sizes[pool] for pool in POOLS):
+            if any(used[pool] > problem.sizes[pool] for pool in POOLS) or not self._at_home(blocks, counts):
                 continue
             if any(
                 self.graph.loop and self.graph.loop[0] in block and (problem.wave_items // groups) % count
@@ -167,6 +167,16 @@ class Exhaustive:
             choice = self._choice(names, cost, blocks, counts, groups, micro_batch)
             if all(choice.peak[i] <= problem.limits[pool] * (1 + 1e-12) for i, pool in enumerate(POOLS)):
                 yield choice
+
+    def _at_home(self, blocks: Blocks, counts: tuple[int, ...]) -> bool:
+        """Whether the home has devices for all that does not travel."""
+        cluster = self.problem.cluster
+        home = [node for node in cluster.nodes if node.name == cluster.home]
+        need = {pool: 0 for pool in POOLS}
+        for block, count in zip(blocks, counts, strict=True):
+            if not set(block) <= self.problem.workflow.travelling:
+                need[self.problem.pools[block[0]]] += count
+        return not home or (need["cores"] <= home[0].cores and need["accelerators"] <= home[0].accelerators)
 
     def _cost(self, blocks: Blocks, counts: Sequence[int], groups: int, micro_batch: int) -> Costs | None:
         phase = phase_of(self.problem, blocks, counts, micro_batch)
@@ -215,13 +225,26 @@ def _cyclic(start: int, here: int, edges: set[tuple[int, int]], seen: frozenset[
 
 
 def phase_of(problem: Problem, blocks: Blocks, counts: Sequence[int], micro_batch: int) -> Phase:
-    first = {pool: 0 for pool in POOLS}
-    placements = []
-    for block, count in zip(blocks, counts, strict=True):
-        pool = problem.pools[block[0]]
-        placements.append(Placement(block, (Span("node0", pool, first[pool], count),)))
-        first[pool] += count
-    return Phase(tuple(placements), micro_batch)
+    """Devices one by one: first of home for what does not travel, then whatever is left, home's before others'.
+
+    Where there are too few, the last node is taken to have more: `validate` refuses that.
+    """
+    cluster, travelling = problem.cluster, problem.workflow.travelling
+    nodes = sorted(cluster.nodes, key=lambda node: cluster.home not in (None, node.name))
+    free: dict[str, list[Span]] = {}
+    for pool in POOLS:
+        sizes = [node.cores if pool == "cores" else node.accelerators for node in nodes]
+        sizes[-1] += sum(counts)
+        free[pool] = [Span(node.name, pool, i, 1) for node, size in zip(nodes, sizes, strict=True) for i in range(size)]
+    order = range(len(blocks))
+    if cluster.home is not None:
+        order = sorted(order, key=lambda i: set(blocks[i]) <= travelling)  # type: ignore[assignment]
+    placements = {}
+    for i in order:
+        pool = problem.pools[blocks[i][0]]
+        placements[i] = Placement(blocks[i], tuple(free[pool][: counts[i]]))
+        free[pool] = free[pool][counts[i] :]
+    return Phase(tuple(placements[i] for i in range(len(blocks))), micro_batch)
 
 
 def single_phase(problem: Problem, blocks: Blocks, counts: Sequence[int], groups: int, micro_batch: int) -> Plan:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from schedulers.workflow import Flow
 LEARNER_SIDE = ("value", "advantage", "learner", "sync")
 
 
-def measured(pool: Pool, times: dict[tuple[int, int], float], **more: float) -> ComponentProfile:
+def measured(pool: Pool, times: dict[tuple[int, int], float], **more: Any) -> ComponentProfile:
     """A component's profile from seconds keyed (batch, devices)."""
     return ComponentProfile(pool, tuple(Point(b, n, t, t, t) for (b, n), t in times.items()), **more)
 
@@ -79,6 +80,36 @@ def random_problem(
             for name, component in components.items()
         }
     return workflow, Profile("random", {}, components, together), Cluster((node,))
+
+
+def random_home(
+    seed: int, pools: int = 1, memory: bool = False, links: bool = False
+) -> tuple[Workflow, Profile, Cluster]:
+    """A random problem on two or three nodes of different sizes, of which the first is the home.
+
+    `links`: messages take time; then one component of the loop that nothing outside it needs travels, or none, else
+    any number of all.
+    """
+    workflow, profile, cluster = random_problem(seed, pools=pools, memory=memory)
+    random = np.random.default_rng((seed, 1))
+    node, per_core = cluster.nodes[0], cluster.nodes[0].memory_bytes / cluster.nodes[0].cores
+    sizes = [(max(1, node.cores - 2), node.accelerators)]
+    sizes += [(int(random.integers(1, 3)), int(random.integers(0, 2)) * (pools - 1)) for _ in range(1 + seed % 2)]
+    nodes = tuple(
+        replace(node, name=f"node{i}", cores=cores, accelerators=accelerators, memory_bytes=per_core * cores)
+        for i, (cores, accelerators) in enumerate(sizes)
+    )
+    loop = workflow.loop.components if workflow.loop else ()
+    if links:
+        needed = {edge.source for edge in workflow.edges if edge.target not in loop}
+        travelling = set([name for name in loop if name not in needed][:1])
+        profile = replace(profile, transfers={f"{a}>{b}": float(random.uniform(0, 9)) for a in loop for b in loop})
+    else:
+        travelling = {name for name in workflow.names if random.random() < 0.5}
+    components = tuple(replace(c, travels=c.name in travelling) for c in workflow.components)
+    workflow = replace(workflow, components=components)
+    speed, wait = (float(random.uniform(20, 400)), float(random.uniform(0, 0.3))) if links else (float("inf"), 0.0)
+    return workflow, profile, Cluster(nodes, speed, wait, home="node0")
 
 
 def ppo(items: int = 16, steps: int = 20, flow: str = "barrier") -> Workflow:

@@ -18,7 +18,6 @@ from schedulers import (
     Workflow,
     alternatives,
     plan,
-    plan_tasks,
     predict,
     validate,
 )
@@ -174,12 +173,6 @@ def test_why_says_what_the_others_cost_and_what_would_help() -> None:
     text = " ".join(chosen.why)
     for words in ("best collocated plan would take", "best disaggregated plan would take", "ne more core", "certified"):
         assert words in text, words
-
-
-def test_every_task_has_its_plan() -> None:
-    tasks = {"light": (ppo(), ppo_profile(policy=0.002)), "heavy": (ppo(), ppo_profile(policy=0.02))}
-    plans = plan_tasks(tasks, TWO_CORES)
-    assert {task: chosen.mode for task, chosen in plans.items()} == {"light": "collocated", "heavy": "hybrid"}
 
 
 def seconds(chosen: Plan) -> float:

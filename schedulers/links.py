@@ -1,0 +1,76 @@
+"""What crosses between nodes, and how long that takes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from schedulers.plan import Phase
+from schedulers.shape import Shape
+from schedulers.times import Problem
+
+Nodes = frozenset[str]
+
+
+def cost(problem: Problem, source: Nodes, target: Nodes, size: float) -> float:
+    """Seconds of a message of so many bytes between placements on these nodes.
+
+    On the same nodes it stays on them and costs nothing here (what it costs there is in the profile); else its bytes
+    go through the links of the smaller number of nodes at once.
+    """
+    if source == target:
+        return 0.0
+    return problem.cluster.link_s + size / problem.cluster.link_bytes_per_s / min(len(source), len(target))
+
+
+def loop_ways(problem: Problem, shape: Shape, nodes: Sequence[Nodes]) -> tuple[float, ...]:
+    """`Shape.ways` where each placement is on these nodes: one message a group and visit, with all that is sent."""
+    if _free(problem) or len({nodes[visit.placement] for visit in shape.visits}) < 2:
+        return ()
+    where = {name: nodes[visit.placement] for visit in shape.visits for name in visit.components}
+    items = problem.wave_items / shape.groups
+    result = []
+    for i, visit in enumerate(shape.visits):
+        before = shape.visits[i - 1]
+        size = _sent(problem.profile.transfers, before.components, where)
+        result.append(cost(problem, nodes[before.placement], nodes[visit.placement], size * items))
+    return tuple(result)
+
+
+def travelled(problem: Problem, shape: Shape) -> tuple[float, ...]:
+    """`Shape.ways` where all placements that can travel do."""
+    home = problem.cluster.home
+    if home is None or len(problem.cluster.nodes) < 2:
+        return ()
+    away = "away from " + home
+    return loop_ways(
+        problem, shape, [frozenset({home if problem.bound(names) else away}) for names in shape.placements]
+    )
+
+
+def rest_seconds(problem: Problem, phase: Phase) -> float:
+    """Between nodes, on the longest way of one part through the components outside the loop."""
+    if _free(problem):
+        return 0.0
+    nodes = {name: placement.nodes for placement in phase.placements for name in placement.components}
+    total = 0.0
+    for edge in problem.graph.edges:
+        if edge.source in nodes and edge.target in nodes:
+            items = phase.micro_batch if edge.source in problem.graph.divisible else problem.workflow.items
+            size = problem.profile.transfers.get(f"{edge.source}>{edge.target}", 0.0)
+            total += cost(problem, nodes[edge.source], nodes[edge.target], size * items)
+    return total
+
+
+def _free(problem: Problem) -> bool:
+    return math.isinf(problem.cluster.link_bytes_per_s) and not problem.cluster.link_s
+
+
+def _sent(transfers: Mapping[str, float], sources: Sequence[str], where: Mapping[str, Nodes]) -> float:
+    """Bytes per item that these components send to others of the loop on other nodes."""
+    pairs = [(key.partition(">")[::2], size) for key, size in transfers.items()]
+    return sum(
+        size
+        for (source, target), size in pairs
+        if source in sources and target in where and where[source] != where[target]
+    )
