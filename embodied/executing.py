@@ -9,9 +9,12 @@ afterwards; the next rollout begins after the update, or one update ahead of it.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import reduce
+from itertools import chain
+from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +41,8 @@ PARTS_AHEAD = 2
 class Iteration:
     """What one iteration was."""
 
-    summary: RolloutSummary
+    rollouts: tuple[RolloutSummary, ...]
+    """Of each task, one after the other."""
     learned: dict[str, float]
     environments: dict[str, np.ndarray]
     """Where the environments were when the rollout had ended."""
@@ -47,8 +51,20 @@ class Iteration:
     spans: tuple[Span, ...]
 
     @property
+    def summary(self) -> RolloutSummary:
+        """Of all tasks together."""
+        return reduce(add, self.rollouts)
+
+    @property
     def wall_s(self) -> float:
         return (self.end_ns - self.begin_ns) / 1e9
+
+    def of_task(self, number: int, share: float) -> Iteration:
+        """As if it had been of that task alone: its rollout, and its share of all that was not rollout."""
+        mine = self.rollouts[number]
+        rest_s = self.wall_s - self.summary.wall_s
+        end_ns = self.begin_ns + round(1e9 * (mine.wall_s + share * rest_s))
+        return replace(self, rollouts=(mine,), end_ns=end_ns, spans=())
 
 
 @dataclass
@@ -92,14 +108,11 @@ class Executor:
         if self._unloads:
             self.learner.call(Learner.unload, self._weights_leave)
 
-    def rollout(self, iteration: int) -> tuple[RolloutSummary, list[Span]]:
+    def rollout(self, iteration: int) -> tuple[tuple[RolloutSummary, ...], list[Span]]:
         """The iteration's rollouts, task after task, on their way to the learner. May be interrupted."""
         self._returns = tuple(span for lane in self._lanes for span in lane._draw_again())
-        summary, spans = self._rollout(iteration)
-        for other in self.others:
-            later, more = other._rollout(iteration)
-            summary, spans = summary + later, spans + more
-        return summary, [*self._returns, *spans]
+        summaries, spans = zip(*(lane._rollout(iteration) for lane in self._lanes), strict=True)
+        return summaries, [*self._returns, *chain(*spans)]
 
     def _rollout(self, iteration: int) -> tuple[RolloutSummary, list[Span]]:
         spans: list[Span] = []
@@ -113,14 +126,11 @@ class Executor:
     def learn(self, iteration: int, drain: bool) -> tuple[dict[str, float], dict[str, np.ndarray], list[Span]]:
         """Update the policy from the rollout and publish it; with `drain`, no rollout begins before that."""
         begin = time.monotonic_ns()
-        runs_ahead = bool(self.assignment.ahead) and not drain
+        ahead = [] if drain else [lane for lane in self._lanes if lane.assignment.ahead]
         fed = [] if self._by_episodes else [lane._feed(iteration) for lane in self._lanes]
         environments = _join_tasks([lane.policy.call(PolicyWorker.snapshot) for lane in self._lanes])
         switches = self._to_learner() if self._unloads else []
-        if runs_ahead:
-            if self._published < iteration:
-                self._publish(iteration)
-            self._next = self._start()
+        self._start_ahead(ahead, iteration)
         for reference in fed:
             self._collected(reference)
         learned = self.learner.call(Learner.finish, iteration)
@@ -131,9 +141,10 @@ class Executor:
             Span("learner", "update", updated - update_ns, updated),
         ]
         switches += [self._switch(lane.policy, PolicyWorker.load_back) for lane in self._lanes if lane._policy_leaves]
-        if not runs_ahead:
+        behind = [lane for lane in self._lanes if drain or not lane.assignment.ahead]
+        if behind:
             begin = time.monotonic_ns()
-            for lane in self._lanes:
+            for lane in behind:
                 lane._publish(iteration + 1)
             spans.append(Span("driver", "publish weights", begin, time.monotonic_ns(), {"path": self.weights_path}))
         if self._unloads:
@@ -144,9 +155,10 @@ class Executor:
     def iterate(self, iteration: int, drain: bool = False) -> Iteration:
         """One whole iteration."""
         begin = time.monotonic_ns()
-        summary, spans = self.rollout(iteration)
+        rollouts, spans = self.rollout(iteration)
         learned, environments, more = self.learn(iteration, drain)
-        return Iteration(summary, learned, environments, begin, time.monotonic_ns(), (*summary.spans, *spans, *more))
+        seen = [span for rollout in rollouts for span in rollout.spans]
+        return Iteration(rollouts, learned, environments, begin, time.monotonic_ns(), (*seen, *spans, *more))
 
     def switches(self) -> dict[str, tuple[Switch, Switch]]:
         """Let the learner with its weights, the policy, and the renderers leave the memory and come back, once each."""
@@ -202,15 +214,25 @@ class Executor:
     def _by_episodes(self) -> bool:
         return recipe_of(self.config).rollout == "episodes"
 
-    def _start(self, wave: int = 0) -> Any:
-        """Begin a rollout, or the wave of that number of one, with the weights that were published last."""
+    @staticmethod
+    def _start_ahead(lanes: Sequence[Executor], iteration: int) -> None:
+        """Begin the tasks' next rollouts, one after the other, with the weights that have seen `iteration` updates."""
+        before = None
+        for lane in lanes:
+            if lane._published < iteration:
+                lane._publish(iteration)
+            before = lane._next = lane._start(after=before)
+
+    def _start(self, wave: int = 0, after: Any = None) -> Any:
+        """Begin a rollout, or the wave of that number of one, with the weights that were published last; `after`
+        another task's."""
         deadline_s = self.config.runtime.deadline_s
         if not self._by_episodes:
-            return self.policy.refer(PolicyWorker.rollout, self.config.ppo.decisions, deadline_s)
+            return self.policy.refer(PolicyWorker.rollout, self.config.ppo.decisions, deadline_s, after)
         group = self.config.group
         # Where a wave's groups decide whether there is another, nobody may begin it before that is known.
         ahead = 1 if group.max_waves else group.waves - wave
-        return self.policy.refer(PolicyWorker.rollout_wave, ahead, deadline_s)
+        return self.policy.refer(PolicyWorker.rollout_wave, ahead, deadline_s, after)
 
     def _begun(self) -> Any:
         """The rollout that runs ahead, or a new one."""
@@ -297,13 +319,11 @@ def _of_task(environments: dict[str, np.ndarray], number: int) -> dict[str, np.n
 
 
 def _check_turns(assignments: tuple[Assignment, ...]) -> None:
-    ahead = any(assignment.ahead for assignment in assignments)
-    if ahead and len(assignments) > 1:
-        raise UserError("plans of a run with several tasks do not run ahead: set ahead 0 in each of them")
-    if ahead and assignments[0].unload:
+    ahead, unload = (any(getattr(one, name) for one in assignments) for name in ("ahead", "unload"))
+    if ahead and unload:
         raise UserError(
             "a plan that runs ahead has nobody to unload, since rollout and learner work at the same time: set ahead 0 "
-            "or unload false"
+            "or unload false, in the plans of all tasks"
         )
 
 

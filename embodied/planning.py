@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from embodied.clusters import HERE, local_cluster, read_cluster, run_cluster
 from embodied.config import Config, UserError
 from embodied.hardware import fingerprint
 from embodied.profiling import profile_config, work_of
-from embodied.replanning import Decision, Watch
+from embodied.replanning import Decision, Watch, Watches
 from embodied.reporting.plan_picture import draw_plan
 from embodied.session import Session, open_session
 from embodied.workers import task_spec
@@ -75,6 +75,8 @@ class Placed:
     run_dir: Path
     session: Session
     assignment: Assignment
+    number: int = 0
+    """Of the task among the run's."""
     planned: Planned | None = None
     """None: as configured."""
 
@@ -83,10 +85,9 @@ class Placed:
         return self.planned.plan if self.planned else None
 
     def watch(self, switch_s: float) -> Watch | None:
-        """Watches the plan, where the configuration wants it and there are times to compare with; `switch_s` is what
-        placing the workers anew takes."""
+        """Watches the plan, where there are times to compare with; placing the workers anew takes `switch_s`."""
         known = self.planned
-        if not self.config.plan.replan or known is None or known.profile is None:
+        if known is None or known.profile is None:
             return None
         workflow, cluster = known.workflow, known.cluster
 
@@ -98,10 +99,24 @@ class Placed:
     def moved(self, decision: Decision) -> Placed:
         """The run by another plan, which its folder keeps."""
         assert self.planned is not None
-        schedulers.save(decision.plan, self.run_dir / PLAN)
+        schedulers.save(decision.plan, self.run_dir / _of_task(Path(PLAN), self.number))
         assignment = assign(decision.plan, self.config, self.session.cores, self.session.nodes)
         planned = replace(self.planned, plan=decision.plan, profile=decision.profile)
         return replace(self, assignment=assignment, planned=planned)
+
+
+def watch_run(config: Config, placed: Sequence[Placed], switch_s: float) -> Watches | None:
+    """Watches the plans of all tasks, where the configuration wants it and each has times to compare with."""
+    watches = [task.watch(switch_s) for task in placed] if config.plan.replan else []
+    known = tuple(watch for watch in watches if watch is not None)
+    return Watches(known) if known and len(known) == len(placed) else None
+
+
+def predicted_seconds(placed: Sequence[Placed]) -> float | None:
+    """Of an iteration: the tasks' predictions add up. None where a task has none."""
+    known = [place.plan.prediction for place in placed if place.plan is not None]
+    found = [prediction.iteration_s for prediction in known if prediction is not None]
+    return sum(found) if len(found) == len(placed) else None
 
 
 def place_run(config: Config, session: Session, run_dir: Path) -> tuple[Placed, ...]:
@@ -113,10 +128,11 @@ def place_run(config: Config, session: Session, run_dir: Path) -> tuple[Placed, 
     wanted, tasks = config.plan, configs_of_tasks(config)
     if wanted.replan and wanted.ahead:
         raise UserError("plan.replan moves a run between two updates, and with plan.ahead there is no such moment")
-    if len(tasks) > 1 and (wanted.replan or wanted.ahead):
-        raise UserError("plan.replan and plan.ahead are for runs of one task: leave out `also`, or these")
     if wanted.mode == "configured" and wanted.file is None:
-        return tuple(Placed(t, run_dir, session, configured(t, session.cores, session.nodes)) for t in tasks)
+        places = [configured(task, session.cores, session.nodes) for task in tasks]
+        return tuple(
+            Placed(t, run_dir, session, place, i) for i, (t, place) in enumerate(zip(tasks, places, strict=True))
+        )
     cluster = run_cluster(session)
     return tuple(_place_task(task, number, session, cluster, run_dir) for number, task in enumerate(tasks))
 
@@ -157,7 +173,7 @@ def _place_task(config: Config, number: int, session: Session, cluster: Cluster,
         plan = replace(plan, prediction=schedulers.predict(plan, workflow, profile, cluster))
     schedulers.save(plan, run_dir / _of_task(Path(PLAN), number))
     assignment = assign(plan, config, session.cores, session.nodes)
-    return Placed(config, run_dir, session, assignment, Planned(plan, workflow, cluster, profile))
+    return Placed(config, run_dir, session, assignment, number, Planned(plan, workflow, cluster, profile))
 
 
 def make_folder(path: Path) -> None:

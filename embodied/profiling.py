@@ -151,7 +151,7 @@ def work_of(config: Config) -> dict[str, str]:
 
 def _component(seen: Seen, name: str, flow: Workflow) -> ComponentProfile:
     """As it was measured alone, how much longer it takes beside the others, what it holds, what a switch takes."""
-    taken, cores, accelerated = seen.taken, seen.cores, seen.accelerated and name in seen.switches
+    taken, cores, accelerated = seen.taken, seen.cores, seen.accelerated and name in ("policy", "learner")
     alone = {"all cores": cores, "all cores, half": cores}
     if accelerated:
         alone = dict.fromkeys(alone, 1)

@@ -115,6 +115,29 @@ class Watch:
         raise ValueError(f"the plan places no {name}")
 
 
+@dataclass(frozen=True)
+class Watches:
+    """Of a run's tasks, whose rollouts follow one another and whose update is one: each sees its own part."""
+
+    tasks: tuple[Watch, ...]
+
+    def see(self, iteration: Iteration, left: int) -> dict[int, Decision]:
+        """Take note of an iteration; the decisions by task. Each pays for moving the run by itself."""
+        # Nobody can see whose rows an update takes how long for: the plans say.
+        updates = [_update_seconds(task.plan) for task in self.tasks]
+        shares = [seconds / sum(updates) for seconds in updates]
+        seen = [
+            task.see(iteration.of_task(number, share), left)
+            for number, (task, share) in enumerate(zip(self.tasks, shares, strict=True))
+        ]
+        return {number: decision for number, decision in enumerate(seen) if decision is not None}
+
+
+def _update_seconds(plan: Plan) -> float:
+    assert plan.prediction is not None, "a plan that is watched has a prediction"
+    return plan.prediction.components_s["learner"]
+
+
 def _busy(iteration: Iteration, name: str) -> float:
     clock = iteration.summary.clock
     gathered = gathering_s(iteration)

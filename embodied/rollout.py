@@ -170,8 +170,10 @@ class PolicyWorker:
             "episode_solved": self._sums.solved.copy(),
         }
 
-    def rollout(self, decisions: int, deadline_s: float = 600.0) -> RolloutSummary:
+    def rollout(self, decisions: int, deadline_s: float = 600.0, after: RolloutSummary | None = None) -> RolloutSummary:
         """Let every environment take `decisions` decisions; `trajectories` then hands them out.
+
+        `after`: another task's rollout, whose end is waited for by whoever passes it on.
 
         Raises what `Farm.collect` raises. The observations that follow the last decision are kept: the next
         rollout begins with them.
@@ -179,7 +181,9 @@ class PolicyWorker:
         with self._seat.taken():
             return self._rollout(decisions, deadline_s)
 
-    def rollout_wave(self, waves: int, deadline_s: float = 600.0) -> RolloutSummary:
+    def rollout_wave(
+        self, waves: int, deadline_s: float = 600.0, after: RolloutSummary | None = None
+    ) -> RolloutSummary:
         """Go on until every environment has ended one more episode; `trajectories` then hands these out.
 
         Environments that are done early go on, until they have ended `waves` episodes beyond the last wave, and rest.

@@ -18,8 +18,8 @@ from embodied import checkpoint
 from embodied.config import Config, UserError, save_config
 from embodied.executing import Executor, Iteration, executor
 from embodied.interrupts import deferred_interrupts
-from embodied.planning import place_run
-from embodied.replanning import Decision, Watch
+from embodied.planning import place_run, predicted_seconds, watch_run
+from embodied.replanning import Decision, Watches
 from embodied.reporting.live import Progress
 from embodied.reporting.metrics import MetricsWriter, read
 from embodied.reporting.trace import TraceWriter
@@ -102,17 +102,19 @@ def train(config: Config, run_dir: Path, session: Session, resume_from: Path | N
                 built = time.monotonic()
                 startup_s = startup_s or built - begin
                 with Progress(run_dir.name, config.iterations, config.stop_at_success) as progress:
-                    decision = loop.run(progress, placed[0].watch(built - building))
-            if decision is None:
+                    moves = loop.run(progress, watch_run(config, placed, built - building))
+            if not moves:
                 break
             # The checkpoint that was just written is all that the new workers need: they go on from it.
-            placed = (placed[0].moved(decision),)
+            placed = tuple(
+                place.moved(moves[number]) if number in moves else place for number, place in enumerate(placed)
+            )
             resume_from = checkpoint.latest(run_dir / "checkpoints")
-    position, plan = loop.position, placed[0].plan
+    position = loop.position
     return {
         "run": str(run_dir),
-        "mode": placed[0].assignment.mode,
-        "predicted_iteration_s": plan.prediction.iteration_s if plan and plan.prediction else None,
+        "mode": ", ".join(dict.fromkeys(place.assignment.mode for place in placed)),
+        "predicted_iteration_s": predicted_seconds(placed),
         "iterations": position.iteration,
         "env_steps": position.env_steps,
         "wall_s": position.wall_s,
@@ -155,8 +157,8 @@ class _Loop:
             self._note_milestones(row)
         self.workers.begin(environments, self.position.iteration)
 
-    def run(self, progress: Progress, watch: Watch | None) -> Decision | None:
-        """Iterate to the end; or, where the watch finds a better plan, to a checkpoint from which it goes on."""
+    def run(self, progress: Progress, watches: Watches | None) -> dict[int, Decision]:
+        """Iterate to the end; or, where tasks have better plans, to a checkpoint from which the run goes on by these."""
         config = self.config
         try:
             while self.position.iteration < config.iterations:
@@ -169,11 +171,12 @@ class _Loop:
                 if config.stop_at_success is not None and recent >= config.stop_at_success:
                     progress.note(f"success of the last {RECENT} episodes is {recent:.2f}: stopping as asked")
                     break
-                decision = watch.see(iteration, config.iterations - self.position.iteration) if watch else None
-                if decision is not None:
+                moves = watches.see(iteration, config.iterations - self.position.iteration) if watches else {}
+                for decision in moves.values():
                     progress.note(f"planned again: {decision.reason}")
+                if moves:
                     self._save()
-                    return decision
+                    return moves
             self._save()
         except KeyboardInterrupt:
             progress.note(f"interrupted; {self._keep()}")
@@ -181,7 +184,7 @@ class _Loop:
         finally:
             if self.trace is not None:
                 self.trace.write()
-        return None
+        return {}
 
     def _saves_after(self, iteration: int) -> bool:
         return iteration % self.config.checkpoint_every == 0 or iteration == self.config.iterations
@@ -191,22 +194,23 @@ class _Loop:
         begin, number = time.monotonic_ns(), self.position.iteration
         if self.trace is not None:
             self.trace.iteration(number)
-        summary, rolled = self.workers.rollout(number)
+        rollouts, rolled = self.workers.rollout(number)
         with deferred_interrupts():
             self._consistent = False
             # What goes on from a checkpoint has no rollout that is ahead: nor has, then, what did not stop at it.
             learned, self._environments, spans = self.workers.learn(number, drain=self._saves_after(number + 1))
-            end = time.monotonic_ns()
+            iteration = Iteration(rollouts, learned, self._environments, begin, time.monotonic_ns(), ())
+            summary, wall_s = iteration.summary, iteration.wall_s
             self.position.iteration += 1
             self.position.env_steps += summary.env_steps
-            self.position.wall_s += (end - begin) / 1e9
+            self.position.wall_s += wall_s
             self.position.recent.extend(episode.success for episode in summary.episodes)
             self._consistent = True
-            row = self._row(summary, learned, (end - begin) / 1e9)
+            row = self._row(summary, learned, wall_s)
             self.metrics.write(self.position.iteration, self.position.env_steps, row)
         if self.trace is not None:
             self.trace.add([*summary.spans, *rolled, *spans])
-        return row, Iteration(summary, learned, self._environments, begin, end, ())
+        return row, iteration
 
     def _row(self, summary: RolloutSummary, learned: dict[str, float], wall_s: float) -> dict[str, float]:
         episodes, position = summary.episodes, self.position

@@ -62,6 +62,9 @@ def placed(one_process: bool, groups: int = 1, unload: bool = False) -> Assignme
     return Assignment("collocated", groups, (CORE,), (HERE,), (), seat, seat, one_process, unload=unload)
 
 
+AHEAD = replace(placed(False), mode="disaggregated", ahead=1)
+
+
 @dataclass(frozen=True)
 class Run:
     iterations: list[Iteration]
@@ -167,14 +170,41 @@ def test_tasks_may_take_turns_with_the_learner(here: Session, pictures: Run, tmp
         assert not list((tmp_path / str(number)).glob("unloaded-*")), "what was spilled is left behind"
 
 
-@pytest.mark.parametrize(("ahead", "unload", "tasks"), [(1, False, 2), (1, True, 1)])
-def test_plans_that_nobody_could_follow_are_refused(
-    ahead: int, unload: bool, tasks: int, here: Session, tmp_path: Path
-) -> None:
-    plan = replace(placed(False, unload=unload), mode="disaggregated", ahead=ahead)
-    config = config_of(SETTINGS, also=SETTINGS["also"][: tasks - 1])
-    with pytest.raises(UserError, match="several tasks .* set ahead 0" if tasks > 1 else "set ahead 0 or unload false"):
-        run_by(config, here, tmp_path, *[plan] * tasks)
+def test_a_plan_that_runs_ahead_cannot_unload(here: Session, tmp_path: Path) -> None:
+    for plans in [(AHEAD, placed(False, unload=True)), (replace(AHEAD, unload=True), placed(False))]:
+        with pytest.raises(UserError, match="set ahead 0 or unload false"):
+            run_by(config_of(SETTINGS), here, tmp_path, *plans)
+
+
+@pytest.fixture(scope="module")
+def ahead(here: Session, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Three iterations from states, in this process, the rollouts of both tasks ahead of the update."""
+    return run_by(config_of(STATES, iterations=3), here, tmp_path_factory.mktemp("run"), AHEAD, AHEAD)
+
+
+def versions(run: Run) -> list[tuple[int, ...]]:
+    return [tuple(rollout.version for rollout in one.rollouts) for one in run.iterations]
+
+
+def test_tasks_may_run_ahead(here: Session, ahead: Run, states: Run, tmp_path: Path) -> None:
+    assert versions(ahead) == [(0, 0), (0, 0), (1, 1)]
+    first, same = ahead.iterations[0], states.iterations[0]
+    assert first.summary.episodes == same.summary.episodes
+    assert first.learned["learner/policy_loss"] == same.learned["learner/policy_loss"]
+    mixed = run_by(config_of(STATES, iterations=3), here, tmp_path, placed(False), AHEAD)
+    assert versions(mixed) == [(0, 0), (1, 0), (2, 1)], "each task has the weights that its own plan says"
+
+
+@pytest.mark.slow
+def test_processes_that_run_ahead_compute_the_same(ahead: Run, tmp_path: Path) -> None:
+    config = config_of(STATES, iterations=3, runtime={"deadline_s": 120, "trace": False})
+    runtime = RayRuntime("local", 120.0)
+    try:
+        found = run_by(config, Session(config, runtime, (CORE,)), tmp_path, AHEAD, AHEAD)
+    finally:
+        runtime.close()
+    assert versions(found) == versions(ahead)
+    assert_equal(found, ahead)
 
 
 def test_tasks_may_have_different_plans(here: Session, states: Run, tmp_path: Path) -> None:
@@ -238,10 +268,3 @@ def test_a_wrong_key_of_a_further_task_is_refused(tmp_path: Path) -> None:
     said = refusal(tmp_path / "run", also=[{"task": "tabletop/push"}, {"num_env": 2}])
     assert "also[1]" in said and "num_envs" in said
     assert "tabletop/push" in refusal(tmp_path / "task", also=[{"task": "tabletop/pusch"}])
-
-
-@pytest.mark.parametrize("option", ["replan", "ahead"])
-def test_what_works_with_one_task_only_is_refused(option: str, tmp_path: Path) -> None:
-    said = refusal(tmp_path / "run", plan={"mode": "auto", option: True})
-    assert f"plan.{option}" in said and "also" in said
-    assert not list((tmp_path / "run").rglob("*.json")), "something was measured"

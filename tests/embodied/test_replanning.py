@@ -21,7 +21,7 @@ from embodied.executing import Iteration, executor
 from embodied.hardware import fingerprint
 from embodied.planning import sized_workflow
 from embodied.profiling import work_of
-from embodied.replanning import PAYS, PERSISTENT, Watch
+from embodied.replanning import PAYS, PERSISTENT, Watch, Watches
 from embodied.reporting.metrics import read
 from embodied.rollout import Clock
 from embodied.session import open_session
@@ -110,7 +110,7 @@ def took(real: Iteration) -> Callable[..., Iteration]:
         clock = Clock(policy=acting, waiting=stepping + nobody, physics_busy=stepping)
         summary = replace(real.summary, clock=clock, wall_s=acting + stepping + nobody, spans=())
         end = real.begin_ns + round((summary.wall_s + LEARNER * learner) * 1e9)
-        return replace(real, summary=summary, end_ns=end)
+        return replace(real, rollouts=(summary,), end_ns=end)
 
     return make
 
@@ -265,6 +265,18 @@ def test_time_that_no_component_explains_is_not_what_another_plan_saves(took: Ca
         assert len(asked.profiles) == 3
 
 
+def test_each_task_sees_its_own_part(took: Callable[..., Iteration]) -> None:
+    """Two tasks of equal plans, so that half of the update is each one's."""
+    first, second = Asked(LEARNER_ON_TWO), Asked(LEARNER_ON_TWO)
+    watching = Watches((watch(first), watch(second)))
+    one, other = took(), took(physics=3.0)
+    both = replace(one, rollouts=(one.summary, other.summary), end_ns=one.end_ns + other.end_ns - other.begin_ns)
+    assert both.wall_s == pytest.approx(one.wall_s + other.wall_s)
+    moves = [watching.see(both, left=10**6) for _ in range(PERSISTENT)]
+    assert not any(moves[:-1]) and list(moves[-1]) == [1] and not first.profiles
+    assert second.factors == pytest.approx({"physics": 3.0, "policy": 1.0, "learner": 1.0})
+
+
 # --- a run that moves
 
 
@@ -325,6 +337,24 @@ def test_a_run_that_moves_computes_what_one_that_stays_does(
     assert found.keys() == expected.keys()
     assert [key for key, array in expected.items() if found[key].tobytes() != array.tobytes()] == []
     assert (tmp_path / "moved" / "checkpoints" / f"{PERSISTENT:06d}").is_dir(), "it moved at another moment"
+
+
+def test_a_run_of_several_tasks_moves_too(
+    files: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replanning, "PAYS", 0.0)
+    for name in ("file", "profile"):
+        path = Path(files[name])
+        path.with_stem(f"{path.stem}-1").write_bytes(path.read_bytes())
+    settings = {**SETTINGS, "also": [{"num_envs": ENVS}]}
+    for name, plan in {"moved": {**files, "replan": True}, "stayed": files}.items():
+        train(tmp_path / name, parse_config({**settings, "plan": plan}, "test"))
+    plans = [schedulers.load(Plan, tmp_path / "moved" / name) for name in ("plan.json", "plan-1.json")]
+    assert all(plan.phases != ALL_ON_ONE.phases and plan.groups == 1 for plan in plans)
+    rows, others = read(tmp_path / "moved"), read(tmp_path / "stayed")
+    assert [timeless(row) for row in rows] == [timeless(row) for row in others]
+    found, expected = (tensors(tmp_path / name, CONFIG.iterations) for name in ("moved", "stayed"))
+    assert [key for key, array in expected.items() if found[key].tobytes() != array.tobytes()] == []
 
 
 def test_a_run_that_has_no_iterations_left_to_gain_from_stays(
