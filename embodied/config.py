@@ -79,8 +79,8 @@ class PolicyConfig(Section):
     options: dict[str, Any] = {}
     """Arguments of the policy's own architecture (docs/adding-a-policy.md)."""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$")] = "auto"
-    """Where policy worker, learner and evaluator compute: `cpu`, `cuda`, `cuda:1`; `auto`: the first GPU, if any. A plan
-    may give policy worker and learner others, unless one is named by its number."""
+    """Where policy worker, learner and evaluator compute: `cpu`, `cuda`, `cuda:1`; `auto`: the first GPU, if any. A
+    plan may give policy worker and learner others, unless one is named by its number."""
     init: Path | None = None
     """A run or checkpoint of the same policy, whose weights and statistics this run begins with."""
 

@@ -109,7 +109,8 @@ class Phases:
                 for micro_batch in self._micro_batches(components):
                     shape = shape_of(graph, problem.workflow, problem.profile, names, groups, micro_batch, ahead=ahead)
                     if shape is not None:
-                        yield replace(shape, ways=travelled(problem, shape))
+                        ways = travelled(problem, shape)
+                        yield replace(shape, ways=ways) if ways else shape
 
     def _groups(self, components: frozenset[str], names: tuple[tuple[str, ...], ...]) -> list[int]:
         loop = self.problem.graph.loop

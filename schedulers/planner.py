@@ -25,7 +25,7 @@ from schedulers.workflow import Workflow
 MOST_UNITS = 128
 """A pool with more devices is handed out in larger units, whole nodes if they are equal."""
 MOST_UNITS_AWAY = 1024
-"""The same where there is a home: what stays there has few devices to share, and sharing them well takes small units."""
+"""The same where there is a home: what stays there has few devices, and sharing them well takes small units."""
 GROUPS = (1, 2, 4)
 PARTS = (1, 2, 4, 8, 16)
 DEADLINE_S = 20.0

@@ -60,12 +60,12 @@ class Problem:
         self.sizes: dict[Pool, int] = {pool: pool_size(self.cluster, pool) for pool in POOLS}
         self.limits: dict[Pool, float] = {pool: device_bytes(self.cluster, pool) for pool in POOLS}
         home = alone(self.cluster) if self.cluster.home is not None else self.cluster
-        self.home: dict[Pool, int] = {pool: pool_size(home, pool) for pool in POOLS}
+        self.home_sizes: dict[Pool, int] = {pool: pool_size(home, pool) for pool in POOLS}
         """Devices for components that do not travel."""
         for name, pool in self.pools.items():
             if not self.sizes[pool]:
                 raise PlanError(f"component {name!r} occupies {pool}, and the cluster has none")
-            if self.bound((name,)) and not self.home[pool]:
+            if self.bound((name,)) and not self.home_sizes[pool]:
                 raise PlanError(f"component {name!r} occupies {pool}, and its node {self.cluster.home!r} has none")
         self.counts: dict[Pool, np.ndarray] = {}
         for pool, size in self.sizes.items():
@@ -78,7 +78,7 @@ class Problem:
 
     def home_units(self, pool: Pool) -> int:
         """How many of the units in which a pool's devices are handed out its devices at home make."""
-        return int(np.searchsorted(self.counts[pool], self.home[pool], side="right"))
+        return int(np.searchsorted(self.counts[pool], self.home_sizes[pool], side="right"))
 
     def bound(self, names: Iterable[str]) -> bool:
         """Whether these components, in one placement, have to be on the cluster's home."""

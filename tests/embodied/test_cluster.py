@@ -29,7 +29,7 @@ from embodied.hardware import fingerprint
 from embodied.planning import place_run
 from embodied.profiling import work_of
 from embodied.reporting.metrics import read
-from embodied.runtime import relay
+from embodied.runtime import ray_runtime, relay
 from embodied.runtime.handles import InlineRuntime
 from embodied.runtime.nodes import NodeInfo
 from embodied.runtime.ray_farm import RayHost
@@ -133,6 +133,12 @@ def test_the_cluster_has_three_nodes_of_which_one_is_here(machines: Machines) ->
     assert (frail.name, frail.is_here, here.cores) == ("frail", False, len(os.sched_getaffinity(0)))
     assert (far.address, far.cores, far.accelerators) == ("127.0.0.1", 2, 0)
     assert far.memory_bytes > 2**20 and len(far.id) == 56
+
+
+def test_nodes_of_one_name_are_told_apart(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = [entry | {"NodeName": "twin"} for entry in ray_runtime.ray.nodes()]
+    monkeypatch.setattr(ray_runtime.ray, "nodes", lambda: entries)
+    assert {node.name for node in machines.runtime.nodes()} == {f"twin-{entry['NodeID'][:8]}" for entry in entries}
 
 
 @pytest.mark.parametrize(("spec", "far"), [(STATES, 2), (PICTURES, 2), (PICTURES, 1)])

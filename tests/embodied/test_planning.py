@@ -306,9 +306,23 @@ def test_a_cluster_that_one_does_not_have(embodied: Said, files: Path) -> None:
     assert "per iteration" in said
 
 
+def test_a_cluster_file_may_have_a_home(embodied: Said, files: Path) -> None:
+    """What does not travel is planned for it, whatever the other node could do."""
+    Path("cluster.yaml").write_text(
+        "nodes:\n  - {name: small, cores: 2}\n  - {name: large, cores: 64}\nhome: small\nlink_s: 1.0e-9\n"
+    )
+    said = embodied.done("plan", "small.yaml", "--cluster", "cluster.yaml")
+    plan = schedulers.load(Plan, "plan/plan.json")
+    for phase in plan.phases:
+        for placement in phase.placements:
+            assert placement.components == ("physics",) or placement.nodes == {"small"}
+    assert "On small alone" in said or "Nothing is on large" in said
+
+
 @pytest.mark.parametrize(
     ("text", "named"),
     [
+        ("nodes: [{name: a, cores: 4}]\nhome: b\n", "home 'b' is none of its nodes"),
         ("nodes: []\n", "the cluster has no nodes"),
         ("nodes: [{count: 0, cores: 4}]\n", "at least 1, not 0"),
         ("nodes: [{cores: 0}]\n", "0 cores"),
