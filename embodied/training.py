@@ -158,7 +158,7 @@ class _Loop:
         self.workers.begin(environments, self.position.iteration)
 
     def run(self, progress: Progress, watches: Watches | None) -> dict[int, Decision]:
-        """Iterate to the end; or, where tasks have better plans, to a checkpoint from which the run goes on by these."""
+        """Iterate to the end; or, where tasks have better plans, to a checkpoint from which the run goes on."""
         config = self.config
         try:
             while self.position.iteration < config.iterations:
