@@ -16,8 +16,10 @@ from embodied.devices import accelerators
 from embodied.occupation import Seat
 from schedulers.plan import Phase, Placement, Plan
 
+HOME = "here"
+"""The name in plans of the node on which the command was typed."""
 HERE = ""
-"""The node on which the command was typed."""
+"""Its id in assignments, which need none for it."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +90,8 @@ def assign(plan: Plan, config: Config, cores: tuple[int, ...], nodes: Mapping[st
     """A valid plan on the given cores of this machine; `nodes` maps other nodes' names in the plan to their ids.
 
     A core that this machine lacks (a plan for a larger one, tried out here) falls on one that it has. Raises
-    `UserError` for what this machine's workers cannot do: a rollout in parts, simulating on accelerators, one policy on
-    several of them.
+    `UserError` for what the run's workers cannot do: a rollout in parts, simulating on accelerators, one policy on
+    several of them or on another node, physics on a node that is no longer there.
     """
     others, gpus = nodes or {}, accelerators(config.policy.device)
     rolling = _phase(plan, "physics")
@@ -99,7 +101,11 @@ def assign(plan: Plan, config: Config, cores: tuple[int, ...], nodes: Mapping[st
     for component, placement in (("physics", physics), ("render", drawing)):
         if placement.pool != "cores":
             raise UserError(f"the plan puts {component} on {placement.pool}: its processes occupy cores")
-    places = [(others.get(s.node, HERE), s.first + i) for s in physics.devices for i in range(s.count)]
+    for component, placement in (("policy", policy), ("learner", learning), ("render", drawing)):
+        away = sorted(placement.nodes - {HOME})
+        if away and (component != "render" or drawing is not physics):
+            raise UserError(f"the plan puts {component} on {away[0]}: it works on the node where the command is typed")
+    places = [(_node_of(s.node, others), s.first + i) for s in physics.devices for i in range(s.count)]
     takes_turns = plan.groups == 1 or policy is not physics
     acting = _seat("policy", policy, cores, gpus)
     threads = config.learner.threads
@@ -111,7 +117,7 @@ def assign(plan: Plan, config: Config, cores: tuple[int, ...], nodes: Mapping[st
         physics_nodes=tuple(node for node, _ in places),
         render=() if drawing is physics else tuple(_cores(drawing, cores)),
         # With several groups on the same cores the system deals out the time: one thread that may run anywhere.
-        policy=acting if takes_turns else Seat(),
+        policy=acting if takes_turns else Seat(device=acting.device),
         learner=replace(updating, threads=threads) if threads else updating,
         one_process=not plan.ahead and (learning is policy or _within(acting, updating)),
         ahead=plan.ahead,
@@ -126,7 +132,7 @@ def _seat(
     host wherever the system likes. Raises `UserError` for accelerators that it cannot compute on."""
     if placement.pool == "cores":
         own = _cores(placement, cores)
-        return Seat(own, len(own))
+        return Seat(own, len(own), "cpu" if gpus else None)
     first = placement.devices[0].first
     if placement.count > 1:
         raise UserError(f"the plan gives {name} {placement.count} accelerators: it is one process, and computes on one")
@@ -134,6 +140,16 @@ def _seat(
         there = ", ".join(map(str, gpus)) or "none"
         raise UserError(f"the plan puts {name} on accelerator {first}; policy.device leaves {there}")
     return Seat((), threads, str(gpus[first]))
+
+
+def _node_of(name: str, others: Mapping[str, str]) -> str:
+    """The id of a node that a plan names. Its plan was valid: a node that is not known has left since."""
+    if name != HOME and name not in others:
+        raise UserError(
+            f"the node {name} that the plan gives to physics has left the cluster: bring it back with `ray start "
+            "--address HOST:PORT`, or start again without it"
+        )
+    return HERE if name == HOME else others[name]
 
 
 def _within(one: Seat, other: Seat) -> bool:

@@ -11,20 +11,18 @@ from typing import Any
 import yaml
 
 import schedulers
+from embodied.assignment import HOME
 from embodied.config import UserError, nearest
 from embodied.devices import accelerators, memory_bytes
 from embodied.session import Session
 from schedulers import Cluster, Node, PlanError
-
-HERE = "here"
-"""The name of this machine in plans."""
 
 
 def local_cluster(cores: int, device: str = "cpu") -> Cluster:
     """This machine's cores, the GPUs that a `policy.device` leaves to choose from, and their memory."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     gpus = accelerators(device)
-    return Cluster((Node(HERE, cores, len(gpus), float(memory), memory_bytes(gpus)),))
+    return Cluster((Node(HOME, cores, len(gpus), float(memory), memory_bytes(gpus)),))
 
 
 def run_cluster(session: Session) -> Cluster:
@@ -33,7 +31,7 @@ def run_cluster(session: Session) -> Cluster:
     Where there are others, the links to them are measured, which takes a second or two.
     """
     here = local_cluster(len(session.cores), session.config.policy.device)
-    others = [node for node in session.runtime.nodes() if not node.is_here]
+    others = [node for node in session.runtime.nodes() if not node.is_here and node.cores]
     if not others:
         return here
     link = session.runtime.link()
@@ -42,7 +40,7 @@ def run_cluster(session: Session) -> Cluster:
         nodes=here.nodes + tuple(Node(n.name, n.cores, memory_bytes=float(n.memory_bytes)) for n in others),
         link_bytes_per_s=link.bytes_per_s,
         link_s=link.message_s,
-        home=HERE,
+        home=HOME,
     )
 
 

@@ -14,9 +14,9 @@ from rich import get_console
 from rich import print as show
 
 import schedulers
-from embodied.assignment import assign
+from embodied.assignment import HOME, assign
 from embodied.cli import write_json
-from embodied.clusters import HERE, run_cluster
+from embodied.clusters import run_cluster
 from embodied.config import Config, UserError
 from embodied.executing import Iteration, executor
 from embodied.hardware import hardware
@@ -130,5 +130,5 @@ def _placed(plan: Plan) -> list[str]:
 
 
 def _span(span: Span) -> str:
-    last, where = span.first + span.count - 1, "" if span.node == HERE else f"{span.node} "
+    last, where = span.first + span.count - 1, "" if span.node == HOME else f"{span.node} "
     return where + (f"{span.pool} {span.first}-{last}" if span.count > 1 else f"{span.pool.removesuffix('s')} {last}")

@@ -58,8 +58,15 @@ def memory_bytes(devices: Iterable[torch.device]) -> float:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most that this process has taken of a GPU's memory for tensors; 0 on a CPU, where nobody counts."""
+    """The most that this process has taken of a GPU's memory for tensors since `forget_peak`; 0 on a CPU, where nobody
+    counts."""
     return torch.cuda.max_memory_reserved(device) if device.type == "cuda" and torch.cuda.is_initialized() else 0
+
+
+def forget_peak(device: torch.device) -> None:
+    """Let `peak_bytes` count from now on: a process may have served others before."""
+    if device.type == "cuda" and torch.cuda.is_initialized():
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 def settle(policy: Policy, device: torch.device) -> Policy:

@@ -203,7 +203,7 @@ def _gpu() -> Check:
     # In a process of its own, because importing torch takes seconds and a broken driver may end it. Computed, because
     # a build without kernels for this GPU sees it all the same.
     if _output([sys.executable, "-c", "import torch; print(torch.ones(2, device='cuda').sum().item())"]) == "2.0":
-        return Check("GPU", "ok", f"{found}: policies compute on the first (policy.device)")
+        return Check("GPU", "ok", f"{found}: policies compute on the first, or where a plan says (policy.device)")
     pin = pinned_versions().get("torch", "")
     remedy = f"pip install --force-reinstall 'torch{'==' + pin if pin else ''}' (the build with CUDA)"
     return Check("GPU", "warning", f"{found}, but torch cannot compute on it", remedy)

@@ -64,7 +64,8 @@ class Iteration:
         mine = self.rollouts[number]
         rest_s = self.wall_s - self.summary.wall_s
         end_ns = self.begin_ns + round(1e9 * (mine.wall_s + share * rest_s))
-        return replace(self, rollouts=(mine,), end_ns=end_ns, spans=())
+        learned = {**self.learned, "time/switch_s": share * self.learned["time/switch_s"]}
+        return replace(self, rollouts=(mine,), learned=learned, end_ns=end_ns, spans=())
 
 
 @dataclass
@@ -111,7 +112,10 @@ class Executor:
     def rollout(self, iteration: int) -> tuple[tuple[RolloutSummary, ...], list[Span]]:
         """The iteration's rollouts, task after task, on their way to the learner. May be interrupted."""
         self._returns = tuple(span for lane in self._lanes for span in lane._draw_again())
-        summaries, spans = zip(*(lane._rollout(iteration) for lane in self._lanes), strict=True)
+        # What runs ahead is under way: it ends before others begin, so that nobody competes for cores.
+        order = sorted(range(len(self._lanes)), key=lambda number: self._lanes[number]._next is None)
+        rolled = {number: self._lanes[number]._rollout(iteration) for number in order}
+        summaries, spans = zip(*(rolled[number] for number in sorted(rolled)), strict=True)
         return summaries, [*self._returns, *chain(*spans)]
 
     def _rollout(self, iteration: int) -> tuple[RolloutSummary, list[Span]]:
@@ -319,11 +323,10 @@ def _of_task(environments: dict[str, np.ndarray], number: int) -> dict[str, np.n
 
 
 def _check_turns(assignments: tuple[Assignment, ...]) -> None:
-    ahead, unload = (any(getattr(one, name) for one in assignments) for name in ("ahead", "unload"))
-    if ahead and unload:
+    if any(one.ahead and one.unload for one in assignments):
         raise UserError(
             "a plan that runs ahead has nobody to unload, since rollout and learner work at the same time: set ahead 0 "
-            "or unload false, in the plans of all tasks"
+            "or unload false"
         )
 
 

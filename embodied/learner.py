@@ -22,7 +22,7 @@ from torch import Tensor
 
 from embodied import checkpoint
 from embodied.config import Config, LearnerConfig, UserError
-from embodied.devices import CPU, await_devices, defines, device_of, peak_bytes
+from embodied.devices import CPU, await_devices, defines, device_of, forget_peak, peak_bytes
 from embodied.estimators import Rows, join_rows, rows_of
 from embodied.gathering import join_waves
 from embodied.noise import permutation
@@ -86,6 +86,7 @@ class Learner:
         self._run_dir = run_dir
         self._seat = seat or Seat((), config.learner.threads or len(os.sched_getaffinity(0)))
         self.optimizer = make_optimizer(policy, config.learner)
+        forget_peak(device_of(policy))
         self._residence: Residence | None = None
         self._parts: list[Rows] = []
         self._waves: list[Trajectories] = []

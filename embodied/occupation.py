@@ -1,4 +1,4 @@
-"""Which CPU cores a worker's process computes on, and with how many threads."""
+"""Which CPU cores a worker's process computes on, with how many threads, and for which device."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ from rich import get_console
 from rich import print as show
 
 import schedulers
-from embodied.assignment import Assignment, assign, configured
-from embodied.clusters import HERE, local_cluster, read_cluster, run_cluster
+from embodied.assignment import HOME, Assignment, assign, configured
+from embodied.clusters import local_cluster, read_cluster, run_cluster
 from embodied.config import Config, UserError
 from embodied.hardware import fingerprint
 from embodied.profiling import profile_config, work_of
@@ -26,6 +26,7 @@ from embodied.workflows import check_credit, configs_of_tasks, workflow_of
 from schedulers import Cluster, Plan, PlanError, Profile, Workflow
 from sim_farm.hosts import InProcess
 
+NO_MOMENT = "plan.replan moves a run between two updates, and there is no such moment with"
 PLAN, PROFILE, TIMELINE, PICTURE = "plan.json", "profile.json", "predicted.json", "predicted.png"
 
 
@@ -113,7 +114,8 @@ def watch_run(config: Config, placed: Sequence[Placed], switch_s: float) -> Watc
 
 
 def predicted_seconds(placed: Sequence[Placed]) -> float | None:
-    """Of an iteration: the tasks' predictions add up. None where a task has none."""
+    """Of an iteration: the tasks' predictions add up (to a bound, where one's rollout hides another's update). None
+    where a task has none."""
     known = [place.plan.prediction for place in placed if place.plan is not None]
     found = [prediction.iteration_s for prediction in known if prediction is not None]
     return sum(found) if len(found) == len(placed) else None
@@ -127,7 +129,7 @@ def place_run(config: Config, session: Session, run_dir: Path) -> tuple[Placed, 
     """
     wanted, tasks = config.plan, configs_of_tasks(config)
     if wanted.replan and wanted.ahead:
-        raise UserError("plan.replan moves a run between two updates, and with plan.ahead there is no such moment")
+        raise UserError(f"{NO_MOMENT} plan.ahead")
     if wanted.mode == "configured" and wanted.file is None:
         places = [configured(task, session.cores, session.nodes) for task in tasks]
         return tuple(
@@ -150,16 +152,28 @@ def check_files(config: Config) -> None:
         workflow, profile = sized_workflow(task), None
         if wanted.profile is not None:
             profile = checked_profile(_of_task(wanted.profile, number), task, workflow, wanted.any_hardware)
-        if wanted.file is not None and config.runtime.address == "local":
-            cluster = local_cluster(len(os.sched_getaffinity(0)), config.policy.device)
-            schedulers.validate(schedulers.load(Plan, _of_task(wanted.file, number)), workflow, cluster, profile)
+        if wanted.file is not None:
+            plan = _plan_file(config, number)
+            if config.runtime.address == "local":
+                cluster = local_cluster(len(os.sched_getaffinity(0)), config.policy.device)
+                schedulers.validate(plan, workflow, cluster, profile)
+
+
+def _plan_file(config: Config, number: int) -> Plan:
+    """The task's plan as the configuration names it."""
+    assert config.plan.file is not None
+    path = _of_task(config.plan.file, number)
+    plan = schedulers.load(Plan, path)
+    if config.plan.replan and plan.ahead:
+        raise UserError(f"{NO_MOMENT} the plan of {path}, which runs ahead")
+    return plan
 
 
 def _place_task(config: Config, number: int, session: Session, cluster: Cluster, run_dir: Path) -> Placed:
     wanted, workflow = config.plan, sized_workflow(config)
     profile = None
     if wanted.file is not None:
-        plan = schedulers.load(Plan, _of_task(wanted.file, number))
+        plan = _plan_file(config, number)
         if wanted.profile is not None:
             profile = _profile_of(config, number, session, run_dir, workflow)
         schedulers.validate(plan, workflow, cluster, profile)
@@ -250,7 +264,7 @@ def _title(config: Config, number: int, others: Mapping[str, Any]) -> str:
 def _plan_task(config: Config, number: int, profile: Path, cluster: Cluster, out: Path) -> dict[str, Any]:
     workflow = sized_workflow(config)
     # Another cluster has other hardware than this machine: its profile is what was asked for.
-    elsewhere = cluster.nodes[0].name != HERE
+    elsewhere = cluster.nodes[0].name != HOME
     measured = checked_profile(_of_task(profile, number), config, workflow, config.plan.any_hardware or elsewhere)
     modes = schedulers.alternatives(workflow, measured, cluster, ahead=config.plan.ahead)
     best = schedulers.plan(workflow, measured, cluster, _mode(config), ahead=config.plan.ahead)

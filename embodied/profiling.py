@@ -171,15 +171,10 @@ def _component(seen: Seen, name: str, flow: Workflow) -> ComponentProfile:
     found = replace(found, process_bytes=float(out.bytes), unload_s=out.seconds, load_s=back.seconds)
     if not accelerated:
         return found
-    # Gradients and activations come and go with the learner's micro-batches; the policy's are small beside them.
-    working = max(seen.peak_bytes - out.bytes, 0) if name == "learner" else 0
-    return replace(
-        found,
-        pool="accelerators",
-        spreads=False,
-        resident_bytes=float(out.bytes),
-        bytes_per_item=working / flow.items,
-    )
+    # Gradients and activations come with the learner's own micro-batches, whatever the parts of a plan; a policy that
+    # acts takes little beside them.
+    held = max(seen.peak_bytes, out.bytes) if name == "learner" else out.bytes
+    return replace(found, pool="accelerators", spreads=False, resident_bytes=float(held))
 
 
 def _worker_memory(measured: Sequence[Measured]) -> tuple[float, float]:

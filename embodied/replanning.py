@@ -145,7 +145,8 @@ def _busy(iteration: Iteration, name: str) -> float:
         "physics": clock.physics_busy,
         "render": clock.render_busy,
         "policy": clock.policy + clock.transport - gathered,
-        "learner": iteration.wall_s - iteration.summary.wall_s + gathered,
+        # What a plan that unloads takes to switch is predicted apart.
+        "learner": iteration.wall_s - iteration.summary.wall_s + gathered - iteration.learned["time/switch_s"],
     }[name]
 
 

@@ -69,6 +69,7 @@ class RolloutSummary:
         """Both parts as one."""
         return replace(
             later,
+            version=min(self.version, later.version),
             env_steps=self.env_steps + later.env_steps,
             episodes=self.episodes + later.episodes,
             clock=self.clock + later.clock,

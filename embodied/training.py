@@ -172,8 +172,8 @@ class _Loop:
                     progress.note(f"success of the last {RECENT} episodes is {recent:.2f}: stopping as asked")
                     break
                 moves = watches.see(iteration, config.iterations - self.position.iteration) if watches else {}
-                for decision in moves.values():
-                    progress.note(f"planned again: {decision.reason}")
+                for number, decision in moves.items():
+                    progress.note(f"planned again{f', task {number}' if config.also else ''}: {decision.reason}")
                 if moves:
                     self._save()
                     return moves
@@ -260,7 +260,8 @@ class _Loop:
 
 
 def _shares(summary: RolloutSummary, update_s: float, wall_s: float) -> dict[str, float]:
-    """Shares of the iteration's wall time, as seen from its critical path; they add up to one.
+    """Shares of the iteration's wall time, as seen from its critical path; they add up to one, or to more
+    where a rollout runs beside the update.
 
     The policy worker either infers, moves data, or waits for the farm; waiting is physics and render in the
     proportion in which their workers were busy. What neither rollout nor update explains is idle.

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 CALLS = 25
 """Of each size; the median counts, since now and then a machine does something else."""
 SMALL = 256
+ANSWER_S = 60.0
+"""Longest wait for a process on another machine, and for each of its answers."""
 
 
 @ray.remote(num_cpus=0, max_restarts=0)
@@ -36,18 +38,19 @@ def slowest_link(runtime: RayRuntime, nodes: Sequence[NodeInfo]) -> Link:
     try:
         started = [actor.echo.remote(b"") for actor in actors]
         for node, reference in zip(nodes, started, strict=True):
-            runtime.wait(reference, f"a process on {node}", "start", runtime.deadline_s)
-        small, large = (max(_call_s(runtime, actor, bytes(size)) for actor in actors) for size in (SMALL, ANSWER_BYTES))
+            runtime.wait(reference, f"a process on {node}", "start", ANSWER_S)
+        reached = list(zip(actors, nodes, strict=True))
+        small, large = (max(_call_s(runtime, *one, bytes(size)) for one in reached) for size in (SMALL, ANSWER_BYTES))
     finally:
         for actor in actors:
             runtime.kill(actor)
     return Link(small / 2, 2 * (ANSWER_BYTES - SMALL) / max(large - small, 1e-6))
 
 
-def _call_s(runtime: RayRuntime, actor: Any, message: bytes) -> float:
+def _call_s(runtime: RayRuntime, actor: Any, node: NodeInfo, message: bytes) -> float:
     times = []
     for _ in range(CALLS):
         begin = time.perf_counter()
-        runtime.wait(actor.echo.remote(message), "a process on another machine", "answer", runtime.deadline_s)
+        runtime.wait(actor.echo.remote(message), f"a process on {node}", "answer", ANSWER_S)
         times.append(time.perf_counter() - begin)
     return median(times)

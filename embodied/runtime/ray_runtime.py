@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import ray
 from ray._private import ray_constants
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import ActorUnschedulableError, GetTimeoutError, RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch import Tensor
 
@@ -233,6 +233,8 @@ def _get(reference: Any, name: str, what: str) -> Any:
         if error.actor_init_failed:
             raise cannot_start(name, error) from error
         raise WorkerFailed(f"{name} died during {what!r}: {str(error).splitlines()[0]}") from error
+    except ActorUnschedulableError as error:
+        raise WorkerFailed(f"{name} cannot start: its machine has left the cluster") from error
     except GetTimeoutError as error:
         raise WorkerTimeout(f"the result of {name}'s {what!r} could not be fetched within 60 s") from error
 

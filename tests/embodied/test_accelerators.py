@@ -108,6 +108,12 @@ def test_accelerators_that_a_worker_cannot_compute_on_are_refused(
         assign(planned(policy, "here:cores:0"), config_of(device), CORES)
 
 
+def test_a_policy_on_cores_computes_there(two_gpus: None) -> None:
+    """Although `auto` would choose a GPU."""
+    apart = assign(planned("here:cores:0", "here:accelerators:0", "hybrid"), config_of(), CORES)
+    assert (apart.policy.device, apart.learner.device, apart.one_process) == ("cpu", "cuda:0", False)
+
+
 def test_physics_on_an_accelerator_is_refused(two_gpus: None) -> None:
     place = Placement(("physics", "policy", "learner"), (Span("here", "accelerators", 0, 1),))
     with pytest.raises(UserError, match="puts physics on accelerators: its processes occupy cores"):

@@ -24,6 +24,8 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 import schedulers
+from embodied.assignment import assign
+from embodied.clusters import run_cluster
 from embodied.config import Config, UserError
 from embodied.hardware import fingerprint
 from embodied.planning import place_run
@@ -250,6 +252,23 @@ def test_a_policy_on_another_node_is_refused(machines: Machines, tmp_path: Path)
     config = config_of(plan={"file": str(tmp_path / "plan.json")})
     with pytest.raises(PlanError, match="puts policy on far:cores:0, but only physics may leave node 'here'"):
         place_run(config, session_of(config, machines.runtime), tmp_path)
+
+
+def test_physics_that_a_plan_gives_to_a_node_that_has_left_is_nowhere_else(machines: Machines) -> None:
+    """Between planning and placing minutes may pass."""
+    config = config_of()
+    places = [{"components": ["physics"], "devices": ["gone:cores:0"]},
+              {"components": ["policy", "learner"], "devices": ["here:cores:0"]}]  # fmt: skip
+    plan = {"workflow": "ppo", "mode": "disaggregated", "phases": [{"micro_batch": 4, "placements": places}]}
+    with pytest.raises(UserError, match="the node gone .* has left the cluster"):
+        assign(schedulers.from_data(Plan, plan), config, (0,), session_of(config, machines.runtime).nodes)
+
+
+def test_nodes_without_cores_are_not_planned_for(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = tuple(replace(node, cores=node.cores * (node.name != "far")) for node in machines.runtime.nodes())
+    monkeypatch.setattr(machines.runtime, "nodes", lambda: nodes)
+    cluster = run_cluster(session_of(config_of(), machines.runtime))
+    assert [node.name for node in cluster.nodes] == ["here", "frail"]
 
 
 # --- losses

@@ -275,10 +275,10 @@ def test_who_draws_does_not_change_what_is_computed(name: str, ray: Session, her
     assert_renderers_left(found, DRAWING[name].unload)
 
 
-def assert_renderers_left(run: Run, unload: bool) -> None:
+def assert_renderers_left(run: Run, unload: bool, task: str = "tabletop/reach") -> None:
     """Before each update, and back before each rollout but the first; with what an OpenGL context takes."""
     freed = [
-        [span.args["bytes"] for span in one.spans if span.args.get("worker") == "renderers of tabletop/reach"]
+        [span.args["bytes"] for span in one.spans if span.args.get("worker") == f"renderers of {task}"]
         for one in run.iterations
     ]
     assert [len(found) for found in freed] == ([1, 2, 2] if unload else [0, 0, 0])
@@ -478,6 +478,7 @@ def test_renderers_of_maniskill_may_leave(name: str, ray: Session, here: Session
     settings = {**IMAGES, "env": drawn, "ppo": {"decisions": 5}}
     found = run(settings, ray, DRAWING[name], tmp_path / "ray")
     assert_was_a_test(found)
+    assert_renderers_left(found, True, "maniskill/PushCube-v1")
     assert_equal(found, run(settings, here, inline(DRAWING[name]), tmp_path / "inline"))
 
 

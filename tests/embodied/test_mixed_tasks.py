@@ -171,9 +171,8 @@ def test_tasks_may_take_turns_with_the_learner(here: Session, pictures: Run, tmp
 
 
 def test_a_plan_that_runs_ahead_cannot_unload(here: Session, tmp_path: Path) -> None:
-    for plans in [(AHEAD, placed(False, unload=True)), (replace(AHEAD, unload=True), placed(False))]:
-        with pytest.raises(UserError, match="set ahead 0 or unload false"):
-            run_by(config_of(SETTINGS), here, tmp_path, *plans)
+    with pytest.raises(UserError, match="set ahead 0 or unload false"):
+        run_by(config_of(SETTINGS), here, tmp_path, placed(False), replace(AHEAD, unload=True))
 
 
 @pytest.fixture(scope="module")
@@ -191,8 +190,20 @@ def test_tasks_may_run_ahead(here: Session, ahead: Run, states: Run, tmp_path: P
     first, same = ahead.iterations[0], states.iterations[0]
     assert first.summary.episodes == same.summary.episodes
     assert first.learned["learner/policy_loss"] == same.learned["learner/policy_loss"]
-    mixed = run_by(config_of(STATES, iterations=3), here, tmp_path, placed(False), AHEAD)
-    assert versions(mixed) == [(0, 0), (1, 0), (2, 1)], "each task has the weights that its own plan says"
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_each_task_has_the_weights_that_its_own_plan_says(first: bool, here: Session, tmp_path: Path) -> None:
+    """The other task's policy worker may take turns with the learner meanwhile."""
+    expected = [(0, 0), (0, 1), (1, 2)]
+    found = []
+    for unload in (False, True):
+        plans = [AHEAD, placed(False, unload=unload)]
+        config = config_of(STATES, iterations=3)
+        found.append(run_by(config, here, tmp_path / str(unload), *(plans if first else reversed(plans))))
+    assert versions(found[0]) == [each if first else each[::-1] for each in expected]
+    assert [one.summary.version for one in found[0].iterations] == [0, 0, 1], "what is reported is the oldest"
+    assert_equal(found[1], found[0])
 
 
 @pytest.mark.slow
@@ -205,6 +216,9 @@ def test_processes_that_run_ahead_compute_the_same(ahead: Run, tmp_path: Path) -
         runtime.close()
     assert versions(found) == versions(ahead)
     assert_equal(found, ahead)
+    for one in found.iterations:
+        first, second = ([(span.start_ns, span.end_ns) for span in each.spans] for each in one.rollouts)
+        assert min(begin for begin, _ in second) > max(end for _, end in first), "they compete for cores"
 
 
 def test_tasks_may_have_different_plans(here: Session, states: Run, tmp_path: Path) -> None:

@@ -519,6 +519,13 @@ def test_a_plan_file_that_is_not_there_is_refused(embodied: Said, files: Path) -
 def test_replanning_and_running_ahead_exclude_each_other(embodied: Said, files: Path) -> None:
     said = embodied.refused("train", "small.yaml", "--plan.replan", "--plan.ahead", "--plan.mode", "auto")
     assert "plan.replan" in said and "plan.ahead" in said
+    sides = (["physics", "policy"], ["learner"])
+    places = [{"components": names, "devices": [f"here:cores:{i}"]} for i, names in enumerate(sides)]
+    phases = [{"micro_batch": ENVS, "placements": places}]
+    plan = {"workflow": "ppo", "mode": "disaggregated", "ahead": 1, "phases": phases}
+    Path("ahead.json").write_text(json.dumps(plan))
+    said = embodied.refused("train", "small.yaml", "--plan.replan", "--plan.file", "ahead.json")
+    assert "plan.replan" in said and "ahead.json, which runs ahead" in said
 
 
 # --- several tasks

@@ -266,15 +266,27 @@ def test_time_that_no_component_explains_is_not_what_another_plan_saves(took: Ca
 
 
 def test_each_task_sees_its_own_part(took: Callable[..., Iteration]) -> None:
-    """Two tasks of equal plans, so that half of the update is each one's."""
-    first, second = Asked(LEARNER_ON_TWO), Asked(LEARNER_ON_TWO)
-    watching = Watches((watch(first), watch(second)))
-    one, other = took(), took(physics=3.0)
+    """The second task's plan has an update of half the time: a third of the whole one is its."""
+    first, second = Asked(LEARNER_ON_TWO), Asked(ALL_ON_ONE)
+    watching = Watches((watch(first), watch(second, LEARNER_ON_TWO)))
+    one, other = took(), took(physics=3.0, learner=0.5)
     both = replace(one, rollouts=(one.summary, other.summary), end_ns=one.end_ns + other.end_ns - other.begin_ns)
     assert both.wall_s == pytest.approx(one.wall_s + other.wall_s)
-    moves = [watching.see(both, left=10**6) for _ in range(PERSISTENT)]
-    assert not any(moves[:-1]) and list(moves[-1]) == [1] and not first.profiles
+    assert both.of_task(1, 1 / 3).wall_s == pytest.approx(other.wall_s)
+    for _ in range(PERSISTENT):
+        watching.see(both, left=10**6)
+    assert not first.profiles
     assert second.factors == pytest.approx({"physics": 3.0, "policy": 1.0, "learner": 1.0})
+
+
+def test_switches_are_not_the_learners_time(took: Callable[..., Iteration]) -> None:
+    asked = Asked(LEARNER_ON_TWO)
+    watching = watch(asked)
+    for _ in range(PERSISTENT):
+        one = took(physics=2.0)
+        switched = {**one.learned, "time/switch_s": 0.5}
+        watching.see(replace(one, learned=switched, end_ns=one.end_ns + 500_000_000), left=10**6)
+    assert asked.factors == pytest.approx({"physics": 2.0, "policy": 1.0, "learner": 1.0})
 
 
 # --- a run that moves
