@@ -130,7 +130,18 @@ class Watches:
             task.see(iteration.of_task(number, share), left)
             for number, (task, share) in enumerate(zip(self.tasks, shares, strict=True))
         ]
-        return {number: decision for number, decision in enumerate(seen) if decision is not None}
+        # The learner's place is the first task's plan's: another's gains nothing by giving it one.
+        return {
+            number: decision
+            for number, (decision, task) in enumerate(zip(seen, self.tasks, strict=True))
+            if decision is not None and (number == 0 or _rollout(decision.plan) != _rollout(task.plan))
+        }
+
+
+def _rollout(plan: Plan) -> tuple[object, ...]:
+    """Everything of a plan but the learner's place."""
+    places = [placement for phase in plan.phases for placement in phase.placements]
+    return plan.groups, *(placement for placement in places if placement.components != ("learner",))
 
 
 def _update_seconds(plan: Plan) -> float:

@@ -279,6 +279,16 @@ def test_each_task_sees_its_own_part(took: Callable[..., Iteration]) -> None:
     assert second.factors == pytest.approx({"physics": 3.0, "policy": 1.0, "learner": 1.0})
 
 
+def test_only_the_first_task_moves_the_learner(took: Callable[..., Iteration]) -> None:
+    phases = (LEARNER_ON_TWO.phases[0], Phase((Placement(("learner",), on(0)),), ENVS))
+    present = planned(*(phase.placements for phase in phases), mode="hybrid")
+    watching = Watches((watch(Asked(LEARNER_ON_TWO), present), watch(Asked(LEARNER_ON_TWO), present)))
+    one = took(learner=3.0)
+    both = replace(one, rollouts=(one.summary, one.summary), end_ns=2 * one.end_ns - one.begin_ns)
+    moves = [watching.see(both, left=10**6) for _ in range(PERSISTENT)]
+    assert list(moves[-1]) == [0]
+
+
 def test_switches_are_not_the_learners_time(took: Callable[..., Iteration]) -> None:
     asked = Asked(LEARNER_ON_TWO)
     watching = watch(asked)
