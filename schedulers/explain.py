@@ -8,11 +8,12 @@ from dataclasses import replace
 
 from schedulers.cluster import Cluster, Node
 from schedulers.errors import PlanError
-from schedulers.layout import devices_of, spans_text
+from schedulers.layout import spans_text
+from schedulers.memory import devices_of, share_bytes
 from schedulers.plan import MODES, Mode, Plan
 from schedulers.prediction import phase_costs, problem_of
 from schedulers.profile import Pool, Profile
-from schedulers.times import POOLS, Problem
+from schedulers.times import POOLS, Problem, held_bytes
 from schedulers.workflow import Workflow
 
 WORTH_A_SENTENCE = 0.01
@@ -37,6 +38,7 @@ def explained(
         *_phases(plan),
         *_modes(plan, found),
         *_nodes(plan, others, workflow, cluster),
+        *_memory(plan, problem),
         _bottleneck(plan, problem),
         _switches(plan),
         *_gap(plan, units),
@@ -79,7 +81,7 @@ def _nodes(plan: Plan, others: Sequence[Plan], workflow: Workflow, cluster: Clus
     away = [node.name for node in cluster.nodes if node.name != cluster.home]
     if cluster.home is None or not away:
         return []
-    names = f"{', '.join(away[:3])}{' ...' if len(away) > 3 else ''}"
+    names = _listed(away)
     if _leaves(plan, cluster):
         stay = min((_predicted(other) for other in others if not _leaves(other, cluster)), default=math.inf)
         if math.isinf(stay):
@@ -94,6 +96,30 @@ def _nodes(plan: Plan, others: Sequence[Plan], workflow: Workflow, cluster: Clus
         messages = f": a message to another node takes {_time(cluster.link_s)}" if cluster.link_s else ""
         return [only + f"no plan is faster for it{messages}."]
     return [only + f"the best plan in which it does would take {_compared(leave, plan)}."]
+
+
+def _memory(plan: Plan, problem: Problem) -> list[str]:
+    """Which nodes are idle although there is what could be there, had they more memory."""
+    used = {span.node for phase in plan.phases for placement in phase.placements for span in placement.devices}
+    result = []
+    for phase in plan.phases:
+        cost = phase_costs(plan, phase, problem)
+        for names, count in zip(cost.shape.placements, cost.counts, strict=True):
+            pool = problem.pools[names[0]]
+            idle = [node for node in problem.cluster.nodes if node.name not in used and devices_of(node, pool)]
+            need = held_bytes(problem, cost.shape, names, count)
+            poor = [node for node in idle if share_bytes(node, pool) < need]
+            if poor and not problem.bound(names):
+                most = max(share_bytes(node, pool) for node in poor)
+                result.append(
+                    f"For want of memory {', '.join(names)} cannot be on {_listed([node.name for node in poor])}: "
+                    f"{need / 1e9:.3g} GB for each of its {pool}, where there are {most / 1e9:.3g} GB."
+                )
+    return result
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:3])}{' ...' if len(names) > 3 else ''}"
 
 
 def _leaves(plan: Plan, cluster: Cluster) -> bool:
@@ -127,14 +153,16 @@ def _bottleneck(plan: Plan, problem: Problem) -> str:
             loads[visit.placement] = loads.get(visit.placement, 0.0) + seconds
         if len(loads) < 2:
             continue
-        total, most = sum(loads.values()) + sum(cost.shape.ways), max(loads.values()) * plan.groups
-        slowest = ", ".join(cost.shape.placements[max(loads, key=lambda i: loads[i])])
-        if most >= total:
-            text += f"; the loop waits for {slowest}"
+        total, ways = sum(loads.values()) + sum(cost.shape.ways), cost.shape.ways
+        slowest = max(loads, key=lambda i: loads[i])
+        if max(ways, default=0.0) > loads[slowest] and max(ways) * plan.groups >= total:
+            text += "; the loop waits for the link between nodes"
+        elif loads[slowest] * plan.groups >= total:
+            text += f"; the loop waits for {', '.join(cost.shape.placements[slowest])}"
         else:
             text += "; the loop is as long as a group's own way round"
-            if cost.shape.ways:
-                text += f", {sum(cost.shape.ways) / total:.0%} of it between nodes"
+            if ways:
+                text += f", {sum(ways) / total:.0%} of it between nodes"
     return text + "."
 
 

@@ -8,54 +8,63 @@ from itertools import accumulate
 
 from schedulers.cluster import Cluster, Node
 from schedulers.errors import PlanError, nearest
+from schedulers.memory import ROUNDING, devices_of, share_bytes
 from schedulers.plan import Span
 from schedulers.profile import Pool
 from schedulers.times import POOLS
 
 
-def devices_of(node: Node, pool: Pool) -> int:
-    return node.cores if pool == "cores" else node.accelerators
-
-
-def lay_out(cluster: Cluster, pool: Pool, counts: Sequence[int], bound: Sequence[bool]) -> list[tuple[Span, ...]]:
+def lay_out(
+    cluster: Cluster, pool: Pool, counts: Sequence[int], bound: Sequence[bool], needs: Sequence[float]
+) -> list[tuple[Span, ...]]:
     """Devices for each of several placements that work at the same time.
 
-    Those that are `bound` to the cluster's home, which has devices for all of them, come first on it; the others get
-    what is left there, then other nodes. Where none is, all nodes are equal and every count divides by their number,
+    On a cluster with a home, that comes first: for those that are `bound` to it, then, with what is left there and
+    then other nodes, for the rest. Without one, where all nodes are equal and every count divides by their number,
     each node is split the same way, so that what belongs together is on one node; else the placements follow one
-    another through the nodes.
+    another through the nodes. A placement gets devices that have the memory it `needs` on each (bytes), and those
+    that need most choose first.
+
+    Raises `PlanError` where these are too few.
     """
     nodes = [node for node in cluster.nodes if devices_of(node, pool)]
-    order = list(range(len(counts)))
-    if any(bound):
-        nodes.sort(key=lambda node: node.name != cluster.home)
-        order.sort(key=lambda i: not bound[i])
-    elif len(nodes) > 1 and _equal(nodes, pool) and all(count % len(nodes) == 0 for count in counts):
+    nodes.sort(key=lambda node: cluster.home not in (None, node.name))
+    if cluster.home is None and _alike(nodes, pool, needs) and all(count % len(nodes) == 0 for count in counts):
         shares = [count // len(nodes) for count in counts]
         firsts = accumulate(shares, initial=0)
         return [
             tuple(Span(node.name, pool, first, share) for node in nodes)
             for first, share in zip(firsts, shares, strict=False)
         ]
-    starts = accumulate((counts[i] for i in order), initial=0)
-    spans = {i: _stretch(nodes, pool, start, counts[i]) for i, start in zip(order, starts, strict=False)}
+    taken = {node.name: 0 for node in nodes}
+    spans = {
+        i: _take([node for node in nodes if _holds(node, pool, needs[i])], pool, counts[i], taken)
+        for i in sorted(range(len(counts)), key=lambda i: (not bound[i], -needs[i]))
+    }
     return [spans[i] for i in range(len(counts))]
 
 
-def _equal(nodes: Sequence[Node], pool: Pool) -> bool:
-    return len({devices_of(node, pool) for node in nodes}) == 1
+def _alike(nodes: Sequence[Node], pool: Pool, needs: Sequence[float]) -> bool:
+    return len({devices_of(node, pool) for node in nodes}) == 1 and all(
+        _holds(node, pool, max(needs, default=0.0)) for node in nodes
+    )
 
 
-def _stretch(nodes: Sequence[Node], pool: Pool, start: int, count: int) -> tuple[Span, ...]:
+def _holds(node: Node, pool: Pool, need: float) -> bool:
+    return need <= share_bytes(node, pool) * (1 + ROUNDING)
+
+
+def _take(nodes: Sequence[Node], pool: Pool, count: int, taken: dict[str, int]) -> tuple[Span, ...]:
+    """So many devices of these nodes, in order, after those that are taken; these are taken then too."""
     spans = []
     for node in nodes:
-        size = devices_of(node, pool)
-        first = max(start, 0)
-        taken = min(size - first, count)
-        if taken > 0:
-            spans.append(Span(node.name, pool, first, taken))
-            count -= taken
-        start -= size
+        mine = min(devices_of(node, pool) - taken[node.name], count)
+        if mine > 0:
+            spans.append(Span(node.name, pool, taken[node.name], mine))
+            taken[node.name] += mine
+            count -= mine
+    if count:
+        raise PlanError(f"too few {pool} have enough memory")
     return tuple(spans)
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from schedulers.cluster import Cluster
+from schedulers.errors import PlanError
 from schedulers.plan import Phase
 from schedulers.shape import Shape
 from schedulers.times import Problem
+from schedulers.workflow import Workflow
 
 Nodes = frozenset[str]
 
@@ -25,7 +28,7 @@ def cost(problem: Problem, source: Nodes, target: Nodes, size: float) -> float:
 
 def loop_ways(problem: Problem, shape: Shape, nodes: Sequence[Nodes]) -> tuple[float, ...]:
     """`Shape.ways` where each placement is on these nodes: one message a group and visit, with all that is sent."""
-    if _free(problem) or len({nodes[visit.placement] for visit in shape.visits}) < 2:
+    if free(problem.cluster) or len({nodes[visit.placement] for visit in shape.visits}) < 2:
         return ()
     where = {name: nodes[visit.placement] for visit in shape.visits for name in visit.components}
     items = problem.wave_items / shape.groups
@@ -37,8 +40,19 @@ def loop_ways(problem: Problem, shape: Shape, nodes: Sequence[Nodes]) -> tuple[f
     return tuple(result)
 
 
+def check_travelling(workflow: Workflow, cluster: Cluster) -> None:
+    """Raises `PlanError` where some components that travel could stay while others leave, at different prices."""
+    names = [name for name in workflow.names if name in workflow.travelling]
+    if cluster.home is not None and len(cluster.nodes) > 1 and not free(cluster) and len(names) > 1:
+        raise PlanError(
+            f"{', '.join(names)} of workflow {workflow.name!r} travel, but plans for a cluster with a home and links "
+            "that take time are for one component that does; leave travels=True to one of them"
+        )
+
+
 def travelled(problem: Problem, shape: Shape) -> tuple[float, ...]:
-    """`Shape.ways` where all placements that can travel do."""
+    """`Shape.ways` where all placements that can travel do: what it costs to have anything elsewhere, since where
+    messages take time no more than one component travels (`check_travelling`)."""
     home = problem.cluster.home
     if home is None or len(problem.cluster.nodes) < 2:
         return ()
@@ -50,7 +64,7 @@ def travelled(problem: Problem, shape: Shape) -> tuple[float, ...]:
 
 def rest_seconds(problem: Problem, phase: Phase) -> float:
     """Between nodes, on the longest way of one part through the components outside the loop."""
-    if _free(problem):
+    if free(problem.cluster):
         return 0.0
     nodes = {name: placement.nodes for placement in phase.placements for name in placement.components}
     total = 0.0
@@ -62,8 +76,9 @@ def rest_seconds(problem: Problem, phase: Phase) -> float:
     return total
 
 
-def _free(problem: Problem) -> bool:
-    return math.isinf(problem.cluster.link_bytes_per_s) and not problem.cluster.link_s
+def free(cluster: Cluster) -> bool:
+    """Whether messages between nodes take no time."""
+    return math.isinf(cluster.link_bytes_per_s) and not cluster.link_s
 
 
 def _sent(transfers: Mapping[str, float], sources: Sequence[str], where: Mapping[str, Nodes]) -> float:

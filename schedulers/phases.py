@@ -10,6 +10,7 @@ from typing import Literal
 
 from schedulers.graph import partitions, turns
 from schedulers.links import travelled
+from schedulers.memory import levels
 from schedulers.profile import Pool
 from schedulers.search import SLACK, Allocation, Caps
 from schedulers.shape import Shape, shape_of
@@ -130,7 +131,8 @@ class Phases:
         flowing = [edge for edge in graph.edges if edge.flow == "micro_batch"]
         inside = any({edge.source, edge.target} <= components for edge in flowing)
         tight = any(
-            problem.profile.components[name].bytes_per_item and math.isfinite(problem.limits[problem.pools[name]])
+            problem.profile.components[name].bytes_per_item
+            and math.isfinite(levels(problem.cluster, problem.pools[name])[0])
             for name in components & graph.divisible
         )
         units = [edge.unit for edge in flowing if {edge.source, edge.target} & components]

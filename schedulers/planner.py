@@ -6,20 +6,22 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from schedulers.chain import Chain, Chains
 from schedulers.cluster import Cluster
 from schedulers.errors import PlanError, nearest
 from schedulers.explain import explained
-from schedulers.layout import devices_of, lay_out
+from schedulers.layout import lay_out
+from schedulers.links import check_travelling
+from schedulers.memory import devices_of, thinned, uneven
 from schedulers.phases import Phases, Solved
 from schedulers.plan import MODES, Mode, Phase, Placement, Plan, Span
 from schedulers.prediction import predict
 from schedulers.profile import Pool, Profile
 from schedulers.simulation import expected_seconds
-from schedulers.times import POOLS, Problem, alone, pool_size
-from schedulers.validation import check_cluster
+from schedulers.times import POOLS, Problem, alone, held_bytes, pool_size
+from schedulers.validation import check_cluster, validate
 from schedulers.workflow import Workflow
 
 MOST_UNITS = 128
@@ -45,24 +47,27 @@ def plan(
     """The fastest plan, of one mode or of all of them, with its prediction and the reasons in `why`.
 
     Exact in this space: phases are any chain of down-sets of the workflow; within one, placements are any convex
-    partition that can work as a pipeline; devices are handed out in any numbers (on pools of more than 128 devices
-    in units, see `units_of`); `groups` and `parts` (micro-batches an iteration) are tried as given, as far as they
-    divide. `prediction.lower_bound_s` is what no plan of this space undercuts: equal to `iteration_s` unless
-    the deadline (seconds) came first, or transfers between nodes add to the plan's time, which the bound leaves out
-    (not those in the loop of a cluster with a home). `ahead`: disaggregated plans are one step ahead.
+    partition that can work as a pipeline; devices are handed out in any numbers (on pools of more than 128 devices,
+    1,024 where there is a home, in units, see `units_of`), each with an even share of its node's memory; `groups` and
+    `parts` (micro-batches an iteration) are tried as given, as far as they divide. `prediction.lower_bound_s` is what
+    no plan of this space undercuts: equal to `iteration_s` unless the deadline (seconds) came first, transfers
+    between nodes add to the plan's time, which the bound leaves out (not those in the loop of a cluster with a home),
+    or nodes differ in memory and the bound counts on a plan that does not fit. `ahead`: disaggregated plans are one
+    step ahead.
 
     On a cluster with a home, placements of what does not travel get devices of that node alone. The best plan there
-    and the best one on all nodes are compared with the time of their messages.
+    and the best one on all nodes are compared with the time of their messages; where these take time, at most one
+    component may travel.
 
     Raises `PlanError` where there is no plan: no such mode, components without times, a pool without devices,
-    nothing that fits in memory.
+    nothing that fits in memory, several components that travel.
     """
     reached = _reached(workflow, profile, cluster, ahead, groups, parts, deadline_s, _modes(mode))
     found = _best_of(reached)
     if not found:
         raise PlanError(_why_none(workflow, profile, cluster, mode))
     best = _choose(found, workflow, profile, cluster)
-    bound = min(_bound(candidate) for candidate in found.values())
+    bound = min(reached.bounds.values())
     assert best.prediction is not None
     best = replace(best, prediction=replace(best.prediction, lower_bound_s=min(bound, best.prediction.iteration_s)))
     if not explain:
@@ -73,7 +78,7 @@ def plan(
     def again(larger: Cluster) -> Plan:
         return plan(workflow, profile, larger, mode, ahead, groups, parts, deadline_s, explain=False)
 
-    others = [candidate for plans in reached for candidate in plans.values()]
+    others = [candidate for plans in reached.plans for candidate in plans.values()]
     return replace(best, why=explained(best, found, others, workflow, profile, cluster, units_of(cluster), again))
 
 
@@ -91,6 +96,18 @@ def alternatives(
     return _best_of(_reached(workflow, profile, cluster, ahead, groups, parts, deadline_s, modes))
 
 
+@dataclass
+class _Reached:
+    """What several searches found."""
+
+    plans: list[dict[Mode, Plan]] = field(default_factory=list)
+    bounds: dict[Mode, float] = field(default_factory=dict)
+    """Of each mode, the least that some search left open."""
+
+    def certain(self, mode: Mode) -> bool:
+        return any(_seconds(plans[mode]) <= self.bounds[mode] * (1 + 1e-9) for plans in self.plans if mode in plans)
+
+
 def _reached(
     workflow: Workflow,
     profile: Profile,
@@ -100,37 +117,71 @@ def _reached(
     parts: Sequence[int],
     deadline_s: float,
     modes: Sequence[Mode],
-) -> list[dict[Mode, Plan]]:
+) -> _Reached:
     """The best plans on all nodes; where the cluster has a home, before them those on that alone.
 
     Two searches, because messages between nodes cost nothing in the first and, in the second, what they cost where
-    all that can travel does.
+    what can travel does. More, where nodes differ in memory: first as if placements with enough devices of enough
+    memory always found them. Where plans of that do not fit, others in which every device has to hold what any may,
+    on all nodes and without the poorer ones.
     """
     check_cluster(cluster)
+    check_travelling(workflow, cluster)
     deadline, sets = time.monotonic() + deadline_s, (tuple(sorted(set(groups))), tuple(sorted(set(parts))))
-    problems = [Problem(workflow, profile, cluster, units_of(cluster), *sets, ahead)]
+    reached = _Reached()
+
+    def search(where: Cluster, modes: Sequence[Mode], generous: bool = False) -> list[Mode]:
+        """Those whose best plan does not fit."""
+        problem = Problem(workflow, profile, where, units_of(where), *sets, ahead, generous)
+        chains = _best_chains(problem, modes, deadline)
+        for mode, chain in chains.items():
+            reached.bounds[mode] = min(chain.bound, reached.bounds.get(mode, math.inf))
+        plans = {mode: _fitting(problem, mode, chain) for mode, chain in chains.items()}
+        reached.plans.append({mode: plan for mode, plan in plans.items() if plan})
+        return [mode for mode, plan in plans.items() if plan is None]
+
     if cluster.home is not None and len(cluster.nodes) > 1:
-        home = alone(cluster)
         with suppress(PlanError):  # it lacks a pool that other nodes have
-            problems.insert(0, Problem(workflow, profile, home, units_of(home), *sets, ahead))
-    return [_best_plans(problem, modes, deadline) for problem in problems]
+            search(alone(cluster), modes)
+    left = list(modes)
+    for where in thinned(cluster):
+        misfits = search(where, left, generous=uneven(where))
+        if misfits:
+            search(where, misfits)
+        # What fits on all nodes is not better on fewer.
+        left = [mode for mode in (misfits if where == cluster else left) if not reached.certain(mode)]
+        if not left:
+            break
+    return reached
 
 
-def _best_plans(problem: Problem, modes: Sequence[Mode], deadline: float) -> dict[Mode, Plan]:
+def _best_chains(problem: Problem, modes: Sequence[Mode], deadline: float) -> dict[Mode, Chain]:
     chains = Chains(problem, Phases(problem, deadline))
     found = {mode: chains.best(mode) for mode in modes}
-    return {mode: _plan_of(problem, mode, chain) for mode, chain in found.items() if chain.phases}
+    return {mode: chain for mode, chain in found.items() if chain.phases}
 
 
-def _best_of(reached: Sequence[Mapping[Mode, Plan]]) -> dict[Mode, Plan]:
+def _fitting(problem: Problem, mode: Mode, chain: Chain) -> Plan | None:
+    if not problem.generous:
+        return _plan_of(problem, mode, chain)
+    try:
+        found = _plan_of(problem, mode, chain)
+        validate(found, problem.workflow, problem.cluster, problem.profile)
+    except PlanError:
+        return None
+    return found
+
+
+def _best_of(reached: _Reached) -> dict[Mode, Plan]:
     """The faster plan of each mode, the first among equals; its bound is one of all."""
     result: dict[Mode, Plan] = {}
     for mode in MODES:
-        plans = [plans[mode] for plans in reached if mode in plans]
+        plans = [plans[mode] for plans in reached.plans if mode in plans]
         if plans:
             best = min(plans, key=_seconds)
             assert best.prediction is not None
-            result[mode] = replace(best, prediction=replace(best.prediction, lower_bound_s=min(map(_bound, plans))))
+            bound = min(reached.bounds[mode], best.prediction.iteration_s)
+            result[mode] = replace(best, prediction=replace(best.prediction, lower_bound_s=bound))
     return result
 
 
@@ -182,7 +233,10 @@ def _phase_of(problem: Problem, solved: Solved) -> Phase:
         members = [i for i, names in enumerate(solved.shape.placements) if problem.pools[names[0]] == pool]
         counts = [solved.counts[i] for i in members]
         bound = [problem.bound(solved.shape.placements[i]) for i in members]
-        spans.update(zip(members, lay_out(problem.cluster, pool, counts, bound), strict=True))
+        needs = [0.0] * len(members)
+        if problem.generous:
+            needs = [held_bytes(problem, solved.shape, solved.shape.placements[i], solved.counts[i]) for i in members]
+        spans.update(zip(members, lay_out(problem.cluster, pool, counts, bound, needs), strict=True))
     return Phase(
         tuple(Placement(names, spans[i]) for i, names in enumerate(solved.shape.placements)), solved.shape.micro_batch
     )
@@ -191,11 +245,6 @@ def _phase_of(problem: Problem, solved: Solved) -> Phase:
 def _seconds(candidate: Plan) -> float:
     assert candidate.prediction is not None
     return candidate.prediction.iteration_s
-
-
-def _bound(candidate: Plan) -> float:
-    assert candidate.prediction is not None
-    return candidate.prediction.lower_bound_s
 
 
 def _choose(found: Mapping[Mode, Plan], workflow: Workflow, profile: Profile, cluster: Cluster) -> Plan:

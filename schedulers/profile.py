@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -36,7 +37,8 @@ class ComponentProfile:
     variation: float = 0.0
     """Coefficient of variation of one call."""
     spreads: bool = True
-    """More devices than the most that were measured help; not one process that computes on one of them."""
+    """More devices than the most that were measured help; not one process that computes on one of them, which is
+    given no more."""
     resident_bytes: float = 0.0
     """Per device, while it is loaded."""
     bytes_per_item: float = 0.0
@@ -47,6 +49,11 @@ class ComponentProfile:
     unload_s: float = 0.0
     load_s: float = 0.0
     """To leave the device's memory, and to come back."""
+
+    @property
+    def most_devices(self) -> int:
+        """That it can be given: where it does not spread, the most that were measured."""
+        return sys.maxsize if self.spreads else max(point.devices for point in self.points)
 
     def seconds(self, batch: float, devices: int) -> float:
         """Predicted time of `batch` items on `devices` devices.
@@ -62,7 +69,7 @@ class ComponentProfile:
     def seconds_on(self, batch: float, devices: np.ndarray) -> np.ndarray:
         """`seconds` for each of many numbers of devices."""
         measured = np.array(sorted({point.devices for point in self.points}))
-        devices = devices if self.spreads else np.minimum(devices, measured[-1])
+        devices = np.minimum(devices, self.most_devices)
         base = measured[np.maximum(np.searchsorted(measured, devices, side="right") - 1, 0)]
         result = np.empty(len(devices))
         for k in np.unique(base):

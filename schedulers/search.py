@@ -261,9 +261,11 @@ class _Options:
             fits[problem.home_units(self.pool) :] = False
         if resident > caps.resident[self.pool] * (1 + SLACK):
             fits = np.zeros_like(fits)
-        if math.isfinite(caps.peak[self.pool]):
+        if problem.generous or math.isfinite(caps.peak[self.pool]):
             peak = resident + working_bytes(problem, shape, names, counts)
             fits = fits & (peak <= caps.peak[self.pool] * (1 + SLACK))
+            if problem.generous:
+                fits = fits & (counts <= problem.roomy(names, peak))
         times = np.array(
             [visit_seconds(problem, shape, i, counts) for i in visits]
             + [segment_seconds(problem, shape, i, counts) for i in segments]

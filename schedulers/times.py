@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,6 +11,7 @@ import numpy as np
 from schedulers.cluster import Cluster
 from schedulers.errors import PlanError, nearest
 from schedulers.graph import Graph, graph_of
+from schedulers.memory import ROUNDING, devices_of, devices_with, levels
 from schedulers.profile import Pool, Profile
 from schedulers.shape import Shape
 from schedulers.workflow import Workflow
@@ -19,15 +19,8 @@ from schedulers.workflow import Workflow
 POOLS: tuple[Pool, ...] = ("cores", "accelerators")
 
 
-def device_bytes(cluster: Cluster, pool: Pool) -> float:
-    """Memory that every device of the pool can count on: an accelerator's own, a core's even share of its node's."""
-    if pool == "accelerators":
-        return min((node.accelerator_bytes for node in cluster.nodes if node.accelerators), default=math.inf)
-    return min((node.memory_bytes / node.cores for node in cluster.nodes if node.cores), default=math.inf)
-
-
 def pool_size(cluster: Cluster, pool: Pool) -> int:
-    return sum(node.cores if pool == "cores" else node.accelerators for node in cluster.nodes)
+    return sum(devices_of(node, pool) for node in cluster.nodes)
 
 
 def alone(cluster: Cluster) -> Cluster:
@@ -48,9 +41,13 @@ class Problem:
     parts: tuple[int, ...] = (1,)
     """Into how many micro-batches the items may be cut."""
     ahead: bool = False
+    generous: bool = False
+    """Memory is limited by the node with the most, and by the number of devices that have enough: where nodes differ
+    nothing is left out, but not every plan that is found fits."""
     remembered: dict[Any, Any] = field(default_factory=dict)
     """What the search has worked out for a placement."""
     _times: dict[tuple[str, float], np.ndarray] = field(default_factory=dict)
+    _rooms: dict[tuple[Pool, bool], tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_components(self.workflow, self.profile)
@@ -58,7 +55,10 @@ class Problem:
         self.ahead = self.ahead and bool(self.graph.loop)
         self.pools: dict[str, Pool] = {name: self.profile.components[name].pool for name in self.graph.names}
         self.sizes: dict[Pool, int] = {pool: pool_size(self.cluster, pool) for pool in POOLS}
-        self.limits: dict[Pool, float] = {pool: device_bytes(self.cluster, pool) for pool in POOLS}
+        self.limits: dict[Pool, float] = {
+            pool: levels(self._nodes(pool, bound=False), pool)[-1 if self.generous else 0] for pool in POOLS
+        }
+        """Bytes that every device of the pool can count on, where it is of use; if `generous`, that some can."""
         home = alone(self.cluster) if self.cluster.home is not None else self.cluster
         self.home_sizes: dict[Pool, int] = {pool: pool_size(home, pool) for pool in POOLS}
         """Devices for components that do not travel."""
@@ -83,6 +83,21 @@ class Problem:
     def bound(self, names: Iterable[str]) -> bool:
         """Whether these components, in one placement, have to be on the cluster's home."""
         return self.cluster.home is not None and not set(names) <= self.workflow.travelling
+
+    def roomy(self, names: tuple[str, ...], sizes: np.ndarray) -> np.ndarray:
+        """How many devices, of those that these components in one placement may have, have so many bytes each."""
+        key = (self.pools[names[0]], self.bound(names))
+        if key not in self._rooms:
+            nodes = self._nodes(*key)
+            found = np.array(levels(nodes, key[0]))
+            self._rooms[key] = found * (1 + ROUNDING), np.array([devices_with(nodes, key[0], size) for size in found])
+        found, devices = self._rooms[key]
+        return np.append(devices, 0)[found.searchsorted(sizes)]
+
+    def _nodes(self, pool: Pool, bound: bool) -> Cluster:
+        """Those where placements on the pool can be, or those that are bound."""
+        bound = bound or all(self.bound((name,)) for name, its in self.pools.items() if its == pool)
+        return alone(self.cluster) if bound and self.cluster.home is not None else self.cluster
 
     def times(self, name: str, batch: float) -> np.ndarray:
         """Seconds of `batch` items for every number of devices that can be handed out."""
@@ -170,8 +185,15 @@ def working_bytes(problem: Problem, shape: Shape, names: tuple[str, ...], counts
     return most
 
 
+def held_bytes(problem: Problem, shape: Shape, names: tuple[str, ...], count: int) -> float:
+    """Most that a placement has on each of so many devices."""
+    return resident_bytes(problem, names) + float(working_bytes(problem, shape, names, np.array([count]))[0])
+
+
 def usable(problem: Problem, shape: Shape, names: tuple[str, ...], counts: np.ndarray) -> np.ndarray:
-    """How many of so many devices a placement can use: the loop's first component shares a group out evenly."""
+    """How many of so many devices a placement can use: no more than those of its components that do not spread, and
+    the loop's first component shares a group out evenly."""
+    counts = np.minimum(counts, min(problem.profile.components[name].most_devices for name in names))
     if not problem.graph.loop or problem.graph.loop[0] not in names:
         return counts
     items = problem.wave_items // shape.groups

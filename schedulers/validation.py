@@ -10,7 +10,8 @@ import numpy as np
 from schedulers.cluster import Cluster
 from schedulers.errors import PlanError, nearest
 from schedulers.graph import Graph, graph_of
-from schedulers.layout import devices_of, span_text
+from schedulers.layout import span_text
+from schedulers.memory import devices_of
 from schedulers.plan import MODES, Phase, Placement, Plan, Span
 from schedulers.profile import Profile
 from schedulers.shape import shape_of
@@ -21,7 +22,8 @@ from schedulers.workflow import Workflow
 def validate(plan: Plan, workflow: Workflow, cluster: Cluster, profile: Profile | None = None) -> None:
     """Raises `PlanError` unless the plan can run: it is the workflow's, its mode is what it says, every component
     is placed exactly once and in an order that respects the edges, devices exist and are not taken twice at a time,
-    batches divide, and, with a profile, every component has its pool and all fits in memory."""
+    batches divide, and, with a profile, every component has its pool, none has devices that it cannot use, and all
+    fits in memory."""
     graph = graph_of(workflow)
     check_cluster(cluster)
     if plan.workflow != workflow.name:
@@ -36,11 +38,13 @@ def validate(plan: Plan, workflow: Workflow, cluster: Cluster, profile: Profile 
     _check_mode(plan, graph)
     _check_waiting(plan, workflow, graph, profile)
     if profile is not None:
+        _check_spread(plan, profile)
         _check_memory(plan, workflow, cluster, profile)
 
 
 def check_cluster(cluster: Cluster) -> None:
-    """Raises `PlanError` for a cluster without nodes, without devices, or with two nodes of one name."""
+    """Raises `PlanError` for a cluster without nodes, without devices, with two nodes of one name, or with links
+    that cannot be."""
     if not cluster.nodes:
         raise PlanError("the cluster has no nodes; give at least one, with its cores")
     names = [node.name for node in cluster.nodes]
@@ -51,7 +55,10 @@ def check_cluster(cluster: Cluster) -> None:
             raise PlanError(
                 f"node {node.name!r} has {node.cores} cores and {node.accelerators} accelerators; it needs at least one"
             )
-
+    if not cluster.link_bytes_per_s > 0:
+        raise PlanError(f"the cluster's link_bytes_per_s is {cluster.link_bytes_per_s}; it is more than 0")
+    if not 0 <= cluster.link_s < math.inf:
+        raise PlanError(f"the cluster's link_s is {cluster.link_s}; it is at least 0, and finite")
     if cluster.home is not None and cluster.home not in names:
         raise PlanError(f"the cluster's home {cluster.home!r} is none of its nodes{nearest(cluster.home, names)}")
 
@@ -214,6 +221,19 @@ def _check_waiting(plan: Plan, workflow: Workflow, graph: Graph, profile: Profil
                 f"the placements of one phase ({who}) wait for each other; put what the loop needs into an earlier "
                 "phase, and what lies between two components of a placement into that placement"
             )
+
+
+def _check_spread(plan: Plan, profile: Profile) -> None:
+    for placement in (placement for phase in plan.phases for placement in phase.placements):
+        for name in placement.components:
+            component = profile.components.get(name)
+            if component is not None and component.points and placement.count > component.most_devices:
+                most = component.most_devices
+                raise PlanError(
+                    f"the plan gives {name} {placement.count} {placement.pool}, but it does not spread over more than "
+                    f"the {most} it was measured on: give the placement of {', '.join(placement.components)} {most}"
+                    + (f", or {name} a placement of its own" if len(placement.components) > 1 else "")
+                )
 
 
 def _check_memory(plan: Plan, workflow: Workflow, cluster: Cluster, profile: Profile) -> None:

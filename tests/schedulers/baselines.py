@@ -156,6 +156,8 @@ class Exhaustive:
                 used[problem.pools[block[0]]] += count
             if any(used[pool] > problem.sizes[pool] for pool in POOLS) or not self._at_home(blocks, counts):
                 continue
+            if any(count > self._useful(name) for block, count in zip(blocks, counts, strict=True) for name in block):
+                continue
             if any(
                 self.graph.loop and self.graph.loop[0] in block and (problem.wave_items // groups) % count
                 for block, count in zip(blocks, counts, strict=True)
@@ -167,6 +169,11 @@ class Exhaustive:
             choice = self._choice(names, cost, blocks, counts, groups, micro_batch)
             if all(choice.peak[i] <= problem.limits[pool] * (1 + 1e-12) for i, pool in enumerate(POOLS)):
                 yield choice
+
+    def _useful(self, name: str) -> float:
+        """Devices that a component can have."""
+        component = self.problem.profile.components[name]
+        return math.inf if component.spreads else max(point.devices for point in component.points)
 
     def _at_home(self, blocks: Blocks, counts: tuple[int, ...]) -> bool:
         """Whether the home has devices for all that does not travel."""

@@ -97,6 +97,17 @@ def test_memory() -> None:
     refused(hybrid(unload=True), "node0", "2.0 GB", cluster=Cluster((small,)), profile=heavy)
 
 
+def test_more_devices_than_a_component_can_use() -> None:
+    profile = ppo_profile()
+    one = replace(profile.components["learner"], spreads=False, points=profile.components["learner"].points[:1])
+    profile = replace(profile, components={**profile.components, "learner": one})
+    give = "give the placement of advantage, learner, sync 1, or learner a placement of its own"
+    refused(hybrid(), "gives learner 2 cores", "the 1 it was measured on", give, profile=profile)
+    validate(hybrid(), ppo(), TWO_CORES)
+    apart = (hybrid().phases[0], Phase((Placement(REST, cores(0)),), 16))
+    validate(hybrid(phases=apart), ppo(), TWO_CORES, profile)
+
+
 def test_uneven_batches() -> None:
     refused(hybrid(groups=3), "3 groups", "16 items", "2, 4")
     whole = loop_phase(Placement(("physics", "render"), cores(0, 3)), Placement(("policy",), cores(3)))
@@ -171,6 +182,8 @@ def test_profile_of_another_workflow_or_hardware() -> None:
         ({"nodes": [{"core": 4}]}, "unknown key 'core'; nearest: cores"),
         ({"nodes": [{"name": "a", "cores": 1}, {"name": "a", "cores": 1}]}, "two nodes named 'a'"),
         ({"nodes": [{"cores": "four"}]}, "a whole number, not the text 'four'"),
+        ({"nodes": [{"cores": 1}], "link_bytes_per_s": 0}, "link_bytes_per_s is 0.0; it is more than 0"),
+        ({"nodes": [{"cores": 1}], "link_s": -1}, "link_s is -1.0; it cannot be less than 0"),
         ({}, "lacks 'nodes'"),
         ([], "not a list"),
         ({"format": 9, "nodes": []}, "format 9"),
@@ -180,6 +193,25 @@ def test_profile_of_another_workflow_or_hardware() -> None:
 def test_cluster_files(data: Any, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         from_data(Cluster, data)
+
+
+@pytest.mark.parametrize(
+    ("links", "message"),
+    [
+        ({"link_bytes_per_s": 0.0}, "link_bytes_per_s is 0.0; it is more than 0"),
+        ({"link_bytes_per_s": -1.0}, "more than 0"),
+        ({"link_bytes_per_s": float("nan")}, "more than 0"),
+        ({"link_s": -1.0}, "link_s is -1.0; it is at least 0, and finite"),
+        ({"link_s": float("inf")}, "finite"),
+        ({"link_s": float("nan")}, "finite"),
+    ],
+)
+def test_links_that_cannot_be(links: dict[str, Any], message: str) -> None:
+    cluster = Cluster((Node("node0", 2), Node("node1", 2)), **links)
+    with pytest.raises(PlanError, match=message):
+        schedulers.plan(ppo(), ppo_profile(), cluster)
+    with pytest.raises(PlanError, match=message):
+        validate(hybrid(), ppo(), cluster)
 
 
 def test_equal_nodes_are_written_once() -> None:

@@ -162,6 +162,50 @@ def test_groups_hide_messages_behind_the_policy() -> None:
     assert predict(two, workflow, profile, cluster).phases_s[0] == pytest.approx(20 * half + 0.01)
 
 
+def test_where_the_link_is_the_slowest_it_is_named() -> None:
+    workflow, cluster = rollout(), pair(0.02, far=4)
+    profile = profile_of(workflow, physics=0.08, policy=0.016)
+    short = replace(cluster, nodes=(cluster.nodes[0], Node("here", 1)))
+    chosen = plan(workflow, profile, short, mode="hybrid", groups=(4,))
+    assert outside(chosen, workflow, short) == {"physics"}
+    assert any("; the loop waits for the link between nodes" in sentence for sentence in chosen.why)
+    near = plan(workflow, profile, replace(short, link_s=1e-4), mode="hybrid", groups=(4,))
+    assert any("; the loop waits for physics" in sentence for sentence in near.why)
+
+
+def test_home_comes_first_where_nothing_of_the_pool_is_bound_to_it() -> None:
+    """Policy and learner on the GPU, no cameras: only physics is on cores, and all of those at home are left for it."""
+    workflow = rollout()
+    gpu = {name: measured("accelerators", {(16, 1): TIMES[name]}, spreads=False) for name in ("policy", "learner")}
+    cluster = Cluster((Node("far", 8), Node("here", 8, 1)), home="here")
+    for physics, expected in (
+        (2.0, (Span("here", "cores", 0, 8), Span("far", "cores", 0, 8))),
+        (0.16, (Span("here", "cores", 0, 8),)),
+    ):
+        profile = profile_of(workflow, physics=physics)
+        profile = replace(profile, components={**profile.components, **gpu})
+        chosen = plan(workflow, profile, cluster)
+        spans = {name: p.devices for phase in chosen.phases for p in phase.placements for name in p.components}
+        assert spans["physics"] == expected
+
+
+@pytest.mark.parametrize("link_s", [0.0, 0.001])
+def test_several_that_travel_are_for_links_that_take_no_time(link_s: float) -> None:
+    """The price of messages is that of all that travels, which is no bound where some of it could stay."""
+    workflow = rollout(draws=True)
+    both = tuple(replace(c, travels=c.name in ("physics", "render")) for c in workflow.components)
+    workflow = replace(workflow, components=both)
+    profile, cluster = profile_of(workflow), replace(pair(link_s), link_bytes_per_s=math.inf)
+    if not link_s:
+        plan(workflow, profile, cluster)
+        return
+    for planner in (plan, alternatives):
+        with pytest.raises(PlanError, match="physics, render of workflow 'rollout' travel.*leave travels=True to one"):
+            planner(workflow, profile, cluster)
+    for other in (replace(cluster, home=None), alone(cluster)):
+        plan(workflow, profile, other)
+
+
 @pytest.mark.parametrize(
     ("names", "node", "message"),
     [

@@ -10,11 +10,14 @@ import pytest
 
 from schedulers import (
     MODES,
+    Cluster,
     Component,
     Edge,
     Loop,
+    Node,
     Plan,
     PlanError,
+    Profile,
     Workflow,
     alternatives,
     plan,
@@ -34,6 +37,7 @@ from tests.schedulers.baselines import (
 from tests.schedulers.instances import (
     TWO_CORES,
     Together,
+    measured,
     ppo,
     ppo_profile,
     random_component,
@@ -59,6 +63,62 @@ def test_planner_equals_exhaustive_search(seed: int, memory: bool) -> None:
         assert prediction.lower_bound_s == pytest.approx(best, rel=1e-9)
         assert prediction.lower_bound_s <= prediction.iteration_s
         validate(found[mode], workflow, cluster, profile)
+
+
+@pytest.mark.parametrize("memory", [False, True])
+@pytest.mark.parametrize("seed", range(20))
+def test_planner_equals_exhaustive_search_where_components_do_not_spread(seed: int, memory: bool) -> None:
+    workflow, profile, cluster = random_problem(seed, pools=1 + seed % 2, memory=memory)
+    random = np.random.default_rng((seed, 2))
+    components = {
+        # Of what was measured on one device or two, more is never given.
+        name: replace(c, spreads=False, points=tuple(point for point in c.points if point.devices <= 2))
+        if random.random() < 0.6
+        else c
+        for name, c in profile.components.items()
+    }
+    profile = replace(profile, components=components)
+    everything = Exhaustive(workflow, profile, cluster)
+    found = alternatives(workflow, profile, cluster, groups=GROUPS, parts=PARTS)
+    for mode in MODES:
+        best = everything.best(mode)
+        assert (mode in found) == (best < math.inf)
+        if mode in found:
+            prediction = found[mode].prediction
+            assert prediction is not None and prediction.lower_bound_s == pytest.approx(prediction.iteration_s)
+            assert prediction.iteration_s == pytest.approx(best, rel=1e-9)
+            validate(found[mode], workflow, cluster, profile)
+
+
+def test_a_second_gpu_is_not_given_to_processes_that_compute_on_one() -> None:
+    """Not even for its memory: one process has its working set on one device."""
+    names = ("physics", "policy", "learner")
+    workflow = Workflow(
+        "short",
+        tuple(Component(name) for name in names),
+        (Edge("physics", "policy", "observations"), Edge("policy", "learner", "trajectories")),
+        Loop(("physics", "policy"), 20),
+        16,
+    )
+    one = {"spreads": False, "unload_s": 5.0, "load_s": 5.0}
+    components = {
+        "physics": measured("cores", {(16, 1): 0.02}),
+        "policy": measured("accelerators", {(16, 1): 0.01}, resident_bytes=15e9, **one),
+        "learner": measured("accelerators", {(16, 1): 0.3}, resident_bytes=45e9, bytes_per_item=25e9 / 16, **one),
+    }
+    profile = Profile("short", {}, components)
+    cluster = Cluster((Node("node0", 2, 2, accelerator_bytes=80e9),))
+    for mode, chosen in alternatives(workflow, profile, cluster).items():
+        taken = [p.count for phase in chosen.phases for p in phase.placements if p.pool == "accelerators"]
+        assert taken == [1] * len(taken)
+        validate(chosen, workflow, cluster, profile)
+        assert chosen.unload == (mode == "collocated")
+    assert plan(workflow, profile, cluster).mode == "disaggregated"
+    # On a large cluster too, where devices are handed out eight at a time.
+    many = Cluster(tuple(Node(f"node{i}", 2, 8, accelerator_bytes=80e9) for i in range(32)))
+    chosen = plan(workflow, profile, many, "disaggregated", explain=False)
+    assert {p.count for p in chosen.phases[0].placements if p.pool == "accelerators"} == {1}
+    validate(chosen, workflow, many, profile)
 
 
 @pytest.mark.parametrize("seed", range(40))
