@@ -6,11 +6,17 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from schedulers import Cluster, Component, ComponentProfile, Edge, Loop, Node, Point, Pool, Profile, Together, Workflow
 from schedulers.workflow import Flow
 
 LEARNER_SIDE = ("value", "advantage", "learner", "sync")
+
+
+def some(first: int, of: int) -> list[Any]:
+    """The first seeds of so many; the slow run has them all."""
+    return [seed if seed < first else pytest.param(seed, marks=pytest.mark.slow) for seed in range(of)]
 
 
 def measured(pool: Pool, times: dict[tuple[int, int], float], **more: Any) -> ComponentProfile:

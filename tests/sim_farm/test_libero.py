@@ -33,11 +33,11 @@ ALL = [f"libero/{name}" for name in tasks.task_names()]
 SOME = [
     "libero/libero_spatial/3",
     "libero/libero_object/6",
-    *(f"libero/libero_goal/{i}" for i in (0, 7)),
+    "libero/libero_goal/0",
     "libero/libero_10/9",
     "libero/libero_90/0",
 ]
-"""Tasks of all suites and all kinds of room; among them drawers, a stove, a microwave. The slow run has all 130."""
+"""Tasks of all suites and all kinds of room; among them drawers and a microwave. The slow run has all 130."""
 DRAWER, STOVE, BOWL = "libero/libero_goal/0", "libero/libero_goal/7", "libero/libero_spatial/0"
 
 
