@@ -35,10 +35,11 @@ COMMAND = Path(sys.executable).parent / "embodied"
 
 
 def configuration(task: str, **env: object) -> Config:
-    """A policy that needs no training: actions drawn at random."""
+    """A policy that needs no training: actions drawn at random. Of 32 x 32 pictures x264 makes, in one of a hundred
+    tries, another file; of 40 x 40 and larger ones it was not seen to, in 400 tries of each of five sizes."""
     return parse_config(
         {
-            "env": {"task": task, "num_envs": 2, "cameras": 2, "image_size": 32, "max_episode_steps": 12, **env},
+            "env": {"task": task, "num_envs": 2, "cameras": 2, "image_size": 64, "max_episode_steps": 12, **env},
             "policy": {"kind": "random", "chunk": 5},
             "farm": {"stages": 1},
             "eval": {"greedy": False},
