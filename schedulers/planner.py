@@ -256,10 +256,9 @@ def _choose(found: Mapping[Mode, Plan], workflow: Workflow, profile: Profile, cl
 
 def _why_none(workflow: Workflow, profile: Profile, cluster: Cluster, mode: Mode | None) -> str:
     try:
-        alternatives(workflow, _boundless(profile), cluster, modes=_modes(mode), deadline_s=1.0)
+        fits = alternatives(workflow, _boundless(profile), cluster, modes=_modes(mode), deadline_s=1.0)
     except PlanError as error:
         return str(error)
-    fits = alternatives(workflow, _boundless(profile), cluster, modes=_modes(mode), deadline_s=1.0)
     kind = f"{mode} " if mode else ""
     if fits:
         return f"no {kind}plan of workflow {workflow.name!r} fits in the cluster's memory, even with unloading"

@@ -90,16 +90,17 @@ def test_planner_equals_exhaustive_search_where_components_do_not_spread(seed: i
             validate(found[mode], workflow, cluster, profile)
 
 
+SHORT = Workflow(
+    "short",
+    tuple(Component(name) for name in ("physics", "policy", "learner")),
+    (Edge("physics", "policy", "observations"), Edge("policy", "learner", "trajectories")),
+    Loop(("physics", "policy"), 20),
+    16,
+)
+
+
 def test_a_second_gpu_is_not_given_to_processes_that_compute_on_one() -> None:
     """Not even for its memory: one process has its working set on one device."""
-    names = ("physics", "policy", "learner")
-    workflow = Workflow(
-        "short",
-        tuple(Component(name) for name in names),
-        (Edge("physics", "policy", "observations"), Edge("policy", "learner", "trajectories")),
-        Loop(("physics", "policy"), 20),
-        16,
-    )
     one = {"spreads": False, "unload_s": 5.0, "load_s": 5.0}
     components = {
         "physics": measured("cores", {(16, 1): 0.02}),
@@ -108,17 +109,17 @@ def test_a_second_gpu_is_not_given_to_processes_that_compute_on_one() -> None:
     }
     profile = Profile("short", {}, components)
     cluster = Cluster((Node("node0", 2, 2, accelerator_bytes=80e9),))
-    for mode, chosen in alternatives(workflow, profile, cluster).items():
+    for mode, chosen in alternatives(SHORT, profile, cluster).items():
         taken = [p.count for phase in chosen.phases for p in phase.placements if p.pool == "accelerators"]
         assert taken == [1] * len(taken)
-        validate(chosen, workflow, cluster, profile)
+        validate(chosen, SHORT, cluster, profile)
         assert chosen.unload == (mode == "collocated")
-    assert plan(workflow, profile, cluster).mode == "disaggregated"
+    assert plan(SHORT, profile, cluster).mode == "disaggregated"
     # On a large cluster too, where devices are handed out eight at a time.
     many = Cluster(tuple(Node(f"node{i}", 2, 8, accelerator_bytes=80e9) for i in range(32)))
-    chosen = plan(workflow, profile, many, "disaggregated", explain=False)
+    chosen = plan(SHORT, profile, many, "disaggregated", explain=False)
     assert {p.count for p in chosen.phases[0].placements if p.pool == "accelerators"} == {1}
-    validate(chosen, workflow, many, profile)
+    validate(chosen, SHORT, many, profile)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -241,16 +242,8 @@ def seconds(chosen: Plan) -> float:
 
 
 def test_one_step_ahead_a_learner_that_nothing_follows_works_beside_the_loop() -> None:
-    names = ("physics", "policy", "learner")
-    workflow = Workflow(
-        "short",
-        tuple(Component(name) for name in names),
-        (Edge("physics", "policy", "observations"), Edge("policy", "learner", "trajectories")),
-        Loop(("physics", "policy"), 20),
-        16,
-    )
     known = ppo_profile(policy=0.01, learner=0.8)
-    profile = replace(known, components={name: known.components[name] for name in names})
-    chosen = plan(workflow, profile, TWO_CORES, mode="disaggregated", ahead=True)
+    profile = replace(known, components={name: known.components[name] for name in SHORT.names})
+    chosen = plan(SHORT, profile, TWO_CORES, mode="disaggregated", ahead=True)
     assert {placement.components for placement in chosen.phases[0].placements} == {("physics", "policy"), ("learner",)}
     assert seconds(chosen) == pytest.approx(max(20 * (0.02 + 0.01), 0.8))
