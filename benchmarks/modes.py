@@ -15,9 +15,9 @@ import tyro
 from rich import get_console
 
 from embodied.bench.results import show_and_write
-from embodied.comparing import compare_command
+from embodied.commands.compare import compare_command
 from embodied.config import load_config, parse_config
-from embodied.reporting.comparison import comparison_table
+from embodied.planning.comparison_page import comparison_table
 from embodied.reporting.plan_picture import draw_bars
 
 SHORT_LIBERO = {

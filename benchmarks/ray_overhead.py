@@ -20,7 +20,7 @@ import numpy as np
 import tyro
 
 from embodied.bench.results import show_and_write
-from embodied.reporting.trace import ITERATIONS, load
+from embodied.tracing import ITERATIONS, load
 
 ONE_BY_ONE = ("--farm.physics-workers", "1", "--farm.stages", "1")
 WAYS = {

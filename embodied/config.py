@@ -6,22 +6,18 @@ A YAML file in `configs/` says what differs from here; the command line override
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from embodied.errors import UserError, nearest
 from sim_farm.contract import Gripper, Orientation
 
 PROJECT = Path(__file__).resolve().parent.parent
 
 CONFIGS = PROJECT / "configs"
-
-
-class UserError(Exception):
-    """A mistake that the user can mend: shown as one message, exit status 2."""
 
 
 class Section(BaseModel):
@@ -305,9 +301,3 @@ def _explain(item: Any) -> str:
     if item["type"] == "extra_forbidden":
         return f"unknown key {key!r}{nearest(key, all_keys())}"
     return f"{key}: {item['msg']} (got {item['input']!r})"
-
-
-def nearest(given: str, valid: list[str]) -> str:
-    """The end of an error message: the valid names that `given` may have meant, or all of them."""
-    near = difflib.get_close_matches(given, valid, n=3, cutoff=0.5)
-    return f"; did you mean {' or '.join(near)}?" if near else f"; valid: {', '.join(valid)}"

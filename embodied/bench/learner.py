@@ -17,17 +17,18 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
+from embodied.algorithms.estimators import Rows
 from embodied.bench.flops import Costs, nbytes
 from embodied.bench.generate import rows_of
 from embodied.bench.machine import Machine, Peak, finish, measure_machine, median, peak_memory, repeat
 from embodied.bench.models import add_rates, build, check_batches, describe, make_inputs, measured_here, results_table
 from embodied.bench.settings import BenchLearner
-from embodied.config import LearnerConfig, PPOConfig, UserError
-from embodied.devices import CPU, decide, device_of, release, to_host
-from embodied.estimators import Rows
-from embodied.learner import make_optimizer
+from embodied.config import LearnerConfig, PPOConfig
+from embodied.errors import UserError
 from embodied.reporting.live import steps
-from embodied.shares import add_gradient, count_units, count_values, read
+from embodied.workers.devices import CPU, decide, device_of, release, to_host
+from embodied.workers.learner import make_optimizer
+from embodied.workers.microbatch import add_gradient, count_units, count_values, read
 from policies.contract import Inputs
 from policies.openvla import sizes
 from policies.openvla.base import TokenPolicy

@@ -23,12 +23,12 @@ from ray.exceptions import ActorUnschedulableError, GetTimeoutError, RayActorErr
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch import Tensor
 
-from embodied.config import UserError
-from embodied.devices import release, to_host
+from embodied.errors import UserError
 from embodied.runtime.handles import Handle
 from embodied.runtime.nodes import Link, NodeInfo
 from embodied.runtime.ray_farm import HERE, RayHost, cannot_start
 from embodied.runtime.ray_links import slowest_link
+from embodied.workers.devices import release, to_host
 from sim_farm.contract import FarmError
 from sim_farm.farm import WorkerFailed, WorkerTimeout
 
@@ -51,7 +51,7 @@ class _WorkerActor:
     """A process for other workers: one, or several that take turns and hand things to each other by reference."""
 
     def __init__(self) -> None:
-        importlib.import_module("embodied.workers")  # seconds, which pass while the farm is built
+        importlib.import_module("embodied.workers.makers")  # seconds, which pass while the farm is built
         self._workers: dict[str, Any] = {}
 
     def make(self, name: str, make: Callable[..., Any], args: tuple[Any, ...]) -> None:

@@ -24,12 +24,13 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 import schedulers
-from embodied.assignment import assign
-from embodied.clusters import run_cluster
-from embodied.config import Config, UserError
-from embodied.hardware import fingerprint
-from embodied.planning import place_run
-from embodied.profiling import work_of
+from embodied.config import Config
+from embodied.doctor.hardware import fingerprint
+from embodied.errors import UserError
+from embodied.execution.assignment import assign
+from embodied.planning.clusters import run_cluster
+from embodied.planning.profiler import work_of
+from embodied.planning.run_plans import place_run
 from embodied.reporting.metrics import read
 from embodied.runtime import ray_runtime, relay
 from embodied.runtime.handles import InlineRuntime

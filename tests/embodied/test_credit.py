@@ -11,14 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from embodied.config import Config, UserError, parse_config
-from embodied.estimators import gae, rows_of
-from embodied.gathering import join_waves
-from embodied.learner import Learner
-from embodied.planning import check_files
-from embodied.ppo import action_advantages, alive_actions, generalised_advantages
-from embodied.rollout import PolicyWorker
-from embodied.trajectories import Trajectories
+from embodied.algorithms.estimators import gae, rows_of
+from embodied.algorithms.ppo import action_advantages, alive_actions, generalised_advantages
+from embodied.config import Config, parse_config
+from embodied.data.assembly import join_waves
+from embodied.data.trajectories import Trajectories
+from embodied.errors import UserError
+from embodied.planning.run_plans import check_files
+from embodied.workers.learner import Learner
+from embodied.workers.policy_worker import PolicyWorker
 from policies.contract import Action, Evaluation, Inputs, PolicySpec
 from policies.gaussian_mlp import GaussianMLP
 from policies.layers import mlp

@@ -16,14 +16,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from embodied import training, workflows
-from embodied.config import Config, UserError, load_config, parse_config
-from embodied.estimators import Estimate, Rows, gae, group_relative, join_rows, outcomes, rows_of
-from embodied.ppo import generalised_advantages
+from embodied.algorithms.estimators import Estimate, Rows, gae, group_relative, join_rows, outcomes, rows_of
+from embodied.algorithms.ppo import generalised_advantages
+from embodied.config import Config, load_config, parse_config
+from embodied.data.trajectories import Trajectories
+from embodied.errors import UserError
+from embodied.execution.session import open_session
 from embodied.reporting.metrics import read
-from embodied.session import open_session
-from embodied.trajectories import Trajectories
-from embodied.workflows import GRPO, PPO, groups_suffice, recipe_of, streams, workflow_of
+from embodied.run_folder import prepare_run
+from embodied.training import loop as training
+from embodied.workflows import recipes as workflows
+from embodied.workflows.recipes import GRPO, PPO, groups_suffice, recipe_of, streams, workflow_of
 from policies.contract import Inputs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -321,7 +324,7 @@ def test_the_pages_own_workflow_is_what_it_says_and_learns(tmp_path: Path, monke
         assert found.advantage[:n, b].tolist() == pytest.approx([expected] * n, abs=1e-5)
     assert torch.equal(found.keep, batch.mask)
 
-    training.prepare_run(config, tmp_path / "run", resume=False)
+    prepare_run(config, tmp_path / "run", resume=False)
     with open_session(config) as session:
         training.train(config, tmp_path / "run", session, None)
     history = read(tmp_path / "run")

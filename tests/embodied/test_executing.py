@@ -13,18 +13,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from embodied.assignment import HERE, Assignment
+from embodied.algorithms.estimators import Estimate, gae, group_relative
 from embodied.config import Config, parse_config
-from embodied.estimators import Estimate, gae, group_relative
-from embodied.executing import Iteration, executor
-from embodied.learner import Learner, OffPolicy
-from embodied.occupation import Seat
-from embodied.rollout import PolicyWorker
+from embodied.data.trajectories import Trajectories
+from embodied.execution.assignment import HERE, Assignment
+from embodied.execution.executor import Iteration, executor
+from embodied.execution.session import Session, open_session
 from embodied.runtime.ray_runtime import RayRuntime
-from embodied.session import Session, open_session
-from embodied.trajectories import Trajectories
-from embodied.workers import make_policy
-from embodied.workflows import GRPO, PPO
+from embodied.workers.affinity import Affinity
+from embodied.workers.learner import Learner, OffPolicy
+from embodied.workers.makers import make_policy
+from embodied.workers.policy_worker import PolicyWorker
+from embodied.workflows.recipes import GRPO, PPO
 from policies.contract import PolicySpec
 from tests import libero_assets
 
@@ -127,7 +127,7 @@ def assigned(
         mode, groups,
         tuple(CORES[core % len(CORES)] for core in physics), (HERE,) * len(physics),
         tuple(CORES[core % len(CORES)] for core in render),
-        Seat(cores(*policy)), Seat(cores(*learner)), one_process, ahead,
+        Affinity(cores(*policy)), Affinity(cores(*learner)), one_process, ahead,
     )  # fmt: skip
 
 
@@ -136,7 +136,7 @@ def inline(like: Assignment) -> Assignment:
     free = (None,)
     return replace(
         like, mode="inline", physics=free * len(like.physics), render=free * len(like.render),
-        policy=Seat(), learner=Seat(), one_process=False, unload=False,
+        policy=Affinity(), learner=Affinity(), one_process=False, unload=False,
     )  # fmt: skip
 
 
@@ -333,7 +333,7 @@ def test_a_policy_begins_with_the_same_weights_whatever_the_process_has_threads(
     spec = PolicySpec(action_dim=3, chunk=2, state_dim=16, proprio_dim=10, cameras=("front",), image_size=32)
     found = []
     for threads in (1, 2, 3):
-        with Seat(threads=threads).taken():
+        with Affinity(threads=threads).applied():
             found.append(make_policy(config, spec).state_dict())
     for state in found[1:]:
         for name, tensor in found[0].items():

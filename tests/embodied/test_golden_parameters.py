@@ -11,26 +11,30 @@ import hashlib
 import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from embodied import checkpoint, training
+from embodied import checkpoint
 from embodied.config import Config, load_config, parse_config
-from embodied.session import open_session
+from embodied.execution.session import open_session
+from embodied.run_folder import prepare_run
+from embodied.training import loop as training
 from tests import libero_assets
 
 RECORD = Path(__file__).with_name("golden_parameters.json")
-RUNS = {
+RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "pushcube states": ("pushcube", {"env": {"num_envs": 8}, "iterations": 3}),
     "reach by ppo": ("reach", {"iterations": 5}),
     "reach by grpo": ("reach_grpo", {"iterations": 5}),
     "openvla tiny": ("openvla_tiny", {"iterations": 2, "env": {"num_envs": 4}, "ppo": {"decisions": 8}}),
     "libero images": (
         "libero_spatial_ppo",
-        {"iterations": 2, "env": {"num_envs": 2, "image_size": 64}, "ppo": {"decisions": 6}, "learner": {"minibatch": 6}},
+        {"iterations": 2, "env": {"num_envs": 2, "image_size": 64}, "ppo": {"decisions": 6},
+         "learner": {"minibatch": 6}},
     ),
 }
 
@@ -47,7 +51,7 @@ def config_of(run: str) -> Config:
 def parameters_after(run: str, folder: Path) -> dict[str, Tensor]:
     config = config_of(run)
     run_dir = folder / "run"
-    training.prepare_run(config, run_dir, resume=False)
+    prepare_run(config, run_dir, resume=False)
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)

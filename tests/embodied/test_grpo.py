@@ -15,20 +15,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from embodied.assignment import configured
+from embodied.algorithms.episode_groups import differing, group_advantages
+from embodied.algorithms.estimators import Estimate, group_relative, outcomes
 from embodied.checkpoint import RunState
-from embodied.config import Config, UserError, parse_config
-from embodied.estimators import Estimate, group_relative, outcomes
-from embodied.executing import Executor, Iteration, executor
-from embodied.gathering import join_waves
-from embodied.groups import differing, group_advantages
-from embodied.learner import Collected, Learner
+from embodied.config import Config, parse_config
+from embodied.data.assembly import join_waves
+from embodied.data.trajectories import Trajectories
+from embodied.errors import UserError
+from embodied.execution.assignment import configured
+from embodied.execution.executor import Executor, Iteration, executor
+from embodied.execution.session import open_session
 from embodied.reporting.metrics import read
-from embodied.rollout import PolicyWorker
-from embodied.session import open_session
-from embodied.trajectories import Trajectories
-from embodied.workers import make_policy
-from embodied.workflows import GRPO, episodes_of, streams
+from embodied.workers.learner import CollectStatistics, Learner
+from embodied.workers.makers import make_policy
+from embodied.workers.policy_worker import PolicyWorker
+from embodied.workflows.recipes import GRPO, episodes_of, streams
 from policies.contract import Policy, PolicySpec
 from tests.embodied.test_resume import assert_same_run, rewind
 from tests.embodied.test_resume import run as train
@@ -313,7 +314,7 @@ def test_the_critic_is_left_alone(tmp_path: Path) -> None:
 # --- part by part
 
 
-def collected(learner: Learner, parts: Sequence[Trajectories]) -> list[Collected]:
+def collected(learner: Learner, parts: Sequence[Trajectories]) -> list[CollectStatistics]:
     return [learner.collect(part, 0) for part in parts]
 
 

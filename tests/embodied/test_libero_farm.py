@@ -10,7 +10,7 @@ import pytest
 
 import embodied
 from embodied.config import Config, load_config, parse_config
-from embodied.session import Session, open_session
+from embodied.execution.session import Session, open_session
 from sim_farm.contract import TaskSpec
 from sim_farm.episodes import EndlessEpisodes
 from sim_farm.layout import FarmSpec

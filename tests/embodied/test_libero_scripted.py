@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from embodied import runs
+from embodied.commands.evaluate import evaluate_run
 from embodied.config import Config, load_config, parse_config
-from embodied.eval_folder import EvalFolder, read_folder
+from embodied.evaluation.folder import EvalFolder, read_folder
 from policies.contract import PolicyError
 from policies.replay import save_recording
 from policies.scripted import find_script
@@ -46,7 +46,7 @@ def config(**sections: dict[str, Any]) -> Config:
 
 
 def evaluated(settings: Config, folder: Path) -> EvalFolder:
-    runs.evaluate_run("untrained", settings, None, folder.parent, into=folder)
+    evaluate_run("untrained", settings, None, folder.parent, into=folder)
     return read_folder(folder)
 
 

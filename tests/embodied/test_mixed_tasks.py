@@ -12,16 +12,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from embodied import training
-from embodied.assignment import HERE, Assignment
-from embodied.config import Config, UserError, parse_config
-from embodied.executing import Iteration, executor
-from embodied.learner import Learner
-from embodied.occupation import Seat
+from embodied.config import Config, parse_config
+from embodied.errors import UserError
+from embodied.execution.assignment import HERE, Assignment
+from embodied.execution.executor import Iteration, executor
+from embodied.execution.session import Session, open_session
 from embodied.reporting.metrics import read
 from embodied.runtime.ray_runtime import RayRuntime
-from embodied.session import Session, open_session
-from embodied.workflows import configs_of_tasks
+from embodied.training import loop as training
+from embodied.workers.affinity import Affinity
+from embodied.workers.learner import Learner
+from embodied.workflows.recipes import configs_of_tasks
 from sim_farm.contract import FarmError
 from tests.embodied.test_resume import assert_same_run, rewind, run
 
@@ -58,8 +59,8 @@ def config_of(settings: dict[str, Any], **changes: Any) -> Config:
 
 
 def placed(one_process: bool, groups: int = 1, unload: bool = False) -> Assignment:
-    seat = Seat((CORE,))
-    return Assignment("collocated", groups, (CORE,), (HERE,), (), seat, seat, one_process, unload=unload)
+    affinity = Affinity((CORE,))
+    return Assignment("collocated", groups, (CORE,), (HERE,), (), affinity, affinity, one_process, unload=unload)
 
 
 AHEAD = replace(placed(False), mode="disaggregated", ahead=1)

@@ -14,12 +14,18 @@ import yaml
 from safetensors.numpy import load_file
 
 import schedulers
-from embodied import checkpoint, cli, clusters, planning, profiling, training
-from embodied.config import UserError, parse_config
-from embodied.profiling import profile_config
+from embodied import checkpoint, cli
+from embodied.config import parse_config
+from embodied.errors import UserError
+from embodied.execution.session import Session, open_session
+from embodied.planning import clusters
+from embodied.planning import profiler as profiling
+from embodied.planning import run_plans as planning
+from embodied.planning.profiler import profile_config
 from embodied.reporting.metrics import read
+from embodied.run_folder import prepare_run
 from embodied.runtime.ray_runtime import RayRuntime
-from embodied.session import Session, open_session
+from embodied.training import loop as training
 from schedulers import Plan, PlanError, Profile
 
 CORES = sorted(os.sched_getaffinity(0))[:2]
@@ -374,7 +380,7 @@ def hand_written(**changes: Any) -> dict[str, Any]:
 def train(folder: Path, **sections: Any) -> Path:
     """A short run inline; its folder."""
     config = parse_config({**SETTINGS, **sections}, "test")
-    found = training.prepare_run(config, folder, resume=folder.exists())
+    found = prepare_run(config, folder, resume=folder.exists())
     with open_session(config) as session:
         training.train(config, folder, replace(session, cores=tuple(CORES)), found)
     return folder

@@ -13,13 +13,15 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
-from embodied import checkpoint, training
+from embodied import checkpoint
 from embodied.checkpoint import CheckpointError
-from embodied.config import Config, UserError, parse_config
+from embodied.config import Config, parse_config
+from embodied.errors import UserError
+from embodied.execution.session import Session, open_session
 from embodied.reporting.metrics import FILE, read
+from embodied.run_folder import prepare_run
 from embodied.runtime.handles import InlineRuntime, LocalHandle
-from embodied.session import Session, open_session
-from embodied.training import prepare_run
+from embodied.training import loop as training
 
 RUNTIME = {"mode": "inline", "trace": False}
 STATES = {

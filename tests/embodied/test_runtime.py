@@ -19,16 +19,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from embodied import checkpoint, training
-from embodied.assignment import configured
-from embodied.config import Config, UserError, parse_config
+from embodied import checkpoint
+from embodied.config import Config, parse_config
+from embodied.data.trajectories import Trajectories
+from embodied.errors import UserError
+from embodied.execution.assignment import configured
+from embodied.execution.farm_specs import farm_spec
+from embodied.execution.session import Session
 from embodied.reporting.metrics import read
-from embodied.rollout import PolicyWorker
+from embodied.run_folder import prepare_run
 from embodied.runtime.handles import Handle, InlineRuntime, Runtime
 from embodied.runtime.ray_runtime import RayRuntime
-from embodied.session import Session
-from embodied.trajectories import Trajectories
-from embodied.workers import farm_spec, make_policy_worker, policy_spec
+from embodied.training import loop as training
+from embodied.workers.makers import make_policy_worker, policy_spec
+from embodied.workers.policy_worker import PolicyWorker
 from policies.contract import PolicyError
 from sim_farm.episodes import EndlessEpisodes
 from sim_farm.farm import Farm, WorkerFailed, WorkerTimeout
@@ -66,7 +70,7 @@ def session_of(config: Config, runtime: Runtime) -> Session:
 
 def train(config: Config, folder: Path, runtime: Runtime) -> dict[str, bytes]:
     """The bytes of the last checkpoint's tensors."""
-    training.prepare_run(config, folder, resume=False)
+    prepare_run(config, folder, resume=False)
     training.train(config, folder, session_of(config, runtime), None)
     last = checkpoint.latest(folder / "checkpoints")
     assert last is not None
@@ -237,8 +241,9 @@ def test_every_listening_socket_is_bound_to_loopback(cluster: RayRuntime) -> Non
 RUN = """
 import sys
 from pathlib import Path
-from embodied.session import open_session
-from embodied.training import prepare_run, train
+from embodied.execution.session import open_session
+from embodied.run_folder import prepare_run
+from embodied.training.loop import train
 from tests.embodied.test_runtime import config_of
 folder = Path(sys.argv[1])
 config = config_of(iterations=100_000, ppo={"decisions": 200})

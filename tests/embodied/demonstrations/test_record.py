@@ -17,13 +17,14 @@ import torch
 
 import policies
 from embodied import checkpoint
-from embodied.config import Config, RuntimeConfig, UserError, load_config, parse_config, save_config
+from embodied.config import Config, RuntimeConfig, load_config, parse_config, save_config
 from embodied.demonstrations import Dataset, DatasetError, DatasetWriter
 from embodied.demonstrations import recording as recording_module
 from embodied.demonstrations.recording import demonstration_episodes, record_run
 from embodied.demonstrations.writer import new_folder
-from embodied.evaluation import EpisodeResult
+from embodied.errors import UserError
 from embodied.runtime.handles import InlineRuntime
+from embodied.workers.evaluator import EpisodeResult
 from sim_farm.contract import EpisodeSpec, TaskInfo
 from sim_farm.episodes import evaluation_episodes
 from sim_farm.registry import make_physics, make_renderer
@@ -186,7 +187,7 @@ def test_a_killed_recording_is_no_dataset_and_in_nobodys_way(out: Path) -> None:
     code = f"""
 import os, pathlib
 from embodied.demonstrations.writer import new_folder
-from embodied.evaluation import EpisodeResult
+from embodied.workers.evaluator import EpisodeResult
 from embodied.runtime.handles import InlineRuntime
 with new_folder(pathlib.Path({str(out)!r})) as folder:
     (folder / "meta").mkdir()

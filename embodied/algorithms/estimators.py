@@ -1,0 +1,180 @@
+"""From trajectories to rows to learn from: the estimators that workflows name.
+
+An estimator is a function of (trajectories, configuration). It sees whole episodes or a whole rollout, never a
+minibatch, and it alone knows what the algorithm makes of rewards; the learner's update is the same for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from embodied.algorithms.episode_groups import differing, group_advantages, informative
+from embodied.algorithms.ppo import action_advantages, alive_actions, generalised_advantages, normalise
+from embodied.config import Config, GroupConfig, PPOConfig
+from embodied.data.trajectories import Trajectories, join_inputs
+from embodied.errors import UserError
+from policies.contract import Inputs
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What an estimator makes of trajectories; all [T, B]. Where single actions have credit of their own, advantages
+    and returns are [T, B, C]."""
+
+    advantage: Tensor
+    returns: Tensor
+    """What the critic should have said; read only where the workflow trains one."""
+    keep: Tensor
+    """bool, the decision is worth learning from."""
+    weight: Tensor
+    """Of each of the decision's units (`ppo.ratio_unit`) in the loss; the update divides by the weights' sum."""
+
+
+Estimator = Callable[[Trajectories, Config], Estimate]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The decisions to learn from, flattened; every tensor has N rows."""
+
+    inputs: Inputs
+    trace: Mapping[str, Tensor]
+    log_prob: Tensor
+    """[N, C, A] under the policy that acted."""
+    value: Tensor
+    """[N], or [N, C] where single actions have credit of their own; advantages and returns alike."""
+    advantage: Tensor
+    returns: Tensor
+    executed: Tensor
+    weight: Tensor
+    """[N] of the row in the loss and in its denominator."""
+    importance: Tensor
+    """[N, 1] or [N, U] of its units in the loss alone: how much likelier the policy makes them than the one that acted
+    did, where that is an update behind."""
+
+    def take(self, index: Tensor) -> Rows:
+        return Rows(
+            self.inputs.rows(index),
+            {key: tensor[index] for key, tensor in self.trace.items()},
+            *(getattr(self, key)[index] for key in PER_ROW),
+        )
+
+    def to(self, device: torch.device) -> Rows:
+        """The same rows with all tensors on the device."""
+        return Rows(
+            self.inputs.to(device),
+            {key: tensor.to(device) for key, tensor in self.trace.items()},
+            *(getattr(self, key).to(device) for key in PER_ROW),
+        )
+
+    def __len__(self) -> int:
+        return len(self.value)
+
+
+PER_ROW = ("log_prob", "value", "advantage", "returns", "executed", "weight", "importance")
+
+
+def rows_of(batch: Trajectories, estimate: Estimate) -> Rows:
+    """The batch's rows without those that nobody took or that teach nothing."""
+    rows = Rows(
+        batch.inputs,
+        batch.trace,
+        batch.log_prob.flatten(0, 1),
+        batch.value.flatten(0, 1),
+        estimate.advantage.flatten(0, 1),
+        estimate.returns.flatten(0, 1),
+        batch.executed.flatten(),
+        estimate.weight.flatten(),
+        torch.ones(batch.mask.numel(), 1),
+    )
+    chosen = batch.mask & estimate.keep
+    return rows if bool(chosen.all()) else rows.take(chosen.flatten().nonzero()[:, 0])
+
+
+def join_rows(parts: Sequence[Rows]) -> Rows:
+    """The rows of all parts, one after the other."""
+    if len(parts) == 1:
+        return parts[0]
+    total = sum(len(part) for part in parts)
+    return Rows(
+        join_inputs([part.inputs for part in parts], torch.arange(total)),
+        {key: torch.cat([part.trace[key] for part in parts]) for key in parts[0].trace},
+        *(torch.cat([getattr(part, key) for part in parts]) for key in PER_ROW),
+    )
+
+
+def gae(batch: Trajectories, config: Config) -> Estimate:
+    """Generalised advantages (Schulman et al. 2016), each episode's own end bootstrapped, normalised over the batch."""
+    return gae_of(batch, config.ppo)
+
+
+def gae_of(batch: Trajectories, ppo: PPOConfig) -> Estimate:
+    """`gae` from its own settings."""
+    _check_values(batch, ppo)
+    ends = (batch.terminated, batch.truncated, batch.final_value, batch.last_value)
+    counted = batch.mask
+    if ppo.credit == "action":
+        assert batch.step_reward is not None, "gathered without the rewards of single actions"
+        counted = batch.mask[..., None] & alive_actions(batch.executed, batch.value.shape[2])
+        advantage, returns = action_advantages(
+            batch.step_reward, batch.value, batch.executed, *ends, ppo.gamma, ppo.lam, ppo.bootstrap
+        )
+    else:
+        advantage, returns = generalised_advantages(batch.reward, batch.value, *ends, ppo.gamma, ppo.lam, ppo.bootstrap)
+    if ppo.normalise_advantages:
+        advantage = normalise(advantage, counted)
+    return Estimate(advantage, returns, batch.mask, torch.ones_like(batch.reward))
+
+
+def _check_values(batch: Trajectories, ppo: PPOConfig) -> None:
+    """Raise `UserError` unless the policy has a value for each of what has credit."""
+    wanted, found = 3 if ppo.credit == "action" else 2, batch.value.ndim
+    if found < wanted:
+        raise UserError(
+            "ppo.credit is action, and the policy has one value for a whole chunk: set it to chunk, or build the "
+            "policy with a value for each action"
+        )
+    if found > wanted:
+        raise UserError("the policy has a value for each action: set ppo.credit to action, and ppo.ratio_unit too")
+
+
+def group_relative(batch: Trajectories, config: Config) -> Estimate:
+    """GRPO (Shao et al. 2024): every decision of an episode has the episode's advantage within its group.
+
+    Raises ValueError for trajectories that are not whole episodes in groups.
+    """
+    if batch.group is None:
+        raise ValueError("group-relative advantages need whole episodes: a workflow with rollout='episodes'")
+    settings = config.group
+    outcome = outcomes(batch, settings)
+    advantage, complete = group_advantages(outcome, batch.group, settings.size, settings.scale)
+    teaches = complete & differing(outcome, batch.group, settings.size)
+    if settings.keep_rates is not None:
+        solved = (batch.success & batch.mask).any(0).float()
+        teaches &= informative(solved, batch.group, settings.size, *settings.keep_rates)
+    rows = torch.ones_like(batch.reward)
+    if settings.weight == "episode":
+        units = batch.mask if config.ppo.ratio_unit == "chunk" else batch.executed * batch.mask
+        rows = rows / units.sum(0).clamp(min=1)
+    return Estimate(rows_like(advantage, batch), torch.zeros_like(batch.reward), rows_like(teaches, batch), rows)
+
+
+def outcomes(batch: Trajectories, settings: GroupConfig) -> Tensor:
+    """[B] what each episode is judged by: 1 where it was solved, or its return."""
+    if settings.outcome == "success":
+        return (batch.success & batch.mask).any(0).float()
+    # In double precision, so that equal episodes have equal returns: how a sum rounds depends on the column's place.
+    return (batch.reward * batch.mask).double().sum(0).float()
+
+
+def rows_like(values: Tensor, batch: Trajectories) -> Tensor:
+    """[B] to [T, B]."""
+    return values[None].expand_as(batch.mask)
+
+
+ESTIMATORS: dict[str, Estimator] = {"gae": gae, "group_relative": group_relative}
+"""By the names that workflows use."""
