@@ -14,7 +14,7 @@ from torch import Tensor
 
 from embodied.algorithms.episode_groups import differing, group_advantages, informative
 from embodied.algorithms.ppo import action_advantages, alive_actions, generalised_advantages, normalise
-from embodied.config import Config, GroupConfig, PPOConfig
+from embodied.config import AdvantageConfig, Config
 from embodied.data.trajectories import Trajectories, join_inputs
 from embodied.errors import UserError
 from policies.contract import Inputs
@@ -31,7 +31,7 @@ class Estimate:
     keep: Tensor
     """bool, the decision is worth learning from."""
     weight: Tensor
-    """Of each of the decision's units (`ppo.ratio_unit`) in the loss; the update divides by the weights' sum."""
+    """Of each of the decision's units (`loss.ratio_unit`) in the loss; the update divides by the weights' sum."""
 
 
 Estimator = Callable[[Trajectories, Config], Estimate]
@@ -109,37 +109,41 @@ def join_rows(parts: Sequence[Rows]) -> Rows:
 
 def gae(batch: Trajectories, config: Config) -> Estimate:
     """Generalised advantages (Schulman et al. 2016), each episode's own end bootstrapped, normalised over the batch."""
-    return gae_of(batch, config.ppo)
+    return gae_of(batch, config.advantage)
 
 
-def gae_of(batch: Trajectories, ppo: PPOConfig) -> Estimate:
+def gae_of(batch: Trajectories, settings: AdvantageConfig) -> Estimate:
     """`gae` from its own settings."""
-    _check_values(batch, ppo)
+    _check_values(batch, settings)
     ends = (batch.terminated, batch.truncated, batch.final_value, batch.last_value)
     counted = batch.mask
-    if ppo.credit == "action":
+    if settings.credit == "action":
         assert batch.step_reward is not None, "gathered without the rewards of single actions"
         counted = batch.mask[..., None] & alive_actions(batch.executed, batch.value.shape[2])
         advantage, returns = action_advantages(
-            batch.step_reward, batch.value, batch.executed, *ends, ppo.gamma, ppo.lam, ppo.bootstrap
+            batch.step_reward, batch.value, batch.executed, *ends, settings.gamma, settings.lam, settings.bootstrap
         )
     else:
-        advantage, returns = generalised_advantages(batch.reward, batch.value, *ends, ppo.gamma, ppo.lam, ppo.bootstrap)
-    if ppo.normalise_advantages:
+        advantage, returns = generalised_advantages(
+            batch.reward, batch.value, *ends, settings.gamma, settings.lam, settings.bootstrap
+        )
+    if settings.normalise:
         advantage = normalise(advantage, counted)
     return Estimate(advantage, returns, batch.mask, torch.ones_like(batch.reward))
 
 
-def _check_values(batch: Trajectories, ppo: PPOConfig) -> None:
+def _check_values(batch: Trajectories, settings: AdvantageConfig) -> None:
     """Raise `UserError` unless the policy has a value for each of what has credit."""
-    wanted, found = 3 if ppo.credit == "action" else 2, batch.value.ndim
+    wanted, found = 3 if settings.credit == "action" else 2, batch.value.ndim
     if found < wanted:
         raise UserError(
-            "ppo.credit is action, and the policy has one value for a whole chunk: set it to chunk, or build the "
+            "advantage.credit is action, and the policy has one value for a whole chunk: set it to chunk, or build the "
             "policy with a value for each action"
         )
     if found > wanted:
-        raise UserError("the policy has a value for each action: set ppo.credit to action, and ppo.ratio_unit too")
+        raise UserError(
+            "the policy has a value for each action: set advantage.credit to action, and loss.ratio_unit too"
+        )
 
 
 def group_relative(batch: Trajectories, config: Config) -> Estimate:
@@ -149,21 +153,21 @@ def group_relative(batch: Trajectories, config: Config) -> Estimate:
     """
     if batch.group is None:
         raise ValueError("group-relative advantages need whole episodes: a workflow with rollout='episodes'")
-    settings = config.group
+    settings, size = config.advantage, config.rollout.episode_group
     outcome = outcomes(batch, settings)
-    advantage, complete = group_advantages(outcome, batch.group, settings.size, settings.scale)
-    teaches = complete & differing(outcome, batch.group, settings.size)
+    advantage, complete = group_advantages(outcome, batch.group, size, settings.scale)
+    teaches = complete & differing(outcome, batch.group, size)
     if settings.keep_rates is not None:
         solved = (batch.success & batch.mask).any(0).float()
-        teaches &= informative(solved, batch.group, settings.size, *settings.keep_rates)
+        teaches &= informative(solved, batch.group, size, *settings.keep_rates)
     rows = torch.ones_like(batch.reward)
-    if settings.weight == "episode":
-        units = batch.mask if config.ppo.ratio_unit == "chunk" else batch.executed * batch.mask
+    if config.loss.weight == "episode":
+        units = batch.mask if config.loss.ratio_unit == "chunk" else batch.executed * batch.mask
         rows = rows / units.sum(0).clamp(min=1)
     return Estimate(rows_like(advantage, batch), torch.zeros_like(batch.reward), rows_like(teaches, batch), rows)
 
 
-def outcomes(batch: Trajectories, settings: GroupConfig) -> Tensor:
+def outcomes(batch: Trajectories, settings: AdvantageConfig) -> Tensor:
     """[B] what each episode is judged by: 1 where it was solved, or its return."""
     if settings.outcome == "success":
         return (batch.success & batch.mask).any(0).float()

@@ -47,7 +47,7 @@ class Ran:
 
 def compare_command(config: Config, name: str, out: Path, profile: Path | None, repeats: int) -> dict[str, Any]:
     """Run every mode's best plan on the same work. Writes table, charts and timelines to `out`."""
-    if config.also:
+    if config.extra_tasks:
         raise UserError("modes are compared on one task: leave out `also`")
     if repeats < 1:
         raise UserError(f"--repeats is at least 1, not {repeats}")

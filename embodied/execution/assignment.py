@@ -69,13 +69,13 @@ def configured(config: Config, cores: tuple[int, ...], nodes: Mapping[str, str] 
     place = [cores[i % len(cores)] if pinned else None for i in range(workers + farm.render_workers)]
     return Assignment(
         mode="configured",
-        groups=farm.stages,
+        groups=farm.groups,
         # Another machine's cores are dealt out there.
         physics=tuple(core if home == HERE else None for core, home in zip(place, homes, strict=False)),
         physics_nodes=homes,
         render=tuple(place[workers:]),
         policy=Affinity(),
-        learner=Affinity((), config.learner.threads or len(cores)),
+        learner=Affinity((), config.optim.threads or len(cores)),
         one_process=False,
     )
 
@@ -109,7 +109,7 @@ def assign(plan: Plan, config: Config, cores: tuple[int, ...], nodes: Mapping[st
     places = [(_node_of(s.node, others), s.first + i) for s in physics.devices for i in range(s.count)]
     takes_turns = plan.groups == 1 or policy is not physics
     acting = _affinity("policy", policy, cores, gpus)
-    threads = config.learner.threads
+    threads = config.optim.threads
     updating = _affinity("learner", learning, cores, gpus, threads or len(cores))
     return Assignment(
         mode=plan.mode,

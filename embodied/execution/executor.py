@@ -234,10 +234,10 @@ class Executor:
         another task's."""
         deadline_s = self.config.runtime.deadline_s
         if not self._by_episodes:
-            return self.policy.refer(PolicyWorker.rollout, self.config.ppo.decisions, deadline_s, after)
-        group = self.config.group
+            return self.policy.refer(PolicyWorker.rollout, self.config.rollout.decisions, deadline_s, after)
+        group = self.config.rollout
         # Where a wave's groups decide whether there is another, nobody may begin it before that is known.
-        ahead = 1 if group.max_waves else group.waves - wave
+        ahead = 1 if group.max_episodes_per_env else group.episodes_per_env - wave
         return self.policy.refer(PolicyWorker.rollout_wave, ahead, deadline_s, after)
 
     def _begun(self) -> Any:
@@ -250,20 +250,20 @@ class Executor:
 
     def _waves_of(self, iteration: int, spans: list[Span]) -> tuple[RolloutSummary, list[Span]]:
         """Wave after wave, each handed to the learner when it is complete."""
-        group = self.config.group
-        wanted = self.config.env.num_envs * group.waves // group.size
+        group = self.config.rollout
+        wanted = self.config.env.num_envs * group.episodes_per_env // group.episode_group
         total: RolloutSummary | None = None
         waiting: list[Any] = []
         taught = 0
-        for number in range(group.max_waves or group.waves):
+        for number in range(group.max_episodes_per_env or group.episodes_per_env):
             begin = time.monotonic_ns()
             summary = self.policy.fetch(self._start(number) if number else self._begun())
             spans.append(Span("driver", f"roll out wave {number}", begin, time.monotonic_ns()))
             total = summary if total is None else total + summary
             waiting.append(self._feed(iteration))
-            while len(waiting) > (0 if group.max_waves else PARTS_AHEAD):
+            while len(waiting) > (0 if group.max_episodes_per_env else PARTS_AHEAD):
                 taught += self._collected(waiting.pop(0)).groups
-            if group.max_waves and taught >= wanted:
+            if group.max_episodes_per_env and taught >= wanted:
                 break
         for reference in waiting:
             self._collected(reference)

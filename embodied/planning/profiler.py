@@ -146,7 +146,9 @@ def run_iterations(workers: Executor) -> list[Iteration]:
 
 def work_of(config: Config) -> dict[str, str]:
     """What of a configuration its times depend on, as the profile keeps it."""
-    sections = config.model_dump(mode="json", include={"workflow", "env", "policy", "ppo", "group", "learner"})
+    sections = config.model_dump(
+        mode="json", include={"workflow", "env", "policy", "rollout", "advantage", "loss", "optim"}
+    )
     return {f"work.{name}": json.dumps(section, sort_keys=True) for name, section in sections.items()}
 
 
@@ -267,5 +269,5 @@ def _transfers(info: TaskInfo, config: Config) -> dict[str, float]:
         "render>policy": frames + seen,
         "physics>policy": seen,
         "policy>physics": action,
-        "policy>learner": per_decision * config.ppo.decisions,
+        "policy>learner": per_decision * config.rollout.decisions,
     }

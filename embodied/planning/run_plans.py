@@ -228,5 +228,3 @@ def title_of(config: Config, number: int, others: Mapping[str, Any]) -> str:
     """The task's name, with its number where another of the run's tasks has that name."""
     task = config.env.task
     return f"{task} ({number})" if task in others else task
-
-

@@ -137,7 +137,7 @@ class _Loop:
                     break
                 moves = watches.see(iteration, config.iterations - self.position.iteration) if watches else {}
                 for number, decision in moves.items():
-                    progress.note(f"planned again{f', task {number}' if config.also else ''}: {decision.reason}")
+                    progress.note(f"planned again{f', task {number}' if config.extra_tasks else ''}: {decision.reason}")
                 if moves:
                     self._save()
                     return moves

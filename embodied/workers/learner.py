@@ -23,7 +23,7 @@ from torch import Tensor
 from embodied import checkpoint
 from embodied.algorithms.estimators import Rows, join_rows, rows_of
 from embodied.algorithms.ppo import alive_actions, behaviour_weight, reduce_to_unit
-from embodied.config import Config, LearnerConfig
+from embodied.config import Config, OptimConfig
 from embodied.data.assembly import join_waves
 from embodied.data.random_streams import permutation
 from embodied.data.trajectories import Trajectories
@@ -47,7 +47,7 @@ class NonFinite(UserError):
     """Losses or gradients were not finite several steps in a row."""
 
 
-def make_optimizer(policy: Policy, settings: LearnerConfig) -> torch.optim.Adam:
+def make_optimizer(policy: Policy, settings: OptimConfig) -> torch.optim.Adam:
     """Actor and value head with learning rates of their own."""
     return torch.optim.Adam(
         [
@@ -79,14 +79,17 @@ class Learner:
         self.policy = policy
         self._device = device_of(policy)
         self._recipe, self._run = recipe_of(config), config
-        self._ppo, self._config = config.ppo, config.learner
+        self._loss, self._credit, self._config = config.loss, config.advantage.credit, config.optim
         self._streams = streams(config)
-        in_waves = self._recipe.rollout == "episodes" and max(config.group.waves, config.group.max_waves or 1) > 1
+        in_waves = (
+            self._recipe.rollout == "episodes"
+            and max(config.rollout.episodes_per_env, config.rollout.max_episodes_per_env or 1) > 1
+        )
         self._joins = in_waves and not groups_suffice(config)
         """The estimator needs all waves of an iteration at once."""
         self._run_dir = run_dir
-        self._affinity = affinity or Affinity((), config.learner.threads or len(os.sched_getaffinity(0)))
-        self.optimizer = make_optimizer(policy, config.learner)
+        self._affinity = affinity or Affinity((), config.optim.threads or len(os.sched_getaffinity(0)))
+        self.optimizer = make_optimizer(policy, config.optim)
         forget_peak(device_of(policy))
         self._offload: Offload | None = None
         self._parts: list[Rows] = []
@@ -241,7 +244,7 @@ class Learner:
         with torch.no_grad():
             parts = (rows.take(piece).to(self._device) for piece in self._pieces(rows))
             now = torch.cat([self.policy.evaluate(part.inputs, part.trace).log_prob.to(CPU) for part in parts])
-        unit = self._ppo.ratio_unit
+        unit = self._loss.ratio_unit
         proximal, _ = reduce_to_unit(now, rows.executed, unit)
         behaviour, _ = reduce_to_unit(rows.log_prob, rows.executed, unit)
         return replace(rows, log_prob=now, importance=behaviour_weight(proximal, behaviour, BEHAVIOUR_BOUND))
@@ -250,14 +253,14 @@ class Learner:
         """One optimiser step on the rows `index`. The gradient norm, or None where the KL bound ends the update."""
         self.optimizer.zero_grad(set_to_none=True)
         executed, dims = rows.executed[index], rows.log_prob.shape[-1]
-        units, weights = count_units(executed, rows.weight[index], dims, self._ppo.ratio_unit)
-        values = count_values(executed, self._ppo.credit)
+        units, weights = count_units(executed, rows.weight[index], dims, self._loss.ratio_unit)
+        values = count_values(executed, self._credit)
         micro_batches = index.split(self._config.micro_batch or len(index))
         shares = [self._backward(rows.take(micro), weights, values) for micro in micro_batches]
         sums, norm = read(shares, self._clip())
         if check:
             self._check_on_policy(sums.off_policy / units)
-        if self._ppo.target_kl is not None and sums.approx_kl / units > 1.5 * self._ppo.target_kl:
+        if self._config.target_kl is not None and sums.approx_kl / units > 1.5 * self._config.target_kl:
             return sums, None
         self._apply(rows, index, sums, norm, iteration)
         return sums, norm
@@ -303,7 +306,7 @@ class Learner:
 
     def _backward(self, rows: Rows, weights: float, values: int) -> MicroBatchLoss:
         """Add the gradient of the rows' share of a loss with the given denominators."""
-        return add_gradient(self.policy, rows, self._ppo, self._recipe.critic, weights, values)
+        return add_gradient(self.policy, rows, self._loss, self._credit, self._recipe.critic, weights, values)
 
     def _check_on_policy(self, off_policy: float) -> None:
         tolerance = self.policy.ratio_tolerance

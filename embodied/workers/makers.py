@@ -42,7 +42,7 @@ def task_spec(config: Config) -> TaskSpec:
 
 def bootstrap_of(config: Config) -> str:
     """Which ended episodes' last observations are valued: none where no critic is trained."""
-    return config.ppo.bootstrap if recipe_of(config).critic else "never"
+    return config.advantage.bootstrap if recipe_of(config).critic else "never"
 
 
 def policy_spec(config: Config, info: TaskInfo) -> PolicySpec:

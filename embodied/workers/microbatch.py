@@ -25,7 +25,7 @@ from embodied.algorithms.ppo import (
     unit_mask,
     value_loss,
 )
-from embodied.config import PPOConfig
+from embodied.config import LossConfig
 from embodied.workers.devices import device_of, to_host
 from policies.contract import Policy
 
@@ -73,31 +73,32 @@ def read(shares: Sequence[MicroBatchLoss], norm: Tensor | None = None) -> tuple[
 
 
 def add_gradient(
-    policy: Policy, rows: Rows, ppo: PPOConfig, critic: bool, weights: float, values: int
+    policy: Policy, rows: Rows, settings: LossConfig, credit: Credit, critic: bool, weights: float, values: int
 ) -> MicroBatchLoss:
     """Add the gradient of these rows' share of a loss with the given denominators; `critic`: with the value's part.
 
     The rows are in the host's memory.
     """
     device, (_, chunk, dims) = device_of(policy), rows.log_prob.shape
-    units, counted = count_units(rows.executed, rows.weight, dims, ppo.ratio_unit)
-    count = LossSums(units=units, weights=counted, values=count_values(rows.executed, ppo.credit), rows=len(rows))
-    places = _places(unit_mask(rows.executed, chunk, dims, ppo.ratio_unit), device)
-    valued = _places(alive_actions(rows.executed, chunk), device) if ppo.credit == "action" else (...,)
+    units, counted = count_units(rows.executed, rows.weight, dims, settings.ratio_unit)
+    count = LossSums(units=units, weights=counted, values=count_values(rows.executed, credit), rows=len(rows))
+    places = _places(unit_mask(rows.executed, chunk, dims, settings.ratio_unit), device)
+    valued = _places(alive_actions(rows.executed, chunk), device) if credit == "action" else (...,)
     rows = rows.to(device)
     new = policy.evaluate(rows.inputs, rows.trace)
     log_prob, old, entropy = (
-        reduce_to_unit(found, rows.executed, ppo.ratio_unit)[0] for found in (new.log_prob, rows.log_prob, new.entropy)
+        reduce_to_unit(found, rows.executed, settings.ratio_unit)[0]
+        for found in (new.log_prob, rows.log_prob, new.entropy)
     )
-    gain, high = advantage_of_units(rows.advantage, dims, ppo.ratio_unit), ppo.clip_high or ppo.clip
+    gain, high = advantage_of_units(rows.advantage, dims, settings.ratio_unit), settings.clip_high or settings.clip
     weight = rows.weight[:, None] * rows.importance
-    surrogate = policy_loss(log_prob, old, gain, places, ppo.clip, high, ppo.dual_clip, weight)
+    surrogate = policy_loss(log_prob, old, gain, places, settings.clip, high, settings.dual_clip, weight)
     spread = sum_units(entropy, places, rows.weight)
-    loss = surrogate.loss / weights - ppo.entropy_coef * spread / weights
+    loss = surrogate.loss / weights - settings.entropy_coef * spread / weights
     error = loss.new_zeros(())
     if critic:
-        error = value_loss(new.value[valued], rows.value[valued], rows.returns[valued], ppo.value_clip)
-        loss = loss + ppo.value_coef * error / values
+        error = value_loss(new.value[valued], rows.value[valued], rows.returns[valued], loss.value_clip)
+        loss = loss + loss.value_coef * error / values
     loss.backward()  # type: ignore[no-untyped-call]
     measured = {
         "policy_loss": surrogate.loss.detach(),

@@ -98,8 +98,8 @@ def streams(config: Config) -> bool:
 
     Only where the update is one optimiser step over all rows: then it is a sum over parts, in their order.
     """
-    recipe, learner = recipe_of(config), config.learner
-    one_step = not recipe.critic and learner.epochs == 1 and learner.minibatch == 0
+    recipe, optim = recipe_of(config), config.optim
+    one_step = not recipe.critic and optim.epochs == 1 and optim.minibatch == 0
     return recipe.rollout == "episodes" and one_step and groups_suffice(config)
 
 
@@ -107,7 +107,7 @@ def groups_suffice(config: Config) -> bool:
     """Whether the estimator needs no more than complete groups: its edge to the learner says so. Else it is shown
     all of an iteration's episodes at once."""
     flows = [edge.flow for edge in recipe_of(config).edges if edge.target == "learner"]
-    return "barrier" not in flows and config.group.scale != "batch"
+    return "barrier" not in flows and config.advantage.scale != "batch"
 
 
 def workflow_of(config: Config, max_episode_steps: int) -> Workflow:
@@ -115,11 +115,11 @@ def workflow_of(config: Config, max_episode_steps: int) -> Workflow:
     recipe, env = recipe_of(config), config.env
     draws = "images" in config.policy.reads
     present = tuple(c for c in recipe.components if draws or c.name != "render")
-    waves, steps = 1, config.ppo.decisions
+    waves, steps = 1, config.rollout.decisions
     if recipe.rollout == "episodes":
         check_groups(config)
-        waves, steps = config.group.waves, math.ceil(max_episode_steps / config.policy.chunk)
-    unit = config.group.size if recipe.rollout == "episodes" else 1
+        waves, steps = config.rollout.episodes_per_env, math.ceil(max_episode_steps / config.policy.chunk)
+    unit = config.rollout.episode_group if recipe.rollout == "episodes" else 1
     edges = tuple(
         replace(edge, unit=unit, flow=edge.flow if streams(config) else "barrier") if edge.target == "learner" else edge
         for edge in _without(recipe.edges, present)
@@ -132,7 +132,7 @@ def episodes_of(config: Config, seed: int) -> Episodes:
     """The training episodes of the configuration's workflow."""
     if recipe_of(config).rollout == "episodes":
         check_groups(config)
-        return GroupedEpisodes(seed, config.group.size, config.env.init_states)
+        return GroupedEpisodes(seed, config.rollout.episode_group, config.env.init_states)
     return EndlessEpisodes(seed, config.env.init_states)
 
 
@@ -142,7 +142,7 @@ def configs_of_tasks(config: Config) -> tuple[Config, ...]:
     Raises `UserError` for keys of `also` that `env` does not have.
     """
     found = [config.model_copy(update={"also": ()})]
-    for number, differs in enumerate(config.also, start=1):
+    for number, differs in enumerate(config.extra_tasks, start=1):
         data = config.model_dump(mode="json")
         data |= {"env": {**data["env"], **differs}, "seed": (config.seed + number * TASK_SEEDS) % 2**31, "also": ()}
         found.append(parse_config(data, f"also[{number - 1}]"))
@@ -151,13 +151,13 @@ def configs_of_tasks(config: Config) -> tuple[Config, ...]:
 
 def check_credit(config: Config) -> None:
     """Raise `UserError` where single actions have credit and ratios are taken over more than that."""
-    if config.ppo.credit == "action" and config.ppo.ratio_unit == "chunk":
-        raise UserError("ppo.credit is action, and ppo.ratio_unit chunk: set it to action or element")
+    if config.advantage.credit == "action" and config.loss.ratio_unit == "chunk":
+        raise UserError("advantage.credit is action, and loss.ratio_unit chunk: set it to action or element")
 
 
 def check_groups(config: Config) -> None:
     """Raise `UserError` where environments and groups do not match."""
-    size, envs = config.group.size, config.env.num_envs
+    size, envs = config.rollout.episode_group, config.env.num_envs
     if envs % size:
         near = max(size, round(envs / size) * size)
         raise UserError(f"{envs} environments do not make groups of {size}; set env.num_envs to {near}, for example")

@@ -195,7 +195,7 @@ def make_batch(kind: str) -> Trajectories:
 
 def config_of(epochs: int = 2, unit: str = "action", **ppo: Any) -> Config:
     learner = {"epochs": epochs, "minibatch": 8, "micro_batch": 3, "threads": 1, "policy_lr": 3e-3}
-    return parse_config({"learner": learner, "ppo": {"ratio_unit": unit, "entropy_coef": 0.01, **ppo}}, "test")
+    return parse_config({"learner": learner, "loss": {"ratio_unit": unit, "entropy_coef": 0.01, **ppo}}, "test")
 
 
 @pytest.mark.parametrize("unit", ["chunk", "action", "element"])
@@ -389,8 +389,8 @@ def run(device: str, folder: Path, one_process: bool, unload: bool) -> dict[str,
             "iterations": 3,
             "env": {"task": "tabletop/reach", "num_envs": 4, "max_episode_steps": 9},
             "policy": {"chunk": 2, "device": device, "options": {"widths": [16]}},
-            "ppo": {"decisions": 8},
-            "learner": {"epochs": 2, "minibatch": 8, "threads": 1, "policy_lr": 3e-3},
+            "rollout": {"decisions": 8},
+            "optim": {"epochs": 2, "minibatch": 8, "threads": 1, "policy_lr": 3e-3},
             "runtime": {"mode": "inline", "trace": False},
         },
         "test",

@@ -74,7 +74,7 @@ def trained(runs_dir: Path, name: str, seed: int) -> Path:
         **small,
         "env": {"task": "tabletop/reach", "num_envs": 8},
         "policy": {"options": {"widths": [64, 64]}},
-        "ppo": {"decisions": 16},
+        "rollout": {"decisions": 16},
         "farm": {"physics_workers": 1},
         "eval": {"episodes": 4, "videos": 0},
         "runtime": {"mode": "inline"},
@@ -89,8 +89,8 @@ def trained(runs_dir: Path, name: str, seed: int) -> Path:
     "how",
     [
         {"farm": {"physics_workers": 2}},
-        {"farm": {"stages": 1}, "eval": {"num_envs": 4}},
-        {"farm": {"stages": 4, "physics_workers": 2}, "eval": {"num_envs": 16}},
+        {"farm": {"groups": 1}, "eval": {"num_envs": 4}},
+        {"farm": {"groups": 4, "physics_workers": 2}, "eval": {"num_envs": 16}},
         {"runtime": {"mode": "ray"}, "farm": {"physics_workers": 2}},
     ],
     ids=["two workers", "one stage", "four stages", "ray"],
@@ -170,9 +170,7 @@ def test_an_interrupted_evaluation_goes_on_to_the_same_result(how: signal.Signal
     lines_kept = [json.loads(line) for line in (folder / "episodes.jsonl").read_text().splitlines()]
     assert len({(line["task"], line["trial"]) for line in lines_kept}) == len(lines_kept) == 200
 
-    settings = config(
-        settings_of(str(run), tmp_path).model_dump(mode="json"), eval={"episodes": 200, "greedy": False}
-    )
+    settings = config(settings_of(str(run), tmp_path).model_dump(mode="json"), eval={"episodes": 200, "greedy": False})
     evaluate_run(str(run), settings, None, tmp_path, into=tmp_path / "whole")
     assert_same_episodes(read_folder(tmp_path / "whole"), read_folder(folder))
     assert tables(tmp_path / "whole") == tables(folder)

@@ -75,8 +75,8 @@ STATES: dict[str, Any] = {
     "iterations": ITERATIONS,
     "env": {"task": "tabletop/reach", "num_envs": 4, "max_episode_steps": 9},
     "policy": {"chunk": 2, "options": {"widths": [32, 32], "initial_log_std": 0.5}},
-    "ppo": {"decisions": 12},
-    "learner": {"epochs": 2, "minibatch": 16, "threads": 1, "policy_lr": 3e-3, "value_lr": 3e-3},
+    "rollout": {"decisions": 12},
+    "optim": {"epochs": 2, "minibatch": 16, "threads": 1, "policy_lr": 3e-3, "value_lr": 3e-3},
     "runtime": {"deadline_s": 120},
 }
 IMAGES: dict[str, Any] = {
@@ -88,13 +88,14 @@ IMAGES: dict[str, Any] = {
         "chunk": 2,
         "options": {"encoder": "cnn", "features": 16, "widths": [16], "critic_widths": [16]},
     },
-    "ppo": {"decisions": 6},
+    "rollout": {"decisions": 6},
 }
 GROUPS: dict[str, Any] = {
     **STATES,
     "workflow": f"{__name__}:KEPT_GRPO",
-    "group": {"size": 2, "waves": 2, "outcome": "return"},
-    "learner": {**STATES["learner"], "epochs": 1, "minibatch": 0},
+    "rollout": {"episode_group": 2, "episodes_per_env": 2},
+    "advantage": {"outcome": "return"},
+    "optim": {**STATES["optim"], "epochs": 1, "minibatch": 0},
 }
 MANISKILL: dict[str, Any] = {
     **STATES,
@@ -106,9 +107,8 @@ LIBERO: dict[str, Any] = {
         "task": "libero/libero_spatial/0", "num_envs": 2, "max_episode_steps": 6, "cameras": 1, "image_size": 64,
         "init_states": 50,
     },
-    "ppo": {"decisions": 4},
-    "learner": {**STATES["learner"], "minibatch": 4},
-}  # fmt: skip
+    "rollout": {"decisions": 4}, "optim": {**STATES["optim"], "minibatch": 4},
+    }  # fmt: skip
 
 
 # --- assignments
@@ -403,7 +403,7 @@ def gathered(settings: dict[str, Any], session: Session, folder: Path) -> tuple[
         if settings is GROUPS:
             workers.policy.call(PolicyWorker.rollout_wave, 1)
         else:
-            workers.policy.call(PolicyWorker.rollout, config.ppo.decisions)
+            workers.policy.call(PolicyWorker.rollout, config.rollout.decisions)
         return config, workers.policy.call(PolicyWorker.trajectories)
 
 
@@ -475,7 +475,7 @@ def test_every_plan_computes_the_same_on_maniskill(name: str, ray: Session, here
 def test_renderers_of_maniskill_may_leave(name: str, ray: Session, here: Session, tmp_path: Path) -> None:
     """SAPIEN compiles its shaders anew at each return."""
     drawn = {**IMAGES["env"], "task": "maniskill/PushCube-v1", "max_episode_steps": 9}
-    settings = {**IMAGES, "env": drawn, "ppo": {"decisions": 5}}
+    settings = {**IMAGES, "env": drawn, "rollout": {"decisions": 5}}
     found = run(settings, ray, DRAWING[name], tmp_path / "ray")
     assert_was_a_test(found)
     assert_renderers_left(found, True, "maniskill/PushCube-v1")

@@ -29,8 +29,8 @@ STATES = {
     "checkpoint_every": 3,
     "env": {"task": "tabletop/push", "num_envs": 4, "max_episode_steps": 13},
     "policy": {"options": {"widths": [16], "initial_log_std": 0.0}},
-    "ppo": {"decisions": 16, "target_kl": 0.5},
-    "learner": {"epochs": 2, "minibatch": 24, "threads": 1, "policy_lr": 3e-3},
+    "rollout": {"decisions": 16},
+    "optim": {"target_kl": 0.5, "epochs": 2, "minibatch": 24, "threads": 1, "policy_lr": 3e-3},
     "runtime": RUNTIME,
 }
 IMAGES = {
@@ -43,8 +43,8 @@ IMAGES = {
         "chunk": 4,
         "options": {"encoder": "cnn", "features": 16, "widths": [16], "critic_widths": [16]},
     },
-    "ppo": {"decisions": 4},
-    "learner": {"epochs": 1, "minibatch": 4, "threads": 1},
+    "rollout": {"decisions": 4},
+    "optim": {"epochs": 1, "minibatch": 4, "threads": 1},
 }
 
 

@@ -46,10 +46,10 @@ def config_of(stages: int = 2, iterations: int = 3, **changes: Any) -> Config:
         "seed": 4,
         "iterations": iterations,
         "env": {"task": "tabletop/push", "num_envs": 4, "max_episode_steps": 13},
-        "farm": {"stages": stages, "physics_workers": 2, "pin": False},
+        "farm": {"groups": stages, "physics_workers": 2, "pin": False},
         "policy": {"options": {"widths": [16], "initial_log_std": 0.0}},
-        "ppo": {"decisions": 16},
-        "learner": {"epochs": 2, "minibatch": 24, "threads": 1, "policy_lr": 3e-3},
+        "rollout": {"decisions": 16},
+        "optim": {"epochs": 2, "minibatch": 24, "threads": 1, "policy_lr": 3e-3},
         "runtime": {"trace": False, "deadline_s": 60.0},
     }
     return parse_config({**settings, **changes}, "test")
