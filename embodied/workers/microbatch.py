@@ -80,25 +80,25 @@ def add_gradient(
     The rows are in the host's memory.
     """
     device, (_, chunk, dims) = device_of(policy), rows.log_prob.shape
-    units, counted = count_units(rows.executed, rows.weight, dims, settings.ratio_unit)
+    unit = settings.ratio_unit
+    units, counted = count_units(rows.executed, rows.weight, dims, unit)
     count = LossSums(units=units, weights=counted, values=count_values(rows.executed, credit), rows=len(rows))
-    places = _places(unit_mask(rows.executed, chunk, dims, settings.ratio_unit), device)
+    places = _places(unit_mask(rows.executed, chunk, dims, unit), device)
     valued = _places(alive_actions(rows.executed, chunk), device) if credit == "action" else (...,)
     rows = rows.to(device)
     new = policy.evaluate(rows.inputs, rows.trace)
     log_prob, old, entropy = (
-        reduce_to_unit(found, rows.executed, settings.ratio_unit)[0]
-        for found in (new.log_prob, rows.log_prob, new.entropy)
+        reduce_to_unit(found, rows.executed, unit)[0] for found in (new.log_prob, rows.log_prob, new.entropy)
     )
-    gain, high = advantage_of_units(rows.advantage, dims, settings.ratio_unit), settings.clip_high or settings.clip
+    gain, high = advantage_of_units(rows.advantage, dims, unit), settings.clip_high or settings.clip
     weight = rows.weight[:, None] * rows.importance
     surrogate = policy_loss(log_prob, old, gain, places, settings.clip, high, settings.dual_clip, weight)
     spread = sum_units(entropy, places, rows.weight)
     loss = surrogate.loss / weights - settings.entropy_coef * spread / weights
     error = loss.new_zeros(())
     if critic:
-        error = value_loss(new.value[valued], rows.value[valued], rows.returns[valued], loss.value_clip)
-        loss = loss + loss.value_coef * error / values
+        error = value_loss(new.value[valued], rows.value[valued], rows.returns[valued], settings.value_clip)
+        loss = loss + settings.value_coef * error / values
     loss.backward()  # type: ignore[no-untyped-call]
     measured = {
         "policy_loss": surrogate.loss.detach(),
