@@ -19,6 +19,7 @@ from embodied.algorithms.ppo import (
     RatioUnit,
     advantage_of_units,
     alive_actions,
+    k3,
     policy_loss,
     reduce_to_unit,
     sum_units,
@@ -40,6 +41,7 @@ class LossSums:
     approx_kl: float = 0.0
     clipped: float = 0.0
     off_policy: float = 0.0
+    reference_kl: float = 0.0
     units: int = 0
     weights: float = 0.0
     """Of the units: what the policy's loss is divided by."""
@@ -95,7 +97,12 @@ def add_gradient(
     surrogate = policy_loss(log_prob, old, gain, places, settings.clip, high, settings.dual_clip, weight)
     spread = sum_units(entropy, places, rows.weight)
     loss = surrogate.loss / weights - settings.entropy_coef * spread / weights
-    error = loss.new_zeros(())
+    error, divergence = loss.new_zeros(()), loss.new_zeros(())
+    if settings.reference_kl and rows.reference_log_prob is not None:
+        reference = reduce_to_unit(rows.reference_log_prob, rows.executed, unit)[0]
+        per_unit = k3(log_prob, reference)
+        divergence = sum_units(per_unit, places)
+        loss = loss + settings.reference_kl * sum_units(per_unit, places, rows.weight) / weights
     if critic:
         error = value_loss(new.value[valued], rows.value[valued], rows.returns[valued], settings.value_clip)
         loss = loss + settings.value_coef * error / values
@@ -107,6 +114,7 @@ def add_gradient(
         "approx_kl": surrogate.approx_kl,
         "clipped": surrogate.clipped,
         "off_policy": surrogate.off_policy,
+        "reference_kl": divergence.detach(),
     }
     return MicroBatchLoss(measured, count)
 
