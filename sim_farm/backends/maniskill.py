@@ -269,7 +269,8 @@ def _forget_contacts(env: Any) -> None:
     """Move every entity into a new PhysX scene, which takes 0.4 ms where rebuilding them takes 200.
 
     PhysX remembers contacts across a reset, and after contact-rich episodes of any task that shows: one episode in
-    ten takes another course than in a new environment.
+    ten takes another course than in a new environment. The new scene does not forget which bodies are asleep, so they
+    are woken.
     """
     scene = env.scene
     old, system = scene.sub_scenes[0], sapien.physx.PhysxCpuSystem()
@@ -283,6 +284,17 @@ def _forget_contacts(env: Any) -> None:
     for entity in entities:  # only now: an articulation's links may never be in two scenes
         new.add_entity(entity)
     scene.sub_scenes[0], scene.px = new, system
+    _wake(entities)
+
+
+def _wake(entities: Sequence[Any]) -> None:
+    """Wake every body and every articulation. One that an earlier episode left asleep, or about to fall asleep, would
+    otherwise do so earlier than in a new environment, and answer a push a sub-step later."""
+    movable = sapien.physx.PhysxRigidDynamicComponent, sapien.physx.PhysxArticulationLinkComponent
+    for entity in entities:
+        for component in entity.components:
+            if isinstance(component, movable):
+                component.wake_up()
 
 
 def _info(spec: TaskSpec, env: Any) -> TaskInfo:
