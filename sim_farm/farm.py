@@ -1,11 +1,11 @@
 """The farm's client: what a rollout speaks to.
 
     farm = Farm.create(spec, InProcess())
-    for stage in range(spec.stages): farm.reset(stage)
-    observations = farm.collect(stage)        # waits for the stage
-    farm.submit(stage, actions)               # returns at once
+    for group in range(spec.groups): farm.reset(group)
+    observations = farm.collect(group)        # waits for the group
+    farm.submit(group, actions)               # returns at once
 
-A stage is either `submitted` or `collected`; any other order of calls is an error. Between two rounds the renderers
+A group is either `submitted` or `collected`; any other order of calls is an error. Between two rounds the renderers
 may leave the memory and come back: `unload_renderers`, `load_renderers`. Everything that decides *what* is computed is
 in `FarmSpec` and the actions; hosts and workers only decide where and when.
 """
@@ -23,7 +23,7 @@ import numpy as np
 from sim_farm import layout
 from sim_farm.contract import FarmError, Float32, TaskInfo
 from sim_farm.doorbell import Doorbell
-from sim_farm.hosts import Handle, Host
+from sim_farm.hosts import Host, WorkerHandle
 from sim_farm.layout import FINAL_FRAMES, FarmSpec, slot_fields
 from sim_farm.memory import Block
 from sim_farm.observations import Int, Observations, read
@@ -33,13 +33,13 @@ RENDERER_START_S = 120.0
 """Longest start of a renderer: an EGL driver that hangs does so silently and for ever."""
 
 
-class StageState(enum.Enum):
+class GroupState(enum.Enum):
     IDLE = "not yet reset"
     SUBMITTED = "submitted"
     COLLECTED = "collected"
 
 
-class StageError(FarmError):
+class GroupError(FarmError):
     """A call out of turn: what must come first is named."""
 
 
@@ -79,7 +79,7 @@ class Farm:
         info: TaskInfo,
         block: Block,
         ring: Callable[[int], None],
-        handles: list[Handle],
+        handles: list[WorkerHandle],
     ) -> None:
         self.spec, self.info, self.block = spec, info, block
         self._slots = block.arrays
@@ -87,9 +87,9 @@ class Farm:
         self._handles = handles
         self._bell = Doorbell(self._slots["bells"], layout.CLIENT_BELL)
         self._envs = [
-            np.array([e for e in range(spec.num_envs) if spec.stage_of(e) == stage]) for stage in range(spec.stages)
+            np.array([e for e in range(spec.num_envs) if spec.group_of(e) == group]) for group in range(spec.groups)
         ]
-        self._state = [StageState.IDLE] * spec.stages
+        self._state = [GroupState.IDLE] * spec.groups
         self._ticket = 0
 
     @classmethod
@@ -101,7 +101,7 @@ class Farm:
         _check(spec)
         info = host.describe(spec.task)
         block = Block.create(slot_fields(spec, info), host.shared)
-        handles: list[Handle] = []
+        handles: list[WorkerHandle] = []
         try:
             for index in range(spec.workers if info.cameras else spec.physics_workers):
                 core = cores[index % len(cores)] if cores else None
@@ -138,9 +138,9 @@ class Farm:
         renderer; 0 of workers in this process and of those on other machines."""
         return self._slots["private_bytes"].copy()
 
-    def envs_of(self, stage: int) -> Int:
-        """Indices of the stage's environments, in the order of its rows."""
-        return self._envs[stage]
+    def envs_of(self, group: int) -> Int:
+        """Indices of the group's environments, in the order of its rows."""
+        return self._envs[group]
 
     @property
     def wire_bytes(self) -> int:
@@ -151,42 +151,42 @@ class Farm:
         """Environments built so far, over all workers."""
         return int(self._slots["built"][: self.spec.physics_workers].sum())
 
-    def reset(self, stage: int) -> None:
+    def reset(self, group: int) -> None:
         """Begin each environment's first episode (or, after `restore`, continue where the snapshot was taken)."""
-        if self._state[stage] is StageState.SUBMITTED:
-            raise StageError(f"stage {stage} is submitted; collect it before a reset")
-        self._request(stage, layout.RESET)
+        if self._state[group] is GroupState.SUBMITTED:
+            raise GroupError(f"group {group} is submitted; collect it before a reset")
+        self._request(group, layout.RESET)
 
-    def submit(self, stage: int, actions: Float32) -> None:
-        """Have the stage execute `actions` [B, C, A]. Returns at once; rows that are not active are ignored."""
-        if self._state[stage] is not StageState.COLLECTED:
-            raise StageError(f"stage {stage} is {self._state[stage].value}; collect it before submitting")
-        envs = self._envs[stage]
+    def submit(self, group: int, actions: Float32) -> None:
+        """Have the group execute `actions` [B, C, A]. Returns at once; rows that are not active are ignored."""
+        if self._state[group] is not GroupState.COLLECTED:
+            raise GroupError(f"group {group} is {self._state[group].value}; collect it before submitting")
+        envs = self._envs[group]
         expected = (len(envs), self.spec.chunk, self.info.action_dim)
         if actions.shape != expected:
-            raise FarmError(f"stage {stage} takes actions of shape {expected}, got {actions.shape}")
+            raise FarmError(f"group {group} takes actions of shape {expected}, got {actions.shape}")
         self._slots["action"][envs] = actions
-        self._request(stage, layout.STEP)
+        self._request(group, layout.STEP)
 
-    def collect(self, stage: int, deadline_s: float = 300.0) -> Observations:
-        """Wait for the stage, at most `deadline_s` seconds, and read it.
+    def collect(self, group: int, deadline_s: float = 300.0) -> Observations:
+        """Wait for the group, at most `deadline_s` seconds, and read it.
 
         Raises `WorkerTimeout` naming the worker and what it was doing, `WorkerFailed` with its message.
         """
-        if self._state[stage] is not StageState.SUBMITTED:
-            raise StageError(f"stage {stage} is {self._state[stage].value}; submit it before collecting")
-        envs, slots = self._envs[stage], self._slots
+        if self._state[group] is not GroupState.SUBMITTED:
+            raise GroupError(f"group {group} is {self._state[group].value}; submit it before collecting")
+        envs, slots = self._envs[group], self._slots
         self._wait(lambda: self._done(envs), lambda: self.timeout(deadline_s, envs), deadline_s)
         slots["base_episode"][envs] = slots["episode"][envs]
         slots["base_step"][envs] = slots["episode_step"][envs]
         slots["collected"][envs] = slots["requested"][envs]
-        self._state[stage] = StageState.COLLECTED
+        self._state[group] = GroupState.COLLECTED
         return read(slots, self.info, envs)
 
     def snapshot(self) -> dict[str, np.ndarray]:
-        """Where every environment is: its episode and the actions executed in it. All stages must be collected."""
-        if any(state is not StageState.COLLECTED for state in self._state):
-            raise StageError("collect every stage before taking a snapshot")
+        """Where every environment is: its episode and the actions executed in it. All groups must be collected."""
+        if any(state is not GroupState.COLLECTED for state in self._state):
+            raise GroupError("collect every group before taking a snapshot")
         return {key: self._slots[key].copy() for key in ("base_episode", "base_step", "history")}
 
     def restore(self, snapshot: Mapping[str, np.ndarray]) -> None:
@@ -201,18 +201,18 @@ class Farm:
 
     def hold(self, episodes: int) -> None:
         """Let every environment rest once it has ended so many episodes; `reset` after raising it begins the next."""
-        if any(state is StageState.SUBMITTED for state in self._state):
-            raise StageError("collect every stage before moving the limit of episodes")
+        if any(state is GroupState.SUBMITTED for state in self._state):
+            raise GroupError("collect every group before moving the limit of episodes")
         self._slots["limit"][:] = episodes
 
     def unload_renderers(self, deadline_s: float = 300.0) -> RendererSwitch:
-        """Have the workers that draw free their renderers with the scene replicas. No stage may be reset or submitted
+        """Have the workers that draw free their renderers with the scene replicas. No group may be reset or submitted
         before `load_renderers`. Nothing happens without cameras.
 
-        Raises `StageError` unless every stage is collected, and what `collect` raises.
+        Raises `GroupError` unless every group is collected, and what `collect` raises.
         """
-        if any(state is not StageState.COLLECTED for state in self._state):
-            raise StageError("collect every stage before the renderers leave")
+        if any(state is not GroupState.COLLECTED for state in self._state):
+            raise GroupError("collect every group before the renderers leave")
         return self._switch_renderers(True, deadline_s)
 
     def load_renderers(self, deadline_s: float = 300.0) -> RendererSwitch:
@@ -254,14 +254,14 @@ class Farm:
         self._wait(lambda: bool((left == away).all()), late, deadline_s)
         return RendererSwitch(int(slots["moved_bytes"].sum()), time.perf_counter() - begin)
 
-    def _request(self, stage: int, op: int) -> None:
+    def _request(self, group: int, op: int) -> None:
         if self._slots["away"][0]:
-            raise StageError("the renderers are away; load_renderers() before a stage is reset or submitted")
-        envs = self._envs[stage]
+            raise GroupError("the renderers are away; load_renderers() before a group is reset or submitted")
+        envs = self._envs[group]
         self._ticket = max(self._ticket, int(self._slots["requested"].max())) + 1
         self._slots["op"][envs] = op
         self._slots["requested"][envs] = self._ticket
-        self._state[stage] = StageState.SUBMITTED
+        self._state[group] = GroupState.SUBMITTED
         for worker in sorted({self.spec.worker_of(env) for env in envs.tolist()}):
             self._ring(worker)
 
@@ -331,18 +331,18 @@ class Farm:
 
 
 def _check(spec: FarmSpec) -> None:
-    least = {"num_envs": 1, "chunk": 1, "stages": 1, "physics_workers": 1, "render_workers": 0}
+    least = {"num_envs": 1, "chunk": 1, "groups": 1, "physics_workers": 1, "render_workers": 0}
     for name, smallest in least.items():
         if getattr(spec, name) < smallest:
             raise FarmError(f"a farm's {name} is at least {smallest}, got {getattr(spec, name)}")
     if spec.final_frames not in FINAL_FRAMES:
         raise FarmError(f"final_frames is one of {', '.join(FINAL_FRAMES)}, got {spec.final_frames!r}")
-    share = spec.physics_workers * spec.stages
+    share = spec.physics_workers * spec.groups
     if spec.num_envs % share:
         near = max(share, round(spec.num_envs / share) * share)
         raise FarmError(
             f"{spec.num_envs} environments do not divide into {spec.physics_workers} physics workers x "
-            f"{spec.stages} stages; use a multiple of {share}, for example {near}"
+            f"{spec.groups} groups; use a multiple of {share}, for example {near}"
         )
 
 

@@ -11,7 +11,7 @@ from sim_farm.registry import make_physics
 from sim_farm.workers import PhysicsWorker, RenderWorker, Worker, WorkerSetup
 
 
-class Handle(Protocol):
+class WorkerHandle(Protocol):
     """A worker, wherever it is."""
 
     def ring(self) -> None:
@@ -33,7 +33,7 @@ class Host(Protocol):
         """The task's sizes, from a simulator."""
         ...
 
-    def launch(self, setup: WorkerSetup, block: Block) -> Handle: ...
+    def launch(self, setup: WorkerSetup, block: Block) -> WorkerHandle: ...
 
 
 class InProcess:
@@ -48,7 +48,7 @@ class InProcess:
         finally:
             physics.close()
 
-    def launch(self, setup: WorkerSetup, block: Block) -> Handle:
+    def launch(self, setup: WorkerSetup, block: Block) -> WorkerHandle:
         worker = make_worker(setup, block)
         worker.build()
         return _LocalHandle(worker)

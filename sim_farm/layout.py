@@ -43,7 +43,7 @@ class FarmSpec:
     episodes: Episodes
     num_envs: int
     chunk: int = 1
-    stages: int = 1
+    groups: int = 1
     """Groups of environments; one is simulated while another is inferred."""
     physics_workers: int = 1
     render_workers: int = 0
@@ -56,8 +56,8 @@ class FarmSpec:
     def worker_of(self, env: int) -> int:
         return env % self.physics_workers
 
-    def stage_of(self, env: int) -> int:
-        return env // self.physics_workers % self.stages
+    def group_of(self, env: int) -> int:
+        return env // self.physics_workers % self.groups
 
     def renderer_of(self, env: int) -> int:
         return env % max(self.render_workers, 1)

@@ -1,4 +1,4 @@
-"""What a stage of the farm shows when it is collected, and reading it from the slots."""
+"""What a group of the farm shows when it is collected, and reading it from the slots."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sim_farm.contract import Bool, FarmError, Float32, TaskInfo, UInt8
-from sim_farm.painting import is_stamped
+from sim_farm.frame_writer import is_stamped
 
 Int = npt.NDArray[np.int64]
 
@@ -39,7 +39,7 @@ class FinalObservations:
 
 @dataclass(frozen=True)
 class Observations:
-    """What a stage's B environments show now, and what became of the chunk before. Arrays are the caller's."""
+    """What a group's B environments show now, and what became of the chunk before. Arrays are the caller's."""
 
     envs: Int
     """[B] index of each environment."""

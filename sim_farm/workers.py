@@ -2,7 +2,7 @@
 process of its own) or `run_pending` (in the caller's process, when it rings).
 
 A worker owns the slots whose environment index falls to it, and touches no other. It takes work in the order
-of the tickets, so that the stage that was submitted first is answered first.
+of the tickets, so that the group that was submitted first is answered first.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import numpy as np
 from sim_farm import layout
 from sim_farm.contract import EpisodeSpec, FarmError, Physics, PhysicsResult, TaskInfo
 from sim_farm.doorbell import Doorbell
+from sim_farm.frame_writer import FrameWriter
 from sim_farm.layout import FarmSpec, slot_fields
 from sim_farm.memory import Block
-from sim_farm.painting import Painter
 from sim_farm.private_memory import give_back, private_bytes
 from sim_farm.registry import make_physics
 
@@ -71,7 +71,7 @@ class Worker:
         self.slots = block.arrays
         bells = self.slots["bells"]
         self._mine = Doorbell(bells, setup.index + 1)
-        self._painter: Painter | None = None
+        self._frame_writer: FrameWriter | None = None
         self._client = Doorbell(bells, layout.CLIENT_BELL)
 
     def serve(self) -> None:
@@ -111,12 +111,12 @@ class Worker:
             return
         slots, index = self.slots, self.setup.index
         away = bool(slots["away"][0])
-        if away != (self._painter is None):
+        if away != (self._frame_writer is None):
             phase, before = int(slots["phase"][index]), private_bytes()
             if away:
-                self._close_painter()
+                self._close_frame_writer()
             else:
-                self._open_painter()
+                self._open_frame_writer()
             if self.setup.memory is not None:  # else the process is the caller's
                 slots["moved_bytes"][index] = max(0, (private_bytes() - before) * (-1 if away else 1))
             self._report(phase)
@@ -124,18 +124,18 @@ class Worker:
             slots["left"][index] = away
             self._client.ring()
 
-    def _open_painter(self) -> None:
+    def _open_frame_writer(self) -> None:
         self._report(layout.OPENING)
         device = self.setup.device
         if device is not None:
             os.environ["MUJOCO_EGL_DEVICE_ID"] = str(device)
-        self._painter = Painter(self.setup.spec.task, self.slots)
+        self._frame_writer = FrameWriter(self.setup.spec.task, self.slots)
 
-    def _close_painter(self) -> None:
-        assert self._painter is not None
+    def _close_frame_writer(self) -> None:
+        assert self._frame_writer is not None
         self._report(layout.CLOSING)
-        self._painter.close()
-        self._painter = None
+        self._frame_writer.close()
+        self._frame_writer = None
         give_back()
 
     def _report(self, phase: int) -> None:
@@ -196,7 +196,7 @@ class PhysicsWorker(Worker):
         if pending:
             self._report(layout.WORKING)
         for position, env in enumerate(pending):
-            self._serve_slot(env, last=self._last_of_stage(env, pending[position + 1 :]))
+            self._serve_slot(env, last=self._last_of_group(env, pending[position + 1 :]))
         if pending:
             self._report(layout.WAITING)
         return len(pending)
@@ -204,12 +204,12 @@ class PhysicsWorker(Worker):
     def close(self) -> None:
         for physics in self._physics.values():
             physics.close()
-        if self._painter is not None:
-            self._painter.close()
+        if self._frame_writer is not None:
+            self._frame_writer.close()
 
-    def _last_of_stage(self, env: int, rest: list[int]) -> bool:
-        stage = self.setup.spec.stage_of
-        return all(stage(other) != stage(env) for other in rest)
+    def _last_of_group(self, env: int, rest: list[int]) -> bool:
+        group = self.setup.spec.group_of
+        return all(group(other) != group(env) for other in rest)
 
     def _serve_slot(self, env: int, last: bool) -> None:
         slots, ticket = self.slots, self.slots["requested"][env]
@@ -220,14 +220,14 @@ class PhysicsWorker(Worker):
         else:
             self._step(env)
         times[layout.PHYSICS_END] = time.monotonic_ns()
-        drawn_here = self._painter is not None or not self._draws
-        if self._painter is not None:
-            self._painter.draw(env)
+        drawn_here = self._frame_writer is not None or not self._draws
+        if self._frame_writer is not None:
+            self._frame_writer.draw(env)
         if drawn_here:  # before `simulated`: who dies in between has not finished, and it is done again
             slots["drawn"][env] = ticket
         slots["simulated"][env] = ticket
         if drawn_here:
-            if last:  # one wake-up per stage and worker; the client waits for the whole stage anyway
+            if last:  # one wake-up per group and worker; the client waits for the whole group anyway
                 self._client.ring()
         else:
             self._next[env].ring()
@@ -357,8 +357,8 @@ class RenderWorker(Worker):
             self._report(layout.WORKING)
         for env in pending:
             ticket = self.slots["simulated"][env]
-            assert self._painter is not None, "nothing is submitted while renderers are away"
-            self._painter.draw(env)
+            assert self._frame_writer is not None, "nothing is submitted while renderers are away"
+            self._frame_writer.draw(env)
             self.slots["drawn"][env] = ticket
             self._client.ring()
         if pending:
@@ -366,5 +366,5 @@ class RenderWorker(Worker):
         return len(pending)
 
     def close(self) -> None:
-        if self._painter is not None:
-            self._painter.close()
+        if self._frame_writer is not None:
+            self._frame_writer.close()

@@ -28,7 +28,7 @@ def mixed_policy(env: int, number: int, state: np.ndarray) -> np.ndarray:
 
 
 def rows_of(seen: Observations) -> dict[int, Row]:
-    """What each environment of a collected stage shows, but for the times: environment to named values."""
+    """What each environment of a collected group shows, but for the times: environment to named values."""
     names = ("active", "episode", "episode_step", "steps", "reward", "success", "terminated", "truncated")
     finals = {int(row): k for k, row in enumerate(seen.final.rows)}
     rows = {}
@@ -52,25 +52,25 @@ def drive(
     reset: bool = True,
     deadline_s: float = 60,
 ) -> Trace:
-    """All stages in turn, each submitted before any is collected: per environment what it showed each time."""
+    """All groups in turn, each submitted before any is collected: per environment what it showed each time."""
     trace: Trace = {env: [] for env in range(farm.spec.num_envs)}
-    stages = range(farm.spec.stages)
+    groups = range(farm.spec.groups)
     if reset:
-        for stage in stages:
-            farm.reset(stage)
-        for stage in stages:
-            append(trace, farm.collect(stage, deadline_s))
+        for group in groups:
+            farm.reset(group)
+        for group in groups:
+            append(trace, farm.collect(group, deadline_s))
     for number in range(begin, end):
-        for stage in stages:
-            farm.submit(stage, actions_for(farm, stage, number, policy))
-        for stage in stages:
-            append(trace, farm.collect(stage, deadline_s))
+        for group in groups:
+            farm.submit(group, actions_for(farm, group, number, policy))
+        for group in groups:
+            append(trace, farm.collect(group, deadline_s))
     return trace
 
 
-def actions_for(farm: Farm, stage: int, number: int, policy: Policy = mixed_policy) -> np.ndarray:
-    """The policy's actions on the states that the stage's slots hold."""
-    envs = farm.envs_of(stage).tolist()
+def actions_for(farm: Farm, group: int, number: int, policy: Policy = mixed_policy) -> np.ndarray:
+    """The policy's actions on the states that the group's slots hold."""
+    envs = farm.envs_of(group).tolist()
     return np.stack([policy(env, number, farm.block.arrays["state"][env]) for env in envs])
 
 

@@ -23,7 +23,7 @@ import pytest
 from sim_farm.contract import EpisodeSpec, TaskInfo, TaskSpec
 from sim_farm.episodes import EndlessEpisodes, ListedEpisodes, evaluation_episodes
 from sim_farm.farm import Farm, WorkerFailed, WorkerTimeout
-from sim_farm.hosts import Handle, InProcess, make_worker
+from sim_farm.hosts import InProcess, WorkerHandle, make_worker
 from sim_farm.layout import FAILED, WAITING, WORKING, FarmSpec
 from sim_farm.memory import FOLDER, Block
 from sim_farm.workers import Worker, WorkerSetup
@@ -51,16 +51,16 @@ EACH = pytest.mark.parametrize(
 
 def request(farm: Farm, number: int) -> None:
     """Begin with the reset (-1) or go on with chunk `number`."""
-    for stage in range(farm.spec.stages):
+    for group in range(farm.spec.groups):
         if number < 0:
-            farm.reset(stage)
+            farm.reset(group)
         else:
-            farm.submit(stage, actions_for(farm, stage, number))
+            farm.submit(group, actions_for(farm, group, number))
 
 
 def collect(farm: Farm, trace: Trace) -> None:
-    for stage in range(farm.spec.stages):
-        append(trace, farm.collect(stage, deadline_s=60))
+    for group in range(farm.spec.groups):
+        append(trace, farm.collect(group, deadline_s=60))
 
 
 # --- in one process: death before a chosen write
@@ -112,7 +112,7 @@ class MortalWorkers(InProcess):
     def __init__(self, fate: Fate) -> None:
         self.fate = fate
 
-    def launch(self, setup: WorkerSetup, block: Block) -> Handle:
+    def launch(self, setup: WorkerSetup, block: Block) -> WorkerHandle:
         return _MortalHandle(setup, block, self.fate)
 
 
@@ -223,7 +223,7 @@ class Processes:
     def describe(self, task: TaskSpec) -> TaskInfo:
         return InProcess().describe(task)
 
-    def launch(self, setup: WorkerSetup, block: Block) -> Handle:
+    def launch(self, setup: WorkerSetup, block: Block) -> WorkerHandle:
         self.setups[setup.index] = setup
         self._start(setup.index)
         return _ProcessHandle(self, setup.index)

@@ -1,4 +1,4 @@
-"""Who fills the slots' frames, and the stamp by which a frame that nobody has drawn is known."""
+"""The frame writer fills the slots' frames; and the stamp by which a frame that nobody has drawn is known."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAGIC_ROWS = (0, -1)
 """Rows of a frame that are stamped before it is drawn and checked after; see `stamp`."""
 
 
-class Painter:
+class FrameWriter:
     """Draws a slot's frames: the present observation, and the ended episode's last one where it is wanted."""
 
     def __init__(self, task: TaskSpec, slots: dict[str, np.ndarray]) -> None:
@@ -33,13 +33,13 @@ class Painter:
         times = slots["times_ns"][env]
         times[layout.RENDER_START] = time.monotonic_ns()
         if slots["draw_final"][env]:
-            self._paint(slots["final_scene"][env], slots["final_frames"][env])
+            self._write(slots["final_scene"][env], slots["final_frames"][env])
         if slots["active"][env]:
-            self._paint(slots["scene"][env], slots["frames"][env])
+            self._write(slots["scene"][env], slots["frames"][env])
             slots["frames_of"][env] = slots["episode"][env], slots["episode_step"][env]
         times[layout.RENDER_END] = time.monotonic_ns()
 
-    def _paint(self, scene: np.ndarray, target: np.ndarray) -> None:
+    def _write(self, scene: np.ndarray, target: np.ndarray) -> None:
         stamp(target)
         cameras = self._renderer.info.cameras
         pictures = self._renderer.render([scene], cameras)
