@@ -38,6 +38,7 @@ from sim_farm.contract import (
     TaskInfo,
     TaskSpec,
     UInt8,
+    new_frames,
 )
 
 INSTRUCTIONS = {
@@ -217,12 +218,14 @@ class ManiSkillRenderer:
         self._spare = [first]
         """Built environments that hold no geometry anybody asked for yet."""
 
-    def render(self, scenes: Sequence[UInt8], cameras: Sequence[str]) -> Mapping[str, UInt8]:
+    def render(
+        self, scenes: Sequence[UInt8], cameras: Sequence[str], out: Mapping[str, UInt8] | None = None
+    ) -> Mapping[str, UInt8]:
         unknown = set(cameras) - set(self.info.cameras)
         if unknown:
             raise FarmError(f"no camera {sorted(unknown)}; observed are: {', '.join(self.info.cameras)}")
         size = self._spec.image_size
-        frames = {name: np.empty((len(scenes), size, size, 3), np.uint8) for name in cameras}
+        frames = new_frames(len(scenes), cameras, size) if out is None else out
         for i, scene in enumerate(scenes):
             env = self._place(scene)
             for hidden in env._hidden_objects:

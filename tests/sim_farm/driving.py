@@ -35,11 +35,12 @@ def rows_of(seen: Observations) -> dict[int, Row]:
     for i, env in enumerate(seen.envs.tolist()):
         row: Row = {name: getattr(seen, name)[i] for name in (*names, "state", "proprio", "instruction")}
         if seen.active[i]:
-            row |= {camera: picture[i] for camera, picture in seen.frames.items()}
+            row |= {camera: picture[i].copy() for camera, picture in seen.frames.items()}
         if i in finals:
             row |= {f"final {name}": getattr(seen.final, name)[finals[i]] for name in ("state", "proprio", "drawn")}
             if seen.final.drawn[finals[i]]:
-                row |= {f"final {camera}": picture[finals[i]] for camera, picture in seen.final.frames.items()}
+                finals_of = seen.final.frames.items()
+                row |= {f"final {camera}": picture[finals[i]].copy() for camera, picture in finals_of}
         rows[env] = row
     return rows
 
@@ -53,8 +54,8 @@ def drive(
     deadline_s: float = 60,
 ) -> Trace:
     """All groups in turn, each submitted before any is collected: per environment what it showed each time."""
-    trace: Trace = {env: [] for env in range(farm.spec.num_envs)}
-    groups = range(farm.spec.groups)
+    trace: Trace = {env: [] for env in range(farm.specs[0].num_envs)}
+    groups = range(farm.groups)
     if reset:
         for group in groups:
             farm.reset(group)
@@ -71,7 +72,7 @@ def drive(
 def actions_for(farm: Farm, group: int, number: int, policy: Policy = mixed_policy) -> np.ndarray:
     """The policy's actions on the states that the group's slots hold."""
     envs = farm.envs_of(group).tolist()
-    return np.stack([policy(env, number, farm.block.arrays["state"][env]) for env in envs])
+    return np.stack([policy(env, number, farm.tasks[0].slots["state"][env]) for env in envs])
 
 
 def append(trace: Trace, seen: Observations) -> None:

@@ -18,9 +18,10 @@ from sim_farm.episodes import EndlessEpisodes, ListedEpisodes, evaluation_episod
 from sim_farm.farm import RENDERER_START_S, Farm, GroupError, WorkerFailed, WorkerTimeout
 from sim_farm.hosts import InProcess, WorkerHandle
 from sim_farm.layout import FarmSpec
-from sim_farm.memory import MAGIC, Block
+from sim_farm.memory import MAGIC
 from sim_farm.observations import StaleFrame, UnwrittenFrame
 from sim_farm.registry import BACKENDS, make_physics, make_renderer
+from sim_farm.worker_memory import WorkerMemory
 from sim_farm.workers import WorkerSetup
 from tests.sim_farm.driving import Row, Trace, actions_for, append, assert_same, drive, mixed_policy, run
 
@@ -167,9 +168,9 @@ DRAWN = {"frames": 0}
 class _CountedRenderer(TabletopRenderer):
     """The tabletop's renderer, which also counts."""
 
-    def render(self, scenes: Any, cameras: Any) -> dict[str, Any]:
+    def render(self, scenes: Any, cameras: Any, out: Any = None) -> Any:
         DRAWN["frames"] += len(scenes) * len(cameras)
-        return super().render(scenes, cameras)
+        return super().render(scenes, cameras, out)
 
 
 def _tabletop(spec: TaskSpec) -> TaskSpec:
@@ -212,13 +213,15 @@ def test_without_cameras_nothing_is_drawn(monkeypatch: pytest.MonkeyPatch, plain
 
 
 @pytest.mark.parametrize("missing", [np.s_[:], np.s_[0], np.s_[1]], ids=["all", "first camera", "second camera"])
-@pytest.mark.parametrize("key", ["frames", "final_frames"])
-def test_a_frame_that_was_not_drawn_is_noticed(key: str, missing: Any) -> None:
+@pytest.mark.parametrize("kind", ["frame", "final"])
+def test_a_frame_that_was_not_drawn_is_noticed(kind: str, missing: Any) -> None:
     with closing(Farm.create(replace(SPEC, final_frames="ended"), InProcess())) as farm:
         drive(farm, end=2)
         farm.submit(0, actions_for(farm, 0, 2))
-        ended = np.flatnonzero(farm.block.arrays["truncated"])
-        farm.block.arrays[key][ended[0]][missing] = MAGIC
+        slots = farm.tasks[0].slots
+        ended = np.flatnonzero(slots["truncated"])
+        assert farm.frames is not None
+        farm.frames.frames[slots[f"{kind}_row"][ended[0]]][missing] = MAGIC
         with pytest.raises(UnwrittenFrame, match=f"environment {ended[0]}'s"):
             farm.collect(0)
 
@@ -228,7 +231,8 @@ def test_a_frame_of_another_moment_is_noticed(column: int) -> None:
     with closing(Farm.create(SPEC, InProcess())) as farm:
         drive(farm, end=2)
         farm.submit(0, actions_for(farm, 0, 2))
-        farm.block.arrays["frames_of"][3, column] += 1
+        assert farm.frames is not None
+        farm.frames.frames_of[3, column] += 1
         with pytest.raises(StaleFrame, match="environment 3 is at episode"):
             farm.collect(0)
 
@@ -236,7 +240,7 @@ def test_a_frame_of_another_moment_is_noticed(column: int) -> None:
 def test_a_renderer_that_hangs_at_its_start_is_named_with_the_way_out() -> None:
     spec = replace(SPEC, render_workers=1)
     with closing(Farm.create(spec, InProcess())) as farm:
-        slots = farm.block.arrays
+        slots = farm.tasks[0].slots
         slots["since_ns"][1] = time.monotonic_ns() - int(1e9 * (RENDERER_START_S - 20))
         slots["phase"][1] = layout.OPENING
         farm.check()
@@ -252,8 +256,8 @@ class _WithoutFrameWriters(InProcess):
     shared = False
     closed: list[int] = field(default_factory=list)
 
-    def launch(self, setup: WorkerSetup, block: Block) -> WorkerHandle:
-        return super().launch(setup, block) if setup.is_physics else _Idle(setup.index, self.closed)
+    def launch(self, setup: WorkerSetup, memory: WorkerMemory) -> WorkerHandle:
+        return super().launch(setup, memory) if setup.is_physics else _Idle(setup.index, self.closed)
 
 
 @dataclass(frozen=True)
@@ -362,7 +366,7 @@ def test_a_farm_whose_start_fails_ends_the_workers_that_had_started() -> None:
 
 
 class _FailsAtTheThird(_WithoutFrameWriters):
-    def launch(self, setup: WorkerSetup, block: Block) -> WorkerHandle:
+    def launch(self, setup: WorkerSetup, memory: WorkerMemory) -> WorkerHandle:
         if setup.index == 2:
             raise FarmError("the third worker does not start")
-        return super().launch(setup, block)
+        return super().launch(setup, memory)

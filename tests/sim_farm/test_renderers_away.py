@@ -60,9 +60,9 @@ def test_frames_after_the_return_are_those_without_leaving(shape: dict[str, Any]
 @pytest.mark.parametrize("shape", [SHAPES["fused"], SHAPES["2 render workers"]], ids=["fused", "split"])
 def test_renderers_that_are_away_hold_nothing_and_both_ways_may_be_asked_for_twice(shape: dict[str, Any]) -> None:
     with closing(Farm.create(replace(SPEC, **shape), InProcess())) as farm:
-        writers = lambda: [vars(handle)["worker"]._frame_writer for handle in farm._handles]  # noqa: E731
+        writers = lambda: [vars(handle)["worker"]._frame_writer for handle in farm.tasks[0].handles]  # noqa: E731
         before = sum(writer is not None for writer in writers())
-        assert before == max(1, farm.spec.render_workers)
+        assert before == max(1, farm.specs[0].render_workers)
         drive(farm, end=1)
         for _ in range(2):
             assert farm.unload_renderers().bytes == 0, "this process is the caller's own"
@@ -139,10 +139,10 @@ def test_processes_free_their_memory_and_may_be_killed_while_renderers_are_away(
         trace = drive(farm, end=1)
         left = farm.unload_renderers(deadline_s=60)
         assert left.bytes > 5e6 and left.seconds > 0, "an OpenGL context takes tens of megabytes"
-        creator.block.arrays["built"][render] = 0
+        creator.tasks[0].slots["built"][render] = 0
         host.replace_worker(render)  # while away
-        until(lambda: creator.block.arrays["built"][render])
-        assert creator.block.arrays["left"][render], "the new worker has opened a renderer that was to be away"
+        until(lambda: creator.tasks[0].slots["built"][render])
+        assert creator.tasks[0].slots["left"][render], "the new worker has opened a renderer that was to be away"
         back = farm.load_renderers(deadline_s=60)
         assert back.bytes > 5e6 and back.seconds > 0
         append_all(trace, drive(farm, 1, 2, reset=False))
@@ -153,7 +153,7 @@ def test_processes_free_their_memory_and_may_be_killed_while_renderers_are_away(
         host.replace_worker(render)  # asked to come back, and dead
         farm.load_renderers(deadline_s=60)
         append_all(trace, drive(farm, 2, 3, reset=False))
-        farm.block.close()
+        farm.detach()
     assert_same(run(spec, chunks=3), trace, "leaving changes results")
 
 
