@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Literal
 
 from schedulers.graph import partitions, turns
@@ -31,6 +32,19 @@ class Solved:
     counts: tuple[int, ...] = ()
     switch_s: float = 0.0
     """To load the components before and unload them after."""
+
+
+def group_options(problem: Problem, number: int, placements: Sequence[tuple[str, ...]]) -> list[int]:
+    """Into how many groups a loop's environments may be divided. A loop that is in one placement has one group, unless
+    it was measured with more."""
+    loop = problem.graph.loops[number]
+    alone = any(set(loop) <= set(names) for names in placements)
+    measured = {entry.groups for entry in problem.profile.together if set(entry.components) == set(loop)}
+    return [
+        groups
+        for groups in problem.groups
+        if problem.environments[number] % groups == 0 and (groups == 1 or not alone or groups in measured)
+    ]
 
 
 class Phases:
@@ -110,20 +124,14 @@ class Phases:
                 for micro_batch in self._micro_batches(components):
                     shape = shape_of(graph, problem.workflow, problem.profile, names, groups, micro_batch, ahead=ahead)
                     if shape is not None:
-                        ways = travelled(problem, shape)
-                        yield replace(shape, ways=ways) if ways else shape
+                        yield travelled(problem, shape)
 
-    def _groups(self, components: frozenset[str], names: tuple[tuple[str, ...], ...]) -> list[int]:
-        loop = self.problem.graph.loop
-        if not loop or loop[0] not in components:
-            return [1]
-        alone = any(set(loop) <= set(placement) for placement in names)
-        measured = {entry.groups for entry in self.problem.profile.together if set(entry.components) == set(loop)}
-        return [
-            groups
-            for groups in self.problem.groups
-            if self.problem.wave_items % groups == 0 and (groups == 1 or not alone or groups in measured)
-        ]
+    def _groups(self, components: frozenset[str], names: tuple[tuple[str, ...], ...]) -> list[tuple[int, ...]]:
+        """Of each loop; one number where the loops are not in the phase."""
+        graph = self.problem.graph
+        if not graph.loops or graph.loop[0] not in components:
+            return [(1,) * len(graph.loops)]
+        return list(product(*(group_options(self.problem, i, names) for i in range(len(graph.loops)))))
 
     def _micro_batches(self, components: frozenset[str]) -> list[int]:
         """Whole parts of the items that respect units, where a part can flow or has to fit in memory."""

@@ -48,9 +48,9 @@ def random_workflow(random: np.random.Generator, count: int, loop: int, items: i
         "random",
         tuple(Component(name) for name in names),
         tuple(Edge(s, t, "data", "barrier" if f == "barrier" else "micro_batch") for (s, t), f in unique.items()),
-        Loop(names[:loop], int(random.integers(1, 5))) if loop else None,
+        (Loop(names[:loop], int(random.integers(1, 5))),) if loop else (),
         items,
-        waves=int(random.choice([1, 2])) if loop else 1,
+        episodes_per_env=int(random.choice([1, 2])) if loop else 1,
     )
 
 
@@ -105,7 +105,7 @@ def random_home(
         replace(node, name=f"node{i}", cores=cores, accelerators=accelerators, memory_bytes=per_core * cores)
         for i, (cores, accelerators) in enumerate(sizes)
     )
-    loop = workflow.loop.components if workflow.loop else ()
+    loop = workflow.loops[0].components if workflow.loops else ()
     if links:
         needed = {edge.source for edge in workflow.edges if edge.target not in loop}
         travelling = set([name for name in loop if name not in needed][:1])
@@ -132,7 +132,7 @@ def ppo(items: int = 16, steps: int = 20, flow: str = "barrier") -> Workflow:
             Edge("advantage", "learner", "samples", streams),
             Edge("learner", "sync", "weights"),
         ),
-        Loop(("physics", "render", "policy"), steps),
+        (Loop(("physics", "render", "policy"), steps),),
         items,
     )
 
