@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import Literal
 
 from schedulers.graph import partitions, turns
@@ -15,6 +14,7 @@ from schedulers.memory import levels
 from schedulers.profile import Pool
 from schedulers.search import SLACK, Allocation, Caps
 from schedulers.shape import Shape, shape_of
+from schedulers.task_search import TaskSearch, family
 from schedulers.times import POOLS, Problem, resident_bytes, switch_seconds
 
 Kind = Literal["turns", "apart"]
@@ -79,6 +79,8 @@ class Phases:
         return list(seen.values())
 
     def _solve(self, components: frozenset[str], kind: Kind, switching: bool, caps: Caps) -> Solved:
+        if self.problem.graph.several and self.problem.graph.loop[0] in components:
+            return self._solve_tasks(components, kind, switching, caps)
         candidates = [Allocation(self.problem, shape, caps) for shape in self.shapes(components, kind)]
         extra = [
             switch_seconds(self.problem, candidate.shape.placements) if switching else 0.0 for candidate in candidates
@@ -100,8 +102,22 @@ class Phases:
                 best = Solved(outcome.seconds + extra[i], 0.0, candidates[i].shape, outcome.counts, extra[i])
         return replace(best, bound=min(best.seconds, open_bound))
 
+    def _solve_tasks(self, components: frozenset[str], kind: Kind, switching: bool, caps: Caps) -> Solved:
+        def extra(blocks: Sequence[tuple[str, ...]]) -> float:
+            return switch_seconds(self.problem, tuple(blocks)) if switching else 0.0
+
+        def options(number: int, blocks: Sequence[tuple[str, ...]]) -> list[int]:
+            return group_options(self.problem, number, blocks)
+
+        parts = self._micro_batches(components)
+        found = TaskSearch(self.problem, components, kind, parts, options, caps, extra, self.deadline).solve()
+        cost = extra(found.shape.placements) if found.shape else 0.0
+        return Solved(found.seconds, found.bound, found.shape, found.counts, cost)
+
     def _partitions(self, components: frozenset[str], kind: Kind) -> list[tuple[tuple[str, ...], ...]]:
         graph, pools = self.problem.graph, self.problem.pools
+        if graph.several and graph.loop[0] in components:
+            return family(self.problem, components, kind)
         one = turns(graph, components, pools)
         if kind == "turns":
             return [one]
@@ -127,11 +143,11 @@ class Phases:
                         yield travelled(problem, shape)
 
     def _groups(self, components: frozenset[str], names: tuple[tuple[str, ...], ...]) -> list[tuple[int, ...]]:
-        """Of each loop; one number where the loops are not in the phase."""
+        """Of each loop; where the loops are not in the phase that does not matter."""
         graph = self.problem.graph
         if not graph.loops or graph.loop[0] not in components:
             return [(1,) * len(graph.loops)]
-        return list(product(*(group_options(self.problem, i, names) for i in range(len(graph.loops)))))
+        return [(groups,) for groups in group_options(self.problem, 0, names)]
 
     def _micro_batches(self, components: frozenset[str]) -> list[int]:
         """Whole parts of the items that respect units, where a part can flow or has to fit in memory."""

@@ -49,7 +49,7 @@ class Allocation:
 
     def __init__(self, problem: Problem, shape: Shape, caps: Caps) -> None:
         self.problem, self.shape = problem, shape
-        self.options = [_options(problem, shape, p, caps) for p in range(len(shape.placements))]
+        self.options = [options_of(problem, shape, p, caps) for p in range(len(shape.placements))]
         self.feasible = all(len(options.counts) for options in self.options)
         if self.feasible:
             self.units = {pool: len(problem.counts[pool]) for pool in POOLS}
@@ -275,7 +275,7 @@ class _Options:
         return counts[keep], keep + 1, times[:, keep]
 
 
-def _options(problem: Problem, shape: Shape, index: int, caps: Caps) -> _Options:
+def options_of(problem: Problem, shape: Shape, index: int, caps: Caps) -> _Options:
     """The same placement comes back in many partitions with the same work: it is worked out once."""
     names = shape.placements[index]
     visits = [i for i, visit in enumerate(shape.visits) if visit.placement == index]

@@ -36,7 +36,11 @@ def test_plans_predictions_and_reasons_of_one_task_are_those_recorded(key: str) 
         assert str(error) == RECORDED[key]
         return
     played = simulate(best, workflow, profile, cluster, seed=1, variation=0.3).seconds
-    now: dict[str, Any] = {"best": to_data(best), **{mode: to_data(other) for mode, other in found.items()}, "played": played}
+    now: dict[str, Any] = {
+        "best": to_data(best),
+        **{mode: to_data(other) for mode, other in found.items()},
+        "played": played,
+    }
     assert json.loads(json.dumps(now)) == RECORDED[key]
 
 
