@@ -93,7 +93,7 @@ class Executor:
         updates."""
         for number, lane in enumerate(self._lanes):
             if lane.assignment.one_process:
-                lane.policy.fetch(lane.policy.feed(PolicyWorker.share, self.learner, Learner.own_policy))
+                lane.policy.get(lane.policy.pipe(PolicyWorker.share, self.learner, Learner.own_policy))
             lane._publish(version)
             mine = None if environments is None else _of_task(environments, number)
             lane.policy.call(PolicyWorker.begin, mine, self._by_episodes)
@@ -122,7 +122,7 @@ class Executor:
         spans: list[Span] = []
         if not self._by_episodes:
             begin = time.monotonic_ns()
-            summary = self.policy.fetch(self._begun())
+            summary = self.policy.get(self._begun())
             spans.append(Span("driver", "rollout", begin, time.monotonic_ns()))
             return summary, spans
         return self._waves_of(iteration, spans)
@@ -212,7 +212,7 @@ class Executor:
     def _farm_deadline_s(self) -> float:
         """Of what a policy worker asks of its farm: sooner than the call's own, whose message could not name who in the
         farm is late."""
-        return self.config.runtime.deadline_s / 2
+        return self.policy.deadline.inner().seconds
 
     @property
     def _by_episodes(self) -> bool:
@@ -230,13 +230,13 @@ class Executor:
     def _start(self, wave: int = 0, after: Any = None) -> Any:
         """Begin a rollout, or the wave of that number of one, with the weights that were published last; `after`
         another task's."""
-        deadline_s = self.config.runtime.deadline_s
+        deadline_s = self._farm_deadline_s
         if not self._by_episodes:
-            return self.policy.refer(PolicyWorker.rollout, self.config.ppo.decisions, deadline_s, after)
+            return self.policy.submit(PolicyWorker.rollout, self.config.ppo.decisions, deadline_s, after)
         group = self.config.group
         # Where a wave's groups decide whether there is another, nobody may begin it before that is known.
         ahead = 1 if group.max_waves else group.waves - wave
-        return self.policy.refer(PolicyWorker.rollout_wave, ahead, deadline_s, after)
+        return self.policy.submit(PolicyWorker.rollout_wave, ahead, deadline_s, after)
 
     def _begun(self) -> Any:
         """The rollout that runs ahead, or a new one."""
@@ -244,7 +244,7 @@ class Executor:
         return self._start() if begun is None else begun
 
     def _feed(self, iteration: int) -> Any:
-        return self.learner.feed(Learner.collect, self.policy, PolicyWorker.trajectories, iteration)
+        return self.learner.pipe(Learner.collect, self.policy, PolicyWorker.trajectories, iteration)
 
     def _waves_of(self, iteration: int, spans: list[Span]) -> tuple[RolloutSummary, list[Span]]:
         """Wave after wave, each handed to the learner when it is complete."""
@@ -255,7 +255,7 @@ class Executor:
         taught = 0
         for number in range(group.max_waves or group.waves):
             begin = time.monotonic_ns()
-            summary = self.policy.fetch(self._start(number) if number else self._begun())
+            summary = self.policy.get(self._start(number) if number else self._begun())
             spans.append(Span("driver", f"roll out wave {number}", begin, time.monotonic_ns()))
             total = summary if total is None else total + summary
             waiting.append(self._feed(iteration))
@@ -298,7 +298,7 @@ class Executor:
         return Span("driver", "switch", begin, time.monotonic_ns(), {"worker": worker.name, "bytes": switched.bytes})
 
     def _collected(self, reference: Any) -> Collected:
-        found: Collected = self.learner.fetch(reference)
+        found: Collected = self.learner.get(reference)
         return found
 
     def _publish(self, version: int) -> None:
@@ -307,7 +307,7 @@ class Executor:
         if self.assignment.one_process:
             self.policy.call(PolicyWorker.at_version, version)
         else:
-            self.policy.fetch(self.policy.feed(PolicyWorker.load_weights, self.learner, Learner.weights, version))
+            self.policy.get(self.policy.pipe(PolicyWorker.load_weights, self.learner, Learner.weights, version))
 
 
 def _join_tasks(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:

@@ -12,7 +12,8 @@ from embodied.assignment import Assignment, configured
 from embodied.config import Config
 from embodied.devices import find_device
 from embodied.reporting.live import steps
-from embodied.runtime.handles import InlineRuntime, Runtime
+from embodied.runtime.contract import Runtime
+from embodied.runtime.inline import InlineRuntime
 from sim_farm.farm import Farm, FarmAddress
 from sim_farm.layout import FarmSpec
 

@@ -23,7 +23,7 @@ from embodied.learner import Learner
 from embodied.occupation import Seat
 from embodied.residence import Residence
 from embodied.rollout import PolicyWorker
-from embodied.runtime.ray_runtime import _portable
+from embodied.runtime.ray_workers import _portable
 from embodied.session import open_session
 from embodied.trajectories import Trajectories
 from embodied.workers import make_policy

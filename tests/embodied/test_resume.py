@@ -17,7 +17,7 @@ from embodied import checkpoint, training
 from embodied.checkpoint import CheckpointError
 from embodied.config import Config, UserError, parse_config
 from embodied.reporting.metrics import FILE, read
-from embodied.runtime.handles import InlineRuntime, LocalHandle
+from embodied.runtime.inline import InlineRuntime, LocalHandle
 from embodied.session import Session, open_session
 from embodied.training import prepare_run
 
@@ -181,12 +181,12 @@ class Interrupted(LocalHandle[Any]):
     count: int = 0
     after: bool = False
 
-    def _run(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _start(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.count -= method == self.method
         due = method == self.method and self.count == 0
         if due and not self.after:
             signal.raise_signal(signal.SIGINT)
-        result = super()._run(method, args, kwargs)
+        result = super()._start(method, args, kwargs)
         if due and self.after:
             signal.raise_signal(signal.SIGINT)
         return result
@@ -198,7 +198,7 @@ class InterruptedRuntime(InlineRuntime):
         self._fault = (method, count, after)
 
     def place(self, name: str, make: Callable[..., Any], *args: Any, beside: Any = None) -> Interrupted:
-        return Interrupted(name, 60.0, {}, make(*args), *self._fault)
+        return Interrupted(name, self.deadline, {}, *self._fault, worker=make(*args))
 
 
 CALLS = ("rollout", "trajectories", "collect", "finish", "weights", "load_weights", "snapshot", "save")
