@@ -108,7 +108,7 @@ def _act(config: Config, session: Session, folder: Path | None, episodes: int) -
     with session.farm(trials_farm(config, session, specs, range(episodes))) as farm:
         sizes = policy_spec(config, farm.info)
         worker = session.runtime.place("evaluator", make_evaluator, config, sizes, session.reach(farm), folder)
-        deadline_s = config.runtime.deadline_s
+        deadline_s = worker.deadline.inner().seconds
         with steps(f"Running {config.policy.kind} on {config.env.task}", episodes) as bar:
             results = run_to_end(
                 lambda budget_s: worker.call(Evaluator.advance, budget_s, deadline_s), episodes, bar.advance
@@ -139,4 +139,4 @@ def _write(writer: DatasetWriter, replayers: Sequence[Handle[Replayer]], results
 
 
 def _begin_replay(replayer: Handle[Replayer], result: EpisodeResult) -> ReplayedEpisode:
-    return replayer.refer(Replayer.replay, result.spec, result.actions)
+    return replayer.submit(Replayer.replay, result.spec, result.actions)

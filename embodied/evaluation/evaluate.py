@@ -171,7 +171,7 @@ def _run_episodes(subject: Subject, protocol: Protocol, session: Session, folder
                 worker = session.runtime.place("evaluator", make_evaluator, config, sizes, reach, subject.checkpoint)
             else:
                 worker.call(Evaluator.begin, task, sizes, reach)
-            _run_task(worker, folder, len(left), title, config.runtime.deadline_s)
+            _run_task(worker, folder, len(left), title, worker.deadline.inner().seconds)
         done += len(left)
     if worker is not None:
         worker.end()

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from embodied.config import Config
 from embodied.execution.assignment import Assignment, configured
 from embodied.reporting.live import steps
-from embodied.runtime.handles import InlineRuntime, Runtime
+from embodied.runtime.contract import Runtime
+from embodied.runtime.inline import InlineRuntime
 from embodied.workers.devices import find_device
 from sim_farm.farm import Farm, FarmAddress
 from sim_farm.layout import FarmSpec

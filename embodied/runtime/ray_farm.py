@@ -8,12 +8,13 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from embodied.runtime.nodes import NodeInfo, require_software, software
+from embodied.runtime.ray_cluster import HERE, RayCluster, cannot_start
 from embodied.runtime.relay import FarLost, FarPhysics, Relay
 from sim_farm.contract import FarmError, TaskInfo, TaskSpec
 from sim_farm.farm import WorkerFailed
@@ -22,11 +23,6 @@ from sim_farm.hosts import make_worker
 from sim_farm.memory import Block
 from sim_farm.workers import WorkerSetup
 
-if TYPE_CHECKING:
-    from embodied.runtime.ray_runtime import RayRuntime
-
-HERE = ""
-"""The client's node, where a placement names one."""
 MAX_RESTARTS = 3
 """Replacements of one worker after which its death ends the run: then it is not an accident."""
 NODE_CHECK_S = 1.0
@@ -82,8 +78,8 @@ class RayHost:
 
     shared = True
 
-    def __init__(self, runtime: RayRuntime, nodes: list[NodeInfo | None]) -> None:
-        self._runtime = runtime
+    def __init__(self, cluster: RayCluster, nodes: list[NodeInfo | None]) -> None:
+        self._cluster = cluster
         self._nodes = nodes
         # All at once: importing a simulator takes seconds, and they do it side by side.
         self._actors = [self._start(index) for index in range(len(nodes))]
@@ -99,7 +95,7 @@ class RayHost:
         return not self._serving and not self._relays
 
     def describe(self, task: TaskSpec) -> TaskInfo:
-        return self._runtime.wait(self.ask(0, "describe", task), self.who(0), "describe the task", 300.0)
+        return self._cluster.wait(self.ask(0, "describe", task), self.who(0), "describe the task")
 
     def launch(self, setup: WorkerSetup, block: Block) -> FarmHandle:
         """Raises `FarmError` where a physics worker on another node would have to draw."""
@@ -137,7 +133,9 @@ class RayHost:
 
     def pids(self) -> list[int]:
         """Process ids of the workers, each on its own machine; only while they serve no farm."""
-        return ray.get([actor.pid.remote() for actor in self._actors], timeout=60)
+        return [
+            self._cluster.wait(actor.pid.remote(), self.who(index), "start") for index, actor in enumerate(self._actors)
+        ]
 
     def end(self, index: int, deadline_s: float) -> None:
         """The worker leaves its farm; its process stays, with its simulator imported, for the next farm."""
@@ -174,7 +172,7 @@ class RayHost:
         self._start_again(index)
 
     def _require_nodes(self, needed: list[NodeInfo]) -> None:
-        present = {node.id for node in self._runtime.nodes()}
+        present = {node.id for node in self._cluster.nodes()}
         for node in needed:
             if node.id not in present:
                 lost = [setup.name for index, setup in sorted(self._setups.items()) if self._nodes[index] == node]
@@ -185,7 +183,7 @@ class RayHost:
 
     def _start(self, index: int) -> Any:
         node = self._nodes[index]
-        return self._runtime.actor(_FarmActor, ONE_THREAD, HERE if node is None else node.id)
+        return self._cluster.actor(_FarmActor, ONE_THREAD, HERE if node is None else node.id)
 
     def _start_again(self, index: int) -> None:
         self.restarts[index] = self.restarts.get(index, 0) + 1
@@ -237,13 +235,6 @@ def _future(reference: Any, who: str) -> Future[Any]:
 
     reference.future().add_done_callback(settle)
     return answer
-
-
-def cannot_start(who: str, error: RayActorError) -> WorkerFailed:
-    """Why a process never began its work; another try would end the same way."""
-    return WorkerFailed(
-        f"{who} cannot start: {str(error).splitlines()[-1]}; `embodied doctor` on its machine says what is missing"
-    )
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,8 @@ from embodied.planning.clusters import run_cluster
 from embodied.planning.profiler import work_of
 from embodied.planning.run_plans import place_run
 from embodied.reporting.metrics import read
-from embodied.runtime import ray_runtime, relay
-from embodied.runtime.handles import InlineRuntime
+from embodied.runtime import ray_cluster, relay
+from embodied.runtime.inline import InlineRuntime
 from embodied.runtime.nodes import NodeInfo
 from embodied.runtime.ray_farm import RayHost
 from embodied.runtime.ray_runtime import RayRuntime
@@ -139,8 +139,8 @@ def test_the_cluster_has_three_nodes_of_which_one_is_here(machines: Machines) ->
 
 
 def test_nodes_of_one_name_are_told_apart(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
-    entries = [entry | {"NodeName": "twin"} for entry in ray_runtime.ray.nodes()]
-    monkeypatch.setattr(ray_runtime.ray, "nodes", lambda: entries)
+    entries = [entry | {"NodeName": "twin"} for entry in ray_cluster.ray.nodes()]
+    monkeypatch.setattr(ray_cluster.ray, "nodes", lambda: entries)
     assert {node.name for node in machines.runtime.nodes()} == {f"twin-{entry['NodeID'][:8]}" for entry in entries}
 
 
@@ -356,7 +356,7 @@ def test_a_lost_node_is_named_with_its_workers_within_the_deadline(
     host = machines.runtime.farm_host(2, 1, (lost.id,) * 2)
     with built(spec, host, machines) as farm:
         player = machines.runtime.place("player", Player, farm.address)
-        playing = player.refer(Player.play)
+        playing = player.submit(Player.play)
         deadline = time.monotonic() + 60
         while farm.block.arrays["requested"].max() < 40:
             assert time.monotonic() < deadline, "the player does not play"
@@ -367,7 +367,7 @@ def test_a_lost_node_is_named_with_its_workers_within_the_deadline(
         begin = time.monotonic()
         message = f"the node {name} (127.0.0.1, {lost.id[:8]}) has left the cluster, and with it physics 0, physics 1:"
         with pytest.raises(WorkerFailed, match=re.escape(message)):
-            player.fetch(playing)
+            player.get(playing)
         assert time.monotonic() - begin < 30
         player.end()
     assert time.monotonic() - begin < 60, "the farm does not close"

@@ -21,7 +21,7 @@ from embodied.errors import UserError
 from embodied.execution.assignment import HERE, Assignment
 from embodied.execution.executor import executor
 from embodied.execution.session import open_session
-from embodied.runtime.ray_runtime import _portable
+from embodied.runtime.ray_workers import _portable
 from embodied.workers.affinity import Affinity
 from embodied.workers.devices import decide, device_of, find_device, settle, to_host, value_of
 from embodied.workers.learner import Learner

@@ -19,7 +19,7 @@ from embodied.execution.executor import Iteration, executor
 from embodied.execution.session import Session, open_session
 from embodied.reporting.metrics import read
 from embodied.runtime.ray_runtime import RayRuntime
-from embodied.training import loop as training
+from embodied.training.loop import loop as training
 from embodied.workers.affinity import Affinity
 from embodied.workers.learner import Learner
 from embodied.workflows.recipes import configs_of_tasks

@@ -20,19 +20,21 @@ import torch
 from torch import Tensor
 
 from embodied import checkpoint
-from embodied.config import Config, parse_config
-from embodied.data.trajectories import Trajectories
-from embodied.errors import UserError
+from embodied import progress
+from embodied.training.loop import loop as training
 from embodied.execution.assignment import configured
-from embodied.execution.farm_specs import farm_spec
-from embodied.execution.session import Session
+from embodied.config import Config, parse_config
+from embodied.errors import UserError
 from embodied.reporting.metrics import read
-from embodied.run_folder import prepare_run
-from embodied.runtime.handles import Handle, InlineRuntime, Runtime
-from embodied.runtime.ray_runtime import RayRuntime
-from embodied.training import loop as training
-from embodied.workers.makers import make_policy_worker, policy_spec
 from embodied.workers.policy_worker import PolicyWorker
+from embodied.runtime.contract import Runtime
+from embodied.runtime.deadlines import Deadline, Wait
+from embodied.runtime.handles import Handle
+from embodied.runtime.inline import InlineRuntime
+from embodied.runtime.ray_runtime import RayRuntime
+from embodied.execution.session import Session
+from embodied.data.trajectories import Trajectories
+from embodied.workers.makers import farm_spec, make_policy_worker, policy_spec
 from policies.contract import PolicyError
 from sim_farm.episodes import EndlessEpisodes
 from sim_farm.farm import Farm, WorkerFailed, WorkerTimeout
@@ -46,10 +48,10 @@ def config_of(stages: int = 2, iterations: int = 3, **changes: Any) -> Config:
         "seed": 4,
         "iterations": iterations,
         "env": {"task": "tabletop/push", "num_envs": 4, "max_episode_steps": 13},
-        "farm": {"groups": stages, "physics_workers": 2, "pin": False},
+        "farm": {"stages": stages, "physics_workers": 2, "pin": False},
         "policy": {"options": {"widths": [16], "initial_log_std": 0.0}},
-        "rollout": {"decisions": 16},
-        "optim": {"epochs": 2, "minibatch": 24, "threads": 1, "policy_lr": 3e-3},
+        "ppo": {"decisions": 16},
+        "learner": {"epochs": 2, "minibatch": 24, "threads": 1, "policy_lr": 3e-3},
         "runtime": {"trace": False, "deadline_s": 60.0},
     }
     return parse_config({**settings, **changes}, "test")
@@ -70,7 +72,7 @@ def session_of(config: Config, runtime: Runtime) -> Session:
 
 def train(config: Config, folder: Path, runtime: Runtime) -> dict[str, bytes]:
     """The bytes of the last checkpoint's tensors."""
-    prepare_run(config, folder, resume=False)
+    training.prepare_run(config, folder, resume=False)
     training.train(config, folder, session_of(config, runtime), None)
     last = checkpoint.latest(folder / "checkpoints")
     assert last is not None
@@ -110,6 +112,19 @@ class Clumsy:
         time.sleep(seconds)
         return "awake"
 
+    def work(self, steps: int, step_s: float) -> int:
+        """Long work that reports each of its steps."""
+        for _ in range(steps):
+            time.sleep(step_s)
+            progress.report()
+        return steps
+
+    def take(self, made: int) -> int:
+        return made
+
+    def long_work(self) -> int:
+        return self.work(30, 0.2)
+
     def fail(self, message: str) -> None:
         raise UserError(message)
 
@@ -143,12 +158,60 @@ def clumsy(cluster: RayRuntime) -> Handle[Clumsy]:
 
 
 def test_a_late_call_names_worker_method_and_time(clumsy: Handle[Clumsy]) -> None:
-    clumsy.deadline_s = 1.0
-    with pytest.raises(WorkerTimeout, match="^clumsy did not finish 'sleep' within 1 s$"):
+    clumsy.deadline = Deadline(1.0)
+    with pytest.raises(
+        WorkerTimeout, match=r"^clumsy did not finish 'sleep': no progress for 1\.. s, with a deadline of 1 s$"
+    ):
         clumsy.call(Clumsy.sleep, 2.0)
-    clumsy.deadline_s = 60.0
+    clumsy.deadline = Deadline(60.0)
     assert clumsy.call(Clumsy.sleep, 0.0) == "awake", "a worker that was late is of no use any more"
     assert clumsy.timers["sleep"].calls == 2
+
+
+def test_work_that_reports_progress_is_not_late(clumsy: Handle[Clumsy]) -> None:
+    """Three times the deadline; and it is late as soon as it stops to report."""
+    clumsy.deadline = Deadline(2.0)
+    assert clumsy.call(Clumsy.long_work) == 30
+    with pytest.raises(WorkerTimeout, match=r"^clumsy did not finish 'work': no progress for 2\.. s, .* of 2 s$"):
+        clumsy.call(Clumsy.work, 1, 5.0)
+    clumsy.deadline = Deadline(60.0)
+    assert clumsy.call(Clumsy.sleep, 0.0) == "awake"
+
+
+def test_a_worker_that_waits_for_anothers_result_is_not_late_while_that_one_reports(
+    cluster: RayRuntime, clumsy: Handle[Clumsy]
+) -> None:
+    waiting = cluster.place("waiting", Clumsy)
+    waiting.deadline = Deadline(2.0)
+    assert waiting.get(waiting.pipe(Clumsy.take, clumsy, Clumsy.long_work)) == 30
+    assert waiting.get(waiting.submit(Clumsy.take, clumsy.submit(Clumsy.work, 30, 0.2))) == 30
+    with pytest.raises(WorkerTimeout, match="^waiting did not finish 'take': no progress for"):
+        waiting.get(waiting.submit(Clumsy.take, clumsy.submit(Clumsy.work, 1, 5.0)))
+    waiting.deadline = Deadline(60.0)
+    waiting.end()
+
+
+def test_reports_go_nowhere_in_this_process() -> None:
+    worker = InlineRuntime(0.01).place("clumsy", Clumsy)
+    assert worker.call(Clumsy.work, 3, 0.02) == 3
+
+
+def test_deadlines_nest() -> None:
+    """Whoever waits for somebody who waits has more time than that one; at each level enough to replace who is late."""
+    call = Deadline(600.0)
+    farm, worker = call.inner(), call.inner().inner()
+    assert worker.seconds < farm.seconds < call.seconds
+    assert farm.seconds - worker.seconds >= 120 and call.seconds - farm.seconds >= 120
+    with pytest.raises(ValueError, match="a deadline is a positive number of seconds, got 0"):
+        Deadline(0)
+
+
+def test_a_wait_counts_from_its_beginning_or_the_last_progress() -> None:
+    now = time.monotonic_ns()
+    long_ago, deadline = now - 10 * 10**9, Deadline(10.0)
+    assert Wait(deadline, begin_ns=long_ago - 10**9).late()
+    assert not Wait(deadline, lambda: now, begin_ns=long_ago - 10**9).late(), "progress does not count"
+    assert not Wait(deadline, lambda: long_ago - 10**9).late(), "it was late before it began"
 
 
 def test_an_exception_in_a_worker_arrives_as_itself(clumsy: Handle[Clumsy]) -> None:
@@ -156,7 +219,7 @@ def test_an_exception_in_a_worker_arrives_as_itself(clumsy: Handle[Clumsy]) -> N
         clumsy.call(Clumsy.fail, "no such thing")
     assert type(caught.value) is UserError
     with pytest.raises(UserError, match="^nor this$"):
-        clumsy.fetch(clumsy.refer(Clumsy.fail, "nor this"))
+        clumsy.get(clumsy.submit(Clumsy.fail, "nor this"))
     assert clumsy.call(Clumsy.sleep, 0.0) == "awake", "a mistake has killed the worker"
 
 
@@ -242,8 +305,7 @@ RUN = """
 import sys
 from pathlib import Path
 from embodied.execution.session import open_session
-from embodied.run_folder import prepare_run
-from embodied.training.loop import train
+from embodied.run_folder import prepare_run, train
 from tests.embodied.test_runtime import config_of
 folder = Path(sys.argv[1])
 config = config_of(iterations=100_000, ppo={"decisions": 200})
@@ -269,8 +331,10 @@ def training_process(folder: Path) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-def blocks() -> set[str]:
-    return {path.name for path in SHM.glob("embodied-*")}
+def blocks_of(processes: list[psutil.Process]) -> set[Path]:
+    """The project's shared memory that they have mapped: others on this machine may have some too."""
+    mapped = {Path(one.path) for process in processes for one in process.memory_maps()}
+    return {path for path in mapped if path.parent == SHM and path.name.startswith("embodied-")}
 
 
 def family_of(pid: int) -> list[psutil.Process]:
@@ -279,25 +343,27 @@ def family_of(pid: int) -> list[psutil.Process]:
     return [process for process in everyone if "resource_tracker" not in " ".join(process.cmdline())]
 
 
-def assert_gone(family: list[psutil.Process], before: set[str]) -> None:
+def assert_gone(family: list[psutil.Process], blocks: set[Path]) -> None:
     _, alive = psutil.wait_procs(family, timeout=5)
     assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
-    assert blocks() <= before, "shared memory is left behind"
+    assert blocks, "no shared memory was found that could be left behind"
+    assert not [path for path in blocks if path.exists()], "shared memory is left behind"
 
 
 def test_an_interrupted_run_ends_with_a_checkpoint_of_its_last_iteration(tmp_path: Path) -> None:
     """Ctrl-C in a terminal reaches every process of the group."""
-    before, folder = blocks(), tmp_path / "run"
+    folder = tmp_path / "run"
     with training_process(folder) as process:
         while len(read(folder)) < 2:
             assert process.poll() is None, process.communicate()[0]
             time.sleep(1e-3)
         family = family_of(process.pid)
         assert len(family) >= 6, "gcs_server, raylet, two physics workers, policy and learner"
+        blocks = blocks_of(family)
         os.killpg(process.pid, signal.SIGINT)
         said, _ = process.communicate(timeout=30)
         assert process.returncode != 0 and "KeyboardInterrupt" in said
-        assert_gone(family, before)
+        assert_gone(family, blocks)
     rows = read(folder)
     assert f"iteration {len(rows)} is kept" in said
     last = checkpoint.latest(folder / "checkpoints")
@@ -308,12 +374,13 @@ def test_an_interrupted_run_ends_with_a_checkpoint_of_its_last_iteration(tmp_pat
 
 def test_closing_leaves_no_process_and_no_shared_memory(cluster: RayRuntime) -> None:
     """The last test: it closes the cluster that the others share."""
-    before = blocks()
+    cluster.prepare(1)
     config = config_of()
     with session_of(config, cluster).farm(farm_spec(config, EndlessEpisodes(0), configured(config, (0, 1)))) as farm:
         family = family_of(os.getpid())
         assert {"gcs_server", "raylet"} <= {process.name() for process in family}
-        assert farm.block.name in blocks() - before
+        blocks = blocks_of([psutil.Process(), *family])
+        assert SHM / str(farm.block.name) in blocks and len(blocks) > 1, "the farm's, and where workers report progress"
     cluster.close()
-    assert_gone(family, before)
+    assert_gone(family, blocks)
     assert not family_of(os.getpid())

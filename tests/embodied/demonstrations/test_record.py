@@ -23,7 +23,7 @@ from embodied.demonstrations import recording as recording_module
 from embodied.demonstrations.recording import demonstration_episodes, record_run
 from embodied.demonstrations.writer import new_folder
 from embodied.errors import UserError
-from embodied.runtime.handles import InlineRuntime
+from embodied.runtime.inline import InlineRuntime
 from embodied.workers.evaluator import EpisodeResult
 from sim_farm.contract import EpisodeSpec, TaskInfo
 from sim_farm.episodes import evaluation_episodes
@@ -188,7 +188,7 @@ def test_a_killed_recording_is_no_dataset_and_in_nobodys_way(out: Path) -> None:
 import os, pathlib
 from embodied.demonstrations.writer import new_folder
 from embodied.workers.evaluator import EpisodeResult
-from embodied.runtime.handles import InlineRuntime
+from embodied.runtime.inline import InlineRuntime
 with new_folder(pathlib.Path({str(out)!r})) as folder:
     (folder / "meta").mkdir()
     (folder / "meta/stats.json").write_text("half")
