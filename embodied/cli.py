@@ -356,7 +356,7 @@ def _run(command: Any) -> int:
 
         result = bench_learner(command)
     else:
-        from embodied.doctor.checks import checks as doctor
+        from embodied.doctor import checks as doctor
 
         return doctor.main(command.json)
     if command.json is not None:

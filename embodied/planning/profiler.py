@@ -26,7 +26,7 @@ from embodied.planning.probe_assignments import shapes_of
 from embodied.workers.devices import accelerators
 from embodied.workers.learner import Learner
 from embodied.workers.offload import Switch
-from embodied.workflows.recipes import workflow_of
+from embodied.workflows.sizes import workflow_of
 from schedulers.profile import ComponentProfile, Point, Profile, Together
 from schedulers.workflow import Workflow
 from sim_farm.contract import TaskInfo

@@ -20,8 +20,8 @@ from embodied.execution.session import Session
 from embodied.planning.clusters import local_cluster, run_cluster
 from embodied.planning.profiler import profile_config, work_of
 from embodied.planning.replanning import Decision, Watch, Watches
-from embodied.workers.makers import task_spec
-from embodied.workflows.recipes import check_credit, configs_of_tasks, workflow_of
+from embodied.workers.context import task_spec
+from embodied.workflows.sizes import check_credit, tasks_of, workflow_of
 from schedulers import Cluster, Plan, PlanError, Profile, Workflow
 from sim_farm.hosts import InProcess
 
@@ -126,7 +126,7 @@ def place_run(config: Config, session: Session, run_dir: Path) -> tuple[Placed, 
     The run's folder keeps the plans. Raises `UserError` or `PlanError` for plans and profiles that do not fit,
     before anything is started.
     """
-    wanted, tasks = config.plan, configs_of_tasks(config)
+    wanted, tasks = config.plan, tasks_of(config)
     if wanted.replan and wanted.ahead:
         raise UserError(f"{NO_MOMENT} plan.ahead")
     if wanted.mode == "configured" and wanted.file is None:
@@ -147,7 +147,7 @@ def check_files(config: Config) -> None:
     wanted = config.plan
     if wanted.file is None and wanted.profile is None:
         return
-    for number, task in enumerate(configs_of_tasks(config)):
+    for number, task in enumerate(tasks_of(config)):
         workflow, profile = sized_workflow(task), None
         if wanted.profile is not None:
             profile = checked_profile(file_of_task(wanted.profile, number), task, workflow, wanted.any_hardware)

@@ -13,10 +13,10 @@ import ray
 from torch import Tensor
 
 from embodied import progress
-from embodied.workers.devices import release, to_host
 from embodied.runtime.deadlines import Wait
 from embodied.runtime.handles import Handle
 from embodied.runtime.ray_cluster import LOOK_S, RayCluster
+from embodied.workers.devices import release, to_host
 from sim_farm.memory import Block, Field
 
 T = TypeVar("T")

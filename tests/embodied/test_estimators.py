@@ -24,9 +24,10 @@ from embodied.errors import UserError
 from embodied.execution.session import open_session
 from embodied.reporting.metrics import read
 from embodied.run_folder import prepare_run
-from embodied.training.loop import loop as training
-from embodied.workflows.recipes import recipes as workflows
-from embodied.workflows.recipes import GRPO, PPO, groups_suffice, recipe_of, streams, workflow_of
+from embodied.training import loop as training
+from embodied.workflows import recipes as workflows
+from embodied.workflows.recipes import GRPO, PPO, recipe_of
+from embodied.workflows.sizes import groups_suffice, streams, workflow_of
 from policies.contract import Inputs
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -22,7 +22,7 @@ from embodied.execution.session import Session, open_session
 from embodied.runtime.ray_runtime import RayRuntime
 from embodied.workers.affinity import Affinity
 from embodied.workers.learner import Learner, OffPolicy
-from embodied.workers.makers import make_policy
+from embodied.workers.context import make_policy
 from embodied.workers.policy_worker import PolicyWorker
 from embodied.workflows.recipes import GRPO, PPO
 from policies.contract import PolicySpec

@@ -27,9 +27,10 @@ from embodied.execution.executor import Executor, Iteration, executor
 from embodied.execution.session import open_session
 from embodied.reporting.metrics import read
 from embodied.workers.learner import CollectStatistics, Learner
-from embodied.workers.makers import make_policy
+from embodied.workers.context import make_policy
 from embodied.workers.policy_worker import PolicyWorker
-from embodied.workflows.recipes import GRPO, episodes_of, streams
+from embodied.workflows.recipes import GRPO
+from embodied.workflows.sizes import episodes_of, streams
 from policies.contract import Policy, PolicySpec
 from tests.embodied.test_resume import assert_same_run, rewind
 from tests.embodied.test_resume import run as train

@@ -24,7 +24,7 @@ from embodied.errors import UserError
 from embodied.reporting.metrics import read
 from embodied.run_folder import prepare_run, settings_of, with_init
 from embodied.training.sft import STAGE, Imitator, imitate, read_demonstrations
-from embodied.workers.makers import task_spec
+from embodied.workers.context import task_spec
 from policies.gaussian_mlp import GaussianMLP
 from sim_farm.contract import TaskInfo
 from sim_farm.registry import make_physics

@@ -14,19 +14,18 @@ import yaml
 from safetensors.numpy import load_file
 
 import schedulers
-from embodied import checkpoint
-from embodied import cli
+from embodied import checkpoint, cli
 from embodied.config import parse_config
 from embodied.errors import UserError
 from embodied.execution.session import Session, open_session
-from embodied.planning.run_plans import clusters
-from embodied.planning.run_plans import profiler as profiling
-from embodied.planning.run_plans import run_plans as planning
+from embodied.planning import clusters
+from embodied.planning import profiler as profiling
+from embodied.planning import run_plans as planning
 from embodied.planning.profiler import profile_config
 from embodied.reporting.metrics import read
 from embodied.run_folder import prepare_run
 from embodied.runtime.ray_runtime import RayRuntime
-from embodied.training.loop import loop as training
+from embodied.training import loop as training
 from schedulers import Plan, PlanError, Profile
 
 CORES = sorted(os.sched_getaffinity(0))[:2]

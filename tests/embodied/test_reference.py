@@ -15,7 +15,7 @@ from embodied.config import Config, parse_config
 from embodied.execution.session import open_session
 from embodied.reporting.metrics import read
 from embodied.run_folder import prepare_run
-from embodied.training.loop import loop as training
+from embodied.training import loop as training
 from tests import reference_ppo
 
 TOLERANCE = 1e-6

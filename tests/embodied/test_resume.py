@@ -21,7 +21,7 @@ from embodied.execution.session import Session, open_session
 from embodied.reporting.metrics import FILE, read
 from embodied.run_folder import prepare_run
 from embodied.runtime.inline import InlineRuntime, LocalHandle
-from embodied.training.loop import loop as training
+from embodied.training import loop as training
 
 RUNTIME = {"mode": "inline", "trace": False}
 STATES = {

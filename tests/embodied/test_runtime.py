@@ -19,22 +19,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from embodied import checkpoint
-from embodied import progress
-from embodied.training.loop import loop as training
-from embodied.execution.assignment import configured
+from embodied import checkpoint, progress
 from embodied.config import Config, parse_config
+from embodied.data.trajectories import Trajectories
 from embodied.errors import UserError
+from embodied.execution.assignment import configured
+from embodied.execution.session import Session
 from embodied.reporting.metrics import read
-from embodied.workers.policy_worker import PolicyWorker
 from embodied.runtime.contract import Runtime
 from embodied.runtime.deadlines import Deadline, Wait
 from embodied.runtime.handles import Handle
 from embodied.runtime.inline import InlineRuntime
 from embodied.runtime.ray_runtime import RayRuntime
-from embodied.execution.session import Session
-from embodied.data.trajectories import Trajectories
-from embodied.workers.makers import farm_spec, make_policy_worker, policy_spec
+from embodied.training import loop as training
+from embodied.execution.farm_specs import farm_spec
+from embodied.workers.context import policy_spec
+from embodied.workers.makers import make_policy_worker
+from embodied.workers.policy_worker import PolicyWorker
 from policies.contract import PolicyError
 from sim_farm.episodes import EndlessEpisodes
 from sim_farm.farm import Farm, WorkerFailed, WorkerTimeout
@@ -305,7 +306,8 @@ RUN = """
 import sys
 from pathlib import Path
 from embodied.execution.session import open_session
-from embodied.run_folder import prepare_run, train
+from embodied.run_folder import prepare_run
+from embodied.training.loop import train
 from tests.embodied.test_runtime import config_of
 folder = Path(sys.argv[1])
 config = config_of(iterations=100_000, ppo={"decisions": 200})
