@@ -127,7 +127,7 @@ def gae_of(batch: Trajectories, settings: AdvantageConfig) -> Estimate:
         advantage, returns = generalised_advantages(
             batch.reward, batch.value, *ends, settings.gamma, settings.lam, settings.bootstrap
         )
-    if settings.normalise:
+    if settings.normalise != "none":
         advantage = normalise(advantage, counted)
     return Estimate(advantage, returns, batch.mask, torch.ones_like(batch.reward))
 

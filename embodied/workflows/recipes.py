@@ -139,13 +139,14 @@ def episodes_of(config: Config, seed: int) -> Episodes:
 def configs_of_tasks(config: Config) -> tuple[Config, ...]:
     """The configuration of each task of the run, the main one first. Each has seeds of its own.
 
-    Raises `UserError` for keys of `also` that `env` does not have.
+    Raises `UserError` for keys of `extra_tasks` that `env` does not have.
     """
-    found = [config.model_copy(update={"also": ()})]
+    found = [config.model_copy(update={"extra_tasks": ()})]
     for number, differs in enumerate(config.extra_tasks, start=1):
         data = config.model_dump(mode="json")
-        data |= {"env": {**data["env"], **differs}, "seed": (config.seed + number * TASK_SEEDS) % 2**31, "also": ()}
-        found.append(parse_config(data, f"also[{number - 1}]"))
+        data |= {"env": {**data["env"], **differs}, "extra_tasks": ()}
+        data["seed"] = (config.seed + number * TASK_SEEDS) % 2**31
+        found.append(parse_config(data, f"extra_tasks[{number - 1}]"))
     return tuple(found)
 
 
