@@ -8,11 +8,10 @@ from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 
-import yaml
 from rich import print as show
 
 from embodied import checkpoint
-from embodied.config import Config, load_config, parse_config, save_config
+from embodied.config import Config, load_config, save_config, saved_config
 from embodied.errors import UserError
 
 
@@ -24,8 +23,7 @@ def settings_of(run: str, runs_dir: Path) -> Config:
             return load_config(run)
         except UserError as error:
             raise UserError(f"no run {run!r} here or below {runs_dir}/, and {error}") from error
-    path = folder / "config.yaml"
-    return parse_config(yaml.safe_load(path.read_text()), str(path))
+    return saved_config(folder / "config.yaml")
 
 
 def find_run(run: str, runs_dir: Path) -> Path | None:

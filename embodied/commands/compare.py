@@ -48,7 +48,7 @@ class Ran:
 def compare_command(config: Config, name: str, out: Path, profile: Path | None, repeats: int) -> dict[str, Any]:
     """Run every mode's best plan on the same work. Writes table, charts and timelines to `out`."""
     if config.extra_tasks:
-        raise UserError("modes are compared on one task: leave out `also`")
+        raise UserError("modes are compared on one task: leave out `extra_tasks`")
     if repeats < 1:
         raise UserError(f"--repeats is at least 1, not {repeats}")
     workflow, measured = sized_workflow(config), None

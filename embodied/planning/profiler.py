@@ -16,12 +16,13 @@ from statistics import fmean, median, stdev
 
 import numpy as np
 
-from embodied.config import Config
+from embodied.config import Config, parse_config
 from embodied.doctor.hardware import fingerprint
 from embodied.errors import UserError
 from embodied.execution.assignment import Assignment
 from embodied.execution.executor import Executor, Iteration, executor
 from embodied.execution.session import Session
+from embodied.migration import OLD_SECTIONS, migrate
 from embodied.planning.probe_assignments import shapes_of
 from embodied.workers.devices import accelerators
 from embodied.workers.learner import Learner
@@ -150,6 +151,19 @@ def work_of(config: Config) -> dict[str, str]:
         mode="json", include={"workflow", "env", "policy", "rollout", "advantage", "loss", "optim"}
     )
     return {f"work.{name}": json.dumps(section, sort_keys=True) for name, section in sections.items()}
+
+
+def in_todays_keys(fingerprint: Mapping[str, str]) -> dict[str, str]:
+    """A profile's fingerprint as `work_of` would write it now, where an earlier version measured the profile."""
+    work = {key.removeprefix("work."): json.loads(value) for key, value in fingerprint.items() if _of_work(key)}
+    if not work.keys() & set(OLD_SECTIONS):
+        return dict(fingerprint)
+    rest = {key: value for key, value in fingerprint.items() if not _of_work(key)}
+    return rest | work_of(parse_config(migrate(work), "the profile"))
+
+
+def _of_work(key: str) -> bool:
+    return key.startswith("work.")
 
 
 def _component(seen: Seen, name: str, flow: Workflow) -> ComponentProfile:

@@ -18,7 +18,7 @@ from embodied.errors import UserError
 from embodied.execution.assignment import Assignment, assign, configured
 from embodied.execution.session import Session
 from embodied.planning.clusters import local_cluster, run_cluster
-from embodied.planning.profiler import profile_config, work_of
+from embodied.planning.profiler import in_todays_keys, profile_config, work_of
 from embodied.planning.replanning import Decision, Watch, Watches
 from embodied.workers.context import task_spec
 from embodied.workflows.sizes import check_credit, tasks_of, workflow_of
@@ -38,6 +38,7 @@ def sized_workflow(config: Config) -> Workflow:
 def checked_profile(path: Path, config: Config, workflow: Workflow, any_hardware: bool) -> Profile:
     """A profile from a file. Raises `UserError` or `PlanError` for one that does not belong to what is planned here."""
     profile = schedulers.load(Profile, path)
+    profile = replace(profile, fingerprint=in_todays_keys(profile.fingerprint))
     work = {key: value for key, value in profile.fingerprint.items() if key.startswith("work.")}
     differs = [key.removeprefix("work.") for key, value in work_of(config).items() if work.get(key, value) != value]
     if differs:

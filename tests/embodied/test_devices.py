@@ -193,9 +193,9 @@ def make_batch(kind: str) -> Trajectories:
     )
 
 
-def config_of(epochs: int = 2, unit: str = "action", **ppo: Any) -> Config:
-    learner = {"epochs": epochs, "minibatch": 8, "micro_batch": 3, "threads": 1, "policy_lr": 3e-3}
-    return parse_config({"learner": learner, "loss": {"ratio_unit": unit, "entropy_coef": 0.01, **ppo}}, "test")
+def config_of(epochs: int = 2, unit: str = "action", **loss: Any) -> Config:
+    optim = {"epochs": epochs, "minibatch": 8, "micro_batch": 3, "threads": 1, "policy_lr": 3e-3}
+    return parse_config({"optim": optim, "loss": {"ratio_unit": unit, "entropy_coef": 0.01, **loss}}, "test")
 
 
 @pytest.mark.parametrize("unit", ["chunk", "action", "element"])

@@ -221,9 +221,9 @@ def test_micro_batches_change_memory_and_not_the_step(demos: Dataset, datasets: 
     """Of a policy whose loss is drawn too, and whatever is in which dataset."""
     after = []
     for micro in (None, 5):
-        learner = {**PIXELS["learner"], "micro_batch": micro}
+        optim = {**PIXELS["optim"], "micro_batch": micro}
         data = [str(demos.folder)] * datasets
-        imitator = imitator_of(config_of({**PIXELS, "learner": learner}, demos, data=data, lr=1e-4))
+        imitator = imitator_of(config_of({**PIXELS, "optim": optim}, demos, data=data, lr=1e-4))
         imitator.step()
         after.append(torch.cat([p.detach().flatten() for p in imitator.policy.parameters()]))
     assert (after[0] - after[1]).abs().max() < 1e-5

@@ -159,7 +159,7 @@ def test_memory_and_switches_are_measured(profile: Profile) -> None:
 def test_a_profile_says_what_it_belongs_to(profile: Profile) -> None:
     assert {"hardware.processor", "hardware.cores", "hardware.accelerator"} <= set(profile.fingerprint)
     assert {"software.torch", "software.python"} <= set(profile.fingerprint)
-    sections = {"workflow", "env", "policy", "ppo", "group", "learner"}
+    sections = {"workflow", "env", "policy", "rollout", "advantage", "loss", "optim"}
     assert sections == {key.removeprefix("work.") for key in profile.fingerprint if key.startswith("work.")}
     assert json.loads(profile.fingerprint["work.env"])["num_envs"] == ENVS
 
@@ -207,11 +207,11 @@ AUTO = ["train", "--plan.mode", "auto", "--name", "it", "--plan.profile"]
 @pytest.mark.parametrize(
     ("verb", "change", "named"),
     [
-        (["plan", "--profile"], ["--optim.epochs", "3"], "learner"),
+        (["plan", "--profile"], ["--optim.epochs", "3"], "optim"),
         (["plan", "--profile"], ["--env.task", "tabletop/push"], "env"),
         (["plan", "--profile"], ["--workflow", "grpo", "--rollout.episode-group", "2"], "workflow"),
         (["compare", "--profile"], ["--env.num-envs", "8"], "env"),
-        (AUTO, ["--optim.epochs", "3"], "learner"),
+        (AUTO, ["--optim.epochs", "3"], "optim"),
         (AUTO, ["--env.num-envs", "8"], "env"),
     ],
 )
@@ -237,7 +237,7 @@ def test_a_profile_of_other_hardware_is_refused_unless_that_is_wanted(
     assert "other hardware" in said and "Abacus 9" in said and "--plan.any-hardware" in said
     embodied.done("plan", "small.yaml", "--plan.any-hardware")
     said = embodied.refused("plan", "small.yaml", "--plan.any-hardware", "--optim.epochs", "3")
-    assert "learner" in said, "other settings are no other hardware"
+    assert "optim" in said, "other settings are no other hardware"
 
 
 def test_a_profile_of_another_workflow_is_refused(files: Path, profile: Profile) -> None:

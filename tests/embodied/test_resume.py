@@ -49,8 +49,8 @@ IMAGES = {
 
 
 def config_of(settings: dict[str, Any], iterations: int, anneal: bool = False) -> Config:
-    learner = {**settings["learner"], "anneal": anneal}
-    return parse_config({**settings, "iterations": iterations, "learner": learner}, "test")
+    optim = {**settings["optim"], "anneal": anneal}
+    return parse_config({**settings, "iterations": iterations, "optim": optim}, "test")
 
 
 def run(config: Config, folder: Path, resume: bool = False) -> None:

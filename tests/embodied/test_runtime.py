@@ -310,7 +310,7 @@ from embodied.run_folder import prepare_run
 from embodied.training.loop import train
 from tests.embodied.test_runtime import config_of
 folder = Path(sys.argv[1])
-config = config_of(iterations=100_000, ppo={"decisions": 200})
+config = config_of(iterations=100_000, rollout={"decisions": 200})
 prepare_run(config, folder, resume=False)
 with open_session(config) as session:
     train(config, folder, session, None)
