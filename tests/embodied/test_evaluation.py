@@ -21,7 +21,7 @@ import pytest
 from embodied import checkpoint
 from embodied.commands.evaluate import evaluate_run
 from embodied.commands.train import train_run
-from embodied.config import Config, parse_config
+from embodied.config import Config, load_config, parse_config
 from embodied.errors import UserError
 from embodied.evaluation.evaluate import Subject, evaluate
 from embodied.evaluation.films import worth_seeing
@@ -119,6 +119,21 @@ def test_tasks_do_not_share_their_noise(tmp_path: Path) -> None:
     both = evaluated(tmp_path / "e", config(eval={"tasks": ["tabletop/push", "tabletop/pick_and_place"]}))
     push, place = (both.actions(both.outcomes[task, 0])[0, :3] for task in ("tabletop/push", "tabletop/pick_and_place"))
     assert not np.array_equal(push, place)
+
+
+def test_a_policy_that_reads_instructions_acts_alone_as_among_others(tmp_path: Path) -> None:
+    """Fewer episodes than environments: those that never have one show no instruction."""
+    tiny = load_config("openvla_tiny").model_dump(mode="json")
+    short = {"env": {"max_episode_steps": 4}, "runtime": {"mode": "inline", "trace": False}}
+    few, all_rows = (
+        config(tiny, eval={"episodes": episodes, "num_envs": 6, "videos": 0, "greedy": False}, **short)
+        for episodes in (1, 6)
+    )
+    assert "instruction" in few.policy.reads
+    alone, among = evaluated(tmp_path / "alone", few), evaluated(tmp_path / "among", all_rows)
+    (outcome,) = alone.in_order()
+    assert outcome == among.in_order()[0]
+    assert np.array_equal(alone.actions(outcome), among.actions(outcome))
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
