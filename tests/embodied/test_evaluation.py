@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -17,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 from embodied import checkpoint
 from embodied.commands.evaluate import evaluate_run
@@ -185,9 +187,7 @@ def test_an_interrupted_evaluation_goes_on_to_the_same_result(how: signal.Signal
     lines_kept = [json.loads(line) for line in (folder / "episodes.jsonl").read_text().splitlines()]
     assert len({(line["task"], line["trial"]) for line in lines_kept}) == len(lines_kept) == 200
 
-    settings = config(
-        settings_of(str(run), tmp_path).model_dump(mode="json"), eval={"episodes": 200, "greedy": False}
-    )
+    settings = config(settings_of(str(run), tmp_path).model_dump(mode="json"), eval={"episodes": 200, "greedy": False})
     evaluate_run(str(run), settings, None, tmp_path, into=tmp_path / "whole")
     assert_same_episodes(read_folder(tmp_path / "whole"), read_folder(folder))
     assert tables(tmp_path / "whole") == tables(folder)
@@ -294,6 +294,30 @@ def test_a_camera_that_a_task_lacks_is_refused_with_those_it_has(tmp_path: Path)
     settings = config(env={"cameras": ["ceiling"]}, policy={"reads": ["images"]})
     said = refusal(tmp_path / "e", settings, FarmError)
     assert "ceiling" in said and "wrist" in said
+
+
+@pytest.mark.parametrize("tensor", ["log_std", "normalizer.var"])
+def test_weights_that_are_not_finite_are_refused_wherever_they_enter(run: Path, tensor: str, tmp_path: Path) -> None:
+    spoiled = Path(shutil.copytree(run, tmp_path / "spoiled"))
+    newest = checkpoint.latest(spoiled / "checkpoints")
+    assert newest is not None
+    tensors = load_file(newest / "policy" / "model.safetensors")
+    (name,) = [name for name in tensors if name.endswith(tensor)]
+    tensors[name].view(-1)[-1] = float("nan")
+    save_file(tensors, newest / "policy" / "model.safetensors")
+    manifest = json.loads((newest / checkpoint.MANIFEST).read_text())
+    digest = hashlib.sha256((newest / "policy" / "model.safetensors").read_bytes()).hexdigest()
+    (newest / checkpoint.MANIFEST).write_text(json.dumps(manifest | {"policy/model.safetensors": digest}))
+    settings = settings_of(str(spoiled), tmp_path)
+    message = f"model.safetensors: '{name}' has numbers that are not finite.*earlier checkpoint"
+    with pytest.raises(PolicyError, match=message):
+        evaluate_run(str(spoiled), settings, None, tmp_path, into=tmp_path / "of a run")
+    with pytest.raises(PolicyError, match=message):
+        evaluate_run("reach", settings, newest, tmp_path, into=tmp_path / "of a checkpoint")
+    begun = settings.model_copy(update={"policy": settings.policy.model_copy(update={"init": spoiled}), "name": "next"})
+    with pytest.raises(PolicyError, match=message):
+        train_run(begun, "test", tmp_path, False)
+    assert not (tmp_path / "next").exists()
 
 
 def test_a_policy_of_another_action_size_is_refused_with_the_task(run: Path, tmp_path: Path) -> None:
