@@ -22,9 +22,10 @@ from embodied.execution.executor import Iteration, executor
 from embodied.execution.session import Session, open_session
 from embodied.planning.clusters import run_cluster
 from embodied.planning.comparison_page import comparison_table, write_comparison
-from embodied.planning.profiler import profile_config, run_iterations, typical
+from embodied.planning.profiler import profile_config, run_iterations
 from embodied.planning.run_plans import PROFILE, checked_profile, make_folder, sized_workflow
 from embodied.reporting.results import write_json
+from embodied.statistics import typical
 from schedulers import Plan, Span
 
 

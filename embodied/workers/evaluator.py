@@ -8,7 +8,9 @@ row alone, but the rounding of a matrix product may depend on the number of rows
   far as its kernels are reproducible);
 - with other `rows` an episode is the same up to the rounding of the policy's arithmetic.
 
-The price is that rows whose environments rest are computed at the end of a task, when few episodes are left.
+The price is that rows whose environments rest are computed too, where episodes are few or few are left. Such a row
+repeats one that has an episode, since a policy need not bear the zeros that a resting environment shows (it has no
+instruction, if it never had an episode); nobody executes its action.
 """
 
 from __future__ import annotations
@@ -144,6 +146,9 @@ class _Task:
             self._submitted[group] = False
             return ended
         inputs = to_inputs(seen, self._reads, self._episodes)
+        if not seen.active.all():
+            rows = np.where(seen.active, np.arange(len(seen.active)), np.argmax(seen.active))
+            inputs = inputs.rows(torch.from_numpy(rows))
         chunk = decide(self._policy, inputs, None if self._greedy else self._draw(seen)).chunk.numpy()
         for row in np.flatnonzero(seen.active).tolist():
             self._actions[int(seen.envs[row])].append(chunk[row])
