@@ -79,6 +79,7 @@ class Worker:
         try:
             self.build()
             while not self.slots["stop"][0]:
+                self._progress()
                 seen = self._mine.value()
                 if not self.run_pending():
                     # The timeout only bounds how long a stop without a ring can go unnoticed.
@@ -140,8 +141,12 @@ class Worker:
 
     def _report(self, phase: int) -> None:
         # The time first: who sees the new phase must not take the old one's beginning for it.
-        self.slots["since_ns"][self.setup.index] = time.monotonic_ns()
+        self._progress()
         self.slots["phase"][self.setup.index] = phase
+
+    def _progress(self) -> None:
+        """Note the time: this worker has got something done, or looks for something to do."""
+        self.slots["since_ns"][self.setup.index] = time.monotonic_ns()
 
     def _fail(self, error: Exception) -> None:
         """A message for a user's mistake, with the traceback only where it is our own."""
@@ -182,11 +187,13 @@ class PhysicsWorker(Worker):
         for env in self._envs.tolist():
             self._physics[env] = make_physics(self.setup.spec.task)
             self.slots["built"][self.setup.index] += 1
+            self._progress()
             self._client.ring()
         self._place_renderer()
         for env in self._envs.tolist():
             if self.slots["simulated"][env]:
                 self._replay(env)
+                self._progress()
         self._report_memory()
         self._report(layout.WAITING)
 
@@ -197,6 +204,7 @@ class PhysicsWorker(Worker):
             self._report(layout.WORKING)
         for position, env in enumerate(pending):
             self._serve_slot(env, last=self._last_of_stage(env, pending[position + 1 :]))
+            self._progress()
         if pending:
             self._report(layout.WAITING)
         return len(pending)
@@ -360,6 +368,7 @@ class RenderWorker(Worker):
             assert self._painter is not None, "nothing is submitted while renderers are away"
             self._painter.draw(env)
             self.slots["drawn"][env] = ticket
+            self._progress()
             self._client.ring()
         if pending:
             self._report(layout.WAITING)
