@@ -259,7 +259,7 @@ def test_a_physics_worker_that_is_lost_is_named_and_replaced_and_its_episodes_re
     with policy_worker(config, InlineRuntime(60.0)) as (_, handle):
         undisturbed = gather(handle)
     host = cluster.farm_host(2, 0)
-    monkeypatch.setattr(host, "_deadline", Deadline(3.0))
+    monkeypatch.setattr(host, "_deadline", Deadline(6.0))
     victim = host.pids()[0]
     restarts = dict(host.restarts)
     with policy_worker(config, cluster) as (farm, handle):
@@ -278,7 +278,7 @@ def test_a_physics_worker_that_is_lost_is_named_and_replaced_and_its_episodes_re
     assert host.restarts.get(0, 0) == restarts.get(0, 0) + 1, "it was not lost, or was replaced more than once"
     assert host.restarts.get(1, 0) == restarts.get(1, 0)
     said = [record.getMessage() for record in caplog.records if record.name.startswith("embodied.runtime")]
-    why = "its process died" if blow is signal.SIGKILL else r".* 0 has been .* for 3\.\d s without progress.*"
+    why = "its process died" if blow is signal.SIGKILL else r".* 0 has been .* for \d+\.\d s without progress.*"
     assert len(said) == 1 and re.fullmatch(f"physics 0 was lost and is replaced: {why}", said[0]), said
     for name, expected in vars(undisturbed).items():
         if isinstance(expected, Tensor):
