@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from embodied.runtime.deadlines import Deadline, Wait
 from sim_farm import layout
 from sim_farm.contract import FarmError, TaskInfo
 from sim_farm.doorbell import Doorbell
@@ -51,12 +52,10 @@ PICTURES = ("frames", "final_frames")
 ANSWER_BYTES = 64 * 2**10
 """Where a stage's answer would be longer, it is asked for in parts. Ray carries up to 100 KB in the reply itself and
 the rest through object stores, which is slower; and the first part is drawn while the next is simulated."""
-OPEN_S = 600.0
-"""Longest time for the environments of a far end to be built and replayed."""
 
 
 class FarLost(Exception):
-    """The far end's process is gone, or cannot be reached."""
+    """The far end's process is gone, cannot be reached, or hangs: the message says which."""
 
 
 class Far(Protocol):
@@ -70,8 +69,9 @@ class Far(Protocol):
         """Have a request of `pack_request` executed; `FarPhysics.exchange`. They are executed in order."""
         ...
 
-    def renew(self) -> None:
-        """Another process in the place of a lost one. Raises `WorkerFailed` when that is hopeless, saying why."""
+    def renew(self, why: str) -> None:
+        """Another process in the place of one that was lost because of `why`. Raises `WorkerFailed` where that is
+        hopeless, saying why."""
         ...
 
 
@@ -118,12 +118,19 @@ class _Sent:
 
 
 class Relay(Worker):
-    """A physics worker whose simulators are at the far end. Hosted like any worker: `serve` in a thread."""
+    """A physics worker whose simulators are at the far end. Hosted like any worker: `serve` in a thread.
 
-    def __init__(self, setup: WorkerSetup, block: Block, far: Far) -> None:
+    `deadline` is that of who waits for the farm. A far end that has work and answers nothing for the inner of it is
+    lost, as one whose process died is.
+    """
+
+    def __init__(self, setup: WorkerSetup, block: Block, far: Far, deadline: Deadline) -> None:
         super().__init__(setup, block)
         spec = setup.spec
         self._far = far
+        self._deadline = deadline
+        self._heard_ns = 0
+        """When the far end last answered, or was asked something while it had nothing to do."""
         self._envs = np.array([e for e in range(spec.num_envs) if spec.worker_of(e) == setup.index])
         self._sent = np.zeros(len(self._envs), np.int64)
         """Newest ticket of each environment for which a request is on its way or answered."""
@@ -144,8 +151,8 @@ class Relay(Worker):
                 if not self._await(self._far.open(opening)):
                     return
                 break
-            except FarLost:
-                self._far.renew()
+            except FarLost as lost:
+                self._far.renew(str(lost))
         self._count(len(opening), 0)
         # What was on its way is asked for again; what the far end has replayed or done since, it only reports.
         self._sent[...] = self.slots["simulated"][self._envs]
@@ -157,10 +164,15 @@ class Relay(Worker):
         """Send the requests that are new and write the answers that have come; how many environments it was."""
         try:
             return self._send() + self._receive()
-        except FarLost:
-            self._far.renew()
+        except FarLost as lost:
+            self._far.renew(str(lost))
             self.build()
             return 1  # look again at once
+
+    @property
+    def waits(self) -> bool:
+        """Whether the far end owes an answer."""
+        return bool(self._flying)
 
     def close(self) -> None:
         """Nothing is held here; the host lets the far end go."""
@@ -180,6 +192,8 @@ class Relay(Worker):
 
     def _ask(self, envs: Int, ticket: int) -> None:
         request = pack_request(self.slots, envs)
+        if not self._flying:
+            self._heard_ns = time.monotonic_ns()
         answer = self._far.exchange(request)
         self._flying.append(_Sent(envs, ticket, answer))
         self._count(len(request), 0)
@@ -190,12 +204,16 @@ class Relay(Worker):
         while self._flying and self._flying[0].answer.done():
             sent = self._flying.popleft()
             answer = sent.answer.result()
+            self._heard_ns = time.monotonic_ns()
             self._count(0, len(answer))
             unpack_answer(answer, self.slots, sent.envs, self._draws)
             self._hand_on(sent)
             served += len(sent.envs)
             if not self._flying:
                 self._report(layout.WAITING)
+        wait = Wait(self._deadline.inner(), begin_ns=self._heard_ns)
+        if self._flying and wait.late():
+            raise FarLost(f"it has not answered for {wait.silent_s():.1f} s")
         return served
 
     def _hand_on(self, sent: _Sent) -> None:
@@ -211,15 +229,15 @@ class Relay(Worker):
 
     def _await(self, answer: Future[None]) -> bool:
         """Whether the far end was opened; False when the farm was stopped meanwhile."""
-        deadline = time.monotonic() + OPEN_S
+        wait = Wait(self._deadline)
         while not self.slots["stop"][0]:
             try:
                 answer.result(timeout=0.5)
                 return True
             except concurrent.futures.TimeoutError:
-                if time.monotonic() > deadline:
+                if wait.late():
                     raise WorkerTimeout(
-                        f"{self.setup.name} was not built on its machine within {OPEN_S:.0f} s"
+                        f"{self.setup.name} was not built on its machine within {self._deadline.seconds:g} s"
                     ) from None
         return False
 

@@ -33,6 +33,7 @@ from embodied.planning.profiler import work_of
 from embodied.planning.run_plans import place_run
 from embodied.reporting.metrics import read
 from embodied.runtime import ray_cluster, relay
+from embodied.runtime.deadlines import Deadline
 from embodied.runtime.inline import InlineRuntime
 from embodied.runtime.nodes import NodeInfo
 from embodied.runtime.ray_farm import RayHost
@@ -275,10 +276,15 @@ def test_nodes_without_cores_are_not_planned_for(machines: Machines, monkeypatch
 # --- losses
 
 
-def test_a_killed_far_process_is_replaced_and_its_episodes_replayed(machines: Machines) -> None:
-    """While it waits, with work on its way to it, and with answers nobody has read."""
+@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_far_process_that_is_lost_is_replaced_and_its_episodes_replayed(
+    blow: signal.Signals, machines: Machines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it waits, with work on its way to it, and with answers nobody has read; killed or stopped."""
+    monkeypatch.setattr(machines.runtime, "deadline", Deadline(24.0))  # so 6 s are the far end's
     expected = run(PICTURES, chunks=CHUNKS)
     host = machines.host(PICTURES)
+    restarts = dict(host.restarts)
     trace: Trace = {env: [] for env in range(PICTURES.num_envs)}
     pids = host.pids()
     with built(PICTURES, host, machines) as farm:
@@ -289,14 +295,17 @@ def test_a_killed_far_process_is_replaced_and_its_episodes_replayed(machines: Ma
                 else:
                     farm.submit(stage, actions_for(farm, stage, number))
             if number == 3:
-                os.kill(pids[0], signal.SIGKILL)
+                os.kill(pids[0], blow)
             for stage in range(PICTURES.stages):
                 append(trace, farm.collect(stage, 60))
             if number == 6:
-                os.kill(pids[1], signal.SIGKILL)
-                psutil.wait_procs([psutil.Process(pids[1])], timeout=5)
-    assert_same(expected, trace, "a killed far process changes results")
-    assert host.restarts == {0: 1, 1: 1}
+                os.kill(pids[1], blow)
+                if blow is signal.SIGKILL:
+                    psutil.wait_procs([psutil.Process(pids[1])], timeout=5)
+    assert_same(expected, trace, "a far process that was lost changes results")
+    assert host.restarts == {index: restarts.get(index, 0) + 1 for index in (0, 1)}
+    left = [process for pid in pids[:2] if psutil.pid_exists(pid) and (process := psutil.Process(pid))]
+    assert not psutil.wait_procs(left, timeout=10)[1], "a stopped process is left behind"
 
 
 class BrokenEpisodes(EndlessEpisodes):

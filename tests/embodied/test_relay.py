@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from embodied.runtime import relay
+from embodied.runtime.deadlines import Deadline
 from embodied.runtime.nodes import require_software, software
 from embodied.runtime.relay import FarLost, FarPhysics, Relay
 from sim_farm.contract import FarmError, TaskSpec
@@ -36,14 +37,16 @@ CHUNKS = 12
 
 @dataclass
 class LocalFar:
-    """A far end in this process. It is lost before or after the exchanges whose numbers are given."""
+    """A far end in this process. It is lost before or after the exchanges whose numbers are given, or hangs in them."""
 
     setup: WorkerSetup
     dies_before: Set[int]
     dies_after: Set[int]
+    hangs_in: Set[int]
     requests: list[bytes] = field(default_factory=list)
     answers: list[bytes] = field(default_factory=list)
-    renewed: int = 0
+    renewed: list[str] = field(default_factory=list)
+    """Why, each time."""
     far: FarPhysics | None = None
 
     def open(self, opening: bytes) -> Future[None]:
@@ -56,6 +59,9 @@ class LocalFar:
         if self.far is None or number in self.dies_before:
             self.far = None
             return _lost()
+        if number in self.hangs_in:
+            self.far = None
+            return Future()
         answer = self.far.exchange(request)
         if number in self.dies_after:
             self.far = None
@@ -63,9 +69,9 @@ class LocalFar:
         self.answers.append(answer)
         return _done(answer)
 
-    def renew(self) -> None:
+    def renew(self, why: str) -> None:
         assert self.far is None, "a far end that lives was replaced"
-        self.renewed += 1
+        self.renewed.append(why)
 
 
 def _done(value: Any) -> Future[Any]:
@@ -76,22 +82,24 @@ def _done(value: Any) -> Future[Any]:
 
 def _lost() -> Future[Any]:
     future: Future[Any] = Future()
-    future.set_exception(FarLost())
+    future.set_exception(FarLost("its process died"))
     return future
 
 
 class Relays(InProcess):
     """Every physics worker behind a relay, in the caller's process."""
 
-    def __init__(self, dies_before: Set[int] = frozenset(), dies_after: Set[int] = frozenset()) -> None:
-        self.dies_before, self.dies_after = dies_before, dies_after
+    def __init__(
+        self, dies_before: Set[int] = frozenset(), dies_after: Set[int] = frozenset(), hangs_in: Set[int] = frozenset()
+    ) -> None:
+        self.faults = (dies_before, dies_after, hangs_in)
         self.fars: list[LocalFar] = []
 
     def launch(self, setup: WorkerSetup, block: Block) -> Handle:
         if not setup.is_physics:
             return super().launch(setup, block)
-        self.fars.append(LocalFar(setup, self.dies_before, self.dies_after))
-        worker = Relay(setup, block, self.fars[-1])
+        self.fars.append(LocalFar(setup, *self.faults))
+        worker = Relay(setup, block, self.fars[-1], Deadline(0.2))
         worker.build()
         return _Pumped(worker)
 
@@ -101,7 +109,7 @@ class _Pumped:
     worker: Relay
 
     def ring(self) -> None:
-        while self.worker.run_pending():
+        while self.worker.run_pending() or self.worker.waits:
             pass
 
     def close(self, deadline_s: float) -> None:
@@ -141,7 +149,17 @@ def test_a_far_end_that_is_lost_at_any_exchange_changes_nothing(spec: FarmSpec, 
     for numbers in ({0}, {1, 2}, {5, 6, 9}, {12}, {2 * CHUNKS + 1}):
         host = Relays(numbers) if when == "before" else Relays(dies_after=numbers)
         assert_same(expected, trace_of(spec, host), f"losses at {numbers} change results")
-        assert all(far.renewed == len(numbers) for far in host.fars)
+        assert all(far.renewed == ["its process died"] * len(numbers) for far in host.fars)
+
+
+@EVERY_SHAPE
+def test_a_far_end_that_hangs_is_replaced_like_a_lost_one(spec: FarmSpec) -> None:
+    """Sooner than who waits for the farm gives up: within half of that deadline, as messages say."""
+    host = Relays(hangs_in={0, 6, 7})
+    assert_same(run(spec, chunks=CHUNKS), trace_of(spec, host), "far ends that hang change results")
+    for far in host.fars:
+        assert len(far.renewed) == 3
+        assert all(why.startswith("it has not answered for 0.1") for why in far.renewed), far.renewed
 
 
 def test_a_snapshot_is_restored_behind_a_relay() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -235,7 +236,7 @@ def test_a_worker_that_dies_is_named(cluster: RayRuntime) -> None:
         handle.call(Clumsy.die)
 
 
-# --- a killed physics worker
+# --- a physics worker that is killed or stopped
 
 
 @contextmanager
@@ -253,28 +254,36 @@ def gather(handle: Handle[PolicyWorker]) -> Trajectories:
     return handle.call(PolicyWorker.trajectories)
 
 
-def test_a_killed_physics_worker_is_replaced_and_its_episodes_replayed(cluster: RayRuntime) -> None:
+@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_physics_worker_that_is_lost_is_named_and_replaced_and_its_episodes_replayed(
+    blow: signal.Signals, cluster: RayRuntime, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Killed, or stopped: then sooner than whoever collects from the farm gives up, as deadlines nest."""
     config = config_of()
     with policy_worker(config, InlineRuntime(60.0)) as (_, handle):
         undisturbed = gather(handle)
     host = cluster.farm_host(2, 0)
+    monkeypatch.setattr(host, "_deadline", Deadline(6.0))
     victim = host.pids()[0]
     restarts = dict(host.restarts)
     with policy_worker(config, cluster) as (farm, handle):
 
-        def kill() -> None:
+        def strike() -> None:
             tickets = farm.block.arrays["requested"]
             while tickets.max() < 40:  # of the rollout's 2 x 60 requests
                 time.sleep(1e-4)
-            os.kill(victim, signal.SIGKILL)
+            os.kill(victim, blow)
 
-        killer = threading.Thread(target=kill)
-        killer.start()
+        striker = threading.Thread(target=strike)
+        striker.start()
         found = gather(handle)
-        killer.join()
-    assert not psutil.pid_exists(victim)
-    assert host.restarts.get(0, 0) == restarts.get(0, 0) + 1, "it was not killed, or was replaced more than once"
+        striker.join()
+    assert not psutil.pid_exists(victim), "a stopped process is left behind"
+    assert host.restarts.get(0, 0) == restarts.get(0, 0) + 1, "it was not lost, or was replaced more than once"
     assert host.restarts.get(1, 0) == restarts.get(1, 0)
+    said = [record.getMessage() for record in caplog.records if record.name.startswith("embodied.runtime")]
+    why = "its process died" if blow is signal.SIGKILL else r".* 0 has been .* for \d+\.\d s without progress.*"
+    assert len(said) == 1 and re.fullmatch(f"physics 0 was lost and is replaced: {why}", said[0]), said
     for name, expected in vars(undisturbed).items():
         if isinstance(expected, Tensor):
             assert torch.equal(getattr(found, name), expected), name
