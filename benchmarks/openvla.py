@@ -27,7 +27,7 @@ from embodied.bench.models import build, describe, make_inputs
 from embodied.bench.policy import bench_policy
 from embodied.bench.results import show_and_write
 from embodied.bench.settings import BenchLearner, BenchPolicy
-from embodied.devices import release
+from embodied.workers.devices import release
 from policies.openvla import sizes
 
 CPU = torch.device("cpu")

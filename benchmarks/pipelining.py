@@ -17,13 +17,13 @@ from typing import Any
 
 import tyro
 
-from embodied.assignment import HERE, Assignment
 from embodied.bench.results import show_and_write
 from embodied.config import Config, load_config, parse_config
-from embodied.executing import executor
-from embodied.occupation import Seat
-from embodied.profiling import Measured, measure
-from embodied.session import Session, open_session
+from embodied.execution.assignment import HERE, Assignment
+from embodied.execution.executor import executor
+from embodied.execution.session import Session, open_session
+from embodied.planning.profiler import Measured, measure
+from embodied.workers.affinity import Affinity
 from schedulers.laws import loop_seconds
 
 POLICIES: tuple[tuple[tuple[int, int, int], int], ...] = (
@@ -87,8 +87,8 @@ class _Bench:
     @contextmanager
     def _workers(self, config: Config, groups: int) -> Iterator[Any]:
         first, second = self.session.cores[:2]
-        seat = Seat((second,), 1)
-        place = Assignment("hybrid", groups, (first,), (HERE,), (), seat, replace(seat), one_process=True)
+        affinity = Affinity((second,), 1)
+        place = Assignment("hybrid", groups, (first,), (HERE,), (), affinity, replace(affinity), one_process=True)
         with executor(config, self.folder, self.session, place) as workers:
             yield workers
 

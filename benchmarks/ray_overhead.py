@@ -20,9 +20,9 @@ import numpy as np
 import tyro
 
 from embodied.bench.results import show_and_write
-from embodied.reporting.trace import ITERATIONS, load
+from embodied.tracing import ITERATIONS, load
 
-ONE_BY_ONE = ("--farm.physics-workers", "1", "--farm.stages", "1")
+ONE_BY_ONE = ("--farm.physics-workers", "1", "--farm.groups", "1")
 WAYS = {
     "inline": ("--runtime.mode", "inline", *ONE_BY_ONE),
     "ray": ("--runtime.mode", "ray", *ONE_BY_ONE),

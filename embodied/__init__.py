@@ -26,9 +26,9 @@ def load_config(reference: str) -> Config:
 
 def train(config: Config, runs_dir: str | Path = "runs", resume: bool = False) -> dict[str, Any]:
     """Train, evaluate, film and report, as `embodied train` does. Returns the result as plain data."""
-    from embodied import runs
+    from embodied.commands.train import train_run
 
-    return runs.train_run(config, config.name or "run", Path(runs_dir), resume)
+    return train_run(config, config.name or "run", Path(runs_dir), resume)
 
 
 def evaluate(run: str | Path, checkpoint: str | Path | None = None, **settings: Any) -> dict[str, Any]:
@@ -36,13 +36,14 @@ def evaluate(run: str | Path, checkpoint: str | Path | None = None, **settings: 
 
     `settings` are keys of `eval` (`protocol="openpi"`, `tasks=("libero/libero_goal",)`); the run's own otherwise.
     """
-    from embodied import runs
+    from embodied.commands.evaluate import evaluate_run
     from embodied.config import parse_config
+    from embodied.run_folder import settings_of
 
-    data = runs.settings_of(str(run), Path(".")).model_dump(mode="json")
+    data = settings_of(str(run), Path(".")).model_dump(mode="json")
     data["eval"] |= settings
     config = parse_config(data, "embodied.evaluate")
-    return runs.evaluate_run(str(run), config, None if checkpoint is None else Path(checkpoint), Path("."))
+    return evaluate_run(str(run), config, None if checkpoint is None else Path(checkpoint), Path("."))
 
 
 __all__ = ["evaluate", "load_config", "train"]

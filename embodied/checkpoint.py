@@ -32,7 +32,7 @@ from safetensors.numpy import save_file as save_numpy
 from safetensors.torch import load_file, save_file
 
 import policies
-from embodied.config import UserError
+from embodied.errors import UserError
 from policies.contract import Policy
 
 MANIFEST = "manifest.json"

@@ -6,7 +6,6 @@ Exit status: 0 done, 1 our own failure (with a traceback), 2 a mistake that the 
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -18,7 +17,9 @@ import tyro
 from rich.console import Console
 
 from embodied.bench.settings import BenchFarm, BenchLearner, BenchPolicy, BenchTransport
-from embodied.config import Config, UserError, load_config
+from embodied.config import Config, load_config
+from embodied.errors import UserError
+from embodied.reporting.results import write_json
 from policies.contract import PolicyError
 from schedulers.errors import PlanError
 from sim_farm.contract import FarmError
@@ -227,7 +228,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parse(arguments: list[str]) -> Any:
     """The command as typed data. Defaults of `train` and `eval` come from the configuration or run they name."""
-    from embodied.runs import settings_of
+    from embodied.run_folder import settings_of
 
     train, evaluate, record = Train(""), Eval(""), Record("")
     verb, named = (arguments + ["", ""])[:2]
@@ -272,25 +273,31 @@ def _option(arguments: list[str], name: str, default: str) -> Path:
 
 
 def _run(command: Any) -> int:
-    from embodied import runs
+    from embodied import run_folder
 
     if isinstance(command, BenchCommand):
         command = command.what
     if isinstance(command, (Eval, Record, ProfileCommand, PlanCommand, CompareCommand)):
-        named = runs.with_init(command.settings, getattr(command, "runs_dir", Path("runs")), required=False)
+        named = run_folder.with_init(command.settings, getattr(command, "runs_dir", Path("runs")), required=False)
         command = replace(command, settings=named)
     if isinstance(command, Train):
         settings = command.settings
         if command.cluster is not None:
             runtime = settings.runtime.model_copy(update={"address": command.cluster})
             settings = settings.model_copy(update={"runtime": runtime})
-        result = runs.train_run(settings, command.config, command.runs_dir, command.resume == "auto")
+        from embodied.commands.train import train_run
+
+        result = train_run(settings, command.config, command.runs_dir, command.resume == "auto")
     elif isinstance(command, Sft):
         learning = command.settings.sft.model_copy(update={"data": command.data or command.settings.sft.data})
         settings = command.settings.model_copy(update={"sft": learning})
-        result = runs.sft_run(settings, command.config, command.runs_dir, command.resume == "auto")
+        from embodied.commands.sft import sft_run
+
+        result = sft_run(settings, command.config, command.runs_dir, command.resume == "auto")
     elif isinstance(command, Eval):
-        result = runs.evaluate_run(
+        from embodied.commands.evaluate import evaluate_run
+
+        result = evaluate_run(
             command.run,
             command.settings,
             command.checkpoint,
@@ -312,19 +319,23 @@ def _run(command: Any) -> int:
             command.runs_dir,
         )
     elif isinstance(command, Export):
-        result = runs.export_run(command.run, command.checkpoint, command.out, command.runs_dir)
+        from embodied.commands.export import export_run
+
+        result = export_run(command.run, command.checkpoint, command.out, command.runs_dir)
     elif isinstance(command, Report):
-        result = runs.report_run(command.run, command.runs_dir)
+        from embodied.commands.report import report_run
+
+        result = report_run(command.run, command.runs_dir)
     elif isinstance(command, ProfileCommand):
-        from embodied.planning import profile_command
+        from embodied.commands.profile import profile_command
 
         result = profile_command(command.settings, command.out)
     elif isinstance(command, PlanCommand):
-        from embodied.planning import plan_command
+        from embodied.commands.plan import plan_command
 
         result = plan_command(command.settings, command.profile, command.cluster, command.out)
     elif isinstance(command, CompareCommand):
-        from embodied.comparing import compare_command
+        from embodied.commands.compare import compare_command
 
         name = Path(command.config).stem
         result = compare_command(command.settings, name, command.out, command.profile, command.repeats)
@@ -345,21 +356,12 @@ def _run(command: Any) -> int:
 
         result = bench_learner(command)
     else:
-        from embodied import doctor
+        from embodied.doctor.checks import checks as doctor
 
         return doctor.main(command.json)
     if command.json is not None:
         write_json(command.json, result)
     return 0
-
-
-def write_json(path: Path, result: dict[str, Any]) -> None:
-    """Write a result; a file that cannot be written is the user's mistake, and the result is shown instead."""
-    try:
-        path.write_text(json.dumps(result, indent=1, default=str) + "\n")
-    except OSError as error:
-        shown = json.dumps(result, default=str)
-        raise UserError(f"cannot write {path} ({error.strerror}); the result is: {shown}") from error
 
 
 def _escape(text: str) -> str:

@@ -9,7 +9,7 @@ from schedulers.check import check_profile
 from schedulers.cluster import Cluster, Node
 from schedulers.data import from_data, load, save, to_data
 from schedulers.errors import PlanError
-from schedulers.plan import MODES, Mode, Phase, Placement, Plan, Prediction, Span
+from schedulers.plan import MODES, DeviceRange, Mode, Phase, Placement, Plan, Prediction
 from schedulers.planner import alternatives, plan
 from schedulers.prediction import predict
 from schedulers.profile import ComponentProfile, Point, Pool, Profile, Together
@@ -36,7 +36,7 @@ __all__ = [
     "Prediction",
     "Profile",
     "Simulation",
-    "Span",
+    "DeviceRange",
     "Together",
     "Workflow",
     "alternatives",

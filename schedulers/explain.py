@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from schedulers.cluster import Cluster, Node
 from schedulers.errors import PlanError
-from schedulers.layout import spans_text
+from schedulers.layout import ranges_text
 from schedulers.memory import devices_of, share_bytes
 from schedulers.plan import MODES, Mode, Plan
 from schedulers.prediction import phase_costs, problem_of
@@ -48,7 +48,9 @@ def explained(
 
 def _seconds(plan: Plan) -> str:
     assert plan.prediction is not None
-    groups = f", {plan.groups} groups of environments in the loop" if plan.groups > 1 else ""
+    groups = ""
+    if len(plan.groups) == 1 and plan.groups[0] > 1:
+        groups = f", {plan.groups[0]} groups of environments in the loop"
     ahead = ", one step ahead" if plan.ahead else ""
     return f"{plan.mode.capitalize()}: {_time(plan.prediction.iteration_s)} per iteration{groups}{ahead}."
 
@@ -57,7 +59,7 @@ def _phases(plan: Plan) -> list[str]:
     assert plan.prediction is not None
     result = []
     for number, (phase, seconds) in enumerate(zip(plan.phases, plan.prediction.phases_s, strict=True), start=1):
-        places = "; ".join(f"{', '.join(p.components)} on {spans_text(p.devices)}" for p in phase.placements)
+        places = "; ".join(f"{', '.join(p.components)} on {ranges_text(p.devices)}" for p in phase.placements)
         result.append(f"Phase {number} ({_time(seconds)}): {places}.")
     return result
 
@@ -148,16 +150,19 @@ def _bottleneck(plan: Plan, problem: Problem) -> str:
     text = f"The most time goes to {name}: its devices work on it {share:.0%} of the iteration"
     for phase in plan.phases:
         cost = phase_costs(plan, phase, problem)
+        if len(cost.shape.loops) != 1:
+            continue
         loads: dict[int, float] = {}
         for visit, seconds in zip(cost.shape.visits, cost.visits, strict=True):
             loads[visit.placement] = loads.get(visit.placement, 0.0) + seconds
         if len(loads) < 2:
             continue
-        total, ways = sum(loads.values()) + sum(cost.shape.ways), cost.shape.ways
+        groups, ways = plan.groups_of(0), cost.shape.loops[0].ways
+        total = sum(loads.values()) + sum(ways)
         slowest = max(loads, key=lambda i: loads[i])
-        if max(ways, default=0.0) > loads[slowest] and max(ways) * plan.groups >= total:
+        if max(ways, default=0.0) > loads[slowest] and max(ways) * groups >= total:
             text += "; the loop waits for the link between nodes"
-        elif loads[slowest] * plan.groups >= total:
+        elif loads[slowest] * groups >= total:
             text += f"; the loop waits for {', '.join(cost.shape.placements[slowest])}"
         else:
             text += "; the loop is as long as a group's own way round"

@@ -7,7 +7,7 @@ set -eu
 
 works() {
     printf '%s: ' "$1"
-    .venv/bin/python -P embodied/doctor.py --probe "$1" 2>&1
+    .venv/bin/python -P embodied/doctor/checks.py --probe "$1" 2>&1
 }
 
 # OSMesa is a second way to what EGL does, and only worth having where no GPU does it better.

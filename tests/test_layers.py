@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,22 @@ FORBIDDEN = {
     "policies": {"embodied", "sim_farm", "schedulers", "ray"},
     "schedulers": {"embodied", "sim_farm", "policies", "ray", "torch"},
 }
+
+
+LAYERS = (
+    {"cli", "commands"},
+    {"training"},
+    {"demonstrations"},
+    {"planning", "evaluation", "bench"},
+    {"execution"},
+    {"runtime"},
+    {"workers"},
+    {"workflows"},
+    {"algorithms", "reporting"},
+    {"data"},
+    {"doctor", "run_folder", "checkpoint", "config", "errors", "tracing", "statistics", "progress"},
+)
+"""Of `embodied`, from the top down."""
 
 
 def _imports(path: Path) -> set[str]:
@@ -32,6 +49,37 @@ def _imports(path: Path) -> set[str]:
 def test_packages_know_nothing_of_each_other(package: str) -> None:
     for path in (ROOT / package).rglob("*.py"):
         assert not _imports(path) & FORBIDDEN[package], path
+
+
+def _modules(path: Path) -> set[str]:
+    """Modules of `embodied` that a file imports, as dotted names."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {name.name for name in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0, f"{path}: a relative import"
+            found |= {node.module, *(f"{node.module}.{name.name}" for name in node.names)}
+    known = {".".join(p.relative_to(ROOT).with_suffix("").parts) for p in (ROOT / "embodied").rglob("*.py")}
+    return {name for name in found if name.startswith("embodied.") and name in known}
+
+
+def test_each_folder_imports_only_from_below_its_own_line() -> None:
+    line = {name: number for number, names in enumerate(LAYERS) for name in names}
+    for path in (ROOT / "embodied").rglob("*.py"):
+        mine = path.relative_to(ROOT / "embodied").parts[0].removesuffix(".py")
+        if mine == "__init__":  # the front door opens all of them, when it is asked
+            continue
+        for module in _modules(path):
+            other = module.split(".")[1]
+            below = line[other] > line[mine] or other == mine or line[other] == line[mine] == len(LAYERS) - 1
+            assert below or (mine, other) == ("cli", "commands"), f"{path} imports {module}"
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    paths = {".".join(p.relative_to(ROOT).with_suffix("").parts): p for p in (ROOT / "embodied").rglob("*.py")}
+    order = TopologicalSorter({name: _modules(path) for name, path in paths.items() if "__init__" not in name})
+    order.prepare()  # raises CycleError
 
 
 def test_only_the_runtime_imports_ray() -> None:
@@ -51,7 +99,7 @@ def test_nothing_unpickles_or_runs_remote_code() -> None:
                 assert call.endswith(", weights_only=True)"), f"{path}: {call}"
 
 
-@pytest.mark.parametrize("package", ["sim_farm", "policies", "embodied.config", "embodied.reporting.trace"])
+@pytest.mark.parametrize("package", ["sim_farm", "policies", "embodied.config", "embodied.tracing"])
 def test_importing_a_front_door_imports_no_simulator(package: str) -> None:
     heavy = "{'mani_skill', 'sapien', 'mujoco', 'ray', 'timm', 'transformers'}"
     code = f"import sys, {package}; found = {heavy} & set(sys.modules); assert not found, found"

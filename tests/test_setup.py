@@ -52,9 +52,9 @@ def tree(tmp_path: Path) -> Path:
     for name in ("Makefile", "constraints.txt", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path)
     shutil.copytree(ROOT / "setup", tmp_path / "setup")
-    (tmp_path / "embodied").mkdir()
-    for name in ("doctor.py", "probes.py"):
-        shutil.copy(ROOT / "embodied" / name, tmp_path / "embodied")
+    (tmp_path / "embodied/doctor").mkdir(parents=True)
+    for name in ("checks.py", "probes.py"):
+        shutil.copy(ROOT / "embodied/doctor" / name, tmp_path / "embodied/doctor")
     return tmp_path
 
 

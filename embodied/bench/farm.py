@@ -15,8 +15,8 @@ from embodied.bench.peers import VectorEnv, peers_of
 from embodied.bench.results import provenance
 from embodied.bench.settings import BenchFarm
 from embodied.config import Config
+from embodied.execution.session import open_session
 from embodied.reporting.live import steps
-from embodied.session import open_session
 from sim_farm.contract import TaskSpec
 from sim_farm.episodes import EndlessEpisodes
 from sim_farm.farm import Farm

@@ -17,17 +17,18 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
+from embodied.algorithms.estimators import Rows
 from embodied.bench.flops import Costs, nbytes
 from embodied.bench.generate import rows_of
 from embodied.bench.machine import Machine, Peak, finish, measure_machine, median, peak_memory, repeat
 from embodied.bench.models import add_rates, build, check_batches, describe, make_inputs, measured_here, results_table
 from embodied.bench.settings import BenchLearner
-from embodied.config import LearnerConfig, PPOConfig, UserError
-from embodied.devices import CPU, decide, device_of, release, to_host
-from embodied.estimators import Rows
-from embodied.learner import make_optimizer
+from embodied.config import LossConfig, OptimConfig
+from embodied.errors import UserError
 from embodied.reporting.live import steps
-from embodied.shares import add_gradient, count_units, count_values, read
+from embodied.workers.devices import CPU, decide, device_of, release, to_host
+from embodied.workers.learner import make_optimizer
+from embodied.workers.microbatch import add_gradient, count_units, count_values, read
 from policies.contract import Inputs
 from policies.openvla import sizes
 from policies.openvla.base import TokenPolicy
@@ -56,8 +57,8 @@ class Update:
 
     def __init__(self, policy: TokenPolicy, minibatch: int, seed: int) -> None:
         self.policy, self.device = policy, device_of(policy)
-        ppo, settings = PPOConfig(), LearnerConfig()
-        self._ppo, self._max_grad_norm = ppo, settings.max_grad_norm
+        loss, settings = LossConfig(), OptimConfig()
+        self._loss, self._max_grad_norm = loss, settings.max_grad_norm
         self.optimizer = make_optimizer(policy, settings)
         generator = torch.Generator("cpu").manual_seed(seed)
         inputs = make_inputs(policy, minibatch, seed, CPU)
@@ -95,12 +96,14 @@ class Update:
         """One optimiser step on all samples, as `Learner` takes it."""
         self.policy.gradient_checkpointing = case.checkpointing
         self.optimizer.zero_grad(set_to_none=True)
-        rows, ppo = self.rows[case.cached], self._ppo
+        rows, loss = self.rows[case.cached], self._loss
         assert rows is not None
-        _, weights = count_units(rows.executed, rows.weight, rows.log_prob.shape[-1], ppo.ratio_unit)
-        values = count_values(rows.executed, ppo.credit)
+        _, weights = count_units(rows.executed, rows.weight, rows.log_prob.shape[-1], loss.ratio_unit)
+        values = count_values(rows.executed, "chunk")
         micro_batches = torch.arange(len(rows)).split(case.micro_batch)
-        shares = [add_gradient(self.policy, rows.take(index), ppo, True, weights, values) for index in micro_batches]
+        shares = [
+            add_gradient(self.policy, rows.take(index), loss, "chunk", True, weights, values) for index in micro_batches
+        ]
         norm = nn.utils.clip_grad_norm_(self.policy.parameters(), self._max_grad_norm)
         sums, _ = read(shares, norm)  # the learner looks whether they are finite: one wait for the device
         if math.isnan(self.off_policy):

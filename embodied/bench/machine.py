@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from embodied.config import UserError
+from embodied.errors import UserError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 GROUPS = 5

@@ -15,8 +15,8 @@ import policies
 from embodied.bench.machine import Machine, choose_dtype
 from embodied.bench.results import provenance
 from embodied.bench.settings import BenchLearner, BenchPolicy
-from embodied.config import UserError
-from embodied.devices import find_device, settle
+from embodied.errors import UserError
+from embodied.workers.devices import find_device, settle
 from policies.contract import Inputs, PolicySpec
 from policies.openvla import sizes
 from policies.openvla.base import TokenPolicy

@@ -18,9 +18,9 @@ from embodied.bench.generate import LOOP, OneAtATime, ways
 from embodied.bench.machine import Machine, Peak, measure_machine, median, peak_memory, repeat
 from embodied.bench.models import add_rates, build, check_batches, describe, make_inputs, measured_here, results_table
 from embodied.bench.settings import BenchPolicy
-from embodied.config import UserError
-from embodied.devices import device_of, release
+from embodied.errors import UserError
 from embodied.reporting.live import steps
+from embodied.workers.devices import device_of, release
 from policies.openvla import sizes
 from policies.openvla.base import TokenPolicy
 from policies.openvla.policy import OpenVLA

@@ -9,8 +9,8 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from embodied.cli import write_json
-from embodied.hardware import hardware
+from embodied.doctor.hardware import hardware
+from embodied.reporting.results import write_json
 
 
 def provenance() -> dict[str, str]:

@@ -8,7 +8,7 @@ batch = dataset.batch([0, 17, 42], chunk=8)      # batch.actions [3, 8, A], batc
 from __future__ import annotations
 
 from embodied.demonstrations.layout import DatasetError, Feature
-from embodied.demonstrations.reader import Batch, Dataset, Episode
+from embodied.demonstrations.reader import Batch, Dataset, RecordedEpisode
 from embodied.demonstrations.writer import DatasetWriter, FileSizes
 
-__all__ = ["Batch", "Dataset", "DatasetError", "DatasetWriter", "Episode", "Feature", "FileSizes"]
+__all__ = ["Batch", "Dataset", "DatasetError", "DatasetWriter", "RecordedEpisode", "Feature", "FileSizes"]

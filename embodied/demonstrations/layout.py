@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from embodied.config import UserError
+from embodied.errors import UserError
 from sim_farm.contract import TaskInfo
 
 CODEBASE_VERSION = "v3.0"

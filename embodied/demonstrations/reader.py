@@ -31,7 +31,7 @@ _OPEN_VIDEOS = 32
 
 
 @dataclass(frozen=True)
-class Episode:
+class RecordedEpisode:
     """One episode: the rows `begin` to `end` of the dataset."""
 
     begin: int
@@ -207,7 +207,7 @@ class Dataset:
             )
         return column
 
-    def _video_of(self, episode: Episode, name: str) -> tuple[Path, float]:
+    def _video_of(self, episode: RecordedEpisode, name: str) -> tuple[Path, float]:
         """The file that holds the episode's frames, and when in it they begin."""
         place = {key: episode.row[f"videos/{name}/{key}"] for key in ("chunk_index", "file_index")}
         path = self.folder / self.info["video_path"].format(video_key=name, **place)
@@ -235,7 +235,7 @@ class Dataset:
         texts = next(name for name in table.column_names if name != "task_index")
         return dict(zip(table["task_index"].to_pylist(), table[texts].to_pylist(), strict=True))
 
-    def _episodes(self) -> tuple[Episode, ...]:
+    def _episodes(self) -> tuple[RecordedEpisode, ...]:
         paths = sorted((self.folder / "meta/episodes").glob("*/*.parquet"))
         if not paths:
             raise DatasetError(f"{self.folder}/meta/episodes holds no parquet file: the dataset is not complete")
@@ -245,7 +245,8 @@ class Dataset:
             rows += _table(path, names).to_pylist()
         rows.sort(key=lambda row: row["episode_index"])
         return tuple(
-            Episode(row["dataset_from_index"], row["dataset_to_index"], tuple(row["tasks"]), row) for row in rows
+            RecordedEpisode(row["dataset_from_index"], row["dataset_to_index"], tuple(row["tasks"]), row)
+            for row in rows
         )
 
     def _json(self, name: str) -> dict[str, Any]:

@@ -10,16 +10,17 @@ from typing import Any
 
 from rich import print as show
 
-from embodied.config import Config, UserError
+from embodied.config import Config
 from embodied.demonstrations.writer import DatasetWriter, new_folder
-from embodied.evaluating import trials_farm
-from embodied.evaluation import EpisodeResult, Evaluator, run_to_end
-from embodied.replaying import in_order, worker_count
+from embodied.errors import UserError
+from embodied.evaluation.evaluate import trials_farm
+from embodied.execution.replay import in_order, worker_count
+from embodied.execution.session import Session, open_session
 from embodied.reporting.live import steps
-from embodied.runs import find_run, whole_checkpoint
+from embodied.run_folder import find_run, whole_checkpoint
 from embodied.runtime.handles import Handle
-from embodied.session import Session, open_session
-from embodied.workers import make_evaluator, policy_spec, task_spec
+from embodied.workers.evaluator import EpisodeResult, Evaluator, run_to_end
+from embodied.workers.makers import make_evaluator, policy_spec, task_spec
 from sim_farm.contract import EpisodeSpec, TaskSpec
 from sim_farm.episodes import episode_seed
 from sim_farm.replay import ReplayedEpisode, Replayer

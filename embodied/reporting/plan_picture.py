@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from embodied.reporting.components import COMPONENTS
-from embodied.reporting.trace import Span
+from embodied.tracing import COMPONENTS, Span
 from schedulers import Simulation
 
 OTHER = "#6b7280"

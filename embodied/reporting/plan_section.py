@@ -8,8 +8,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from embodied.reporting.run_folder import RunFolder
-from embodied.reporting.trace import natural_order
+from embodied.reporting.run_record import RunFolder
+from embodied.tracing import natural_order
 
 
 def plan_section(run: RunFolder) -> str:

@@ -17,13 +17,12 @@ from pathlib import Path
 from string import Template
 from urllib.parse import quote
 
-from embodied.intervals import wilson
-
-from . import charts, timeline
-from .components import COMPONENTS
-from .live import duration
-from .plan_section import plan_section
-from .run_folder import Evaluation, ReportError, RunFolder, find, named, read_run
+from embodied.reporting import charts, timeline
+from embodied.reporting.live import duration
+from embodied.reporting.plan_section import plan_section
+from embodied.reporting.run_record import Evaluation, ReportError, RunFolder, find, named, read_run
+from embodied.statistics import wilson
+from embodied.tracing import COMPONENTS
 
 SMOOTHING = 5
 """Iterations over which the smoothed success is averaged, and over which a target must be held."""
@@ -42,13 +41,16 @@ _LEARNER = (
     "grad_norm",
 )
 
+PAGE = Path(__file__).with_name("page.html")
+"""The frame of every page: styles and content policy."""
+
 
 def write_report(run_dir: str | os.PathLike[str]) -> Path:
     """Write `report.html` into a run's folder and return its path. Raises `ReportError` for other folders."""
     run = read_run(Path(run_dir))
     learning = (_header, _figures, _success, _imitation, _learner, _time, plan_section, _timeline)
     body = "\n".join(section(run) for section in (*learning, _evaluation, _videos, _config, _protocol))
-    template = Template(Path(__file__).with_name("page.html").read_text())
+    template = Template(PAGE.read_text())
     target = run.path / "report.html"
     aside = target.with_name(target.name + ".partial")
     aside.write_text(template.substitute(title=escape(run.path.resolve().name), body=body))

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from html import escape
 
-from .charts import compact, ticks
-from .components import COMPONENTS
-from .trace import ITERATIONS, Span, track_order
+from embodied.reporting.charts import compact, ticks
+from embodied.tracing import COMPONENTS, ITERATIONS, Span, track_order
 
 _LEFT, _RIGHT, _ROW, _AXIS = 104, 12, 22, 30
 _MAX_ARROWS = 60

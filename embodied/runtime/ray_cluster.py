@@ -2,7 +2,7 @@
 
 Ray starts, places, watches and ends processes. On one machine it is not on the path of a step: farm and workers
 ring each other through shared memory, and Ray carries one call per iteration. A physics worker on another machine
-has a relay here, a thread of this process, and costs one call per decision and stage.
+has a relay here, a thread of this process, and costs one call per decision and group.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ray._private import ray_constants
 from ray.exceptions import ActorUnschedulableError, GetTimeoutError, RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from embodied.config import UserError
+from embodied.errors import UserError
 from embodied.runtime.deadlines import Deadline, Wait
 from embodied.runtime.nodes import NodeInfo
 from sim_farm.farm import WorkerFailed, WorkerTimeout

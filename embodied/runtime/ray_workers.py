@@ -13,10 +13,10 @@ import ray
 from torch import Tensor
 
 from embodied import progress
-from embodied.devices import release, to_host
 from embodied.runtime.deadlines import Wait
 from embodied.runtime.handles import Handle
 from embodied.runtime.ray_cluster import LOOK_S, RayCluster
+from embodied.workers.devices import release, to_host
 from sim_farm.memory import Block, Field
 
 T = TypeVar("T")
@@ -35,7 +35,7 @@ class _WorkerActor:
     def __init__(self, memory: str) -> None:
         self._memory = Block.attach(PROGRESS, memory)
         progress.install(self._report)
-        importlib.import_module("embodied.workers")  # seconds, which pass while the farm is built
+        importlib.import_module("embodied.workers.makers")  # seconds, which pass while the farm is built
         self._workers: dict[str, Any] = {}
 
     def make(self, name: str, make: Callable[..., Any], args: tuple[Any, ...]) -> None:

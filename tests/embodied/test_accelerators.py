@@ -11,18 +11,22 @@ import pytest
 import torch
 
 import schedulers
-from embodied import checkpoint, profiling, training
-from embodied.assignment import assign
-from embodied.clusters import local_cluster, read_cluster
-from embodied.config import Config, UserError, parse_config
-from embodied.devices import accelerators, device_of
-from embodied.hardware import fingerprint
-from embodied.occupation import Seat
-from embodied.planning import checked_profile, sized_workflow
-from embodied.profiling import work_of
-from embodied.session import open_session
-from embodied.shapes import shapes_of
-from embodied.workers import make_learner, make_policy_worker
+from embodied import checkpoint
+from embodied.config import Config, parse_config
+from embodied.doctor.hardware import fingerprint
+from embodied.errors import UserError
+from embodied.execution.assignment import assign
+from embodied.execution.session import open_session
+from embodied.planning.run_plans import profiler as profiling
+from embodied.planning.clusters import local_cluster, read_cluster
+from embodied.planning.probe_assignments import shapes_of
+from embodied.planning.profiler import work_of
+from embodied.planning.run_plans import checked_profile, sized_workflow
+from embodied.run_folder import prepare_run
+from embodied.training.loop import loop as training
+from embodied.workers.affinity import Affinity
+from embodied.workers.devices import accelerators, device_of
+from embodied.workers.makers import make_learner, make_policy_worker
 from policies.contract import PolicySpec
 from schedulers import Cluster, ComponentProfile, Node, Phase, Placement, Plan, PlanError, Point, Profile, Span
 from sim_farm.contract import TaskSpec
@@ -41,8 +45,8 @@ def config_of(device: str = "auto", **sections: Any) -> Config:
         "iterations": 2,
         "env": {"task": "tabletop/reach", "num_envs": 4, "max_episode_steps": 9},
         "policy": {"chunk": 2, "device": device, "options": {"widths": [16]}},
-        "ppo": {"decisions": 6},
-        "learner": {"epochs": 1, "minibatch": 12, "threads": 1},
+        "rollout": {"decisions": 6},
+        "optim": {"epochs": 1, "minibatch": 12, "threads": 1},
         "runtime": {"mode": "inline", "trace": False},
     }
     return parse_config({**settings, **sections}, "test")
@@ -83,13 +87,13 @@ def planned(policy: str, learner: str, mode: schedulers.Mode = "disaggregated") 
 
 def test_policy_and_learner_get_the_gpus_that_the_plan_says(two_gpus: None) -> None:
     apart = assign(planned("here:accelerators:0", "here:accelerators:1"), config_of(), CORES)
-    assert (apart.policy, apart.learner) == (Seat(device="cuda:0"), Seat((), 1, "cuda:1"))
+    assert (apart.policy, apart.learner) == (Affinity(device="cuda:0"), Affinity((), 1, "cuda:1"))
     assert not apart.one_process and set(apart.physics) == set(CORES)
     turns = assign(planned("here:accelerators:1", "here:accelerators:1", "collocated"), config_of(), CORES)
     assert (turns.policy.device, turns.learner.device, turns.one_process) == ("cuda:1", "cuda:1", True)
     named = assign(planned("here:accelerators:0", "here:accelerators:0"), config_of("cuda:1"), CORES)
     assert named.policy.device == named.learner.device == "cuda:1", "the only one that the setting leaves"
-    threads = config_of(learner={"threads": 0})
+    threads = config_of(optim={"threads": 0})
     assert assign(planned("here:accelerators:0", "here:accelerators:1"), threads, CORES).learner.threads == len(CORES)
 
 
@@ -123,12 +127,12 @@ def test_physics_on_an_accelerator_is_refused(two_gpus: None) -> None:
 def test_a_worker_computes_where_its_seat_says(gpu: PretendDevice, tmp_path: Path) -> None:
     """Whatever the configuration says: a plan was made from it."""
     spec = PolicySpec(action_dim=3, chunk=2, state_dim=16)
-    learner = make_learner(config_of("cpu"), spec, tmp_path, Seat(device="cuda:0"))
+    learner = make_learner(config_of("cpu"), spec, tmp_path, Affinity(device="cuda:0"))
     assert device_of(learner.policy).type == "cuda" and learner.peak_bytes() == 0
     task = TaskSpec("tabletop/reach", max_episode_steps=9)
     farm = Farm.create(FarmSpec(task, EndlessEpisodes(3), 4, 2, 2, 1, final_frames="never"), InProcess())
     try:
-        worker = make_policy_worker(config_of("cpu"), spec, farm, Seat(device="cuda:0"))
+        worker = make_policy_worker(config_of("cpu"), spec, farm, Affinity(device="cuda:0"))
         assert worker.policy is not None and device_of(worker.policy).type == "cuda"
     finally:
         farm.close()
@@ -211,12 +215,12 @@ def test_a_run_that_plans_for_a_gpu_computes_what_one_on_the_cpu_does(
     assert places["policy"] == places["learner"] == (Span("here", "accelerators", 0, 1),)
     assert places["physics"][0].pool == "cores"
     assert gpu.waits
-    assert found == run(config_of("cpu", farm={"stages": plan.groups}), tmp_path / "cpu")
+    assert found == run(config_of("cpu", farm={"groups": plan.groups}), tmp_path / "cpu")
 
 
 def run(config: Config, folder: Path) -> dict[str, bytes]:
     """The tensors of its last checkpoint."""
-    found = training.prepare_run(config, folder, resume=False)
+    found = prepare_run(config, folder, resume=False)
     with open_session(config) as session:
         training.train(config, folder, replace(session, cores=CORES), found)
     last = checkpoint.latest(folder / "checkpoints")

@@ -21,7 +21,7 @@ from embodied.bench.models import build, make_inputs
 from embodied.bench.policy import share_of_equal_rows
 from embodied.bench.settings import BenchLearner, BenchPolicy
 from embodied.cli import main
-from embodied.shares import Share, Sums, read
+from embodied.workers.microbatch import LossSums, MicroBatchLoss, read
 from policies.openvla import sizes
 from policies.openvla.base import TokenPolicy
 from policies.openvla.config import read_config
@@ -91,7 +91,7 @@ def test_the_measured_update_is_one_whatever_the_micro_batch_and_waits_once(
 ) -> None:
     reads: list[int] = []
 
-    def counting(shares: Sequence[Share], norm: torch.Tensor | None = None) -> tuple[Sums, float]:
+    def counting(shares: Sequence[MicroBatchLoss], norm: torch.Tensor | None = None) -> tuple[LossSums, float]:
         reads.append(len(shares))
         return read(shares, norm)
 

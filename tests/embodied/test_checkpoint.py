@@ -18,7 +18,7 @@ from torch import Tensor
 import policies
 from embodied import checkpoint
 from embodied.checkpoint import CheckpointError, RunState
-from embodied.config import UserError
+from embodied.errors import UserError
 from policies.contract import Inputs, Policy, PolicyError, PolicySpec
 
 STATE = RunState(iteration=3, env_steps=384, wall_s=1.5, recent_success=(True, False, True))

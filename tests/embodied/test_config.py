@@ -10,7 +10,8 @@ import pytest
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from embodied.config import CONFIGS, Config, UserError, all_keys, load_config, parse_config, save_config
+from embodied.config import CONFIGS, Config, all_keys, load_config, parse_config, save_config
+from embodied.errors import UserError
 
 PINNED_KEYS = Path(__file__).parent / "config_keys.txt"
 
@@ -121,7 +122,7 @@ def test_a_saved_configuration_reads_back_equal(tmp_path: Path) -> None:
             "name": "a run: with colon", "seed": 3, "stop_at_success": 0.9,
             "env": {"task": "tabletop/push", "max_episode_steps": 30, "control_mode": None},
             "policy": {"reads": ["proprio", "images"], "options": {"widths": [8, 8], "initial_log_std": -0.5}},
-            "ppo": {"clip_high": 0.28, "value_clip": None, "target_kl": 1e-7},
+            "loss": {"clip_high": 0.28, "value_clip": None}, "optim": {"target_kl": 1e-7},
         },
         "test",
     )  # fmt: skip

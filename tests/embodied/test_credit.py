@@ -11,14 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from embodied.config import Config, UserError, parse_config
-from embodied.estimators import gae, rows_of
-from embodied.gathering import join_waves
-from embodied.learner import Learner
-from embodied.planning import check_files
-from embodied.ppo import action_advantages, alive_actions, generalised_advantages
-from embodied.rollout import PolicyWorker
-from embodied.trajectories import Trajectories
+from embodied.algorithms.estimators import gae, rows_of
+from embodied.algorithms.ppo import action_advantages, alive_actions, generalised_advantages
+from embodied.config import Config, parse_config
+from embodied.data.assembly import join_waves
+from embodied.data.trajectories import Trajectories
+from embodied.errors import UserError
+from embodied.planning.run_plans import check_files
+from embodied.workers.learner import Learner
+from embodied.workers.policy_worker import PolicyWorker
 from policies.contract import Action, Evaluation, Inputs, PolicySpec
 from policies.gaussian_mlp import GaussianMLP
 from policies.layers import mlp
@@ -61,7 +62,9 @@ def make_policy(state_dim: int = S, action_dim: int = A) -> ActionValues:
 
 def config_of(unit: str = "action", epochs: int = 1, **ppo: Any) -> Config:
     learner = {"epochs": epochs, "minibatch": 0, "micro_batch": 4, "threads": 1, "max_grad_norm": 1e9}
-    return parse_config({"ppo": {"credit": "action", "ratio_unit": unit, **ppo}, "learner": learner}, "test")
+    return parse_config(
+        {"advantage": {"credit": "action"}, "loss": {"ratio_unit": unit, **ppo}, "learner": learner}, "test"
+    )
 
 
 def make_batch(seed: int = 0) -> Trajectories:
@@ -178,7 +181,7 @@ def test_the_gradient_is_that_of_the_formula_written_out(unit: str, tmp_path: Pa
             moved = (new.value[row, c] - rows.value[row, c]).clamp(-0.05, 0.05)
             guesses = torch.stack([new.value[row, c], rows.value[row, c] + moved])
             errors.append((guesses - rows.returns[row, c]).square().max() / 2)
-    (torch.stack(gains).mean() + config.ppo.value_coef * torch.stack(errors).mean()).backward()
+    (torch.stack(gains).mean() + config.loss.value_coef * torch.stack(errors).mean()).backward()
     metrics = learner.update(batch, 0)
     for (name, found), other in zip(learner.policy.named_parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(found.grad, other.grad, rtol=1e-4, atol=1e-6, msg=name)
@@ -240,7 +243,7 @@ def test_joined_waves_keep_the_rewards_of_actions() -> None:
 
 def test_credit_for_actions_needs_units_that_are_no_more() -> None:
     with pytest.raises(UserError, match="set it to action or element"):
-        check_files(parse_config({"ppo": {"credit": "action"}}, "test"))
+        check_files(parse_config({"advantage": {"credit": "action"}}, "test"))
 
 
 def test_a_policy_without_values_of_actions_is_refused() -> None:

@@ -15,18 +15,19 @@ from torch import Tensor
 
 import policies
 from embodied import checkpoint
-from embodied.assignment import HERE, Assignment
-from embodied.config import Config, UserError, parse_config
-from embodied.devices import decide, device_of, find_device, settle, to_host, value_of
-from embodied.executing import executor
-from embodied.learner import Learner
-from embodied.occupation import Seat
-from embodied.residence import Residence
-from embodied.rollout import PolicyWorker
+from embodied.config import Config, parse_config
+from embodied.data.trajectories import Trajectories
+from embodied.errors import UserError
+from embodied.execution.assignment import HERE, Assignment
+from embodied.execution.executor import executor
+from embodied.execution.session import open_session
 from embodied.runtime.ray_workers import _portable
-from embodied.session import open_session
-from embodied.trajectories import Trajectories
-from embodied.workers import make_policy
+from embodied.workers.affinity import Affinity
+from embodied.workers.devices import decide, device_of, find_device, settle, to_host, value_of
+from embodied.workers.learner import Learner
+from embodied.workers.makers import make_policy
+from embodied.workers.offload import Offload
+from embodied.workers.policy_worker import PolicyWorker
 from policies.contract import Evaluation, Inputs, Policy, PolicySpec
 from policies.gaussian_mlp import GaussianMLP
 from policies.openvla.tiny import write_tiny
@@ -194,7 +195,7 @@ def make_batch(kind: str) -> Trajectories:
 
 def config_of(epochs: int = 2, unit: str = "action", **ppo: Any) -> Config:
     learner = {"epochs": epochs, "minibatch": 8, "micro_batch": 3, "threads": 1, "policy_lr": 3e-3}
-    return parse_config({"learner": learner, "ppo": {"ratio_unit": unit, "entropy_coef": 0.01, **ppo}}, "test")
+    return parse_config({"learner": learner, "loss": {"ratio_unit": unit, "entropy_coef": 0.01, **ppo}}, "test")
 
 
 @pytest.mark.parametrize("unit", ["chunk", "action", "element"])
@@ -305,7 +306,7 @@ def test_what_leaves_a_gpu_waits_in_the_hosts_memory_and_returns(gpu: PretendDev
         one.update(batch, 0)
         one.policy.ratio_tolerance = 10.0
     before = list(learner.policy.parameters())
-    residence = Residence(tmp_path / "spill", learner.policy, learner.optimizer)
+    residence = Offload(tmp_path / "spill", learner.policy, learner.optimizer)
     assert residence.unload().bytes > 0
     assert not any(p.numel() or p.held.numel() for p in before), "the device's memory is still held"  # type: ignore[attr-defined]
     assert not (tmp_path / "spill").exists()
@@ -388,14 +389,14 @@ def run(device: str, folder: Path, one_process: bool, unload: bool) -> dict[str,
             "iterations": 3,
             "env": {"task": "tabletop/reach", "num_envs": 4, "max_episode_steps": 9},
             "policy": {"chunk": 2, "device": device, "options": {"widths": [16]}},
-            "ppo": {"decisions": 8},
-            "learner": {"epochs": 2, "minibatch": 8, "threads": 1, "policy_lr": 3e-3},
+            "rollout": {"decisions": 8},
+            "optim": {"epochs": 2, "minibatch": 8, "threads": 1, "policy_lr": 3e-3},
             "runtime": {"mode": "inline", "trace": False},
         },
         "test",
     )
     core = min(os.sched_getaffinity(0))
-    assignment = Assignment("collocated", 2, (core,), (HERE,), (), Seat(), Seat(), one_process, unload=unload)
+    assignment = Assignment("collocated", 2, (core,), (HERE,), (), Affinity(), Affinity(), one_process, unload=unload)
     with open_session(config) as session, executor(config, folder, session, assignment) as workers:
         workers.begin(None, 0)
         last = [workers.iterate(number) for number in range(3)][-1]

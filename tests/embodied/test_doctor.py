@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from embodied import doctor
+from embodied.doctor.checks import checks as doctor
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -30,7 +30,7 @@ class Diagnosis:
 def diagnose(folder: Path, *options: str, **environment: str) -> Diagnosis:
     """What the doctor says in a process with these options of Python and environment variables."""
     path = folder / "doctor.json"
-    command = [sys.executable, *options, "-P", str(ROOT / "embodied/doctor.py"), "--json", str(path)]
+    command = [sys.executable, *options, "-P", str(ROOT / "embodied/doctor/checks.py"), "--json", str(path)]
     result = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
     return Diagnosis(result.returncode, json.loads(path.read_text()), result.stdout)
 
@@ -103,7 +103,7 @@ def test_without_a_vulkan_driver_vulkan_is_missing_with_its_remedy(bare: Diagnos
     assert bare["Vulkan (ManiSkill)"]["status"] == "missing"
     assert bare["Vulkan (ManiSkill)"]["remedy"] == doctor.VULKAN_REMEDY
     assert "make system" in bare.printed
-    code = "from embodied.doctor import vulkan_device; print(vulkan_device())"
+    code = "from embodied.doctor.checks import vulkan_device; print(vulkan_device())"
     assert python(code, **no_vulkan(tmp_path)) == "None"
 
 
@@ -156,14 +156,14 @@ def test_main_prints_the_table_and_writes_the_same_as_json(tmp_path: Path, capsy
 
 
 def test_importing_the_doctor_does_not_import_torch() -> None:
-    assert python("import sys, embodied.doctor; print('torch' in sys.modules)") == "False"
+    assert python("import sys, embodied.doctor.checks; print('torch' in sys.modules)") == "False"
 
 
 def test_usable_cores_follow_the_affinity() -> None:
     code = """
 import os
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-from embodied.doctor import usable_cores
+from embodied.doctor.checks import usable_cores
 print(usable_cores() <= 1)
 """
     assert python(code) == "True"

@@ -16,14 +16,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from embodied import training, workflows
-from embodied.config import Config, UserError, load_config, parse_config
-from embodied.estimators import Estimate, Rows, gae, group_relative, join_rows, outcomes, rows_of
-from embodied.ppo import generalised_advantages
+from embodied.algorithms.estimators import Estimate, Rows, gae, group_relative, join_rows, outcomes, rows_of
+from embodied.algorithms.ppo import generalised_advantages
+from embodied.config import Config, load_config, parse_config
+from embodied.data.trajectories import Trajectories
+from embodied.errors import UserError
+from embodied.execution.session import open_session
 from embodied.reporting.metrics import read
-from embodied.session import open_session
-from embodied.trajectories import Trajectories
-from embodied.workflows import GRPO, PPO, groups_suffice, recipe_of, streams, workflow_of
+from embodied.run_folder import prepare_run
+from embodied.training.loop import loop as training
+from embodied.workflows.recipes import recipes as workflows
+from embodied.workflows.recipes import GRPO, PPO, groups_suffice, recipe_of, streams, workflow_of
 from policies.contract import Inputs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,7 +61,9 @@ def make_batch(seed: int = 0, group: tuple[int, ...] | None = (9, 9, 9, 4, 4, 4)
 
 
 def config_of(**group: Any) -> Config:
-    return parse_config({"workflow": "grpo", "group": {"size": 3, "outcome": "return", **group}}, "test")
+    return parse_config(
+        {"workflow": "grpo", "rollout": {"episode_group": 3}, "advantage": {"outcome": "return", **group}}, "test"
+    )
 
 
 def estimate(**changes: Any) -> Estimate:
@@ -124,7 +129,7 @@ def test_gae_is_normalised_over_the_decisions_that_were_taken() -> None:
     taken = found.advantage[batch.mask]
     assert float(taken.mean()) == pytest.approx(0, abs=1e-6) and float(taken.std()) == pytest.approx(1, abs=1e-5)
     assert torch.equal(found.keep, batch.mask) and (found.weight == 1).all()
-    plain = gae(batch, parse_config({"ppo": {"normalise_advantages": False, "gamma": 0.8, "lam": 0.7}}, "test"))
+    plain = gae(batch, parse_config({"advantage": {"normalise": "none", "gamma": 0.8, "lam": 0.7}}, "test"))
     advantage, returns = generalised_advantages(
         batch.reward, batch.value, batch.terminated, batch.truncated, batch.final_value, batch.last_value, 0.8, 0.7
     )
@@ -206,7 +211,7 @@ def test_rates_do_not_bring_back_groups_with_equal_outcomes() -> None:
 def test_episodes_count_alike_whatever_their_length(unit: str) -> None:
     batch = make_batch()
     config = config_of(weight="episode").model_copy(
-        update={"ppo": Config().ppo.model_copy(update={"ratio_unit": unit})}
+        update={"loss": Config().loss.model_copy(update={"ratio_unit": unit})}
     )
     found = group_relative(batch, config)
     units = {"chunk": batch.mask, "action": batch.executed, "element": batch.executed}[unit]
@@ -229,8 +234,9 @@ def grpo(images: bool = False, **group: Any) -> Config:
             "workflow": "grpo",
             "env": {"num_envs": 12, "cameras": int(images)},
             "policy": {**policy, "chunk": 4},
-            "group": {"size": 3, **group},
-            "learner": {"epochs": 1, "minibatch": 0},
+            "rollout": {"episode_group": 3},
+            "advantage": {**group},
+            "optim": {"epochs": 1, "minibatch": 0},
         },
         "test",
     )
@@ -240,9 +246,9 @@ def test_the_learner_begins_early_only_where_its_update_is_a_sum_over_parts() ->
     assert groups_suffice(grpo()) and streams(grpo())
     assert not groups_suffice(grpo(scale="batch")) and not streams(grpo(scale="batch"))
     for change in ({"epochs": 2, "minibatch": 0}, {"epochs": 1, "minibatch": 64}):
-        other = grpo().model_copy(update={"learner": Config().learner.model_copy(update=change)})
+        other = grpo().model_copy(update={"optim": Config().optim.model_copy(update=change)})
         assert groups_suffice(other) and not streams(other)
-    ppo = parse_config({"learner": {"epochs": 1, "minibatch": 0}}, "test")
+    ppo = parse_config({"optim": {"epochs": 1, "minibatch": 0}}, "test")
     assert not groups_suffice(ppo) and not streams(ppo)
 
 
@@ -307,7 +313,7 @@ def test_the_pages_own_workflow_is_what_it_says_and_learns(tmp_path: Path, monke
     monkeypatch.syspath_prepend(str(tmp_path))
     changes: dict[str, Any] = {"iterations": 15, "runtime": {"mode": "inline", "trace": False}}
     config = parse_config({**config.model_dump(), **changes, "seed": 1}, "test")
-    config = config.model_copy(update={"learner": config.learner.model_copy(update={"threads": 1})})
+    config = config.model_copy(update={"optim": config.optim.model_copy(update={"threads": 1})})
     assert recipe_of(config).name == "reinforce" and not groups_suffice(config) and not streams(config)
 
     reinforce = importlib.import_module("my_package.my_module").reinforce
@@ -321,7 +327,7 @@ def test_the_pages_own_workflow_is_what_it_says_and_learns(tmp_path: Path, monke
         assert found.advantage[:n, b].tolist() == pytest.approx([expected] * n, abs=1e-5)
     assert torch.equal(found.keep, batch.mask)
 
-    training.prepare_run(config, tmp_path / "run", resume=False)
+    prepare_run(config, tmp_path / "run", resume=False)
     with open_session(config) as session:
         training.train(config, tmp_path / "run", session, None)
     history = read(tmp_path / "run")

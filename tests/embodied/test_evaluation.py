@@ -18,15 +18,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from embodied import checkpoint, runs
-from embodied.config import Config, UserError, parse_config
-from embodied.eval_folder import EvalFolder, open_folder, read_folder
-from embodied.evaluating import Subject, evaluate
-from embodied.evaluation import EpisodeResult, deal_out
-from embodied.filming import worth_seeing
-from embodied.protocol import protocol_of
-from embodied.reporting.run_folder import read_run
-from embodied.session import open_session
+from embodied import checkpoint
+from embodied.commands.evaluate import evaluate_run
+from embodied.commands.train import train_run
+from embodied.config import Config, parse_config
+from embodied.errors import UserError
+from embodied.evaluation.evaluate import Subject, evaluate
+from embodied.evaluation.films import worth_seeing
+from embodied.evaluation.folder import EvalFolder, open_folder, read_folder
+from embodied.evaluation.protocol import protocol_of
+from embodied.execution.session import open_session
+from embodied.reporting.run_record import read_run
+from embodied.run_folder import settings_of
+from embodied.workers.evaluator import EpisodeResult, deal_out
 from policies.contract import PolicyError
 from sim_farm.contract import EpisodeSpec, FarmError, TaskSpec
 from sim_farm.episodes import ListedEpisodes, evaluation_episodes
@@ -48,7 +52,7 @@ def config(base: dict[str, Any] = RANDOM, **sections: dict[str, Any]) -> Config:
 
 
 def evaluated(folder: Path, settings: Config, **how: Any) -> EvalFolder:
-    runs.evaluate_run("untrained", settings, None, folder.parent, into=folder, **how)
+    evaluate_run("untrained", settings, None, folder.parent, into=folder, **how)
     return read_folder(folder)
 
 
@@ -70,12 +74,12 @@ def trained(runs_dir: Path, name: str, seed: int) -> Path:
         **small,
         "env": {"task": "tabletop/reach", "num_envs": 8},
         "policy": {"options": {"widths": [64, 64]}},
-        "ppo": {"decisions": 16},
+        "rollout": {"decisions": 16},
         "farm": {"physics_workers": 1},
         "eval": {"episodes": 4, "videos": 0},
         "runtime": {"mode": "inline"},
     }
-    return Path(runs.train_run(parse_config(sections, "test"), "reach", runs_dir, False)["report"]).parent
+    return Path(train_run(parse_config(sections, "test"), "reach", runs_dir, False)["report"]).parent
 
 
 # --- the result does not depend on who does the work
@@ -85,20 +89,20 @@ def trained(runs_dir: Path, name: str, seed: int) -> Path:
     "how",
     [
         {"farm": {"physics_workers": 2}},
-        {"farm": {"stages": 1}, "eval": {"num_envs": 4}},
-        {"farm": {"stages": 4, "physics_workers": 2}, "eval": {"num_envs": 16}},
+        {"farm": {"groups": 1}, "eval": {"num_envs": 4}},
+        {"farm": {"groups": 4, "physics_workers": 2}, "eval": {"num_envs": 16}},
         {"runtime": {"mode": "ray"}, "farm": {"physics_workers": 2}},
     ],
     ids=["two workers", "one stage", "four stages", "ray"],
 )
 def test_workers_stages_and_mode_change_no_bit_of_an_episode(run: Path, how: dict[str, Any], tmp_path: Path) -> None:
     """With as many rows in a batch: num_envs / stages = 4."""
-    settings = runs.settings_of(str(run), tmp_path)
+    settings = settings_of(str(run), tmp_path)
     base = settings.model_dump(mode="json")
     base["eval"] |= {"episodes": 21, "greedy": False}
     one, other = config(base), config(base, **how)
-    runs.evaluate_run(str(run), one, None, tmp_path, into=tmp_path / "one")
-    runs.evaluate_run(str(run), other, None, tmp_path, into=tmp_path / "other")
+    evaluate_run(str(run), one, None, tmp_path, into=tmp_path / "one")
+    evaluate_run(str(run), other, None, tmp_path, into=tmp_path / "other")
     assert len(read_folder(tmp_path / "one").outcomes) == 21
     assert_same_episodes(read_folder(tmp_path / "one"), read_folder(tmp_path / "other"))
 
@@ -166,10 +170,8 @@ def test_an_interrupted_evaluation_goes_on_to_the_same_result(how: signal.Signal
     lines_kept = [json.loads(line) for line in (folder / "episodes.jsonl").read_text().splitlines()]
     assert len({(line["task"], line["trial"]) for line in lines_kept}) == len(lines_kept) == 200
 
-    settings = config(
-        runs.settings_of(str(run), tmp_path).model_dump(mode="json"), eval={"episodes": 200, "greedy": False}
-    )
-    runs.evaluate_run(str(run), settings, None, tmp_path, into=tmp_path / "whole")
+    settings = config(settings_of(str(run), tmp_path).model_dump(mode="json"), eval={"episodes": 200, "greedy": False})
+    evaluate_run(str(run), settings, None, tmp_path, into=tmp_path / "whole")
     assert_same_episodes(read_folder(tmp_path / "whole"), read_folder(folder))
     assert tables(tmp_path / "whole") == tables(folder)
 
@@ -202,17 +204,17 @@ def test_a_finished_evaluation_is_not_run_again(tmp_path: Path) -> None:
     settings = config(eval={"episodes": 3})
     evaluated(tmp_path / "e", settings)
     before = (tmp_path / "e" / "episodes.jsonl").read_bytes()
-    result = runs.evaluate_run("untrained", settings, None, tmp_path, into=tmp_path / "e", resume=True)
+    result = evaluate_run("untrained", settings, None, tmp_path, into=tmp_path / "e", resume=True)
     assert (tmp_path / "e" / "episodes.jsonl").read_bytes() == before
     assert result["episodes"] == result["episodes_of_earlier_sessions"] == 3
 
 
 def test_resume_without_a_folder_finds_the_same_evaluation_or_begins_one(tmp_path: Path) -> None:
     three, four = config(eval={"episodes": 3}), config(eval={"episodes": 4})
-    first = runs.evaluate_run("untrained", three, None, tmp_path, resume=True)["folder"]
-    other = runs.evaluate_run("untrained", four, None, tmp_path, resume=True)["folder"]
-    again = runs.evaluate_run("untrained", three, None, tmp_path, resume=True)["folder"]
-    anew = runs.evaluate_run("untrained", three, None, tmp_path)["folder"]
+    first = evaluate_run("untrained", three, None, tmp_path, resume=True)["folder"]
+    other = evaluate_run("untrained", four, None, tmp_path, resume=True)["folder"]
+    again = evaluate_run("untrained", three, None, tmp_path, resume=True)["folder"]
+    anew = evaluate_run("untrained", three, None, tmp_path)["folder"]
     assert first == again and len({first, other, anew}) == 3
 
 
@@ -278,17 +280,17 @@ def test_a_camera_that_a_task_lacks_is_refused_with_those_it_has(tmp_path: Path)
 
 
 def test_a_policy_of_another_action_size_is_refused_with_the_task(run: Path, tmp_path: Path) -> None:
-    base = runs.settings_of(str(run), tmp_path).model_dump(mode="json")
+    base = settings_of(str(run), tmp_path).model_dump(mode="json")
     with pytest.raises(PolicyError) as caught:
         settings = config(base, eval={"tasks": ["tabletop/reach", "tabletop/pick_and_place"], "episodes": 2})
-        runs.evaluate_run(str(run), settings, None, tmp_path, into=tmp_path / "e")
+        evaluate_run(str(run), settings, None, tmp_path, into=tmp_path / "e")
     said = str(caught.value)
     assert "tabletop/pick_and_place" in said and "action_dim is 3, expected 4" in said
     assert {task for task, _ in read_folder(tmp_path / "e").outcomes} == {"tabletop/reach"}, "what was done is kept"
 
 
 def test_the_size_of_pictures_that_a_policy_never_sees_does_not_matter_to_it(run: Path, tmp_path: Path) -> None:
-    base = runs.settings_of(str(run), tmp_path).model_dump(mode="json")
+    base = settings_of(str(run), tmp_path).model_dump(mode="json")
     subject = Subject(
         "run", config(base, env={"image_size": 64}), checkpoint.latest(run / "checkpoints"), None, tmp_path
     )
@@ -344,9 +346,9 @@ def test_videos_show_failures_first_and_each_task_s_first() -> None:
 
 def test_a_comparison_pairs_the_same_episodes(run: Path, tmp_path: Path) -> None:
     other = trained(tmp_path, "other", seed=5)
-    base = runs.settings_of(str(run), tmp_path).model_dump(mode="json")
+    base = settings_of(str(run), tmp_path).model_dump(mode="json")
     settings = config(base, eval={"episodes": 30})
-    result = runs.evaluate_run(str(run), settings, None, tmp_path, into=tmp_path / "e", against=str(other))
+    result = evaluate_run(str(run), settings, None, tmp_path, into=tmp_path / "e", against=str(other))
     found = result["comparison"]
     ours, theirs = read_folder(tmp_path / "e"), read_folder(Path(found["folder"]))
     assert ours.identity.protocol == theirs.identity.protocol and ours.identity.policy != theirs.identity.policy
@@ -355,7 +357,7 @@ def test_a_comparison_pairs_the_same_episodes(run: Path, tmp_path: Path) -> None
     assert found["first_only"] == sum(a and not b for a, b in pairs)
     assert found["difference_low"] < found["difference"] < found["difference_high"]
 
-    there = runs.evaluate_run(str(run), settings, None, tmp_path, into=tmp_path / "f", against=found["folder"])
+    there = evaluate_run(str(run), settings, None, tmp_path, into=tmp_path / "f", against=found["folder"])
     assert {**there["comparison"], "against": ""} == {**found, "against": ""}, "recorded results are as good"
 
 

@@ -7,8 +7,9 @@ from typing import Any, get_args
 
 import pytest
 
-from embodied.config import Config, EvalConfig, UserError, parse_config
-from embodied.protocol import PRESETS, Protocol, as_data, expand, from_data, protocol_of
+from embodied.config import Config, EvalConfig, parse_config
+from embodied.errors import UserError
+from embodied.evaluation.protocol import PRESETS, Protocol, as_data, expand, from_data, protocol_of
 from sim_farm.registry import backend
 
 

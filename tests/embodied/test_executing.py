@@ -13,18 +13,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from embodied.assignment import HERE, Assignment
+from embodied.algorithms.estimators import Estimate, gae, group_relative
 from embodied.config import Config, parse_config
-from embodied.estimators import Estimate, gae, group_relative
-from embodied.executing import Iteration, executor
-from embodied.learner import Learner, OffPolicy
-from embodied.occupation import Seat
-from embodied.rollout import PolicyWorker
+from embodied.data.trajectories import Trajectories
+from embodied.execution.assignment import HERE, Assignment
+from embodied.execution.executor import Iteration, executor
+from embodied.execution.session import Session, open_session
 from embodied.runtime.ray_runtime import RayRuntime
-from embodied.session import Session, open_session
-from embodied.trajectories import Trajectories
-from embodied.workers import make_policy
-from embodied.workflows import GRPO, PPO
+from embodied.workers.affinity import Affinity
+from embodied.workers.learner import Learner, OffPolicy
+from embodied.workers.makers import make_policy
+from embodied.workers.policy_worker import PolicyWorker
+from embodied.workflows.recipes import GRPO, PPO
 from policies.contract import PolicySpec
 from tests import libero_assets
 
@@ -75,8 +75,8 @@ STATES: dict[str, Any] = {
     "iterations": ITERATIONS,
     "env": {"task": "tabletop/reach", "num_envs": 4, "max_episode_steps": 9},
     "policy": {"chunk": 2, "options": {"widths": [32, 32], "initial_log_std": 0.5}},
-    "ppo": {"decisions": 12},
-    "learner": {"epochs": 2, "minibatch": 16, "threads": 1, "policy_lr": 3e-3, "value_lr": 3e-3},
+    "rollout": {"decisions": 12},
+    "optim": {"epochs": 2, "minibatch": 16, "threads": 1, "policy_lr": 3e-3, "value_lr": 3e-3},
     "runtime": {"deadline_s": 120},
 }
 IMAGES: dict[str, Any] = {
@@ -88,13 +88,14 @@ IMAGES: dict[str, Any] = {
         "chunk": 2,
         "options": {"encoder": "cnn", "features": 16, "widths": [16], "critic_widths": [16]},
     },
-    "ppo": {"decisions": 6},
+    "rollout": {"decisions": 6},
 }
 GROUPS: dict[str, Any] = {
     **STATES,
     "workflow": f"{__name__}:KEPT_GRPO",
-    "group": {"size": 2, "waves": 2, "outcome": "return"},
-    "learner": {**STATES["learner"], "epochs": 1, "minibatch": 0},
+    "rollout": {"episode_group": 2, "episodes_per_env": 2},
+    "advantage": {"outcome": "return"},
+    "optim": {**STATES["optim"], "epochs": 1, "minibatch": 0},
 }
 MANISKILL: dict[str, Any] = {
     **STATES,
@@ -106,9 +107,8 @@ LIBERO: dict[str, Any] = {
         "task": "libero/libero_spatial/0", "num_envs": 2, "max_episode_steps": 6, "cameras": 1, "image_size": 64,
         "init_states": 50,
     },
-    "ppo": {"decisions": 4},
-    "learner": {**STATES["learner"], "minibatch": 4},
-}  # fmt: skip
+    "rollout": {"decisions": 4}, "optim": {**STATES["optim"], "minibatch": 4},
+    }  # fmt: skip
 
 
 # --- assignments
@@ -127,7 +127,7 @@ def assigned(
         mode, groups,
         tuple(CORES[core % len(CORES)] for core in physics), (HERE,) * len(physics),
         tuple(CORES[core % len(CORES)] for core in render),
-        Seat(cores(*policy)), Seat(cores(*learner)), one_process, ahead,
+        Affinity(cores(*policy)), Affinity(cores(*learner)), one_process, ahead,
     )  # fmt: skip
 
 
@@ -136,7 +136,7 @@ def inline(like: Assignment) -> Assignment:
     free = (None,)
     return replace(
         like, mode="inline", physics=free * len(like.physics), render=free * len(like.render),
-        policy=Seat(), learner=Seat(), one_process=False, unload=False,
+        policy=Affinity(), learner=Affinity(), one_process=False, unload=False,
     )  # fmt: skip
 
 
@@ -333,7 +333,7 @@ def test_a_policy_begins_with_the_same_weights_whatever_the_process_has_threads(
     spec = PolicySpec(action_dim=3, chunk=2, state_dim=16, proprio_dim=10, cameras=("front",), image_size=32)
     found = []
     for threads in (1, 2, 3):
-        with Seat(threads=threads).taken():
+        with Affinity(threads=threads).applied():
             found.append(make_policy(config, spec).state_dict())
     for state in found[1:]:
         for name, tensor in found[0].items():
@@ -403,7 +403,7 @@ def gathered(settings: dict[str, Any], session: Session, folder: Path) -> tuple[
         if settings is GROUPS:
             workers.policy.call(PolicyWorker.rollout_wave, 1)
         else:
-            workers.policy.call(PolicyWorker.rollout, config.ppo.decisions)
+            workers.policy.call(PolicyWorker.rollout, config.rollout.decisions)
         return config, workers.policy.call(PolicyWorker.trajectories)
 
 
@@ -475,7 +475,7 @@ def test_every_plan_computes_the_same_on_maniskill(name: str, ray: Session, here
 def test_renderers_of_maniskill_may_leave(name: str, ray: Session, here: Session, tmp_path: Path) -> None:
     """SAPIEN compiles its shaders anew at each return."""
     drawn = {**IMAGES["env"], "task": "maniskill/PushCube-v1", "max_episode_steps": 9}
-    settings = {**IMAGES, "env": drawn, "ppo": {"decisions": 5}}
+    settings = {**IMAGES, "env": drawn, "rollout": {"decisions": 5}}
     found = run(settings, ray, DRAWING[name], tmp_path / "ray")
     assert_was_a_test(found)
     assert_renderers_left(found, True, "maniskill/PushCube-v1")

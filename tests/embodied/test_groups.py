@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from embodied.groups import (
+from embodied.algorithms.episode_groups import (
     Scale,
     accept_groups,
     differing,
@@ -22,7 +22,7 @@ from embodied.groups import (
     reinforce_returns,
     spread,
 )
-from embodied.ppo import normalise
+from embodied.algorithms.ppo import normalise
 
 GOLDEN = load_file(Path(__file__).parents[1] / "golden/rl/groups.safetensors")
 SCALES: tuple[Scale, ...] = ("group", "batch", "none")

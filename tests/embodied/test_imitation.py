@@ -15,13 +15,16 @@ import torch
 from safetensors.numpy import load_file
 
 import policies
-from embodied import checkpoint, runs
-from embodied.config import Config, UserError, parse_config, save_config
+from embodied import checkpoint
+from embodied.commands.sft import sft_run
+from embodied.commands.train import train_run
+from embodied.config import Config, parse_config, save_config
 from embodied.demonstrations import Dataset
-from embodied.imitation import STAGE, Imitator, imitate, read_demonstrations
+from embodied.errors import UserError
 from embodied.reporting.metrics import read
-from embodied.training import prepare_run
-from embodied.workers import task_spec
+from embodied.run_folder import prepare_run, settings_of, with_init
+from embodied.training.sft import STAGE, Imitator, imitate, read_demonstrations
+from embodied.workers.makers import task_spec
 from policies.gaussian_mlp import GaussianMLP
 from sim_farm.contract import TaskInfo
 from sim_farm.registry import make_physics
@@ -32,8 +35,8 @@ STATES: dict[str, Any] = {
     "seed": 2,
     "env": {"task": "tabletop/reach", "num_envs": 4},
     "policy": {"options": {"widths": [64, 64], "initial_log_std": -1.5}},
-    "ppo": {"decisions": 32},
-    "learner": {"threads": 1, "minibatch": 64, "epochs": 2},
+    "rollout": {"decisions": 32},
+    "optim": {"threads": 1, "minibatch": 64, "epochs": 2},
     "sft": {"steps": 200, "batch": 32, "lr": 3e-3, "measure_every": 50},
     "eval": {"episodes": 20, "videos": 0},
     "runtime": {"mode": "inline", "trace": False},
@@ -77,7 +80,7 @@ def warm(demos: Dataset, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     """What `embodied sft` says of a run on states."""
     root = tmp_path_factory.mktemp("runs")
     config = config_of(STATES, demos).model_copy(update={"name": "warm"})
-    return runs.sft_run(config, "test", root, False)
+    return sft_run(config, "test", root, False)
 
 
 def test_what_has_seen_the_expert_solves_unseen_episodes(warm: dict[str, Any], demos: Dataset) -> None:
@@ -96,13 +99,13 @@ def test_a_run_begins_with_what_was_learned_from_demonstrations(warm: dict[str, 
     root = Path(warm["run"]).parent
     config = config_of(STATES, demos).model_copy(update={"name": "further", "iterations": 1})
     begun = config.model_copy(update={"policy": config.policy.model_copy(update={"init": Path("warm")})})
-    result = runs.train_run(begun, "test", root, False)
-    plain = runs.train_run(config.model_copy(update={"name": "plain"}), "test", root, False)
+    result = train_run(begun, "test", root, False)
+    plain = train_run(config.model_copy(update={"name": "plain"}), "test", root, False)
     first, without = read(result["run"])[0], read(plain["run"])[0]
     assert first["env/success_once"] >= 0.9
     assert first["env/episodes"] > 2 * without["env/episodes"], "solved episodes are short"
     # The folder that is recorded is the checkpoint, whatever the run learns later.
-    saved = runs.settings_of("further", root).policy.init
+    saved = settings_of("further", root).policy.init
     assert saved == checkpoint.latest(root / "warm" / "checkpoints")
 
 
@@ -163,24 +166,24 @@ def test_what_has_learned_keeps_its_units_and_its_beginning(warm: dict[str, Any]
     """A second training, on other demonstrations; and one that goes on when its beginning is gone or has moved on."""
     root = Path(warm["run"]).parent
     config = config_of(STATES, demos, steps=5, measure_every=5)
-    first = runs.with_init(
+    first = with_init(
         config.model_copy(update={"policy": config.policy.model_copy(update={"init": Path(warm["run"])})}), root
     )
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(GaussianMLP, "adopt_units", lambda *_: pytest.fail("units redefined"))
         imitator_of(first)
     named = config.model_copy(update={"name": "second", "policy": first.policy})
-    runs.sft_run(named, "test", root, False)
-    begun = runs.settings_of("second", root).policy.init
+    sft_run(named, "test", root, False)
+    begun = settings_of("second", root).policy.init
     moved = named.model_copy(update={"policy": config.policy.model_copy(update={"init": Path("nowhere")})})
     more = moved.model_copy(update={"sft": moved.sft.model_copy(update={"steps": 7, "data": ()})})
-    assert runs.sft_run(more, "test", root, True)["steps"] == 7
-    kept = runs.settings_of("second", root)
+    assert sft_run(more, "test", root, True)["steps"] == 7
+    kept = settings_of("second", root)
     assert kept.policy.init == begun
     assert kept.sft.steps == 7
     other = more.model_copy(update={"sft": more.sft.model_copy(update={"data": (Path("others"),)})})
     with pytest.raises(UserError, match="learns from .*, not others"):
-        runs.sft_run(other, "test", root, True)
+        sft_run(other, "test", root, True)
 
 
 def test_an_early_interruption_keeps_what_was_learned(
@@ -198,7 +201,7 @@ def test_an_early_interruption_keeps_what_was_learned(
 
         monkeypatch.setattr(Imitator, "step", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            runs.sft_run(config, "test", tmp_path, False)
+            sft_run(config, "test", tmp_path, False)
         assert (tmp_path / "early" / "checkpoints" / "latest").exists() == (last == 3)
         assert (tmp_path / "early").exists() == (last == 3)
 
@@ -261,7 +264,7 @@ def test_each_verb_goes_on_with_its_own_runs(warm: dict[str, Any], demos: Datase
     root = Path(warm["run"]).parent
     config = config_of(STATES, demos).model_copy(update={"name": "warm"})
     with pytest.raises(UserError, match="`embodied sft`.*--policy.init"):
-        runs.train_run(config, "test", root, True)
+        train_run(config, "test", root, True)
 
 
 def test_a_beginning_that_is_none_or_of_another_policy(warm: dict[str, Any], demos: Dataset) -> None:
@@ -269,10 +272,10 @@ def test_a_beginning_that_is_none_or_of_another_policy(warm: dict[str, Any], dem
     config = config_of(STATES, demos).model_copy(update={"name": "other", "iterations": 1})
     absent = config.policy.model_copy(update={"init": Path("nowhere")})
     with pytest.raises(UserError, match="neither a run"):
-        runs.train_run(config.model_copy(update={"policy": absent}), "test", root, False)
+        train_run(config.model_copy(update={"policy": absent}), "test", root, False)
     wider = config.policy.model_copy(update={"init": Path("warm"), "options": {"widths": [32]}})
     with pytest.raises(policies.PolicyError, match=r"architecture.widths is \[64, 64\], expected \[32\]"):
-        runs.train_run(config.model_copy(update={"policy": wider}), "test", root, False)
+        train_run(config.model_copy(update={"policy": wider}), "test", root, False)
     assert not (root / "other").exists()
 
 

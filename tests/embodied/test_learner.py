@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import policies
+from embodied.algorithms.estimators import Rows, gae_of, rows_of
 from embodied.config import Config, LearnerConfig, PPOConfig
-from embodied.estimators import Rows, gae_of, rows_of
-from embodied.learner import Learner, NonFinite, OffPolicy
-from embodied.trajectories import Trajectories
+from embodied.data.trajectories import Trajectories
+from embodied.workers.learner import Learner, NonFinite, OffPolicy
 from policies.contract import Evaluation, Inputs, Policy, PolicySpec
 from policies.gaussian_mlp import GaussianMLP
 

@@ -10,7 +10,7 @@ import pytest
 
 import embodied
 from embodied.config import Config, load_config, parse_config
-from embodied.session import Session, open_session
+from embodied.execution.session import Session, open_session
 from sim_farm.contract import TaskSpec
 from sim_farm.episodes import EndlessEpisodes
 from sim_farm.layout import FarmSpec
@@ -77,7 +77,7 @@ def test_ppo_trains_on_libero_from_pixels(tmp_path: Path) -> None:
     whole["env"] |= {"num_envs": 2, "image_size": 32, "max_episode_steps": 16, "settle_steps": 2}
     whole["ppo"] |= {"decisions": 3}
     whole["learner"] |= {"minibatch": 3, "threads": 1}
-    whole["farm"] |= {"stages": 1}
+    whole["farm"] |= {"groups": 1}
     whole["eval"] |= {"episodes": 2, "videos": 0}
     whole["runtime"] |= {"mode": "inline"}
     result = embodied.train(parse_config(whole, "test"), runs_dir=tmp_path)

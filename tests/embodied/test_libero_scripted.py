@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from embodied import runs
+from embodied.commands.evaluate import evaluate_run
 from embodied.config import Config, load_config, parse_config
-from embodied.eval_folder import EvalFolder, read_folder
+from embodied.evaluation.folder import EvalFolder, read_folder
 from policies.contract import PolicyError
 from policies.replay import save_recording
 from policies.scripted import find_script
@@ -46,7 +46,7 @@ def config(**sections: dict[str, Any]) -> Config:
 
 
 def evaluated(settings: Config, folder: Path) -> EvalFolder:
-    runs.evaluate_run("untrained", settings, None, folder.parent, into=folder)
+    evaluate_run("untrained", settings, None, folder.parent, into=folder)
     return read_folder(folder)
 
 
@@ -55,7 +55,7 @@ def scripted(tasks: list[str], trials: int, **evaluation: Any) -> Config:
     data = load_config("libero_scripted").model_dump(mode="json")
     data["eval"] |= {"tasks": tasks, "episodes": trials} | evaluation
     data["env"] |= {"num_envs": 2}
-    data["farm"] |= {"physics_workers": 1, "stages": 1}
+    data["farm"] |= {"physics_workers": 1, "groups": 1}
     data["runtime"] |= {"mode": "inline"}
     return parse_config(data, "test")
 
@@ -132,7 +132,7 @@ def record(folder: EvalFolder, path: Path, count: int | None = None) -> str:
     "how",
     [
         {},
-        {"env": {"num_envs": 6}, "farm": {"stages": 1}},
+        {"env": {"num_envs": 6}, "farm": {"groups": 1}},
         pytest.param({"runtime": {"mode": "ray"}, "farm": {"physics_workers": 2}}, marks=pytest.mark.slow),
     ],
     ids=["as recorded", "other environments", "ray"],

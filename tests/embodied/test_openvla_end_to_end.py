@@ -11,9 +11,14 @@ import pytest
 import torch
 
 import policies
-from embodied import checkpoint, runs
-from embodied.config import Config, UserError, load_config, parse_config, save_config
+from embodied import checkpoint
+from embodied.commands.evaluate import evaluate_run
+from embodied.commands.export import export_run
+from embodied.commands.sft import sft_run
+from embodied.commands.train import train_run
+from embodied.config import Config, load_config, parse_config, save_config
 from embodied.demonstrations import Dataset
+from embodied.errors import UserError
 from embodied.reporting.metrics import read
 from policies.contract import Policy
 from policies.openvla.statistics import DEMONSTRATIONS
@@ -21,8 +26,8 @@ from tests.embodied.expert import record_reach
 
 SHORT = {
     "env": {"num_envs": 2, "max_episode_steps": 4},
-    "learner": {"threads": 1, "minibatch": 8, "micro_batch": 3, "epochs": 2},
-    "ppo": {"decisions": 6},
+    "optim": {"threads": 1, "minibatch": 8, "micro_batch": 3, "epochs": 2},
+    "rollout": {"decisions": 6},
     "sft": {"steps": 6, "batch": 8, "measure_every": 3},
     "eval": {"episodes": 2, "videos": 0},
     "runtime": {"mode": "inline", "trace": False},
@@ -61,10 +66,10 @@ def steps(request: pytest.FixtureRequest, demos: Dataset, tmp_path_factory: pyte
     """Warm start, then two iterations of reinforcement from it, each with its evaluation."""
     root = tmp_path_factory.mktemp(request.param)
     config = short(request.param, demos)
-    warm = runs.sft_run(config.model_copy(update={"name": "warm"}), "test", root, False)
+    warm = sft_run(config.model_copy(update={"name": "warm"}), "test", root, False)
     policy = config.policy.model_copy(update={"init": Path("warm")})
     further = config.model_copy(update={"name": "further", "policy": policy})
-    result = runs.train_run(further, "test", root, False)
+    result = train_run(further, "test", root, False)
     return Steps(config, demos, Path(warm["run"]), Path(result["run"]), result)
 
 
@@ -98,7 +103,7 @@ def test_reinforcement_begins_where_imitation_ended(steps: Steps) -> None:
 
 def test_what_is_exported_acts_as_the_run_does(steps: Steps, tmp_path: Path) -> None:
     out = tmp_path / "merged"
-    runs.export_run(str(steps.further), None, out, tmp_path)
+    export_run(str(steps.further), None, out, tmp_path)
     own = policies.load(newest(steps.further))
     plain = {key: value for key, value in steps.config.policy.options.items() if not key.startswith("lora")}
     merged = policies.build(steps.config.policy.kind, own.spec, 0, **{**plain, "checkpoint": str(out)})
@@ -117,7 +122,7 @@ def test_an_adapter_is_in_pefts_layout_and_is_trained_further(demos: Dataset, st
     own = policies.load(newest(steps.further))
     other = policies.build("openvla", own.spec, 1, **config.policy.options)
     assert torch.equal(says(own, demos), says(other, demos))
-    result = runs.train_run(config.model_copy(update={"name": "third", "iterations": 1}), "test", tmp_path, False)
+    result = train_run(config.model_copy(update={"name": "third", "iterations": 1}), "test", tmp_path, False)
     assert result["iterations"] == 1
 
 
@@ -125,16 +130,16 @@ def test_somebodys_checkpoint_is_evaluated_as_it_is(demos: Dataset, tmp_path: Pa
     """Without a run: how good is what was downloaded?"""
     path = tmp_path / "own.yaml"
     save_config(short("openvla_tiny", demos, lora_rank=0), path)
-    result = runs.evaluate_run(str(path), load_config(str(path)), None, tmp_path)
+    result = evaluate_run(str(path), load_config(str(path)), None, tmp_path)
     assert result["episodes"] == 2
 
 
 def test_a_policy_without_a_community_has_nothing_to_export(tmp_path: Path, demos: Dataset) -> None:
     data = {"env": {"task": "tabletop/reach", "num_envs": 2}, "iterations": 1, **{k: SHORT[k] for k in ("eval",)}}
-    config = parse_config({**data, "name": "small", "runtime": SHORT["runtime"], "ppo": {"decisions": 2}}, "test")
-    runs.train_run(config, "test", tmp_path, False)
+    config = parse_config({**data, "name": "small", "runtime": SHORT["runtime"], "rollout": {"decisions": 2}}, "test")
+    train_run(config, "test", tmp_path, False)
     with pytest.raises(policies.PolicyError, match="no layout but this project's"):
-        runs.export_run("small", None, tmp_path / "out", tmp_path)
+        export_run("small", None, tmp_path / "out", tmp_path)
     with pytest.raises(UserError, match="exists"):
-        runs.export_run("small", None, tmp_path, tmp_path)
+        export_run("small", None, tmp_path, tmp_path)
     assert not (tmp_path / "out").exists()

@@ -14,12 +14,19 @@ import yaml
 from safetensors.numpy import load_file
 
 import schedulers
-from embodied import checkpoint, cli, clusters, planning, profiling, training
-from embodied.config import UserError, parse_config
-from embodied.profiling import profile_config
+from embodied import checkpoint
+from embodied import cli
+from embodied.config import parse_config
+from embodied.errors import UserError
+from embodied.execution.session import Session, open_session
+from embodied.planning.run_plans import clusters
+from embodied.planning.run_plans import profiler as profiling
+from embodied.planning.run_plans import run_plans as planning
+from embodied.planning.profiler import profile_config
 from embodied.reporting.metrics import read
+from embodied.run_folder import prepare_run
 from embodied.runtime.ray_runtime import RayRuntime
-from embodied.session import Session, open_session
+from embodied.training.loop import loop as training
 from schedulers import Plan, PlanError, Profile
 
 CORES = sorted(os.sched_getaffinity(0))[:2]
@@ -29,8 +36,8 @@ SETTINGS: dict[str, Any] = {
     "iterations": 2,
     "env": {"task": "tabletop/reach", "num_envs": ENVS, "max_episode_steps": 9},
     "policy": {"chunk": 2, "options": {"widths": [16]}},
-    "ppo": {"decisions": 8},
-    "learner": {"epochs": 1, "minibatch": 16, "threads": 1},
+    "rollout": {"decisions": 8},
+    "optim": {"epochs": 1, "minibatch": 16, "threads": 1},
     "eval": {"episodes": 4, "videos": 0},
     "runtime": {"mode": "inline", "trace": False},
 }
@@ -43,7 +50,7 @@ IMAGES: dict[str, Any] = {
         "chunk": 2,
         "options": {"encoder": "cnn", "features": 16, "widths": [16], "critic_widths": [16], "steps": 2},
     },
-    "ppo": {"decisions": 2},
+    "rollout": {"decisions": 2},
 }
 
 
@@ -201,11 +208,11 @@ AUTO = ["train", "--plan.mode", "auto", "--name", "it", "--plan.profile"]
 @pytest.mark.parametrize(
     ("verb", "change", "named"),
     [
-        (["plan", "--profile"], ["--learner.epochs", "3"], "learner"),
+        (["plan", "--profile"], ["--optim.epochs", "3"], "learner"),
         (["plan", "--profile"], ["--env.task", "tabletop/push"], "env"),
-        (["plan", "--profile"], ["--workflow", "grpo", "--group.size", "2"], "workflow"),
+        (["plan", "--profile"], ["--workflow", "grpo", "--rollout.episode-group", "2"], "workflow"),
         (["compare", "--profile"], ["--env.num-envs", "8"], "env"),
-        (AUTO, ["--learner.epochs", "3"], "learner"),
+        (AUTO, ["--optim.epochs", "3"], "learner"),
         (AUTO, ["--env.num-envs", "8"], "env"),
     ],
 )
@@ -230,7 +237,7 @@ def test_a_profile_of_other_hardware_is_refused_unless_that_is_wanted(
     said = embodied.refused("plan", "small.yaml")
     assert "other hardware" in said and "Abacus 9" in said and "--plan.any-hardware" in said
     embodied.done("plan", "small.yaml", "--plan.any-hardware")
-    said = embodied.refused("plan", "small.yaml", "--plan.any-hardware", "--learner.epochs", "3")
+    said = embodied.refused("plan", "small.yaml", "--plan.any-hardware", "--optim.epochs", "3")
     assert "learner" in said, "other settings are no other hardware"
 
 
@@ -374,7 +381,7 @@ def hand_written(**changes: Any) -> dict[str, Any]:
 def train(folder: Path, **sections: Any) -> Path:
     """A short run inline; its folder."""
     config = parse_config({**SETTINGS, **sections}, "test")
-    found = training.prepare_run(config, folder, resume=folder.exists())
+    found = prepare_run(config, folder, resume=folder.exists())
     with open_session(config) as session:
         training.train(config, folder, replace(session, cores=tuple(CORES)), found)
     return folder
@@ -398,7 +405,7 @@ def timeless(row: Mapping[str, Any]) -> dict[str, Any]:
 def configured(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     """Runs without a plan, by their number of groups."""
     folder = tmp_path_factory.mktemp("configured")
-    return {groups: train(folder / str(groups), farm={"stages": groups}) for groups in (1, 2, 4)}
+    return {groups: train(folder / str(groups), farm={"groups": groups}) for groups in (1, 2, 4)}
 
 
 @pytest.fixture(scope="module")
@@ -532,7 +539,7 @@ def test_replanning_and_running_ahead_exclude_each_other(embodied: Said, files: 
 
 
 def test_each_task_has_a_profile_and_a_plan_of_its_own(embodied: Said, files: Path) -> None:
-    mixed = {**SETTINGS, "also": [{"num_envs": 8}]}  # the same task again: not the same work
+    mixed = {**SETTINGS, "extra_tasks": [{"num_envs": 8}]}  # the same task again: not the same work
     write_config(Path("mixed.yaml"), mixed)
     embodied.done("profile", "mixed.yaml")
     first, second = schedulers.load(Profile, "profile.json"), schedulers.load(Profile, "profile-1.json")
@@ -578,5 +585,5 @@ def test_modes_are_compared_with_the_plan_that_auto_would_run(embodied: Said, fi
 
 def test_a_comparison_of_nothing_or_of_several_tasks_is_refused(embodied: Said, files: Path) -> None:
     assert "--repeats is at least 1" in embodied.refused("compare", "small.yaml", "--repeats", "0")
-    write_config(Path("mixed.yaml"), {**IMAGES, "also": [{"task": "tabletop/push"}]})
+    write_config(Path("mixed.yaml"), {**IMAGES, "extra_tasks": [{"task": "tabletop/push"}]})
     assert "leave out `also`" in embodied.refused("compare", "mixed.yaml")

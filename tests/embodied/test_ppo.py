@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from embodied.groups import inverse_lengths
-from embodied.ppo import (
+from embodied.algorithms.episode_groups import inverse_lengths
+from embodied.algorithms.ppo import (
     RatioUnit,
     behaviour_weight,
     generalised_advantages,

@@ -10,10 +10,12 @@ import pytest
 import torch
 
 import policies
-from embodied import checkpoint, training
+from embodied import checkpoint
 from embodied.config import Config, parse_config
+from embodied.execution.session import open_session
 from embodied.reporting.metrics import read
-from embodied.session import open_session
+from embodied.run_folder import prepare_run
+from embodied.training.loop import loop as training
 from tests import reference_ppo
 
 TOLERANCE = 1e-6
@@ -49,8 +51,10 @@ def config_of(settings: reference_ppo.Settings) -> Config:
                 "max_episode_steps": settings.max_episode_steps,
             },
             "policy": {"options": options},
-            "ppo": {"decisions": settings.steps, "bootstrap": bootstrap, **named(settings, ppo)},
-            "learner": {"threads": 1, **named(settings, learner)},
+            "rollout": {"decisions": settings.steps},
+            "advantage": {"bootstrap": bootstrap},
+            "loss": {**named(settings, ppo)},
+            "optim": {"threads": 1, **named(settings, learner)},
             "runtime": {"mode": "inline"},
         },
         "test",
@@ -63,7 +67,7 @@ def named(settings: reference_ppo.Settings, names: tuple[str, ...]) -> dict[str,
 
 def run(config: Config, folder: Path) -> policies.Policy:
     """The policy that the stack ends with; its record is in the folder."""
-    training.prepare_run(config, folder, resume=False)
+    prepare_run(config, folder, resume=False)
     with open_session(config) as session:
         training.train(config, folder, session, None)
     last = checkpoint.latest(folder / "checkpoints")

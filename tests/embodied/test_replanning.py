@@ -14,17 +14,20 @@ import pytest
 from safetensors.numpy import load_file
 
 import schedulers
-from embodied import checkpoint, planning, replanning, training
-from embodied.clusters import local_cluster
+from embodied import checkpoint
 from embodied.config import Config, parse_config
-from embodied.executing import Iteration, executor
-from embodied.hardware import fingerprint
-from embodied.planning import sized_workflow
-from embodied.profiling import work_of
-from embodied.replanning import PAYS, PERSISTENT, Watch, Watches
+from embodied.doctor.hardware import fingerprint
+from embodied.execution.executor import Iteration, executor
+from embodied.execution.session import open_session
+from embodied.planning.clusters import local_cluster
+from embodied.planning.profiler import work_of
+from embodied.planning.replanning import PAYS, PERSISTENT, Watch, Watches
+from embodied.planning.run_plans import replanning, sized_workflow
+from embodied.planning.run_plans import run_plans as planning
 from embodied.reporting.metrics import read
-from embodied.rollout import Clock
-from embodied.session import open_session
+from embodied.run_folder import prepare_run
+from embodied.training.loop import loop as training
+from embodied.workers.policy_worker import Clock
 from schedulers import ComponentProfile, Phase, Placement, Plan, Point, Profile, Span, Together
 
 ENVS, DECISIONS = 3, 8
@@ -32,10 +35,10 @@ SETTINGS: dict[str, Any] = {
     "seed": 6,
     "iterations": PERSISTENT + 2,
     "env": {"task": "tabletop/reach", "num_envs": ENVS, "max_episode_steps": 9},
-    "farm": {"stages": 1, "physics_workers": 1},
+    "farm": {"groups": 1, "physics_workers": 1},
     "policy": {"chunk": 2, "options": {"widths": [16]}},
-    "ppo": {"decisions": DECISIONS},
-    "learner": {"epochs": 1, "minibatch": 16, "threads": 1},
+    "rollout": {"decisions": DECISIONS},
+    "optim": {"epochs": 1, "minibatch": 16, "threads": 1},
     "runtime": {"mode": "inline", "trace": False, "deadline_s": 120},
 }
 CONFIG = parse_config(SETTINGS, "test")
@@ -314,7 +317,7 @@ def tensors(run: Path, number: int) -> dict[str, np.ndarray]:
 
 
 def train(folder: Path, config: Config) -> dict[str, Any]:
-    found = training.prepare_run(config, folder, resume=False)
+    found = prepare_run(config, folder, resume=False)
     with open_session(config) as session:
         return training.train(config, folder, session, found)
 
@@ -368,7 +371,7 @@ def test_a_run_of_several_tasks_moves_too(
     for name in ("file", "profile"):
         path = Path(files[name])
         path.with_stem(f"{path.stem}-1").write_bytes(path.read_bytes())
-    settings = {**SETTINGS, "also": [{"num_envs": ENVS}]}
+    settings = {**SETTINGS, "extra_tasks": [{"num_envs": ENVS}]}
     for name, plan in {"moved": {**files, "replan": True}, "stayed": files}.items():
         train(tmp_path / name, parse_config({**settings, "plan": plan}, "test"))
     plans = [schedulers.load(Plan, tmp_path / "moved" / name) for name in ("plan.json", "plan-1.json")]
@@ -399,7 +402,7 @@ def test_the_run_goes_on_after_a_stop_where_it_had_moved(
     whole = parse_config({**SETTINGS, "plan": plan}, "test")
     train(tmp_path / "whole", whole)
     train(tmp_path / "parts", parse_config({**SETTINGS, "iterations": PERSISTENT + 1, "plan": plan}, "test"))
-    found = training.prepare_run(whole, tmp_path / "parts", resume=True)
+    found = prepare_run(whole, tmp_path / "parts", resume=True)
     with open_session(whole) as session:
         training.train(whole, tmp_path / "parts", session, found)
     mine, other = (tensors(tmp_path / name, whole.iterations) for name in ("parts", "whole"))

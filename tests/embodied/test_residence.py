@@ -14,13 +14,13 @@ from safetensors.numpy import load_file
 from torch import Tensor, nn
 
 from embodied import checkpoint
-from embodied.assignment import HERE, Assignment
 from embodied.config import Config, parse_config
-from embodied.executing import Executor, Iteration, executor
-from embodied.learner import Learner
-from embodied.occupation import Seat
-from embodied.residence import Residence
-from embodied.session import Session, open_session
+from embodied.execution.assignment import HERE, Assignment
+from embodied.execution.executor import Executor, Iteration, executor
+from embodied.execution.session import Session, open_session
+from embodied.workers.affinity import Affinity
+from embodied.workers.learner import Learner
+from embodied.workers.offload import Offload
 
 ITERATIONS = 3
 CONFIG = parse_config(
@@ -29,8 +29,8 @@ CONFIG = parse_config(
         "iterations": ITERATIONS,
         "env": {"task": "tabletop/reach", "num_envs": 4, "max_episode_steps": 9},
         "policy": {"chunk": 2, "options": {"widths": [16]}},
-        "ppo": {"decisions": 8},
-        "learner": {"epochs": 2, "minibatch": 8, "threads": 1, "policy_lr": 3e-3},
+        "rollout": {"decisions": 8},
+        "optim": {"epochs": 2, "minibatch": 8, "threads": 1, "policy_lr": 3e-3},
         "runtime": {"mode": "inline", "trace": False},
     },
     "test",
@@ -47,7 +47,7 @@ PICTURES = parse_config(
             "chunk": 2,
             "options": {"encoder": "cnn", "features": 8, "widths": [8], "critic_widths": [8], "steps": 2},
         },
-        "ppo": {"decisions": 4},
+        "rollout": {"decisions": 4},
     },
     "test",
 )
@@ -126,7 +126,7 @@ def test_everything_comes_back_equal_and_training_goes_on(sides: Sides, tmp_path
     size = sum(t.numel() * t.element_size() for t in tensors)
     for number in range(3):
         spill = tmp_path / "deep" / f"spill-{number}.safetensors"
-        residence = Residence(spill, sides.module, sides.optimizer)
+        residence = Offload(spill, sides.module, sides.optimizer)
         left = residence.unload()
         assert residence.away and left.bytes == size and left.seconds > 0
         assert not any(t.numel() for t in tensors), "memory is still held"
@@ -141,7 +141,7 @@ def test_everything_comes_back_equal_and_training_goes_on(sides: Sides, tmp_path
 
 
 def test_weights_or_the_optimiser_may_leave_alone(sides: Sides, tmp_path: Path) -> None:
-    weights, states = Residence(tmp_path / "w", sides.module, None), Residence(tmp_path / "o", None, sides.optimizer)
+    weights, states = Offload(tmp_path / "w", sides.module, None), Offload(tmp_path / "o", None, sides.optimizer)
     weights.unload()
     assert not any(p.numel() for p in sides.module.parameters()) and not any(b.numel() for b in sides.module.buffers())
     assert all(s["exp_avg"].numel() for s in sides.optimizer.state.values())
@@ -155,8 +155,8 @@ def test_weights_or_the_optimiser_may_leave_alone(sides: Sides, tmp_path: Path) 
 
 def test_an_optimiser_that_has_not_stepped_has_nothing_to_leave(tmp_path: Path) -> None:
     module, optimizer = made()
-    assert Residence(tmp_path / "o", None, optimizer).unload().bytes == 0
-    residence = Residence(tmp_path / "both", module, optimizer)
+    assert Offload(tmp_path / "o", None, optimizer).unload().bytes == 0
+    residence = Offload(tmp_path / "both", module, optimizer)
     residence.unload()
     residence.load()
     other, other_optimizer = made()
@@ -166,12 +166,12 @@ def test_an_optimiser_that_has_not_stepped_has_nothing_to_leave(tmp_path: Path) 
 
 
 def test_what_never_left_need_not_come_back(sides: Sides, tmp_path: Path) -> None:
-    residence = Residence(tmp_path / "o", sides.module, sides.optimizer)
+    residence = Offload(tmp_path / "o", sides.module, sides.optimizer)
     assert residence.load().bytes == 0 and not residence.away and sides.equal
 
 
 def test_leaving_twice_loses_nothing(sides: Sides, tmp_path: Path) -> None:
-    residence = Residence(tmp_path / "o", sides.module, sides.optimizer)
+    residence = Offload(tmp_path / "o", sides.module, sides.optimizer)
     residence.unload()
     assert residence.unload().bytes == 0
     residence.load()
@@ -183,7 +183,7 @@ def test_leaving_twice_loses_nothing(sides: Sides, tmp_path: Path) -> None:
 
 def placed(unload: bool, one_process: bool) -> Assignment:
     core = min(os.sched_getaffinity(0))
-    return Assignment("collocated", 2, (core,), (HERE,), (), Seat(), Seat(), one_process, unload=unload)
+    return Assignment("collocated", 2, (core,), (HERE,), (), Affinity(), Affinity(), one_process, unload=unload)
 
 
 @pytest.fixture(scope="module")

@@ -13,13 +13,15 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
-from embodied import checkpoint, training
+from embodied import checkpoint
 from embodied.checkpoint import CheckpointError
-from embodied.config import Config, UserError, parse_config
+from embodied.config import Config, parse_config
+from embodied.errors import UserError
+from embodied.execution.session import Session, open_session
 from embodied.reporting.metrics import FILE, read
+from embodied.run_folder import prepare_run
 from embodied.runtime.inline import InlineRuntime, LocalHandle
-from embodied.session import Session, open_session
-from embodied.training import prepare_run
+from embodied.training.loop import loop as training
 
 RUNTIME = {"mode": "inline", "trace": False}
 STATES = {
@@ -27,8 +29,8 @@ STATES = {
     "checkpoint_every": 3,
     "env": {"task": "tabletop/push", "num_envs": 4, "max_episode_steps": 13},
     "policy": {"options": {"widths": [16], "initial_log_std": 0.0}},
-    "ppo": {"decisions": 16, "target_kl": 0.5},
-    "learner": {"epochs": 2, "minibatch": 24, "threads": 1, "policy_lr": 3e-3},
+    "rollout": {"decisions": 16},
+    "optim": {"target_kl": 0.5, "epochs": 2, "minibatch": 24, "threads": 1, "policy_lr": 3e-3},
     "runtime": RUNTIME,
 }
 IMAGES = {
@@ -41,8 +43,8 @@ IMAGES = {
         "chunk": 4,
         "options": {"encoder": "cnn", "features": 16, "widths": [16], "critic_widths": [16]},
     },
-    "ppo": {"decisions": 4},
-    "learner": {"epochs": 1, "minibatch": 4, "threads": 1},
+    "rollout": {"decisions": 4},
+    "optim": {"epochs": 1, "minibatch": 4, "threads": 1},
 }
 
 
@@ -181,12 +183,12 @@ class Interrupted(LocalHandle[Any]):
     count: int = 0
     after: bool = False
 
-    def _start(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.count -= method == self.method
         due = method == self.method and self.count == 0
         if due and not self.after:
             signal.raise_signal(signal.SIGINT)
-        result = super()._start(method, args, kwargs)
+        result = super()._run(method, args, kwargs)
         if due and self.after:
             signal.raise_signal(signal.SIGINT)
         return result
@@ -198,7 +200,7 @@ class InterruptedRuntime(InlineRuntime):
         self._fault = (method, count, after)
 
     def place(self, name: str, make: Callable[..., Any], *args: Any, beside: Any = None) -> Interrupted:
-        return Interrupted(name, self.deadline, {}, *self._fault, worker=make(*args))
+        return Interrupted(name, 60.0, {}, make(*args), *self._fault)
 
 
 CALLS = ("rollout", "trajectories", "collect", "finish", "weights", "load_weights", "snapshot", "save")

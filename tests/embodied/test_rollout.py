@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import policies
-from embodied.noise import SamplingNoise
-from embodied.rollout import Episode, PolicyWorker
-from embodied.trajectories import Trajectories
+from embodied.data.random_streams import SamplingNoise
+from embodied.data.trajectories import Trajectories
+from embodied.workers.policy_worker import EndedEpisode, PolicyWorker
 from policies.contract import Action, Inputs, Policy, PolicySpec
 from sim_farm.contract import EpisodeSpec, PhysicsResult, TaskSpec
 from sim_farm.episodes import EndlessEpisodes, Episodes, ListedEpisodes
@@ -86,7 +86,7 @@ def worker(
         farm.close()
 
 
-def roll(made: PolicyWorker, decisions: int = 14) -> tuple[Trajectories, tuple[Episode, ...]]:
+def roll(made: PolicyWorker, decisions: int = 14) -> tuple[Trajectories, tuple[EndedEpisode, ...]]:
     summary = made.rollout(decisions)
     batch = made.trajectories()
     assert summary.env_steps == batch.env_steps
@@ -112,14 +112,14 @@ class Replayed:
     """What the decision saw."""
     places: list[list[tuple[int, int]]]
     """(episode, env step) of the decision."""
-    episodes: list[Episode]
+    episodes: list[EndedEpisode]
 
 
 def replay(batch: Trajectories, task: TaskSpec = REACH) -> Replayed:
     decisions = len(batch.reward)
     actions = batch.trace["action"].view(decisions, ENVS, CHUNK, -1).numpy()
     found = Replayed([[] for _ in range(decisions)], [[] for _ in range(decisions)], [[] for _ in range(decisions)], [])
-    ended: list[tuple[int, Episode]] = []
+    ended: list[tuple[int, EndedEpisode]] = []
     for env in range(ENVS):
         physics = make_physics(task)
         episode, step, total = 0, 0, 0.0
@@ -131,7 +131,7 @@ def replay(batch: Trajectories, task: TaskSpec = REACH) -> Replayed:
             found.results[t].append(now)
             step, total = step + now.steps, total + float(now.reward.sum())
             if now.ended:
-                ended.append((t, Episode(env, bool(now.success[-1]), total, step)))
+                ended.append((t, EndedEpisode(env, bool(now.success[-1]), total, step)))
                 episode, step, total = episode + 1, 0, 0.0
                 now = physics.reset(EndlessEpisodes(SEED).spec(env, episode))
         physics.close()

@@ -20,19 +20,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from embodied import checkpoint, progress, training
-from embodied.assignment import configured
-from embodied.config import Config, UserError, parse_config
+from embodied import checkpoint, progress
+from embodied.config import Config, parse_config
+from embodied.data.trajectories import Trajectories
+from embodied.errors import UserError
+from embodied.execution.assignment import configured
+from embodied.execution.session import Session
 from embodied.reporting.metrics import read
-from embodied.rollout import PolicyWorker
 from embodied.runtime.contract import Runtime
 from embodied.runtime.deadlines import Deadline, Wait
 from embodied.runtime.handles import Handle
 from embodied.runtime.inline import InlineRuntime
 from embodied.runtime.ray_runtime import RayRuntime
-from embodied.session import Session
-from embodied.trajectories import Trajectories
-from embodied.workers import farm_spec, make_policy_worker, policy_spec
+from embodied.training.loop import loop as training
+from embodied.workers.makers import farm_spec, make_policy_worker, policy_spec
+from embodied.workers.policy_worker import PolicyWorker
 from policies.contract import PolicyError
 from sim_farm.episodes import EndlessEpisodes
 from sim_farm.farm import Farm, WorkerFailed, WorkerTimeout
@@ -259,13 +261,14 @@ def test_a_physics_worker_that_is_lost_is_named_and_replaced_and_its_episodes_re
     with policy_worker(config, InlineRuntime(60.0)) as (_, handle):
         undisturbed = gather(handle)
     host = cluster.farm_host(2, 0)
+    monkeypatch.setattr(cluster, "farm_host", lambda *shape: host)
     monkeypatch.setattr(host, "_deadline", Deadline(6.0))
     victim = host.pids()[0]
     restarts = dict(host.restarts)
     with policy_worker(config, cluster) as (farm, handle):
 
         def strike() -> None:
-            tickets = farm.block.arrays["requested"]
+            tickets = farm.tasks[0].slots["requested"]
             while tickets.max() < 40:  # of the rollout's 2 x 60 requests
                 time.sleep(1e-4)
             os.kill(victim, blow)
@@ -310,8 +313,8 @@ def test_every_listening_socket_is_bound_to_loopback(cluster: RayRuntime) -> Non
 RUN = """
 import sys
 from pathlib import Path
-from embodied.session import open_session
-from embodied.training import prepare_run, train
+from embodied.execution.session import open_session
+from embodied.run_folder import prepare_run, train
 from tests.embodied.test_runtime import config_of
 folder = Path(sys.argv[1])
 config = config_of(iterations=100_000, ppo={"decisions": 200})
@@ -386,7 +389,8 @@ def test_closing_leaves_no_process_and_no_shared_memory(cluster: RayRuntime) -> 
         family = family_of(os.getpid())
         assert {"gcs_server", "raylet"} <= {process.name() for process in family}
         blocks = blocks_of([psutil.Process(), *family])
-        assert SHM / str(farm.block.name) in blocks and len(blocks) > 1, "the farm's, and where workers report progress"
+        mine = {SHM / name for name in (*farm.address.slots, farm.address.bell)}
+        assert mine < blocks, "the farm's, and where workers report progress"
     cluster.close()
     assert_gone(family, blocks)
     assert not family_of(os.getpid())

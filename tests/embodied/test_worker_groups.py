@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from embodied.config import UserError
+from embodied.errors import UserError
 from embodied.runtime.contract import Runtime
 from embodied.runtime.deadlines import Deadline
 from embodied.runtime.groups import WorkerGroup

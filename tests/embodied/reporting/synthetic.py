@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from embodied.reporting.metrics import MetricsWriter
-from embodied.reporting.trace import Span, TraceWriter
 from embodied.reporting.video import EpisodeFrames, write_tiled
+from embodied.tracing import Span, TraceWriter
 
 MS = 1_000_000
 STAGES, CHUNKS = 2, 12

@@ -14,8 +14,8 @@ import sys
 import pytest
 from rich.console import Console
 
-from embodied.reporting.components import COMPONENTS
 from embodied.reporting.live import ROWS, Progress, duration, steps
+from embodied.tracing import COMPONENTS
 from tests.embodied.reporting.synthetic import metrics_row
 
 HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"

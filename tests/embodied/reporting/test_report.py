@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from embodied.reporting import charts
-from embodied.reporting.components import COMPONENTS
 from embodied.reporting.report import VIDEO_BYTES, ReportError, write_report
+from embodied.tracing import COMPONENTS
 from tests.embodied.reporting.synthetic import EVALUATION, write_run
 
 VOID = {"meta", "br", "img", "link", "input"}

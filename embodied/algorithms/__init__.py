@@ -1,0 +1,1 @@
+"""Advantages, losses and statistics of episode groups: pure functions."""

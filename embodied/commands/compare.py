@@ -1,0 +1,135 @@
+"""Every mode on the same work, measured beside predicted: what `embodied compare` does."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from rich import get_console
+from rich import print as show
+
+import schedulers
+from embodied.config import Config
+from embodied.doctor.hardware import hardware
+from embodied.errors import UserError
+from embodied.execution.assignment import HOME, assign
+from embodied.execution.executor import Iteration, executor
+from embodied.execution.session import Session, open_session
+from embodied.planning.clusters import run_cluster
+from embodied.planning.comparison_page import comparison_table, write_comparison
+from embodied.planning.profiler import profile_config, run_iterations, typical
+from embodied.planning.run_plans import PROFILE, checked_profile, make_folder, sized_workflow
+from embodied.reporting.results import write_json
+from schedulers import Plan, Span
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A plan and the iterations that were run by it."""
+
+    plan: Plan
+    iterations: tuple[Iteration, ...]
+
+    @property
+    def seconds(self) -> list[float]:
+        return [iteration.wall_s for iteration in self.iterations]
+
+    @property
+    def usual(self) -> Iteration:
+        """The one of median time: the timeline of an outlier would say little about the mode."""
+        return sorted(self.iterations, key=lambda iteration: iteration.wall_s)[len(self.iterations) // 2]
+
+
+def compare_command(config: Config, name: str, out: Path, profile: Path | None, repeats: int) -> dict[str, Any]:
+    """Run every mode's best plan on the same work. Writes table, charts and timelines to `out`."""
+    if config.extra_tasks:
+        raise UserError("modes are compared on one task: leave out `also`")
+    if repeats < 1:
+        raise UserError(f"--repeats is at least 1, not {repeats}")
+    workflow, measured = sized_workflow(config), None
+    if profile is not None:  # refused before anything is started
+        measured = checked_profile(profile, config, workflow, config.plan.any_hardware)
+    make_folder(out)
+    with open_session(config) as session:
+        if measured is None:
+            show("measuring the workflow's components ...")
+            measured = profile_config(config, session, out)
+            schedulers.save(measured, out / PROFILE)
+        cluster = run_cluster(session)
+        ahead = config.plan.ahead
+        plans = schedulers.alternatives(workflow, measured, cluster, ahead)
+        best_plan = schedulers.plan(workflow, measured, cluster, None, ahead)  # what `auto` would run
+        plans[best_plan.mode] = best_plan
+        ran = _run_all(config, session, out, list(plans.values()), repeats)
+    chosen = next(r for r in ran if r.plan is best_plan)
+    rows = [_row(name, r, r is chosen) for r in ran]
+    best = min(row["measured_s"] for row in rows)
+    result = {
+        "workload": name,
+        "task": config.env.task,
+        "modes": rows,
+        "chosen": chosen.plan.mode,
+        "regret": next(row["measured_s"] for row in rows if row["chosen"]) / best - 1,
+        "error": fmean(abs(row["error"]) for row in rows),
+        "iterations": len(ran[0].iterations),
+        "seed": config.seed,
+        "command": " ".join(sys.argv),
+        "hardware": hardware(),
+        "date": date.today().isoformat(),
+        "folder": str(out),
+    }
+    write_json(out / "compare.json", result)
+    page = write_comparison(out, result, {r.plan.mode: (r.plan, r.usual) for r in ran}, workflow, measured)
+    get_console().print(comparison_table([result]), markup=False, highlight=False, soft_wrap=True)
+    show(f"report: [bold]{page}[/]")
+    return result
+
+
+def predicted_s(plan: Plan) -> float:
+    assert plan.prediction is not None
+    return plan.prediction.iteration_s
+
+
+def _run_all(config: Config, session: Session, out: Path, plans: Sequence[Plan], repeats: int) -> list[Ran]:
+    """All plans in turn, and again: what the machine does meanwhile falls on all of them."""
+    found: dict[str, tuple[Iteration, ...]] = {plan.mode: () for plan in plans}
+    for _ in range(repeats):
+        for plan in plans:
+            with executor(config, out, session, assign(plan, config, session.cores, session.nodes)) as workers:
+                found[plan.mode] += tuple(run_iterations(workers)[1:])
+    return [Ran(plan, found[plan.mode]) for plan in plans]
+
+
+def _row(name: str, ran: Ran, chosen: bool) -> dict[str, Any]:
+    middle, low, high = typical(ran.seconds)
+    return {
+        "workload": name,
+        "mode": ran.plan.mode,
+        "chosen": chosen,
+        "predicted_s": predicted_s(ran.plan),
+        "measured_s": middle,
+        "measured_low_s": low,
+        "measured_high_s": high,
+        "error": predicted_s(ran.plan) / middle - 1,
+        "env_steps_per_s": fmean(i.summary.env_steps for i in ran.iterations) / middle,
+        "groups": ran.plan.groups,
+        "placement": "; ".join(_placed(ran.plan)),
+    }
+
+
+def _placed(plan: Plan) -> list[str]:
+    """A text per phase, without the bars that separate a table's cells."""
+    return [
+        " beside ".join(f"{'+'.join(p.components)} on {', '.join(map(_span, p.devices))}" for p in phase.placements)
+        for phase in plan.phases
+    ]
+
+
+def _span(span: Span) -> str:
+    last, where = span.first + span.count - 1, "" if span.node == HOME else f"{span.node} "
+    return where + (f"{span.pool} {span.first}-{last}" if span.count > 1 else f"{span.pool.removesuffix('s')} {last}")

@@ -1,0 +1,93 @@
+"""`embodied eval`: a checkpoint under a protocol, alone or beside another on the same episodes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich import get_console
+from rich import print as show
+
+from embodied import checkpoint
+from embodied.config import Config
+from embodied.errors import UserError
+from embodied.evaluation.evaluate import Subject, compare, evaluate, evaluation_folder, write_result
+from embodied.evaluation.folder import PROTOCOL, EvalFolder, read_folder
+from embodied.evaluation.protocol import Protocol, protocol_of
+from embodied.execution.session import Session, open_session
+from embodied.reporting.tables import evaluation_table
+from embodied.run_folder import find_run, settings_of, whole_checkpoint
+
+
+def evaluate_run(
+    run: str,
+    config: Config,
+    folder: Path | None,
+    runs_dir: Path,
+    into: Path | None = None,
+    resume: bool = False,
+    against: str | None = None,
+) -> dict[str, Any]:
+    """Evaluate the checkpoint `folder`, or a run's newest, by the protocol of the configuration.
+
+    Results and films go into the folder `into`, or one below the run's evals/; with `resume` an evaluation that is
+    there is gone on with. `against` names what is compared with it on the same episodes: a run, a checkpoint, or
+    the folder of an evaluation by the same protocol. Returns the result as plain data.
+    """
+    subject, protocol = subject_of(run, config, folder, runs_dir), protocol_of(config)
+    other = None if against is None else _other(against, subject, protocol, runs_dir)
+    with evaluation_folder(subject, protocol, into, resume) as own, open_session(config) as session:
+        result = evaluate(subject, protocol, session, own)
+        if other is not None:
+            result = compare(result, own, _evaluated(other, protocol, session), str(against))
+            write_result(own.path, result)
+    show_table(result)
+    return result
+
+
+def subject_of(run: str, config: Config, folder: Path | None, runs_dir: Path) -> Subject:
+    """What `embodied eval RUN --checkpoint FOLDER` names. Its checkpoint is whole."""
+    run_dir = find_run(run, runs_dir)
+    folder = whole_checkpoint(run_dir, folder)
+    return Subject(Path(run).stem, config, folder, run_dir, (run_dir or runs_dir) / "evals")
+
+
+def _other(against: str, subject: Subject, protocol: Protocol, runs_dir: Path) -> Subject | EvalFolder:
+    """What `--against` names: results that are there, or what has to be evaluated for them."""
+    folder = Path(against)
+    if (folder / PROTOCOL).is_file():
+        found = read_folder(folder)
+        if found.identity.protocol != protocol:
+            raise UserError(
+                f"{folder} is an evaluation by another protocol ({found.identity.protocol.line()}) than asked for "
+                f"({protocol.line()}): ask for the same, or name its run or checkpoint with --against"
+            )
+        return found
+    named = None
+    if (folder / checkpoint.MANIFEST).is_file():
+        named, folder = folder, folder.resolve().parent.parent
+        if find_run(str(folder), runs_dir) is None:  # not below a run: a checkpoint of the same policy
+            checkpoint.verify(named)
+            return Subject(named.name, subject.config, named, None, runs_dir / "evals")
+    elif find_run(against, runs_dir) is None:
+        raise UserError(f"--against {against!r} is neither a run, nor a checkpoint, nor the folder of an evaluation")
+    else:
+        folder = folder if find_run(str(folder), Path()) else runs_dir / against
+    own = subject.config
+    evaluation = own.eval.model_copy(update={"num_envs": own.eval.num_envs or own.env.num_envs, "videos": 0})
+    same = {"eval": evaluation, "farm": own.farm, "runtime": own.runtime}
+    return subject_of(str(folder), settings_of(str(folder), runs_dir).model_copy(update=same), named, runs_dir)
+
+
+def _evaluated(other: Subject | EvalFolder, protocol: Protocol, session: Session) -> EvalFolder:
+    """The other's episodes, those that are there and those that are not yet."""
+    if isinstance(other, EvalFolder):
+        return other
+    with evaluation_folder(other, protocol, None, resume=True) as folder:
+        evaluate(other, protocol, session, folder)
+        return folder
+
+
+def show_table(result: dict[str, Any]) -> None:
+    get_console().print(evaluation_table(result), markup=False, highlight=False, soft_wrap=True)
+    show(f"kept in [bold]{result['folder']}[/]")

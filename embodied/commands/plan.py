@@ -1,0 +1,79 @@
+"""`embodied plan`: the best plan for a cluster, why, and what the others would cost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich import get_console
+from rich import print as show
+
+import schedulers
+from embodied.config import Config
+from embodied.execution.assignment import HOME
+from embodied.planning.clusters import read_cluster
+from embodied.planning.run_plans import (
+    PICTURE,
+    PLAN,
+    TIMELINE,
+    checked_profile,
+    file_of_task,
+    make_folder,
+    mode_of,
+    sized_workflow,
+    title_of,
+)
+from embodied.reporting.plan_picture import draw_plan
+from embodied.workflows.recipes import configs_of_tasks
+from schedulers import Cluster, Plan, Profile, Workflow
+
+
+def plan_command(config: Config, profile: Path, cluster: str, out: Path) -> dict[str, Any]:
+    """Each task's best plan for a cluster, why, what each mode would cost, and the predicted timeline.
+
+    `plan.mode` restricts it to one mode.
+    """
+    target = read_cluster(cluster, config.policy.device)
+    tasks = configs_of_tasks(config)
+    found: dict[str, Any] = {}
+    for number, task in enumerate(tasks):
+        found[title_of(task, number, found)] = _plan_task(task, number, profile, target, out)
+    show(f"plan, timeline and picture: [bold]{out}[/]")
+    return {"folder": str(out), "tasks": found}
+
+
+def _plan_task(config: Config, number: int, profile: Path, cluster: Cluster, out: Path) -> dict[str, Any]:
+    workflow = sized_workflow(config)
+    # Another cluster has other hardware than this machine: its profile is what was asked for.
+    elsewhere = cluster.nodes[0].name != HOME
+    measured = checked_profile(file_of_task(profile, number), config, workflow, config.plan.any_hardware or elsewhere)
+    modes = schedulers.alternatives(workflow, measured, cluster, ahead=config.plan.ahead)
+    best = schedulers.plan(workflow, measured, cluster, mode_of(config), ahead=config.plan.ahead)
+    make_folder(out)
+    schedulers.save(best, out / file_of_task(Path(PLAN), number))
+    simulation = schedulers.simulate(best, workflow, measured, cluster)
+    (out / file_of_task(Path(TIMELINE), number)).write_text(json.dumps(schedulers.chrome_trace(simulation)))
+    pictures = {f"{best.mode} (best)": simulation, **_others(modes, best, workflow, measured, cluster)}
+    draw_plan(out / file_of_task(Path(PICTURE), number), pictures)
+    get_console().print("\n".join(best.why), markup=False, highlight=False, soft_wrap=True)
+    return {
+        "plan": schedulers.to_data(best),
+        "iteration_s": _seconds(best),
+        "modes": {name: _seconds(plan) for name, plan in modes.items()},
+    }
+
+
+def _others(
+    modes: Mapping[schedulers.Mode, Plan], best: Plan, workflow: Workflow, profile: Profile, cluster: Cluster
+) -> dict[str, schedulers.Simulation]:
+    """The predicted timelines of the other modes' best plans."""
+    return {
+        name: schedulers.simulate(plan, workflow, profile, cluster) for name, plan in modes.items() if name != best.mode
+    }
+
+
+def _seconds(plan: Plan) -> float:
+    assert plan.prediction is not None
+    return plan.prediction.iteration_s

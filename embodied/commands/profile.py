@@ -1,0 +1,59 @@
+"""`embodied profile`: measure the components, write the profile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich import print as show
+
+import schedulers
+from embodied.config import Config
+from embodied.execution.session import open_session
+from embodied.planning.profiler import profile_config
+from embodied.planning.run_plans import file_of_task, make_folder, title_of
+from embodied.workflows.recipes import configs_of_tasks
+from schedulers import Profile
+
+
+def profile_command(config: Config, out: Path) -> dict[str, Any]:
+    """Measure the components of each of a configuration's tasks and write the profiles: `out`, `out-1`, ..."""
+    found: dict[str, Any] = {}
+    make_folder(out.resolve().parent)  # before minutes of measuring
+    with open_session(config) as session:
+        for number, task in enumerate(configs_of_tasks(config)):
+            path = file_of_task(out, number)
+            profile = profile_config(task, session, out.resolve().parent)
+            schedulers.save(profile, path)
+            show(_profile_table(profile, task.env.task))
+            show("\n".join(_memory_lines(profile)))
+            show(f"profile: [bold]{path}[/]")
+            found[title_of(task, number, found)] = {"profile": str(path), **schedulers.to_data(profile)}
+    return found
+
+
+def _profile_table(profile: Profile, title: str) -> Any:
+    from rich.table import Table
+
+    table = Table("component", "items", "devices", "ms", "95% interval", "beside others", title=title)
+    for name, component in profile.components.items():
+        for point in component.points:
+            interval = f"{1e3 * point.low:.2f} to {1e3 * point.high:.2f}"
+            table.add_row(
+                name, str(point.batch), str(point.devices), f"{1e3 * point.seconds:.2f}", interval,
+                f"x {component.beside:.2f}",
+            )  # fmt: skip
+    return table
+
+
+def _memory_lines(profile: Profile) -> list[str]:
+    """What each component holds in memory, and what leaving it and coming back take."""
+    lines = []
+    for name, component in profile.components.items():
+        if component.resident_bytes or component.bytes_per_item:
+            more = f" and {component.bytes_per_item / 1e6:.1f} MB per item" if component.bytes_per_item else ""
+            lines.append(f"{name} holds {component.resident_bytes / 1e6:.1f} MB per process{more}")
+        if component.process_bytes:
+            switch = f"out in {1e3 * component.unload_s:.1f} ms, back in {1e3 * component.load_s:.1f} ms"
+            lines.append(f"{name} holds {component.process_bytes / 1e6:.1f} MB; {switch}")
+    return lines

@@ -1,0 +1,379 @@
+"""`embodied doctor`: what this machine has, what it lacks, and the command that mends it.
+
+Nothing here can crash the caller: whatever loads a driver runs in a process of its own (`probes.py`), with a
+deadline. Only the standard library is imported at the top, so that it can also say what is not installed:
+
+    python -P embodied/doctor/checks.py [--json FILE]                          the same as `embodied doctor`
+    python -P embodied/doctor/checks.py --probe vulkan|egl|osmesa|maniskill     exit 0 if it works
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.metadata
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+OLDEST_PYTHON = (3, 11)
+SOURCE = Path(__file__).resolve().parents[2]
+GIB = 2**30
+PROBE_SECONDS = 60.0
+"""A software driver compiles shaders at first use: seconds. Longer is a driver that hangs."""
+
+PACKAGES = (
+    "av",
+    "gymnasium",
+    "hf-libero",
+    "imageio",
+    "mani-skill",
+    "matplotlib",
+    "mujoco",
+    "numpy",
+    "plotly",
+    "pyarrow",
+    "pydantic",
+    "pyyaml",
+    "ray",
+    "rich",
+    "robosuite",
+    "safetensors",
+    "sapien",
+    "tensorboard",
+    "torch",
+    "tyro",
+)
+"""The packages that the whole stack imports."""
+
+SYSTEM_REMEDY = "make system (as root: installs software Vulkan, OpenGL and what else is needed)"
+VULKAN_REMEDY = f"{SYSTEM_REMEDY}; in a container with an NVIDIA GPU: docker run -e NVIDIA_DRIVER_CAPABILITIES=all"
+
+Status = Literal["ok", "warning", "missing"]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing looked at. `remedy` is empty if and only if `status` is `ok`."""
+
+    name: str
+    status: Status
+    """`missing`: something in the stack does not work without it; `warning`: slower, or not needed by all."""
+    found: str
+    remedy: str = ""
+
+
+def checks() -> list[Check]:
+    """Looks at everything; takes a few seconds. Raises nothing because of what is missing."""
+    return [
+        _python(),
+        *_packages(),
+        _vulkan(),
+        *_opengl(),
+        _maniskill(),
+        _gpu(),
+        _cores(),
+        _memory(),
+        _shared_memory(),
+        _disk(),
+        _maniskill_assets(),
+        _libero_assets(),
+    ]
+
+
+def main(json_path: Path | None = None) -> int:
+    """Prints the table, writes it to `json_path` if given; returns 0 if nothing is missing, else 2."""
+    found = checks()
+    _print(found)
+    complete = all(check.status != "missing" for check in found)
+    if json_path is not None:
+        report = {"complete": complete, "checks": [asdict(check) for check in found]}
+        json_path.write_text(json.dumps(report, indent=2) + "\n")
+    return 0 if complete else 2
+
+
+@functools.cache
+def vulkan_device() -> str | None:
+    """The first Vulkan device that SAPIEN accepts, with its driver; None if none (then: `VULKAN_REMEDY`)."""
+    works, found = _probe("vulkan")
+    return found if works else None
+
+
+def usable_cores() -> float:
+    """Cores that this process may use: affinity, and the container's quota where it is lower."""
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quotas = [float(quota) / float(period) for quota, period in _cgroup_cpu_limits()]
+    return min([float(affinity), *quotas])
+
+
+# Python and its packages ------------------------------------------------------------------------------------
+
+
+def _python() -> Check:
+    version = ".".join(map(str, sys.version_info[:3]))
+    if sys.version_info[:2] >= OLDEST_PYTHON:
+        return Check("Python", "ok", version)
+    return Check("Python", "missing", version, "install Python 3.11 or newer, then: make distclean setup")
+
+
+def _packages() -> list[Check]:
+    pins = pinned_versions()
+    return [_package(name, pins.get(name)) for name in PACKAGES]
+
+
+def _package(name: str, pin: str | None) -> Check:
+    wanted = f"{name}=={pin}" if pin else name
+    try:
+        version = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return Check(name, "missing", "not installed", f"make setup, or: pip install '{wanted}'")
+    # A build for one kind of machine, such as 2.13.0+cpu, is the pinned version too.
+    if pin is None or pin in (version, version.partition("+")[0]):
+        return Check(name, "ok", version)
+    return Check(name, "warning", f"{version}, tested with {pin}", f"pip install '{wanted}'")
+
+
+def pinned_versions() -> dict[str, str]:
+    """Package to version from the source tree's constraints.txt; empty if installed without it."""
+    path = SOURCE / "constraints.txt"
+    lines = path.read_text().splitlines() if path.is_file() else []
+    pairs = (line.split("==") for line in lines if "==" in line)
+    return {name.strip(): version.strip() for name, version in pairs}
+
+
+# Graphics ---------------------------------------------------------------------------------------------------
+
+
+def _vulkan() -> Check:
+    device = vulkan_device()
+    if device is not None:
+        return Check("Vulkan (ManiSkill)", "ok", device)
+    return Check("Vulkan (ManiSkill)", "missing", _probe("vulkan")[1], VULKAN_REMEDY)
+
+
+def _opengl() -> list[Check]:
+    """MuJoCo renders with either: one of the two is enough."""
+    results = {backend: _probe(backend) for backend in ("egl", "osmesa")}
+    none_works = not any(works for works, _ in results.values())
+    return [
+        _opengl_check(backend, works, found, "missing" if none_works else "warning")
+        for backend, (works, found) in results.items()
+    ]
+
+
+def _opengl_check(backend: str, works: bool, found: str, status: Status) -> Check:
+    name = f"OpenGL by {'EGL' if backend == 'egl' else 'OSMesa'} (MuJoCo)"
+    return Check(name, "ok", found) if works else Check(name, status, found, SYSTEM_REMEDY)
+
+
+def _maniskill() -> Check:
+    """Its imports need system libraries of their own, which a pip that succeeded does not bring."""
+    works, found = _probe("maniskill")
+    return Check("ManiSkill", "ok", found) if works else Check("ManiSkill", "missing", found, SYSTEM_REMEDY)
+
+
+def _probe(what: str) -> tuple[bool, str]:
+    """Whether the library works, and what it says of itself or what stands in the way."""
+    try:
+        result = subprocess.run(_probing(what), capture_output=True, text=True, timeout=PROBE_SECONDS)
+    except subprocess.TimeoutExpired:
+        return False, f"no answer within {PROBE_SECONDS:.0f} s"
+    if result.returncode < 0:
+        return False, f"crashed with signal {-result.returncode}"
+    lines = (result.stdout if result.returncode == 0 else result.stderr).strip().splitlines()
+    return result.returncode == 0, lines[-1] if lines else "no answer"
+
+
+def _probing(what: str) -> list[str]:
+    """The command that tries a library."""
+    # -P keeps that file's folder off the path: its modules must not hide the standard library's.
+    return [sys.executable, "-P", str(Path(__file__).with_name("probes.py")), what]
+
+
+def _gpu() -> Check:
+    listing = _output(["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"])
+    if not listing:
+        return Check("GPU", "ok", "none: the CPU does everything")
+    found = "; ".join(listing.splitlines())
+    # In a process of its own, because importing torch takes seconds and a broken driver may end it. Computed, because
+    # a build without kernels for this GPU sees it all the same.
+    if _output([sys.executable, "-c", "import torch; print(torch.ones(2, device='cuda').sum().item())"]) == "2.0":
+        return Check("GPU", "ok", f"{found}: policies compute on the first, or where a plan says (policy.device)")
+    pin = pinned_versions().get("torch", "")
+    remedy = f"pip install --force-reinstall 'torch{'==' + pin if pin else ''}' (the build with CUDA)"
+    return Check("GPU", "warning", f"{found}, but torch cannot compute on it", remedy)
+
+
+def _output(command: list[str]) -> str:
+    """What the command prints, stripped; empty if it is not there, fails or hangs."""
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return result.stdout.strip() if result.returncode == 0 else ""
+
+
+# Cores, memory, disk ----------------------------------------------------------------------------------------
+
+
+def _cores() -> Check:
+    cores = usable_cores()
+    found = f"{cores:g} usable of {os.cpu_count()}"
+    if cores >= 2:
+        return Check("cores", "ok", found)
+    return Check("cores", "warning", f"{found}: workers take turns", "in a container: docker run --cpus=8")
+
+
+def _memory() -> Check:
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = min([total, *(int(words[0]) for words in _cgroup_memory_limits())])
+    free = min(_available_memory(total), limit)
+    found = f"{limit / GIB:.1f} GiB, {free / GIB:.1f} GiB of it free"
+    # Ray's own processes take 1.2 GB, a physics worker with ManiSkill about 1 GB.
+    if free >= 4 * GIB:
+        return Check("memory", "ok", found)
+    return Check("memory", "warning", found, "end other programs; in a container: docker run --memory=16g")
+
+
+def _shared_memory() -> Check:
+    path = Path("/dev/shm")
+    if not path.is_dir():
+        return Check("/dev/shm", "warning", "not there", "mount -t tmpfs tmpfs /dev/shm")
+    usage = shutil.disk_usage(path)
+    found = f"{usage.total / GIB:.1f} GiB, {usage.free / GIB:.1f} GiB of it free"
+    if usage.free >= GIB:
+        return Check("/dev/shm", "ok", found)
+    remedy = "mount -o remount,size=8g /dev/shm; in a container: docker run --shm-size=8g"
+    return Check("/dev/shm", "warning", found, remedy)
+
+
+def _disk() -> Check:
+    runs = Path("runs").resolve()
+    place = next(folder for folder in (runs, *runs.parents) if folder.exists())
+    free = shutil.disk_usage(place).free
+    found = f"{free / GIB:.0f} GiB free for {runs}"
+    if free >= 10 * GIB:
+        return Check("disk", "ok", found)
+    return Check("disk", "warning", found, "delete old runs, or make runs/ a link to a larger disk")
+
+
+def _available_memory(total: int) -> int:
+    """Bytes that programs can still take; the total where the system (not Linux) does not say."""
+    path = Path("/proc/meminfo")
+    lines = path.read_text().splitlines() if path.is_file() else []
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), total)
+
+
+def _cgroup_cpu_limits() -> list[list[str]]:
+    """[quota, period] in microseconds of each enclosing control group that limits the cores."""
+    found = [words for words in _cgroup_values("cpu.max") if words[0] != "max"]
+    old = [_words(f"/sys/fs/cgroup/cpu/cpu.cfs_{name}_us") for name in ("quota", "period")]
+    if all(old) and int(old[0][0]) > 0:
+        found.append([old[0][0], old[1][0]])
+    return found
+
+
+def _cgroup_memory_limits() -> list[list[str]]:
+    """[bytes] of each enclosing control group that limits the memory."""
+    old = _words("/sys/fs/cgroup/memory/memory.limit_in_bytes")
+    return [words for words in [*_cgroup_values("memory.max"), old] if words and words[0] != "max"]
+
+
+def _cgroup_values(name: str) -> list[list[str]]:
+    """The words in the file of that name in this process's control group (version 2) and those around it."""
+    root = Path("/sys/fs/cgroup")
+    lines = Path("/proc/self/cgroup").read_text().splitlines() if Path("/proc/self/cgroup").is_file() else []
+    own = next((line[3:].lstrip("/") for line in lines if line.startswith("0::")), "")
+    folders = [folder for folder in (root / own, *(root / own).parents) if folder.is_relative_to(root)]
+    return [words for folder in folders if (words := _words(folder / name))]
+
+
+def _words(path: str | Path) -> list[str]:
+    """The words of a small file; none if it cannot be read."""
+    try:
+        return Path(path).read_text().split()
+    except OSError:
+        return []
+
+
+# Assets -----------------------------------------------------------------------------------------------------
+
+
+def _maniskill_assets() -> Check:
+    folder = Path(os.environ.get("MS_ASSET_DIR") or "~/.maniskill").expanduser() / "data"
+    if folder.is_dir():
+        return Check("ManiSkill assets", "ok", str(folder))
+    remedy = "only for tasks with scanned objects: python -m mani_skill.utils.download_asset TASK"
+    return Check("ManiSkill assets", "warning", f"no {folder}", remedy)
+
+
+def _libero_assets() -> Check:
+    folder = _libero_folder()
+    if folder is not None and folder.exists():
+        return Check("LIBERO assets", "ok", str(folder))
+    found = "not configured" if folder is None else f"no {folder}"
+    remedy = "only for LIBERO's tasks: export EMBODIED_LIBERO_ASSETS=FOLDER, the `assets` folder of LIBERO"
+    return Check("LIBERO assets", "warning", found, remedy)
+
+
+def _libero_folder() -> Path | None:
+    """Where LIBERO's meshes and textures are: our variable, LIBERO's configuration, an archive near the source tree.
+
+    The same places in which sim_farm.backends.libero.package looks, which the doctor cannot import.
+    """
+    if named := os.environ.get("EMBODIED_LIBERO_ASSETS"):
+        return Path(named).expanduser()
+    config = Path(os.environ.get("LIBERO_CONFIG_PATH") or "~/.libero").expanduser() / "config.yaml"
+    # Read by hand: importing libero asks questions on standard input where the file is missing.
+    lines = config.read_text().splitlines() if config.is_file() else []
+    values = (line.partition(":")[2].strip(" '\"") for line in lines if line.startswith("assets:"))
+    named_there = [Path(value) for value in values if value]
+    near = [folder / "libero-assets.tar.xz" for folder in (SOURCE / "assets", SOURCE.parent / "shared")]
+    found = [path for path in (*named_there, *near) if path.exists()]
+    return (*found, *named_there, None)[0]
+
+
+# Output -----------------------------------------------------------------------------------------------------
+
+
+def _print(found: list[Check]) -> None:
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        # The doctor must be able to say that rich, too, is missing.
+        for check in found:
+            print(f"{check.status:8} {check.name}: {check.found}  {check.remedy}")
+        return
+    colours = {"ok": "green", "warning": "yellow", "missing": "red"}
+    table = Table(box=None, pad_edge=False)
+    for column in ("", "", "found", "remedy"):
+        table.add_column(column, overflow="fold")
+    for check in found:
+        colour = colours[check.status]
+        table.add_row(f"[{colour}]{check.status}[/]", *map(_plain, (check.name, check.found, check.remedy)))
+    Console().print(table)
+
+
+def _plain(text: str) -> Any:
+    """Text that rich prints as it is, square brackets included."""
+    from rich.text import Text
+
+    return Text(text)
+
+
+def _run() -> int:
+    parser = argparse.ArgumentParser(description="what this machine lacks, and the command that mends it")
+    parser.add_argument("--json", type=Path, help="also write the result to this file")
+    parser.add_argument("--probe", metavar="WHAT", help="only try this: vulkan, egl, osmesa or maniskill")
+    arguments = parser.parse_args()
+    return subprocess.run(_probing(arguments.probe)).returncode if arguments.probe else main(arguments.json)
+
+
+if __name__ == "__main__":
+    sys.exit(_run())

@@ -1,0 +1,15 @@
+"""Mistakes that the user can mend, and the words that help with it."""
+
+from __future__ import annotations
+
+import difflib
+
+
+class UserError(Exception):
+    """A mistake that the user can mend: shown as one message, exit status 2."""
+
+
+def nearest(given: str, valid: list[str]) -> str:
+    """The end of an error message: the valid names that `given` may have meant, or all of them."""
+    near = difflib.get_close_matches(given, valid, n=3, cutoff=0.5)
+    return f"; did you mean {' or '.join(near)}?" if near else f"; valid: {', '.join(valid)}"

@@ -1,0 +1,1 @@
+"""Protocols, evaluations by them, and films of evaluated episodes."""

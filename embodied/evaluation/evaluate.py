@@ -1,0 +1,247 @@
+"""An evaluation from beginning to end: task by task on a farm each, every episode kept as soon as it has ended."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import datetime
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from rich import get_console
+
+from embodied import checkpoint
+from embodied.config import Config
+from embodied.doctor.hardware import hardware
+from embodied.errors import UserError
+from embodied.evaluation.films import worth_seeing, write_film
+from embodied.evaluation.folder import EvalFolder, Identity, newest_of, open_folder
+from embodied.evaluation.protocol import Protocol, as_data, suite_of
+from embodied.execution.assignment import configured
+from embodied.execution.farm_specs import farm_spec
+from embodied.execution.session import Session
+from embodied.reporting.live import duration, steps
+from embodied.reporting.tables import evaluation_table
+from embodied.runtime.handles import Handle
+from embodied.statistics import paired_difference
+from embodied.workers.evaluator import EpisodeOutcome, Evaluator, as_they_end, deal_out, summarise
+from embodied.workers.makers import make_evaluator, policy_spec, task_spec
+from sim_farm.contract import EpisodeSpec
+from sim_farm.episodes import ListedEpisodes
+from sim_farm.layout import FarmSpec
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is evaluated, and where its results belong."""
+
+    name: str
+    config: Config
+    checkpoint: Path | None
+    """None: a policy without parameters."""
+    run_dir: Path | None
+    """Of the run whose page shows the result."""
+    home: Path
+    """Folder of the evaluations' folders."""
+
+    def identity(self, protocol: Protocol) -> Identity:
+        config = self.config
+        policy = {
+            **config.policy.model_dump(mode="json"),
+            "cameras": config.model_dump(mode="json")["env"]["cameras"],
+            "checkpoint_sha256": None if self.checkpoint is None else _digest(self.checkpoint),
+        }
+        return Identity(protocol, policy)
+
+
+@contextmanager
+def evaluation_folder(subject: Subject, protocol: Protocol, folder: Path | None, resume: bool) -> Iterator[EvalFolder]:
+    """The folder that was asked for; else with `resume` the newest of the same evaluation; else a new one."""
+    identity = subject.identity(protocol)
+    if folder is None and resume:
+        folder = newest_of(subject.home, identity)
+    if folder is None:
+        label = subject.name if subject.checkpoint is None else subject.checkpoint.name
+        stem = f"{label}-{datetime.now():%Y%m%d-%H%M%S}"
+        names = (subject.home / (f"{stem}-{n}" if n else stem) for n in count())
+        folder = next(name for name in names if not name.exists())
+    with open_folder(folder, identity, subject.config, resume) as opened:
+        yield opened
+
+
+def evaluate(subject: Subject, protocol: Protocol, session: Session, folder: EvalFolder) -> dict[str, Any]:
+    """Run the episodes that the folder lacks; write and return the result as plain data."""
+    begin, before = time.monotonic(), len(folder.outcomes)
+    total = len(protocol.tasks) * protocol.trials
+    if before:
+        _say(f"{folder.path}: {before} of {total} episodes are there already")
+    try:
+        _run_episodes(subject, protocol, session, folder)
+    except KeyboardInterrupt:
+        _say(f"{len(folder.outcomes)} of {total} episodes are kept in {folder.path}; --resume auto goes on with them")
+        raise
+    outcomes = folder.in_order()
+    result = {
+        **_tables(protocol, outcomes),
+        "wall_s": time.monotonic() - begin,
+        "episodes_of_earlier_sessions": before,
+        "checkpoint": None if subject.checkpoint is None else str(subject.checkpoint),
+        "folder": str(folder.path),
+        "protocol": {
+            **as_data(protocol),
+            "chunk": subject.config.policy.chunk,
+            "success": "solved at any env step",
+            "interval": "95% Wilson",
+            "hardware": hardware(),
+        },
+        "protocol_line": protocol.line({outcome.limit for outcome in outcomes}),
+        "policy_line": f"{subject.config.policy.kind}, chunks of {subject.config.policy.chunk}, "
+        f"{subject.checkpoint or 'no checkpoint'}; {hardware()}",
+    }
+    write_result(folder.path, result)
+    if subject.config.eval.videos:
+        _film(subject, protocol, session, folder, worth_seeing(outcomes, subject.config.eval.videos))
+    if subject.run_dir is not None:
+        _show_in_run(folder.path, subject.run_dir)
+    return result
+
+
+def trials_farm(config: Config, session: Session, specs: tuple[EpisodeSpec, ...], left: Sequence[int]) -> FarmSpec:
+    """The farm on which a policy acts in the trials `left` (indices of `specs`) of the configuration's task."""
+    num_envs = config.eval.num_envs or config.env.num_envs
+    shape = farm_spec(
+        config, ListedEpisodes(specs, num_envs), configured(config, session.cores, session.nodes), num_envs
+    )
+    # No value is bootstrapped from an episode's final frame: nobody learns here.
+    return replace(deal_out(shape, specs, left), final_frames="never")
+
+
+def compare(result: dict[str, Any], first: EvalFolder, second: EvalFolder, against: str) -> dict[str, Any]:
+    """The result with its difference to another evaluation of the same episodes. Raises `UserError` if they differ."""
+    if first.identity.protocol != second.identity.protocol:
+        raise UserError(f"{second.path} is an evaluation by another protocol: its episodes cannot be paired")
+    ours, theirs = first.in_order(), second.in_order()
+    if [(o.task, o.trial, o.spec) for o in ours] != [(o.task, o.trial, o.spec) for o in theirs]:
+        raise UserError(f"{second.path} has {len(theirs)} of {len(ours)} episodes: finish it first with --resume auto")
+    pairs = list(zip(ours, theirs, strict=True))
+    rows = [
+        {"task": task, **_difference([pair for pair in pairs if pair[0].task == task])}
+        for task in first.identity.protocol.tasks
+    ]
+    comparison = {
+        "against": against,
+        "folder": str(second.path),
+        **_difference(pairs),
+        "success_rate": sum(o.success for o in theirs) / len(theirs),
+        "tasks": rows,
+    }
+    return {**result, "comparison": comparison}
+
+
+def write_result(folder: Path, result: dict[str, Any]) -> None:
+    """`eval.json` and `eval.md`, each complete or absent."""
+    for name, text in (("eval.json", json.dumps(result, indent=1) + "\n"), ("eval.md", evaluation_table(result))):
+        aside = folder / f".{name}.partial"
+        aside.write_text(text)
+        aside.replace(folder / name)
+
+
+def _run_episodes(subject: Subject, protocol: Protocol, session: Session, folder: EvalFolder) -> None:
+    """Task by task, on a farm each; one worker holds the policy for all of them."""
+    unfinished = [task for task in protocol.tasks if folder.left(task)]
+    ahead, done, begin = sum(len(folder.left(task)) for task in unfinished), 0, time.monotonic()
+    worker: Handle[Evaluator] | None = None
+    for number, task in enumerate(unfinished, start=1):
+        config, left = protocol.applied(subject.config, task), folder.left(task)
+        title = f"Evaluating {task}"
+        if len(unfinished) > 1:
+            title += f" ({number} of {len(unfinished)}"
+            left_s = (time.monotonic() - begin) * (ahead - done) / max(done, 1)
+            title += f", {duration(left_s)} left in all)" if done else ")"
+        with session.farm(trials_farm(config, session, protocol.episodes(), left)) as farm:
+            protocol.check(task, farm.info)
+            sizes, reach = policy_spec(config, farm.info), session.reach(farm)
+            if worker is None:
+                worker = session.runtime.place("evaluator", make_evaluator, config, sizes, reach, subject.checkpoint)
+            else:
+                worker.call(Evaluator.begin, task, sizes, reach)
+            _run_task(worker, folder, len(left), title, worker.deadline.inner().seconds)
+        done += len(left)
+    if worker is not None:
+        worker.end()
+
+
+def _say(text: str) -> None:
+    get_console().print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _run_task(worker: Handle[Evaluator], folder: EvalFolder, episodes: int, title: str, deadline_s: float) -> None:
+    with steps(title, episodes) as bar:
+        for result in as_they_end(lambda budget_s: worker.call(Evaluator.advance, budget_s, deadline_s), episodes):
+            folder.add(result)
+            bar.advance()
+    worker.call(Evaluator.end)
+
+
+def _tables(protocol: Protocol, outcomes: Sequence[EpisodeOutcome]) -> dict[str, Any]:
+    """The summary of everything, of each suite, and of each task."""
+    by_task = {task: [o for o in outcomes if o.task == task] for task in protocol.tasks}
+    by_suite: dict[str, list[EpisodeOutcome]] = {}
+    for task, own in by_task.items():
+        by_suite.setdefault(suite_of(task), []).extend(own)
+    tasks = [{"task": task, "max_episode_steps": own[0].limit, **summarise(own)} for task, own in by_task.items()]
+    return {
+        "task": protocol.tasks[0] if len(tasks) == 1 else f"{len(tasks)} tasks",
+        **summarise(outcomes),
+        "suites": [
+            {"suite": suite, "tasks": sum(suite_of(t) == suite for t in by_task), **summarise(own)}
+            for suite, own in by_suite.items()
+        ],
+        "tasks": tasks,
+    }
+
+
+def _difference(pairs: Sequence[tuple[EpisodeOutcome, EpisodeOutcome]]) -> dict[str, Any]:
+    found = paired_difference([first.success for first, _ in pairs], [second.success for _, second in pairs])
+    return {
+        "episodes": found.episodes,
+        "difference": found.difference,
+        "difference_low": found.low,
+        "difference_high": found.high,
+        "p_value": found.p_value,
+        "both": found.both,
+        "first_only": found.first_only,
+        "second_only": found.second_only,
+        "neither": found.neither,
+    }
+
+
+def _film(
+    subject: Subject, protocol: Protocol, session: Session, folder: EvalFolder, outcomes: Sequence[EpisodeOutcome]
+) -> None:
+    write_film(
+        folder.path / "videos" / "evaluation.mp4",
+        session,
+        outcomes,
+        lambda task: task_spec(protocol.applied(subject.config, task)),
+        folder.actions,
+    )
+
+
+def _show_in_run(folder: Path, run_dir: Path) -> None:
+    """The run's page shows the newest evaluation."""
+    for name in ("eval.json", "eval.md", "videos/evaluation.mp4"):
+        if (folder / name).is_file():
+            (run_dir / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(folder / name, run_dir / name)
+
+
+def _digest(folder: Path) -> str:
+    """Of the manifest, which holds the digest of every other file of the checkpoint."""
+    return hashlib.sha256((folder / checkpoint.MANIFEST).read_bytes()).hexdigest()

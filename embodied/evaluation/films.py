@@ -1,0 +1,81 @@
+"""Films of evaluated episodes: those worth seeing are replayed from their specs and actions, and tiled."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from embodied.execution.replay import in_order, worker_count
+from embodied.execution.session import Session
+from embodied.reporting.live import steps
+from embodied.reporting.video import EpisodeFrames, write_tiled
+from embodied.runtime.handles import Handle
+from embodied.workers.evaluator import EpisodeOutcome
+from sim_farm.contract import EpisodeSpec, Float32, TaskSpec, UInt8
+from sim_farm.replay import Replayer
+
+SIZE = 256
+FRAMES = 60
+"""Frames of a filmed episode, about; longer episodes are filmed every second, third, ... step."""
+
+
+class Filmer:
+    """A worker that films episodes of one task after the other."""
+
+    def __init__(self) -> None:
+        self._task: TaskSpec | None = None
+        self._replayer: Replayer | None = None
+
+    def film(self, task: TaskSpec, episode: EpisodeSpec, actions: Float32, every: int) -> list[UInt8]:
+        """Frames uint8 [SIZE, SIZE, 3] of the task's first camera, upright."""
+        if self._replayer is None or task != self._task:
+            if self._replayer is not None:
+                self._replayer.close()
+            self._replayer = Replayer(replace(task, cameras=1, image_size=SIZE, orientation="upright"))
+            self._task = task
+        return self._replayer.film(episode, actions, every)
+
+
+def worth_seeing(outcomes: Sequence[EpisodeOutcome], count: int) -> list[EpisodeOutcome]:
+    """At most `count`: failures first, the first of each task before the second of any."""
+    turns: dict[tuple[str, bool], int] = defaultdict(int)
+    ranked: list[tuple[bool, int, int, EpisodeOutcome]] = []
+    for place, outcome in enumerate(outcomes):
+        turn = turns[outcome.task, outcome.success]
+        turns[outcome.task, outcome.success] = turn + 1
+        ranked.append((outcome.success, turn, place, outcome))
+    return [outcome for *_, outcome in sorted(ranked, key=lambda item: item[:3])[:count]]
+
+
+def write_film(
+    path: Path,
+    session: Session,
+    outcomes: Sequence[EpisodeOutcome],
+    task_of: Callable[[str], TaskSpec],
+    actions_of: Callable[[EpisodeOutcome], Float32],
+) -> None:
+    """Replay the episodes and tile them into one video; the work is dealt out to as many filmers as cores."""
+    # Episodes of a task next to each other: a filmer builds a task's scene once.
+    ordered = sorted(outcomes, key=lambda outcome: outcome.task)
+    count = worker_count(session, len(ordered))
+    session.runtime.prepare(count)
+
+    def begin(filmer: Handle[Filmer], outcome: EpisodeOutcome) -> list[UInt8]:
+        every = max(1, outcome.length // FRAMES)
+        return filmer.submit(Filmer.film, task_of(outcome.task), outcome.spec, actions_of(outcome), every)
+
+    films: dict[tuple[str, int], list[UInt8]] = {}
+    with steps("Filming", len(ordered)) as bar:
+        filmers = [session.runtime.place(f"filmer {i}", Filmer) for i in range(count)]
+        for outcome, film in in_order(filmers, ordered, begin):
+            films[outcome.task, outcome.trial] = film
+            bar.advance()
+        for filmer in filmers:
+            filmer.end()
+    tiles = [
+        EpisodeFrames(outcome.task, films[outcome.task, outcome.trial], outcome.success, f"episode {outcome.trial}")
+        for outcome in outcomes
+    ]
+    write_tiled(path, tiles, fps=15)

@@ -1,0 +1,255 @@
+"""What an evaluation leaves on the disk, and how it is gone on with.
+
+    FOLDER/
+      protocol.json           the protocol with its hash, and the policy: what the episodes are of
+      config.yaml             the policy's configuration
+      episodes.jsonl          a line for each episode that has ended
+      actions/TASK/17.npy     [length, A] float32, as executed in trial 17
+      eval.json eval.md       the result, once every episode is there
+      videos/evaluation.mp4
+      lock                    held while a process evaluates into the folder
+
+An episode's actions are written before its line, and a line in one piece, so that an interruption loses the
+episodes that were under way and no other. A line without its end is not there.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from embodied.config import Config, save_config
+from embodied.errors import UserError
+from embodied.evaluation.protocol import Protocol, as_data, from_data
+from embodied.workers.evaluator import EpisodeOutcome, EpisodeResult
+from sim_farm.contract import EpisodeSpec, Float32
+
+PROTOCOL, EPISODES, LOCK = "protocol.json", "episodes.jsonl", "lock"
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What the episodes of a folder are of. Results of equal identities are of the same thing."""
+
+    protocol: Protocol
+    policy: Mapping[str, Any]
+    """Plain JSON: kind, options, what it reads, chunk, and the sha256 of its checkpoint's manifest."""
+
+    def as_data(self) -> dict[str, Any]:
+        return {"protocol": as_data(self.protocol), "policy": dict(self.policy)}
+
+
+@dataclass
+class EvalFolder:
+    """A folder that this process alone writes to."""
+
+    path: Path
+    identity: Identity
+    outcomes: dict[tuple[str, int], EpisodeOutcome] = field(default_factory=dict)
+    """The episodes that have ended, by (task, trial)."""
+    _lines: IO[str] | None = None
+
+    def left(self, task: str) -> list[int]:
+        """The task's trials that have not ended."""
+        return [trial for trial in range(self.identity.protocol.trials) if (task, trial) not in self.outcomes]
+
+    def add(self, result: EpisodeResult) -> None:
+        """Keep an episode for good. Each (task, trial) once."""
+        key = result.task, result.trial
+        assert key not in self.outcomes, f"{key} has been evaluated before"
+        path = self._actions(result)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        np.save(path, result.actions)
+        if self._lines is None:
+            self._lines = (self.path / EPISODES).open("a")
+        line = _to_line(result)
+        self._lines.write(json.dumps(line) + "\n")
+        self._lines.flush()
+        self.outcomes[key] = _from_line(line)
+
+    def actions(self, outcome: EpisodeOutcome) -> Float32:
+        """[length, A] as executed."""
+        return np.load(self._actions(outcome), allow_pickle=False)
+
+    def in_order(self) -> list[EpisodeOutcome]:
+        """By task, as the protocol lists them, and trial."""
+        tasks = {task: number for number, task in enumerate(self.identity.protocol.tasks)}
+        return sorted(self.outcomes.values(), key=lambda outcome: (tasks[outcome.task], outcome.trial))
+
+    def close(self) -> None:
+        if self._lines is not None:
+            self._lines.close()
+
+    def _actions(self, outcome: EpisodeOutcome) -> Path:
+        return self.path / "actions" / outcome.task / f"{outcome.trial}.npy"
+
+
+@contextmanager
+def open_folder(path: Path, identity: Identity, config: Config, resume: bool) -> Iterator[EvalFolder]:
+    """The folder for an evaluation, new or, with `resume`, as an earlier session left it.
+
+    Raises `UserError`, and changes nothing, if another process evaluates into it, if it holds something else, or if
+    it holds an evaluation and `resume` is False. A folder made here and left without an episode is removed.
+    """
+    made = _make(path)
+    with _locked(path):
+        try:
+            if not (path / PROTOCOL).is_file():
+                _begin(path, identity, config)
+            elif not resume:
+                raise UserError(
+                    f"{path} holds an evaluation of {len(_read_outcomes(path))} episodes: go on with it with "
+                    "--resume auto, or evaluate into another --folder"
+                )
+            _refuse_another(path, identity)
+            folder = EvalFolder(path, identity, _read_outcomes(path, mend=True))
+            try:
+                yield folder
+            finally:
+                folder.close()
+        finally:
+            if made and not (path / EPISODES).exists():
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def read_folder(path: Path) -> EvalFolder:
+    """A folder's results, to look at; another process may be adding to it. Raises `UserError`."""
+    identity = read_identity(path)
+    return EvalFolder(path, identity, _read_outcomes(path))
+
+
+def read_identity(path: Path) -> Identity:
+    """What the folder's episodes are of. Raises `UserError`."""
+    try:
+        data = json.loads((path / PROTOCOL).read_text())
+        return Identity(from_data(data["protocol"]), data["policy"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path / PROTOCOL} cannot be read ({error}): evaluate into another --folder") from error
+    except UserError as error:
+        raise UserError(f"{path / PROTOCOL}: {error}; evaluate into another --folder") from error
+
+
+def newest_of(home: Path, identity: Identity) -> Path | None:
+    """The newest evaluation below `home` of the same protocol and policy."""
+    found = []
+    for candidate in home.glob(f"*/{PROTOCOL}"):
+        try:
+            same = read_identity(candidate.parent) == identity
+        except UserError:  # damaged, and so none that could be gone on with
+            continue
+        if same:
+            found.append(candidate)
+    return max(found, key=lambda candidate: candidate.stat().st_mtime).parent if found else None
+
+
+def _make(path: Path) -> bool:
+    """Whether the folder was made here."""
+    try:
+        if path.is_dir() and any(path.iterdir()) and not (path / PROTOCOL).is_file() and not (path / LOCK).is_file():
+            raise UserError(f"{path} is not empty and holds no evaluation: name another --folder")
+        path.mkdir(parents=True)
+        return True
+    except FileExistsError as error:
+        if path.is_dir():
+            return False
+        raise UserError(f"{path} is a file: name another --folder") from error
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror}): name another place with --folder") from error
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the folder's lock. The system lets go of it when the process ends, however it ends."""
+    try:
+        lock = (path / LOCK).open("a")
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror}): name another place with --folder") from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"another process evaluates into {path} now: wait until it has ended, or name another --folder"
+            ) from None
+        yield
+
+
+def _begin(path: Path, identity: Identity, config: Config) -> None:
+    save_config(config, path / "config.yaml")
+    aside = path / f".{PROTOCOL}.partial"
+    aside.write_text(json.dumps(identity.as_data(), indent=1) + "\n")
+    aside.replace(path / PROTOCOL)
+
+
+def _refuse_another(path: Path, identity: Identity) -> None:
+    there, here = _flat(read_identity(path)), _flat(identity)
+    differ = [key for key in sorted(there.keys() | here.keys()) if there.get(key) != here.get(key)]
+    if differ:
+        said = "; ".join(f"{key} is {there.get(key)}, asked for is {here.get(key)}" for key in differ)
+        raise UserError(
+            f"{path} holds another evaluation: {said}. Evaluate into another --folder, or ask for the same again"
+        )
+
+
+def _flat(identity: Identity) -> dict[str, Any]:
+    """`protocol.trials`: without the hash, which differs whenever anything does."""
+    flat = {f"{part}.{key}": value for part, values in identity.as_data().items() for key, value in values.items()}
+    flat.pop("protocol.sha256")
+    return flat
+
+
+def _to_line(outcome: EpisodeOutcome) -> dict[str, Any]:
+    return {
+        "task": outcome.task,
+        "trial": outcome.trial,
+        "seed": outcome.spec.seed,
+        "init_state": outcome.spec.init_state,
+        "success": outcome.success,
+        "length": outcome.length,
+        "return": outcome.total_reward,
+        "max_episode_steps": outcome.limit,
+    }
+
+
+def _from_line(line: Mapping[str, Any]) -> EpisodeOutcome:
+    return EpisodeOutcome(
+        task=line["task"],
+        trial=line["trial"],
+        spec=EpisodeSpec(line["seed"], line["init_state"]),
+        success=line["success"],
+        total_reward=line["return"],
+        length=line["length"],
+        limit=line["max_episode_steps"],
+    )
+
+
+def _read_outcomes(path: Path, mend: bool = False) -> dict[tuple[str, int], EpisodeOutcome]:
+    """The episodes of the folder; `mend` also takes away a line that was not finished."""
+    file = path / EPISODES
+    if not file.is_file():
+        return {}
+    data = file.read_bytes()
+    whole = data[: data.rfind(b"\n") + 1]
+    if mend and len(whole) < len(data):
+        os.truncate(file, len(whole))
+    outcomes: dict[tuple[str, int], EpisodeOutcome] = {}
+    for number, line in enumerate(whole.splitlines(), start=1):
+        try:
+            outcome = _from_line(json.loads(line))
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"line {number} of {file} is no episode ({error}): delete the line to evaluate it again"
+            ) from error
+        if (outcome.task, outcome.trial) in outcomes:
+            raise UserError(f"line {number} of {file} is an episode that was there before: delete the line")
+        outcomes[outcome.task, outcome.trial] = outcome
+    return outcomes

@@ -1,0 +1,274 @@
+"""The protocol of an evaluation as data: everything beside the policy that determines its result."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from embodied.config import Config
+from embodied.errors import UserError, nearest
+from sim_farm.contract import EpisodeSpec, Gripper, Orientation, TaskInfo
+from sim_farm.episodes import evaluation_episodes
+from sim_farm.registry import BACKENDS, backend
+
+
+@dataclass(frozen=True)
+class Preset:
+    """What a published protocol says of LIBERO. Trial i begins from recorded initial state i."""
+
+    source: str
+    limits: Mapping[str, int]
+    """Env steps of an episode after settling, by suite."""
+    gripper: Gripper
+    greedy: bool
+    env_seed: int | None
+    """The simulator's seed in every episode; None: one for each trial."""
+    trials: int = 50
+    settle_steps: int = 10
+    orientation: Orientation = "rotated"
+    image_size: int = 256
+
+
+def _limits(spatial: int, object: int, goal: int, ten: int, ninety: int) -> dict[str, int]:
+    suites = ("spatial", "object", "goal", "10", "90")
+    return {f"libero/libero_{suite}": n for suite, n in zip(suites, (spatial, object, goal, ten, ninety), strict=True)}
+
+
+PRESETS = {
+    "openvla-oft": Preset(
+        "github.com/moojink/openvla-oft, experiments/robot/libero",
+        _limits(220, 280, 300, 520, 400),
+        gripper="inverted",
+        greedy=True,
+        env_seed=0,
+    ),
+    "openpi": Preset(
+        "github.com/Physical-Intelligence/openpi, examples/libero",
+        _limits(220, 280, 300, 520, 400),
+        gripper="simulator",
+        greedy=False,
+        env_seed=7,
+    ),
+    "lerobot": Preset(
+        "github.com/huggingface/lerobot, src/lerobot/envs/libero.py",
+        _limits(280, 280, 300, 520, 400),
+        gripper="simulator",
+        greedy=False,
+        env_seed=None,
+    ),
+    "simplevla-rl": Preset(
+        "github.com/PRIME-RL/SimpleVLA-RL, verl/workers/rollout/rob_rollout.py",
+        _limits(512, 512, 512, 512, 512),
+        gripper="inverted",
+        greedy=True,
+        env_seed=0,
+    ),
+}
+"""Published protocols by name. `greedy` is what the project's own evaluation does: flow policies draw their noise."""
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """Equal protocols give a policy the same episodes, which it sees and acts in alike."""
+
+    name: str | None
+    """Of the published protocol it follows; None: the run's own settings."""
+    limits: Mapping[str, int | None]
+    """Tasks in the order of their rows; env steps after which an episode is truncated, None: the task's own limit."""
+    trials: int
+    """Episodes of each task."""
+    init_states: tuple[int, ...] | None
+    """Trial i begins from recorded state `init_states[i % len]`; None: from its seed alone."""
+    env_seed: int | None
+    """The simulator's seed in every episode; None: trial i has its own, from a stream that no training run draws."""
+    settle_steps: int
+    orientation: Orientation
+    image_size: int
+    gripper: Gripper
+    control_mode: str | None
+    reward: str | None
+    greedy: bool
+    """Whether the policy's mode is taken; else it samples, with noise keyed by (seed, task, trial, env step)."""
+    seed: int
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        return tuple(self.limits)
+
+    @property
+    def sha256(self) -> str:
+        """Of the protocol as JSON with sorted keys and without white space."""
+        text = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def episodes(self) -> tuple[EpisodeSpec, ...]:
+        """The episode of each trial; the same for every task."""
+        specs = evaluation_episodes(self.seed, self.trials)
+        states = self.init_states or (None,)
+        return tuple(
+            EpisodeSpec(spec.seed if self.env_seed is None else self.env_seed, states[trial % len(states)])
+            for trial, spec in enumerate(specs)
+        )
+
+    def applied(self, config: Config, task: str) -> Config:
+        """The configuration as this protocol has it for one of its tasks."""
+        env = config.env.model_copy(
+            update={
+                "task": task,
+                "max_episode_steps": self.limits[task],
+                "control_mode": self.control_mode,
+                "reward": self.reward,
+                "settle_steps": self.settle_steps,
+                "orientation": self.orientation,
+                "image_size": self.image_size,
+                "gripper": self.gripper,
+            }
+        )
+        evaluation = config.eval.model_copy(update={"greedy": self.greedy})
+        return config.model_copy(update={"env": env, "eval": evaluation, "seed": self.seed})
+
+    def check(self, task: str, info: TaskInfo) -> None:
+        """Raise `UserError` if the task lacks an initial state that a trial begins from."""
+        if self.init_states is None:
+            return
+        there = f"its recorded initial states are 0 to {info.init_states - 1}"
+        if not info.init_states:
+            there = "it has no recorded initial states: its episodes begin from their seeds"
+        missing = sorted({i for i in self.init_states[: self.trials] if i >= info.init_states})
+        if missing:
+            raise UserError(
+                f"{task} has no initial state {', '.join(map(str, missing))}; {there}. Change --eval.init-states"
+            )
+
+    def line(self, limits: Collection[int] = ()) -> str:
+        """The protocol in a sentence, for people; `limits` are the tasks' own maximum steps, once they are known."""
+        published = PRESETS.get(self.name or "")
+        trials = f"{self.trials} trials a task"
+        if published is not None and self.trials != published.trials:
+            trials += f" (published: {published.trials})"
+        seeds = "seeds that no training draws" if self.env_seed is None else f"simulator seed {self.env_seed}"
+        if self.init_states is not None:
+            seeds = f"initial states {_ranges(self.init_states[: self.trials])}, {seeds}"
+        known = sorted(set(limits or (n for n in self.limits.values() if n is not None)))
+        longest = "/".join(map(str, known)) or "the task's own"
+        return (
+            f"{self.name or 'own'} (sha256 {self.sha256[:12]}): {trials} from {seeds}; maximum steps "
+            f"{longest}, {self.settle_steps} settling steps, {self.orientation} "
+            f"{self.image_size} x {self.image_size} images, gripper {self.gripper}, "
+            f"{'greedy' if self.greedy else 'sampled'}, seed {self.seed}; success: solved at any env step"
+        )
+
+
+def protocol_of(config: Config) -> Protocol:
+    """The protocol that the configuration asks for. Raises `UserError`."""
+    asked, env = config.eval, config.env
+    # A single task is looked up by whoever simulates it: here it would import its simulator.
+    tasks = expand(asked.tasks) if asked.tasks else (env.task,)
+    own = Protocol(
+        name=None,
+        limits=dict.fromkeys(tasks, env.max_episode_steps),
+        trials=asked.episodes or 100,
+        init_states=asked.init_states or None,
+        env_seed=None,
+        settle_steps=env.settle_steps,
+        orientation=env.orientation,
+        image_size=env.image_size,
+        gripper=env.gripper,
+        control_mode=env.control_mode,
+        reward=env.reward,
+        greedy=True if asked.greedy is None else asked.greedy,
+        seed=config.seed,
+    )
+    protocol = own if asked.protocol is None else _published(own, asked.protocol, config)
+    states = protocol.init_states
+    if states is not None and protocol.greedy and protocol.trials > len(states):
+        raise UserError(
+            f"{protocol.trials} greedy trials from {len(states)} initial states would repeat episodes: set "
+            f"--eval.episodes to {len(states)} or less, or --eval.greedy False"
+        )
+    return protocol
+
+
+def _published(own: Protocol, name: str, config: Config) -> Protocol:
+    preset = PRESETS[name]
+    limits: dict[str, int | None] = {}
+    for task in own.tasks:
+        suite = task.rpartition("/")[0]
+        if suite not in preset.limits:
+            raise UserError(
+                f"the protocol {name} says nothing of {task}; it covers {', '.join(preset.limits)}. "
+                "Leave --eval.protocol away to evaluate as the configuration says"
+            )
+        limits[task] = preset.limits[suite]
+    return replace(
+        own,
+        name=name,
+        limits=limits,
+        trials=config.eval.episodes or preset.trials,
+        init_states=config.eval.init_states or tuple(range(preset.trials)),
+        env_seed=preset.env_seed,
+        settle_steps=preset.settle_steps,
+        orientation=preset.orientation,
+        image_size=preset.image_size,
+        gripper=preset.gripper,
+        greedy=preset.greedy if config.eval.greedy is None else config.eval.greedy,
+    )
+
+
+def expand(patterns: Sequence[str]) -> tuple[str, ...]:
+    """The tasks that the patterns name, each once, in the order of the patterns.
+
+    A pattern is a task (`tabletop/reach`, `libero/libero_spatial/0`), a suite (`libero/libero_spatial`) or a
+    simulator (`tabletop`), or several of them with commas between. Raises `UserError` for what is none of them.
+    """
+    names = [name.strip() for pattern in patterns for name in pattern.split(",")]
+    return tuple(dict.fromkeys(task for name in names for task in _matching(name)))
+
+
+def suite_of(task: str) -> str:
+    """`libero/libero_spatial` of `libero/libero_spatial/0`, `tabletop` of `tabletop/reach`."""
+    return task.rpartition("/")[0]
+
+
+def _matching(name: str) -> list[str]:
+    simulator = name.partition("/")[0]
+    if simulator not in BACKENDS:
+        raise UserError(f"no simulator {simulator!r} (in {name!r}){nearest(simulator, sorted(BACKENDS))}")
+    tasks = [f"{simulator}/{task}" for task in backend(simulator).tasks()]
+    found = [task for task in tasks if task == name or task.startswith(f"{name}/")]
+    if found:
+        return found
+    suite = suite_of(name)
+    siblings = [task.rpartition("/")[2] for task in tasks if suite_of(task) == suite]
+    if siblings and all(sibling.isdecimal() for sibling in siblings):
+        raise UserError(f"no task {name!r}: {suite} has the tasks {_ranges(sorted(map(int, siblings)))}")
+    suites = list(dict.fromkeys(suite_of(task) for task in tasks))
+    raise UserError(f"no task or suite {name!r}{nearest(name, sorted(suites + tasks))}")
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """`0 to 9` where the numbers are consecutive, else all of them."""
+    if len(numbers) > 2 and list(numbers) == list(range(numbers[0], numbers[-1] + 1)):
+        return f"{numbers[0]} to {numbers[-1]}"
+    return ", ".join(map(str, numbers))
+
+
+def as_data(protocol: Protocol) -> dict[str, Any]:
+    """For JSON files, with its hash."""
+    return {**asdict(protocol), "sha256": protocol.sha256}
+
+
+def from_data(data: Mapping[str, Any]) -> Protocol:
+    """The protocol that `as_data` wrote. Raises `UserError` if it is not what was hashed."""
+    fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
+    try:
+        written = fields.pop("sha256")
+        protocol = Protocol(**fields)
+    except (KeyError, TypeError) as error:
+        raise UserError(f"not an evaluation's protocol: {error}") from error
+    if protocol.sha256 != written:
+        raise UserError(f"the protocol's hash is {protocol.sha256[:12]}, written is {written[:12]}: it was changed")
+    return protocol

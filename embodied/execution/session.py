@@ -1,0 +1,95 @@
+"""A runtime with a farm on it: what training and evaluation both need, begun and ended properly."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from embodied.config import Config
+from embodied.execution.assignment import Assignment, configured
+from embodied.reporting.live import steps
+from embodied.runtime.contract import Runtime
+from embodied.runtime.inline import InlineRuntime
+from embodied.workers.devices import find_device
+from sim_farm.farm import Farm, FarmAddress
+from sim_farm.layout import FarmSpec
+
+
+@dataclass(frozen=True)
+class Session:
+    """A started runtime and its farm's host."""
+
+    config: Config
+    runtime: Runtime
+    cores: tuple[int, ...]
+
+    @property
+    def nodes(self) -> dict[str, str]:
+        """Ids of the cluster's machines by name and by address; '' for this one."""
+        found: dict[str, str] = {}
+        for node in self.runtime.nodes():
+            ident = "" if node.is_here else node.id
+            found |= {node.name: ident, node.address: ident}
+        return found
+
+    @contextmanager
+    def farm(self, spec: FarmSpec, assignment: Assignment | None = None) -> Iterator[Farm]:
+        """A farm with all its environments built; its workers and memory are gone when the block ends."""
+        if assignment is None:  # as configured, for as many workers as the farm has
+            workers = {"physics_workers": spec.physics_workers, "render_workers": spec.render_workers}
+            farming = self.config.farm.model_copy(update=workers)
+            config = self.config.model_copy(update={"farm": farming})
+            assignment = configured(config, self.cores, self.nodes)
+        host = self.runtime.farm_host(spec.physics_workers, spec.render_workers, assignment.physics_nodes)
+        farm = Farm.create(spec, host, () if self.config.runtime.mode == "inline" else assignment.cores)
+        try:
+            _await_built(farm, self.runtime)
+            yield farm
+        finally:
+            farm.close()
+
+    def reach(self, farm: Farm) -> Farm | FarmAddress:
+        """The farm as a worker of this runtime can be given it."""
+        return farm.address if farm.block.name is not None else farm
+
+
+@contextmanager
+def open_session(config: Config) -> Iterator[Session]:
+    """Start the runtime that the configuration names; whatever happens in the block, no worker outlives it.
+
+    Raises `UserError` where the policy's device is not there: workers would say so too, but only after minutes.
+    """
+    find_device(config.policy.device)
+    cores = tuple(sorted(os.sched_getaffinity(0)))
+    runtime: Runtime
+    if config.runtime.mode == "inline":
+        runtime = InlineRuntime(config.runtime.deadline_s)
+    else:
+        from embodied.runtime.ray_runtime import RayRuntime
+
+        with steps("Starting Ray", None):
+            runtime = RayRuntime(config.runtime.address, config.runtime.deadline_s)
+    try:
+        yield Session(config, runtime, cores)
+    finally:
+        runtime.close()
+
+
+def _await_built(farm: Farm, runtime: Runtime, deadline_s: float = 600.0) -> None:
+    """Show how the environments come into being; the farm itself notices workers that fail at it."""
+    begin, total = time.monotonic(), farm.spec.num_envs
+    with steps(f"Building {total} environments of {farm.spec.task.name}", total) as bar:
+        known = 0
+        while known < total:
+            farm.check()
+            runtime.watch()
+            now = farm.built()
+            if now > known:
+                bar.advance(now - known)
+                known = now
+            elif time.monotonic() - begin > deadline_s:
+                raise farm.timeout(deadline_s)
+            time.sleep(0.05)  # building takes tens of milliseconds and more; nobody waits on this loop

@@ -1,0 +1,1 @@
+"""Profiling, plans, planning again, and the clusters that plans are made for."""

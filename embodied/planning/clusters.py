@@ -1,0 +1,75 @@
+"""Clusters to plan for: this machine, the Ray cluster that a run has joined, or one that a file describes."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import schedulers
+from embodied.errors import UserError, nearest
+from embodied.execution.assignment import HOME
+from embodied.execution.session import Session
+from embodied.workers.devices import accelerators, memory_bytes
+from schedulers import Cluster, Node, PlanError
+
+
+def local_cluster(cores: int, device: str = "cpu") -> Cluster:
+    """This machine's cores, the GPUs that a `policy.device` leaves to choose from, and their memory."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    gpus = accelerators(device)
+    return Cluster((Node(HOME, cores, len(gpus), float(memory), memory_bytes(gpus)),))
+
+
+def run_cluster(session: Session) -> Cluster:
+    """This machine, the home of what does not travel, and the other machines of the run's Ray cluster.
+
+    Where there are others, the links to them are measured, which takes a second or two.
+    """
+    here = local_cluster(len(session.cores), session.config.policy.device)
+    others = [node for node in session.runtime.nodes() if not node.is_here and node.cores]
+    if not others:
+        return here
+    link = session.runtime.link()
+    return replace(
+        here,
+        nodes=here.nodes + tuple(Node(n.name, n.cores, memory_bytes=float(n.memory_bytes)) for n in others),
+        link_bytes_per_s=link.bytes_per_s,
+        link_s=link.message_s,
+        home=HOME,
+    )
+
+
+def read_cluster(reference: str, device: str) -> Cluster:
+    """`local` (see `local_cluster`), or a cluster from a YAML or JSON file.
+
+    Raises `UserError` or `PlanError` for what is none.
+    """
+    if reference == "local":
+        return local_cluster(len(os.sched_getaffinity(0)), device)
+    path = Path(reference)
+    if not path.is_file():
+        raise UserError(f"there is no cluster file {reference!r}{nearest(reference, ['local'])}")
+    try:
+        data = _numbers(yaml.safe_load(path.read_text()))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not valid YAML: {error}") from error
+    try:
+        return schedulers.from_data(Cluster, data)
+    except PlanError as error:
+        raise UserError(f"{path}: {error}") from error
+
+
+def _numbers(data: Any) -> Any:
+    """With `1e12` and `80.0e9` as numbers: YAML 1.1 takes them for text, for want of a dot or a sign."""
+    if isinstance(data, dict):
+        return {key: _numbers(value) for key, value in data.items()}
+    if isinstance(data, list):
+        return [_numbers(value) for value in data]
+    if isinstance(data, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", data):
+        return float(data)
+    return data

@@ -1,0 +1,160 @@
+"""What a run left in its folder, as far as it is there and can be read."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from embodied.reporting.metrics import MetricsError
+from embodied.reporting.metrics import read as read_metrics
+from embodied.statistics import wilson
+from embodied.tracing import Span, TraceError, load, natural_order
+
+_T = TypeVar("_T")
+_FILES = ("config.yaml", "metrics.jsonl", "eval.json")
+
+
+class ReportError(Exception):
+    """A folder that is not a run's, with a message that says what was expected."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What `eval.json` says of one task."""
+
+    task: str
+    episodes: int
+    success_rate: float
+    success_low: float
+    success_high: float
+    episode_len: float | None
+    mean_return: float | None
+    wall_s: float | None
+    protocol: Mapping[str, Any]
+
+
+@dataclass
+class RunFolder:
+    """What the folder held, and what it did not: `missing` maps a file to the sentence about it."""
+
+    path: Path
+    config_text: str = ""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    evals: list[Evaluation] = field(default_factory=list)
+    videos: list[Path] = field(default_factory=list)
+    missing: dict[str, str] = field(default_factory=dict)
+
+    def column(self, key: str) -> list[float | None]:
+        """A metric's value in each row; None where there is none, or none that can be drawn."""
+        values = (row.get(key) for row in self.rows)
+        return [v if isinstance(v, (int, float)) and math.isfinite(v) else None for v in values]
+
+    @property
+    def target(self) -> float:
+        value = find(self.config, "stop_at_success")
+        return float(value) if isinstance(value, (int, float)) else 0.9
+
+
+def read_run(path: Path) -> RunFolder:
+    if not path.is_dir():
+        raise ReportError(f"{path} is not a folder. `embodied train CONFIG` makes a run's folder, runs/NAME.")
+    if not any((path / name).is_file() for name in _FILES):
+        raise ReportError(
+            f"{path} is not a run's folder: it holds none of {', '.join(_FILES)}."
+            " `embodied train CONFIG` makes one, runs/NAME."
+        )
+    run = RunFolder(path)
+    train, evaluate = "embodied train CONFIG", f"embodied eval runs/{path.resolve().name}"
+    run.config_text = _load(run, "config.yaml", train, lambda file: file.read_text(), "")
+    run.config = _load(run, "config.yaml", train, _yaml_mapping, {})
+    run.rows = _load(run, "metrics.jsonl", train, lambda file: read_metrics(file.parent), [])
+    if not run.rows:
+        run.missing.setdefault("metrics.jsonl", "metrics.jsonl has no rows yet: no iteration has ended.")
+    run.spans = _load(run, "trace.json", train, load, [])
+    run.evals = _load(run, "eval.json", evaluate, _evals, [])
+    run.videos = [file for file in (path / "videos").glob("*.mp4") if not file.name.startswith(".")]
+    run.videos.sort(key=lambda file: ("fail" not in file.name.lower(), natural_order(file.name)))
+    if not run.videos:
+        run.missing["videos"] = f"There are no videos yet: `{evaluate}` makes them."
+    return run
+
+
+def _load(run: RunFolder, name: str, command: str, read: Callable[[Path], _T], otherwise: _T) -> _T:
+    """What `read` makes of the file, or `otherwise` and a sentence in `run.missing`."""
+    try:
+        return read(run.path / name)
+    except FileNotFoundError:
+        run.missing[name] = f"{name} is missing: `{command}` writes it."
+    except (OSError, ValueError, yaml.YAMLError, MetricsError, TraceError) as error:
+        run.missing[name] = f"{name} cannot be read ({error}): `{command}` writes a new one."
+    return otherwise
+
+
+def _yaml_mapping(path: Path) -> Mapping[str, Any]:
+    value = yaml.safe_load(path.read_text())
+    if not isinstance(value, Mapping):
+        raise ValueError("it is not a mapping")
+    return value
+
+
+def _evals(path: Path) -> list[Evaluation]:
+    value = json.loads(path.read_text())
+    try:
+        return [_evaluation(row) for item in (value if isinstance(value, list) else [value]) for row in _rows(item)]
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"not the result of an evaluation: {error!r}") from error
+
+
+def _rows(item: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """A row per task; the protocol of all of them is each one's."""
+    tasks = item.get("tasks", ())
+    return [{**row, "protocol": item["protocol"]} for row in tasks] if len(tasks) > 1 else [item]
+
+
+def _evaluation(item: Mapping[str, Any]) -> Evaluation:
+    rate, episodes = float(item["success_rate"]), int(item["episodes"])
+    low, high = wilson(round(rate * episodes), episodes)
+    return Evaluation(
+        task=named(item.get("task")),
+        episodes=episodes,
+        success_rate=rate,
+        success_low=float(item.get("success_low", low)),
+        success_high=float(item.get("success_high", high)),
+        episode_len=_optional(item, "episode_len"),
+        mean_return=_optional(item, "return"),
+        wall_s=_optional(item, "wall_s"),
+        protocol=item["protocol"] if isinstance(item.get("protocol"), Mapping) else {},
+    )
+
+
+def _optional(item: Mapping[str, Any], key: str) -> float | None:
+    return None if item.get(key) is None else float(item[key])
+
+
+def named(value: Any) -> str:
+    """A short text for a setting: its own, or the name or kind within it."""
+    if isinstance(value, Mapping):
+        value = value.get("name") or value.get("kind") or dict(value)
+    if value is None:
+        return "not recorded"
+    return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+
+
+def find(config: Any, key: str) -> Any:
+    """The value of `key`, wherever in the nested configuration it stands first; None if nowhere."""
+    level = [config]
+    while level:
+        mappings = [item for item in level if isinstance(item, Mapping)]
+        for mapping in mappings:
+            if mapping.get(key) is not None:
+                return mapping[key]
+        level = [value for mapping in mappings for value in mapping.values()]
+    return None

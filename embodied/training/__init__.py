@@ -1,0 +1,1 @@
+"""The loop of reinforcement learning, supervised fine-tuning, and how either stops."""

@@ -1,0 +1,244 @@
+"""Training: rollout, update, weights, once per iteration; and everything that must survive it.
+
+[ rollout -> update -> publish weights -> record ] x iterations -> checkpoint -> evaluation -> report
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from embodied import checkpoint
+from embodied.config import Config, save_config
+from embodied.execution.executor import Executor, Iteration, executor
+from embodied.execution.session import Session
+from embodied.planning.replanning import Decision, Watches
+from embodied.planning.run_plans import place_run, predicted_seconds, watch_run
+from embodied.reporting.live import Progress
+from embodied.reporting.metrics import MetricsWriter, read
+from embodied.tracing import TraceWriter
+from embodied.training.interrupts import deferred_interrupts
+from embodied.workers.policy_worker import RolloutSummary
+
+RECENT = 100
+"""Training episodes over which the success that is reported as `env/success_recent` is averaged."""
+
+
+@dataclass
+class Position:
+    """Where a run is between two iterations: everything but weights and environments."""
+
+    iteration: int = 0
+    env_steps: int = 0
+    wall_s: float = 0.0
+    recent: deque[bool] = field(default_factory=lambda: deque(maxlen=RECENT))
+    """Outcomes of the last training episodes, oldest first."""
+
+    def state(self) -> checkpoint.RunState:
+        return checkpoint.RunState(self.iteration, self.env_steps, self.wall_s, tuple(self.recent))
+
+    @classmethod
+    def of(cls, state: checkpoint.RunState) -> Position:
+        return cls(state.iteration, state.env_steps, state.wall_s, deque(state.recent_success, maxlen=RECENT))
+
+
+def train(config: Config, run_dir: Path, session: Session, resume_from: Path | None) -> dict[str, Any]:
+    """Run the iterations that are left and leave a checkpoint of the last. Returns the result as plain data.
+
+    Interrupted between two updates, the last finished iteration is kept as a checkpoint.
+    """
+    begin = time.monotonic()
+    placed = place_run(config, session, run_dir)
+    loop = _Loop(config, run_dir)
+    startup_s = 0.0
+    with loop.metrics:
+        while True:
+            building = time.monotonic()
+            with executor(config, run_dir, session, *(place.assignment for place in placed)) as workers:
+                loop.begin(workers, resume_from)
+                save_config(config, run_dir / "config.yaml")  # a resumed run may have other settings, once they fit
+                built = time.monotonic()
+                startup_s = startup_s or built - begin
+                with Progress(run_dir.name, config.iterations, config.stop_at_success) as progress:
+                    moves = loop.run(progress, watch_run(config, placed, built - building))
+            if not moves:
+                break
+            # The checkpoint that was just written is all that the new workers need: they go on from it.
+            placed = tuple(
+                place.moved(moves[number]) if number in moves else place for number, place in enumerate(placed)
+            )
+            resume_from = checkpoint.latest(run_dir / "checkpoints")
+    position = loop.position
+    return {
+        "run": str(run_dir),
+        "mode": ", ".join(dict.fromkeys(place.assignment.mode for place in placed)),
+        "predicted_iteration_s": predicted_seconds(placed),
+        "iterations": position.iteration,
+        "env_steps": position.env_steps,
+        "wall_s": position.wall_s,
+        "startup_s": startup_s,
+        "success_recent": float(np.mean(position.recent)) if position.recent else None,
+        "env_steps_per_s": position.env_steps / max(position.wall_s, 1e-9),
+        **loop.milestones,
+    }
+
+
+class _Loop:
+    """The iterations of one run."""
+
+    workers: Executor
+
+    def __init__(self, config: Config, run_dir: Path) -> None:
+        self.config, self.run_dir = config, run_dir
+        self.position = Position()
+        self.metrics = MetricsWriter(run_dir)
+        self.trace = TraceWriter(run_dir / "trace.json") if config.runtime.trace else None
+        self.milestones: dict[str, float] = {}
+        self._environments: dict[str, np.ndarray] = {}
+        self._saved = -1
+        self._consistent = True
+        """Whether learner, environments and position are those of the same iteration, so that they may be saved."""
+
+    def begin(self, workers: Executor, resume_from: Path | None) -> None:
+        """Load the checkpoint, if there is one, and start the environments."""
+        self.workers = workers
+        environments = None
+        if resume_from is not None:
+            self.workers.load(resume_from)
+            environments = checkpoint.read_environments(resume_from)
+            self.position = Position.of(checkpoint.read_state(resume_from))
+            self._saved = self.position.iteration
+        if not self._environments:  # else the run has moved, from a checkpoint of its last iteration
+            # Without a checkpoint too: rows of a run that crashed before its first one will be repeated.
+            self.metrics.truncate(self.position.iteration)
+        for row in read(self.run_dir):
+            self._note_milestones(row)
+        self.workers.begin(environments, self.position.iteration)
+
+    def run(self, progress: Progress, watches: Watches | None) -> dict[int, Decision]:
+        """Iterate to the end; or, where tasks have better plans, to a checkpoint from which the run goes on."""
+        config = self.config
+        try:
+            while self.position.iteration < config.iterations:
+                row, iteration = self._iterate()
+                progress.row(row)
+                recent = row["env/success_recent"]
+                self._note_milestones(row)
+                if self._saves_after(self.position.iteration):
+                    self._save()
+                if config.stop_at_success is not None and recent >= config.stop_at_success:
+                    progress.note(f"success of the last {RECENT} episodes is {recent:.2f}: stopping as asked")
+                    break
+                moves = watches.see(iteration, config.iterations - self.position.iteration) if watches else {}
+                for number, decision in moves.items():
+                    progress.note(f"planned again{f', task {number}' if config.extra_tasks else ''}: {decision.reason}")
+                if moves:
+                    self._save()
+                    return moves
+            self._save()
+        except KeyboardInterrupt:
+            progress.note(f"interrupted; {self._keep()}")
+            raise
+        finally:
+            if self.trace is not None:
+                self.trace.write()
+        return {}
+
+    def _saves_after(self, iteration: int) -> bool:
+        return iteration % self.config.checkpoint_every == 0 or iteration == self.config.iterations
+
+    def _iterate(self) -> tuple[dict[str, float], Iteration]:
+        """One iteration, and its row of metrics."""
+        begin, number = time.monotonic_ns(), self.position.iteration
+        if self.trace is not None:
+            self.trace.iteration(number)
+        rollouts, rolled = self.workers.rollout(number)
+        with deferred_interrupts():
+            self._consistent = False
+            # What goes on from a checkpoint has no rollout that is ahead: nor has, then, what did not stop at it.
+            learned, self._environments, spans = self.workers.learn(number, drain=self._saves_after(number + 1))
+            iteration = Iteration(rollouts, learned, self._environments, begin, time.monotonic_ns(), ())
+            summary, wall_s = iteration.summary, iteration.wall_s
+            self.position.iteration += 1
+            self.position.env_steps += summary.env_steps
+            self.position.wall_s += wall_s
+            self.position.recent.extend(episode.success for episode in summary.episodes)
+            self._consistent = True
+            row = self._row(summary, learned, wall_s)
+            self.metrics.write(self.position.iteration, self.position.env_steps, row)
+        if self.trace is not None:
+            self.trace.add([*summary.spans, *rolled, *spans])
+        return row, iteration
+
+    def _row(self, summary: RolloutSummary, learned: dict[str, float], wall_s: float) -> dict[str, float]:
+        episodes, position = summary.episodes, self.position
+        nothing = float("nan")
+        return {
+            "iteration": position.iteration,
+            "env_steps": position.env_steps,
+            "wall_s": position.wall_s,
+            "env/episodes": len(episodes),
+            "env/success_once": float(np.mean([e.success for e in episodes])) if episodes else nothing,
+            "env/success_recent": float(np.mean(position.recent)) if len(position.recent) == RECENT else nothing,
+            "env/return": float(np.mean([e.total_reward for e in episodes])) if episodes else nothing,
+            "env/episode_len": float(np.mean([e.length for e in episodes])) if episodes else nothing,
+            "farm/env_steps_per_s": summary.env_steps / wall_s,
+            "farm/rollout_env_steps_per_s": summary.env_steps / summary.wall_s,
+            "farm/physics_busy_s": summary.clock.physics_busy,
+            "farm/render_busy_s": summary.clock.render_busy,
+            "farm/wire_bytes_per_env_step": summary.wire_bytes / max(summary.env_steps, 1),
+            "lag/updates": position.iteration - 1 - summary.version,
+            "time/iteration_s": wall_s,
+            **_shares(summary, learned["learner/update_s"], wall_s),
+            **learned,
+        }
+
+    def _note_milestones(self, row: Mapping[str, Any]) -> None:
+        recent = row["env/success_recent"]
+        if recent is None:  # how the record writes NaN
+            return
+        for level in (0.5, 0.9, 0.95):
+            key = f"success_{level}"
+            if recent >= level and f"{key}_wall_s" not in self.milestones:
+                self.milestones[f"{key}_wall_s"] = row["wall_s"]
+                self.milestones[f"{key}_env_steps"] = row["env_steps"]
+
+    def _save(self) -> None:
+        if self._saved != self.position.iteration:
+            root = self.run_dir / "checkpoints"
+            self.workers.save(root, self.position.state(), self._environments)
+            self._saved = self.position.iteration
+
+    def _keep(self) -> str:
+        """After an interruption: save the last finished iteration if the learner still holds it."""
+        if self._consistent and self._environments:
+            self._save()
+        kept = f"iteration {self._saved} is kept" if self._saved >= 0 else "no iteration was finished"
+        return f"{kept}; go on with: embodied train ... --name {self.run_dir.name} --resume auto"
+
+
+def _shares(summary: RolloutSummary, update_s: float, wall_s: float) -> dict[str, float]:
+    """Shares of the iteration's wall time, as seen from its critical path; they add up to one, or to more
+    where a rollout runs beside the update.
+
+    The policy worker either infers, moves data, or waits for the farm; waiting is physics and render in the
+    proportion in which their workers were busy. What neither rollout nor update explains is idle.
+    """
+    clock = summary.clock
+    busy = clock.physics_busy + clock.render_busy
+    drawing = clock.render_busy / busy if busy else 0.0
+    parts = {
+        "physics": clock.waiting * (1 - drawing),
+        "render": clock.waiting * drawing,
+        "policy": clock.policy,
+        "learner": update_s,
+        "transport": clock.transport,
+    }
+    shares = {f"time/{name}": seconds / wall_s for name, seconds in parts.items()}
+    return {**shares, "time/idle": max(0.0, 1 - sum(shares.values()))}

@@ -1,0 +1,300 @@
+"""Supervised warm start: a policy learns the actions of demonstrations, and a run can begin from what it became.
+
+[ minibatch of env steps -> Policy.imitate -> step ] x steps -> checkpoint
+
+Which rows a step sees, and the noise of its loss, are functions of the seed and the step's number, so that a resumed
+training is the one that was not stopped.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from embodied import checkpoint
+from embodied.config import Config, save_config
+from embodied.data.random_streams import IMITATION, generator, permutation
+from embodied.demonstrations import Batch, Dataset
+from embodied.errors import UserError
+from embodied.reporting.live import steps
+from embodied.reporting.metrics import MetricsWriter
+from embodied.training.interrupts import deferred_interrupts
+from embodied.workers.affinity import Affinity
+from embodied.workers.devices import device_of
+from embodied.workers.makers import make_policy, policy_spec
+from policies.contract import Inputs, Policy
+from sim_farm.contract import TaskInfo
+
+STAGE = "sft"
+"""What `checkpoint.RunState.stage` says of these checkpoints."""
+MEASURED = 512
+"""Rows of the held-out episodes that are measured, evenly spaced."""
+OBSERVED = 4096
+"""Rows whose statistics are taken at once."""
+CONVENTIONS = ("control_mode", "orientation", "gripper", "image_size")
+"""What a recording and the run's environments must agree on."""
+
+Index = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Demonstrations:
+    """Datasets as one, episodes divided into those that are learned from and those that are held out."""
+
+    datasets: tuple[Dataset, ...]
+    train: Index
+    """Rows, counted through all datasets."""
+    held_out: Index
+
+    @property
+    def episodes(self) -> int:
+        return sum(len(dataset.episodes) for dataset in self.datasets)
+
+    def batches(self, rows: Index, chunk: int, cameras: Sequence[str]) -> Iterator[tuple[Index, Batch]]:
+        """The rows `rows`, a batch for each dataset that has some of them, and their places in `rows`."""
+        ends = np.cumsum([len(dataset) for dataset in self.datasets])
+        for dataset, end in zip(self.datasets, ends, strict=True):
+            begin = end - len(dataset)
+            places = np.flatnonzero((rows >= begin) & (rows < end))
+            if len(places):
+                yield places, dataset.batch(rows[places] - begin, chunk, cameras)
+
+    def column(self, name: str) -> npt.NDArray[np.float32]:
+        """[rows to learn from, ...] of a column that all datasets have."""
+        return np.concatenate([dataset.column(name) for dataset in self.datasets])[self.train]
+
+
+def read_demonstrations(config: Config, info: TaskInfo) -> Demonstrations:
+    """The datasets of `sft.data`. Raises `UserError` where one does not fit the run's task."""
+    if not config.sft.data:
+        raise UserError("no demonstrations are named: --data FOLDER (a dataset, as `embodied record` writes them)")
+    datasets = tuple(Dataset(folder) for folder in config.sft.data)
+    for dataset in datasets:
+        _check_fits(dataset, config, info)
+    lengths = [episode.length for dataset in datasets for episode in dataset.episodes]
+    order = permutation(config.seed, 0, 0, len(lengths))
+    held = round(config.sft.holdout * len(lengths))
+    if config.sft.holdout > 0:
+        held = min(max(held, 1), len(lengths) - 1)
+    begins = np.concatenate([[0], np.cumsum(lengths)])
+    rows = [np.arange(begins[i], begins[i + 1]) for i in range(len(lengths))]
+
+    def rows_of(episodes: Index) -> Index:
+        return np.concatenate([rows[i] for i in sorted(episodes.tolist())]) if len(episodes) else np.empty(0, np.int64)
+
+    return Demonstrations(datasets, rows_of(order[held:]), rows_of(order[:held]))
+
+
+def _check_fits(dataset: Dataset, config: Config, info: TaskInfo) -> None:
+    size = dataset.features["action"].shape[0] if "action" in dataset.features else 0
+    if size != info.action_dim:
+        raise UserError(
+            f"the actions in {dataset.folder} have {size} numbers, those of {config.env.task} {info.action_dim}"
+        )
+    recorded = dataset.task
+    if recorded is None:  # another project's: nothing says by which conventions it was made
+        return
+    for name in CONVENTIONS:
+        if name in ("orientation", "image_size") and "images" not in config.policy.reads:
+            continue
+        theirs, ours = getattr(recorded, name), getattr(info.spec, name)
+        if theirs != ours:
+            raise UserError(
+                f"{dataset.folder} was recorded with env.{name} {theirs}, the run has {ours}: "
+                f"set --env.{name.replace('_', '-')} {theirs}, or record with {ours}"
+            )
+
+
+class Imitator:
+    """Holds the policy that learns from demonstrations, and its optimiser."""
+
+    def __init__(self, config: Config, info: TaskInfo, demonstrations: Demonstrations) -> None:
+        self.config, self.demonstrations = config, demonstrations
+        self.policy: Policy = make_policy(config, policy_spec(config, info))
+        self._affinity = Affinity((), config.optim.threads or torch.get_num_threads())
+        self.optimizer = torch.optim.Adam(list(self.policy.actor_parameters()), lr=config.sft.lr, fused=True)
+        self.done = 0
+        """Steps."""
+        batch = min(config.sft.batch, len(demonstrations.train))
+        self._batch, self._per_epoch = batch, len(demonstrations.train) // batch
+        self._epoch, self._order = -1, np.empty(0, np.int64)
+
+    @property
+    def rows_seen(self) -> int:
+        """Demonstrated env steps that were learned from, repetitions counted."""
+        return self.done * self._batch
+
+    def begin(self) -> None:
+        """Take the demonstrations' statistics: units of actions, normalisation of what is observed.
+
+        A policy that has learned before keeps its units, since they are what its outputs mean.
+        """
+        data, policy = self.demonstrations, self.policy
+        has_proprio = all("observation.state" in dataset.features for dataset in data.datasets)
+        proprio = torch.from_numpy(data.column("observation.state")) if has_proprio else None
+        with self._affinity.applied():
+            if self.config.policy.init is None:
+                policy.adopt_units(torch.from_numpy(data.column("action")), proprio)
+            for rows in np.array_split(data.train, -(-len(data.train) // OBSERVED)):
+                for _, batch in data.batches(rows, 1, ()):
+                    policy.observe(self._shown(batch))
+
+    def load(self, folder: Path) -> None:
+        """Go on from a verified checkpoint."""
+        checkpoint.load_weights(folder, self.policy)
+        checkpoint.load_optimizer(folder, self.policy, self.optimizer)
+        self.done = checkpoint.read_state(folder).iteration
+
+    def step(self) -> float:
+        """One optimiser step; the loss before it. Raises `UserError` where it is not finite."""
+        rows = self._rows(self.done)
+        with self._affinity.applied():
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.config.sft.lr * (1 - self.done / self.config.sft.steps)
+            self.optimizer.zero_grad(set_to_none=True)
+            loss = 0.0
+            for _, share in self._shares(rows, self.done + 1):
+                share.backward()  # type: ignore[no-untyped-call]
+                loss += float(share.detach())
+            norm = torch.nn.utils.clip_grad_norm_(self.policy.actor_parameters(), self.config.optim.max_grad_norm)
+            if not np.isfinite(loss) or not torch.isfinite(norm):
+                raise UserError(
+                    f"at step {self.done} loss ({loss}) or gradient ({float(norm)}) is not finite: a smaller sft.lr is "
+                    "the usual way on; the last checkpoint is kept"
+                )
+            with deferred_interrupts():  # a step is done and counted, or neither
+                self.optimizer.step()
+                self.done += 1
+        return loss
+
+    def measure(self) -> dict[str, float]:
+        """On held-out episodes: the loss, and how far the policy's mode is from what was demonstrated, in the
+        environment's units, as a mean over action elements."""
+        rows = self.demonstrations.held_out
+        if not len(rows):
+            return {}
+        rows = rows[np.linspace(0, len(rows) - 1, min(MEASURED, len(rows))).astype(np.int64)]
+        loss, distance, count = 0.0, 0.0, 0
+        with self._affinity.applied(), torch.no_grad():
+            for batch, share in self._shares(rows, 0):
+                said = self.policy.act(self._shown(batch), None).chunk.cpu()
+                off = (said - torch.from_numpy(batch.actions)).abs()[torch.from_numpy(~batch.padding)]
+                loss += float(share)
+                distance, count = distance + float(off.sum()), count + off.numel()
+        return {"sft/held_out_loss": loss, "sft/held_out_distance": distance / count}
+
+    def _shares(self, rows: Index, key: int) -> Iterator[tuple[Batch, Tensor]]:
+        """Each micro-batch, and its share of the mean loss over the rows. The noise of losses is keyed by `key`."""
+        device = device_of(self.policy)
+        noise = generator(IMITATION, self.config.seed, 0, key, 0).standard_normal(
+            (len(rows), self.policy.noise_dim), np.float32
+        )
+        for places, batch in self._micro_batches(rows):
+            losses = self.policy.imitate(
+                self._shown(batch),
+                torch.from_numpy(batch.actions).to(device),
+                torch.from_numpy(~batch.padding).to(device),
+                torch.from_numpy(noise[places]).to(device),
+            )
+            yield batch, losses.sum() / len(rows)
+
+    def _micro_batches(self, rows: Index) -> Iterator[tuple[Index, Batch]]:
+        """The rows as batches, and the places in `rows` of each."""
+        spec, size = self.policy.spec, self.config.optim.micro_batch or self._batch
+        for first in range(0, len(rows), size):
+            piece = rows[first : first + size]
+            for places, batch in self.demonstrations.batches(piece, spec.chunk, spec.cameras):
+                yield first + places, batch
+
+    def _shown(self, batch: Batch) -> Inputs:
+        """What the policy reads of the batch, on its device."""
+        reads, inputs = self.config.policy.reads, batch.inputs()
+        return replace(
+            inputs,
+            state=inputs.state if "state" in reads else None,
+            proprio=inputs.proprio if "proprio" in reads else None,
+            instruction=inputs.instruction if "instruction" in reads else (),
+        ).to(device_of(self.policy))
+
+    def _rows(self, step: int) -> Index:
+        """The rows of a step: those of an epoch in an order of its own, whole minibatches of them."""
+        epoch, place = divmod(step, self._per_epoch)
+        if epoch != self._epoch:
+            order = permutation(self.config.seed, 1 + epoch, 0, len(self.demonstrations.train))
+            self._epoch, self._order = epoch, self.demonstrations.train[order]
+        return self._order[place * self._batch : (place + 1) * self._batch]
+
+
+def imitate(config: Config, info: TaskInfo, run_dir: Path, resume_from: Path | None) -> dict[str, Any]:
+    """Run the steps that are left and leave a checkpoint of the last. Returns the result as plain data.
+
+    Interrupted, the last finished step is kept as a checkpoint.
+    """
+    imitator = Imitator(config, info, read_demonstrations(config, info))
+    log = _Log(run_dir, time.monotonic())
+    if resume_from is None:
+        imitator.begin()
+    else:
+        imitator.load(resume_from)
+        log = _Log(run_dir, log.began_s - checkpoint.read_state(resume_from).wall_s, imitator.done)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    save_config(config, run_dir / "config.yaml")
+    try:
+        measured = _learn(imitator, config, log)
+    finally:  # also of an interrupted run, or one whose loss went astray
+        log.save(imitator)
+    return {
+        "run": str(run_dir),
+        "steps": imitator.done,
+        "episodes": imitator.demonstrations.episodes,
+        "wall_s": log.wall_s,
+        **measured,
+    }
+
+
+@dataclass
+class _Log:
+    """What a training leaves in its folder."""
+
+    run_dir: Path
+    began_s: float
+    """As if it had never been stopped."""
+    saved: int = 0
+    """Steps that the newest checkpoint has."""
+
+    @property
+    def wall_s(self) -> float:
+        return time.monotonic() - self.began_s
+
+    def save(self, imitator: Imitator) -> None:
+        if imitator.done > self.saved:
+            state = checkpoint.RunState(imitator.done, imitator.rows_seen, self.wall_s, (), STAGE)
+            checkpoint.write(self.run_dir / "checkpoints", state, imitator.policy, imitator.optimizer, {})
+            self.saved = imitator.done
+
+
+def _learn(imitator: Imitator, config: Config, log: _Log) -> dict[str, float]:
+    """The steps that are left, with their rows of metrics; the last of these."""
+    row, losses, total = dict[str, float](), list[float](), config.sft.steps
+    title = f"Learning from {imitator.demonstrations.episodes} episodes"
+    with MetricsWriter(log.run_dir) as metrics, steps(title, total) as bar:
+        metrics.truncate(imitator.done)
+        bar.advance(imitator.done)
+        while imitator.done < total:
+            losses.append(imitator.step())
+            if imitator.done % config.sft.measure_every == 0 or imitator.done == total:
+                row = {"sft/loss": float(np.mean(losses)), **imitator.measure()}
+                metrics.write(imitator.done, imitator.rows_seen, {"wall_s": log.wall_s, **row})
+                losses.clear()
+            if imitator.done % config.sft.checkpoint_every == 0:
+                log.save(imitator)
+            bar.advance(1, f"loss {row['sft/loss']:.4g}" if row else "")
+    return row

@@ -1,0 +1,1 @@
+"""Policy worker, learner and evaluator: plain classes, and the devices they compute on."""

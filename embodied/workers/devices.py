@@ -1,0 +1,133 @@
+"""Where a policy computes: finding the device, the ways to it and back.
+
+Observations, noise and trajectories are in the host's memory; a policy's tensors are on its device. What crosses
+between them crosses here. On a CPU both are the same and nothing is copied.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from embodied.errors import UserError
+from policies.contract import Action, Inputs, Policy
+
+CPU = torch.device("cpu")
+
+
+def find_device(wanted: str) -> torch.device:
+    """The device that `policy.device` names; `auto` is the first GPU, or the CPU where torch sees none.
+
+    Raises `UserError`, which says what there is, for one that is not there.
+    """
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted == "cpu" or (wanted == "auto" and count == 0):
+        return CPU
+    index = (torch.device("cuda" if wanted == "auto" else wanted).index) or 0
+    if index < count:
+        return torch.device("cuda", index)
+    if count == 0:
+        raise UserError(
+            f"policy.device is {wanted} and torch {torch.__version__} sees no GPU: set it to cpu or auto; "
+            "`embodied doctor` says whether the machine has one"
+        )
+    there = ", ".join(f"cuda:{i} ({torch.cuda.get_device_name(i)})" for i in range(count))
+    raise UserError(f"policy.device is {wanted}, and there is {there}")
+
+
+def accelerators(wanted: str) -> tuple[torch.device, ...]:
+    """The GPUs that `policy.device` leaves to choose from: all for `auto` and `cuda`, a numbered one alone, none for
+    the CPU. Raises `UserError` as `find_device` does."""
+    found = find_device(wanted)
+    if found == CPU:
+        return ()
+    if wanted in ("auto", "cuda"):
+        return tuple(torch.device("cuda", i) for i in range(torch.cuda.device_count()))
+    return (found,)
+
+
+def memory_bytes(devices: Iterable[torch.device]) -> float:
+    """Memory of the smallest of these GPUs.
+
+    All of it: to ask what is free would cost each of them a context of this process, of some hundred MB.
+    """
+    return min((float(torch.cuda.get_device_properties(d).total_memory) for d in devices), default=float("inf"))
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most that this process has taken of a GPU's memory for tensors since `forget_peak`; 0 on a CPU, where nobody
+    counts."""
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" and torch.cuda.is_initialized() else 0
+
+
+def forget_peak(device: torch.device) -> None:
+    """Let `peak_bytes` count from now on: a process may have served others before."""
+    if device.type == "cuda" and torch.cuda.is_initialized():
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def settle(policy: Policy, device: torch.device) -> Policy:
+    """The policy with all its tensors on the device."""
+    # Else cuDNN rounds the factors of convolutions to 10 bits, by algorithms that it chooses by the batch's size: `act`
+    # and `evaluate` would not agree within the tolerance of float32 arithmetic.
+    torch.backends.cudnn.allow_tf32 = False
+    return policy.to(device)
+
+
+def device_of(policy: Policy) -> torch.device:
+    """Where the policy's tensors are; one without tensors computes on the CPU."""
+    for tensor in (*_first(policy.parameters()), *_first(policy.buffers())):
+        return tensor.device
+    return CPU
+
+
+def to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors in the host's memory, complete; a GPU's in pinned memory. However many they are, the device is waited
+    for once. Those of a CPU are themselves, not copies."""
+    found = {name: tensor.to(CPU, non_blocking=True) for name, tensor in tensors.items()}
+    await_devices(tensors.values())
+    return found
+
+
+def await_devices(tensors: Iterable[Tensor]) -> None:
+    """Wait until the devices of the tensors have done what was asked of them."""
+    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
+
+
+def decide(policy: Policy, inputs: Inputs, noise: Tensor | None) -> Action:
+    """The policy's `act`, with everything that goes in and comes out in the host's memory."""
+    device = device_of(policy)
+    action = policy.act(inputs.to(device), None if noise is None else noise.to(device))
+    found = to_host(
+        {"chunk": action.chunk, "log_prob": action.log_prob, "value": action.value}
+        | {f"trace.{name}": tensor for name, tensor in action.trace.items()}
+    )
+    trace = {name: found[f"trace.{name}"] for name in action.trace}
+    return Action(found["chunk"], found["log_prob"], found["value"], trace)
+
+
+def value_of(policy: Policy, inputs: Inputs) -> Tensor:
+    """The policy's `value` of inputs in the host's memory, there too."""
+    return policy.value(inputs.to(device_of(policy))).to(CPU)
+
+
+def defines(policy: Policy, method: str) -> bool:
+    """Whether the policy has that method of its own; the contract's do nothing, and need no inputs for it."""
+    return getattr(type(policy), method) is not getattr(Policy, method)
+
+
+def release() -> None:
+    """Give memory that no tensor needs back to the device: other processes may be waiting for it."""
+    if torch.cuda.is_initialized():
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def _first(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    for tensor in tensors:
+        return (tensor,)
+    return ()

@@ -1,0 +1,217 @@
+"""Evaluation on a farm: a fixed list of episodes, each exactly once, whoever does the work and however often it stops.
+
+A stage's decisions are taken in one batch of `rows` = num_envs / stages, and trial t always in row t % rows of it,
+whatever the number of workers or stages, and wherever an earlier session stopped. A policy's row depends on that
+row alone, but the rounding of a matrix product may depend on the number of rows and on a row's place. So:
+
+- with the same `rows`, workers, stages, mode and interruptions change no bit of an episode (on a CPU; on a GPU as
+  far as its kernels are reproducible);
+- with other `rows` an episode is the same up to the rounding of the policy's arithmetic.
+
+The price is that rows whose environments rest are computed at the end of a task, when few episodes are left.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from embodied.data.random_streams import EVALUATION, SamplingNoise
+from embodied.data.trajectories import to_inputs
+from embodied.statistics import wilson
+from embodied.workers.devices import decide
+from policies.contract import Policy, PolicyError, PolicySpec
+from sim_farm.contract import EpisodeSpec, Float32
+from sim_farm.episodes import ListedEpisodes
+from sim_farm.farm import Farm, FarmAddress
+from sim_farm.layout import FarmSpec
+from sim_farm.observations import Observations
+
+
+@dataclass(frozen=True)
+class EpisodeOutcome:
+    """What became of one episode."""
+
+    task: str
+    trial: int
+    spec: EpisodeSpec
+    success: bool
+    """Solved at any env step."""
+    total_reward: float
+    length: int
+    """Env steps."""
+    limit: int
+    """Env steps after which it would have been truncated."""
+
+
+@dataclass(frozen=True)
+class EpisodeResult(EpisodeOutcome):
+    """An episode as it comes from the farm: with `spec`, its actions are all that is needed to see it again."""
+
+    actions: Float32
+    """[length, A] as executed."""
+
+
+def deal_out(spec: FarmSpec, specs: tuple[EpisodeSpec, ...], left: Sequence[int]) -> FarmSpec:
+    """The farm with the trials `left` (indices of `specs`) dealt out: trial t into row t % rows of a stage."""
+    queues: list[list[int]] = [[] for _ in range(spec.num_envs)]
+    if spec.num_envs % (spec.physics_workers * spec.stages) == 0:  # otherwise the farm refuses, and says why
+        rows = spec.num_envs // spec.stages
+        stages = [[e for e in range(spec.num_envs) if spec.stage_of(e) == stage] for stage in range(spec.stages)]
+        for row in range(rows):
+            for turn, trial in enumerate(t for t in left if t % rows == row):
+                queues[stages[turn % spec.stages][row]].append(trial)
+    return replace(spec, episodes=ListedEpisodes(specs, spec.num_envs, tuple(map(tuple, queues))))
+
+
+class Evaluator:
+    """Runs one policy over the farms of one task after the other."""
+
+    def __init__(self, make: Callable[[PolicySpec], Policy], reads: Sequence[str], seed: int, greedy: bool) -> None:
+        """`make` gives the policy for a task's sizes; tasks of the same sizes share one."""
+        self._make, self._reads, self._seed, self._greedy = make, tuple(reads), seed, greedy
+        self._policy: Policy | None = None
+        self._task: _Task | None = None
+
+    def begin(self, name: str, sizes: PolicySpec, farm: Farm | FarmAddress) -> None:
+        """Turn to the next task, whose farm has listed episodes. Raises `PolicyError` if the policy does not fit it."""
+        torch.set_num_threads(1)
+        if self._policy is None or self._policy.spec != sizes:
+            try:
+                self._policy = self._make(sizes)
+            except PolicyError as error:
+                raise PolicyError(f"{name}: {error}") from error
+        self._task = _Task(name, self._policy, farm, self._reads, self._seed, self._greedy)
+
+    def advance(self, budget_s: float, deadline_s: float) -> list[EpisodeResult]:
+        """Go on until episodes have ended, or for about `budget_s` seconds, and return those that ended."""
+        assert self._task is not None, "begin a task first"
+        return self._task.advance(budget_s, deadline_s)
+
+    def end(self) -> None:
+        """Let go of the task's farm, which its creator closes."""
+        if self._task is not None:
+            self._task.release()
+        self._task = None
+
+
+class _Task:
+    """The episodes of one task under way."""
+
+    def __init__(
+        self, name: str, policy: Policy, farm: Farm | FarmAddress, reads: Sequence[str], seed: int, greedy: bool
+    ) -> None:
+        self._name, self._policy, self._reads, self._greedy = name, policy, reads, greedy
+        self._attached = isinstance(farm, FarmAddress)
+        self._farm = Farm.attach(farm) if isinstance(farm, FarmAddress) else farm
+        episodes = self._farm.spec.episodes
+        assert isinstance(episodes, ListedEpisodes)
+        self._episodes = episodes
+        self._noise = SamplingNoise(seed, policy.noise_dim, EVALUATION)
+        self._key = zlib.crc32(name.encode())
+        num_envs = self._farm.spec.num_envs
+        self._return, self._solved = np.zeros(num_envs), np.zeros(num_envs, np.bool_)
+        self._actions: list[list[Float32]] = [[] for _ in range(num_envs)]
+        self._submitted = [True] * self._farm.spec.stages
+        for stage in range(self._farm.spec.stages):
+            self._farm.reset(stage)
+
+    def advance(self, budget_s: float, deadline_s: float) -> list[EpisodeResult]:
+        finished: list[EpisodeResult] = []
+        begin = time.monotonic()
+        # Not longer than until something has ended: what is returned can be kept, whatever happens next.
+        while any(self._submitted) and not finished and time.monotonic() - begin < budget_s:
+            for stage, submitted in enumerate(self._submitted):
+                if submitted:
+                    finished += self._turn(stage, deadline_s)
+        return finished
+
+    def release(self) -> None:
+        if self._attached:
+            self._farm.block.close()
+
+    def _turn(self, stage: int, deadline_s: float) -> list[EpisodeResult]:
+        """Collect the stage, note what ended, and decide again if any of its episodes goes on."""
+        seen = self._farm.collect(stage, deadline_s)
+        ended = self._note(seen)
+        if not seen.active.any():
+            self._submitted[stage] = False
+            return ended
+        inputs = to_inputs(seen, self._reads, self._episodes)
+        chunk = decide(self._policy, inputs, None if self._greedy else self._draw(seen)).chunk.numpy()
+        for row in np.flatnonzero(seen.active).tolist():
+            self._actions[int(seen.envs[row])].append(chunk[row])
+        self._farm.submit(stage, chunk)
+        return ended
+
+    def _draw(self, seen: Observations) -> torch.Tensor:
+        """Noise keyed by (seed, task, trial, env step), so that it does not depend on how trials are dealt out."""
+        trials = np.array(
+            [self._episodes.trial(e, k) for e, k in zip(seen.envs.tolist(), seen.episode.tolist(), strict=True)]
+        )
+        return torch.from_numpy(self._noise.draw(trials, np.full_like(trials, self._key), seen.episode_step))
+
+    def _note(self, seen: Observations) -> list[EpisodeResult]:
+        self._return[seen.envs] += seen.reward.sum(1)
+        self._solved[seen.envs] |= seen.success.any(1)
+        finished = []
+        for row in np.flatnonzero(seen.terminated | seen.truncated).tolist():
+            env, episode = int(seen.envs[row]), int(seen.episode[row]) - 1
+            actions = np.concatenate(self._actions[env])
+            actions = actions[: len(actions) - (self._farm.spec.chunk - int(seen.steps[row]))]
+            trial = self._episodes.trial(env, episode)
+            finished.append(
+                EpisodeResult(
+                    self._name,
+                    trial,
+                    self._episodes.specs[trial],
+                    bool(self._solved[env]),
+                    float(self._return[env]),
+                    len(actions),
+                    self._farm.info.max_episode_steps,
+                    actions,
+                )
+            )
+            self._actions[env] = []
+            self._return[env], self._solved[env] = 0, False
+        return finished
+
+
+def as_they_end(advance: Callable[[float], list[EpisodeResult]], episodes: int) -> Iterator[EpisodeResult]:
+    """Call `advance` with a budget in seconds until it has returned so many episodes."""
+    seen = 0
+    while seen < episodes:
+        more = advance(1.0)
+        seen += len(more)
+        yield from more
+
+
+def run_to_end(
+    advance: Callable[[float], list[EpisodeResult]], episodes: int, tell: Callable[[int], Any]
+) -> list[EpisodeResult]:
+    """All of them in the order of trials; `tell` hears how many more are there."""
+    results: list[EpisodeResult] = []
+    for result in as_they_end(advance, episodes):
+        results.append(result)
+        tell(1)
+    return sorted(results, key=lambda result: result.trial)
+
+
+def summarise(outcomes: Sequence[EpisodeOutcome]) -> dict[str, float]:
+    """Success with its 95% Wilson interval, mean length and return."""
+    solved = sum(outcome.success for outcome in outcomes)
+    low, high = wilson(solved, len(outcomes))
+    return {
+        "episodes": len(outcomes),
+        "success_rate": solved / len(outcomes),
+        "success_low": low,
+        "success_high": high,
+        "episode_len": float(np.mean([outcome.length for outcome in outcomes])),
+        "return": float(np.mean([outcome.total_reward for outcome in outcomes])),
+    }

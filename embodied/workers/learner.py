@@ -1,0 +1,371 @@
+"""The learner: turns trajectories into an updated policy.
+
+    estimate what decisions were worth -> epochs of permuted minibatches -> loss sums / global denominators -> step
+
+Rows that are masked, or that teach nothing, never reach the model: they are compacted away before batching. Where
+the update is one step over all rows, its gradient is a sum over the parts in which they arrive, and each part is
+worked on when it comes.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from embodied import checkpoint
+from embodied.algorithms.estimators import Rows, join_rows, rows_of
+from embodied.algorithms.ppo import alive_actions, behaviour_weight, reduce_to_unit
+from embodied.config import Config, OptimConfig
+from embodied.data.random_streams import permutation
+from embodied.data.trajectories import Trajectories, join_columns
+from embodied.errors import UserError
+from embodied.workers.affinity import Affinity
+from embodied.workers.devices import CPU, await_devices, defines, device_of, forget_peak, peak_bytes
+from embodied.workers.microbatch import LossSums, MicroBatchLoss, add_gradient, count_units, count_values, read
+from embodied.workers.offload import Offload, Switch
+from embodied.workflows.recipes import check_credit, groups_suffice, recipe_of, streams
+from policies.contract import Policy
+
+BEHAVIOUR_BOUND = 2.0
+"""Truncation of the weight proximal / behaviour where the rollout is one update behind."""
+
+
+class OffPolicy(UserError):
+    """The learner does not reproduce the log-probs that the rollout recorded."""
+
+
+class NonFinite(UserError):
+    """Losses or gradients were not finite several steps in a row."""
+
+
+def make_optimizer(policy: Policy, settings: OptimConfig) -> torch.optim.Adam:
+    """Actor and value head with learning rates of their own."""
+    return torch.optim.Adam(
+        [
+            {"params": list(policy.actor_parameters()), "lr": settings.policy_lr, "name": "policy"},
+            {"params": list(policy.value_head.parameters()), "lr": settings.value_lr, "name": "value_head"},
+        ],
+        eps=settings.adam_eps,
+        fused=True,
+    )
+
+
+@dataclass(frozen=True)
+class CollectStatistics:
+    """What became of a part of an iteration's trajectories."""
+
+    rows: int
+    """Decisions to learn from."""
+    groups: int
+    """Groups of episodes that teach something."""
+    learn_s: float
+    """Time spent on them already."""
+
+
+class Learner:
+    """Holds the policy that is trained and its optimiser. `collect` each part of a rollout, then `finish`."""
+
+    def __init__(self, policy: Policy, config: Config, run_dir: Path, affinity: Affinity | None = None) -> None:
+        check_credit(config)
+        self.policy = policy
+        self._device = device_of(policy)
+        self._recipe, self._run = recipe_of(config), config
+        self._loss, self._credit, self._config = config.loss, config.advantage.credit, config.optim
+        self._streams = streams(config)
+        self._joins = not groups_suffice(config)
+        """The estimator needs all parts of an iteration at once."""
+        self._run_dir = run_dir
+        self._affinity = affinity or Affinity((), config.optim.threads or len(os.sched_getaffinity(0)))
+        self.optimizer = make_optimizer(policy, config.optim)
+        forget_peak(device_of(policy))
+        self._offload: Offload | None = None
+        self._parts: list[Rows] = []
+        self._batches: list[Trajectories] = []
+        self._unstreamed: list[Rows] = []
+        self._streamed = LossSums()
+        self._lag = 0
+        self._learn_s = 0.0
+        self._non_finite = 0
+        self._first_ratio_error = float("nan")
+
+    def weights(self) -> dict[str, Tensor]:
+        """What training changes of parameters and statistics, as the policy worker loads it, on the policy's device.
+
+        The caller must not change them. What is frozen the policy worker has, since it is made of the same.
+        """
+        self.load_back()
+        frozen = {name for name, parameter in self.policy.named_parameters() if not parameter.requires_grad}
+        return {key: tensor.detach() for key, tensor in self.policy.state_dict().items() if key not in frozen}
+
+    def own_policy(self) -> Policy:
+        """The policy itself, for a policy worker of the same process."""
+        return self.policy
+
+    def unload(self, weights: bool) -> Switch:
+        """Leave the device's memory: the optimiser's state, and the weights unless a policy worker shares them."""
+        self._offload = Offload(
+            self._run_dir / "unloaded-learner.safetensors", self.policy if weights else None, self.optimizer
+        )
+        return self._offload.unload()
+
+    def peak_bytes(self) -> int:
+        """The most that this process has held in its GPU's memory; 0 on a CPU."""
+        return peak_bytes(device_of(self.policy))
+
+    def load_back(self) -> Switch:
+        """Return to the device's memory."""
+        return self._offload.load() if self._offload is not None else Switch(0, 0.0)
+
+    def update(self, batch: Trajectories, iteration: int) -> dict[str, float]:
+        """One iteration of a rollout that comes in one part: `collect` and `finish`."""
+        self.collect(batch, iteration)
+        return self.finish(iteration)
+
+    def collect(self, batch: Trajectories, iteration: int) -> CollectStatistics:
+        """Take a part of the iteration's trajectories; where the workflow's update is a sum over parts, learn from it.
+
+        Raises `OffPolicy` if the first part's ratios are not one.
+        """
+        begin = time.monotonic()
+        rows, groups = 0, 0
+        with self._affinity.applied():
+            self._lag = max(self._lag, iteration - batch.version)
+            if self._joins:
+                self._batches.append(batch)
+            if not self._joins or batch.episode_group is not None:
+                rows, groups = self._estimate(batch)
+        learn_s = time.monotonic() - begin
+        self._learn_s += learn_s
+        return CollectStatistics(rows, groups, learn_s)
+
+    def _estimate(self, batch: Trajectories) -> tuple[int, int]:
+        """Make rows of a part; learn from them, if this is an update in parts. Rows, and episode groups that teach."""
+        estimate = self._recipe.estimate()(batch, self._run)
+        rows = rows_of(batch, estimate)
+        if not self._joins:
+            self._parts.append(rows)
+        if self._streams and len(rows):
+            self._unstreamed.append(rows)
+            # Away from the device there is nothing to compute with, and gradients would not survive the return.
+            if self._offload is None or not self._offload.away:
+                self._stream_waiting()
+        teaches = (estimate.keep & batch.mask).any(0)
+        groups = 0 if batch.episode_group is None else len(batch.episode_group[teaches].unique())
+        return len(rows), groups
+
+    def finish(self, iteration: int) -> dict[str, float]:
+        """The epochs over what was collected, or the step of what was summed up. Returns metrics by name.
+
+        Raises `OffPolicy` if the first minibatch's ratios are not one, `NonFinite` after several steps in a
+        row that had to be skipped, `UserError` where a critic has nothing to learn from.
+        """
+        begin = time.monotonic()
+        with self._affinity.applied():
+            if self._joins:
+                whole = join_columns(self._batches)
+                self._parts = [rows_of(whole, self._recipe.estimate()(whole, self._run))]
+            rows = join_rows(self._parts)
+            self._parts, self._batches = [], []
+            if len(rows) == 0 and self._recipe.critic:
+                raise UserError("the rollout holds no decision that was really taken; nothing can be learned from it")
+            self._set_learning_rates(iteration)
+            sums, norms, stopped = LossSums(), list[float](), False
+            if self._streams:
+                self._stream_waiting()
+                sums, self._streamed = self._streamed, LossSums()
+                norms = self._step_streamed(sums, rows, iteration) if len(rows) else []
+            elif len(rows):
+                sums, norms, stopped = self._epochs(rows, iteration)
+            if len(rows) and defines(self.policy, "observe"):
+                self.policy.observe(rows.decisions.inputs(self._device, frames=False))
+            await_devices(self.policy.parameters())  # else the last step would count as the next rollout's time
+        metrics = self._metrics(rows, sums, norms, stopped)
+        update_s = self._learn_s + time.monotonic() - begin
+        self._learn_s, self._lag, self._first_ratio_error = 0.0, 0, float("nan")
+        return {**metrics, "learner/update_s": update_s}
+
+    def save(self, root: Path, state: checkpoint.RunState, environments: dict[str, np.ndarray]) -> None:
+        """Write a checkpoint of policy, optimiser and run below `root`."""
+        checkpoint.write(root, state, self.policy, self.optimizer, environments)
+
+    def load(self, folder: Path) -> None:
+        """Take policy and optimiser from a verified checkpoint."""
+        checkpoint.load_weights(folder, self.policy)
+        checkpoint.load_optimizer(folder, self.policy, self.optimizer)
+
+    def _epochs(self, rows: Rows, iteration: int) -> tuple[LossSums, list[float], bool]:
+        """Permuted minibatches; ends early where the KL bound says so."""
+        rows = self._proximal(self._precomputed(rows))
+        sums, norms = LossSums(), list[float]()
+        for epoch in range(self._config.epochs):
+            order = torch.from_numpy(permutation(self._run.seed, iteration, epoch, len(rows)))
+            for number, index in enumerate(order.split(self._config.minibatch or len(order))):
+                part, norm = self._step(rows, index, iteration, check=epoch == number == 0)
+                sums.add(part)
+                if norm is None:
+                    return sums, norms, True
+                norms.append(norm)
+        return sums, norms, False
+
+    def _precomputed(self, rows: Rows) -> Rows:
+        """The rows, their traces joined by what no trained weight enters, if they are evaluated more than once."""
+        evaluations = self._config.epochs + (self._lag > 0)
+        if evaluations == 1 or not defines(self.policy, "precompute"):
+            return rows
+        whole: dict[str, Tensor] = {}
+        with torch.no_grad():
+            for piece in self._pieces(rows):
+                found = self.policy.precompute(rows.decisions.select(piece).inputs(self._device))
+                for key, part in found.items():
+                    if key not in whole:
+                        whole[key] = torch.empty(len(rows), *part.shape[1:], dtype=part.dtype)
+                    whole[key][piece] = part.to(CPU)
+        return replace(rows, precomputed=whole)
+
+    def _pieces(self, rows: Rows) -> Sequence[Tensor]:
+        """All rows in their order, as many at a time as a forward pass may have."""
+        return torch.arange(len(rows)).split(self._config.micro_batch or self._config.minibatch or len(rows))
+
+    def _proximal(self, rows: Rows) -> Rows:
+        """The rows with the log-probs that ratios are taken to: those of the policy that acted.
+
+        Where it is an update behind, those of the policy as it is now, and every unit counts by how much likelier
+        that makes it (the decoupled objective).
+        """
+        if self._lag == 0:
+            return rows
+        with torch.no_grad():
+            parts = (rows.take(piece).to(self._device) for piece in self._pieces(rows))
+            now = torch.cat([self.policy.evaluate(part.inputs, part.trace).log_prob.to(CPU) for part in parts])
+        unit = self._loss.ratio_unit
+        proximal, _ = reduce_to_unit(now, rows.executed, unit)
+        behaviour, _ = reduce_to_unit(rows.log_prob, rows.executed, unit)
+        return replace(rows, log_prob=now, importance=behaviour_weight(proximal, behaviour, BEHAVIOUR_BOUND))
+
+    def _step(self, rows: Rows, index: Tensor, iteration: int, check: bool) -> tuple[LossSums, float | None]:
+        """One optimiser step on the rows `index`. The gradient norm, or None where the KL bound ends the update."""
+        self.optimizer.zero_grad(set_to_none=True)
+        executed, dims = rows.executed[index], rows.log_prob.shape[-1]
+        units, weights = count_units(executed, rows.weight[index], dims, self._loss.ratio_unit)
+        values = count_values(executed, self._credit)
+        micro_batches = index.split(self._config.micro_batch or len(index))
+        shares = [self._backward(rows.take(micro), weights, values) for micro in micro_batches]
+        sums, norm = read(shares, self._clip())
+        if check:
+            self._check_on_policy(sums.off_policy / units)
+        if self._config.target_kl is not None and sums.approx_kl / units > 1.5 * self._config.target_kl:
+            return sums, None
+        self._apply(rows, index, sums, norm, iteration)
+        return sums, norm
+
+    def _stream_waiting(self) -> None:
+        for rows in self._unstreamed:
+            self._stream(rows)
+        self._unstreamed = []
+
+    def _stream(self, rows: Rows) -> None:
+        """Add a part's share to the gradient; `finish` divides it by what only the last part will tell."""
+        first = self._streamed.rows == 0
+        if first:
+            self.optimizer.zero_grad(set_to_none=True)
+        rows = self._proximal(self._precomputed(rows))
+        micro_batches = torch.arange(len(rows)).split(self._config.micro_batch or len(rows))
+        part, _ = read([self._backward(rows.take(micro), 1.0, 1) for micro in micro_batches])
+        if first:
+            self._check_on_policy(part.off_policy / part.units)
+        self._streamed.add(part)
+
+    def _step_streamed(self, sums: LossSums, rows: Rows, iteration: int) -> list[float]:
+        """The one step of an update that was summed up part by part."""
+        for parameter in self.policy.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= sums.weights
+        norm = float(self._clip())
+        self._apply(rows, torch.arange(len(rows)), sums, norm, iteration)
+        return [norm]
+
+    def _clip(self) -> Tensor:
+        """Scale the gradient down to the bound. Its norm before that, on the device."""
+        return torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self._config.max_grad_norm)
+
+    def _apply(self, rows: Rows, index: Tensor, sums: LossSums, norm: float, iteration: int) -> None:
+        """Step, unless loss or gradient is not finite."""
+        loss = sums.policy_loss + sums.value_loss + sums.entropy
+        if np.isfinite(norm) and np.isfinite(loss):
+            self._non_finite = 0
+            self.optimizer.step()
+        else:
+            self._skip(rows.take(index), iteration, loss, norm)
+
+    def _backward(self, rows: Rows, weights: float, values: int) -> MicroBatchLoss:
+        """Add the gradient of the rows' share of a loss with the given denominators."""
+        return add_gradient(self.policy, rows, self._loss, self._credit, self._recipe.critic, weights, values)
+
+    def _check_on_policy(self, off_policy: float) -> None:
+        tolerance = self.policy.ratio_tolerance
+        if not off_policy <= tolerance:
+            raise OffPolicy(
+                f"at the first minibatch the mean |ratio - 1| is {off_policy:.2e}, above the policy's tolerance of "
+                f"{tolerance:.0e}: the learner does not compute the log-probs that the rollout recorded. Usual causes: "
+                "another sampling temperature, dropout, preprocessing, an adapter that is not loaded, or precision"
+            )
+        self._first_ratio_error = off_policy
+
+    def _skip(self, rows: Rows, iteration: int, loss: float, norm: float) -> None:
+        """Leave the parameters alone, keep the minibatch for inspection, and give up after several in a row."""
+        self._non_finite += 1
+        folder = self._run_dir / "non_finite"
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{iteration:06d}-{len(list(folder.iterdir())):03d}.safetensors"
+        inputs = rows.inputs
+        tensors = {key: getattr(rows, key) for key in ("log_prob", "value", "advantage", "returns", "executed")}
+        tensors |= {f"trace.{key}": tensor for key, tensor in rows.trace.items()}
+        tensors |= {f"inputs.frames.{key}": tensor for key, tensor in inputs.frames.items()}
+        for key in ("state", "proprio"):
+            if getattr(inputs, key) is not None:
+                tensors[f"inputs.{key}"] = getattr(inputs, key)
+        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path)
+        if self._non_finite >= self._config.non_finite_limit:
+            raise NonFinite(
+                f"loss {loss} and gradient norm {norm} were not finite for {self._non_finite} optimiser steps in a "
+                f"row; the parameters were left as they were and the minibatches are in {folder}. A smaller "
+                "learning rate, or a look at the rewards and observations in there, is the usual way on"
+            )
+
+    def _set_learning_rates(self, iteration: int) -> None:
+        share = 1 - iteration / self._run.iterations if self._config.anneal else 1.0
+        for group, rate in zip(
+            self.optimizer.param_groups, (self._config.policy_lr, self._config.value_lr), strict=True
+        ):
+            group["lr"] = rate * share
+
+    def _metrics(self, rows: Rows, sums: LossSums, norms: list[float], stopped: bool) -> dict[str, float]:
+        returns, value = rows.returns, rows.value
+        if returns.ndim == 2:
+            alive = alive_actions(rows.executed, returns.shape[1])
+            returns, value = returns[alive], value[alive]
+        spread = float(returns.var()) if len(returns) > 1 else 0.0
+        explained = 1 - float((returns - value).var()) / spread if spread > 0 else float("nan")
+        return {
+            "learner/policy_loss": sums.policy_loss / (sums.weights or 1),
+            "learner/value_loss": sums.value_loss / max(sums.values, 1),
+            "learner/entropy": sums.entropy / (sums.weights or 1),
+            "learner/approx_kl": sums.approx_kl / max(sums.units, 1),
+            "learner/clip_fraction": sums.clipped / max(sums.units, 1),
+            **({"learner/reference_kl": sums.reference_kl / max(sums.units, 1)} if self._loss.reference_kl else {}),
+            "learner/grad_norm": float(np.mean(norms)) if norms else float("nan"),
+            "learner/explained_variance": explained,
+            "learner/first_ratio_error": self._first_ratio_error,
+            "learner/steps": float(len(norms)),
+            "learner/skipped_steps": float(len(norms) - np.isfinite(norms).sum()),
+            "learner/stopped_by_kl": float(stopped),
+            "learner/policy_lr": float(self.optimizer.param_groups[0]["lr"]),
+        }

@@ -1,0 +1,5 @@
+"""What flows: components, edges, loop; declared (docs/workflows.md)."""
+
+from embodied.workflows.recipes import GRPO, PPO, RECIPES, Recipe, recipe_of
+
+__all__ = ["GRPO", "PPO", "RECIPES", "Recipe", "recipe_of"]
