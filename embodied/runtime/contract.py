@@ -26,7 +26,7 @@ class Runtime(Protocol):
         ...
 
     def farm_host(self, physics_workers: int, render_workers: int, physics_nodes: tuple[str, ...] = ()) -> Host:
-        """Where the farm's workers will live."""
+        """Where the workers of one task of a farm will live. No other task has that host until the farm is closed."""
         ...
 
     def nodes(self) -> tuple[NodeInfo, ...]:

@@ -2,7 +2,7 @@
 
 Ray starts, places, watches and ends processes. On one machine it is not on the path of a step: farm and workers
 ring each other through shared memory, and Ray carries one call per iteration. A physics worker on another machine
-has a relay here, a thread of this process, and costs one call per decision and stage.
+has a relay here, a thread of this process, and costs one call per decision and group.
 """
 
 from __future__ import annotations

@@ -21,9 +21,9 @@ from embodied.runtime.relay import FarLost, FarPhysics, Relay
 from sim_farm.contract import FarmError, TaskInfo, TaskSpec
 from sim_farm.farm import WorkerFailed
 from sim_farm.health import hung, restarted
-from sim_farm.hosts import Handle as FarmHandle
-from sim_farm.hosts import make_worker
+from sim_farm.hosts import WorkerHandle, make_worker
 from sim_farm.memory import Block
+from sim_farm.worker_memory import WorkerMemory
 from sim_farm.workers import WorkerSetup
 
 _log = logging.getLogger(__name__)
@@ -97,21 +97,18 @@ class RayHost:
         self._checked = time.monotonic()
         # A worker is given less time than who collects from the farm, who is given less than a call.
         self._deadline = cluster.deadline.inner().inner()
+        self.taken = False
+        """Whether it was given to a farm that has not been closed."""
         self.restarts: dict[int, int] = {}
-
-    @property
-    def idle(self) -> bool:
-        """Whether no farm has workers here."""
-        return not self._serving and not self._relays
 
     def describe(self, task: TaskSpec) -> TaskInfo:
         return self._cluster.wait(self.ask(0, "describe", task), self.who(0), "describe the task")
 
-    def launch(self, setup: WorkerSetup, block: Block) -> FarmHandle:
+    def launch(self, setup: WorkerSetup, memory: WorkerMemory) -> WorkerHandle:
         """Raises `FarmError` where a physics worker on another node would have to draw."""
         index, node = setup.index, self._nodes[setup.index]
         if node is None:
-            self._setups[index], self._blocks[index] = setup, block
+            self._setups[index], self._blocks[index] = setup, memory.slots
             self._serve(index)
         else:
             if setup.info.cameras and not setup.spec.render_workers:
@@ -121,7 +118,7 @@ class RayHost:
                 )
             rank = self._nodes[:index].count(node)
             self._setups[index] = replace(setup, memory=None, core=None if setup.core is None else rank)
-            relay = Relay(replace(setup, core=None), block, _RayFar(self, index), self._cluster.deadline.inner())
+            relay = Relay(replace(setup, core=None), memory, _RayFar(self, index), self._cluster.deadline.inner())
             self._relays[index] = threading.Thread(target=relay.serve, name=f"relay of {setup.name}", daemon=True)
             self._relays[index].start()
         return _RayFarmHandle(self, index)
@@ -158,6 +155,7 @@ class RayHost:
             serving = self._actors[index].leave.remote()
         else:
             serving = self._serving.pop(index)
+        self.taken = bool(self._serving or self._relays)
         done, _ = ray.wait([serving], timeout=deadline_s)
         if not done:  # stopped, or stuck in a simulator: this process is of no more use
             if index in self._blocks:

@@ -37,7 +37,8 @@ class RayRuntime(RayCluster):
         return slowest_link(self, [node for node in self.nodes() if not node.is_here])
 
     def farm_host(self, physics_workers: int, render_workers: int, physics_nodes: tuple[str, ...] = ()) -> RayHost:
-        """A host with that many processes; the processes of an earlier farm of the same shape serve again.
+        """A host with that many processes, for one task of one farm until that is closed. The processes of an earlier
+        farm's task of the same shape serve again.
 
         `physics_nodes` has for each physics worker the id of its node; '' or none is this one, where all others are.
         Raises `FarmError` for a node that is not there.
@@ -52,9 +53,11 @@ class RayRuntime(RayCluster):
                 raise FarmError(f"there is no node {place!r} in the cluster: {there}")
         shape = (*places, *[HERE] * (physics_workers + render_workers - len(places)))
         for other, host in self._hosts:
-            if other == shape and host.idle:
+            if other == shape and not host.taken:
+                host.taken = True
                 return host
         host = RayHost(self, [known.get(place) for place in shape])
+        host.taken = True
         self._hosts.append((shape, host))
         self.watchers.append(host.watch)
         return host

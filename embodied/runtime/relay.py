@@ -4,7 +4,7 @@
     render <--slots-- relay <--answer--- (PhysicsWorker) rewards, states and scenes: kilobytes, never frames
 
 To client and render workers a relay is a physics worker like any other: it watches the same slots and listens to
-the same bell. At the far end is a `PhysicsWorker` with a block of its own. What has been executed is recorded here,
+the same bell. At the far end is a `PhysicsWorker` with slots of its own. What has been executed is recorded here,
 as the slots demand, so a far end that is lost can be replaced: the new one replays. This module knows nothing of
 what carries the messages; see `Far`.
 
@@ -29,7 +29,8 @@ from sim_farm.contract import FarmError, TaskInfo
 from sim_farm.doorbell import Doorbell
 from sim_farm.farm import WorkerTimeout
 from sim_farm.layout import FarmSpec, slot_fields
-from sim_farm.memory import Block, Field
+from sim_farm.memory import Field
+from sim_farm.worker_memory import WorkerMemory
 from sim_farm.workers import PhysicsWorker, Worker, WorkerSetup
 
 Slots = dict[str, np.ndarray]
@@ -47,10 +48,8 @@ SHOWN = ("scene",)
 BEGUN = ("instruction",)
 ENDED = ("final_state", "final_proprio")
 DRAWN = ("final_scene",)
-PICTURES = ("frames", "final_frames")
-"""The far end has no memory for these: a frame cannot cross by mistake."""
 ANSWER_BYTES = 64 * 2**10
-"""Where a stage's answer would be longer, it is asked for in parts. Ray carries up to 100 KB in the reply itself and
+"""Where a group's answer would be longer, it is asked for in parts. Ray carries up to 100 KB in the reply itself and
 the rest through object stores, which is slower; and the first part is drawn while the next is simulated."""
 
 
@@ -86,14 +85,13 @@ def row_bytes(spec: FarmSpec, info: TaskInfo) -> tuple[int, int]:
 
 
 class FarPhysics:
-    """A physics worker over a block of its own, which executes requests. Builds its environments when made."""
+    """A physics worker over slots of its own, which executes requests. Builds its environments when made."""
 
     def __init__(self, setup: WorkerSetup, opening: bytes) -> None:
-        fields = slot_fields(setup.spec, setup.info)
-        block = Block.create({key: field for key, field in fields.items() if key not in PICTURES}, shared=False)
-        self._slots = block.arrays
+        memory = WorkerMemory.private(setup.spec, setup.info)  # without frames: none can cross by mistake
+        self._slots = memory.slots.arrays
         _read_rows(_Reader(opening), self._slots, (*REQUEST, *STANDING))
-        self._worker = PhysicsWorker(setup, block)
+        self._worker = PhysicsWorker(setup, memory)
         self._worker.build()
         self._draws = bool(setup.info.cameras)
 
@@ -124,8 +122,8 @@ class Relay(Worker):
     lost, as one whose process died is.
     """
 
-    def __init__(self, setup: WorkerSetup, block: Block, far: Far, deadline: Deadline) -> None:
-        super().__init__(setup, block)
+    def __init__(self, setup: WorkerSetup, memory: WorkerMemory, far: Far, deadline: Deadline) -> None:
+        super().__init__(setup, memory)
         spec = setup.spec
         self._far = far
         self._deadline = deadline
@@ -137,7 +135,7 @@ class Relay(Worker):
         self._flying: deque[_Sent] = deque()
         self._part = max(1, ANSWER_BYTES // row_bytes(spec, setup.info)[1])
         self._draws = bool(setup.info.cameras)
-        bells, first = self.slots["bells"], 1 + spec.physics_workers
+        bells, first = self.slots["bells"], spec.physics_workers
         drawers = range(spec.render_workers if self._draws else 0)
         self._renderers = [Doorbell(bells, first + drawer) for drawer in drawers]
 
@@ -183,7 +181,7 @@ class Relay(Worker):
         if not new.any():
             return 0
         self._report(layout.WORKING)
-        for ticket in np.unique(asked[new]).tolist():  # a stage each, the oldest first
+        for ticket in np.unique(asked[new]).tolist():  # a group each, the oldest first
             envs = self._envs[new & (asked == ticket)]
             for first in range(0, len(envs), self._part):
                 self._ask(envs[first : first + self._part], ticket)
@@ -205,6 +203,7 @@ class Relay(Worker):
             sent = self._flying.popleft()
             answer = sent.answer.result()
             self._heard_ns = time.monotonic_ns()
+            self._progress()
             self._count(0, len(answer))
             unpack_answer(answer, self.slots, sent.envs, self._draws)
             self._hand_on(sent)
@@ -292,7 +291,7 @@ def unpack_answer(answer: bytes, slots: Slots, envs: Int, draws: bool) -> None:
 
 
 def _ended(slots: Slots, envs: Int) -> np.ndarray:
-    return (slots["terminated"][envs] | slots["truncated"][envs]).astype(np.bool_)
+    return slots["terminated"][envs] | slots["truncated"][envs]
 
 
 def _occasions(slots: Slots, envs: Int, draws: bool) -> list[tuple[tuple[str, ...], Int]]:
@@ -301,14 +300,14 @@ def _occasions(slots: Slots, envs: Int, draws: bool) -> list[tuple[tuple[str, ..
     Exactly what a physics worker writes on that occasion: the row of an environment that rests is left as it was.
     """
     reset, ended = slots["op"][envs] == layout.RESET, _ended(slots, envs)
-    active = slots["active"][envs].astype(np.bool_)
+    active = slots["active"][envs]
     begun = (slots["episode_step"][envs] == 0) | reset
     return [
         (OBSERVED, envs[active | ended | reset]),
         (SHOWN, envs[active & draws]),
         (BEGUN, envs[active & begun]),
         (ENDED, envs[ended]),
-        (DRAWN, envs[slots["draw_final"][envs].astype(np.bool_) & draws]),
+        (DRAWN, envs[slots["draw_final"][envs] & draws]),
     ]
 
 

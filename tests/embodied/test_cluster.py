@@ -126,9 +126,9 @@ def built(spec: FarmSpec, host: RayHost, machines: Machines) -> Iterator[Farm]:
             assert time.monotonic() < deadline, "not built within a minute"
             time.sleep(0.02)
         yield farm
-        memory = FOLDER / str(farm.block.name)
-        assert memory.exists()
-    assert not memory.exists(), "shared memory is left behind"
+        memories = [FOLDER / name for name in (*farm.address.slots, farm.address.bell)]
+        assert all(memory.exists() for memory in memories)
+    assert not any(memory.exists() for memory in memories), "shared memory is left behind"
 
 
 def test_the_cluster_has_three_nodes_of_which_one_is_here(machines: Machines) -> None:
@@ -152,8 +152,9 @@ def test_physics_on_another_node_gives_what_one_process_gives(spec: FarmSpec, fa
     assert max(row["episode"] for rows in expected.values() for row in rows) >= 3
     with built(spec, machines.host(spec, far), machines) as farm:
         found = drive(farm, end=CHUNKS)
-        wire = farm.block.arrays["wire_bytes"].copy()
-        sizes = {name: one.nbytes // one.shape[0] for name, one in farm.block.fields.items()}
+        wire = farm.tasks[0].slots["wire_bytes"].copy()
+        fields = farm.tasks[0].memory.slots.fields
+        sizes = {name: one.nbytes // one.shape[0] for name, one in fields.items()}
     assert_same(expected, found, "another node changes results")
     assert not wire[far:].any(), "a worker on this node sends bytes to another"
     for worker in range(far):
@@ -172,7 +173,7 @@ def expected_bytes(spec: FarmSpec, sizes: dict[str, int], environments: list[lis
 
     rows = [row for rows in environments for row in rows]
     shown = relay.SHOWN if spec.task.cameras else ()
-    messages = len(environments[0]) * spec.stages
+    messages = len(environments[0]) * spec.groups
     opening = 4 + len(environments) * (8 + size((*relay.REQUEST, *relay.STANDING)))
     sent = opening + messages * 4 + len(rows) * (8 + size(relay.REQUEST))
     ended = [row for row in rows if "final state" in row]
@@ -289,15 +290,15 @@ def test_a_far_process_that_is_lost_is_replaced_and_its_episodes_replayed(
     pids = host.pids()
     with built(PICTURES, host, machines) as farm:
         for number in range(-1, CHUNKS):
-            for stage in range(PICTURES.stages):
+            for group in range(PICTURES.groups):
                 if number < 0:
-                    farm.reset(stage)
+                    farm.reset(group)
                 else:
-                    farm.submit(stage, actions_for(farm, stage, number))
+                    farm.submit(group, actions_for(farm, group, number))
             if number == 3:
                 os.kill(pids[0], blow)
-            for stage in range(PICTURES.stages):
-                append(trace, farm.collect(stage, 60))
+            for group in range(PICTURES.groups):
+                append(trace, farm.collect(group, 60))
             if number == 6:
                 os.kill(pids[1], blow)
                 if blow is signal.SIGKILL:
@@ -367,7 +368,7 @@ def test_a_lost_node_is_named_with_its_workers_within_the_deadline(
         player = machines.runtime.place("player", Player, farm.address)
         playing = player.submit(Player.play)
         deadline = time.monotonic() + 60
-        while farm.block.arrays["requested"].max() < 40:
+        while farm.tasks[0].slots["requested"].max() < 40:
             assert time.monotonic() < deadline, "the player does not play"
             time.sleep(1e-3)
         raylet = psutil.Process(machines.raylets[name])

@@ -18,14 +18,14 @@ from embodied.runtime.relay import FarLost, FarPhysics, Relay
 from sim_farm.contract import FarmError, TaskSpec
 from sim_farm.episodes import EndlessEpisodes, ListedEpisodes, evaluation_episodes
 from sim_farm.farm import Farm
-from sim_farm.hosts import Handle, InProcess
+from sim_farm.hosts import InProcess, WorkerHandle
 from sim_farm.layout import FarmSpec
-from sim_farm.memory import Block
+from sim_farm.worker_memory import WorkerMemory
 from sim_farm.workers import WorkerSetup
 from tests.sim_farm.driving import Trace, assert_same, drive, run
 
 REACH = TaskSpec("tabletop/reach", max_episode_steps=7)
-STATES = FarmSpec(REACH, EndlessEpisodes(3), num_envs=8, chunk=3, stages=2, physics_workers=2)
+STATES = FarmSpec(REACH, EndlessEpisodes(3), num_envs=8, chunk=3, groups=2, physics_workers=2)
 PICTURES = replace(
     STATES, task=replace(REACH, cameras=1, image_size=32), render_workers=1, final_frames="ended"
 )  # fmt: skip
@@ -95,11 +95,11 @@ class Relays(InProcess):
         self.faults = (dies_before, dies_after, hangs_in)
         self.fars: list[LocalFar] = []
 
-    def launch(self, setup: WorkerSetup, block: Block) -> Handle:
+    def launch(self, setup: WorkerSetup, memory: WorkerMemory) -> WorkerHandle:
         if not setup.is_physics:
-            return super().launch(setup, block)
+            return super().launch(setup, memory)
         self.fars.append(LocalFar(setup, *self.faults))
-        worker = Relay(setup, block, self.fars[-1], Deadline(0.2))
+        worker = Relay(setup, memory, self.fars[-1], Deadline(0.2))
         worker.build()
         return _Pumped(worker)
 
@@ -135,7 +135,7 @@ def test_physics_behind_a_relay_gives_what_physics_beside_the_client_gives(spec:
 
 
 @EVERY_SHAPE
-def test_a_stage_in_parts_gives_the_same(spec: FarmSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_in_parts_gives_the_same(spec: FarmSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relay, "ANSWER_BYTES", 1)
     host = Relays()
     assert_same(run(spec, chunks=CHUNKS), trace_of(spec, host), "parts change results")
@@ -180,11 +180,13 @@ def test_every_field_that_physics_reads_or_writes_is_carried() -> None:
     """Whoever adds a field to the slots decides here whether a far end needs it."""
     answers = {*relay.OUTCOME, *relay.OBSERVED, *relay.SHOWN, *relay.BEGUN, *relay.ENDED, *relay.DRAWN}
     carried = {*relay.REQUEST, *relay.STANDING, *answers, "history"}
-    own = {"bells", "stop", "phase", "since_ns", "built", "message", "drawn", "collected", "frames_of", "wire_bytes"}
-    own |= {"private_bytes", "away", "left", "moved_bytes"}  # a far end never draws
+    own = {"bells", "stop", "phase", "since_ns", "requested_ns", "physics_of", "built", "message", "wire_bytes"}
+    client = {"drawn", "collected"}
+    drawing = {"private_bytes", "draws", "renderer_of", "away", "away_ns", "left", "moved_bytes"}
+    drawing |= {"frame_row", "final_row"}  # a far end never draws
     derived = {"final_instruction"}
     with closing(Farm.create(PICTURES, InProcess())) as farm:
-        assert set(farm.block.fields) == carried | own | derived | set(relay.PICTURES)
+        assert set(farm.tasks[0].memory.slots.fields) == carried | own | client | drawing | derived
 
 
 def test_a_message_of_the_wrong_length_is_refused() -> None:
@@ -194,7 +196,7 @@ def test_a_message_of_the_wrong_length_is_refused() -> None:
         far, envs = host.fars[0], farm.envs_of(0)[::2]
         for answer in (far.answers[0][:-1], far.answers[0] + b"\0"):
             with pytest.raises(FarmError, match="message between farm and far physics"):
-                relay.unpack_answer(answer, farm.block.arrays, envs, draws=False)
+                relay.unpack_answer(answer, farm.tasks[0].slots, envs, draws=False)
         assert far.far is not None
         with pytest.raises(FarmError, match="message between farm and far physics"):
             far.far.exchange(far.requests[0][:-2])

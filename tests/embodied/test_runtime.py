@@ -263,13 +263,14 @@ def test_a_physics_worker_that_is_lost_is_named_and_replaced_and_its_episodes_re
     with policy_worker(config, InlineRuntime(60.0)) as (_, handle):
         undisturbed = gather(handle)
     host = cluster.farm_host(2, 0)
+    monkeypatch.setattr(cluster, "farm_host", lambda *shape: host)
     monkeypatch.setattr(host, "_deadline", Deadline(6.0))
     victim = host.pids()[0]
     restarts = dict(host.restarts)
     with policy_worker(config, cluster) as (farm, handle):
 
         def strike() -> None:
-            tickets = farm.block.arrays["requested"]
+            tickets = farm.tasks[0].slots["requested"]
             while tickets.max() < 40:  # of the rollout's 2 x 60 requests
                 time.sleep(1e-4)
             os.kill(victim, blow)
@@ -391,7 +392,8 @@ def test_closing_leaves_no_process_and_no_shared_memory(cluster: RayRuntime) -> 
         family = family_of(os.getpid())
         assert {"gcs_server", "raylet"} <= {process.name() for process in family}
         blocks = blocks_of([psutil.Process(), *family])
-        assert SHM / str(farm.block.name) in blocks and len(blocks) > 1, "the farm's, and where workers report progress"
+        mine = {SHM / name for name in (*farm.address.slots, farm.address.bell)}
+        assert mine < blocks, "the farm's, and where workers report progress"
     cluster.close()
     assert_gone(family, blocks)
     assert not family_of(os.getpid())
