@@ -23,9 +23,9 @@ from embodied.execution.executor import executor
 from embodied.execution.session import open_session
 from embodied.runtime.ray_workers import _portable
 from embodied.workers.affinity import Affinity
+from embodied.workers.context import make_policy
 from embodied.workers.devices import decide, device_of, find_device, settle, to_host, value_of
 from embodied.workers.learner import Learner
-from embodied.workers.context import make_policy
 from embodied.workers.offload import Offload
 from embodied.workers.policy_worker import PolicyWorker
 from policies.contract import Evaluation, Inputs, Policy, PolicySpec
