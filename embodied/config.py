@@ -15,9 +15,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from embodied.errors import UserError, nearest
 from sim_farm.contract import Gripper, Orientation
 
-PROJECT = Path(__file__).resolve().parent.parent
-
-CONFIGS = PROJECT / "configs"
+HERE = Path(__file__).parent
+"""In the source tree `configs` and `assets` are links in this folder, so that an installed package has copies."""
+CONFIGS = HERE / "configs"
 
 
 class Section(BaseModel):
@@ -79,6 +79,15 @@ class PolicyConfig(Section):
     plan may give policy worker and learner others, unless one is named by its number."""
     init: Path | None = None
     """A run or checkpoint of the same policy, whose weights and statistics this run begins with."""
+
+    @property
+    def architecture(self) -> dict[str, Any]:
+        """`options` as the policy takes them. A relative checkpoint that the current folder does not have is the
+        project's own of that name (`assets/openvla_tiny`), so that a shipped configuration works from any folder."""
+        named = self.options.get("checkpoint")
+        if not isinstance(named, str) or Path(named).exists() or not (HERE / named).is_dir():
+            return self.options
+        return {**self.options, "checkpoint": str(HERE / named)}
 
 
 class PPOConfig(Section):

@@ -36,7 +36,6 @@ PACKAGES = (
     "matplotlib",
     "mujoco",
     "numpy",
-    "plotly",
     "pyarrow",
     "pydantic",
     "pyyaml",
