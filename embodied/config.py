@@ -6,6 +6,8 @@ A YAML file in `configs/` says what differs from here; the command line override
 
 from __future__ import annotations
 
+import itertools
+import textwrap
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -257,6 +259,16 @@ class Config(Section):
     eval: EvalConfig = EvalConfig()
     plan: PlanConfig = PlanConfig()
     runtime: RuntimeConfig = RuntimeConfig()
+
+
+def shipped_configs() -> dict[str, str]:
+    """The configurations of the project by name, with the first sentence of the comment that each begins with."""
+    found = {}
+    for path in sorted(CONFIGS.glob("*.yaml")):
+        lines = itertools.takewhile(lambda line: line.startswith("#"), path.read_text().splitlines())
+        sentence = " ".join(line.lstrip("# ") for line in lines).partition(". ")[0]
+        found[path.stem] = textwrap.shorten(sentence, 110, placeholder=" ...")
+    return found
 
 
 def load_config(reference: str) -> Config:

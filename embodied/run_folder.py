@@ -15,6 +15,9 @@ from embodied import checkpoint
 from embodied.config import Config, load_config, parse_config, save_config
 from embodied.errors import UserError
 
+RUNS = Path("runs")
+"""Where runs are, unless --runs-dir says otherwise."""
+
 
 def settings_of(run: str, runs_dir: Path) -> Config:
     """The configuration of a run's folder, or, where there is no such run, of a configuration called so."""

@@ -98,7 +98,7 @@ class Farm:
 
         Raises `FarmError` when the environments cannot be dealt out evenly or memory is short.
         """
-        _check(spec)
+        check_spec(spec)
         info = host.describe(spec.task)
         block = Block.create(slot_fields(spec, info), host.shared)
         handles: list[Handle] = []
@@ -330,7 +330,8 @@ class Farm:
         )
 
 
-def _check(spec: FarmSpec) -> None:
+def check_spec(spec: FarmSpec) -> None:
+    """Raise `FarmError` for a shape that no farm can have."""
     least = {"num_envs": 1, "chunk": 1, "stages": 1, "physics_workers": 1, "render_workers": 0}
     for name, smallest in least.items():
         if getattr(spec, name) < smallest:

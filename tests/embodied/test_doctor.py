@@ -126,6 +126,13 @@ def test_without_any_package_the_doctor_still_answers(bare: Diagnosis) -> None:
         assert name in bare.printed
 
 
+def test_the_verb_works_without_any_package() -> None:
+    code = "import sys; from embodied import cli; sys.exit(cli.main(['doctor', '--probe', 'vulkan']))"
+    command = [sys.executable, "-S", "-c", code]  # -S: the standard library alone
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": ""})
+    assert result.returncode == 0 and "Traceback" not in result.stderr, result.stderr
+
+
 def test_a_version_other_than_the_pinned_one_is_a_warning(odd: Diagnosis) -> None:
     pin = doctor.pinned_versions()["tyro"]
     assert (odd["tyro"]["status"], odd["tyro"]["found"]) == ("warning", f"0.0.1, tested with {pin}")
