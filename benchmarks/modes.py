@@ -21,7 +21,7 @@ from embodied.planning.comparison_page import comparison_table
 from embodied.reporting.plan_picture import draw_bars
 
 SHORT_LIBERO = {
-    "ppo": {"decisions": 4},
+    "rollout": {"decisions": 4},
     "env": {"max_episode_steps": 32, "num_envs": 4, "cameras": 1, "image_size": 64},
 }
 """One iteration is one episode of four decisions: seconds instead of half a minute."""
@@ -31,11 +31,11 @@ DEEP = {
 }  # fmt: skip
 """An image policy widened and deepened until it takes longer than the simulator."""
 
-HEAVY = {**SHORT_LIBERO, "policy": {"options": DEEP}, "learner": {"epochs": 1}}
+HEAVY = {**SHORT_LIBERO, "policy": {"options": DEEP}, "optim": {"epochs": 1}}
 
 WORKLOADS: dict[str, tuple[str, dict[str, Any]]] = {
     "PushCube, states": ("pushcube", {}),
-    "PushCube, pixels, small policy": ("pushcube_rgb", {"ppo": {"decisions": 8}}),
+    "PushCube, pixels, small policy": ("pushcube_rgb", {"rollout": {"decisions": 8}}),
     "LIBERO, pixels, small policy": ("libero_spatial_ppo", SHORT_LIBERO),
     "LIBERO, pixels, deep policy": ("libero_spatial_ppo", HEAVY),
     # Disaggregated plans alone run ahead: the learner's time disappears behind the rollout's.
@@ -44,7 +44,7 @@ WORKLOADS: dict[str, tuple[str, dict[str, Any]]] = {
     # where it ended early its time would be another each time.
     "PushCube, states, one step ahead": (
         "pushcube",
-        {"learner": {"epochs": 24}, "ppo": {"target_kl": None}, "plan": {"ahead": True}},
+        {"optim": {"epochs": 24, "target_kl": None}, "plan": {"ahead": True}},
     ),
 }
 

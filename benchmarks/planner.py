@@ -25,6 +25,7 @@ from schedulers import (
     Cluster,
     Component,
     ComponentProfile,
+    DeviceRange,
     Edge,
     Loop,
     Mode,
@@ -34,7 +35,6 @@ from schedulers import (
     Plan,
     Point,
     Profile,
-    Span,
     Workflow,
 )
 
@@ -105,7 +105,7 @@ def rollout_and_training(name: str, items: int, rounds: int) -> Workflow:
         name,
         (Component("physics", "simulates and renders"), Component("policy"), Component("learner")),
         (Edge("physics", "policy", "frames"), Edge("policy", "learner", "trajectories")),
-        Loop(("physics", "policy"), rounds),
+        (Loop(("physics", "policy"), rounds),),
         items,
     )
 
@@ -144,9 +144,9 @@ def machines(gpus: int) -> Cluster:
     return Cluster(tuple(Node(f"node{i}", 96, 8, accelerator_bytes=80e9) for i in range(gpus // 8)))
 
 
-def _share(gpus: int, first: int, count: int) -> tuple[Span, ...]:
+def _share(gpus: int, first: int, count: int) -> tuple[DeviceRange, ...]:
     """The same `count` accelerators of every machine."""
-    return tuple(Span(f"node{i}", "accelerators", first, count) for i in range(gpus // 8))
+    return tuple(DeviceRange(f"node{i}", "accelerators", first, count) for i in range(gpus // 8))
 
 
 def in_halves(workload: str, gpus: int) -> Plan:
@@ -154,7 +154,7 @@ def in_halves(workload: str, gpus: int) -> Plan:
     items = published(workload)[0].items
     loop = (Placement(("physics",), _share(gpus, 0, 4)), Placement(("policy",), _share(gpus, 4, 4)))
     rest = (Placement(("learner",), _share(gpus, 0, 8)),)
-    return Plan(workload, "hybrid", (Phase(loop, items), Phase(rest, items)), groups=2)
+    return Plan(workload, "hybrid", (Phase(loop, items), Phase(rest, items)), groups=(2,))
 
 
 def in_quarters(workload: str, gpus: int) -> Plan:
@@ -166,7 +166,7 @@ def in_quarters(workload: str, gpus: int) -> Plan:
         Placement(("policy",), _share(gpus, 2, 2)),
         Placement(("learner",), _share(gpus, 4, 4)),
     )
-    return Plan(workload, "disaggregated", (Phase(placements, items),), groups=2)
+    return Plan(workload, "disaggregated", (Phase(placements, items),), groups=(2,))
 
 
 def against_published(workload: str) -> list[dict[str, Any]]:
@@ -213,17 +213,17 @@ def large(kind: str, seed: int) -> tuple[Workflow, Profile, Cluster]:
         edges = [Edge(source, target, "samples", "micro_batch") for source, target in pairs]
         inner = [Edge("physics", "render", "scenes"), Edge("render", "policy", "frames")]
         edges = [*inner, *edges, Edge("learner", "sync", "weights")]
-        loop = Loop(("physics", "render", "policy"), 80)
+        loops: tuple[Loop, ...] = (Loop(("physics", "render", "policy"), 80),)
     else:
         names = tuple(f"part{i}" for i in range(int(kind.removeprefix("chain"))))
         edges = [Edge(a, b, "samples", "micro_batch") for a, b in zip(names, names[1:], strict=False)]
-        loop = None
+        loops = ()
     items = 4096
-    workflow = Workflow(kind, tuple(Component(name) for name in names), tuple(edges), loop, items)
+    workflow = Workflow(kind, tuple(Component(name) for name in names), tuple(edges), loops, items)
     components = {}
     for name in names:
         fixed, each = random.uniform(0.02, 1.0), random.uniform(0.01, 0.5)
-        if loop and name in loop.components:
+        if any(name in loop.components for loop in loops):
             fixed, each = fixed / 10, each / 40
         lost = random.choice([0.0, 0.002, 0.01, 0.05])
         devices = [1, 8, 64, 256, 1024]

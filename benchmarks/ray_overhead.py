@@ -22,7 +22,7 @@ import tyro
 from embodied.bench.results import show_and_write
 from embodied.tracing import ITERATIONS, load
 
-ONE_BY_ONE = ("--farm.physics-workers", "1", "--farm.stages", "1")
+ONE_BY_ONE = ("--farm.physics-workers", "1", "--farm.groups", "1")
 WAYS = {
     "inline": ("--runtime.mode", "inline", *ONE_BY_ONE),
     "ray": ("--runtime.mode", "ray", *ONE_BY_ONE),

@@ -1,7 +1,7 @@
 """Everything a user can set, with its default and its meaning in one place.
 
 A YAML file in `configs/` says what differs from here; the command line overrides it
-(`--ppo.clip 0.1`). Unknown keys are refused with the nearest valid one.
+(`--loss.clip 0.1`). Unknown keys are refused with the nearest valid one, those of earlier versions with today's.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from embodied import migration
 from embodied.errors import UserError, nearest
 from sim_farm.contract import Gripper, Orientation
 
@@ -60,8 +61,8 @@ class FarmConfig(Section):
     """Nodes of the Ray cluster, by name or address, over which physics workers are dealt out; none: this one."""
     devices: tuple[int, ...] = ()
     """EGL devices (GPUs) that draw MuJoCo's pictures, dealt out to the workers in turn; none: the first."""
-    stages: Annotated[int, Field(ge=1)] = 2
-    """Groups of environments: one is simulated while another is inferred."""
+    groups: Annotated[int, Field(ge=1)] = 2
+    """Groups of environments of each task: one is simulated while another is inferred."""
     pin: bool = True
     """Pin each physics and render worker to a CPU core of its own."""
 
@@ -92,18 +93,42 @@ class PolicyConfig(Section):
         return {**self.options, "checkpoint": str(HERE / named)}
 
 
-class PPOConfig(Section):
+class RolloutConfig(Section):
     decisions: Annotated[int, Field(ge=1)] = 64
-    """Decisions per environment and iteration (the rollout's length)."""
+    """Decisions per environment and iteration, where a rollout is of decisions (ppo)."""
+    episodes_per_env: Annotated[int, Field(ge=1)] = 1
+    """Episodes of each environment per iteration, where a rollout is of whole episodes (grpo)."""
+    max_episodes_per_env: Annotated[int, Field(ge=1)] | None = None
+    """Roll out up to so many episodes of each environment until as many episode groups teach something as
+    `episodes_per_env` yields (DAPO's dynamic sampling)."""
+    episode_group: Annotated[int, Field(ge=2)] = 8
+    """Episodes of an episode group (grpo): the same task, the same beginning."""
+
+
+class AdvantageConfig(Section):
     gamma: Annotated[float, Field(ge=0, le=1)] = 0.99
     """Discount per decision (of each action, where `credit` is given to actions)."""
     lam: Annotated[float, Field(ge=0, le=1)] = 0.95
     """Lambda of the generalised advantage."""
     credit: Literal["chunk", "action"] = "chunk"
     """What has an advantage, and gamma and lam a step, of its own: a decision, or each of its actions, which takes a
-    policy with a value for each and a ratio_unit of no more than an action."""
+    policy with a value for each and a loss.ratio_unit of no more than an action."""
     bootstrap: Literal["truncated", "always"] = "truncated"
     """`always` also bootstraps the value where the task itself ended the episode."""
+    normalise: Literal["task", "run", "none"] = "task"
+    """What generalised advantages are normalised over: an iteration's decisions of each task by itself, or of all
+    tasks of the run; `none` leaves them as they are."""
+    outcome: Literal["success", "return"] = "success"
+    """What an episode of an episode group is judged by: 1 where it was solved, or its return."""
+    scale: Literal["group", "batch", "none"] = "group"
+    """What advantages of episodes are divided by: their episode group's deviation, the batch's, or nothing
+    (Dr.GRPO)."""
+    keep_rates: tuple[float, float] | None = None
+    """Leave out episode groups whose success rate is outside (SimpleVLA-RL, RLinf: 0.1 to 0.9); equal outcomes always
+    are."""
+
+
+class LossConfig(Section):
     clip: Annotated[float, Field(gt=0)] = 0.2
     """Clip range of the ratio, below one and (unless clip_high is set) above."""
     clip_high: Annotated[float, Field(gt=0)] | None = None
@@ -112,38 +137,20 @@ class PPOConfig(Section):
     """Bound of the loss for negative advantages; off unless set (3 is usual)."""
     ratio_unit: Literal["chunk", "action", "element"] = "chunk"
     """What a ratio is taken over: a whole chunk, one action of it, or one number of it."""
+    weight: Literal["decision", "episode"] = "decision"
+    """What counts alike in the loss (grpo): every decision, or every episode whatever its length."""
     value_clip: Annotated[float, Field(gt=0)] | None = 0.2
     """Clip range of the value prediction; None does not clip."""
     value_coef: float = 0.5
     """Weight of the value loss."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
-    normalise_advantages: bool = True
-    """Over the whole batch of an iteration."""
-    target_kl: float | None = None
-    """Ends an update early when a minibatch's approximate KL exceeds 1.5 times this."""
+    reference_kl: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the KL divergence to the frozen reference policy; read where the workflow has one (ppo_reference,
+    grpo_reference)."""
 
 
-class GroupConfig(Section):
-    """Workflows that learn from groups of episodes (grpo)."""
-
-    size: Annotated[int, Field(ge=2)] = 8
-    """Episodes of a group: the same task, the same beginning."""
-    waves: Annotated[int, Field(ge=1)] = 1
-    """Episodes of each environment per iteration; num_envs * waves / size groups."""
-    max_waves: Annotated[int, Field(ge=1)] | None = None
-    """Roll out up to so many waves until `waves` waves' worth of groups teach something (DAPO's dynamic sampling)."""
-    outcome: Literal["success", "return"] = "success"
-    """What an episode is judged by: 1 where it was solved, or its return."""
-    scale: Literal["group", "batch", "none"] = "group"
-    """What advantages are divided by: the group's deviation, the batch's, or nothing (Dr.GRPO)."""
-    keep_rates: tuple[float, float] | None = None
-    """Leave out groups whose success rate is outside (SimpleVLA-RL, RLinf: 0.1 to 0.9); equal outcomes always are."""
-    weight: Literal["decision", "episode"] = "decision"
-    """What counts alike in the loss: every decision, or every episode whatever its length."""
-
-
-class LearnerConfig(Section):
+class OptimConfig(Section):
     epochs: Annotated[int, Field(ge=1)] = 4
     """Passes over an iteration's rows."""
     minibatch: Annotated[int, Field(ge=0)] = 256
@@ -163,6 +170,8 @@ class LearnerConfig(Section):
     """Gradients are scaled down to this norm."""
     non_finite_limit: int = 3
     """Consecutive skipped steps (loss or gradient not finite) after which the run ends."""
+    target_kl: float | None = None
+    """Ends an update early when a minibatch's approximate KL exceeds 1.5 times this."""
     threads: Annotated[int, Field(ge=0)] = 0
     """CPU threads of the update; 0 takes one per core."""
 
@@ -175,7 +184,7 @@ class SFTConfig(Section):
     steps: Annotated[int, Field(ge=1)] = 1000
     """Optimiser steps."""
     batch: Annotated[int, Field(ge=1)] = 64
-    """Env steps whose action chunks are learned at once; learner.micro_batch divides it."""
+    """Env steps whose action chunks are learned at once; optim.micro_batch divides it."""
     lr: Annotated[float, Field(gt=0)] = 3e-4
     """Learning rate of the first step; it falls linearly to zero."""
     holdout: Annotated[float, Field(ge=0, lt=1)] = 0.1
@@ -219,7 +228,7 @@ class PlanConfig(Section):
     """When and where: see docs/planning.md."""
 
     mode: Literal["configured", "auto", "collocated", "disaggregated", "hybrid"] = "configured"
-    """`configured`: as `farm` and `learner` say. Else the best plan of that mode, or of all modes (`auto`)."""
+    """`configured`: as `farm` and `optim` say. Else the best plan of that mode, or of all modes (`auto`)."""
     file: Path | None = None
     """Run this plan instead (a plan.json, perhaps edited)."""
     profile: Path | None = None
@@ -249,12 +258,13 @@ class Config(Section):
     """Iterations between checkpoints; the last iteration always writes one."""
     env: EnvConfig = EnvConfig()
     farm: FarmConfig = FarmConfig()
-    also: tuple[dict[str, Any], ...] = ()
-    """Further tasks of the run, each as what differs from `env`; each is planned by itself."""
+    extra_tasks: tuple[dict[str, Any], ...] = ()
+    """Further tasks of the run, each as what differs from `env`."""
     policy: PolicyConfig = PolicyConfig()
-    ppo: PPOConfig = PPOConfig()
-    group: GroupConfig = GroupConfig()
-    learner: LearnerConfig = LearnerConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    advantage: AdvantageConfig = AdvantageConfig()
+    loss: LossConfig = LossConfig()
+    optim: OptimConfig = OptimConfig()
     sft: SFTConfig = SFTConfig()
     eval: EvalConfig = EvalConfig()
     plan: PlanConfig = PlanConfig()
@@ -272,37 +282,54 @@ def shipped_configs() -> dict[str, str]:
 
 
 def load_config(reference: str) -> Config:
-    """The configuration called `reference` in `configs/`, or in the YAML file of that path. Raises `UserError`."""
+    """The configuration called `reference` in `configs/`, or in the YAML file of that path, which may be what a run
+    saved in its folder. Raises `UserError`."""
     path = Path(reference)
     if path.suffix not in (".yaml", ".yml"):
         path = CONFIGS / f"{reference}.yaml"
     if not path.is_file():
         known = sorted(p.stem for p in CONFIGS.glob("*.yaml"))
         raise UserError(f"no configuration {reference!r}{nearest(reference, known)}")
-    try:
-        data = yaml.safe_load(path.read_text()) or {}
-    except yaml.YAMLError as error:
-        raise UserError(f"{path} is not valid YAML: {error}") from error
-    if not isinstance(data, dict):
-        raise UserError(f"{path} must hold keys and values, not {type(data).__name__}")
-    return parse_config(data, str(path))
+    if path.name == "config.yaml" and (path.parent / "checkpoints").is_dir():
+        return saved_config(path)
+    return parse_config(_mapping(path), str(path))
 
 
 def parse_config(data: dict[str, Any], source: str) -> Config:
-    """A configuration from plain data; unknown keys and wrong values are named, with the nearest valid key."""
+    """A configuration from plain data in today's keys.
+
+    Raises `UserError`, which names unknown keys, with the nearest valid one or what they are called now, and wrong
+    values.
+    """
     try:
-        return Config.model_validate(data)
+        if "version" in data:
+            migration.check_version(data["version"])
+        return Config.model_validate({key: value for key, value in data.items() if key != "version"})
+    except UserError as error:
+        raise UserError(f"{source}: {error}") from error
     except ValidationError as error:
         raise UserError(f"{source}: " + "; ".join(_explain(item) for item in error.errors())) from error
 
 
 def save_config(config: Config, path: Path) -> None:
-    """The resolved configuration: every key, so that a later default cannot change what the run was."""
-    path.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+    """The resolved configuration: every key, so that a later default cannot change what the run was, and which version
+    of the keys they are."""
+    data = {"version": migration.VERSION, **config.model_dump(mode="json")}
+    path.write_text(yaml.safe_dump(data, sort_keys=False))
+
+
+def saved_config(path: Path) -> Config:
+    """What `save_config` wrote to the file, now or in an earlier version. Raises `UserError`."""
+    data = _mapping(path)
+    try:
+        data = migration.migrate(data)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+    return parse_config(data, str(path))
 
 
 def all_keys() -> list[str]:
-    """Every key as it is written on the command line: `ppo.clip`."""
+    """Every key as it is written on the command line: `loss.clip`."""
     keys: list[str] = []
 
     def walk(model: type[BaseModel], prefix: str) -> None:
@@ -317,8 +344,18 @@ def all_keys() -> list[str]:
     return keys
 
 
+def _mapping(path: Path) -> dict[str, Any]:
+    try:
+        data = yaml.safe_load(path.read_text()) or {}
+    except yaml.YAMLError as error:
+        raise UserError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(data, dict):
+        raise UserError(f"{path} must hold keys and values, not {type(data).__name__}")
+    return data
+
+
 def _explain(item: Any) -> str:
     key = ".".join(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden":
-        return f"unknown key {key!r}{nearest(key, all_keys())}"
+        return migration.renamed(key, item["input"]) or f"unknown key {key!r}{nearest(key, all_keys())}"
     return f"{key}: {item['msg']} (got {item['input']!r})"

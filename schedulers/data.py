@@ -18,8 +18,8 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 from schedulers.cluster import Cluster
 from schedulers.errors import PlanError, nearest
 from schedulers.graph import graph_of
-from schedulers.layout import span_from, span_text
-from schedulers.plan import Plan, Span
+from schedulers.layout import range_from, range_text
+from schedulers.plan import DeviceRange, Plan
 from schedulers.profile import Profile
 from schedulers.validation import check_cluster
 from schedulers.workflow import Workflow
@@ -33,7 +33,10 @@ KINDS: dict[type, str] = {Workflow: "workflow", Profile: "profile", Cluster: "cl
 
 def to_data(value: Workflow | Profile | Cluster | Plan) -> dict[str, Any]:
     """As plain data for JSON; `from_data` gives back an equal value."""
-    return {"format": FORMAT, "kind": KINDS[type(value)], **_plain(value)}
+    data = {"format": FORMAT, "kind": KINDS[type(value)], **_plain(value)}
+    if isinstance(value, Plan) and len(value.groups) == 1:
+        data["groups"] = value.groups[0]
+    return data
 
 
 def from_data(kind: type[T], data: Any) -> T:
@@ -54,6 +57,8 @@ def from_data(kind: type[T], data: Any) -> T:
         raise PlanError(f"this {what} has format {version!r}; this version reads format {FORMAT}")
     if kind is Cluster:
         data = _with_equal_nodes(data)
+    if kind is Plan and isinstance(data.get("groups"), int):
+        data["groups"] = [data["groups"]]
     value = _read(kind, data, what)
     assert isinstance(value, kind)
     _check(value)
@@ -81,8 +86,8 @@ def load(kind: type[T], path: str | Path) -> T:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Span):
-        return span_text(value)
+    if isinstance(value, DeviceRange):
+        return range_text(value)
     if is_dataclass(value):
         pairs = ((field, getattr(value, field.name)) for field in fields(value))
         return {field.name: _plain(item) for field, item in pairs if not _unsaid(field, item)}
@@ -130,8 +135,8 @@ def _hints(kind: type) -> dict[str, Any]:
 
 def _read(hint: Any, value: Any, where: str) -> Any:
     origin, arguments = get_origin(hint), get_args(hint)
-    if hint is Span:
-        return span_from(value)
+    if hint is DeviceRange:
+        return range_from(value)
     if is_dataclass(hint):
         return _read_fields(hint, value, where)  # type: ignore[arg-type]
     if origin in (Union, UnionType):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from schedulers.errors import PlanError, nearest
 from schedulers.workflow import Edge, Workflow
@@ -15,9 +15,12 @@ class Graph:
     """A checked workflow, its components in an order in which each comes after all that it needs."""
 
     names: tuple[str, ...]
+    loops: tuple[tuple[str, ...], ...]
+    """The components of each loop, in its order."""
     loop: tuple[str, ...]
+    """Those of all loops. They work in one phase."""
     edges: tuple[Edge, ...]
-    """All but those inside the loop."""
+    """All but those inside the loops."""
     divisible: frozenset[str]
     """Components that a `micro_batch` edge touches: they work part by part. Others work once, on all items."""
     closing: tuple[str, ...]
@@ -28,6 +31,16 @@ class Graph:
     barred: dict[str, frozenset[str]]
     """Of that, what cannot begin before the component is done with all items."""
 
+    @cached_property
+    def common(self) -> frozenset[str]:
+        """Components of several loops."""
+        return frozenset(name for name in self.loop if sum(name in loop for loop in self.loops) > 1)
+
+    @property
+    def several(self) -> bool:
+        """Whether there is more than one loop."""
+        return len(self.loops) > 1
+
     def position(self, name: str) -> int:
         return self.names.index(name)
 
@@ -36,7 +49,7 @@ class Graph:
 
     @property
     def nodes(self) -> tuple[tuple[str, ...], ...]:
-        """The graph's nodes with the loop collapsed into one, in order."""
+        """The graph's nodes with the loops collapsed into one, in order."""
         result: list[tuple[str, ...]] = []
         for name in self.names:
             if name not in self.loop:
@@ -50,22 +63,24 @@ class Graph:
 def graph_of(workflow: Workflow) -> Graph:
     """The workflow's graph.
 
-    Raises `PlanError` for a workflow that contradicts itself: unknown or repeated names, a cycle outside the
-    loop, items that do not divide into waves.
+    Raises `PlanError` for a workflow that contradicts itself: unknown or repeated names, a loop without components,
+    an edge between the loops of two tasks, a cycle outside the loops, items that do not divide into episodes.
     """
     names = workflow.names
     _check_names(workflow)
-    loop = workflow.loop.components if workflow.loop else ()
-    inside = set(loop)
+    loops = tuple(loop.components for loop in workflow.loops)
+    inside = {name for loop in loops for name in loop}
     outer = tuple(edge for edge in workflow.edges if not {edge.source, edge.target} <= inside)
     before = {name: set[str]() for name in names}
     for edge in outer:
         before[edge.target].add(edge.source)
-    for first, second in zip(loop, loop[1:], strict=False):
-        before[second].add(first)
-    for name in loop[1:]:  # What the loop needs it needs at its beginning.
-        before[loop[0]] |= before[name] - inside
-    order = _topological(workflow.name, names, before, loop)
+    for loop in loops:
+        for first, second in zip(loop, loop[1:], strict=False):
+            before[second].add(first)
+    needed = set[str]().union(*(before[name] - inside for name in inside))
+    for loop in loops:  # What the loops need they need at their beginning.
+        before[loop[0]] |= needed
+    order = _topological(workflow.name, names, before, inside)
     edges = tuple(edge for edge in outer if edge.source != edge.target)
     divisible = frozenset(
         name
@@ -82,13 +97,14 @@ def graph_of(workflow: Workflow) -> Graph:
                 after[name] |= {edge.target} | after[edge.target]
                 whole = edge.flow == "barrier" or edge.target in inside
                 barred[name] |= {edge.target} | after[edge.target] if whole else barred[edge.target]
-        for other in loop[loop.index(name) + 1 :] if name in inside else ():
-            after[name].add(other)
+        for loop in loops:
+            after[name] |= set(loop[loop.index(name) + 1 :]) if name in loop else set()
     follows = {edge.target for edge in edges if edge.source not in inside}
     closing = tuple(name for name in order if name in follows and not after[name] and name not in inside)
     return Graph(
         order,
-        loop,
+        loops,
+        tuple(name for name in order if name in inside),
         edges,
         divisible,
         closing,
@@ -104,14 +120,18 @@ def _check_names(workflow: Workflow) -> None:
     for name in names:
         if names.count(name) > 1:
             raise PlanError(f"{where} declares component {name!r} twice")
-    used = [name for edge in workflow.edges for name in (edge.source, edge.target)]
-    for name in [*used, *(workflow.loop.components if workflow.loop else ())]:
+    ends = [(edge, name) for edge in workflow.edges for name in (edge.source, edge.target)]
+    used = [(name, f"edge {edge.source}>{edge.target}") for edge, name in ends]
+    used += [(name, "its loop") for loop in workflow.loops for name in loop.components]
+    for name, what in used:
         if name not in names:
-            raise PlanError(f"{where} names a component {name!r} that it does not declare{nearest(name, names)}")
-    if workflow.items < 1 or workflow.waves < 1 or workflow.items % workflow.waves:
-        raise PlanError(f"{where}: {workflow.items} items do not divide into {workflow.waves} waves")
-    if workflow.loop and (workflow.loop.steps < 1 or not workflow.loop.components):
-        raise PlanError(f"{where}: a loop needs components and at least one step")
+            near = nearest(name, names)
+            raise PlanError(f"{where} names a component {name!r} in {what}, but does not declare it{near}")
+    if workflow.items < 1 or workflow.episodes_per_env < 1 or workflow.items % workflow.episodes_per_env:
+        raise PlanError(
+            f"{where}: {workflow.items} items do not divide into {workflow.episodes_per_env} episodes per environment"
+        )
+    _check_loops(workflow, where)
     for edge in workflow.edges:
         if edge.unit < 1 or workflow.items % edge.unit:
             raise PlanError(
@@ -120,8 +140,39 @@ def _check_names(workflow: Workflow) -> None:
             )
 
 
+def _check_loops(workflow: Workflow, where: str) -> None:
+    loops = workflow.loops
+    for number, loop in enumerate(loops):
+        whose = f"the loop of {workflow.task(number)}" if len(loops) > 1 else "the loop"
+        if not loop.components or loop.steps < 1:
+            raise PlanError(f"{where}: {whose} needs components and at least one step")
+        if len(set(loop.components)) < len(loop.components):
+            raise PlanError(f"{where}: {whose} names a component twice: {', '.join(loop.components)}")
+        if loop.items % workflow.episodes_per_env:
+            raise PlanError(
+                f"{where}: the {loop.items} items of {whose} do not divide into {workflow.episodes_per_env} episodes "
+                "per environment"
+            )
+    given = [loop.items for loop in loops]
+    if len(loops) > 1 and (sum(given) != workflow.items or min(given) < 1):
+        raise PlanError(
+            f"{where} has {workflow.items} items, but its loops have {' + '.join(map(str, given))}; give each loop its "
+            "own, and the workflow their sum"
+        )
+    if len(loops) == 1 and given[0] not in (0, workflow.items):
+        raise PlanError(f"{where} has {workflow.items} items, but its only loop {given[0]}; leave out the loop's")
+    inside = {name for loop in loops for name in loop.components}
+    for edge in workflow.edges:
+        pair = {edge.source, edge.target}
+        if pair <= inside and not any(pair <= set(loop.components) for loop in loops):
+            raise PlanError(
+                f"{where}: edge {edge.source}>{edge.target} joins the loops of two tasks; these meet in the "
+                "components that they share, and outside the loops"
+            )
+
+
 def _topological(
-    workflow: str, names: tuple[str, ...], before: dict[str, set[str]], loop: tuple[str, ...]
+    workflow: str, names: tuple[str, ...], before: dict[str, set[str]], inside: set[str]
 ) -> tuple[str, ...]:
     order: list[str] = []
     while len(order) < len(names):
@@ -132,8 +183,8 @@ def _topological(
                 f"workflow {workflow!r} has a cycle outside its loop, through some of {', '.join(stuck)}; "
                 "edges that close the loop are not listed"
             )
-        # The loop stays in one piece.
-        begun = [name for name in ready if name in loop and name != loop[0]]
+        # The loops stay in one piece.
+        begun = [name for name in ready if name in inside] if inside & set(order) else []
         order.append((begun or ready)[0])
     return tuple(order)
 

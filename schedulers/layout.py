@@ -9,14 +9,14 @@ from itertools import accumulate
 from schedulers.cluster import Cluster, Node
 from schedulers.errors import PlanError, nearest
 from schedulers.memory import ROUNDING, devices_of, share_bytes
-from schedulers.plan import Span
+from schedulers.plan import DeviceRange
 from schedulers.profile import Pool
 from schedulers.times import POOLS
 
 
 def lay_out(
     cluster: Cluster, pool: Pool, counts: Sequence[int], bound: Sequence[bool], needs: Sequence[float]
-) -> list[tuple[Span, ...]]:
+) -> list[tuple[DeviceRange, ...]]:
     """Devices for each of several placements that work at the same time.
 
     On a cluster with a home, that comes first: for those that are `bound` to it, then, with what is left there and
@@ -33,7 +33,7 @@ def lay_out(
         shares = [count // len(nodes) for count in counts]
         firsts = accumulate(shares, initial=0)
         return [
-            tuple(Span(node.name, pool, first, share) for node in nodes)
+            tuple(DeviceRange(node.name, pool, first, share) for node in nodes)
             for first, share in zip(firsts, shares, strict=False)
         ]
     taken = {node.name: 0 for node in nodes}
@@ -54,13 +54,13 @@ def _holds(node: Node, pool: Pool, need: float) -> bool:
     return need <= share_bytes(node, pool) * (1 + ROUNDING)
 
 
-def _take(nodes: Sequence[Node], pool: Pool, count: int, taken: dict[str, int]) -> tuple[Span, ...]:
+def _take(nodes: Sequence[Node], pool: Pool, count: int, taken: dict[str, int]) -> tuple[DeviceRange, ...]:
     """So many devices of these nodes, in order, after those that are taken; these are taken then too."""
     spans = []
     for node in nodes:
         mine = min(devices_of(node, pool) - taken[node.name], count)
         if mine > 0:
-            spans.append(Span(node.name, pool, taken[node.name], mine))
+            spans.append(DeviceRange(node.name, pool, taken[node.name], mine))
             taken[node.name] += mine
             count -= mine
     if count:
@@ -68,14 +68,14 @@ def _take(nodes: Sequence[Node], pool: Pool, count: int, taken: dict[str, int]) 
     return tuple(spans)
 
 
-def span_text(span: Span) -> str:
+def range_text(span: DeviceRange) -> str:
     """`node0:cores:0-3`; of one device `node0:cores:2`."""
     last = span.first + span.count - 1
     return f"{span.node}:{span.pool}:{span.first}" + (f"-{last}" if span.count > 1 else "")
 
 
-def span_from(text: object) -> Span:
-    """The span that `span_text` wrote; raises `PlanError` for anything else."""
+def range_from(text: object) -> DeviceRange:
+    """The span that `range_text` wrote; raises `PlanError` for anything else."""
     found = re.fullmatch(r"(.+):([a-z]+):(\d+)(?:-(\d+))?", text) if isinstance(text, str) else None
     if not found:
         raise PlanError(f"devices are given as node:pool:first-last, for example node0:cores:0-3, not {text!r}")
@@ -85,15 +85,15 @@ def span_from(text: object) -> Span:
     begin, end = int(first), int(last or first)
     if end < begin:
         raise PlanError(f"{text!r} ends before it begins")
-    return Span(node, "cores" if pool == "cores" else "accelerators", begin, end - begin + 1)
+    return DeviceRange(node, "cores" if pool == "cores" else "accelerators", begin, end - begin + 1)
 
 
-def spans_text(spans: Iterable[Span]) -> str:
+def ranges_text(spans: Iterable[DeviceRange]) -> str:
     """In words for people: equal ranges of many nodes are put together."""
     spans = list(spans)
     ranges: dict[str, list[str]] = {}
     for span in spans:
-        ranges.setdefault(span_text(span).removeprefix(span.node + ":"), []).append(span.node)
+        ranges.setdefault(range_text(span).removeprefix(span.node + ":"), []).append(span.node)
     parts = []
     for where, nodes in ranges.items():
         name = nodes[0] if len(nodes) == 1 else f"{nodes[0]}..{nodes[-1]} ({len(nodes)} nodes)"

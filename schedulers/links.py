@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from schedulers.cluster import Cluster
 from schedulers.errors import PlanError
 from schedulers.plan import Phase
-from schedulers.shape import Shape
+from schedulers.shape import LoopShape, Shape
 from schedulers.times import Problem
 from schedulers.workflow import Workflow
 
@@ -26,38 +27,47 @@ def cost(problem: Problem, source: Nodes, target: Nodes, size: float) -> float:
     return problem.cluster.link_s + size / problem.cluster.link_bytes_per_s / min(len(source), len(target))
 
 
-def loop_ways(problem: Problem, shape: Shape, nodes: Sequence[Nodes]) -> tuple[float, ...]:
-    """`Shape.ways` where each placement is on these nodes: one message a group and visit, with all that is sent."""
-    if free(problem.cluster) or len({nodes[visit.placement] for visit in shape.visits}) < 2:
+def with_ways(problem: Problem, shape: Shape, nodes: Sequence[Nodes]) -> Shape:
+    """The shape with what messages cost where each placement is on these nodes."""
+    loops = tuple(replace(loop, ways=_loop_ways(problem, loop, nodes)) for loop in shape.loops)
+    return replace(shape, loops=loops) if loops != shape.loops else shape
+
+
+def _loop_ways(problem: Problem, loop: LoopShape, nodes: Sequence[Nodes]) -> tuple[float, ...]:
+    """`LoopShape.ways`: one message a group and visit, with all that is sent."""
+    if free(problem.cluster) or len({nodes[visit.placement] for visit in loop.visits}) < 2:
         return ()
-    where = {name: nodes[visit.placement] for visit in shape.visits for name in visit.components}
-    items = problem.wave_items / shape.groups
+    where = {name: nodes[visit.placement] for visit in loop.visits for name in visit.components}
+    items = problem.environments[loop.visits[0].loop] / loop.groups
     result = []
-    for i, visit in enumerate(shape.visits):
-        before = shape.visits[i - 1]
+    for i, visit in enumerate(loop.visits):
+        before = loop.visits[i - 1]
         size = _sent(problem.profile.transfers, before.components, where)
         result.append(cost(problem, nodes[before.placement], nodes[visit.placement], size * items))
     return tuple(result)
 
 
 def check_travelling(workflow: Workflow, cluster: Cluster) -> None:
-    """Raises `PlanError` where some components that travel could stay while others leave, at different prices."""
+    """Raises `PlanError` where some components of a task that travel could stay while others leave, at different
+    prices."""
     names = [name for name in workflow.names if name in workflow.travelling]
-    if cluster.home is not None and len(cluster.nodes) > 1 and not free(cluster) and len(names) > 1:
+    own = [[name for name in names if name in loop.components] for loop in workflow.loops] or [names]
+    alone = len(names) == len({name for mine in own for name in mine}) and max(map(len, own)) <= 1
+    if cluster.home is not None and len(cluster.nodes) > 1 and not free(cluster) and len(names) > 1 and not alone:
         raise PlanError(
             f"{', '.join(names)} of workflow {workflow.name!r} travel, but plans for a cluster with a home and links "
-            "that take time are for one component that does; leave travels=True to one of them"
+            "that take time are for one component of each task that does; leave travels=True to one of them"
         )
 
 
-def travelled(problem: Problem, shape: Shape) -> tuple[float, ...]:
-    """`Shape.ways` where all placements that can travel do: what it costs to have anything elsewhere, since where
-    messages take time no more than one component travels (`check_travelling`)."""
+def travelled(problem: Problem, shape: Shape) -> Shape:
+    """The shape where all placements that can travel do: what it costs to have anything elsewhere, since where
+    messages take time no more than one component of a task travels (`check_travelling`)."""
     home = problem.cluster.home
     if home is None or len(problem.cluster.nodes) < 2:
-        return ()
+        return shape
     away = "away from " + home
-    return loop_ways(
+    return with_ways(
         problem, shape, [frozenset({home if problem.bound(names) else away}) for names in shape.placements]
     )
 

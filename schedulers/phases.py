@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -14,6 +14,7 @@ from schedulers.memory import levels
 from schedulers.profile import Pool
 from schedulers.search import SLACK, Allocation, Caps
 from schedulers.shape import Shape, shape_of
+from schedulers.task_search import TaskSearch, family
 from schedulers.times import POOLS, Problem, resident_bytes, switch_seconds
 
 Kind = Literal["turns", "apart"]
@@ -31,6 +32,19 @@ class Solved:
     counts: tuple[int, ...] = ()
     switch_s: float = 0.0
     """To load the components before and unload them after."""
+
+
+def group_options(problem: Problem, number: int, placements: Sequence[tuple[str, ...]]) -> list[int]:
+    """Into how many groups a loop's environments may be divided. A loop that is in one placement has one group, unless
+    it was measured with more."""
+    loop = problem.graph.loops[number]
+    alone = any(set(loop) <= set(names) for names in placements)
+    measured = {entry.groups for entry in problem.profile.together if set(entry.components) == set(loop)}
+    return [
+        groups
+        for groups in problem.groups
+        if problem.environments[number] % groups == 0 and (groups == 1 or not alone or groups in measured)
+    ]
 
 
 class Phases:
@@ -65,6 +79,8 @@ class Phases:
         return list(seen.values())
 
     def _solve(self, components: frozenset[str], kind: Kind, switching: bool, caps: Caps) -> Solved:
+        if self.problem.graph.several and self.problem.graph.loop[0] in components:
+            return self._solve_tasks(components, kind, switching, caps)
         candidates = [Allocation(self.problem, shape, caps) for shape in self.shapes(components, kind)]
         extra = [
             switch_seconds(self.problem, candidate.shape.placements) if switching else 0.0 for candidate in candidates
@@ -86,8 +102,22 @@ class Phases:
                 best = Solved(outcome.seconds + extra[i], 0.0, candidates[i].shape, outcome.counts, extra[i])
         return replace(best, bound=min(best.seconds, open_bound))
 
+    def _solve_tasks(self, components: frozenset[str], kind: Kind, switching: bool, caps: Caps) -> Solved:
+        def extra(blocks: Sequence[tuple[str, ...]]) -> float:
+            return switch_seconds(self.problem, tuple(blocks)) if switching else 0.0
+
+        def options(number: int, blocks: Sequence[tuple[str, ...]]) -> list[int]:
+            return group_options(self.problem, number, blocks)
+
+        parts = self._micro_batches(components)
+        found = TaskSearch(self.problem, components, kind, parts, options, caps, extra, self.deadline).solve()
+        cost = extra(found.shape.placements) if found.shape else 0.0
+        return Solved(found.seconds, found.bound, found.shape, found.counts, cost)
+
     def _partitions(self, components: frozenset[str], kind: Kind) -> list[tuple[tuple[str, ...], ...]]:
         graph, pools = self.problem.graph, self.problem.pools
+        if graph.several and graph.loop[0] in components:
+            return family(self.problem, components, kind)
         one = turns(graph, components, pools)
         if kind == "turns":
             return [one]
@@ -110,20 +140,14 @@ class Phases:
                 for micro_batch in self._micro_batches(components):
                     shape = shape_of(graph, problem.workflow, problem.profile, names, groups, micro_batch, ahead=ahead)
                     if shape is not None:
-                        ways = travelled(problem, shape)
-                        yield replace(shape, ways=ways) if ways else shape
+                        yield travelled(problem, shape)
 
-    def _groups(self, components: frozenset[str], names: tuple[tuple[str, ...], ...]) -> list[int]:
-        loop = self.problem.graph.loop
-        if not loop or loop[0] not in components:
-            return [1]
-        alone = any(set(loop) <= set(placement) for placement in names)
-        measured = {entry.groups for entry in self.problem.profile.together if set(entry.components) == set(loop)}
-        return [
-            groups
-            for groups in self.problem.groups
-            if self.problem.wave_items % groups == 0 and (groups == 1 or not alone or groups in measured)
-        ]
+    def _groups(self, components: frozenset[str], names: tuple[tuple[str, ...], ...]) -> list[tuple[int, ...]]:
+        """Of each loop; where the loops are not in the phase that does not matter."""
+        graph = self.problem.graph
+        if not graph.loops or graph.loop[0] not in components:
+            return [(1,) * len(graph.loops)]
+        return [(groups,) for groups in group_options(self.problem, 0, names)]
 
     def _micro_batches(self, components: frozenset[str]) -> list[int]:
         """Whole parts of the items that respect units, where a part can flow or has to fit in memory."""

@@ -13,7 +13,7 @@ MODES: tuple[Mode, ...] = ("collocated", "disaggregated", "hybrid")
 
 
 @dataclass(frozen=True)
-class Span:
+class DeviceRange:
     """Devices `first` to `first + count - 1` of one pool of one node; as text `node0:cores:0-3`."""
 
     node: str
@@ -24,15 +24,19 @@ class Span:
 
 @dataclass(frozen=True)
 class Placement:
-    """Components that share devices and take turns on them. Physics and render in one placement are fused."""
+    """Components that share devices and take turns on them.
+
+    Physics and render of one task in one placement are fused. Of several tasks in one placement, each has one worker
+    per device, and the tasks' groups take turns.
+    """
 
     components: tuple[str, ...]
-    devices: tuple[Span, ...]
+    devices: tuple[DeviceRange, ...]
 
     @property
     def count(self) -> int:
         """Devices."""
-        return sum(span.count for span in self.devices)
+        return sum(part.count for part in self.devices)
 
     @property
     def pool(self) -> Pool:
@@ -40,7 +44,7 @@ class Placement:
 
     @property
     def nodes(self) -> frozenset[str]:
-        return frozenset(span.node for span in self.devices)
+        return frozenset(part.node for part in self.devices)
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,13 @@ class Phase:
 
     placements: tuple[Placement, ...]
     micro_batch: int
-    """Items per part that flows along the phase's `micro_batch` edges."""
+    """Items of the iteration in each part that flows along the phase's `micro_batch` edges.
+
+    The executor hands a component that such an edge touches, outside the loops, so many items at a time: it makes
+    `items / micro_batch` calls an iteration, and passes each part on when it is done with it. Parts hold the items in
+    their order: by episode of the environments, then by task, then by environment. It divides the workflow's items, and
+    is a multiple of the `unit` of every edge that it flows along. The number of items: one part.
+    """
 
     @property
     def components(self) -> tuple[str, ...]:
@@ -69,13 +79,14 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Plan:
-    """Plan of one workflow (of one task, where a run mixes tasks)."""
+    """Plan of one workflow, with all of its tasks."""
 
     workflow: str
     mode: Mode
     phases: tuple[Phase, ...]
-    groups: int = 1
-    """Groups of environments that circulate in the loop (the farm's stages)."""
+    groups: tuple[int, ...] = (1,)
+    """Groups of environments that circulate in each loop, in the order of `Workflow.loops`. A placement serves the
+    group that is ready first, whatever its task. In JSON the number itself where there is one loop."""
     ahead: int = 0
     """1: the rollout of the next iteration runs while the learner works on this one, one update behind."""
     unload: bool = False
@@ -83,6 +94,10 @@ class Plan:
     prediction: Prediction | None = None
     why: tuple[str, ...] = ()
     """Sentences: why this mode, what the alternatives would cost, what would help most."""
+
+    def groups_of(self, loop: int) -> int:
+        """Groups of environments of one loop; 1 for loops that the plan says nothing of."""
+        return self.groups[loop] if loop < len(self.groups) else 1
 
     @property
     def classified(self) -> Mode:

@@ -16,7 +16,7 @@ from schedulers.layout import lay_out
 from schedulers.links import check_travelling
 from schedulers.memory import devices_of, thinned, uneven
 from schedulers.phases import Phases, Solved
-from schedulers.plan import MODES, Mode, Phase, Placement, Plan, Span
+from schedulers.plan import MODES, DeviceRange, Mode, Phase, Placement, Plan
 from schedulers.prediction import predict
 from schedulers.profile import Pool, Profile
 from schedulers.simulation import expected_seconds
@@ -75,8 +75,11 @@ def plan(
     if mode is not None:
         found = alternatives(workflow, profile, cluster, ahead, groups, parts, deadline_s)
 
+    # Of several tasks the deadline counts: what one more device would gain is not worth waiting as long for.
+    brief_s = deadline_s / 4 if len(workflow.loops) > 1 else deadline_s
+
     def again(larger: Cluster) -> Plan:
-        return plan(workflow, profile, larger, mode, ahead, groups, parts, deadline_s, explain=False)
+        return plan(workflow, profile, larger, mode, ahead, groups, parts, brief_s, explain=False)
 
     others = [candidate for plans in reached.plans for candidate in plans.values()]
     return replace(best, why=explained(best, found, others, workflow, profile, cluster, units_of(cluster), again))
@@ -213,12 +216,12 @@ def _modes(mode: Mode | None) -> Sequence[Mode]:
 
 
 def _plan_of(problem: Problem, mode: Mode, chain: Chain) -> Plan:
-    groups = max((solved.shape.groups for solved in chain.phases if solved.shape and solved.shape.visits), default=1)
+    groups = [tuple(loop.groups for loop in solved.shape.loops) for solved in chain.phases if solved.shape]
     result = Plan(
         workflow=problem.workflow.name,
         mode=mode,
         phases=tuple(_phase_of(problem, solved) for solved in chain.phases),
-        groups=groups,
+        groups=max(groups, default=()) or (1,),
         ahead=int(problem.ahead and mode == "disaggregated"),
         unload=chain.unload,
     )
@@ -228,7 +231,7 @@ def _plan_of(problem: Problem, mode: Mode, chain: Chain) -> Plan:
 
 def _phase_of(problem: Problem, solved: Solved) -> Phase:
     assert solved.shape is not None
-    spans: dict[int, tuple[Span, ...]] = {}
+    spans: dict[int, tuple[DeviceRange, ...]] = {}
     for pool in POOLS:
         members = [i for i, names in enumerate(solved.shape.placements) if problem.pools[names[0]] == pool]
         counts = [solved.counts[i] for i in members]

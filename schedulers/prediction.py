@@ -9,8 +9,9 @@ import numpy as np
 
 from schedulers.cluster import Cluster, Node
 from schedulers.errors import PlanError
-from schedulers.graph import graph_of
-from schedulers.links import loop_ways, rest_seconds
+from schedulers.graph import Graph, graph_of
+from schedulers.links import rest_seconds, with_ways
+from schedulers.network import completions
 from schedulers.plan import Phase, Plan, Prediction
 from schedulers.profile import Profile
 from schedulers.shape import Shape, shape_of
@@ -42,7 +43,13 @@ def phase_costs(plan: Plan, phase: Phase, problem: Problem) -> Costs:
     """Costs of one phase; raises `PlanError` where its placements wait for each other in a circle."""
     names = [problem.graph.ordered(placement.components) for placement in phase.placements]
     shape = shape_of(
-        problem.graph, problem.workflow, problem.profile, names, plan.groups, phase.micro_batch, ahead=plan.ahead > 0
+        problem.graph,
+        problem.workflow,
+        problem.profile,
+        names,
+        groups_of(plan, problem.graph),
+        phase.micro_batch,
+        ahead=plan.ahead > 0,
     )
     if shape is None:
         who = "; ".join(", ".join(placement) for placement in names)
@@ -69,11 +76,17 @@ def phase_costs(plan: Plan, phase: Phase, problem: Problem) -> Costs:
     }
     for visit, seconds in zip(shape.visits, visits, strict=True):
         # Measured together, the components of a visit share its time as they would in turn.
-        calls, alone = shape.rounds * shape.groups, sum(busy[name] for name in visit.components)
+        loop = shape.loops[visit.loop]
+        calls, batch = loop.rounds * loop.groups, problem.environments[visit.loop] / loop.groups
+        own = {
+            name: calls * float(component_seconds(problem, shape, name, batch, counts[visit.placement])[0])
+            for name in visit.components
+        }
+        alone = sum(own.values())
         for name in visit.components:
-            busy[name] *= calls * seconds / alone if alone else 1.0
+            busy[name] += own[name] * (calls * seconds / alone if alone else 1.0)
     return Costs(
-        replace(shape, ways=loop_ways(problem, shape, [placement.nodes for placement in phase.placements])),
+        with_ways(problem, shape, [placement.nodes for placement in phase.placements]),
         tuple(placement.count for placement in phase.placements),
         tuple(visits),
         tuple(segments),
@@ -83,20 +96,21 @@ def phase_costs(plan: Plan, phase: Phase, problem: Problem) -> Costs:
 
 
 def _busy(problem: Problem, shape: Shape, names: tuple[str, ...], count: np.ndarray) -> dict[str, float]:
+    """Of a placement's components, those of loops not counted yet."""
     result = {}
     for name in names:
         if name in problem.graph.loop:
-            batch: float = problem.wave_items / shape.groups
-            calls = shape.rounds * shape.groups
-        else:
-            batch = part_items(problem, shape, name)
-            calls = problem.workflow.items // int(batch)
+            result[name] = 0.0
+            continue
+        batch = part_items(problem, shape, name)
+        calls = problem.workflow.items // int(batch)
         result[name] = calls * float(component_seconds(problem, shape, name, batch, count)[0])
     return result
 
 
 def predict(plan: Plan, workflow: Workflow, profile: Profile, cluster: Cluster | None = None) -> Prediction:
-    """Seconds per iteration of any valid plan, by the closed cost laws, and where they go.
+    """Seconds per iteration of any valid plan, and where they go: by the closed cost laws, and of several loops by
+    playing their network.
 
     The lower bound of the result is the plan's own if it has a prediction, else 0: nothing is known about others.
     Raises `PlanError` for a plan that cannot run; `validate` says more about why.
@@ -114,6 +128,49 @@ def predict(plan: Plan, workflow: Workflow, profile: Profile, cluster: Cluster |
         switch_s=switch,
         lower_bound_s=min(known, total),
     )
+
+
+def predict_sequential(plan: Plan, workflow: Workflow, profile: Profile, cluster: Cluster | None = None) -> Prediction:
+    """What the same plan would take if the tasks were rolled out one after the other, each with its own placements and
+    groups, and nobody else at work beside it: for comparison with `predict`, which has them at the same time.
+
+    Each task takes what it takes alone; what follows the loops is the same. Of one task it is `predict`'s time. Busy
+    times are `predict`'s, and the lower bound is 0: it is one of overlapping plans.
+    """
+    problem = problem_of(plan, workflow, profile, cluster)
+    together = predict(plan, workflow, profile, cluster)
+    costs = [phase_costs(plan, phase, problem) for phase in plan.phases]
+    phases = tuple(_one_after_the_other(problem, cost) if cost.shape.several else cost.seconds for cost in costs)
+    return replace(together, iteration_s=sum(phases) + together.switch_s, phases_s=phases, lower_bound_s=0.0)
+
+
+def _one_after_the_other(problem: Problem, cost: Costs) -> float:
+    shape, now = cost.shape, 0.0
+    done: list[list[list[float]]] = []
+    for number, loop in enumerate(shape.loops):
+        rounds = completions([loop.circuit], [alone_calls(problem, cost, number)])[0]
+        done.append([[now + end for end in ends] for ends in rounds])
+        now += max(rounds[-1])
+    return float(shape.ending(now, shape.delivered(now, done), cost.segments)) + cost.transfer_s
+
+
+def alone_calls(problem: Problem, cost: Costs, number: int) -> list[float]:
+    """Seconds of each server of one loop's circuit while the other loops do not run."""
+    loop = cost.shape.loops[number]
+    where = {name: visit.placement for visit in loop.visits for name in visit.components}
+    beside = where if loop.groups > 1 and len(set(where.values())) > 1 else ()
+    shape = replace(cost.shape, beside=frozenset(beside))
+    times = [
+        float(visit_seconds(problem, shape, i, np.array([cost.counts[visit.placement]]))[0])
+        for i, visit in enumerate(shape.visits)
+        if visit.loop == number
+    ]
+    return loop.calls(times)
+
+
+def groups_of(plan: Plan, graph: Graph) -> tuple[int, ...]:
+    """Of each loop."""
+    return tuple(plan.groups_of(i) for i in range(len(graph.loops)))
 
 
 def switches(plan: Plan, costs: Sequence[Costs], problem: Problem) -> float:

@@ -106,7 +106,7 @@ class Profile:
     transfers: Mapping[str, float] = field(default_factory=dict)
     """Bytes per item on each edge, keyed `source>target`."""
     arrivals: tuple[float, ...] = ()
-    """Long tails: share of the loop's time at which 1/n, 2/n, ... of the items were complete; none: evenly by waves."""
+    """Long tails: share of the loop's time at which 1/n, 2/n, ... of the items were complete; none: evenly."""
 
     def together_seconds(self, components: tuple[str, ...], batch: float, devices: int, groups: int) -> float | None:
         """Measured seconds of one round of `batch` items, scaled in proportion from the nearest measured batch.

@@ -49,7 +49,7 @@ class Allocation:
 
     def __init__(self, problem: Problem, shape: Shape, caps: Caps) -> None:
         self.problem, self.shape = problem, shape
-        self.options = [_options(problem, shape, p, caps) for p in range(len(shape.placements))]
+        self.options = [options_of(problem, shape, p, caps) for p in range(len(shape.placements))]
         self.feasible = all(len(options.counts) for options in self.options)
         if self.feasible:
             self.units = {pool: len(problem.counts[pool]) for pool in POOLS}
@@ -237,7 +237,7 @@ class _Options:
         self.sums = np.zeros((len(self.counts), len(shape.runs) + 2))
         self.tops = np.zeros_like(self.sums)
         self.sums[:, 0] = self.tops[:, 0] = self.visits.sum(axis=0)
-        self.tops[:, -1] = shape.rounds * shape.groups * self.sums[:, 0]
+        self.tops[:, -1] = sum(loop.rounds * loop.groups for loop in shape.loops) * self.sums[:, 0]
         for i, row in zip(segments, self.segments, strict=True):
             self.tops[:, -1] += shape.segments[i].parts * row
             for column, run in enumerate(shape.runs, start=1):
@@ -275,7 +275,7 @@ class _Options:
         return counts[keep], keep + 1, times[:, keep]
 
 
-def _options(problem: Problem, shape: Shape, index: int, caps: Caps) -> _Options:
+def options_of(problem: Problem, shape: Shape, index: int, caps: Caps) -> _Options:
     """The same placement comes back in many partitions with the same work: it is worked out once."""
     names = shape.placements[index]
     visits = [i for i, visit in enumerate(shape.visits) if visit.placement == index]
@@ -287,7 +287,7 @@ def _options(problem: Problem, shape: Shape, index: int, caps: Caps) -> _Options
         tuple((shape.segments[i].components, shape.segments[i].parts) for i in segments),
         tuple(tuple(i in run for run in shape.runs) for i in segments),
         shape.beside & set(names),
-        shape.groups,
+        tuple(loop.groups for loop in shape.loops),
         shape.micro_batch,
         shape.simple,
         len(shape.runs),
@@ -369,14 +369,15 @@ def _combinations(shape: Shape) -> list[tuple[np.ndarray, np.ndarray]]:
             if path.start == "begin" or not shape.visits:
                 result.append((sums, tops))
                 continue
+            loop = shape.loops[0]
             first, slowest, slow_tops = sums.copy(), sums.copy(), tops.copy()
-            first[0] = shape.rounds
+            first[0] = loop.rounds
             first_tops = tops.copy()
             if shape.simple:
-                first_tops[0] = shape.groups - 1
+                first_tops[0] = loop.groups - 1
                 slowest[0] = 1
-                slow_tops[0] = shape.groups - 1 + (shape.rounds - 1) * shape.groups
+                slow_tops[0] = loop.groups - 1 + (loop.rounds - 1) * loop.groups
             else:
-                slow_tops[0] = shape.rounds * shape.groups
+                slow_tops[0] = loop.rounds * loop.groups
             result += [(first, first_tops), (slowest, slow_tops)]
     return result

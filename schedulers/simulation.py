@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 
 from schedulers.cluster import Cluster
-from schedulers.layout import spans_text
+from schedulers.layout import ranges_text
+from schedulers.network import play
 from schedulers.plan import Placement, Plan
 from schedulers.prediction import Costs, phase_costs, problem_of, switches
 from schedulers.profile import Profile
+from schedulers.shape import Shape
 from schedulers.times import Problem, component_seconds, part_items, switch_seconds
 from schedulers.workflow import Workflow
 
@@ -36,6 +38,8 @@ class Event:
     """Of the loop's groups; -1 outside it."""
     part: int
     """Micro-batch, from 0; -1 in the loop."""
+    task: int = -1
+    """Number of the loop where there are several; -1 outside them."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,7 @@ class _Job:
     round: int = -1
     group: int = -1
     part: int = -1
+    loop: int = -1
 
 
 def simulate(
@@ -89,7 +94,9 @@ def simulate(
             for name, seconds in job.pieces:
                 begin, start = now + start, start + seconds
                 events.append(
-                    Event(tracks[job.server], name, begin, now + start, number, job.round, job.group, job.part)
+                    Event(
+                        tracks[job.server], name, begin, now + start, number, job.round, job.group, job.part, job.loop
+                    )
                 )
         now += end
     return Simulation(now, tuple(sorted(events, key=lambda event: (event.start_s, event.track))))
@@ -106,7 +113,7 @@ def expected_seconds(
 
 
 def simulate_seconds(plan: Plan, workflow: Workflow, profile: Profile, cluster: Cluster | None = None) -> float:
-    """Seconds by the closed laws, without making a prediction of the parts."""
+    """What `predict` says, without making a prediction of the parts."""
     problem = problem_of(plan, workflow, profile, cluster)
     costs = [phase_costs(plan, phase, problem) for phase in plan.phases]
     return sum(cost.seconds for cost in costs) + switches(plan, costs, problem)
@@ -114,23 +121,26 @@ def simulate_seconds(plan: Plan, workflow: Workflow, profile: Profile, cluster: 
 
 def track_name(placement: Placement) -> str:
     """Of a placement's devices, the same for all that ever use them."""
-    return spans_text(placement.devices)
+    return ranges_text(placement.devices)
 
 
 def chrome_trace(simulation: Simulation, name: str = "predicted") -> dict[str, Any]:
-    """The timeline in the JSON trace format that Perfetto and Chrome open: a track per set of devices, times in
-    microseconds."""
-    tracks = {track: i for i, track in enumerate(dict.fromkeys(event.track for event in simulation.events), start=1)}
+    """The timeline in the JSON trace format that Perfetto and Chrome open: a track per component on its devices, times
+    in microseconds."""
+    names = dict.fromkeys((event.track, event.component) for event in simulation.events)
+    tracks = {place: i for i, place in enumerate(sorted(names), start=1)}
     trace: list[dict[str, Any]] = [{"ph": "M", "pid": 1, "name": "process_name", "args": {"name": name}}]
-    for track, number in tracks.items():
-        trace.append({"ph": "M", "pid": 1, "tid": number, "name": "thread_name", "args": {"name": track}})
+    for (track, component), number in tracks.items():
+        label = f"{component} on {track}"
+        trace.append({"ph": "M", "pid": 1, "tid": number, "name": "thread_name", "args": {"name": label}})
     for event in simulation.events:
         places = {"phase": event.phase, "round": event.round, "group": event.group, "part": event.part}
+        places["task"] = event.task
         trace.append(
             {
                 "ph": "X",
                 "pid": 1,
-                "tid": tracks[event.track],
+                "tid": tracks[event.track, event.component],
                 "name": event.component,
                 "cat": "predicted",
                 "ts": event.start_s * 1e6,
@@ -163,17 +173,16 @@ class _Draw:
 
 
 def _play_phase(problem: Problem, cost: Costs, draw: _Draw) -> tuple[float, list[tuple[_Job, float]]]:
-    """The phase's end, and every call with its beginning. The loop does not depend on anything beside it, so it is
-    played first; the rest then begins when what it needs has come out of it."""
+    """The phase's end, and every call with its beginning. The loops do not depend on anything beside them, so they are
+    played first; the rest then begins when what it needs has come out of them."""
     shape = cost.shape
-    jobs, order = _loop_jobs(problem, cost, draw)
-    starts, ends = _play(jobs, order)
-    loop_end = max(ends, default=0.0)
-    if shape.arrivals:
-        delivered = [loop_end * share for share in shape.arrivals]
+    if shape.several:
+        jobs, starts, ends = _play_loops(problem, cost, draw)
     else:
-        through = {(job.round, job.group): end for job, end in zip(jobs, ends, strict=True)}  # the round's last visit
-        delivered = [through[h - 1, group] if jobs else 0.0 for _, h, group in shape.deliveries]
+        jobs, order = _loop_jobs(problem, cost, draw)
+        starts, ends = _play(jobs, order)
+    loop_end = max(ends, default=0.0)
+    delivered = _delivered(shape, jobs, ends, loop_end)
     played = [(job, start) for job, start in zip(jobs, starts, strict=True) if job.server >= 0]
     last = set(problem.graph.closing)
     tail = {i for i, segment in enumerate(shape.segments) if shape.tail and set(segment.components) <= last}
@@ -190,32 +199,70 @@ def _play_phase(problem: Problem, cost: Costs, draw: _Draw) -> tuple[float, list
     return end + cost.transfer_s, played
 
 
-def _loop_jobs(problem: Problem, cost: Costs, draw: _Draw) -> tuple[list[_Job], dict[int, list[int]]]:
+def _delivered(shape: Shape, jobs: Sequence[_Job], ends: Sequence[float], loop_end: float) -> list[float]:
+    """When each part has come out of the loops, with all parts before it."""
+    if shape.arrivals:
+        return [loop_end * share for share in shape.arrivals]
+    if not jobs:
+        return [0.0] * len(shape.deliveries)
+    # The last of a round's visits stays.
+    through = {(max(job.loop, 0), job.round, job.group): end for job, end in zip(jobs, ends, strict=True)}
+    result: dict[int, float] = {}
+    for part, rounds, group, loop in shape.deliveries:
+        result[part] = max(result.get(part, 0.0), through[loop, rounds - 1, group])
+    return list(result.values())
+
+
+def _pieces(problem: Problem, cost: Costs) -> list[list[tuple[int, dict[str, float]]]]:
+    """Of each loop, the servers that a group visits and the seconds of each component there."""
     shape = cost.shape
+    seconds = iter(cost.visits)
+    result = []
+    for loop in shape.loops:
+        calls = []
+        for visit in loop.visits:
+            batch = problem.environments[visit.loop] / loop.groups
+            alone = {name: _alone(problem, cost, name, batch, visit.placement) for name in visit.components}
+            # Where the components were measured together, each has its share of that.
+            scale = next(seconds) / sum(alone.values()) if sum(alone.values()) else 1.0
+            calls.append({name: seconds * scale for name, seconds in alone.items()})
+        if loop.ways:
+            ways = [{"link": way} for way in loop.ways]
+            calls = [call for pair in zip(ways, calls, strict=True) for call in pair]
+        result.append(list(zip(loop.circuit.servers, calls, strict=True)))
+    return result
+
+
+def _loop_jobs(problem: Problem, cost: Costs, draw: _Draw) -> tuple[list[_Job], dict[int, list[int]]]:
+    """Of one loop, whose groups every server takes in turn."""
     jobs: list[_Job] = []
-    order: dict[int, list[int]] = {visit.placement: [] for visit in shape.visits}
+    order: dict[int, list[int]] = {}
     last: dict[int, int] = {}
-    pieces = []
-    for number, visit in enumerate(shape.visits):
-        batch = problem.wave_items / shape.groups
-        alone = {name: _alone(problem, cost, name, batch, visit.placement) for name in visit.components}
-        # Where the components were measured together, each has its share of that.
-        scale = cost.visits[number] / sum(alone.values()) if sum(alone.values()) else 1.0
-        pieces.append({name: seconds * scale for name, seconds in alone.items()})
-    # The ways between nodes are servers too, of numbers below 0.
-    calls = [(visit.placement, alone) for visit, alone in zip(shape.visits, pieces, strict=True)]
-    if shape.ways:
-        ways = [(~i, {"link": seconds}) for i, seconds in enumerate(shape.ways)]
-        calls = [call for pair in zip(ways, calls, strict=True) for call in pair]
-        order |= {server: [] for server, _ in ways}
-    for turn in range(shape.rounds if shape.visits else 0):
-        for server, alone in calls:
-            for group in range(shape.groups):
-                needs = [last[group]] if group in last else []
-                last[group] = len(jobs)
-                order[server].append(len(jobs))
-                jobs.append(_Job(server, draw(alone), needs, round=turn, group=group))
+    for loop, calls in zip(cost.shape.loops, _pieces(problem, cost), strict=True):
+        order = {server: [] for server, _ in calls}
+        for turn in range(loop.rounds):
+            for server, alone in calls:
+                for group in range(loop.groups):
+                    needs = [last[group]] if group in last else []
+                    last[group] = len(jobs)
+                    order[server].append(len(jobs))
+                    jobs.append(_Job(server, draw(alone), needs, round=turn, group=group))
     return jobs, order
+
+
+def _play_loops(problem: Problem, cost: Costs, draw: _Draw) -> tuple[list[_Job], list[float], list[float]]:
+    """Of several loops, whose servers take the group that is ready first."""
+    pieces, constant = _pieces(problem, cost), cost.shape.by_loop(cost.visits)
+    drawn: list[_Job] = []
+
+    def seconds(loop: int, visit: int, turn: int, group: int) -> float:
+        server, alone = pieces[loop][visit]
+        drawn.append(_Job(server, draw(alone), round=turn, group=group, loop=loop))
+        # Not the sum of the pieces where times are constant: rounding would change who is ready first.
+        return constant[loop][visit] if draw.random is None else sum(time for _, time in drawn[-1].pieces)
+
+    calls = list(play([loop.circuit for loop in cost.shape.loops], seconds))
+    return drawn, [start for start, *_ in calls], [end for _, end, *_ in calls]
 
 
 def _alone(problem: Problem, cost: Costs, name: str, batch: float, placement: int) -> float:

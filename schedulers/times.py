@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -38,6 +39,7 @@ class Problem:
     units: dict[Pool, int] = field(default_factory=dict)
     """Devices are handed out in so many at a time, by pool; 1 where nothing is said."""
     groups: tuple[int, ...] = (1,)
+    """Numbers of groups that a loop may have."""
     parts: tuple[int, ...] = (1,)
     """Into how many micro-batches the items may be cut."""
     ahead: bool = False
@@ -52,7 +54,9 @@ class Problem:
     def __post_init__(self) -> None:
         check_components(self.workflow, self.profile)
         self.graph: Graph = graph_of(self.workflow)
-        self.ahead = self.ahead and bool(self.graph.loop)
+        self.ahead = self.ahead and bool(self.graph.loops)
+        self.environments = tuple(self.workflow.environments(i) for i in range(len(self.graph.loops)))
+        """Of each loop."""
         self.pools: dict[str, Pool] = {name: self.profile.components[name].pool for name in self.graph.names}
         self.sizes: dict[Pool, int] = {pool: pool_size(self.cluster, pool) for pool in POOLS}
         self.limits: dict[Pool, float] = {
@@ -71,10 +75,6 @@ class Problem:
         for pool, size in self.sizes.items():
             unit = min(self.units.get(pool, 1), max(size, 1))
             self.counts[pool] = np.arange(unit, size + 1, unit)
-
-    @property
-    def wave_items(self) -> int:
-        return self.workflow.items // self.workflow.waves
 
     def home_units(self, pool: Pool) -> int:
         """How many of the units in which a pool's devices are handed out its devices at home make."""
@@ -120,18 +120,19 @@ def check_components(workflow: Workflow, profile: Profile) -> None:
 
 def visit_seconds(problem: Problem, shape: Shape, index: int, counts: np.ndarray) -> np.ndarray:
     """Of one visit of one group, for each number of devices: measured together where that was done, else in turn."""
-    visit, batch = shape.visits[index], problem.wave_items
+    visit = shape.visits[index]
+    loop, batch = shape.loops[visit.loop], problem.environments[visit.loop]
     total = np.zeros(len(counts))
     for name in visit.components:
-        total += component_seconds(problem, shape, name, batch / shape.groups, counts)
-    if shape.simple and len(visit.components) > 1:
+        total += component_seconds(problem, shape, name, batch / loop.groups, counts)
+    if loop.simple and len(visit.components) > 1:
         factor = max(_factor(problem, shape, name) for name in visit.components)
         for entry in problem.profile.together:
-            if set(entry.components) == set(visit.components) and entry.groups == shape.groups:
+            if set(entry.components) == set(visit.components) and entry.groups == loop.groups:
                 for i in np.flatnonzero(counts == entry.devices):
-                    measured = problem.profile.together_seconds(visit.components, batch, entry.devices, shape.groups)
+                    measured = problem.profile.together_seconds(visit.components, batch, entry.devices, loop.groups)
                     assert measured is not None
-                    total[i] = measured / shape.groups * factor
+                    total[i] = measured / loop.groups * factor
     return total
 
 
@@ -173,16 +174,19 @@ def resident_bytes(problem: Problem, names: tuple[str, ...]) -> float:
 def working_bytes(problem: Problem, shape: Shape, names: tuple[str, ...], counts: np.ndarray) -> np.ndarray:
     """More, while one of them works: the most that any of them holds for the items that it has at once.
 
-    The loop's first component holds all of the loop's items, since they live there between rounds.
+    A loop's first component holds all of the loop's items, since they live there between rounds; those of several
+    loops add up.
     """
-    most = np.zeros(len(counts))
+    most, living = np.zeros(len(counts)), np.zeros(len(counts))
     for name in names:
-        if name not in problem.graph.loop:
-            items: float = part_items(problem, shape, name)
-        else:
-            items = problem.wave_items / (1 if name == problem.graph.loop[0] else shape.groups)
-        most = np.maximum(most, problem.profile.components[name].bytes_per_item * np.ceil(items / counts))
-    return most
+        items: float = part_items(problem, shape, name) if name not in problem.graph.loop else 0.0
+        for i, loop in enumerate(problem.graph.loops):
+            if name in loop:
+                items = max(items, problem.environments[i] / (1 if name == loop[0] else shape.loops[i].groups))
+        size = problem.profile.components[name].bytes_per_item * np.ceil(items / counts)
+        most = np.maximum(most, size)
+        living += size if any(name == loop[0] for loop in problem.graph.loops) else 0.0
+    return np.maximum(most, living)
 
 
 def held_bytes(problem: Problem, shape: Shape, names: tuple[str, ...], count: int) -> float:
@@ -192,11 +196,16 @@ def held_bytes(problem: Problem, shape: Shape, names: tuple[str, ...], count: in
 
 def usable(problem: Problem, shape: Shape, names: tuple[str, ...], counts: np.ndarray) -> np.ndarray:
     """How many of so many devices a placement can use: no more than those of its components that do not spread, and
-    the loop's first component shares a group out evenly."""
+    a loop's first component shares a group out evenly."""
     counts = np.minimum(counts, min(problem.profile.components[name].most_devices for name in names))
-    if not problem.graph.loop or problem.graph.loop[0] not in names:
+    sizes = [
+        problem.environments[i] // shape.loops[i].groups
+        for i, loop in enumerate(problem.graph.loops)
+        if loop[0] in names
+    ]
+    if not sizes:
         return counts
-    items = problem.wave_items // shape.groups
+    items = math.gcd(*sizes)
     even = np.array([n for n in range(1, min(items, int(counts[-1])) + 1) if items % n == 0])
     return even[even.searchsorted(counts, side="right") - 1]
 

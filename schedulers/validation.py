@@ -10,9 +10,9 @@ import numpy as np
 from schedulers.cluster import Cluster
 from schedulers.errors import PlanError, nearest
 from schedulers.graph import Graph, graph_of
-from schedulers.layout import span_text
+from schedulers.layout import range_text
 from schedulers.memory import devices_of
-from schedulers.plan import MODES, Phase, Placement, Plan, Span
+from schedulers.plan import MODES, DeviceRange, Phase, Placement, Plan
 from schedulers.profile import Profile
 from schedulers.shape import shape_of
 from schedulers.times import Problem, resident_bytes, working_bytes
@@ -126,9 +126,9 @@ def _check_devices(plan: Plan, cluster: Cluster) -> None:
                     )
                 size = devices_of(nodes[span.node], span.pool)
                 if span.first + span.count > size:
-                    have = span_text(Span(span.node, span.pool, 0, size)) if size else f"no {span.pool}"
+                    have = range_text(DeviceRange(span.node, span.pool, 0, size)) if size else f"no {span.pool}"
                     raise PlanError(
-                        f"the placement of {who} takes {span_text(span)}, but node {span.node!r} has {have}"
+                        f"the placement of {who} takes {range_text(span)}, but node {span.node!r} has {have}"
                     )
                 for device in range(span.first, span.first + span.count):
                     key = (span.node, span.pool, device)
@@ -144,7 +144,7 @@ def _check_home(plan: Plan, workflow: Workflow, cluster: Cluster) -> None:
     travelling = ", ".join(name for name in workflow.names if name in workflow.travelling) or "no component"
     for placement in (placement for phase in plan.phases for placement in phase.placements):
         bound = [name for name in placement.components if name not in workflow.travelling]
-        away = [span_text(span) for span in placement.devices if span.node != cluster.home]
+        away = [range_text(span) for span in placement.devices if span.node != cluster.home]
         if cluster.home is not None and bound and away:
             raise PlanError(
                 f"the plan puts {', '.join(bound)} on {', '.join(away)}, but only {travelling} may leave node "
@@ -155,24 +155,35 @@ def _check_home(plan: Plan, workflow: Workflow, cluster: Cluster) -> None:
 
 
 def _check_batches(plan: Plan, workflow: Workflow, graph: Graph) -> None:
-    wave = workflow.items // workflow.waves
-    if plan.groups < 1 or wave % plan.groups:
-        allowed = [str(n) for n in range(1, wave + 1) if wave % n == 0]
+    if len(plan.groups) != max(1, len(graph.loops)):
         raise PlanError(
-            f"{plan.groups} groups do not divide the {wave} items of the loop"
-            f"; nearest: {_closest(plan.groups, allowed)}"
+            f"the plan has numbers of groups for {len(plan.groups)} loops, but workflow {workflow.name!r} has "
+            f"{len(graph.loops)}: give one for each"
         )
+    for number, loop in enumerate(graph.loops):
+        _check_groups(plan, workflow, number, loop[0])
     for phase in plan.phases:
-        for placement in phase.placements:
-            if graph.loop and graph.loop[0] in placement.components and (wave // plan.groups) % placement.count:
-                allowed = [str(n) for n in range(1, wave + 1) if (wave // plan.groups) % n == 0]
-                raise PlanError(
-                    f"the {wave // plan.groups} items of each group do not divide among the {placement.count} devices "
-                    f"of {graph.loop[0]!r}; nearest: {_closest(placement.count, allowed)}"
-                )
         _check_micro_batch(phase, workflow, graph)
     if plan.ahead not in (0, 1):
         raise PlanError(f"ahead is 0 or 1, not {plan.ahead}")
+
+
+def _check_groups(plan: Plan, workflow: Workflow, number: int, first: str) -> None:
+    """A loop's groups divide its environments, and the devices of its first component those of a group."""
+    items, groups = workflow.environments(number), plan.groups_of(number)
+    of = f" of {workflow.task(number)}" if workflow.task(number) else ""
+    if groups < 1 or items % groups:
+        allowed = [str(n) for n in range(1, items + 1) if items % n == 0]
+        raise PlanError(
+            f"{groups} groups do not divide the {items} items of the loop{of}; nearest: {_closest(groups, allowed)}"
+        )
+    for placement in (placement for phase in plan.phases for placement in phase.placements):
+        if first in placement.components and (items // groups) % placement.count:
+            allowed = [str(n) for n in range(1, items + 1) if (items // groups) % n == 0]
+            raise PlanError(
+                f"the {items // groups} items of each group{of} do not divide among the {placement.count} devices "
+                f"of {first!r}; nearest: {_closest(placement.count, allowed)}"
+            )
 
 
 def _check_micro_batch(phase: Phase, workflow: Workflow, graph: Graph) -> None:
@@ -213,7 +224,8 @@ def _check_waiting(plan: Plan, workflow: Workflow, graph: Graph, profile: Profil
     known = profile or Profile(workflow.name, {}, {})
     for phase in plan.phases:
         names = [graph.ordered(placement.components) for placement in phase.placements]
-        if shape_of(graph, workflow, known, names, plan.groups, phase.micro_batch, ahead=plan.ahead > 0) is None:
+        groups = tuple(plan.groups_of(i) for i in range(len(graph.loops)))
+        if shape_of(graph, workflow, known, names, groups, phase.micro_batch, ahead=plan.ahead > 0) is None:
             if plan.ahead:
                 raise PlanError("one step ahead, loop and learner side need placements of their own")
             who = "; ".join(", ".join(placement) for placement in names)
@@ -243,7 +255,8 @@ def _check_memory(plan: Plan, workflow: Workflow, cluster: Cluster, profile: Pro
     held: list[dict[tuple[str, str, int], tuple[float, float]]] = []
     for phase in plan.phases:
         names = [problem.graph.ordered(placement.components) for placement in phase.placements]
-        shape = shape_of(problem.graph, workflow, profile, names, plan.groups, phase.micro_batch, ahead=plan.ahead > 0)
+        groups = tuple(plan.groups_of(i) for i in range(len(problem.graph.loops)))
+        shape = shape_of(problem.graph, workflow, profile, names, groups, phase.micro_batch, ahead=plan.ahead > 0)
         assert shape is not None
         now: dict[tuple[str, str, int], tuple[float, float]] = {}
         for placement, members in zip(phase.placements, names, strict=True):

@@ -145,10 +145,14 @@ class Renderer(Protocol):
 
     info: TaskInfo
 
-    def render(self, scenes: Sequence[UInt8], cameras: Sequence[str]) -> Mapping[str, UInt8]:
+    def render(
+        self, scenes: Sequence[UInt8], cameras: Sequence[str], out: Mapping[str, UInt8] | None = None
+    ) -> Mapping[str, UInt8]:
         """Frames of N scenes: for each camera uint8 [N, H, W, 3], RGB, row 0 at the top.
 
-        Equal to the last bit to what the simulator's own environment shows for the same episode and actions.
+        Equal to the last bit to what the simulator's own environment shows for the same episode and actions. Where
+        `out` is given, it is arrays of these shapes, of any strides: the frames are drawn into them and `out` is
+        returned. A renderer that cannot do that returns arrays of its own, which the caller copies.
         """
         ...
 
@@ -156,6 +160,11 @@ class Renderer(Protocol):
         """Free the replicas and what they are drawn with. Another renderer may be made in the same process later, while
         its physics goes on; it draws the same."""
         ...
+
+
+def new_frames(count: int, cameras: Sequence[str], size: int) -> dict[str, UInt8]:
+    """Arrays uint8 [count, size, size, 3] for each camera, not yet drawn."""
+    return {name: np.empty((count, size, size, 3), np.uint8) for name in cameras}
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from sim_farm.contract import (
     TaskInfo,
     TaskSpec,
     UInt8,
+    new_frames,
 )
 
 
@@ -114,9 +115,16 @@ class _ConventionalRenderer:
         stock = -1 if renderer.info.stock_upside_down else 1
         self._rows, self._columns = {"upright": (1, 1), "stock": (stock, 1), "rotated": (-stock, -1)}[spec.orientation]
 
-    def render(self, scenes: Sequence[UInt8], cameras: Sequence[str]) -> Mapping[str, UInt8]:
-        frames = self._renderer.render(scenes, cameras)
-        return {name: np.ascontiguousarray(frame[:, :: self._rows, :: self._columns]) for name, frame in frames.items()}
+    def render(
+        self, scenes: Sequence[UInt8], cameras: Sequence[str], out: Mapping[str, UInt8] | None = None
+    ) -> Mapping[str, UInt8]:
+        if out is None:
+            out = new_frames(len(scenes), cameras, self.info.spec.image_size)
+        turned = {name: frames[:, :: self._rows, :: self._columns] for name, frames in out.items()}
+        for name, frames in self._renderer.render(scenes, cameras, turned).items():
+            if frames is not turned[name]:
+                turned[name][...] = frames
+        return out
 
     def close(self) -> None:
         self._renderer.close()

@@ -12,8 +12,8 @@ from sim_farm.contract import EpisodeSpec
 
 TRAINING, EVALUATION, GROUPED = 0, 1, 2
 """First word of the key from which episode seeds are drawn, so that evaluation never meets a training seed's stream."""
-SLOTS = 1 << 20
-"""Group slots that have ids of their own."""
+MAX_GROUPS = 1 << 20
+"""Episode groups that run side by side and have ids of their own."""
 
 
 class Episodes(Protocol):
@@ -42,10 +42,11 @@ class EndlessEpisodes:
 
 @dataclass(frozen=True)
 class GroupedEpisodes:
-    """Training on groups of episodes that begin alike: `group_size` environments, one after the other, share a slot.
+    """Training on episode groups, whose episodes begin alike: `group_size` neighbouring environments run one together.
 
-    The n-th episodes of a slot's environments are one group, seeded by (run, slot, n) and alike in everything but
-    the policy's sampling noise. Environments that do not fill a slot make groups that are never complete.
+    The n-th episodes of the environments k x group_size .. (k + 1) x group_size - 1 are one episode group, seeded by
+    (run, k, n) and alike in everything but the policy's sampling noise. The episode groups of environments that are
+    left over are never complete.
     """
 
     run_seed: int
@@ -55,21 +56,21 @@ class GroupedEpisodes:
 
     def __post_init__(self) -> None:
         if self.group_size < 1:
-            raise ValueError(f"a group has one member or more, not {self.group_size}")
+            raise ValueError(f"an episode group has one member or more, not {self.group_size}")
 
     def spec(self, env: int, episode: int) -> EpisodeSpec:
         seed = episode_seed(GROUPED, self.run_seed, env // self.group_size, episode)
         return EpisodeSpec(seed, seed % self.init_states if self.init_states else None)
 
-    def group(self, env: int, episode: int) -> int:
-        """The group's id, the same in every run; later episodes have larger ids.
+    def episode_group(self, env: int, episode: int) -> int:
+        """The id of the episode group, the same in every run; later episodes have larger ids.
 
-        Raises ValueError for an environment beyond the last slot, whose ids would be another's.
+        Raises ValueError for an environment beyond those whose episode groups have ids of their own.
         """
-        slot = env // self.group_size
-        if slot >= SLOTS:
-            raise ValueError(f"environment {env} is in group slot {slot}; there are {SLOTS}")
-        return episode * SLOTS + slot
+        place = env // self.group_size
+        if place >= MAX_GROUPS:
+            raise ValueError(f"environment {env} is in episode group {place} of those side by side; {MAX_GROUPS} fit")
+        return episode * MAX_GROUPS + place
 
 
 @dataclass(frozen=True)

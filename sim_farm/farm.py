@@ -1,63 +1,66 @@
-"""The farm's client: what a rollout speaks to.
+"""The farm's client: what a rollout speaks to. A farm has one or several tasks, and groups of environments of each.
 
-    farm = Farm.create(spec, InProcess())
-    for stage in range(spec.stages): farm.reset(stage)
-    observations = farm.collect(stage)        # waits for the stage
-    farm.submit(stage, actions)               # returns at once
+    farm = Farm.create([spec, other_spec], InProcess())
+    for group in range(farm.groups): farm.reset(group)
+    group = farm.wait_ready(deadline_s=300)   # the first that is done, whatever its task
+    observations = farm.collect(group)
+    farm.submit(group, actions)               # returns at once
 
-A stage is either `submitted` or `collected`; any other order of calls is an error. Between two rounds the renderers
-may leave the memory and come back: `unload_renderers`, `load_renderers`. Everything that decides *what* is computed is
-in `FarmSpec` and the actions; hosts and workers only decide where and when.
+Groups are numbered through: those of the first task, then those of the second, and so on. A group is either
+`submitted` or `collected`; any other order of calls is an error. Between two rounds the renderers may leave the memory
+and come back: `unload_renderers`, `load_renderers`. Everything that decides *what* is computed is in the tasks'
+`FarmSpec` and the actions; hosts, workers and the order in which groups are served only decide where and when.
 """
 
 from __future__ import annotations
 
-import enum
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from sim_farm import layout
 from sim_farm.contract import FarmError, Float32, TaskInfo
-from sim_farm.doorbell import Doorbell
-from sim_farm.hosts import Handle, Host
-from sim_farm.layout import FINAL_FRAMES, FarmSpec, slot_fields
-from sim_farm.memory import Block
-from sim_farm.observations import Int, Observations, read
-from sim_farm.workers import WorkerSetup
+from sim_farm.frame_memory import FrameAddress, FrameMemory, nbytes_of
+from sim_farm.hosts import Host
+from sim_farm.layout import FarmSpec, slot_fields
+from sim_farm.memory import Block, require, size_of
+from sim_farm.observations import Int, Observations
+from sim_farm.task_farm import (
+    RENDERER_START_S,
+    SNAPSHOT,
+    GroupError,
+    GroupState,
+    TaskFarm,
+    WorkerFailed,
+    WorkerTimeout,
+    check_spec,
+)
+from sim_farm.worker_memory import BELL, WorkerMemory
 
-RENDERER_START_S = 120.0
-"""Longest start of a renderer: an EGL driver that hangs does so silently and for ever."""
-
-
-class StageState(enum.Enum):
-    IDLE = "not yet reset"
-    SUBMITTED = "submitted"
-    COLLECTED = "collected"
-
-
-class StageError(FarmError):
-    """A call out of turn: what must come first is named."""
-
-
-class WorkerTimeout(FarmError):
-    """A worker did not answer within the deadline."""
-
-
-class WorkerFailed(FarmError):
-    """A worker met an error of its own and ended."""
+__all__ = [
+    "RENDERER_START_S",
+    "Farm",
+    "FarmAddress",
+    "GroupError",
+    "GroupState",
+    "RendererSwitch",
+    "TaskFarm",
+    "WorkerFailed",
+    "WorkerTimeout",
+]
 
 
 @dataclass(frozen=True)
 class FarmAddress:
-    """How another process reaches a farm: `Farm.attach`."""
+    """How another process of the machine reaches a farm: `Farm.attach`."""
 
-    spec: FarmSpec
-    info: TaskInfo
-    memory: str
+    specs: tuple[FarmSpec, ...]
+    infos: tuple[TaskInfo, ...]
+    slots: tuple[str, ...]
+    """Name of each task's block."""
+    bell: str
+    frames: FrameAddress | None
 
 
 @dataclass(frozen=True)
@@ -75,195 +78,179 @@ class Farm:
 
     def __init__(
         self,
-        spec: FarmSpec,
-        info: TaskInfo,
-        block: Block,
-        ring: Callable[[int], None],
-        handles: list[Handle],
+        specs: tuple[FarmSpec, ...],
+        infos: tuple[TaskInfo, ...],
+        slots: Sequence[Block],
+        bell: Block,
+        frames: FrameMemory | None,
     ) -> None:
-        self.spec, self.info, self.block = spec, info, block
-        self._slots = block.arrays
-        self._ring = ring
-        self._handles = handles
-        self._bell = Doorbell(self._slots["bells"], layout.CLIENT_BELL)
-        self._envs = [
-            np.array([e for e in range(spec.num_envs) if spec.stage_of(e) == stage]) for stage in range(spec.stages)
-        ]
-        self._state = [StageState.IDLE] * spec.stages
-        self._ticket = 0
+        self.specs, self.infos, self.frames = specs, infos, frames
+        self._bell_block = bell
+        tasks, first_row, first_group = [], 0, 0
+        for spec, info, block in zip(specs, infos, slots, strict=True):
+            memory = WorkerMemory(block, bell, frames)
+            tasks.append(TaskFarm(spec, info, memory, first_row, first_group, several=len(specs) > 1))
+            first_row += 2 * spec.num_envs
+            first_group += spec.groups
+        self.tasks: tuple[TaskFarm, ...] = tuple(tasks)
+        self._groups = [(task, local) for task, spec in enumerate(specs) for local in range(spec.groups)]
+        self._bell = self.tasks[0].memory.client
 
     @classmethod
-    def create(cls, spec: FarmSpec, host: Host, cores: tuple[int | None, ...] = ()) -> Farm:
-        """Reserve the slots and start the workers, worker i on core `cores[i % len(cores)]` if any are given.
+    def create(
+        cls,
+        specs: FarmSpec | Sequence[FarmSpec],
+        host: Host | Sequence[Host],
+        cores: Sequence[tuple[int | None, ...]] = (),
+        frame_rows: int | Callable[[tuple[TaskInfo, ...]], int] | None = None,
+    ) -> Farm:
+        """Reserve the memory and start the workers of all tasks, one task after the other.
 
-        Raises `FarmError` when the environments cannot be dealt out evenly or memory is short.
+        `host` is one for all tasks or one for each. Worker j of task i is pinned to core `cores[i][j % len(cores[i])]`
+        if any are given. `frame_rows` is the size of the frame memory, or finds it from what the tasks answer; None has
+        two rows for every environment, one for its observation and one for the final observation of an episode.
+
+        Raises `FarmError`, before a worker is started, when a task's environments cannot be dealt out evenly, tasks
+        differ in what they must share, or memory is short.
         """
-        check_spec(spec)
-        info = host.describe(spec.task)
-        block = Block.create(slot_fields(spec, info), host.shared)
-        handles: list[Handle] = []
+        specs = (specs,) if isinstance(specs, FarmSpec) else tuple(specs)
+        if not specs:
+            raise FarmError("a farm has one task or more; give a FarmSpec for each")
+        hosts = tuple(host) if isinstance(host, Sequence) else (host,) * len(specs)
+        _check_lengths(len(specs), hosts, cores)
+        for spec in specs:
+            check_spec(spec)
+        infos = tuple(each.describe(spec.task) for each, spec in zip(hosts, specs, strict=True))
+        _check_alike(infos)
+        rows = frame_rows(infos) if callable(frame_rows) else frame_rows
+        farm = cls._reserve(specs, infos, hosts[0].shared, rows)
         try:
-            for index in range(spec.workers if info.cameras else spec.physics_workers):
-                core = cores[index % len(cores)] if cores else None
-                handles.append(host.launch(WorkerSetup(spec, info, index, block.name, core), block))
+            for task, each, pinned in zip(farm.tasks, hosts, cores or ((),) * len(specs), strict=True):
+                task.launch(each, pinned)
         except BaseException:
-            block.arrays["stop"][0] = 1
-            for index, handle in enumerate(handles):
-                Doorbell(block.arrays["bells"], index + 1).ring()
-                handle.close(deadline_s=5.0)
-            block.close()
+            farm.close()
             raise
-        if host.shared:
-            return cls(spec, info, block, _bell_ringer(block), handles)
-        return cls(spec, info, block, lambda worker: _ring_all(handles), handles)
+        return farm
+
+    @classmethod
+    def _reserve(
+        cls, specs: tuple[FarmSpec, ...], infos: tuple[TaskInfo, ...], shared: bool, frame_rows: int | None
+    ) -> Farm:
+        """A farm without workers: its memory, all of which must fit before any of it is taken."""
+        cameras, size = len(infos[0].cameras), infos[0].spec.image_size
+        rows = 2 * sum(spec.num_envs for spec in specs) if frame_rows is None else frame_rows
+        fields = [slot_fields(spec, info) for spec, info in zip(specs, infos, strict=True)]
+        if shared:
+            needs = {"the farm's slots": sum(size_of(each) for each in fields)}
+            if cameras:
+                needs[f"the frame memory ({rows:,} rows of {cameras} x {size} x {size} pixels)"] = nbytes_of(
+                    rows, cameras, size
+                )
+            require(needs)
+        frames = FrameMemory.create(rows, cameras, size, shared) if cameras else None
+        blocks = [Block.create(each, shared) for each in fields]
+        return cls(specs, infos, blocks, Block.create(BELL, shared), frames)
 
     @classmethod
     def attach(cls, address: FarmAddress) -> Farm:
         """The client in another process than the one that created the farm and watches its workers."""
-        block = Block.attach(slot_fields(address.spec, address.info), address.memory)
-        return cls(address.spec, address.info, block, _bell_ringer(block), [])
+        fields = (slot_fields(spec, info) for spec, info in zip(address.specs, address.infos, strict=True))
+        slots = [Block.attach(each, name) for each, name in zip(fields, address.slots, strict=True)]
+        frames = None if address.frames is None else FrameMemory.attach(address.frames)
+        return cls(address.specs, address.infos, slots, Block.attach(BELL, address.bell), frames)
 
     @property
     def address(self) -> FarmAddress:
-        assert self.block.name is not None, "an in-process farm has no address"
-        return FarmAddress(self.spec, self.info, self.block.name)
+        assert not self.in_process, "an in-process farm has no address"
+        slots = tuple(str(task.memory.slots.name) for task in self.tasks)
+        frames = None if self.frames is None else self.frames.address
+        return FarmAddress(self.specs, self.infos, slots, str(self._bell_block.name), frames)
 
     @property
     def in_process(self) -> bool:
         """Whether the workers are objects of this process, which a submit runs."""
-        return self.block.name is None
+        return self._bell_block.name is None
 
-    def private_bytes(self) -> Int:
-        """int64 [workers]: what each worker's process had in memory by itself when it had built its environments or its
-        renderer; 0 of workers in this process and of those on other machines."""
-        return self._slots["private_bytes"].copy()
-
-    def envs_of(self, stage: int) -> Int:
-        """Indices of the stage's environments, in the order of its rows."""
-        return self._envs[stage]
+    # --- groups
 
     @property
-    def wire_bytes(self) -> int:
-        """Bytes that crossed to and from physics workers on other machines so far."""
-        return int(self._slots["wire_bytes"].sum())
+    def groups(self) -> int:
+        """Number of groups, over all tasks."""
+        return len(self._groups)
 
-    def built(self) -> int:
-        """Environments built so far, over all workers."""
-        return int(self._slots["built"][: self.spec.physics_workers].sum())
+    def task_of(self, group: int) -> int:
+        """Index of the group's task."""
+        return self._groups[group][0]
 
-    def reset(self, stage: int) -> None:
-        """Begin each environment's first episode (or, after `restore`, continue where the snapshot was taken)."""
-        if self._state[stage] is StageState.SUBMITTED:
-            raise StageError(f"stage {stage} is submitted; collect it before a reset")
-        self._request(stage, layout.RESET)
+    def envs_of(self, group: int) -> Int:
+        """Indices of the group's environments within their task, in the order of its rows."""
+        task, local = self._local(group)
+        return task.envs_of(local)
 
-    def submit(self, stage: int, actions: Float32) -> None:
-        """Have the stage execute `actions` [B, C, A]. Returns at once; rows that are not active are ignored."""
-        if self._state[stage] is not StageState.COLLECTED:
-            raise StageError(f"stage {stage} is {self._state[stage].value}; collect it before submitting")
-        envs = self._envs[stage]
-        expected = (len(envs), self.spec.chunk, self.info.action_dim)
-        if actions.shape != expected:
-            raise FarmError(f"stage {stage} takes actions of shape {expected}, got {actions.shape}")
-        self._slots["action"][envs] = actions
-        self._request(stage, layout.STEP)
+    def reset(self, group: int, rows: Int | None = None) -> None:
+        """Begin each environment's first episode (or, after `restore`, continue where the snapshot was taken).
 
-    def collect(self, stage: int, deadline_s: float = 300.0) -> Observations:
-        """Wait for the stage, at most `deadline_s` seconds, and read it.
+        `rows` [B] are as for `submit`.
+        """
+        task, local = self._local(group)
+        task.reset(local, rows)
+
+    def submit(self, group: int, actions: Float32, rows: Int | None = None, final_rows: Int | None = None) -> None:
+        """Have the group execute `actions` [B, C, A]. Returns at once; rows that are not active are ignored.
+
+        `rows` [B] says into which rows of the frame memory the environments' next observations are drawn, `final_rows`
+        [B] where the final observation of an episode goes that ends in this chunk. None: the environments' own rows,
+        which are the first ones of the memory: 2 x the number of environments of all tasks.
+        """
+        task, local = self._local(group)
+        task.submit(local, actions, rows, final_rows)
+
+    def ready(self) -> list[int]:
+        """Submitted groups whose results are there, the lowest number first."""
+        return [group for group in self._submitted() if self._done(group)]
+
+    def wait_ready(self, deadline_s: float = 300.0) -> int:
+        """Wait, at most `deadline_s` seconds, until a submitted group is done: the one of the lowest number that is.
+
+        Raises `GroupError` where none is submitted, and what `collect` raises.
+        """
+        submitted = self._submitted()
+        if not submitted:
+            raise GroupError("no group is submitted; submit one before waiting")
+        self._wait(lambda: any(map(self._done, submitted)), lambda: self._timeout(submitted[0], deadline_s), deadline_s)
+        return next(filter(self._done, submitted))
+
+    def collect(self, group: int, deadline_s: float = 300.0) -> Observations:
+        """Wait for the group, at most `deadline_s` seconds, and read it.
 
         Raises `WorkerTimeout` naming the worker and what it was doing, `WorkerFailed` with its message.
         """
-        if self._state[stage] is not StageState.SUBMITTED:
-            raise StageError(f"stage {stage} is {self._state[stage].value}; submit it before collecting")
-        envs, slots = self._envs[stage], self._slots
-        self._wait(lambda: self._done(envs), lambda: self.timeout(deadline_s, envs), deadline_s)
-        slots["base_episode"][envs] = slots["episode"][envs]
-        slots["base_step"][envs] = slots["episode_step"][envs]
-        slots["collected"][envs] = slots["requested"][envs]
-        self._state[stage] = StageState.COLLECTED
-        return read(slots, self.info, envs)
+        task, local = self._local(group)
+        if task.state_of(local) is not GroupState.SUBMITTED:
+            raise GroupError(f"group {group} is {task.state_of(local).value}; submit it before collecting")
+        self._wait(lambda: task.done(local), lambda: self._timeout(group, deadline_s), deadline_s)
+        return task.collect(local)
 
-    def snapshot(self) -> dict[str, np.ndarray]:
-        """Where every environment is: its episode and the actions executed in it. All stages must be collected."""
-        if any(state is not StageState.COLLECTED for state in self._state):
-            raise StageError("collect every stage before taking a snapshot")
-        return {key: self._slots[key].copy() for key in ("base_episode", "base_step", "history")}
+    @property
+    def frame_copies(self) -> int:
+        """How many environments' frames have been copied out of the frame memory by this client so far."""
+        return 0 if self.frames is None else self.frames.copies
 
-    def restore(self, snapshot: Mapping[str, np.ndarray]) -> None:
-        """Make the next `reset` continue from a snapshot: each episode is replayed from its seed and actions."""
-        for key in ("base_episode", "base_step", "history"):
-            if snapshot[key].shape != self._slots[key].shape:
-                raise FarmError(
-                    f"the snapshot's {key} has shape {snapshot[key].shape}, this farm's has {self._slots[key].shape}: "
-                    "resume with the same environments, task and chunk"
-                )
-            self._slots[key][...] = snapshot[key]
+    def _local(self, group: int) -> tuple[TaskFarm, int]:
+        task, local = self._groups[group]
+        return self.tasks[task], local
 
-    def hold(self, episodes: int) -> None:
-        """Let every environment rest once it has ended so many episodes; `reset` after raising it begins the next."""
-        if any(state is StageState.SUBMITTED for state in self._state):
-            raise StageError("collect every stage before moving the limit of episodes")
-        self._slots["limit"][:] = episodes
+    def _submitted(self) -> list[int]:
+        places = enumerate(self._groups)
+        return [g for g, (task, local) in places if self.tasks[task].state_of(local) is GroupState.SUBMITTED]
 
-    def unload_renderers(self, deadline_s: float = 300.0) -> RendererSwitch:
-        """Have the workers that draw free their renderers with the scene replicas. No stage may be reset or submitted
-        before `load_renderers`. Nothing happens without cameras.
+    def _done(self, group: int) -> bool:
+        task, local = self._local(group)
+        return task.done(local)
 
-        Raises `StageError` unless every stage is collected, and what `collect` raises.
-        """
-        if any(state is not StageState.COLLECTED for state in self._state):
-            raise StageError("collect every stage before the renderers leave")
-        return self._switch_renderers(True, deadline_s)
-
-    def load_renderers(self, deadline_s: float = 300.0) -> RendererSwitch:
-        """Have the renderers back; what they draw equals, bit for bit, what those that left would have drawn.
-
-        Nothing happens where they are. Raises what `collect` raises.
-        """
-        return self._switch_renderers(False, deadline_s)
-
-    def stop(self) -> None:
-        """Tell the workers to end; they do at their next look."""
-        if self.block.arrays:
-            self._slots["stop"][0] = 1
-            for worker in range(self.spec.workers):
-                Doorbell(self._slots["bells"], worker + 1).ring()
-
-    def close(self, deadline_s: float = 5.0) -> None:
-        """End the workers and, in the process that created the farm, remove its memory."""
-        self.stop()
-        for handle in self._handles:
-            handle.close(deadline_s)
-        self._slots = {}
-        self.block.close()
-
-    def _switch_renderers(self, away: bool, deadline_s: float) -> RendererSwitch:
-        begin, slots, drawers = time.perf_counter(), self._slots, self.spec.drawers
-        if not self.info.cameras:
-            return RendererSwitch(0, 0.0)
-        left = slots["left"][drawers.start : drawers.stop]
-        slots["moved_bytes"][:] = 0
-        slots["away"][0] = away
-        for worker in drawers:
-            self._ring(worker)
-
-        def late() -> WorkerTimeout:
-            worker = drawers[int(np.argmax(left != away))]
-            return WorkerTimeout(self._late(worker, deadline_s, f"with its renderer to {'free' if away else 'start'}"))
-
-        self._wait(lambda: bool((left == away).all()), late, deadline_s)
-        return RendererSwitch(int(slots["moved_bytes"].sum()), time.perf_counter() - begin)
-
-    def _request(self, stage: int, op: int) -> None:
-        if self._slots["away"][0]:
-            raise StageError("the renderers are away; load_renderers() before a stage is reset or submitted")
-        envs = self._envs[stage]
-        self._ticket = max(self._ticket, int(self._slots["requested"].max())) + 1
-        self._slots["op"][envs] = op
-        self._slots["requested"][envs] = self._ticket
-        self._state[stage] = StageState.SUBMITTED
-        for worker in sorted({self.spec.worker_of(env) for env in envs.tolist()}):
-            self._ring(worker)
+    def _timeout(self, group: int, deadline_s: float) -> WorkerTimeout:
+        task, local = self._local(group)
+        return task.timeout(local, deadline_s)
 
     def _wait(self, done: Callable[[], bool], late: Callable[[], WorkerTimeout], deadline_s: float) -> None:
         begin = time.monotonic()
@@ -276,89 +263,138 @@ class Farm:
                 raise late()
             self._bell.wait(seen, timeout_s=0.5)
 
-    def _done(self, envs: Int) -> bool:
-        # Both: a fused worker sets `drawn` first.
-        slots, asked = self._slots, self._slots["requested"][envs]
-        return bool((slots["drawn"][envs] == asked).all() and (slots["simulated"][envs] == asked).all())
+    # --- snapshots and limits
 
-    def _message(self, worker: int) -> str:
-        return bytes(self._slots["message"][worker]).rstrip(b"\0").decode(errors="replace")
+    def snapshot(self) -> dict[str, np.ndarray]:
+        """Where every environment is: its episode and the actions executed in it. All groups must be collected.
 
-    def _worker_name(self, worker: int) -> str:
-        return WorkerSetup(self.spec, self.info, worker, None).name
+        Arrays of task 0 have their own names, those of task i begin with `"{i}."`.
+        """
+        return {_prefix(i) + key: array for i, task in enumerate(self.tasks) for key, array in task.snapshot().items()}
+
+    def restore(self, snapshot: Mapping[str, np.ndarray]) -> None:
+        """Make the next `reset` continue from a snapshot: each episode is replayed from its seed and actions."""
+        parts = []
+        for i, task in enumerate(self.tasks):
+            prefix = _prefix(i)
+            parts.append({key: snapshot[prefix + key] for key in SNAPSHOT if prefix + key in snapshot})
+            task.check_snapshot(parts[-1])
+        for task, part in zip(self.tasks, parts, strict=True):
+            task.restore(part)
+
+    def hold(self, episodes: int, task: int | None = None) -> None:
+        """Let every environment, of one task or of all, rest once it has ended so many episodes; `reset` after raising
+        it begins the next."""
+        for each in self._of(task):
+            each.hold(episodes)
+
+    # --- renderers
+
+    def unload_renderers(self, deadline_s: float = 300.0, task: int | None = None) -> RendererSwitch:
+        """Have the workers that draw, of one task or of all, free their renderers with the scene replicas. None of
+        their groups may be reset or submitted before `load_renderers`. Nothing happens without cameras.
+
+        Raises `GroupError` unless every group is collected, and what `collect` raises.
+        """
+        if not all(each.all_collected() for each in self._of(task)):
+            raise GroupError("collect every group before the renderers leave")
+        return self._switch_renderers(True, deadline_s, task)
+
+    def load_renderers(self, deadline_s: float = 300.0, task: int | None = None) -> RendererSwitch:
+        """Have the renderers back; what they draw equals, bit for bit, what those that left would have drawn.
+
+        Nothing happens where they are. Raises what `collect` raises.
+        """
+        return self._switch_renderers(False, deadline_s, task)
+
+    def _switch_renderers(self, away: bool, deadline_s: float, task: int | None) -> RendererSwitch:
+        begin, tasks = time.perf_counter(), self._of(task)
+        if self.frames is None:
+            return RendererSwitch(0, 0.0)
+        for each in tasks:
+            each.ask_renderers(away)
+
+        def late() -> WorkerTimeout:
+            return next(filter(None, (each.late_to_switch(deadline_s) for each in tasks)))
+
+        self._wait(lambda: all(each.switched() for each in tasks), late, deadline_s)
+        return RendererSwitch(sum(each.moved_bytes() for each in tasks), time.perf_counter() - begin)
+
+    def _of(self, task: int | None) -> tuple[TaskFarm, ...]:
+        return self.tasks if task is None else (self.tasks[task],)
+
+    # --- workers
+
+    def built(self) -> int:
+        """Environments built so far, over all tasks."""
+        return sum(task.built() for task in self.tasks)
+
+    def private_bytes(self) -> tuple[Int, ...]:
+        """Of each task, int64 [workers]: what each worker's process had in memory by itself when it had built its
+        environments or its renderer; 0 of workers in this process and of those on other machines."""
+        return tuple(task.private_bytes() for task in self.tasks)
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that crossed to and from physics workers on other machines so far."""
+        return sum(task.wire_bytes for task in self.tasks)
 
     def check(self) -> None:
         """Raise `WorkerFailed` with the message of a worker that met an error, or whose renderer hangs at its start."""
-        opening = np.flatnonzero(self._slots["phase"] == layout.OPENING)
-        for worker in opening.tolist():
-            since_s = (time.monotonic_ns() - int(self._slots["since_ns"][worker])) / 1e9
-            if since_s > RENDERER_START_S:
-                raise WorkerFailed(
-                    f"{self._worker_name(worker)} has been starting its renderer for {since_s:.0f} s and hangs, as "
-                    "EGL does with a driver that does not fit: try MUJOCO_GL=osmesa, or another of farm.devices; "
-                    "`embodied doctor` says what answers"
-                )
-        failed = np.flatnonzero(self._slots["phase"] == layout.FAILED)
-        if len(failed):
-            raise WorkerFailed(self._message(int(failed[0])))
+        for task in self.tasks:
+            task.check()
 
-    def timeout(self, deadline_s: float, envs: Int | None = None) -> WorkerTimeout:
-        """The error that names the worker that is late with one of `envs`, or with building; not raised here."""
-        if envs is not None:
-            done = np.minimum(self._slots["drawn"][envs], self._slots["simulated"][envs])
-            late = np.flatnonzero(done != self._slots["requested"][envs])
-            return WorkerTimeout(self._who_is_late(int(envs[late[0]]), deadline_s))
-        phases = self._slots["phase"].tolist()
-        doing = "; ".join(f"{self._worker_name(i)} is {layout.PHASES[phase]}" for i, phase in enumerate(phases))
+    def timeout(self, deadline_s: float) -> WorkerTimeout:
+        """The error that says what each worker does while the farm is not ready; not raised here."""
+        doing = "; ".join(each for task in self.tasks for each in task.doing())
         return WorkerTimeout(f"the farm was not ready within {deadline_s:.0f} s: {doing}")
 
-    def _who_is_late(self, env: int, deadline_s: float) -> str:
-        slots, spec = self._slots, self.spec
-        simulating = slots["simulated"][env] != slots["requested"][env]
-        worker = spec.worker_of(env)
-        if not simulating and spec.render_workers:
-            worker = spec.physics_workers + spec.renderer_of(env)
-        return self._late(worker, deadline_s, f"with environment {env} to {'simulate' if simulating else 'draw'}")
+    def stop(self) -> None:
+        """Tell the workers to end; they do at their next look."""
+        for task in self.tasks:
+            task.stop()
 
-    def _late(self, worker: int, deadline_s: float, task: str) -> str:
-        phase = layout.PHASES[int(self._slots["phase"][worker])]
-        since_ns = int(self._slots["since_ns"][worker])
-        since = (time.monotonic_ns() - since_ns) / 1e9 if since_ns else 0.0
-        return (
-            f"{self._worker_name(worker)} did not answer within {deadline_s:.0f} s: it has been {phase} for "
-            f"{since:.1f} s, {task}"
-        )
+    def close(self, deadline_s: float = 5.0) -> None:
+        """End the workers and, in the process that created the farm, remove its memory."""
+        self.stop()
+        for task in self.tasks:
+            task.join(deadline_s)
+        self.detach()
+
+    def detach(self) -> None:
+        """Forget the farm's memory and leave the workers as they are: the end of a client that has attached."""
+        for task in self.tasks:
+            task.forget()
+        self._bell_block.close()
+        if self.frames is not None:
+            self.frames.close()
 
 
-def check_spec(spec: FarmSpec) -> None:
-    """Raise `FarmError` for a shape that no farm can have."""
-    least = {"num_envs": 1, "chunk": 1, "stages": 1, "physics_workers": 1, "render_workers": 0}
-    for name, smallest in least.items():
-        if getattr(spec, name) < smallest:
-            raise FarmError(f"a farm's {name} is at least {smallest}, got {getattr(spec, name)}")
-    if spec.final_frames not in FINAL_FRAMES:
-        raise FarmError(f"final_frames is one of {', '.join(FINAL_FRAMES)}, got {spec.final_frames!r}")
-    share = spec.physics_workers * spec.stages
-    if spec.num_envs % share:
-        near = max(share, round(spec.num_envs / share) * share)
+def _prefix(task: int) -> str:
+    return f"{task}." if task else ""
+
+
+def _check_lengths(tasks: int, hosts: Sequence[Host], cores: Sequence[tuple[int | None, ...]]) -> None:
+    if len(hosts) != tasks or (cores and len(cores) != tasks):
         raise FarmError(
-            f"{spec.num_envs} environments do not divide into {spec.physics_workers} physics workers x "
-            f"{spec.stages} stages; use a multiple of {share}, for example {near}"
+            f"a farm of {tasks} tasks takes one host or {tasks}, and cores for none or for each task; got "
+            f"{len(hosts)} hosts and cores for {len(cores)} tasks"
         )
+    if len({host.shared for host in hosts}) > 1:
+        raise FarmError("the workers of a farm are all in this process, or none is: give hosts of one kind")
 
 
-def _bell_ringer(block: Block) -> Callable[[int], None]:
-    bells: dict[int, Doorbell] = {}
-
-    def ring(worker: int) -> None:
-        if worker not in bells:
-            bells[worker] = Doorbell(block.arrays["bells"], worker + 1)
-        bells[worker].ring()
-
-    return ring
-
-
-def _ring_all(handles: list[Any]) -> None:
-    """In one process physics comes first in the list, so one pass also draws what was simulated."""
-    for handle in handles:
-        handle.ring()
+def _check_alike(infos: Sequence[TaskInfo]) -> None:
+    """One policy decides for all tasks, and one memory holds all frames: raise `FarmError` where that cannot be."""
+    first = infos[0]
+    for other in infos[1:]:
+        for what, one, two, remedy in (
+            ("actions of size", first.action_dim, other.action_dim, "choose a control mode with as many in both"),
+            ("cameras:", len(first.cameras), len(other.cameras), "name as many cameras for both"),
+            ("an image size of", first.spec.image_size, other.spec.image_size, "give both the same image_size"),
+        ):
+            if one != two:
+                raise FarmError(
+                    f"{first.spec.name} has {what} {one} and {other.spec.name} has {what} {two}, and the tasks of one "
+                    f"farm share them: {remedy}, or train the tasks in runs of their own"
+                )

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from sim_farm.contract import TaskInfo, TaskSpec
-from sim_farm.memory import Block
 from sim_farm.registry import make_physics
+from sim_farm.worker_memory import WorkerMemory
 from sim_farm.workers import PhysicsWorker, RenderWorker, Worker, WorkerSetup
 
 
-class Handle(Protocol):
+class WorkerHandle(Protocol):
     """A worker, wherever it is."""
 
     def ring(self) -> None:
@@ -27,13 +27,15 @@ class Host(Protocol):
     """Where workers live: in this process, or in Ray actors."""
 
     shared: bool
-    """Whether the slots must be in shared memory."""
+    """Whether what the workers read and write must be in shared memory."""
 
     def describe(self, task: TaskSpec) -> TaskInfo:
         """The task's sizes, from a simulator."""
         ...
 
-    def launch(self, setup: WorkerSetup, block: Block) -> Handle: ...
+    def launch(self, setup: WorkerSetup, memory: WorkerMemory) -> WorkerHandle:
+        """Start the worker. `memory` is what `setup.memory` leads to in another process."""
+        ...
 
 
 class InProcess:
@@ -48,8 +50,8 @@ class InProcess:
         finally:
             physics.close()
 
-    def launch(self, setup: WorkerSetup, block: Block) -> Handle:
-        worker = make_worker(setup, block)
+    def launch(self, setup: WorkerSetup, memory: WorkerMemory) -> WorkerHandle:
+        worker = make_worker(setup, memory)
         worker.build()
         return _LocalHandle(worker)
 
@@ -65,6 +67,6 @@ class _LocalHandle:
         self.worker.close()
 
 
-def make_worker(setup: WorkerSetup, block: Block | None = None) -> Worker:
+def make_worker(setup: WorkerSetup, memory: WorkerMemory | None = None) -> Worker:
     """The worker that the setup describes, not yet built."""
-    return (PhysicsWorker if setup.is_physics else RenderWorker)(setup, block)
+    return (PhysicsWorker if setup.is_physics else RenderWorker)(setup, memory)

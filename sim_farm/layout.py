@@ -1,17 +1,18 @@
 """The slots: what lies where in the memory that farm, physics workers and render workers share.
 
-One slot per environment, addressed by the environment's index. Who writes what:
+One slot per environment, addressed by the environment's index within its task. Who writes what:
 
-    client   requested, op, limit, action, base_*, collected   then rings the physics worker
+    client   requested, op, limit, action, base_*, collected, frame_row, final_row   then rings the physics worker
     physics  results, observation, scene, final_*       then sets `simulated` and rings renderer or client
-    render   frames, final_frames                       then sets `drawn` and rings the client
+    render   those rows of the frame memory             then sets `drawn` and rings the client
 
     client   away                                       then rings the workers that draw
     who draws  moved_bytes                              then sets `left` and rings the client
 
 `requested`, `simulated`, `drawn` and `collected` hold tickets: numbers that only grow. A slot belongs to the
 client while all four are equal, to physics while simulated < requested, to render while drawn < simulated.
-The data of a step is written before its ticket, so who sees the ticket sees the data.
+The data of a step is written before its ticket, so who sees the ticket sees the data. The frames are in a memory of
+their own (`frame_memory`), and so is the client's bell, because both are shared by the tasks of a farm.
 """
 
 from __future__ import annotations
@@ -30,20 +31,19 @@ PHASES = (
     "freeing its renderer",
 )  # fmt: skip
 MESSAGE_BYTES = 4096
-CLIENT_BELL = 0
 FINAL_FRAMES = ("never", "truncated", "ended")
 NO_LIMIT = 2**62
 
 
 @dataclass(frozen=True)
 class FarmSpec:
-    """A farm's shape. Equal shapes, seeds and actions give equal results, whatever the workers."""
+    """One task's share of a farm. Equal tasks, seeds and actions give equal results, whatever the workers."""
 
     task: TaskSpec
     episodes: Episodes
     num_envs: int
     chunk: int = 1
-    stages: int = 1
+    groups: int = 1
     """Groups of environments; one is simulated while another is inferred."""
     physics_workers: int = 1
     render_workers: int = 0
@@ -56,15 +56,16 @@ class FarmSpec:
     def worker_of(self, env: int) -> int:
         return env % self.physics_workers
 
-    def stage_of(self, env: int) -> int:
-        return env // self.physics_workers % self.stages
+    def group_of(self, env: int) -> int:
+        return env // self.physics_workers % self.groups
 
     def renderer_of(self, env: int) -> int:
+        """Which of the render workers draws the environment."""
         return env % max(self.render_workers, 1)
 
     @property
     def workers(self) -> int:
-        """Physics workers come first, then render workers; the bell of worker i is i + 1."""
+        """Physics workers come first, then render workers; the bell of worker i is the i-th."""
         return self.physics_workers + self.render_workers
 
     @property
@@ -76,18 +77,23 @@ class FarmSpec:
 def slot_fields(spec: FarmSpec, info: TaskInfo) -> dict[str, Field]:
     """The arrays of the farm's block. E environments, C actions a chunk, A action dimensions."""
     envs, chunk, actions = spec.num_envs, spec.chunk, info.action_dim
-    size = info.spec.image_size
-    frames = (envs, len(info.cameras), size, size, 3)
     return {
-        "bells": Field((1 + spec.workers,), "int32", 0),
+        "bells": Field((spec.workers,), "int32", 0),
         "stop": Field((1,), "int32", 0),
         "phase": Field((spec.workers,), "int32", STARTING),
+        # When each worker last changed its phase or served an environment; when the client asked for what is pending.
         "since_ns": Field((spec.workers,), "int64", 0),
+        "requested_ns": Field((envs,), "int64", 0),
+        # Which worker simulates each environment, which one draws it where that is another (else -1), and who draws.
+        "physics_of": Field((envs,), "int32", -1),
+        "renderer_of": Field((envs,), "int32", -1),
+        "draws": Field((spec.workers,), "bool", 0),
         "built": Field((spec.workers,), "int32", 0),
         # Of a process that serves this farm alone: what it has in memory by itself when it has built.
         "private_bytes": Field((spec.workers,), "int64", 0),
-        # Whether renderers shall be away, which of them are, and what leaving or coming back last changed in memory.
+        # Whether renderers shall be away, and since when; which of them are, and what that last changed in memory.
         "away": Field((1,), "int32", 0),
+        "away_ns": Field((1,), "int64", 0),
         "left": Field((spec.workers,), "int32", 0),
         "moved_bytes": Field((spec.workers,), "int64", 0),
         "message": Field((spec.workers, MESSAGE_BYTES), "uint8", 0),
@@ -101,16 +107,16 @@ def slot_fields(spec: FarmSpec, info: TaskInfo) -> dict[str, Field]:
         "action": Field((envs, chunk, actions), "float32", float("nan")),
         # The episode and its executed actions as of `collected`: what a replacement worker replays.
         "base_episode": Field((envs,), "int64", 0),
-        "base_step": Field((envs,), "int32", 0),
+        "base_step": Field((envs,), "int64", 0),
         "history": Field((envs, info.max_episode_steps, actions), "float32", float("nan")),
-        "steps": Field((envs,), "int32", 0),
+        "steps": Field((envs,), "int64", 0),
         "reward": Field((envs, chunk), "float32", float("nan")),
-        "success": Field((envs, chunk), "uint8", 0),
-        "terminated": Field((envs,), "uint8", 0),
-        "truncated": Field((envs,), "uint8", 0),
-        "active": Field((envs,), "uint8", 0),
+        "success": Field((envs, chunk), "bool", 0),
+        "terminated": Field((envs,), "bool", 0),
+        "truncated": Field((envs,), "bool", 0),
+        "active": Field((envs,), "bool", 0),
         "episode": Field((envs,), "int64", 0),
-        "episode_step": Field((envs,), "int32", 0),
+        "episode_step": Field((envs,), "int64", 0),
         "state": Field((envs, info.state_dim), "float32", float("nan")),
         "proprio": Field((envs, info.proprio_dim), "float32", float("nan")),
         "instruction": Field((envs, INSTRUCTION_BYTES), "uint8", 0),
@@ -119,11 +125,10 @@ def slot_fields(spec: FarmSpec, info: TaskInfo) -> dict[str, Field]:
         "final_proprio": Field((envs, info.proprio_dim), "float32", float("nan")),
         "final_instruction": Field((envs, INSTRUCTION_BYTES), "uint8", 0),
         "final_scene": Field((envs, info.scene_bytes), "uint8"),
-        "draw_final": Field((envs,), "uint8", 0),
-        "frames": Field(frames, "uint8"),
-        # Episode and env step that the frames show, written by whoever draws them.
-        "frames_of": Field((envs, 2), "int64", -1),
-        "final_frames": Field(frames, "uint8"),
+        "draw_final": Field((envs,), "bool", 0),
+        # Rows of the frame memory for the next observation and for a final one.
+        "frame_row": Field((envs,), "int64", -1),
+        "final_row": Field((envs,), "int64", -1),
         "times_ns": Field((envs, 4), "int64", 0),
         # Sent to and received from a physics worker on another machine.
         "wire_bytes": Field((spec.workers, 2), "int64", 0),

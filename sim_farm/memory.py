@@ -59,12 +59,13 @@ class Block:
             offset += -(-field.nbytes // _ALIGN) * _ALIGN
 
     @classmethod
-    def create(cls, fields: Mapping[str, Field], shared: bool) -> Block:
-        """A new block, filled. Raises `FarmError` if it does not fit into /dev/shm."""
-        size = max(_size(fields), _ALIGN)
+    def create(cls, fields: Mapping[str, Field], shared: bool, what: str = "a block") -> Block:
+        """A new block, filled. Raises `FarmError`, which names `what` needs it, if it does not fit into /dev/shm."""
+        size = size_of(fields)
         if shared:
             name = f"{PREFIX}{uuid.uuid4().hex[:12]}"
-            block = cls(fields, name, _map(name, size, create=True), owner=True)
+            require({what: size})
+            block = cls(fields, name, _create(name, size, what), owner=True)
         else:
             block = cls(fields, None, bytearray(size), owner=True)
         for key, field in fields.items():
@@ -77,7 +78,11 @@ class Block:
     @classmethod
     def attach(cls, fields: Mapping[str, Field], name: str) -> Block:
         """The block that another process created with the same fields."""
-        return cls(fields, name, _map(name, max(_size(fields), _ALIGN), create=False), owner=False)
+        descriptor = os.open(FOLDER / name, os.O_RDWR)
+        try:
+            return cls(fields, name, mmap.mmap(descriptor, size_of(fields)), owner=False)
+        finally:
+            os.close(descriptor)
 
     def close(self) -> None:
         """Forget the arrays; the owner also removes the block's name, and the memory goes with its last user."""
@@ -88,34 +93,42 @@ class Block:
             self._owner = False
 
 
-def _size(fields: Mapping[str, Field]) -> int:
-    return sum(-(-field.nbytes // _ALIGN) * _ALIGN for field in fields.values())
+def size_of(fields: Mapping[str, Field]) -> int:
+    """Bytes of a block of these fields."""
+    return max(_ALIGN, sum(-(-field.nbytes // _ALIGN) * _ALIGN for field in fields.values()))
 
 
-def _map(name: str, size: int, create: bool) -> mmap.mmap:
+def require(needs: Mapping[str, int]) -> None:
+    """Raise `FarmError` if the bytes that are needed for each purpose do not fit into /dev/shm together."""
+    if sum(needs.values()) > _free():
+        raise _full(needs)
+
+
+def _create(name: str, size: int, what: str) -> mmap.mmap:
+    """A new file of shared memory, every byte of it reserved."""
     path = FOLDER / name
-    if create:
-        free = os.statvfs(FOLDER).f_bavail * os.statvfs(FOLDER).f_frsize
-        if size > free:
-            raise _full(size, free)
-    descriptor = os.open(path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0), 0o600)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        if create:
-            resource_tracker.register(f"/{name}", "shared_memory")
-            try:
-                os.posix_fallocate(descriptor, 0, size)
-            except OSError as error:
-                path.unlink()
-                resource_tracker.unregister(f"/{name}", "shared_memory")
-                raise _full(size, free) from error
+        resource_tracker.register(f"/{name}", "shared_memory")
+        try:
+            os.posix_fallocate(descriptor, 0, size)
+        except OSError as error:
+            path.unlink()
+            resource_tracker.unregister(f"/{name}", "shared_memory")
+            raise _full({what: size}) from error
         return mmap.mmap(descriptor, size)
     finally:
         os.close(descriptor)
 
 
-def _full(size: int, free: int) -> FarmError:
+def _free() -> int:
+    return os.statvfs(FOLDER).f_bavail * os.statvfs(FOLDER).f_frsize
+
+
+def _full(needs: Mapping[str, int]) -> FarmError:
+    parts = " and ".join(f"{what} needs {size / 2**20:,.1f} MiB" for what, size in needs.items())
     return FarmError(
-        f"the farm needs {size / 2**20:,.1f} MiB of shared memory and {FOLDER} has {free / 2**20:,.1f} MiB free: "
+        f"{parts} of shared memory and {FOLDER} has {_free() / 2**20:,.1f} MiB free: "
         "use fewer environments or smaller frames, or enlarge it "
         f"(mount -o remount,size=8g {FOLDER}; in a container: docker run --shm-size=8g)"
     )

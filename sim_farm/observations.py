@@ -1,16 +1,16 @@
-"""What a stage of the farm shows when it is collected, and reading it from the slots."""
+"""What a group of environments shows when it is collected, and reading it from the slots and the frame memory."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from sim_farm.contract import Bool, FarmError, Float32, TaskInfo, UInt8
-from sim_farm.painting import is_stamped
+from sim_farm.frame_memory import FrameMemory, is_stamped
+from sim_farm.group_slots import GroupSlots, Slots, texts
 
 Int = npt.NDArray[np.int64]
 
@@ -23,6 +23,31 @@ class StaleFrame(FarmError):
     """A frame shows another moment than the observation it belongs to."""
 
 
+class RowFrames(Mapping[str, UInt8]):
+    """Camera to its frames uint8 [K, H, W, 3] in K rows of a frame memory.
+
+    A view of the memory where the rows follow each other: it shows what is drawn into them later. Else a copy, made
+    when the first camera is asked for, and counted in `FrameMemory.copies`.
+    """
+
+    def __init__(self, memory: FrameMemory | None, cameras: tuple[str, ...], rows: Int) -> None:
+        self._memory, self._cameras, self._rows = memory, cameras, rows
+        self._frames = None if memory is None else memory.view(rows)
+
+    def __getitem__(self, camera: str) -> UInt8:
+        if camera not in self._cameras or self._memory is None:
+            raise KeyError(camera)
+        if self._frames is None:
+            self._frames = self._memory.copy(self._rows)
+        return self._frames[:, self._cameras.index(camera)]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._cameras)
+
+    def __len__(self) -> int:
+        return len(self._cameras)
+
+
 @dataclass(frozen=True)
 class FinalObservations:
     """The last observations of the K episodes that ended in a chunk, for their bootstrapped values."""
@@ -33,19 +58,28 @@ class FinalObservations:
     proprio: Float32
     frames: Mapping[str, UInt8]
     """Drawn only where `drawn`; other rows are unspecified."""
+    frame_rows: Int
+    """[K] rows of the farm's frame memory; -1 without cameras."""
     instruction: tuple[str, ...]
     drawn: Bool
 
 
 @dataclass(frozen=True)
 class Observations:
-    """What a stage's B environments show now, and what became of the chunk before. Arrays are the caller's."""
+    """What a group's B environments show now, and what became of the chunk before.
+
+    Arrays are the caller's, but for the frames, which stay in the farm's frame memory: they are valid until something
+    else is drawn into their rows, which is at the group's next `submit` where no other rows are given.
+    """
 
     envs: Int
-    """[B] index of each environment."""
+    """[B] index of each environment within its task."""
     state: Float32
     proprio: Float32
     frames: Mapping[str, UInt8]
+    """Camera to uint8 [B, H, W, 3]; see `RowFrames`."""
+    frame_rows: Int
+    """[B] rows of the farm's frame memory; -1 without cameras."""
     instruction: tuple[str, ...]
     active: Bool
     """[B] False where an environment has no episode left; its row holds zeros and needs no action."""
@@ -68,66 +102,66 @@ class Observations:
     """[B, 4] physics start and end, render start and end, on the machine's monotonic clock."""
 
 
-def read(slots: Mapping[str, npt.NDArray[Any]], info: TaskInfo, envs: Int) -> Observations:
-    """What the slots of `envs` hold. Raises `UnwrittenFrame` and `StaleFrame`."""
-    active = slots["active"][envs].astype(np.bool_)
-    frames = _frames(slots, info, "frames", envs, active)
-    if info.cameras:
-        _check_moments(slots, envs[active])
-    ended = np.flatnonzero(slots["terminated"][envs] | slots["truncated"][envs])
-    drawn = slots["draw_final"][envs[ended]].astype(np.bool_)
-    final = FinalObservations(
-        rows=ended,
-        state=slots["final_state"][envs[ended]],
-        proprio=slots["final_proprio"][envs[ended]],
-        frames=_frames(slots, info, "final_frames", envs[ended], drawn),
-        instruction=_texts(slots["final_instruction"][envs[ended]]),
-        drawn=drawn,
-    )
+def read(slots: Slots, group: GroupSlots, info: TaskInfo, memory: FrameMemory | None) -> Observations:
+    """What the slots of the group hold, before the client counts them as collected.
+
+    Raises `UnwrittenFrame` and `StaleFrame`.
+    """
+    envs, active, frame_rows = group.envs, group.get("active"), group.get("frame_row")
+    episode, episode_step = group.get("episode"), group.get("episode_step")
+    terminated, truncated, steps = group.get("terminated"), group.get("truncated"), group.get("steps")
+    final = _finals(slots, envs, np.flatnonzero(terminated | truncated), info, memory)
+    if memory is not None:
+        _check_frames(memory, frame_rows[active], envs[active], "", episode[active], episode_step[active])
+        if final.drawn.any():
+            ended = final.rows[final.drawn]
+            last = group.get("base_step")[ended] + steps[ended]
+            _check_frames(memory, final.frame_rows[final.drawn], envs[ended], "final ", episode[ended] - 1, last)
     return Observations(
         envs=envs,
-        state=slots["state"][envs],
-        proprio=slots["proprio"][envs],
-        frames=frames,
-        instruction=_texts(slots["instruction"][envs]),
+        state=group.get("state"),
+        proprio=group.get("proprio"),
+        frames=RowFrames(memory, info.cameras, frame_rows),
+        frame_rows=frame_rows,
+        instruction=group.instructions(),
         active=active,
-        episode=slots["episode"][envs],
-        episode_step=slots["episode_step"][envs].astype(np.int64),
-        steps=slots["steps"][envs].astype(np.int64),
-        reward=slots["reward"][envs],
-        success=slots["success"][envs].astype(np.bool_),
-        terminated=slots["terminated"][envs].astype(np.bool_),
-        truncated=slots["truncated"][envs].astype(np.bool_),
+        episode=episode,
+        episode_step=episode_step,
+        steps=steps,
+        reward=group.get("reward"),
+        success=group.get("success"),
+        terminated=terminated,
+        truncated=truncated,
         final=final,
-        times_ns=slots["times_ns"][envs],
+        times_ns=group.get("times_ns"),
     )
 
 
-def _check_moments(slots: Mapping[str, npt.NDArray[Any]], envs: Int) -> None:
-    """That the frames of `envs` show the episode and env step of their observations."""
-    shown = slots["frames_of"][envs]
-    now = np.stack((slots["episode"][envs], slots["episode_step"][envs]), 1)
-    wrong = np.flatnonzero((shown != now).any(1))
+def _finals(slots: Slots, envs: Int, rows: Int, info: TaskInfo, memory: FrameMemory | None) -> FinalObservations:
+    """Of the episodes that ended in `rows` of the group."""
+    ended = envs[rows]
+    frame_rows = slots["final_row"][ended]
+    return FinalObservations(
+        rows=rows,
+        state=slots["final_state"][ended],
+        proprio=slots["final_proprio"][ended],
+        frames=RowFrames(memory, info.cameras, frame_rows),
+        frame_rows=frame_rows,
+        instruction=texts(slots["final_instruction"][ended]) if len(ended) else (),
+        drawn=slots["draw_final"][ended],
+    )
+
+
+def _check_frames(memory: FrameMemory, rows: Int, envs: Int, kind: str, episode: Int, step: Int) -> None:
+    """That `rows` of the memory are drawn, and show the episode and env step of the observations of `envs`."""
+    for row, env in zip(rows.tolist(), envs.tolist(), strict=True):
+        if is_stamped(memory.frames[row]):
+            raise UnwrittenFrame(f"environment {env}'s {kind}frames were never drawn into row {row}")
+    shown = memory.frames_of[rows]
+    wrong = np.flatnonzero((shown[:, 0] != episode) | (shown[:, 1] != step))
     if len(wrong):
-        env = wrong[0]
+        k = wrong[0]
         raise StaleFrame(
-            f"environment {envs[env]} is at episode {now[env, 0]}, env step {now[env, 1]}; its frames show "
-            f"episode {shown[env, 0]}, env step {shown[env, 1]}"
+            f"environment {envs[k]} is at episode {episode[k]}, env step {step[k]}; its {kind}frames show "
+            f"episode {shown[k, 0]}, env step {shown[k, 1]}"
         )
-
-
-def _frames(
-    slots: Mapping[str, npt.NDArray[Any]], info: TaskInfo, key: str, envs: Int, drawn: Bool
-) -> dict[str, UInt8]:
-    frames = slots[key]
-    for env in envs[drawn].tolist():
-        if len(info.cameras) and is_stamped(frames[env]):
-            raise UnwrittenFrame(f"environment {env}'s {key.replace('_', ' ')} were never drawn")
-    pictures = {name: frames[envs, i] for i, name in enumerate(info.cameras)}
-    for picture in pictures.values():
-        picture[~drawn] = 0
-    return pictures
-
-
-def _texts(rows: UInt8) -> tuple[str, ...]:
-    return tuple(bytes(row).rstrip(b"\0").decode() for row in rows)

@@ -2,7 +2,7 @@
 process of its own) or `run_pending` (in the caller's process, when it rings).
 
 A worker owns the slots whose environment index falls to it, and touches no other. It takes work in the order
-of the tickets, so that the stage that was submitted first is answered first.
+of the tickets, so that the group that was submitted first is answered first.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import numpy as np
 from sim_farm import layout
 from sim_farm.contract import EpisodeSpec, FarmError, Physics, PhysicsResult, TaskInfo
 from sim_farm.doorbell import Doorbell
-from sim_farm.layout import FarmSpec, slot_fields
-from sim_farm.memory import Block
-from sim_farm.painting import Painter
+from sim_farm.frame_writer import FrameWriter
+from sim_farm.layout import FarmSpec
 from sim_farm.private_memory import give_back, private_bytes
 from sim_farm.registry import make_physics
+from sim_farm.worker_memory import MemoryAddress, WorkerMemory
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,12 @@ class WorkerSetup:
     info: TaskInfo
     index: int
     """Physics workers are 0 .. physics_workers - 1, render workers follow."""
-    memory: str | None
-    """Name of the shared block; None when the block is handed over directly."""
+    memory: MemoryAddress | None
+    """Of the shared memory; None when the memory is handed over directly and the process is the caller's."""
     core: int | None = None
     """CPU core the worker's process is pinned to."""
+    several: bool = False
+    """Whether the farm has other tasks too, so that the worker's name needs its task's."""
 
     @property
     def device(self) -> int | None:
@@ -54,25 +56,26 @@ class WorkerSetup:
     @property
     def name(self) -> str:
         kind = "physics" if self.is_physics else "render"
-        return f"{kind} {self.index if self.is_physics else self.index - self.spec.physics_workers}"
+        number = self.index if self.is_physics else self.index - self.spec.physics_workers
+        return f"{kind} {number} of {self.spec.task.name}" if self.several else f"{kind} {number}"
 
 
 class Worker:
     """What both kinds share: the block, the bells, and the report of what they are doing."""
 
-    def __init__(self, setup: WorkerSetup, block: Block | None = None) -> None:
+    def __init__(self, setup: WorkerSetup, memory: WorkerMemory | None = None) -> None:
+        """`memory` is that of the address in `setup` if none is given."""
         self.setup = setup
         if setup.core is not None:
             os.sched_setaffinity(0, {setup.core})
-        if block is None:
+        if memory is None:
             assert setup.memory is not None
-            block = Block.attach(slot_fields(setup.spec, setup.info), setup.memory)
-        self.block = block
-        self.slots = block.arrays
-        bells = self.slots["bells"]
-        self._mine = Doorbell(bells, setup.index + 1)
-        self._painter: Painter | None = None
-        self._client = Doorbell(bells, layout.CLIENT_BELL)
+            memory = WorkerMemory.attach(setup.spec, setup.info, setup.memory)
+        self.memory = memory
+        self.slots = memory.slots.arrays
+        self._mine = Doorbell(self.slots["bells"], setup.index)
+        self._client = memory.client
+        self._frame_writer: FrameWriter | None = None
 
     def serve(self) -> None:
         """Build the environments and work until the farm stops. Errors are written where the client finds them."""
@@ -111,12 +114,12 @@ class Worker:
             return
         slots, index = self.slots, self.setup.index
         away = bool(slots["away"][0])
-        if away != (self._painter is None):
+        if away != (self._frame_writer is None):
             phase, before = int(slots["phase"][index]), private_bytes()
             if away:
-                self._close_painter()
+                self._close_frame_writer()
             else:
-                self._open_painter()
+                self._open_frame_writer()
             if self.setup.memory is not None:  # else the process is the caller's
                 slots["moved_bytes"][index] = max(0, (private_bytes() - before) * (-1 if away else 1))
             self._report(phase)
@@ -124,24 +127,29 @@ class Worker:
             slots["left"][index] = away
             self._client.ring()
 
-    def _open_painter(self) -> None:
+    def _open_frame_writer(self) -> None:
         self._report(layout.OPENING)
+        assert self.memory.frames is not None, "a worker that draws has a frame memory"
         device = self.setup.device
         if device is not None:
             os.environ["MUJOCO_EGL_DEVICE_ID"] = str(device)
-        self._painter = Painter(self.setup.spec.task, self.slots)
+        self._frame_writer = FrameWriter(self.setup.spec.task, self.slots, self.memory.frames)
 
-    def _close_painter(self) -> None:
-        assert self._painter is not None
+    def _close_frame_writer(self) -> None:
+        assert self._frame_writer is not None
         self._report(layout.CLOSING)
-        self._painter.close()
-        self._painter = None
+        self._frame_writer.close()
+        self._frame_writer = None
         give_back()
 
     def _report(self, phase: int) -> None:
         # The time first: who sees the new phase must not take the old one's beginning for it.
-        self.slots["since_ns"][self.setup.index] = time.monotonic_ns()
+        self._progress()
         self.slots["phase"][self.setup.index] = phase
+
+    def _progress(self) -> None:
+        """Note the time: this worker has got something done, or turns to something else."""
+        self.slots["since_ns"][self.setup.index] = time.monotonic_ns()
 
     def _fail(self, error: Exception) -> None:
         """A message for a user's mistake, with the traceback only where it is our own."""
@@ -153,50 +161,58 @@ class Worker:
         self._report(layout.FAILED)
         self._client.ring()
 
-    def _pending(self, owned: np.ndarray, asked: str, done: str) -> list[int]:
-        """Owned slots with work, oldest ticket first."""
-        asked_now, done_now = self.slots[asked][owned], self.slots[done][owned]
-        waiting = owned[asked_now > done_now]
-        return sorted(waiting.tolist(), key=self.slots[asked].__getitem__)
+    def _pending(self, owned: slice, asked: str, done: str) -> list[int]:
+        """Owned environments with work, oldest ticket first."""
+        asked_now = self.slots[asked][owned]
+        waiting = np.flatnonzero(asked_now > self.slots[done][owned])
+        if not len(waiting):
+            return []
+        oldest_first = waiting[np.argsort(asked_now[waiting], kind="stable")]
+        return (owned.start + owned.step * oldest_first).tolist()
 
 
 class PhysicsWorker(Worker):
     """Steps its environments, and draws their frames too when the farm has no render workers."""
 
-    def __init__(self, setup: WorkerSetup, block: Block | None = None) -> None:
-        super().__init__(setup, block)
+    def __init__(self, setup: WorkerSetup, memory: WorkerMemory | None = None) -> None:
+        super().__init__(setup, memory)
         spec = setup.spec
-        self._envs = np.array([e for e in range(spec.num_envs) if spec.worker_of(e) == setup.index])
+        self._owned = slice(setup.index, spec.num_envs, spec.physics_workers)
+        self._envs = range(spec.num_envs)[self._owned]
         self._physics: dict[int, Physics] = {}
         self._draws = bool(setup.info.cameras)
         bells = self.slots["bells"]
         self._next = {
-            env: Doorbell(bells, 1 + spec.physics_workers + spec.renderer_of(env))
-            for env in self._envs.tolist()
+            env: Doorbell(bells, spec.physics_workers + spec.renderer_of(env))
+            for env in self._envs
             if spec.render_workers and self._draws
         }
 
     def build(self) -> None:
         """Build every environment, and bring those that a predecessor had begun to where it left them."""
         self._report(layout.BUILDING)
-        for env in self._envs.tolist():
+        for env in self._envs:
             self._physics[env] = make_physics(self.setup.spec.task)
             self.slots["built"][self.setup.index] += 1
+            self._progress()
             self._client.ring()
         self._place_renderer()
-        for env in self._envs.tolist():
+        for env in self._envs:
             if self.slots["simulated"][env]:
                 self._replay(env)
+                self._progress()
         self._report_memory()
         self._report(layout.WAITING)
 
     def run_pending(self) -> int:
         self._place_renderer()
-        pending = self._pending(self._envs, "requested", "simulated")
+        pending = self._pending(self._owned, "requested", "simulated")
         if pending:
             self._report(layout.WORKING)
-        for position, env in enumerate(pending):
-            self._serve_slot(env, last=self._last_of_stage(env, pending[position + 1 :]))
+        last = {self.setup.spec.group_of(env): env for env in pending}
+        for env in pending:
+            self._serve_slot(env, last=last[self.setup.spec.group_of(env)] == env)
+            self._progress()
         if pending:
             self._report(layout.WAITING)
         return len(pending)
@@ -204,12 +220,8 @@ class PhysicsWorker(Worker):
     def close(self) -> None:
         for physics in self._physics.values():
             physics.close()
-        if self._painter is not None:
-            self._painter.close()
-
-    def _last_of_stage(self, env: int, rest: list[int]) -> bool:
-        stage = self.setup.spec.stage_of
-        return all(stage(other) != stage(env) for other in rest)
+        if self._frame_writer is not None:
+            self._frame_writer.close()
 
     def _serve_slot(self, env: int, last: bool) -> None:
         slots, ticket = self.slots, self.slots["requested"][env]
@@ -220,14 +232,14 @@ class PhysicsWorker(Worker):
         else:
             self._step(env)
         times[layout.PHYSICS_END] = time.monotonic_ns()
-        drawn_here = self._painter is not None or not self._draws
-        if self._painter is not None:
-            self._painter.draw(env)
+        drawn_here = self._frame_writer is not None or not self._draws
+        if self._frame_writer is not None:
+            self._frame_writer.draw(env)
         if drawn_here:  # before `simulated`: who dies in between has not finished, and it is done again
             slots["drawn"][env] = ticket
         slots["simulated"][env] = ticket
         if drawn_here:
-            if last:  # one wake-up per stage and worker; the client waits for the whole stage anyway
+            if last:  # one wake-up per group and worker; the client waits for the whole group anyway
                 self._client.ring()
         else:
             self._next[env].ring()
@@ -337,10 +349,10 @@ class PhysicsWorker(Worker):
 class RenderWorker(Worker):
     """Draws the scenes that physics workers leave in its slots."""
 
-    def __init__(self, setup: WorkerSetup, block: Block | None = None) -> None:
-        super().__init__(setup, block)
-        mine = setup.index - setup.spec.physics_workers
-        self._envs = np.array([e for e in range(setup.spec.num_envs) if setup.spec.renderer_of(e) == mine])
+    def __init__(self, setup: WorkerSetup, memory: WorkerMemory | None = None) -> None:
+        super().__init__(setup, memory)
+        spec = setup.spec
+        self._owned = slice(setup.index - spec.physics_workers, spec.num_envs, spec.render_workers)
 
     def build(self) -> None:
         self._report(layout.BUILDING)
@@ -352,19 +364,20 @@ class RenderWorker(Worker):
 
     def run_pending(self) -> int:
         self._place_renderer()
-        pending = self._pending(self._envs, "simulated", "drawn")
+        pending = self._pending(self._owned, "simulated", "drawn")
         if pending:
             self._report(layout.WORKING)
         for env in pending:
             ticket = self.slots["simulated"][env]
-            assert self._painter is not None, "nothing is submitted while renderers are away"
-            self._painter.draw(env)
+            assert self._frame_writer is not None, "nothing is submitted while renderers are away"
+            self._frame_writer.draw(env)
             self.slots["drawn"][env] = ticket
+            self._progress()
             self._client.ring()
         if pending:
             self._report(layout.WAITING)
         return len(pending)
 
     def close(self) -> None:
-        if self._painter is not None:
-            self._painter.close()
+        if self._frame_writer is not None:
+            self._frame_writer.close()

@@ -7,15 +7,16 @@ minibatch, and it alone knows what the algorithm makes of rewards; the learner's
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from embodied.algorithms.episode_groups import differing, group_advantages, informative
 from embodied.algorithms.ppo import action_advantages, alive_actions, generalised_advantages, normalise
-from embodied.config import Config, GroupConfig, PPOConfig
-from embodied.data.trajectories import Trajectories, join_inputs
+from embodied.config import AdvantageConfig, Config
+from embodied.data.trajectories import Decisions, HeldDecisions, Trajectories, join_decisions
 from embodied.errors import UserError
 from policies.contract import Inputs
 
@@ -31,7 +32,7 @@ class Estimate:
     keep: Tensor
     """bool, the decision is worth learning from."""
     weight: Tensor
-    """Of each of the decision's units (`ppo.ratio_unit`) in the loss; the update divides by the weights' sum."""
+    """Of each of the decision's units (`loss.ratio_unit`) in the loss; the update divides by the weights' sum."""
 
 
 Estimator = Callable[[Trajectories, Config], Estimate]
@@ -41,8 +42,8 @@ Estimator = Callable[[Trajectories, Config], Estimate]
 class Rows:
     """The decisions to learn from, flattened; every tensor has N rows."""
 
-    inputs: Inputs
-    trace: Mapping[str, Tensor]
+    decisions: Decisions
+    """Their observations and traces, where they are kept."""
     log_prob: Tensor
     """[N, C, A] under the policy that acted."""
     value: Tensor
@@ -55,21 +56,43 @@ class Rows:
     importance: Tensor
     """[N, 1] or [N, U] of its units in the loss alone: how much likelier the policy makes them than the one that acted
     did, where that is an update behind."""
+    reference_log_prob: Tensor | None = None
+    """[N, C, A] under the frozen reference policy, where the workflow has one."""
+    precomputed: Mapping[str, Tensor] = field(default_factory=dict)
+    """What `Policy.precompute` found, [N, ...] each; it joins the traces."""
 
     def take(self, index: Tensor) -> Rows:
-        return Rows(
-            self.inputs.rows(index),
-            {key: tensor[index] for key, tensor in self.trace.items()},
-            *(getattr(self, key)[index] for key in PER_ROW),
+        """The rows at `index`; observations and traces stay where they are."""
+        reference = self.reference_log_prob
+        return self._with(
+            self.decisions.select(index),
+            {key: getattr(self, key)[index] for key in PER_ROW},
+            None if reference is None else reference[index],
+            {key: tensor[index] for key, tensor in self.precomputed.items()},
         )
 
     def to(self, device: torch.device) -> Rows:
-        """The same rows with all tensors on the device."""
-        return Rows(
-            self.inputs.to(device),
-            {key: tensor.to(device) for key, tensor in self.trace.items()},
-            *(getattr(self, key).to(device) for key in PER_ROW),
+        """The same rows with all tensors on the device, observations and traces too: each is copied once."""
+        reference = self.reference_log_prob
+        return self._with(
+            HeldDecisions(self.decisions.inputs(device), self.decisions.trace(device)),
+            {key: getattr(self, key).to(device) for key in PER_ROW},
+            None if reference is None else reference.to(device),
+            {key: tensor.to(device) for key, tensor in self.precomputed.items()},
         )
+
+    def _with(
+        self, decisions: Decisions, tensors: dict[str, Any], reference: Tensor | None, precomputed: dict[str, Tensor]
+    ) -> Rows:
+        return Rows(decisions, **tensors, reference_log_prob=reference, precomputed=precomputed)
+
+    @property
+    def inputs(self) -> Inputs:
+        return self.decisions.inputs()
+
+    @property
+    def trace(self) -> dict[str, Tensor]:
+        return {**self.decisions.trace(), **self.precomputed}
 
     def __len__(self) -> int:
         return len(self.value)
@@ -80,9 +103,9 @@ PER_ROW = ("log_prob", "value", "advantage", "returns", "executed", "weight", "i
 
 def rows_of(batch: Trajectories, estimate: Estimate) -> Rows:
     """The batch's rows without those that nobody took or that teach nothing."""
+    reference = batch.reference_log_prob
     rows = Rows(
-        batch.inputs,
-        batch.trace,
+        batch.decisions,
         batch.log_prob.flatten(0, 1),
         batch.value.flatten(0, 1),
         estimate.advantage.flatten(0, 1),
@@ -90,6 +113,7 @@ def rows_of(batch: Trajectories, estimate: Estimate) -> Rows:
         batch.executed.flatten(),
         estimate.weight.flatten(),
         torch.ones(batch.mask.numel(), 1),
+        None if reference is None else reference.flatten(0, 1),
     )
     chosen = batch.mask & estimate.keep
     return rows if bool(chosen.all()) else rows.take(chosen.flatten().nonzero()[:, 0])
@@ -99,47 +123,61 @@ def join_rows(parts: Sequence[Rows]) -> Rows:
     """The rows of all parts, one after the other."""
     if len(parts) == 1:
         return parts[0]
-    total = sum(len(part) for part in parts)
-    return Rows(
-        join_inputs([part.inputs for part in parts], torch.arange(total)),
-        {key: torch.cat([part.trace[key] for part in parts]) for key in parts[0].trace},
-        *(torch.cat([getattr(part, key) for part in parts]) for key in PER_ROW),
-    )
+    references = [part.reference_log_prob for part in parts]
+    known = [reference for reference in references if reference is not None]
+    tensors: dict[str, Any] = {key: torch.cat([getattr(part, key) for part in parts]) for key in PER_ROW}
+    decisions = join_decisions([part.decisions for part in parts])
+    return Rows(decisions, **tensors, reference_log_prob=torch.cat(known) if known else None)
 
 
 def gae(batch: Trajectories, config: Config) -> Estimate:
     """Generalised advantages (Schulman et al. 2016), each episode's own end bootstrapped, normalised over the batch."""
-    return gae_of(batch, config.ppo)
+    return gae_of(batch, config.advantage)
 
 
-def gae_of(batch: Trajectories, ppo: PPOConfig) -> Estimate:
+def gae_of(batch: Trajectories, settings: AdvantageConfig) -> Estimate:
     """`gae` from its own settings."""
-    _check_values(batch, ppo)
+    _check_values(batch, settings)
     ends = (batch.terminated, batch.truncated, batch.final_value, batch.last_value)
     counted = batch.mask
-    if ppo.credit == "action":
+    if settings.credit == "action":
         assert batch.step_reward is not None, "gathered without the rewards of single actions"
         counted = batch.mask[..., None] & alive_actions(batch.executed, batch.value.shape[2])
         advantage, returns = action_advantages(
-            batch.step_reward, batch.value, batch.executed, *ends, ppo.gamma, ppo.lam, ppo.bootstrap
+            batch.step_reward, batch.value, batch.executed, *ends, settings.gamma, settings.lam, settings.bootstrap
         )
     else:
-        advantage, returns = generalised_advantages(batch.reward, batch.value, *ends, ppo.gamma, ppo.lam, ppo.bootstrap)
-    if ppo.normalise_advantages:
-        advantage = normalise(advantage, counted)
+        advantage, returns = generalised_advantages(
+            batch.reward, batch.value, *ends, settings.gamma, settings.lam, settings.bootstrap
+        )
+    if settings.normalise != "none":
+        advantage = _normalised(advantage, counted, batch.task if settings.normalise == "task" else None)
     return Estimate(advantage, returns, batch.mask, torch.ones_like(batch.reward))
 
 
-def _check_values(batch: Trajectories, ppo: PPOConfig) -> None:
+def _normalised(advantage: Tensor, counted: Tensor, task: Tensor | None) -> Tensor:
+    """`normalise` over all columns, or over those of each task by itself."""
+    if task is None:
+        return normalise(advantage, counted)
+    found = advantage.clone()
+    for number in task.unique():
+        mine = task == number
+        found[:, mine] = normalise(advantage[:, mine], counted[:, mine])
+    return found
+
+
+def _check_values(batch: Trajectories, settings: AdvantageConfig) -> None:
     """Raise `UserError` unless the policy has a value for each of what has credit."""
-    wanted, found = 3 if ppo.credit == "action" else 2, batch.value.ndim
+    wanted, found = 3 if settings.credit == "action" else 2, batch.value.ndim
     if found < wanted:
         raise UserError(
-            "ppo.credit is action, and the policy has one value for a whole chunk: set it to chunk, or build the "
+            "advantage.credit is action, and the policy has one value for a whole chunk: set it to chunk, or build the "
             "policy with a value for each action"
         )
     if found > wanted:
-        raise UserError("the policy has a value for each action: set ppo.credit to action, and ppo.ratio_unit too")
+        raise UserError(
+            "the policy has a value for each action: set advantage.credit to action, and loss.ratio_unit too"
+        )
 
 
 def group_relative(batch: Trajectories, config: Config) -> Estimate:
@@ -147,23 +185,23 @@ def group_relative(batch: Trajectories, config: Config) -> Estimate:
 
     Raises ValueError for trajectories that are not whole episodes in groups.
     """
-    if batch.group is None:
+    if batch.episode_group is None:
         raise ValueError("group-relative advantages need whole episodes: a workflow with rollout='episodes'")
-    settings = config.group
+    settings, size = config.advantage, config.rollout.episode_group
     outcome = outcomes(batch, settings)
-    advantage, complete = group_advantages(outcome, batch.group, settings.size, settings.scale)
-    teaches = complete & differing(outcome, batch.group, settings.size)
+    advantage, complete = group_advantages(outcome, batch.episode_group, size, settings.scale)
+    teaches = complete & differing(outcome, batch.episode_group, size)
     if settings.keep_rates is not None:
         solved = (batch.success & batch.mask).any(0).float()
-        teaches &= informative(solved, batch.group, settings.size, *settings.keep_rates)
+        teaches &= informative(solved, batch.episode_group, size, *settings.keep_rates)
     rows = torch.ones_like(batch.reward)
-    if settings.weight == "episode":
-        units = batch.mask if config.ppo.ratio_unit == "chunk" else batch.executed * batch.mask
+    if config.loss.weight == "episode":
+        units = batch.mask if config.loss.ratio_unit == "chunk" else batch.executed * batch.mask
         rows = rows / units.sum(0).clamp(min=1)
     return Estimate(rows_like(advantage, batch), torch.zeros_like(batch.reward), rows_like(teaches, batch), rows)
 
 
-def outcomes(batch: Trajectories, settings: GroupConfig) -> Tensor:
+def outcomes(batch: Trajectories, settings: AdvantageConfig) -> Tensor:
     """[B] what each episode is judged by: 1 where it was solved, or its return."""
     if settings.outcome == "success":
         return (batch.success & batch.mask).any(0).float()

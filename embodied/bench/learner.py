@@ -23,7 +23,8 @@ from embodied.bench.generate import rows_of
 from embodied.bench.machine import Machine, Peak, finish, measure_machine, median, peak_memory, repeat
 from embodied.bench.models import add_rates, build, check_batches, describe, make_inputs, measured_here, results_table
 from embodied.bench.settings import BenchLearner
-from embodied.config import LearnerConfig, PPOConfig
+from embodied.config import LossConfig, OptimConfig
+from embodied.data.trajectories import HeldDecisions
 from embodied.errors import UserError
 from embodied.reporting.live import steps
 from embodied.workers.devices import CPU, decide, device_of, release, to_host
@@ -57,8 +58,8 @@ class Update:
 
     def __init__(self, policy: TokenPolicy, minibatch: int, seed: int) -> None:
         self.policy, self.device = policy, device_of(policy)
-        ppo, settings = PPOConfig(), LearnerConfig()
-        self._ppo, self._max_grad_norm = ppo, settings.max_grad_norm
+        loss, settings = LossConfig(), OptimConfig()
+        self._loss, self._max_grad_norm = loss, settings.max_grad_norm
         self.optimizer = make_optimizer(policy, settings)
         generator = torch.Generator("cpu").manual_seed(seed)
         inputs = make_inputs(policy, minibatch, seed, CPU)
@@ -73,9 +74,9 @@ class Update:
         """Row by row: how many decide together is the policy's bench's matter, and memory is scarce."""
         actions = [decide(self.policy, row, noise[i : i + 1]) for i, row in enumerate(rows_of(inputs))]
         count, value = len(actions), torch.cat([action.value for action in actions])
+        trace = {name: torch.cat([action.trace[name] for action in actions]) for name in actions[0].trace}
         return Rows(
-            inputs,
-            {name: torch.cat([action.trace[name] for action in actions]) for name in actions[0].trace},
+            HeldDecisions(inputs, trace),
             torch.cat([action.log_prob for action in actions]),
             value,
             advantage,
@@ -90,18 +91,20 @@ class Update:
         if not parts[0]:
             return None
         features = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-        return replace(rows, trace={**rows.trace, **features})
+        return replace(rows, precomputed=features)
 
     def step(self, case: Case) -> None:
         """One optimiser step on all samples, as `Learner` takes it."""
         self.policy.gradient_checkpointing = case.checkpointing
         self.optimizer.zero_grad(set_to_none=True)
-        rows, ppo = self.rows[case.cached], self._ppo
+        rows, loss = self.rows[case.cached], self._loss
         assert rows is not None
-        _, weights = count_units(rows.executed, rows.weight, rows.log_prob.shape[-1], ppo.ratio_unit)
-        values = count_values(rows.executed, ppo.credit)
+        _, weights = count_units(rows.executed, rows.weight, rows.log_prob.shape[-1], loss.ratio_unit)
+        values = count_values(rows.executed, "chunk")
         micro_batches = torch.arange(len(rows)).split(case.micro_batch)
-        shares = [add_gradient(self.policy, rows.take(index), ppo, True, weights, values) for index in micro_batches]
+        shares = [
+            add_gradient(self.policy, rows.take(index), loss, "chunk", True, weights, values) for index in micro_batches
+        ]
         norm = nn.utils.clip_grad_norm_(self.policy.parameters(), self._max_grad_norm)
         sums, _ = read(shares, norm)  # the learner looks whether they are finite: one wait for the device
         if math.isnan(self.off_policy):

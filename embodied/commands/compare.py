@@ -20,14 +20,15 @@ from embodied.doctor.hardware import hardware
 from embodied.errors import UserError
 from embodied.execution.assignment import HOME, assign
 from embodied.execution.executor import Iteration, executor
-from embodied.execution.preflight import check_workflow
+from embodied.execution.preflight import check_run
 from embodied.execution.session import Session, open_session
 from embodied.planning.clusters import run_cluster
 from embodied.planning.comparison_page import comparison_table, write_comparison
-from embodied.planning.profiler import profile_config, run_iterations, typical
+from embodied.planning.profiler import profile_config, run_iterations
 from embodied.planning.run_plans import PROFILE, checked_profile, make_folder, sized_workflow
 from embodied.reporting.results import write_json
 from embodied.run_folder import RUNS, with_init
+from embodied.statistics import typical
 from schedulers import Plan, Span
 
 
@@ -72,11 +73,11 @@ class Ran:
 
 def compare_command(config: Config, name: str, out: Path, profile: Path | None, repeats: int) -> dict[str, Any]:
     """Run every mode's best plan on the same work. Writes table, charts and timelines to `out`."""
-    if config.also:
-        raise UserError("modes are compared on one task: leave out `also`")
+    if config.extra_tasks:
+        raise UserError("modes are compared on one task: leave out `extra_tasks`")
     if repeats < 1:
         raise UserError(f"--repeats is at least 1, not {repeats}")
-    check_workflow(config)
+    check_run(config)
     workflow, measured = sized_workflow(config), None
     if profile is not None:  # refused before anything is started
         measured = checked_profile(profile, config, workflow, config.plan.any_hardware)

@@ -11,12 +11,12 @@ from rich import print as show
 
 import schedulers
 from embodied.config import Config
-from embodied.execution.preflight import check_workflow
+from embodied.execution.preflight import check_run
 from embodied.execution.session import open_session
 from embodied.planning.profiler import profile_config
 from embodied.planning.run_plans import file_of_task, make_folder, title_of
 from embodied.run_folder import RUNS, with_init
-from embodied.workflows.recipes import configs_of_tasks
+from embodied.workflows.sizes import tasks_of
 from schedulers import Profile
 
 
@@ -40,10 +40,10 @@ def run(args: Arguments) -> dict[str, Any]:
 def profile_command(config: Config, out: Path) -> dict[str, Any]:
     """Measure the components of each of a configuration's tasks and write the profiles: `out`, `out-1`, ..."""
     found: dict[str, Any] = {}
-    check_workflow(config)
+    check_run(config)
     make_folder(out.resolve().parent)  # before minutes of measuring
     with open_session(config) as session:
-        for number, task in enumerate(configs_of_tasks(config)):
+        for number, task in enumerate(tasks_of(config)):
             path = file_of_task(out, number)
             profile = profile_config(task, session, out.resolve().parent)
             schedulers.save(profile, path)

@@ -21,8 +21,9 @@ from embodied.execution.session import Session, open_session
 from embodied.reporting.live import steps
 from embodied.run_folder import RUNS, find_run, whole_checkpoint, with_init
 from embodied.runtime.handles import Handle
+from embodied.workers.context import policy_spec, task_spec
 from embodied.workers.evaluator import EpisodeResult, Evaluator, run_to_end
-from embodied.workers.makers import make_evaluator, policy_spec, task_spec
+from embodied.workers.makers import make_evaluator
 from sim_farm.contract import EpisodeSpec, TaskSpec
 from sim_farm.episodes import episode_seed
 from sim_farm.replay import ReplayedEpisode, Replayer
@@ -136,9 +137,9 @@ def _act(config: Config, session: Session, folder: Path | None, episodes: int) -
     """The policy's episodes, as actions, in the order of trials. No frame is drawn that the policy does not read."""
     specs = demonstration_episodes(config.seed, episodes, config.eval.init_states)
     with session.farm(trials_farm(config, session, specs, range(episodes))) as farm:
-        sizes = policy_spec(config, farm.info)
+        sizes = policy_spec(config, farm.infos[0])
         worker = session.runtime.place("evaluator", make_evaluator, config, sizes, session.reach(farm), folder)
-        deadline_s = config.runtime.deadline_s
+        deadline_s = worker.deadline.inner().seconds
         with steps(f"Running {config.policy.kind} on {config.env.task}", episodes) as bar:
             results = run_to_end(
                 lambda budget_s: worker.call(Evaluator.advance, budget_s, deadline_s), episodes, bar.advance
@@ -169,4 +170,4 @@ def _write(writer: DatasetWriter, replayers: Sequence[Handle[Replayer]], results
 
 
 def _begin_replay(replayer: Handle[Replayer], result: EpisodeResult) -> ReplayedEpisode:
-    return replayer.refer(Replayer.replay, result.spec, result.actions)
+    return replayer.submit(Replayer.replay, result.spec, result.actions)

@@ -1,29 +1,89 @@
-"""What a rollout hands to the learner."""
+"""What a rollout hands to the learner: a table of decisions, and where in memory the rest of each of them is."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from embodied.data.trajectory_memory import CPU, TrajectoryMemory
 from policies.contract import Inputs
 from sim_farm.episodes import Episodes
 from sim_farm.observations import FinalObservations, Observations
 
 
+class Decisions(Protocol):
+    """N decisions, each with the observation it was taken on and its trace, wherever they are kept."""
+
+    def __len__(self) -> int: ...
+
+    def select(self, index: Tensor) -> Decisions:
+        """The decisions at `index` (int64 [K]); nothing is copied."""
+        ...
+
+    def inputs(self, device: torch.device = CPU, frames: bool = True) -> Inputs:
+        """The observations, on the device; without their frames if so wanted."""
+        ...
+
+    def trace(self, device: torch.device = CPU) -> dict[str, Tensor]:
+        """What `Policy.evaluate` needs beside the observations, on the device."""
+        ...
+
+
+@dataclass(frozen=True)
+class StoredDecisions:
+    """Decisions in the trajectory memory, by their flat rows (int64 [N])."""
+
+    memory: TrajectoryMemory
+    rows: Tensor
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def select(self, index: Tensor) -> StoredDecisions:
+        return replace(self, rows=self.rows[index])
+
+    def inputs(self, device: torch.device = CPU, frames: bool = True) -> Inputs:
+        return self.memory.inputs(self.rows, device, frames)
+
+    def trace(self, device: torch.device = CPU) -> dict[str, Tensor]:
+        return self.memory.trace(self.rows, device)
+
+
+@dataclass(frozen=True)
+class HeldDecisions:
+    """Decisions as tensors of N rows."""
+
+    held_inputs: Inputs
+    held_trace: Mapping[str, Tensor]
+
+    def __len__(self) -> int:
+        return len(next(iter(self.held_trace.values())))
+
+    def select(self, index: Tensor) -> HeldDecisions:
+        trace = {name: tensor[index] for name, tensor in self.held_trace.items()}
+        return HeldDecisions(self.held_inputs.rows(index), trace)
+
+    def inputs(self, device: torch.device = CPU, frames: bool = True) -> Inputs:
+        found = self.held_inputs.to(device)
+        return found if frames else replace(found, frames={})
+
+    def trace(self, device: torch.device = CPU) -> dict[str, Tensor]:
+        return {name: tensor.to(device) for name, tensor in self.held_trace.items()}
+
+
 @dataclass(frozen=True)
 class Trajectories:
-    """T decisions of each of B environments. Row t * B + b of the flat tensors is decision t of environment b.
+    """T decisions of each of B environments. Row t * B + b of `decisions` is decision t of environment b.
 
-    Nothing in here depends on how many workers or stages produced it.
+    Nothing in here depends on how many workers or groups produced it.
     """
 
-    inputs: Inputs
-    """T * B rows."""
-    trace: Mapping[str, Tensor]
-    """T * B rows each."""
+    decisions: Decisions
+    """T * B of them."""
     log_prob: Tensor
     """[T, B, C, A] under the policy that acted, per element."""
     value: Tensor
@@ -45,15 +105,84 @@ class Trajectories:
     """[B] value of the observation after the last decision (of the first action there)."""
     version: int
     """Number of updates the acting policy had seen."""
-    group: Tensor | None = None
-    """[B] int64, where row t is decision t of each environment's one episode: the group that the episode belongs to.
+    episode_group: Tensor | None = None
+    """[B] int64, where row t is decision t of each environment's one episode: the episode group that it belongs to.
     None: rows are the decisions of a rollout, in which episodes end and others begin."""
     step_reward: Tensor | None = None
     """[T, B, C] of each env step, zero beyond the executed ones; what credit for single actions needs."""
+    task: Tensor | None = None
+    """[B] int64, the number of each environment's task; None: all are of one."""
+    reference_log_prob: Tensor | None = None
+    """[T, B, C, A] under the frozen reference policy, where the workflow has one."""
 
     @property
     def env_steps(self) -> int:
         return int(self.executed[self.mask].sum())
+
+    @property
+    def inputs(self) -> Inputs:
+        """All T * B observations, copied out of memory."""
+        return self.decisions.inputs()
+
+    @property
+    def trace(self) -> dict[str, Tensor]:
+        """The traces of all T * B decisions, copied out of memory."""
+        return self.decisions.trace()
+
+    def columns(self, first: int, last: int) -> Trajectories:
+        """The environments `first` to `last - 1` alone."""
+        decisions, envs = self.mask.shape
+        chosen = torch.arange(decisions * envs).reshape(decisions, envs)[:, first:last]
+        parts: dict[str, Any] = {name: _cut(getattr(self, name), 1, first, last) for name in PER_DECISION}
+        parts |= {name: _cut(getattr(self, name), 0, first, last) for name in PER_COLUMN}
+        return replace(self, decisions=self.decisions.select(chosen.flatten()), **parts)
+
+
+PER_DECISION = (
+    "log_prob", "value", "reward", "success", "executed", "mask", "terminated", "truncated", "final_value",
+    "step_reward", "reference_log_prob",
+)  # fmt: skip
+"""Fields [T, B, ...] of `Trajectories`."""
+PER_COLUMN = ("last_value", "episode_group", "task")
+"""Fields [B]."""
+
+
+def join_columns(parts: Sequence[Trajectories]) -> Trajectories:
+    """Trajectories as one: their columns side by side, shorter ones masked at their end."""
+    if len(parts) == 1:
+        return parts[0]
+    count = max(len(part.mask) for part in parts)
+    order, begin = [], 0
+    for part in parts:
+        decisions, envs = part.mask.shape
+        t = torch.arange(count)[:, None]
+        order.append(begin + t.clamp(max=decisions - 1) * envs + torch.arange(envs))
+        begin += decisions * envs
+    found: dict[str, Any] = {
+        name: _side_by_side([getattr(part, name) for part in parts], count) for name in PER_DECISION
+    }
+    for name in PER_COLUMN:
+        columns = [getattr(part, name) for part in parts]
+        found[name] = None if columns[0] is None else torch.cat(columns)
+    decisions_of_all = join_decisions([part.decisions for part in parts]).select(torch.cat(order, 1).flatten())
+    return replace(parts[0], decisions=decisions_of_all, version=min(part.version for part in parts), **found)
+
+
+def join_decisions(parts: Sequence[Decisions]) -> Decisions:
+    """The decisions of all parts, one after the other; in one memory nothing is copied."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    if isinstance(first, StoredDecisions):
+        stored = [part for part in parts if isinstance(part, StoredDecisions)]
+        assert all(part.memory is first.memory for part in stored) and len(stored) == len(parts)
+        return replace(first, rows=torch.cat([part.rows for part in stored]))
+    traces = [part.trace() for part in parts]
+    total = sum(len(part) for part in parts)
+    return HeldDecisions(
+        join_inputs([part.inputs() for part in parts], torch.arange(total)),
+        {name: torch.cat([trace[name] for trace in traces]) for name in traces[0]},
+    )
 
 
 def to_inputs(
@@ -105,3 +234,19 @@ def join_inputs(parts: Sequence[Inputs], order: Tensor) -> Inputs:
         episode=None if first.episode is None else torch.cat([p.episode for p in parts if p.episode is not None]),
     )
     return whole.rows(order)
+
+
+def _cut(tensor: Tensor | None, axis: int, first: int, last: int) -> Tensor | None:
+    return None if tensor is None else tensor.narrow(axis, first, last - first)
+
+
+def _side_by_side(parts: Sequence[Tensor | None], count: int) -> Tensor | None:
+    """[count, sum of columns, ...] from [T, columns, ...] each, zero beyond a part's end."""
+    found = []
+    for part in parts:
+        if part is None:
+            return None
+        whole = part.new_zeros(count, *part.shape[1:])
+        whole[: len(part)] = part
+        found.append(whole)
+    return torch.cat(found, 1)

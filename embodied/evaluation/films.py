@@ -64,7 +64,7 @@ def write_film(
 
     def begin(filmer: Handle[Filmer], outcome: EpisodeOutcome) -> list[UInt8]:
         every = max(1, outcome.length // FRAMES)
-        return filmer.refer(Filmer.film, task_of(outcome.task), outcome.spec, actions_of(outcome), every)
+        return filmer.submit(Filmer.film, task_of(outcome.task), outcome.spec, actions_of(outcome), every)
 
     films: dict[tuple[str, int], list[UInt8]] = {}
     with steps("Filming", len(ordered)) as bar:

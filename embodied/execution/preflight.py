@@ -6,45 +6,48 @@ import os
 from collections.abc import Iterable
 
 from embodied.config import Config
-from embodied.execution.assignment import configured
-from embodied.execution.farm_specs import farm_spec
-from embodied.workers.makers import task_spec
-from embodied.workflows.recipes import configs_of_tasks, episodes_of, recipe_of
+from embodied.execution.assignment import Assignment, configured
+from embodied.execution.executor import check_workflow
+from embodied.execution.farm_specs import farm_spec, run_specs
+from embodied.workers.context import task_spec
+from embodied.workflows.recipes import recipe_of
+from embodied.workflows.sizes import episodes_of, tasks_of
 from policies import registry
 from sim_farm.catalogue import check_task
 from sim_farm.episodes import EndlessEpisodes
-from sim_farm.farm import check_spec
+from sim_farm.task_farm import check_spec
 
 
-def check_workflow(config: Config) -> None:
-    """Check policy, workflow and tasks of whatever rolls out: that they exist, with the files that they need.
+def check_run(config: Config) -> None:
+    """Check workflow, policy and tasks of whatever rolls out: that they exist, with the files that they need.
 
     Raises `UserError`, `PolicyError` or `FarmError`. What only a simulator knows (control modes, the names of its
     cameras) is left to the workers.
     """
-    recipe_of(config)
+    check_workflow(recipe_of(config))
     check_policy(config)
-    for task in configs_of_tasks(config):
+    for task in tasks_of(config):
         check_task(task.env.task)
         task_spec(task)
         episodes_of(task, task.seed)  # whether environments fill groups of episodes
 
 
 def check_training(config: Config) -> None:
-    """`check_workflow`, and whether environments divide among workers, where it is the configuration that says how."""
-    check_workflow(config)
+    """`check_run`, and whether environments divide among workers, where it is the configuration that says how."""
+    check_run(config)
     if config.plan.mode == "configured" and config.plan.file is None:
-        for task in configs_of_tasks(config):
-            _check_farm(task, task.env.num_envs)
+        for spec in run_specs(config, _configured(config)):
+            check_spec(spec)
 
 
 def check_evaluation(config: Config, tasks: Iterable[str]) -> None:
-    """Check the policy, the tasks and the environments that it is evaluated in. Raises as `check_workflow` does."""
+    """Check the policy, the tasks and the environments that it is evaluated in. Raises as `check_run` does."""
     check_policy(config)
     for task in tasks:
         check_task(task)
     task_spec(config)
-    _check_farm(config, config.eval.num_envs or config.env.num_envs)
+    num_envs = config.eval.num_envs or config.env.num_envs
+    check_spec(farm_spec(config, EndlessEpisodes(config.seed), _configured(config).farms[0], num_envs))
 
 
 def check_policy(config: Config) -> None:
@@ -52,8 +55,7 @@ def check_policy(config: Config) -> None:
     registry.check(config.policy.kind, config.policy.architecture)
 
 
-def _check_farm(config: Config, num_envs: int) -> None:
-    """Raise `FarmError` where environments do not divide among physics workers and groups of environments."""
-    farm = config.farm.model_copy(update={"nodes": ()})  # how many there are, not whether the cluster has these nodes
-    assignment = configured(config.model_copy(update={"farm": farm}), tuple(sorted(os.sched_getaffinity(0))))
-    check_spec(farm_spec(config, EndlessEpisodes(config.seed), assignment, num_envs))
+def _configured(config: Config) -> Assignment:
+    """How many workers `farm` asks for; not whether the cluster has the nodes that it names."""
+    farm = config.farm.model_copy(update={"nodes": ()})
+    return configured(config.model_copy(update={"farm": farm}), tuple(sorted(os.sched_getaffinity(0))))

@@ -20,18 +20,18 @@ def worker_count(session: Session, episodes: int) -> int:
 
 
 def in_order(
-    workers: Sequence[Handle[Worker]], items: Sequence[Item], refer: Callable[[Handle[Worker], Item], Result]
+    workers: Sequence[Handle[Worker]], items: Sequence[Item], submit: Callable[[Handle[Worker], Item], Result]
 ) -> Iterator[tuple[Item, Result]]:
     """Each item with its result, in order; every worker is at work while the caller deals with one.
 
-    `refer` starts an item on a worker and returns what its handle's `refer` does.
+    `submit` starts an item on a worker and returns the reference that its handle's `submit` does.
     """
     pending: deque[tuple[Handle[Worker], Item, Result]] = deque()
     for number, item in enumerate(items):
         worker = workers[number % len(workers)]
-        pending.append((worker, item, refer(worker, item)))
+        pending.append((worker, item, submit(worker, item)))
         if len(pending) > len(workers):
             done, finished, reference = pending.popleft()
-            yield finished, done.fetch(reference)
+            yield finished, done.get(reference)
     for done, finished, reference in pending:
-        yield finished, done.fetch(reference)
+        yield finished, done.get(reference)

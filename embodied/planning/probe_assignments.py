@@ -47,7 +47,7 @@ def _turns(physics: Sequence[int], compute: Sequence[int]) -> Assignment:
 
 def _computing_on(like: Assignment, config: Config, gpu: torch.device, cores: int) -> Assignment:
     """As `assign` affinities policy and learner on an accelerator."""
-    learner = Affinity((), config.learner.threads or cores, str(gpu))
+    learner = Affinity((), config.optim.threads or cores, str(gpu))
     return replace(like, policy=Affinity(device=str(gpu)), learner=learner)
 
 

@@ -1,4 +1,4 @@
-"""Typed handles: a worker is called through one whether it is in this process or an actor elsewhere.
+"""Typed handles: a worker is called through one whether it is in this process or in an actor.
 
 worker: Handle[PolicyWorker] = runtime.place("policy", make_policy_worker, ...)
 rollout = worker.call(PolicyWorker.rollout, 64)           # typed like the method itself
@@ -6,14 +6,12 @@ rollout = worker.call(PolicyWorker.rollout, 64)           # typed like the metho
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
-from embodied.runtime.nodes import Link, NodeInfo
-from sim_farm.hosts import Host, InProcess
+from embodied.runtime.deadlines import Deadline
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -31,34 +29,44 @@ class Timer:
 
 @dataclass
 class Handle(Generic[T]):
-    """A worker called `name`. Every call has a deadline; a late one raises `WorkerTimeout` naming worker and method."""
+    """A worker called `name`.
+
+    Every wait for it has a deadline. A worker that makes no progress for so long raises `WorkerTimeout` naming worker
+    and method; one that dies raises `WorkerFailed`; an exception of the worker's method arrives as itself.
+    """
 
     name: str
-    deadline_s: float
+    deadline: Deadline
     timers: dict[str, Timer] = field(default_factory=dict)
 
     def call(self, method: Callable[Concatenate[T, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run the method on the worker and wait for its result."""
+        """Run the method on the worker and return its result."""
         begin = time.monotonic()
         try:
-            return self._run(method.__name__, args, kwargs)
+            result: R = self.get(self._start(method.__name__, args, kwargs))
+            return result
         finally:
             timer = self.timers.setdefault(method.__name__, Timer())
             timer.calls += 1
             timer.total_s += time.monotonic() - begin
 
-    def refer(self, method: Callable[Concatenate[T, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Like `call`, but the result may stay where it is: it can only be handed on as an argument of a `call`.
+    def submit(self, method: Callable[Concatenate[T, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Start the method on the worker and return a reference to its result.
 
-        So trajectories and weights go from worker to worker without a stop in this process.
+        The reference may be given to `get`, or as an argument to another `call`, `submit` or `pipe`: the result then
+        goes from worker to worker and never through this process. A worker runs its calls in the order of submission.
         """
         return self._start(method.__name__, args, kwargs)
 
-    def fetch(self, reference: R) -> R:
-        """The value of what `refer` or `feed` returned."""
+    def get(self, reference: R) -> R:
+        """Wait for what `submit` or `pipe` of this handle started and return its result."""
         raise NotImplementedError
 
-    def feed(
+    def poll(self, reference: Any, timeout_s: float) -> bool:
+        """Wait for a started call at most `timeout_s`; whether it has ended. Raises `WorkerTimeout` once it is late."""
+        raise NotImplementedError
+
+    def pipe(
         self,
         method: Callable[Concatenate[T, Any, P], R],
         source: Handle[S],
@@ -66,101 +74,19 @@ class Handle(Generic[T]):
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> R:
-        """Begin the method with what `produce` makes on another worker, by the shortest way there is; see `fetch`."""
+        """Start the method with the result of `produce` on the source as its first argument; return a reference.
+
+        The result takes the shortest way there is from the source to this worker; `path_from` names it.
+        """
         return self._start(method.__name__, (source._start(produce.__name__, (), {}), *args), kwargs)
 
     def path_from(self, source: Handle[Any]) -> str:
-        """The way that `feed` takes, in words."""
+        """The way that `pipe` takes, in words."""
         raise NotImplementedError
 
     def end(self) -> None:
-        """The worker is no longer needed; its memory may go."""
+        """Drop the worker and free its memory."""
         raise NotImplementedError
 
     def _start(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise NotImplementedError
-
-    def _run(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        raise NotImplementedError
-
-
-@dataclass
-class LocalHandle(Handle[T]):
-    """The worker is an object in this process."""
-
-    worker: Any = None
-
-    def fetch(self, reference: R) -> R:
-        return reference
-
-    def path_from(self, source: Handle[Any]) -> str:
-        return "by reference"
-
-    def end(self) -> None:
-        self.worker = None
-
-    def _start(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._run(method, args, kwargs)
-
-    def _run(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return getattr(self.worker, method)(*args, **kwargs)
-
-
-class Runtime(Protocol):
-    """Places workers and ends them."""
-
-    def farm_host(self, physics_workers: int, render_workers: int, physics_nodes: tuple[str, ...] = ()) -> Host:
-        """Where the farm's workers will live."""
-        ...
-
-    def nodes(self) -> tuple[NodeInfo, ...]:
-        """The machines that workers can be placed on, this one first; none where there is nothing to choose."""
-        ...
-
-    def link(self) -> Link:
-        """The slowest of the links to the other machines, measured now."""
-        ...
-
-    def watch(self) -> None:
-        """Replace farm workers that died. To be called while waiting for something else than a `call`."""
-        ...
-
-    def prepare(self, workers: int) -> None:
-        """Start processes for workers that will be placed soon, so that they import while others build."""
-        ...
-
-    def place(self, name: str, make: Callable[..., T], *args: Any, beside: Handle[Any] | None = None) -> Handle[T]:
-        """The worker `make(*args)` under a handle; in the process of the one that it is `beside`, if any."""
-        ...
-
-    def close(self) -> None:
-        """End every worker, within seconds."""
-        ...
-
-
-class InlineRuntime:
-    """Everything in this process, in order."""
-
-    def __init__(self, deadline_s: float) -> None:
-        self._deadline_s = deadline_s
-
-    def farm_host(self, physics_workers: int, render_workers: int, physics_nodes: tuple[str, ...] = ()) -> Host:
-        return InProcess()
-
-    def nodes(self) -> tuple[NodeInfo, ...]:
-        return ()
-
-    def link(self) -> Link:
-        return Link(0.0, math.inf)
-
-    def watch(self) -> None:
-        """Nothing dies apart from this process."""
-
-    def prepare(self, workers: int) -> None:
-        """Everything is imported here anyway."""
-
-    def place(self, name: str, make: Callable[..., T], *args: Any, beside: Handle[Any] | None = None) -> Handle[T]:
-        return LocalHandle(name, self._deadline_s, worker=make(*args))
-
-    def close(self) -> None:
-        return None

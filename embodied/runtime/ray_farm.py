@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import signal
 import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from embodied.runtime.nodes import NodeInfo, require_software, software
+from embodied.runtime.ray_cluster import HERE, RayCluster, cannot_start
 from embodied.runtime.relay import FarLost, FarPhysics, Relay
 from sim_farm.contract import FarmError, TaskInfo, TaskSpec
 from sim_farm.farm import WorkerFailed
-from sim_farm.hosts import Handle as FarmHandle
-from sim_farm.hosts import make_worker
+from sim_farm.health import hung, restarted
+from sim_farm.hosts import WorkerHandle, make_worker
 from sim_farm.memory import Block
+from sim_farm.worker_memory import WorkerMemory
 from sim_farm.workers import WorkerSetup
 
-if TYPE_CHECKING:
-    from embodied.runtime.ray_runtime import RayRuntime
+_log = logging.getLogger(__name__)
 
-HERE = ""
-"""The client's node, where a placement names one."""
 MAX_RESTARTS = 3
 """Replacements of one worker after which its death ends the run: then it is not an accident."""
 NODE_CHECK_S = 1.0
@@ -74,7 +75,7 @@ class _FarmActor:
 
 
 class RayHost:
-    """The farm's workers as actors; a dead one is replaced, and its successor finds all it needs in the slots.
+    """The farm's workers as actors. One that died or hangs is replaced; its successor finds all it needs in the slots.
 
     The worker of index i is on `nodes[i]`; None is the client's node. A physics worker on another node is reached
     through a relay, and needs render workers here if there are cameras. A node that is lost raises `WorkerFailed`.
@@ -82,31 +83,33 @@ class RayHost:
 
     shared = True
 
-    def __init__(self, runtime: RayRuntime, nodes: list[NodeInfo | None]) -> None:
-        self._runtime = runtime
+    def __init__(self, cluster: RayCluster, nodes: list[NodeInfo | None]) -> None:
+        self._cluster = cluster
         self._nodes = nodes
         # All at once: importing a simulator takes seconds, and they do it side by side.
         self._actors = [self._start(index) for index in range(len(nodes))]
+        # Of the farm that they serve: a worker's setup, its slots and process, the call in which it serves.
         self._setups: dict[int, WorkerSetup] = {}
+        self._blocks: dict[int, Block] = {}
+        self._pids: dict[int, Any] = {}
         self._serving: dict[int, Any] = {}
         self._relays: dict[int, threading.Thread] = {}
         self._checked = time.monotonic()
+        # A worker is given less time than who collects from the farm, who is given less than a call.
+        self._deadline = cluster.deadline.inner().inner()
+        self.taken = False
+        """Whether it was given to a farm that has not been closed."""
         self.restarts: dict[int, int] = {}
 
-    @property
-    def idle(self) -> bool:
-        """Whether no farm has workers here."""
-        return not self._serving and not self._relays
-
     def describe(self, task: TaskSpec) -> TaskInfo:
-        return self._runtime.wait(self.ask(0, "describe", task), self.who(0), "describe the task", 300.0)
+        return self._cluster.wait(self.ask(0, "describe", task), self.who(0), "describe the task")
 
-    def launch(self, setup: WorkerSetup, block: Block) -> FarmHandle:
+    def launch(self, setup: WorkerSetup, memory: WorkerMemory) -> WorkerHandle:
         """Raises `FarmError` where a physics worker on another node would have to draw."""
         index, node = setup.index, self._nodes[setup.index]
         if node is None:
-            self._setups[index] = setup
-            self._serving[index] = self._actors[index].serve.remote(setup)
+            self._setups[index], self._blocks[index] = setup, memory.slots
+            self._serve(index)
         else:
             if setup.info.cameras and not setup.spec.render_workers:
                 raise FarmError(
@@ -115,21 +118,25 @@ class RayHost:
                 )
             rank = self._nodes[:index].count(node)
             self._setups[index] = replace(setup, memory=None, core=None if setup.core is None else rank)
-            relay = Relay(replace(setup, core=None), block, _RayFar(self, index))
+            relay = Relay(replace(setup, core=None), memory, _RayFar(self, index), self._cluster.deadline.inner())
             self._relays[index] = threading.Thread(target=relay.serve, name=f"relay of {setup.name}", daemon=True)
             self._relays[index].start()
         return _RayFarmHandle(self, index)
 
     def watch(self) -> None:
-        """Replace workers whose process died. Raises `WorkerFailed` when one dies again and again, or with its node."""
+        """Replace workers whose process died, and those on this machine that have made no progress for too long.
+
+        Raises `WorkerFailed` when one is lost again and again, or with its node.
+        """
         for index, reference in list(self._serving.items()):
             done, _ = ray.wait([reference], timeout=0)
             if not done:
+                self._replace_if_hung(index)
                 continue
             try:
                 ray.get(reference)
             except RayActorError:
-                self._replace(index)
+                self._replace(index, "its process died")
             # A worker that returned by itself has written its message into the slots: the farm raises it.
         if self._relays and time.monotonic() - self._checked > NODE_CHECK_S:
             self._checked = time.monotonic()
@@ -137,7 +144,9 @@ class RayHost:
 
     def pids(self) -> list[int]:
         """Process ids of the workers, each on its own machine; only while they serve no farm."""
-        return ray.get([actor.pid.remote() for actor in self._actors], timeout=60)
+        return [
+            self._cluster.wait(actor.pid.remote(), self.who(index), "start") for index, actor in enumerate(self._actors)
+        ]
 
     def end(self, index: int, deadline_s: float) -> None:
         """The worker leaves its farm; its process stays, with its simulator imported, for the next farm."""
@@ -146,9 +155,12 @@ class RayHost:
             serving = self._actors[index].leave.remote()
         else:
             serving = self._serving.pop(index)
+        self.taken = bool(self._serving or self._relays)
         done, _ = ray.wait([serving], timeout=deadline_s)
-        if not done:  # stuck in a simulator: this process is of no more use
-            ray.kill(self._actors[index])
+        if not done:  # stopped, or stuck in a simulator: this process is of no more use
+            if index in self._blocks:
+                self._kill_process(index)
+            self._cluster.kill(self._actors[index])
             self._actors[index] = self._start(index)
 
     def who(self, index: int) -> str:
@@ -165,16 +177,15 @@ class RayHost:
         """Start to build the far end of a relay."""
         return self.ask(index, "open", self._setups[index], opening, software())
 
-    def renew(self, index: int) -> None:
+    def renew(self, index: int, why: str) -> None:
         """A new process for a far worker whose own was lost, on the same node if that is still there."""
         node = self._nodes[index]
         assert node is not None
         self._require_nodes([node])
-        ray.kill(self._actors[index])  # it may only have been out of reach
-        self._start_again(index)
+        self._start_again(index, why)
 
     def _require_nodes(self, needed: list[NodeInfo]) -> None:
-        present = {node.id for node in self._runtime.nodes()}
+        present = {node.id for node in self._cluster.nodes()}
         for node in needed:
             if node.id not in present:
                 lost = [setup.name for index, setup in sorted(self._setups.items()) if self._nodes[index] == node]
@@ -185,19 +196,47 @@ class RayHost:
 
     def _start(self, index: int) -> Any:
         node = self._nodes[index]
-        return self._runtime.actor(_FarmActor, ONE_THREAD, HERE if node is None else node.id)
+        return self._cluster.actor(_FarmActor, ONE_THREAD, HERE if node is None else node.id)
 
-    def _start_again(self, index: int) -> None:
+    def _serve(self, index: int) -> None:
+        # Asked first: as long as it serves it answers nothing.
+        self._pids[index] = self._actors[index].pid.remote()
+        self._serving[index] = self._actors[index].serve.remote(self._setups[index])
+
+    def _start_again(self, index: int, why: str) -> None:
+        """A new process in the place of one that was lost, and a line in the log."""
         self.restarts[index] = self.restarts.get(index, 0) + 1
+        lost = f"{self.who(index)} was lost and is replaced: {why}"
         if self.restarts[index] > MAX_RESTARTS:
             raise WorkerFailed(
-                f"{self.who(index)} died {self.restarts[index]} times; see the system's log for the reason"
+                f"{self.who(index)} was lost {self.restarts[index]} times, at last because {why}; see the system's log "
+                "for the reason"
             )
+        _log.warning("%s", lost)
+        self._cluster.kill(self._actors[index])  # a far one may only have been out of reach
         self._actors[index] = self._start(index)
 
-    def _replace(self, index: int) -> None:
-        self._start_again(index)
-        self._serving[index] = self._actors[index].serve.remote(self._setups[index])
+    def _replace(self, index: int, why: str) -> None:
+        self._start_again(index, why)
+        if slots := self._blocks[index].arrays:  # none where the farm is closing
+            restarted(slots, index)
+        self._serve(index)
+
+    def _replace_if_hung(self, index: int) -> None:
+        slots = self._blocks[index].arrays
+        doing = hung(slots, index, self._deadline.seconds) if slots else None
+        if doing is not None:
+            self._kill_process(index)
+            self._replace(index, doing)
+
+    def _kill_process(self, index: int) -> None:
+        """End a worker's process on this machine that lives: where it is stopped, it does not hear Ray."""
+        answered, _ = ray.wait([self._pids[index]], timeout=0)
+        if answered:
+            try:
+                os.kill(ray.get(answered[0]), signal.SIGKILL)
+            except (ProcessLookupError, RayActorError):
+                pass  # it has died meanwhile
 
 
 @dataclass(frozen=True)
@@ -213,8 +252,8 @@ class _RayFar:
     def exchange(self, request: bytes) -> Future[bytes]:
         return _future(self.host.ask(self.index, "exchange", request), self.host.who(self.index))
 
-    def renew(self) -> None:
-        self.host.renew(self.index)
+    def renew(self, why: str) -> None:
+        self.host.renew(self.index, why)
 
 
 def _future(reference: Any, who: str) -> Future[Any]:
@@ -231,19 +270,12 @@ def _future(reference: Any, who: str) -> Future[Any]:
         elif isinstance(error, RayActorError) and error.actor_init_failed:
             answer.set_exception(cannot_start(who, error))
         elif isinstance(error, RayError):
-            answer.set_exception(FarLost(str(error)))
+            answer.set_exception(FarLost(str(error).splitlines()[0]))
         else:
             answer.set_exception(error)
 
     reference.future().add_done_callback(settle)
     return answer
-
-
-def cannot_start(who: str, error: RayActorError) -> WorkerFailed:
-    """Why a process never began its work; another try would end the same way."""
-    return WorkerFailed(
-        f"{who} cannot start: {str(error).splitlines()[-1]}; `embodied doctor` on its machine says what is missing"
-    )
 
 
 @dataclass(frozen=True)

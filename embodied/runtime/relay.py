@@ -4,7 +4,7 @@
     render <--slots-- relay <--answer--- (PhysicsWorker) rewards, states and scenes: kilobytes, never frames
 
 To client and render workers a relay is a physics worker like any other: it watches the same slots and listens to
-the same bell. At the far end is a `PhysicsWorker` with a block of its own. What has been executed is recorded here,
+the same bell. At the far end is a `PhysicsWorker` with slots of its own. What has been executed is recorded here,
 as the slots demand, so a far end that is lost can be replaced: the new one replays. This module knows nothing of
 what carries the messages; see `Far`.
 
@@ -23,12 +23,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from embodied.runtime.deadlines import Deadline, Wait
 from sim_farm import layout
 from sim_farm.contract import FarmError, TaskInfo
 from sim_farm.doorbell import Doorbell
 from sim_farm.farm import WorkerTimeout
 from sim_farm.layout import FarmSpec, slot_fields
-from sim_farm.memory import Block, Field
+from sim_farm.memory import Field
+from sim_farm.worker_memory import WorkerMemory
 from sim_farm.workers import PhysicsWorker, Worker, WorkerSetup
 
 Slots = dict[str, np.ndarray]
@@ -46,17 +48,13 @@ SHOWN = ("scene",)
 BEGUN = ("instruction",)
 ENDED = ("final_state", "final_proprio")
 DRAWN = ("final_scene",)
-PICTURES = ("frames", "final_frames")
-"""The far end has no memory for these: a frame cannot cross by mistake."""
 ANSWER_BYTES = 64 * 2**10
-"""Where a stage's answer would be longer, it is asked for in parts. Ray carries up to 100 KB in the reply itself and
+"""Where a group's answer would be longer, it is asked for in parts. Ray carries up to 100 KB in the reply itself and
 the rest through object stores, which is slower; and the first part is drawn while the next is simulated."""
-OPEN_S = 600.0
-"""Longest time for the environments of a far end to be built and replayed."""
 
 
 class FarLost(Exception):
-    """The far end's process is gone, or cannot be reached."""
+    """The far end's process is gone, cannot be reached, or hangs: the message says which."""
 
 
 class Far(Protocol):
@@ -70,8 +68,9 @@ class Far(Protocol):
         """Have a request of `pack_request` executed; `FarPhysics.exchange`. They are executed in order."""
         ...
 
-    def renew(self) -> None:
-        """Another process in the place of a lost one. Raises `WorkerFailed` when that is hopeless, saying why."""
+    def renew(self, why: str) -> None:
+        """Another process in the place of one that was lost because of `why`. Raises `WorkerFailed` where that is
+        hopeless, saying why."""
         ...
 
 
@@ -86,14 +85,13 @@ def row_bytes(spec: FarmSpec, info: TaskInfo) -> tuple[int, int]:
 
 
 class FarPhysics:
-    """A physics worker over a block of its own, which executes requests. Builds its environments when made."""
+    """A physics worker over slots of its own, which executes requests. Builds its environments when made."""
 
     def __init__(self, setup: WorkerSetup, opening: bytes) -> None:
-        fields = slot_fields(setup.spec, setup.info)
-        block = Block.create({key: field for key, field in fields.items() if key not in PICTURES}, shared=False)
-        self._slots = block.arrays
+        memory = WorkerMemory.private(setup.spec, setup.info)  # without frames: none can cross by mistake
+        self._slots = memory.slots.arrays
         _read_rows(_Reader(opening), self._slots, (*REQUEST, *STANDING))
-        self._worker = PhysicsWorker(setup, block)
+        self._worker = PhysicsWorker(setup, memory)
         self._worker.build()
         self._draws = bool(setup.info.cameras)
 
@@ -118,19 +116,26 @@ class _Sent:
 
 
 class Relay(Worker):
-    """A physics worker whose simulators are at the far end. Hosted like any worker: `serve` in a thread."""
+    """A physics worker whose simulators are at the far end. Hosted like any worker: `serve` in a thread.
 
-    def __init__(self, setup: WorkerSetup, block: Block, far: Far) -> None:
-        super().__init__(setup, block)
+    `deadline` is that of who waits for the farm. A far end that has work and answers nothing for the inner of it is
+    lost, as one whose process died is.
+    """
+
+    def __init__(self, setup: WorkerSetup, memory: WorkerMemory, far: Far, deadline: Deadline) -> None:
+        super().__init__(setup, memory)
         spec = setup.spec
         self._far = far
+        self._deadline = deadline
+        self._heard_ns = 0
+        """When the far end last answered, or was asked something while it had nothing to do."""
         self._envs = np.array([e for e in range(spec.num_envs) if spec.worker_of(e) == setup.index])
         self._sent = np.zeros(len(self._envs), np.int64)
         """Newest ticket of each environment for which a request is on its way or answered."""
         self._flying: deque[_Sent] = deque()
         self._part = max(1, ANSWER_BYTES // row_bytes(spec, setup.info)[1])
         self._draws = bool(setup.info.cameras)
-        bells, first = self.slots["bells"], 1 + spec.physics_workers
+        bells, first = self.slots["bells"], spec.physics_workers
         drawers = range(spec.render_workers if self._draws else 0)
         self._renderers = [Doorbell(bells, first + drawer) for drawer in drawers]
 
@@ -144,8 +149,8 @@ class Relay(Worker):
                 if not self._await(self._far.open(opening)):
                     return
                 break
-            except FarLost:
-                self._far.renew()
+            except FarLost as lost:
+                self._far.renew(str(lost))
         self._count(len(opening), 0)
         # What was on its way is asked for again; what the far end has replayed or done since, it only reports.
         self._sent[...] = self.slots["simulated"][self._envs]
@@ -157,10 +162,15 @@ class Relay(Worker):
         """Send the requests that are new and write the answers that have come; how many environments it was."""
         try:
             return self._send() + self._receive()
-        except FarLost:
-            self._far.renew()
+        except FarLost as lost:
+            self._far.renew(str(lost))
             self.build()
             return 1  # look again at once
+
+    @property
+    def waits(self) -> bool:
+        """Whether the far end owes an answer."""
+        return bool(self._flying)
 
     def close(self) -> None:
         """Nothing is held here; the host lets the far end go."""
@@ -171,7 +181,7 @@ class Relay(Worker):
         if not new.any():
             return 0
         self._report(layout.WORKING)
-        for ticket in np.unique(asked[new]).tolist():  # a stage each, the oldest first
+        for ticket in np.unique(asked[new]).tolist():  # a group each, the oldest first
             envs = self._envs[new & (asked == ticket)]
             for first in range(0, len(envs), self._part):
                 self._ask(envs[first : first + self._part], ticket)
@@ -180,6 +190,8 @@ class Relay(Worker):
 
     def _ask(self, envs: Int, ticket: int) -> None:
         request = pack_request(self.slots, envs)
+        if not self._flying:
+            self._heard_ns = time.monotonic_ns()
         answer = self._far.exchange(request)
         self._flying.append(_Sent(envs, ticket, answer))
         self._count(len(request), 0)
@@ -190,12 +202,17 @@ class Relay(Worker):
         while self._flying and self._flying[0].answer.done():
             sent = self._flying.popleft()
             answer = sent.answer.result()
+            self._heard_ns = time.monotonic_ns()
+            self._progress()
             self._count(0, len(answer))
             unpack_answer(answer, self.slots, sent.envs, self._draws)
             self._hand_on(sent)
             served += len(sent.envs)
             if not self._flying:
                 self._report(layout.WAITING)
+        wait = Wait(self._deadline.inner(), begin_ns=self._heard_ns)
+        if self._flying and wait.late():
+            raise FarLost(f"it has not answered for {wait.silent_s():.1f} s")
         return served
 
     def _hand_on(self, sent: _Sent) -> None:
@@ -211,15 +228,15 @@ class Relay(Worker):
 
     def _await(self, answer: Future[None]) -> bool:
         """Whether the far end was opened; False when the farm was stopped meanwhile."""
-        deadline = time.monotonic() + OPEN_S
+        wait = Wait(self._deadline)
         while not self.slots["stop"][0]:
             try:
                 answer.result(timeout=0.5)
                 return True
             except concurrent.futures.TimeoutError:
-                if time.monotonic() > deadline:
+                if wait.late():
                     raise WorkerTimeout(
-                        f"{self.setup.name} was not built on its machine within {OPEN_S:.0f} s"
+                        f"{self.setup.name} was not built on its machine within {self._deadline.seconds:g} s"
                     ) from None
         return False
 
@@ -274,7 +291,7 @@ def unpack_answer(answer: bytes, slots: Slots, envs: Int, draws: bool) -> None:
 
 
 def _ended(slots: Slots, envs: Int) -> np.ndarray:
-    return (slots["terminated"][envs] | slots["truncated"][envs]).astype(np.bool_)
+    return slots["terminated"][envs] | slots["truncated"][envs]
 
 
 def _occasions(slots: Slots, envs: Int, draws: bool) -> list[tuple[tuple[str, ...], Int]]:
@@ -283,14 +300,14 @@ def _occasions(slots: Slots, envs: Int, draws: bool) -> list[tuple[tuple[str, ..
     Exactly what a physics worker writes on that occasion: the row of an environment that rests is left as it was.
     """
     reset, ended = slots["op"][envs] == layout.RESET, _ended(slots, envs)
-    active = slots["active"][envs].astype(np.bool_)
+    active = slots["active"][envs]
     begun = (slots["episode_step"][envs] == 0) | reset
     return [
         (OBSERVED, envs[active | ended | reset]),
         (SHOWN, envs[active & draws]),
         (BEGUN, envs[active & begun]),
         (ENDED, envs[ended]),
-        (DRAWN, envs[slots["draw_final"][envs].astype(np.bool_) & draws]),
+        (DRAWN, envs[slots["draw_final"][envs] & draws]),
     ]
 
 

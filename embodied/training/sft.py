@@ -28,8 +28,8 @@ from embodied.reporting.live import steps
 from embodied.reporting.metrics import MetricsWriter
 from embodied.training.interrupts import deferred_interrupts
 from embodied.workers.affinity import Affinity
+from embodied.workers.context import make_policy, policy_spec
 from embodied.workers.devices import device_of
-from embodied.workers.makers import make_policy, policy_spec
 from policies.contract import Inputs, Policy
 from sim_farm.contract import TaskInfo
 
@@ -119,7 +119,7 @@ class Imitator:
     def __init__(self, config: Config, info: TaskInfo, demonstrations: Demonstrations) -> None:
         self.config, self.demonstrations = config, demonstrations
         self.policy: Policy = make_policy(config, policy_spec(config, info))
-        self._affinity = Affinity((), config.learner.threads or torch.get_num_threads())
+        self._affinity = Affinity((), config.optim.threads or torch.get_num_threads())
         self.optimizer = torch.optim.Adam(list(self.policy.actor_parameters()), lr=config.sft.lr, fused=True)
         self.done = 0
         """Steps."""
@@ -164,7 +164,7 @@ class Imitator:
             for _, share in self._shares(rows, self.done + 1):
                 share.backward()  # type: ignore[no-untyped-call]
                 loss += float(share.detach())
-            norm = torch.nn.utils.clip_grad_norm_(self.policy.actor_parameters(), self.config.learner.max_grad_norm)
+            norm = torch.nn.utils.clip_grad_norm_(self.policy.actor_parameters(), self.config.optim.max_grad_norm)
             if not np.isfinite(loss) or not torch.isfinite(norm):
                 raise UserError(
                     f"at step {self.done} loss ({loss}) or gradient ({float(norm)}) is not finite: a smaller sft.lr is "
@@ -208,7 +208,7 @@ class Imitator:
 
     def _micro_batches(self, rows: Index) -> Iterator[tuple[Index, Batch]]:
         """The rows as batches, and the places in `rows` of each."""
-        spec, size = self.policy.spec, self.config.learner.micro_batch or self._batch
+        spec, size = self.policy.spec, self.config.optim.micro_batch or self._batch
         for first in range(0, len(rows), size):
             piece = rows[first : first + size]
             for places, batch in self.demonstrations.batches(piece, spec.chunk, spec.cameras):

@@ -12,8 +12,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -23,16 +24,18 @@ from torch import Tensor
 from embodied import checkpoint
 from embodied.algorithms.estimators import Rows, join_rows, rows_of
 from embodied.algorithms.ppo import alive_actions, behaviour_weight, reduce_to_unit
-from embodied.config import Config, LearnerConfig
-from embodied.data.assembly import join_waves
+from embodied.config import Config, OptimConfig
 from embodied.data.random_streams import permutation
-from embodied.data.trajectories import Trajectories
+from embodied.data.trajectories import Trajectories, join_columns
 from embodied.errors import UserError
 from embodied.workers.affinity import Affinity
+from embodied.workers.context import WorkerContext
 from embodied.workers.devices import CPU, await_devices, defines, device_of, forget_peak, peak_bytes
 from embodied.workers.microbatch import LossSums, MicroBatchLoss, add_gradient, count_units, count_values, read
 from embodied.workers.offload import Offload, Switch
-from embodied.workflows.recipes import check_credit, groups_suffice, recipe_of, streams
+from embodied.workers.roles import CollectStatistics
+from embodied.workflows.recipes import recipe_of
+from embodied.workflows.sizes import check_credit, groups_suffice, streams
 from policies.contract import Policy
 
 BEHAVIOUR_BOUND = 2.0
@@ -47,7 +50,7 @@ class NonFinite(UserError):
     """Losses or gradients were not finite several steps in a row."""
 
 
-def make_optimizer(policy: Policy, settings: LearnerConfig) -> torch.optim.Adam:
+def make_optimizer(policy: Policy, settings: OptimConfig) -> torch.optim.Adam:
     """Actor and value head with learning rates of their own."""
     return torch.optim.Adam(
         [
@@ -59,44 +62,41 @@ def make_optimizer(policy: Policy, settings: LearnerConfig) -> torch.optim.Adam:
     )
 
 
-@dataclass(frozen=True)
-class CollectStatistics:
-    """What became of a part of an iteration's trajectories."""
-
-    rows: int
-    """Decisions to learn from."""
-    groups: int
-    """Groups of episodes that teach something."""
-    learn_s: float
-    """Time spent on them already."""
-
-
 class Learner:
     """Holds the policy that is trained and its optimiser. `collect` each part of a rollout, then `finish`."""
+
+    takes: ClassVar[frozenset[str]] = frozenset({"trajectories", "episodes"})
+    """What an edge to here may carry."""
 
     def __init__(self, policy: Policy, config: Config, run_dir: Path, affinity: Affinity | None = None) -> None:
         check_credit(config)
         self.policy = policy
         self._device = device_of(policy)
         self._recipe, self._run = recipe_of(config), config
-        self._ppo, self._config = config.ppo, config.learner
+        self._loss, self._credit, self._config = config.loss, config.advantage.credit, config.optim
         self._streams = streams(config)
-        in_waves = self._recipe.rollout == "episodes" and max(config.group.waves, config.group.max_waves or 1) > 1
-        self._joins = in_waves and not groups_suffice(config)
-        """The estimator needs all waves of an iteration at once."""
+        self._joins = not groups_suffice(config)
+        """The estimator needs all parts of an iteration at once."""
         self._run_dir = run_dir
-        self._affinity = affinity or Affinity((), config.learner.threads or len(os.sched_getaffinity(0)))
-        self.optimizer = make_optimizer(policy, config.learner)
+        self._affinity = affinity or Affinity((), config.optim.threads or len(os.sched_getaffinity(0)))
+        self.optimizer = make_optimizer(policy, config.optim)
         forget_peak(device_of(policy))
         self._offload: Offload | None = None
         self._parts: list[Rows] = []
-        self._waves: list[Trajectories] = []
+        self._batches: list[Trajectories] = []
         self._unstreamed: list[Rows] = []
         self._streamed = LossSums()
         self._lag = 0
         self._learn_s = 0.0
         self._non_finite = 0
         self._first_ratio_error = float("nan")
+
+    @classmethod
+    def make(cls, context: WorkerContext) -> Learner:
+        """The learner of a run."""
+        policy = context.policy()
+        assert policy is not None, "the learner's policy is the one that others share"
+        return cls(policy, context.config, context.run_dir, context.affinity)
 
     def weights(self) -> dict[str, Tensor]:
         """What training changes of parameters and statistics, as the policy worker loads it, on the policy's device.
@@ -137,24 +137,31 @@ class Learner:
         Raises `OffPolicy` if the first part's ratios are not one.
         """
         begin = time.monotonic()
+        rows, groups = 0, 0
         with self._affinity.applied():
-            estimate = self._recipe.estimate()(batch, self._run)
-            rows = rows_of(batch, estimate)
             self._lag = max(self._lag, iteration - batch.version)
             if self._joins:
-                self._waves.append(batch)
-            else:
-                self._parts.append(rows)
-            if self._streams and len(rows):
-                self._unstreamed.append(rows)
-                # Away from the device there is nothing to compute with, and gradients would not survive the return.
-                if self._offload is None or not self._offload.away:
-                    self._stream_waiting()
+                self._batches.append(batch)
+            if not self._joins or batch.episode_group is not None:
+                rows, groups = self._estimate(batch)
         learn_s = time.monotonic() - begin
         self._learn_s += learn_s
+        return CollectStatistics(rows, groups, learn_s)
+
+    def _estimate(self, batch: Trajectories) -> tuple[int, int]:
+        """Make rows of a part; learn from them, if this is an update in parts. Rows, and episode groups that teach."""
+        estimate = self._recipe.estimate()(batch, self._run)
+        rows = rows_of(batch, estimate)
+        if not self._joins:
+            self._parts.append(rows)
+        if self._streams and len(rows):
+            self._unstreamed.append(rows)
+            # Away from the device there is nothing to compute with, and gradients would not survive the return.
+            if self._offload is None or not self._offload.away:
+                self._stream_waiting()
         teaches = (estimate.keep & batch.mask).any(0)
-        groups = 0 if batch.group is None else len(batch.group[teaches].unique())
-        return CollectStatistics(len(rows), groups, learn_s)
+        groups = 0 if batch.episode_group is None else len(batch.episode_group[teaches].unique())
+        return len(rows), groups
 
     def finish(self, iteration: int) -> dict[str, float]:
         """The epochs over what was collected, or the step of what was summed up. Returns metrics by name.
@@ -165,10 +172,10 @@ class Learner:
         begin = time.monotonic()
         with self._affinity.applied():
             if self._joins:
-                whole = join_waves(self._waves)
+                whole = join_columns(self._batches)
                 self._parts = [rows_of(whole, self._recipe.estimate()(whole, self._run))]
             rows = join_rows(self._parts)
-            self._parts, self._waves = [], []
+            self._parts, self._batches = [], []
             if len(rows) == 0 and self._recipe.critic:
                 raise UserError("the rollout holds no decision that was really taken; nothing can be learned from it")
             self._set_learning_rates(iteration)
@@ -180,7 +187,7 @@ class Learner:
             elif len(rows):
                 sums, norms, stopped = self._epochs(rows, iteration)
             if len(rows) and defines(self.policy, "observe"):
-                self.policy.observe(rows.inputs.to(self._device))
+                self.policy.observe(rows.decisions.inputs(self._device, frames=False))
             await_devices(self.policy.parameters())  # else the last step would count as the next rollout's time
         metrics = self._metrics(rows, sums, norms, stopped)
         update_s = self._learn_s + time.monotonic() - begin
@@ -218,13 +225,12 @@ class Learner:
         whole: dict[str, Tensor] = {}
         with torch.no_grad():
             for piece in self._pieces(rows):
-                found = self.policy.precompute(rows.inputs.rows(piece).to(self._device))
+                found = self.policy.precompute(rows.decisions.select(piece).inputs(self._device))
                 for key, part in found.items():
                     if key not in whole:
                         whole[key] = torch.empty(len(rows), *part.shape[1:], dtype=part.dtype)
                     whole[key][piece] = part.to(CPU)
-        assert not whole.keys() & rows.trace.keys(), "what is precomputed has a name of its own"
-        return replace(rows, trace={**rows.trace, **whole}) if whole else rows
+        return replace(rows, precomputed=whole)
 
     def _pieces(self, rows: Rows) -> Sequence[Tensor]:
         """All rows in their order, as many at a time as a forward pass may have."""
@@ -241,7 +247,7 @@ class Learner:
         with torch.no_grad():
             parts = (rows.take(piece).to(self._device) for piece in self._pieces(rows))
             now = torch.cat([self.policy.evaluate(part.inputs, part.trace).log_prob.to(CPU) for part in parts])
-        unit = self._ppo.ratio_unit
+        unit = self._loss.ratio_unit
         proximal, _ = reduce_to_unit(now, rows.executed, unit)
         behaviour, _ = reduce_to_unit(rows.log_prob, rows.executed, unit)
         return replace(rows, log_prob=now, importance=behaviour_weight(proximal, behaviour, BEHAVIOUR_BOUND))
@@ -250,14 +256,14 @@ class Learner:
         """One optimiser step on the rows `index`. The gradient norm, or None where the KL bound ends the update."""
         self.optimizer.zero_grad(set_to_none=True)
         executed, dims = rows.executed[index], rows.log_prob.shape[-1]
-        units, weights = count_units(executed, rows.weight[index], dims, self._ppo.ratio_unit)
-        values = count_values(executed, self._ppo.credit)
+        units, weights = count_units(executed, rows.weight[index], dims, self._loss.ratio_unit)
+        values = count_values(executed, self._credit)
         micro_batches = index.split(self._config.micro_batch or len(index))
         shares = [self._backward(rows.take(micro), weights, values) for micro in micro_batches]
         sums, norm = read(shares, self._clip())
         if check:
             self._check_on_policy(sums.off_policy / units)
-        if self._ppo.target_kl is not None and sums.approx_kl / units > 1.5 * self._ppo.target_kl:
+        if self._config.target_kl is not None and sums.approx_kl / units > 1.5 * self._config.target_kl:
             return sums, None
         self._apply(rows, index, sums, norm, iteration)
         return sums, norm
@@ -303,7 +309,7 @@ class Learner:
 
     def _backward(self, rows: Rows, weights: float, values: int) -> MicroBatchLoss:
         """Add the gradient of the rows' share of a loss with the given denominators."""
-        return add_gradient(self.policy, rows, self._ppo, self._recipe.critic, weights, values)
+        return add_gradient(self.policy, rows, self._loss, self._credit, self._recipe.critic, weights, values)
 
     def _check_on_policy(self, off_policy: float) -> None:
         tolerance = self.policy.ratio_tolerance
@@ -321,12 +327,13 @@ class Learner:
         folder = self._run_dir / "non_finite"
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{iteration:06d}-{len(list(folder.iterdir())):03d}.safetensors"
+        inputs = rows.inputs
         tensors = {key: getattr(rows, key) for key in ("log_prob", "value", "advantage", "returns", "executed")}
         tensors |= {f"trace.{key}": tensor for key, tensor in rows.trace.items()}
-        tensors |= {f"inputs.frames.{key}": tensor for key, tensor in rows.inputs.frames.items()}
+        tensors |= {f"inputs.frames.{key}": tensor for key, tensor in inputs.frames.items()}
         for key in ("state", "proprio"):
-            if getattr(rows.inputs, key) is not None:
-                tensors[f"inputs.{key}"] = getattr(rows.inputs, key)
+            if getattr(inputs, key) is not None:
+                tensors[f"inputs.{key}"] = getattr(inputs, key)
         save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path)
         if self._non_finite >= self._config.non_finite_limit:
             raise NonFinite(
@@ -355,6 +362,7 @@ class Learner:
             "learner/entropy": sums.entropy / (sums.weights or 1),
             "learner/approx_kl": sums.approx_kl / max(sums.units, 1),
             "learner/clip_fraction": sums.clipped / max(sums.units, 1),
+            **({"learner/reference_kl": sums.reference_kl / max(sums.units, 1)} if self._loss.reference_kl else {}),
             "learner/grad_norm": float(np.mean(norms)) if norms else float("nan"),
             "learner/explained_variance": explained,
             "learner/first_ratio_error": self._first_ratio_error,

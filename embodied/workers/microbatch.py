@@ -19,13 +19,14 @@ from embodied.algorithms.ppo import (
     RatioUnit,
     advantage_of_units,
     alive_actions,
+    k3,
     policy_loss,
     reduce_to_unit,
     sum_units,
     unit_mask,
     value_loss,
 )
-from embodied.config import PPOConfig
+from embodied.config import LossConfig
 from embodied.workers.devices import device_of, to_host
 from policies.contract import Policy
 
@@ -40,6 +41,7 @@ class LossSums:
     approx_kl: float = 0.0
     clipped: float = 0.0
     off_policy: float = 0.0
+    reference_kl: float = 0.0
     units: int = 0
     weights: float = 0.0
     """Of the units: what the policy's loss is divided by."""
@@ -73,31 +75,37 @@ def read(shares: Sequence[MicroBatchLoss], norm: Tensor | None = None) -> tuple[
 
 
 def add_gradient(
-    policy: Policy, rows: Rows, ppo: PPOConfig, critic: bool, weights: float, values: int
+    policy: Policy, rows: Rows, settings: LossConfig, credit: Credit, critic: bool, weights: float, values: int
 ) -> MicroBatchLoss:
     """Add the gradient of these rows' share of a loss with the given denominators; `critic`: with the value's part.
 
     The rows are in the host's memory.
     """
     device, (_, chunk, dims) = device_of(policy), rows.log_prob.shape
-    units, counted = count_units(rows.executed, rows.weight, dims, ppo.ratio_unit)
-    count = LossSums(units=units, weights=counted, values=count_values(rows.executed, ppo.credit), rows=len(rows))
-    places = _places(unit_mask(rows.executed, chunk, dims, ppo.ratio_unit), device)
-    valued = _places(alive_actions(rows.executed, chunk), device) if ppo.credit == "action" else (...,)
+    unit = settings.ratio_unit
+    units, counted = count_units(rows.executed, rows.weight, dims, unit)
+    count = LossSums(units=units, weights=counted, values=count_values(rows.executed, credit), rows=len(rows))
+    places = _places(unit_mask(rows.executed, chunk, dims, unit), device)
+    valued = _places(alive_actions(rows.executed, chunk), device) if credit == "action" else (...,)
     rows = rows.to(device)
     new = policy.evaluate(rows.inputs, rows.trace)
     log_prob, old, entropy = (
-        reduce_to_unit(found, rows.executed, ppo.ratio_unit)[0] for found in (new.log_prob, rows.log_prob, new.entropy)
+        reduce_to_unit(found, rows.executed, unit)[0] for found in (new.log_prob, rows.log_prob, new.entropy)
     )
-    gain, high = advantage_of_units(rows.advantage, dims, ppo.ratio_unit), ppo.clip_high or ppo.clip
+    gain, high = advantage_of_units(rows.advantage, dims, unit), settings.clip_high or settings.clip
     weight = rows.weight[:, None] * rows.importance
-    surrogate = policy_loss(log_prob, old, gain, places, ppo.clip, high, ppo.dual_clip, weight)
+    surrogate = policy_loss(log_prob, old, gain, places, settings.clip, high, settings.dual_clip, weight)
     spread = sum_units(entropy, places, rows.weight)
-    loss = surrogate.loss / weights - ppo.entropy_coef * spread / weights
-    error = loss.new_zeros(())
+    loss = surrogate.loss / weights - settings.entropy_coef * spread / weights
+    error, divergence = loss.new_zeros(()), loss.new_zeros(())
+    if settings.reference_kl and rows.reference_log_prob is not None:
+        reference = reduce_to_unit(rows.reference_log_prob, rows.executed, unit)[0]
+        per_unit = k3(log_prob, reference)
+        divergence = sum_units(per_unit, places)
+        loss = loss + settings.reference_kl * sum_units(per_unit, places, rows.weight) / weights
     if critic:
-        error = value_loss(new.value[valued], rows.value[valued], rows.returns[valued], ppo.value_clip)
-        loss = loss + ppo.value_coef * error / values
+        error = value_loss(new.value[valued], rows.value[valued], rows.returns[valued], settings.value_clip)
+        loss = loss + settings.value_coef * error / values
     loss.backward()  # type: ignore[no-untyped-call]
     measured = {
         "policy_loss": surrogate.loss.detach(),
@@ -106,6 +114,7 @@ def add_gradient(
         "approx_kl": surrogate.approx_kl,
         "clipped": surrogate.clipped,
         "off_policy": surrogate.off_policy,
+        "reference_kl": divergence.detach(),
     }
     return MicroBatchLoss(measured, count)
 

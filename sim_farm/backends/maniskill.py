@@ -39,6 +39,7 @@ from sim_farm.contract import (
     TaskInfo,
     TaskSpec,
     UInt8,
+    new_frames,
 )
 
 DEFAULT_CONTROL_MODE = "pd_joint_delta_pos"
@@ -196,12 +197,14 @@ class ManiSkillRenderer:
         self._spare = [first]
         """Built environments that hold no geometry anybody asked for yet."""
 
-    def render(self, scenes: Sequence[UInt8], cameras: Sequence[str]) -> Mapping[str, UInt8]:
+    def render(
+        self, scenes: Sequence[UInt8], cameras: Sequence[str], out: Mapping[str, UInt8] | None = None
+    ) -> Mapping[str, UInt8]:
         unknown = set(cameras) - set(self.info.cameras)
         if unknown:
             raise FarmError(f"no camera {sorted(unknown)}; observed are: {', '.join(self.info.cameras)}")
         size = self._spec.image_size
-        frames = {name: np.empty((len(scenes), size, size, 3), np.uint8) for name in cameras}
+        frames = new_frames(len(scenes), cameras, size) if out is None else out
         for i, scene in enumerate(scenes):
             env = self._place(scene)
             for hidden in env._hidden_objects:
@@ -248,7 +251,8 @@ def _forget_contacts(env: Any) -> None:
     """Move every entity into a new PhysX scene, which takes 0.4 ms where rebuilding them takes 200.
 
     PhysX remembers contacts across a reset, and after contact-rich episodes of any task that shows: one episode in
-    ten takes another course than in a new environment.
+    ten takes another course than in a new environment. The new scene does not forget which bodies are asleep, so they
+    are woken.
     """
     scene = env.scene
     old, system = scene.sub_scenes[0], sapien.physx.PhysxCpuSystem()
@@ -262,6 +266,17 @@ def _forget_contacts(env: Any) -> None:
     for entity in entities:  # only now: an articulation's links may never be in two scenes
         new.add_entity(entity)
     scene.sub_scenes[0], scene.px = new, system
+    _wake(entities)
+
+
+def _wake(entities: Sequence[Any]) -> None:
+    """Wake every body and every articulation. One that an earlier episode left asleep, or about to fall asleep, would
+    otherwise do so earlier than in a new environment, and answer a push a sub-step later."""
+    movable = sapien.physx.PhysxRigidDynamicComponent, sapien.physx.PhysxArticulationLinkComponent
+    for entity in entities:
+        for component in entity.components:
+            if isinstance(component, movable):
+                component.wake_up()
 
 
 def _info(spec: TaskSpec, env: Any) -> TaskInfo:

@@ -45,8 +45,8 @@ def config_of(device: str = "auto", **sections: Any) -> Config:
         "iterations": 2,
         "env": {"task": "tabletop/reach", "num_envs": 4, "max_episode_steps": 9},
         "policy": {"chunk": 2, "device": device, "options": {"widths": [16]}},
-        "ppo": {"decisions": 6},
-        "learner": {"epochs": 1, "minibatch": 12, "threads": 1},
+        "rollout": {"decisions": 6},
+        "optim": {"epochs": 1, "minibatch": 12, "threads": 1},
         "runtime": {"mode": "inline", "trace": False},
     }
     return parse_config({**settings, **sections}, "test")
@@ -93,7 +93,7 @@ def test_policy_and_learner_get_the_gpus_that_the_plan_says(two_gpus: None) -> N
     assert (turns.policy.device, turns.learner.device, turns.one_process) == ("cuda:1", "cuda:1", True)
     named = assign(planned("here:accelerators:0", "here:accelerators:0"), config_of("cuda:1"), CORES)
     assert named.policy.device == named.learner.device == "cuda:1", "the only one that the setting leaves"
-    threads = config_of(learner={"threads": 0})
+    threads = config_of(optim={"threads": 0})
     assert assign(planned("here:accelerators:0", "here:accelerators:1"), threads, CORES).learner.threads == len(CORES)
 
 
@@ -215,7 +215,7 @@ def test_a_run_that_plans_for_a_gpu_computes_what_one_on_the_cpu_does(
     assert places["policy"] == places["learner"] == (Span("here", "accelerators", 0, 1),)
     assert places["physics"][0].pool == "cores"
     assert gpu.waits
-    assert found == run(config_of("cpu", farm={"stages": plan.groups}), tmp_path / "cpu")
+    assert found == run(config_of("cpu", farm={"groups": plan.groups}), tmp_path / "cpu")
 
 
 def run(config: Config, folder: Path) -> dict[str, bytes]:

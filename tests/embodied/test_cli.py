@@ -16,7 +16,7 @@ from embodied import cli
 from embodied.config import shipped_configs
 
 COMMAND = Path(sys.executable).parent / "embodied"
-SMALL = ["--runtime.mode", "inline", "--farm.stages", "1", "--iterations", "2", "--ppo.decisions", "16"]
+SMALL = ["--runtime.mode", "inline", "--farm.groups", "1", "--iterations", "2", "--rollout.decisions", "16"]
 SMALL += ["--eval.episodes", "6", "--eval.videos", "2"]
 
 
@@ -118,7 +118,7 @@ def test_a_control_mode_that_the_task_lacks_lists_those_it_has(tmp_path: Path) -
 
 
 def test_a_batch_that_does_not_divide_names_one_that_does(tmp_path: Path) -> None:
-    overrides = ["--env.num-envs", "7", "--farm.physics-workers", "2", "--farm.stages", "2"]
+    overrides = ["--env.num-envs", "7", "--farm.physics-workers", "2", "--farm.groups", "2"]
     said = refusal("train", "reach", *SMALL, *overrides, "--runs-dir", str(tmp_path))
     assert "7 environments do not divide" in said and "8" in said
 
@@ -177,10 +177,10 @@ def test_no_vulkan_device_names_the_doctor(tmp_path: Path) -> None:
 
 
 def test_an_unknown_key_names_the_nearest(tmp_path: Path) -> None:
-    assert "--ppo.clip" in refusal("train", "reach", "--ppo.clp", "0.1")
+    assert "--loss.clip" in refusal("train", "reach", "--loss.clp", "0.1")
     config = tmp_path / "typo.yaml"
-    config.write_text("ppo: {clp: 0.1}\n")
-    assert "ppo.clip" in refusal("train", str(config))
+    config.write_text("loss: {clp: 0.1}\n")
+    assert "loss.clip" in refusal("train", str(config))
 
 
 def test_an_unknown_configuration_or_run_names_the_nearest() -> None:
@@ -195,7 +195,7 @@ def test_policies_that_read_images_need_a_camera(tmp_path: Path) -> None:
 
 def test_help_is_generated_from_the_configuration() -> None:
     shown = embodied("train", "--help").stdout
-    assert "--ppo.clip" in shown and "Clip range of the ratio" in shown
+    assert "--loss.clip" in shown and "Clip range of the ratio" in shown
 
 
 @pytest.mark.parametrize("verb", ["train", "sft", "eval", "record", "profile", "plan", "compare"])

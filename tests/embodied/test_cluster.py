@@ -32,8 +32,9 @@ from embodied.planning.clusters import run_cluster
 from embodied.planning.profiler import work_of
 from embodied.planning.run_plans import place_run
 from embodied.reporting.metrics import read
-from embodied.runtime import ray_runtime, relay
-from embodied.runtime.handles import InlineRuntime
+from embodied.runtime import ray_cluster, relay
+from embodied.runtime.deadlines import Deadline
+from embodied.runtime.inline import InlineRuntime
 from embodied.runtime.nodes import NodeInfo
 from embodied.runtime.ray_farm import RayHost
 from embodied.runtime.ray_runtime import RayRuntime
@@ -125,9 +126,9 @@ def built(spec: FarmSpec, host: RayHost, machines: Machines) -> Iterator[Farm]:
             assert time.monotonic() < deadline, "not built within a minute"
             time.sleep(0.02)
         yield farm
-        memory = FOLDER / str(farm.block.name)
-        assert memory.exists()
-    assert not memory.exists(), "shared memory is left behind"
+        memories = [FOLDER / name for name in (*farm.address.slots, farm.address.bell)]
+        assert all(memory.exists() for memory in memories)
+    assert not any(memory.exists() for memory in memories), "shared memory is left behind"
 
 
 def test_the_cluster_has_three_nodes_of_which_one_is_here(machines: Machines) -> None:
@@ -139,8 +140,8 @@ def test_the_cluster_has_three_nodes_of_which_one_is_here(machines: Machines) ->
 
 
 def test_nodes_of_one_name_are_told_apart(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
-    entries = [entry | {"NodeName": "twin"} for entry in ray_runtime.ray.nodes()]
-    monkeypatch.setattr(ray_runtime.ray, "nodes", lambda: entries)
+    entries = [entry | {"NodeName": "twin"} for entry in ray_cluster.ray.nodes()]
+    monkeypatch.setattr(ray_cluster.ray, "nodes", lambda: entries)
     assert {node.name for node in machines.runtime.nodes()} == {f"twin-{entry['NodeID'][:8]}" for entry in entries}
 
 
@@ -151,8 +152,9 @@ def test_physics_on_another_node_gives_what_one_process_gives(spec: FarmSpec, fa
     assert max(row["episode"] for rows in expected.values() for row in rows) >= 3
     with built(spec, machines.host(spec, far), machines) as farm:
         found = drive(farm, end=CHUNKS)
-        wire = farm.block.arrays["wire_bytes"].copy()
-        sizes = {name: one.nbytes // one.shape[0] for name, one in farm.block.fields.items()}
+        wire = farm.tasks[0].slots["wire_bytes"].copy()
+        fields = farm.tasks[0].memory.slots.fields
+        sizes = {name: one.nbytes // one.shape[0] for name, one in fields.items()}
     assert_same(expected, found, "another node changes results")
     assert not wire[far:].any(), "a worker on this node sends bytes to another"
     for worker in range(far):
@@ -171,7 +173,7 @@ def expected_bytes(spec: FarmSpec, sizes: dict[str, int], environments: list[lis
 
     rows = [row for rows in environments for row in rows]
     shown = relay.SHOWN if spec.task.cameras else ()
-    messages = len(environments[0]) * spec.stages
+    messages = len(environments[0]) * spec.groups
     opening = 4 + len(environments) * (8 + size((*relay.REQUEST, *relay.STANDING)))
     sent = opening + messages * 4 + len(rows) * (8 + size(relay.REQUEST))
     ended = [row for row in rows if "final state" in row]
@@ -275,28 +277,36 @@ def test_nodes_without_cores_are_not_planned_for(machines: Machines, monkeypatch
 # --- losses
 
 
-def test_a_killed_far_process_is_replaced_and_its_episodes_replayed(machines: Machines) -> None:
-    """While it waits, with work on its way to it, and with answers nobody has read."""
+@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_far_process_that_is_lost_is_replaced_and_its_episodes_replayed(
+    blow: signal.Signals, machines: Machines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it waits, with work on its way to it, and with answers nobody has read; killed or stopped."""
+    monkeypatch.setattr(machines.runtime, "deadline", Deadline(24.0))  # so 6 s are the far end's
     expected = run(PICTURES, chunks=CHUNKS)
     host = machines.host(PICTURES)
+    restarts = dict(host.restarts)
     trace: Trace = {env: [] for env in range(PICTURES.num_envs)}
     pids = host.pids()
     with built(PICTURES, host, machines) as farm:
         for number in range(-1, CHUNKS):
-            for stage in range(PICTURES.stages):
+            for group in range(PICTURES.groups):
                 if number < 0:
-                    farm.reset(stage)
+                    farm.reset(group)
                 else:
-                    farm.submit(stage, actions_for(farm, stage, number))
+                    farm.submit(group, actions_for(farm, group, number))
             if number == 3:
-                os.kill(pids[0], signal.SIGKILL)
-            for stage in range(PICTURES.stages):
-                append(trace, farm.collect(stage, 60))
+                os.kill(pids[0], blow)
+            for group in range(PICTURES.groups):
+                append(trace, farm.collect(group, 60))
             if number == 6:
-                os.kill(pids[1], signal.SIGKILL)
-                psutil.wait_procs([psutil.Process(pids[1])], timeout=5)
-    assert_same(expected, trace, "a killed far process changes results")
-    assert host.restarts == {0: 1, 1: 1}
+                os.kill(pids[1], blow)
+                if blow is signal.SIGKILL:
+                    psutil.wait_procs([psutil.Process(pids[1])], timeout=5)
+    assert_same(expected, trace, "a far process that was lost changes results")
+    assert host.restarts == {index: restarts.get(index, 0) + 1 for index in (0, 1)}
+    left = [process for pid in pids[:2] if psutil.pid_exists(pid) and (process := psutil.Process(pid))]
+    assert not psutil.wait_procs(left, timeout=10)[1], "a stopped process is left behind"
 
 
 class BrokenEpisodes(EndlessEpisodes):
@@ -356,9 +366,9 @@ def test_a_lost_node_is_named_with_its_workers_within_the_deadline(
     host = machines.runtime.farm_host(2, 1, (lost.id,) * 2)
     with built(spec, host, machines) as farm:
         player = machines.runtime.place("player", Player, farm.address)
-        playing = player.refer(Player.play)
+        playing = player.submit(Player.play)
         deadline = time.monotonic() + 60
-        while farm.block.arrays["requested"].max() < 40:
+        while farm.tasks[0].slots["requested"].max() < 40:
             assert time.monotonic() < deadline, "the player does not play"
             time.sleep(1e-3)
         raylet = psutil.Process(machines.raylets[name])
@@ -367,7 +377,7 @@ def test_a_lost_node_is_named_with_its_workers_within_the_deadline(
         begin = time.monotonic()
         message = f"the node {name} (127.0.0.1, {lost.id[:8]}) has left the cluster, and with it physics 0, physics 1:"
         with pytest.raises(WorkerFailed, match=re.escape(message)):
-            player.fetch(playing)
+            player.get(playing)
         assert time.monotonic() - begin < 30
         player.end()
     assert time.monotonic() - begin < 60, "the farm does not close"

@@ -60,9 +60,11 @@ def make_policy(state_dim: int = S, action_dim: int = A) -> ActionValues:
     return ActionValues(PolicySpec(action_dim=action_dim, chunk=C, state_dim=state_dim))
 
 
-def config_of(unit: str = "action", epochs: int = 1, **ppo: Any) -> Config:
-    learner = {"epochs": epochs, "minibatch": 0, "micro_batch": 4, "threads": 1, "max_grad_norm": 1e9}
-    return parse_config({"ppo": {"credit": "action", "ratio_unit": unit, **ppo}, "learner": learner}, "test")
+def config_of(unit: str = "action", epochs: int = 1, **loss: Any) -> Config:
+    optim = {"epochs": epochs, "minibatch": 0, "micro_batch": 4, "threads": 1, "max_grad_norm": 1e9}
+    return parse_config(
+        {"advantage": {"credit": "action"}, "loss": {"ratio_unit": unit, **loss}, "optim": optim}, "test"
+    )
 
 
 def make_batch(seed: int = 0) -> Trajectories:
@@ -179,7 +181,7 @@ def test_the_gradient_is_that_of_the_formula_written_out(unit: str, tmp_path: Pa
             moved = (new.value[row, c] - rows.value[row, c]).clamp(-0.05, 0.05)
             guesses = torch.stack([new.value[row, c], rows.value[row, c] + moved])
             errors.append((guesses - rows.returns[row, c]).square().max() / 2)
-    (torch.stack(gains).mean() + config.ppo.value_coef * torch.stack(errors).mean()).backward()
+    (torch.stack(gains).mean() + config.loss.value_coef * torch.stack(errors).mean()).backward()
     metrics = learner.update(batch, 0)
     for (name, found), other in zip(learner.policy.named_parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(found.grad, other.grad, rtol=1e-4, atol=1e-6, msg=name)
@@ -241,12 +243,12 @@ def test_joined_waves_keep_the_rewards_of_actions() -> None:
 
 def test_credit_for_actions_needs_units_that_are_no_more() -> None:
     with pytest.raises(UserError, match="set it to action or element"):
-        check_files(parse_config({"ppo": {"credit": "action"}}, "test"))
+        check_files(parse_config({"advantage": {"credit": "action"}}, "test"))
 
 
 def test_a_policy_without_values_of_actions_is_refused() -> None:
     batch = make_batch()
     with pytest.raises(UserError, match="one value for a whole chunk: set it to chunk"):
         gae(replace(batch, value=batch.value[:, :, 0]), config_of())
-    with pytest.raises(UserError, match="a value for each action: set ppo.credit to action"):
+    with pytest.raises(UserError, match="a value for each action: set advantage.credit to action"):
         gae(batch, Config())

@@ -21,11 +21,11 @@ from embodied.errors import UserError
 from embodied.execution.assignment import HERE, Assignment
 from embodied.execution.executor import executor
 from embodied.execution.session import open_session
-from embodied.runtime.ray_runtime import _portable
+from embodied.runtime.ray_workers import _portable
 from embodied.workers.affinity import Affinity
+from embodied.workers.context import make_policy
 from embodied.workers.devices import decide, device_of, find_device, settle, to_host, value_of
 from embodied.workers.learner import Learner
-from embodied.workers.makers import make_policy
 from embodied.workers.offload import Offload
 from embodied.workers.policy_worker import PolicyWorker
 from policies.contract import Evaluation, Inputs, Policy, PolicySpec
@@ -193,9 +193,9 @@ def make_batch(kind: str) -> Trajectories:
     )
 
 
-def config_of(epochs: int = 2, unit: str = "action", **ppo: Any) -> Config:
-    learner = {"epochs": epochs, "minibatch": 8, "micro_batch": 3, "threads": 1, "policy_lr": 3e-3}
-    return parse_config({"learner": learner, "ppo": {"ratio_unit": unit, "entropy_coef": 0.01, **ppo}}, "test")
+def config_of(epochs: int = 2, unit: str = "action", **loss: Any) -> Config:
+    optim = {"epochs": epochs, "minibatch": 8, "micro_batch": 3, "threads": 1, "policy_lr": 3e-3}
+    return parse_config({"optim": optim, "loss": {"ratio_unit": unit, "entropy_coef": 0.01, **loss}}, "test")
 
 
 @pytest.mark.parametrize("unit", ["chunk", "action", "element"])
@@ -389,8 +389,8 @@ def run(device: str, folder: Path, one_process: bool, unload: bool) -> dict[str,
             "iterations": 3,
             "env": {"task": "tabletop/reach", "num_envs": 4, "max_episode_steps": 9},
             "policy": {"chunk": 2, "device": device, "options": {"widths": [16]}},
-            "ppo": {"decisions": 8},
-            "learner": {"epochs": 2, "minibatch": 8, "threads": 1, "policy_lr": 3e-3},
+            "rollout": {"decisions": 8},
+            "optim": {"epochs": 2, "minibatch": 8, "threads": 1, "policy_lr": 3e-3},
             "runtime": {"mode": "inline", "trace": False},
         },
         "test",

@@ -26,7 +26,8 @@ from embodied.reporting.metrics import read
 from embodied.run_folder import prepare_run
 from embodied.training import loop as training
 from embodied.workflows import recipes as workflows
-from embodied.workflows.recipes import GRPO, PPO, groups_suffice, recipe_of, streams, workflow_of
+from embodied.workflows.recipes import GRPO, PPO, recipe_of
+from embodied.workflows.sizes import groups_suffice, streams, workflow_of
 from policies.contract import Inputs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,8 +61,16 @@ def make_batch(seed: int = 0, group: tuple[int, ...] | None = (9, 9, 9, 4, 4, 4)
     )
 
 
-def config_of(**group: Any) -> Config:
-    return parse_config({"workflow": "grpo", "group": {"size": 3, "outcome": "return", **group}}, "test")
+def config_of(unit: str = "chunk", weight: str = "decision", **advantage: Any) -> Config:
+    return parse_config(
+        {
+            "workflow": "grpo",
+            "rollout": {"episode_group": 3},
+            "advantage": {"outcome": "return", **advantage},
+            "loss": {"ratio_unit": unit, "weight": weight},
+        },
+        "test",
+    )
 
 
 def estimate(**changes: Any) -> Estimate:
@@ -127,7 +136,7 @@ def test_gae_is_normalised_over_the_decisions_that_were_taken() -> None:
     taken = found.advantage[batch.mask]
     assert float(taken.mean()) == pytest.approx(0, abs=1e-6) and float(taken.std()) == pytest.approx(1, abs=1e-5)
     assert torch.equal(found.keep, batch.mask) and (found.weight == 1).all()
-    plain = gae(batch, parse_config({"ppo": {"normalise_advantages": False, "gamma": 0.8, "lam": 0.7}}, "test"))
+    plain = gae(batch, parse_config({"advantage": {"normalise": "none", "gamma": 0.8, "lam": 0.7}}, "test"))
     advantage, returns = generalised_advantages(
         batch.reward, batch.value, batch.terminated, batch.truncated, batch.final_value, batch.last_value, 0.8, 0.7
     )
@@ -148,9 +157,9 @@ def test_outcomes_count_what_was_done_and_no_more() -> None:
     batch = make_batch()
     hole = ~batch.mask
     dirty = replace(batch, reward=batch.reward + 5 * hole, success=batch.success | hole)
-    returns = outcomes(dirty, config_of().group)
+    returns = outcomes(dirty, config_of().advantage)
     assert returns.tolist() == pytest.approx([sum(batch.reward[:n, b].tolist()) for b, n in enumerate(LENGTHS)])
-    assert outcomes(dirty, config_of(outcome="success").group).tolist() == [1, 0, 1, 0, 1, 0]
+    assert outcomes(dirty, config_of(outcome="success").advantage).tolist() == [1, 0, 1, 0, 1, 0]
 
 
 def test_groups_that_lost_a_member_teach_nothing() -> None:
@@ -208,10 +217,7 @@ def test_rates_do_not_bring_back_groups_with_equal_outcomes() -> None:
 @pytest.mark.parametrize("unit", ["chunk", "action", "element"])
 def test_episodes_count_alike_whatever_their_length(unit: str) -> None:
     batch = make_batch()
-    config = config_of(weight="episode").model_copy(
-        update={"ppo": Config().ppo.model_copy(update={"ratio_unit": unit})}
-    )
-    found = group_relative(batch, config)
+    found = group_relative(batch, config_of(unit, weight="episode"))
     units = {"chunk": batch.mask, "action": batch.executed, "element": batch.executed}[unit]
     assert (found.weight * units).sum(0).tolist() == pytest.approx([1.0] * B)
     assert (group_relative(batch, config_of()).weight == 1).all()
@@ -225,15 +231,16 @@ def test_a_rollout_of_decisions_has_no_groups() -> None:
 # --- what a workflow declares
 
 
-def grpo(images: bool = False, **group: Any) -> Config:
+def grpo(images: bool = False, episodes_per_env: int = 1, **advantage: Any) -> Config:
     policy = {"reads": ["proprio", "images"]} if images else {}
     return parse_config(
         {
             "workflow": "grpo",
             "env": {"num_envs": 12, "cameras": int(images)},
             "policy": {**policy, "chunk": 4},
-            "group": {"size": 3, **group},
-            "learner": {"epochs": 1, "minibatch": 0},
+            "rollout": {"episode_group": 3, "episodes_per_env": episodes_per_env},
+            "advantage": advantage,
+            "optim": {"epochs": 1, "minibatch": 0},
         },
         "test",
     )
@@ -243,14 +250,14 @@ def test_the_learner_begins_early_only_where_its_update_is_a_sum_over_parts() ->
     assert groups_suffice(grpo()) and streams(grpo())
     assert not groups_suffice(grpo(scale="batch")) and not streams(grpo(scale="batch"))
     for change in ({"epochs": 2, "minibatch": 0}, {"epochs": 1, "minibatch": 64}):
-        other = grpo().model_copy(update={"learner": Config().learner.model_copy(update=change)})
+        other = grpo().model_copy(update={"optim": Config().optim.model_copy(update=change)})
         assert groups_suffice(other) and not streams(other)
-    ppo = parse_config({"learner": {"epochs": 1, "minibatch": 0}}, "test")
+    ppo = parse_config({"optim": {"epochs": 1, "minibatch": 0}}, "test")
     assert not groups_suffice(ppo) and not streams(ppo)
 
 
 def test_a_workflow_has_the_configurations_sizes() -> None:
-    flow = workflow_of(grpo(waves=2), max_episode_steps=50)
+    flow = workflow_of(grpo(episodes_per_env=2), max_episode_steps=50)
     assert flow.items == 24 and flow.waves == 2
     assert flow.loop is not None and flow.loop.steps == 13 and flow.loop.components == ("physics", "policy")
     last = next(edge for edge in flow.edges if edge.target == "learner")
@@ -269,7 +276,7 @@ def test_a_workflow_has_the_configurations_sizes() -> None:
         ("grop", "no workflow 'grop'; did you mean grpo.*package.module:NAME"),
         ("no.such.module:PPO", "'no.such.module:PPO' cannot be imported: No module named"),
         ("embodied.workflows:PPQ", "'embodied.workflows:PPQ' cannot be imported: .*PPQ"),
-        ("embodied.workflows:POLICY", "embodied.workflows:POLICY is a Component, not an embodied.workflows.Recipe"),
+        ("embodied.workflows.recipes:POLICY", "recipes:POLICY is a Component, not an embodied.workflows.Recipe"),
     ],
 )
 def test_a_workflow_that_is_not_there_is_named(name: str, message: str) -> None:
@@ -310,7 +317,7 @@ def test_the_pages_own_workflow_is_what_it_says_and_learns(tmp_path: Path, monke
     monkeypatch.syspath_prepend(str(tmp_path))
     changes: dict[str, Any] = {"iterations": 15, "runtime": {"mode": "inline", "trace": False}}
     config = parse_config({**config.model_dump(), **changes, "seed": 1}, "test")
-    config = config.model_copy(update={"learner": config.learner.model_copy(update={"threads": 1})})
+    config = config.model_copy(update={"optim": config.optim.model_copy(update={"threads": 1})})
     assert recipe_of(config).name == "reinforce" and not groups_suffice(config) and not streams(config)
 
     reinforce = importlib.import_module("my_package.my_module").reinforce

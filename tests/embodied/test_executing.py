@@ -21,8 +21,8 @@ from embodied.execution.executor import Iteration, executor
 from embodied.execution.session import Session, open_session
 from embodied.runtime.ray_runtime import RayRuntime
 from embodied.workers.affinity import Affinity
+from embodied.workers.context import make_policy
 from embodied.workers.learner import Learner, OffPolicy
-from embodied.workers.makers import make_policy
 from embodied.workers.policy_worker import PolicyWorker
 from embodied.workflows.recipes import GRPO, PPO
 from policies.contract import PolicySpec
@@ -75,8 +75,8 @@ STATES: dict[str, Any] = {
     "iterations": ITERATIONS,
     "env": {"task": "tabletop/reach", "num_envs": 4, "max_episode_steps": 9},
     "policy": {"chunk": 2, "options": {"widths": [32, 32], "initial_log_std": 0.5}},
-    "ppo": {"decisions": 12},
-    "learner": {"epochs": 2, "minibatch": 16, "threads": 1, "policy_lr": 3e-3, "value_lr": 3e-3},
+    "rollout": {"decisions": 12},
+    "optim": {"epochs": 2, "minibatch": 16, "threads": 1, "policy_lr": 3e-3, "value_lr": 3e-3},
     "runtime": {"deadline_s": 120},
 }
 IMAGES: dict[str, Any] = {
@@ -88,13 +88,14 @@ IMAGES: dict[str, Any] = {
         "chunk": 2,
         "options": {"encoder": "cnn", "features": 16, "widths": [16], "critic_widths": [16]},
     },
-    "ppo": {"decisions": 6},
+    "rollout": {"decisions": 6},
 }
 GROUPS: dict[str, Any] = {
     **STATES,
     "workflow": f"{__name__}:KEPT_GRPO",
-    "group": {"size": 2, "waves": 2, "outcome": "return"},
-    "learner": {**STATES["learner"], "epochs": 1, "minibatch": 0},
+    "rollout": {"episode_group": 2, "episodes_per_env": 2},
+    "advantage": {"outcome": "return"},
+    "optim": {**STATES["optim"], "epochs": 1, "minibatch": 0},
 }
 MANISKILL: dict[str, Any] = {
     **STATES,
@@ -106,9 +107,8 @@ LIBERO: dict[str, Any] = {
         "task": "libero/libero_spatial/0", "num_envs": 2, "max_episode_steps": 6, "cameras": 1, "image_size": 64,
         "init_states": 50,
     },
-    "ppo": {"decisions": 4},
-    "learner": {**STATES["learner"], "minibatch": 4},
-}  # fmt: skip
+    "rollout": {"decisions": 4}, "optim": {**STATES["optim"], "minibatch": 4},
+    }  # fmt: skip
 
 
 # --- assignments
@@ -395,15 +395,15 @@ def test_a_rollout_that_is_ahead_needs_a_policy_of_its_own() -> None:
 
 def gathered(settings: dict[str, Any], session: Session, folder: Path) -> tuple[Config, Trajectories]:
     """A rollout or a wave of a new policy, by `gaussian_mlp`'s own learning settings: one step over all rows."""
-    learner = {**settings["learner"], "epochs": 1, "minibatch": 0, "max_grad_norm": 1e9}
+    optim = {**settings["optim"], "epochs": 1, "minibatch": 0, "max_grad_norm": 1e9}
     (folder / "gathered").mkdir(parents=True)
-    config = parse_config({**settings, "learner": learner, "name": str(folder / "gathered")}, "test")
+    config = parse_config({**settings, "optim": optim, "name": str(folder / "gathered")}, "test")
     with executor(config, folder, session, inline(assigned())) as workers:
         workers.begin(None, 0)
         if settings is GROUPS:
             workers.policy.call(PolicyWorker.rollout_wave, 1)
         else:
-            workers.policy.call(PolicyWorker.rollout, config.ppo.decisions)
+            workers.policy.call(PolicyWorker.rollout, config.rollout.decisions)
         return config, workers.policy.call(PolicyWorker.trajectories)
 
 
@@ -475,7 +475,7 @@ def test_every_plan_computes_the_same_on_maniskill(name: str, ray: Session, here
 def test_renderers_of_maniskill_may_leave(name: str, ray: Session, here: Session, tmp_path: Path) -> None:
     """SAPIEN compiles its shaders anew at each return."""
     drawn = {**IMAGES["env"], "task": "maniskill/PushCube-v1", "max_episode_steps": 9}
-    settings = {**IMAGES, "env": drawn, "ppo": {"decisions": 5}}
+    settings = {**IMAGES, "env": drawn, "rollout": {"decisions": 5}}
     found = run(settings, ray, DRAWING[name], tmp_path / "ray")
     assert_was_a_test(found)
     assert_renderers_left(found, True, "maniskill/PushCube-v1")

@@ -30,11 +30,15 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "pushcube states": ("pushcube", {"env": {"num_envs": 8}, "iterations": 3}),
     "reach by ppo": ("reach", {"iterations": 5}),
     "reach by grpo": ("reach_grpo", {"iterations": 5}),
-    "openvla tiny": ("openvla_tiny", {"iterations": 2, "env": {"num_envs": 4}, "ppo": {"decisions": 8}}),
+    "openvla tiny": ("openvla_tiny", {"iterations": 2, "env": {"num_envs": 4}, "rollout": {"decisions": 8}}),
     "libero images": (
         "libero_spatial_ppo",
-        {"iterations": 2, "env": {"num_envs": 2, "image_size": 64}, "ppo": {"decisions": 6},
-         "learner": {"minibatch": 6}},
+        {
+            "iterations": 2,
+            "env": {"num_envs": 2, "image_size": 64},
+            "rollout": {"decisions": 6},
+            "optim": {"minibatch": 6},
+        },
     ),
 }
 
@@ -55,7 +59,7 @@ def parameters_after(run: str, folder: Path) -> dict[str, Tensor]:
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        config = config.model_copy(update={"learner": config.learner.model_copy(update={"threads": 1})})
+        config = config.model_copy(update={"optim": config.optim.model_copy(update={"threads": 1})})
         with open_session(config) as session:
             training.train(config, run_dir, session, None)
     finally:

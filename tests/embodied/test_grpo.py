@@ -26,10 +26,11 @@ from embodied.execution.assignment import configured
 from embodied.execution.executor import Executor, Iteration, executor
 from embodied.execution.session import open_session
 from embodied.reporting.metrics import read
+from embodied.workers.context import make_policy
 from embodied.workers.learner import CollectStatistics, Learner
-from embodied.workers.makers import make_policy
 from embodied.workers.policy_worker import PolicyWorker
-from embodied.workflows.recipes import GRPO, episodes_of, streams
+from embodied.workflows.recipes import GRPO
+from embodied.workflows.sizes import episodes_of, streams
 from policies.contract import Policy, PolicySpec
 from tests.embodied.test_resume import assert_same_run, rewind
 from tests.embodied.test_resume import run as train
@@ -42,20 +43,21 @@ SETTINGS: dict[str, Any] = {
     "iterations": 3,
     "checkpoint_every": 1,
     "env": {"task": "tabletop/reach", "num_envs": ENVS, "max_episode_steps": LIMIT},
-    "farm": {"stages": 2},
+    "farm": {"groups": 2},
     "policy": {"chunk": CHUNK, "options": {"widths": [32, 32], "initial_log_std": -1.0}},
-    "group": {"size": SIZE, "waves": 3, "outcome": "return"},
-    "learner": {"epochs": 1, "minibatch": 0, "threads": 1, "policy_lr": 1e-2, "max_grad_norm": 1e9},
+    "rollout": {"episode_group": SIZE, "episodes_per_env": 3},
+    "advantage": {"outcome": "return"},
+    "optim": {"epochs": 1, "minibatch": 0, "threads": 1, "policy_lr": 1e-2, "max_grad_norm": 1e9},
     "runtime": {"mode": "inline", "trace": False},
 }
 
 
 def config_of(**changes: Any) -> Config:
-    """The settings with changes, section by section: `group={"waves": 1}`."""
+    """The settings with changes, section by section: `rollout={"episodes_per_env": 1}`."""
     return parse_config(
         {
             **SETTINGS,
-            **{k: {**SETTINGS[k], **v} if isinstance(v, dict) else v for k, v in changes.items()},
+            **{k: {**SETTINGS.get(k, {}), **v} if isinstance(v, dict) else v for k, v in changes.items()},
         },
         "test",
     )
@@ -77,7 +79,7 @@ def begun(config: Config, folder: Path, policy: Path | None = None) -> Iterator[
 @pytest.fixture(scope="module")
 def skilled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The checkpoint of a policy that solves some episodes early, and others not: a new one hardly solves any."""
-    config = config_of(env={"num_envs": 32}, group={"waves": 1}, iterations=8)
+    config = config_of(env={"num_envs": 32}, rollout={"episodes_per_env": 1}, iterations=8)
     root = tmp_path_factory.mktemp("skilled")
     with begun(config, root) as workers:
         done = [workers.iterate(number) for number in range(config.iterations)]
@@ -103,7 +105,9 @@ def roll(workers: Executor, waves: int) -> Trajectories:
 def waves_of(config: Config, folder: Path, policy: Path | None = None) -> list[Trajectories]:
     """One iteration's trajectories, before anything is learned."""
     with begun(config, folder, policy) as workers:
-        return [roll(workers, config.group.waves - number) for number in range(config.group.waves)]
+        return [
+            roll(workers, config.rollout.episodes_per_env - number) for number in range(config.rollout.episodes_per_env)
+        ]
 
 
 @pytest.fixture(scope="module")
@@ -220,7 +224,7 @@ def test_each_wave_tells_its_own_episodes(skilled: Path, tmp_path: Path) -> None
 def test_an_iteration_has_no_more_decisions_than_its_longest_environment(skilled: Path, tmp_path: Path) -> None:
     """Between two waves of an iteration nobody waits for the others."""
     SEEN.clear()
-    config = config_of(workflow=f"{__name__}:NOTING", farm={"stages": 1}, env={"max_episode_steps": 60}, iterations=1)
+    config = config_of(workflow=f"{__name__}:NOTING", farm={"groups": 1}, env={"max_episode_steps": 60}, iterations=1)
     (one,), _ = iterations_of(config, tmp_path, skilled)
     acted = sum(span.name.startswith("act") for span in one.summary.spans)
     decisions = torch.stack([batch.mask.sum(0) for batch in SEEN])
@@ -272,13 +276,13 @@ def poisoned(batch: Trajectories, columns: Tensor) -> Trajectories:
 
 @pytest.mark.parametrize("minibatch", [0, 8])
 def test_groups_with_equal_outcomes_never_reach_the_model(minibatch: int, skilled: Path, tmp_path: Path) -> None:
-    config = config_of(group={"outcome": "success"}, learner={"minibatch": minibatch})
+    config = config_of(advantage={"outcome": "success"}, optim={"minibatch": minibatch})
     dropped = 0
     learner, other = learner_of(config, tmp_path, skilled), learner_of(config, tmp_path, skilled)
     parts = waves_of(config, tmp_path, skilled)
     for batch in parts:
         assert batch.group is not None
-        teaches = differing(outcomes(batch, config.group), batch.group, SIZE)
+        teaches = differing(outcomes(batch, config.advantage), batch.group, SIZE)
         dropped += int((~teaches).sum())
         collected = learner.collect(poisoned(batch, ~teaches), 0)
         assert collected == replace(other.collect(batch, 0), learn_s=collected.learn_s)
@@ -293,7 +297,7 @@ def test_groups_with_equal_outcomes_never_reach_the_model(minibatch: int, skille
 
 @pytest.mark.parametrize("minibatch", [0, 8])
 def test_an_iteration_that_teaches_nothing_changes_nothing(minibatch: int, tmp_path: Path) -> None:
-    config = config_of(env={"reward": "sparse", "max_episode_steps": 3}, learner={"minibatch": minibatch}, iterations=2)
+    config = config_of(env={"reward": "sparse", "max_episode_steps": 3}, optim={"minibatch": minibatch}, iterations=2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         done, weights = iterations_of(config, tmp_path)
@@ -339,12 +343,12 @@ def test_streaming_equals_the_same_data_afterwards(tmp_path: Path) -> None:
 def test_streaming_has_the_gradient_of_one_step_over_all_rows(
     weight: str, unit: str, micro_batch: int | None, waves: list[Trajectories], skilled: Path, tmp_path: Path
 ) -> None:
-    changes: dict[str, Any] = {"group": {"weight": weight}, "ppo": {"ratio_unit": unit, "entropy_coef": 0.01}}
+    changes: dict[str, Any] = {"loss": {"weight": weight, "ratio_unit": unit, "entropy_coef": 0.01}}
     found = []
     for minibatch in (0, 10**6):
-        config = parse_config({**config_of(group=changes["group"]).model_dump(), "ppo": changes["ppo"]}, "test")
-        learner_config = config.learner.model_copy(update={"minibatch": minibatch, "micro_batch": micro_batch})
-        config = config.model_copy(update={"learner": learner_config})
+        config = config_of(**changes)
+        optim = config.optim.model_copy(update={"minibatch": minibatch, "micro_batch": micro_batch})
+        config = config.model_copy(update={"optim": optim})
         assert streams(config) == (minibatch == 0)
         learner = learner_of(config, tmp_path, skilled)
         collected(learner, waves)
@@ -363,8 +367,7 @@ def test_the_gradient_is_that_of_the_formula_written_out(
     weight: str, unit: str, waves: list[Trajectories], skilled: Path, tmp_path: Path
 ) -> None:
     """The mean over all units, or over episodes of the mean over their units, of -A times the ratio."""
-    config = config_of(group={"weight": weight})
-    config = config.model_copy(update={"ppo": config.ppo.model_copy(update={"ratio_unit": unit})})
+    config = config_of(loss={"weight": weight, "ratio_unit": unit})
     learner = learner_of(config, tmp_path, skilled)
     collected(learner, waves)
     found = learner.finish(0)
@@ -395,7 +398,7 @@ def test_the_gradient_is_that_of_the_formula_written_out(
 def test_entropy_is_per_unit_whatever_the_weights(waves: list[Trajectories], skilled: Path, tmp_path: Path) -> None:
     found = {}
     for weight in ("decision", "episode"):
-        learner = learner_of(config_of(group={"weight": weight}), tmp_path, skilled)
+        learner = learner_of(config_of(loss={"weight": weight}), tmp_path, skilled)
         collected(learner, waves[:1])
         found[weight] = learner.finish(0)["learner/entropy"]
     assert found["decision"] == pytest.approx(found["episode"], abs=0.5) != 0
@@ -453,16 +456,18 @@ def test_joined_waves_are_their_columns_side_by_side(waves: list[Trajectories]) 
 
 
 def test_advantages_scaled_by_the_batch_are_scaled_by_all_of_an_iteration(tmp_path: Path) -> None:
-    config = config_of(workflow=f"{__name__}:NOTING", group={"scale": "batch"}, iterations=1)
+    config = config_of(workflow=f"{__name__}:NOTING", advantage={"scale": "batch"}, iterations=1)
     assert not streams(config) and streams(config_of(workflow=f"{__name__}:NOTING"))
     SEEN.clear()
     done, weights = iterations_of(config, tmp_path / "a")
     whole = SEEN[-1]
     assert whole.group is not None and len(whole.group) == 3 * ENVS
     estimate = group_relative(whole, config)
-    expected, _ = group_advantages(outcomes(whole, config.group), whole.group, SIZE, "batch")
+    expected, _ = group_advantages(outcomes(whole, config.advantage), whole.group, SIZE, "batch")
     assert torch.equal(estimate.advantage[0], expected)
-    learner = learner_of(config_of(group={"scale": "batch", "waves": 1}, learner={"minibatch": 10**6}), tmp_path)
+    learner = learner_of(
+        config_of(advantage={"scale": "batch"}, rollout={"episodes_per_env": 1}, optim={"minibatch": 10**6}), tmp_path
+    )
     learner.update(whole, 0)
     for name, tensor in learner.weights().items():
         torch.testing.assert_close(weights[name], tensor, rtol=0, atol=1e-5, msg=name)
@@ -479,7 +484,10 @@ def waves_in(one: Iteration) -> int:
 def test_waves_go_on_until_enough_groups_teach(skilled: Path, tmp_path: Path) -> None:
     SEEN.clear()
     config = config_of(
-        workflow=f"{__name__}:NOTING", iterations=4, group={"outcome": "success", "waves": 1, "max_waves": 4}
+        workflow=f"{__name__}:NOTING",
+        iterations=4,
+        advantage={"outcome": "success"},
+        rollout={"episodes_per_env": 1, "max_episodes_per_env": 4},
     )
     counts = []
     with begun(config, tmp_path, skilled) as workers:
@@ -506,9 +514,10 @@ def test_waves_go_on_until_enough_groups_teach(skilled: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     "changes",
     [
-        {"group": {"waves": 2}},
+        {"rollout": {"episodes_per_env": 2}},
         {
-            "group": {"outcome": "success", "waves": 1, "max_waves": 3},
+            "advantage": {"outcome": "success"},
+            "rollout": {"episodes_per_env": 1, "max_episodes_per_env": 3},
             "env": {"max_episode_steps": 41},
             "policy": {"options": {"widths": [16], "initial_log_std": 1.5}},
         },
@@ -532,8 +541,8 @@ def test_the_return_rises(tmp_path: Path) -> None:
     config = config_of(
         iterations=25,
         env={"num_envs": 32, "max_episode_steps": 20},
-        group={"waves": 1},
-        learner={"max_grad_norm": 0.5},
+        rollout={"episodes_per_env": 1},
+        optim={"max_grad_norm": 0.5},
     )
     for seed in (1, 2):
         done, _ = iterations_of(config.model_copy(update={"seed": seed}), tmp_path)

@@ -24,7 +24,7 @@ from embodied.errors import UserError
 from embodied.reporting.metrics import read
 from embodied.run_folder import prepare_run, settings_of, with_init
 from embodied.training.sft import STAGE, Imitator, imitate, read_demonstrations
-from embodied.workers.makers import task_spec
+from embodied.workers.context import task_spec
 from policies.gaussian_mlp import GaussianMLP
 from sim_farm.contract import TaskInfo
 from sim_farm.registry import make_physics
@@ -35,8 +35,8 @@ STATES: dict[str, Any] = {
     "seed": 2,
     "env": {"task": "tabletop/reach", "num_envs": 4},
     "policy": {"options": {"widths": [64, 64], "initial_log_std": -1.5}},
-    "ppo": {"decisions": 32},
-    "learner": {"threads": 1, "minibatch": 64, "epochs": 2},
+    "rollout": {"decisions": 32},
+    "optim": {"threads": 1, "minibatch": 64, "epochs": 2},
     "sft": {"steps": 200, "batch": 32, "lr": 3e-3, "measure_every": 50},
     "eval": {"episodes": 20, "videos": 0},
     "runtime": {"mode": "inline", "trace": False},
@@ -221,9 +221,9 @@ def test_micro_batches_change_memory_and_not_the_step(demos: Dataset, datasets: 
     """Of a policy whose loss is drawn too, and whatever is in which dataset."""
     after = []
     for micro in (None, 5):
-        learner = {**PIXELS["learner"], "micro_batch": micro}
+        optim = {**PIXELS["optim"], "micro_batch": micro}
         data = [str(demos.folder)] * datasets
-        imitator = imitator_of(config_of({**PIXELS, "learner": learner}, demos, data=data, lr=1e-4))
+        imitator = imitator_of(config_of({**PIXELS, "optim": optim}, demos, data=data, lr=1e-4))
         imitator.step()
         after.append(torch.cat([p.detach().flatten() for p in imitator.policy.parameters()]))
     assert (after[0] - after[1]).abs().max() < 1e-5

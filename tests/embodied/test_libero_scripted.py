@@ -55,7 +55,7 @@ def scripted(tasks: list[str], trials: int, **evaluation: Any) -> Config:
     data = load_config("libero_scripted").model_dump(mode="json")
     data["eval"] |= {"tasks": tasks, "episodes": trials} | evaluation
     data["env"] |= {"num_envs": 2}
-    data["farm"] |= {"physics_workers": 1, "stages": 1}
+    data["farm"] |= {"physics_workers": 1, "groups": 1}
     data["runtime"] |= {"mode": "inline"}
     return parse_config(data, "test")
 
@@ -132,7 +132,7 @@ def record(folder: EvalFolder, path: Path, count: int | None = None) -> str:
     "how",
     [
         {},
-        {"env": {"num_envs": 6}, "farm": {"stages": 1}},
+        {"env": {"num_envs": 6}, "farm": {"groups": 1}},
         pytest.param({"runtime": {"mode": "ray"}, "farm": {"physics_workers": 2}}, marks=pytest.mark.slow),
     ],
     ids=["as recorded", "other environments", "ray"],

@@ -22,7 +22,7 @@ from embodied.runtime.ray_runtime import RayRuntime
 from embodied.training import loop as training
 from embodied.workers.affinity import Affinity
 from embodied.workers.learner import Learner
-from embodied.workflows.recipes import configs_of_tasks
+from embodied.workflows.sizes import tasks_of
 from sim_farm.contract import FarmError
 from tests.embodied.test_resume import assert_same_run, rewind, run
 
@@ -34,22 +34,22 @@ SETTINGS: dict[str, Any] = {
     "iterations": 2,
     "checkpoint_every": 1,
     "env": {"task": "tabletop/reach", "num_envs": FIRST, "max_episode_steps": 20, "cameras": 1, "image_size": 32},
-    "also": [{"task": "tabletop/push", "num_envs": SECOND}],
+    "extra_tasks": [{"task": "tabletop/push", "num_envs": SECOND}],
     "policy": {
         "kind": "flow",
         "reads": ["images"],
         "chunk": CHUNK,
         "options": {"encoder": "cnn", "features": 16, "widths": [16], "critic_widths": [16], "steps": 2},
     },
-    "ppo": {"decisions": DECISIONS},
-    "learner": {"threads": 1, "epochs": 1, "minibatch": MINIBATCH},
+    "rollout": {"decisions": DECISIONS},
+    "optim": {"threads": 1, "epochs": 1, "minibatch": MINIBATCH},
     "runtime": {"mode": "inline", "trace": False, "deadline_s": 120},
 }
 STATES: dict[str, Any] = {
     **SETTINGS,
     "env": {"task": "tabletop/reach", "num_envs": FIRST, "max_episode_steps": 20},
     "policy": {"chunk": CHUNK, "options": {"widths": [16]}},
-    "also": [{"num_envs": SECOND}],
+    "extra_tasks": [{"num_envs": SECOND}],
 }
 CORE = min(os.sched_getaffinity(0))
 
@@ -131,7 +131,7 @@ def test_positions_of_all_tasks_are_kept_apart(pictures: Run) -> None:
 
 
 def test_every_task_has_seeds_of_its_own(states: Run) -> None:
-    configs = configs_of_tasks(config_of(STATES, also=[{}, {}]))
+    configs = tasks_of(config_of(STATES, extra_tasks=[{}, {}]))
     assert len({config.seed for config in configs}) == 3 and configs[0].seed == STATES["seed"]
     told = states.iterations[0].summary.episodes
     mine, others = [e for e in told[:FIRST]], {e.env: e for e in told[FIRST:]}
@@ -142,7 +142,7 @@ def test_every_task_has_seeds_of_its_own(states: Run) -> None:
 def test_the_second_task_changes_what_is_learned_and_not_what_the_first_did(
     here: Session, states: Run, tmp_path: Path
 ) -> None:
-    alone = run_by(config_of(STATES, also=[]), here, tmp_path, placed(True))
+    alone = run_by(config_of(STATES, extra_tasks=[]), here, tmp_path, placed(True))
     told = states.iterations[0].summary.episodes
     assert told[: len(alone.iterations[0].summary.episodes)] == alone.iterations[0].summary.episodes
     assert any(not torch.equal(states.parameters[name], tensor) for name, tensor in alone.parameters.items())
@@ -268,18 +268,22 @@ def refusal(folder: Path, **changes: Any) -> str:
 def test_tasks_that_one_policy_cannot_act_in_are_refused(tmp_path: Path) -> None:
     changes: dict[str, Any] = {
         "env": {**STATES["env"], "num_envs": 2}, "policy": STATES["policy"],
-        "also": [{"task": "tabletop/push", "num_envs": 2}],
+        "extra_tasks": [{"task": "tabletop/push", "num_envs": 2}],
     }  # fmt: skip
     said = refusal(tmp_path / "states", **changes)
     assert "one policy cannot act in tabletop/push too" in said and "state_dim" in said and "reads: [images]" in said
     small = {**SETTINGS["env"], "num_envs": 2}
-    said = refusal(tmp_path / "sizes", env=small, also=[{"task": "tabletop/push", "num_envs": 2, "image_size": 64}])
+    said = refusal(
+        tmp_path / "sizes", env=small, extra_tasks=[{"task": "tabletop/push", "num_envs": 2, "image_size": 64}]
+    )
     assert "image_size is 64, the first task's 32" in said
-    said = refusal(tmp_path / "cameras", env=small, also=[{"task": "tabletop/push", "num_envs": 2, "cameras": 2}])
+    said = refusal(
+        tmp_path / "cameras", env=small, extra_tasks=[{"task": "tabletop/push", "num_envs": 2, "cameras": 2}]
+    )
     assert "tabletop/push has 2 cameras, the first task 1" in said
 
 
 def test_a_wrong_key_of_a_further_task_is_refused(tmp_path: Path) -> None:
-    said = refusal(tmp_path / "run", also=[{"task": "tabletop/push"}, {"num_env": 2}])
+    said = refusal(tmp_path / "run", extra_tasks=[{"task": "tabletop/push"}, {"num_env": 2}])
     assert "also[1]" in said and "num_envs" in said
-    assert "tabletop/push" in refusal(tmp_path / "task", also=[{"task": "tabletop/pusch"}])
+    assert "tabletop/push" in refusal(tmp_path / "task", extra_tasks=[{"task": "tabletop/pusch"}])

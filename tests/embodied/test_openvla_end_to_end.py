@@ -26,8 +26,8 @@ from tests.embodied.expert import record_reach
 
 SHORT = {
     "env": {"num_envs": 2, "max_episode_steps": 4},
-    "learner": {"threads": 1, "minibatch": 8, "micro_batch": 3, "epochs": 2},
-    "ppo": {"decisions": 6},
+    "optim": {"threads": 1, "minibatch": 8, "micro_batch": 3, "epochs": 2},
+    "rollout": {"decisions": 6},
     "sft": {"steps": 6, "batch": 8, "measure_every": 3},
     "eval": {"episodes": 2, "videos": 0},
     "runtime": {"mode": "inline", "trace": False},
@@ -136,7 +136,7 @@ def test_somebodys_checkpoint_is_evaluated_as_it_is(demos: Dataset, tmp_path: Pa
 
 def test_a_policy_without_a_community_has_nothing_to_export(tmp_path: Path, demos: Dataset) -> None:
     data = {"env": {"task": "tabletop/reach", "num_envs": 2}, "iterations": 1, **{k: SHORT[k] for k in ("eval",)}}
-    config = parse_config({**data, "name": "small", "runtime": SHORT["runtime"], "ppo": {"decisions": 2}}, "test")
+    config = parse_config({**data, "name": "small", "runtime": SHORT["runtime"], "rollout": {"decisions": 2}}, "test")
     train_run(config, "test", tmp_path, False)
     with pytest.raises(policies.PolicyError, match="no layout but this project's"):
         export_run("small", None, tmp_path / "out", tmp_path)

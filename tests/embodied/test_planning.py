@@ -35,8 +35,8 @@ SETTINGS: dict[str, Any] = {
     "iterations": 2,
     "env": {"task": "tabletop/reach", "num_envs": ENVS, "max_episode_steps": 9},
     "policy": {"chunk": 2, "options": {"widths": [16]}},
-    "ppo": {"decisions": 8},
-    "learner": {"epochs": 1, "minibatch": 16, "threads": 1},
+    "rollout": {"decisions": 8},
+    "optim": {"epochs": 1, "minibatch": 16, "threads": 1},
     "eval": {"episodes": 4, "videos": 0},
     "runtime": {"mode": "inline", "trace": False},
 }
@@ -49,7 +49,7 @@ IMAGES: dict[str, Any] = {
         "chunk": 2,
         "options": {"encoder": "cnn", "features": 16, "widths": [16], "critic_widths": [16], "steps": 2},
     },
-    "ppo": {"decisions": 2},
+    "rollout": {"decisions": 2},
 }
 
 
@@ -159,7 +159,7 @@ def test_memory_and_switches_are_measured(profile: Profile) -> None:
 def test_a_profile_says_what_it_belongs_to(profile: Profile) -> None:
     assert {"hardware.processor", "hardware.cores", "hardware.accelerator"} <= set(profile.fingerprint)
     assert {"software.torch", "software.python"} <= set(profile.fingerprint)
-    sections = {"workflow", "env", "policy", "ppo", "group", "learner"}
+    sections = {"workflow", "env", "policy", "rollout", "advantage", "loss", "optim"}
     assert sections == {key.removeprefix("work.") for key in profile.fingerprint if key.startswith("work.")}
     assert json.loads(profile.fingerprint["work.env"])["num_envs"] == ENVS
 
@@ -207,11 +207,11 @@ AUTO = ["train", "--plan.mode", "auto", "--name", "it", "--plan.profile"]
 @pytest.mark.parametrize(
     ("verb", "change", "named"),
     [
-        (["plan", "--profile"], ["--learner.epochs", "3"], "learner"),
+        (["plan", "--profile"], ["--optim.epochs", "3"], "optim"),
         (["plan", "--profile"], ["--env.task", "tabletop/push"], "env"),
-        (["plan", "--profile"], ["--workflow", "grpo", "--group.size", "2"], "workflow"),
+        (["plan", "--profile"], ["--workflow", "grpo", "--rollout.episode-group", "2"], "workflow"),
         (["compare", "--profile"], ["--env.num-envs", "8"], "env"),
-        (AUTO, ["--learner.epochs", "3"], "learner"),
+        (AUTO, ["--optim.epochs", "3"], "optim"),
         (AUTO, ["--env.num-envs", "8"], "env"),
     ],
 )
@@ -236,8 +236,8 @@ def test_a_profile_of_other_hardware_is_refused_unless_that_is_wanted(
     said = embodied.refused("plan", "small.yaml")
     assert "other hardware" in said and "Abacus 9" in said and "--plan.any-hardware" in said
     embodied.done("plan", "small.yaml", "--plan.any-hardware")
-    said = embodied.refused("plan", "small.yaml", "--plan.any-hardware", "--learner.epochs", "3")
-    assert "learner" in said, "other settings are no other hardware"
+    said = embodied.refused("plan", "small.yaml", "--plan.any-hardware", "--optim.epochs", "3")
+    assert "optim" in said, "other settings are no other hardware"
 
 
 def test_a_profile_of_another_workflow_is_refused(files: Path, profile: Profile) -> None:
@@ -404,7 +404,7 @@ def timeless(row: Mapping[str, Any]) -> dict[str, Any]:
 def configured(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     """Runs without a plan, by their number of groups."""
     folder = tmp_path_factory.mktemp("configured")
-    return {groups: train(folder / str(groups), farm={"stages": groups}) for groups in (1, 2, 4)}
+    return {groups: train(folder / str(groups), farm={"groups": groups}) for groups in (1, 2, 4)}
 
 
 @pytest.fixture(scope="module")
@@ -538,7 +538,7 @@ def test_replanning_and_running_ahead_exclude_each_other(embodied: Said, files: 
 
 
 def test_each_task_has_a_profile_and_a_plan_of_its_own(embodied: Said, files: Path) -> None:
-    mixed = {**SETTINGS, "also": [{"num_envs": 8}]}  # the same task again: not the same work
+    mixed = {**SETTINGS, "extra_tasks": [{"num_envs": 8}]}  # the same task again: not the same work
     write_config(Path("mixed.yaml"), mixed)
     embodied.done("profile", "mixed.yaml")
     first, second = schedulers.load(Profile, "profile.json"), schedulers.load(Profile, "profile-1.json")
@@ -584,5 +584,5 @@ def test_modes_are_compared_with_the_plan_that_auto_would_run(embodied: Said, fi
 
 def test_a_comparison_of_nothing_or_of_several_tasks_is_refused(embodied: Said, files: Path) -> None:
     assert "--repeats is at least 1" in embodied.refused("compare", "small.yaml", "--repeats", "0")
-    write_config(Path("mixed.yaml"), {**IMAGES, "also": [{"task": "tabletop/push"}]})
+    write_config(Path("mixed.yaml"), {**IMAGES, "extra_tasks": [{"task": "tabletop/push"}]})
     assert "leave out `also`" in embodied.refused("compare", "mixed.yaml")

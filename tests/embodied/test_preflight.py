@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import yaml
 
 from embodied import cli
 from embodied.config import CONFIGS, load_config, shipped_configs
+from embodied.workflows.recipes import RECIPES
 
 VERBS = ("train", "eval", "profile", "compare", "record", "sft")
 
@@ -84,7 +86,17 @@ def test_environments_that_do_not_fill_episode_groups_are_refused_before_ray_is_
     verb: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = refusal(capsys, *command(verb, "reach_grpo", "--env.num-envs", "30"))
-    assert "30 environments do not make groups of 4" in said
+    assert "do not make episode groups of 4" in said
+
+
+def test_a_workflow_with_an_edge_that_nobody_serves_is_refused_before_ray_is_started(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    edges = tuple(
+        replace(edge, carries="opinions") if edge.target == "learner" else edge for edge in RECIPES["ppo"].edges
+    )
+    monkeypatch.setitem(RECIPES, "ppo", replace(RECIPES["ppo"], edges=edges))
+    assert "nobody serves that edge" in refusal(capsys, "train", "reach")
 
 
 def test_a_wrong_task_of_the_evaluation_is_refused_before_the_training(capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,8 +38,8 @@ SETTINGS = {
 def config_of(settings: reference_ppo.Settings) -> Config:
     """The stack's words for the reference's settings."""
     options = {"widths": list(settings.widths), "initial_log_std": settings.initial_log_std}
-    ppo = ("gamma", "lam", "clip", "value_clip", "value_coef", "entropy_coef")
-    learner = ("epochs", "minibatch", "policy_lr", "value_lr", "max_grad_norm")
+    loss = ("clip", "value_clip", "value_coef", "entropy_coef")
+    optim = ("epochs", "minibatch", "policy_lr", "value_lr", "max_grad_norm")
     bootstrap = "always" if settings.bootstrap_terminations else "truncated"
     return parse_config(
         {
@@ -51,8 +51,10 @@ def config_of(settings: reference_ppo.Settings) -> Config:
                 "max_episode_steps": settings.max_episode_steps,
             },
             "policy": {"options": options},
-            "ppo": {"decisions": settings.steps, "bootstrap": bootstrap, **named(settings, ppo)},
-            "learner": {"threads": 1, **named(settings, learner)},
+            "rollout": {"decisions": settings.steps},
+            "advantage": {"bootstrap": bootstrap, **named(settings, ("gamma", "lam"))},
+            "loss": named(settings, loss),
+            "optim": {"threads": 1, **named(settings, optim)},
             "runtime": {"mode": "inline"},
         },
         "test",

@@ -12,19 +12,20 @@ from typing import Any
 import pytest
 
 from embodied.runtime import relay
+from embodied.runtime.deadlines import Deadline
 from embodied.runtime.nodes import require_software, software
 from embodied.runtime.relay import FarLost, FarPhysics, Relay
 from sim_farm.contract import FarmError, TaskSpec
 from sim_farm.episodes import EndlessEpisodes, ListedEpisodes, evaluation_episodes
 from sim_farm.farm import Farm
-from sim_farm.hosts import Handle, InProcess
+from sim_farm.hosts import InProcess, WorkerHandle
 from sim_farm.layout import FarmSpec
-from sim_farm.memory import Block
+from sim_farm.worker_memory import WorkerMemory
 from sim_farm.workers import WorkerSetup
 from tests.sim_farm.driving import Trace, assert_same, drive, run
 
 REACH = TaskSpec("tabletop/reach", max_episode_steps=7)
-STATES = FarmSpec(REACH, EndlessEpisodes(3), num_envs=8, chunk=3, stages=2, physics_workers=2)
+STATES = FarmSpec(REACH, EndlessEpisodes(3), num_envs=8, chunk=3, groups=2, physics_workers=2)
 PICTURES = replace(
     STATES, task=replace(REACH, cameras=1, image_size=32), render_workers=1, final_frames="ended"
 )  # fmt: skip
@@ -36,14 +37,16 @@ CHUNKS = 12
 
 @dataclass
 class LocalFar:
-    """A far end in this process. It is lost before or after the exchanges whose numbers are given."""
+    """A far end in this process. It is lost before or after the exchanges whose numbers are given, or hangs in them."""
 
     setup: WorkerSetup
     dies_before: Set[int]
     dies_after: Set[int]
+    hangs_in: Set[int]
     requests: list[bytes] = field(default_factory=list)
     answers: list[bytes] = field(default_factory=list)
-    renewed: int = 0
+    renewed: list[str] = field(default_factory=list)
+    """Why, each time."""
     far: FarPhysics | None = None
 
     def open(self, opening: bytes) -> Future[None]:
@@ -56,6 +59,9 @@ class LocalFar:
         if self.far is None or number in self.dies_before:
             self.far = None
             return _lost()
+        if number in self.hangs_in:
+            self.far = None
+            return Future()
         answer = self.far.exchange(request)
         if number in self.dies_after:
             self.far = None
@@ -63,9 +69,9 @@ class LocalFar:
         self.answers.append(answer)
         return _done(answer)
 
-    def renew(self) -> None:
+    def renew(self, why: str) -> None:
         assert self.far is None, "a far end that lives was replaced"
-        self.renewed += 1
+        self.renewed.append(why)
 
 
 def _done(value: Any) -> Future[Any]:
@@ -76,22 +82,24 @@ def _done(value: Any) -> Future[Any]:
 
 def _lost() -> Future[Any]:
     future: Future[Any] = Future()
-    future.set_exception(FarLost())
+    future.set_exception(FarLost("its process died"))
     return future
 
 
 class Relays(InProcess):
     """Every physics worker behind a relay, in the caller's process."""
 
-    def __init__(self, dies_before: Set[int] = frozenset(), dies_after: Set[int] = frozenset()) -> None:
-        self.dies_before, self.dies_after = dies_before, dies_after
+    def __init__(
+        self, dies_before: Set[int] = frozenset(), dies_after: Set[int] = frozenset(), hangs_in: Set[int] = frozenset()
+    ) -> None:
+        self.faults = (dies_before, dies_after, hangs_in)
         self.fars: list[LocalFar] = []
 
-    def launch(self, setup: WorkerSetup, block: Block) -> Handle:
+    def launch(self, setup: WorkerSetup, memory: WorkerMemory) -> WorkerHandle:
         if not setup.is_physics:
-            return super().launch(setup, block)
-        self.fars.append(LocalFar(setup, self.dies_before, self.dies_after))
-        worker = Relay(setup, block, self.fars[-1])
+            return super().launch(setup, memory)
+        self.fars.append(LocalFar(setup, *self.faults))
+        worker = Relay(setup, memory, self.fars[-1], Deadline(0.2))
         worker.build()
         return _Pumped(worker)
 
@@ -101,7 +109,7 @@ class _Pumped:
     worker: Relay
 
     def ring(self) -> None:
-        while self.worker.run_pending():
+        while self.worker.run_pending() or self.worker.waits:
             pass
 
     def close(self, deadline_s: float) -> None:
@@ -127,7 +135,7 @@ def test_physics_behind_a_relay_gives_what_physics_beside_the_client_gives(spec:
 
 
 @EVERY_SHAPE
-def test_a_stage_in_parts_gives_the_same(spec: FarmSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_in_parts_gives_the_same(spec: FarmSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relay, "ANSWER_BYTES", 1)
     host = Relays()
     assert_same(run(spec, chunks=CHUNKS), trace_of(spec, host), "parts change results")
@@ -141,7 +149,17 @@ def test_a_far_end_that_is_lost_at_any_exchange_changes_nothing(spec: FarmSpec, 
     for numbers in ({0}, {1, 2}, {5, 6, 9}, {12}, {2 * CHUNKS + 1}):
         host = Relays(numbers) if when == "before" else Relays(dies_after=numbers)
         assert_same(expected, trace_of(spec, host), f"losses at {numbers} change results")
-        assert all(far.renewed == len(numbers) for far in host.fars)
+        assert all(far.renewed == ["its process died"] * len(numbers) for far in host.fars)
+
+
+@EVERY_SHAPE
+def test_a_far_end_that_hangs_is_replaced_like_a_lost_one(spec: FarmSpec) -> None:
+    """Sooner than who waits for the farm gives up: within half of that deadline, as messages say."""
+    host = Relays(hangs_in={0, 6, 7})
+    assert_same(run(spec, chunks=CHUNKS), trace_of(spec, host), "far ends that hang change results")
+    for far in host.fars:
+        assert len(far.renewed) == 3
+        assert all(why.startswith("it has not answered for 0.1") for why in far.renewed), far.renewed
 
 
 def test_a_snapshot_is_restored_behind_a_relay() -> None:
@@ -162,11 +180,13 @@ def test_every_field_that_physics_reads_or_writes_is_carried() -> None:
     """Whoever adds a field to the slots decides here whether a far end needs it."""
     answers = {*relay.OUTCOME, *relay.OBSERVED, *relay.SHOWN, *relay.BEGUN, *relay.ENDED, *relay.DRAWN}
     carried = {*relay.REQUEST, *relay.STANDING, *answers, "history"}
-    own = {"bells", "stop", "phase", "since_ns", "built", "message", "drawn", "collected", "frames_of", "wire_bytes"}
-    own |= {"private_bytes", "away", "left", "moved_bytes"}  # a far end never draws
+    own = {"bells", "stop", "phase", "since_ns", "requested_ns", "physics_of", "built", "message", "wire_bytes"}
+    client = {"drawn", "collected"}
+    drawing = {"private_bytes", "draws", "renderer_of", "away", "away_ns", "left", "moved_bytes"}
+    drawing |= {"frame_row", "final_row"}  # a far end never draws
     derived = {"final_instruction"}
     with closing(Farm.create(PICTURES, InProcess())) as farm:
-        assert set(farm.block.fields) == carried | own | derived | set(relay.PICTURES)
+        assert set(farm.tasks[0].memory.slots.fields) == carried | own | client | drawing | derived
 
 
 def test_a_message_of_the_wrong_length_is_refused() -> None:
@@ -176,7 +196,7 @@ def test_a_message_of_the_wrong_length_is_refused() -> None:
         far, envs = host.fars[0], farm.envs_of(0)[::2]
         for answer in (far.answers[0][:-1], far.answers[0] + b"\0"):
             with pytest.raises(FarmError, match="message between farm and far physics"):
-                relay.unpack_answer(answer, farm.block.arrays, envs, draws=False)
+                relay.unpack_answer(answer, farm.tasks[0].slots, envs, draws=False)
         assert far.far is not None
         with pytest.raises(FarmError, match="message between farm and far physics"):
             far.far.exchange(far.requests[0][:-2])

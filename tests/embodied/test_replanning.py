@@ -36,10 +36,10 @@ SETTINGS: dict[str, Any] = {
     "seed": 6,
     "iterations": PERSISTENT + 2,
     "env": {"task": "tabletop/reach", "num_envs": ENVS, "max_episode_steps": 9},
-    "farm": {"stages": 1, "physics_workers": 1},
+    "farm": {"groups": 1, "physics_workers": 1},
     "policy": {"chunk": 2, "options": {"widths": [16]}},
-    "ppo": {"decisions": DECISIONS},
-    "learner": {"epochs": 1, "minibatch": 16, "threads": 1},
+    "rollout": {"decisions": DECISIONS},
+    "optim": {"epochs": 1, "minibatch": 16, "threads": 1},
     "runtime": {"mode": "inline", "trace": False, "deadline_s": 120},
 }
 CONFIG = parse_config(SETTINGS, "test")
@@ -372,7 +372,7 @@ def test_a_run_of_several_tasks_moves_too(
     for name in ("file", "profile"):
         path = Path(files[name])
         path.with_stem(f"{path.stem}-1").write_bytes(path.read_bytes())
-    settings = {**SETTINGS, "also": [{"num_envs": ENVS}]}
+    settings = {**SETTINGS, "extra_tasks": [{"num_envs": ENVS}]}
     for name, plan in {"moved": {**files, "replan": True}, "stayed": files}.items():
         train(tmp_path / name, parse_config({**settings, "plan": plan}, "test"))
     plans = [schedulers.load(Plan, tmp_path / "moved" / name) for name in ("plan.json", "plan-1.json")]

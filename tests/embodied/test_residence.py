@@ -29,8 +29,8 @@ CONFIG = parse_config(
         "iterations": ITERATIONS,
         "env": {"task": "tabletop/reach", "num_envs": 4, "max_episode_steps": 9},
         "policy": {"chunk": 2, "options": {"widths": [16]}},
-        "ppo": {"decisions": 8},
-        "learner": {"epochs": 2, "minibatch": 8, "threads": 1, "policy_lr": 3e-3},
+        "rollout": {"decisions": 8},
+        "optim": {"epochs": 2, "minibatch": 8, "threads": 1, "policy_lr": 3e-3},
         "runtime": {"mode": "inline", "trace": False},
     },
     "test",
@@ -39,7 +39,7 @@ CONFIG = parse_config(
 
 PICTURES = parse_config(
     {
-        **CONFIG.model_dump(mode="json", include={"seed", "iterations", "learner", "runtime"}),
+        **CONFIG.model_dump(mode="json", include={"seed", "iterations", "optim", "runtime"}),
         "env": {**CONFIG.env.model_dump(mode="json"), "cameras": 1, "image_size": 32},
         "policy": {
             "kind": "flow",
@@ -47,7 +47,7 @@ PICTURES = parse_config(
             "chunk": 2,
             "options": {"encoder": "cnn", "features": 8, "widths": [8], "critic_widths": [8], "steps": 2},
         },
-        "ppo": {"decisions": 4},
+        "rollout": {"decisions": 4},
     },
     "test",
 )

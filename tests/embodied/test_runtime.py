@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from embodied import checkpoint
+from embodied import checkpoint, progress
 from embodied.config import Config, parse_config
 from embodied.data.trajectories import Trajectories
 from embodied.errors import UserError
@@ -27,11 +28,14 @@ from embodied.execution.assignment import configured
 from embodied.execution.farm_specs import farm_spec
 from embodied.execution.session import Session
 from embodied.reporting.metrics import read
-from embodied.run_folder import prepare_run
-from embodied.runtime.handles import Handle, InlineRuntime, Runtime
+from embodied.runtime.contract import Runtime
+from embodied.runtime.deadlines import Deadline, Wait
+from embodied.runtime.handles import Handle
+from embodied.runtime.inline import InlineRuntime
 from embodied.runtime.ray_runtime import RayRuntime
 from embodied.training import loop as training
-from embodied.workers.makers import make_policy_worker, policy_spec
+from embodied.workers.context import policy_spec
+from embodied.workers.makers import make_policy_worker
 from embodied.workers.policy_worker import PolicyWorker
 from policies.contract import PolicyError
 from sim_farm.episodes import EndlessEpisodes
@@ -70,7 +74,7 @@ def session_of(config: Config, runtime: Runtime) -> Session:
 
 def train(config: Config, folder: Path, runtime: Runtime) -> dict[str, bytes]:
     """The bytes of the last checkpoint's tensors."""
-    prepare_run(config, folder, resume=False)
+    training.prepare_run(config, folder, resume=False)
     training.train(config, folder, session_of(config, runtime), None)
     last = checkpoint.latest(folder / "checkpoints")
     assert last is not None
@@ -110,6 +114,19 @@ class Clumsy:
         time.sleep(seconds)
         return "awake"
 
+    def work(self, steps: int, step_s: float) -> int:
+        """Long work that reports each of its steps."""
+        for _ in range(steps):
+            time.sleep(step_s)
+            progress.report()
+        return steps
+
+    def take(self, made: int) -> int:
+        return made
+
+    def long_work(self) -> int:
+        return self.work(30, 0.2)
+
     def fail(self, message: str) -> None:
         raise UserError(message)
 
@@ -143,12 +160,60 @@ def clumsy(cluster: RayRuntime) -> Handle[Clumsy]:
 
 
 def test_a_late_call_names_worker_method_and_time(clumsy: Handle[Clumsy]) -> None:
-    clumsy.deadline_s = 1.0
-    with pytest.raises(WorkerTimeout, match="^clumsy did not finish 'sleep' within 1 s$"):
+    clumsy.deadline = Deadline(1.0)
+    with pytest.raises(
+        WorkerTimeout, match=r"^clumsy did not finish 'sleep': no progress for 1\.. s, with a deadline of 1 s$"
+    ):
         clumsy.call(Clumsy.sleep, 2.0)
-    clumsy.deadline_s = 60.0
+    clumsy.deadline = Deadline(60.0)
     assert clumsy.call(Clumsy.sleep, 0.0) == "awake", "a worker that was late is of no use any more"
     assert clumsy.timers["sleep"].calls == 2
+
+
+def test_work_that_reports_progress_is_not_late(clumsy: Handle[Clumsy]) -> None:
+    """Three times the deadline; and it is late as soon as it stops to report."""
+    clumsy.deadline = Deadline(2.0)
+    assert clumsy.call(Clumsy.long_work) == 30
+    with pytest.raises(WorkerTimeout, match=r"^clumsy did not finish 'work': no progress for 2\.. s, .* of 2 s$"):
+        clumsy.call(Clumsy.work, 1, 5.0)
+    clumsy.deadline = Deadline(60.0)
+    assert clumsy.call(Clumsy.sleep, 0.0) == "awake"
+
+
+def test_a_worker_that_waits_for_anothers_result_is_not_late_while_that_one_reports(
+    cluster: RayRuntime, clumsy: Handle[Clumsy]
+) -> None:
+    waiting = cluster.place("waiting", Clumsy)
+    waiting.deadline = Deadline(2.0)
+    assert waiting.get(waiting.pipe(Clumsy.take, clumsy, Clumsy.long_work)) == 30
+    assert waiting.get(waiting.submit(Clumsy.take, clumsy.submit(Clumsy.work, 30, 0.2))) == 30
+    with pytest.raises(WorkerTimeout, match="^waiting did not finish 'take': no progress for"):
+        waiting.get(waiting.submit(Clumsy.take, clumsy.submit(Clumsy.work, 1, 5.0)))
+    waiting.deadline = Deadline(60.0)
+    waiting.end()
+
+
+def test_reports_go_nowhere_in_this_process() -> None:
+    worker = InlineRuntime(0.01).place("clumsy", Clumsy)
+    assert worker.call(Clumsy.work, 3, 0.02) == 3
+
+
+def test_deadlines_nest() -> None:
+    """Whoever waits for somebody who waits has more time than that one; at each level enough to replace who is late."""
+    call = Deadline(600.0)
+    farm, worker = call.inner(), call.inner().inner()
+    assert worker.seconds < farm.seconds < call.seconds
+    assert farm.seconds - worker.seconds >= 120 and call.seconds - farm.seconds >= 120
+    with pytest.raises(ValueError, match="a deadline is a positive number of seconds, got 0"):
+        Deadline(0)
+
+
+def test_a_wait_counts_from_its_beginning_or_the_last_progress() -> None:
+    now = time.monotonic_ns()
+    long_ago, deadline = now - 10 * 10**9, Deadline(10.0)
+    assert Wait(deadline, begin_ns=long_ago - 10**9).late()
+    assert not Wait(deadline, lambda: now, begin_ns=long_ago - 10**9).late(), "progress does not count"
+    assert not Wait(deadline, lambda: long_ago - 10**9).late(), "it was late before it began"
 
 
 def test_an_exception_in_a_worker_arrives_as_itself(clumsy: Handle[Clumsy]) -> None:
@@ -156,7 +221,7 @@ def test_an_exception_in_a_worker_arrives_as_itself(clumsy: Handle[Clumsy]) -> N
         clumsy.call(Clumsy.fail, "no such thing")
     assert type(caught.value) is UserError
     with pytest.raises(UserError, match="^nor this$"):
-        clumsy.fetch(clumsy.refer(Clumsy.fail, "nor this"))
+        clumsy.get(clumsy.submit(Clumsy.fail, "nor this"))
     assert clumsy.call(Clumsy.sleep, 0.0) == "awake", "a mistake has killed the worker"
 
 
@@ -171,7 +236,7 @@ def test_a_worker_that_dies_is_named(cluster: RayRuntime) -> None:
         handle.call(Clumsy.die)
 
 
-# --- a killed physics worker
+# --- a physics worker that is killed or stopped
 
 
 @contextmanager
@@ -189,28 +254,37 @@ def gather(handle: Handle[PolicyWorker]) -> Trajectories:
     return handle.call(PolicyWorker.trajectories)
 
 
-def test_a_killed_physics_worker_is_replaced_and_its_episodes_replayed(cluster: RayRuntime) -> None:
+@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_physics_worker_that_is_lost_is_named_and_replaced_and_its_episodes_replayed(
+    blow: signal.Signals, cluster: RayRuntime, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Killed, or stopped: then sooner than whoever collects from the farm gives up, as deadlines nest."""
     config = config_of()
     with policy_worker(config, InlineRuntime(60.0)) as (_, handle):
         undisturbed = gather(handle)
     host = cluster.farm_host(2, 0)
+    monkeypatch.setattr(cluster, "farm_host", lambda *shape: host)
+    monkeypatch.setattr(host, "_deadline", Deadline(6.0))
     victim = host.pids()[0]
     restarts = dict(host.restarts)
     with policy_worker(config, cluster) as (farm, handle):
 
-        def kill() -> None:
-            tickets = farm.block.arrays["requested"]
+        def strike() -> None:
+            tickets = farm.tasks[0].slots["requested"]
             while tickets.max() < 40:  # of the rollout's 2 x 60 requests
                 time.sleep(1e-4)
-            os.kill(victim, signal.SIGKILL)
+            os.kill(victim, blow)
 
-        killer = threading.Thread(target=kill)
-        killer.start()
+        striker = threading.Thread(target=strike)
+        striker.start()
         found = gather(handle)
-        killer.join()
-    assert not psutil.pid_exists(victim)
-    assert host.restarts.get(0, 0) == restarts.get(0, 0) + 1, "it was not killed, or was replaced more than once"
+        striker.join()
+    assert not psutil.pid_exists(victim), "a stopped process is left behind"
+    assert host.restarts.get(0, 0) == restarts.get(0, 0) + 1, "it was not lost, or was replaced more than once"
     assert host.restarts.get(1, 0) == restarts.get(1, 0)
+    said = [record.getMessage() for record in caplog.records if record.name.startswith("embodied.runtime")]
+    why = "its process died" if blow is signal.SIGKILL else r".* 0 has been .* for \d+\.\d s without progress.*"
+    assert len(said) == 1 and re.fullmatch(f"physics 0 was lost and is replaced: {why}", said[0]), said
     for name, expected in vars(undisturbed).items():
         if isinstance(expected, Tensor):
             assert torch.equal(getattr(found, name), expected), name
@@ -246,7 +320,7 @@ from embodied.run_folder import prepare_run
 from embodied.training.loop import train
 from tests.embodied.test_runtime import config_of
 folder = Path(sys.argv[1])
-config = config_of(iterations=100_000, ppo={"decisions": 200})
+config = config_of(iterations=100_000, rollout={"decisions": 200})
 prepare_run(config, folder, resume=False)
 with open_session(config) as session:
     train(config, folder, session, None)
@@ -269,8 +343,10 @@ def training_process(folder: Path) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-def blocks() -> set[str]:
-    return {path.name for path in SHM.glob("embodied-*")}
+def blocks_of(processes: list[psutil.Process]) -> set[Path]:
+    """The project's shared memory that they have mapped: others on this machine may have some too."""
+    mapped = {Path(one.path) for process in processes for one in process.memory_maps()}
+    return {path for path in mapped if path.parent == SHM and path.name.startswith("embodied-")}
 
 
 def family_of(pid: int) -> list[psutil.Process]:
@@ -279,25 +355,27 @@ def family_of(pid: int) -> list[psutil.Process]:
     return [process for process in everyone if "resource_tracker" not in " ".join(process.cmdline())]
 
 
-def assert_gone(family: list[psutil.Process], before: set[str]) -> None:
+def assert_gone(family: list[psutil.Process], blocks: set[Path]) -> None:
     _, alive = psutil.wait_procs(family, timeout=5)
     assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
-    assert blocks() <= before, "shared memory is left behind"
+    assert blocks, "no shared memory was found that could be left behind"
+    assert not [path for path in blocks if path.exists()], "shared memory is left behind"
 
 
 def test_an_interrupted_run_ends_with_a_checkpoint_of_its_last_iteration(tmp_path: Path) -> None:
     """Ctrl-C in a terminal reaches every process of the group."""
-    before, folder = blocks(), tmp_path / "run"
+    folder = tmp_path / "run"
     with training_process(folder) as process:
         while len(read(folder)) < 2:
             assert process.poll() is None, process.communicate()[0]
             time.sleep(1e-3)
         family = family_of(process.pid)
         assert len(family) >= 6, "gcs_server, raylet, two physics workers, policy and learner"
+        blocks = blocks_of(family)
         os.killpg(process.pid, signal.SIGINT)
         said, _ = process.communicate(timeout=30)
         assert process.returncode != 0 and "KeyboardInterrupt" in said
-        assert_gone(family, before)
+        assert_gone(family, blocks)
     rows = read(folder)
     assert f"iteration {len(rows)} is kept" in said
     last = checkpoint.latest(folder / "checkpoints")
@@ -308,12 +386,14 @@ def test_an_interrupted_run_ends_with_a_checkpoint_of_its_last_iteration(tmp_pat
 
 def test_closing_leaves_no_process_and_no_shared_memory(cluster: RayRuntime) -> None:
     """The last test: it closes the cluster that the others share."""
-    before = blocks()
+    cluster.prepare(1)
     config = config_of()
     with session_of(config, cluster).farm(farm_spec(config, EndlessEpisodes(0), configured(config, (0, 1)))) as farm:
         family = family_of(os.getpid())
         assert {"gcs_server", "raylet"} <= {process.name() for process in family}
-        assert farm.block.name in blocks() - before
+        blocks = blocks_of([psutil.Process(), *family])
+        mine = {SHM / name for name in (*farm.address.slots, farm.address.bell)}
+        assert mine < blocks, "the farm's, and where workers report progress"
     cluster.close()
-    assert_gone(family, before)
+    assert_gone(family, blocks)
     assert not family_of(os.getpid())

@@ -10,7 +10,7 @@ from itertools import product
 
 import numpy as np
 
-from schedulers import Cluster, Mode, Phase, Placement, Plan, Profile, Span, Workflow, predict, validate
+from schedulers import Cluster, DeviceRange, Mode, Phase, Placement, Plan, Profile, Workflow, predict, validate
 from schedulers.errors import PlanError
 from schedulers.prediction import Costs, phase_costs
 from schedulers.times import POOLS, Problem, resident_bytes, switch_seconds, working_bytes
@@ -27,7 +27,7 @@ class Choice:
     names: frozenset[str]
     blocks: Blocks
     counts: tuple[int, ...]
-    groups: int
+    groups: tuple[int, ...]
     micro_batch: int
     seconds: float
     switch_s: float
@@ -61,8 +61,9 @@ class Exhaustive:
         self.direct = {name: set[str]() for name in workflow.names}
         for edge in workflow.edges:
             self.direct[edge.source].add(edge.target)
-        for a, b in zip(self.graph.loop, self.graph.loop[1:], strict=False):
-            self.direct[a].add(b)
+        for loop in self.graph.loops:
+            for a, b in zip(loop, loop[1:], strict=False):
+                self.direct[a].add(b)
 
     def reach(self, name: str) -> set[str]:
         found: set[str] = set()
@@ -124,9 +125,8 @@ class Exhaustive:
             one = len(blocks) == len({self._pool(block) for block in blocks})
             if not one and not self._pipeline(blocks):
                 continue
-            for groups, parts in product(
-                GROUPS if self.loop and self.loop <= names else (1,), PARTS if flowing or tight else (1,)
-            ):
+            several = [GROUPS if self.loop <= names else (1,)] * len(self.graph.loops)
+            for groups, parts in product(product(*several), PARTS if flowing or tight else (1,)):
                 result += self._allocations(names, blocks, groups, self.problem.workflow.items // parts)
         return result
 
@@ -141,14 +141,15 @@ class Exhaustive:
         edges = {(index[a], index[b]) for a in index for b in after[a] if b in index and index[a] != index[b]}
         return not any(_cyclic(start, start, edges) for start in range(len(blocks)))
 
-    def _allocations(self, names: frozenset[str], blocks: Blocks, groups: int, micro_batch: int) -> Iterator[Choice]:
+    def _allocations(
+        self, names: frozenset[str], blocks: Blocks, groups: tuple[int, ...], micro_batch: int
+    ) -> Iterator[Choice]:
         problem = self.problem
-        if groups > 1 and problem.wave_items % groups:
-            return
-        alone = any(self.loop and self.loop <= set(block) for block in blocks)
-        measured = {e.groups for e in problem.profile.together if set(e.components) == self.loop}
-        if groups > 1 and alone and groups not in measured:
-            return
+        for items, number, loop in zip(problem.environments, groups, self.graph.loops, strict=True):
+            alone = any(set(loop) <= set(block) for block in blocks)
+            measured = {e.groups for e in problem.profile.together if set(e.components) == set(loop)}
+            if items % number or (number > 1 and alone and number not in measured):
+                return
         ranges = [range(1, problem.sizes[problem.pools[block[0]]] + 1) for block in blocks]
         for counts in product(*ranges):
             used = {pool: 0 for pool in POOLS}
@@ -159,8 +160,9 @@ class Exhaustive:
             if any(count > self._useful(name) for block, count in zip(blocks, counts, strict=True) for name in block):
                 continue
             if any(
-                self.graph.loop and self.graph.loop[0] in block and (problem.wave_items // groups) % count
+                loop[0] in block and (items // number) % count
                 for block, count in zip(blocks, counts, strict=True)
+                for items, number, loop in zip(problem.environments, groups, self.graph.loops, strict=True)
             ):
                 continue
             cost = self._cost(blocks, counts, groups, micro_batch)
@@ -185,15 +187,21 @@ class Exhaustive:
                 need[self.problem.pools[block[0]]] += count
         return not home or (need["cores"] <= home[0].cores and need["accelerators"] <= home[0].accelerators)
 
-    def _cost(self, blocks: Blocks, counts: Sequence[int], groups: int, micro_batch: int) -> Costs | None:
+    def _cost(self, blocks: Blocks, counts: Sequence[int], groups: tuple[int, ...], micro_batch: int) -> Costs | None:
         phase = phase_of(self.problem, blocks, counts, micro_batch)
         try:
-            return phase_costs(Plan("", "hybrid", (phase,), groups, ahead=self.ahead), phase, self.problem)
+            return phase_costs(Plan("", "hybrid", (phase,), groups or (1,), ahead=self.ahead), phase, self.problem)
         except PlanError:
             return None
 
     def _choice(
-        self, names: frozenset[str], cost: Costs, blocks: Blocks, counts: tuple[int, ...], groups: int, m: int
+        self,
+        names: frozenset[str],
+        cost: Costs,
+        blocks: Blocks,
+        counts: tuple[int, ...],
+        groups: tuple[int, ...],
+        m: int,
     ) -> Choice:
         resident, peak = {pool: 0.0 for pool in POOLS}, {pool: 0.0 for pool in POOLS}
         for block, count in zip(blocks, counts, strict=True):
@@ -238,11 +246,13 @@ def phase_of(problem: Problem, blocks: Blocks, counts: Sequence[int], micro_batc
     """
     cluster, travelling = problem.cluster, problem.workflow.travelling
     nodes = sorted(cluster.nodes, key=lambda node: cluster.home not in (None, node.name))
-    free: dict[str, list[Span]] = {}
+    free: dict[str, list[DeviceRange]] = {}
     for pool in POOLS:
         sizes = [node.cores if pool == "cores" else node.accelerators for node in nodes]
         sizes[-1] += sum(counts)
-        free[pool] = [Span(node.name, pool, i, 1) for node, size in zip(nodes, sizes, strict=True) for i in range(size)]
+        free[pool] = [
+            DeviceRange(node.name, pool, i, 1) for node, size in zip(nodes, sizes, strict=True) for i in range(size)
+        ]
     order = range(len(blocks))
     if cluster.home is not None:
         order = sorted(order, key=lambda i: set(blocks[i]) <= travelling)  # type: ignore[assignment]
@@ -256,7 +266,7 @@ def phase_of(problem: Problem, blocks: Blocks, counts: Sequence[int], micro_batc
 
 def single_phase(problem: Problem, blocks: Blocks, counts: Sequence[int], groups: int, micro_batch: int) -> Plan:
     phase = phase_of(problem, blocks, counts, micro_batch)
-    plan = Plan(problem.workflow.name, "collocated", (phase,), groups)
+    plan = Plan(problem.workflow.name, "collocated", (phase,), (groups,))
     return replace(plan, mode=plan.classified)
 
 
@@ -265,7 +275,7 @@ def largest_even(problem: Problem, block: Sequence[str], most: int, groups: int 
     loop = problem.graph.loop
     if not loop or loop[0] not in block:
         return most
-    return max(n for n in range(1, most + 1) if (problem.wave_items // groups) % n == 0)
+    return max(n for n in range(1, most + 1) if (problem.environments[0] // groups) % n == 0)
 
 
 def all_collocated(problem: Problem) -> Plan:

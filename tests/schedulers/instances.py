@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -48,9 +49,9 @@ def random_workflow(random: np.random.Generator, count: int, loop: int, items: i
         "random",
         tuple(Component(name) for name in names),
         tuple(Edge(s, t, "data", "barrier" if f == "barrier" else "micro_batch") for (s, t), f in unique.items()),
-        Loop(names[:loop], int(random.integers(1, 5))) if loop else None,
+        (Loop(names[:loop], int(random.integers(1, 5))),) if loop else (),
         items,
-        waves=int(random.choice([1, 2])) if loop else 1,
+        episodes_per_env=int(random.choice([1, 2])) if loop else 1,
     )
 
 
@@ -105,7 +106,7 @@ def random_home(
         replace(node, name=f"node{i}", cores=cores, accelerators=accelerators, memory_bytes=per_core * cores)
         for i, (cores, accelerators) in enumerate(sizes)
     )
-    loop = workflow.loop.components if workflow.loop else ()
+    loop = workflow.loops[0].components if workflow.loops else ()
     if links:
         needed = {edge.source for edge in workflow.edges if edge.target not in loop}
         travelling = set([name for name in loop if name not in needed][:1])
@@ -132,7 +133,7 @@ def ppo(items: int = 16, steps: int = 20, flow: str = "barrier") -> Workflow:
             Edge("advantage", "learner", "samples", streams),
             Edge("learner", "sync", "weights"),
         ),
-        Loop(("physics", "render", "policy"), steps),
+        (Loop(("physics", "render", "policy"), steps),),
         items,
     )
 
@@ -152,3 +153,69 @@ def ppo_profile(policy: float = 0.02, physics: float = 0.02, learner: float = 0.
 
 
 TWO_CORES = Cluster((Node("node0", 2),))
+
+
+def tasks(
+    count: int,
+    items: Sequence[int],
+    steps: Sequence[int],
+    draws: Sequence[bool] | bool = True,
+    learner: Flow = "barrier",
+) -> Workflow:
+    """A run of several tasks: physics, and where the task draws render, of their own; policy and learner for all."""
+    drawn = [draws] * count if isinstance(draws, bool) else draws
+    components, edges, loops = [], [], []
+    for i in range(count):
+        mine = [f"{name}-{i}" if i else name for name in ("physics", "render")[: 1 + drawn[i]]]
+        components += [Component(name, task=i) for name in mine]
+        edges += [Edge(a, b, "data") for a, b in zip(mine, (*mine[1:], "policy"), strict=True)]
+        loops.append(Loop((*mine, "policy"), steps[i], items[i] if count > 1 else 0, f"task{i}"))
+    components += [Component("policy"), Component("learner")]
+    edges.append(Edge("policy", "learner", "trajectories", learner))
+    return Workflow("tasks", tuple(components), tuple(edges), tuple(loops), sum(items))
+
+
+def random_tasks(
+    seed: int, count: int = 2, gpu: bool = False, memory: bool = False
+) -> tuple[Workflow, Profile, Cluster]:
+    """Tasks of random weight on a few cores; policy and learner on an accelerator, or on the cores too."""
+    random = np.random.default_rng((seed, 2))
+    items = [int(random.choice([2, 4])) for _ in range(count)]
+    draws = [bool(random.random() < 0.5) for _ in range(count)]
+    flow: Flow = "micro_batch" if seed % 3 == 0 else "barrier"
+    workflow = tasks(count, items, [int(random.integers(1, 5)) for _ in range(count)], draws, flow)
+    cores = int(random.integers(2, 5))
+    components = {}
+    for name in workflow.names:
+        pool: Pool = "accelerators" if gpu and name in ("policy", "learner") else "cores"
+        components[name] = random_component(random, pool, workflow.items, 1 if pool == "accelerators" else cores)
+    node = Node("node0", cores, int(gpu))
+    if memory:
+        node = replace(node, memory_bytes=float(random.uniform(4, 10)) * cores, accelerator_bytes=random.uniform(4, 10))
+        components = {
+            name: replace(
+                component,
+                resident_bytes=float(random.uniform(0, 2)),
+                bytes_per_item=float(random.uniform(0, 0.5)),
+                unload_s=float(random.uniform(0, 0.5)),
+                load_s=float(random.uniform(0, 0.5)),
+            )
+            for name, component in components.items()
+        }
+    return workflow, Profile("tasks", {}, components), Cluster((node,))
+
+
+def libero_tasks(count: int, policy_s: float = 0.1, learner_s: float = 20.0) -> tuple[Workflow, Profile]:
+    """So many tasks alike, of eight environments each, whose frames are drawn on cores; policy and learner on a GPU."""
+    workflow = tasks(count, [8] * count, [28] * count)
+    times: dict[str, tuple[Pool, dict[tuple[int, int], float]]] = {
+        "physics": ("cores", {(1, 1): 0.05, (8, 1): 0.4}),
+        "render": ("cores", {(1, 1): 0.1, (8, 1): 0.8}),
+        "policy": ("accelerators", {(4, 1): policy_s / 10, (40, 1): policy_s}),
+        "learner": ("accelerators", {(workflow.items, 1): learner_s}),
+    }
+    components = {}
+    for name in workflow.names:
+        pool, points = times[name.split("-")[0]]
+        components[name] = measured(pool, points, spreads=pool == "cores")
+    return workflow, Profile("tasks", {}, components)

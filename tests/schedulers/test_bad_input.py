@@ -12,13 +12,13 @@ import pytest
 import schedulers
 from schedulers import (
     Cluster,
+    DeviceRange,
     Node,
     Phase,
     Placement,
     Plan,
     PlanError,
     Profile,
-    Span,
     Workflow,
     check_profile,
     from_data,
@@ -34,8 +34,8 @@ LOOP = ("physics", "render", "policy")
 REST = ("advantage", "learner", "sync")
 
 
-def cores(first: int, count: int = 1, node: str = "node0") -> tuple[Span, ...]:
-    return (Span(node, "cores", first, count),)
+def cores(first: int, count: int = 1, node: str = "node0") -> tuple[DeviceRange, ...]:
+    return (DeviceRange(node, "cores", first, count),)
 
 
 def hybrid(**changes: Any) -> Plan:
@@ -46,7 +46,7 @@ def hybrid(**changes: Any) -> Plan:
             Phase((Placement(("physics", "render"), cores(0)), Placement(("policy",), cores(1))), 16),
             Phase((Placement(REST, cores(0, 2)),), 16),
         ),
-        groups=2,
+        groups=(2,),
     )
     return replace(plan, **changes)
 
@@ -72,7 +72,7 @@ def test_device_that_is_not_there() -> None:
     refused(hybrid(phases=beyond), "policy", "node0:cores:2", "node0:cores:0-1")
     typo = loop_phase(Placement(("physics", "render"), cores(0)), Placement(("policy",), cores(1, node="nod0")))
     refused(hybrid(phases=typo), "'nod0'", "nearest: node0")
-    gpu = (Span("node0", "accelerators", 0, 1),)
+    gpu = (DeviceRange("node0", "accelerators", 0, 1),)
     refused(hybrid(phases=loop_phase(Placement(LOOP, gpu))), "physics", "occupies cores", "accelerators")
 
 
@@ -109,7 +109,7 @@ def test_more_devices_than_a_component_can_use() -> None:
 
 
 def test_uneven_batches() -> None:
-    refused(hybrid(groups=3), "3 groups", "16 items", "2, 4")
+    refused(hybrid(groups=(3,)), "3 groups", "16 items", "2, 4")
     whole = loop_phase(Placement(("physics", "render"), cores(0, 3)), Placement(("policy",), cores(3)))
     refused(hybrid(phases=whole), "8 items", "3 devices", "2, 4", cluster=Cluster((Node("node0", 4),)))
     phase = hybrid().phases[1]
@@ -221,7 +221,7 @@ def test_equal_nodes_are_written_once() -> None:
 
 
 @pytest.mark.parametrize("text", ["node0:cores:x", "node0:core:0", "node0:cores:3-1", 7])
-def test_spans(text: object) -> None:
+def test_device_ranges(text: object) -> None:
     data = to_data(hybrid())
     data["phases"][0]["placements"][0]["devices"] = [text]
     with pytest.raises(PlanError):
@@ -233,7 +233,7 @@ def test_workflows_that_contradict_themselves() -> None:
     for broken, message in (
         (replace(workflow, edges=(*workflow.edges, replace(workflow.edges[0], target="polcy"))), "nearest: policy"),
         (replace(workflow, edges=(*workflow.edges, replace(workflow.edges[-1], target="advantage"))), "cycle"),
-        (replace(workflow, waves=3), "3 waves"),
+        (replace(workflow, episodes_per_env=3), "3 episodes per environment"),
         (replace(workflow, components=workflow.components * 2), "twice"),
         (replace(workflow, edges=tuple(replace(e, unit=3) for e in workflow.edges)), "units of 3"),
     ):

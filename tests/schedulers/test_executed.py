@@ -41,13 +41,13 @@ def run(plan: Plan, workflow: Workflow, profile: Profile, devices: list[Any]) ->
     for phase in plan.phases:
         costs = phase_costs(plan, phase, problem)
         shape = costs.shape
-        group: list[Any] = [None] * shape.groups
+        group: list[Any] = [None] * (shape.loops[0].groups if shape.loops else 0)
         delivered: dict[tuple[int, int], Any] = {}
-        for turn in range(shape.rounds if shape.visits else 0):
+        for turn in range(shape.loops[0].rounds if shape.loops else 0):
             for visit, seconds in zip(shape.visits, costs.visits, strict=True):
-                for s in range(shape.groups):
+                for s in range(len(group)):
                     group[s] = devices[visit.placement].occupy.remote(seconds, group[s])
-            delivered |= {(turn + 1, s): group[s] for s in range(shape.groups)}
+            delivered |= {(turn + 1, s): group[s] for s in range(len(group))}
         done: dict[tuple[int, int], Any] = {}
         for i, segment in enumerate(shape.segments):
             for part in range(segment.parts):
@@ -59,7 +59,7 @@ def run(plan: Plan, workflow: Workflow, profile: Profile, devices: list[Any]) ->
                 if "loop" in shape.starts[i]:
                     needs += group
                 if "stream" in shape.starts[i]:
-                    _, h, s = shape.deliveries[part]
+                    _, h, s, _ = shape.deliveries[part]
                     needs.append(delivered[h, s])
                 done[i, part] = devices[segment.placement].occupy.remote(costs.segments[i], *needs)
         ray.get([*done.values(), *(ref for ref in group if ref is not None)])

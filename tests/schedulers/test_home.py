@@ -11,6 +11,7 @@ from schedulers import (
     MODES,
     Cluster,
     Component,
+    DeviceRange,
     Edge,
     Loop,
     Node,
@@ -19,7 +20,6 @@ from schedulers import (
     Plan,
     PlanError,
     Profile,
-    Span,
     Workflow,
     alternatives,
     plan,
@@ -96,7 +96,7 @@ def rollout(draws: bool = False) -> Workflow:
         "rollout",
         tuple(Component(name, travels=name == "physics") for name in names),
         tuple(Edge(a, b, "data") for a, b in zip(names, names[1:], strict=False)),
-        Loop(names[:-1], 20),
+        (Loop(names[:-1], 20),),
         16,
     )
 
@@ -107,7 +107,7 @@ TIMES = {"physics": 0.16, "render": 0.002, "policy": 0.03, "learner": 0.3}
 def profile_of(workflow: Workflow, **times: float) -> Profile:
     """Everything in proportion to its items and cores; a hundred bytes per item on every edge."""
     components = {name: measured("cores", {(16, 1): (TIMES | times)[name]}) for name in workflow.names}
-    loop = workflow.loop.components if workflow.loop else ()
+    loop = workflow.loops[0].components if workflow.loops else ()
     transfers = {f"{a}>{b}": 100.0 for a, b in zip(loop, (*loop[1:], loop[0]), strict=True)}
     return Profile("rollout", {}, components, transfers=transfers)
 
@@ -146,11 +146,11 @@ def test_groups_hide_messages_behind_the_policy() -> None:
     workflow, cluster = rollout(), pair(0.005, far=4)
     profile = profile_of(workflow, physics=0.08, policy=0.02)
     places = (
-        Placement(("physics",), (Span("far", "cores", 0, 4),)),
-        Placement(("policy",), (Span("here", "cores", 0, 1),)),
+        Placement(("physics",), (DeviceRange("far", "cores", 0, 4),)),
+        Placement(("policy",), (DeviceRange("here", "cores", 0, 1),)),
     )
-    last = Phase((Placement(("learner",), (Span("here", "cores", 0, 2),)),), 16)
-    one, two = (Plan("rollout", "hybrid", (Phase(places, 16), last), groups) for groups in (1, 2))
+    last = Phase((Placement(("learner",), (DeviceRange("here", "cores", 0, 2),)),), 16)
+    one, two = (Plan("rollout", "hybrid", (Phase(places, 16), last), (groups,)) for groups in (1, 2))
     for chosen in (one, two):
         validate(chosen, workflow, cluster, profile)
         played = simulate(chosen, workflow, profile, cluster)
@@ -179,8 +179,8 @@ def test_home_comes_first_where_nothing_of_the_pool_is_bound_to_it() -> None:
     gpu = {name: measured("accelerators", {(16, 1): TIMES[name]}, spreads=False) for name in ("policy", "learner")}
     cluster = Cluster((Node("far", 8), Node("here", 8, 1)), home="here")
     for physics, expected in (
-        (2.0, (Span("here", "cores", 0, 8), Span("far", "cores", 0, 8))),
-        (0.16, (Span("here", "cores", 0, 8),)),
+        (2.0, (DeviceRange("here", "cores", 0, 8), DeviceRange("far", "cores", 0, 8))),
+        (0.16, (DeviceRange("here", "cores", 0, 8),)),
     ):
         profile = profile_of(workflow, physics=physics)
         profile = replace(profile, components={**profile.components, **gpu})
@@ -218,7 +218,7 @@ def test_a_plan_that_sends_away_what_does_not_travel_is_refused(
 ) -> None:
     workflow = rollout(draws=True)
     rest = tuple(name for name in workflow.names if name not in names)
-    there, here = Span(node, "cores", 0, 1), Span("here", "cores", 0, 1)
+    there, here = DeviceRange(node, "cores", 0, 1), DeviceRange("here", "cores", 0, 1)
     phase = Phase((Placement(names, (there,)), Placement(rest, (here,))), 16)
     with pytest.raises(PlanError, match=message):
         validate(Plan("rollout", "disaggregated", (phase,)), workflow, pair())

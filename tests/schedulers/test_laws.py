@@ -12,13 +12,13 @@ from schedulers import (
     MODES,
     Cluster,
     Component,
+    DeviceRange,
     Edge,
     Node,
     Phase,
     Placement,
     Plan,
     Profile,
-    Span,
     Workflow,
     alternatives,
     predict,
@@ -128,7 +128,7 @@ def test_transfers_between_nodes_cost_what_the_link_says() -> None:
     cluster = Cluster((Node("a", 1), Node("b", 1)), link_bytes_per_s=1e6)
 
     def on(node: str, *names: str) -> Placement:
-        return Placement(names, (Span(node, "cores", 0, 1),))
+        return Placement(names, (DeviceRange(node, "cores", 0, 1),))
 
     rest = ("render", "policy", "advantage", "learner", "sync")
     plan = Plan("ppo", "disaggregated", (Phase((on("a", "physics"), on("b", *rest)), 16),))
@@ -164,7 +164,7 @@ def test_noise_costs_a_balanced_chain_a_few_percent() -> None:
     """Published for a chain of three: 0.3, 2.2 and 6.8% at coefficients of variation of 0.1, 0.3 and 0.6."""
     names = ("a", "b", "c")
     edges = tuple(Edge(x, y, "parts", "micro_batch") for x, y in zip(names, names[1:], strict=False))
-    workflow = Workflow("chain", tuple(Component(name) for name in names), edges, None, 64)
+    workflow = Workflow("chain", tuple(Component(name) for name in names), edges, (), 64)
     profile = Profile("chain", {}, {name: measured("cores", {(1, 1): 0.01}) for name in names})
     plan = alternatives(workflow, profile, Cluster((Node("node0", 3),)), parts=(32,))["disaggregated"]
     constant = simulate(plan, workflow, profile).seconds

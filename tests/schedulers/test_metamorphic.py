@@ -65,7 +65,7 @@ def test_names_change_nothing(seed: int) -> None:
         workflow,
         components=tuple(replace(component, name=new[component.name]) for component in workflow.components),
         edges=tuple(replace(e, source=new[e.source], target=new[e.target]) for e in workflow.edges),
-        loop=workflow.loop and replace(workflow.loop, components=tuple(new[name] for name in workflow.loop.components)),
+        loops=tuple(replace(loop, components=tuple(new[name] for name in loop.components)) for loop in workflow.loops),
     )
     other = replace(
         profile,

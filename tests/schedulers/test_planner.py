@@ -94,7 +94,7 @@ SHORT = Workflow(
     "short",
     tuple(Component(name) for name in ("physics", "policy", "learner")),
     (Edge("physics", "policy", "observations"), Edge("policy", "learner", "trajectories")),
-    Loop(("physics", "policy"), 20),
+    (Loop(("physics", "policy"), 20),),
     16,
 )
 
@@ -126,7 +126,7 @@ def test_a_second_gpu_is_not_given_to_processes_that_compute_on_one() -> None:
 def test_planner_equals_exhaustive_search_with_tails_and_one_step_ahead(seed: int) -> None:
     workflow, profile, cluster = random_problem(seed, pools=1 + seed % 2)
     profile = replace(profile, arrivals=(0.3, 0.5, 0.6, 1.0) if seed % 3 else ())
-    ahead = bool(workflow.loop) and seed % 2 == 0
+    ahead = bool(workflow.loops) and seed % 2 == 0
     best = Exhaustive(workflow, profile, cluster, ahead).best("disaggregated")
     found = alternatives(workflow, profile, cluster, ahead, GROUPS, PARTS, modes=("disaggregated",))
     assert [seconds(chosen) for chosen in found.values()] == ([] if best == math.inf else [pytest.approx(best)])
@@ -172,11 +172,11 @@ def test_each_mode_wins_where_it_should() -> None:
 
 def test_measured_together_decides_for_groups_on_shared_cores() -> None:
     workflow, profile = ppo(), ppo_profile(policy=0.1)
-    assert plan(workflow, profile, TWO_CORES, mode="collocated").groups == 1
+    assert plan(workflow, profile, TWO_CORES, mode="collocated").groups == (1,)
     loop = ("physics", "render", "policy")
     shared = replace(profile, together=(Together(loop, 16, 2, 2, 0.03, 0.03, 0.03),))
     chosen = plan(workflow, shared, TWO_CORES, mode="collocated")
-    assert chosen.groups == 2
+    assert chosen.groups == (2,)
     assert chosen.prediction is not None
     assert chosen.prediction.phases_s[0] == pytest.approx(20 * 0.03)
 

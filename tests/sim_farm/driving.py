@@ -28,18 +28,19 @@ def mixed_policy(env: int, number: int, state: np.ndarray) -> np.ndarray:
 
 
 def rows_of(seen: Observations) -> dict[int, Row]:
-    """What each environment of a collected stage shows, but for the times: environment to named values."""
+    """What each environment of a collected group shows, but for the times: environment to named values."""
     names = ("active", "episode", "episode_step", "steps", "reward", "success", "terminated", "truncated")
     finals = {int(row): k for k, row in enumerate(seen.final.rows)}
     rows = {}
     for i, env in enumerate(seen.envs.tolist()):
         row: Row = {name: getattr(seen, name)[i] for name in (*names, "state", "proprio", "instruction")}
         if seen.active[i]:
-            row |= {camera: picture[i] for camera, picture in seen.frames.items()}
+            row |= {camera: picture[i].copy() for camera, picture in seen.frames.items()}
         if i in finals:
             row |= {f"final {name}": getattr(seen.final, name)[finals[i]] for name in ("state", "proprio", "drawn")}
             if seen.final.drawn[finals[i]]:
-                row |= {f"final {camera}": picture[finals[i]] for camera, picture in seen.final.frames.items()}
+                finals_of = seen.final.frames.items()
+                row |= {f"final {camera}": picture[finals[i]].copy() for camera, picture in finals_of}
         rows[env] = row
     return rows
 
@@ -52,26 +53,26 @@ def drive(
     reset: bool = True,
     deadline_s: float = 60,
 ) -> Trace:
-    """All stages in turn, each submitted before any is collected: per environment what it showed each time."""
-    trace: Trace = {env: [] for env in range(farm.spec.num_envs)}
-    stages = range(farm.spec.stages)
+    """All groups in turn, each submitted before any is collected: per environment what it showed each time."""
+    trace: Trace = {env: [] for env in range(farm.specs[0].num_envs)}
+    groups = range(farm.groups)
     if reset:
-        for stage in stages:
-            farm.reset(stage)
-        for stage in stages:
-            append(trace, farm.collect(stage, deadline_s))
+        for group in groups:
+            farm.reset(group)
+        for group in groups:
+            append(trace, farm.collect(group, deadline_s))
     for number in range(begin, end):
-        for stage in stages:
-            farm.submit(stage, actions_for(farm, stage, number, policy))
-        for stage in stages:
-            append(trace, farm.collect(stage, deadline_s))
+        for group in groups:
+            farm.submit(group, actions_for(farm, group, number, policy))
+        for group in groups:
+            append(trace, farm.collect(group, deadline_s))
     return trace
 
 
-def actions_for(farm: Farm, stage: int, number: int, policy: Policy = mixed_policy) -> np.ndarray:
-    """The policy's actions on the states that the stage's slots hold."""
-    envs = farm.envs_of(stage).tolist()
-    return np.stack([policy(env, number, farm.block.arrays["state"][env]) for env in envs])
+def actions_for(farm: Farm, group: int, number: int, policy: Policy = mixed_policy) -> np.ndarray:
+    """The policy's actions on the states that the group's slots hold."""
+    state, envs = farm.tasks[farm.task_of(group)].slots["state"], farm.envs_of(group).tolist()
+    return np.stack([policy(env, number, state[env]) for env in envs])
 
 
 def append(trace: Trace, seen: Observations) -> None:

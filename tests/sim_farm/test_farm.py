@@ -1,4 +1,4 @@
-"""The farm's client: what it computes depends on seeds and actions, never on workers, stages or order."""
+"""The farm's client: what it computes depends on seeds and actions, never on workers, groups or order."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from sim_farm import layout
 from sim_farm.backends.tabletop import TabletopPhysics, TabletopRenderer
 from sim_farm.contract import Backend, EpisodeSpec, FarmError, TaskSpec
 from sim_farm.episodes import EndlessEpisodes, ListedEpisodes, evaluation_episodes
-from sim_farm.farm import RENDERER_START_S, Farm, StageError, WorkerFailed, WorkerTimeout
-from sim_farm.hosts import Handle, InProcess
+from sim_farm.farm import RENDERER_START_S, Farm, GroupError, WorkerFailed, WorkerTimeout
+from sim_farm.hosts import InProcess, WorkerHandle
 from sim_farm.layout import FarmSpec
-from sim_farm.memory import MAGIC, Block
+from sim_farm.memory import MAGIC
 from sim_farm.observations import StaleFrame, UnwrittenFrame
 from sim_farm.registry import BACKENDS, make_physics, make_renderer
+from sim_farm.worker_memory import WorkerMemory
 from sim_farm.workers import WorkerSetup
 from tests.sim_farm.driving import Row, Trace, actions_for, append, assert_same, drive, mixed_policy, run
 
@@ -61,7 +62,7 @@ def expected(spec: FarmSpec, env: int) -> Iterator[Row]:
 
 @pytest.fixture(scope="module")
 def plain() -> Trace:
-    """The simplest farm: one worker that draws its own frames, one stage."""
+    """The simplest farm: one worker that draws its own frames, one group."""
     return run(SPEC)
 
 
@@ -78,13 +79,13 @@ def test_an_ended_episodes_environment_begins_the_next_at_once(plain: Trace) -> 
 
 
 SHAPES = {
-    "two stages": {"stages": 2},
+    "two groups": {"groups": 2},
     "2 physics": {"physics_workers": 2},
     "4 physics": {"physics_workers": 4},
     "1 render": {"render_workers": 1},
     "2 physics, 2 render": {"physics_workers": 2, "render_workers": 2},
-    "two stages, 4 physics, 1 render": {"stages": 2, "physics_workers": 4, "render_workers": 1},
-    "four stages, 2 physics, 3 render": {"stages": 4, "physics_workers": 2, "render_workers": 3},
+    "two groups, 4 physics, 1 render": {"groups": 2, "physics_workers": 4, "render_workers": 1},
+    "four groups, 2 physics, 3 render": {"groups": 4, "physics_workers": 2, "render_workers": 3},
 }
 
 
@@ -94,18 +95,18 @@ def test_a_plan_changes_when_and_where_never_what(plain: Trace, shape: dict[str,
 
 
 def test_the_order_of_stages_changes_nothing(plain: Trace) -> None:
-    """One stage may run ahead of the other by any number of chunks."""
+    """One group may run ahead of the other by any number of chunks."""
     trace: Trace = {env: [] for env in range(SPEC.num_envs)}
-    with closing(Farm.create(replace(SPEC, stages=2), InProcess())) as farm:
+    with closing(Farm.create(replace(SPEC, groups=2), InProcess())) as farm:
         numbers = [-1, -1]
-        for stage in (0, 0, 1, 0, 0, 0, 1, 1, 1, 1, 0, 1, 0, 1, 0, 1):
-            if numbers[stage] < 0:
-                farm.reset(stage)
+        for group in (0, 0, 1, 0, 0, 0, 1, 1, 1, 1, 0, 1, 0, 1, 0, 1):
+            if numbers[group] < 0:
+                farm.reset(group)
             else:
-                farm.submit(stage, actions_for(farm, stage, numbers[stage]))
-            numbers[stage] += 1
-            append(trace, farm.collect(stage))
-    assert_same(plain, trace, "the order of stages changes results")
+                farm.submit(group, actions_for(farm, group, numbers[group]))
+            numbers[group] += 1
+            append(trace, farm.collect(group))
+    assert_same(plain, trace, "the order of groups changes results")
 
 
 # --- listed episodes
@@ -167,9 +168,9 @@ DRAWN = {"frames": 0}
 class _CountedRenderer(TabletopRenderer):
     """The tabletop's renderer, which also counts."""
 
-    def render(self, scenes: Any, cameras: Any) -> dict[str, Any]:
+    def render(self, scenes: Any, cameras: Any, out: Any = None) -> Any:
         DRAWN["frames"] += len(scenes) * len(cameras)
-        return super().render(scenes, cameras)
+        return super().render(scenes, cameras, out)
 
 
 def _tabletop(spec: TaskSpec) -> TaskSpec:
@@ -212,13 +213,15 @@ def test_without_cameras_nothing_is_drawn(monkeypatch: pytest.MonkeyPatch, plain
 
 
 @pytest.mark.parametrize("missing", [np.s_[:], np.s_[0], np.s_[1]], ids=["all", "first camera", "second camera"])
-@pytest.mark.parametrize("key", ["frames", "final_frames"])
-def test_a_frame_that_was_not_drawn_is_noticed(key: str, missing: Any) -> None:
+@pytest.mark.parametrize("kind", ["frame", "final"])
+def test_a_frame_that_was_not_drawn_is_noticed(kind: str, missing: Any) -> None:
     with closing(Farm.create(replace(SPEC, final_frames="ended"), InProcess())) as farm:
         drive(farm, end=2)
         farm.submit(0, actions_for(farm, 0, 2))
-        ended = np.flatnonzero(farm.block.arrays["truncated"])
-        farm.block.arrays[key][ended[0]][missing] = MAGIC
+        slots = farm.tasks[0].slots
+        ended = np.flatnonzero(slots["truncated"])
+        assert farm.frames is not None
+        farm.frames.frames[slots[f"{kind}_row"][ended[0]]][missing] = MAGIC
         with pytest.raises(UnwrittenFrame, match=f"environment {ended[0]}'s"):
             farm.collect(0)
 
@@ -228,7 +231,8 @@ def test_a_frame_of_another_moment_is_noticed(column: int) -> None:
     with closing(Farm.create(SPEC, InProcess())) as farm:
         drive(farm, end=2)
         farm.submit(0, actions_for(farm, 0, 2))
-        farm.block.arrays["frames_of"][3, column] += 1
+        assert farm.frames is not None
+        farm.frames.frames_of[3, column] += 1
         with pytest.raises(StaleFrame, match="environment 3 is at episode"):
             farm.collect(0)
 
@@ -236,7 +240,7 @@ def test_a_frame_of_another_moment_is_noticed(column: int) -> None:
 def test_a_renderer_that_hangs_at_its_start_is_named_with_the_way_out() -> None:
     spec = replace(SPEC, render_workers=1)
     with closing(Farm.create(spec, InProcess())) as farm:
-        slots = farm.block.arrays
+        slots = farm.tasks[0].slots
         slots["since_ns"][1] = time.monotonic_ns() - int(1e9 * (RENDERER_START_S - 20))
         slots["phase"][1] = layout.OPENING
         farm.check()
@@ -246,14 +250,14 @@ def test_a_renderer_that_hangs_at_its_start_is_named_with_the_way_out() -> None:
 
 
 @dataclass
-class _WithoutPainters(InProcess):
+class _WithoutFrameWriters(InProcess):
     """Render workers that are never rung."""
 
     shared = False
     closed: list[int] = field(default_factory=list)
 
-    def launch(self, setup: WorkerSetup, block: Block) -> Handle:
-        return super().launch(setup, block) if setup.is_physics else _Idle(setup.index, self.closed)
+    def launch(self, setup: WorkerSetup, memory: WorkerMemory) -> WorkerHandle:
+        return super().launch(setup, memory) if setup.is_physics else _Idle(setup.index, self.closed)
 
 
 @dataclass(frozen=True)
@@ -269,7 +273,7 @@ class _Idle:
 
 
 def test_a_late_worker_is_named_with_its_phase_and_the_time() -> None:
-    with closing(Farm.create(replace(SPEC, render_workers=2), _WithoutPainters())) as farm:
+    with closing(Farm.create(replace(SPEC, render_workers=2), _WithoutFrameWriters())) as farm:
         farm.reset(0)
         with pytest.raises(WorkerTimeout, match="render 0 .* within 1 s: .*starting.* environment 0 to draw"):
             farm.collect(0, deadline_s=1)
@@ -279,24 +283,24 @@ def test_a_late_worker_is_named_with_its_phase_and_the_time() -> None:
 
 
 def test_calls_out_of_turn_are_refused() -> None:
-    with closing(Farm.create(replace(SPEC, stages=2), InProcess())) as farm:
+    with closing(Farm.create(replace(SPEC, groups=2), InProcess())) as farm:
         actions = np.zeros((4, 3, 3), np.float32)
-        with pytest.raises(StageError, match="stage 1 is not yet reset"):
+        with pytest.raises(GroupError, match="group 1 is not yet reset"):
             farm.submit(1, actions)
-        with pytest.raises(StageError, match="stage 1 is not yet reset"):
+        with pytest.raises(GroupError, match="group 1 is not yet reset"):
             farm.collect(1)
-        with pytest.raises(StageError, match="snapshot"):
+        with pytest.raises(GroupError, match="snapshot"):
             farm.snapshot()
         farm.reset(0)
-        with pytest.raises(StageError, match="stage 0 is submitted"):
+        with pytest.raises(GroupError, match="group 0 is submitted"):
             farm.reset(0)
-        with pytest.raises(StageError, match="stage 0 is submitted"):
+        with pytest.raises(GroupError, match="group 0 is submitted"):
             farm.submit(0, actions)
         farm.collect(0)
-        with pytest.raises(StageError, match="stage 0 is collected"):
+        with pytest.raises(GroupError, match="group 0 is collected"):
             farm.collect(0)
         farm.submit(0, actions)
-        with pytest.raises(StageError, match="stage 0 is submitted"):
+        with pytest.raises(GroupError, match="group 0 is submitted"):
             farm.submit(0, actions)
 
 
@@ -310,14 +314,14 @@ def test_wrong_action_shape_names_the_right_one() -> None:
 
 
 def test_indivisible_environments_name_a_number_that_divides() -> None:
-    spec = replace(SPEC, num_envs=6, physics_workers=2, stages=2)
-    with pytest.raises(FarmError, match="6 environments .* 2 physics workers x 2 stages; use a multiple of 4"):
+    spec = replace(SPEC, num_envs=6, physics_workers=2, groups=2)
+    with pytest.raises(FarmError, match="6 environments .* 2 physics workers x 2 groups; use a multiple of 4"):
         Farm.create(spec, InProcess())
 
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"num_envs": 0}, {"num_envs": -8}, {"chunk": 0}, {"stages": 0}, {"physics_workers": 0}, {"render_workers": -1}]
+    [{"num_envs": 0}, {"num_envs": -8}, {"chunk": 0}, {"groups": 0}, {"physics_workers": 0}, {"render_workers": -1}]
     + [{"final_frames": "always"}],
     ids=str,
 )
@@ -333,7 +337,7 @@ def test_a_restored_farm_continues_bit_for_bit(plain: Trace) -> None:
     with closing(Farm.create(SPEC, InProcess())) as farm:
         drive(farm, end=4)
         snapshot = farm.snapshot()
-    other = replace(SPEC, stages=2, physics_workers=2, render_workers=1)
+    other = replace(SPEC, groups=2, physics_workers=2, render_workers=1)
     with closing(Farm.create(other, InProcess())) as farm:
         farm.restore(snapshot)
         resumed = drive(farm, begin=4)
@@ -361,8 +365,8 @@ def test_a_farm_whose_start_fails_ends_the_workers_that_had_started() -> None:
     assert host.closed == [1], "a started worker was not closed"
 
 
-class _FailsAtTheThird(_WithoutPainters):
-    def launch(self, setup: WorkerSetup, block: Block) -> Handle:
+class _FailsAtTheThird(_WithoutFrameWriters):
+    def launch(self, setup: WorkerSetup, memory: WorkerMemory) -> WorkerHandle:
         if setup.index == 2:
             raise FarmError("the third worker does not start")
-        return super().launch(setup, block)
+        return super().launch(setup, memory)

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -260,9 +260,9 @@ def frames_equal_stock(stock: Stock, spec: TaskSpec, seeds: list[int], steps: in
 
 
 def _assert_rows_equal(ours: np.ndarray, theirs: np.ndarray, what: str) -> None:
-    assert ours.shape == theirs.shape and ours.dtype == theirs.dtype, f"{what}: {ours.shape}, stock {theirs.shape}"
+    assert ours.shape == theirs.shape and ours.dtype == theirs.dtype, f"{what}: {ours.shape} and {theirs.shape}"
     for step, (one, two) in enumerate(zip(ours, theirs, strict=True)):
-        assert one.tobytes() == two.tobytes(), f"{what} differs from stock ManiSkill's at row {step}: {one} and {two}"
+        assert one.tobytes() == two.tobytes(), f"{what} differs at row {step}: {one} and {two}"
 
 
 @pytest.mark.parametrize("spec", (PUSH_CUBE, PEG, PUSH_T, PULL_TOOL, TWO_ROBOTS), ids=name_of)
@@ -285,6 +285,67 @@ def test_compared_episodes_are_rich_in_contacts(stock: Stock) -> None:
 @pytest.mark.parametrize("spec", (PUSH_CUBE, PEG), ids=name_of)
 def test_split_frames_equal_stock_maniskill(stock: Stock, spec: TaskSpec) -> None:
     frames_equal_stock(stock, spec, seeds=[0, 1, 2], steps=5)
+
+
+# --- a reused environment after bodies have come to rest
+
+
+@dataclass(frozen=True)
+class Push:
+    """An episode of PushCube that a closed-loop controller drives."""
+
+    seed: int
+    wait: int
+    """Env steps before the controller begins; the cube falls asleep after eight."""
+    short: float
+    """Metres before the goal's centre at which the controller lets go of the cube; negative: never."""
+
+
+RESTING = (
+    (Push(62, wait=4, short=-1), Push(485, wait=9, short=-1)),
+    (Push(54, wait=5, short=-1), Push(819, wait=6, short=-1)),
+    (Push(885, wait=6, short=-1), Push(268, wait=6, short=-1)),
+    (Push(632, wait=8, short=-1), Push(268, wait=9, short=0.15)),
+    (Push(311, wait=8, short=-1), Push(257, wait=7, short=0.18)),
+)
+"""An episode, and the one that follows it in the same environment. The latter took another course there than in a new
+environment when bodies were not woken at a reset."""
+
+
+def push(physics: Any, episode: Push) -> Float32:
+    """The states [n, S] of the episode: the gripper goes behind the cube, pushes it and lets it come to rest."""
+    states = [physics.reset(EpisodeSpec(episode.seed)).state]
+    for step in range(physics.info.max_episode_steps):
+        chosen = _pushing_action(states[-1], episode.short) if step >= episode.wait else np.array([0, 0, 0, -1])
+        result = physics.step(chosen.astype(np.float32)[None])
+        states.append(result.state)
+        if result.ended:
+            break
+    return np.stack(states)
+
+
+def _pushing_action(state: Float32, short: float) -> np.ndarray:
+    """Displacement of the gripper, proportional to its distance from where it should be."""
+    gripper, goal, cube = state[18:21], state[25:28], state[28:31]
+    behind = gripper[0] < cube[0] - 0.05
+    if cube[0] > goal[0] - short:
+        aim = gripper - (0.05, 0, 0)
+    elif abs(gripper[1] - cube[1]) < 0.01 and gripper[2] < 0.04 and gripper[0] < cube[0]:
+        aim = gripper + (0.03, 0, 0)
+    elif behind or gripper[2] < 0.03:
+        aim = np.array([cube[0] - 0.06, cube[1], 0.02])
+    else:
+        aim = np.array([cube[0] - 0.07, cube[1], 0.1])
+    return np.append(np.clip((aim - gripper) * 20, -1, 1), -1)
+
+
+def test_a_reused_environment_equals_a_new_one_after_bodies_came_to_rest() -> None:
+    spec = TaskSpec("maniskill/PushCube-v1", control_mode="pd_ee_delta_pos", max_episode_steps=60)
+    for earlier, later in RESTING:
+        with closing(make_physics(spec)) as used, closing(make_physics(spec)) as new:
+            pushed = push(used, earlier)
+            assert np.linalg.norm(pushed[-1, 28:31] - pushed[0, 28:31]) > 0.05, f"{earlier} does not push the cube"
+            _assert_rows_equal(push(used, later), push(new, later), f"{later} after {earlier}: state")
 
 
 @pytest.mark.slow

@@ -111,8 +111,8 @@ time.sleep(60)
 
 def test_too_large_a_block_is_refused_at_once_with_the_remedy() -> None:
     before = set(FOLDER.iterdir())
-    with pytest.raises(FarmError, match=r"9,536,743.2 MiB of shared memory .* remount.*--shm-size"):
-        Block.create({"frames": Field((10**13,), "uint8")}, shared=True)
+    with pytest.raises(FarmError, match=r"many frames needs 9,536,743.2 MiB of shared memory .* remount.*--shm-size"):
+        Block.create({"frames": Field((10**13,), "uint8")}, shared=True, what="many frames")
     assert not [file for file in set(FOLDER.iterdir()) - before if file.stat().st_size >= 10**13]
 
 

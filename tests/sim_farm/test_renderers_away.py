@@ -12,7 +12,7 @@ import pytest
 
 from sim_farm.contract import TaskSpec
 from sim_farm.episodes import EndlessEpisodes
-from sim_farm.farm import Farm, RendererSwitch, StageError, WorkerTimeout
+from sim_farm.farm import Farm, GroupError, RendererSwitch, WorkerTimeout
 from sim_farm.hosts import InProcess
 from sim_farm.layout import FarmSpec
 from tests import libero_assets
@@ -24,14 +24,14 @@ REACH = TaskSpec("tabletop/reach", cameras=1, image_size=16, max_episode_steps=7
 SPEC = FarmSpec(REACH, EndlessEpisodes(2), num_envs=4, chunk=3, final_frames="ended")
 SHAPES: dict[str, dict[str, Any]] = {
     "fused": {},
-    "fused, 2 workers, 2 stages": {"physics_workers": 2, "stages": 2},
-    "split": {"physics_workers": 2, "render_workers": 1, "stages": 2},
+    "fused, 2 workers, 2 groups": {"physics_workers": 2, "groups": 2},
+    "split": {"physics_workers": 2, "render_workers": 1, "groups": 2},
     "2 render workers": {"render_workers": 2},
 }
 
 
 def drive_with_switches(farm: Farm, end: int = CHUNKS) -> Trace:
-    """Like `drive`, but renderers leave and come back whenever all stages are collected."""
+    """Like `drive`, but renderers leave and come back whenever all groups are collected."""
     trace = drive(farm, end=0)
     for number in range(end):
         switch(farm)
@@ -60,36 +60,36 @@ def test_frames_after_the_return_are_those_without_leaving(shape: dict[str, Any]
 @pytest.mark.parametrize("shape", [SHAPES["fused"], SHAPES["2 render workers"]], ids=["fused", "split"])
 def test_renderers_that_are_away_hold_nothing_and_both_ways_may_be_asked_for_twice(shape: dict[str, Any]) -> None:
     with closing(Farm.create(replace(SPEC, **shape), InProcess())) as farm:
-        painters = lambda: [vars(handle)["worker"]._painter for handle in farm._handles]  # noqa: E731
-        before = sum(painter is not None for painter in painters())
-        assert before == max(1, farm.spec.render_workers)
+        writers = lambda: [vars(handle)["worker"]._frame_writer for handle in farm.tasks[0].handles]  # noqa: E731
+        before = sum(writer is not None for writer in writers())
+        assert before == max(1, farm.specs[0].render_workers)
         drive(farm, end=1)
         for _ in range(2):
             assert farm.unload_renderers().bytes == 0, "this process is the caller's own"
-            assert not any(painters())
+            assert not any(writers())
         for _ in range(2):
             farm.load_renderers()
-            assert sum(painter is not None for painter in painters()) == before
+            assert sum(writer is not None for writer in writers()) == before
 
 
 def test_calls_out_of_turn_are_refused() -> None:
-    with closing(Farm.create(replace(SPEC, stages=2), InProcess())) as farm:
-        with pytest.raises(StageError, match="collect every stage before the renderers leave"):
+    with closing(Farm.create(replace(SPEC, groups=2), InProcess())) as farm:
+        with pytest.raises(GroupError, match="collect every group before the renderers leave"):
             farm.unload_renderers()
         trace = drive(farm, end=1)
         farm.submit(1, actions_for(farm, 1, 1))
-        with pytest.raises(StageError, match="collect every stage"):
+        with pytest.raises(GroupError, match="collect every group"):
             farm.unload_renderers()
         append(trace, farm.collect(1))
         farm.unload_renderers()
         farm.snapshot()
         for call in (lambda: farm.submit(0, actions_for(farm, 0, 1)), lambda: farm.reset(0)):
-            with pytest.raises(StageError, match="renderers are away; load_renderers"):
+            with pytest.raises(GroupError, match="renderers are away; load_renderers"):
                 call()
         farm.load_renderers()
         farm.submit(0, actions_for(farm, 0, 1))
         append(trace, farm.collect(0))
-    assert_same(run(replace(SPEC, stages=2), chunks=2), trace, "refused calls change results")
+    assert_same(run(replace(SPEC, groups=2), chunks=2), trace, "refused calls change results")
 
 
 def test_where_there_are_no_cameras_nothing_happens() -> None:
@@ -139,10 +139,10 @@ def test_processes_free_their_memory_and_may_be_killed_while_renderers_are_away(
         trace = drive(farm, end=1)
         left = farm.unload_renderers(deadline_s=60)
         assert left.bytes > 5e6 and left.seconds > 0, "an OpenGL context takes tens of megabytes"
-        creator.block.arrays["built"][render] = 0
+        creator.tasks[0].slots["built"][render] = 0
         host.replace_worker(render)  # while away
-        until(lambda: creator.block.arrays["built"][render])
-        assert creator.block.arrays["left"][render], "the new worker has opened a renderer that was to be away"
+        until(lambda: creator.tasks[0].slots["built"][render])
+        assert creator.tasks[0].slots["left"][render], "the new worker has opened a renderer that was to be away"
         back = farm.load_renderers(deadline_s=60)
         assert back.bytes > 5e6 and back.seconds > 0
         append_all(trace, drive(farm, 1, 2, reset=False))
@@ -153,7 +153,7 @@ def test_processes_free_their_memory_and_may_be_killed_while_renderers_are_away(
         host.replace_worker(render)  # asked to come back, and dead
         farm.load_renderers(deadline_s=60)
         append_all(trace, drive(farm, 2, 3, reset=False))
-        farm.block.close()
+        farm.detach()
     assert_same(run(spec, chunks=3), trace, "leaving changes results")
 
 

@@ -23,9 +23,11 @@ import pytest
 from sim_farm.contract import EpisodeSpec, TaskInfo, TaskSpec
 from sim_farm.episodes import EndlessEpisodes, ListedEpisodes, evaluation_episodes
 from sim_farm.farm import Farm, WorkerFailed, WorkerTimeout
-from sim_farm.hosts import Handle, InProcess, make_worker
+from sim_farm.frame_memory import FrameMemory
+from sim_farm.hosts import InProcess, WorkerHandle, make_worker
 from sim_farm.layout import FAILED, WAITING, WORKING, FarmSpec
-from sim_farm.memory import FOLDER, Block
+from sim_farm.memory import FOLDER
+from sim_farm.worker_memory import WorkerMemory
 from sim_farm.workers import Worker, WorkerSetup
 from tests.sim_farm.driving import Trace, actions_for, append, assert_same, drive, run
 
@@ -51,16 +53,16 @@ EACH = pytest.mark.parametrize(
 
 def request(farm: Farm, number: int) -> None:
     """Begin with the reset (-1) or go on with chunk `number`."""
-    for stage in range(farm.spec.stages):
+    for group in range(farm.groups):
         if number < 0:
-            farm.reset(stage)
+            farm.reset(group)
         else:
-            farm.submit(stage, actions_for(farm, stage, number))
+            farm.submit(group, actions_for(farm, group, number))
 
 
 def collect(farm: Farm, trace: Trace) -> None:
-    for stage in range(farm.spec.stages):
-        append(trace, farm.collect(stage, deadline_s=60))
+    for group in range(farm.groups):
+        append(trace, farm.collect(group, deadline_s=60))
 
 
 # --- in one process: death before a chosen write
@@ -106,24 +108,43 @@ def watched(array: np.ndarray, name: str, fate: Fate) -> np.ndarray:
     return view
 
 
+class WatchedFrames(FrameMemory):
+    """The rows of another frame memory, whose writes are counted too."""
+
+    def __init__(self, memory: FrameMemory, fate: Fate) -> None:
+        super().__init__(memory.rows, memory.cameras, memory.size, memory._block)
+        self._fate = fate
+
+    @property
+    def frames(self) -> np.ndarray:
+        return watched(super().frames, "frames", self._fate)
+
+    @property
+    def frames_of(self) -> np.ndarray:
+        return watched(super().frames_of, "frames_of", self._fate)
+
+
 class MortalWorkers(InProcess):
     """Workers that `fate` may kill while they work, and that are replaced at once."""
 
     def __init__(self, fate: Fate) -> None:
         self.fate = fate
 
-    def launch(self, setup: WorkerSetup, block: Block) -> Handle:
-        return _MortalHandle(setup, block, self.fate)
+    def launch(self, setup: WorkerSetup, memory: WorkerMemory) -> WorkerHandle:
+        return _MortalHandle(setup, memory, self.fate)
 
 
 class _MortalHandle:
-    def __init__(self, setup: WorkerSetup, block: Block, fate: Fate) -> None:
-        self._setup, self._block, self._fate = setup, block, fate
+    def __init__(self, setup: WorkerSetup, memory: WorkerMemory, fate: Fate) -> None:
+        self._setup, self._memory, self._fate = setup, memory, fate
         self.worker = self._start()
 
     def _start(self) -> Worker:
-        worker = make_worker(self._setup, self._block)
-        worker.slots = {name: watched(array, name, self._fate) for name, array in self._block.arrays.items()}
+        memory = self._memory
+        if memory.frames is not None:
+            memory = replace(memory, frames=WatchedFrames(memory.frames, self._fate))
+        worker = make_worker(self._setup, memory)
+        worker.slots = {name: watched(array, name, self._fate) for name, array in memory.slots.arrays.items()}
         worker.build()
         return worker
 
@@ -198,7 +219,7 @@ def test_a_worker_that_dies_after_a_later_reset_changes_nothing() -> None:
 
 
 def _replace_all(farm: Farm) -> None:
-    for handle in farm._handles:
+    for handle in farm.tasks[0].handles:
         assert isinstance(handle, _MortalHandle)
         handle.replace_worker()
 
@@ -223,7 +244,7 @@ class Processes:
     def describe(self, task: TaskSpec) -> TaskInfo:
         return InProcess().describe(task)
 
-    def launch(self, setup: WorkerSetup, block: Block) -> Handle:
+    def launch(self, setup: WorkerSetup, memory: WorkerMemory) -> WorkerHandle:
         self.setups[setup.index] = setup
         self._start(setup.index)
         return _ProcessHandle(self, setup.index)
@@ -281,7 +302,7 @@ def test_killed_physics_workers_are_replaced_without_a_trace() -> None:
     """Before it is asked, stopped with work it has not begun, while it works, and with results nobody collected."""
     spec = replace(ENDLESS, physics_workers=2)
     with processes(spec) as (farm, host):
-        slots, trace = farm.block.arrays, {env: [] for env in range(2)}  # type: ignore[var-annotated]
+        slots, trace = farm.tasks[0].slots, {env: [] for env in range(2)}  # type: ignore[var-annotated]
         host.replace_worker(0)  # while it starts
         request(farm, -1)
         collect(farm, trace)
@@ -310,7 +331,7 @@ def test_killed_render_workers_are_replaced_without_a_trace() -> None:
     spec = replace(ENDLESS, **SPLIT)
     render = 2
     with processes(spec) as (farm, host):
-        slots, trace = farm.block.arrays, {env: [] for env in range(2)}  # type: ignore[var-annotated]
+        slots, trace = farm.tasks[0].slots, {env: [] for env in range(2)}  # type: ignore[var-annotated]
         request(farm, -1)
         collect(farm, trace)
         host.replace_worker(render)  # while it waits
@@ -331,7 +352,7 @@ def test_killed_render_workers_are_replaced_without_a_trace() -> None:
 def test_processes_give_what_one_process_gives_and_leave_nothing() -> None:
     spec = replace(LISTED, **SPLIT)
     with processes(spec) as (farm, host):
-        name = str(farm.block.name)
+        name = str(farm.tasks[0].memory.slots.name)
         assert name.startswith("embodied-") and (FOLDER / name).exists()
         assert_same(run(spec), drive(farm), "processes change results")
         farm.stop()
@@ -345,15 +366,17 @@ def test_another_process_address_drives_the_same_workers() -> None:
     with processes(ENDLESS) as (farm, _):
         other = Farm.attach(farm.address)
         assert_same(run(ENDLESS, chunks=3), drive(other, end=3), "an attached client sees other results")
-        other.block.close()
-        assert (FOLDER / str(farm.block.name)).exists(), "the memory went with a client that had only attached"
+        other.detach()
+        assert (FOLDER / str(farm.tasks[0].memory.slots.name)).exists(), (
+            "the memory went with a client that had only attached"
+        )
 
 
 def test_a_worker_that_does_not_answer_is_named_and_may_still_answer() -> None:
     spec = replace(ENDLESS, physics_workers=2)
     with processes(spec) as (farm, host):
         drive(farm, end=1)
-        until(lambda: farm.block.arrays["phase"][1] == WAITING)
+        until(lambda: farm.tasks[0].slots["phase"][1] == WAITING)
         host.signal(1, signal.SIGSTOP)
         farm.submit(0, actions_for(farm, 0, 1))
         with pytest.raises(WorkerTimeout, match=r"physics 1 .* 1 s: .* waiting for work .* environment 1 to simulate"):
@@ -380,6 +403,6 @@ def test_a_workers_error_reaches_the_client_with_its_message() -> None:
                 for number in range(-1, 4):
                     request(farm, number)
                     farm.collect(0, deadline_s=60)
-            assert farm.block.arrays["phase"][0] == FAILED
+            assert farm.tasks[0].slots["phase"][0] == FAILED
             host.processes[0].join(timeout=30)
             assert host.processes[0].exitcode == 0

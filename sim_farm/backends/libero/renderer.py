@@ -4,16 +4,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import numpy as np
+from collections.abc import Mapping, Sequence
 
 from sim_farm.backends.libero.environment import ModelUser, shared_model
 from sim_farm.backends.libero.physics import describe
 from sim_farm.backends.libero.scene import SceneLayout
 from sim_farm.backends.libero.tasks import find_task
 from sim_farm.backends.mujoco_gl import Canvas, mujoco
-from sim_farm.contract import FarmError, TaskSpec, UInt8
+from sim_farm.contract import FarmError, TaskSpec, UInt8, new_frames
 
 MAX_GEOMS = 1000
 COLLISION_GROUP = 0
@@ -36,7 +34,9 @@ class LiberoRenderer:
         self._data = mujoco.MjData(shared.model)
         self._canvas: Canvas | None = None
 
-    def render(self, scenes: Sequence[UInt8], cameras: Sequence[str]) -> dict[str, UInt8]:
+    def render(
+        self, scenes: Sequence[UInt8], cameras: Sequence[str], out: Mapping[str, UInt8] | None = None
+    ) -> Mapping[str, UInt8]:
         for name in cameras:
             if name not in self.info.cameras:
                 raise FarmError(f"no camera {name!r} was asked for; valid: {', '.join(self.info.cameras)}")
@@ -44,7 +44,7 @@ class LiberoRenderer:
         if self._canvas is None:
             self._user.take()
             self._canvas = Canvas(model, size, MAX_GEOMS, hidden_groups=(COLLISION_GROUP,))
-        frames = {name: np.empty((len(scenes), size, size, 3), np.uint8) for name in cameras}
+        frames = new_frames(len(scenes), cameras, size) if out is None else out
         self._canvas.make_current()
         for index, scene in enumerate(scenes):
             self._layout.unpack(scene, self._user, self._data)

@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from sim_farm.backends.mujoco_gl import Canvas, mujoco
 from sim_farm.backends.tabletop.tasks import describe, load_model
-from sim_farm.contract import FarmError, TaskSpec, UInt8
+from sim_farm.contract import FarmError, TaskSpec, UInt8, new_frames
 
 
 class TabletopRenderer:
@@ -27,14 +27,16 @@ class TabletopRenderer:
         self._data = mujoco.MjData(self._model)
         self._canvas: Canvas | None = None
 
-    def render(self, scenes: Sequence[UInt8], cameras: Sequence[str]) -> dict[str, UInt8]:
+    def render(
+        self, scenes: Sequence[UInt8], cameras: Sequence[str], out: Mapping[str, UInt8] | None = None
+    ) -> Mapping[str, UInt8]:
         size = self.info.spec.image_size
         for name in cameras:
             if name not in self.info.cameras:
                 raise FarmError(f"no camera {name!r} was asked for; valid: {', '.join(self.info.cameras)}")
         if self._canvas is None:
             self._canvas = Canvas(self._model, size)
-        frames = {name: np.empty((len(scenes), size, size, 3), np.uint8) for name in cameras}
+        frames = new_frames(len(scenes), cameras, size) if out is None else out
         ids = [self._model.camera(name).id for name in cameras]
         self._canvas.make_current()
         for index, scene in enumerate(scenes):

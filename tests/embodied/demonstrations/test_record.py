@@ -23,7 +23,7 @@ from embodied.config import Config, RuntimeConfig, load_config, parse_config, sa
 from embodied.demonstrations import Dataset, DatasetError, DatasetWriter
 from embodied.demonstrations.writer import new_folder
 from embodied.errors import UserError
-from embodied.runtime.handles import InlineRuntime
+from embodied.runtime.inline import InlineRuntime
 from embodied.workers.evaluator import EpisodeResult
 from sim_farm.contract import EpisodeSpec, TaskInfo
 from sim_farm.episodes import evaluation_episodes
@@ -42,7 +42,7 @@ def configuration(task: str, **env: object) -> Config:
         {
             "env": {"task": task, "num_envs": 2, "cameras": 2, "image_size": 64, "max_episode_steps": 12, **env},
             "policy": {"kind": "random", "chunk": 5},
-            "farm": {"stages": 1},
+            "farm": {"groups": 1},
             "eval": {"greedy": False},
             "runtime": {"mode": "inline"},
         },
@@ -112,7 +112,7 @@ def test_a_row_of_an_episode_says_how_to_replay_it_and_how_it_went(recording: Da
 def test_the_shape_of_the_farm_changes_nothing(recording: Dataset, tmp_path: Path) -> None:
     assert recording.task is not None
     config = configuration(recording.task.name, num_envs=4)
-    config = config.model_copy(update={"farm": config.farm.model_copy(update={"stages": 2, "physics_workers": 2})})
+    config = config.model_copy(update={"farm": config.farm.model_copy(update={"groups": 2, "physics_workers": 2})})
     record_run("test", config, None, tmp_path / "demos", 3, False, Path("no-runs"))
     files = sorted(path.relative_to(recording.folder) for path in recording.folder.rglob("*") if path.is_file())
     assert len(files) == 8
@@ -188,7 +188,7 @@ def test_a_killed_recording_is_no_dataset_and_in_nobodys_way(out: Path) -> None:
 import os, pathlib
 from embodied.demonstrations.writer import new_folder
 from embodied.workers.evaluator import EpisodeResult
-from embodied.runtime.handles import InlineRuntime
+from embodied.runtime.inline import InlineRuntime
 with new_folder(pathlib.Path({str(out)!r})) as folder:
     (folder / "meta").mkdir()
     (folder / "meta/stats.json").write_text("half")
@@ -232,7 +232,7 @@ def test_a_folder_that_cannot_be_made_is_refused() -> None:
 
 def test_the_newest_checkpoint_of_a_run_acts_whatever_the_size_of_the_recorded_pictures(tmp_path: Path) -> None:
     config = load_config("reach").model_copy(update={"runtime": RuntimeConfig(mode="inline")})
-    config = config.model_copy(update={"farm": config.farm.model_copy(update={"stages": 1})})
+    config = config.model_copy(update={"farm": config.farm.model_copy(update={"groups": 1})})
     (tmp_path / "run").mkdir()
     save_config(config, tmp_path / "run/config.yaml")
     spec = policies.PolicySpec(3, config.policy.chunk, state_dim=16)

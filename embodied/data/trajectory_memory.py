@@ -1,0 +1,223 @@
+"""The trajectory memory: one block for a run, in which decisions are written and from which they are learned.
+
+    rows        a ring of R rounds of decisions
+    columns     the run's environments: those of one group lie next to each other
+    flat row    row * columns + column: the address of one decision
+
+The frame writer draws an observation at the flat row of the decision that it leads to. The policy worker writes the
+rest of the observation, the decision, and what came of it, beside it. The learner maps the same memory, picks flat
+rows and moves them to its device. A trajectory is a table of flat rows: nothing is gathered, joined or sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from policies.contract import Action, Inputs
+from sim_farm.contract import INSTRUCTION_BYTES
+from sim_farm.frame_memory import FrameAddress, FrameMemory
+from sim_farm.memory import Block, Field
+
+CPU = torch.device("cpu")
+TRACE, INPUT = "trace.", "input."
+_OPEN: WeakValueDictionary[str, TrajectoryMemory] = WeakValueDictionary()
+"""The memories that this process has mapped, by the name of their block."""
+
+
+@dataclass(frozen=True)
+class MemoryShape:
+    """What decides the size of a memory, beside its frames."""
+
+    rows: int
+    """R: decisions of each environment that are kept at once, and the observation that follows them."""
+    columns: int
+    """Environments of all tasks."""
+    cameras: tuple[str, ...]
+    """The policy's names of the cameras, in the order of the frames."""
+
+
+@dataclass(frozen=True)
+class MemoryAddress:
+    """How another process of this machine maps a memory."""
+
+    shape: MemoryShape
+    fields: Mapping[str, Field]
+    brain_floats: tuple[str, ...]
+    block: str
+    frames: FrameAddress | None
+
+
+class TrajectoryMemory:
+    """Arrays [R * columns, ...] by name. Unwritten bytes hold the magic value of `sim_farm.memory`."""
+
+    def __init__(
+        self, shape: MemoryShape, block: Block, frames: FrameMemory | None, brain_floats: Sequence[str] = ()
+    ) -> None:
+        self.shape, self.frames = shape, frames
+        self._block, self._brain_floats = block, tuple(brain_floats)
+        self._tensors = {
+            name: torch.from_numpy(array).view(torch.bfloat16) if name in brain_floats else torch.from_numpy(array)
+            for name, array in block.arrays.items()
+        }
+        self.frames_read = 0
+        """Frames (of all cameras of one observation) that were asked for, and copies that this took."""
+        self.frames_copied = 0
+        self._pinned = False
+
+    @classmethod
+    def create(
+        cls, shape: MemoryShape, inputs: Inputs, action: Action, frames: FrameMemory | None, shared: bool
+    ) -> TrajectoryMemory:
+        """A memory for decisions like `action` on observations like `inputs`, both of one row or more.
+
+        Raises `FarmError` where shared memory does not suffice.
+        """
+        like: dict[str, Tensor] = {f"{TRACE}{name}": tensor for name, tensor in action.trace.items()}
+        like |= {"log_prob": action.log_prob, "value": action.value}
+        for name in ("state", "proprio", "episode"):
+            tensor = getattr(inputs, name)
+            if tensor is not None:
+                like[f"{INPUT}{name}"] = tensor
+        count, chunk = shape.rows * shape.columns, action.chunk.shape[1]
+        brain_floats = tuple(name for name, tensor in like.items() if tensor.dtype == torch.bfloat16)
+        fields = {name: Field((count, *tensor.shape[1:]), _dtype(tensor)) for name, tensor in like.items()}
+        if inputs.instruction:
+            fields[f"{INPUT}instruction"] = Field((count, INSTRUCTION_BYTES), "uint8", 0)
+        fields |= {
+            "reward": Field((count,), "float32"),
+            "step_reward": Field((count, chunk), "float32"),
+            "executed": Field((count,), "int64"),
+            **{name: Field((count,), "bool", 0) for name in ("success", "terminated", "truncated")},
+        }
+        memory = cls(shape, Block.create(fields, shared), frames, brain_floats)
+        if shared:
+            assert memory._block.name is not None
+            _OPEN[memory._block.name] = memory
+        return memory
+
+    @classmethod
+    def attach(cls, address: MemoryAddress) -> TrajectoryMemory:
+        """The memory at the address; the same object for all who ask in this process."""
+        found = _OPEN.get(address.block)
+        if found is None:
+            frames = None if address.frames is None else FrameMemory.attach(address.frames)
+            block = Block.attach(address.fields, address.block)
+            found = _OPEN[address.block] = cls(address.shape, block, frames, address.brain_floats)
+        return found
+
+    @property
+    def address(self) -> MemoryAddress:
+        assert self._block.name is not None, "a memory of one process has no address"
+        frames = None if self.frames is None else self.frames.address
+        return MemoryAddress(self.shape, self._block.fields, self._brain_floats, self._block.name, frames)
+
+    def __reduce__(self) -> Any:
+        # Who is sent a memory, as a part of trajectories, maps it.
+        return TrajectoryMemory.attach, (self.address,)
+
+    @property
+    def nbytes(self) -> int:
+        """Of decisions and frames."""
+        mine = sum(field.nbytes for field in self._block.fields.values())
+        return mine + (0 if self.frames is None else self.frames.frames.nbytes)
+
+    def close(self) -> None:
+        """Forget the arrays; the creator also removes the block. The frames are the farm's to close."""
+        if self._block.name is not None:
+            _OPEN.pop(self._block.name, None)
+        self._tensors = {}
+        self._block.close()
+
+    def column(self, name: str) -> Tensor:
+        """[R * columns, ...] of that name; shares the memory."""
+        return self._tensors[name]
+
+    def write_decision(self, rows: np.ndarray, inputs: Inputs, action: Action) -> None:
+        """Keep what was decided at flat rows [n]: the observation without its frames, and the decision."""
+        index = torch.from_numpy(rows)
+        for name in ("state", "proprio", "episode"):
+            if f"{INPUT}{name}" in self._tensors:
+                self._tensors[f"{INPUT}{name}"][index] = getattr(inputs, name)
+        if inputs.instruction:
+            self._write_texts(rows, inputs.instruction)
+        self._tensors["log_prob"][index] = action.log_prob
+        self._tensors["value"][index] = action.value
+        for name, tensor in action.trace.items():
+            self._tensors[f"{TRACE}{name}"][index] = tensor
+
+    def write_outcome(self, rows: np.ndarray, outcome: Mapping[str, np.ndarray]) -> None:
+        """Keep what came of the decisions at flat rows [n]: reward, step_reward, executed, success, terminated,
+        truncated."""
+        for name, values in outcome.items():
+            self._block.arrays[name][rows] = values
+
+    def inputs(self, rows: Tensor, device: torch.device = CPU, frames: bool = True) -> Inputs:
+        """The observations at flat rows [n] on the device; every frame is copied once."""
+        found = {name: self._at(f"{INPUT}{name}", rows, device) for name in ("state", "proprio", "episode")}
+        pictures = {}
+        if frames and self.frames is not None:
+            pictures = self.frames_at(rows, device)
+        return Inputs(**found, frames=pictures, instruction=self._texts(rows))
+
+    def trace(self, rows: Tensor, device: torch.device = CPU) -> dict[str, Tensor]:
+        """What was kept to evaluate the decisions at flat rows [n] again, on the device."""
+        names = [name for name in self._tensors if name.startswith(TRACE)]
+        return {name.removeprefix(TRACE): self._tensors[name][rows].to(device) for name in names}
+
+    def frames_at(self, rows: Tensor, device: torch.device = CPU) -> dict[str, Tensor]:
+        """uint8 [n, H, W, 3] for each camera, at rows of the frame memory, which begins with the flat rows."""
+        assert self.frames is not None
+        every = torch.from_numpy(self.frames.frames)
+        self.frames_read += len(rows)
+        self.frames_copied += len(rows)
+        if device.type != "cuda":
+            return {name: every[:, i].index_select(0, rows) for i, name in enumerate(self.shape.cameras)}
+        self._pin(every)
+        found = torch.empty(every.shape[1], len(rows), *every.shape[2:], dtype=torch.uint8, device=device)
+        for place, row in enumerate(rows.tolist()):  # each straight from the shared memory, without a stop
+            found[:, place].copy_(every[row], non_blocking=True)
+        return {name: found[i] for i, name in enumerate(self.shape.cameras)}
+
+    def _pin(self, frames: Tensor) -> None:
+        """Let the GPU read the frames where they are."""
+        if not self._pinned:
+            torch.cuda.cudart().cudaHostRegister(frames.data_ptr(), frames.nbytes, 0)
+            self._pinned = True
+
+    def _at(self, name: str, rows: Tensor, device: torch.device) -> Tensor | None:
+        return self._tensors[name][rows].to(device) if name in self._tensors else None
+
+    def _write_texts(self, rows: np.ndarray, texts: Sequence[str]) -> None:
+        kept = self._block.arrays[f"{INPUT}instruction"]
+        known: dict[str, np.ndarray] = {}
+        for row, text in zip(rows.tolist(), texts, strict=True):
+            if text not in known:
+                data = text.encode()
+                known[text] = np.zeros(INSTRUCTION_BYTES, np.uint8)
+                known[text][: len(data)] = np.frombuffer(data, np.uint8)
+            kept[row] = known[text]
+
+    def _texts(self, rows: Tensor) -> tuple[str, ...]:
+        if f"{INPUT}instruction" not in self._tensors:
+            return ()
+        kept = self._block.arrays[f"{INPUT}instruction"]
+        known: dict[bytes, str] = {}
+        found = []
+        for row in rows.tolist():
+            data = kept[row].tobytes()
+            if data not in known:
+                known[data] = data.rstrip(b"\0").decode()
+            found.append(known[data])
+        return tuple(found)
+
+
+def _dtype(tensor: Tensor) -> str:
+    """NumPy's name of the tensor's dtype; a brain float, which NumPy lacks, is kept as its bits."""
+    return "int16" if tensor.dtype == torch.bfloat16 else str(tensor.dtype).removeprefix("torch.")

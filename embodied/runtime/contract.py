@@ -1,0 +1,78 @@
+"""What a runtime is: it places workers, watches them and ends them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+from embodied.runtime.deadlines import Deadline
+from embodied.runtime.groups import WorkerGroup
+from embodied.runtime.handles import Handle
+from embodied.runtime.nodes import Link, NodeInfo
+from sim_farm.hosts import Host
+
+T = TypeVar("T")
+
+Args = tuple[Any, ...] | Callable[[int], tuple[Any, ...]]
+"""Arguments of a group's workers: the same for all, or made from the rank."""
+
+
+class Runtime(Protocol):
+    """Places workers and ends them."""
+
+    @property
+    def deadline(self) -> Deadline:
+        """Of a call of a worker. Its `inner` is for what a worker waits for: its farm."""
+        ...
+
+    def farm_host(self, physics_workers: int, render_workers: int, physics_nodes: tuple[str, ...] = ()) -> Host:
+        """Where the workers of one task of a farm will live. No other task has that host until the farm is closed."""
+        ...
+
+    def nodes(self) -> tuple[NodeInfo, ...]:
+        """The machines that workers can be placed on, this one first; none where there is nothing to choose."""
+        ...
+
+    def link(self) -> Link:
+        """The slowest of the links to the other machines, measured now."""
+        ...
+
+    def watch(self) -> None:
+        """Replace farm workers that died or hang. To be called while waiting for something else than a call."""
+        ...
+
+    def prepare(self, workers: int) -> None:
+        """Start processes for workers that will be placed soon, so that they import while others build."""
+        ...
+
+    def place(self, name: str, make: Callable[..., T], *args: Any, beside: Handle[Any] | None = None) -> Handle[T]:
+        """Make the worker `make(*args)` and return its handle; in the process of `beside`, if that is given."""
+        ...
+
+    def place_group(
+        self, name: str, make: Callable[..., T], size: int, args: Args = (), beside: WorkerGroup[Any] | None = None
+    ) -> WorkerGroup[T]:
+        """Make `size` workers side by side, rank r from `make(*args)` or `make(*args(r))`.
+
+        Each has a process of its own; or rank r is in the process of rank r of `beside`, if that is given. When one
+        cannot be made, its exception is raised with its name, and none is left. Raises `ValueError` for a size below 1
+        and for a `beside` of another size.
+        """
+        ...
+
+    def close(self) -> None:
+        """End every worker, within seconds."""
+        ...
+
+
+def args_of(args: Args, size: int) -> list[tuple[Any, ...]]:
+    """The arguments of each rank."""
+    return [args(rank) if callable(args) else args for rank in range(size)]
+
+
+def check_group(name: str, size: int, beside: WorkerGroup[Any] | None) -> None:
+    """Raise `ValueError` for a group that cannot be placed."""
+    if size < 1:
+        raise ValueError(f"{name} has at least one rank, got {size}")
+    if beside is not None and beside.size != size:
+        raise ValueError(f"{name} has {size} ranks and is to be beside {beside.name}, which has {beside.size}")

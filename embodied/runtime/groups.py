@@ -1,0 +1,188 @@
+"""Several instances of one worker class under one handle.
+
+learner: WorkerGroup[Learner] = runtime.place_group("learner", make_learner, 2, args)
+stepped = learner.call_all(Learner.step, batch)           # one result per rank, in rank order
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+
+from embodied.runtime.handles import Handle
+from sim_farm.farm import WorkerTimeout
+
+T = TypeVar("T")
+P = ParamSpec("P")
+R = TypeVar("R")
+S = TypeVar("S")
+
+POLL_S = 0.5
+"""How soon the failure of one rank is noticed while others work. Success of all is noticed at once."""
+
+
+def rank_names(name: str, size: int) -> list[str]:
+    """The names of the group's workers: `learner 0`, `learner 1`; of a group of one just `learner`."""
+    return [name] if size == 1 else [f"{name} {rank}" for rank in range(size)]
+
+
+@contextmanager
+def naming(worker: str, size: int, unfinished: Sequence[str] = ()) -> Iterator[None]:
+    """Raise an error of the block with the worker's name at the beginning of its message, unless its group is of one.
+
+    Where the worker is late, the message also names the `unfinished` others: one of them may be what it waits for.
+    """
+    try:
+        yield
+    except Exception as error:
+        if size > 1:
+            more = f"; not finished either: {', '.join(unfinished)}" if unfinished else ""
+            _name(error, worker, more if isinstance(error, WorkerTimeout) else "")
+        raise
+
+
+def _name(error: Exception, worker: str, more: str) -> None:
+    if len(error.args) != 1 or not isinstance(error.args[0], str):  # its message is made of other things
+        error.add_note(f"in {worker}")
+        return
+    (text,) = error.args
+    error.args = (f"{text if text.startswith(worker) else f'{worker}: {text}'}{more}",)
+
+
+@dataclass(frozen=True)
+class WorkerGroup(Generic[T]):
+    """The workers of one component, in rank order.
+
+    A failure of one rank is raised at once, with the worker's name at the beginning of its message. What the other
+    ranks were asked is then abandoned: their results are dropped, and their next calls wait until they have finished,
+    under the usual deadline. A group of one behaves as its only worker does.
+    """
+
+    name: str
+    handles: tuple[Handle[T], ...]
+
+    @property
+    def size(self) -> int:
+        return len(self.handles)
+
+    # --- call: start and wait
+
+    def call(self, method: Callable[Concatenate[T, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """The result of the only worker. Raises `ValueError` in a larger group."""
+        return self._only().call(method, *args, **kwargs)
+
+    def call_one(self, rank: int, method: Callable[Concatenate[T, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """The result of one rank."""
+        with self._naming(rank):
+            return self.handles[rank].call(method, *args, **kwargs)
+
+    def call_all(self, method: Callable[Concatenate[T, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
+        """The results of all ranks, which work side by side on the same arguments."""
+        if self.size == 1:
+            return [self.call(method, *args, **kwargs)]
+        return self.get(self.submit_all(method, *args, **kwargs))
+
+    def scatter(self, method: Callable[..., R], per_rank_args: Sequence[tuple[Any, ...]]) -> list[R]:
+        """The results of all ranks, each with its own arguments. Raises `ValueError` unless there is one per rank."""
+        return self.get(self.submit_scattered(method, per_rank_args))
+
+    # --- submit: start now, wait later
+
+    def submit(self, method: Callable[Concatenate[T, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Start the method on the only worker; see `get_one`. Raises `ValueError` in a larger group."""
+        return self._only().submit(method, *args, **kwargs)
+
+    def submit_one(self, rank: int, method: Callable[Concatenate[T, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Start the method on one rank; see `get_one`."""
+        with self._naming(rank):  # inline, work is done when it is submitted
+            return self.handles[rank].submit(method, *args, **kwargs)
+
+    def submit_all(self, method: Callable[Concatenate[T, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
+        """Start the method on every rank; references in rank order, see `get`."""
+        return [self.submit_one(rank, method, *args, **kwargs) for rank in range(self.size)]
+
+    def submit_scattered(self, method: Callable[..., R], per_rank_args: Sequence[tuple[Any, ...]]) -> list[R]:
+        """Start the method on every rank with arguments of its own; references in rank order, see `get`."""
+        if len(per_rank_args) != self.size:
+            raise ValueError(f"{self.name} has {self.size} ranks, got arguments for {len(per_rank_args)}")
+        return [self.submit_one(rank, method, *args) for rank, args in enumerate(per_rank_args)]
+
+    def get(self, references: Sequence[R]) -> list[R]:
+        """Wait for what `submit_all`, `submit_scattered` or `pipe` started; results in rank order."""
+        if len(references) != self.size:
+            raise ValueError(f"{self.name} has {self.size} ranks, got {len(references)} references")
+        results: dict[int, R] = {}
+        waiting = list(range(self.size))
+        while waiting:
+            # When the last rank ends, whichever is polled has ended too: success is never noticed late.
+            for rank in list(waiting):
+                with self._naming(rank, [other for other in waiting if other != rank]):
+                    if self.handles[rank].poll(references[rank], POLL_S / len(waiting)):
+                        results[rank] = self.handles[rank].get(references[rank])
+                        waiting.remove(rank)
+        return [results[rank] for rank in range(self.size)]
+
+    def get_one(self, rank: int, reference: R) -> R:
+        """Wait for what `submit_one` started."""
+        with self._naming(rank):
+            return self.handles[rank].get(reference)
+
+    # --- from group to group
+
+    def pipe(
+        self,
+        method: Callable[Concatenate[T, Any, P], R],
+        source: WorkerGroup[S],
+        produce: Callable[[S], Any],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> list[R]:
+        """Start the method on every rank with what `produce` makes on the source; references in rank order.
+
+        Between groups of one size, rank to rank. From a group of one to all ranks, made once. Raises `ValueError` for
+        other sizes.
+        """
+        if source.size == self.size:
+            pairs = zip(self.handles, source.handles, strict=True)
+            return [mine.pipe(method, its, produce, *args, **kwargs) for mine, its in pairs]
+        self._require_one(source)
+        made = source.handles[0].submit(produce)
+        return self.submit_all(method, made, *args, **kwargs)
+
+    def path_from(self, source: WorkerGroup[Any]) -> str:
+        """The way that `pipe` takes, in words."""
+        if source.size != self.size:
+            self._require_one(source)
+        theirs = source.handles if source.size == self.size else source.handles * self.size
+        paths = [mine.path_from(its) for mine, its in zip(self.handles, theirs, strict=True)]
+        return " and ".join(dict.fromkeys(paths))
+
+    def end(self) -> None:
+        """Drop every worker. Raises the first failure when all have been asked."""
+        failures = []
+        for handle in self.handles:
+            try:
+                handle.end()
+            except Exception as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
+
+    def _only(self) -> Handle[T]:
+        if self.size != 1:
+            raise ValueError(
+                f"{self.name} has {self.size} ranks: say which with call_one, or ask all with call_all or scatter"
+            )
+        return self.handles[0]
+
+    def _require_one(self, source: WorkerGroup[Any]) -> None:
+        if source.size != 1:
+            raise ValueError(
+                f"{source.name} has {source.size} ranks and {self.name} {self.size}: pipe goes rank to rank between "
+                "groups of one size, or from a group of one to all"
+            )
+
+    def _naming(self, rank: int, unfinished: Sequence[int] = ()) -> AbstractContextManager[None]:
+        return naming(self.handles[rank].name, self.size, [self.handles[other].name for other in unfinished])

@@ -1,0 +1,79 @@
+"""Workers in this process, which run when they are called, in order. For debugging and for small things."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from embodied.runtime.contract import Args, args_of, check_group
+from embodied.runtime.deadlines import Deadline
+from embodied.runtime.groups import WorkerGroup, naming, rank_names
+from embodied.runtime.handles import Handle
+from embodied.runtime.nodes import Link, NodeInfo
+from sim_farm.hosts import Host, InProcess
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+@dataclass
+class LocalHandle(Handle[T]):
+    """The worker is an object in this process. A submitted call is run at once; its reference is its result."""
+
+    worker: Any = field(kw_only=True)
+
+    def get(self, reference: R) -> R:
+        return reference
+
+    def poll(self, reference: Any, timeout_s: float) -> bool:
+        return True
+
+    def path_from(self, source: Handle[Any]) -> str:
+        return "by reference"
+
+    def end(self) -> None:
+        self.worker = None
+
+    def _start(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return getattr(self.worker, method)(*args, **kwargs)
+
+
+class InlineRuntime:
+    """Everything in this process, in order."""
+
+    def __init__(self, deadline_s: float) -> None:
+        self.deadline = Deadline(deadline_s)
+
+    def farm_host(self, physics_workers: int, render_workers: int, physics_nodes: tuple[str, ...] = ()) -> Host:
+        return InProcess()
+
+    def nodes(self) -> tuple[NodeInfo, ...]:
+        return ()
+
+    def link(self) -> Link:
+        return Link(0.0, math.inf)
+
+    def watch(self) -> None:
+        """Nothing dies apart from this process."""
+
+    def prepare(self, workers: int) -> None:
+        """Everything is imported here anyway."""
+
+    def place(self, name: str, make: Callable[..., T], *args: Any, beside: Handle[Any] | None = None) -> Handle[T]:
+        return LocalHandle(name, self.deadline, worker=make(*args))
+
+    def place_group(
+        self, name: str, make: Callable[..., T], size: int, args: Args = (), beside: WorkerGroup[Any] | None = None
+    ) -> WorkerGroup[T]:
+        check_group(name, size, beside)
+        names = rank_names(name, size)
+        handles = []
+        for mine, its_args in zip(names, args_of(args, size), strict=True):
+            with naming(mine, size):
+                handles.append(self.place(mine, make, *its_args))
+        return WorkerGroup(name, tuple(handles))
+
+    def close(self) -> None:
+        return None

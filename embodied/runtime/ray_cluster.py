@@ -1,0 +1,165 @@
+"""A Ray cluster of which this machine is a node: its machines, its processes, and waiting for them.
+
+Ray starts, places, watches and ends processes. On one machine it is not on the path of a step: farm and workers
+ring each other through shared memory, and Ray carries one call per iteration. A physics worker on another machine
+has a relay here, a thread of this process, and costs one call per decision and group.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray._private import ray_constants
+from ray.exceptions import ActorUnschedulableError, GetTimeoutError, RayActorError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from embodied.errors import UserError
+from embodied.runtime.deadlines import Deadline, Wait
+from embodied.runtime.nodes import NodeInfo
+from sim_farm.farm import WorkerFailed, WorkerTimeout
+
+HERE = ""
+"""The client's node, where a placement names one."""
+LOOPBACK = "127.0.0.1"
+JOIN_S = 10.0
+"""Longest wait for the first sign of life of a cluster."""
+LOOK_S = 0.5
+"""How often, during a wait, it is looked after the other workers."""
+OBJECT_STORE_BYTES = 512 * 2**20
+"""Holds one iteration's trajectories on their way to the learner, and the weights on their way back."""
+
+
+class RayCluster:
+    """Starts Ray on this machine (`local`), or joins the cluster at `address`.
+
+    Raises `UserError` when no cluster answers at the address, or this machine is not one of its nodes.
+    """
+
+    def __init__(self, address: str, deadline_s: float) -> None:
+        self.deadline = Deadline(deadline_s)
+        self.watchers: list[Callable[[], None]] = []
+        """Called by `watch`; each looks after some workers, and raises what ends the run."""
+        self._actors: list[Any] = []
+        options: dict[str, Any] = {"address": address, "logging_level": logging.ERROR, "log_to_driver": False}
+        if address == "local":
+            # One logical CPU: our actors ask for none, and Ray would start an idle worker for each.
+            options |= {
+                "include_dashboard": False,
+                "num_cpus": 1,
+                "object_store_memory": OBJECT_STORE_BYTES,
+                "_node_ip_address": LOOPBACK,
+            }
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        # Ray's default lets every other process of the machine go before its workers (nice 15).
+        os.environ.setdefault("RAY_worker_niceness", "0")
+        if address == "local" or address.startswith(f"{LOOPBACK}:"):
+            # Ray replaces a loopback address by one that other machines reach, except where it knows that there
+            # are none (as on macOS). Told so, all its servers listen on the loopback interface alone.
+            ray_constants.ENABLE_RAY_CLUSTER = False
+        terminated = signal.getsignal(signal.SIGTERM)
+        try:
+            _require_listener(address)
+            ray.init(**options)
+        except OSError as error:
+            raise UserError(
+                f"no Ray cluster with this machine as a node answers at {address!r}: start it with `ray start --head`, "
+                "join it here with `ray start --address HOST:PORT`, and name that HOST:PORT; if it was started with "
+                "RAY_AUTH_MODE=token, set that here too"
+            ) from error
+        # Ray installs a handler of its own, which would leave our shared memory and its own helpers behind.
+        signal.signal(signal.SIGTERM, terminated)
+        self.here: str = ray.get_runtime_context().get_node_id()
+
+    def nodes(self) -> tuple[NodeInfo, ...]:
+        """The cluster's living machines, this one first; where several have one name, with their ids in it."""
+        found = [NodeInfo.of(entry, self.here) for entry in ray.nodes() if entry["Alive"]]
+        names = [node.name for node in found]
+        found = [n if names.count(n.name) < 2 else replace(n, name=f"{n.name}-{n.id[:8]}") for n in found]
+        return tuple(sorted(found, key=lambda node: (not node.is_here, node.address, node.name, node.id)))
+
+    def actor(self, cls: Any, env: dict[str, str], node: str = HERE, args: tuple[Any, ...] = ()) -> Any:
+        """A new actor, on this machine or the node with that id, ended by `close`."""
+        place = NodeAffinitySchedulingStrategy(node or self.here, soft=False)
+        actor = cls.options(scheduling_strategy=place, runtime_env={"env_vars": env}).remote(*args)
+        self._actors.append(actor)
+        return actor
+
+    def kill(self, actor: Any) -> None:
+        """End an actor's process."""
+        self._actors.remove(actor)
+        ray.kill(actor)
+
+    def watch(self) -> None:
+        """Look after the workers that nobody waits for at the moment."""
+        for look in self.watchers:
+            look()
+
+    def poll(self, reference: Any, wait: Wait, name: str, what: str, timeout_s: float = LOOK_S) -> bool:
+        """Wait at most `timeout_s`; whether the reference has a value or an error.
+
+        Looks after the other workers meanwhile. Raises `WorkerTimeout` naming worker and work once the wait is late.
+        """
+        done, _ = ray.wait([reference], timeout=timeout_s)
+        if done:
+            return True
+        self.watch()
+        if wait.late():
+            raise WorkerTimeout(
+                f"{name} did not finish {what!r}: no progress for {wait.silent_s():.1f} s, with a deadline of "
+                f"{wait.deadline.seconds:g} s"
+            )
+        return False
+
+    def wait(self, reference: Any, name: str, what: str) -> Any:
+        """The reference's value, or the worker's own exception; waited for with the deadline of a call."""
+        wait = Wait(self.deadline)
+        while not self.poll(reference, wait, name, what):
+            pass
+        return self.value(reference, name, what)
+
+    def value(self, reference: Any, name: str, what: str) -> Any:
+        """The value that is there, or the worker's own exception without Ray's wrapping."""
+        deadline_s = self.deadline.inner().seconds  # who waits for this has waited for the worker before
+        try:
+            return ray.get(reference, timeout=deadline_s)
+        except RayTaskError as error:
+            raise (error.cause if isinstance(error.cause, Exception) else error) from None
+        except RayActorError as error:
+            if error.actor_init_failed:
+                raise cannot_start(name, error) from error
+            raise WorkerFailed(f"{name} died during {what!r}: {str(error).splitlines()[0]}") from error
+        except ActorUnschedulableError as error:
+            raise WorkerFailed(f"{name} cannot start: its machine has left the cluster") from error
+        except GetTimeoutError as error:
+            raise WorkerTimeout(
+                f"the result of {name}'s {what!r} is there and could not be fetched within {deadline_s:g} s"
+            ) from error
+
+    def close(self) -> None:
+        """End every process, and Ray with them where it was started here."""
+        for actor in self._actors:
+            ray.kill(actor)
+        self._actors.clear()
+        ray.shutdown()
+
+
+def cannot_start(who: str, error: RayActorError) -> WorkerFailed:
+    """Why a process never began its work; another try would end the same way."""
+    return WorkerFailed(
+        f"{who} cannot start: {str(error).splitlines()[-1]}; `embodied doctor` on its machine says what is missing"
+    )
+
+
+def _require_listener(address: str) -> None:
+    """Raise `OSError` soon if nothing listens at HOST:PORT: Ray would try for five minutes."""
+    host, colon, port = address.rpartition(":")
+    if colon and port.isdecimal():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=JOIN_S).close()

@@ -1,0 +1,183 @@
+"""Workers in Ray actors on this machine, their handles, and the memory through which they report progress."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import ray
+from torch import Tensor
+
+from embodied import progress
+from embodied.runtime.deadlines import Wait
+from embodied.runtime.handles import Handle
+from embodied.runtime.ray_cluster import LOOK_S, RayCluster
+from embodied.workers.devices import release, to_host
+from sim_farm.memory import Block, Field
+
+T = TypeVar("T")
+
+WAITING = {"GOMP_SPINCOUNT": "1000"}
+"""PyTorch's threads wait for each other by spinning, for milliseconds. Where a simulator shares their cores, the one
+that is waited for cannot run then: an iteration of 0.2 s was seen to take 6 s. So they sleep after microseconds."""
+PROGRESS = {"last_ns": Field((1,), "int64", 0)}
+"""When the process last reported progress, by the machine's monotonic clock, which all its processes share."""
+
+
+@ray.remote(num_cpus=0, max_restarts=0)
+class _WorkerActor:
+    """A process for other workers: one, or several that take turns and hand things to each other by reference."""
+
+    def __init__(self, memory: str) -> None:
+        self._memory = Block.attach(PROGRESS, memory)
+        progress.install(self._report)
+        importlib.import_module("embodied.workers.makers")  # seconds, which pass while the farm is built
+        self._workers: dict[str, Any] = {}
+
+    def make(self, name: str, make: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        # Not in the constructor: Ray would wrap its exception into the news of the actor's death.
+        self._report()
+        self._workers[name] = make(*args)
+
+    def run(self, name: str, method: str, *args: Any, **kwargs: Any) -> Any:
+        # Arguments are spread out so that Ray replaces references by their values.
+        self._report()  # a call that has waited for its turn begins now
+        return _portable(getattr(self._workers[name], method)(*args, **kwargs))
+
+    def pipe(self, source: str, produce: str, name: str, method: str, *args: Any, **kwargs: Any) -> Any:
+        self._report()
+        made = getattr(self._workers[source], produce)()
+        return _portable(getattr(self._workers[name], method)(made, *args, **kwargs))
+
+    def drop(self, name: str) -> int:
+        """Forget a worker, if it was made; how many are left."""
+        self._workers.pop(name, None)
+        release()
+        return len(self._workers)
+
+    def _report(self) -> None:
+        self._memory.arrays["last_ns"][0] = time.monotonic_ns()
+
+
+def _portable(result: Any) -> Any:
+    """What a worker returned, as another process can have it: weights leave the GPU's memory."""
+    if isinstance(result, dict) and any(isinstance(value, Tensor) for value in result.values()):
+        return to_host(result)
+    return result
+
+
+def _environment() -> dict[str, str]:
+    """Environment variables of a process for a policy worker, the learner or an evaluator.
+
+    They share GPUs as the plan says, and so ask Ray for none. Ray then neither deals any out nor hides them, and a
+    number means the same GPU as where the command was typed, also where a cluster was started otherwise.
+    """
+    visible = {name: os.environ[name] for name in ("CUDA_VISIBLE_DEVICES",) if name in os.environ}
+    return {**WAITING, "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", **visible}
+
+
+class WorkerProcess:
+    """A process for workers, with a block of shared memory in which it reports its progress."""
+
+    def __init__(self, cluster: RayCluster) -> None:
+        self._cluster = cluster
+        self._memory = Block.create(PROGRESS, shared=True)
+        self._last = self._memory.arrays["last_ns"]
+        self.actor = cluster.actor(_WorkerActor, _environment(), args=(self._memory.name,))
+
+    def last_ns(self) -> int:
+        """When it last reported progress (`time.monotonic_ns`); 0 if it never did."""
+        return int(self._last[0])
+
+    def forget(self) -> None:
+        """Remove the memory; the process has ended, or is about to."""
+        self._memory.close()
+
+    def kill(self) -> None:
+        self._cluster.kill(self.actor)
+        self.forget()
+
+
+@dataclass(eq=False)
+class Call:
+    """A call that was submitted."""
+
+    reference: Any
+    """Ray's, to its result."""
+    method: str
+    processes: tuple[WorkerProcess, ...]
+    """Whose progress is the call's: the worker's own, and of those whose results it was given."""
+    wait: Wait | None = None
+    """Begins when somebody first waits for it."""
+
+    def last_ns(self) -> int:
+        return max(process.last_ns() for process in self.processes)
+
+
+@dataclass
+class RayHandle(Handle[T]):
+    """The worker is in an actor, perhaps with others. A submitted call's reference is a `Call`."""
+
+    cluster: RayCluster = field(kw_only=True)
+    process: WorkerProcess = field(kw_only=True)
+    spare: Callable[[WorkerProcess], None] = field(kw_only=True)
+    """Takes a process that has no worker any more."""
+
+    def get(self, reference: Any) -> Any:
+        while not self.poll(reference, LOOK_S):
+            pass
+        return self.cluster.value(reference.reference, self.name, reference.method)
+
+    def poll(self, reference: Any, timeout_s: float) -> bool:
+        if reference.wait is None:
+            reference.wait = Wait(self.deadline, reference.last_ns)
+        return self.cluster.poll(reference.reference, reference.wait, self.name, reference.method, timeout_s)
+
+    def pipe(self, method: Any, source: Handle[Any], produce: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self._beside(source):
+            return super().pipe(method, source, produce, *args, **kwargs)
+        names = (source.name, produce.__name__, self.name, method.__name__)
+        return self._call(self.process.actor.pipe, method.__name__, names, args, kwargs)
+
+    def path_from(self, source: Handle[Any]) -> str:
+        return "by reference" if self._beside(source) else "shared memory"
+
+    def end(self) -> None:
+        if not self.get(self._call(self.process.actor.drop, "end", (self.name,), (), {})):
+            self.spare(self.process)
+
+    def _beside(self, source: Handle[Any]) -> bool:
+        return isinstance(source, RayHandle) and source.process is self.process
+
+    def _start(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._call(self.process.actor.run, method, (self.name, method), args, kwargs)
+
+    def _call(
+        self, remote: Any, method: str, names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Call:
+        given = [value for value in (*args, *kwargs.values()) if isinstance(value, Call)]
+        processes = dict.fromkeys([self.process, *(process for call in given for process in call.processes)])
+        reference = remote.remote(*names, *map(_ray, args), **{key: _ray(value) for key, value in kwargs.items()})
+        return Call(reference, method, tuple(processes))
+
+
+def start_worker(
+    cluster: RayCluster,
+    process: WorkerProcess,
+    spare: Callable[[WorkerProcess], None],
+    name: str,
+    make: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> tuple[RayHandle[Any], Call]:
+    """A handle, and the call that makes its worker in the process."""
+    handle: RayHandle[Any] = RayHandle(name, cluster.deadline, cluster=cluster, process=process, spare=spare)
+    return handle, Call(process.actor.make.remote(name, make, args), "start", (process,))
+
+
+def _ray(value: Any) -> Any:
+    """An argument as Ray takes it."""
+    return value.reference if isinstance(value, Call) else value

@@ -1,0 +1,334 @@
+"""One task of a farm: its environments and their workers, over a block of slots of its own.
+
+What a `Farm` does for all of its tasks, this does for one, but for waiting: a farm waits for all tasks at once.
+Groups and environments are numbered within the task.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from sim_farm import health, layout
+from sim_farm.contract import FarmError, Float32, TaskInfo
+from sim_farm.doorbell import Doorbell
+from sim_farm.group_slots import GroupSlots
+from sim_farm.hosts import Host, WorkerHandle
+from sim_farm.layout import FINAL_FRAMES, FarmSpec
+from sim_farm.observations import Int, Observations, read
+from sim_farm.worker_memory import WorkerMemory
+from sim_farm.workers import WorkerSetup
+
+RENDERER_START_S = 120.0
+"""Longest start of a renderer: an EGL driver that hangs does so silently and for ever."""
+SNAPSHOT = ("base_episode", "base_step", "history")
+"""Arrays that say where every environment is: its episode and the actions executed in it."""
+
+
+class GroupState(enum.Enum):
+    IDLE = "not yet reset"
+    SUBMITTED = "submitted"
+    COLLECTED = "collected"
+
+
+class GroupError(FarmError):
+    """A call out of turn: what must come first is named."""
+
+
+class WorkerTimeout(FarmError):
+    """A worker did not answer within the deadline."""
+
+
+class WorkerFailed(FarmError):
+    """A worker met an error of its own and ended."""
+
+
+class TaskFarm:
+    """See the module's docstring. `first_group` is what the farm calls the task's group 0, in messages."""
+
+    def __init__(
+        self,
+        spec: FarmSpec,
+        info: TaskInfo,
+        memory: WorkerMemory,
+        first_row: int = 0,
+        first_group: int = 0,
+        several: bool = False,
+    ) -> None:
+        self.spec, self.info, self.memory = spec, info, memory
+        self.handles: list[WorkerHandle] = []
+        """The workers, in the process that has launched them."""
+        self.slots = memory.slots.arrays
+        """See `layout`."""
+        self._bells = [Doorbell(self.slots["bells"], worker) for worker in range(spec.workers)]
+        self._groups = [GroupSlots(spec, self.slots, group) for group in range(spec.groups)]
+        self._workers_of = [sorted({spec.worker_of(env) for env in group.envs.tolist()}) for group in self._groups]
+        self._state = [GroupState.IDLE] * spec.groups
+        self._ticket = 0
+        self._first_row, self._first_group, self._several = first_row, first_group, several
+
+    def launch(self, host: Host, cores: Sequence[int | None]) -> None:
+        """Start the workers, worker i on core `cores[i % len(cores)]` if any are given."""
+        spec, slots = self.spec, self.slots
+        draws = spec.drawers if self.info.cameras else range(0)
+        slots["draws"][draws.start : draws.stop] = True
+        for env in range(spec.num_envs):
+            slots["physics_of"][env] = spec.worker_of(env)
+            if self.info.cameras and spec.render_workers:
+                slots["renderer_of"][env] = spec.physics_workers + spec.renderer_of(env)
+        for index in range(spec.workers if self.info.cameras else spec.physics_workers):
+            core = cores[index % len(cores)] if cores else None
+            setup = WorkerSetup(spec, self.info, index, self.memory.address, core, self._several)
+            self.handles.append(host.launch(setup, self.memory))
+
+    # --- groups
+
+    def envs_of(self, group: int) -> Int:
+        """Indices of the group's environments, in the order of its rows."""
+        return self._groups[group].envs
+
+    def state_of(self, group: int) -> GroupState:
+        return self._state[group]
+
+    def all_collected(self) -> bool:
+        return all(state is GroupState.COLLECTED for state in self._state)
+
+    def reset(self, group: int, rows: Int | None) -> None:
+        """`Farm.reset`."""
+        if self._state[group] is GroupState.SUBMITTED:
+            raise GroupError(f"group {self._name(group)} is submitted; collect it before a reset")
+        self._require_renderers()
+        self._place_frames(group, rows, None, ends=False)
+        self._request(group, layout.RESET)
+
+    def submit(self, group: int, actions: Float32, rows: Int | None, final_rows: Int | None) -> None:
+        """`Farm.submit`."""
+        if self._state[group] is not GroupState.COLLECTED:
+            state = self._state[group].value
+            raise GroupError(f"group {self._name(group)} is {state}; collect it before submitting")
+        expected = (len(self._groups[group].envs), self.spec.chunk, self.info.action_dim)
+        if actions.shape != expected:
+            raise FarmError(f"group {self._name(group)} takes actions of shape {expected}, got {actions.shape}")
+        self._require_renderers()
+        self._place_frames(group, rows, final_rows, ends=self.spec.final_frames != "never")
+        self._groups[group].put("action", actions)
+        self._request(group, layout.STEP)
+
+    def done(self, group: int) -> bool:
+        """Whether what the group was last asked for is there."""
+        views = self._groups[group]
+        asked = views.view("requested")
+        # Both: a fused worker sets `drawn` first.
+        return bool((views.view("simulated") == asked).all() and (views.view("drawn") == asked).all())
+
+    def collect(self, group: int) -> Observations:
+        """What the group shows, once it is done; see `Farm.collect`."""
+        rows = self._groups[group]
+        seen = read(self.slots, rows, self.info, self.memory.frames)
+        rows.put("base_episode", seen.episode)
+        rows.put("base_step", seen.episode_step)
+        rows.put("collected", rows.get("requested"))
+        self._state[group] = GroupState.COLLECTED
+        return seen
+
+    def _name(self, group: int) -> int:
+        return self._first_group + group
+
+    def _require_renderers(self) -> None:
+        if self.slots["away"][0]:
+            raise GroupError("the renderers are away; load_renderers() before a group is reset or submitted")
+
+    def _request(self, group: int, op: int) -> None:
+        rows = self._groups[group]
+        self._ticket = max(self._ticket, int(self.slots["requested"].max())) + 1
+        rows.fill("op", op)
+        rows.fill("requested_ns", time.monotonic_ns())
+        rows.fill("requested", self._ticket)
+        self._state[group] = GroupState.SUBMITTED
+        self.ring(self._workers_of[group])
+
+    def _place_frames(self, group: int, rows: Int | None, final_rows: Int | None, ends: bool) -> None:
+        """Say where the next observations and, if an episode's end may be drawn, the final ones go."""
+        if self.memory.frames is None:
+            return
+        plain = self._first_row + self._groups[group].envs
+        self._place(group, "frame_row", plain if rows is None else rows, "rows")
+        if ends:
+            final_plain = plain + self.spec.num_envs
+            self._place(group, "final_row", final_plain if final_rows is None else final_rows, "final_rows")
+
+    def _place(self, group: int, name: str, rows: Int, argument: str) -> None:
+        assert self.memory.frames is not None
+        there, count = self.memory.frames.rows, len(self._groups[group].envs)
+        if rows.shape != (count,) or len(np.unique(rows)) < count or rows.min() < 0 or rows.max() >= there:
+            raise FarmError(
+                f"group {self._name(group)} takes {count} different `{argument}` from 0 to {there - 1}, got "
+                f"{rows.tolist()}: give others, or make the farm with more frame_rows"
+            )
+        self._groups[group].put(name, rows)
+
+    # --- snapshots and limits
+
+    def snapshot(self) -> dict[str, np.ndarray]:
+        """Copies of `SNAPSHOT`'s arrays. All groups must be collected."""
+        if not self.all_collected():
+            raise GroupError("collect every group before taking a snapshot")
+        return {key: self.slots[key].copy() for key in SNAPSHOT}
+
+    def check_snapshot(self, snapshot: Mapping[str, np.ndarray]) -> None:
+        """Raise `FarmError` where the snapshot is not of this farm's sizes."""
+        for key in SNAPSHOT:
+            found = snapshot[key].shape if key in snapshot else None
+            if found != self.slots[key].shape:
+                raise FarmError(
+                    f"the snapshot's {key} of {self.spec.task.name} has shape {found}, this farm's has "
+                    f"{self.slots[key].shape}: resume with the same environments, tasks and chunk"
+                )
+
+    def restore(self, snapshot: Mapping[str, np.ndarray]) -> None:
+        """Make the next `reset` continue from a checked snapshot."""
+        for key in SNAPSHOT:
+            self.slots[key][...] = snapshot[key]
+
+    def hold(self, episodes: int) -> None:
+        """`Farm.hold`."""
+        if any(state is GroupState.SUBMITTED for state in self._state):
+            raise GroupError("collect every group before moving the limit of episodes")
+        self.slots["limit"][:] = episodes
+
+    # --- renderers
+
+    def ask_renderers(self, away: bool) -> None:
+        """Tell the workers that draw to free their renderers, or to have them. They are there when `switched`."""
+        if not self.info.cameras:
+            return
+        self.slots["moved_bytes"][:] = 0
+        self.slots["away_ns"][0] = time.monotonic_ns()
+        self.slots["away"][0] = away
+        self.ring(self.spec.drawers)
+
+    def switched(self) -> bool:
+        """Whether every worker that draws has done what `ask_renderers` said."""
+        return not self._slow_to_switch()
+
+    def moved_bytes(self) -> int:
+        """Of the workers' private memory, freed or taken by the last switch."""
+        return int(self.slots["moved_bytes"].sum())
+
+    def late_to_switch(self, deadline_s: float) -> WorkerTimeout | None:
+        """The error that names the worker that has not switched; None if all have."""
+        slow = self._slow_to_switch()
+        if not slow:
+            return None
+        wish = "free" if self.slots["away"][0] else "start"
+        return WorkerTimeout(self._late(self._least_progress(slow), deadline_s, f"with its renderer to {wish}"))
+
+    def _slow_to_switch(self) -> list[int]:
+        left, away = self.slots["left"], self.slots["away"][0]
+        return [worker for worker in self.spec.drawers if left[worker] != away] if self.info.cameras else []
+
+    # --- workers
+
+    def ring(self, workers: Sequence[int]) -> None:
+        """Wake the workers. In one process that runs all of them: physics comes first, so that one pass also draws."""
+        if self.memory.slots.name is not None:
+            for worker in workers:
+                self._bells[worker].ring()
+            return
+        for handle in self.handles:
+            handle.ring()
+
+    def built(self) -> int:
+        """Environments built so far."""
+        return int(self.slots["built"][: self.spec.physics_workers].sum())
+
+    def private_bytes(self) -> Int:
+        """int64 [workers]; see `Farm.private_bytes`."""
+        return self.slots["private_bytes"].copy()
+
+    @property
+    def wire_bytes(self) -> int:
+        return int(self.slots["wire_bytes"].sum())
+
+    def check(self) -> None:
+        """Raise `WorkerFailed` with the message of a worker that met an error, or whose renderer hangs at its start."""
+        phases = self.slots["phase"]
+        if phases.max() < layout.FAILED:
+            return
+        for worker in np.flatnonzero(phases == layout.OPENING).tolist():
+            since_s = (time.monotonic_ns() - int(self.slots["since_ns"][worker])) / 1e9
+            if since_s > RENDERER_START_S:
+                raise WorkerFailed(
+                    f"{self.worker_name(worker)} has been starting its renderer for {since_s:.0f} s and hangs, as "
+                    "EGL does with a driver that does not fit: try MUJOCO_GL=osmesa, or another of farm.devices; "
+                    "`embodied doctor` says what answers"
+                )
+        for worker in np.flatnonzero(phases == layout.FAILED).tolist():
+            raise WorkerFailed(bytes(self.slots["message"][worker]).rstrip(b"\0").decode(errors="replace"))
+
+    def timeout(self, group: int, deadline_s: float) -> WorkerTimeout:
+        """The error that names the worker that keeps the group waiting: of those with work of it, the one whose last
+        progress is longest ago."""
+        slots = self.slots
+        late: dict[int, str] = {}
+        for env in self._groups[group].envs.tolist():
+            if slots["simulated"][env] != slots["requested"][env]:
+                late.setdefault(int(slots["physics_of"][env]), f"with environment {env} to simulate")
+            elif slots["drawn"][env] != slots["requested"][env]:
+                late.setdefault(int(slots["renderer_of"][env]), f"with environment {env} to draw")
+        worker = self._least_progress(list(late))
+        return WorkerTimeout(self._late(worker, deadline_s, late[worker]))
+
+    def doing(self) -> list[str]:
+        """Of each worker, what it does."""
+        phases = self.slots["phase"].tolist()
+        return [f"{self.worker_name(worker)} is {layout.PHASES[phase]}" for worker, phase in enumerate(phases)]
+
+    def worker_name(self, worker: int) -> str:
+        return WorkerSetup(self.spec, self.info, worker, None, several=self._several).name
+
+    def _least_progress(self, workers: list[int]) -> int:
+        return min(workers, key=lambda worker: health.stuck_since_ns(self.slots, worker) or 0)
+
+    def _late(self, worker: int, deadline_s: float, task: str) -> str:
+        doing = health.doing(self.slots, worker)
+        return f"{self.worker_name(worker)} did not answer within {deadline_s:.0f} s: it {doing}, {task}"
+
+    # --- the end
+
+    def stop(self) -> None:
+        """Tell the workers to end; they do at their next look."""
+        if self.slots:
+            self.slots["stop"][0] = 1
+            for bell in self._bells:
+                bell.ring()
+
+    def join(self, deadline_s: float) -> None:
+        """Wait for the end of the stopped workers, at most so long for each."""
+        for handle in self.handles:
+            handle.close(deadline_s)
+
+    def forget(self) -> None:
+        """Forget the slots; in the process that created them they are removed."""
+        self.slots, self._groups, self._bells = {}, [], []
+        self.memory.slots.close()
+
+
+def check_spec(spec: FarmSpec) -> None:
+    """Raise `FarmError` where the environments cannot be dealt out evenly, or a number is out of its range."""
+    least = {"num_envs": 1, "chunk": 1, "groups": 1, "physics_workers": 1, "render_workers": 0}
+    for name, smallest in least.items():
+        if getattr(spec, name) < smallest:
+            raise FarmError(f"a farm's {name} is at least {smallest}, got {getattr(spec, name)}")
+    if spec.final_frames not in FINAL_FRAMES:
+        raise FarmError(f"final_frames is one of {', '.join(FINAL_FRAMES)}, got {spec.final_frames!r}")
+    share = spec.physics_workers * spec.groups
+    if spec.num_envs % share:
+        near = max(share, round(spec.num_envs / share) * share)
+        raise FarmError(
+            f"{spec.num_envs} environments do not divide into {spec.physics_workers} physics workers x "
+            f"{spec.groups} groups; use a multiple of {share}, for example {near}"
+        )

@@ -1,0 +1,104 @@
+"""A worker of a farm that dies or is stopped while somebody acts in it: it is named, replaced, and changes nothing."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass, replace
+
+import psutil  # type: ignore[import-untyped]
+import pytest
+
+from embodied.runtime.deadlines import Deadline
+from embodied.runtime.ray_runtime import RayRuntime
+from sim_farm.episodes import EndlessEpisodes
+from sim_farm.farm import Farm, FarmAddress
+from sim_farm.layout import FarmSpec
+from tests.embodied.test_relay import CHUNKS, PICTURES
+from tests.sim_farm.driving import Trace, assert_same, drive, run
+
+FUSED = replace(PICTURES, render_workers=0)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RayRuntime]:
+    runtime = RayRuntime("local", 60.0)
+    try:
+        yield runtime
+    finally:
+        runtime.close()
+
+
+@dataclass
+class Player:
+    """The farm's client in a process of its own, as the policy worker is."""
+
+    address: FarmAddress
+
+    def play(self, deadline_s: float) -> Trace:
+        with closing(Farm.attach(self.address)) as farm:
+            return drive(farm, end=CHUNKS, deadline_s=deadline_s)
+
+
+VICTIMS = [
+    pytest.param(PICTURES, 0, "physics 0", id="physics"),
+    pytest.param(PICTURES, 2, "render 0", id="render"),
+    pytest.param(FUSED, 1, "physics 1", id="fused"),
+]
+
+
+@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(("spec", "victim", "name"), VICTIMS)
+def test_a_lost_worker_is_named_and_replaced_and_its_episodes_replayed(
+    spec: FarmSpec,
+    victim: int,
+    name: str,
+    blow: signal.Signals,
+    cluster: RayRuntime,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Frames and all, to the last bit; and sooner than whoever collects from the farm gives up, as deadlines nest."""
+    monkeypatch.setattr(cluster, "deadline", Deadline(32.0))  # so 16 s are the farm's, and 8 s a worker's
+    host = cluster.farm_host(spec.physics_workers, spec.render_workers)
+    pids, before = host.pids(), dict(host.restarts)
+    with closing(Farm.create(spec, host)) as farm:
+        player = cluster.place("player", Player, farm.address)
+        requested = farm.tasks[0].slots["requested"]
+
+        def strike() -> None:
+            while requested.max() < CHUNKS:  # of 2 x (1 + CHUNKS) requests
+                time.sleep(1e-4)
+            os.kill(pids[victim], blow)
+
+        striker = threading.Thread(target=strike)
+        striker.start()
+        found = player.call(Player.play, player.deadline.inner().seconds)
+        striker.join()
+        player.end()
+    assert_same(run(spec, chunks=CHUNKS), found, f"losing {name} changes results")
+    assert not psutil.pid_exists(pids[victim]), "a stopped process is left behind"
+    assert host.restarts == {**before, victim: before.get(victim, 0) + 1}, "not lost, or replaced more than once"
+    said = [record.getMessage() for record in caplog.records if record.name.startswith("embodied.runtime")]
+    stopped = f"{name} has been .* for \\d+\\.\\d s without progress.*"
+    why = "its process died" if blow is signal.SIGKILL else stopped
+    assert len(said) == 1 and re.fullmatch(f"{name} was lost and is replaced: {why}", said[0]), said
+
+
+def test_tasks_of_one_shape_have_processes_of_their_own(cluster: RayRuntime) -> None:
+    """Two tasks of a farm; when it is closed, the next farm finds the processes again."""
+    tasks = (FUSED, replace(FUSED, episodes=EndlessEpisodes(5)))
+    hosts = [cluster.farm_host(FUSED.physics_workers, 0) for _ in tasks]
+    pids = [host.pids() for host in hosts]
+    assert len({pid for several in pids for pid in several}) == 2 * FUSED.physics_workers
+    with closing(Farm.create(tasks, hosts)) as farm:
+        for group in range(farm.groups):
+            farm.reset(group)
+        assert all(farm.collect(group, 60).active.all() for group in range(farm.groups))
+    again = [cluster.farm_host(FUSED.physics_workers, 0) for _ in tasks]
+    assert sorted(map(id, again)) == sorted(map(id, hosts)), "processes are left idle and others are started"
