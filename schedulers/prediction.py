@@ -14,7 +14,8 @@ from schedulers.links import rest_seconds, with_ways
 from schedulers.network import completions
 from schedulers.plan import Phase, Plan, Prediction
 from schedulers.profile import Profile
-from schedulers.shape import Shape, shape_of
+from schedulers.shape import Shape
+from schedulers.shaping import shape_of
 from schedulers.times import Problem, component_seconds, part_items, segment_seconds, switch_seconds, visit_seconds
 from schedulers.validation import check_places
 from schedulers.workflow import Workflow

@@ -14,7 +14,7 @@ from schedulers.layout import range_text
 from schedulers.memory import devices_of
 from schedulers.plan import MODES, DeviceRange, Phase, Placement, Plan
 from schedulers.profile import Profile
-from schedulers.shape import shape_of
+from schedulers.shaping import shape_of
 from schedulers.times import Problem, resident_bytes, working_bytes
 from schedulers.workflow import Workflow
 

@@ -32,7 +32,7 @@ from schedulers import (
     predict_sequential,
     save,
     simulate,
-    task_search,
+    task_family,
     to_data,
     validate,
 )
@@ -84,7 +84,7 @@ def test_two_tasks_are_planned_as_by_exhaustive_search(seed: int, memory: bool) 
 def test_step_by_step_comes_near_and_its_bound_is_honest(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     workflow, profile, cluster = random_tasks(seed, gpu=seed % 2 == 0)
     exact = alternatives(workflow, profile, cluster, groups=GROUPS, parts=PARTS)
-    monkeypatch.setattr(task_search, "MOST_WAYS", 1)
+    monkeypatch.setattr(task_family, "MOST_WAYS", 1)
     for mode, found in alternatives(workflow, profile, cluster, groups=GROUPS, parts=PARTS).items():
         assert lower_bound(found) <= seconds(exact[mode]) * (1 + 1e-9)
         assert seconds(exact[mode]) <= seconds(found) * NEAR <= seconds(exact[mode]) * 1.1
