@@ -191,7 +191,7 @@ def _named(plan: Plan) -> Cluster:
     sizes: dict[str, dict[str, int]] = {}
     for phase in plan.phases:
         for placement in phase.placements:
-            for span in placement.devices:
-                node = sizes.setdefault(span.node, {"cores": 0, "accelerators": 0})
-                node[span.pool] = max(node[span.pool], span.first + span.count)
+            for part in placement.devices:
+                node = sizes.setdefault(part.node, {"cores": 0, "accelerators": 0})
+                node[part.pool] = max(node[part.pool], part.first + part.count)
     return Cluster(tuple(Node(name, size["cores"], size["accelerators"]) for name, size in sizes.items()))

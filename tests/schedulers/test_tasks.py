@@ -102,6 +102,24 @@ def test_ten_tasks_are_planned_with_a_small_certified_gap() -> None:
     assert best.groups == (1,) * 10
 
 
+def test_ten_tasks_that_do_not_fit_beside_the_learner_are_unloaded_or_refused() -> None:
+    workflow, profile = libero_tasks(10)
+    sizes = {"physics": 0.5e9, "render": 1e9, "policy": 16e9, "learner": 70e9}
+    components = {
+        name: replace(component, resident_bytes=sizes[name.split("-")[0]], unload_s=1.0, load_s=1.0)
+        for name, component in profile.components.items()
+    }
+    heavy = replace(profile, components=components)
+    roomy = Cluster((Node("node0", 16, 1, memory_bytes=256e9, accelerator_bytes=80e9),))
+    best = plan(workflow, heavy, roomy, explain=False)
+    validate(best, workflow, roomy, heavy)
+    assert best.unload and best.mode != "disaggregated"
+    assert seconds(best) <= lower_bound(best) * 1.1
+    tight = Cluster((Node("node0", 16, 1, memory_bytes=2e9, accelerator_bytes=80e9),))
+    with pytest.raises(PlanError, match="fits in the cluster's memory"):
+        plan(workflow, heavy, tight, explain=False)
+
+
 def test_tasks_that_are_alike_are_planned_alike() -> None:
     workflow, profile = libero_tasks(2)
     best = plan(workflow, profile, Cluster((Node("node0", 8, 1),)))
