@@ -105,8 +105,8 @@ def _with(config: Config, policy: tuple[tuple[int, int, int], int]) -> Config:
     data = config.model_dump(mode="json")
     data["policy"]["options"] |= {"channels": list(policy[0]), "extra_layers": policy[1]}
     # Short iterations: only the loop is looked at.
-    data["learner"] |= {"epochs": 1}
-    data["ppo"] |= {"decisions": 8}
+    data["optim"] |= {"epochs": 1}
+    data["rollout"] |= {"decisions": 8}
     data["env"] |= {"num_envs": 8}
     return parse_config(data, "benchmarks/pipelining.py")
 

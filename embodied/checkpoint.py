@@ -8,7 +8,8 @@
         optimizer.safetensors      the optimiser's tensors, by parameter name
         state.json                 iteration, counters, configuration of the policy
         environments.safetensors   each environment's episode and its executed actions
-      latest                       text: the name of the newest complete checkpoint
+      latest                       text: the newest one's name, for people and scripts; nothing here reads it
+      000140.damaged/              what a resumed run found damaged and did not go on from
 
 A checkpoint is written aside and renamed, so that a crash leaves none or a whole one. Before a tensor of it
 is read, every file is compared with the manifest.
@@ -93,9 +94,43 @@ def write(
 
 
 def latest(root: Path) -> Path | None:
-    """The newest complete checkpoint below `root`, or None."""
-    pointer = root / "latest"
-    return root / pointer.read_text().strip() if pointer.is_file() else None
+    """The newest checkpoint below `root`, or None. It is not verified."""
+    folders = _newest_first(root)
+    return folders[0] if folders else None
+
+
+def recover(root: Path) -> tuple[Path | None, list[CheckpointError]]:
+    """The newest checkpoint below `root` that is whole, or None, and what is wrong with each newer one.
+
+    The damaged newer ones are renamed NAME.damaged, so that `latest` is the one that was found. The caller owns the
+    run. Raises `CheckpointError`, and changes nothing, if there are checkpoints and none of them is whole.
+    """
+    damages: dict[Path, CheckpointError] = {}
+    for folder in _newest_first(root):
+        try:
+            verify(folder)
+        except CheckpointError as error:
+            damages[folder] = error
+            continue
+        for damaged in damages:
+            aside = damaged.with_name(f"{damaged.name}.damaged")
+            shutil.rmtree(aside, ignore_errors=True)
+            damaged.rename(aside)
+        _point(root, folder.name)
+        return folder, list(damages.values())
+    if damages:
+        said = "; ".join(str(error) for error in damages.values())
+        raise CheckpointError(
+            f"no checkpoint of {root} is whole: {said}. Restore one from a copy; or remove the folder {root} to begin "
+            "anew (the metrics so far are kept aside); or choose another --name"
+        )
+    return None, []
+
+
+def _newest_first(root: Path) -> list[Path]:
+    """Checkpoints' folders, whole or damaged; without those that are being written or were set aside."""
+    folders = [path for path in root.glob("[0-9]*") if path.name.isdecimal() and path.is_dir()]
+    return sorted(folders, key=lambda path: int(path.name), reverse=True)
 
 
 def verify(folder: Path) -> None:

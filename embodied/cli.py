@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 import tyro
 from rich.console import Console
 
+from embodied import migration
 from embodied.bench.settings import BenchFarm, BenchLearner, BenchPolicy, BenchTransport
 from embodied.config import Config, load_config
 from embodied.errors import UserError
@@ -232,6 +233,8 @@ def _parse(arguments: list[str]) -> Any:
 
     train, evaluate, record = Train(""), Eval(""), Record("")
     verb, named = (arguments + ["", ""])[:2]
+    if verb != "bench":
+        _refuse_old_keys(arguments)
     if verb == "train" and named and not named.startswith("-"):
         train = replace(train, config=named, settings=load_config(named))
     if verb == "eval" and named and not named.startswith("-"):
@@ -260,6 +263,14 @@ def _parse(arguments: list[str]) -> Any:
     )
     about = "Reinforcement learning for robot policies, with simulators as first-class workers."
     return tyro.cli(commands, args=arguments, prog="embodied", description=about)
+
+
+def _refuse_old_keys(arguments: list[str]) -> None:
+    """Raise `UserError` for `--ppo.clip 0.1`: with all old keys that are given, and what they are called now."""
+    keys = [a[2:].partition("=")[0].replace("-", "_").replace(".no_", ".") for a in arguments if a.startswith("--")]
+    said = [found for found in map(migration.renamed, keys) if found is not None]
+    if said:
+        raise UserError("; ".join(said))
 
 
 def _option(arguments: list[str], name: str, default: str) -> Path:
@@ -356,7 +367,7 @@ def _run(command: Any) -> int:
 
         result = bench_learner(command)
     else:
-        from embodied.doctor.checks import checks as doctor
+        from embodied.doctor import checks as doctor
 
         return doctor.main(command.json)
     if command.json is not None:

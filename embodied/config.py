@@ -1,7 +1,7 @@
 """Everything a user can set, with its default and its meaning in one place.
 
 A YAML file in `configs/` says what differs from here; the command line overrides it
-(`--loss.clip 0.1`). Unknown keys are refused with the nearest valid one.
+(`--loss.clip 0.1`). Unknown keys are refused with the nearest valid one, those of earlier versions with today's.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from embodied import migration
 from embodied.errors import UserError, nearest
 from sim_farm.contract import Gripper, Orientation
 
@@ -260,33 +261,50 @@ class Config(Section):
 
 
 def load_config(reference: str) -> Config:
-    """The configuration called `reference` in `configs/`, or in the YAML file of that path. Raises `UserError`."""
+    """The configuration called `reference` in `configs/`, or in the YAML file of that path, which may be what a run
+    saved in its folder. Raises `UserError`."""
     path = Path(reference)
     if path.suffix not in (".yaml", ".yml"):
         path = CONFIGS / f"{reference}.yaml"
     if not path.is_file():
         known = sorted(p.stem for p in CONFIGS.glob("*.yaml"))
         raise UserError(f"no configuration {reference!r}{nearest(reference, known)}")
-    try:
-        data = yaml.safe_load(path.read_text()) or {}
-    except yaml.YAMLError as error:
-        raise UserError(f"{path} is not valid YAML: {error}") from error
-    if not isinstance(data, dict):
-        raise UserError(f"{path} must hold keys and values, not {type(data).__name__}")
-    return parse_config(data, str(path))
+    if path.name == "config.yaml" and (path.parent / "checkpoints").is_dir():
+        return saved_config(path)
+    return parse_config(_mapping(path), str(path))
 
 
 def parse_config(data: dict[str, Any], source: str) -> Config:
-    """A configuration from plain data; unknown keys and wrong values are named, with the nearest valid key."""
+    """A configuration from plain data in today's keys.
+
+    Raises `UserError`, which names unknown keys, with the nearest valid one or what they are called now, and wrong
+    values.
+    """
     try:
-        return Config.model_validate(data)
+        if "version" in data:
+            migration.check_version(data["version"])
+        return Config.model_validate({key: value for key, value in data.items() if key != "version"})
+    except UserError as error:
+        raise UserError(f"{source}: {error}") from error
     except ValidationError as error:
         raise UserError(f"{source}: " + "; ".join(_explain(item) for item in error.errors())) from error
 
 
 def save_config(config: Config, path: Path) -> None:
-    """The resolved configuration: every key, so that a later default cannot change what the run was."""
-    path.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+    """The resolved configuration: every key, so that a later default cannot change what the run was, and which version
+    of the keys they are."""
+    data = {"version": migration.VERSION, **config.model_dump(mode="json")}
+    path.write_text(yaml.safe_dump(data, sort_keys=False))
+
+
+def saved_config(path: Path) -> Config:
+    """What `save_config` wrote to the file, now or in an earlier version. Raises `UserError`."""
+    data = _mapping(path)
+    try:
+        data = migration.migrate(data)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+    return parse_config(data, str(path))
 
 
 def all_keys() -> list[str]:
@@ -305,8 +323,18 @@ def all_keys() -> list[str]:
     return keys
 
 
+def _mapping(path: Path) -> dict[str, Any]:
+    try:
+        data = yaml.safe_load(path.read_text()) or {}
+    except yaml.YAMLError as error:
+        raise UserError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(data, dict):
+        raise UserError(f"{path} must hold keys and values, not {type(data).__name__}")
+    return data
+
+
 def _explain(item: Any) -> str:
     key = ".".join(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden":
-        return f"unknown key {key!r}{nearest(key, all_keys())}"
+        return migration.renamed(key, item["input"]) or f"unknown key {key!r}{nearest(key, all_keys())}"
     return f"{key}: {item['msg']} (got {item['input']!r})"

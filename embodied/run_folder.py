@@ -1,19 +1,30 @@
-"""Runs as folders: finding one, beginning one, its configuration and its newest checkpoint."""
+"""Runs as folders: finding one, beginning one, its configuration and its newest checkpoint.
+
+One process at a time trains into a run's folder: it holds the lock of RUN/.owner, a file that names it. Others may
+read the folder meanwhile, and evaluate into folders below it.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import json
+import os
 import shutil
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
+from itertools import count
 from pathlib import Path
 
-import yaml
 from rich import print as show
+from rich.markup import escape
 
 from embodied import checkpoint
-from embodied.config import Config, load_config, parse_config, save_config
+from embodied.config import Config, load_config, save_config, saved_config
 from embodied.errors import UserError
+
+METRICS, OWNER = "metrics.jsonl", ".owner"
 
 
 def settings_of(run: str, runs_dir: Path) -> Config:
@@ -24,8 +35,7 @@ def settings_of(run: str, runs_dir: Path) -> Config:
             return load_config(run)
         except UserError as error:
             raise UserError(f"no run {run!r} here or below {runs_dir}/, and {error}") from error
-    path = folder / "config.yaml"
-    return parse_config(yaml.safe_load(path.read_text()), str(path))
+    return saved_config(folder / "config.yaml")
 
 
 def find_run(run: str, runs_dir: Path) -> Path | None:
@@ -82,25 +92,66 @@ def begun_from(config: Config, runs_dir: Path, resume: bool) -> Config:
     return config.model_copy(update={"policy": config.policy.model_copy(update={"init": kept})})
 
 
-def prepare_run(config: Config, run_dir: Path, resume: bool, stage: str = "rl") -> Path | None:
-    """Make the run's folder and save the configuration; with `resume`, the checkpoint to go on from, if any.
+@contextmanager
+def owned(run_dir: Path) -> Iterator[None]:
+    """Make the run's folder and hold its lock. The system lets go of it when the process ends, however it ends.
 
-    Raises `UserError` when the folder exists and is not to be resumed, is of another stage, or cannot be written.
+    Raises `UserError` if another process holds it, on this machine or on another that sees the folder.
     """
-    if run_dir.exists() and not resume:
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        owner = (run_dir / OWNER).open("a+")
+    except OSError as error:
+        raise _unwritable(run_dir, error) from error
+    with owner:
+        try:
+            fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(_owned_by_another(run_dir)) from None
+        owner.truncate(0)
+        json.dump({"process": os.getpid(), "host": socket.gethostname()}, owner)
+        owner.flush()
+        yield
+
+
+def _owned_by_another(run_dir: Path) -> str:
+    try:
+        by = json.loads((run_dir / OWNER).read_text())
+        who, stop = f"process {by['process']} on {by['host']}", f" (kill -INT {by['process']} there)"
+    except (OSError, ValueError, KeyError, TypeError):  # it has the lock and has not written who it is yet
+        who, stop = "another process", ""
+    return (
+        f"{who} trains into {run_dir} now: wait until it has ended, stop it{stop} and go on with --resume auto, or "
+        "choose another --name"
+    )
+
+
+def _unwritable(run_dir: Path, error: OSError) -> UserError:
+    return UserError(
+        f"the run folder {run_dir} cannot be written ({error.strerror}); make it writable, or choose another place "
+        "with --runs-dir"
+    )
+
+
+def prepare_run(config: Config, run_dir: Path, resume: bool, stage: str = "rl") -> Path | None:
+    """Fill the run's folder and save the configuration; with `resume`, the checkpoint to go on from, if any.
+
+    It is the newest that is whole; damaged newer ones are set aside. Without any, the run begins anew, and what it had
+    recorded is kept as metrics.jsonl.1 (.2, ...) and tensorboard.1. Either is said. The caller owns the folder.
+
+    Raises `UserError` when there is a run and it is not to be resumed, if it is of another stage, if it has
+    checkpoints and none is whole, or if the folder cannot be written.
+    """
+    if not resume and run_dir.exists() and (not run_dir.is_dir() or any(p.name != OWNER for p in run_dir.iterdir())):
         raise UserError(f"the run folder {run_dir} exists: go on with it by --resume auto, or choose another --name")
     try:
         (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
         if not (run_dir / "config.yaml").exists():
             save_config(config, run_dir / "config.yaml")
+        found = _checkpoint_to_go_on_from(run_dir)
     except OSError as error:
-        raise UserError(
-            f"the run folder {run_dir} cannot be written ({error.strerror}); make it writable, or choose another "
-            "place with --runs-dir"
-        ) from error
-    found = checkpoint.latest(run_dir / "checkpoints") if resume else None
+        raise _unwritable(run_dir, error) from error
     if found is not None:
-        checkpoint.verify(found)
         other = checkpoint.read_state(found).stage
         if other != stage:
             verb = {"rl": "train", "sft": "sft"}[other]
@@ -111,27 +162,53 @@ def prepare_run(config: Config, run_dir: Path, resume: bool, stage: str = "rl") 
     return found
 
 
+def _checkpoint_to_go_on_from(run_dir: Path) -> Path | None:
+    found, damages = checkpoint.recover(run_dir / "checkpoints")
+    for damage in damages:
+        show(f"[yellow]{escape(str(damage))}. It is kept as NAME.damaged, and the run goes on from {found}[/]")
+    if found is None and (record := _set_record_aside(run_dir)) is not None:
+        show(f"[yellow]{run_dir} has no checkpoint: the run begins anew; what it had recorded is kept in {record}[/]")
+    return found
+
+
+def _set_record_aside(run_dir: Path) -> Path | None:
+    """Rename metrics.jsonl to metrics.jsonl.1 (.2, ...), tensorboard/ alike; None where there was no row to keep."""
+    record, tensorboard = run_dir / METRICS, run_dir / "tensorboard"
+    if not _has_rows(record):
+        return None
+    suffix = next(f".{n}" for n in count(1) if not (run_dir / f"{METRICS}.{n}").exists())
+    if tensorboard.is_dir():
+        tensorboard.rename(run_dir / f"tensorboard{suffix}")
+    return record.rename(run_dir / (METRICS + suffix))
+
+
+def _has_rows(record: Path) -> bool:
+    return record.is_file() and record.stat().st_size > 0
+
+
 def has_content(run_dir: Path) -> bool:
     """Whether a run has done anything that somebody could miss."""
-    metrics = run_dir / "metrics.jsonl"
-    learned = metrics.is_file() and metrics.stat().st_size > 0
-    return learned or checkpoint.latest(run_dir / "checkpoints") is not None
+    recorded = any(_has_rows(record) for record in run_dir.glob(f"{METRICS}*"))
+    return recorded or checkpoint.latest(run_dir / "checkpoints") is not None
 
 
 @contextmanager
 def open_run_folder(
     config: Config, source: str, runs_dir: Path, resume: bool, stage: str
 ) -> Iterator[tuple[Path, Path | None]]:
-    """The run's folder, and the checkpoint to go on from, if any. A run that fails before it has done anything leaves
-    nothing worth a name."""
+    """The run's folder, which this process alone trains into, and the checkpoint to go on from, if any.
+
+    A run that fails before it has done anything leaves nothing worth a name.
+    """
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     if resume and config.name is None:
         raise UserError("--resume auto goes on with a run that has a name; say which with --name")
     run_dir = runs_dir / (config.name or f"{Path(source).stem}-{stamp}")
-    found = prepare_run(config, run_dir, resume, stage)
-    show(f"[bold]{run_dir}[/]: {config.policy.kind} on {config.env.task}", flush=True)
-    try:
-        yield run_dir, found
-    finally:
-        if not has_content(run_dir):
-            shutil.rmtree(run_dir, ignore_errors=True)
+    with owned(run_dir):
+        found = prepare_run(config, run_dir, resume, stage)
+        show(f"[bold]{run_dir}[/]: {config.policy.kind} on {config.env.task}", flush=True)
+        try:
+            yield run_dir, found
+        finally:
+            if not has_content(run_dir):
+                shutil.rmtree(run_dir, ignore_errors=True)

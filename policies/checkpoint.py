@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from policies.contract import Policy, PolicyError, PolicySpec, spec_to_dict
+from policies.finite import check_finite
 from policies.registry import arguments_of, build, nearest, policy_class
 
 ACTOR = Path("policy")
@@ -54,8 +55,8 @@ def load(folder: str | Path) -> Policy:
 def load_into(policy: Policy, folder: str | Path) -> None:
     """Replace the policy's tensors by the folder's, on the policy's device.
 
-    Raises `PolicyError`, and leaves the policy as it was, if the folder is damaged or holds a policy of
-    another kind, spec or architecture; its incidental entries may differ.
+    Raises `PolicyError`, and leaves the policy as it was, if the folder is damaged, holds numbers that are not
+    finite, or a policy of another kind, spec or architecture; its incidental entries may differ.
     """
     folder = Path(folder)
     found, expected = _read_config(folder / CONFIG), _config(policy)
@@ -144,7 +145,7 @@ def _fill(policy: Policy, folder: Path) -> None:
 
 
 def _read_tensors(path: Path, expected: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of the file, which must be exactly those expected: by name, shape and dtype."""
+    """The tensors of the file, which must be exactly those expected, by name, shape and dtype, and finite."""
     try:
         found = load_file(path)
     except FileNotFoundError:
@@ -159,6 +160,7 @@ def _read_tensors(path: Path, expected: dict[str, Tensor]) -> dict[str, Tensor]:
     for name in found:
         if name not in expected:
             raise PolicyError(f"{path} has a tensor that this policy has not: {name!r}")
+    check_finite(path, found)
     return found
 
 

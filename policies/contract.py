@@ -170,7 +170,7 @@ class Policy(nn.Module):
     def read_actor(self, folder: Path) -> dict[str, Tensor]:
         """What `write_actor` wrote, under the names of `state_dict`; the policy stays as it is.
 
-        Raises `PolicyError` unless it is whole and fits. Tensors that are not trained may be left out.
+        Raises `PolicyError` unless it is whole, finite and fits. Tensors that are not trained may be left out.
         """
         raise NotImplementedError
 

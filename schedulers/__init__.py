@@ -11,7 +11,7 @@ from schedulers.data import from_data, load, save, to_data
 from schedulers.errors import PlanError
 from schedulers.plan import MODES, DeviceRange, Mode, Phase, Placement, Plan, Prediction
 from schedulers.planner import alternatives, plan
-from schedulers.prediction import predict
+from schedulers.prediction import predict, predict_sequential
 from schedulers.profile import ComponentProfile, Point, Pool, Profile, Together
 from schedulers.simulation import Event, Simulation, chrome_trace, expected_seconds, simulate
 from schedulers.validation import validate
@@ -47,6 +47,7 @@ __all__ = [
     "load",
     "plan",
     "predict",
+    "predict_sequential",
     "save",
     "simulate",
     "to_data",

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from schedulers.cluster import Cluster, Node
 from schedulers.errors import PlanError
+from schedulers.explain_tasks import in_words, tasks_explained
 from schedulers.layout import ranges_text
 from schedulers.memory import devices_of, share_bytes
 from schedulers.plan import MODES, Mode, Plan
@@ -36,6 +37,7 @@ def explained(
     return (
         _seconds(plan),
         *_phases(plan),
+        *tasks_explained(plan, problem),
         *_modes(plan, found),
         *_nodes(plan, others, workflow, cluster),
         *_memory(plan, problem),
@@ -52,7 +54,7 @@ def _seconds(plan: Plan) -> str:
     if len(plan.groups) == 1 and plan.groups[0] > 1:
         groups = f", {plan.groups[0]} groups of environments in the loop"
     ahead = ", one step ahead" if plan.ahead else ""
-    return f"{plan.mode.capitalize()}: {_time(plan.prediction.iteration_s)} per iteration{groups}{ahead}."
+    return f"{plan.mode.capitalize()}: {in_words(plan.prediction.iteration_s)} per iteration{groups}{ahead}."
 
 
 def _phases(plan: Plan) -> list[str]:
@@ -60,7 +62,7 @@ def _phases(plan: Plan) -> list[str]:
     result = []
     for number, (phase, seconds) in enumerate(zip(plan.phases, plan.prediction.phases_s, strict=True), start=1):
         places = "; ".join(f"{', '.join(p.components)} on {ranges_text(p.devices)}" for p in phase.placements)
-        result.append(f"Phase {number} ({_time(seconds)}): {places}.")
+        result.append(f"Phase {number} ({in_words(seconds)}): {places}.")
     return result
 
 
@@ -95,7 +97,7 @@ def _nodes(plan: Plan, others: Sequence[Plan], workflow: Workflow, cluster: Clus
     only = f"Nothing is on {names}. Only {travelling} may leave {cluster.home}, and "
     leave = min((_predicted(other) for other in others if _leaves(other, cluster)), default=math.inf)
     if math.isinf(leave):
-        messages = f": a message to another node takes {_time(cluster.link_s)}" if cluster.link_s else ""
+        messages = f": a message to another node takes {in_words(cluster.link_s)}" if cluster.link_s else ""
         return [only + f"no plan is faster for it{messages}."]
     return [only + f"the best plan in which it does would take {_compared(leave, plan)}."]
 
@@ -138,7 +140,7 @@ def _compared(seconds: float, plan: Plan) -> str:
     # The choice counts on calls that vary; predictions are of constant times.
     but = ", but longer when single calls vary as measured" if ratio < 0.995 else ""
     times = f"{ratio:.2f} times as long" if abs(ratio - 1) >= 0.005 else "as long"
-    return f"{times} ({_time(seconds)}){but}"
+    return f"{times} ({in_words(seconds)}){but}"
 
 
 def _bottleneck(plan: Plan, problem: Problem) -> str:
@@ -174,7 +176,7 @@ def _bottleneck(plan: Plan, problem: Problem) -> str:
 def _switches(plan: Plan) -> str:
     assert plan.prediction is not None
     if plan.prediction.switch_s > 0:
-        return f"Components do not fit together: unloading and loading costs {_time(plan.prediction.switch_s)}."
+        return f"Components do not fit together: unloading and loading costs {in_words(plan.prediction.switch_s)}."
     if plan.unload:
         return "Components do not fit together and are unloaded between phases; no time was measured for that."
     return "Everything stays loaded: switches cost nothing."
@@ -188,7 +190,8 @@ def _gap(plan: Plan, units: Mapping[Pool, int]) -> list[str]:
     gap = 1 - plan.prediction.lower_bound_s / plan.prediction.iteration_s if plan.prediction.iteration_s else 0.0
     if gap < 1e-9:
         return [f"No plan{whole} is faster (certified)."]
-    return [f"A faster plan{whole} could exist, by at most {gap:.1%}."]
+    most = f"at most {gap:.1%}" if gap >= 0.0005 else "less than 0.1%"
+    return [f"A faster plan{whole} could exist, by {most}."]
 
 
 def _help(plan: Plan, cluster: Cluster, problem: Problem, again: Callable[[Cluster], Plan]) -> str:
@@ -223,7 +226,3 @@ def _larger(cluster: Cluster, pools: set[Pool]) -> dict[str, Cluster]:
             grown = replace(node, **{pool: devices_of(node, pool) + 1})  # type: ignore[arg-type]
             result[names[pool]] = replace(cluster, nodes=(grown,))
     return result
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds >= 10 else f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -11,6 +11,7 @@ from schedulers.cluster import Cluster, Node
 from schedulers.errors import PlanError
 from schedulers.graph import Graph, graph_of
 from schedulers.links import rest_seconds, with_ways
+from schedulers.network import completions
 from schedulers.plan import Phase, Plan, Prediction
 from schedulers.profile import Profile
 from schedulers.shape import Shape, shape_of
@@ -127,6 +128,44 @@ def predict(plan: Plan, workflow: Workflow, profile: Profile, cluster: Cluster |
         switch_s=switch,
         lower_bound_s=min(known, total),
     )
+
+
+def predict_sequential(plan: Plan, workflow: Workflow, profile: Profile, cluster: Cluster | None = None) -> Prediction:
+    """What the same plan would take if the tasks were rolled out one after the other, each with its own placements and
+    groups, and nobody else at work beside it: for comparison with `predict`, which has them at the same time.
+
+    Each task takes what it takes alone; what follows the loops is the same. Of one task it is `predict`'s time. Busy
+    times are `predict`'s, and the lower bound is 0: it is one of overlapping plans.
+    """
+    problem = problem_of(plan, workflow, profile, cluster)
+    together = predict(plan, workflow, profile, cluster)
+    costs = [phase_costs(plan, phase, problem) for phase in plan.phases]
+    phases = tuple(_one_after_the_other(problem, cost) if cost.shape.several else cost.seconds for cost in costs)
+    return replace(together, iteration_s=sum(phases) + together.switch_s, phases_s=phases, lower_bound_s=0.0)
+
+
+def _one_after_the_other(problem: Problem, cost: Costs) -> float:
+    shape, now = cost.shape, 0.0
+    done: list[list[list[float]]] = []
+    for number, loop in enumerate(shape.loops):
+        rounds = completions([loop.circuit], [alone_calls(problem, cost, number)])[0]
+        done.append([[now + end for end in ends] for ends in rounds])
+        now += max(rounds[-1])
+    return float(shape.ending(now, shape.delivered(now, done), cost.segments)) + cost.transfer_s
+
+
+def alone_calls(problem: Problem, cost: Costs, number: int) -> list[float]:
+    """Seconds of each server of one loop's circuit while the other loops do not run."""
+    loop = cost.shape.loops[number]
+    where = {name: visit.placement for visit in loop.visits for name in visit.components}
+    beside = where if loop.groups > 1 and len(set(where.values())) > 1 else ()
+    shape = replace(cost.shape, beside=frozenset(beside))
+    times = [
+        float(visit_seconds(problem, shape, i, np.array([cost.counts[visit.placement]]))[0])
+        for i, visit in enumerate(shape.visits)
+        if visit.loop == number
+    ]
+    return loop.calls(times)
 
 
 def groups_of(plan: Plan, graph: Graph) -> tuple[int, ...]:

@@ -215,13 +215,13 @@ class Shape:
             circuit = self.loops[0].circuit
             done = [shared_loop(times[0], circuit.servers, circuit.groups, circuit.rounds)]
         end = max(max(rounds[-1]) for rounds in done)
-        return float(self._ending(end, self.delivered(end, done), segments))
+        return float(self.ending(end, self.delivered(end, done), segments))
 
     def least_seconds(self, visits: Sequence[Times], segments: Sequence[Times]) -> Times:
         """What the phase takes at least where several loops share it, without messages between nodes."""
         near = [replace(loop, ways=()) for loop in self.loops]
         end = bound([loop.circuit for loop in near], self.by_loop(visits, near))
-        return self._ending(end, [(self.deliveries[-1][0], end)] if self.deliveries else [], segments)
+        return self.ending(end, [(self.deliveries[-1][0], end)] if self.deliveries else [], segments)
 
     def delivered(self, end: float, done: Sequence[Sequence[Sequence[float]]]) -> list[tuple[int, float]]:
         """When each part is complete: parts from 1, given the loops' end and completions by loop, round and group."""
@@ -229,7 +229,7 @@ class Shape:
             return [(k, end * share) for k, share in enumerate(self.arrivals, start=1)]
         return [(k, done[i][h - 1][s]) for k, h, s, i in self.deliveries]
 
-    def _ending(self, end: Times, whens: Sequence[tuple[int, Times]], segments: Sequence[Times]) -> Times:
+    def ending(self, end: Times, whens: Sequence[tuple[int, Times]], segments: Sequence[Times]) -> Times:
         """Of the phase whose loops end then, and deliver part k at `when` for each (k, when)."""
 
         def length(path: Path) -> Times:

@@ -26,6 +26,16 @@ MOST_WAYS = 3000
 """Partitions times groups times parts that are tried one by one."""
 MOST_REST = 8
 """Partitions of what is not one task's own that the step by step search begins with."""
+MOST_DESCENTS = 2
+"""Of the ways that it begins with, so many are improved."""
+MOST_STEPS = 100
+"""Ways that improving one of these looks at, so that ten tasks are planned in seconds."""
+FEW_ALLOCATIONS = 500
+"""Of a way; all are looked at."""
+NEAR = 1.05
+"""Ways so much slower than the best may become better when they are improved."""
+WORTH_SHIFTING = 1.01
+"""Ways so much slower than the best may beat it when devices are given differently."""
 WEIGHTS = np.linspace(0.0, 1.0, 21)
 """Of the shared server's load against that of a pool, in a relaxation."""
 
@@ -66,6 +76,7 @@ class TaskSearch:
         self.problem, self.graph = problem, problem.graph
         self.components, self.kind, self.micro_batches = components, kind, micro_batches
         self.group_options, self.caps, self.extra, self.deadline = group_options, caps, extra, deadline
+        self.alike = classes(problem)
         self.ahead = problem.ahead and kind == "apart" and len(components) == len(self.graph.names)
 
     def solve(self) -> Found:
@@ -105,11 +116,12 @@ class TaskSearch:
                     candidates.append((NetworkAllocation(self.problem, shape, self.caps), self.extra(blocks)))
         bounds = [candidate.quick_bound() + cost for candidate, cost in candidates]
         best, open_bound = Found(math.inf, math.inf), math.inf
-        for i in sorted(range(len(candidates)), key=lambda i: bounds[i]):
+        # Of those that promise about the same, the tidiest stays: partitions come in that order.
+        for i in sorted(range(len(candidates)), key=lambda i: _bucket(bounds[i])):
             late = time.monotonic() > self.deadline and best.shape is not None
             if late or not bounds[i] < best.seconds * (1 - TOLERANCE):
                 open_bound = min(open_bound, bounds[i])
-                break
+                continue
             candidate, cost = candidates[i]
             outcome = candidate.solve(best.seconds - cost, self.deadline)
             open_bound = min(open_bound, outcome.bound + cost)
@@ -120,45 +132,72 @@ class TaskSearch:
     # --- step by step
 
     def _step_by_step(self) -> Found:
-        best, way = Found(math.inf, 0.0), None
-        seen: set[Way] = set()
-        starts = list(self._starts())
-        for start in starts:
-            if time.monotonic() > self.deadline and best.shape is not None:
+        found: list[tuple[Found, Way]] = []
+        least = self.relaxed_bound()
+        for start in self._starts():
+            if time.monotonic() > self.deadline and found:
                 break
-            found = self._played(start, best.seconds, seen)
-            if found.seconds < best.seconds:
-                best, way = found, start
-        improved = way is not None
-        while improved and time.monotonic() < self.deadline:
+            # Those that come close are worth improving too.
+            cutoff = min((one.seconds for one, _ in found), default=math.inf) * NEAR
+            one = self._played(start, cutoff)
+            if one.shape is not None:
+                found.append((one, start))
+        found.sort(key=lambda pair: pair[0].seconds)
+        best = found[0][0] if found else Found(math.inf, 0.0)
+        for one, way in found[:MOST_DESCENTS]:
+            if best.seconds > least * (1 + TOLERANCE):
+                one = self._improved(one, way)
+                best = one if one.seconds < best.seconds * (1 - 1e-9) else best
+        return best
+
+    def _improved(self, best: Found, way: Way) -> Found:
+        """What the first better neighbour leads to, again and again."""
+        improved, seen = True, {self._pattern(way)}
+        while improved:
             improved = False
-            assert way is not None
             for other in self._neighbours(way):
-                if time.monotonic() > self.deadline:
-                    break
-                found = self._played(other, best.seconds, seen)
-                if found.seconds < best.seconds * (1 - 1e-6):
+                pattern = self._pattern(other)
+                if pattern in seen:
+                    continue
+                if len(seen) > MOST_STEPS or time.monotonic() > self.deadline:
+                    return best
+                seen.add(pattern)
+                found = self._played(other, best.seconds * (1 - 1e-6))
+                if found.shape is not None:
                     best, way, improved = found, other, True
                     break
         return best
 
-    def _played(self, way: Way, cutoff: float, seen: set[Way]) -> Found:
-        """The way with devices given greedily and then shifted; infinite where it cannot beat `cutoff`."""
+    def _pattern(self, way: Way) -> object:
+        """Equal for ways that differ only in which of several tasks that are alike has which place."""
+        of = {name: i for i, loop in enumerate(self.graph.loops) for name in loop if name not in self.graph.common}
+        kind = {i: (number, way.groups[i]) for number, alike in enumerate(self.alike) for i in alike}
+        labels = {name: (kind[i], self.graph.loops[i].index(name)) for name, i in of.items()}
+        where = {name: number for number, block in enumerate(way.blocks) for name in block}
+        blocks = [tuple(sorted(map(str, (labels.get(name, name) for name in block)))) for block in way.blocks]
+        tasks = []
+        for i, loop in enumerate(self.graph.loops):
+            mine = [where[name] for name in loop]
+            tasks.append((kind[i], tuple(blocks[number] for number in mine), tuple(map(mine.index, mine))))
+        return tuple(sorted(blocks)), tuple(sorted(tasks)), way.micro_batch
+
+    def _played(self, way: Way, cutoff: float) -> Found:
+        """The way with devices given greedily and then shifted; infinite where that does not beat `cutoff`."""
         none = Found(math.inf, 0.0)
-        if way in seen:
-            return none
-        seen.add(way)
         shape = self.shape(way)
         if shape is None:
             return none
         allocation, cost = NetworkAllocation(self.problem, shape, self.caps), self.extra(way.blocks)
         if not allocation.quick_bound() + cost < cutoff:
             return none
+        if math.prod(len(options.counts) for options in allocation.options) <= FEW_ALLOCATIONS:
+            outcome = allocation.solve(cutoff - cost, self.deadline)
+            return Found(outcome.seconds + cost, 0.0, shape, outcome.counts) if outcome.counts else none
         picks = allocation.greedy()
         if picks is None:
             return none
         seconds = allocation.played(picks) + cost
-        if seconds < cutoff * 1.02:
+        if seconds < cutoff * WORTH_SHIFTING:
             picks = allocation.shifted(picks)
             seconds = allocation.played(picks) + cost
         return Found(seconds, 0.0, shape, allocation.counts_of(picks)) if seconds < cutoff else none
@@ -175,8 +214,7 @@ class TaskSearch:
     def _neighbours(self, way: Way) -> Iterator[Way]:
         """Another number of groups for one task or for all that are alike; one component, or all of a task's, into
         another placement or one of their own; two placements in one."""
-        alike = classes(self.problem)
-        for members in dict.fromkeys([*alike, *((i,) for mine in alike for i in mine)]):
+        for members in dict.fromkeys([*self.alike, *((i,) for mine in self.alike for i in mine)]):
             for number in self.group_options(members[0], way.blocks):
                 groups = tuple(number if i in members else n for i, n in enumerate(way.groups))
                 yield Way(way.blocks, groups, way.micro_batch)
@@ -219,18 +257,37 @@ class TaskSearch:
         w * load of the shared component + (1 - w) * device seconds / devices.
         """
         tasks = [self._loads(i) for i in range(len(self.graph.loops))]
-        least = max(min(option[0] for option in options) for options in tasks)
+        least: float = max(min(option[0] for option in options) for options in tasks)
         for pool in range(len(POOLS)):
             for weight in WEIGHTS:
                 least = max(
                     least,
                     sum(min(weight * o[1] + (1 - weight) * o[2 + pool] for o in options) for options in tasks),
                 )
-        return least
+        return float(least) + self._after()
+
+    def _after(self) -> float:
+        """What follows the loops at least, where nothing of it can begin before they have ended."""
+        if self.ahead:
+            return 0.0
+        barred = set[str]().union(*(self.graph.barred[name] for name in self.graph.loop))
+        ends: dict[str, float] = {}
+        for name in self.graph.ordered(self.components & barred):
+            before = [ends[edge.source] for edge in self.graph.edges if edge.target == name and edge.source in ends]
+            items = self.problem.workflow.items
+            component = self.problem.profile.components[name]
+            parts = self.micro_batches if name in self.graph.divisible else (items,)
+            own = min((items // part * float(self.problem.times(name, part).min()) for part in parts), default=0.0)
+            # Parts of two components may overlap: only one counts where they stream.
+            ends[name] = own * min(1.0, component.beside)
+            whole = [edge for edge in self.graph.edges if edge.target == name and edge.flow == "barrier"]
+            ends[name] += max((ends[edge.source] for edge in whole if edge.source in ends), default=0.0)
+            ends[name] = max([ends[name], *before])
+        return max(ends.values(), default=0.0)
 
     def _loads(self, number: int) -> list[tuple[float, ...]]:
         """Of a task, for each number of groups: its own way alone, the load that it puts on a component that all tasks
-        share, and device seconds over devices, by pool."""
+        share, and device seconds over devices (of what takes turns: seconds), by pool."""
         problem, loop = self.problem, self.graph.loops[number]
         rounds = problem.workflow.loops[number].steps * problem.workflow.episodes_per_env
         shared = [name for name in loop if all(name in other for other in self.graph.loops)]
@@ -245,7 +302,9 @@ class TaskSearch:
                 times = problem.times(name, problem.environments[number] / groups) * min(1.0, component.beside)
                 once[name] = 0.0 if free else float(times.min())
                 used = np.minimum(problem.counts[pool], component.most_devices)
-                area[pool] += 0.0 if free else float((times * used).min()) * groups * rounds / problem.sizes[pool]
+                # Who takes turns has all devices, and waits for all others.
+                share = times if self.kind == "turns" else times * used / problem.sizes[pool]
+                area[pool] += 0.0 if free else float(share.min()) * groups * rounds
             alone = rounds * max(sum(once.values()), groups * max(once.values()))
             serial = max((groups * rounds * once[name] for name in shared), default=0.0)
             result.append((alone, serial, *(area[pool] for pool in POOLS)))
@@ -254,7 +313,7 @@ class TaskSearch:
 
 def family(problem: Problem, components: frozenset[str], kind: str) -> list[Blocks]:
     """The partitions of a phase with several loops that are looked at: all where these are few, else those of sets of
-    tasks that share devices. Fewer placements first."""
+    tasks that share devices. Those that mix tasks least come first, then those of few placements."""
     graph, pools = problem.graph, problem.pools
     one = turns(graph, components, pools)
     if kind == "turns":
@@ -265,7 +324,7 @@ def family(problem: Problem, components: frozenset[str], kind: str) -> list[Bloc
     else:
         found = list(_of_sets(problem, components))
     good = [blocks for blocks in dict.fromkeys(found) if len(blocks) > len(one)]
-    return sorted((blocks for blocks in good if _enough(problem, blocks)), key=len)
+    return sorted((b for b in good if _enough(problem, b)), key=lambda b: (_mixed(problem, b), len(b)))
 
 
 def _of_sets(problem: Problem, components: frozenset[str]) -> Iterator[Blocks]:
@@ -339,6 +398,18 @@ def _possible(problem: Problem, components: frozenset[str], blocks: Blocks) -> b
             if any(name in graph.later[a] for a in block) and graph.later[name] & inside:
                 return False
     return True
+
+
+def _mixed(problem: Problem, blocks: Blocks) -> int:
+    """Components of single tasks that share devices with those of other tasks."""
+    owner = {name: i for i, loop in enumerate(problem.graph.loops) for name in loop if name not in problem.graph.common}
+    own = [[name for name in block if name in owner] for block in blocks]
+    return sum(len(names) for names in own if len({owner[name] for name in names}) > 1)
+
+
+def _bucket(bound: float) -> int:
+    """Equal for bounds that differ by less than the tolerance, and rising."""
+    return math.floor(math.log(max(bound, 1e-300)) / TOLERANCE) if bound < math.inf else 10**9
 
 
 @cache

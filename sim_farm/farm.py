@@ -102,12 +102,12 @@ class Farm:
         specs: FarmSpec | Sequence[FarmSpec],
         host: Host | Sequence[Host],
         cores: Sequence[tuple[int | None, ...]] = (),
-        frame_rows: int | None = None,
+        frame_rows: int | Callable[[tuple[TaskInfo, ...]], int] | None = None,
     ) -> Farm:
         """Reserve the memory and start the workers of all tasks, one task after the other.
 
         `host` is one for all tasks or one for each. Worker j of task i is pinned to core `cores[i][j % len(cores[i])]`
-        if any are given. `frame_rows` is the size of the frame memory; None has two rows for every environment, one
+        if any are given. `frame_rows` is the size of the frame memory, or finds it from what the tasks answer; None has two rows for every environment, one
         for its observation and one for the final observation of an episode.
 
         Raises `FarmError`, before a worker is started, when a task's environments cannot be dealt out evenly, tasks
@@ -122,7 +122,8 @@ class Farm:
             check_spec(spec)
         infos = tuple(each.describe(spec.task) for each, spec in zip(hosts, specs, strict=True))
         _check_alike(infos)
-        farm = cls._reserve(specs, infos, hosts[0].shared, frame_rows)
+        rows = frame_rows(infos) if callable(frame_rows) else frame_rows
+        farm = cls._reserve(specs, infos, hosts[0].shared, rows)
         try:
             for task, each, pinned in zip(farm.tasks, hosts, cores or ((),) * len(specs), strict=True):
                 task.launch(each, pinned)

@@ -162,11 +162,11 @@ class TaskFarm:
 
     def _place(self, group: int, name: str, rows: Int, argument: str) -> None:
         assert self.memory.frames is not None
-        there, expected = self.memory.frames.rows, self._groups[group].envs.shape
-        if rows.shape != expected or rows.min() < 0 or rows.max() >= there:
+        there, count = self.memory.frames.rows, len(self._groups[group].envs)
+        if rows.shape != (count,) or len(np.unique(rows)) < count or rows.min() < 0 or rows.max() >= there:
             raise FarmError(
-                f"group {self._name(group)} draws into `{argument}` of shape {expected} between 0 and {there - 1}, got "
-                f"shape {rows.shape}, {rows.min()} to {rows.max()}: say which rows, or give the farm more frame_rows"
+                f"group {self._name(group)} takes {count} different `{argument}` from 0 to {there - 1}, got "
+                f"{rows.tolist()}: give others, or make the farm with more frame_rows"
             )
         self._groups[group].put(name, rows)
 

@@ -30,7 +30,7 @@ LAYERS = (
     {"workflows"},
     {"algorithms", "reporting"},
     {"data"},
-    {"doctor", "run_folder", "checkpoint", "config", "errors", "tracing", "statistics", "progress"},
+    {"doctor", "run_folder", "checkpoint", "config", "migration", "errors", "tracing", "statistics", "progress"},
 )
 """Of `embodied`, from the top down."""
 

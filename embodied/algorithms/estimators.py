@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,22 +64,27 @@ class Rows:
     def take(self, index: Tensor) -> Rows:
         """The rows at `index`; observations and traces stay where they are."""
         reference = self.reference_log_prob
-        return Rows(
+        return self._with(
             self.decisions.select(index),
-            *(getattr(self, key)[index] for key in PER_ROW),
-            reference_log_prob=None if reference is None else reference[index],
-            precomputed={key: tensor[index] for key, tensor in self.precomputed.items()},
+            {key: getattr(self, key)[index] for key in PER_ROW},
+            None if reference is None else reference[index],
+            {key: tensor[index] for key, tensor in self.precomputed.items()},
         )
 
     def to(self, device: torch.device) -> Rows:
         """The same rows with all tensors on the device, observations and traces too: each is copied once."""
         reference = self.reference_log_prob
-        return Rows(
+        return self._with(
             HeldDecisions(self.decisions.inputs(device), self.decisions.trace(device)),
-            *(getattr(self, key).to(device) for key in PER_ROW),
-            reference_log_prob=None if reference is None else reference.to(device),
-            precomputed={key: tensor.to(device) for key, tensor in self.precomputed.items()},
+            {key: getattr(self, key).to(device) for key in PER_ROW},
+            None if reference is None else reference.to(device),
+            {key: tensor.to(device) for key, tensor in self.precomputed.items()},
         )
+
+    def _with(
+        self, decisions: Decisions, tensors: dict[str, Any], reference: Tensor | None, precomputed: dict[str, Tensor]
+    ) -> Rows:
+        return Rows(decisions, **tensors, reference_log_prob=reference, precomputed=precomputed)
 
     @property
     def inputs(self) -> Inputs:
@@ -119,11 +125,9 @@ def join_rows(parts: Sequence[Rows]) -> Rows:
         return parts[0]
     references = [part.reference_log_prob for part in parts]
     known = [reference for reference in references if reference is not None]
-    return Rows(
-        join_decisions([part.decisions for part in parts]),
-        *(torch.cat([getattr(part, key) for part in parts]) for key in PER_ROW),
-        reference_log_prob=torch.cat(known) if known else None,
-    )
+    tensors: dict[str, Any] = {key: torch.cat([getattr(part, key) for part in parts]) for key in PER_ROW}
+    decisions = join_decisions([part.decisions for part in parts])
+    return Rows(decisions, **tensors, reference_log_prob=torch.cat(known) if known else None)
 
 
 def gae(batch: Trajectories, config: Config) -> Estimate:

@@ -22,9 +22,10 @@ from embodied.execution.executor import Iteration, executor
 from embodied.execution.session import Session, open_session
 from embodied.planning.clusters import run_cluster
 from embodied.planning.comparison_page import comparison_table, write_comparison
-from embodied.planning.profiler import profile_config, run_iterations, typical
+from embodied.planning.profiler import profile_config, run_iterations
 from embodied.planning.run_plans import PROFILE, checked_profile, make_folder, sized_workflow
 from embodied.reporting.results import write_json
+from embodied.statistics import typical
 from schedulers import Plan, Span
 
 
@@ -48,7 +49,7 @@ class Ran:
 def compare_command(config: Config, name: str, out: Path, profile: Path | None, repeats: int) -> dict[str, Any]:
     """Run every mode's best plan on the same work. Writes table, charts and timelines to `out`."""
     if config.extra_tasks:
-        raise UserError("modes are compared on one task: leave out `also`")
+        raise UserError("modes are compared on one task: leave out `extra_tasks`")
     if repeats < 1:
         raise UserError(f"--repeats is at least 1, not {repeats}")
     workflow, measured = sized_workflow(config), None

@@ -26,7 +26,7 @@ from embodied.planning.run_plans import (
     title_of,
 )
 from embodied.reporting.plan_picture import draw_plan
-from embodied.workflows.recipes import configs_of_tasks
+from embodied.workflows.sizes import tasks_of
 from schedulers import Cluster, Plan, Profile, Workflow
 
 
@@ -36,7 +36,7 @@ def plan_command(config: Config, profile: Path, cluster: str, out: Path) -> dict
     `plan.mode` restricts it to one mode.
     """
     target = read_cluster(cluster, config.policy.device)
-    tasks = configs_of_tasks(config)
+    tasks = tasks_of(config)
     found: dict[str, Any] = {}
     for number, task in enumerate(tasks):
         found[title_of(task, number, found)] = _plan_task(task, number, profile, target, out)

@@ -12,7 +12,7 @@ from embodied.config import Config
 from embodied.execution.session import open_session
 from embodied.planning.profiler import profile_config
 from embodied.planning.run_plans import file_of_task, make_folder, title_of
-from embodied.workflows.recipes import configs_of_tasks
+from embodied.workflows.sizes import tasks_of
 from schedulers import Profile
 
 
@@ -21,7 +21,7 @@ def profile_command(config: Config, out: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     make_folder(out.resolve().parent)  # before minutes of measuring
     with open_session(config) as session:
-        for number, task in enumerate(configs_of_tasks(config)):
+        for number, task in enumerate(tasks_of(config)):
             path = file_of_task(out, number)
             profile = profile_config(task, session, out.resolve().parent)
             schedulers.save(profile, path)

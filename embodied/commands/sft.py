@@ -11,8 +11,8 @@ from embodied.errors import UserError
 from embodied.execution.session import open_session
 from embodied.run_folder import begun_from, open_run_folder, settings_of
 from embodied.training.sft import STAGE, imitate
+from embodied.workers.context import task_spec
 from embodied.workers.devices import release
-from embodied.workers.makers import task_spec
 from sim_farm.hosts import InProcess
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -133,7 +133,7 @@ class Trajectories:
         """The environments `first` to `last - 1` alone."""
         decisions, envs = self.mask.shape
         chosen = torch.arange(decisions * envs).reshape(decisions, envs)[:, first:last]
-        parts = {name: _cut(getattr(self, name), 1, first, last) for name in PER_DECISION}
+        parts: dict[str, Any] = {name: _cut(getattr(self, name), 1, first, last) for name in PER_DECISION}
         parts |= {name: _cut(getattr(self, name), 0, first, last) for name in PER_COLUMN}
         return replace(self, decisions=self.decisions.select(chosen.flatten()), **parts)
 
@@ -158,7 +158,7 @@ def join_columns(parts: Sequence[Trajectories]) -> Trajectories:
         t = torch.arange(count)[:, None]
         order.append(begin + t.clamp(max=decisions - 1) * envs + torch.arange(envs))
         begin += decisions * envs
-    found = {name: _side_by_side([getattr(part, name) for part in parts], count) for name in PER_DECISION}
+    found: dict[str, Any] = {name: _side_by_side([getattr(part, name) for part in parts], count) for name in PER_DECISION}
     for name in PER_COLUMN:
         columns = [getattr(part, name) for part in parts]
         found[name] = None if columns[0] is None else torch.cat(columns)

@@ -19,8 +19,9 @@ from embodied.execution.session import Session, open_session
 from embodied.reporting.live import steps
 from embodied.run_folder import find_run, whole_checkpoint
 from embodied.runtime.handles import Handle
+from embodied.workers.context import policy_spec, task_spec
 from embodied.workers.evaluator import EpisodeResult, Evaluator, run_to_end
-from embodied.workers.makers import make_evaluator, policy_spec, task_spec
+from embodied.workers.makers import make_evaluator
 from sim_farm.contract import EpisodeSpec, TaskSpec
 from sim_farm.episodes import episode_seed
 from sim_farm.replay import ReplayedEpisode, Replayer

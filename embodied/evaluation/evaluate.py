@@ -30,8 +30,9 @@ from embodied.reporting.live import duration, steps
 from embodied.reporting.tables import evaluation_table
 from embodied.runtime.handles import Handle
 from embodied.statistics import paired_difference
+from embodied.workers.context import policy_spec, task_spec
 from embodied.workers.evaluator import EpisodeOutcome, Evaluator, as_they_end, deal_out, summarise
-from embodied.workers.makers import make_evaluator, policy_spec, task_spec
+from embodied.workers.makers import make_evaluator
 from sim_farm.contract import EpisodeSpec
 from sim_farm.episodes import ListedEpisodes
 from sim_farm.layout import FarmSpec

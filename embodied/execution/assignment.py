@@ -1,6 +1,6 @@
 """A plan on this machine: how many processes of each kind, on which cores, and who shares a process.
 
-A plan speaks of devices; an assignment of physics workers, render workers, the policy worker and the learner. It
+A plan speaks of devices; an assignment of physics workers, render workers, and where each other component computes. It
 changes when and where they work, never what they compute.
 """
 
@@ -15,6 +15,7 @@ from embodied.config import Config
 from embodied.errors import UserError, nearest
 from embodied.workers.affinity import Affinity
 from embodied.workers.devices import accelerators
+from embodied.workflows.recipes import recipe_of
 from schedulers.plan import Phase, Placement, Plan
 
 HOME = "here"
@@ -24,30 +25,17 @@ HERE = ""
 
 
 @dataclass(frozen=True)
-class Assignment:
-    """Where the workers of one run, or of one of its tasks, are."""
+class FarmAssignment:
+    """Where the simulator's workers of one task are."""
 
-    mode: str
     groups: int
-    """Groups of environments that circulate (the farm's stages)."""
+    """Groups of environments that circulate."""
     physics: tuple[int | None, ...]
     """For each physics worker the core it is pinned to; None: wherever the system likes."""
     physics_nodes: tuple[str, ...]
     """For each physics worker the id of its node; '' is this one."""
-    render: tuple[int | None, ...]
+    render: tuple[int | None, ...] = ()
     """For each render worker its core; none: physics workers draw their own frames (fused)."""
-    policy: Affinity
-    learner: Affinity
-    one_process: bool
-    """Policy worker and learner share a process, and the policy itself."""
-    ahead: int = 0
-    """1: a rollout begins before the update that should precede it has ended."""
-    unload: bool = False
-    """Policy worker with renderers, and learner, leave the device's memory while the other works."""
-
-    def __post_init__(self) -> None:
-        if self.ahead and self.one_process:
-            raise ValueError("a rollout that is ahead of the update needs a policy of its own, not the learner's")
 
     @property
     def cores(self) -> tuple[int | None, ...]:
@@ -55,29 +43,56 @@ class Assignment:
         return self.physics + self.render
 
 
+@dataclass(frozen=True)
+class Assignment:
+    """Where the workers of a run are."""
+
+    mode: str
+    farms: tuple[FarmAssignment, ...]
+    """Of each task."""
+    components: Mapping[str, Affinity]
+    """Where each component that is no simulator computes, by name."""
+    one_process: bool
+    """Policy worker and learner share a process, and the policy itself."""
+    ahead: int = 0
+    """1: a rollout begins before the update that should precede it has ended."""
+    unload: bool = False
+    """Policy worker with renderers, and learner, leave the device's memory while the other works."""
+    part: int = 0
+    """Items (episodes) that are handed on together where they may flow in parts; 0: an episode of every environment."""
+
+    def __post_init__(self) -> None:
+        if self.ahead and self.one_process:
+            raise ValueError("a rollout that is ahead of the update needs a policy of its own, not the learner's")
+
+
 def configured(config: Config, cores: tuple[int, ...], nodes: Mapping[str, str] | None = None) -> Assignment:
-    """What `farm` and `learner` say when nothing is planned: everything shares all cores.
+    """What `farm` and `optim` say when nothing is planned: everything shares all cores.
 
     `nodes` maps names and addresses of the cluster's nodes to their ids. Raises `UserError` for a node not in it.
     """
+    learner = Affinity((), config.optim.threads or len(cores))
+    trained = {component.name: learner for component in recipe_of(config).after_rollout}
+    farm = _configured_farm(config, cores, nodes or {})
+    return Assignment(
+        mode="configured",
+        farms=(farm,) * (1 + len(config.extra_tasks)),
+        components={recipe_of(config).loop[-1]: Affinity(), **trained},
+        one_process=False,
+    )
+
+
+def _configured_farm(config: Config, cores: tuple[int, ...], nodes: Mapping[str, str]) -> FarmAssignment:
     inline = config.runtime.mode == "inline"
     farm = config.farm
     workers = farm.physics_workers or (1 if inline else len(cores))
-    away = [_node(name, nodes or {}) for name in farm.nodes]
+    away = [_node(name, nodes) for name in farm.nodes]
     homes = tuple(away[i % len(away)] if away else HERE for i in range(workers))
     pinned = farm.pin and not inline
     place = [cores[i % len(cores)] if pinned else None for i in range(workers + farm.render_workers)]
-    return Assignment(
-        mode="configured",
-        groups=farm.groups,
-        # Another machine's cores are dealt out there.
-        physics=tuple(core if home == HERE else None for core, home in zip(place, homes, strict=False)),
-        physics_nodes=homes,
-        render=tuple(place[workers:]),
-        policy=Affinity(),
-        learner=Affinity((), config.optim.threads or len(cores)),
-        one_process=False,
-    )
+    # Another machine's cores are dealt out there.
+    physics = tuple(core if home == HERE else None for core, home in zip(place, homes, strict=False))
+    return FarmAssignment(farm.groups, physics, homes, tuple(place[workers:]))
 
 
 def _node(name: str, nodes: Mapping[str, str]) -> str:
@@ -91,39 +106,66 @@ def assign(plan: Plan, config: Config, cores: tuple[int, ...], nodes: Mapping[st
     """A valid plan on the given cores of this machine; `nodes` maps other nodes' names in the plan to their ids.
 
     A core that this machine lacks (a plan for a larger one, tried out here) falls on one that it has. Raises
-    `UserError` for what the run's workers cannot do: a rollout in parts, simulating on accelerators, one policy on
-    several of them or on another node, physics on a node that is no longer there.
+    `UserError` for what the run's workers cannot do: simulating on accelerators, one policy on several of them or on
+    another node, physics on a node that is no longer there.
     """
-    others, gpus = nodes or {}, accelerators(config.policy.device)
-    rolling = _phase(plan, "physics")
-    physics, policy = _of(rolling, "physics"), _of(rolling, "policy")
-    drawing = next((p for p in rolling.placements if "render" in p.components), physics)
-    learning = _of(_phase(plan, "learner"), "learner")
+    recipe, gpus = recipe_of(config), accelerators(config.policy.device)
+    rolling = _phase(plan, recipe.loop[0])
+    decider, trainer = recipe.loop[-1], recipe.after_rollout[-1].name
+    threads = config.optim.threads
+    placements = {decider: _of(rolling, decider)}
+    placements |= {c.name: _of(_phase(plan, c.name), c.name) for c in recipe.after_rollout}
+    for name, placement in placements.items():
+        _require_home(name, placement)
+    found = {
+        name: _affinity(name, placement, cores, gpus, 1 if name == decider else threads or len(cores))
+        for name, placement in placements.items()
+    }
+    acting, updating = found[decider], found[trainer]
+    farms = tuple(_farm_of(plan, rolling, number, cores, nodes or {}) for number in range(1 + len(config.extra_tasks)))
+    simulating = {id(_of(rolling, _task_name(recipe.loop[0], number))) for number in range(len(farms))}
+    takes_turns = all(farm.groups == 1 for farm in farms) or id(placements[decider]) not in simulating
+    # With several groups on the same cores the system deals out the time: one thread that may run anywhere.
+    found[decider] = acting if takes_turns else Affinity(device=acting.device)
+    if threads:
+        found |= {name: replace(found[name], threads=threads) for name in found if name != decider}
+    together = placements[trainer] is placements[decider] or _within(acting, updating)
+    learning = _phase(plan, trainer)
+    return Assignment(
+        plan.mode, farms, found, not plan.ahead and together, plan.ahead, plan.unload, learning.micro_batch
+    )
+
+
+def _task_name(name: str, number: int) -> str:
+    """What plans call the component of a task."""
+    return f"{name}-{number}" if number else name
+
+
+def _farm_of(
+    plan: Plan, rolling: Phase, number: int, cores: tuple[int, ...], nodes: Mapping[str, str]
+) -> FarmAssignment:
+    """Where the plan has the simulators of one task."""
+    physics = _of(rolling, _task_name("physics", number))
+    render = _task_name("render", number)
+    drawing = next((p for p in rolling.placements if render in p.components), physics)
     for component, placement in (("physics", physics), ("render", drawing)):
         if placement.pool != "cores":
             raise UserError(f"the plan puts {component} on {placement.pool}: its processes occupy cores")
-    for component, placement in (("policy", policy), ("learner", learning), ("render", drawing)):
-        away = sorted(placement.nodes - {HOME})
-        if away and (component != "render" or drawing is not physics):
-            raise UserError(f"the plan puts {component} on {away[0]}: it works on the node where the command is typed")
-    places = [(_node_of(s.node, others), s.first + i) for s in physics.devices for i in range(s.count)]
-    takes_turns = plan.groups == 1 or policy is not physics
-    acting = _affinity("policy", policy, cores, gpus)
-    threads = config.optim.threads
-    updating = _affinity("learner", learning, cores, gpus, threads or len(cores))
-    return Assignment(
-        mode=plan.mode,
-        groups=plan.groups,
-        physics=tuple(cores[core % len(cores)] if not node else core for node, core in places),
-        physics_nodes=tuple(node for node, _ in places),
-        render=() if drawing is physics else tuple(_cores(drawing, cores)),
-        # With several groups on the same cores the system deals out the time: one thread that may run anywhere.
-        policy=acting if takes_turns else Affinity(device=acting.device),
-        learner=replace(updating, threads=threads) if threads else updating,
-        one_process=not plan.ahead and (learning is policy or _within(acting, updating)),
-        ahead=plan.ahead,
-        unload=plan.unload,
+    if drawing is not physics:
+        _require_home("render", drawing)
+    places = [(_node_of(s.node, nodes), s.first + i) for s in physics.devices for i in range(s.count)]
+    return FarmAssignment(
+        plan.groups_of(number),
+        tuple(cores[core % len(cores)] if not node else core for node, core in places),
+        tuple(node for node, _ in places),
+        () if drawing is physics else tuple(_cores(drawing, cores)),
     )
+
+
+def _require_home(name: str, placement: Placement) -> None:
+    away = sorted(placement.nodes - {HOME})
+    if away:
+        raise UserError(f"the plan puts {name} on {away[0]}: it works on the node where the command is typed")
 
 
 def _affinity(

@@ -1,24 +1,52 @@
-"""The farm of a run, as its assignment has it."""
+"""The farm of a run, as its assignment has it, and how much memory its trajectories take."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from embodied.config import Config
-from embodied.execution.assignment import Assignment
-from embodied.workers.makers import FINALS, bootstrap_of, task_spec
+from embodied.execution.assignment import Assignment, FarmAssignment
+from embodied.workers.context import FINALS, bootstrap_of, task_spec
+from embodied.workers.final_values import rows_for_finals
+from embodied.workflows.sizes import episodes_of, rounds_of, tasks_of
+from sim_farm.contract import TaskInfo
 from sim_farm.episodes import Episodes
 from sim_farm.layout import FarmSpec
 
 
-def farm_spec(config: Config, episodes: Episodes, assignment: Assignment, num_envs: int | None = None) -> FarmSpec:
-    """The farm of a run whose workers are assigned so."""
+def farm_spec(config: Config, episodes: Episodes, farm: FarmAssignment, num_envs: int | None = None) -> FarmSpec:
+    """The farm of one task whose workers are assigned so."""
     return FarmSpec(
         task=task_spec(config),
         episodes=episodes,
         num_envs=num_envs or config.env.num_envs,
         chunk=config.policy.chunk,
-        stages=assignment.groups,
-        physics_workers=len(assignment.physics),
-        render_workers=len(assignment.render),
+        groups=farm.groups,
+        physics_workers=len(farm.physics),
+        render_workers=len(farm.render),
         devices=config.farm.devices,
         final_frames=FINALS[bootstrap_of(config)] if "images" in config.policy.reads else "never",
     )
+
+
+def run_specs(config: Config, assignment: Assignment) -> tuple[FarmSpec, ...]:
+    """The farms of a run's tasks."""
+    pairs = zip(tasks_of(config), assignment.farms, strict=True)
+    return tuple(farm_spec(task, episodes_of(task, task.seed), farm) for task, farm in pairs)
+
+
+def memory_rounds(config: Config, ahead: int, infos: Sequence[TaskInfo]) -> int:
+    """Decisions of each environment that the trajectory memory holds: an iteration's, and the next's where a rollout
+    runs ahead."""
+    return (1 + ahead) * rounds_of(config, [info.max_episode_steps for info in infos])
+
+
+def frame_rows(config: Config, ahead: int, infos: Sequence[TaskInfo]) -> int:
+    """Rows of the frame memory: of the trajectories, the observations after them, and final observations."""
+    columns = sum(task.env.num_envs for task in tasks_of(config))
+    rounds = memory_rounds(config, ahead, infos)
+    finals = 0
+    if bootstrap_of(config) != "never":
+        shortest = min(info.max_episode_steps for info in infos)
+        finals = rows_for_finals(columns, rounds, config.policy.chunk, shortest)
+    return (rounds + 1) * columns + finals

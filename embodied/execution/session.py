@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from embodied.config import Config
-from embodied.execution.assignment import Assignment, configured
+from embodied.execution.assignment import FarmAssignment, configured
 from embodied.reporting.live import steps
 from embodied.runtime.contract import Runtime
 from embodied.runtime.inline import InlineRuntime
 from embodied.workers.devices import find_device
+from sim_farm.contract import TaskInfo
 from sim_farm.farm import Farm, FarmAddress
 from sim_farm.layout import FarmSpec
 
@@ -36,15 +37,24 @@ class Session:
         return found
 
     @contextmanager
-    def farm(self, spec: FarmSpec, assignment: Assignment | None = None) -> Iterator[Farm]:
-        """A farm with all its environments built; its workers and memory are gone when the block ends."""
-        if assignment is None:  # as configured, for as many workers as the farm has
-            workers = {"physics_workers": spec.physics_workers, "render_workers": spec.render_workers}
-            farming = self.config.farm.model_copy(update=workers)
-            config = self.config.model_copy(update={"farm": farming})
-            assignment = configured(config, self.cores, self.nodes)
-        host = self.runtime.farm_host(spec.physics_workers, spec.render_workers, assignment.physics_nodes)
-        farm = Farm.create(spec, host, () if self.config.runtime.mode == "inline" else assignment.cores)
+    def farm(
+        self,
+        specs: FarmSpec | Sequence[FarmSpec],
+        assignments: Sequence[FarmAssignment] = (),
+        frame_rows: Callable[[tuple[TaskInfo, ...]], int] | None = None,
+    ) -> Iterator[Farm]:
+        """A farm with all its environments built; its workers and memory are gone when the block ends.
+
+        `assignments` of each task; none: as configured, for as many workers as the farm has.
+        """
+        specs = (specs,) if isinstance(specs, FarmSpec) else tuple(specs)
+        placed = assignments or [self._configured(spec) for spec in specs]
+        hosts = [
+            self.runtime.farm_host(spec.physics_workers, spec.render_workers, place.physics_nodes)
+            for spec, place in zip(specs, placed, strict=True)
+        ]
+        cores = () if self.config.runtime.mode == "inline" else tuple(place.cores for place in placed)
+        farm = Farm.create(specs, hosts, cores, frame_rows)
         try:
             _await_built(farm, self.runtime)
             yield farm
@@ -53,7 +63,12 @@ class Session:
 
     def reach(self, farm: Farm) -> Farm | FarmAddress:
         """The farm as a worker of this runtime can be given it."""
-        return farm.address if farm.block.name is not None else farm
+        return farm if farm.in_process else farm.address
+
+    def _configured(self, spec: FarmSpec) -> FarmAssignment:
+        workers = {"physics_workers": spec.physics_workers, "render_workers": spec.render_workers}
+        config = self.config.model_copy(update={"farm": self.config.farm.model_copy(update=workers)})
+        return configured(config, self.cores, self.nodes).farms[0]
 
 
 @contextmanager
@@ -80,8 +95,9 @@ def open_session(config: Config) -> Iterator[Session]:
 
 def _await_built(farm: Farm, runtime: Runtime, deadline_s: float = 600.0) -> None:
     """Show how the environments come into being; the farm itself notices workers that fail at it."""
-    begin, total = time.monotonic(), farm.spec.num_envs
-    with steps(f"Building {total} environments of {farm.spec.task.name}", total) as bar:
+    begin, total = time.monotonic(), sum(spec.num_envs for spec in farm.specs)
+    names = ", ".join(dict.fromkeys(spec.task.name for spec in farm.specs))
+    with steps(f"Building {total} environments of {names}", total) as bar:
         known = 0
         while known < total:
             farm.check()

@@ -8,7 +8,6 @@ never changes what is computed, these are the very iterations that a run begins 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,17 +15,19 @@ from statistics import fmean, median, stdev
 
 import numpy as np
 
-from embodied.config import Config
+from embodied.config import Config, parse_config
 from embodied.doctor.hardware import fingerprint
 from embodied.errors import UserError
 from embodied.execution.assignment import Assignment
 from embodied.execution.executor import Executor, Iteration, executor
 from embodied.execution.session import Session
+from embodied.migration import OLD_SECTIONS, migrate
 from embodied.planning.probe_assignments import shapes_of
+from embodied.statistics import typical
 from embodied.workers.devices import accelerators
 from embodied.workers.learner import Learner
 from embodied.workers.offload import Switch
-from embodied.workflows.recipes import workflow_of
+from embodied.workflows.sizes import workflow_of
 from schedulers.profile import ComponentProfile, Point, Profile, Together
 from schedulers.workflow import Workflow
 from sim_farm.contract import TaskInfo
@@ -34,9 +35,6 @@ from sim_farm.contract import TaskInfo
 LEAST, MOST, ENOUGH_S = 3, 10, 6.0
 """Iterations per assignment: at least so many, then until they have taken so long. The first warms up whatever is made
 on first use, and does not count."""
-T95 = {1: 12.7, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26}
-"""Student's t for a 95% interval by degrees of freedom."""
-
 
 Switches = Mapping[str, tuple[Switch, Switch]]
 """Of learner, policy and renderers: leaving the memory, and coming back."""
@@ -152,6 +150,19 @@ def work_of(config: Config) -> dict[str, str]:
     return {f"work.{name}": json.dumps(section, sort_keys=True) for name, section in sections.items()}
 
 
+def in_todays_keys(fingerprint: Mapping[str, str]) -> dict[str, str]:
+    """A profile's fingerprint as `work_of` would write it now, where an earlier version measured the profile."""
+    work = {key.removeprefix("work."): json.loads(value) for key, value in fingerprint.items() if _of_work(key)}
+    if not work.keys() & set(OLD_SECTIONS):
+        return dict(fingerprint)
+    rest = {key: value for key, value in fingerprint.items() if not _of_work(key)}
+    return rest | work_of(parse_config(migrate(work), "the profile"))
+
+
+def _of_work(key: str) -> bool:
+    return key.startswith("work.")
+
+
 def _component(seen: Seen, name: str, flow: Workflow) -> ComponentProfile:
     """As it was measured alone, how much longer it takes beside the others, what it holds, what a switch takes."""
     taken, cores, accelerated = seen.taken, seen.cores, seen.accelerated and name in ("policy", "learner")
@@ -246,16 +257,6 @@ def _together(shared: Measured, flow: Workflow, envs: int, cores: int) -> tuple[
 def _point(batch: int, devices: int, values: Sequence[float]) -> Point:
     middle, low, high = typical(values)
     return Point(batch, devices, middle, low, high)
-
-
-def typical(values: Sequence[float]) -> tuple[float, float, float]:
-    """Median, and half the width of the mean's 95% interval to both sides of it.
-
-    The median, since now and then a machine does something else for a second.
-    """
-    middle = median(values)
-    spread = T95[min(9, len(values) - 1)] * stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
-    return middle, max(0.0, middle - spread), middle + spread
 
 
 def _transfers(info: TaskInfo, config: Config) -> dict[str, float]:

@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 
 import yaml
 
+from embodied.errors import UserError
+from embodied.migration import migrate
 from embodied.reporting.metrics import MetricsError
 from embodied.reporting.metrics import read as read_metrics
 from embodied.statistics import wilson
@@ -93,16 +95,17 @@ def _load(run: RunFolder, name: str, command: str, read: Callable[[Path], _T], o
         return read(run.path / name)
     except FileNotFoundError:
         run.missing[name] = f"{name} is missing: `{command}` writes it."
-    except (OSError, ValueError, yaml.YAMLError, MetricsError, TraceError) as error:
+    except (OSError, ValueError, yaml.YAMLError, UserError, MetricsError, TraceError) as error:
         run.missing[name] = f"{name} cannot be read ({error}): `{command}` writes a new one."
     return otherwise
 
 
 def _yaml_mapping(path: Path) -> Mapping[str, Any]:
+    """A saved configuration in today's keys."""
     value = yaml.safe_load(path.read_text())
     if not isinstance(value, Mapping):
         raise ValueError("it is not a mapping")
-    return value
+    return migrate(value)
 
 
 def _evals(path: Path) -> list[Evaluation]:

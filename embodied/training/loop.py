@@ -114,9 +114,8 @@ class _Loop:
             environments = checkpoint.read_environments(resume_from)
             self.position = Position.of(checkpoint.read_state(resume_from))
             self._saved = self.position.iteration
-        if not self._environments:  # else the run has moved, from a checkpoint of its last iteration
-            # Without a checkpoint too: rows of a run that crashed before its first one will be repeated.
-            self.metrics.truncate(self.position.iteration)
+            if not self._environments:  # else the run has moved, from a checkpoint of its last iteration
+                self.metrics.truncate(self.position.iteration)
         for row in read(self.run_dir):
             self._note_milestones(row)
         self.workers.begin(environments, self.position.iteration)

@@ -28,8 +28,8 @@ from embodied.reporting.live import steps
 from embodied.reporting.metrics import MetricsWriter
 from embodied.training.interrupts import deferred_interrupts
 from embodied.workers.affinity import Affinity
+from embodied.workers.context import make_policy, policy_spec
 from embodied.workers.devices import device_of
-from embodied.workers.makers import make_policy, policy_spec
 from policies.contract import Inputs, Policy
 from sim_farm.contract import TaskInfo
 

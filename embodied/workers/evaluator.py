@@ -1,14 +1,16 @@
 """Evaluation on a farm: a fixed list of episodes, each exactly once, whoever does the work and however often it stops.
 
-A stage's decisions are taken in one batch of `rows` = num_envs / stages, and trial t always in row t % rows of it,
-whatever the number of workers or stages, and wherever an earlier session stopped. A policy's row depends on that
+A group's decisions are taken in one batch of `rows` = num_envs / groups, and trial t always in row t % rows of it,
+whatever the number of workers or groups, and wherever an earlier session stopped. A policy's row depends on that
 row alone, but the rounding of a matrix product may depend on the number of rows and on a row's place. So:
 
-- with the same `rows`, workers, stages, mode and interruptions change no bit of an episode (on a CPU; on a GPU as
+- with the same `rows`, workers, groups, mode and interruptions change no bit of an episode (on a CPU; on a GPU as
   far as its kernels are reproducible);
 - with other `rows` an episode is the same up to the rounding of the policy's arithmetic.
 
-The price is that rows whose environments rest are computed at the end of a task, when few episodes are left.
+The price is that rows whose environments rest are computed too, where episodes are few or few are left. Such a row
+repeats one that has an episode, since a policy need not bear the zeros that a resting environment shows (it has no
+instruction, if it never had an episode); nobody executes its action.
 """
 
 from __future__ import annotations
@@ -59,14 +61,14 @@ class EpisodeResult(EpisodeOutcome):
 
 
 def deal_out(spec: FarmSpec, specs: tuple[EpisodeSpec, ...], left: Sequence[int]) -> FarmSpec:
-    """The farm with the trials `left` (indices of `specs`) dealt out: trial t into row t % rows of a stage."""
+    """The farm with the trials `left` (indices of `specs`) dealt out: trial t into row t % rows of a group."""
     queues: list[list[int]] = [[] for _ in range(spec.num_envs)]
-    if spec.num_envs % (spec.physics_workers * spec.stages) == 0:  # otherwise the farm refuses, and says why
-        rows = spec.num_envs // spec.stages
-        stages = [[e for e in range(spec.num_envs) if spec.stage_of(e) == stage] for stage in range(spec.stages)]
+    if spec.num_envs % (spec.physics_workers * spec.groups) == 0:  # otherwise the farm refuses, and says why
+        rows = spec.num_envs // spec.groups
+        groups = [[e for e in range(spec.num_envs) if spec.group_of(e) == group] for group in range(spec.groups)]
         for row in range(rows):
             for turn, trial in enumerate(t for t in left if t % rows == row):
-                queues[stages[turn % spec.stages][row]].append(trial)
+                queues[groups[turn % spec.groups][row]].append(trial)
     return replace(spec, episodes=ListedEpisodes(specs, spec.num_envs, tuple(map(tuple, queues))))
 
 
@@ -110,44 +112,47 @@ class _Task:
         self._name, self._policy, self._reads, self._greedy = name, policy, reads, greedy
         self._attached = isinstance(farm, FarmAddress)
         self._farm = Farm.attach(farm) if isinstance(farm, FarmAddress) else farm
-        episodes = self._farm.spec.episodes
+        episodes = self._farm.specs[0].episodes
         assert isinstance(episodes, ListedEpisodes)
         self._episodes = episodes
         self._noise = SamplingNoise(seed, policy.noise_dim, EVALUATION)
         self._key = zlib.crc32(name.encode())
-        num_envs = self._farm.spec.num_envs
+        num_envs = self._farm.specs[0].num_envs
         self._return, self._solved = np.zeros(num_envs), np.zeros(num_envs, np.bool_)
         self._actions: list[list[Float32]] = [[] for _ in range(num_envs)]
-        self._submitted = [True] * self._farm.spec.stages
-        for stage in range(self._farm.spec.stages):
-            self._farm.reset(stage)
+        self._submitted = [True] * self._farm.specs[0].groups
+        for group in range(self._farm.specs[0].groups):
+            self._farm.reset(group)
 
     def advance(self, budget_s: float, deadline_s: float) -> list[EpisodeResult]:
         finished: list[EpisodeResult] = []
         begin = time.monotonic()
         # Not longer than until something has ended: what is returned can be kept, whatever happens next.
         while any(self._submitted) and not finished and time.monotonic() - begin < budget_s:
-            for stage, submitted in enumerate(self._submitted):
+            for group, submitted in enumerate(self._submitted):
                 if submitted:
-                    finished += self._turn(stage, deadline_s)
+                    finished += self._turn(group, deadline_s)
         return finished
 
     def release(self) -> None:
         if self._attached:
-            self._farm.block.close()
+            self._farm.detach()
 
-    def _turn(self, stage: int, deadline_s: float) -> list[EpisodeResult]:
-        """Collect the stage, note what ended, and decide again if any of its episodes goes on."""
-        seen = self._farm.collect(stage, deadline_s)
+    def _turn(self, group: int, deadline_s: float) -> list[EpisodeResult]:
+        """Collect the group, note what ended, and decide again if any of its episodes goes on."""
+        seen = self._farm.collect(group, deadline_s)
         ended = self._note(seen)
         if not seen.active.any():
-            self._submitted[stage] = False
+            self._submitted[group] = False
             return ended
         inputs = to_inputs(seen, self._reads, self._episodes)
+        if not seen.active.all():
+            rows = np.where(seen.active, np.arange(len(seen.active)), np.argmax(seen.active))
+            inputs = inputs.rows(torch.from_numpy(rows))
         chunk = decide(self._policy, inputs, None if self._greedy else self._draw(seen)).chunk.numpy()
         for row in np.flatnonzero(seen.active).tolist():
             self._actions[int(seen.envs[row])].append(chunk[row])
-        self._farm.submit(stage, chunk)
+        self._farm.submit(group, chunk)
         return ended
 
     def _draw(self, seen: Observations) -> torch.Tensor:
@@ -164,7 +169,7 @@ class _Task:
         for row in np.flatnonzero(seen.terminated | seen.truncated).tolist():
             env, episode = int(seen.envs[row]), int(seen.episode[row]) - 1
             actions = np.concatenate(self._actions[env])
-            actions = actions[: len(actions) - (self._farm.spec.chunk - int(seen.steps[row]))]
+            actions = actions[: len(actions) - (self._farm.specs[0].chunk - int(seen.steps[row]))]
             trial = self._episodes.trial(env, episode)
             finished.append(
                 EpisodeResult(
@@ -174,7 +179,7 @@ class _Task:
                     bool(self._solved[env]),
                     float(self._return[env]),
                     len(actions),
-                    self._farm.info.max_episode_steps,
+                    self._farm.infos[0].max_episode_steps,
                     actions,
                 )
             )

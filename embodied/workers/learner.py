@@ -12,8 +12,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -28,10 +29,13 @@ from embodied.data.random_streams import permutation
 from embodied.data.trajectories import Trajectories, join_columns
 from embodied.errors import UserError
 from embodied.workers.affinity import Affinity
+from embodied.workers.context import WorkerContext
 from embodied.workers.devices import CPU, await_devices, defines, device_of, forget_peak, peak_bytes
 from embodied.workers.microbatch import LossSums, MicroBatchLoss, add_gradient, count_units, count_values, read
 from embodied.workers.offload import Offload, Switch
-from embodied.workflows.recipes import check_credit, groups_suffice, recipe_of, streams
+from embodied.workers.roles import CollectStatistics
+from embodied.workflows.recipes import recipe_of
+from embodied.workflows.sizes import check_credit, groups_suffice, streams
 from policies.contract import Policy
 
 BEHAVIOUR_BOUND = 2.0
@@ -58,20 +62,11 @@ def make_optimizer(policy: Policy, settings: OptimConfig) -> torch.optim.Adam:
     )
 
 
-@dataclass(frozen=True)
-class CollectStatistics:
-    """What became of a part of an iteration's trajectories."""
-
-    rows: int
-    """Decisions to learn from."""
-    groups: int
-    """Groups of episodes that teach something."""
-    learn_s: float
-    """Time spent on them already."""
-
-
 class Learner:
     """Holds the policy that is trained and its optimiser. `collect` each part of a rollout, then `finish`."""
+
+    takes: ClassVar[frozenset[str]] = frozenset({"trajectories", "episodes"})
+    """What an edge to here may carry."""
 
     def __init__(self, policy: Policy, config: Config, run_dir: Path, affinity: Affinity | None = None) -> None:
         check_credit(config)
@@ -95,6 +90,13 @@ class Learner:
         self._learn_s = 0.0
         self._non_finite = 0
         self._first_ratio_error = float("nan")
+
+    @classmethod
+    def make(cls, context: WorkerContext) -> Learner:
+        """The learner of a run."""
+        policy = context.policy()
+        assert policy is not None, "the learner's policy is the one that others share"
+        return cls(policy, context.config, context.run_dir, context.affinity)
 
     def weights(self) -> dict[str, Tensor]:
         """What training changes of parameters and statistics, as the policy worker loads it, on the policy's device.

@@ -2,8 +2,8 @@
 
     until every group has decided often enough:  the group that is ready first -> act -> submit
 
-With several groups of environments one is simulated while the policy decides for another; a light task's groups are served
-while a heavy one's are simulated. What comes out is in the order (decision, environment) whatever the groups and
+With several groups of environments one is simulated while the policy decides for another; a light task's groups
+are served while a heavy one's are simulated. What comes out is in the order (decision, environment) whatever the groups and
 whoever was ready first, and noise is keyed by (environment, episode, step).
 """
 
@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -32,9 +32,11 @@ from embodied.data.trajectories import Trajectories, join_columns, join_inputs, 
 from embodied.data.trajectory_memory import MemoryShape, TrajectoryMemory
 from embodied.tracing import Span
 from embodied.workers.affinity import Affinity
+from embodied.workers.context import WorkerContext, bootstrap_of
 from embodied.workers.devices import decide, value_of
 from embodied.workers.final_values import FinalObservationsKept
 from embodied.workers.offload import Offload, Switch
+from embodied.workers.roles import EpisodePart
 from embodied.workers.rollout_summary import Clock, RolloutSummary, workers_spans
 from policies.contract import Inputs, Policy
 from sim_farm.episodes import GroupedEpisodes
@@ -43,17 +45,6 @@ from sim_farm.observations import Observations
 
 TASK_BITS = 44
 """Bits of an episode group's name within its task."""
-
-
-@dataclass(frozen=True)
-class EpisodePart:
-    """Episodes that are handed to the learner together: number `episode` of the environments `first` to `last - 1`, or,
-    with `count`, so many numbers from there on of all environments."""
-
-    episode: int
-    first: int
-    last: int
-    count: int = 1
 
 
 @dataclass(frozen=True)
@@ -98,6 +89,8 @@ class _Group:
 class PolicyWorker:
     """Holds a policy, a farm, and the trajectory memory that both write into."""
 
+    makes: ClassVar[frozenset[str]] = frozenset({"trajectories", "episodes"})
+    """What an edge from here may carry."""
     policy: Policy
     memory: TrajectoryMemory
 
@@ -120,13 +113,24 @@ class PolicyWorker:
         """(number of the environment's episode, number of the decision, episode) that no summary has told yet."""
         self._trajectories: Trajectories | None = None
         self._episode = 0
-        """The number of the episodes that are rolled out next, where rollouts are of whole episodes."""
+        """The number of the iteration's first episodes, where rollouts are of whole episodes."""
+        self._rolled = 0
+        """Episodes of each environment that the iteration has handed out, the last perhaps in part."""
         self._wired = 0
         self._arrows = 0
         self._clock, self._spans = Clock(), list[Span]()
         self._noise: list[SamplingNoise] = []
         if policy is not None:
             self.share(policy)
+
+    @classmethod
+    def make(cls, context: WorkerContext) -> PolicyWorker:
+        """The policy worker of a run."""
+        config = context.config
+        settings = RolloutSettings(
+            config.policy.reads, context.seeds, bootstrap_of(config), context.rounds, config.runtime.trace
+        )
+        return cls(context.policy(), context.reach(), settings, context.affinity)
 
     # --- before a rollout, and between two
 
@@ -231,35 +235,33 @@ class PolicyWorker:
             return self._summary(begin, mark, ended)
 
     def rollout_episodes(self, part: EpisodePart, limit: int, deadline_s: float = 600.0) -> RolloutSummary:
-        """Go on until every environment of the part has ended its episodes; `trajectories` then hands these out.
+        """Go on until every environment has ended its episodes of the part; `trajectories` then hands these out.
 
-        Environments that are done early go on, until they have ended `limit` episodes in all, and rest. What they did
-        beyond this part is kept for the next calls. Raises what `Farm.collect` raises.
+        Episodes are counted from the iteration's beginning, which is the part that starts at 0. Environments that are
+        done early go on, until they have ended `limit` episodes, and rest. What they did beyond this part is kept for the
+        next calls. Raises what `Farm.collect` raises.
         """
         with self._affinity.applied():
             begin = self._begin_rollout()
-            last_episode = part.episode + part.count - 1
-            self._wake(limit, deadline_s)
-
-            def done(group: _Group, seen: Observations) -> bool:
-                mine = (group.columns >= part.first) & (group.columns < part.last)
-                return bool((seen.episode[mine] > last_episode).all())
-
-            self._serve(done, lambda group, seen: bool(seen.active.any()), deadline_s)
+            if part.start == 0:
+                self._episode += self._rolled
+                for group in self._groups:
+                    group.decisions = [d for d in group.decisions if (d.episode[d.active] >= self._episode).any()]
+            pieces = [(self._episode + number, first, last) for number, first, last in part.pieces(self._width)]
+            self._rolled = -(-part.stop // self._width)
+            self._wake(self._episode + limit, deadline_s)
+            self._serve(
+                lambda group, seen: all(_ended(group, seen, *piece) for piece in pieces),
+                lambda group, seen: bool(seen.active.any()),
+                deadline_s,
+            )
             mark = time.monotonic_ns()
-            numbers = range(part.episode, last_episode + 1)
-            whole = [self._episodes_of(number, part) for number in numbers]
-            self._trajectories = join_columns(whole)
+            self._trajectories = join_columns([self._episodes_of(*piece) for piece in pieces])
             # How far environments went beyond the part is the plan's affair: those are told with their own part.
-            mine = [p for p in self._ended if p[0] in numbers and part.first <= p[2].env < part.last]
+            mine = [p for p in self._ended if any(p[0] == n and a <= p[2].env < z for n, a, z in pieces)]
             self._ended = [place for place in self._ended if place not in mine]
             ended = [episode for *_, episode in sorted(mine, key=lambda place: (place[0], place[2].env))]
             return self._summary(begin, mark, ended)
-
-    def forget_episodes(self, before: int) -> None:
-        """All parts of the episodes with smaller numbers were handed out."""
-        for group in self._groups:
-            group.decisions = [d for d in group.decisions if (d.episode[d.active] >= before).any()]
 
     def trajectories(self) -> Trajectories:
         """What the last rollout gathered, once."""
@@ -409,13 +411,12 @@ class PolicyWorker:
         values = self._finals.values(table[mask], lambda inputs: _first_value(value_of(self.policy, inputs)))
         return assemble(self.memory, table, mask, values, last, self._version, task, group)
 
-    def _episodes_of(self, number: int, part: EpisodePart) -> Trajectories:
-        """The part's episodes of that number."""
-        groups = [group.decisions for group in self._groups]
-        table, mask = table_of_episodes(groups, number, part.first, part.last)
-        names = torch.tensor([self._episode_group(column, number) for column in range(part.first, part.last)])
-        task = None if self._task is None else self._task[part.first : part.last]
-        return self._assembled(table, mask, torch.zeros(part.last - part.first), task, names)
+    def _episodes_of(self, number: int, first: int, last: int) -> Trajectories:
+        """Episode `number` of the environments `first` to `last - 1`."""
+        table, mask = table_of_episodes([group.decisions for group in self._groups], number, first, last)
+        names = torch.tensor([self._episode_group(column, number) for column in range(first, last)])
+        task = None if self._task is None else self._task[first:last]
+        return self._assembled(table, mask, torch.zeros(last - first), task, names)
 
     def _episode_group(self, column: int, number: int) -> int:
         """The name of the episode group that an environment's episode belongs to; no two tasks share one."""
@@ -490,6 +491,12 @@ class PolicyWorker:
     ) -> None:
         if self._settings.trace:
             self._spans.append(Span(track, name, start, end, dict(args or {}), **flow))
+
+
+def _ended(group: _Group, seen: Observations, episode: int, first: int, last: int) -> bool:
+    """Whether those of the group's environments that are among `first` to `last - 1` have ended that episode."""
+    mine = (group.columns >= first) & (group.columns < last)
+    return bool((seen.episode[mine] > episode).all())
 
 
 def _first_value(value: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
 """What flows: components, edges, loop; declared (docs/workflows.md)."""
 
-from embodied.workflows.recipes import GRPO, PPO, RECIPES, Recipe, recipe_of
+from embodied.workflows.recipes import GRPO, PPO, RECIPES, Recipe, WorkflowComponent, passing, recipe_of
 
-__all__ = ["GRPO", "PPO", "RECIPES", "Recipe", "recipe_of"]
+__all__ = ["GRPO", "PPO", "RECIPES", "Recipe", "WorkflowComponent", "passing", "recipe_of"]

@@ -1,30 +1,68 @@
-"""Workflows: what flows, declared. Nothing that runs them knows their names.
+"""Workflows: what flows, declared. Nothing that runs them knows their names, nor their components'.
 
-A workflow says which components there are, what they hand to each other and in which portions, what a rollout is,
-and which estimator turns trajectories into rows. A new one is a `Recipe` of your own (docs/workflows.md).
+A workflow says which components there are and which class of worker does each, what they hand to each other and in which
+portions, what a rollout is, and which estimator turns trajectories into rows. A new one is a `Recipe` of your own
+(docs/workflows.md).
 """
 
 from __future__ import annotations
 
 import importlib
-import math
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from embodied.algorithms.estimators import ESTIMATORS, Estimator
-from embodied.config import Config, parse_config
+from embodied.config import Config
 from embodied.errors import UserError, nearest
-from schedulers.workflow import Component, Edge, Loop, Workflow
-from sim_farm.episodes import EndlessEpisodes, Episodes, GroupedEpisodes
-
-PHYSICS = Component("physics", "steps the environments", travels=True)
-RENDER = Component("render", "draws the frames that the policy looks at")
-POLICY = Component("policy", "turns observations into action chunks")
-LEARNER = Component("learner", "estimates advantages, updates the policy, hands out its weights")
+from schedulers.workflow import Edge
 
 
-TASK_SEEDS = 1_000_003
-"""Between the seeds of a run's tasks, so that environments of the same index do not draw the same noise."""
+@dataclass(frozen=True)
+class WorkflowComponent:
+    """One kind of work, and who does it."""
+
+    name: str
+    does: str
+    """In a few words, for explanations."""
+    worker: str
+    """The worker's class as `package.module:Class`. Classes of `sim_farm` live in the farm, one or several per task."""
+    travels: bool = False
+    """May work on other nodes than the one where the command is typed."""
+
+    @property
+    def per_task(self) -> bool:
+        """Whether every task of a run has its own: simulators do."""
+        return self.worker.startswith("sim_farm.")
+
+    def worker_class(self) -> Any:
+        """The class. Raises `UserError` where it is not declared or cannot be imported."""
+        if not self.worker:
+            raise UserError(f"the component {self.name} names no class of worker; name one as package.module:Class")
+        module, _, attribute = self.worker.partition(":")
+        try:
+            return getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError) as error:
+            raise UserError(f"the worker {self.worker!r} of {self.name} cannot be imported: {error}") from error
+
+
+PHYSICS = WorkflowComponent("physics", "steps the environments", "sim_farm.workers:PhysicsWorker", travels=True)
+RENDER = WorkflowComponent("render", "draws the frames that the policy looks at", "sim_farm.workers:RenderWorker")
+POLICY = WorkflowComponent(
+    "policy", "turns observations into action chunks", "embodied.workers.policy_worker:PolicyWorker"
+)
+LEARNER = WorkflowComponent(
+    "learner",
+    "estimates advantages, updates the policy, hands out its weights",
+    "embodied.workers.learner:Learner",
+)
+REFERENCE = WorkflowComponent(
+    "reference",
+    "evaluates decisions under the policy that training began with",
+    "embodied.workers.reference:ReferenceWorker",
+)
+REWARD = WorkflowComponent(
+    "reward", "judges frames and instructions in the simulator's stead", "embodied.workers.reward:RewardWorker"
+)
 
 
 @dataclass(frozen=True)
@@ -32,11 +70,12 @@ class Recipe:
     """A workflow before sizes are known."""
 
     name: str
-    components: tuple[Component, ...]
+    components: tuple[WorkflowComponent, ...]
     edges: tuple[Edge, ...]
     loop: tuple[str, ...]
+    """The components that go round, in order; the last one decides."""
     rollout: Literal["decisions", "episodes"]
-    """A rollout is so many decisions of every environment, or whole episodes that come in groups."""
+    """A rollout is so many decisions of every environment, or whole episodes that come in episode groups."""
     estimator: str | Estimator
     """A name in `embodied.algorithms.estimators.ESTIMATORS`, or a function like those there."""
     critic: bool
@@ -44,6 +83,44 @@ class Recipe:
 
     def estimate(self) -> Estimator:
         return ESTIMATORS[self.estimator] if isinstance(self.estimator, str) else self.estimator
+
+    def component(self, name: str) -> WorkflowComponent:
+        return next(component for component in self.components if component.name == name)
+
+    @property
+    def after_rollout(self) -> tuple[WorkflowComponent, ...]:
+        """The components that trajectories pass through, each after those that it hears from; the trainer is the last.
+
+        Raises `UserError` for edges that no component serves, or that go round.
+        """
+        names = {component.name for component in self.components}
+        for edge in self.edges:
+            lost = {edge.source, edge.target} - names
+            if lost:
+                raise UserError(
+                    f"the workflow {self.name} has an edge {edge.source} > {edge.target}, and no component {min(lost)}"
+                )
+        waiting = [component for component in self.components if component.name not in self.loop]
+        known, found = set(self.loop), list[WorkflowComponent]()
+        while waiting:
+            ready = [c for c in waiting if all(e.source in known for e in self.edges if e.target == c.name)]
+            if not ready:
+                raise UserError(
+                    f"in the workflow {self.name} {', '.join(c.name for c in waiting)} wait for each other: one of "
+                    "their edges goes the wrong way"
+                )
+            found.append(ready[0])
+            known.add(ready[0].name)
+            waiting.remove(ready[0])
+        return tuple(found)
+
+
+def passing(recipe: Recipe, component: WorkflowComponent, name: str) -> Recipe:
+    """The recipe with a component that trajectories pass through on their way to the learner."""
+    into, rest = recipe.edges[-1], recipe.edges[:-1]
+    edges = (*rest, replace(into, target=component.name), replace(into, source=component.name))
+    components = (*recipe.components[:-1], component, recipe.components[-1])
+    return replace(recipe, name=name, components=components, edges=edges)
 
 
 _COMPONENTS = (PHYSICS, RENDER, POLICY, LEARNER)
@@ -66,18 +143,21 @@ PPO = Recipe(
 GRPO = Recipe(
     "grpo",
     _COMPONENTS,
-    # Complete groups are all that advantages need; `streams` says whether the learner may begin with them.
+    # Complete episode groups are all that advantages need; `streams` says whether the learner may begin with them.
     (*_ROLLING, Edge("policy", "learner", "episodes", "micro_batch")),
     _LOOP,
     rollout="episodes",
     estimator="group_relative",
     critic=False,
 )
-RECIPES = {recipe.name: recipe for recipe in (PPO, GRPO)}
+PPO_REFERENCE = passing(PPO, REFERENCE, "ppo_reference")
+GRPO_REFERENCE = passing(GRPO, REFERENCE, "grpo_reference")
+PPO_REWARD = passing(PPO, REWARD, "ppo_reward")
+RECIPES = {recipe.name: recipe for recipe in (PPO, GRPO, PPO_REFERENCE, GRPO_REFERENCE, PPO_REWARD)}
 
 
 def recipe_of(config: Config) -> Recipe:
-    """The recipe that the configuration names: `ppo`, `grpo`, or `package.module:NAME` for one of your own."""
+    """The recipe that the configuration names: one of `RECIPES`, or `package.module:NAME` for one of your own."""
     name = config.workflow
     if name in RECIPES:
         return RECIPES[name]
@@ -91,84 +171,3 @@ def recipe_of(config: Config) -> Recipe:
     if not isinstance(recipe, Recipe):
         raise UserError(f"{name} is a {type(recipe).__name__}, not an embodied.workflows.Recipe")
     return recipe
-
-
-def streams(config: Config) -> bool:
-    """Whether the learner may work on a part of an iteration's rows while others are still rolled out.
-
-    Only where the update is one optimiser step over all rows: then it is a sum over parts, in their order.
-    """
-    recipe, optim = recipe_of(config), config.optim
-    one_step = not recipe.critic and optim.epochs == 1 and optim.minibatch == 0
-    return recipe.rollout == "episodes" and one_step and groups_suffice(config)
-
-
-def groups_suffice(config: Config) -> bool:
-    """Whether the estimator needs no more than complete groups: its edge to the learner says so. Else it is shown
-    all of an iteration's episodes at once."""
-    flows = [edge.flow for edge in recipe_of(config).edges if edge.target == "learner"]
-    return "barrier" not in flows and config.advantage.scale != "batch"
-
-
-def workflow_of(config: Config, max_episode_steps: int) -> Workflow:
-    """The configuration's workflow with its sizes. Raises `UserError` for groups that the environments do not fill."""
-    recipe, env = recipe_of(config), config.env
-    draws = "images" in config.policy.reads
-    present = tuple(c for c in recipe.components if draws or c.name != "render")
-    waves, steps = 1, config.rollout.decisions
-    if recipe.rollout == "episodes":
-        check_groups(config)
-        waves, steps = config.rollout.episodes_per_env, math.ceil(max_episode_steps / config.policy.chunk)
-    unit = config.rollout.episode_group if recipe.rollout == "episodes" else 1
-    edges = tuple(
-        replace(edge, unit=unit, flow=edge.flow if streams(config) else "barrier") if edge.target == "learner" else edge
-        for edge in _without(recipe.edges, present)
-    )
-    loop = tuple(name for name in recipe.loop if any(c.name == name for c in present))
-    return Workflow(recipe.name, present, edges, Loop(loop, steps), env.num_envs * waves, waves)
-
-
-def episodes_of(config: Config, seed: int) -> Episodes:
-    """The training episodes of the configuration's workflow."""
-    if recipe_of(config).rollout == "episodes":
-        check_groups(config)
-        return GroupedEpisodes(seed, config.rollout.episode_group, config.env.init_states)
-    return EndlessEpisodes(seed, config.env.init_states)
-
-
-def configs_of_tasks(config: Config) -> tuple[Config, ...]:
-    """The configuration of each task of the run, the main one first. Each has seeds of its own.
-
-    Raises `UserError` for keys of `also` that `env` does not have.
-    """
-    found = [config.model_copy(update={"also": ()})]
-    for number, differs in enumerate(config.extra_tasks, start=1):
-        data = config.model_dump(mode="json")
-        data |= {"env": {**data["env"], **differs}, "seed": (config.seed + number * TASK_SEEDS) % 2**31, "also": ()}
-        found.append(parse_config(data, f"also[{number - 1}]"))
-    return tuple(found)
-
-
-def check_credit(config: Config) -> None:
-    """Raise `UserError` where single actions have credit and ratios are taken over more than that."""
-    if config.advantage.credit == "action" and config.loss.ratio_unit == "chunk":
-        raise UserError("advantage.credit is action, and loss.ratio_unit chunk: set it to action or element")
-
-
-def check_groups(config: Config) -> None:
-    """Raise `UserError` where environments and groups do not match."""
-    size, envs = config.rollout.episode_group, config.env.num_envs
-    if envs % size:
-        near = max(size, round(envs / size) * size)
-        raise UserError(f"{envs} environments do not make groups of {size}; set env.num_envs to {near}, for example")
-
-
-def _without(edges: tuple[Edge, ...], present: tuple[Component, ...]) -> tuple[Edge, ...]:
-    """The edges among the components that are present; what an absent one passed on goes straight."""
-    names = {component.name for component in present}
-    kept = [edge for edge in edges if edge.source in names and edge.target in names]
-    into = {edge.target: edge for edge in edges if edge.target not in names}
-    for edge in edges:
-        if edge.source in into and edge.source not in names:
-            kept.append(Edge(into[edge.source].source, edge.target, edge.carries, edge.flow, edge.unit))
-    return tuple(kept)

@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from policies.contract import PolicyError
+from policies.finite import check_finite
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -85,7 +86,7 @@ class Shards:
         """All tensors, on the CPU: exactly those expected, by name and shape; their dtype is the file's.
 
         Raises `PolicyError` before a tensor is used if a file is missing, damaged or no safetensors file, if a
-        tensor is missing, not expected or of another shape, or if the index and the files disagree.
+        tensor is missing, not expected, of another shape or not finite, or if the index and the files disagree.
         """
         _check_names(self.folder, set(self.files), set(expected))
         by_file: dict[str, list[str]] = defaultdict(list)
@@ -100,9 +101,10 @@ class Shards:
                 where = "is in the index, but not in it" if name in names else "is in it, but not in the index"
                 raise PolicyError(f"{path} and the index disagree: {name!r} {where}")
             with safe_open(path, framework="pt") as shard:
-                for name in names:
-                    found[name] = shard.get_tensor(name)
-        check_shapes(self.folder, found, expected)
+                tensors = {name: shard.get_tensor(name) for name in names}
+            check_shapes(self.folder, tensors, {name: expected[name] for name in names})
+            check_finite(path, tensors)
+            found |= tensors
         return found
 
     def write(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -120,10 +122,12 @@ class Shards:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Every tensor of one safetensors file. Raises `PolicyError`."""
+    """Every tensor of one safetensors file, finite. Raises `PolicyError`."""
     names = _names(path)
     with safe_open(path, framework="pt") as file:
-        return {name: file.get_tensor(name) for name in names}
+        tensors = {name: file.get_tensor(name) for name in names}
+    check_finite(path, tensors)
+    return tensors
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -152,6 +156,7 @@ def read_state(path: Path) -> dict[str, Tensor]:
         raise PolicyError(f"{path} is damaged: {error}") from error
     if not isinstance(state, dict) or not all(isinstance(t, Tensor) for t in state.values()):
         raise PolicyError(f"{path} is not a state dict: it must map names to tensors")
+    check_finite(path, state)
     return {name.removeprefix("module."): tensor for name, tensor in state.items()}
 
 

@@ -17,13 +17,13 @@ from embodied.doctor.hardware import fingerprint
 from embodied.errors import UserError
 from embodied.execution.assignment import assign
 from embodied.execution.session import open_session
-from embodied.planning.run_plans import profiler as profiling
+from embodied.planning import profiler as profiling
 from embodied.planning.clusters import local_cluster, read_cluster
 from embodied.planning.probe_assignments import shapes_of
 from embodied.planning.profiler import work_of
 from embodied.planning.run_plans import checked_profile, sized_workflow
 from embodied.run_folder import prepare_run
-from embodied.training.loop import loop as training
+from embodied.training import loop as training
 from embodied.workers.affinity import Affinity
 from embodied.workers.devices import accelerators, device_of
 from embodied.workers.makers import make_learner, make_policy_worker

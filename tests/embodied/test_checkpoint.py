@@ -210,6 +210,43 @@ def test_a_checkpoint_is_written_again_in_place(tmp_path: Path) -> None:
     assert_equal(policies.load(folder), expected)
 
 
+# --- finding one that is whole
+
+
+@pytest.mark.parametrize("pointer", [None, "000001\n", "000009\n", "", "\udcff"], ids=repr)
+def test_the_newest_whole_checkpoint_is_found_whatever_latest_says(pointer: str | None, tmp_path: Path) -> None:
+    for iteration in (1, 2, 10):
+        write(tmp_path, iteration)
+    (tmp_path / "latest").unlink()
+    if pointer is not None:
+        (tmp_path / "latest").write_text(pointer, errors="surrogateescape")
+    assert checkpoint.latest(tmp_path) == tmp_path / "000010"
+    assert checkpoint.recover(tmp_path) == (tmp_path / "000010", [])
+    assert (tmp_path / "latest").read_text() == "000010\n"
+
+
+def test_damaged_checkpoints_are_set_aside_for_the_one_before_them(tmp_path: Path) -> None:
+    for iteration in (1, 2, 3):
+        write(tmp_path, iteration)
+    (tmp_path / "000003" / "manifest.json").unlink()
+    (tmp_path / "000002" / "state.json").write_text("{}")
+    found, damages = checkpoint.recover(tmp_path)
+    assert found == tmp_path / "000001" == checkpoint.latest(tmp_path)
+    assert [name in str(damage) for name, damage in zip(("000003", "000002"), damages, strict=True)] == [True, True]
+    assert {path.name for path in tmp_path.glob("*.damaged")} == {"000002.damaged", "000003.damaged"}
+    assert checkpoint.latest(write(tmp_path, 2).parent) == tmp_path / "000002", "its place is free again"
+
+
+def test_where_no_checkpoint_is_whole_nothing_is_changed(tmp_path: Path) -> None:
+    assert checkpoint.recover(tmp_path) == (None, [])
+    for iteration in (1, 2):
+        (write(tmp_path, iteration) / "state.json").unlink()
+    before = content(tmp_path)
+    with pytest.raises(CheckpointError, match="000002.*state.json is missing.*000001.*remove the folder .*--name"):
+        checkpoint.recover(tmp_path)
+    assert content(tmp_path) == before
+
+
 # --- crashes
 
 
@@ -258,11 +295,10 @@ def test_a_process_killed_while_writing_leaves_the_earlier_checkpoint(event: str
     earlier = content(write(tmp_path, 1))
     write_and_die(tmp_path, event, ending)
     last = checkpoint.latest(tmp_path)
-    assert last == tmp_path / "000001"
+    # The new one becomes visible only as a whole, and counts from then on, whatever `latest` says.
+    assert last == tmp_path / ("000002" if ".latest" in ending else "000001")
     checkpoint.verify(last)
-    assert content(last) == earlier
-    if (tmp_path / "000002").exists():
-        checkpoint.verify(tmp_path / "000002")  # it became visible only as a whole
+    assert content(tmp_path / "000001") == earlier
     checkpoint.verify(write(tmp_path, 2))
     assert checkpoint.latest(tmp_path) == tmp_path / "000002"
 

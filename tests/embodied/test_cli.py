@@ -173,10 +173,10 @@ def test_no_vulkan_device_names_the_doctor(tmp_path: Path) -> None:
 
 
 def test_an_unknown_key_names_the_nearest(tmp_path: Path) -> None:
-    assert "--loss.clip" in refusal("train", "reach", "--ppo.clp", "0.1")
+    assert "--loss.clip" in refusal("train", "reach", "--loss.clp", "0.1")
     config = tmp_path / "typo.yaml"
-    config.write_text("ppo: {clp: 0.1}\n")
-    assert "ppo.clip" in refusal("train", str(config))
+    config.write_text("loss: {clp: 0.1}\n")
+    assert "loss.clip" in refusal("train", str(config))
 
 
 def test_an_unknown_configuration_or_run_names_the_nearest() -> None:

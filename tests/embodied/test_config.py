@@ -51,9 +51,9 @@ def test_every_key_says_what_it_means() -> None:
 @pytest.mark.parametrize(
     ("data", "given", "nearest"),
     [
-        ({"ppo": {"clpi": 0.1}}, "ppo.clpi", "ppo.clip"),
-        ({"ppo": {"lambda": 0.9}}, "ppo.lambda", "ppo.lam"),
-        ({"learner": {"minibatch_size": 4}}, "learner.minibatch_size", "learner.minibatch"),
+        ({"loss": {"clpi": 0.1}}, "loss.clpi", "loss.clip"),
+        ({"advantage": {"lambda": 0.9}}, "advantage.lambda", "advantage.lam"),
+        ({"optim": {"minibatch_size": 4}}, "optim.minibatch_size", "optim.minibatch"),
         ({"env": {"num_env": 4}}, "env.num_env", "env.num_envs"),
         ({"iteration": 4}, "iteration", "iterations"),
         ({"farm": {"physics_worker": 2}}, "farm.physics_worker", "farm.physics_workers"),
@@ -79,11 +79,11 @@ def test_a_key_without_a_likeness_is_refused_with_all_valid_ones() -> None:
         ("iterations", 2.5),
         ("seed", -1),
         ("seed", 2**31),
-        ("learner", 3),
-        ("ppo.gamma", 1.5),
-        ("ppo.clip", 0),
-        ("ppo.bootstrap", "sometimes"),
-        ("ppo.ratio_unit", "token"),
+        ("optim", 3),
+        ("advantage.gamma", 1.5),
+        ("loss.clip", 0),
+        ("advantage.bootstrap", "sometimes"),
+        ("loss.ratio_unit", "token"),
         ("env.reward", "rich"),
         ("env.num_envs", [4]),
         ("env.image_size", 8),
@@ -104,13 +104,13 @@ def test_a_wrong_item_of_a_list_is_refused_with_its_place() -> None:
 
 
 def test_every_mistake_is_named_at_once() -> None:
-    message = refusal({"seed": -1, "ppo": {"clpi": 1, "gamma": 2}})
-    assert all(key in message for key in ("seed", "ppo.clpi", "ppo.gamma"))
+    message = refusal({"seed": -1, "advantage": {"lamm": 1, "gamma": 2}, "ppo": {"clip": 3}})
+    assert all(key in message for key in ("seed", "advantage.lamm", "advantage.gamma", "ppo.clip"))
 
 
 def test_a_configuration_cannot_be_changed_after_it_was_checked() -> None:
     with pytest.raises(ValidationError):
-        Config().ppo.gamma = 2.0  # type: ignore[misc]
+        Config().advantage.gamma = 2.0  # type: ignore[misc]
 
 
 # --- files
@@ -141,7 +141,7 @@ def test_a_saved_configuration_holds_every_key_so_that_later_defaults_change_not
             found += keys(value, f"{prefix}{name}.") if nested else [f"{prefix}{name}"]
         return found
 
-    assert sorted(keys(saved)) == sorted(all_keys())
+    assert sorted(keys(saved)) == sorted(["version", *all_keys()])
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
@@ -161,7 +161,7 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
         load_config(str(tmp_path / "absent.yaml"))
 
 
-@pytest.mark.parametrize(("text", "reason"), [("ppo: {clip: 0.1", "not valid YAML"), ("- 1\n- 2\n", "keys and values")])
+@pytest.mark.parametrize(("text", "reason"), [("loss: {clip: 1", "not valid YAML"), ("- 1\n- 2\n", "keys and values")])
 def test_a_file_that_is_no_mapping_is_refused(text: str, reason: str, tmp_path: Path) -> None:
     path = tmp_path / "broken.yaml"
     path.write_text(text)

@@ -60,10 +60,10 @@ def make_policy(state_dim: int = S, action_dim: int = A) -> ActionValues:
     return ActionValues(PolicySpec(action_dim=action_dim, chunk=C, state_dim=state_dim))
 
 
-def config_of(unit: str = "action", epochs: int = 1, **ppo: Any) -> Config:
-    learner = {"epochs": epochs, "minibatch": 0, "micro_batch": 4, "threads": 1, "max_grad_norm": 1e9}
+def config_of(unit: str = "action", epochs: int = 1, **loss: Any) -> Config:
+    optim = {"epochs": epochs, "minibatch": 0, "micro_batch": 4, "threads": 1, "max_grad_norm": 1e9}
     return parse_config(
-        {"advantage": {"credit": "action"}, "loss": {"ratio_unit": unit, **ppo}, "learner": learner}, "test"
+        {"advantage": {"credit": "action"}, "loss": {"ratio_unit": unit, **loss}, "optim": optim}, "test"
     )
 
 
@@ -250,5 +250,5 @@ def test_a_policy_without_values_of_actions_is_refused() -> None:
     batch = make_batch()
     with pytest.raises(UserError, match="one value for a whole chunk: set it to chunk"):
         gae(replace(batch, value=batch.value[:, :, 0]), config_of())
-    with pytest.raises(UserError, match="a value for each action: set ppo.credit to action"):
+    with pytest.raises(UserError, match="a value for each action: set advantage.credit to action"):
         gae(batch, Config())

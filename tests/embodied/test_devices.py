@@ -25,7 +25,7 @@ from embodied.runtime.ray_workers import _portable
 from embodied.workers.affinity import Affinity
 from embodied.workers.devices import decide, device_of, find_device, settle, to_host, value_of
 from embodied.workers.learner import Learner
-from embodied.workers.makers import make_policy
+from embodied.workers.context import make_policy
 from embodied.workers.offload import Offload
 from embodied.workers.policy_worker import PolicyWorker
 from policies.contract import Evaluation, Inputs, Policy, PolicySpec
@@ -193,9 +193,9 @@ def make_batch(kind: str) -> Trajectories:
     )
 
 
-def config_of(epochs: int = 2, unit: str = "action", **ppo: Any) -> Config:
-    learner = {"epochs": epochs, "minibatch": 8, "micro_batch": 3, "threads": 1, "policy_lr": 3e-3}
-    return parse_config({"learner": learner, "loss": {"ratio_unit": unit, "entropy_coef": 0.01, **ppo}}, "test")
+def config_of(epochs: int = 2, unit: str = "action", **loss: Any) -> Config:
+    optim = {"epochs": epochs, "minibatch": 8, "micro_batch": 3, "threads": 1, "policy_lr": 3e-3}
+    return parse_config({"optim": optim, "loss": {"ratio_unit": unit, "entropy_coef": 0.01, **loss}}, "test")
 
 
 @pytest.mark.parametrize("unit", ["chunk", "action", "element"])

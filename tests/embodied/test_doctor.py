@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from embodied.doctor.checks import checks as doctor
+from embodied.doctor import checks as doctor
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -24,9 +24,10 @@ from embodied.errors import UserError
 from embodied.execution.session import open_session
 from embodied.reporting.metrics import read
 from embodied.run_folder import prepare_run
-from embodied.training.loop import loop as training
-from embodied.workflows.recipes import recipes as workflows
-from embodied.workflows.recipes import GRPO, PPO, groups_suffice, recipe_of, streams, workflow_of
+from embodied.training import loop as training
+from embodied.workflows import recipes as workflows
+from embodied.workflows.recipes import GRPO, PPO, recipe_of
+from embodied.workflows.sizes import groups_suffice, streams, workflow_of
 from policies.contract import Inputs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,9 +61,15 @@ def make_batch(seed: int = 0, group: tuple[int, ...] | None = (9, 9, 9, 4, 4, 4)
     )
 
 
-def config_of(**group: Any) -> Config:
+def config_of(unit: str = "chunk", weight: str = "decision", **advantage: Any) -> Config:
     return parse_config(
-        {"workflow": "grpo", "rollout": {"episode_group": 3}, "advantage": {"outcome": "return", **group}}, "test"
+        {
+            "workflow": "grpo",
+            "rollout": {"episode_group": 3},
+            "advantage": {"outcome": "return", **advantage},
+            "loss": {"ratio_unit": unit, "weight": weight},
+        },
+        "test",
     )
 
 
@@ -150,9 +157,9 @@ def test_outcomes_count_what_was_done_and_no_more() -> None:
     batch = make_batch()
     hole = ~batch.mask
     dirty = replace(batch, reward=batch.reward + 5 * hole, success=batch.success | hole)
-    returns = outcomes(dirty, config_of().group)
+    returns = outcomes(dirty, config_of().advantage)
     assert returns.tolist() == pytest.approx([sum(batch.reward[:n, b].tolist()) for b, n in enumerate(LENGTHS)])
-    assert outcomes(dirty, config_of(outcome="success").group).tolist() == [1, 0, 1, 0, 1, 0]
+    assert outcomes(dirty, config_of(outcome="success").advantage).tolist() == [1, 0, 1, 0, 1, 0]
 
 
 def test_groups_that_lost_a_member_teach_nothing() -> None:
@@ -210,10 +217,7 @@ def test_rates_do_not_bring_back_groups_with_equal_outcomes() -> None:
 @pytest.mark.parametrize("unit", ["chunk", "action", "element"])
 def test_episodes_count_alike_whatever_their_length(unit: str) -> None:
     batch = make_batch()
-    config = config_of(weight="episode").model_copy(
-        update={"loss": Config().loss.model_copy(update={"ratio_unit": unit})}
-    )
-    found = group_relative(batch, config)
+    found = group_relative(batch, config_of(unit, weight="episode"))
     units = {"chunk": batch.mask, "action": batch.executed, "element": batch.executed}[unit]
     assert (found.weight * units).sum(0).tolist() == pytest.approx([1.0] * B)
     assert (group_relative(batch, config_of()).weight == 1).all()
@@ -227,15 +231,15 @@ def test_a_rollout_of_decisions_has_no_groups() -> None:
 # --- what a workflow declares
 
 
-def grpo(images: bool = False, **group: Any) -> Config:
+def grpo(images: bool = False, episodes_per_env: int = 1, **advantage: Any) -> Config:
     policy = {"reads": ["proprio", "images"]} if images else {}
     return parse_config(
         {
             "workflow": "grpo",
             "env": {"num_envs": 12, "cameras": int(images)},
             "policy": {**policy, "chunk": 4},
-            "rollout": {"episode_group": 3},
-            "advantage": {**group},
+            "rollout": {"episode_group": 3, "episodes_per_env": episodes_per_env},
+            "advantage": advantage,
             "optim": {"epochs": 1, "minibatch": 0},
         },
         "test",
@@ -253,7 +257,7 @@ def test_the_learner_begins_early_only_where_its_update_is_a_sum_over_parts() ->
 
 
 def test_a_workflow_has_the_configurations_sizes() -> None:
-    flow = workflow_of(grpo(waves=2), max_episode_steps=50)
+    flow = workflow_of(grpo(episodes_per_env=2), max_episode_steps=50)
     assert flow.items == 24 and flow.waves == 2
     assert flow.loop is not None and flow.loop.steps == 13 and flow.loop.components == ("physics", "policy")
     last = next(edge for edge in flow.edges if edge.target == "learner")
@@ -272,7 +276,7 @@ def test_a_workflow_has_the_configurations_sizes() -> None:
         ("grop", "no workflow 'grop'; did you mean grpo.*package.module:NAME"),
         ("no.such.module:PPO", "'no.such.module:PPO' cannot be imported: No module named"),
         ("embodied.workflows:PPQ", "'embodied.workflows:PPQ' cannot be imported: .*PPQ"),
-        ("embodied.workflows:POLICY", "embodied.workflows:POLICY is a Component, not an embodied.workflows.Recipe"),
+        ("embodied.workflows.recipes:POLICY", "recipes:POLICY is a Component, not an embodied.workflows.Recipe"),
     ],
 )
 def test_a_workflow_that_is_not_there_is_named(name: str, message: str) -> None:

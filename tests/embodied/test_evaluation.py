@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -17,11 +18,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 from embodied import checkpoint
 from embodied.commands.evaluate import evaluate_run
 from embodied.commands.train import train_run
-from embodied.config import Config, parse_config
+from embodied.config import Config, load_config, parse_config
 from embodied.errors import UserError
 from embodied.evaluation.evaluate import Subject, evaluate
 from embodied.evaluation.films import worth_seeing
@@ -119,6 +121,21 @@ def test_tasks_do_not_share_their_noise(tmp_path: Path) -> None:
     both = evaluated(tmp_path / "e", config(eval={"tasks": ["tabletop/push", "tabletop/pick_and_place"]}))
     push, place = (both.actions(both.outcomes[task, 0])[0, :3] for task in ("tabletop/push", "tabletop/pick_and_place"))
     assert not np.array_equal(push, place)
+
+
+def test_a_policy_that_reads_instructions_acts_alone_as_among_others(tmp_path: Path) -> None:
+    """Fewer episodes than environments: those that never have one show no instruction."""
+    tiny = load_config("openvla_tiny").model_dump(mode="json")
+    short = {"env": {"max_episode_steps": 4}, "runtime": {"mode": "inline", "trace": False}}
+    few, all_rows = (
+        config(tiny, eval={"episodes": episodes, "num_envs": 6, "videos": 0, "greedy": False}, **short)
+        for episodes in (1, 6)
+    )
+    assert "instruction" in few.policy.reads
+    alone, among = evaluated(tmp_path / "alone", few), evaluated(tmp_path / "among", all_rows)
+    (outcome,) = alone.in_order()
+    assert outcome == among.in_order()[0]
+    assert np.array_equal(alone.actions(outcome), among.actions(outcome))
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
@@ -277,6 +294,30 @@ def test_a_camera_that_a_task_lacks_is_refused_with_those_it_has(tmp_path: Path)
     settings = config(env={"cameras": ["ceiling"]}, policy={"reads": ["images"]})
     said = refusal(tmp_path / "e", settings, FarmError)
     assert "ceiling" in said and "wrist" in said
+
+
+@pytest.mark.parametrize("tensor", ["log_std", "normalizer.var"])
+def test_weights_that_are_not_finite_are_refused_wherever_they_enter(run: Path, tensor: str, tmp_path: Path) -> None:
+    spoiled = Path(shutil.copytree(run, tmp_path / "spoiled"))
+    newest = checkpoint.latest(spoiled / "checkpoints")
+    assert newest is not None
+    tensors = load_file(newest / "policy" / "model.safetensors")
+    (name,) = [name for name in tensors if name.endswith(tensor)]
+    tensors[name].view(-1)[-1] = float("nan")
+    save_file(tensors, newest / "policy" / "model.safetensors")
+    manifest = json.loads((newest / checkpoint.MANIFEST).read_text())
+    digest = hashlib.sha256((newest / "policy" / "model.safetensors").read_bytes()).hexdigest()
+    (newest / checkpoint.MANIFEST).write_text(json.dumps(manifest | {"policy/model.safetensors": digest}))
+    settings = settings_of(str(spoiled), tmp_path)
+    message = f"model.safetensors: '{name}' has numbers that are not finite.*earlier checkpoint"
+    with pytest.raises(PolicyError, match=message):
+        evaluate_run(str(spoiled), settings, None, tmp_path, into=tmp_path / "of a run")
+    with pytest.raises(PolicyError, match=message):
+        evaluate_run("reach", settings, newest, tmp_path, into=tmp_path / "of a checkpoint")
+    begun = settings.model_copy(update={"policy": settings.policy.model_copy(update={"init": spoiled}), "name": "next"})
+    with pytest.raises(PolicyError, match=message):
+        train_run(begun, "test", tmp_path, False)
+    assert not (tmp_path / "next").exists()
 
 
 def test_a_policy_of_another_action_size_is_refused_with_the_task(run: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from embodied.statistics import paired_difference, wilson
+from embodied.statistics import paired_difference, typical, wilson
 
 OUTCOMES = st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=60)
 
@@ -26,6 +26,16 @@ def test_wilson_is_the_published_formula() -> None:
 
 def test_without_episodes_everything_is_possible() -> None:
     assert wilson(0, 0) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize(("count", "published_t"), [(2, 12.706), (3, 4.303), (10, 2.262), (31, 2.042), (121, 1.980)])
+def test_a_measured_time_has_students_interval(count: int, published_t: float) -> None:
+    values = 5.0 + np.random.default_rng(0).normal(0, 0.1, count)
+    middle, low, high = typical(values.tolist())
+    assert middle == np.median(values)
+    half = published_t * np.std(values, ddof=1) / math.sqrt(count)
+    assert (middle - low, high - middle) == (pytest.approx(half, rel=3e-4), pytest.approx(half, rel=3e-4))
+    assert typical([1.5]) == (1.5, 1.5, 1.5) and typical([0.0, 1.0])[1] == 0.0
 
 
 @given(OUTCOMES)

@@ -22,7 +22,7 @@ from embodied.execution.session import Session, open_session
 from embodied.runtime.ray_runtime import RayRuntime
 from embodied.workers.affinity import Affinity
 from embodied.workers.learner import Learner, OffPolicy
-from embodied.workers.makers import make_policy
+from embodied.workers.context import make_policy
 from embodied.workers.policy_worker import PolicyWorker
 from embodied.workflows.recipes import GRPO, PPO
 from policies.contract import PolicySpec
@@ -395,9 +395,9 @@ def test_a_rollout_that_is_ahead_needs_a_policy_of_its_own() -> None:
 
 def gathered(settings: dict[str, Any], session: Session, folder: Path) -> tuple[Config, Trajectories]:
     """A rollout or a wave of a new policy, by `gaussian_mlp`'s own learning settings: one step over all rows."""
-    learner = {**settings["learner"], "epochs": 1, "minibatch": 0, "max_grad_norm": 1e9}
+    optim = {**settings["optim"], "epochs": 1, "minibatch": 0, "max_grad_norm": 1e9}
     (folder / "gathered").mkdir(parents=True)
-    config = parse_config({**settings, "learner": learner, "name": str(folder / "gathered")}, "test")
+    config = parse_config({**settings, "optim": optim, "name": str(folder / "gathered")}, "test")
     with executor(config, folder, session, inline(assigned())) as workers:
         workers.begin(None, 0)
         if settings is GROUPS:

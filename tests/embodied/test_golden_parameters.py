@@ -22,7 +22,7 @@ from embodied import checkpoint
 from embodied.config import Config, load_config, parse_config
 from embodied.execution.session import open_session
 from embodied.run_folder import prepare_run
-from embodied.training.loop import loop as training
+from embodied.training import loop as training
 from tests import libero_assets
 
 RECORD = Path(__file__).with_name("golden_parameters.json")

@@ -27,9 +27,10 @@ from embodied.execution.executor import Executor, Iteration, executor
 from embodied.execution.session import open_session
 from embodied.reporting.metrics import read
 from embodied.workers.learner import CollectStatistics, Learner
-from embodied.workers.makers import make_policy
+from embodied.workers.context import make_policy
 from embodied.workers.policy_worker import PolicyWorker
-from embodied.workflows.recipes import GRPO, episodes_of, streams
+from embodied.workflows.recipes import GRPO
+from embodied.workflows.sizes import episodes_of, streams
 from policies.contract import Policy, PolicySpec
 from tests.embodied.test_resume import assert_same_run, rewind
 from tests.embodied.test_resume import run as train
@@ -52,11 +53,11 @@ SETTINGS: dict[str, Any] = {
 
 
 def config_of(**changes: Any) -> Config:
-    """The settings with changes, section by section: `group={"waves": 1}`."""
+    """The settings with changes, section by section: `rollout={"episodes_per_env": 1}`."""
     return parse_config(
         {
             **SETTINGS,
-            **{k: {**SETTINGS[k], **v} if isinstance(v, dict) else v for k, v in changes.items()},
+            **{k: {**SETTINGS.get(k, {}), **v} if isinstance(v, dict) else v for k, v in changes.items()},
         },
         "test",
     )
@@ -281,7 +282,7 @@ def test_groups_with_equal_outcomes_never_reach_the_model(minibatch: int, skille
     parts = waves_of(config, tmp_path, skilled)
     for batch in parts:
         assert batch.group is not None
-        teaches = differing(outcomes(batch, config.group), batch.group, SIZE)
+        teaches = differing(outcomes(batch, config.advantage), batch.group, SIZE)
         dropped += int((~teaches).sum())
         collected = learner.collect(poisoned(batch, ~teaches), 0)
         assert collected == replace(other.collect(batch, 0), learn_s=collected.learn_s)
@@ -345,9 +346,9 @@ def test_streaming_has_the_gradient_of_one_step_over_all_rows(
     changes: dict[str, Any] = {"loss": {"weight": weight, "ratio_unit": unit, "entropy_coef": 0.01}}
     found = []
     for minibatch in (0, 10**6):
-        config = parse_config({**config_of(group=changes["group"]).model_dump(), "ppo": changes["ppo"]}, "test")
-        learner_config = config.learner.model_copy(update={"minibatch": minibatch, "micro_batch": micro_batch})
-        config = config.model_copy(update={"learner": learner_config})
+        config = config_of(**changes)
+        optim = config.optim.model_copy(update={"minibatch": minibatch, "micro_batch": micro_batch})
+        config = config.model_copy(update={"optim": optim})
         assert streams(config) == (minibatch == 0)
         learner = learner_of(config, tmp_path, skilled)
         collected(learner, waves)
@@ -366,8 +367,7 @@ def test_the_gradient_is_that_of_the_formula_written_out(
     weight: str, unit: str, waves: list[Trajectories], skilled: Path, tmp_path: Path
 ) -> None:
     """The mean over all units, or over episodes of the mean over their units, of -A times the ratio."""
-    config = config_of(loss={"weight": weight})
-    config = config.model_copy(update={"ppo": config.ppo.model_copy(update={"ratio_unit": unit})})
+    config = config_of(loss={"weight": weight, "ratio_unit": unit})
     learner = learner_of(config, tmp_path, skilled)
     collected(learner, waves)
     found = learner.finish(0)
@@ -463,7 +463,7 @@ def test_advantages_scaled_by_the_batch_are_scaled_by_all_of_an_iteration(tmp_pa
     whole = SEEN[-1]
     assert whole.group is not None and len(whole.group) == 3 * ENVS
     estimate = group_relative(whole, config)
-    expected, _ = group_advantages(outcomes(whole, config.group), whole.group, SIZE, "batch")
+    expected, _ = group_advantages(outcomes(whole, config.advantage), whole.group, SIZE, "batch")
     assert torch.equal(estimate.advantage[0], expected)
     learner = learner_of(
         config_of(advantage={"scale": "batch"}, rollout={"episodes_per_env": 1}, optim={"minibatch": 10**6}), tmp_path

@@ -24,7 +24,7 @@ from embodied.errors import UserError
 from embodied.reporting.metrics import read
 from embodied.run_folder import prepare_run, settings_of, with_init
 from embodied.training.sft import STAGE, Imitator, imitate, read_demonstrations
-from embodied.workers.makers import task_spec
+from embodied.workers.context import task_spec
 from policies.gaussian_mlp import GaussianMLP
 from sim_farm.contract import TaskInfo
 from sim_farm.registry import make_physics
@@ -221,9 +221,9 @@ def test_micro_batches_change_memory_and_not_the_step(demos: Dataset, datasets: 
     """Of a policy whose loss is drawn too, and whatever is in which dataset."""
     after = []
     for micro in (None, 5):
-        learner = {**PIXELS["learner"], "micro_batch": micro}
+        optim = {**PIXELS["optim"], "micro_batch": micro}
         data = [str(demos.folder)] * datasets
-        imitator = imitator_of(config_of({**PIXELS, "learner": learner}, demos, data=data, lr=1e-4))
+        imitator = imitator_of(config_of({**PIXELS, "optim": optim}, demos, data=data, lr=1e-4))
         imitator.step()
         after.append(torch.cat([p.detach().flatten() for p in imitator.policy.parameters()]))
     assert (after[0] - after[1]).abs().max() < 1e-5

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import policies
 from embodied.algorithms.estimators import Rows, gae_of, rows_of
-from embodied.config import Config, LearnerConfig, PPOConfig
+from embodied.config import AdvantageConfig, Config, LossConfig, OptimConfig
 from embodied.data.trajectories import Trajectories
 from embodied.workers.learner import Learner, NonFinite, OffPolicy
 from policies.contract import Evaluation, Inputs, Policy, PolicySpec
@@ -23,21 +23,27 @@ from policies.gaussian_mlp import GaussianMLP
 
 T, B, C, A, S = 6, 5, 3, 2, 4
 SPEC = PolicySpec(action_dim=A, chunk=C, state_dim=S)
-LEARNER = LearnerConfig(epochs=2, minibatch=8, threads=1, policy_lr=3e-3, value_lr=3e-3)
+OPTIM = OptimConfig(epochs=2, minibatch=8, threads=1, policy_lr=3e-3, value_lr=3e-3)
 
 
 def make_policy() -> Policy:
     return policies.build("gaussian_mlp", SPEC, seed=1, widths=[16])
 
 
-def make_learner(run_dir: Path, ppo: PPOConfig | None = None, policy: Policy | None = None, **config: Any) -> Learner:
-    learner = LEARNER.model_copy(update=config)
-    run = Config(seed=5, iterations=10, ppo=ppo or PPOConfig(), learner=learner)
+def make_learner(
+    run_dir: Path,
+    loss: LossConfig | None = None,
+    advantage: AdvantageConfig | None = None,
+    policy: Policy | None = None,
+    **optim: Any,
+) -> Learner:
+    sections = {"advantage": advantage or AdvantageConfig(), "loss": loss or LossConfig()}
+    run = Config(seed=5, iterations=10, optim=OPTIM.model_copy(update=optim), **sections)
     return Learner(policy or make_policy(), run, run_dir)
 
 
-def to_rows(batch: Trajectories, ppo: PPOConfig) -> Rows:
-    return rows_of(batch, gae_of(batch, ppo))
+def to_rows(batch: Trajectories, settings: AdvantageConfig | None = None) -> Rows:
+    return rows_of(batch, gae_of(batch, settings or AdvantageConfig()))
 
 
 def make_batch(seed: int = 0) -> Trajectories:
@@ -151,7 +157,7 @@ def test_an_environment_that_is_masked_out_might_as_well_not_be_there(tmp_path: 
 def test_rows_keep_the_order_of_decision_and_environment() -> None:
     batch = make_batch()
     batch.mask[1, 2] = False
-    rows = to_rows(batch, PPOConfig())
+    rows = to_rows(batch)
     assert len(rows) == T * B - 1
     expected = torch.cat([batch.value.flatten()[: B + 2], batch.value.flatten()[B + 3 :]])
     assert torch.equal(rows.value, expected)
@@ -165,50 +171,51 @@ def units_of(values: Tensor, unit: str) -> list[Tensor]:
     return {"chunk": [values.sum()], "action": list(values.sum(1)), "element": list(values.flatten())}[unit]
 
 
-def literal_loss(policy: Policy, batch: Trajectories, ppo: PPOConfig) -> Tensor:
+def literal_loss(policy: Policy, rows: Rows, settings: LossConfig) -> Tensor:
     """The loss of all rows, unit by unit."""
-    rows = to_rows(batch, ppo)
     new = policy.evaluate(rows.inputs, rows.trace)
     losses, entropies, errors = [], [], []
     for row in range(len(rows)):
         alive = int(rows.executed[row])
         ratio = new.log_prob[row, :alive] - rows.log_prob[row, :alive]
         entropy = new.entropy[row, :alive]
-        entropies += units_of(entropy, ppo.ratio_unit)
-        for unit in units_of(ratio, ppo.ratio_unit):
-            gain, high = rows.advantage[row], 1 + (ppo.clip_high or ppo.clip)
-            loss = -torch.minimum(gain * unit.exp(), gain * unit.exp().clamp(1 - ppo.clip, high))
-            if ppo.dual_clip is not None and gain < 0:
-                loss = torch.minimum(loss, -gain * ppo.dual_clip)
+        entropies += units_of(entropy, settings.ratio_unit)
+        for unit in units_of(ratio, settings.ratio_unit):
+            gain, high = rows.advantage[row], 1 + (settings.clip_high or settings.clip)
+            loss = -torch.minimum(gain * unit.exp(), gain * unit.exp().clamp(1 - settings.clip, high))
+            if settings.dual_clip is not None and gain < 0:
+                loss = torch.minimum(loss, -gain * settings.dual_clip)
             losses.append(loss)
         moved = new.value[row] - rows.value[row]
         guesses = [new.value[row]]
-        if ppo.value_clip is not None:
-            guesses.append(rows.value[row] + moved.clamp(-ppo.value_clip, ppo.value_clip))
+        if settings.value_clip is not None:
+            guesses.append(rows.value[row] + moved.clamp(-settings.value_clip, settings.value_clip))
         errors.append(torch.stack([(guess - rows.returns[row]).square() / 2 for guess in guesses]).max())
     mean = [torch.stack(parts).mean() for parts in (losses, errors, entropies)]
-    return mean[0] + ppo.value_coef * mean[1] - ppo.entropy_coef * mean[2]
+    return mean[0] + settings.value_coef * mean[1] - settings.entropy_coef * mean[2]
 
 
 @pytest.mark.parametrize("unit", ["chunk", "action", "element"])
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "advantage"),
     [
-        {},
-        {"clip": 0.1, "clip_high": 0.4, "entropy_coef": 0.1, "value_coef": 0.3},
-        {"clip": 0.1, "dual_clip": 1.2, "value_clip": None, "normalise_advantages": False},
+        ({}, AdvantageConfig()),
+        ({"clip": 0.1, "clip_high": 0.4, "entropy_coef": 0.1, "value_coef": 0.3}, AdvantageConfig()),
+        ({"clip": 0.1, "dual_clip": 1.2, "value_clip": None}, AdvantageConfig(normalise="none")),
     ],
     ids=["default", "clip_high", "dual_clip"],
 )
-def test_the_gradient_is_that_of_the_formula_written_out(unit: str, changes: dict[str, Any], tmp_path: Path) -> None:
-    ppo = PPOConfig.model_validate({"ratio_unit": unit, **changes})
+def test_the_gradient_is_that_of_the_formula_written_out(
+    unit: str, changes: dict[str, Any], advantage: AdvantageConfig, tmp_path: Path
+) -> None:
+    settings = LossConfig.model_validate({"ratio_unit": unit, **changes})
     batch = make_batch()
     noise = torch.randn(batch.log_prob.shape, generator=torch.Generator().manual_seed(1))
     batch = replace(batch, log_prob=batch.log_prob + 0.2 * noise)
-    learner = make_learner(tmp_path, ppo, epochs=1, minibatch=T * B, micro_batch=7, max_grad_norm=1e9)
+    learner = make_learner(tmp_path, settings, advantage, epochs=1, minibatch=T * B, micro_batch=7, max_grad_norm=1e9)
     learner.policy.ratio_tolerance = 10.0  # these ratios are far from one on purpose
     expected = make_policy()
-    literal_loss(expected, batch, ppo).backward()
+    literal_loss(expected, to_rows(batch, advantage), settings).backward()
     learner.update(batch, 0)
     for (name, found), other in zip(learner.policy.named_parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(found.grad, other.grad, rtol=1e-4, atol=1e-6, msg=name)
@@ -220,8 +227,8 @@ def test_the_gradient_is_that_of_the_formula_written_out(unit: str, changes: dic
 @pytest.mark.parametrize("unit", ["chunk", "action", "element"])
 @pytest.mark.parametrize("micro_batch", [1, 3, 8])
 def test_micro_batches_do_not_change_the_result(micro_batch: int, unit: str, tmp_path: Path) -> None:
-    ppo = PPOConfig.model_validate({"ratio_unit": unit, "entropy_coef": 0.01, "clip_high": 0.3, "dual_clip": 3.0})
-    whole, split = make_learner(tmp_path, ppo), make_learner(tmp_path, ppo, micro_batch=micro_batch)
+    loss = LossConfig.model_validate({"ratio_unit": unit, "entropy_coef": 0.01, "clip_high": 0.3, "dual_clip": 3.0})
+    whole, split = make_learner(tmp_path, loss), make_learner(tmp_path, loss, micro_batch=micro_batch)
     expected, found = whole.update(make_batch(), 0), split.update(make_batch(), 0)
     assert_equal(parameters(split), parameters(whole), atol=1e-6)
     for name in expected.keys() - {"learner/update_s"}:
@@ -288,7 +295,7 @@ def test_a_step_that_is_not_finite_leaves_the_parameters_and_keeps_its_minibatch
     (path,) = (tmp_path / "non_finite").iterdir()
     saved = load_file(path)
     order = torch.from_numpy(np.argsort(saved["value"].numpy()))
-    expected = to_rows(batch, PPOConfig())
+    expected = to_rows(batch)
     by_value = torch.from_numpy(np.argsort(expected.value.numpy()))
     assert path.name.startswith("000003-")
     assert expected.inputs.state is not None
@@ -297,16 +304,16 @@ def test_a_step_that_is_not_finite_leaves_the_parameters_and_keeps_its_minibatch
     assert saved["advantage"].isnan().any()
 
 
-def one_bad_row() -> tuple[PPOConfig, Trajectories]:
+def one_bad_row() -> tuple[AdvantageConfig, Trajectories]:
     """A single row with an infinite return: an environment's first decision, so that nothing leads to it."""
     batch = make_batch()
     batch.reward[0, 1] = torch.inf
-    return PPOConfig(gamma=0.0, normalise_advantages=False), batch
+    return AdvantageConfig(gamma=0.0, normalise="none"), batch
 
 
 def test_a_single_bad_minibatch_is_skipped_and_the_others_are_learned_from(tmp_path: Path) -> None:
-    ppo, batch = one_bad_row()
-    learner = make_learner(tmp_path, ppo, epochs=1)
+    advantage, batch = one_bad_row()
+    learner = make_learner(tmp_path, advantage=advantage, epochs=1)
     before = parameters(learner)
     metrics = learner.update(batch, 0)
     assert (metrics["learner/skipped_steps"], metrics["learner/steps"]) == (1, 4)
@@ -328,9 +335,9 @@ def test_bad_steps_in_a_row_end_the_run(tmp_path: Path) -> None:
 
 
 def test_bad_steps_that_are_not_in_a_row_do_not_end_the_run(tmp_path: Path) -> None:
-    ppo, batch = one_bad_row()
+    advantage, batch = one_bad_row()
     # Two minibatches an epoch, one of them bad: at most two bad ones meet.
-    learner = make_learner(tmp_path, ppo, epochs=8, minibatch=T * B // 2, non_finite_limit=3)
+    learner = make_learner(tmp_path, advantage=advantage, epochs=8, minibatch=T * B // 2, non_finite_limit=3)
     assert learner.update(batch, 0)["learner/skipped_steps"] == 8
     assert len(list((tmp_path / "non_finite").iterdir())) == 8, "one minibatch was written over another"
 
@@ -341,7 +348,7 @@ def test_bad_steps_that_are_not_in_a_row_do_not_end_the_run(tmp_path: Path) -> N
 def test_target_kl_ends_the_update_before_the_step_that_would_go_on(tmp_path: Path) -> None:
     free = make_learner(tmp_path, policy_lr=0.05, epochs=6).update(make_batch(), 0)
     assert (free["learner/steps"], free["learner/stopped_by_kl"]) == (24, 0)
-    bounded = make_learner(tmp_path, PPOConfig(target_kl=0.02), policy_lr=0.05, epochs=6)
+    bounded = make_learner(tmp_path, target_kl=0.02, policy_lr=0.05, epochs=6)
     metrics = bounded.update(make_batch(), 0)
     assert metrics["learner/stopped_by_kl"] == 1
     assert 1 <= metrics["learner/steps"] < 24

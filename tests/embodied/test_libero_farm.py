@@ -75,8 +75,8 @@ def test_ppo_trains_on_libero_from_pixels(tmp_path: Path) -> None:
     whole = load_config("libero_spatial_ppo").model_dump(mode="json")
     whole["iterations"], whole["name"] = 1, "tiny"
     whole["env"] |= {"num_envs": 2, "image_size": 32, "max_episode_steps": 16, "settle_steps": 2}
-    whole["ppo"] |= {"decisions": 3}
-    whole["learner"] |= {"minibatch": 3, "threads": 1}
+    whole["rollout"] |= {"decisions": 3}
+    whole["optim"] |= {"minibatch": 3, "threads": 1}
     whole["farm"] |= {"groups": 1}
     whole["eval"] |= {"episodes": 2, "videos": 0}
     whole["runtime"] |= {"mode": "inline"}

@@ -19,10 +19,10 @@ from embodied.execution.executor import Iteration, executor
 from embodied.execution.session import Session, open_session
 from embodied.reporting.metrics import read
 from embodied.runtime.ray_runtime import RayRuntime
-from embodied.training.loop import loop as training
+from embodied.training import loop as training
 from embodied.workers.affinity import Affinity
 from embodied.workers.learner import Learner
-from embodied.workflows.recipes import configs_of_tasks
+from embodied.workflows.sizes import tasks_of
 from sim_farm.contract import FarmError
 from tests.embodied.test_resume import assert_same_run, rewind, run
 
@@ -131,7 +131,7 @@ def test_positions_of_all_tasks_are_kept_apart(pictures: Run) -> None:
 
 
 def test_every_task_has_seeds_of_its_own(states: Run) -> None:
-    configs = configs_of_tasks(config_of(STATES, extra_tasks=[{}, {}]))
+    configs = tasks_of(config_of(STATES, extra_tasks=[{}, {}]))
     assert len({config.seed for config in configs}) == 3 and configs[0].seed == STATES["seed"]
     told = states.iterations[0].summary.episodes
     mine, others = [e for e in told[:FIRST]], {e.env: e for e in told[FIRST:]}

@@ -14,19 +14,18 @@ import yaml
 from safetensors.numpy import load_file
 
 import schedulers
-from embodied import checkpoint
-from embodied import cli
+from embodied import checkpoint, cli
 from embodied.config import parse_config
 from embodied.errors import UserError
 from embodied.execution.session import Session, open_session
-from embodied.planning.run_plans import clusters
-from embodied.planning.run_plans import profiler as profiling
-from embodied.planning.run_plans import run_plans as planning
+from embodied.planning import clusters
+from embodied.planning import profiler as profiling
+from embodied.planning import run_plans as planning
 from embodied.planning.profiler import profile_config
 from embodied.reporting.metrics import read
 from embodied.run_folder import prepare_run
 from embodied.runtime.ray_runtime import RayRuntime
-from embodied.training.loop import loop as training
+from embodied.training import loop as training
 from schedulers import Plan, PlanError, Profile
 
 CORES = sorted(os.sched_getaffinity(0))[:2]
@@ -160,7 +159,7 @@ def test_memory_and_switches_are_measured(profile: Profile) -> None:
 def test_a_profile_says_what_it_belongs_to(profile: Profile) -> None:
     assert {"hardware.processor", "hardware.cores", "hardware.accelerator"} <= set(profile.fingerprint)
     assert {"software.torch", "software.python"} <= set(profile.fingerprint)
-    sections = {"workflow", "env", "policy", "ppo", "group", "learner"}
+    sections = {"workflow", "env", "policy", "rollout", "advantage", "loss", "optim"}
     assert sections == {key.removeprefix("work.") for key in profile.fingerprint if key.startswith("work.")}
     assert json.loads(profile.fingerprint["work.env"])["num_envs"] == ENVS
 
@@ -208,11 +207,11 @@ AUTO = ["train", "--plan.mode", "auto", "--name", "it", "--plan.profile"]
 @pytest.mark.parametrize(
     ("verb", "change", "named"),
     [
-        (["plan", "--profile"], ["--optim.epochs", "3"], "learner"),
+        (["plan", "--profile"], ["--optim.epochs", "3"], "optim"),
         (["plan", "--profile"], ["--env.task", "tabletop/push"], "env"),
         (["plan", "--profile"], ["--workflow", "grpo", "--rollout.episode-group", "2"], "workflow"),
         (["compare", "--profile"], ["--env.num-envs", "8"], "env"),
-        (AUTO, ["--optim.epochs", "3"], "learner"),
+        (AUTO, ["--optim.epochs", "3"], "optim"),
         (AUTO, ["--env.num-envs", "8"], "env"),
     ],
 )
@@ -238,7 +237,7 @@ def test_a_profile_of_other_hardware_is_refused_unless_that_is_wanted(
     assert "other hardware" in said and "Abacus 9" in said and "--plan.any-hardware" in said
     embodied.done("plan", "small.yaml", "--plan.any-hardware")
     said = embodied.refused("plan", "small.yaml", "--plan.any-hardware", "--optim.epochs", "3")
-    assert "learner" in said, "other settings are no other hardware"
+    assert "optim" in said, "other settings are no other hardware"
 
 
 def test_a_profile_of_another_workflow_is_refused(files: Path, profile: Profile) -> None:

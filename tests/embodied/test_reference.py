@@ -15,7 +15,7 @@ from embodied.config import Config, parse_config
 from embodied.execution.session import open_session
 from embodied.reporting.metrics import read
 from embodied.run_folder import prepare_run
-from embodied.training.loop import loop as training
+from embodied.training import loop as training
 from tests import reference_ppo
 
 TOLERANCE = 1e-6
@@ -38,8 +38,8 @@ SETTINGS = {
 def config_of(settings: reference_ppo.Settings) -> Config:
     """The stack's words for the reference's settings."""
     options = {"widths": list(settings.widths), "initial_log_std": settings.initial_log_std}
-    ppo = ("gamma", "lam", "clip", "value_clip", "value_coef", "entropy_coef")
-    learner = ("epochs", "minibatch", "policy_lr", "value_lr", "max_grad_norm")
+    loss = ("clip", "value_clip", "value_coef", "entropy_coef")
+    optim = ("epochs", "minibatch", "policy_lr", "value_lr", "max_grad_norm")
     bootstrap = "always" if settings.bootstrap_terminations else "truncated"
     return parse_config(
         {
@@ -52,9 +52,9 @@ def config_of(settings: reference_ppo.Settings) -> Config:
             },
             "policy": {"options": options},
             "rollout": {"decisions": settings.steps},
-            "advantage": {"bootstrap": bootstrap},
-            "loss": {**named(settings, ppo)},
-            "optim": {"threads": 1, **named(settings, learner)},
+            "advantage": {"bootstrap": bootstrap, **named(settings, ("gamma", "lam"))},
+            "loss": named(settings, loss),
+            "optim": {"threads": 1, **named(settings, optim)},
             "runtime": {"mode": "inline"},
         },
         "test",

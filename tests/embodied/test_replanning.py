@@ -19,14 +19,15 @@ from embodied.config import Config, parse_config
 from embodied.doctor.hardware import fingerprint
 from embodied.execution.executor import Iteration, executor
 from embodied.execution.session import open_session
+from embodied.planning import replanning
+from embodied.planning import run_plans as planning
 from embodied.planning.clusters import local_cluster
 from embodied.planning.profiler import work_of
 from embodied.planning.replanning import PAYS, PERSISTENT, Watch, Watches
-from embodied.planning.run_plans import replanning, sized_workflow
-from embodied.planning.run_plans import run_plans as planning
+from embodied.planning.run_plans import sized_workflow
 from embodied.reporting.metrics import read
 from embodied.run_folder import prepare_run
-from embodied.training.loop import loop as training
+from embodied.training import loop as training
 from embodied.workers.policy_worker import Clock
 from schedulers import ComponentProfile, Phase, Placement, Plan, Point, Profile, Span, Together
 

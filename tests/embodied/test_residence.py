@@ -39,7 +39,7 @@ CONFIG = parse_config(
 
 PICTURES = parse_config(
     {
-        **CONFIG.model_dump(mode="json", include={"seed", "iterations", "learner", "runtime"}),
+        **CONFIG.model_dump(mode="json", include={"seed", "iterations", "optim", "runtime"}),
         "env": {**CONFIG.env.model_dump(mode="json"), "cameras": 1, "image_size": 32},
         "policy": {
             "kind": "flow",

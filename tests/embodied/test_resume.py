@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
+import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +23,9 @@ from embodied.config import Config, parse_config
 from embodied.errors import UserError
 from embodied.execution.session import Session, open_session
 from embodied.reporting.metrics import FILE, read
-from embodied.run_folder import prepare_run
+from embodied.run_folder import open_run_folder, prepare_run, settings_of
 from embodied.runtime.inline import InlineRuntime, LocalHandle
-from embodied.training.loop import loop as training
+from embodied.training import loop as training
 
 RUNTIME = {"mode": "inline", "trace": False}
 STATES = {
@@ -49,8 +53,8 @@ IMAGES = {
 
 
 def config_of(settings: dict[str, Any], iterations: int, anneal: bool = False) -> Config:
-    learner = {**settings["learner"], "anneal": anneal}
-    return parse_config({**settings, "iterations": iterations, "learner": learner}, "test")
+    optim = {**settings["optim"], "anneal": anneal}
+    return parse_config({**settings, "iterations": iterations, "optim": optim}, "test")
 
 
 def run(config: Config, folder: Path, resume: bool = False) -> None:
@@ -116,15 +120,57 @@ def test_a_run_that_crashed_after_its_checkpoint_repeats_what_was_lost(tmp_path:
     assert_same_run(tmp_path / "crashed", tmp_path / "whole")
 
 
-def test_a_run_that_crashed_before_its_first_checkpoint_starts_over(tmp_path: Path) -> None:
+@pytest.mark.parametrize("pointer", [None, "000009\n"], ids=["missing", "astray"])
+def test_a_run_goes_on_from_its_newest_checkpoint_without_a_pointer(pointer: str | None, tmp_path: Path) -> None:
+    config = config_of(STATES, 5, anneal=True)
+    run(config, tmp_path / "whole")
+    rewind(tmp_path / "whole", tmp_path / "crashed", 3)
+    (tmp_path / "crashed" / "checkpoints" / "latest").unlink()
+    if pointer is not None:
+        (tmp_path / "crashed" / "checkpoints" / "latest").write_text(pointer)
+    run(config, tmp_path / "crashed", resume=True)
+    assert_same_run(tmp_path / "crashed", tmp_path / "whole")
+
+
+def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = config_of(STATES, 5)
+    run(config, tmp_path / "whole")
+    shutil.copytree(tmp_path / "whole", tmp_path / "damaged")
+    path = tmp_path / "damaged" / "checkpoints" / "000005" / "policy" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    capsys.readouterr()
+    run(config, tmp_path / "damaged", resume=True)
+    said = "".join(capsys.readouterr().out.split())
+    assert "000005isdamaged:policy/model.safetensors" in said and "goesonfrom" in said and "000003" in said
+    assert_same_run(tmp_path / "damaged", tmp_path / "whole")
+
+
+def test_a_run_that_crashed_before_its_first_checkpoint_starts_over_and_keeps_its_record(tmp_path: Path) -> None:
     config = config_of(STATES, 2)
     run(config, tmp_path / "whole")
-    shutil.copytree(tmp_path / "whole", tmp_path / "crashed")
-    shutil.rmtree(tmp_path / "crashed" / "checkpoints")
-    assert prepare_run(config, tmp_path / "crashed", resume=True) is None
-    with open_session(config) as session:
-        training.train(config, tmp_path / "crashed", session, None)
-    assert_same_run(tmp_path / "crashed", tmp_path / "whole")
+    crashed = tmp_path / "crashed"
+    shutil.copytree(tmp_path / "whole", crashed)
+    recorded = (crashed / FILE).read_bytes()
+    for number in (1, 2):  # again and again
+        shutil.rmtree(crashed / "checkpoints")
+        assert prepare_run(config, crashed, resume=True) is None
+        with open_session(config) as session:
+            training.train(config, crashed, session, None)
+        assert_same_run(crashed, tmp_path / "whole")
+        assert (crashed / f"{FILE}.1").read_bytes() == recorded
+        assert (crashed / f"{FILE}.{number}").is_file() and (crashed / f"tensorboard.{number}").is_dir()
+
+
+def test_a_run_that_fails_as_it_begins_anew_keeps_its_record(tmp_path: Path) -> None:
+    config = config_of(STATES, 1).model_copy(update={"name": "run"})
+    run(config, tmp_path / "run")
+    recorded = (tmp_path / "run" / FILE).read_bytes()
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    with pytest.raises(RuntimeError), open_run_folder(config, "test", tmp_path, True, "rl"):
+        raise RuntimeError("before the first iteration")
+    assert (tmp_path / "run" / f"{FILE}.1").read_bytes() == recorded
 
 
 def test_milestones_from_before_the_stop_are_in_the_result(tmp_path: Path) -> None:
@@ -163,13 +209,50 @@ def test_a_run_is_not_overwritten(tmp_path: Path) -> None:
         prepare_run(config, tmp_path / "run", resume=False)
 
 
-def test_a_damaged_checkpoint_is_refused_before_the_run_begins(tmp_path: Path) -> None:
+def test_a_run_without_a_whole_checkpoint_is_refused_before_it_begins_and_keeps_its_record(tmp_path: Path) -> None:
     config = config_of(STATES, 1)
     run(config, tmp_path / "run")
+    recorded = (tmp_path / "run" / FILE).read_bytes()
     path = tmp_path / "run" / "checkpoints" / "000001" / "environments.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match="environments.safetensors is not what was written"):
         prepare_run(config, tmp_path / "run", resume=True)
+    assert (tmp_path / "run" / FILE).read_bytes() == recorded
+
+
+# --- one owner
+
+OWN = """
+import sys, time
+from pathlib import Path
+from embodied.config import parse_config
+from embodied.run_folder import open_run_folder
+config = parse_config({"name": "run"}, "test")
+with open_run_folder(config, "test", Path(sys.argv[1]), False, "rl"):
+    print("owned", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("stage", ["rl", "sft"])
+def test_a_run_has_one_owner_until_its_process_is_killed(stage: str, tmp_path: Path) -> None:
+    config = parse_config({"name": "run"}, "test")
+    with subprocess.Popen([sys.executable, "-c", OWN, str(tmp_path)], stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        try:
+            while "owned" not in (line := owner.stdout.readline()):
+                assert line, "it ended before it owned the run"
+            before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+            who = f"process {owner.pid} on {socket.gethostname()} trains into .*run now.*--resume auto.*--name"
+            for resume in (False, True):
+                with pytest.raises(UserError, match=who), open_run_folder(config, "test", tmp_path, resume, stage):
+                    pytest.fail("two processes own the run")
+            assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+            assert settings_of("run", tmp_path).name == "run", "it cannot be read meanwhile"
+        finally:
+            owner.kill()
+    with open_run_folder(config, "test", tmp_path, True, "rl") as (run_dir, found):
+        assert found is None and json.loads((run_dir / ".owner").read_text())["process"] == os.getpid()
 
 
 # --- interruptions

@@ -25,6 +25,7 @@ from embodied.config import Config, parse_config
 from embodied.data.trajectories import Trajectories
 from embodied.errors import UserError
 from embodied.execution.assignment import configured
+from embodied.execution.farm_specs import farm_spec
 from embodied.execution.session import Session
 from embodied.reporting.metrics import read
 from embodied.runtime.contract import Runtime
@@ -32,8 +33,9 @@ from embodied.runtime.deadlines import Deadline, Wait
 from embodied.runtime.handles import Handle
 from embodied.runtime.inline import InlineRuntime
 from embodied.runtime.ray_runtime import RayRuntime
-from embodied.training.loop import loop as training
-from embodied.workers.makers import farm_spec, make_policy_worker, policy_spec
+from embodied.training import loop as training
+from embodied.workers.context import policy_spec
+from embodied.workers.makers import make_policy_worker
 from embodied.workers.policy_worker import PolicyWorker
 from policies.contract import PolicyError
 from sim_farm.episodes import EndlessEpisodes
@@ -314,10 +316,11 @@ RUN = """
 import sys
 from pathlib import Path
 from embodied.execution.session import open_session
-from embodied.run_folder import prepare_run, train
+from embodied.run_folder import prepare_run
+from embodied.training.loop import train
 from tests.embodied.test_runtime import config_of
 folder = Path(sys.argv[1])
-config = config_of(iterations=100_000, ppo={"decisions": 200})
+config = config_of(iterations=100_000, rollout={"decisions": 200})
 prepare_run(config, folder, resume=False)
 with open_session(config) as session:
     train(config, folder, session, None)

@@ -156,6 +156,34 @@ def law_saved_policy_is_the_policy(policy: Policy, inputs: Inputs) -> None:
             _assert_same(acted, _tensors(copied.act(inputs, noise)), 0.0, "act after loading")
 
 
+def law_weights_that_are_not_finite_are_refused(policy: Policy, inputs: Inputs) -> None:
+    """Saved weights and statistics, of which one number is spoiled: refused, and what was loaded into is as before."""
+    named = dict(policy.named_parameters())
+    own = [n for n, p in named.items() if p.requires_grad and not n.startswith("value_head.")]
+    critics = [n for n in named if n.startswith("value_head.")]
+    # Those of a community's layout are JSON, of which the policy's own tests are.
+    statistics = [n for n in policy.state_dict() if n.startswith("normalizer.")]
+    other = policies.build(policy.kind, policy.spec, seed=99, **policy.architecture())
+    before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
+    for name in (*own[-1:], *critics[-1:], *statistics):
+        flat = policy.state_dict()[name].view(-1)
+        for value in (float("nan"), float("inf"), float("-inf")):
+            kept = flat[-1].clone()
+            with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+                flat[-1] = value
+                policies.save(policy, folder)
+                flat[-1] = kept
+                for load in (lambda: policies.load(folder), lambda: policies.load_into(other, folder)):  # noqa: B023
+                    try:
+                        load()
+                    except policies.PolicyError as error:
+                        assert "not finite" in str(error) and name.rpartition(".")[2] in str(error), str(error)
+                    else:
+                        raise AssertionError(f"a policy whose {name} is {value} was loaded")
+    for name, tensor in other.state_dict().items():
+        assert torch.equal(tensor, before[name]), f"{name} changed in a loading that was refused"
+
+
 def law_log_prob_is_the_density_that_act_samples(policy: Policy, inputs: Inputs) -> None:
     """E[p'(a) / p(a)] = 1 for decisions a that `act` draws under p, and p' of any other weights.
 
@@ -288,6 +316,7 @@ LAWS: list[Callable[[Policy, Inputs], None]] = [
     law_global_generators_are_untouched,
     law_observe_changes_buffers_only,
     law_saved_policy_is_the_policy,
+    law_weights_that_are_not_finite_are_refused,
     law_log_prob_is_the_density_that_act_samples,
     law_all_is_computed_on_the_policys_device,
 ]

@@ -279,6 +279,21 @@ def frames_are_owned(spec: TaskSpec) -> None:
             assert np.array_equal(frame, copies[name]), f"a later call overwrote the frames of {name}"
 
 
+def frames_are_drawn_where_they_are_asked_for(spec: TaskSpec) -> None:
+    """Given arrays to draw into, of any strides, a renderer leaves the same frames in them, or returns its own."""
+    scenes = some_scenes(spec)[:2]
+    with renderer_of(spec) as renderer:
+        cameras, size = renderer.info.cameras, renderer.info.spec.image_size
+        expected = renderer.render(scenes, cameras)
+        memory = np.zeros((2, len(cameras), 2 * size, size, 3), np.uint8)  # one memory, and rows that do not touch
+        out = {name: memory[:, i, ::-2] for i, name in enumerate(cameras)}
+        drawn = renderer.render(scenes, cameras, out)
+        for name in cameras:
+            assert np.array_equal(drawn[name], expected[name]), f"the place in memory changes the picture of {name}"
+        if all(drawn[name] is out[name] for name in cameras):
+            assert not memory[:, :, ::2].any(), "a renderer has drawn beside the arrays that it was given"
+
+
 def renderers_share_nothing(spec: TaskSpec) -> None:
     """Closing one renderer leaves the pictures of another as they were."""
     scene = some_scenes(spec)[0]
@@ -333,6 +348,7 @@ RENDER_LAWS: list[Law] = [
     scene_determines_picture,
     different_scenes_give_different_pictures,
     frames_are_owned,
+    frames_are_drawn_where_they_are_asked_for,
     renderers_share_nothing,
     observing_changes_no_physics,
     wrong_camera_is_refused,

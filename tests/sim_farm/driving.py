@@ -71,8 +71,8 @@ def drive(
 
 def actions_for(farm: Farm, group: int, number: int, policy: Policy = mixed_policy) -> np.ndarray:
     """The policy's actions on the states that the group's slots hold."""
-    envs = farm.envs_of(group).tolist()
-    return np.stack([policy(env, number, farm.tasks[0].slots["state"][env]) for env in envs])
+    state, envs = farm.tasks[farm.task_of(group)].slots["state"], farm.envs_of(group).tolist()
+    return np.stack([policy(env, number, state[env]) for env in envs])
 
 
 def append(trace: Trace, seen: Observations) -> None:

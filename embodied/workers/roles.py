@@ -1,0 +1,127 @@
+"""What the executor asks of workers: three roles that classes of workers play, whatever they are called.
+
+A decider goes round with the simulators and makes trajectories. A passer adds to them on their way. A trainer learns from
+them and hands out weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+from torch import Tensor
+
+from embodied.checkpoint import RunState
+from embodied.data.trajectories import Trajectories
+from embodied.workers.offload import Switch
+from embodied.workers.rollout_summary import RolloutSummary
+from policies.contract import Policy
+
+
+@dataclass(frozen=True)
+class EpisodePart:
+    """Episodes that are handed on together: the items `start` to `stop - 1` of an iteration. Item i of B environments is
+    episode i // B of environment i % B."""
+
+    start: int
+    stop: int
+
+    def pieces(self, environments: int) -> list[tuple[int, int, int]]:
+        """(episode, first environment, environment after the last) of each episode number in it."""
+        found = []
+        for episode in range(self.start // environments, -(-self.stop // environments)):
+            first = max(self.start - episode * environments, 0)
+            found.append((episode, first, min(self.stop - episode * environments, environments)))
+        return found
+
+
+@dataclass(frozen=True)
+class CollectStatistics:
+    """What became of a part of an iteration's trajectories."""
+
+    rows: int
+    """Decisions to learn from."""
+    groups: int
+    """Episode groups that teach something."""
+    learn_s: float
+    """Time spent on them already."""
+
+
+class Decider(Protocol):
+    """Holds the policy that acts, and the farm."""
+
+    makes: ClassVar[frozenset[str]]
+    """What an edge from here may carry."""
+
+    def begin(self, snapshot: Mapping[str, np.ndarray] | None = None, rest: bool = False) -> None: ...
+
+    def rollout(self, decisions: int, deadline_s: float) -> RolloutSummary: ...
+
+    def rollout_episodes(self, part: EpisodePart, limit: int, deadline_s: float) -> RolloutSummary: ...
+
+    def trajectories(self) -> Trajectories: ...
+
+    def snapshot(self) -> dict[str, np.ndarray]: ...
+
+    def frame_copies(self) -> tuple[int, int]: ...
+
+    def share(self, policy: Policy) -> None: ...
+
+    def load_weights(self, state: Mapping[str, Tensor], version: int) -> None: ...
+
+    def at_version(self, version: int) -> None: ...
+
+    def unload(self, spill: Path) -> Switch: ...
+
+    def load_back(self) -> Switch: ...
+
+    def unload_renderers(self, deadline_s: float) -> Switch: ...
+
+    def load_renderers(self, deadline_s: float) -> Switch: ...
+
+
+class Passer(Protocol):
+    """Adds to trajectories that pass through."""
+
+    takes: ClassVar[frozenset[str]]
+    """What an edge to here may carry."""
+    makes: ClassVar[frozenset[str]]
+
+    def receive(self, batch: Trajectories, iteration: int) -> float:
+        """Work on a part of an iteration's trajectories; the seconds that it took."""
+        ...
+
+    def trajectories(self) -> Trajectories:
+        """The oldest part that was worked on and not yet handed out."""
+        ...
+
+    def share(self, policy: Policy) -> None:
+        """Use the policy of the trainer, which is in this process."""
+        ...
+
+
+class Trainer(Protocol):
+    """Holds the policy that is trained."""
+
+    takes: ClassVar[frozenset[str]]
+
+    def collect(self, batch: Trajectories, iteration: int) -> CollectStatistics: ...
+
+    def finish(self, iteration: int) -> dict[str, float]: ...
+
+    def weights(self) -> dict[str, Tensor]: ...
+
+    def own_policy(self) -> Policy: ...
+
+    def load(self, folder: Path) -> None: ...
+
+    def save(self, root: Path, state: RunState, environments: dict[str, np.ndarray]) -> Any: ...
+
+    def unload(self, weights: bool) -> Switch: ...
+
+    def load_back(self) -> Switch: ...
+
+    def peak_bytes(self) -> int: ...
