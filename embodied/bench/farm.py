@@ -38,7 +38,7 @@ def bench_farm(bench: BenchFarm) -> dict[str, Any]:
             EndlessEpisodes(0),
             bench.num_envs,
             bench.chunk,
-            bench.stages,
+            bench.groups,
             physics_workers=len(cores),
             render_workers=bench.render_workers,
             final_frames="never",
@@ -90,12 +90,12 @@ class _Driver:
 
     def __init__(self, farm: Farm) -> None:
         self._farm = farm
-        envs, dims = len(farm.envs_of(0)), farm.info.action_dim
-        shape = (64, envs, farm.spec.chunk, dims)
+        envs, dims = len(farm.envs_of(0)), farm.infos[0].action_dim
+        shape = (64, envs, farm.specs[0].chunk, dims)
         self._actions = np.random.default_rng(0).uniform(-1, 1, shape).astype(np.float32)
         self._turn = 0
-        for stage in range(farm.spec.stages):
-            farm.reset(stage)
+        for group in range(farm.specs[0].groups):
+            farm.reset(group)
 
     def measure(self, seconds: float) -> float:
         self._run(0.5)
@@ -104,9 +104,9 @@ class _Driver:
     def _run(self, seconds: float) -> float:
         done, begin = 0, time.perf_counter()
         while time.perf_counter() - begin < seconds:
-            for stage in range(self._farm.spec.stages):
-                done += int(self._farm.collect(stage).steps.sum())
-                self._farm.submit(stage, self._actions[self._turn % len(self._actions)])
+            for group in range(self._farm.specs[0].groups):
+                done += int(self._farm.collect(group).steps.sum())
+                self._farm.submit(group, self._actions[self._turn % len(self._actions)])
                 self._turn += 1
         return done / (time.perf_counter() - begin)
 

@@ -24,6 +24,7 @@ from embodied.bench.machine import Machine, Peak, finish, measure_machine, media
 from embodied.bench.models import add_rates, build, check_batches, describe, make_inputs, measured_here, results_table
 from embodied.bench.settings import BenchLearner
 from embodied.config import LossConfig, OptimConfig
+from embodied.data.trajectories import HeldDecisions
 from embodied.errors import UserError
 from embodied.reporting.live import steps
 from embodied.workers.devices import CPU, decide, device_of, release, to_host
@@ -73,9 +74,9 @@ class Update:
         """Row by row: how many decide together is the policy's bench's matter, and memory is scarce."""
         actions = [decide(self.policy, row, noise[i : i + 1]) for i, row in enumerate(rows_of(inputs))]
         count, value = len(actions), torch.cat([action.value for action in actions])
+        trace = {name: torch.cat([action.trace[name] for action in actions]) for name in actions[0].trace}
         return Rows(
-            inputs,
-            {name: torch.cat([action.trace[name] for action in actions]) for name in actions[0].trace},
+            HeldDecisions(inputs, trace),
             torch.cat([action.log_prob for action in actions]),
             value,
             advantage,
@@ -90,7 +91,7 @@ class Update:
         if not parts[0]:
             return None
         features = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-        return replace(rows, trace={**rows.trace, **features})
+        return replace(rows, precomputed=features)
 
     def step(self, case: Case) -> None:
         """One optimiser step on all samples, as `Learner` takes it."""

@@ -158,7 +158,9 @@ def join_columns(parts: Sequence[Trajectories]) -> Trajectories:
         t = torch.arange(count)[:, None]
         order.append(begin + t.clamp(max=decisions - 1) * envs + torch.arange(envs))
         begin += decisions * envs
-    found: dict[str, Any] = {name: _side_by_side([getattr(part, name) for part in parts], count) for name in PER_DECISION}
+    found: dict[str, Any] = {
+        name: _side_by_side([getattr(part, name) for part in parts], count) for name in PER_DECISION
+    }
     for name in PER_COLUMN:
         columns = [getattr(part, name) for part in parts]
         found[name] = None if columns[0] is None else torch.cat(columns)

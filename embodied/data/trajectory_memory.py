@@ -4,9 +4,9 @@
     columns     the run's environments: those of one group lie next to each other
     flat row    row * columns + column: the address of one decision
 
-The frame writer draws an observation at the flat row of the decision that it leads to. The policy worker writes the rest
-of the observation, the decision, and what came of it, beside it. The learner maps the same memory, picks flat rows and
-moves them to its device. A trajectory is a table of flat rows: nothing is gathered, joined or sent.
+The frame writer draws an observation at the flat row of the decision that it leads to. The policy worker writes the
+rest of the observation, the decision, and what came of it, beside it. The learner maps the same memory, picks flat
+rows and moves them to its device. A trajectory is a table of flat rows: nothing is gathered, joined or sent.
 """
 
 from __future__ import annotations

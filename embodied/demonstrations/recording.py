@@ -107,7 +107,7 @@ def _act(config: Config, session: Session, folder: Path | None, episodes: int) -
     """The policy's episodes, as actions, in the order of trials. No frame is drawn that the policy does not read."""
     specs = demonstration_episodes(config.seed, episodes, config.eval.init_states)
     with session.farm(trials_farm(config, session, specs, range(episodes))) as farm:
-        sizes = policy_spec(config, farm.info)
+        sizes = policy_spec(config, farm.infos[0])
         worker = session.runtime.place("evaluator", make_evaluator, config, sizes, session.reach(farm), folder)
         deadline_s = worker.deadline.inner().seconds
         with steps(f"Running {config.policy.kind} on {config.env.task}", episodes) as bar:

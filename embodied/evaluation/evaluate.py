@@ -116,9 +116,8 @@ def evaluate(subject: Subject, protocol: Protocol, session: Session, folder: Eva
 def trials_farm(config: Config, session: Session, specs: tuple[EpisodeSpec, ...], left: Sequence[int]) -> FarmSpec:
     """The farm on which a policy acts in the trials `left` (indices of `specs`) of the configuration's task."""
     num_envs = config.eval.num_envs or config.env.num_envs
-    shape = farm_spec(
-        config, ListedEpisodes(specs, num_envs), configured(config, session.cores, session.nodes), num_envs
-    )
+    place = configured(config, session.cores, session.nodes).farms[0]
+    shape = farm_spec(config, ListedEpisodes(specs, num_envs), place, num_envs)
     # No value is bootstrapped from an episode's final frame: nobody learns here.
     return replace(deal_out(shape, specs, left), final_frames="never")
 
@@ -166,8 +165,8 @@ def _run_episodes(subject: Subject, protocol: Protocol, session: Session, folder
             left_s = (time.monotonic() - begin) * (ahead - done) / max(done, 1)
             title += f", {duration(left_s)} left in all)" if done else ")"
         with session.farm(trials_farm(config, session, protocol.episodes(), left)) as farm:
-            protocol.check(task, farm.info)
-            sizes, reach = policy_spec(config, farm.info), session.reach(farm)
+            protocol.check(task, farm.infos[0])
+            sizes, reach = policy_spec(config, farm.infos[0]), session.reach(farm)
             if worker is None:
                 worker = session.runtime.place("evaluator", make_evaluator, config, sizes, reach, subject.checkpoint)
             else:

@@ -2,10 +2,10 @@
 
     rollout, in parts -> each part through the components after it -> update -> weights to the decider
 
-It knows the roles of workers (`embodied.workers.roles`), not the components' names: the last of the loop decides, the last
-after the rollout trains, and trajectories pass through those between. What an assignment changes is who waits for
-whom: the trainer works on a part while the next is rolled out, or afterwards; the next rollout begins after the update,
-or one update ahead of it.
+It knows the roles of workers (`embodied.workers.roles`), not the components' names: the last of the loop decides, the
+last after the rollout trains, and trajectories pass through those between. What an assignment changes is who waits
+for whom: the trainer works on a part while the next is rolled out, or afterwards; the next rollout begins after the
+update, or one update ahead of it.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class Executor:
         return Iteration(summary, learned, environments, begin, time.monotonic_ns(), every)
 
     def switches(self) -> dict[str, tuple[Switch, Switch]]:
-        """Let the trainer with its weights, the decider, and the renderers leave the memory and come back, once each."""
+        """Let the trainer with its weights, the decider, and the renderers leave the memory and come back, once."""
         decider, trainer, s = self.decider, self.trainer, self.farm_deadline_s
         found = {
             trainer.name: (trainer.call(Trainer.unload, True), trainer.call(Trainer.load_back)),
@@ -253,7 +253,7 @@ class Executor:
         return total
 
     def _send(self, iteration: int) -> Any:
-        """Have what was rolled out pass through the components after the rollout; what the trainer says is collected."""
+        """Have what was rolled out pass through the components after it; the trainer's answer is `_collected`."""
         source: WorkerGroup[Any] = self.decider
         produce: Any = Decider.trajectories
         for component in self.recipe.after_rollout[:-1]:
@@ -331,8 +331,8 @@ def executor(config: Config, run_dir: Path, session: Session, assignment: Assign
 
 
 def check_workflow(recipe: Recipe) -> None:
-    """Raise `UserError` for a component without a class of worker, and for an edge that carries what its source does not
-    make or its target does not take."""
+    """Raise `UserError` for a component without a class of worker, and for an edge that carries what its source does
+    not make or its target does not take."""
     classes = {component.name: component.worker_class() for component in recipe.components}
     after = {component.name for component in recipe.after_rollout}
     for edge in recipe.edges:
@@ -342,8 +342,8 @@ def check_workflow(recipe: Recipe) -> None:
         taken: frozenset[str] = getattr(classes[edge.target], "takes", frozenset())
         if edge.carries not in made & taken:
             raise UserError(
-                f"the workflow {recipe.name} has {edge.source} hand {edge.carries!r} to {edge.target}, and nobody serves "
-                f"that edge: {edge.source} makes {', '.join(sorted(made)) or 'nothing'}, {edge.target} takes "
+                f"the workflow {recipe.name} has {edge.source} hand {edge.carries!r} to {edge.target}, and nobody "
+                f"serves that edge: {edge.source} makes {', '.join(sorted(made)) or 'nothing'}, {edge.target} takes "
                 f"{', '.join(sorted(taken)) or 'nothing'}"
             )
 

@@ -25,8 +25,8 @@ from embodied.migration import OLD_SECTIONS, migrate
 from embodied.planning.probe_assignments import shapes_of
 from embodied.statistics import typical
 from embodied.workers.devices import accelerators
-from embodied.workers.learner import Learner
 from embodied.workers.offload import Switch
+from embodied.workers.roles import Trainer
 from embodied.workflows.sizes import workflow_of
 from schedulers.profile import ComponentProfile, Point, Profile, Together
 from schedulers.workflow import Workflow
@@ -106,10 +106,10 @@ def profile_config(config: Config, session: Session, scratch: Path) -> Profile:
     peak = 0
     for name, (changed, assignment) in shapes_of(config, cores, gpus).items():
         with executor(changed, scratch, session, assignment) as workers:
-            info = workers.farm.info
+            info = workers.farm.infos[0]
             taken[name] = measure(changed, workers)
             switches = switches or workers.switches()
-            peak = peak or workers.learner.call(Learner.peak_bytes)
+            peak = peak or workers.trainer.call(Trainer.peak_bytes)
     assert info is not None
     workflow = workflow_of(config, info.max_episode_steps)
     seen = Seen(taken, len(cores), bool(gpus), switches, peak)
@@ -125,7 +125,7 @@ def profile_config(config: Config, session: Session, scratch: Path) -> Profile:
 
 def measure(config: Config, workers: Executor) -> Measured:
     """Run iterations from the beginning until they are enough."""
-    workflow = workflow_of(config, workers.farm.info.max_episode_steps)
+    workflow = workflow_of(config, workers.farm.infos[0].max_episode_steps)
     assert workflow.loop is not None
     rounds = workflow.loop.steps * workflow.waves
     iterations = tuple(run_iterations(workers))

@@ -18,13 +18,13 @@ from embodied import checkpoint
 from embodied.config import Config, save_config
 from embodied.execution.executor import Executor, Iteration, executor
 from embodied.execution.session import Session
-from embodied.planning.replanning import Decision, Watches
-from embodied.planning.run_plans import place_run, predicted_seconds, watch_run
+from embodied.planning.replanning import Decision, Watch
+from embodied.planning.run_plans import place_run
 from embodied.reporting.live import Progress
 from embodied.reporting.metrics import MetricsWriter, read
 from embodied.tracing import TraceWriter
 from embodied.training.interrupts import deferred_interrupts
-from embodied.workers.policy_worker import RolloutSummary
+from embodied.workers.rollout_summary import RolloutSummary
 
 RECENT = 100
 """Training episodes over which the success that is reported as `env/success_recent` is averaged."""
@@ -60,25 +60,23 @@ def train(config: Config, run_dir: Path, session: Session, resume_from: Path | N
     with loop.metrics:
         while True:
             building = time.monotonic()
-            with executor(config, run_dir, session, *(place.assignment for place in placed)) as workers:
+            with executor(config, run_dir, session, placed.assignment) as workers:
                 loop.begin(workers, resume_from)
                 save_config(config, run_dir / "config.yaml")  # a resumed run may have other settings, once they fit
                 built = time.monotonic()
                 startup_s = startup_s or built - begin
                 with Progress(run_dir.name, config.iterations, config.stop_at_success) as progress:
-                    moves = loop.run(progress, watch_run(config, placed, built - building))
-            if not moves:
+                    move = loop.run(progress, placed.watch(built - building))
+            if move is None:
                 break
             # The checkpoint that was just written is all that the new workers need: they go on from it.
-            placed = tuple(
-                place.moved(moves[number]) if number in moves else place for number, place in enumerate(placed)
-            )
+            placed = placed.moved(move)
             resume_from = checkpoint.latest(run_dir / "checkpoints")
     position = loop.position
     return {
         "run": str(run_dir),
-        "mode": ", ".join(dict.fromkeys(place.assignment.mode for place in placed)),
-        "predicted_iteration_s": predicted_seconds(placed),
+        "mode": placed.assignment.mode,
+        "predicted_iteration_s": placed.predicted_s,
         "iterations": position.iteration,
         "env_steps": position.env_steps,
         "wall_s": position.wall_s,
@@ -120,8 +118,8 @@ class _Loop:
             self._note_milestones(row)
         self.workers.begin(environments, self.position.iteration)
 
-    def run(self, progress: Progress, watches: Watches | None) -> dict[int, Decision]:
-        """Iterate to the end; or, where tasks have better plans, to a checkpoint from which the run goes on."""
+    def run(self, progress: Progress, watch: Watch | None) -> Decision | None:
+        """Iterate to the end; or, where there is a better plan, to a checkpoint from which the run goes on."""
         config = self.config
         try:
             while self.position.iteration < config.iterations:
@@ -134,12 +132,11 @@ class _Loop:
                 if config.stop_at_success is not None and recent >= config.stop_at_success:
                     progress.note(f"success of the last {RECENT} episodes is {recent:.2f}: stopping as asked")
                     break
-                moves = watches.see(iteration, config.iterations - self.position.iteration) if watches else {}
-                for number, decision in moves.items():
-                    progress.note(f"planned again{f', task {number}' if config.extra_tasks else ''}: {decision.reason}")
-                if moves:
+                move = watch.see(iteration, config.iterations - self.position.iteration) if watch else None
+                if move is not None:
+                    progress.note(f"planned again: {move.reason}")
                     self._save()
-                    return moves
+                    return move
             self._save()
         except KeyboardInterrupt:
             progress.note(f"interrupted; {self._keep()}")
@@ -147,7 +144,7 @@ class _Loop:
         finally:
             if self.trace is not None:
                 self.trace.write()
-        return {}
+        return None
 
     def _saves_after(self, iteration: int) -> bool:
         return iteration % self.config.checkpoint_every == 0 or iteration == self.config.iterations
@@ -157,13 +154,13 @@ class _Loop:
         begin, number = time.monotonic_ns(), self.position.iteration
         if self.trace is not None:
             self.trace.iteration(number)
-        rollouts, rolled = self.workers.rollout(number)
+        summary, rolled = self.workers.rollout(number)
         with deferred_interrupts():
             self._consistent = False
             # What goes on from a checkpoint has no rollout that is ahead: nor has, then, what did not stop at it.
             learned, self._environments, spans = self.workers.learn(number, drain=self._saves_after(number + 1))
-            iteration = Iteration(rollouts, learned, self._environments, begin, time.monotonic_ns(), ())
-            summary, wall_s = iteration.summary, iteration.wall_s
+            iteration = Iteration(summary, learned, self._environments, begin, time.monotonic_ns(), ())
+            wall_s = iteration.wall_s
             self.position.iteration += 1
             self.position.env_steps += summary.env_steps
             self.position.wall_s += wall_s

@@ -3,8 +3,8 @@
     until every group has decided often enough:  the group that is ready first -> act -> submit
 
 With several groups of environments one is simulated while the policy decides for another; a light task's groups
-are served while a heavy one's are simulated. What comes out is in the order (decision, environment) whatever the groups and
-whoever was ready first, and noise is keyed by (environment, episode, step).
+are served while a heavy one's are simulated. What comes out is in the order (decision, environment) whatever the
+groups and whoever was ready first, and noise is keyed by (environment, episode, step).
 """
 
 from __future__ import annotations
@@ -238,8 +238,8 @@ class PolicyWorker:
         """Go on until every environment has ended its episodes of the part; `trajectories` then hands these out.
 
         Episodes are counted from the iteration's beginning, which is the part that starts at 0. Environments that are
-        done early go on, until they have ended `limit` episodes, and rest. What they did beyond this part is kept for the
-        next calls. Raises what `Farm.collect` raises.
+        done early go on, until they have ended `limit` episodes, and rest. What they did beyond this part is kept for
+        the next calls. Raises what `Farm.collect` raises.
         """
         with self._affinity.applied():
             begin = self._begin_rollout()
@@ -332,14 +332,14 @@ class PolicyWorker:
 
     def _note_outcome(self, group: _Group, decision: Decision, seen: Observations) -> None:
         """Write what came of the group's last decision beside it."""
-        took = decision.active
+        took, solved = decision.active, np.asarray(seen.success.any(1))
         self.memory.write_outcome(
             decision.flat[took],
             {
                 "reward": seen.reward.sum(1)[took],
                 "step_reward": seen.reward[took],
                 "executed": seen.steps[took],
-                "success": seen.success.any(1)[took],
+                "success": solved[took],
                 "terminated": seen.terminated[took],
                 "truncated": seen.truncated[took],
             },

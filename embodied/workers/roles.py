@@ -1,7 +1,7 @@
 """What the executor asks of workers: three roles that classes of workers play, whatever they are called.
 
-A decider goes round with the simulators and makes trajectories. A passer adds to them on their way. A trainer learns from
-them and hands out weights.
+A decider goes round with the simulators and makes trajectories. A passer adds to them on their way. A trainer learns
+from them and hands out weights.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from policies.contract import Policy
 
 @dataclass(frozen=True)
 class EpisodePart:
-    """Episodes that are handed on together: the items `start` to `stop - 1` of an iteration. Item i of B environments is
-    episode i // B of environment i % B."""
+    """Episodes that are handed on together: the items `start` to `stop - 1` of an iteration. Item i of B environments
+    is episode i // B of environment i % B."""
 
     start: int
     stop: int

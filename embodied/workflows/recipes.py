@@ -1,7 +1,7 @@
 """Workflows: what flows, declared. Nothing that runs them knows their names, nor their components'.
 
-A workflow says which components there are and which class of worker does each, what they hand to each other and in which
-portions, what a rollout is, and which estimator turns trajectories into rows. A new one is a `Recipe` of your own
+A workflow says which components there are and which class of worker does each, what they hand to each other and in
+which portions, what a rollout is, and which estimator turns trajectories into rows. A new one is a `Recipe` of your own
 (docs/workflows.md).
 """
 

@@ -48,8 +48,8 @@ def tasks_of(config: Config) -> tuple[Config, ...]:
 
 
 def workflow_of(config: Config, max_episode_steps: Sequence[int]) -> Workflow:
-    """The configuration's workflow with its sizes; `max_episode_steps` of each task. Raises `UserError` for episode groups
-    that the environments do not fill."""
+    """The configuration's workflow with its sizes; `max_episode_steps` of each task. Raises `UserError` for episode
+    groups that the environments do not fill."""
     recipe, tasks = recipe_of(config), tasks_of(config)
     draws = "images" in config.policy.reads
     present = [c for c in recipe.components if draws or c.name != "render"]
