@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from schedulers.errors import PlanError, nearest
 from schedulers.workflow import Edge, Workflow
@@ -31,7 +31,7 @@ class Graph:
     barred: dict[str, frozenset[str]]
     """Of that, what cannot begin before the component is done with all items."""
 
-    @property
+    @cached_property
     def common(self) -> frozenset[str]:
         """Components of several loops."""
         return frozenset(name for name in self.loop if sum(name in loop for loop in self.loops) > 1)

@@ -11,7 +11,6 @@ import heapq
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 
@@ -32,15 +31,8 @@ class Circuit:
         return len(set(self.servers)) == len(self.servers)
 
 
-class Call(NamedTuple):
-    """A server at work for one group."""
-
-    start: float
-    end: float
-    loop: int
-    group: int
-    round: int
-    visit: int
+Call = tuple[float, float, int, int, int]
+"""A server at work for one group: start and end, number of the loop, round and group."""
 
 
 def play(circuits: Sequence[Circuit], seconds: Callable[[int, int, int, int], float]) -> Iterator[Call]:
@@ -50,18 +42,20 @@ def play(circuits: Sequence[Circuit], seconds: Callable[[int, int, int, int], fl
     no earlier than the call did.
     """
     free = dict.fromkeys((server for circuit in circuits for server in circuit.servers), 0.0)
+    visits = [len(circuit.servers) for circuit in circuits]
     coming = [(0.0, i, group, 0, 0) for i, circuit in enumerate(circuits) for group in range(circuit.groups)]
     while coming:
         ready, i, group, turn, visit = coming[0]
-        circuit = circuits[i]
-        server = circuit.servers[visit]
-        start = max(ready, free[server])
+        server = circuits[i].servers[visit]
+        start = free[server]
+        if start < ready:
+            start = ready
         end = free[server] = start + seconds(i, visit, turn, group)
-        yield Call(start, end, i, group, turn, visit)
+        yield start, end, i, turn, group
         visit += 1
-        if visit == len(circuit.servers):
+        if visit == visits[i]:
             turn, visit = turn + 1, 0
-        if turn < circuit.rounds:
+        if turn < circuits[i].rounds:
             heapq.heapreplace(coming, (end, i, group, turn, visit))
         else:
             heapq.heappop(coming)
@@ -70,8 +64,8 @@ def play(circuits: Sequence[Circuit], seconds: Callable[[int, int, int, int], fl
 def completions(circuits: Sequence[Circuit], times: Sequence[Sequence[float]]) -> list[list[list[float]]]:
     """When each loop's each round of each group is complete, where visits take constant `times[loop][visit]`."""
     result = [[[0.0] * circuit.groups for _ in range(circuit.rounds)] for circuit in circuits]
-    for call in play(circuits, lambda loop, visit, turn, group: times[loop][visit]):
-        result[call.loop][call.round][call.group] = call.end
+    for _, done, loop, turn, group in play(circuits, lambda loop, visit, turn, group: times[loop][visit]):
+        result[loop][turn][group] = done  # The last of the round's visits stays.
     return result
 
 

@@ -75,8 +75,11 @@ def plan(
     if mode is not None:
         found = alternatives(workflow, profile, cluster, ahead, groups, parts, deadline_s)
 
+    # Of several tasks the deadline counts: what one more device would gain is not worth waiting as long for.
+    brief_s = deadline_s / 4 if len(workflow.loops) > 1 else deadline_s
+
     def again(larger: Cluster) -> Plan:
-        return plan(workflow, profile, larger, mode, ahead, groups, parts, deadline_s, explain=False)
+        return plan(workflow, profile, larger, mode, ahead, groups, parts, brief_s, explain=False)
 
     others = [candidate for plans in reached.plans for candidate in plans.values()]
     return replace(best, why=explained(best, found, others, workflow, profile, cluster, units_of(cluster), again))

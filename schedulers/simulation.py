@@ -262,7 +262,7 @@ def _play_loops(problem: Problem, cost: Costs, draw: _Draw) -> tuple[list[_Job],
         return constant[loop][visit] if draw.random is None else sum(time for _, time in drawn[-1].pieces)
 
     calls = list(play([loop.circuit for loop in cost.shape.loops], seconds))
-    return drawn, [call.start for call in calls], [call.end for call in calls]
+    return drawn, [start for start, *_ in calls], [end for _, end, *_ in calls]
 
 
 def _alone(problem: Problem, cost: Costs, name: str, batch: float, placement: int) -> float:

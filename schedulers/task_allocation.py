@@ -20,6 +20,8 @@ MOST_ROWS = 20_000
 """Allocations that are bounded; beyond, those that promise most."""
 MOST_PLAYED = 60
 """Allocations of one shape that are played."""
+MOST_SHIFTED = 20
+"""Allocations that are played to improve one."""
 SHARPNESS = 16
 """Exponent with which servers and loops count in the order of giving devices: the slowest counts most."""
 
@@ -112,8 +114,9 @@ class NetworkAllocation:
             picks[p] += 1
 
     def shifted(self, picks: Sequence[int]) -> list[int]:
-        """The best of `picks` and what comes of giving one placement more at the cost of others, again and again."""
-        best, seconds = list(picks), self.played(picks)
+        """The best of `picks` and what comes of giving one placement more at the cost of another, again and again, as
+        long as that is not too often."""
+        best, seconds, played = list(picks), self.played(picks), 0
         improved = True
         while improved:
             improved = False
@@ -128,6 +131,9 @@ class NetworkAllocation:
                         changed[source] -= 1
                     if changed[source] < 0 or not self._fits(changed) or self._bound(changed) >= seconds:
                         continue
+                    played += 1
+                    if played > MOST_SHIFTED:
+                        return best
                     found = self.played(changed)
                     if found < seconds * (1 - 1e-9):
                         best, seconds, improved = changed, found, True

@@ -175,7 +175,9 @@ def tasks(
     return Workflow("tasks", tuple(components), tuple(edges), tuple(loops), sum(items))
 
 
-def random_tasks(seed: int, count: int = 2, gpu: bool = False) -> tuple[Workflow, Profile, Cluster]:
+def random_tasks(
+    seed: int, count: int = 2, gpu: bool = False, memory: bool = False
+) -> tuple[Workflow, Profile, Cluster]:
     """Tasks of random weight on a few cores; policy and learner on an accelerator, or on the cores too."""
     random = np.random.default_rng((seed, 2))
     items = [int(random.choice([2, 4])) for _ in range(count)]
@@ -187,4 +189,33 @@ def random_tasks(seed: int, count: int = 2, gpu: bool = False) -> tuple[Workflow
     for name in workflow.names:
         pool: Pool = "accelerators" if gpu and name in ("policy", "learner") else "cores"
         components[name] = random_component(random, pool, workflow.items, 1 if pool == "accelerators" else cores)
-    return workflow, Profile("tasks", {}, components), Cluster((Node("node0", cores, int(gpu)),))
+    node = Node("node0", cores, int(gpu))
+    if memory:
+        node = replace(node, memory_bytes=float(random.uniform(4, 10)) * cores, accelerator_bytes=random.uniform(4, 10))
+        components = {
+            name: replace(
+                component,
+                resident_bytes=float(random.uniform(0, 2)),
+                bytes_per_item=float(random.uniform(0, 0.5)),
+                unload_s=float(random.uniform(0, 0.5)),
+                load_s=float(random.uniform(0, 0.5)),
+            )
+            for name, component in components.items()
+        }
+    return workflow, Profile("tasks", {}, components), Cluster((node,))
+
+
+def libero_tasks(count: int, policy_s: float = 0.1, learner_s: float = 20.0) -> tuple[Workflow, Profile]:
+    """So many tasks alike, of eight environments each, whose frames are drawn on cores; policy and learner on a GPU."""
+    workflow = tasks(count, [8] * count, [28] * count)
+    times: dict[str, tuple[Pool, dict[tuple[int, int], float]]] = {
+        "physics": ("cores", {(1, 1): 0.05, (8, 1): 0.4}),
+        "render": ("cores", {(1, 1): 0.1, (8, 1): 0.8}),
+        "policy": ("accelerators", {(4, 1): policy_s / 10, (40, 1): policy_s}),
+        "learner": ("accelerators", {(workflow.items, 1): learner_s}),
+    }
+    components = {}
+    for name in workflow.names:
+        pool, points = times[name.split("-")[0]]
+        components[name] = measured(pool, points, spreads=pool == "cores")
+    return workflow, Profile("tasks", {}, components)

@@ -1,0 +1,107 @@
+"""Several loops that share servers: the network played, what bounds it, and what overlapping gains for certain."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+import pytest
+
+from schedulers.laws import loop_arrival, loop_seconds
+from schedulers.network import Circuit, alone, bound, completions, end, loads
+
+SEEDS = range(40)
+
+
+def queued(circuits: list[Circuit], times: list[list[float]]) -> list[list[list[float]]]:
+    """A reference of its own: servers with queues, and a clock that goes from event to event."""
+    servers = {server for circuit in circuits for server in circuit.servers}
+    queues: dict[int, deque[tuple[int, int]]] = {server: deque() for server in servers}
+    serving: dict[int, tuple[float, int, int]] = {}
+    place = {(i, g): (0, 0) for i, circuit in enumerate(circuits) for g in range(circuit.groups)}
+    done = [[[0.0] * circuit.groups for _ in range(circuit.rounds)] for circuit in circuits]
+    for i, g in place:
+        queues[circuits[i].servers[0]].append((i, g))
+    now = 0.0
+    while True:
+        for server, queue in queues.items():
+            if server not in serving and queue:
+                i, g = queue.popleft()
+                serving[server] = (now + times[i][place[i, g][1]], i, g)
+        if not serving:
+            return done
+        now = min(ends for ends, _, _ in serving.values())
+        for server, (_, i, g) in sorted(
+            ((s, c) for s, c in serving.items() if c[0] == now), key=lambda pair: pair[1][1:]
+        ):
+            del serving[server]
+            turn, visit = place[i, g]
+            turn, visit = (turn, visit + 1) if visit + 1 < len(times[i]) else (turn + 1, 0)
+            if not visit:
+                done[i][turn - 1][g] = now
+            place[i, g] = turn, visit
+            if turn < circuits[i].rounds:
+                queues[circuits[i].servers[visit]].append((i, g))
+
+
+def random_network(seed: int, shared: bool) -> tuple[list[Circuit], list[list[float]]]:
+    """Two or three loops. `shared`: any server may be any loop's; else each has its own, and all share the last."""
+    random = np.random.default_rng((seed, shared))
+    circuits, times = [], []
+    for i in range(int(random.integers(2, 4))):
+        if shared:
+            servers = tuple(int(s) for s in random.permutation(4)[: int(random.integers(1, 4))])
+        else:
+            servers = (*range(10 * (i + 1), 10 * (i + 1) + int(random.integers(1, 3))), 0)
+        circuits.append(Circuit(servers, int(random.integers(1, 4)), int(random.integers(1, 9))))
+        times.append([float(random.uniform(0.05, 1)) for _ in servers])
+    return circuits, times
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_network_is_first_come_first_served(seed: int, shared: bool) -> None:
+    circuits, times = random_network(seed, shared)
+    for mine, theirs in zip(completions(circuits, times), queued(circuits, times), strict=True):
+        assert np.allclose(mine, theirs, rtol=1e-12)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_one_loop_in_the_network_follows_its_closed_law(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    times = [float(random.uniform(0.05, 1)) for _ in range(int(random.integers(1, 4)))]
+    circuit = Circuit(tuple(range(len(times))), int(random.integers(1, 5)), int(random.integers(1, 12)))
+    assert end([circuit], [times]) == pytest.approx(loop_seconds(times, circuit.groups, circuit.rounds), rel=1e-12)
+    assert alone(circuit, times) == pytest.approx(end([circuit], [times]), rel=1e-12)
+    played = completions([circuit], [times])[0]
+    for turn in range(circuit.rounds):
+        for group in range(circuit.groups):
+            law = loop_arrival(times, circuit.groups, turn + 1, group)
+            assert played[turn][group] == pytest.approx(law, rel=1e-12)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_no_network_ends_before_its_bound(seed: int, shared: bool) -> None:
+    circuits, times = random_network(seed, shared)
+    assert bound(circuits, times) <= end(circuits, times) * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_with_one_server_in_common_overlapping_is_never_slower_than_one_after_the_other(seed: int) -> None:
+    """Proof in docs/planning.md: a loop is late by no more than the others' work on the common server, and that is no
+    more than the time they take alone."""
+    circuits, times = random_network(seed, shared=False)
+    own = [end([circuit], [mine]) for circuit, mine in zip(circuits, times, strict=True)]
+    work = [loads([circuit], [mine])[0] for circuit, mine in zip(circuits, times, strict=True)]
+    ends = [max(rounds[-1]) for rounds in completions(circuits, times)]
+    for i, done in enumerate(ends):
+        assert done <= (own[i] + sum(work) - work[i]) * (1 + 1e-12)
+    assert max(ends) <= sum(own) * (1 + 1e-12)
+
+
+def test_a_light_task_is_decided_for_while_a_heavy_one_is_simulated() -> None:
+    light, heavy = Circuit((1, 0), 1, 40), Circuit((2, 0), 1, 4)
+    times = [[0.05, 0.05], [0.9, 0.1]]
+    assert end([light, heavy], times) < 1.1 * end([heavy], times[1:])
+    assert end([light], times[:1]) + end([heavy], times[1:]) == pytest.approx(8.0)
