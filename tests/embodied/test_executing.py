@@ -21,8 +21,8 @@ from embodied.execution.executor import Iteration, executor
 from embodied.execution.session import Session, open_session
 from embodied.runtime.ray_runtime import RayRuntime
 from embodied.workers.affinity import Affinity
-from embodied.workers.learner import Learner, OffPolicy
 from embodied.workers.context import make_policy
+from embodied.workers.learner import Learner, OffPolicy
 from embodied.workers.policy_worker import PolicyWorker
 from embodied.workflows.recipes import GRPO, PPO
 from policies.contract import PolicySpec

@@ -26,8 +26,8 @@ from embodied.execution.assignment import configured
 from embodied.execution.executor import Executor, Iteration, executor
 from embodied.execution.session import open_session
 from embodied.reporting.metrics import read
-from embodied.workers.learner import CollectStatistics, Learner
 from embodied.workers.context import make_policy
+from embodied.workers.learner import CollectStatistics, Learner
 from embodied.workers.policy_worker import PolicyWorker
 from embodied.workflows.recipes import GRPO
 from embodied.workflows.sizes import episodes_of, streams

@@ -25,6 +25,7 @@ from embodied.config import Config, parse_config
 from embodied.data.trajectories import Trajectories
 from embodied.errors import UserError
 from embodied.execution.assignment import configured
+from embodied.execution.farm_specs import farm_spec
 from embodied.execution.session import Session
 from embodied.reporting.metrics import read
 from embodied.runtime.contract import Runtime
@@ -33,7 +34,6 @@ from embodied.runtime.handles import Handle
 from embodied.runtime.inline import InlineRuntime
 from embodied.runtime.ray_runtime import RayRuntime
 from embodied.training import loop as training
-from embodied.execution.farm_specs import farm_spec
 from embodied.workers.context import policy_spec
 from embodied.workers.makers import make_policy_worker
 from embodied.workers.policy_worker import PolicyWorker
