@@ -104,7 +104,7 @@ def test_rows_are_the_decisions_that_were_taken_and_teach() -> None:
 def test_nothing_is_copied_where_everything_is_learned_from() -> None:
     batch = replace(make_batch(), mask=torch.ones(T, B, dtype=torch.bool))
     rows = rows_of(batch, estimate())
-    assert rows.inputs is batch.inputs and len(rows) == T * B
+    assert rows.decisions is batch.decisions and len(rows) == T * B
 
 
 def test_no_row_is_left_where_nothing_teaches() -> None:
@@ -260,16 +260,17 @@ def test_the_learner_begins_early_only_where_its_update_is_a_sum_over_parts() ->
 
 
 def test_a_workflow_has_the_configurations_sizes() -> None:
-    flow = workflow_of(grpo(episodes_per_env=2), max_episode_steps=50)
-    assert flow.items == 24 and flow.waves == 2
-    assert flow.loop is not None and flow.loop.steps == 13 and flow.loop.components == ("physics", "policy")
+    flow = workflow_of(grpo(episodes_per_env=2), max_episode_steps=[50])
+    assert flow.items == 24 and flow.episodes_per_env == 2
+    (loop,) = flow.loops
+    assert loop.steps == 13 and loop.components == ("physics", "policy")
     last = next(edge for edge in flow.edges if edge.target == "learner")
     assert (last.flow, last.unit) == ("micro_batch", 3)
     assert {(edge.source, edge.target) for edge in flow.edges} == {("physics", "policy"), ("policy", "learner")}
-    drawn = workflow_of(grpo(images=True), max_episode_steps=50)
+    drawn = workflow_of(grpo(images=True), max_episode_steps=[50])
     assert drawn.names == ("physics", "render", "policy", "learner")
     assert {edge.source for edge in drawn.edges} == {"physics", "render", "policy"}
-    late = workflow_of(grpo(scale="batch"), max_episode_steps=50)
+    late = workflow_of(grpo(scale="batch"), max_episode_steps=[50])
     assert next(edge for edge in late.edges if edge.target == "learner").flow == "barrier"
 
 
@@ -279,7 +280,7 @@ def test_a_workflow_has_the_configurations_sizes() -> None:
         ("grop", "no workflow 'grop'; did you mean grpo.*package.module:NAME"),
         ("no.such.module:PPO", "'no.such.module:PPO' cannot be imported: No module named"),
         ("embodied.workflows:PPQ", "'embodied.workflows:PPQ' cannot be imported: .*PPQ"),
-        ("embodied.workflows.recipes:POLICY", "recipes:POLICY is a Component, not an embodied.workflows.Recipe"),
+        ("embodied.workflows.recipes:POLICY", "recipes:POLICY is a WorkflowComponent, not an embodied"),
     ],
 )
 def test_a_workflow_that_is_not_there_is_named(name: str, message: str) -> None:
