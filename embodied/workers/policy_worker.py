@@ -315,7 +315,7 @@ class PolicyWorker:
         self._arrows += 1
         group.arrow = self._arrows
         spec = self.farm.specs[group.task]
-        self._clock.count_workers(seen.times_ns)
+        self._clock.count_workers(group.task, seen.times_ns)
         if self._settings.trace:
             self._spans += workers_spans(spec, group.task, seen, self._arrows)
         if group.pending is not None:
@@ -438,6 +438,7 @@ class PolicyWorker:
 
     def _summary(self, begin: int, mark: int, ended: Sequence[EndedEpisode]) -> RolloutSummary:
         end = time.monotonic_ns()
+        self._clock.assembly += (end - mark) / 1e9
         self._clock.transport += (end - mark) / 1e9
         self._span("policy", "transport", mark, end)
         assert self._trajectories is not None

@@ -23,14 +23,13 @@ from embodied.execution.executor import executor
 from embodied.execution.session import open_session
 from embodied.runtime.ray_workers import _portable
 from embodied.workers.affinity import Affinity
+from embodied.workers.context import make_policy
 from embodied.workers.devices import decide, device_of, find_device, settle, to_host, value_of
 from embodied.workers.learner import Learner
-from embodied.workers.context import make_policy
 from embodied.workers.offload import Offload
 from embodied.workers.policy_worker import PolicyWorker
 from policies.contract import Evaluation, Inputs, Policy, PolicySpec
 from policies.gaussian_mlp import GaussianMLP
-from policies.openvla.tiny import write_tiny
 from policies.random_actions import RandomActions
 from sim_farm.contract import TaskSpec
 from sim_farm.episodes import EndlessEpisodes
@@ -38,6 +37,7 @@ from sim_farm.farm import Farm
 from sim_farm.hosts import InProcess
 from sim_farm.layout import FarmSpec
 from tests.embodied.pretend_device import DEVICE, Far, MixedDevices, PretendDevice
+from tests.policies.openvla.tiny import write_tiny
 
 T, B, C, A, S = 6, 5, 2, 3, 16
 SPEC = PolicySpec(action_dim=A, chunk=C, state_dim=S)

@@ -326,7 +326,8 @@ def test_one_process_or_several_and_one_renderer_or_none_change_nothing(here: Se
     free = inline(assigned())
     expected = run(IMAGES, here, free, tmp_path / "apart")
     assert_equal(run(IMAGES, here, replace(free, one_process=True), tmp_path / "together"), expected)
-    assert_equal(run(IMAGES, here, replace(free, render=(None,)), tmp_path / "drawn apart"), expected)
+    apart = replace(free, farms=(replace(free.farms[0], render=(None,)),))
+    assert_equal(run(IMAGES, here, apart, tmp_path / "drawn apart"), expected)
 
 
 @pytest.mark.parametrize("settings", [STATES, IMAGES], ids=["states", "images"])
