@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from embodied import progress
 from embodied.data.assembly import (
     Decision,
     EndedEpisode,
@@ -324,6 +325,7 @@ class PolicyWorker:
             group.pending = None
             self._clock.transport += (time.monotonic_ns() - mark) / 1e9
         group.seen = seen
+        progress.report()
         return seen
 
     def _note_outcome(self, group: _Group, decision: Decision, seen: Observations) -> None:

@@ -229,7 +229,13 @@ def test_each_part_tells_its_own_episodes(skilled: Path, tmp_path: Path) -> None
 def test_an_iteration_has_no_more_decisions_than_its_longest_environment(skilled: Path, tmp_path: Path) -> None:
     """Between two parts of an iteration nobody waits for the others."""
     SEEN.clear()
-    config = config_of(workflow=f"{__name__}:NOTING", farm={"groups": 1}, env={"max_episode_steps": 60}, iterations=1)
+    config = config_of(
+        workflow=f"{__name__}:NOTING",
+        farm={"groups": 1},
+        env={"max_episode_steps": 60},
+        iterations=1,
+        runtime={"trace": True},
+    )  # fmt: skip
     (one,), _ = iterations_of(config, tmp_path, skilled)
     acted = sum(span.name.startswith("act") for span in one.summary.spans)
     decisions = torch.stack([batch.mask.sum(0) for batch in SEEN])
