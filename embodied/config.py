@@ -219,7 +219,8 @@ class RuntimeConfig(Section):
     address: str = "local"
     """`local` starts Ray on this machine; else the address of a running Ray cluster that has this machine as a node."""
     deadline_s: Annotated[float, Field(gt=0)] = 600.0
-    """Longest wait for any worker; a message names the one that was late."""
+    """Longest time that a worker may go without progress while it is waited for; a message names the one that was late.
+    Half of it is what a worker waits for its simulators, and a quarter what one of them is given before it is replaced."""
     trace: bool = True
     """Record a trace of the first and the last iterations."""
 

@@ -21,7 +21,7 @@ class BenchFarm:
     """Actions per decision."""
     num_envs: int = 8
     """Environments of the farm."""
-    stages: int = 2
+    groups: int = 2
     """Groups of environments; one is simulated while another is inferred."""
     render_workers: int = 0
     """Processes that draw; 0: physics workers draw (fused)."""

@@ -44,41 +44,17 @@ class MemoryShape:
 
 
 @dataclass(frozen=True)
-class MemoryAddress:
-    """How another process of this machine maps a memory."""
+class MemoryLayout:
+    """The arrays of a memory."""
 
     shape: MemoryShape
     fields: Mapping[str, Field]
     brain_floats: tuple[str, ...]
-    block: str
-    frames: FrameAddress | None
-
-
-class TrajectoryMemory:
-    """Arrays [R * columns, ...] by name. Unwritten bytes hold the magic value of `sim_farm.memory`."""
-
-    def __init__(
-        self, shape: MemoryShape, block: Block, frames: FrameMemory | None, brain_floats: Sequence[str] = ()
-    ) -> None:
-        self.shape, self.frames = shape, frames
-        self._block, self._brain_floats = block, tuple(brain_floats)
-        self._tensors = {
-            name: torch.from_numpy(array).view(torch.bfloat16) if name in brain_floats else torch.from_numpy(array)
-            for name, array in block.arrays.items()
-        }
-        self.frames_read = 0
-        """Frames (of all cameras of one observation) that were asked for, and copies that this took."""
-        self.frames_copied = 0
-        self._pinned = False
+    """Fields that hold the bits of bfloat16, which NumPy lacks."""
 
     @classmethod
-    def create(
-        cls, shape: MemoryShape, inputs: Inputs, action: Action, frames: FrameMemory | None, shared: bool
-    ) -> TrajectoryMemory:
-        """A memory for decisions like `action` on observations like `inputs`, both of one row or more.
-
-        Raises `FarmError` where shared memory does not suffice.
-        """
+    def of(cls, shape: MemoryShape, inputs: Inputs, action: Action) -> MemoryLayout:
+        """For decisions like `action` on observations like `inputs`, both of one row or more."""
         like: dict[str, Tensor] = {f"{TRACE}{name}": tensor for name, tensor in action.trace.items()}
         like |= {"log_prob": action.log_prob, "value": action.value}
         for name in ("state", "proprio", "episode"):
@@ -96,9 +72,40 @@ class TrajectoryMemory:
             "executed": Field((count,), "int64"),
             **{name: Field((count,), "bool", 0) for name in ("success", "terminated", "truncated")},
         }
-        memory = cls(shape, Block.create(fields, shared), frames, brain_floats)
-        if shared:
-            assert memory._block.name is not None
+        return cls(shape, fields, brain_floats)
+
+
+@dataclass(frozen=True)
+class MemoryAddress:
+    """How another process of this machine maps a memory."""
+
+    layout: MemoryLayout
+    block: str
+    frames: FrameAddress | None
+
+
+class TrajectoryMemory:
+    """Arrays [R * columns, ...] by name. Unwritten bytes hold the magic value of `sim_farm.memory`."""
+
+    def __init__(self, layout: MemoryLayout, block: Block, frames: FrameMemory | None) -> None:
+        self.shape, self.frames = layout.shape, frames
+        self._layout, self._block = layout, block
+        self._tensors = {
+            name: torch.from_numpy(array).view(torch.bfloat16)
+            if name in layout.brain_floats
+            else torch.from_numpy(array)
+            for name, array in block.arrays.items()
+        }
+        self.frames_read = 0
+        """Frames (of all cameras of one observation) that were asked for, and copies that this took."""
+        self.frames_copied = 0
+        self._pinned = False
+
+    @classmethod
+    def create(cls, layout: MemoryLayout, frames: FrameMemory | None, shared: bool) -> TrajectoryMemory:
+        """A new memory beside the farm's frames. Raises `FarmError` where shared memory does not suffice."""
+        memory = cls(layout, Block.create(layout.fields, shared), frames)
+        if memory._block.name is not None:
             _OPEN[memory._block.name] = memory
         return memory
 
@@ -108,19 +115,19 @@ class TrajectoryMemory:
         found = _OPEN.get(address.block)
         if found is None:
             frames = None if address.frames is None else FrameMemory.attach(address.frames)
-            block = Block.attach(address.fields, address.block)
-            found = _OPEN[address.block] = cls(address.shape, block, frames, address.brain_floats)
+            block = Block.attach(address.layout.fields, address.block)
+            found = _OPEN[address.block] = cls(address.layout, block, frames)
         return found
 
     @property
     def address(self) -> MemoryAddress:
         assert self._block.name is not None, "a memory of one process has no address"
         frames = None if self.frames is None else self.frames.address
-        return MemoryAddress(self.shape, self._block.fields, self._brain_floats, self._block.name, frames)
+        return MemoryAddress(self._layout, self._block.name, frames)
 
     def __reduce__(self) -> Any:
         # Who is sent a memory, as a part of trajectories, maps it.
-        return TrajectoryMemory.attach, (self.address,)
+        return _attached, (self.address,)
 
     @property
     def nbytes(self) -> int:
@@ -216,6 +223,10 @@ class TrajectoryMemory:
                 known[data] = data.rstrip(b"\0").decode()
             found.append(known[data])
         return tuple(found)
+
+
+def _attached(address: MemoryAddress) -> TrajectoryMemory:
+    return TrajectoryMemory.attach(address)
 
 
 def _dtype(tensor: Tensor) -> str:

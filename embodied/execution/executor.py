@@ -22,6 +22,7 @@ import numpy as np
 
 from embodied import checkpoint
 from embodied.config import Config
+from embodied.data.trajectory_memory import TrajectoryMemory
 from embodied.errors import UserError
 from embodied.execution.assignment import Assignment
 from embodied.execution.farm_specs import frame_rows, memory_rounds, run_specs
@@ -323,9 +324,15 @@ def executor(config: Config, run_dir: Path, session: Session, assignment: Assign
     with session.farm(specs, assignment.farms, rows) as farm:
         workers = _place(config, recipe, run_dir, session, assignment, farm)
         farm_deadline_s = session.runtime.deadline.inner().seconds
-        yield Executor(config, recipe, assignment, farm, workers, run_dir, farm_deadline_s)
-        for group in workers.values():
-            group.end()
+        run = Executor(config, recipe, assignment, farm, workers, run_dir, farm_deadline_s)
+        memory = TrajectoryMemory.create(run.decider.call(Decider.layout), farm.frames, not farm.in_process)
+        try:
+            run.decider.call(Decider.use, memory)
+            yield run
+            for group in workers.values():
+                group.end()
+        finally:
+            memory.close()
         for left in run_dir.glob("unloaded-*.safetensors"):
             left.unlink()
 

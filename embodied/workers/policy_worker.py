@@ -29,7 +29,7 @@ from embodied.data.assembly import (
 )
 from embodied.data.random_streams import SamplingNoise
 from embodied.data.trajectories import Trajectories, join_columns, join_inputs, to_inputs
-from embodied.data.trajectory_memory import MemoryShape, TrajectoryMemory
+from embodied.data.trajectory_memory import MemoryLayout, MemoryShape, TrajectoryMemory
 from embodied.tracing import Span
 from embodied.workers.affinity import Affinity
 from embodied.workers.context import WorkerContext, bootstrap_of
@@ -134,27 +134,23 @@ class PolicyWorker:
 
     # --- before a rollout, and between two
 
-    def open_memory(self) -> TrajectoryMemory:
-        """Reserve the memory that trajectories are written into, for decisions as the policy takes them.
-
-        Raises `FarmError` where shared memory does not suffice.
-        """
-        frames = self.farm.frames
-        shape = MemoryShape(self._settings.rounds + 1, self._width, self.policy.spec.cameras if frames else ())
+    def layout(self) -> MemoryLayout:
+        """The memory that trajectories are written into, for decisions as the policy takes them."""
+        cameras = self.policy.spec.cameras if self.farm.frames is not None else ()
+        shape = MemoryShape(self._settings.rounds + 1, self._width, cameras)
         inputs = self._blank_inputs()
-        noise = torch.zeros(1, self.policy.noise_dim)
-        self.memory = TrajectoryMemory.create(
-            shape, inputs, decide(self.policy, inputs, noise), frames, shared=not self.farm.in_process
-        )
-        self._finals = FinalObservationsKept(self.memory, self._width)
-        return self.memory
+        return MemoryLayout.of(shape, inputs, decide(self.policy, inputs, torch.zeros(1, self.policy.noise_dim)))
+
+    def use(self, memory: TrajectoryMemory) -> None:
+        """Write into this memory from now on."""
+        self.memory = memory
+        self._finals = FinalObservationsKept(memory, self._width)
 
     def begin(self, snapshot: Mapping[str, np.ndarray] | None = None, rest: bool = False) -> None:
         """Start every environment's first episode, or continue from a snapshot; with `rest`, at the next episode.
 
-        Raises what `open_memory` raises, and `FarmError` for a snapshot of another farm.
+        Raises `FarmError` for a snapshot of another farm.
         """
-        self.open_memory()
         if rest:
             self._episode = 0 if snapshot is None else int(snapshot["base_episode"].min())
             self.farm.hold(self._episode)
@@ -319,7 +315,7 @@ class PolicyWorker:
         self._arrows += 1
         group.arrow = self._arrows
         spec = self.farm.specs[group.task]
-        self._clock.count_workers(seen.times_ns)
+        self._clock.count_workers(group.task, seen.times_ns)
         if self._settings.trace:
             self._spans += workers_spans(spec, group.task, seen, self._arrows)
         if group.pending is not None:
@@ -442,6 +438,7 @@ class PolicyWorker:
 
     def _summary(self, begin: int, mark: int, ended: Sequence[EndedEpisode]) -> RolloutSummary:
         end = time.monotonic_ns()
+        self._clock.assembly += (end - mark) / 1e9
         self._clock.transport += (end - mark) / 1e9
         self._span("policy", "transport", mark, end)
         assert self._trajectories is not None

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from embodied.checkpoint import RunState
 from embodied.data.trajectories import Trajectories
+from embodied.data.trajectory_memory import MemoryLayout, TrajectoryMemory
 from embodied.workers.offload import Switch
 from embodied.workers.rollout_summary import RolloutSummary
 from policies.contract import Policy
@@ -55,6 +56,10 @@ class Decider(Protocol):
 
     makes: ClassVar[frozenset[str]]
     """What an edge from here may carry."""
+
+    def layout(self) -> MemoryLayout: ...
+
+    def use(self, memory: TrajectoryMemory) -> None: ...
 
     def begin(self, snapshot: Mapping[str, np.ndarray] | None = None, rest: bool = False) -> None: ...
 

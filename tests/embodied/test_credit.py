@@ -14,8 +14,7 @@ from torch import Tensor
 from embodied.algorithms.estimators import gae, rows_of
 from embodied.algorithms.ppo import action_advantages, alive_actions, generalised_advantages
 from embodied.config import Config, parse_config
-from embodied.data.assembly import join_waves
-from embodied.data.trajectories import Trajectories
+from embodied.data.trajectories import HeldDecisions, Trajectories, join_columns
 from embodied.errors import UserError
 from embodied.planning.run_plans import check_files
 from embodied.workers.learner import Learner
@@ -77,8 +76,7 @@ def make_batch(seed: int = 0) -> Trajectories:
     executed = torch.where(terminated | truncated, torch.randint(1, C + 1, (T, B), generator=g), C)
     step_reward = torch.randn(T, B, C, generator=g) * alive_actions(executed, C)
     return Trajectories(
-        inputs=inputs,
-        trace=action.trace,
+        decisions=HeldDecisions(inputs, action.trace),
         log_prob=action.log_prob.view(T, B, C, A),
         value=action.value.view(T, B, C),
         reward=step_reward.sum(2),
@@ -230,8 +228,8 @@ def test_a_rollout_keeps_values_and_rewards_of_actions(tmp_path: Path) -> None:
 def test_joined_waves_keep_the_rewards_of_actions() -> None:
     policy = make_policy(state_dim=16, action_dim=3)
     whole = rolled_out(policy, 5)
-    short = replace(rolled_out(policy, 3), group=torch.zeros(4, dtype=torch.int64))
-    joined = join_waves([replace(whole, group=torch.ones(4, dtype=torch.int64)), short])
+    short = replace(rolled_out(policy, 3), episode_group=torch.zeros(4, dtype=torch.int64))
+    joined = join_columns([replace(whole, episode_group=torch.ones(4, dtype=torch.int64)), short])
     assert joined.step_reward is not None and whole.step_reward is not None and short.step_reward is not None
     assert torch.equal(joined.step_reward[:, :4], whole.step_reward)
     assert torch.equal(joined.step_reward[:3, 4:], short.step_reward)

@@ -19,7 +19,7 @@ from torch import Tensor
 from embodied.algorithms.estimators import Estimate, Rows, gae, group_relative, join_rows, outcomes, rows_of
 from embodied.algorithms.ppo import generalised_advantages
 from embodied.config import Config, load_config, parse_config
-from embodied.data.trajectories import Trajectories
+from embodied.data.trajectories import HeldDecisions, Trajectories
 from embodied.errors import UserError
 from embodied.execution.session import open_session
 from embodied.reporting.metrics import read
@@ -44,8 +44,9 @@ def make_batch(seed: int = 0, group: tuple[int, ...] | None = (9, 9, 9, 4, 4, 4)
     ends = torch.arange(T)[:, None] == torch.tensor(LENGTHS) - 1
     solved = ends & (torch.arange(B) % 2 == 0)
     return Trajectories(
-        inputs=Inputs(state=torch.randn(T * B, S, generator=g)),
-        trace={"action": torch.randn(T * B, C, A, generator=g)},
+        decisions=HeldDecisions(
+            Inputs(state=torch.randn(T * B, S, generator=g)), {"action": torch.randn(T * B, C, A, generator=g)}
+        ),
         log_prob=torch.randn(T, B, C, A, generator=g),
         value=torch.randn(T, B, generator=g),
         reward=torch.randn(T, B, generator=g) * mask,
@@ -57,7 +58,7 @@ def make_batch(seed: int = 0, group: tuple[int, ...] | None = (9, 9, 9, 4, 4, 4)
         final_value=torch.randn(T, B, generator=g) * (ends & ~solved),
         last_value=torch.zeros(B),
         version=0,
-        group=None if group is None else torch.tensor(group),
+        episode_group=None if group is None else torch.tensor(group),
     )
 
 
@@ -173,8 +174,10 @@ def test_groups_that_lost_a_member_teach_nothing() -> None:
 def test_columns_may_come_in_any_order() -> None:
     batch, order = make_batch(), torch.tensor([3, 0, 5, 1, 4, 2])
     per_column = ("reward", "success", "executed", "mask", "terminated", "truncated")
-    assert batch.group is not None
-    shuffled = replace(batch, group=batch.group[order], **{k: getattr(batch, k)[:, order] for k in per_column})
+    assert batch.episode_group is not None
+    shuffled = replace(
+        batch, episode_group=batch.episode_group[order], **{k: getattr(batch, k)[:, order] for k in per_column}
+    )
     for scale in ("group", "batch", "none"):
         found, expected = (group_relative(b, config_of(scale=scale, weight="episode")) for b in (shuffled, batch))
         for name in ("advantage", "keep", "weight"):

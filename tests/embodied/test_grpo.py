@@ -19,8 +19,7 @@ from embodied.algorithms.episode_groups import differing, group_advantages
 from embodied.algorithms.estimators import Estimate, group_relative, outcomes
 from embodied.checkpoint import RunState
 from embodied.config import Config, parse_config
-from embodied.data.assembly import join_waves
-from embodied.data.trajectories import Trajectories
+from embodied.data.trajectories import HeldDecisions, Trajectories, join_columns
 from embodied.errors import UserError
 from embodied.execution.assignment import configured
 from embodied.execution.executor import Executor, Iteration, executor
@@ -156,8 +155,8 @@ def test_a_wave_is_one_whole_episode_of_every_environment(waves: list[Trajectori
 def test_groups_are_complete_and_named_once(waves: list[Trajectories]) -> None:
     seen: set[int] = set()
     for batch in waves:
-        assert batch.group is not None
-        names, count = batch.group.unique(return_counts=True)
+        assert batch.episode_group is not None
+        names, count = batch.episode_group.unique(return_counts=True)
         assert count.tolist() == [SIZE] * (ENVS // SIZE)
         assert not seen & set(names.tolist())
         seen |= set(names.tolist())
@@ -167,11 +166,11 @@ def test_groups_are_complete_and_named_once(waves: list[Trajectories]) -> None:
 def test_members_of_a_group_begin_alike_and_go_on_differently(waves: list[Trajectories]) -> None:
     first_states = set()
     for batch in waves:
-        assert batch.group is not None and batch.inputs.state is not None
+        assert batch.episode_group is not None and batch.inputs.state is not None
         first = batch.inputs.state.view(-1, ENVS, 16)[0]
         actions = batch.trace["action"].view(-1, ENVS, CHUNK, 3)[0]
-        for name in batch.group.unique():
-            members = (batch.group == name).nonzero()[:, 0]
+        for name in batch.episode_group.unique():
+            members = (batch.episode_group == name).nonzero()[:, 0]
             assert (first[members] == first[members[0]]).all()
             assert len(actions[members].unique(dim=0)) == SIZE, "members share their noise"
             first_states.add(first[members[0]].numpy().tobytes())
@@ -242,11 +241,11 @@ def test_environments_that_do_not_make_groups_are_refused(tmp_path: Path) -> Non
 
 def literal_advantages(batch: Trajectories) -> list[float]:
     """(R - mean) / (unbiased deviation + 1e-6) of every column."""
-    assert batch.group is not None
+    assert batch.episode_group is not None
     returns = [sum(batch.reward[batch.mask[:, b], b].tolist()) for b in range(ENVS)]
     found = []
     for b in range(ENVS):
-        peers = [returns[i] for i in range(ENVS) if batch.group[i] == batch.group[b]]
+        peers = [returns[i] for i in range(ENVS) if batch.episode_group[i] == batch.episode_group[b]]
         mean = sum(peers) / len(peers)
         deviation = math.sqrt(sum((r - mean) ** 2 for r in peers) / (len(peers) - 1))
         found.append((returns[b] - mean) / (deviation + 1e-6))
@@ -268,8 +267,10 @@ def poisoned(batch: Trajectories, columns: Tensor) -> Trajectories:
     rows = columns.expand_as(batch.mask).flatten()[:, None]
     return replace(
         batch,
-        inputs=replace(batch.inputs, state=torch.where(rows, torch.nan, batch.inputs.state)),
-        trace={key: torch.where(rows[..., None], torch.nan, tensor) for key, tensor in batch.trace.items()},
+        decisions=HeldDecisions(
+            replace(batch.inputs, state=torch.where(rows, torch.nan, batch.inputs.state)),
+            {key: torch.where(rows[..., None], torch.nan, tensor) for key, tensor in batch.trace.items()},
+        ),
         log_prob=torch.where(columns[None, :, None, None], torch.nan, batch.log_prob),
     )
 
@@ -281,8 +282,8 @@ def test_groups_with_equal_outcomes_never_reach_the_model(minibatch: int, skille
     learner, other = learner_of(config, tmp_path, skilled), learner_of(config, tmp_path, skilled)
     parts = waves_of(config, tmp_path, skilled)
     for batch in parts:
-        assert batch.group is not None
-        teaches = differing(outcomes(batch, config.advantage), batch.group, SIZE)
+        assert batch.episode_group is not None
+        teaches = differing(outcomes(batch, config.advantage), batch.episode_group, SIZE)
         dropped += int((~teaches).sum())
         collected = learner.collect(poisoned(batch, ~teaches), 0)
         assert collected == replace(other.collect(batch, 0), learn_s=collected.learn_s)
@@ -424,8 +425,7 @@ def first(batch: Trajectories, count: int) -> Trajectories:
     per_decision = ("log_prob", "value", "reward", "success", "executed", "mask", *ENDS)
     return replace(
         batch,
-        inputs=batch.inputs.rows(rows),
-        trace={key: tensor[rows] for key, tensor in batch.trace.items()},
+        decisions=HeldDecisions(batch.inputs.rows(rows), {key: tensor[rows] for key, tensor in batch.trace.items()}),
         **{name: getattr(batch, name)[:count] for name in per_decision},
     )
 
@@ -435,7 +435,7 @@ ENDS = ("terminated", "truncated", "final_value")
 
 def test_joined_waves_are_their_columns_side_by_side(waves: list[Trajectories]) -> None:
     waves = [first(waves[0], 7), waves[1], first(waves[2], 3)]
-    whole = join_waves(waves)
+    whole = join_columns(waves)
     for number, batch in enumerate(waves):
         own = slice(number * ENVS, (number + 1) * ENVS)
         count = len(batch.mask)
@@ -443,15 +443,15 @@ def test_joined_waves_are_their_columns_side_by_side(waves: list[Trajectories]) 
             assert torch.equal(getattr(whole, name)[:count, own], getattr(batch, name)), name
         for name in ("reward", "success", "executed", "mask", "terminated", "truncated", "final_value"):
             assert not getattr(whole, name)[count:, own].any(), name
-        assert whole.group is not None and batch.group is not None
-        assert torch.equal(whole.group[own] % 2**44, batch.group)
+        assert whole.episode_group is not None and batch.episode_group is not None
+        assert torch.equal(whole.episode_group[own] % 2**44, batch.episode_group)
         assert whole.inputs.state is not None and batch.inputs.state is not None
         width = ENVS * len(waves)
         assert torch.equal(whole.inputs.state.view(-1, width, 16)[:count, own].flatten(0, 1), batch.inputs.state)
         action = whole.trace["action"].view(-1, width, CHUNK, 3)[:count, own]
         assert torch.equal(action.flatten(0, 1), batch.trace["action"])
     assert whole.env_steps == sum(batch.env_steps for batch in waves)
-    again = join_waves([waves[0], waves[0]]).group  # of two tasks, which name their groups alike
+    again = join_columns([waves[0], waves[0]]).group  # of two tasks, which name their groups alike
     assert again is not None and again.unique(return_counts=True)[1].tolist() == [SIZE] * (2 * ENVS // SIZE)
 
 
@@ -461,9 +461,9 @@ def test_advantages_scaled_by_the_batch_are_scaled_by_all_of_an_iteration(tmp_pa
     SEEN.clear()
     done, weights = iterations_of(config, tmp_path / "a")
     whole = SEEN[-1]
-    assert whole.group is not None and len(whole.group) == 3 * ENVS
+    assert whole.episode_group is not None and len(whole.episode_group) == 3 * ENVS
     estimate = group_relative(whole, config)
-    expected, _ = group_advantages(outcomes(whole, config.advantage), whole.group, SIZE, "batch")
+    expected, _ = group_advantages(outcomes(whole, config.advantage), whole.episode_group, SIZE, "batch")
     assert torch.equal(estimate.advantage[0], expected)
     learner = learner_of(
         config_of(advantage={"scale": "batch"}, rollout={"episodes_per_env": 1}, optim={"minibatch": 10**6}), tmp_path
