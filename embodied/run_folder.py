@@ -24,6 +24,8 @@ from embodied import checkpoint
 from embodied.config import Config, load_config, save_config, saved_config
 from embodied.errors import UserError
 
+RUNS = Path("runs")
+"""Where runs are, unless --runs-dir says otherwise."""
 METRICS, OWNER = "metrics.jsonl", ".owner"
 
 

@@ -1,4 +1,4 @@
-"""Every mode on the same work, measured beside predicted: what `embodied compare` does."""
+"""`embodied compare`: every mode on the same work, measured beside predicted."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Annotated, Any
 
+import tyro
 from rich import get_console
 from rich import print as show
 
@@ -19,14 +20,38 @@ from embodied.doctor.hardware import hardware
 from embodied.errors import UserError
 from embodied.execution.assignment import HOME, assign
 from embodied.execution.executor import Iteration, executor
+from embodied.execution.preflight import check_run
 from embodied.execution.session import Session, open_session
 from embodied.planning.clusters import run_cluster
 from embodied.planning.comparison_page import comparison_table, write_comparison
 from embodied.planning.profiler import profile_config, run_iterations
 from embodied.planning.run_plans import PROFILE, checked_profile, make_folder, sized_workflow
 from embodied.reporting.results import write_json
+from embodied.run_folder import RUNS, with_init
 from embodied.statistics import typical
 from schedulers import Plan, Span
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Run every mode on the same work and report measured against predicted times."""
+
+    config: tyro.conf.Positional[str]
+    """Name of a file in configs/ (without .yaml), or the path of one."""
+    settings: Annotated[Config, tyro.conf.arg(name="")] = Config()
+    profile: Path | None = None
+    """Measured times; none: measured first."""
+    out: Path = Path("compare")
+    """Folder for compare.html, the pictures and compare.json."""
+    repeats: Annotated[int, tyro.conf.arg(name="repeats")] = 2
+    """How often all modes are run in turn, three iterations each."""
+    json: Path | None = None
+    """Write the result to this file."""
+
+
+def run(args: Arguments) -> dict[str, Any]:
+    settings = with_init(args.settings, RUNS, required=False)
+    return compare_command(settings, Path(args.config).stem, args.out, args.profile, args.repeats)
 
 
 @dataclass(frozen=True)
@@ -52,6 +77,7 @@ def compare_command(config: Config, name: str, out: Path, profile: Path | None, 
         raise UserError("modes are compared on one task: leave out `extra_tasks`")
     if repeats < 1:
         raise UserError(f"--repeats is at least 1, not {repeats}")
+    check_run(config)
     workflow, measured = sized_workflow(config), None
     if profile is not None:  # refused before anything is started
         measured = checked_profile(profile, config, workflow, config.plan.any_hardware)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import tyro
 from rich import get_console
 from rich import print as show
 
@@ -26,8 +28,30 @@ from embodied.planning.run_plans import (
     title_of,
 )
 from embodied.reporting.plan_picture import draw_plan
+from embodied.run_folder import RUNS, with_init
 from embodied.workflows.sizes import tasks_of
 from schedulers import Cluster, Plan, Profile, Workflow
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Find the best plan for this machine, or for a cluster that one does not have, and say why."""
+
+    config: tyro.conf.Positional[str]
+    """Name of a file in configs/ (without .yaml), or the path of one."""
+    settings: Annotated[Config, tyro.conf.arg(name="")] = Config()
+    profile: Path = Path("profile.json")
+    """Measured times: what `embodied profile` wrote."""
+    cluster: str = "local"
+    """`local`, or a YAML or JSON file of nodes with cores, accelerators, memory and links (docs/planning.md)."""
+    out: Path = Path("plan")
+    """Folder for plan.json, the predicted timeline (predicted.json for Perfetto) and its picture."""
+    json: Path | None = None
+    """Write the result to this file."""
+
+
+def run(args: Arguments) -> dict[str, Any]:
+    return plan_command(with_init(args.settings, RUNS, required=False), args.profile, args.cluster, args.out)
 
 
 def plan_command(config: Config, profile: Path, cluster: str, out: Path) -> dict[str, Any]:

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from embodied import checkpoint
+from embodied import checkpoint, progress
 from embodied.algorithms.estimators import Rows, join_rows, rows_of
 from embodied.algorithms.ppo import alive_actions, behaviour_weight, reduce_to_unit
 from embodied.config import Config, OptimConfig
@@ -309,6 +309,7 @@ class Learner:
 
     def _backward(self, rows: Rows, weights: float, values: int) -> MicroBatchLoss:
         """Add the gradient of the rows' share of a loss with the given denominators."""
+        progress.report()
         return add_gradient(self.policy, rows, self._loss, self._credit, self._recipe.critic, weights, values)
 
     def _check_on_policy(self, off_policy: float) -> None:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from embodied import progress
 from embodied.data.assembly import (
     Decision,
     EndedEpisode,
@@ -315,7 +316,7 @@ class PolicyWorker:
         self._arrows += 1
         group.arrow = self._arrows
         spec = self.farm.specs[group.task]
-        self._clock.count_workers(seen.times_ns)
+        self._clock.count_workers(group.task, seen.times_ns)
         if self._settings.trace:
             self._spans += workers_spans(spec, group.task, seen, self._arrows)
         if group.pending is not None:
@@ -324,6 +325,7 @@ class PolicyWorker:
             group.pending = None
             self._clock.transport += (time.monotonic_ns() - mark) / 1e9
         group.seen = seen
+        progress.report()
         return seen
 
     def _note_outcome(self, group: _Group, decision: Decision, seen: Observations) -> None:
@@ -438,6 +440,7 @@ class PolicyWorker:
 
     def _summary(self, begin: int, mark: int, ended: Sequence[EndedEpisode]) -> RolloutSummary:
         end = time.monotonic_ns()
+        self._clock.assembly += (end - mark) / 1e9
         self._clock.transport += (end - mark) / 1e9
         self._span("policy", "transport", mark, end)
         assert self._trajectories is not None

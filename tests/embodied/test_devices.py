@@ -31,7 +31,6 @@ from embodied.workers.offload import Offload
 from embodied.workers.policy_worker import PolicyWorker, RolloutSettings
 from policies.contract import Evaluation, Inputs, Policy, PolicySpec
 from policies.gaussian_mlp import GaussianMLP
-from policies.openvla.tiny import write_tiny
 from policies.random_actions import RandomActions
 from sim_farm.contract import TaskSpec
 from sim_farm.episodes import EndlessEpisodes
@@ -39,6 +38,7 @@ from sim_farm.farm import Farm
 from sim_farm.hosts import InProcess
 from sim_farm.layout import FarmSpec
 from tests.embodied.pretend_device import DEVICE, Far, MixedDevices, PretendDevice
+from tests.policies.openvla.tiny import write_tiny
 
 T, B, C, A, S = 6, 5, 2, 3, 16
 SPEC = PolicySpec(action_dim=A, chunk=C, state_dim=S)

@@ -17,10 +17,10 @@ import torch
 
 import policies
 from embodied import checkpoint
+from embodied.commands import record as recording_module
+from embodied.commands.record import demonstration_episodes, record_run
 from embodied.config import Config, RuntimeConfig, load_config, parse_config, save_config
 from embodied.demonstrations import Dataset, DatasetError, DatasetWriter
-from embodied.demonstrations import recording as recording_module
-from embodied.demonstrations.recording import demonstration_episodes, record_run
 from embodied.demonstrations.writer import new_folder
 from embodied.errors import UserError
 from embodied.runtime.inline import InlineRuntime
