@@ -279,15 +279,15 @@ class PhysicsWorker(Worker):
         if not slots["active"][env]:
             self._rest(env)
             return
-        base = int(slots["base_step"][env])
-        result = self._physics[env].step(slots["action"][env])
+        base, action = int(slots["base_step"][env]), slots["action"][env]
+        result = self._physics[env].step(action)
         steps = result.steps
-        slots["history"][env, base : base + steps] = slots["action"][env, :steps]
+        slots["history"][env, base : base + steps] = action[:steps]
         slots["steps"][env] = steps
-        slots["reward"][env] = 0
-        slots["reward"][env, :steps] = result.reward
-        slots["success"][env] = 0
-        slots["success"][env, :steps] = result.success
+        for key, values in (("reward", result.reward), ("success", result.success)):
+            row = slots[key][env]
+            row[:steps] = values
+            row[steps:] = 0
         slots["terminated"][env] = result.terminated[-1]
         slots["truncated"][env] = result.truncated[-1]
         slots["episode_step"][env] = base + steps

@@ -350,9 +350,7 @@ def _together(each: Sequence[Probed], workflow: Workflow) -> tuple[Together, ...
     for probed, loop in zip(each, workflow.loops, strict=True):
         shared = probed.taken["shared"]
         point = _point(shared.environments, probed.cores, shared.per_round(looped_s))
-        found.append(
-            Together(loop.components, point.batch, point.devices, 2, point.seconds, point.low, point.high)
-        )
+        found.append(Together(loop.components, point.batch, point.devices, 2, point.seconds, point.low, point.high))
     return tuple(found)
 
 

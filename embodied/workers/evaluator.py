@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from embodied import progress
 from embodied.data.random_streams import EVALUATION, SamplingNoise
 from embodied.data.trajectories import to_inputs
 from embodied.statistics import wilson
@@ -132,6 +133,7 @@ class _Task:
             for group, submitted in enumerate(self._submitted):
                 if submitted:
                     finished += self._turn(group, deadline_s)
+                    progress.report()
         return finished
 
     def release(self) -> None:

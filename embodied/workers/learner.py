@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from embodied import checkpoint
+from embodied import checkpoint, progress
 from embodied.algorithms.estimators import Rows, join_rows, rows_of
 from embodied.algorithms.ppo import alive_actions, behaviour_weight, reduce_to_unit
 from embodied.config import Config, OptimConfig
@@ -35,7 +35,7 @@ from embodied.workers.microbatch import LossSums, MicroBatchLoss, add_gradient, 
 from embodied.workers.offload import Offload, Switch
 from embodied.workers.roles import CollectStatistics
 from embodied.workflows.recipes import recipe_of
-from embodied.workflows.sizes import check_credit, groups_suffice, streams
+from embodied.workflows.sizes import check_settings, groups_suffice, streams
 from policies.contract import Policy
 
 BEHAVIOUR_BOUND = 2.0
@@ -69,7 +69,7 @@ class Learner:
     """What an edge to here may carry."""
 
     def __init__(self, policy: Policy, config: Config, run_dir: Path, affinity: Affinity | None = None) -> None:
-        check_credit(config)
+        check_settings(config)
         self.policy = policy
         self._device = device_of(policy)
         self._recipe, self._run = recipe_of(config), config
@@ -309,6 +309,7 @@ class Learner:
 
     def _backward(self, rows: Rows, weights: float, values: int) -> MicroBatchLoss:
         """Add the gradient of the rows' share of a loss with the given denominators."""
+        progress.report()
         return add_gradient(self.policy, rows, self._loss, self._credit, self._recipe.critic, weights, values)
 
     def _check_on_policy(self, off_policy: float) -> None:

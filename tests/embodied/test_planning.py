@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -623,6 +624,9 @@ def test_modes_are_compared_with_the_plan_that_auto_would_run(embodied: Said, fi
         assert row["mode"] in said and "|" not in row["placement"]
     page = Path("it/compare.html").read_text()
     assert page.count("data:image/png;base64,") == 2 and "<h2>Why</h2>" in page
+    (policy,) = re.findall(r"""Content-Security-Policy"\s+content="([^"]*)""", page)
+    assert "img-src data:" in policy, "a browser would show none of the pictures"
+    assert page.count("<tr>") == 1 + len(result["modes"])
     for name in ("compare.png", "timelines.png"):
         assert Path("it", name).read_bytes().startswith(b"\x89PNG")
 

@@ -100,6 +100,14 @@ def test_with_one_server_in_common_overlapping_is_never_slower_than_one_after_th
     assert max(ends) <= sum(own) * (1 + 1e-12)
 
 
+def test_with_several_servers_in_common_overlapping_can_be_slower() -> None:
+    """Why the law asks for one: found among random networks, whose loops visit the common servers in other orders."""
+    circuits = [Circuit((1, 0, 2), 4, 2), Circuit((0, 1, 2), 3, 4)]
+    times = [[0.42, 0.21, 0.89], [0.69, 0.2, 1.16]]
+    own = [end([circuit], [mine]) for circuit, mine in zip(circuits, times, strict=True)]
+    assert 1.01 < end(circuits, times) / sum(own) < 1.02
+
+
 def test_a_light_task_is_decided_for_while_a_heavy_one_is_simulated() -> None:
     light, heavy = Circuit((1, 0), 1, 40), Circuit((2, 0), 1, 4)
     times = [[0.05, 0.05], [0.9, 0.1]]

@@ -16,17 +16,18 @@ from torch import Tensor
 from embodied.algorithms.estimators import Estimate, gae, group_relative
 from embodied.config import Config, parse_config
 from embodied.data.trajectories import Trajectories
-from embodied.execution.assignment import HERE, Assignment
+from embodied.execution.assignment import HERE, Assignment, FarmAssignment
 from embodied.execution.executor import Iteration, executor
 from embodied.execution.session import Session, open_session
 from embodied.runtime.ray_runtime import RayRuntime
 from embodied.workers.affinity import Affinity
 from embodied.workers.context import make_policy
 from embodied.workers.learner import Learner, OffPolicy
-from embodied.workers.policy_worker import PolicyWorker
+from embodied.workers.roles import Decider, EpisodePart, Trainer
 from embodied.workflows.recipes import GRPO, PPO
 from policies.contract import PolicySpec
 from tests import libero_assets
+from tests.embodied.held import held
 
 ITERATIONS = 3
 CORES = sorted(os.sched_getaffinity(0))
@@ -123,21 +124,23 @@ def assigned(
     mode: str = "collocated", groups: int = 1, physics: tuple[int, ...] = (0,), render: tuple[int, ...] = (),
     policy: tuple[int, ...] = (0, 1), learner: tuple[int, ...] = (0, 1), one_process: bool = True, ahead: int = 0,
 ) -> Assignment:  # fmt: skip
-    return Assignment(
-        mode, groups,
+    farm = FarmAssignment(
+        groups,
         tuple(CORES[core % len(CORES)] for core in physics), (HERE,) * len(physics),
         tuple(CORES[core % len(CORES)] for core in render),
-        Affinity(cores(*policy)), Affinity(cores(*learner)), one_process, ahead,
     )  # fmt: skip
+    components = {"policy": Affinity(cores(*policy)), "learner": Affinity(cores(*learner))}
+    return Assignment(mode, (farm,), components, one_process, ahead)
 
 
 def inline(like: Assignment) -> Assignment:
     """The same batches without processes, cores or a shared policy."""
     free = (None,)
-    return replace(
-        like, mode="inline", physics=free * len(like.physics), render=free * len(like.render),
-        policy=Affinity(), learner=Affinity(), one_process=False, unload=False,
-    )  # fmt: skip
+    farms = tuple(
+        replace(farm, physics=free * len(farm.physics), render=free * len(farm.render)) for farm in like.farms
+    )
+    components = {name: Affinity() for name in like.components}
+    return replace(like, mode="inline", farms=farms, components=components, one_process=False, unload=False)
 
 
 PLANS = {
@@ -189,8 +192,8 @@ def run(
         workers.begin(None, 0)
         iterations = [workers.iterate(i, drain=i in drains or i == ITERATIONS - 1) for i in range(ITERATIONS)]
         if assignment.unload:
-            workers.learner.call(Learner.load_back)
-        parameters = {name: tensor.clone() for name, tensor in workers.learner.call(Learner.weights).items()}
+            workers.trainer.call(Trainer.load_back)
+        parameters = {name: tensor.clone() for name, tensor in workers.trainer.call(Trainer.weights).items()}
     return Run(iterations, [load_file(path) for path in sorted((folder / "gathered").iterdir())], parameters)
 
 
@@ -323,7 +326,8 @@ def test_one_process_or_several_and_one_renderer_or_none_change_nothing(here: Se
     free = inline(assigned())
     expected = run(IMAGES, here, free, tmp_path / "apart")
     assert_equal(run(IMAGES, here, replace(free, one_process=True), tmp_path / "together"), expected)
-    assert_equal(run(IMAGES, here, replace(free, render=(None,)), tmp_path / "drawn apart"), expected)
+    apart = replace(free, farms=(replace(free.farms[0], render=(None,)),))
+    assert_equal(run(IMAGES, here, apart, tmp_path / "drawn apart"), expected)
 
 
 @pytest.mark.parametrize("settings", [STATES, IMAGES], ids=["states", "images"])
@@ -394,17 +398,17 @@ def test_a_rollout_that_is_ahead_needs_a_policy_of_its_own() -> None:
 
 
 def gathered(settings: dict[str, Any], session: Session, folder: Path) -> tuple[Config, Trajectories]:
-    """A rollout or a wave of a new policy, by `gaussian_mlp`'s own learning settings: one step over all rows."""
+    """A rollout, or an episode of every environment, of a new policy; learned from in one step over all rows."""
     optim = {**settings["optim"], "epochs": 1, "minibatch": 0, "max_grad_norm": 1e9}
     (folder / "gathered").mkdir(parents=True)
     config = parse_config({**settings, "optim": optim, "name": str(folder / "gathered")}, "test")
     with executor(config, folder, session, inline(assigned())) as workers:
         workers.begin(None, 0)
         if settings is GROUPS:
-            workers.policy.call(PolicyWorker.rollout_wave, 1)
+            workers.decider.call(Decider.rollout_episodes, EpisodePart(0, 4), 1, 60.0)
         else:
-            workers.policy.call(PolicyWorker.rollout, config.rollout.decisions)
-        return config, workers.policy.call(PolicyWorker.trajectories)
+            workers.decider.call(Decider.rollout, config.rollout.decisions, 60.0)
+        return config, held(workers.decider.call(Decider.trajectories))
 
 
 def moved_learner(config: Config, folder: Path, by: float) -> Learner:

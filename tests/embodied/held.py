@@ -1,0 +1,12 @@
+"""Trajectories that outlive the memory they were written into."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from embodied.data.trajectories import HeldDecisions, Trajectories
+
+
+def held(batch: Trajectories) -> Trajectories:
+    """The same trajectories, their observations and traces copied out of the trajectory memory."""
+    return replace(batch, decisions=HeldDecisions(batch.inputs, batch.trace))
