@@ -397,8 +397,8 @@ def test_a_run_of_several_tasks_moves_too(
     settings = {**SETTINGS, "extra_tasks": TWO_TASKS.model_dump()["extra_tasks"]}
     for name, plan in {"moved": {**files, "replan": True}, "stayed": files}.items():
         train(tmp_path / name, parse_config({**settings, "plan": plan}, "test"))
-    plan = schedulers.load(Plan, tmp_path / "moved" / "plan.json")
-    assert plan.phases != TURNS.phases and plan.groups == (1, 1)
+    kept = schedulers.load(Plan, tmp_path / "moved" / "plan.json")
+    assert kept.phases != TURNS.phases and kept.groups == (1, 1)
     rows, others = read(tmp_path / "moved"), read(tmp_path / "stayed")
     assert [timeless(row) for row in rows] == [timeless(row) for row in others]
     found, expected = (tensors(tmp_path / name, CONFIG.iterations) for name in ("moved", "stayed"))
