@@ -245,7 +245,7 @@ def test_a_missing_package_is_named_with_what_installs_it(
 UNTRAINED = """
 env: {task: tabletop/reach, num_envs: 4}
 policy: {kind: random, chunk: 4}
-farm: {stages: 1, physics_workers: 1}
+farm: {groups: 1, physics_workers: 1}
 eval: {episodes: 3, greedy: false, videos: 2}
 runtime: {mode: inline}
 """
