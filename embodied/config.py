@@ -176,6 +176,19 @@ class OptimConfig(Section):
     """CPU threads of the update; 0 takes one per core."""
 
 
+class RewardConfig(Section):
+    """What judges decisions in the simulator's stead, where the workflow has a reward worker (ppo_reward): a function
+    or a classifier. See docs/workflows.md."""
+
+    function: str | None = None
+    """`package.module:NAME`, called with frames (uint8 [N, H, W, 3] for each camera) and N instructions; returns
+    float32 [N]."""
+    classifier: Path | None = None
+    """Folder that `embodied reward` wrote: the probability that the task is solved, or nearly."""
+    threshold: float | None = None
+    """The reward is 1 where the judgement is at least this and 0 elsewhere; None: the judgement itself."""
+
+
 class SFTConfig(Section):
     """Supervised learning from demonstrations (`embodied sft`)."""
 
@@ -250,7 +263,8 @@ class Config(Section):
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Everything random in the run is a function of it."""
     workflow: str = "ppo"
-    """What flows: `ppo`, `grpo`, or one of your own as `package.module:NAME` (docs/workflows.md)."""
+    """What flows: `ppo`, `grpo`, either with a frozen reference policy (`ppo_reference`, `grpo_reference`), `ppo` with
+    a reward that is judged from frames (`ppo_reward`), or one of your own as `package.module:NAME` (docs/workflows.md)."""
     iterations: Annotated[int, Field(ge=1)] = 100
     """Rollout and update, so many times."""
     stop_at_success: float | None = None
@@ -266,6 +280,7 @@ class Config(Section):
     advantage: AdvantageConfig = AdvantageConfig()
     loss: LossConfig = LossConfig()
     optim: OptimConfig = OptimConfig()
+    reward: RewardConfig = RewardConfig()
     sft: SFTConfig = SFTConfig()
     eval: EvalConfig = EvalConfig()
     plan: PlanConfig = PlanConfig()

@@ -85,12 +85,20 @@ def with_init(config: Config, runs_dir: Path, required: bool = True) -> Config:
 
 
 def begun_from(config: Config, runs_dir: Path, resume: bool) -> Config:
-    """`with_init` for a run; one that goes on keeps what it once began from, of which it needs nothing any more."""
+    """`with_init` for a run; one that goes on keeps what it once began from.
+
+    It needs nothing of that any more, unless it is drawn towards it: raises `UserError` where that is gone.
+    """
     run_dir = runs_dir / (config.name or "")
     if not (resume and config.name and checkpoint.latest(run_dir / "checkpoints")):
         return with_init(config, runs_dir)
     recorded = settings_of(str(run_dir), runs_dir).policy.init
     kept = recorded if recorded is not None and recorded.exists() else None
+    if kept != recorded and config.loss.reference_kl:
+        raise UserError(
+            f"{run_dir} began from {recorded}, which is gone, and its reference policy is made of that: bring it back, "
+            "or go on without (--workflow without a reference, --loss.reference-kl 0)"
+        )
     return config.model_copy(update={"policy": config.policy.model_copy(update={"init": kept})})
 
 

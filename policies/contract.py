@@ -7,6 +7,7 @@ H x W pixels, Z noise numbers.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -154,6 +155,17 @@ class Policy(nn.Module):
 
         Called once, before supervised training. Policies whose units do not come from demonstrations do nothing.
         """
+
+    @property
+    def has_new_adapter(self) -> bool:
+        """Whether all that is trained of the actor is an adapter that changes nothing yet: then `without_adapter` is,
+        from now on and whatever is learned, the policy as it is now."""
+        return False
+
+    def without_adapter(self) -> AbstractContextManager[None]:
+        """A context in which the policy computes as if it had no adapter. Nothing is copied, and nothing may be trained
+        within. Raises `PolicyError` for a policy that has none."""
+        raise PolicyError(f"the policy {self.kind} has no adapter that could be left out")
 
     def architecture(self) -> dict[str, Any]:
         """JSON-able keyword arguments (beside the spec) from which the same network can be built."""

@@ -210,8 +210,8 @@ class TaskSearch:
                     yield Way(blocks, groups, micro_batch)
 
     def _neighbours(self, way: Way) -> Iterator[Way]:
-        """Another number of groups for one task or for all that are alike; one component, or all of a task's, into
-        another placement or one of their own; two placements in one."""
+        """Another number of groups for one task or for all that are alike; one component, all of a task's, or all that
+        are no single task's, into another placement or one of their own; two placements in one."""
         for members in dict.fromkeys([*self.alike, *((i,) for mine in self.alike for i in mine)]):
             for number in self.group_options(members[0], way.blocks):
                 groups = tuple(number if i in members else n for i, n in enumerate(way.groups))
@@ -222,6 +222,7 @@ class TaskSearch:
             return
         own = [frozenset(loop) - self.graph.common for loop in self.graph.loops]
         parts: list[tuple[str, ...]] = [(name,) for name in self.graph.ordered(self.components)]
+        own.append(self.components - {name for mine in own for name in mine})  # What is no single task's, together.
         parts += [names for mine in own for names in by_pool(self.problem, self.graph.ordered(mine)) if len(names) > 1]
         for moved in parts:
             rest = [tuple(name for name in block if name not in moved) for block in way.blocks]

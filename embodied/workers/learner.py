@@ -35,7 +35,7 @@ from embodied.workers.microbatch import LossSums, MicroBatchLoss, add_gradient, 
 from embodied.workers.offload import Offload, Switch
 from embodied.workers.roles import CollectStatistics
 from embodied.workflows.recipes import recipe_of
-from embodied.workflows.sizes import check_credit, groups_suffice, streams
+from embodied.workflows.sizes import check_settings, groups_suffice, streams
 from policies.contract import Policy
 
 BEHAVIOUR_BOUND = 2.0
@@ -69,7 +69,7 @@ class Learner:
     """What an edge to here may carry."""
 
     def __init__(self, policy: Policy, config: Config, run_dir: Path, affinity: Affinity | None = None) -> None:
-        check_credit(config)
+        check_settings(config)
         self.policy = policy
         self._device = device_of(policy)
         self._recipe, self._run = recipe_of(config), config

@@ -165,11 +165,12 @@ class PolicyWorker:
 
     def snapshot(self) -> dict[str, np.ndarray]:
         """Where the environments are, to be given to `begin` of a later worker."""
-        return {
-            **self.farm.snapshot(),
-            "episode_return": self._sums.total.copy(),
-            "episode_solved": self._sums.solved.copy(),
-        }
+        found = self.farm.snapshot()
+        for task, first in enumerate(self._offsets[:-1]):
+            mine, prefix = slice(first, self._offsets[task + 1]), f"{task}." if task else ""
+            found[f"{prefix}episode_return"] = self._sums.total[mine].copy()
+            found[f"{prefix}episode_solved"] = self._sums.solved[mine].copy()
+        return found
 
     def load_weights(self, state: Mapping[str, Tensor], version: int) -> None:
         """Take what the learner has trained: parameters and statistics."""

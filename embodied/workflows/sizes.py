@@ -91,6 +91,49 @@ def episodes_of(config: Config, seed: int) -> Episodes:
     return EndlessEpisodes(seed, config.env.init_states)
 
 
+def check_settings(config: Config) -> None:
+    """Raise `UserError` for settings that contradict each other, or what the workflow's components need."""
+    check_credit(config)
+    check_reference(config)
+    check_reward(config)
+
+
+def check_reference(config: Config) -> None:
+    """Raise `UserError` for a reference policy that nothing is drawn towards, and for a pull towards none."""
+    recipe, pull = recipe_of(config), config.loss.reference_kl
+    has_reference = "reference" in {component.name for component in recipe.components}
+    if has_reference and not pull:
+        raise UserError(
+            f"the workflow {recipe.name} has a reference policy, and loss.reference_kl is 0: set it to the weight of "
+            "the divergence from it (0.01, for example), or take a workflow without"
+        )
+    if pull and not has_reference:
+        raise UserError(
+            f"loss.reference_kl is {pull:g}, and the workflow {recipe.name} has no reference policy: set workflow to "
+            "ppo_reference or grpo_reference, or loss.reference_kl to 0"
+        )
+
+
+def check_reward(config: Config) -> None:
+    """Raise `UserError` unless a reward worker has one thing to judge by, and something to look at."""
+    recipe, reward = recipe_of(config), config.reward
+    if "reward" not in {component.name for component in recipe.components}:
+        return
+    if (reward.function is None) == (reward.classifier is None):
+        given = "neither is" if reward.function is None else "both are"
+        raise UserError(
+            f"the workflow {recipe.name} has a reward worker, which judges by reward.function or by "
+            f"reward.classifier, and {given} set: name a function as package.module:NAME, or a folder that "
+            "`embodied reward` wrote"
+        )
+    missing = [name for name in ("images", "instruction") if name not in config.policy.reads]
+    if missing:
+        raise UserError(
+            f"the reward worker judges frames and instructions, of which only those are kept that policy.reads names: "
+            f"add {' and '.join(missing)}"
+        )
+
+
 def check_credit(config: Config) -> None:
     """Raise `UserError` where single actions have credit and ratios are taken over more than that."""
     if config.advantage.credit == "action" and config.loss.ratio_unit == "chunk":

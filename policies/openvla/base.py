@@ -6,6 +6,7 @@ B rows, C actions of a chunk, A action dimensions, K = C * A tokens, D the langu
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -202,6 +203,14 @@ class TokenPolicy(Policy):
     def adapted(self) -> bool:
         """Whether an adapter is trained, and the network frozen."""
         return bool(self.model.adapter_config)
+
+    @property
+    def has_new_adapter(self) -> bool:
+        adapter = set(lora.adapter_parameters(self.model))
+        return self.adapted and adapter.issuperset(self.actor_parameters()) and lora.is_neutral(self.model)
+
+    def without_adapter(self) -> AbstractContextManager[None]:
+        return lora.switched_off(self.model) if self.adapted else super().without_adapter()
 
     def actor_parameters(self) -> Iterator[nn.Parameter]:
         return (p for p in super().actor_parameters() if p.requires_grad)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,34 @@ def read_adapter(model: OpenVLAModel, folder: Path) -> dict[str, Tensor]:
 def adapter_names(model: OpenVLAModel) -> list[str]:
     """Names of the adapter's tensors in the state dict."""
     return [name for name in model.state_dict() if f".{NAME}.weight" in name and ".lora_" in name]
+
+
+def adapter_parameters(model: OpenVLAModel) -> list[nn.Parameter]:
+    """The adapter's matrices."""
+    return [p for name, p in model.named_parameters() if f".{NAME}.weight" in name and ".lora_" in name]
+
+
+def is_neutral(model: OpenVLAModel) -> bool:
+    """Whether the adapter adds nothing to the model: B is zero everywhere, as in a new one."""
+    return not any(bool(p.any()) for name, p in model.named_parameters() if f".lora_B.{NAME}." in name)
+
+
+@contextmanager
+def switched_off(model: OpenVLAModel) -> Iterator[None]:
+    """Within, the model computes without its adapter. What is trained is the same afterwards as before."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    trained = [(p, p.requires_grad) for p in adapter_parameters(model)]
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+        for parameter, wanted in trained:  # PEFT lets the gradients of all its layers go, and come back
+            parameter.requires_grad_(wanted)
 
 
 def save_adapter(model: OpenVLAModel, folder: Path) -> None:

@@ -312,3 +312,46 @@ def test_load_into_refuses_another_adapter(tiny, tmp_path):
     with pytest.raises(PolicyError, match="architecture.lora_rank is 3, expected 4"):
         policies.load_into(tuned(tiny, lora_rank=4), tmp_path)
     conformance.law_saved_policy_is_the_policy(tuned(tiny), random_inputs(ONE_ACTION, 3, seed=1))
+
+
+@pytest.mark.parametrize(("kind", "spec"), [("openvla", ONE_ACTION), ("openvla_oft", CHUNK)])
+def test_without_its_adapter_a_policy_is_one_that_never_had_any(kind, spec, tiny):
+    inputs = random_inputs(spec, 3, seed=1)
+    policy = make(kind, spec, tiny, lora_rank=3, lora_parts=PARTS)
+    plain = policies.build(kind, spec, 0, checkpoint=str(tiny), value_widths=[16])
+    plain.value_head.load_state_dict(policy.value_head.state_dict())
+    base = {name.replace(".base_layer", ""): t for name, t in policy.state_dict().items() if ".lora_" not in name}
+    plain.load_state_dict(base)
+    noise = torch.randn(3, policy.noise_dim, generator=torch.Generator().manual_seed(2))
+    trace = policy.act(inputs, noise).trace
+    trained = {name: p.requires_grad for name, p in policy.named_parameters()}
+    before, expected = (p.evaluate(inputs, trace).log_prob for p in (policy, plain))
+    with policy.without_adapter():
+        found, acted, said = policy.evaluate(inputs, trace).log_prob, policy.act(inputs, noise), plain.act(inputs, noise)
+    assert torch.equal(found, expected) and torch.equal(acted.log_prob, said.log_prob)
+    assert torch.equal(acted.chunk, said.chunk)
+    assert not torch.equal(found, before), "the adapter does nothing: nothing was tested"
+    again = policy.evaluate(inputs, trace).log_prob
+    assert torch.equal(again, before)
+    assert {name: p.requires_grad for name, p in policy.named_parameters()} == trained
+    again.sum().backward()
+    assert all(p.grad is not None for p in policy.actor_parameters())
+
+
+def test_after_an_error_within_the_adapter_acts_again(tiny):
+    policy = tuned(tiny)
+    inputs = random_inputs(ONE_ACTION, 2, seed=1)
+    before = policy.act(inputs, None).log_prob
+    with pytest.raises(ZeroDivisionError), policy.without_adapter():
+        raise ZeroDivisionError
+    assert torch.equal(policy.act(inputs, None).log_prob, before)
+
+
+def test_an_adapter_is_new_until_it_changes_something(tiny):
+    options = {"checkpoint": str(tiny), "lora_rank": 2, "value_widths": [16]}
+    assert policies.build("openvla", ONE_ACTION, 0, **options).has_new_adapter
+    assert not tuned(tiny).has_new_adapter
+    whole = policies.build("openvla", ONE_ACTION, 0, checkpoint=str(tiny))
+    assert not whole.has_new_adapter
+    with pytest.raises(PolicyError, match="no adapter"):
+        whole.without_adapter()

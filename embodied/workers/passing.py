@@ -1,0 +1,41 @@
+"""What passers have in common: parts of an iteration's trajectories come in, are worked on, and go out in their order."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import ClassVar
+
+from embodied.data.trajectories import Trajectories
+from embodied.workers.affinity import Affinity
+from policies.contract import Policy
+
+
+class PassingWorker:
+    """A component between policy and learner (`embodied.workers.roles.Passer`). Subclasses define `make` and `work`."""
+
+    takes: ClassVar[frozenset[str]] = frozenset({"trajectories", "episodes"})
+    makes: ClassVar[frozenset[str]] = takes
+    """Hands on what it was given: whole rollouts, or parts of whole episodes."""
+
+    def __init__(self, affinity: Affinity | None = None) -> None:
+        self._affinity = affinity or Affinity()
+        self._ready: deque[Trajectories] = deque()
+
+    def work(self, batch: Trajectories) -> Trajectories:
+        """The trajectories with what this component adds. It must not write into the tensors that it is given."""
+        raise NotImplementedError
+
+    def receive(self, batch: Trajectories, iteration: int) -> float:
+        """Work on a part of an iteration's trajectories; the seconds that it took."""
+        begin = time.monotonic()
+        with self._affinity.applied():
+            self._ready.append(self.work(batch))
+        return time.monotonic() - begin
+
+    def trajectories(self) -> Trajectories:
+        """The oldest part that was worked on and not yet handed out."""
+        return self._ready.popleft()
+
+    def share(self, policy: Policy) -> None:
+        """The trainer is in this process. Who needs no policy has no use for its."""
