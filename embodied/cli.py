@@ -18,6 +18,7 @@ from rich.console import Console
 
 from embodied import migration
 from embodied.bench.settings import BenchFarm, BenchLearner, BenchPolicy, BenchTransport
+from embodied.commands import reward as reward_command
 from embodied.config import Config, load_config
 from embodied.errors import UserError
 from embodied.reporting.results import write_json
@@ -257,6 +258,7 @@ def _parse(arguments: list[str]) -> Any:
         | Annotated[PlanCommand, tyro.conf.subcommand("plan", default=plan)]
         | Annotated[CompareCommand, tyro.conf.subcommand("compare", default=compare)]
         | Annotated[BenchCommand, tyro.conf.subcommand("bench")]
+        | Annotated[reward_command.Arguments, tyro.conf.subcommand("reward")]
         | Annotated[Export, tyro.conf.subcommand("export")]
         | Annotated[Report, tyro.conf.subcommand("report")]
         | Annotated[Doctor, tyro.conf.subcommand("doctor")]
@@ -329,6 +331,8 @@ def _run(command: Any) -> int:
             command.only_successes,
             command.runs_dir,
         )
+    elif isinstance(command, reward_command.Arguments):
+        result = reward_command.run(command)
     elif isinstance(command, Export):
         from embodied.commands.export import export_run
 
