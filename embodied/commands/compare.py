@@ -77,6 +77,7 @@ def compare_command(config: Config, name: str, out: Path, profile: Path | None, 
         raise UserError("modes are compared on one task: leave out `extra_tasks`")
     if repeats < 1:
         raise UserError(f"--repeats is at least 1, not {repeats}")
+    config = config.model_copy(update={"runtime": config.runtime.model_copy(update={"trace": True})})
     check_run(config)
     workflow, measured = sized_workflow(config), None
     if profile is not None:  # refused before anything is started
