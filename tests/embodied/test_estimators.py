@@ -343,6 +343,36 @@ def test_the_pages_own_workflow_is_what_it_says_and_learns(tmp_path: Path, monke
     assert before < 0.3 and after > before + 0.3, f"mean return {before:.2f}, then {after:.2f}"
 
 
+def test_the_pages_own_component_charges_for_env_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_package").mkdir()
+    (tmp_path / "my_package" / "step_cost.py").write_text(block("python", "# my_package/step_cost.py"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    settings: dict[str, Any] = {
+        "iterations": 1,
+        "env": {"task": "tabletop/reach", "num_envs": 4, "max_episode_steps": 9},
+        "policy": {"chunk": 2, "options": {"widths": [16]}},
+        "rollout": {"decisions": 8},
+        "optim": {"epochs": 1, "minibatch": 0, "threads": 1},
+        "runtime": {"mode": "inline", "trace": False},
+    }
+    rows = {}
+    for name in ("ppo", "my_package.step_cost:PPO_STEP_COST"):
+        config = parse_config({**settings, "workflow": name}, "test")
+        folder = tmp_path / recipe_of(config).name
+        prepare_run(config, folder, resume=False)
+        with open_session(config) as session:
+            training.train(config, folder, session, None)
+        (rows[recipe_of(config).name],) = read(folder)
+    plain, charged = rows["ppo"], rows["ppo_step_cost"]
+    assert charged["time/step_cost_s"] >= 0 and "time/step_cost_s" not in plain
+    assert charged["env_steps"] == plain["env_steps"], "the rollout is the same"
+    assert charged["learner/value_loss"] != plain["learner/value_loss"], "the critic learns other returns"
+
+    worker = importlib.import_module("my_package.step_cost").StepCost()
+    batch = make_batch()
+    assert torch.equal(worker.work(batch).reward, batch.reward - 0.01 * batch.executed)
+
+
 @pytest.mark.slow
 def test_the_pages_own_workflow_runs_by_the_pages_own_command(tmp_path: Path) -> None:
     """Every process of a run on Ray finds the module."""
