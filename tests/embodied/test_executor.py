@@ -197,25 +197,11 @@ def run(
     return Run(iterations, [load_file(path) for path in sorted((folder / "gathered").iterdir())], parameters)
 
 
-class Reusing(RayRuntime):
-    """Keeps processes that have no worker left for the next one: to start one takes seconds."""
-
-    def prepare(self, workers: int) -> None:
-        super().prepare(max(0, workers - len(self._spare)))
-
-    def end(self, actor: Any) -> None:
-        self._spare.append(actor)
-
-
 @pytest.fixture(scope="module")
-def ray() -> Iterator[Session]:
+def ray(ray_runtime: RayRuntime) -> Session:
     """One Ray for all assignments."""
-    runtime = Reusing("local", 120.0)
-    runtime.prepare(2)
-    try:
-        yield Session(Config(), runtime, tuple(CORES))
-    finally:
-        runtime.close()
+    ray_runtime.prepare(2)
+    return Session(Config(), ray_runtime, tuple(CORES))
 
 
 @pytest.fixture(scope="module")
