@@ -1,4 +1,4 @@
-"""What can be known of a run without a worker, checked before one is started: seconds, and not a minute later."""
+"""Checks of a run that need no worker. They take seconds and run before any worker is started."""
 
 from __future__ import annotations
 
