@@ -29,7 +29,8 @@ from embodied.planning.run_plans import PROFILE, checked_profile, make_folder, s
 from embodied.reporting.results import write_json
 from embodied.run_folder import RUNS, with_init
 from embodied.statistics import typical
-from schedulers import Plan, Span
+from embodied.workflows.sizes import tasks_of
+from schedulers import DeviceRange, Plan
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,6 @@ class Ran:
 
 def compare_command(config: Config, name: str, out: Path, profile: Path | None, repeats: int) -> dict[str, Any]:
     """Run every mode's best plan on the same work. Writes table, charts and timelines to `out`."""
-    if config.extra_tasks:
-        raise UserError("modes are compared on one task: leave out `extra_tasks`")
     if repeats < 1:
         raise UserError(f"--repeats is at least 1, not {repeats}")
     check_run(config)
@@ -98,7 +97,7 @@ def compare_command(config: Config, name: str, out: Path, profile: Path | None, 
     best = min(row["measured_s"] for row in rows)
     result = {
         "workload": name,
-        "task": config.env.task,
+        "task": ", ".join(task.env.task for task in tasks_of(config)),
         "modes": rows,
         "chosen": chosen.plan.mode,
         "regret": next(row["measured_s"] for row in rows if row["chosen"]) / best - 1,
@@ -144,7 +143,7 @@ def _row(name: str, ran: Ran, chosen: bool) -> dict[str, Any]:
         "measured_high_s": high,
         "error": predicted_s(ran.plan) / middle - 1,
         "env_steps_per_s": fmean(i.summary.env_steps for i in ran.iterations) / middle,
-        "groups": ran.plan.groups,
+        "groups": list(ran.plan.groups),
         "placement": "; ".join(_placed(ran.plan)),
     }
 
@@ -152,11 +151,11 @@ def _row(name: str, ran: Ran, chosen: bool) -> dict[str, Any]:
 def _placed(plan: Plan) -> list[str]:
     """A text per phase, without the bars that separate a table's cells."""
     return [
-        " beside ".join(f"{'+'.join(p.components)} on {', '.join(map(_span, p.devices))}" for p in phase.placements)
+        " beside ".join(f"{'+'.join(p.components)} on {', '.join(map(_range, p.devices))}" for p in phase.placements)
         for phase in plan.phases
     ]
 
 
-def _span(span: Span) -> str:
+def _range(span: DeviceRange) -> str:
     last, where = span.first + span.count - 1, "" if span.node == HOME else f"{span.node} "
     return where + (f"{span.pool} {span.first}-{last}" if span.count > 1 else f"{span.pool.removesuffix('s')} {last}")

@@ -69,13 +69,18 @@ class EpisodeSums:
         return ended
 
 
-def table_of_decisions(groups: Sequence[Sequence[Decision]], num_envs: int) -> np.ndarray:
-    """int64 [T, B] flat rows: decision t of every environment in row t."""
-    table = np.empty((len(groups[0]), num_envs), np.int64)
+def table_of_decisions(groups: Sequence[Sequence[Decision]], num_envs: int) -> tuple[np.ndarray, np.ndarray]:
+    """int64 [T, B] flat rows and bool [T, B]: decision t of every environment in row t. Rows of environments that rested
+    repeat a decision that was taken and are not marked."""
+    table = np.zeros((len(groups[0]), num_envs), np.int64)
+    mask = np.zeros(table.shape, np.bool_)
     for decisions in groups:
         for t, decision in enumerate(decisions):
             table[t, decision.envs] = decision.flat
-    return table
+            mask[t, decision.envs] = decision.active
+    if mask.any():
+        table[~mask] = table[mask][0]
+    return table, mask
 
 
 def table_of_episodes(

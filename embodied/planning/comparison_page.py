@@ -76,7 +76,7 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
         f"{row['measured_low_s']:.3f} to {row['measured_high_s']:.3f}",
         f"{100 * row['error']:+.1f}%",
         f"{row['env_steps_per_s']:.0f}",
-        f"{row['placement']}; {row['groups']} group{'s' if row['groups'] > 1 else ''}",
+        f"{row['placement']}; {_groups(row['groups'])}",
     )
 
 
@@ -91,3 +91,8 @@ def _image(path: Path, css: str = "") -> str:
     data = base64.b64encode(path.read_bytes()).decode()
     image = f'<img alt="{escape(path.stem)}" src="data:image/png;base64,{data}">'
     return f'<figure class="card picture"><div class="{css}">{image}</div></figure>'
+
+
+def _groups(of_tasks: Sequence[int]) -> str:
+    """Groups of environments of each task."""
+    return f"{' and '.join(map(str, of_tasks))} group{'s' if max(of_tasks) > 1 or len(of_tasks) > 1 else ''}"

@@ -165,17 +165,16 @@ def _lengths(infos: Sequence[TaskInfo]) -> list[int]:
 
 def work_of(config: Config) -> dict[str, str]:
     """What of a configuration its times depend on, as the profile keeps it."""
-    sections = config.model_dump(
-        mode="json", include={"workflow", "env", "policy", "rollout", "advantage", "loss", "optim"}
-    )
+    names = {"workflow", "env", "extra_tasks", "policy", "rollout", "advantage", "loss", "optim"}
+    sections = config.model_dump(mode="json", include=names)
     return {f"work.{name}": json.dumps(section, sort_keys=True) for name, section in sections.items()}
 
 
 def in_todays_keys(fingerprint: Mapping[str, str]) -> dict[str, str]:
     """A profile's fingerprint as `work_of` would write it now, where an earlier version measured the profile."""
     work = {key.removeprefix("work."): json.loads(value) for key, value in fingerprint.items() if _of_work(key)}
-    if not work.keys() & set(OLD_SECTIONS):
-        return dict(fingerprint)
+    if not work.keys() & set(OLD_SECTIONS):  # that each task had a profile of its own was never said
+        return {"work.extra_tasks": "[]", **fingerprint}
     rest = {key: value for key, value in fingerprint.items() if not _of_work(key)}
     return rest | work_of(parse_config(migrate(work), "the profile"))
 

@@ -224,9 +224,8 @@ class PolicyWorker:
                 deadline_s,
             )
             mark = time.monotonic_ns()
-            table = table_of_decisions([group.decisions for group in self._groups], self._width)
+            table, mask = table_of_decisions([group.decisions for group in self._groups], self._width)
             last = _first_value(value_of(self.policy, self._last_inputs()))
-            mask = np.ones(table.shape, np.bool_)
             self._trajectories = self._assembled(table, mask, last, self._task)
             ended = [episode for *_, episode in sorted(self._ended, key=lambda place: (place[1], place[2].env))]
             self._ended = []

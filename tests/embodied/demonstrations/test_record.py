@@ -251,7 +251,7 @@ def test_the_command_records_a_run_and_says_what_it_did(tmp_path: Path) -> None:
     config = tmp_path / "random.yaml"
     config.write_text(
         "env: {task: tabletop/reach, cameras: 1, image_size: 32, num_envs: 2, max_episode_steps: 8}\n"
-        "policy: {kind: random}\nfarm: {stages: 1}\nruntime: {mode: inline}\n"
+        "policy: {kind: random}\nfarm: {groups: 1}\nruntime: {mode: inline}\n"
     )
     command = [str(COMMAND), "record", str(config), "--out", str(tmp_path / "demos"), "--episodes", "2"]
     command += ["--json", str(tmp_path / "r.json")]
