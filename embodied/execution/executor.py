@@ -71,8 +71,8 @@ class Executor:
     """Of each component that is no simulator, by its name."""
     run_dir: Path
     farm_deadline_s: float
-    """The decider's deadline for its farm. It is shorter than the deadline of the call, whose message could not name the
-    late worker of the farm."""
+    """The decider's deadline for its farm. It is shorter than the deadline of the call, whose message could not name
+    the late worker of the farm."""
     _next: Any = None
     """The rollout that runs ahead of the update, where there is one."""
     _published: int = -1

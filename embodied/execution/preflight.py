@@ -29,7 +29,7 @@ def check_run(config: Config) -> None:
     for task in tasks_of(config):
         check_task(task.env.task)
         task_spec(task)
-        episodes_of(task, task.seed)  # whether environments fill groups of episodes
+        episodes_of(task, task.seed)  # whether environments fill episode groups
 
 
 def check_training(config: Config) -> None:
