@@ -10,7 +10,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -19,10 +19,10 @@ import tyro
 
 from embodied.bench.results import show_and_write
 from embodied.config import Config, load_config, parse_config
-from embodied.execution.assignment import HERE, Assignment
+from embodied.execution.assignment import HERE, Assignment, FarmAssignment
 from embodied.execution.executor import executor
 from embodied.execution.session import Session, open_session
-from embodied.planning.profiler import Measured, measure
+from embodied.planning.profiler import Measured, decided_s, looped_s, measure, waited_s
 from embodied.workers.affinity import Affinity
 from schedulers.laws import loop_seconds
 
@@ -53,7 +53,7 @@ def main(settings: Pipelining) -> None:
     rounds = one.rounds
     predicted_one = loop_seconds([_farm(one), _policy(one)], 1, rounds)
     predicted_two = loop_seconds([_farm(small), _policy(small)], 2, rounds)
-    measured_one, measured_two = fmean(one.per_round("loop")[1:]), fmean(two.per_round("loop")[1:])
+    measured_one, measured_two = fmean(one.per_round(looped_s)), fmean(two.per_round(looped_s))
     predicted, measured = predicted_one / predicted_two, measured_one / measured_two
     figures: dict[str, Any] = {
         "task": config.env.task,
@@ -88,17 +88,18 @@ class _Bench:
     def _workers(self, config: Config, groups: int) -> Iterator[Any]:
         first, second = self.session.cores[:2]
         affinity = Affinity((second,), 1)
-        place = Assignment("hybrid", groups, (first,), (HERE,), (), affinity, replace(affinity), one_process=True)
+        farm = FarmAssignment(groups, (first,), (HERE,))
+        place = Assignment("hybrid", (farm,), {"policy": affinity, "learner": affinity}, one_process=True)
         with executor(config, self.folder, self.session, place) as workers:
             yield workers
 
 
 def _farm(measured: Measured) -> float:
-    return fmean(measured.per_round("farm")[1:])
+    return fmean(measured.per_round(waited_s))
 
 
 def _policy(measured: Measured) -> float:
-    return fmean(measured.per_round("policy")[1:])
+    return fmean(measured.per_round(decided_s))
 
 
 def _with(config: Config, policy: tuple[tuple[int, int, int], int]) -> Config:

@@ -6,6 +6,8 @@ A YAML file in `configs/` says what differs from here; the command line override
 
 from __future__ import annotations
 
+import itertools
+import textwrap
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,9 +18,9 @@ from embodied import migration
 from embodied.errors import UserError, nearest
 from sim_farm.contract import Gripper, Orientation
 
-PROJECT = Path(__file__).resolve().parent.parent
-
-CONFIGS = PROJECT / "configs"
+HERE = Path(__file__).parent
+"""In the source tree `configs` and `assets` are links in this folder, so that an installed package has copies."""
+CONFIGS = HERE / "configs"
 
 
 class Section(BaseModel):
@@ -80,6 +82,15 @@ class PolicyConfig(Section):
     plan may give policy worker and learner others, unless one is named by its number."""
     init: Path | None = None
     """A run or checkpoint of the same policy, whose weights and statistics this run begins with."""
+
+    @property
+    def architecture(self) -> dict[str, Any]:
+        """`options` as the policy takes them. A relative checkpoint that the current folder does not have is the
+        project's own of that name (`assets/openvla_tiny`), so that a shipped configuration works from any folder."""
+        named = self.options.get("checkpoint")
+        if not isinstance(named, str) or Path(named).exists() or not (HERE / named).is_dir():
+            return self.options
+        return {**self.options, "checkpoint": str(HERE / named)}
 
 
 class RolloutConfig(Section):
@@ -221,7 +232,8 @@ class RuntimeConfig(Section):
     address: str = "local"
     """`local` starts Ray on this machine; else the address of a running Ray cluster that has this machine as a node."""
     deadline_s: Annotated[float, Field(gt=0)] = 600.0
-    """Longest wait for any worker; a message names the one that was late."""
+    """Longest time that a worker may go without progress while it is waited for; a message names the late one.
+    Half of it is what a worker waits for its simulators, a quarter what one of them is given before it is replaced."""
     trace: bool = True
     """Record a trace of the first and the last iterations."""
 
@@ -251,9 +263,8 @@ class Config(Section):
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Everything random in the run is a function of it."""
     workflow: str = "ppo"
-    """What flows: `ppo`, `grpo`; either with a frozen reference policy (`ppo_reference`, `grpo_reference`); `ppo` with
-    rewards that are judged from frames (`ppo_reward`); or one of your own as `package.module:NAME`
-    (docs/workflows.md)."""
+    """What flows: `ppo`, `grpo`, either with a frozen reference policy (`ppo_reference`, `grpo_reference`), `ppo` with
+    a reward judged from frames (`ppo_reward`), or one of your own as `package.module:NAME` (docs/workflows.md)."""
     iterations: Annotated[int, Field(ge=1)] = 100
     """Rollout and update, so many times."""
     stop_at_success: float | None = None
@@ -274,6 +285,16 @@ class Config(Section):
     eval: EvalConfig = EvalConfig()
     plan: PlanConfig = PlanConfig()
     runtime: RuntimeConfig = RuntimeConfig()
+
+
+def shipped_configs() -> dict[str, str]:
+    """The configurations of the project by name, with the first sentence of the comment that each begins with."""
+    found = {}
+    for path in sorted(CONFIGS.glob("*.yaml")):
+        lines = itertools.takewhile(lambda line: line.startswith("#"), path.read_text().splitlines())
+        sentence = " ".join(line.lstrip("# ") for line in lines).partition(". ")[0]
+        found[path.stem] = textwrap.shorten(sentence, 110, placeholder=" ...")
+    return found
 
 
 def load_config(reference: str) -> Config:

@@ -194,6 +194,10 @@ class Policy(nn.Module):
         raise PolicyError(f"the policy {self.kind} has no layout but this project's: its checkpoints are all there is")
 
     @classmethod
+    def check_files(cls, architecture: Mapping[str, Any]) -> None:
+        """Raise `PolicyError` if files that the architecture's arguments name are missing. Quick: no tensor is read."""
+
+    @classmethod
     def restore_arguments(cls, folder: Path) -> dict[str, Any]:
         """Arguments beside the architecture with which the policy is built to be filled from the folder."""
         return {}

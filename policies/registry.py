@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -37,20 +38,31 @@ def build(kind: str, spec: PolicySpec, seed: int, **architecture: Any) -> Policy
     `architecture` are the keyword arguments of the kind's class. Raises `PolicyError` for one that is unknown
     or of another type than its default, so that a configuration file cannot cause another error.
     """
-    cls = policy_class(kind)
+    cls = _checked_class(kind, architecture)
     if spec.action_dim < 1 or spec.chunk < 1:
         raise PolicyError(f"spec.action_dim and spec.chunk must be at least 1, got {spec.action_dim}, {spec.chunk}")
+    # The initialisers draw from the CPU's default generator: it is seeded alone (torch.manual_seed would seed
+    # every GPU's too) and put back.
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        return cls(spec, **architecture)  # type: ignore[call-arg]
+
+
+def check(kind: str, architecture: Mapping[str, Any]) -> None:
+    """Raise `PolicyError` for what `build` would refuse whatever the task: an unknown kind or argument, files that are
+    missing. Builds nothing."""
+    _checked_class(kind, architecture).check_files(architecture)
+
+
+def _checked_class(kind: str, architecture: Mapping[str, Any]) -> type[Policy]:
+    cls = policy_class(kind)
     known = arguments_of(cls)
     for name, value in architecture.items():
         if name not in known:
             raise PolicyError(f"{kind} has no architecture argument {name!r}{nearest(name, list(known))}")
         if not _fits(value, known[name]):
             raise PolicyError(f"{kind}'s {name} is of the kind of {known[name]!r}, got {value!r}")
-    # The initialisers draw from the CPU's default generator: it is seeded alone (torch.manual_seed would seed
-    # every GPU's too) and put back.
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        return cls(spec, **architecture)  # type: ignore[call-arg]
+    return cls
 
 
 def arguments_of(cls: type[Policy]) -> dict[str, Any]:

@@ -65,6 +65,12 @@ class Replay(Policy):
             )
         self._rows = {(int(seed), int(initial)): row for row, (seed, initial) in enumerate(tensors["episodes"])}
 
+    @classmethod
+    def check_files(cls, architecture: Mapping[str, Any]) -> None:
+        path = Path(str(architecture.get("recording", "")))
+        if not path.is_file():
+            raise PolicyError(f"no recording here: set policy.options.recording to a file, got {str(path)!r}")
+
     @torch.no_grad()
     def act(self, inputs: Inputs, noise: Tensor | None) -> Action:
         episode = _episode(inputs)

@@ -104,7 +104,7 @@ def _nodes(plan: Plan, others: Sequence[Plan], workflow: Workflow, cluster: Clus
 
 def _memory(plan: Plan, problem: Problem) -> list[str]:
     """Which nodes are idle although there is what could be there, had they more memory."""
-    used = {span.node for phase in plan.phases for placement in phase.placements for span in placement.devices}
+    used = {part.node for phase in plan.phases for placement in phase.placements for part in placement.devices}
     result = []
     for phase in plan.phases:
         cost = phase_costs(plan, phase, problem)

@@ -1,4 +1,4 @@
-"""From numbers of devices to spans of devices, and back to text."""
+"""From numbers of devices to ranges of devices, and back to text."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def lay_out(
             for first, share in zip(firsts, shares, strict=False)
         ]
     taken = {node.name: 0 for node in nodes}
-    spans = {
+    devices = {
         i: _take([node for node in nodes if _holds(node, pool, needs[i])], pool, counts[i], taken)
         for i in sorted(range(len(counts)), key=lambda i: (not bound[i], -needs[i]))
     }
-    return [spans[i] for i in range(len(counts))]
+    return [devices[i] for i in range(len(counts))]
 
 
 def _alike(nodes: Sequence[Node], pool: Pool, needs: Sequence[float]) -> bool:
@@ -56,26 +56,26 @@ def _holds(node: Node, pool: Pool, need: float) -> bool:
 
 def _take(nodes: Sequence[Node], pool: Pool, count: int, taken: dict[str, int]) -> tuple[DeviceRange, ...]:
     """So many devices of these nodes, in order, after those that are taken; these are taken then too."""
-    spans = []
+    devices = []
     for node in nodes:
         mine = min(devices_of(node, pool) - taken[node.name], count)
         if mine > 0:
-            spans.append(DeviceRange(node.name, pool, taken[node.name], mine))
+            devices.append(DeviceRange(node.name, pool, taken[node.name], mine))
             taken[node.name] += mine
             count -= mine
     if count:
         raise PlanError(f"too few {pool} have enough memory")
-    return tuple(spans)
+    return tuple(devices)
 
 
-def range_text(span: DeviceRange) -> str:
+def range_text(part: DeviceRange) -> str:
     """`node0:cores:0-3`; of one device `node0:cores:2`."""
-    last = span.first + span.count - 1
-    return f"{span.node}:{span.pool}:{span.first}" + (f"-{last}" if span.count > 1 else "")
+    last = part.first + part.count - 1
+    return f"{part.node}:{part.pool}:{part.first}" + (f"-{last}" if part.count > 1 else "")
 
 
 def range_from(text: object) -> DeviceRange:
-    """The span that `range_text` wrote; raises `PlanError` for anything else."""
+    """The range that `range_text` wrote; raises `PlanError` for anything else."""
     found = re.fullmatch(r"(.+):([a-z]+):(\d+)(?:-(\d+))?", text) if isinstance(text, str) else None
     if not found:
         raise PlanError(f"devices are given as node:pool:first-last, for example node0:cores:0-3, not {text!r}")
@@ -88,12 +88,12 @@ def range_from(text: object) -> DeviceRange:
     return DeviceRange(node, "cores" if pool == "cores" else "accelerators", begin, end - begin + 1)
 
 
-def ranges_text(spans: Iterable[DeviceRange]) -> str:
+def ranges_text(devices: Iterable[DeviceRange]) -> str:
     """In words for people: equal ranges of many nodes are put together."""
-    spans = list(spans)
+    devices = list(devices)
     ranges: dict[str, list[str]] = {}
-    for span in spans:
-        ranges.setdefault(range_text(span).removeprefix(span.node + ":"), []).append(span.node)
+    for part in devices:
+        ranges.setdefault(range_text(part).removeprefix(part.node + ":"), []).append(part.node)
     parts = []
     for where, nodes in ranges.items():
         name = nodes[0] if len(nodes) == 1 else f"{nodes[0]}..{nodes[-1]} ({len(nodes)} nodes)"

@@ -13,8 +13,10 @@ from schedulers.links import travelled
 from schedulers.memory import levels
 from schedulers.profile import Pool
 from schedulers.search import SLACK, Allocation, Caps
-from schedulers.shape import Shape, shape_of
-from schedulers.task_search import TaskSearch, family
+from schedulers.shape import Shape
+from schedulers.shaping import shape_of
+from schedulers.task_family import family
+from schedulers.task_search import TaskSearch
 from schedulers.times import POOLS, Problem, resident_bytes, switch_seconds
 
 Kind = Literal["turns", "apart"]

@@ -14,7 +14,8 @@ from schedulers.links import rest_seconds, with_ways
 from schedulers.network import completions
 from schedulers.plan import Phase, Plan, Prediction
 from schedulers.profile import Profile
-from schedulers.shape import Shape, shape_of
+from schedulers.shape import Shape
+from schedulers.shaping import shape_of
 from schedulers.times import Problem, component_seconds, part_items, segment_seconds, switch_seconds, visit_seconds
 from schedulers.validation import check_places
 from schedulers.workflow import Workflow
@@ -190,7 +191,7 @@ def _named(plan: Plan) -> Cluster:
     sizes: dict[str, dict[str, int]] = {}
     for phase in plan.phases:
         for placement in phase.placements:
-            for span in placement.devices:
-                node = sizes.setdefault(span.node, {"cores": 0, "accelerators": 0})
-                node[span.pool] = max(node[span.pool], span.first + span.count)
+            for part in placement.devices:
+                node = sizes.setdefault(part.node, {"cores": 0, "accelerators": 0})
+                node[part.pool] = max(node[part.pool], part.first + part.count)
     return Cluster(tuple(Node(name, size["cores"], size["accelerators"]) for name, size in sizes.items()))

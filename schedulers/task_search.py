@@ -10,22 +10,19 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import product
 
 import numpy as np
 
-from schedulers.graph import partitions, turns
+from schedulers import task_family
 from schedulers.links import travelled
 from schedulers.search import Caps
-from schedulers.shape import Shape, shape_of
+from schedulers.shape import Shape
+from schedulers.shaping import shape_of
 from schedulers.task_allocation import TOLERANCE, NetworkAllocation
+from schedulers.task_family import Blocks, bell, by_pool, classes, family, possible
 from schedulers.times import POOLS, Problem
 
-MOST_WAYS = 3000
-"""Partitions times groups times parts that are tried one by one."""
-MOST_REST = 8
-"""Partitions of what is not one task's own that the step by step search begins with."""
 MOST_DESCENTS = 2
 """Of the ways that it begins with, so many are improved."""
 MOST_STEPS = 100
@@ -38,8 +35,6 @@ WORTH_SHIFTING = 1.01
 """Ways so much slower than the best may beat it when devices are given differently."""
 WEIGHTS = np.linspace(0.0, 1.0, 21)
 """Of the shared server's load against that of a pool, in a relaxation."""
-
-Blocks = tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -81,7 +76,10 @@ class TaskSearch:
 
     def solve(self) -> Found:
         found = self._exhaustive() if self._few() else self._step_by_step()
-        bound = max(found.bound, self.relaxed_bound())
+        if found.shape is None:
+            return Found(math.inf, math.inf)  # Nothing fits.
+        # Components in placements of their own are loaded side by side: no partition takes less.
+        bound = max(found.bound, self.relaxed_bound() + self.extra(tuple((name,) for name in self.components)))
         return Found(found.seconds, min(bound, found.seconds), found.shape, found.counts)
 
     def _few(self) -> bool:
@@ -89,8 +87,8 @@ class TaskSearch:
         ways = groups * len(self.micro_batches)
         if self.kind == "apart":
             for pool in POOLS:
-                ways *= _bell(sum(self.problem.pools[name] == pool for name in self.components))
-        return ways <= MOST_WAYS
+                ways *= bell(sum(self.problem.pools[name] == pool for name in self.components))
+        return ways <= task_family.MOST_WAYS
 
     def shape(self, way: Way) -> Shape | None:
         shape = shape_of(
@@ -212,8 +210,8 @@ class TaskSearch:
                     yield Way(blocks, groups, micro_batch)
 
     def _neighbours(self, way: Way) -> Iterator[Way]:
-        """Another number of groups for one task or for all that are alike; one component, or all of a task's, into
-        another placement or one of their own; two placements in one."""
+        """Another number of groups for one task or for all that are alike; one component, all of a task's, or all that
+        are no single task's, into another placement or one of their own; two placements in one."""
         for members in dict.fromkeys([*self.alike, *((i,) for mine in self.alike for i in mine)]):
             for number in self.group_options(members[0], way.blocks):
                 groups = tuple(number if i in members else n for i, n in enumerate(way.groups))
@@ -224,7 +222,8 @@ class TaskSearch:
             return
         own = [frozenset(loop) - self.graph.common for loop in self.graph.loops]
         parts: list[tuple[str, ...]] = [(name,) for name in self.graph.ordered(self.components)]
-        parts += [names for mine in own for names in _by_pool(self.problem, self.graph.ordered(mine)) if len(names) > 1]
+        own.append(self.components - {name for mine in own for name in mine})  # What is no single task's, together.
+        parts += [names for mine in own for names in by_pool(self.problem, self.graph.ordered(mine)) if len(names) > 1]
         for moved in parts:
             rest = [tuple(name for name in block if name not in moved) for block in way.blocks]
             kept = tuple(block for block in rest if block)
@@ -242,7 +241,7 @@ class TaskSearch:
 
     def _with_blocks(self, way: Way, blocks: Blocks) -> Iterator[Way]:
         blocks = tuple(sorted(blocks, key=lambda block: self.graph.position(block[0])))
-        if _possible(self.problem, self.components, blocks):
+        if possible(self.problem, self.components, blocks):
             options = [self.group_options(i, blocks) for i in range(len(self.graph.loops))]
             groups = tuple(n if n in own else own[0] for n, own in zip(way.groups, options, strict=True))
             yield Way(blocks, groups, way.micro_batch)
@@ -311,108 +310,6 @@ class TaskSearch:
         return result
 
 
-def family(problem: Problem, components: frozenset[str], kind: str) -> list[Blocks]:
-    """The partitions of a phase with several loops that are looked at: all where these are few, else those of sets of
-    tasks that share devices. Those that mix tasks least come first, then those of few placements."""
-    graph, pools = problem.graph, problem.pools
-    one = turns(graph, components, pools)
-    if kind == "turns":
-        return [one]
-    sizes = {pool: sum(pools[name] == pool for name in components) for pool in POOLS}
-    if math.prod(_bell(size) for size in sizes.values()) <= MOST_WAYS:
-        found = list(partitions(graph, components, pools))
-    else:
-        found = list(_of_sets(problem, components))
-    good = [blocks for blocks in dict.fromkeys(found) if len(blocks) > len(one)]
-    return sorted((b for b in good if _enough(problem, b)), key=lambda b: (_mixed(problem, b), len(b)))
-
-
-def _of_sets(problem: Problem, components: frozenset[str]) -> Iterator[Blocks]:
-    """One to as many sets as there are tasks, of about equal work; in each physics and rendering fused or split; and
-    with them every partition of the rest, as far as these are few."""
-    graph, pools = problem.graph, problem.pools
-    own = [graph.ordered(set(loop) - graph.common) for loop in graph.loops]
-    rest = frozenset(components) - {name for names in own for name in names}
-    others = [tuple(blocks) for blocks in partitions(graph, rest, pools)] if len(rest) <= 6 else []
-    others = (others or [turns(graph, rest, pools)])[:MOST_REST]
-    for count in range(1, len(own) + 1):
-        sets = _balanced(problem, own, count)
-        fused = [block for names in sets for block in _by_pool(problem, graph.ordered(names))]
-        steps = [[names[depth : depth + 1] for names in own] for depth in range(max(map(len, own)))]
-        split = [
-            block
-            for names in sets
-            for step in steps
-            for block in _by_pool(problem, graph.ordered(name for one in step for name in one if name in names))
-        ]
-        for blocks, more in product(dict.fromkeys((tuple(fused), tuple(split))), others):
-            together = tuple(sorted((*blocks, *more), key=lambda block: graph.position(block[0])))
-            if _possible(problem, components, together):
-                yield together
-
-
-def _balanced(problem: Problem, own: Sequence[tuple[str, ...]], count: int) -> list[set[str]]:
-    """The tasks' own components in so many sets, the one with most work first into the set with least."""
-    work = []
-    for i, names in enumerate(own):
-        seconds = sum(float(problem.times(name, problem.environments[i])[0]) for name in names)
-        work.append(problem.workflow.loops[i].steps * seconds)
-    sets: list[set[str]] = [set() for _ in range(count)]
-    filled = [0.0] * count
-    for i in sorted(range(len(own)), key=lambda i: -work[i]):
-        least = filled.index(min(filled))
-        sets[least] |= set(own[i])
-        filled[least] += work[i]
-    return [names for names in sets if names]
-
-
-def classes(problem: Problem) -> list[tuple[int, ...]]:
-    """Tasks that are alike: as many steps and environments, and the same times."""
-    profile, found = problem.profile, dict[object, list[int]]()
-    for i, (loop, names) in enumerate(zip(problem.workflow.loops, problem.graph.loops, strict=True)):
-        key = (loop.steps, problem.environments[i], tuple(profile.components[name] for name in names))
-        found.setdefault(key, []).append(i)
-    return [tuple(members) for members in found.values()]
-
-
-def _by_pool(problem: Problem, names: Sequence[str]) -> list[tuple[str, ...]]:
-    found = [tuple(name for name in names if problem.pools[name] == pool) for pool in POOLS]
-    return [block for block in found if block]
-
-
-def _enough(problem: Problem, blocks: Blocks) -> bool:
-    """Whether each placement can have a device."""
-    return all(sum(problem.pools[block[0]] == pool for block in blocks) <= len(problem.counts[pool]) for pool in POOLS)
-
-
-def _possible(problem: Problem, components: frozenset[str], blocks: Blocks) -> bool:
-    """Whether these are placements of one pool each that can work as a pipeline, more than one of some pool."""
-    graph, pools = problem.graph, problem.pools
-    if any(len({pools[name] for name in block}) > 1 for block in blocks) or not _enough(problem, blocks):
-        return False
-    if len(blocks) <= len(turns(graph, components, pools)):
-        return False
-    for block in blocks:
-        inside = set(block)
-        for name in components - inside:
-            if any(name in graph.later[a] for a in block) and graph.later[name] & inside:
-                return False
-    return True
-
-
-def _mixed(problem: Problem, blocks: Blocks) -> int:
-    """Components of single tasks that share devices with those of other tasks."""
-    owner = {name: i for i, loop in enumerate(problem.graph.loops) for name in loop if name not in problem.graph.common}
-    own = [[name for name in block if name in owner] for block in blocks]
-    return sum(len(names) for names in own if len({owner[name] for name in names}) > 1)
-
-
 def _bucket(bound: float) -> int:
     """Equal for bounds that differ by less than the tolerance, and rising."""
     return math.floor(math.log(max(bound, 1e-300)) / TOLERANCE) if bound < math.inf else 10**9
-
-
-@cache
-def _bell(count: int) -> int:
-    """Partitions of so many components."""
-    return 1 if count == 0 else sum(math.comb(count - 1, k) * _bell(k) for k in range(count))

@@ -14,7 +14,7 @@ from schedulers.layout import range_text
 from schedulers.memory import devices_of
 from schedulers.plan import MODES, DeviceRange, Phase, Placement, Plan
 from schedulers.profile import Profile
-from schedulers.shape import shape_of
+from schedulers.shaping import shape_of
 from schedulers.times import Problem, resident_bytes, working_bytes
 from schedulers.workflow import Workflow
 
@@ -75,9 +75,9 @@ def check_places(plan: Plan, graph: Graph, profile: Profile | None = None) -> No
             who = ", ".join(placement.components)
             if not placement.components:
                 raise PlanError("a placement of the plan has no components")
-            if not placement.devices or any(span.count < 1 or span.first < 0 for span in placement.devices):
+            if not placement.devices or any(part.count < 1 or part.first < 0 for part in placement.devices):
                 raise PlanError(f"the placement of {who} has no devices")
-            if len({span.pool for span in placement.devices}) > 1:
+            if len({part.pool for part in placement.devices}) > 1:
                 raise PlanError(f"the placement of {who} mixes cores and accelerators; it has devices of one pool")
             _check_pool(placement, profile)
             placed += placement.components
@@ -118,23 +118,23 @@ def _check_devices(plan: Plan, cluster: Cluster) -> None:
         taken: dict[tuple[str, str, int], str] = {}
         for placement in phase.placements:
             who = ", ".join(placement.components)
-            for span in placement.devices:
-                if span.node not in nodes:
+            for part in placement.devices:
+                if part.node not in nodes:
                     raise PlanError(
-                        f"the placement of {who} names node {span.node!r}, which the cluster does not have"
-                        f"{nearest(span.node, nodes)}"
+                        f"the placement of {who} names node {part.node!r}, which the cluster does not have"
+                        f"{nearest(part.node, nodes)}"
                     )
-                size = devices_of(nodes[span.node], span.pool)
-                if span.first + span.count > size:
-                    have = range_text(DeviceRange(span.node, span.pool, 0, size)) if size else f"no {span.pool}"
+                size = devices_of(nodes[part.node], part.pool)
+                if part.first + part.count > size:
+                    have = range_text(DeviceRange(part.node, part.pool, 0, size)) if size else f"no {part.pool}"
                     raise PlanError(
-                        f"the placement of {who} takes {range_text(span)}, but node {span.node!r} has {have}"
+                        f"the placement of {who} takes {range_text(part)}, but node {part.node!r} has {have}"
                     )
-                for device in range(span.first, span.first + span.count):
-                    key = (span.node, span.pool, device)
+                for device in range(part.first, part.first + part.count):
+                    key = (part.node, part.pool, device)
                     if key in taken:
                         raise PlanError(
-                            f"phase {number} gives {span.node}:{span.pool}:{device} to {taken[key]} and to {who}; "
+                            f"phase {number} gives {part.node}:{part.pool}:{device} to {taken[key]} and to {who}; "
                             "placements of one phase have devices of their own"
                         )
                     taken[key] = who
@@ -144,7 +144,7 @@ def _check_home(plan: Plan, workflow: Workflow, cluster: Cluster) -> None:
     travelling = ", ".join(name for name in workflow.names if name in workflow.travelling) or "no component"
     for placement in (placement for phase in plan.phases for placement in phase.placements):
         bound = [name for name in placement.components if name not in workflow.travelling]
-        away = [range_text(span) for span in placement.devices if span.node != cluster.home]
+        away = [range_text(part) for part in placement.devices if part.node != cluster.home]
         if cluster.home is not None and bound and away:
             raise PlanError(
                 f"the plan puts {', '.join(bound)} on {', '.join(away)}, but only {travelling} may leave node "
@@ -262,9 +262,9 @@ def _check_memory(plan: Plan, workflow: Workflow, cluster: Cluster, profile: Pro
         for placement, members in zip(phase.placements, names, strict=True):
             resident = resident_bytes(problem, members)
             working = float(working_bytes(problem, shape, members, np.array([placement.count]))[0])
-            for span in placement.devices:
-                for device in range(span.first, span.first + span.count):
-                    now[(span.node, span.pool, device)] = (resident, working)
+            for part in placement.devices:
+                for device in range(part.first, part.first + part.count):
+                    now[(part.node, part.pool, device)] = (resident, working)
         held.append(now)
     for number in range(len(held)):
         total: dict[tuple[str, str, int], float] = {}

@@ -1,7 +1,7 @@
 """Simulators as workers: physics and rendering apart, frames in shared memory, episodes named by seeds.
 
 physics, renderer = sim_farm.make("tabletop/reach", cameras=1, size=128)
-farm = sim_farm.Farm.create(sim_farm.FarmSpec(...), sim_farm.InProcess())
+farm = sim_farm.Farm.create(sim_farm.FarmSpec(...), sim_farm.InProcess())  # or a list of specs, one for each task
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from sim_farm.contract import EpisodeSpec, FarmError, Physics, PhysicsResult, Renderer, TaskInfo, TaskSpec
 from sim_farm.episodes import EndlessEpisodes, ListedEpisodes, evaluation_episodes
 from sim_farm.farm import Farm
+from sim_farm.frame_memory import FrameMemory
 from sim_farm.hosts import InProcess
 from sim_farm.layout import FarmSpec
 from sim_farm.observations import Observations
@@ -27,6 +28,7 @@ __all__ = [
     "Farm",
     "FarmError",
     "FarmSpec",
+    "FrameMemory",
     "InProcess",
     "ListedEpisodes",
     "Observations",

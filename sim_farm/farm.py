@@ -107,8 +107,8 @@ class Farm:
         """Reserve the memory and start the workers of all tasks, one task after the other.
 
         `host` is one for all tasks or one for each. Worker j of task i is pinned to core `cores[i][j % len(cores[i])]`
-        if any are given. `frame_rows` is the size of the frame memory, or finds it from what the tasks answer; None has two rows for every environment, one
-        for its observation and one for the final observation of an episode.
+        if any are given. `frame_rows` is the size of the frame memory, or finds it from what the tasks answer; None has
+        two rows for every environment, one for its observation and one for the final observation of an episode.
 
         Raises `FarmError`, before a worker is started, when a task's environments cannot be dealt out evenly, tasks
         differ in what they must share, or memory is short.

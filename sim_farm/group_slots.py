@@ -1,4 +1,4 @@
-"""One group's rows of the slots, read and written without an index."""
+"""The rows of the slots of one group of environments, read and written as views, without an index."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class GroupSlots:
 
     def get(self, name: str) -> npt.NDArray[Any]:
         """A copy of the group's rows [B, ...]."""
-        return np.array(self._views[name]).reshape(self._shapes[name])
+        return self._views[name].copy().reshape(self._shapes[name])
 
     def put(self, name: str, rows: npt.NDArray[Any]) -> None:
         """Write the group's rows [B, ...]."""
@@ -48,10 +48,9 @@ class GroupSlots:
 
     def instructions(self) -> tuple[str, ...]:
         """[B] the instructions, decoded only where one has changed since the last call."""
-        rows = self.get("instruction")
-        data = rows.tobytes()
+        data = self._views["instruction"].tobytes()
         if data != self._instructions[0]:
-            self._instructions = data, texts(rows)
+            self._instructions = data, texts(self.get("instruction"))
         return self._instructions[1]
 
 

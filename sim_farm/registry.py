@@ -20,7 +20,7 @@ BACKENDS = {
 def backend(name: str) -> Backend:
     """The backend called `name`. Raises `FarmError` with the nearest names if there is none."""
     if name not in BACKENDS:
-        raise FarmError(f"unknown simulator {name!r}{_nearest(name, list(BACKENDS))}")
+        raise FarmError(f"unknown simulator {name!r}{nearest(name, list(BACKENDS))}")
     try:
         module = importlib.import_module(BACKENDS[name])
     except ModuleNotFoundError as error:
@@ -34,11 +34,11 @@ def resolve(task: str) -> tuple[Backend, str]:
     """`maniskill/PushCube-v1` to its backend and the task's own name; raises `FarmError` naming the nearest."""
     simulator, slash, name = task.partition("/")
     if not slash:
-        raise FarmError(f"a task is named <simulator>/<task>, got {task!r}{_nearest(task, list(BACKENDS))}")
+        raise FarmError(f"a task is named <simulator>/<task>, got {task!r}{nearest(task, list(BACKENDS))}")
     found = backend(simulator)
     tasks = list(found.tasks())
     if name not in tasks:
-        raise FarmError(f"unknown task {task!r}{_nearest(task, [f'{simulator}/{t}' for t in tasks])}")
+        raise FarmError(f"unknown task {task!r}{nearest(task, [f'{simulator}/{t}' for t in tasks])}")
     return found, name
 
 
@@ -59,6 +59,7 @@ def _requested(spec: TaskSpec, found: Backend) -> TaskSpec:
     return replace(plain(spec), reward=spec.reward or found.rewards[0])
 
 
-def _nearest(given: str, valid: list[str]) -> str:
+def nearest(given: str, valid: list[str]) -> str:
+    """The end of an error message: the valid names that `given` may have meant, or all of them."""
     near = difflib.get_close_matches(given, valid, n=3, cutoff=0.5)
     return f"; did you mean {' or '.join(near)}?" if near else f"; valid: {', '.join(sorted(valid))}"

@@ -1,6 +1,6 @@
 """One task of a farm: its environments and their workers, over a block of slots of its own.
 
-What a `Farm` does for all of its tasks, this does for one, but for waiting: a farm waits for all tasks at once.
+A `TaskFarm` does for one task what a `Farm` does for all, except waiting: a farm waits for all tasks at once.
 Groups and environments are numbered within the task.
 """
 
@@ -67,7 +67,7 @@ class TaskFarm:
         self._groups = [GroupSlots(spec, self.slots, group) for group in range(spec.groups)]
         self._workers_of = [sorted({spec.worker_of(env) for env in group.envs.tolist()}) for group in self._groups]
         self._state = [GroupState.IDLE] * spec.groups
-        self._ticket = 0
+        self._tickets = [0] * spec.groups
         self._first_row, self._first_group, self._several = first_row, first_group, several
 
     def launch(self, host: Host, cores: Sequence[int | None]) -> None:
@@ -119,10 +119,9 @@ class TaskFarm:
 
     def done(self, group: int) -> bool:
         """Whether what the group was last asked for is there."""
-        views = self._groups[group]
-        asked = views.view("requested")
+        rows, ticket = self._groups[group], self._tickets[group]
         # Both: a fused worker sets `drawn` first.
-        return bool((views.view("simulated") == asked).all() and (views.view("drawn") == asked).all())
+        return bool((rows.view("simulated") == ticket).all() and (rows.view("drawn") == ticket).all())
 
     def collect(self, group: int) -> Observations:
         """What the group shows, once it is done; see `Farm.collect`."""
@@ -130,7 +129,7 @@ class TaskFarm:
         seen = read(self.slots, rows, self.info, self.memory.frames)
         rows.put("base_episode", seen.episode)
         rows.put("base_step", seen.episode_step)
-        rows.put("collected", rows.get("requested"))
+        rows.fill("collected", self._tickets[group])
         self._state[group] = GroupState.COLLECTED
         return seen
 
@@ -143,10 +142,11 @@ class TaskFarm:
 
     def _request(self, group: int, op: int) -> None:
         rows = self._groups[group]
-        self._ticket = max(self._ticket, int(self.slots["requested"].max())) + 1
+        ticket = int(self.slots["requested"].max()) + 1
         rows.fill("op", op)
         rows.fill("requested_ns", time.monotonic_ns())
-        rows.fill("requested", self._ticket)
+        rows.fill("requested", ticket)
+        self._tickets[group] = ticket
         self._state[group] = GroupState.SUBMITTED
         self.ring(self._workers_of[group])
 

@@ -1,7 +1,7 @@
-"""Physics and render workers: plain classes that watch their slots. Whoever hosts them calls `serve` (in a
-process of its own) or `run_pending` (in the caller's process, when it rings).
+"""Physics and render workers: plain classes that watch their slots. Their host calls `serve` (in a process of its
+own) or `run_pending` (in the caller's process, when it rings).
 
-A worker owns the slots whose environment index falls to it, and touches no other. It takes work in the order
+A worker owns the slots of its environments, and touches no other. It takes work in the order
 of the tickets, so that the group that was submitted first is answered first.
 """
 
@@ -266,7 +266,7 @@ class PhysicsWorker(Worker):
         self._observe(env, result)
 
     def _episode(self, env: int, number: int) -> EpisodeSpec | None:
-        """What determines the environment's episode of that number; None where there is none, or none yet."""
+        """The spec of the environment's episode of that number; None where there is none, or none yet."""
         return self.setup.spec.episodes.spec(env, number) if number < self.slots["limit"][env] else None
 
     def _rest(self, env: int) -> None:
@@ -279,15 +279,15 @@ class PhysicsWorker(Worker):
         if not slots["active"][env]:
             self._rest(env)
             return
-        base = int(slots["base_step"][env])
-        result = self._physics[env].step(slots["action"][env])
+        base, action = int(slots["base_step"][env]), slots["action"][env]
+        result = self._physics[env].step(action)
         steps = result.steps
-        slots["history"][env, base : base + steps] = slots["action"][env, :steps]
+        slots["history"][env, base : base + steps] = action[:steps]
         slots["steps"][env] = steps
-        slots["reward"][env] = 0
-        slots["reward"][env, :steps] = result.reward
-        slots["success"][env] = 0
-        slots["success"][env, :steps] = result.success
+        for key, values in (("reward", result.reward), ("success", result.success)):
+            row = slots[key][env]
+            row[:steps] = values
+            row[steps:] = 0
         slots["terminated"][env] = result.terminated[-1]
         slots["truncated"][env] = result.truncated[-1]
         slots["episode_step"][env] = base + steps

@@ -1,4 +1,4 @@
-"""Every mode on the same work, measured beside predicted: what `embodied compare` does."""
+"""`embodied compare`: every mode on the same work, measured beside predicted."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Annotated, Any
 
+import tyro
 from rich import get_console
 from rich import print as show
 
@@ -19,14 +20,39 @@ from embodied.doctor.hardware import hardware
 from embodied.errors import UserError
 from embodied.execution.assignment import HOME, assign
 from embodied.execution.executor import Iteration, executor
+from embodied.execution.preflight import check_run
 from embodied.execution.session import Session, open_session
 from embodied.planning.clusters import run_cluster
 from embodied.planning.comparison_page import comparison_table, write_comparison
 from embodied.planning.profiler import profile_config, run_iterations
 from embodied.planning.run_plans import PROFILE, checked_profile, make_folder, sized_workflow
 from embodied.reporting.results import write_json
+from embodied.run_folder import RUNS, with_init
 from embodied.statistics import typical
-from schedulers import Plan, Span
+from embodied.workflows.sizes import tasks_of
+from schedulers import DeviceRange, Plan
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Run every mode on the same work and report measured against predicted times."""
+
+    config: tyro.conf.Positional[str]
+    """Name of a file in configs/ (without .yaml), or the path of one."""
+    settings: Annotated[Config, tyro.conf.arg(name="")] = Config()
+    profile: Path | None = None
+    """Measured times; none: measured first."""
+    out: Path = Path("compare")
+    """Folder for compare.html, the pictures and compare.json."""
+    repeats: Annotated[int, tyro.conf.arg(name="repeats")] = 2
+    """How often all modes are run in turn, three iterations each."""
+    json: Path | None = None
+    """Write the result to this file."""
+
+
+def run(args: Arguments) -> dict[str, Any]:
+    settings = with_init(args.settings, RUNS, required=False)
+    return compare_command(settings, Path(args.config).stem, args.out, args.profile, args.repeats)
 
 
 @dataclass(frozen=True)
@@ -48,10 +74,10 @@ class Ran:
 
 def compare_command(config: Config, name: str, out: Path, profile: Path | None, repeats: int) -> dict[str, Any]:
     """Run every mode's best plan on the same work. Writes table, charts and timelines to `out`."""
-    if config.extra_tasks:
-        raise UserError("modes are compared on one task: leave out `extra_tasks`")
     if repeats < 1:
         raise UserError(f"--repeats is at least 1, not {repeats}")
+    config = config.model_copy(update={"runtime": config.runtime.model_copy(update={"trace": True})})
+    check_run(config)
     workflow, measured = sized_workflow(config), None
     if profile is not None:  # refused before anything is started
         measured = checked_profile(profile, config, workflow, config.plan.any_hardware)
@@ -72,7 +98,7 @@ def compare_command(config: Config, name: str, out: Path, profile: Path | None, 
     best = min(row["measured_s"] for row in rows)
     result = {
         "workload": name,
-        "task": config.env.task,
+        "task": ", ".join(task.env.task for task in tasks_of(config)),
         "modes": rows,
         "chosen": chosen.plan.mode,
         "regret": next(row["measured_s"] for row in rows if row["chosen"]) / best - 1,
@@ -118,7 +144,7 @@ def _row(name: str, ran: Ran, chosen: bool) -> dict[str, Any]:
         "measured_high_s": high,
         "error": predicted_s(ran.plan) / middle - 1,
         "env_steps_per_s": fmean(i.summary.env_steps for i in ran.iterations) / middle,
-        "groups": ran.plan.groups,
+        "groups": list(ran.plan.groups),
         "placement": "; ".join(_placed(ran.plan)),
     }
 
@@ -126,11 +152,11 @@ def _row(name: str, ran: Ran, chosen: bool) -> dict[str, Any]:
 def _placed(plan: Plan) -> list[str]:
     """A text per phase, without the bars that separate a table's cells."""
     return [
-        " beside ".join(f"{'+'.join(p.components)} on {', '.join(map(_span, p.devices))}" for p in phase.placements)
+        " beside ".join(f"{'+'.join(p.components)} on {', '.join(map(_range, p.devices))}" for p in phase.placements)
         for phase in plan.phases
     ]
 
 
-def _span(span: Span) -> str:
+def _range(span: DeviceRange) -> str:
     last, where = span.first + span.count - 1, "" if span.node == HOME else f"{span.node} "
     return where + (f"{span.pool} {span.first}-{last}" if span.count > 1 else f"{span.pool.removesuffix('s')} {last}")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import tyro
 from rich import get_console
 from rich import print as show
 
@@ -14,9 +16,38 @@ from embodied.errors import UserError
 from embodied.evaluation.evaluate import Subject, compare, evaluate, evaluation_folder, write_result
 from embodied.evaluation.folder import PROTOCOL, EvalFolder, read_folder
 from embodied.evaluation.protocol import Protocol, protocol_of
+from embodied.execution.preflight import check_evaluation
 from embodied.execution.session import Session, open_session
 from embodied.reporting.tables import evaluation_table
-from embodied.run_folder import find_run, settings_of, whole_checkpoint
+from embodied.run_folder import RUNS, find_run, settings_of, whole_checkpoint, with_init
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Evaluate a run's newest checkpoint (or another) on episodes that no training run sees."""
+
+    run: tyro.conf.Positional[str]
+    """A run's folder (or its name below --runs-dir), or a configuration whose policy needs no training or together
+    with --checkpoint."""
+    settings: Annotated[Config, tyro.conf.arg(name="")] = Config()
+    checkpoint: Path | None = None
+    """Folder of a checkpoint, for example runs/NAME/checkpoints/000100."""
+    against: str | None = None
+    """Compare with this on the same episodes: a run, a checkpoint, or the folder of an evaluation."""
+    folder: Path | None = None
+    """Folder of this evaluation; none: a new one below RUN/evals."""
+    resume: Literal["no", "auto"] = "no"
+    """auto: go on with the evaluation in --folder, or the newest of the same protocol and checkpoint, or begin it."""
+    runs_dir: Path = RUNS
+    """Folder of the runs."""
+    json: Path | None = None
+    """Write the result to this file."""
+
+
+def run(args: Arguments) -> dict[str, Any]:
+    settings = with_init(args.settings, args.runs_dir, required=False)
+    resume = args.resume == "auto"
+    return evaluate_run(args.run, settings, args.checkpoint, args.runs_dir, args.folder, resume, args.against)
 
 
 def evaluate_run(
@@ -35,6 +66,7 @@ def evaluate_run(
     the folder of an evaluation by the same protocol. Returns the result as plain data.
     """
     subject, protocol = subject_of(run, config, folder, runs_dir), protocol_of(config)
+    check_evaluation(config, protocol.tasks)
     other = None if against is None else _other(against, subject, protocol, runs_dir)
     with evaluation_folder(subject, protocol, into, resume) as own, open_session(config) as session:
         result = evaluate(subject, protocol, session, own)

@@ -3,14 +3,37 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import tyro
 from rich import print as show
 
 import policies
 from embodied.errors import UserError
-from embodied.run_folder import find_run, whole_checkpoint
+from embodied.run_folder import RUNS, find_run, whole_checkpoint
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Write a run's policy as its community's own programs load it: for OpenVLA a Hugging Face directory, an adapter
+    merged into the weights."""
+
+    run: tyro.conf.Positional[str]
+    """A run's folder, or its name below --runs-dir."""
+    checkpoint: Path | None = None
+    """Folder of a checkpoint; none: the run's newest."""
+    out: Path = tyro.MISSING
+    """Folder to write; there must be none of that name."""
+    runs_dir: Path = RUNS
+    """Folder of the runs."""
+    json: Path | None = None
+    """Write the result to this file."""
+
+
+def run(args: Arguments) -> dict[str, Any]:
+    return export_run(args.run, args.checkpoint, args.out, args.runs_dir)
 
 
 def export_run(run: str, folder: Path | None, out: Path, runs_dir: Path) -> dict[str, Any]:

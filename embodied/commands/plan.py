@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import tyro
 from rich import get_console
 from rich import print as show
 
@@ -19,48 +21,61 @@ from embodied.planning.run_plans import (
     PLAN,
     TIMELINE,
     checked_profile,
-    file_of_task,
     make_folder,
     mode_of,
     sized_workflow,
-    title_of,
 )
 from embodied.reporting.plan_picture import draw_plan
-from embodied.workflows.sizes import tasks_of
+from embodied.run_folder import RUNS, with_init
 from schedulers import Cluster, Plan, Profile, Workflow
 
 
+@dataclass(frozen=True)
+class Arguments:
+    """Find the best plan for this machine, or for a cluster that one does not have, and say why."""
+
+    config: tyro.conf.Positional[str]
+    """Name of a file in configs/ (without .yaml), or the path of one."""
+    settings: Annotated[Config, tyro.conf.arg(name="")] = Config()
+    profile: Path = Path("profile.json")
+    """Measured times: what `embodied profile` wrote."""
+    cluster: str = "local"
+    """`local`, or a YAML or JSON file of nodes with cores, accelerators, memory and links (docs/planning.md)."""
+    out: Path = Path("plan")
+    """Folder for plan.json, the predicted timeline (predicted.json for Perfetto) and its picture."""
+    json: Path | None = None
+    """Write the result to this file."""
+
+
+def run(args: Arguments) -> dict[str, Any]:
+    return plan_command(with_init(args.settings, RUNS, required=False), args.profile, args.cluster, args.out)
+
+
 def plan_command(config: Config, profile: Path, cluster: str, out: Path) -> dict[str, Any]:
-    """Each task's best plan for a cluster, why, what each mode would cost, and the predicted timeline.
+    """The run's best plan for a cluster, why, what each mode would cost, and the predicted timeline.
 
-    `plan.mode` restricts it to one mode.
+    `plan.mode` restricts it to one mode. Of several tasks it is also said what rolling them out at the same time gains.
     """
-    target = read_cluster(cluster, config.policy.device)
-    tasks = tasks_of(config)
-    found: dict[str, Any] = {}
-    for number, task in enumerate(tasks):
-        found[title_of(task, number, found)] = _plan_task(task, number, profile, target, out)
-    show(f"plan, timeline and picture: [bold]{out}[/]")
-    return {"folder": str(out), "tasks": found}
-
-
-def _plan_task(config: Config, number: int, profile: Path, cluster: Cluster, out: Path) -> dict[str, Any]:
-    workflow = sized_workflow(config)
+    target, workflow = read_cluster(cluster, config.policy.device), sized_workflow(config)
     # Another cluster has other hardware than this machine: its profile is what was asked for.
-    elsewhere = cluster.nodes[0].name != HOME
-    measured = checked_profile(file_of_task(profile, number), config, workflow, config.plan.any_hardware or elsewhere)
-    modes = schedulers.alternatives(workflow, measured, cluster, ahead=config.plan.ahead)
-    best = schedulers.plan(workflow, measured, cluster, mode_of(config), ahead=config.plan.ahead)
+    elsewhere = target.nodes[0].name != HOME
+    measured = checked_profile(profile, config, workflow, config.plan.any_hardware or elsewhere)
+    modes = schedulers.alternatives(workflow, measured, target, ahead=config.plan.ahead)
+    best = schedulers.plan(workflow, measured, target, mode_of(config), ahead=config.plan.ahead)
     make_folder(out)
-    schedulers.save(best, out / file_of_task(Path(PLAN), number))
-    simulation = schedulers.simulate(best, workflow, measured, cluster)
-    (out / file_of_task(Path(TIMELINE), number)).write_text(json.dumps(schedulers.chrome_trace(simulation)))
-    pictures = {f"{best.mode} (best)": simulation, **_others(modes, best, workflow, measured, cluster)}
-    draw_plan(out / file_of_task(Path(PICTURE), number), pictures)
+    schedulers.save(best, out / PLAN)
+    simulation = schedulers.simulate(best, workflow, measured, target)
+    (out / TIMELINE).write_text(json.dumps(schedulers.chrome_trace(simulation)))
+    draw_plan(
+        out / PICTURE, {f"{best.mode} (best)": simulation, **_others(modes, best, workflow, measured, target)}
+    )
     get_console().print("\n".join(best.why), markup=False, highlight=False, soft_wrap=True)
+    show(f"plan, timeline and picture: [bold]{out}[/]")
     return {
+        "folder": str(out),
         "plan": schedulers.to_data(best),
         "iteration_s": _seconds(best),
+        "tasks_in_turn_iteration_s": schedulers.predict_sequential(best, workflow, measured, target).iteration_s,
         "modes": {name: _seconds(plan) for name, plan in modes.items()},
     }
 

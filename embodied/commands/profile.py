@@ -2,34 +2,52 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import tyro
 from rich import print as show
 
 import schedulers
 from embodied.config import Config
+from embodied.execution.preflight import check_run
 from embodied.execution.session import open_session
 from embodied.planning.profiler import profile_config
-from embodied.planning.run_plans import file_of_task, make_folder, title_of
+from embodied.planning.run_plans import make_folder
+from embodied.run_folder import RUNS, with_init
 from embodied.workflows.sizes import tasks_of
 from schedulers import Profile
 
 
+@dataclass(frozen=True)
+class Arguments:
+    """Measure a workflow's components on this machine, alone and beside each other, and write profile.json."""
+
+    config: tyro.conf.Positional[str]
+    """Name of a file in configs/ (without .yaml), or the path of one."""
+    settings: Annotated[Config, tyro.conf.arg(name="")] = Config()
+    out: Path = Path("profile.json")
+    """Where the profile is written."""
+    json: Path | None = None
+    """Write the result to this file."""
+
+
+def run(args: Arguments) -> dict[str, Any]:
+    return profile_command(with_init(args.settings, RUNS, required=False), args.out)
+
+
 def profile_command(config: Config, out: Path) -> dict[str, Any]:
-    """Measure the components of each of a configuration's tasks and write the profiles: `out`, `out-1`, ..."""
-    found: dict[str, Any] = {}
+    """Measure the components of a run, those of all of its tasks, and write the profile."""
+    check_run(config)
     make_folder(out.resolve().parent)  # before minutes of measuring
     with open_session(config) as session:
-        for number, task in enumerate(tasks_of(config)):
-            path = file_of_task(out, number)
-            profile = profile_config(task, session, out.resolve().parent)
-            schedulers.save(profile, path)
-            show(_profile_table(profile, task.env.task))
-            show("\n".join(_memory_lines(profile)))
-            show(f"profile: [bold]{path}[/]")
-            found[title_of(task, number, found)] = {"profile": str(path), **schedulers.to_data(profile)}
-    return found
+        profile = profile_config(config, session, out.resolve().parent)
+    schedulers.save(profile, out)
+    show(_profile_table(profile, ", ".join(task.env.task for task in tasks_of(config))))
+    show("\n".join(_memory_lines(profile)))
+    show(f"profile: [bold]{out}[/]")
+    return {"profile": str(out), **schedulers.to_data(profile)}
 
 
 def _profile_table(profile: Profile, title: str) -> Any:

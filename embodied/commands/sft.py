@@ -2,23 +2,55 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+import tyro
 
 from embodied.commands.finish import finish_run
 from embodied.config import Config
 from embodied.errors import UserError
+from embodied.evaluation.protocol import protocol_of
+from embodied.execution.preflight import check_evaluation
 from embodied.execution.session import open_session
-from embodied.run_folder import begun_from, open_run_folder, settings_of
+from embodied.run_folder import RUNS, begun_from, open_run_folder, settings_of
 from embodied.training.sft import STAGE, imitate
 from embodied.workers.context import task_spec
 from embodied.workers.devices import release
 from sim_farm.hosts import InProcess
 
 
+@dataclass(frozen=True)
+class Arguments:
+    """Let a policy learn the actions of demonstrations; evaluate it at the end, film it and write the report.
+
+    `embodied train CONFIG --policy.init RUN` goes on from there by reinforcement.
+    """
+
+    config: tyro.conf.Positional[str]
+    """Name of a file in configs/ (without .yaml), or the path of one."""
+    settings: Annotated[Config, tyro.conf.arg(name="")] = Config()
+    data: tuple[Path, ...] = ()
+    """Datasets in LeRobot's layout, as `embodied record` writes them: sft.data."""
+    resume: Literal["no", "auto"] = "no"
+    """auto: go on from the newest checkpoint of the run called --name, or begin it."""
+    runs_dir: Path = RUNS
+    """Folder of the runs."""
+    json: Path | None = None
+    """Write the result to this file."""
+
+
+def run(args: Arguments) -> dict[str, Any]:
+    learning = args.settings.sft.model_copy(update={"data": args.data or args.settings.sft.data})
+    settings = args.settings.model_copy(update={"sft": learning})
+    return sft_run(settings, args.config, args.runs_dir, args.resume == "auto")
+
+
 def sft_run(config: Config, source: str, runs_dir: Path, resume: bool) -> dict[str, Any]:
     """Learn from demonstrations, evaluate, film, report. Returns the result as plain data."""
     config = begun_from(config, runs_dir, resume)
+    check_evaluation(config, (config.env.task, *protocol_of(config).tasks))
     info = InProcess().describe(task_spec(config))
     with open_run_folder(config, source, runs_dir, resume, STAGE) as (run_dir, found):
         if found is not None:

@@ -1,4 +1,4 @@
-"""Randomness as an input: normal numbers that are a function of where they are used.
+"""Random numbers as inputs: each is a function of the place where it is used.
 
 Philox is a counter-based generator: key and counter determine the numbers, so that neither the number of
 workers nor the order in which they finish can change what anybody draws.

@@ -1,4 +1,4 @@
-"""What a rollout hands to the learner: a table of decisions, and where in memory the rest of each of them is."""
+"""Trajectories: numbers of each decision of a rollout, and the rows of memory that hold its inputs and trace."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Decisions(Protocol):
         """The decisions at `index` (int64 [K]); nothing is copied."""
         ...
 
-    def inputs(self, device: torch.device = CPU, frames: bool = True) -> Inputs:
-        """The observations, on the device; without their frames if so wanted."""
+    def inputs(self, device: torch.device | None = None, frames: bool = True) -> Inputs:
+        """The observations, on the device (None: where they are kept); without their frames if so wanted."""
         ...
 
-    def trace(self, device: torch.device = CPU) -> dict[str, Tensor]:
-        """What `Policy.evaluate` needs beside the observations, on the device."""
+    def trace(self, device: torch.device | None = None) -> dict[str, Tensor]:
+        """What `Policy.evaluate` needs beside the observations, on the device (None: where it is kept)."""
         ...
 
 
@@ -46,11 +46,11 @@ class StoredDecisions:
     def select(self, index: Tensor) -> StoredDecisions:
         return replace(self, rows=self.rows[index])
 
-    def inputs(self, device: torch.device = CPU, frames: bool = True) -> Inputs:
-        return self.memory.inputs(self.rows, device, frames)
+    def inputs(self, device: torch.device | None = None, frames: bool = True) -> Inputs:
+        return self.memory.inputs(self.rows, device or CPU, frames)
 
-    def trace(self, device: torch.device = CPU) -> dict[str, Tensor]:
-        return self.memory.trace(self.rows, device)
+    def trace(self, device: torch.device | None = None) -> dict[str, Tensor]:
+        return self.memory.trace(self.rows, device or CPU)
 
 
 @dataclass(frozen=True)
@@ -67,11 +67,13 @@ class HeldDecisions:
         trace = {name: tensor[index] for name, tensor in self.held_trace.items()}
         return HeldDecisions(self.held_inputs.rows(index), trace)
 
-    def inputs(self, device: torch.device = CPU, frames: bool = True) -> Inputs:
-        found = self.held_inputs.to(device)
+    def inputs(self, device: torch.device | None = None, frames: bool = True) -> Inputs:
+        found = self.held_inputs if device is None else self.held_inputs.to(device)
         return found if frames else replace(found, frames={})
 
-    def trace(self, device: torch.device = CPU) -> dict[str, Tensor]:
+    def trace(self, device: torch.device | None = None) -> dict[str, Tensor]:
+        if device is None:
+            return dict(self.held_trace)
         return {name: tensor.to(device) for name, tensor in self.held_trace.items()}
 
 

@@ -9,7 +9,7 @@ deadline. Only the standard library is imported at the top, so that it can also 
 
 from __future__ import annotations
 
-import argparse
+import argparse  # not tyro, as elsewhere: tyro may be what is missing
 import functools
 import importlib.metadata
 import json
@@ -36,7 +36,6 @@ PACKAGES = (
     "matplotlib",
     "mujoco",
     "numpy",
-    "plotly",
     "pyarrow",
     "pydantic",
     "pyyaml",
@@ -367,13 +366,14 @@ def _plain(text: str) -> Any:
     return Text(text)
 
 
-def _run() -> int:
-    parser = argparse.ArgumentParser(description="what this machine lacks, and the command that mends it")
+def run(arguments: list[str] | None = None, program: str | None = None) -> int:
+    """What the command line says; the exit status."""
+    parser = argparse.ArgumentParser(prog=program, description="what this machine lacks, and the command that mends it")
     parser.add_argument("--json", type=Path, help="also write the result to this file")
     parser.add_argument("--probe", metavar="WHAT", help="only try this: vulkan, egl, osmesa or maniskill")
-    arguments = parser.parse_args()
-    return subprocess.run(_probing(arguments.probe)).returncode if arguments.probe else main(arguments.json)
+    asked = parser.parse_args(arguments)
+    return subprocess.run(_probing(asked.probe)).returncode if asked.probe else main(asked.json)
 
 
 if __name__ == "__main__":
-    sys.exit(_run())
+    sys.exit(run())

@@ -8,7 +8,7 @@ imported at the top.
 
 from __future__ import annotations
 
-import argparse
+import argparse  # not tyro, as elsewhere: it is not imported into a process that a driver may end
 import ctypes
 import ctypes.util
 import os

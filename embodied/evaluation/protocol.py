@@ -10,9 +10,10 @@ from typing import Any
 
 from embodied.config import Config
 from embodied.errors import UserError, nearest
+from sim_farm.catalogue import task_names
 from sim_farm.contract import EpisodeSpec, Gripper, Orientation, TaskInfo
 from sim_farm.episodes import evaluation_episodes
-from sim_farm.registry import BACKENDS, backend
+from sim_farm.registry import BACKENDS
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,7 @@ class Protocol:
 def protocol_of(config: Config) -> Protocol:
     """The protocol that the configuration asks for. Raises `UserError`."""
     asked, env = config.eval, config.env
-    # A single task is looked up by whoever simulates it: here it would import its simulator.
+    # A single task is looked up by whoever simulates it.
     tasks = expand(asked.tasks) if asked.tasks else (env.task,)
     own = Protocol(
         name=None,
@@ -237,7 +238,7 @@ def _matching(name: str) -> list[str]:
     simulator = name.partition("/")[0]
     if simulator not in BACKENDS:
         raise UserError(f"no simulator {simulator!r} (in {name!r}){nearest(simulator, sorted(BACKENDS))}")
-    tasks = [f"{simulator}/{task}" for task in backend(simulator).tasks()]
+    tasks = [f"{simulator}/{task}" for task in task_names(simulator)]
     found = [task for task in tasks if task == name or task.startswith(f"{name}/")]
     if found:
         return found

@@ -22,15 +22,16 @@ HEAD = ("workload", "mode", "predicted s", "measured s", "95% interval", "error"
 def comparison_table(results: Sequence[Mapping[str, Any]]) -> str:
     """All modes of all workloads, and under it mean error and regrets. Chosen plans are marked with a star."""
     rows = [_cells(row) for result in results for row in result["modes"]]
+    return "\n".join([*table(HEAD, rows), "", *_findings(results)]) + "\n"
+
+
+def _findings(results: Sequence[Mapping[str, Any]]) -> list[str]:
     errors = [abs(row["error"]) for result in results for row in result["modes"]]
-    lines = table(HEAD, rows)
-    lines += ["", f"Mean absolute prediction error: {100 * sum(errors) / len(errors):.1f}%."]
-    for result in results:
-        lines.append(
-            f"{result['workload']}: {result['chosen']} is chosen (*); it takes {100 * result['regret']:.1f}% longer "
-            "than the fastest mode measured."
-        )
-    return "\n".join(lines) + "\n"
+    return [f"Mean absolute prediction error: {100 * sum(errors) / len(errors):.1f}%."] + [
+        f"{result['workload']}: {result['chosen']} is chosen (*); it takes {100 * result['regret']:.1f}% longer than "
+        "the fastest mode measured."
+        for result in results
+    ]
 
 
 def write_comparison(
@@ -55,9 +56,9 @@ def write_comparison(
     body = (
         f"<header><h1>Modes compared: {escape(str(result['workload']))}</h1>"
         f"<p class='facts'><span>{escape(result['hardware'])}, {result['date']}</span></p></header>"
-        f"<section><pre>{escape(comparison_table([result]))}</pre></section>"
+        f"<section>{_html_table(result)}<p>{'<br>'.join(escape(line) for line in _findings([result]))}</p></section>"
         f"<section><h2>Predicted and measured</h2>{_image(out / 'compare.png')}</section>"
-        f"<section><h2>Timelines of one iteration</h2>{_image(out / 'timelines.png')}</section>"
+        f"<section><h2>Timelines of one iteration</h2>{_image(out / 'timelines.png', 'scroll wide')}</section>"
         + (f"<section><h2>Why</h2>{why}</section>" if why else "")
     )
     template = Template(PAGE.read_text())
@@ -75,10 +76,23 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
         f"{row['measured_low_s']:.3f} to {row['measured_high_s']:.3f}",
         f"{100 * row['error']:+.1f}%",
         f"{row['env_steps_per_s']:.0f}",
-        f"{row['placement']}; {row['groups']} group{'s' if row['groups'] > 1 else ''}",
+        f"{row['placement']}; {_groups(row['groups'])}",
     )
 
 
-def _image(path: Path) -> str:
+def _html_table(result: Mapping[str, Any]) -> str:
+    head = "".join(f"<th>{escape(name)}</th>" for name in HEAD)
+    rows = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in _cells(row))}</tr>" for row in result["modes"])
+    return f'<div class="card scroll"><table><tr>{head}</tr>{rows}</table></div>'
+
+
+def _image(path: Path, css: str = "") -> str:
+    """The picture on white, as it was drawn; `css` says how it fits a narrow page."""
     data = base64.b64encode(path.read_bytes()).decode()
-    return f'<img style="max-width:100%;background:#fff" alt="{escape(path.stem)}" src="data:image/png;base64,{data}">'
+    image = f'<img alt="{escape(path.stem)}" src="data:image/png;base64,{data}">'
+    return f'<figure class="card picture"><div class="{css}">{image}</div></figure>'
+
+
+def _groups(of_tasks: Sequence[int]) -> str:
+    """Groups of environments of each task."""
+    return f"{' and '.join(map(str, of_tasks))} group{'s' if max(of_tasks) > 1 or len(of_tasks) > 1 else ''}"

@@ -11,60 +11,100 @@ from dataclasses import replace
 import torch
 
 from embodied.config import Config
-from embodied.execution.assignment import HERE, Assignment
+from embodied.execution.assignment import HERE, Assignment, FarmAssignment
 from embodied.workers.affinity import Affinity
+from embodied.workflows.recipes import Recipe, recipe_of
+from embodied.workflows.sizes import tasks_of
 
-Shapes = dict[str, tuple[Config, Assignment]]
+Probes = dict[str, tuple[Config, Assignment]]
 
 
-def shapes_of(config: Config, cores: tuple[int, ...], gpus: Sequence[torch.device]) -> Shapes:
-    """What is run, by name: with how many environments, and who is where."""
-    half = config.model_copy(update={"env": config.env.model_copy(update={"num_envs": config.env.num_envs // 2})})
-    whole, one = _turns(cores, cores), _turns(cores[:1], cores[:1])
+def probes_of(config: Config, cores: tuple[int, ...], gpus: Sequence[torch.device]) -> Probes:
+    """What is run, by name: with how many environments, and who is where.
+
+    Of several tasks, whose simulators are measured one task at a time, only what their sum changes: all that is not in
+    the loop, alone.
+    """
+    recipe, half, several = recipe_of(config), halved(config), bool(config.extra_tasks)
+    whole, one = _turns(config, recipe, cores, cores), _turns(config, recipe, cores[:1], cores[:1])
     if gpus:
-        whole, one = (_computing_on(shape, config, gpus[0], len(cores)) for shape in (whole, one))
-    shapes = {
+        whole, one = (_computing_on(probe, recipe, config, gpus[0], len(cores)) for probe in (whole, one))
+    probes = {
         "all cores": (config, whole),
         "all cores, half": (half, whole),
         "one core": (config, one),
         "one core, half": (half, one),
-        # On a GPU this shows the policy beside the simulator on all cores.
-        "shared": (config, replace(whole, groups=2, policy=replace(whole.policy, cores=(), threads=1))),
     }
-    if len(cores) > 1 and not gpus:
-        shapes["beside"] = (config, _beside(cores))
+    if not several:
+        # On a GPU this shows the policy beside the simulator on all cores.
+        probes["shared"] = (config, _sharing(whole, recipe))
+    if not several and len(cores) > 1 and not gpus:
+        probes["beside"] = (config, _beside(config, recipe, cores))
     if config.plan.ahead and len(gpus or cores) > 1:
-        shapes["ahead"] = (config, _ahead_on(gpus[1], whole) if gpus else _ahead(cores))
-    return shapes
+        ahead = _ahead_on(gpus[1], recipe, whole) if gpus else _ahead(config, recipe, cores)
+        probes["ahead"] = (config, ahead)
+    return probes
 
 
-def _turns(physics: Sequence[int], compute: Sequence[int]) -> Assignment:
-    """Everything on its cores, one after the other."""
+def halved(config: Config) -> Config:
+    """Half of the environments of every task."""
+    first, *others = tasks_of(config)
+    env = first.env.model_copy(update={"num_envs": first.env.num_envs // 2})
+    extra = tuple(
+        {**differs, "num_envs": task.env.num_envs // 2}
+        for differs, task in zip(config.extra_tasks, others, strict=True)
+    )
+    return config.model_copy(update={"env": env, "extra_tasks": extra})
+
+
+def _turns(config: Config, recipe: Recipe, physics: Sequence[int], compute: Sequence[int]) -> Assignment:
+    """Everything on its cores, one after the other; every task has simulators on all of its."""
     affinity = Affinity(tuple(compute), len(compute))
-    nodes = (HERE,) * len(physics)
-    return Assignment("collocated", 1, tuple(physics), nodes, (), affinity, affinity, one_process=True)
+    farm = FarmAssignment(1, tuple(physics), (HERE,) * len(physics))
+    names = (recipe.loop[-1], *(component.name for component in recipe.after_rollout))
+    return Assignment(
+        "collocated", (farm,) * (1 + len(config.extra_tasks)), dict.fromkeys(names, affinity), one_process=True
+    )
 
 
-def _computing_on(like: Assignment, config: Config, gpu: torch.device, cores: int) -> Assignment:
-    """As `assign` affinities policy and learner on an accelerator."""
-    learner = Affinity((), config.optim.threads or cores, str(gpu))
-    return replace(like, policy=Affinity(device=str(gpu)), learner=learner)
+def _computing_on(like: Assignment, recipe: Recipe, config: Config, gpu: torch.device, cores: int) -> Assignment:
+    """As `assign` has decider, passers and trainer compute on an accelerator."""
+    trained = Affinity((), config.optim.threads or cores, str(gpu))
+    components = {**dict.fromkeys(like.components, trained), recipe.loop[-1]: Affinity(device=str(gpu))}
+    return replace(like, components=components)
 
 
-def _beside(cores: Sequence[int]) -> Assignment:
-    """Physics on the first half of the cores, the policy on the rest, at the same time."""
+def _sharing(like: Assignment, recipe: Recipe) -> Assignment:
+    """Two groups, and the decider wherever the system finds time for it."""
+    decider = recipe.loop[-1]
+    free = replace(like.components[decider], cores=(), threads=1)
+    return replace(_two_groups(like), components={**like.components, decider: free})
+
+
+def _beside(config: Config, recipe: Recipe, cores: Sequence[int]) -> Assignment:
+    """The simulators on the first half of the cores, the policy on the rest, at the same time."""
     middle = max(1, len(cores) // 2)
-    return replace(_turns(cores[:middle], cores[middle:]), mode="hybrid", groups=2)
+    return replace(_two_groups(_turns(config, recipe, cores[:middle], cores[middle:])), mode="hybrid")
 
 
-def _ahead(cores: Sequence[int]) -> Assignment:
-    """The rollout on the first half of the cores, one update ahead of the learner on one other."""
+def _two_groups(like: Assignment) -> Assignment:
+    return replace(like, farms=tuple(replace(farm, groups=2) for farm in like.farms))
+
+
+def _ahead(config: Config, recipe: Recipe, cores: Sequence[int]) -> Assignment:
+    """The rollout on the first half of the cores, one update ahead of what follows it on one other."""
     middle = max(1, len(cores) // 2)
-    rolling, learner = _turns(cores[:middle], cores[:middle]), Affinity((cores[middle],))
-    return replace(rolling, mode="disaggregated", learner=learner, one_process=False, ahead=1)
+    rolling = _turns(config, recipe, cores[:middle], cores[:middle])
+    return _apart(rolling, recipe, Affinity((cores[middle],)))
 
 
-def _ahead_on(gpu: torch.device, rolling: Assignment) -> Assignment:
-    """The rollout one update ahead of the learner on another GPU."""
-    learner = replace(rolling.learner, device=str(gpu))
-    return replace(rolling, mode="disaggregated", learner=learner, one_process=False, ahead=1)
+def _ahead_on(gpu: torch.device, recipe: Recipe, rolling: Assignment) -> Assignment:
+    """The rollout one update ahead of what follows it on another GPU."""
+    trained = rolling.components[recipe.after_rollout[-1].name]
+    return _apart(rolling, recipe, replace(trained, device=str(gpu)))
+
+
+def _apart(rolling: Assignment, recipe: Recipe, trained: Affinity) -> Assignment:
+    after = {component.name: trained for component in recipe.after_rollout}
+    components = {**rolling.components, **after}
+    return replace(rolling, mode="disaggregated", components=components, one_process=False, ahead=1)

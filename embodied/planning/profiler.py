@@ -2,13 +2,15 @@
 
 The configuration's own workers run a few iterations under a few assignments, chosen so that every component is seen
 alone, on few and on all cores, with all and with half of the environments, and beside the others. Because a plan
-never changes what is computed, these are the very iterations that a run begins with.
+never changes what is computed, these are the very iterations that a run begins with. Of a run of several tasks every
+task is rolled out by itself, so that nobody waits for another task's simulators; passers and trainer are measured on
+all tasks together.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median, stdev
@@ -22,12 +24,13 @@ from embodied.execution.assignment import Assignment
 from embodied.execution.executor import Executor, Iteration, executor
 from embodied.execution.session import Session
 from embodied.migration import OLD_SECTIONS, migrate
-from embodied.planning.probe_assignments import shapes_of
+from embodied.planning.components import ComponentRoles, roles_of
+from embodied.planning.probe_assignments import probes_of
 from embodied.statistics import typical
 from embodied.workers.devices import accelerators
 from embodied.workers.offload import Switch
 from embodied.workers.roles import Trainer
-from embodied.workflows.sizes import workflow_of
+from embodied.workflows.sizes import tasks_of, workflow_of
 from schedulers.profile import ComponentProfile, Point, Profile, Together
 from schedulers.workflow import Workflow
 from sim_farm.contract import TaskInfo
@@ -37,100 +40,111 @@ LEAST, MOST, ENOUGH_S = 3, 10, 6.0
 on first use, and does not count."""
 
 Switches = Mapping[str, tuple[Switch, Switch]]
-"""Of learner, policy and renderers: leaving the memory, and coming back."""
+"""Of trainer, decider and renderers: leaving the memory, and coming back."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Some iterations under one assignment."""
+    """Some iterations under one assignment; the first, which warms up, is left out."""
 
-    num_envs: int
+    environments: int
     assignment: Assignment
     iterations: tuple[Iteration, ...]
     rounds: int
-    """Of the rollout loop, per iteration."""
+    """Of the first task's rollout loop, per iteration."""
     worker_bytes: float
-    """In memory of one physics worker's process, the renderer that it draws with included."""
+    """In memory of one physics worker's process of the first task, the renderer that it draws with included."""
 
-    def per_round(self, pick: str) -> list[float]:
-        """Seconds per round of each iteration: `farm` (waiting for it), `policy`, or `loop` (all)."""
-        clocks = [(it.summary.clock, it.summary.wall_s, gathering_s(it)) for it in self.iterations]
-        values = {
-            "farm": [clock.waiting for clock, _, _ in clocks],
-            "policy": [clock.policy + clock.transport - gathered for clock, _, gathered in clocks],
-            "loop": [wall - gathered for _, wall, gathered in clocks],
-            "physics_busy": [clock.physics_busy for clock, _, _ in clocks],
-            "render_busy": [clock.render_busy for clock, _, _ in clocks],
-        }[pick]
-        return [value / self.rounds for value in values]
+    def per_round(self, seconds: Callable[[Iteration], float]) -> list[float]:
+        """Of each iteration, seconds per round."""
+        return [seconds(iteration) / self.rounds for iteration in self.iterations]
 
     @property
     def drawing(self) -> float:
-        """Share of rendering in what the farm's workers did."""
-        physics, render = fmean(self.per_round("physics_busy")), fmean(self.per_round("render_busy"))
-        return render / (physics + render) if render else 0.0
+        """Share of drawing in what the farm's workers did."""
+        clocks = [iteration.summary.clock for iteration in self.iterations]
+        drawn, stepped = sum(c.render_busy for c in clocks), sum(c.physics_busy for c in clocks)
+        return drawn / (stepped + drawn) if drawn else 0.0
 
 
 @dataclass(frozen=True)
-class Seen:
-    """All that was measured of one configuration."""
+class Probed:
+    """All that was measured of one configuration, of one task or of several."""
 
+    workflow: Workflow
+    infos: tuple[TaskInfo, ...]
     taken: Mapping[str, Measured]
-    """By the names of `shapes_of`."""
+    """By the names of `probes_of`."""
     cores: int
     accelerated: bool
-    """Policy and learner were on a GPU."""
+    """All that is no simulator was on a GPU."""
     switches: Switches
     peak_bytes: int
-    """The most that policy and learner together, in one process, have held of a GPU's memory."""
+    """The most that the trainer's process has held of a GPU's memory; decider and passers were in it."""
 
+    @property
+    def roles(self) -> ComponentRoles:
+        return roles_of(self.workflow)
 
-def gathering_s(iteration: Iteration) -> float:
-    """What arranging the trajectories took at the end of a rollout, or of each of its waves."""
-    spans = [span for span in iteration.summary.spans if span.track == "policy" and span.name == "transport"]
-    return sum(span.end_ns - span.start_ns for span in spans) / 1e9
+    def alone(self, accelerated: bool) -> list[tuple[Measured, int]]:
+        """Where components took turns, and the devices that each of them had."""
+        names = {"all cores": self.cores, "all cores, half": self.cores}
+        if accelerated:
+            names = dict.fromkeys(names, 1)
+        elif self.cores > 1:
+            names |= {"one core": 1, "one core, half": 1}
+        return [(self.taken[name], devices) for name, devices in names.items()]
 
 
 def profile_config(config: Config, session: Session, scratch: Path) -> Profile:
-    """Measure every component of the configuration's workflow. Takes about ten iterations' time.
+    """Measure every component of the configuration's workflow. Takes about ten iterations' time of each task.
 
-    Raises `UserError` where the environments cannot be halved.
+    Raises `UserError` where the environments of a task cannot be halved.
     """
-    envs, cores = config.env.num_envs, session.cores
-    if envs % (2 * len(cores)):
-        raise UserError(f"{envs} environments do not divide by two groups on {len(cores)} cores: change env.num_envs")
+    tasks, cores = tasks_of(config), len(session.cores)
+    for task in tasks:
+        envs = task.env.num_envs
+        if envs % (2 * cores):
+            raise UserError(
+                f"{envs} environments do not divide by two groups on {cores} cores: change env.num_envs"
+                + (f" of {task.env.task}" if len(tasks) > 1 else "")
+            )
+    each = [_probe(task, session, scratch) for task in tasks]
+    whole = _probe(config, session, scratch) if len(tasks) > 1 else each[0]
+    return Profile(
+        workflow=whole.workflow.name,
+        fingerprint={**fingerprint(), **work_of(config)},
+        components=_components(each, whole),
+        # A policy on a GPU shares no cores.
+        together=() if whole.accelerated else _together(each, whole.workflow),
+        transfers=_transfers(whole, config),
+    )
+
+
+def _probe(config: Config, session: Session, scratch: Path) -> Probed:
     gpus = accelerators(config.policy.device)
     taken: dict[str, Measured] = {}
-    info: TaskInfo | None = None
+    infos: tuple[TaskInfo, ...] = ()
     switches: Switches = {}
     peak = 0
-    for name, (changed, assignment) in shapes_of(config, cores, gpus).items():
+    for name, (changed, assignment) in probes_of(config, session.cores, gpus).items():
         with executor(changed, scratch, session, assignment) as workers:
-            info = workers.farm.infos[0]
+            infos = workers.farm.infos
             taken[name] = measure(changed, workers)
             switches = switches or workers.switches()
             peak = peak or workers.trainer.call(Trainer.peak_bytes)
-    assert info is not None
-    workflow = workflow_of(config, info.max_episode_steps)
-    seen = Seen(taken, len(cores), bool(gpus), switches, peak)
-    return Profile(
-        workflow=workflow.name,
-        fingerprint={**fingerprint(), **work_of(config)},
-        components={name: _component(seen, name, workflow) for name in workflow.names},
-        # A policy on a GPU shares no cores.
-        together=() if gpus else _together(taken["shared"], workflow, envs, len(cores)),
-        transfers=_transfers(info, config),
-    )
+    workflow = workflow_of(config, _lengths(infos))
+    return Probed(workflow, infos, taken, len(session.cores), bool(gpus), switches, peak)
 
 
 def measure(config: Config, workers: Executor) -> Measured:
     """Run iterations from the beginning until they are enough."""
-    workflow = workflow_of(config, workers.farm.infos[0].max_episode_steps)
-    assert workflow.loop is not None
-    rounds = workflow.loop.steps * workflow.waves
-    iterations = tuple(run_iterations(workers))
-    held = workers.farm.private_bytes()[: len(workers.assignment.physics)]
-    return Measured(config.env.num_envs, workers.assignment, iterations, rounds, float(held.mean()))
+    workflow = workflow_of(config, _lengths(workers.farm.infos))
+    rounds = workflow.loops[0].steps * workflow.episodes_per_env
+    iterations = tuple(run_iterations(workers)[1:])
+    held = workers.farm.private_bytes()[0][: len(workers.assignment.farms[0].physics)]
+    environments = sum(spec.num_envs for spec in workers.farm.specs)
+    return Measured(environments, workers.assignment, iterations, rounds, float(held.mean()))
 
 
 def run_iterations(workers: Executor) -> list[Iteration]:
@@ -142,11 +156,17 @@ def run_iterations(workers: Executor) -> list[Iteration]:
     return found
 
 
+def _lengths(infos: Sequence[TaskInfo]) -> list[int]:
+    return [info.max_episode_steps for info in infos]
+
+
+# --- what a profile belongs to
+
+
 def work_of(config: Config) -> dict[str, str]:
     """What of a configuration its times depend on, as the profile keeps it."""
-    sections = config.model_dump(
-        mode="json", include={"workflow", "env", "policy", "rollout", "advantage", "loss", "optim"}
-    )
+    names = {"workflow", "env", "extra_tasks", "policy", "rollout", "advantage", "loss", "optim"}
+    sections = config.model_dump(mode="json", include=names)
     return {f"work.{name}": json.dumps(section, sort_keys=True) for name, section in sections.items()}
 
 
@@ -154,7 +174,8 @@ def in_todays_keys(fingerprint: Mapping[str, str]) -> dict[str, str]:
     """A profile's fingerprint as `work_of` would write it now, where an earlier version measured the profile."""
     work = {key.removeprefix("work."): json.loads(value) for key, value in fingerprint.items() if _of_work(key)}
     if not work.keys() & set(OLD_SECTIONS):
-        return dict(fingerprint)
+        each = {} if "extra_tasks" in work else {"work.extra_tasks": "[]"}  # a profile for each task had no need of it
+        return {**fingerprint, **each}
     rest = {key: value for key, value in fingerprint.items() if not _of_work(key)}
     return rest | work_of(parse_config(migrate(work), "the profile"))
 
@@ -163,95 +184,175 @@ def _of_work(key: str) -> bool:
     return key.startswith("work.")
 
 
-def _component(seen: Seen, name: str, flow: Workflow) -> ComponentProfile:
-    """As it was measured alone, how much longer it takes beside the others, what it holds, what a switch takes."""
-    taken, cores, accelerated = seen.taken, seen.cores, seen.accelerated and name in ("policy", "learner")
-    alone = {"all cores": cores, "all cores, half": cores}
-    if accelerated:
-        alone = dict.fromkeys(alone, 1)
-    elif cores > 1:
-        alone |= {"one core": 1, "one core, half": 1}
-    points = []
-    for shape, devices in alone.items():
-        items = taken[shape].num_envs * (1 if name in _LOOP else flow.waves)
-        points.append(_point(items, devices, _values(taken[shape], name, flow)))
-    found = ComponentProfile("cores", tuple(points), _beside_factor(seen, name), _variation(taken["all cores"], name))
-    if name == "physics":
-        resident, per_item = _worker_memory([taken[shape] for shape in alone])
-        return replace(found, resident_bytes=resident, bytes_per_item=per_item)
-    if name not in seen.switches:
-        return found
-    out, back = seen.switches[name]
-    found = replace(found, process_bytes=float(out.bytes), unload_s=out.seconds, load_s=back.seconds)
-    if not accelerated:
-        return found
-    # Gradients and activations come with the learner's own micro-batches, whatever the parts of a plan; a policy that
+# --- seconds of each role in an iteration
+
+
+def waited_s(iteration: Iteration) -> float:
+    """For the farm."""
+    return iteration.summary.clock.waiting
+
+
+def decided_s(iteration: Iteration) -> float:
+    """Of the decider: inference, and moving what it reads and writes."""
+    clock = iteration.summary.clock
+    return clock.policy + clock.transport - clock.assembly
+
+
+def looped_s(iteration: Iteration) -> float:
+    """Of the rollout's loop."""
+    return iteration.summary.wall_s - iteration.summary.clock.assembly
+
+
+def passed_s(iteration: Iteration, name: str) -> float:
+    """Of a passer."""
+    return iteration.learned[f"time/{name}_s"]
+
+
+def trained_s(iteration: Iteration, passers: Sequence[str]) -> float:
+    """All of an iteration that is neither loop, nor passers, nor switching: assembling trajectories, the update,
+    weights, messages between processes. Where these overlap, what the trainer's own clock says."""
+    others = sum(passed_s(iteration, name) for name in passers) + iteration.learned["time/switch_s"]
+    return max(iteration.wall_s - looped_s(iteration) - others, iteration.learned["learner/update_s"])
+
+
+# --- from measurements to components
+
+
+def _components(each: Sequence[Probed], whole: Probed) -> dict[str, ComponentProfile]:
+    """Of all components, in the workflow's order: simulators as each task's probes have them, what follows the loop as
+    the probes of the whole run do."""
+    roles = whole.roles
+    found = {roles.decider: _decider(each, whole), roles.trainer: _trainer(whole)}
+    found |= {name: _passer(whole, name) for name in roles.passers}
+    for names, probed in zip(roles.simulators, each, strict=True):
+        steps, *draws = names
+        found[steps] = _stepping(probed, bool(draws))
+        if draws:
+            found[draws[0]] = _drawing(probed)
+    return {name: found[name] for name in whole.workflow.names}
+
+
+def _stepping(probed: Probed, draws: bool) -> ComponentProfile:
+    """What steps the environments of a task."""
+    alone = probed.alone(accelerated=False)
+
+    def rounds(measured: Measured) -> list[float]:
+        share = 1 - measured.drawing if draws else 1.0
+        return [value * share for value in measured.per_round(waited_s)]
+
+    points = tuple(_point(m.environments, devices, rounds(m)) for m, devices in alone)
+    beside = _beside_factor(probed, lambda iteration: iteration.summary.clock.physics_busy)
+    resident, per_item = _worker_memory([measured for measured, _ in alone])
+    found = ComponentProfile("cores", points, beside, _variation(probed, "idle"))
+    return replace(found, resident_bytes=resident, bytes_per_item=per_item)
+
+
+def _drawing(probed: Probed) -> ComponentProfile:
+    """What draws the frames of a task."""
+
+    def rounds(measured: Measured) -> list[float]:
+        return [value * measured.drawing for value in measured.per_round(waited_s)]
+
+    points = tuple(_point(m.environments, devices, rounds(m)) for m, devices in probed.alone(accelerated=False))
+    beside = _beside_factor(probed, lambda iteration: iteration.summary.clock.render_busy)
+    found = ComponentProfile("cores", points, beside, _variation(probed, "idle"))
+    return _switching(found, probed, probed.roles.simulators[0][1])
+
+
+def _decider(each: Sequence[Probed], whole: Probed) -> ComponentProfile:
+    """What decides: a call for as many environments as each task has, and for half of them."""
+    calls: dict[tuple[int, int], list[float]] = {}
+    for probed in each:
+        for measured, devices in probed.alone(probed.accelerated):
+            calls.setdefault((measured.environments, devices), []).extend(measured.per_round(decided_s))
+    points = tuple(_point(batch, devices, values) for (batch, devices), values in calls.items())
+    beside = fmean(_beside_factor(probed, decided_s) for probed in each)
+    found = ComponentProfile("cores", points, beside, fmean(_variation(probed, "act") for probed in each))
+    return _computing(_switching(found, whole, whole.roles.decider), whole)
+
+
+def _passer(whole: Probed, name: str) -> ComponentProfile:
+    """What trajectories pass through."""
+    points = _points_after(whole, lambda iteration: passed_s(iteration, name))
+    return _computing(ComponentProfile("cores", points), whole)
+
+
+def _trainer(whole: Probed) -> ComponentProfile:
+    """What learns; on a GPU it holds the most that its process took."""
+    points = _points_after(whole, lambda iteration: trained_s(iteration, whole.roles.passers))
+    beside = 1.0
+    if "ahead" in whole.taken:
+        with_rollout, without = (
+            median(iteration.learned["learner/update_s"] for iteration in whole.taken[probe].iterations)
+            for probe in ("ahead", "all cores" if whole.accelerated else "one core")
+        )
+        beside = max(1.0, with_rollout / without)
+    found = _switching(ComponentProfile("cores", points, beside), whole, whole.roles.trainer)
+    # Gradients and activations come with the trainer's own micro-batches, whatever the parts of a plan; a policy that
     # acts takes little beside them.
-    held = max(seen.peak_bytes, out.bytes) if name == "learner" else out.bytes
-    return replace(found, pool="accelerators", spreads=False, resident_bytes=float(held))
+    return _computing(found, whole, whole.peak_bytes)
+
+
+def _points_after(whole: Probed, seconds: Callable[[Iteration], float]) -> tuple[Point, ...]:
+    """Of what follows the loop: seconds of an iteration's items."""
+    episodes = whole.workflow.episodes_per_env
+    return tuple(
+        _point(measured.environments * episodes, devices, [seconds(iteration) for iteration in measured.iterations])
+        for measured, devices in whole.alone(whole.accelerated)
+    )
+
+
+def _switching(found: ComponentProfile, probed: Probed, name: str) -> ComponentProfile:
+    """With what leaves the memory, and how long leaving and coming back take."""
+    out, back = probed.switches[name]
+    return replace(found, process_bytes=float(out.bytes), unload_s=out.seconds, load_s=back.seconds)
+
+
+def _computing(found: ComponentProfile, whole: Probed, peak_bytes: int = 0) -> ComponentProfile:
+    """On the pool where it was measured: a GPU's memory counts, and more of them do not help one process."""
+    if not whole.accelerated:
+        return found
+    held = max(float(peak_bytes), found.process_bytes)
+    return replace(found, pool="accelerators", spreads=False, resident_bytes=held)
 
 
 def _worker_memory(measured: Sequence[Measured]) -> tuple[float, float]:
     """Bytes of a physics worker without environments, and of each of its environments: a straight line."""
-    envs = [m.num_envs / len(m.assignment.physics) for m in measured]
+    envs = [m.environments / len(m.assignment.farms[0].physics) for m in measured]
     slope, base = np.polyfit(envs, [m.worker_bytes for m in measured], 1)
     return (max(float(base), 0.0), float(slope)) if slope > 0 else (max(m.worker_bytes for m in measured), 0.0)
 
 
-def _variation(measured: Measured, name: str) -> float:
-    """Coefficient of variation of single calls; 0 for what is called once an iteration."""
-    if name not in _LOOP:
-        return 0.0
-    kind = "act" if name == "policy" else "idle"
-    spans = [s for it in measured.iterations[1:] for s in it.summary.spans if s.track == "policy"]
-    calls = [float(s.end_ns - s.start_ns) for s in spans if s.name.startswith(kind)]
+def _variation(probed: Probed, kind: str) -> float:
+    """Coefficient of variation of single calls, where they are traced: of the decider's spans whose name begins so."""
+    spans = [span for it in probed.taken["all cores"].iterations for span in it.summary.spans]
+    calls = [float(span.end_ns - span.start_ns) for span in spans if span.name.startswith(kind)]
     return stdev(calls) / fmean(calls) if len(calls) > 1 else 0.0
 
 
-_LOOP = ("physics", "render", "policy")
-
-
-def _values(measured: Measured, component: str, flow: Workflow) -> list[float]:
-    """Seconds of the component: of a round for the loop's, else of an iteration."""
-    drawing = measured.drawing if "render" in flow.names else 0.0
-    if component == "physics":
-        return [value * (1 - drawing) for value in measured.per_round("farm")[1:]]
-    if component == "render":
-        return [value * drawing for value in measured.per_round("farm")[1:]]
-    if component == "policy":
-        return measured.per_round("policy")[1:]
-    # All of an iteration but the loop: arranging trajectories, the update, weights, messages between processes.
-    loop_s = measured.per_round("loop")
-    return [it.wall_s - loop_s[i] * measured.rounds for i, it in enumerate(measured.iterations)][1:]
-
-
-def _beside_factor(seen: Seen, component: str) -> float:
-    """How much longer it takes for one item while other cores, or the cores beside the GPU, are busy."""
-    taken = seen.taken
-    if component == "learner" and "ahead" in taken:
-        with_rollout, without = (
-            median(it.learned["learner/update_s"] for it in taken[shape].iterations[1:])
-            for shape in ("ahead", "all cores" if seen.accelerated else "one core")
-        )
-        return max(1.0, with_rollout / without)
-    if seen.accelerated:
+def _beside_factor(probed: Probed, seconds: Callable[[Iteration], float]) -> float:
+    """How much longer a component of the loop takes for one item while other cores, or those beside the GPU, are
+    busy."""
+    taken = probed.taken
+    if probed.accelerated:
         beside, alone = taken["shared"], taken["all cores, half"]
     elif "beside" in taken:
         beside, alone = taken["beside"], taken["one core, half"]
     else:
         return 1.0
-    picks = {"physics": "physics_busy", "render": "render_busy", "policy": "policy"}
-    if component not in picks:
-        return 1.0
-    with_others, without = (median(m.per_round(picks[component])[1:]) for m in (beside, alone))
+    with_others, without = (median(measured.per_round(seconds)) for measured in (beside, alone))
     # The policy decides once for each of two groups, and the simulator steps twice as many environments.
     return max(1.0, with_others / (2 * without)) if without else 1.0
 
 
-def _together(shared: Measured, flow: Workflow, envs: int, cores: int) -> tuple[Together, ...]:
-    point = _point(envs, cores, shared.per_round("loop")[1:])
-    loop = tuple(name for name in _LOOP if name in flow.names)
-    return (Together(loop, envs, cores, 2, point.seconds, point.low, point.high),)
+def _together(each: Sequence[Probed], workflow: Workflow) -> tuple[Together, ...]:
+    """A round of each task's loop while its components share all cores."""
+    found = []
+    for probed, loop in zip(each, workflow.loops, strict=True):
+        shared = probed.taken["shared"]
+        point = _point(shared.environments, probed.cores, shared.per_round(looped_s))
+        found.append(Together(loop.components, point.batch, point.devices, 2, point.seconds, point.low, point.high))
+    return tuple(found)
 
 
 def _point(batch: int, devices: int, values: Sequence[float]) -> Point:
@@ -259,16 +360,19 @@ def _point(batch: int, devices: int, values: Sequence[float]) -> Point:
     return Point(batch, devices, middle, low, high)
 
 
-def _transfers(info: TaskInfo, config: Config) -> dict[str, float]:
+def _transfers(whole: Probed, config: Config) -> dict[str, float]:
     """Bytes per item and round, or per item and iteration, on each edge."""
-    frames = float(len(info.cameras) * info.spec.image_size**2 * 3)
-    seen = 4.0 * (info.state_dim * ("state" in config.policy.reads) + info.proprio_dim)
-    action = 4.0 * config.policy.chunk * info.action_dim
-    per_decision = frames + seen + 3 * action
-    return {
-        "physics>render": float(info.scene_bytes) + seen,
-        "render>policy": frames + seen,
-        "physics>policy": seen,
-        "policy>physics": action,
-        "policy>learner": per_decision * config.rollout.decisions,
-    }
+    workflow, roles = whole.workflow, whole.roles
+    found: dict[str, float] = {}
+    kept = 0.0
+    for (steps, *draws), info, loop in zip(roles.simulators, whole.infos, workflow.loops, strict=True):
+        frames = float(len(info.cameras) * info.spec.image_size**2 * 3)
+        seen = 4.0 * (info.state_dim * ("state" in config.policy.reads) + info.proprio_dim)
+        action = 4.0 * config.policy.chunk * info.action_dim
+        for draw in draws:
+            found |= {f"{steps}>{draw}": float(info.scene_bytes) + seen, f"{draw}>{roles.decider}": frames + seen}
+        found |= {f"{steps}>{roles.decider}": seen, f"{roles.decider}>{steps}": action}
+        kept += (frames + seen + 3 * action) * loop.steps * (loop.items or workflow.items)
+    after = (*roles.passers, roles.trainer)
+    found |= {f"{e.source}>{e.target}": kept / workflow.items for e in workflow.edges if e.target in after}
+    return found

@@ -14,7 +14,8 @@ from statistics import median
 
 import schedulers
 from embodied.execution.executor import Iteration
-from embodied.planning.profiler import gathering_s
+from embodied.planning.components import roles_of
+from embodied.planning.profiler import decided_s, passed_s, trained_s
 from schedulers import Cluster, ComponentProfile, Plan, Point, Profile, Workflow
 
 PERSISTENT = 5
@@ -38,7 +39,7 @@ class Decision:
 
 @dataclass
 class Watch:
-    """Watches one plan. `ask` plans for a profile; `switch_s` is what changing over costs."""
+    """Watches a run's plan. `ask` plans for a profile; `switch_s` is what changing over costs."""
 
     plan: Plan
     profile: Profile
@@ -74,91 +75,50 @@ class Watch:
 
     def updated(self) -> tuple[Profile, str]:
         """The profile with every component's times multiplied by measured over profiled, and that in words."""
-        factors = {name: self._factor(name) for name in self.profile.components}
-        components = {name: _scaled(p, factors[name]) for name, p in self.profile.components.items()}
+        busy = [busy_seconds(iteration, self.workflow) for iteration in self._recent]
+        factors = {
+            name: _factor(expected, [seconds[name] for seconds in busy]) for name, expected in self._expected().items()
+        }
+        components = {name: _scaled(p, factors.get(name, 1.0)) for name, p in self.profile.components.items()}
         # What was measured together belongs to the times that are no more.
-        loop = median([factors[name] for name in self._loop()])
         together = tuple(
-            replace(entry, seconds=entry.seconds * loop, low=entry.low * loop, high=entry.high * loop)
+            replace(entry, seconds=entry.seconds * by, low=entry.low * by, high=entry.high * by)
             for entry in self.profile.together
+            for by in [median(factors.get(name, 1.0) for name in entry.components)]
         )
         words = ", ".join(f"{name} x {factor:.3g}" for name, factor in factors.items())
         return replace(self.profile, components=components, together=together), words
 
-    def _factor(self, name: str) -> float:
-        """Median of measured over profiled busy time of a component per iteration."""
-        expected = self._expected(name)
-        if expected <= 0:
-            return 1.0
-        return max(1e-3, median([_busy(it, name) for it in self._recent]) / expected)
-
-    def _expected(self, name: str) -> float:
-        """Busy seconds per iteration that the profile says, summed over its devices for those of the farm."""
-        component, devices = self.profile.components[name], self._devices(name)
-        if name not in self._loop():
-            return component.seconds(self.workflow.items, devices)
-        assert self.workflow.loop is not None
-        calls = self.plan.groups * self.workflow.loop.steps * self.workflow.waves
-        batch = self.workflow.items / self.workflow.waves / self.plan.groups
-        # A farm's time is until its last worker is done: its workers' clocks add up to as many times that.
-        workers = devices if name in ("physics", "render") else 1
-        return calls * workers * component.seconds(batch, devices)
-
-    def _loop(self) -> tuple[str, ...]:
-        return self.workflow.loop.components if self.workflow.loop is not None else ()
-
-    def _devices(self, name: str) -> int:
-        for phase in self.plan.phases:
-            for placement in phase.placements:
-                if name in placement.components:
-                    return sum(span.count for span in placement.devices)
-        raise ValueError(f"the plan places no {name}")
+    def _expected(self) -> dict[str, float]:
+        """Busy seconds per iteration of each component by the profile, summed over devices of simulators."""
+        times, roles, flow = self.profile.components, roles_of(self.workflow), self.workflow
+        devices = {name: p.count for phase in self.plan.phases for p in phase.placements for name in p.components}
+        found = dict.fromkeys(flow.names, 0.0)
+        for number, loop in enumerate(flow.loops):
+            groups = self.plan.groups_of(number)
+            calls, batch = groups * loop.steps * flow.episodes_per_env, flow.environments(number) / groups
+            for name in loop.components:
+                # A farm's time is until its last worker is done: its workers' clocks add up to as many times that.
+                workers = 1 if name == roles.decider else devices[name]
+                found[name] += calls * workers * times[name].seconds(batch, devices[name])
+        for name in (*roles.passers, roles.trainer):
+            found[name] = times[name].seconds(flow.items, devices[name])
+        return found
 
 
-@dataclass(frozen=True)
-class Watches:
-    """Of a run's tasks, whose rollouts follow one another and whose update is one: each sees its own part."""
-
-    tasks: tuple[Watch, ...]
-
-    def see(self, iteration: Iteration, left: int) -> dict[int, Decision]:
-        """Take note of an iteration; the decisions by task. Each pays for moving the run by itself."""
-        # Nobody can see whose rows an update takes how long for: the plans say.
-        updates = [_update_seconds(task.plan) for task in self.tasks]
-        shares = [seconds / sum(updates) for seconds in updates]
-        seen = [
-            task.see(iteration.of_task(number, share), left)
-            for number, (task, share) in enumerate(zip(self.tasks, shares, strict=True))
-        ]
-        # The learner's place is the first task's plan's: another's gains nothing by giving it one.
-        return {
-            number: decision
-            for number, (decision, task) in enumerate(zip(seen, self.tasks, strict=True))
-            if decision is not None and (number == 0 or _rollout(decision.plan) != _rollout(task.plan))
-        }
+def busy_seconds(iteration: Iteration, workflow: Workflow) -> dict[str, float]:
+    """What each component says that it worked in an iteration, summed over a farm's workers."""
+    roles, clock = roles_of(workflow), iteration.summary.clock
+    found = {roles.decider: decided_s(iteration), roles.trainer: trained_s(iteration, roles.passers)}
+    found |= {name: passed_s(iteration, name) for name in roles.passers}
+    for task, names in enumerate(roles.simulators):
+        found |= dict(zip(names, (clock.stepping[task], clock.drawing[task]), strict=False))
+    return found
 
 
-def _rollout(plan: Plan) -> tuple[object, ...]:
-    """Everything of a plan but the learner's place."""
-    places = [placement for phase in plan.phases for placement in phase.placements]
-    return plan.groups, *(placement for placement in places if placement.components != ("learner",))
-
-
-def _update_seconds(plan: Plan) -> float:
-    assert plan.prediction is not None, "a plan that is watched has a prediction"
-    return plan.prediction.components_s["learner"]
-
-
-def _busy(iteration: Iteration, name: str) -> float:
-    clock = iteration.summary.clock
-    gathered = gathering_s(iteration)
-    return {
-        "physics": clock.physics_busy,
-        "render": clock.render_busy,
-        "policy": clock.policy + clock.transport - gathered,
-        # What a plan that unloads takes to switch is predicted apart.
-        "learner": iteration.wall_s - iteration.summary.wall_s + gathered - iteration.learned["time/switch_s"],
-    }[name]
+def _factor(expected: float, measured: list[float]) -> float:
+    """Median of measured over expected seconds."""
+    return max(1e-3, median(measured) / expected) if expected > 0 else 1.0
 
 
 def _scaled(component: ComponentProfile, factor: float) -> ComponentProfile:

@@ -185,7 +185,8 @@ def _profile_of(config: Config, session: Session, run_dir: Path, workflow: Workf
     else:
         show("measuring the workflow's components ...")
         profile = profile_config(config, session, run_dir)
-    schedulers.save(profile, own)
+    if found != own:
+        schedulers.save(profile, own)
     return profile
 
 

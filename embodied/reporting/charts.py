@@ -1,32 +1,47 @@
-"""Charts as small inline SVG: they need no network, print well, follow the page's light or dark colours, and
-carry the values that the page shows under the pointer in a `data-points` attribute.
+"""Charts of the page, drawn by matplotlib as inline SVG: they need no network, print well, follow the page's light or
+dark colours, and carry the values that the page shows under the pointer in a `data-points` attribute.
 
-A chart's width is in the page's pixels at its usual size; the page scales it. Whatever text is given is
-escaped here.
+A chart's width is in the page's pixels at its usual size; the page scales it. Whatever text is given is escaped.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 Format = Callable[[float], str]
 
 _MAX_POINTS = 600
 _MAX_BARS = 150
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 12, 10, 36
+_TEXT, _GRID, _AXIS, _MARK, _CURVE = "#000001", "#000002", "#000003", "#000004", "#000005"
+_COLOURS = {
+    _TEXT: "var(--muted)",
+    _GRID: "var(--grid)",
+    _AXIS: "var(--edge)",
+    _MARK: "var(--good)",
+    _CURVE: "var(--accent)",
+}
+"""Matplotlib knows no variables of CSS: it draws in colours that stand for them."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """A curve. `y` may lack values, which leave a gap; `css` is a colour of the page or any of CSS."""
+    """A curve. `y` may lack values, which leave a gap."""
 
     name: str
     y: Sequence[float | None]
-    css: str = "var(--accent)"
     faint: bool = False
 
 
@@ -55,8 +70,8 @@ def lines(
     x_label: str,
     heads: Sequence[str],
     *,
-    width: int = 560,
-    height: int = 250,
+    width: int = 420,
+    height: int = 210,
     show: Format = compact,
     y_range: tuple[float, float] | None = None,
     mark_y: float | None = None,
@@ -65,20 +80,27 @@ def lines(
     draws a dashed line. With more than 600 points every n-th is drawn, and the last."""
     keep = _thin(len(x))
     values = [v for curve in curves for v in curve.y if v is not None]
-    low, high = y_range or _padded(min(values, default=0.0), max(values, default=1.0))
-    frame = _Frame(width, height, (0.0, max(x, default=1.0)), (low, high))
-    parts = [frame.grid(x_label, show)]
-    if mark_y is not None and low <= mark_y <= high:
-        y = frame.y(mark_y)
-        parts.append(f'<line class="mark" x1="{_LEFT}" x2="{width - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+    y_range = y_range or _padded(min(values, default=0.0), max(values, default=1.0))
+    axes = _axes(width, height, (0.0, max(x, default=1.0)), y_range, x_label, show)
+    if mark_y is not None:
+        axes.axhline(mark_y, color=_MARK, linewidth=1, dashes=(5, 4))
     for curve in curves:
-        css = f'class="curve{" faint" if curve.faint else ""}" style="stroke:{escape(curve.css)}"'
-        parts += [f'<path {css} d="{path}"/>' for path in _paths(frame, x, curve.y, keep)]
+        y = np.array([math.nan if (v := curve.y[i]) is None else v for i in keep])
+        axes.plot(
+            [x[i] for i in keep],
+            y,
+            color=_CURVE,
+            linewidth=1.25 if curve.faint else 2.0,
+            alpha=0.45 if curve.faint else 1.0,
+            marker="o",
+            markersize=2,
+            markevery=_alone(y),
+        )
     points: list[list[object]] = []
     for i in keep:
         texts = [f"{c.name} {show(v)}" for c in curves if (v := c.y[i]) is not None]
-        points.append([round(frame.x(x[i]), 1), heads[i], *texts])
-    return _svg(width, height, "".join(parts), points)
+        points.append([_pixel(axes, x[i]), heads[i], *texts])
+    return _svg(axes, points)
 
 
 def stacked_bars(
@@ -87,30 +109,31 @@ def stacked_bars(
     colours: Mapping[str, str],
     x_label: str,
     *,
-    width: int = 560,
-    height: int = 250,
+    width: int = 420,
+    height: int = 210,
 ) -> str:
     """A bar per iteration, divided into the shares named in `colours`. With more than 150 iterations a bar
     is the mean of several consecutive ones, and says so under the pointer."""
     size = max(1, math.ceil(len(x) / _MAX_BARS))
     groups = [range(start, min(start + size, len(x))) for start in range(0, len(x), size)]
-    means = [{n: sum(shares[i].get(n, 0.0) for i in group) / len(group) for n in colours} for group in groups]
-    top = max([1.0, *(sum(mean.values()) for mean in means)])
+    means = {n: np.array([np.mean([shares[i].get(n, 0.0) for i in group]) for group in groups]) for n in colours}
     step = (x[-1] - x[0]) / (len(x) - 1) if len(x) > 1 else 1.0
-    frame = _Frame(width, height, (x[0] - step / 2, x[-1] + step / 2), (0.0, top))
-    parts, points = [frame.grid(x_label, percent)], []
-    for group, mean in zip(groups, means, strict=True):
-        left, right = frame.x(x[group[0]] - step / 2), frame.x(x[group[-1]] + step / 2)
-        gap = min(1.0, 0.15 * (right - left))
-        base = 0.0
-        for name, css in colours.items():
-            y, base = frame.y(base), base + mean[name]
-            rect = f'x="{left:.1f}" y="{frame.y(base):.1f}" width="{right - left - gap:.2f}"'
-            parts.append(f'<rect {rect} height="{y - frame.y(base):.2f}" fill="{escape(css)}"/>')
+    lefts = np.array([x[group[0]] - step / 2 for group in groups])
+    rights = np.array([x[group[-1]] + step / 2 for group in groups])
+    top_share = max(1.0, float(np.sum(list(means.values()), 0).max()))
+    axes = _axes(width, height, (float(lefts[0]), float(rights[-1])), (0.0, top_share), x_label, percent)
+    edges, base = np.append(lefts, rights[-1]), np.zeros(len(groups) + 1)
+    for name, colour in colours.items():
+        top = base + np.append(means[name], 0.0)
+        axes.fill_between(edges, base, top, step="post", color=colour, linewidth=0)  # a bar each would take seconds
+        base = top
+    points: list[list[object]] = []
+    for number, group in enumerate(groups):
         last = f"–{compact(x[group[-1]])}, mean" if len(group) > 1 else ""
-        head = f"{x_label} {compact(x[group[0]])}{last}"
-        points.append([round((left + right) / 2, 1), head, *(f"{n} {percent(v)}" for n, v in mean.items())])
-    return _svg(width, height, "".join(parts), points)
+        texts = [f"{name} {percent(mean[number])}" for name, mean in means.items()]
+        middle = float(lefts[number] + rights[number]) / 2
+        points.append([_pixel(axes, middle), f"{x_label} {compact(x[group[0]])}{last}", *texts])
+    return _svg(axes, points)
 
 
 def trailing_mean(values: Sequence[float | None], window: int) -> list[float | None]:
@@ -125,45 +148,56 @@ def trailing_mean(values: Sequence[float | None], window: int) -> list[float | N
 
 
 def ticks(low: float, high: float, about: int) -> list[float]:
-    """About so many round numbers within the range, 1, 2 or 5 times a power of ten apart."""
+    """At most about so many round numbers within the range, 1, 2 or 5 times a power of ten apart."""
+    from matplotlib.ticker import MaxNLocator
+
     if not (math.isfinite(high - low) and high > low):
         return [low]
-    power = 10.0 ** math.floor(math.log10((high - low) / about))
-    steps = [power * factor for factor in (1, 2, 5, 10)]
-    step = min(steps, key=lambda step: abs((high - low) / step - about))
-    return [n * step for n in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+    found = MaxNLocator(about, steps=[1, 2, 5, 10], min_n_ticks=3).tick_values(low, high)
+    room = 1e-9 * (high - low)
+    return [float(tick) for tick in found if low - room <= tick <= high + room]
 
 
-class _Frame:
-    """The plotting area: maps values to pixels."""
+def _axes(
+    width: int, height: int, x_range: tuple[float, float], y_range: tuple[float, float], x_label: str, show_y: Format
+) -> Axes:
+    """Where a chart is drawn: one unit of the figure is a pixel of the page."""
+    from matplotlib.figure import Figure  # takes half a second: only where it is used
 
-    def __init__(self, width: int, height: int, x: tuple[float, float], y: tuple[float, float]) -> None:
-        self._width, self._height = width, height
-        self._x, self._y = _wide(*x), _wide(*y)
+    figure = Figure((width / 72, height / 72), dpi=72, facecolor="none")
+    inner = (_LEFT / width, _BOTTOM / height, 1 - (_LEFT + _RIGHT) / width, 1 - (_TOP + _BOTTOM) / height)
+    axes = figure.add_axes(inner, facecolor="none", axisbelow=True)
+    axes.spines[["top", "left", "right"]].set_visible(False)
+    axes.spines["bottom"].set_color(_AXIS)
+    axes.set_xlabel(x_label, fontsize=12, color=_TEXT, labelpad=2, parse_math=False)
+    (left, right), (bottom, top) = _wide(*x_range), _wide(*y_range)
+    x_ticks, y_ticks = ticks(left, right, width // 80), ticks(bottom, top, height // 36)
+    axes.set_xticks(x_ticks, _labels(x_ticks, compact))
+    axes.set_yticks(y_ticks, _labels(y_ticks, show_y))
+    axes.set_xlim(left, right)
+    axes.set_ylim(bottom, top)
+    axes.grid(axis="y", color=_GRID, linewidth=1)
+    axes.tick_params(labelsize=11.5, color=_AXIS, labelcolor=_TEXT)
+    axes.tick_params(axis="y", length=0)
+    return axes
 
-    def x(self, value: float) -> float:
-        low, high = self._x
-        return _LEFT + (value - low) / (high - low) * (self._width - _LEFT - _RIGHT)
 
-    def y(self, value: float) -> float:
-        low, high = self._y
-        return self._height - _BOTTOM - (value - low) / (high - low) * (self._height - _TOP - _BOTTOM)
+def _labels(values: Sequence[float], show: Format) -> list[str]:
+    """As `show` writes them; where it writes two of them alike, with as many digits as tell them apart."""
+    texts, digits = [show(value) for value in values], 4
+    while len(set(texts)) < len(texts) and digits < 16:
+        texts, digits = [f"{value:.{digits}g}" for value in values], digits + 1
+    return texts
 
-    def grid(self, x_label: str, show_y: Format) -> str:
-        right, bottom = self._width - _RIGHT, self._height - _BOTTOM
-        parts = []
-        for tick in ticks(*self._y, about=max(3, self._height // 42)):
-            y = self.y(tick)
-            parts.append(f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
-            parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{show_y(tick)}</text>')
-        for tick in ticks(*self._x, about=max(2, self._width // 90)):
-            x = self.x(tick)
-            parts.append(f'<line class="tick" x1="{x:.1f}" x2="{x:.1f}" y1="{bottom}" y2="{bottom + 4}"/>')
-            parts.append(f'<text x="{x:.1f}" y="{bottom + 16}" text-anchor="middle">{compact(tick)}</text>')
-        middle = (_LEFT + right) / 2
-        parts.append(f'<line class="axis" x1="{_LEFT}" x2="{right}" y1="{bottom}" y2="{bottom}"/>')
-        label = f'<text class="label" x="{middle}" y="{self._height - 4}" text-anchor="middle">'
-        return "".join(parts) + f"{label}{escape(x_label)}</text>"
+
+def _alone(y: npt.NDArray[np.float64]) -> list[int]:
+    """Where a value stands between gaps: no line shows it."""
+    known = np.concatenate([[False], np.isfinite(y), [False]])
+    return [int(i) for i in np.flatnonzero(known[1:-1] & ~known[:-2] & ~known[2:])]
+
+
+def _pixel(axes: Axes, x: float) -> float:
+    return round(float(axes.transData.transform((x, 0.0))[0]), 1)
 
 
 def _wide(low: float, high: float) -> tuple[float, float]:
@@ -181,19 +215,23 @@ def _thin(count: int) -> list[int]:
     return sorted({*range(0, count, step), count - 1}) if count else []
 
 
-def _paths(frame: _Frame, x: Sequence[float], y: Sequence[float | None], keep: Sequence[int]) -> list[str]:
-    """One path per unbroken stretch of values; a single value is drawn as a dot by the line's round cap."""
-    paths: list[list[str]] = [[]]
-    for i in keep:
-        value = y[i]
-        if value is None:
-            paths.append([])
-        else:
-            paths[-1].append(f"{frame.x(x[i]):.1f},{frame.y(value):.1f}")
-    return [f"M{' L'.join(path if len(path) > 1 else path * 2)}" for path in paths if path]
+def _svg(axes: Axes, points: Sequence[Sequence[object]]) -> str:
+    """The figure as an element of the page, in the page's colours and font, with a cursor that the page moves."""
+    import matplotlib
 
-
-def _svg(width: int, height: int, content: str, points: Sequence[Sequence[object]]) -> str:
+    out = io.StringIO()
+    nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    # Text stays text; names of definitions, which all charts of the page share, depend on what is defined alone.
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "charts"}):
+        figure.savefig(out, format="svg", metadata=nothing)
+    drawn = out.getvalue()
+    content = drawn[drawn.index(">", drawn.index("<svg")) + 1 :]
+    for stand_in, css in _COLOURS.items():
+        content = content.replace(stand_in, css)
+    width, height = (round(side) for side in figure.bbox.size)
     data = escape(json.dumps(points, separators=(",", ":"), ensure_ascii=False))
     cursor = f'<line class="cursor" y1="{_TOP}" y2="{height - _BOTTOM}"/>'
-    return f'<svg class="chart" viewBox="0 0 {width} {height}" data-points="{data}">{content}{cursor}</svg>'
+    opening = f'<svg class="chart" viewBox="0 0 {width} {height}" data-points="{data}">'
+    return opening + content.replace("</svg>", f"{cursor}</svg>").strip()

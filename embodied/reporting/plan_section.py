@@ -1,4 +1,4 @@
-"""The report's section on the plan: why it was chosen, and whether it kept what it promised."""
+"""The report's section on the plan: why it was chosen, and predicted beside measured times."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from embodied.tracing import natural_order
 
 
 def plan_section(run: RunFolder) -> str:
-    """Nothing where nothing was planned; a plan that cannot be read costs only its own paragraph."""
+    """Nothing where nothing was planned; a plan that cannot be read costs only its own paragraph.
+
+    A run has one plan; of several tasks, earlier versions wrote one for each.
+    """
     paths = [path for path in run.path.glob("plan*.json") if path.is_file()]
     paths.sort(key=lambda path: (path.stem != "plan", natural_order(path.stem)))  # the first task's has no number
     parts = [_plan(path) for path in paths]
@@ -32,7 +35,7 @@ def _plan(path: Path) -> str:
 
 
 def _kept(run: RunFolder, paths: list[Path]) -> str:
-    """Predicted beside measured: tasks' iterations follow one another, so their predictions add up."""
+    """Predicted beside measured. Where every task had a plan, tasks followed one another: the predictions add up."""
     predictions = [value for value in map(_predicted, map(_read, paths)) if value is not None]
     times = [value for value in run.column("time/iteration_s") if value]
     if not paths or not times or len(predictions) < len(paths):

@@ -1,7 +1,7 @@
 """A run on one page: `report.html`, which needs no network and no other file.
 
-The page is made from what the run left in its folder. A file that is missing or damaged costs the section
-it would have filled, where a line says which command makes it; all text from files is escaped.
+The page is made from the files of the run's folder. Where a file is missing or damaged, its section has one line
+instead, which names the command that makes it. All text from files is escaped.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def _success(run: RunFolder) -> str:
     figures = [
         _chart("Success against env steps", by_steps, legend),
         _chart("Success against wall-clock", by_time, legend),
-        *_curves(run, ("env/return", "env/episode_len"), 560, 210),
+        *_curves(run, ("env/return", "env/episode_len"), 420, 180),
     ]
     lead = f"Thin: each iteration. Thick: the mean of the last {SMOOTHING}."
     return _section("Success", _grid("two", figures), lead)
@@ -186,7 +186,7 @@ def _time(run: RunFolder) -> str:
     means = {name: statistics.fmean(share[name] for share in shares) for name in COMPONENTS}
     legend = _legend({f"{name} {means[name]:.0%}": css for name, css in COMPONENTS.items()})
     bars = charts.stacked_bars(shares, [float(row["iteration"]) for row in rows], COMPONENTS, "iteration")
-    speed = _curves(run, ["farm/env_steps_per_s"], 560, 250)
+    speed = _curves(run, ["farm/env_steps_per_s"], 420, 210)
     figures = _grid("two", [_chart("Share of each iteration", bars, legend), *speed])
     return _section("Where the time goes", figures, "The legend gives means over the run.")
 

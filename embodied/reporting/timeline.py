@@ -1,4 +1,8 @@
-"""One iteration as a picture: a row per track, a bar per span coloured by component, arrows if they fit."""
+"""One iteration as a picture: a row per track, a bar per span coloured by component, arrows if they fit.
+
+The SVG is written here and not by matplotlib, as the charts are: each of up to some thousand bars has a tooltip of its
+own, and bars that are too close to be told apart are drawn as one.
+"""
 
 from __future__ import annotations
 

@@ -162,6 +162,7 @@ class RayHost:
                 self._kill_process(index)
             self._cluster.kill(self._actors[index])
             self._actors[index] = self._start(index)
+        self._blocks.pop(index, None)
 
     def who(self, index: int) -> str:
         """The worker as messages call it, with its node where that is another."""

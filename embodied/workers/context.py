@@ -1,4 +1,4 @@
-"""What workers are made from: plain data, so that they can be made in any process, and the policy that they hold."""
+"""The context of a worker: plain data from which it is made in any process, and the policy that it holds."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def make_policy(config: Config, spec: PolicySpec, checkpoint: Path | None = None
     the `device`, or where `policy.device` says."""
     # On one thread: orthogonal initial weights come from a QR decomposition, which rounds by the number of threads.
     with Affinity().applied():
-        policy = policies.build(config.policy.kind, spec, config.seed, **config.policy.options)
+        policy = policies.build(config.policy.kind, spec, config.seed, **config.policy.architecture)
     start = checkpoint or config.policy.init
     if start is not None:
         policies.load_into(policy, start)

@@ -3,8 +3,8 @@
     until every group has decided often enough:  the group that is ready first -> act -> submit
 
 With several groups of environments one is simulated while the policy decides for another; a light task's groups
-are served while a heavy one's are simulated. What comes out is in the order (decision, environment) whatever the
-groups and whoever was ready first, and noise is keyed by (environment, episode, step).
+are served while a heavy one's are simulated. Trajectories are in the order (decision, environment), and noise is keyed
+by (environment, episode, step), so that neither the groups nor the order of serving changes them.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from embodied import progress
 from embodied.data.assembly import (
     Decision,
     EndedEpisode,
@@ -29,7 +30,7 @@ from embodied.data.assembly import (
 )
 from embodied.data.random_streams import SamplingNoise
 from embodied.data.trajectories import Trajectories, join_columns, join_inputs, to_inputs
-from embodied.data.trajectory_memory import MemoryLayout, MemoryShape, TrajectoryMemory
+from embodied.data.trajectory_memory import FrameCounts, MemoryLayout, MemoryShape, TrajectoryMemory
 from embodied.tracing import Span
 from embodied.workers.affinity import Affinity
 from embodied.workers.context import WorkerContext, bootstrap_of
@@ -117,6 +118,9 @@ class PolicyWorker:
         self._rolled = 0
         """Episodes of each environment that the iteration has handed out, the last perhaps in part."""
         self._wired = 0
+        self._acting_copies = 0
+        """Frames that were copied because other environments of their group rest."""
+        self._counted = FrameCounts()
         self._arrows = 0
         self._clock, self._spans = Clock(), list[Span]()
         self._noise: list[SamplingNoise] = []
@@ -142,7 +146,16 @@ class PolicyWorker:
         return MemoryLayout.of(shape, inputs, decide(self.policy, inputs, torch.zeros(1, self.policy.noise_dim)))
 
     def use(self, memory: TrajectoryMemory) -> None:
-        """Write into this memory from now on."""
+        """Write into this memory from now on.
+
+        Raises `ValueError` where final observations would be drawn over the trajectories' own.
+        """
+        spare = 0 if memory.frames is None else memory.frames.rows - memory.shape.rows * self._width
+        if memory.frames is not None and self._settings.bootstrap != "never" and spare < self._width:
+            raise ValueError(
+                f"the frame memory has {spare} rows beyond the trajectories' for final observations of {self._width} "
+                "environments: give it one for each, as `rows_for_finals` counts"
+            )
         self.memory = memory
         self._finals = FinalObservationsKept(memory, self._width)
 
@@ -164,11 +177,12 @@ class PolicyWorker:
 
     def snapshot(self) -> dict[str, np.ndarray]:
         """Where the environments are, to be given to `begin` of a later worker."""
-        return {
-            **self.farm.snapshot(),
-            "episode_return": self._sums.total.copy(),
-            "episode_solved": self._sums.solved.copy(),
-        }
+        found = self.farm.snapshot()
+        for task, first in enumerate(self._offsets[:-1]):
+            mine, prefix = slice(first, self._offsets[task + 1]), f"{task}." if task else ""
+            found[f"{prefix}episode_return"] = self._sums.total[mine].copy()
+            found[f"{prefix}episode_solved"] = self._sums.solved[mine].copy()
+        return found
 
     def load_weights(self, state: Mapping[str, Tensor], version: int) -> None:
         """Take what the learner has trained: parameters and statistics."""
@@ -222,9 +236,8 @@ class PolicyWorker:
                 deadline_s,
             )
             mark = time.monotonic_ns()
-            table = table_of_decisions([group.decisions for group in self._groups], self._width)
+            table, mask = table_of_decisions([group.decisions for group in self._groups], self._width)
             last = _first_value(value_of(self.policy, self._last_inputs()))
-            mask = np.ones(table.shape, np.bool_)
             self._trajectories = self._assembled(table, mask, last, self._task)
             ended = [episode for *_, episode in sorted(self._ended, key=lambda place: (place[1], place[2].env))]
             self._ended = []
@@ -265,9 +278,9 @@ class PolicyWorker:
         assert gathered is not None, "trajectories are handed out once per rollout"
         return gathered
 
-    def frame_copies(self) -> tuple[int, int]:
-        """Frames that were copied in this process between the renderer and the policy, and frames shown to it."""
-        return self.farm.frame_copies, self.memory.frames_read
+    def _frames(self) -> FrameCounts:
+        """Frames that were read back from the memory so far, and copies of frames, those made while acting too."""
+        return self.memory.counts + FrameCounts(0, self.farm.frame_copies + self._acting_copies)
 
     # --- within a rollout
 
@@ -279,7 +292,7 @@ class PolicyWorker:
     ) -> None:
         """Decide for the group that is ready first until all are done; afterwards all have been observed.
 
-        A group that is done decides on, where it may, while others are not.
+        A group that is done goes on deciding, where it may, while others are not done.
         """
         missing = {group.number for group in self._groups}
         resting: set[int] = set()
@@ -315,7 +328,7 @@ class PolicyWorker:
         self._arrows += 1
         group.arrow = self._arrows
         spec = self.farm.specs[group.task]
-        self._clock.count_workers(seen.times_ns)
+        self._clock.count_workers(group.task, seen.times_ns)
         if self._settings.trace:
             self._spans += workers_spans(spec, group.task, seen, self._arrows)
         if group.pending is not None:
@@ -324,6 +337,7 @@ class PolicyWorker:
             group.pending = None
             self._clock.transport += (time.monotonic_ns() - mark) / 1e9
         group.seen = seen
+        progress.report()
         return seen
 
     def _note_outcome(self, group: _Group, decision: Decision, seen: Observations) -> None:
@@ -363,6 +377,7 @@ class PolicyWorker:
         inputs = self._inputs(group, seen)
         if len(rows) < len(seen.envs):
             inputs = inputs.rows(torch.from_numpy(rows))
+            self._acting_copies += len(rows) if inputs.frames else 0
         noise = self._noise[group.task].draw(seen.envs[rows], seen.episode[rows], seen.episode_step[rows])
         action = decide(self.policy, inputs, torch.from_numpy(noise))
         acted = time.monotonic_ns()
@@ -434,17 +449,19 @@ class PolicyWorker:
 
     def _begin_rollout(self) -> int:
         self._clock, self._spans = Clock(), []
+        self._counted = self._frames()
         return time.monotonic_ns()
 
     def _summary(self, begin: int, mark: int, ended: Sequence[EndedEpisode]) -> RolloutSummary:
         end = time.monotonic_ns()
+        self._clock.assembly += (end - mark) / 1e9
         self._clock.transport += (end - mark) / 1e9
         self._span("policy", "transport", mark, end)
         assert self._trajectories is not None
         wired, self._wired = self.farm.wire_bytes - self._wired, self.farm.wire_bytes
         steps, wall_s = self._trajectories.env_steps, (end - begin) / 1e9
-        spans = tuple(self._spans)
-        return RolloutSummary(steps, self._version, tuple(ended), self._clock, wall_s, spans, wired)
+        spans, frames = tuple(self._spans), self._frames() - self._counted
+        return RolloutSummary(steps, self._version, tuple(ended), self._clock, wall_s, spans, wired, frames)
 
     # --- small things
 

@@ -1,12 +1,14 @@
-"""What the driver learns of a rollout: counts, clocks and spans; the trajectories themselves go to the learner."""
+"""The summary of a rollout for the driver: counts, clocks and spans. The trajectories go to the learner."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 import numpy as np
 
 from embodied.data.assembly import EndedEpisode
+from embodied.data.trajectory_memory import FrameCounts
 from embodied.tracing import Span
 from sim_farm.layout import FarmSpec
 from sim_farm.observations import Observations
@@ -22,17 +24,38 @@ class Clock:
     """For the farm."""
     transport: float = 0.0
     """Reading slots, writing decisions, assembling trajectories."""
-    physics_busy: float = 0.0
-    """Summed over the workers' own clocks; more than the wall time where they work side by side."""
-    render_busy: float = 0.0
+    assembly: float = 0.0
+    """Of the transport, assembling trajectories at a rollout's end."""
+    stepping: tuple[float, ...] = ()
+    """Of each task, summed over its workers' own clocks; more than the wall time where they work side by side."""
+    drawing: tuple[float, ...] = ()
+
+    @property
+    def physics_busy(self) -> float:
+        """Of all tasks."""
+        return sum(self.stepping)
+
+    @property
+    def render_busy(self) -> float:
+        return sum(self.drawing)
 
     def __add__(self, other: Clock) -> Clock:
-        return Clock(*(getattr(self, key) + getattr(other, key) for key in self.__dataclass_fields__))
+        return Clock(
+            self.policy + other.policy,
+            self.waiting + other.waiting,
+            self.transport + other.transport,
+            self.assembly + other.assembly,
+            _sum(self.stepping, other.stepping),
+            _sum(self.drawing, other.drawing),
+        )
 
-    def count_workers(self, times_ns: np.ndarray) -> None:
-        """Add what the farm's workers say of themselves: [B, 4] as in `Observations.times_ns`."""
-        self.physics_busy += float((times_ns[:, 1] - times_ns[:, 0]).sum()) / 1e9
-        self.render_busy += float(np.maximum(times_ns[:, 3] - times_ns[:, 2], 0).sum()) / 1e9
+    def count_workers(self, task: int, times_ns: np.ndarray) -> None:
+        """Add what a task's workers say of themselves: [B, 4] as in `Observations.times_ns`."""
+        before = (0.0,) * task
+        stepped = float((times_ns[:, 1] - times_ns[:, 0]).sum()) / 1e9
+        drawn = float(np.maximum(times_ns[:, 3] - times_ns[:, 2], 0).sum()) / 1e9
+        self.stepping = _sum(self.stepping, (*before, stepped))
+        self.drawing = _sum(self.drawing, (*before, drawn))
 
 
 @dataclass(frozen=True)
@@ -51,6 +74,8 @@ class RolloutSummary:
     """None where nothing is traced."""
     wire_bytes: int = 0
     """To and from physics workers on other machines."""
+    frames: FrameCounts = FrameCounts()
+    """Frames that the decider read back from the trajectory memory, and all its copies of frames."""
 
     def __add__(self, later: RolloutSummary) -> RolloutSummary:
         """Both parts as one."""
@@ -63,6 +88,7 @@ class RolloutSummary:
             wall_s=self.wall_s + later.wall_s,
             spans=self.spans + later.spans,
             wire_bytes=self.wire_bytes + later.wire_bytes,
+            frames=self.frames + later.frames,
         )
 
 
@@ -82,3 +108,8 @@ def workers_spans(spec: FarmSpec, task: int, seen: Observations, arrow: int) -> 
             track = f"render{suffix} {spec.renderer_of(env)}" if spec.render_workers else physics
             found.append(Span(track, f"draw env {env}", draw_start, draw_end, flow_to=to))
     return found
+
+
+def _sum(one: tuple[float, ...], other: tuple[float, ...]) -> tuple[float, ...]:
+    """Task by task."""
+    return tuple(a + b for a, b in zip_longest(one, other, fillvalue=0.0))

@@ -18,13 +18,14 @@ from policies.imitation import counted_mean, only_counted
 from policies.layers import checked_widths
 from policies.openvla import lora
 from policies.openvla.actions import action_of, check_gripper, convert_gripper, read_gripper, token_of
-from policies.openvla.files import ADAPTER, ADAPTER_CONFIG, Shards, read_json
+from policies.openvla.files import ADAPTER, ADAPTER_CONFIG, CONFIG, Shards, read_json
 from policies.openvla.heads import ValueHead
 from policies.openvla.images import read_preprocessing
 from policies.openvla.model import Sequence as Tokens
 from policies.openvla.model import from_checkpoint, load_model, save_model
 from policies.openvla.prompts import Prompts
 from policies.openvla.sampling import score
+from policies.openvla.sizes import RANDOM_WEIGHTS
 from policies.openvla.statistics import (
     DEMONSTRATIONS,
     choose_statistics,
@@ -59,6 +60,23 @@ class TokenPolicy(Policy):
     pretrained = True
     range_eps: float
     """Added to the range of the statistics: 0 in OpenVLA, 1e-8 in OpenVLA-OFT."""
+
+    @classmethod
+    def check_files(cls, architecture: Mapping[str, Any]) -> None:
+        checkpoint = architecture.get("checkpoint")
+        if not checkpoint:
+            raise PolicyError(f"{cls.kind} needs a checkpoint: set policy.options.checkpoint to its directory")
+        for name, file in (("checkpoint", CONFIG), ("adapter", ADAPTER_CONFIG)):
+            folder = architecture.get(name)
+            if folder and not Path(folder).is_dir():
+                raise PolicyError(
+                    f"policy.options.{name}: {folder} is not a folder here; name a directory as Hugging "
+                    "Face lays it out, with its weights as safetensors"
+                )
+            if folder and not (Path(folder) / file).is_file():
+                raise PolicyError(f"policy.options.{name}: incomplete, {Path(folder) / file} is missing")
+        if RANDOM_WEIGHTS not in read_json(Path(checkpoint) / CONFIG):
+            Shards.find(Path(checkpoint))
 
     def __init__(
         self,

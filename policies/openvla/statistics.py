@@ -154,11 +154,6 @@ def choose_statistics(source: Path, datasets: Mapping[str, Any], key: str = "") 
     return Statistics(found, low, high, mask, percentiles)
 
 
-def read_statistics(folder: Path, config: Mapping[str, Any], key: str = "") -> Statistics:
-    """The statistics `key` of a checkpoint; without a key those of its only dataset."""
-    return choose_statistics(folder, read_datasets(folder, config), key)
-
-
 def read_state(folder: Path, own: Statistics) -> dict[str, Tensor]:
     """What a saved policy's folder says in place of `own`, under the names of its state dict.
 

@@ -27,6 +27,7 @@ from mani_skill.sensors.camera import parse_camera_configs
 from mani_skill.utils.common import flatten_state_dict
 from mani_skill.utils.registration import REGISTERED_ENVS
 
+from sim_farm.backends.maniskill_instructions import INSTRUCTIONS
 from sim_farm.backends.maniskill_speed import frozen_poses, speed_up
 from sim_farm.contract import (
     Backend,
@@ -40,28 +41,6 @@ from sim_farm.contract import (
     UInt8,
     new_frames,
 )
-
-INSTRUCTIONS = {
-    "DrawSVG-v1": "draw the outlined shape on the canvas",
-    "DrawTriangle-v1": "draw the outlined triangle on the canvas",
-    "LiftPegUpright-v1": "lift the peg and stand it upright",
-    "PegInsertionSide-v1": "insert the peg into the hole of the box",
-    "PickCube-v1": "pick up the cube and hold it at the goal",
-    "PickCubeSO100-v1": "pick up the cube and hold it at the goal",
-    "PlaceSphere-v1": "pick up the sphere and place it in the bin",
-    "PlugCharger-v1": "plug the charger into the receptacle",
-    "PokeCube-v1": "poke the cube to the goal with the peg",
-    "PullCube-v1": "pull the cube to the goal",
-    "PullCubeTool-v1": "pull the cube closer with the tool",
-    "PushCube-v1": "push the cube to the goal",
-    "PushT-v1": "push the T onto its outline",
-    "RollBall-v1": "roll the ball to the goal",
-    "StackCube-v1": "stack the red cube on the green cube",
-    "StackPyramid-v1": "build a pyramid of the three cubes",
-    "TwoRobotPickCube-v1": "hand the cube over and hold it at the goal",
-    "TwoRobotStackCube-v1": "place one cube on the goal and stack the other on it",
-}
-"""The tabletop tasks that run on the CPU and need no download, with what the robot is told to do."""
 
 DEFAULT_CONTROL_MODE = "pd_joint_delta_pos"
 
@@ -173,7 +152,7 @@ class ManiSkillPhysics:
             return self._result(rewards, successes, terminations, truncations, obs or self._observe())
 
     def _step_once(self, action: torch.Tensor, observe: bool) -> tuple[Any, float, bool, bool]:
-        """What ManiSkill's `step` does, in its order, but observations are made only when somebody reads them."""
+        """What ManiSkill's `step` does, in its order, but observations are made only when they are read."""
         env = self._env
         stepped = env._step_action(_split_action(env, action))
         env._elapsed_steps += 1

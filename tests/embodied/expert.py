@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from embodied.commands.record import record_run
 from embodied.config import parse_config
 from embodied.demonstrations import Dataset
-from embodied.demonstrations.recording import record_run
 from policies import registry
 from policies.contract import Action, Evaluation, Inputs, Policy, PolicySpec
 

@@ -19,16 +19,18 @@ from embodied.execution.assignment import assign
 from embodied.execution.session import open_session
 from embodied.planning import profiler as profiling
 from embodied.planning.clusters import local_cluster, read_cluster
-from embodied.planning.probe_assignments import shapes_of
+from embodied.planning.probe_assignments import probes_of
 from embodied.planning.profiler import work_of
 from embodied.planning.run_plans import checked_profile, sized_workflow
 from embodied.run_folder import prepare_run
 from embodied.training import loop as training
 from embodied.workers.affinity import Affinity
+from embodied.workers.context import WorkerContext
 from embodied.workers.devices import accelerators, device_of
-from embodied.workers.makers import make_learner, make_policy_worker
+from embodied.workers.learner import Learner
+from embodied.workers.policy_worker import PolicyWorker
 from policies.contract import PolicySpec
-from schedulers import Cluster, ComponentProfile, Node, Phase, Placement, Plan, PlanError, Point, Profile, Span
+from schedulers import Cluster, ComponentProfile, DeviceRange, Node, Phase, Placement, Plan, PlanError, Point, Profile
 from sim_farm.contract import TaskSpec
 from sim_farm.episodes import EndlessEpisodes
 from sim_farm.farm import Farm
@@ -85,16 +87,22 @@ def planned(policy: str, learner: str, mode: schedulers.Mode = "disaggregated") 
     return schedulers.from_data(Plan, {"workflow": "ppo", "mode": mode, "phases": phases, "groups": 2})
 
 
+def computing(policy: str, learner: str, config: Config, mode: schedulers.Mode = "disaggregated") -> list[Affinity]:
+    """Where policy and learner compute."""
+    found = assign(planned(policy, learner, mode), config, CORES)
+    assert set(found.farms[0].physics) == set(CORES)
+    assert found.one_process == (policy == learner)
+    return [found.components["policy"], found.components["learner"]]
+
+
 def test_policy_and_learner_get_the_gpus_that_the_plan_says(two_gpus: None) -> None:
-    apart = assign(planned("here:accelerators:0", "here:accelerators:1"), config_of(), CORES)
-    assert (apart.policy, apart.learner) == (Affinity(device="cuda:0"), Affinity((), 1, "cuda:1"))
-    assert not apart.one_process and set(apart.physics) == set(CORES)
-    turns = assign(planned("here:accelerators:1", "here:accelerators:1", "collocated"), config_of(), CORES)
-    assert (turns.policy.device, turns.learner.device, turns.one_process) == ("cuda:1", "cuda:1", True)
-    named = assign(planned("here:accelerators:0", "here:accelerators:0"), config_of("cuda:1"), CORES)
-    assert named.policy.device == named.learner.device == "cuda:1", "the only one that the setting leaves"
-    threads = config_of(optim={"threads": 0})
-    assert assign(planned("here:accelerators:0", "here:accelerators:1"), threads, CORES).learner.threads == len(CORES)
+    first, second = "here:accelerators:0", "here:accelerators:1"
+    assert computing(first, second, config_of()) == [Affinity(device="cuda:0"), Affinity((), 1, "cuda:1")]
+    turns = computing(second, second, config_of(), "collocated")
+    assert [affinity.device for affinity in turns] == ["cuda:1", "cuda:1"]
+    named = computing(first, first, config_of("cuda:1"))
+    assert [affinity.device for affinity in named] == ["cuda:1", "cuda:1"], "the only one that the setting leaves"
+    assert computing(first, second, config_of(optim={"threads": 0}))[1].threads == len(CORES)
 
 
 @pytest.mark.parametrize(
@@ -114,26 +122,27 @@ def test_accelerators_that_a_worker_cannot_compute_on_are_refused(
 
 def test_a_policy_on_cores_computes_there(two_gpus: None) -> None:
     """Although `auto` would choose a GPU."""
-    apart = assign(planned("here:cores:0", "here:accelerators:0", "hybrid"), config_of(), CORES)
-    assert (apart.policy.device, apart.learner.device, apart.one_process) == ("cpu", "cuda:0", False)
+    found = computing("here:cores:0", "here:accelerators:0", config_of(), "hybrid")
+    assert [affinity.device for affinity in found] == ["cpu", "cuda:0"]
 
 
 def test_physics_on_an_accelerator_is_refused(two_gpus: None) -> None:
-    place = Placement(("physics", "policy", "learner"), (Span("here", "accelerators", 0, 1),))
+    place = Placement(("physics", "policy", "learner"), (DeviceRange("here", "accelerators", 0, 1),))
     with pytest.raises(UserError, match="puts physics on accelerators: its processes occupy cores"):
         assign(Plan("ppo", "collocated", (Phase((place,), 4),)), config_of(), CORES)
 
 
-def test_a_worker_computes_where_its_seat_says(gpu: PretendDevice, tmp_path: Path) -> None:
+def test_a_worker_computes_where_its_affinity_says(gpu: PretendDevice, tmp_path: Path) -> None:
     """Whatever the configuration says: a plan was made from it."""
     spec = PolicySpec(action_dim=3, chunk=2, state_dim=16)
-    learner = make_learner(config_of("cpu"), spec, tmp_path, Affinity(device="cuda:0"))
+    context = WorkerContext(config_of("cpu"), spec, tmp_path, Affinity(device="cuda:0"), seeds=(3,), rounds=6)
+    learner = Learner.make(context)
     assert device_of(learner.policy).type == "cuda" and learner.peak_bytes() == 0
     task = TaskSpec("tabletop/reach", max_episode_steps=9)
     farm = Farm.create(FarmSpec(task, EndlessEpisodes(3), 4, 2, 2, 1, final_frames="never"), InProcess())
     try:
-        worker = make_policy_worker(config_of("cpu"), spec, farm, Affinity(device="cuda:0"))
-        assert worker.policy is not None and device_of(worker.policy).type == "cuda"
+        worker = PolicyWorker.make(replace(context, farm=farm))
+        assert device_of(worker.policy).type == "cuda"
     finally:
         farm.close()
 
@@ -157,7 +166,7 @@ def test_more_gpus_than_processes_are_not_taken_to_help() -> None:
         "ppo",
         tuple(schedulers.Component(name) for name in ("physics", "policy", "learner")),
         (schedulers.Edge("physics", "policy", "observations"), schedulers.Edge("policy", "learner", "trajectories")),
-        schedulers.Loop(("physics", "policy"), 6),
+        (schedulers.Loop(("physics", "policy"), 6),),
         4,
     )
     profile = profile_of(6e9)
@@ -181,14 +190,14 @@ def test_more_gpus_than_processes_are_not_taken_to_help() -> None:
 def test_cores_are_varied_for_the_farm_alone_and_ahead_takes_another_gpu() -> None:
     gpus = [torch.device("cuda", i) for i in range(2)]
     ahead = config_of(plan={"ahead": True})
-    one, two, none = (shapes_of(ahead, (4, 5), found) for found in (gpus[:1], gpus, []))
+    one, two, none = (probes_of(ahead, (4, 5), found) for found in (gpus[:1], gpus, []))
     assert "beside" in none and "ahead" in none and "ahead" not in one
-    assert all(a.policy.device == "cuda:0" and not a.policy.cores for _, a in two.values())
-    assert two["ahead"][1].learner.device == "cuda:1" and not two["ahead"][1].one_process
-    assert {name: a.physics for name, (_, a) in one.items()} == {
+    assert all(a.components["policy"].device == "cuda:0" and not a.components["policy"].cores for _, a in two.values())
+    assert two["ahead"][1].components["learner"].device == "cuda:1" and not two["ahead"][1].one_process
+    assert {name: a.farms[0].physics for name, (_, a) in one.items()} == {
         "all cores": (4, 5), "all cores, half": (4, 5), "one core": (4,), "one core, half": (4,), "shared": (4, 5),
     }  # fmt: skip
-    assert all(a.policy.device is None for _, a in none.values())
+    assert all(a.components["policy"].device is None for _, a in none.values())
 
 
 # --- from a configuration to a run
@@ -212,10 +221,10 @@ def test_a_run_that_plans_for_a_gpu_computes_what_one_on_the_cpu_does(
         assert measured.resident_bytes == measured.process_bytes > 0 and measured.beside >= 1
     plan = schedulers.load(Plan, tmp_path / "gpu" / "plan.json")
     places = {name: p.devices for phase in plan.phases for p in phase.placements for name in p.components}
-    assert places["policy"] == places["learner"] == (Span("here", "accelerators", 0, 1),)
+    assert places["policy"] == places["learner"] == (DeviceRange("here", "accelerators", 0, 1),)
     assert places["physics"][0].pool == "cores"
     assert gpu.waits
-    assert found == run(config_of("cpu", farm={"groups": plan.groups}), tmp_path / "cpu")
+    assert found == run(config_of("cpu", farm={"groups": plan.groups[0]}), tmp_path / "cpu")
 
 
 def run(config: Config, folder: Path) -> dict[str, bytes]:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from embodied import cli
+from embodied.config import shipped_configs
 
 COMMAND = Path(sys.executable).parent / "embodied"
 SMALL = ["--runtime.mode", "inline", "--farm.groups", "1", "--iterations", "2", "--rollout.decisions", "16"]
@@ -99,7 +103,7 @@ def test_resume_goes_on_where_the_run_stopped(run: Path, tmp_path: Path) -> None
     assert [row["iteration"] for row in rows] == [1, 2, 3]
 
 
-@pytest.mark.parametrize("mode", ["inline", pytest.param("ray", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", ["inline", "ray"])
 def test_a_wrong_task_name_shows_the_nearest(mode: str, tmp_path: Path) -> None:
     said = refusal(
         "train", "reach", "--env.task", "tabletop/reech", "--runtime.mode", mode, "--runs-dir", str(tmp_path)
@@ -194,13 +198,54 @@ def test_help_is_generated_from_the_configuration() -> None:
     assert "--loss.clip" in shown and "Clip range of the ratio" in shown
 
 
+@pytest.mark.parametrize("verb", ["train", "sft", "eval", "record", "profile", "plan", "compare"])
+@pytest.mark.parametrize("options", [(), ("--iterations", "1")])
+def test_without_a_configuration_usage_and_configurations_are_shown(
+    verb: str, options: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([verb, *options]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"usage: embodied {verb} ")
+    for name, about in shipped_configs().items():
+        assert any(line.split() == [name, *about.split()] for line in said.splitlines()), name
+        assert len(about) > 20, "the file begins with a comment that says what it is"
+
+
+def test_help_names_every_verb_and_imports_none() -> None:
+    code = """
+import sys
+from embodied import cli
+assert cli.main([]) == cli.main(["--help"]) == 0
+loaded = {name.partition(".")[0] for name in sys.modules} & {"torch", "ray", "tyro", "pydantic", "numpy"}
+assert not loaded, loaded
+"""
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    for verb in cli.VERBS:
+        assert re.search(rf"^  {verb} +\w.{{10,}}$", shown, re.MULTILINE), verb
+
+
+def test_an_unknown_verb_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["trian"]) == 2
+    assert "did you mean train" in capsys.readouterr().err
+
+
+def test_a_missing_package_is_named_with_what_installs_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "embodied.commands.report", raising=False)
+    monkeypatch.setitem(sys.modules, "tyro", None)
+    assert cli.main(["report", "some"]) == 2
+    said = capsys.readouterr().err
+    assert "'tyro'" in said and "embodied-farm[all]" in said
+
+
 # --- evaluation
 
 
 UNTRAINED = """
 env: {task: tabletop/reach, num_envs: 4}
 policy: {kind: random, chunk: 4}
-farm: {stages: 1, physics_workers: 1}
+farm: {groups: 1, physics_workers: 1}
 eval: {episodes: 3, greedy: false, videos: 2}
 runtime: {mode: inline}
 """

@@ -228,12 +228,12 @@ def test_auto_uses_other_nodes_and_computes_the_same(
     assert "On here alone an iteration would take" in " ".join(plan.why) in " ".join(capsys.readouterr().out.split())
     wire = [row["farm/wire_bytes_per_env_step"] for row in read(tmp_path / "ray")]
     assert all(bytes_ > 10 for bytes_ in wire), "nothing crossed"
-    assert found == train(config_of(plan.groups), tmp_path / "inline", InlineRuntime(60.0))
+    assert found == train(config_of(*plan.groups), tmp_path / "inline", InlineRuntime(60.0))
 
 
 def test_auto_stays_where_messages_take_longer_than_they_save(machines: Machines, tmp_path: Path) -> None:
     """The link was measured: hundreds of microseconds a message, more than all the physics takes."""
-    (placed,) = place_run(planned_run(1e-4, tmp_path), session_of(config_of(), machines.runtime), tmp_path)
+    placed = place_run(planned_run(1e-4, tmp_path), session_of(config_of(), machines.runtime), tmp_path)
     assert placed.plan is not None and placed.planned is not None
     assert {node for phase in placed.plan.phases for p in phase.placements for node in p.nodes} == {"here"}
     assert any(text.startswith("Nothing is on far, frail. Only physics may leave here") for text in placed.plan.why)

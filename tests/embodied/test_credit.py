@@ -14,12 +14,12 @@ from torch import Tensor
 from embodied.algorithms.estimators import gae, rows_of
 from embodied.algorithms.ppo import action_advantages, alive_actions, generalised_advantages
 from embodied.config import Config, parse_config
-from embodied.data.assembly import join_waves
-from embodied.data.trajectories import Trajectories
+from embodied.data.trajectories import HeldDecisions, Trajectories, join_columns
+from embodied.data.trajectory_memory import TrajectoryMemory
 from embodied.errors import UserError
 from embodied.planning.run_plans import check_files
 from embodied.workers.learner import Learner
-from embodied.workers.policy_worker import PolicyWorker
+from embodied.workers.policy_worker import PolicyWorker, RolloutSettings
 from policies.contract import Action, Evaluation, Inputs, PolicySpec
 from policies.gaussian_mlp import GaussianMLP
 from policies.layers import mlp
@@ -28,6 +28,7 @@ from sim_farm.episodes import EndlessEpisodes
 from sim_farm.farm import Farm
 from sim_farm.hosts import InProcess
 from sim_farm.layout import FarmSpec
+from tests.embodied.held import held
 
 T, B, C, A, S = 7, 5, 3, 2, 4
 Bootstrap = Literal["truncated", "always"]
@@ -77,8 +78,7 @@ def make_batch(seed: int = 0) -> Trajectories:
     executed = torch.where(terminated | truncated, torch.randint(1, C + 1, (T, B), generator=g), C)
     step_reward = torch.randn(T, B, C, generator=g) * alive_actions(executed, C)
     return Trajectories(
-        inputs=inputs,
-        trace=action.trace,
+        decisions=HeldDecisions(inputs, action.trace),
         log_prob=action.log_prob.view(T, B, C, A),
         value=action.value.view(T, B, C),
         reward=step_reward.sum(2),
@@ -205,10 +205,12 @@ def rolled_out(policy: GaussianMLP, decisions: int) -> Trajectories:
     task = TaskSpec("tabletop/reach", max_episode_steps=7)
     farm = Farm.create(FarmSpec(task, EndlessEpisodes(3), 4, C, 2, 1, final_frames="never"), InProcess())
     try:
-        worker = PolicyWorker(policy, farm, ("state",), 3, "truncated")
+        worker = PolicyWorker(policy, farm, RolloutSettings(("state",), (3,), "truncated", decisions))
+        memory = TrajectoryMemory.create(worker.layout(), farm.frames, shared=False)
+        worker.use(memory)
         worker.begin()
         worker.rollout(decisions)
-        return worker.trajectories()
+        return held(worker.trajectories())
     finally:
         farm.close()
 
@@ -227,11 +229,11 @@ def test_a_rollout_keeps_values_and_rewards_of_actions(tmp_path: Path) -> None:
     assert metrics["learner/first_ratio_error"] < 1e-5 and metrics["learner/skipped_steps"] == 0
 
 
-def test_joined_waves_keep_the_rewards_of_actions() -> None:
+def test_joined_parts_keep_the_rewards_of_actions() -> None:
     policy = make_policy(state_dim=16, action_dim=3)
     whole = rolled_out(policy, 5)
-    short = replace(rolled_out(policy, 3), group=torch.zeros(4, dtype=torch.int64))
-    joined = join_waves([replace(whole, group=torch.ones(4, dtype=torch.int64)), short])
+    short = replace(rolled_out(policy, 3), episode_group=torch.zeros(4, dtype=torch.int64))
+    joined = join_columns([replace(whole, episode_group=torch.ones(4, dtype=torch.int64)), short])
     assert joined.step_reward is not None and whole.step_reward is not None and short.step_reward is not None
     assert torch.equal(joined.step_reward[:, :4], whole.step_reward)
     assert torch.equal(joined.step_reward[:3, 4:], short.step_reward)

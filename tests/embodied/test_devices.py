@@ -16,21 +16,21 @@ from torch import Tensor
 import policies
 from embodied import checkpoint
 from embodied.config import Config, parse_config
-from embodied.data.trajectories import Trajectories
+from embodied.data.trajectories import HeldDecisions, Trajectories
+from embodied.data.trajectory_memory import TrajectoryMemory
 from embodied.errors import UserError
-from embodied.execution.assignment import HERE, Assignment
+from embodied.execution.assignment import HERE, Assignment, FarmAssignment
 from embodied.execution.executor import executor
 from embodied.execution.session import open_session
 from embodied.runtime.ray_workers import _portable
 from embodied.workers.affinity import Affinity
+from embodied.workers.context import make_policy
 from embodied.workers.devices import decide, device_of, find_device, settle, to_host, value_of
 from embodied.workers.learner import Learner
-from embodied.workers.context import make_policy
 from embodied.workers.offload import Offload
-from embodied.workers.policy_worker import PolicyWorker
+from embodied.workers.policy_worker import PolicyWorker, RolloutSettings
 from policies.contract import Evaluation, Inputs, Policy, PolicySpec
 from policies.gaussian_mlp import GaussianMLP
-from policies.openvla.tiny import write_tiny
 from policies.random_actions import RandomActions
 from sim_farm.contract import TaskSpec
 from sim_farm.episodes import EndlessEpisodes
@@ -38,6 +38,7 @@ from sim_farm.farm import Farm
 from sim_farm.hosts import InProcess
 from sim_farm.layout import FarmSpec
 from tests.embodied.pretend_device import DEVICE, Far, MixedDevices, PretendDevice
+from tests.policies.openvla.tiny import write_tiny
 
 T, B, C, A, S = 6, 5, 2, 3, 16
 SPEC = PolicySpec(action_dim=A, chunk=C, state_dim=S)
@@ -142,9 +143,10 @@ def rolled_out(policy: Policy | None, shared: Policy | None = None) -> Trajector
     task = TaskSpec("tabletop/reach", max_episode_steps=9)
     farm = Farm.create(FarmSpec(task, EndlessEpisodes(3), 4, C, 2, 1, final_frames="never"), InProcess())
     try:
-        worker = PolicyWorker(policy, farm, ("state",), 3, "truncated")
+        worker = PolicyWorker(policy, farm, RolloutSettings(("state",), (3,), "truncated", rounds=12))
         if shared is not None:
             worker.share(shared)
+        worker.use(TrajectoryMemory.create(worker.layout(), farm.frames, shared=False))
         worker.begin()
         worker.rollout(12)
         return worker.trajectories()
@@ -177,8 +179,7 @@ def make_batch(kind: str) -> Trajectories:
     draw = torch.rand(T, B, generator=g)
     terminated, truncated = draw < 0.1, draw > 0.9
     return Trajectories(
-        inputs=inputs,
-        trace=action.trace,
+        decisions=HeldDecisions(inputs, action.trace),
         log_prob=action.log_prob.view(T, B, C, A),
         value=action.value.view(T, B),
         reward=torch.randn(T, B, generator=g),
@@ -276,8 +277,7 @@ def test_policies_on_images_act_and_learn_there(kind: str, gpu: PretendDevice, t
     assert_equal({"value": value_of(there, inputs)}, {"value": here.value(inputs)})
     chunk = here.spec.chunk
     batch = Trajectories(
-        inputs=inputs,
-        trace=action.trace,
+        decisions=HeldDecisions(inputs, action.trace),
         log_prob=action.log_prob.view(2, 2, chunk, 7),
         value=action.value.view(2, 2),
         reward=torch.randn(2, 2, generator=g),
@@ -306,11 +306,11 @@ def test_what_leaves_a_gpu_waits_in_the_hosts_memory_and_returns(gpu: PretendDev
         one.update(batch, 0)
         one.policy.ratio_tolerance = 10.0
     before = list(learner.policy.parameters())
-    residence = Offload(tmp_path / "spill", learner.policy, learner.optimizer)
-    assert residence.unload().bytes > 0
+    offload = Offload(tmp_path / "spill", learner.policy, learner.optimizer)
+    assert offload.unload().bytes > 0
     assert not any(p.numel() or p.held.numel() for p in before), "the device's memory is still held"  # type: ignore[attr-defined]
     assert not (tmp_path / "spill").exists()
-    assert residence.load().bytes > 0
+    assert offload.load().bytes > 0
     assert all(now is p for now, p in zip(learner.policy.parameters(), before, strict=True))
     for one in (learner, other):
         one.update(batch, 1)
@@ -396,7 +396,9 @@ def run(device: str, folder: Path, one_process: bool, unload: bool) -> dict[str,
         "test",
     )
     core = min(os.sched_getaffinity(0))
-    assignment = Assignment("collocated", 2, (core,), (HERE,), (), Affinity(), Affinity(), one_process, unload=unload)
+    farm = FarmAssignment(groups=2, physics=(core,), physics_nodes=(HERE,))
+    components = {"policy": Affinity(), "learner": Affinity()}
+    assignment = Assignment("collocated", (farm,), components, one_process, unload=unload)
     with open_session(config) as session, executor(config, folder, session, assignment) as workers:
         workers.begin(None, 0)
         last = [workers.iterate(number) for number in range(3)][-1]

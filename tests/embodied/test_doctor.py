@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+import tomllib
 from dataclasses import dataclass
+from importlib.metadata import requires
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +92,7 @@ def test_exit_code_and_json_say_whether_something_is_missing(here: Diagnosis, ba
         complete = all(check["status"] != "missing" for check in diagnosis.report["checks"])
         assert diagnosis.report["complete"] == complete
         assert diagnosis.code == (0 if complete else 2)
+    assert here.code == 0, "what `make setup` installs is all that the doctor asks for"
     assert not bare.report["complete"]
 
 
@@ -122,6 +126,13 @@ def test_without_any_package_the_doctor_still_answers(bare: Diagnosis) -> None:
         assert name in bare.printed
 
 
+def test_the_verb_works_without_any_package() -> None:
+    code = "import sys; from embodied import cli; sys.exit(cli.main(['doctor', '--probe', 'vulkan']))"
+    command = [sys.executable, "-S", "-c", code]  # -S: the standard library alone
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": ""})
+    assert result.returncode == 0 and "Traceback" not in result.stderr, result.stderr
+
+
 def test_a_version_other_than_the_pinned_one_is_a_warning(odd: Diagnosis) -> None:
     pin = doctor.pinned_versions()["tyro"]
     assert (odd["tyro"]["status"], odd["tyro"]["found"]) == ("warning", f"0.0.1, tested with {pin}")
@@ -130,6 +141,16 @@ def test_a_version_other_than_the_pinned_one_is_a_warning(odd: Diagnosis) -> Non
 def test_a_build_for_one_kind_of_machine_is_the_pinned_version(odd: Diagnosis) -> None:
     pin = doctor.pinned_versions()["torch"]
     assert (odd["torch"]["status"], odd["torch"]["found"]) == ("ok", f"{pin}+cpu")
+
+
+def test_shared_memory_is_shown_with_its_size_and_what_is_free(here: Diagnosis) -> None:
+    assert re.fullmatch(r"[\d.]+ GiB, [\d.]+ GiB of it free", here["/dev/shm"]["found"])
+
+
+def test_little_shared_memory_is_a_warning_that_tells_how_to_get_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "GIB", 2**60)  # this machine has less than one of these
+    check = doctor._shared_memory()
+    assert check.status == "warning" and "--shm-size" in check.remedy
 
 
 def test_asset_folders_are_found_where_the_variables_say(odd: Diagnosis) -> None:
@@ -171,3 +192,16 @@ print(usable_cores() <= 1)
 
 def test_every_package_of_the_stack_is_pinned() -> None:
     assert set(doctor.PACKAGES) <= set(doctor.pinned_versions())
+
+
+def test_every_package_of_the_stack_is_installed_with_it() -> None:
+    """A fresh install of everything has what the doctor asks for: our requirements, and theirs."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = [line for name, lines in project["optional-dependencies"].items() if name != "dev" for line in lines]
+    ours = {_name(line) for line in [*project["dependencies"], *extras]} - {"embodied-farm"}
+    theirs = {_name(line) for name in ours for line in requires(name) or () if "extra ==" not in line}
+    assert set(doctor.PACKAGES) <= ours | theirs
+
+
+def _name(requirement: str) -> str:
+    return re.split(r"[^A-Za-z0-9._-]", requirement, maxsplit=1)[0].lower().replace("_", "-")

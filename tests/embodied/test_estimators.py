@@ -19,7 +19,7 @@ from torch import Tensor
 from embodied.algorithms.estimators import Estimate, Rows, gae, group_relative, join_rows, outcomes, rows_of
 from embodied.algorithms.ppo import generalised_advantages
 from embodied.config import Config, load_config, parse_config
-from embodied.data.trajectories import Trajectories
+from embodied.data.trajectories import HeldDecisions, Trajectories
 from embodied.errors import UserError
 from embodied.execution.session import open_session
 from embodied.reporting.metrics import read
@@ -44,8 +44,9 @@ def make_batch(seed: int = 0, group: tuple[int, ...] | None = (9, 9, 9, 4, 4, 4)
     ends = torch.arange(T)[:, None] == torch.tensor(LENGTHS) - 1
     solved = ends & (torch.arange(B) % 2 == 0)
     return Trajectories(
-        inputs=Inputs(state=torch.randn(T * B, S, generator=g)),
-        trace={"action": torch.randn(T * B, C, A, generator=g)},
+        decisions=HeldDecisions(
+            Inputs(state=torch.randn(T * B, S, generator=g)), {"action": torch.randn(T * B, C, A, generator=g)}
+        ),
         log_prob=torch.randn(T, B, C, A, generator=g),
         value=torch.randn(T, B, generator=g),
         reward=torch.randn(T, B, generator=g) * mask,
@@ -57,7 +58,7 @@ def make_batch(seed: int = 0, group: tuple[int, ...] | None = (9, 9, 9, 4, 4, 4)
         final_value=torch.randn(T, B, generator=g) * (ends & ~solved),
         last_value=torch.zeros(B),
         version=0,
-        group=None if group is None else torch.tensor(group),
+        episode_group=None if group is None else torch.tensor(group),
     )
 
 
@@ -103,7 +104,7 @@ def test_rows_are_the_decisions_that_were_taken_and_teach() -> None:
 def test_nothing_is_copied_where_everything_is_learned_from() -> None:
     batch = replace(make_batch(), mask=torch.ones(T, B, dtype=torch.bool))
     rows = rows_of(batch, estimate())
-    assert rows.inputs is batch.inputs and len(rows) == T * B
+    assert rows.decisions is batch.decisions and len(rows) == T * B
 
 
 def test_no_row_is_left_where_nothing_teaches() -> None:
@@ -173,8 +174,10 @@ def test_groups_that_lost_a_member_teach_nothing() -> None:
 def test_columns_may_come_in_any_order() -> None:
     batch, order = make_batch(), torch.tensor([3, 0, 5, 1, 4, 2])
     per_column = ("reward", "success", "executed", "mask", "terminated", "truncated")
-    assert batch.group is not None
-    shuffled = replace(batch, group=batch.group[order], **{k: getattr(batch, k)[:, order] for k in per_column})
+    assert batch.episode_group is not None
+    shuffled = replace(
+        batch, episode_group=batch.episode_group[order], **{k: getattr(batch, k)[:, order] for k in per_column}
+    )
     for scale in ("group", "batch", "none"):
         found, expected = (group_relative(b, config_of(scale=scale, weight="episode")) for b in (shuffled, batch))
         for name in ("advantage", "keep", "weight"):
@@ -257,16 +260,17 @@ def test_the_learner_begins_early_only_where_its_update_is_a_sum_over_parts() ->
 
 
 def test_a_workflow_has_the_configurations_sizes() -> None:
-    flow = workflow_of(grpo(episodes_per_env=2), max_episode_steps=50)
-    assert flow.items == 24 and flow.waves == 2
-    assert flow.loop is not None and flow.loop.steps == 13 and flow.loop.components == ("physics", "policy")
+    flow = workflow_of(grpo(episodes_per_env=2), max_episode_steps=[50])
+    assert flow.items == 24 and flow.episodes_per_env == 2
+    (loop,) = flow.loops
+    assert loop.steps == 13 and loop.components == ("physics", "policy")
     last = next(edge for edge in flow.edges if edge.target == "learner")
     assert (last.flow, last.unit) == ("micro_batch", 3)
     assert {(edge.source, edge.target) for edge in flow.edges} == {("physics", "policy"), ("policy", "learner")}
-    drawn = workflow_of(grpo(images=True), max_episode_steps=50)
+    drawn = workflow_of(grpo(images=True), max_episode_steps=[50])
     assert drawn.names == ("physics", "render", "policy", "learner")
     assert {edge.source for edge in drawn.edges} == {"physics", "render", "policy"}
-    late = workflow_of(grpo(scale="batch"), max_episode_steps=50)
+    late = workflow_of(grpo(scale="batch"), max_episode_steps=[50])
     assert next(edge for edge in late.edges if edge.target == "learner").flow == "barrier"
 
 
@@ -276,7 +280,7 @@ def test_a_workflow_has_the_configurations_sizes() -> None:
         ("grop", "no workflow 'grop'; did you mean grpo.*package.module:NAME"),
         ("no.such.module:PPO", "'no.such.module:PPO' cannot be imported: No module named"),
         ("embodied.workflows:PPQ", "'embodied.workflows:PPQ' cannot be imported: .*PPQ"),
-        ("embodied.workflows.recipes:POLICY", "recipes:POLICY is a Component, not an embodied.workflows.Recipe"),
+        ("embodied.workflows.recipes:POLICY", "recipes:POLICY is a WorkflowComponent, not an embodied"),
     ],
 )
 def test_a_workflow_that_is_not_there_is_named(name: str, message: str) -> None:
@@ -337,6 +341,36 @@ def test_the_pages_own_workflow_is_what_it_says_and_learns(tmp_path: Path, monke
     history = read(tmp_path / "run")
     before, after = (np.mean([row["env/return"] for row in part]) for part in (history[:3], history[-3:]))
     assert before < 0.3 and after > before + 0.3, f"mean return {before:.2f}, then {after:.2f}"
+
+
+def test_the_pages_own_component_charges_for_env_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_package").mkdir()
+    (tmp_path / "my_package" / "step_cost.py").write_text(block("python", "# my_package/step_cost.py"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    settings: dict[str, Any] = {
+        "iterations": 1,
+        "env": {"task": "tabletop/reach", "num_envs": 4, "max_episode_steps": 9},
+        "policy": {"chunk": 2, "options": {"widths": [16]}},
+        "rollout": {"decisions": 8},
+        "optim": {"epochs": 1, "minibatch": 0, "threads": 1},
+        "runtime": {"mode": "inline", "trace": False},
+    }
+    rows = {}
+    for name in ("ppo", "my_package.step_cost:PPO_STEP_COST"):
+        config = parse_config({**settings, "workflow": name}, "test")
+        folder = tmp_path / recipe_of(config).name
+        prepare_run(config, folder, resume=False)
+        with open_session(config) as session:
+            training.train(config, folder, session, None)
+        (rows[recipe_of(config).name],) = read(folder)
+    plain, charged = rows["ppo"], rows["ppo_step_cost"]
+    assert charged["time/step_cost_s"] >= 0 and "time/step_cost_s" not in plain
+    assert charged["env_steps"] == plain["env_steps"], "the rollout is the same"
+    assert charged["learner/value_loss"] != plain["learner/value_loss"], "the critic learns other returns"
+
+    worker = importlib.import_module("my_package.step_cost").StepCost()
+    batch = make_batch()
+    assert torch.equal(worker.work(batch).reward, batch.reward - 0.01 * batch.executed)
 
 
 @pytest.mark.slow

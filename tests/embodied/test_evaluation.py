@@ -95,10 +95,10 @@ def trained(runs_dir: Path, name: str, seed: int) -> Path:
         {"farm": {"groups": 4, "physics_workers": 2}, "eval": {"num_envs": 16}},
         {"runtime": {"mode": "ray"}, "farm": {"physics_workers": 2}},
     ],
-    ids=["two workers", "one stage", "four stages", "ray"],
+    ids=["two workers", "one group", "four groups", "ray"],
 )
-def test_workers_stages_and_mode_change_no_bit_of_an_episode(run: Path, how: dict[str, Any], tmp_path: Path) -> None:
-    """With as many rows in a batch: num_envs / stages = 4."""
+def test_workers_groups_and_mode_change_no_bit_of_an_episode(run: Path, how: dict[str, Any], tmp_path: Path) -> None:
+    """With as many rows in a batch: num_envs / groups = 4."""
     settings = settings_of(str(run), tmp_path)
     base = settings.model_dump(mode="json")
     base["eval"] |= {"episodes": 21, "greedy": False}
@@ -139,17 +139,17 @@ def test_a_policy_that_reads_instructions_acts_alone_as_among_others(tmp_path: P
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("left", [range(23), (0, 1, 5, 9, 13, 17, 22), ()])
-def test_every_trial_is_dealt_out_once_and_always_to_its_row(workers: int, stages: int, left: Any) -> None:
+def test_every_trial_is_dealt_out_once_and_always_to_its_row(workers: int, groups: int, left: Any) -> None:
     specs, rows = evaluation_episodes(0, 23), 4
-    shape = FarmSpec(TaskSpec("tabletop/reach"), ListedEpisodes(specs, 4 * stages), 4 * stages, 1, stages, workers)
+    shape = FarmSpec(TaskSpec("tabletop/reach"), ListedEpisodes(specs, 4 * groups), 4 * groups, 1, groups, workers)
     dealt = deal_out(shape, specs, tuple(left))
     episodes = dealt.episodes
     assert isinstance(episodes, ListedEpisodes) and episodes.queues is not None
     assert sorted(trial for queue in episodes.queues for trial in queue) == sorted(left)
-    for stage in range(stages):
-        own = [env for env in range(dealt.num_envs) if dealt.stage_of(env) == stage]
+    for group in range(groups):
+        own = [env for env in range(dealt.num_envs) if dealt.group_of(env) == group]
         for row, env in enumerate(own):
             assert all(trial % rows == row for trial in episodes.queues[env])
             count = len(episodes.queues[env])

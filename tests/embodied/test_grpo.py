@@ -19,19 +19,19 @@ from embodied.algorithms.episode_groups import differing, group_advantages
 from embodied.algorithms.estimators import Estimate, group_relative, outcomes
 from embodied.checkpoint import RunState
 from embodied.config import Config, parse_config
-from embodied.data.assembly import join_waves
-from embodied.data.trajectories import Trajectories
+from embodied.data.trajectories import HeldDecisions, Trajectories, join_columns
 from embodied.errors import UserError
 from embodied.execution.assignment import configured
 from embodied.execution.executor import Executor, Iteration, executor
 from embodied.execution.session import open_session
 from embodied.reporting.metrics import read
-from embodied.workers.learner import CollectStatistics, Learner
 from embodied.workers.context import make_policy
-from embodied.workers.policy_worker import PolicyWorker
+from embodied.workers.learner import Learner
+from embodied.workers.roles import CollectStatistics, Decider, EpisodePart, Trainer
 from embodied.workflows.recipes import GRPO
 from embodied.workflows.sizes import episodes_of, streams
 from policies.contract import Policy, PolicySpec
+from tests.embodied.held import held
 from tests.embodied.test_resume import assert_same_run, rewind
 from tests.embodied.test_resume import run as train
 
@@ -93,26 +93,30 @@ def iterations_of(
 ) -> tuple[list[Iteration], dict[str, Tensor]]:
     with begun(config, folder, policy) as workers:
         done = [workers.iterate(number) for number in range(config.iterations)]
-        return done, {k: v.clone() for k, v in workers.learner.call(Learner.weights).items()}
+        return done, {k: v.clone() for k, v in workers.trainer.call(Trainer.weights).items()}
 
 
-def roll(workers: Executor, waves: int) -> Trajectories:
-    """The next wave, with `waves` allowed from it on."""
-    workers.policy.call(PolicyWorker.rollout_wave, waves)
-    return workers.policy.call(PolicyWorker.trajectories)
+def part_of(number: int) -> EpisodePart:
+    """Episode `number` of every environment."""
+    return EpisodePart(number * ENVS, (number + 1) * ENVS)
 
 
-def waves_of(config: Config, folder: Path, policy: Path | None = None) -> list[Trajectories]:
+def roll(workers: Executor, number: int, limit: int) -> Trajectories:
+    """Episode `number` of every environment, of which each may end `limit`."""
+    workers.decider.call(Decider.rollout_episodes, part_of(number), limit, 60.0)
+    return held(workers.decider.call(Decider.trajectories))
+
+
+def episodes_in_parts(config: Config, folder: Path, policy: Path | None = None) -> list[Trajectories]:
     """One iteration's trajectories, before anything is learned."""
     with begun(config, folder, policy) as workers:
-        return [
-            roll(workers, config.rollout.episodes_per_env - number) for number in range(config.rollout.episodes_per_env)
-        ]
+        episodes = config.rollout.episodes_per_env
+        return [roll(workers, number, episodes) for number in range(episodes)]
 
 
 @pytest.fixture(scope="module")
-def waves(skilled: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Trajectories]:
-    return waves_of(config_of(), tmp_path_factory.mktemp("waves"), skilled)
+def parts(skilled: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Trajectories]:
+    return episodes_in_parts(config_of(), tmp_path_factory.mktemp("parts"), skilled)
 
 
 def policy_of(config: Config) -> Policy:
@@ -136,12 +140,12 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert torch.equal(found[name], tensor), name
 
 
-# --- what a wave is
+# --- what a part is
 
 
-def test_a_wave_is_one_whole_episode_of_every_environment(waves: list[Trajectories]) -> None:
+def test_a_part_is_one_whole_episode_of_every_environment(parts: list[Trajectories]) -> None:
     lengths = set()
-    for batch in waves:
+    for batch in parts:
         ended = (batch.terminated | batch.truncated) & batch.mask
         assert batch.mask[0].all() and torch.equal(ended.sum(0), torch.ones(ENVS, dtype=torch.int64))
         for env in range(ENVS):
@@ -153,49 +157,49 @@ def test_a_wave_is_one_whole_episode_of_every_environment(waves: list[Trajectori
     assert LIMIT in lengths and min(lengths) < LIMIT - CHUNK, f"no early end: {lengths}"
 
 
-def test_groups_are_complete_and_named_once(waves: list[Trajectories]) -> None:
+def test_groups_are_complete_and_named_once(parts: list[Trajectories]) -> None:
     seen: set[int] = set()
-    for batch in waves:
-        assert batch.group is not None
-        names, count = batch.group.unique(return_counts=True)
+    for batch in parts:
+        assert batch.episode_group is not None
+        names, count = batch.episode_group.unique(return_counts=True)
         assert count.tolist() == [SIZE] * (ENVS // SIZE)
         assert not seen & set(names.tolist())
         seen |= set(names.tolist())
-    assert len(seen) == len(waves) * ENVS // SIZE
+    assert len(seen) == len(parts) * ENVS // SIZE
 
 
-def test_members_of_a_group_begin_alike_and_go_on_differently(waves: list[Trajectories]) -> None:
+def test_members_of_a_group_begin_alike_and_go_on_differently(parts: list[Trajectories]) -> None:
     first_states = set()
-    for batch in waves:
-        assert batch.group is not None and batch.inputs.state is not None
+    for batch in parts:
+        assert batch.episode_group is not None and batch.inputs.state is not None
         first = batch.inputs.state.view(-1, ENVS, 16)[0]
         actions = batch.trace["action"].view(-1, ENVS, CHUNK, 3)[0]
-        for name in batch.group.unique():
-            members = (batch.group == name).nonzero()[:, 0]
+        for name in batch.episode_group.unique():
+            members = (batch.episode_group == name).nonzero()[:, 0]
             assert (first[members] == first[members[0]]).all()
             assert len(actions[members].unique(dim=0)) == SIZE, "members share their noise"
             first_states.add(first[members[0]].numpy().tobytes())
-    assert len(first_states) == len(waves) * ENVS // SIZE, "groups begin alike"
+    assert len(first_states) == len(parts) * ENVS // SIZE, "groups begin alike"
 
 
-def test_environments_that_end_early_go_on_with_the_next_wave(skilled: Path, tmp_path: Path) -> None:
+def test_environments_that_end_early_go_on_with_the_next_part(skilled: Path, tmp_path: Path) -> None:
     """And what they gather is what they gather when everybody waits."""
     with begun(config_of(), tmp_path, skilled) as workers:
-        going = [roll(workers, 3)]
-        now = workers.policy.call(PolicyWorker.snapshot)
+        going = [roll(workers, 0, 3)]
+        now = workers.decider.call(Decider.snapshot)
         ahead = (now["base_episode"] == 1) & (now["base_step"] > 0)
         assert ahead.any() and not ahead.all()
-        going += [roll(workers, 2), roll(workers, 1)]
-        now = workers.policy.call(PolicyWorker.snapshot)
-        assert (now["base_episode"] == 3).all() and (now["base_step"] == 0).all(), "somebody began a fourth wave"
+        going += [roll(workers, 1, 3), roll(workers, 2, 3)]
+        now = workers.decider.call(Decider.snapshot)
+        assert (now["base_episode"] == 3).all() and (now["base_step"] == 0).all(), "somebody began a fourth episode"
     with begun(config_of(), tmp_path, skilled) as workers:
         waiting = []
         for number in range(3):
-            waiting.append(roll(workers, 1))
-            now = workers.policy.call(PolicyWorker.snapshot)
+            waiting.append(roll(workers, number, number + 1))
+            now = workers.decider.call(Decider.snapshot)
             assert (now["base_episode"] == number + 1).all() and (now["base_step"] == 0).all()
     for found, expected in zip(going, waiting, strict=True):
-        for name in ("mask", "executed", "success", "terminated", "truncated", "group"):
+        for name in ("mask", "executed", "success", "terminated", "truncated", "episode_group"):
             assert torch.equal(getattr(found, name), getattr(expected, name)), name
         for name in ("log_prob", "reward"):  # other batches, other rounding
             mask = found.mask.view(*found.mask.shape, *[1] * (getattr(found, name).ndim - 2))
@@ -207,14 +211,15 @@ LONG = {"num_envs": 32, "max_episode_steps": 60}
 """Episodes of very different lengths."""
 
 
-def test_each_wave_tells_its_own_episodes(skilled: Path, tmp_path: Path) -> None:
-    """Even where an environment has ended an episode of the next wave before the wave is complete."""
+def test_each_part_tells_its_own_episodes(skilled: Path, tmp_path: Path) -> None:
+    """Even where an environment has ended an episode of the next part before the part is complete."""
     with begun(config_of(env=LONG), tmp_path, skilled) as workers:
         for number in range(3):
-            summary = workers.policy.call(PolicyWorker.rollout_wave, 3 - number)
-            batch = workers.policy.call(PolicyWorker.trajectories)
-            now = workers.policy.call(PolicyWorker.snapshot)
-            assert number or now["base_episode"].max() >= 2, "nobody was two waves ahead"
+            part = EpisodePart(number * 32, (number + 1) * 32)
+            summary = workers.decider.call(Decider.rollout_episodes, part, 3, 60.0)
+            batch = workers.decider.call(Decider.trajectories)
+            now = workers.decider.call(Decider.snapshot)
+            assert number or now["base_episode"].max() >= 2, "nobody was two parts ahead"
             assert [e.env for e in summary.episodes] == list(range(32))
             assert [e.length for e in summary.episodes] == batch.executed.sum(0).tolist()
             assert [e.success for e in summary.episodes] == (batch.success & batch.mask).any(0).tolist()
@@ -222,9 +227,15 @@ def test_each_wave_tells_its_own_episodes(skilled: Path, tmp_path: Path) -> None
 
 
 def test_an_iteration_has_no_more_decisions_than_its_longest_environment(skilled: Path, tmp_path: Path) -> None:
-    """Between two waves of an iteration nobody waits for the others."""
+    """Between two parts of an iteration nobody waits for the others."""
     SEEN.clear()
-    config = config_of(workflow=f"{__name__}:NOTING", farm={"groups": 1}, env={"max_episode_steps": 60}, iterations=1)
+    config = config_of(
+        workflow=f"{__name__}:NOTING",
+        farm={"groups": 1},
+        env={"max_episode_steps": 60},
+        iterations=1,
+        runtime={"trace": True},
+    )  # fmt: skip
     (one,), _ = iterations_of(config, tmp_path, skilled)
     acted = sum(span.name.startswith("act") for span in one.summary.spans)
     decisions = torch.stack([batch.mask.sum(0) for batch in SEEN])
@@ -233,7 +244,9 @@ def test_an_iteration_has_no_more_decisions_than_its_longest_environment(skilled
 
 def test_environments_that_do_not_make_groups_are_refused(tmp_path: Path) -> None:
     config = config_of(env={"num_envs": 10})
-    with pytest.raises(UserError, match="10 environments do not make groups of 4; set env.num_envs to 8"):
+    with pytest.raises(
+        UserError, match="10 environments of tabletop/reach do not make episode groups of 4; set env.num_envs to 8"
+    ):
         episodes_of(config, 0)
 
 
@@ -242,19 +255,19 @@ def test_environments_that_do_not_make_groups_are_refused(tmp_path: Path) -> Non
 
 def literal_advantages(batch: Trajectories) -> list[float]:
     """(R - mean) / (unbiased deviation + 1e-6) of every column."""
-    assert batch.group is not None
+    assert batch.episode_group is not None
     returns = [sum(batch.reward[batch.mask[:, b], b].tolist()) for b in range(ENVS)]
     found = []
     for b in range(ENVS):
-        peers = [returns[i] for i in range(ENVS) if batch.group[i] == batch.group[b]]
+        peers = [returns[i] for i in range(ENVS) if batch.episode_group[i] == batch.episode_group[b]]
         mean = sum(peers) / len(peers)
         deviation = math.sqrt(sum((r - mean) ** 2 for r in peers) / (len(peers) - 1))
         found.append((returns[b] - mean) / (deviation + 1e-6))
     return found
 
 
-def test_every_decision_has_its_episodes_advantage_within_the_group(waves: list[Trajectories]) -> None:
-    for batch in waves:
+def test_every_decision_has_its_episodes_advantage_within_the_group(parts: list[Trajectories]) -> None:
+    for batch in parts:
         estimate = group_relative(batch, config_of())
         expected = literal_advantages(batch)
         for b in range(ENVS):
@@ -268,8 +281,10 @@ def poisoned(batch: Trajectories, columns: Tensor) -> Trajectories:
     rows = columns.expand_as(batch.mask).flatten()[:, None]
     return replace(
         batch,
-        inputs=replace(batch.inputs, state=torch.where(rows, torch.nan, batch.inputs.state)),
-        trace={key: torch.where(rows[..., None], torch.nan, tensor) for key, tensor in batch.trace.items()},
+        decisions=HeldDecisions(
+            replace(batch.inputs, state=torch.where(rows, torch.nan, batch.inputs.state)),
+            {key: torch.where(rows[..., None], torch.nan, tensor) for key, tensor in batch.trace.items()},
+        ),
         log_prob=torch.where(columns[None, :, None, None], torch.nan, batch.log_prob),
     )
 
@@ -279,10 +294,10 @@ def test_groups_with_equal_outcomes_never_reach_the_model(minibatch: int, skille
     config = config_of(advantage={"outcome": "success"}, optim={"minibatch": minibatch})
     dropped = 0
     learner, other = learner_of(config, tmp_path, skilled), learner_of(config, tmp_path, skilled)
-    parts = waves_of(config, tmp_path, skilled)
+    parts = episodes_in_parts(config, tmp_path, skilled)
     for batch in parts:
-        assert batch.group is not None
-        teaches = differing(outcomes(batch, config.advantage), batch.group, SIZE)
+        assert batch.episode_group is not None
+        teaches = differing(outcomes(batch, config.advantage), batch.episode_group, SIZE)
         dropped += int((~teaches).sum())
         collected = learner.collect(poisoned(batch, ~teaches), 0)
         assert collected == replace(other.collect(batch, 0), learn_s=collected.learn_s)
@@ -323,14 +338,14 @@ def collected(learner: Learner, parts: Sequence[Trajectories]) -> list[CollectSt
 
 
 def test_streaming_equals_the_same_data_afterwards(tmp_path: Path) -> None:
-    """Each wave learned from while the next is rolled out, or all of them when nothing is left to roll out."""
+    """Each part learned from while the next is rolled out, or all of them when nothing is left to roll out."""
     config = config_of()
     assert streams(config)
     with begun(config, tmp_path / "a") as workers:
         during = workers.iterate(0)
-        found = {name: tensor.clone() for name, tensor in workers.learner.call(Learner.weights).items()}
+        found = {name: tensor.clone() for name, tensor in workers.trainer.call(Trainer.weights).items()}
     learner = learner_of(config, tmp_path)
-    collected(learner, waves_of(config, tmp_path / "b"))
+    collected(learner, episodes_in_parts(config, tmp_path / "b"))
     afterwards = learner.finish(0)
     assert_equal(found, learner.weights())
     for name in afterwards.keys() - {"learner/update_s"}:
@@ -341,7 +356,7 @@ def test_streaming_equals_the_same_data_afterwards(tmp_path: Path) -> None:
 @pytest.mark.parametrize("unit", ["chunk", "action", "element"])
 @pytest.mark.parametrize("micro_batch", [None, 7])
 def test_streaming_has_the_gradient_of_one_step_over_all_rows(
-    weight: str, unit: str, micro_batch: int | None, waves: list[Trajectories], skilled: Path, tmp_path: Path
+    weight: str, unit: str, micro_batch: int | None, parts: list[Trajectories], skilled: Path, tmp_path: Path
 ) -> None:
     changes: dict[str, Any] = {"loss": {"weight": weight, "ratio_unit": unit, "entropy_coef": 0.01}}
     found = []
@@ -351,7 +366,7 @@ def test_streaming_has_the_gradient_of_one_step_over_all_rows(
         config = config.model_copy(update={"optim": optim})
         assert streams(config) == (minibatch == 0)
         learner = learner_of(config, tmp_path, skilled)
-        collected(learner, waves)
+        collected(learner, parts)
         metrics = learner.finish(0)
         found.append((gradients(learner), {k: v for k, v in metrics.items() if k != "learner/update_s"}))
     (streamed, metrics), (whole, others) = found
@@ -364,16 +379,16 @@ def test_streaming_has_the_gradient_of_one_step_over_all_rows(
 @pytest.mark.parametrize("weight", ["decision", "episode"])
 @pytest.mark.parametrize("unit", ["chunk", "action"])
 def test_the_gradient_is_that_of_the_formula_written_out(
-    weight: str, unit: str, waves: list[Trajectories], skilled: Path, tmp_path: Path
+    weight: str, unit: str, parts: list[Trajectories], skilled: Path, tmp_path: Path
 ) -> None:
     """The mean over all units, or over episodes of the mean over their units, of -A times the ratio."""
     config = config_of(loss={"weight": weight, "ratio_unit": unit})
     learner = learner_of(config, tmp_path, skilled)
-    collected(learner, waves)
+    collected(learner, parts)
     found = learner.finish(0)
     policy = learner_of(config, tmp_path, skilled).policy
     sums, counts = [], []
-    for batch in waves:
+    for batch in parts:
         new = policy.evaluate(batch.inputs, batch.trace).log_prob.view(*batch.mask.shape, CHUNK, 3)
         for b, advantage in enumerate(literal_advantages(batch)):
             terms = []
@@ -395,23 +410,23 @@ def test_the_gradient_is_that_of_the_formula_written_out(
             torch.testing.assert_close(grad, parameter.grad, rtol=1e-3, atol=1e-5, msg=name)
 
 
-def test_entropy_is_per_unit_whatever_the_weights(waves: list[Trajectories], skilled: Path, tmp_path: Path) -> None:
+def test_entropy_is_per_unit_whatever_the_weights(parts: list[Trajectories], skilled: Path, tmp_path: Path) -> None:
     found = {}
     for weight in ("decision", "episode"):
         learner = learner_of(config_of(loss={"weight": weight}), tmp_path, skilled)
-        collected(learner, waves[:1])
+        collected(learner, parts[:1])
         found[weight] = learner.finish(0)["learner/entropy"]
     assert found["decision"] == pytest.approx(found["episode"], abs=0.5) != 0
 
 
-# --- all waves at once, where the estimator needs them
+# --- all parts at once, where the estimator needs them
 
 
 SEEN: list[Trajectories] = []
 
 
 def noting(batch: Trajectories, config: Config) -> Estimate:
-    SEEN.append(batch)
+    SEEN.append(held(batch))
     return group_relative(batch, config)
 
 
@@ -419,13 +434,12 @@ NOTING = replace(GRPO, estimator=noting)
 
 
 def first(batch: Trajectories, count: int) -> Trajectories:
-    """The wave's first decisions."""
+    """The part's first decisions."""
     rows = torch.arange(count * ENVS)
     per_decision = ("log_prob", "value", "reward", "success", "executed", "mask", *ENDS)
     return replace(
         batch,
-        inputs=batch.inputs.rows(rows),
-        trace={key: tensor[rows] for key, tensor in batch.trace.items()},
+        decisions=HeldDecisions(batch.inputs.rows(rows), {key: tensor[rows] for key, tensor in batch.trace.items()}),
         **{name: getattr(batch, name)[:count] for name in per_decision},
     )
 
@@ -433,26 +447,24 @@ def first(batch: Trajectories, count: int) -> Trajectories:
 ENDS = ("terminated", "truncated", "final_value")
 
 
-def test_joined_waves_are_their_columns_side_by_side(waves: list[Trajectories]) -> None:
-    waves = [first(waves[0], 7), waves[1], first(waves[2], 3)]
-    whole = join_waves(waves)
-    for number, batch in enumerate(waves):
+def test_joined_parts_are_their_columns_side_by_side(parts: list[Trajectories]) -> None:
+    parts = [first(parts[0], 7), parts[1], first(parts[2], 3)]
+    whole = join_columns(parts)
+    for number, batch in enumerate(parts):
         own = slice(number * ENVS, (number + 1) * ENVS)
         count = len(batch.mask)
         for name in ("log_prob", "value", "reward", "success", "executed", "mask", "terminated", "truncated"):
             assert torch.equal(getattr(whole, name)[:count, own], getattr(batch, name)), name
         for name in ("reward", "success", "executed", "mask", "terminated", "truncated", "final_value"):
             assert not getattr(whole, name)[count:, own].any(), name
-        assert whole.group is not None and batch.group is not None
-        assert torch.equal(whole.group[own] % 2**44, batch.group)
+        assert whole.episode_group is not None and batch.episode_group is not None
+        assert torch.equal(whole.episode_group[own], batch.episode_group)
         assert whole.inputs.state is not None and batch.inputs.state is not None
-        width = ENVS * len(waves)
+        width = ENVS * len(parts)
         assert torch.equal(whole.inputs.state.view(-1, width, 16)[:count, own].flatten(0, 1), batch.inputs.state)
         action = whole.trace["action"].view(-1, width, CHUNK, 3)[:count, own]
         assert torch.equal(action.flatten(0, 1), batch.trace["action"])
-    assert whole.env_steps == sum(batch.env_steps for batch in waves)
-    again = join_waves([waves[0], waves[0]]).group  # of two tasks, which name their groups alike
-    assert again is not None and again.unique(return_counts=True)[1].tolist() == [SIZE] * (2 * ENVS // SIZE)
+    assert whole.env_steps == sum(batch.env_steps for batch in parts)
 
 
 def test_advantages_scaled_by_the_batch_are_scaled_by_all_of_an_iteration(tmp_path: Path) -> None:
@@ -461,9 +473,9 @@ def test_advantages_scaled_by_the_batch_are_scaled_by_all_of_an_iteration(tmp_pa
     SEEN.clear()
     done, weights = iterations_of(config, tmp_path / "a")
     whole = SEEN[-1]
-    assert whole.group is not None and len(whole.group) == 3 * ENVS
+    assert whole.episode_group is not None and len(whole.episode_group) == 3 * ENVS
     estimate = group_relative(whole, config)
-    expected, _ = group_advantages(outcomes(whole, config.advantage), whole.group, SIZE, "batch")
+    expected, _ = group_advantages(outcomes(whole, config.advantage), whole.episode_group, SIZE, "batch")
     assert torch.equal(estimate.advantage[0], expected)
     learner = learner_of(
         config_of(advantage={"scale": "batch"}, rollout={"episodes_per_env": 1}, optim={"minibatch": 10**6}), tmp_path
@@ -474,14 +486,14 @@ def test_advantages_scaled_by_the_batch_are_scaled_by_all_of_an_iteration(tmp_pa
     assert done[0].learned["learner/steps"] == 1
 
 
-# --- as many waves as it takes
+# --- as many episodes as it takes
 
 
-def waves_in(one: Iteration) -> int:
-    return sum(span.name.startswith("roll out wave") for span in one.spans)
+def parts_in(one: Iteration) -> int:
+    return sum(span.name.startswith("roll out part") for span in one.spans)
 
 
-def test_waves_go_on_until_enough_groups_teach(skilled: Path, tmp_path: Path) -> None:
+def test_episodes_go_on_until_enough_groups_teach(skilled: Path, tmp_path: Path) -> None:
     SEEN.clear()
     config = config_of(
         workflow=f"{__name__}:NOTING",
@@ -491,18 +503,18 @@ def test_waves_go_on_until_enough_groups_teach(skilled: Path, tmp_path: Path) ->
     )
     counts = []
     with begun(config, tmp_path, skilled) as workers:
-        begun_waves = 0
+        begun_episodes = 0
         for number in range(config.iterations):
             SEEN.clear()
             one = workers.iterate(number)
-            counts.append(waves_in(one))
+            counts.append(parts_in(one))
             taught = [int(group_relative(part, config).keep[0].sum()) // SIZE for part in SEEN]
             assert len(taught) == counts[-1]
             wanted = ENVS // SIZE
-            assert sum(taught[:-1]) < wanted, "a wave too many"
-            assert sum(taught) >= wanted or counts[-1] == 4, "a wave too few"
-            begun_waves += counts[-1]
-            assert (one.environments["base_episode"] == begun_waves).all(), "a wave began before it was decided"
+            assert sum(taught[:-1]) < wanted, "a part too many"
+            assert sum(taught) >= wanted or counts[-1] == 4, "a part too few"
+            begun_episodes += counts[-1]
+            assert (one.environments["base_episode"] == begun_episodes).all(), "an episode began before it was decided"
             assert (one.environments["base_step"] == 0).all()
             assert len(one.summary.episodes) == ENVS * counts[-1]
     assert len(set(counts)) > 1, f"this seed does not test it: {counts}"
@@ -522,7 +534,7 @@ def test_waves_go_on_until_enough_groups_teach(skilled: Path, tmp_path: Path) ->
             "policy": {"options": {"widths": [16], "initial_log_std": 1.5}},
         },
     ],
-    ids=["waves", "max_waves"],
+    ids=["episodes_per_env", "max_episodes_per_env"],
 )
 def test_a_run_that_stopped_goes_on_as_if_it_had_not(changes: dict[str, Any], tmp_path: Path) -> None:
     config = config_of(**changes)

@@ -16,7 +16,7 @@ from torch import Tensor
 import policies
 from embodied.algorithms.estimators import Rows, gae_of, rows_of
 from embodied.config import AdvantageConfig, Config, LossConfig, OptimConfig
-from embodied.data.trajectories import Trajectories
+from embodied.data.trajectories import HeldDecisions, Trajectories
 from embodied.workers.learner import Learner, NonFinite, OffPolicy
 from policies.contract import Evaluation, Inputs, Policy, PolicySpec
 from policies.gaussian_mlp import GaussianMLP
@@ -37,8 +37,13 @@ def make_learner(
     policy: Policy | None = None,
     **optim: Any,
 ) -> Learner:
-    sections = {"advantage": advantage or AdvantageConfig(), "loss": loss or LossConfig()}
-    run = Config(seed=5, iterations=10, optim=OPTIM.model_copy(update=optim), **sections)
+    run = Config(
+        seed=5,
+        iterations=10,
+        optim=OPTIM.model_copy(update=optim),
+        advantage=advantage or AdvantageConfig(),
+        loss=loss or LossConfig(),
+    )
     return Learner(policy or make_policy(), run, run_dir)
 
 
@@ -56,8 +61,7 @@ def make_batch(seed: int = 0) -> Trajectories:
     terminated, truncated = draw < 0.1, draw > 0.9
     executed = torch.where(terminated | truncated, torch.randint(1, C + 1, (T, B), generator=g), C)
     return Trajectories(
-        inputs=inputs,
-        trace=action.trace,
+        decisions=HeldDecisions(inputs, action.trace),
         log_prob=action.log_prob.view(T, B, C, A),
         value=action.value.view(T, B),
         reward=torch.randn(T, B, generator=g),
@@ -111,8 +115,10 @@ def masked(batch: Trajectories, mask: Tensor, fill: float) -> Trajectories:
     return replace(
         batch,
         mask=mask,
-        inputs=replace(batch.inputs, state=torch.where(rows, batch.inputs.state, fill)),
-        trace={key: torch.where(rows[..., None], tensor, fill) for key, tensor in batch.trace.items()},
+        decisions=HeldDecisions(
+            replace(batch.inputs, state=torch.where(rows, batch.inputs.state, fill)),
+            {key: torch.where(rows[..., None], tensor, fill) for key, tensor in batch.trace.items()},
+        ),
         log_prob=torch.where(mask[..., None, None], batch.log_prob, fill),
     )
 
@@ -143,8 +149,7 @@ def test_an_environment_that_is_masked_out_might_as_well_not_be_there(tmp_path: 
     per_env = ("log_prob", "value", "reward", "executed", "mask", "terminated", "truncated", "final_value")
     smaller = replace(
         batch,
-        inputs=batch.inputs.rows(rows),
-        trace={key: tensor[rows] for key, tensor in batch.trace.items()},
+        decisions=HeldDecisions(batch.inputs.rows(rows), {key: tensor[rows] for key, tensor in batch.trace.items()}),
         last_value=batch.last_value[kept],
         **{name: getattr(batch, name)[:, kept] for name in per_env},
     )
@@ -243,7 +248,12 @@ def test_every_epoch_and_iteration_visits_every_row_once_in_an_order_of_its_own(
     for iteration in range(2):
         witness = make_witness()
         action = witness.act(batch.inputs, torch.zeros(T * B, C * A))
-        again = replace(batch, trace=action.trace, log_prob=action.log_prob.view(T, B, C, A), version=iteration)
+        again = replace(
+            batch,
+            decisions=HeldDecisions(batch.inputs, action.trace),
+            log_prob=action.log_prob.view(T, B, C, A),
+            version=iteration,
+        )
         make_learner(tmp_path, policy=witness, epochs=3).update(again, iteration)
         visited = torch.cat(witness.seen).mul(T * B).round().int().view(3, T * B)
         assert [len(part) for part in witness.seen] == [8, 8, 8, 6] * 3

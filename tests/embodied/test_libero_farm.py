@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -30,13 +31,13 @@ def session() -> Iterator[Session]:
 
 
 def drive(session: Session, physics_workers: int, render_workers: int) -> list[Observations]:
-    """What each environment shows over some chunks, stage by stage. Stale or missing frames are raised by `collect`."""
+    """What each environment shows over some chunks, group by group. Stale or missing frames are raised by `collect`."""
     spec = FarmSpec(
         TASK,
         EndlessEpisodes(3, init_states=50),
         num_envs=4,
         chunk=CHUNK,
-        stages=2,
+        groups=2,
         physics_workers=physics_workers,
         render_workers=render_workers,
         final_frames="truncated",
@@ -44,14 +45,19 @@ def drive(session: Session, physics_workers: int, render_workers: int) -> list[O
     actions = np.random.default_rng(0).uniform(-1, 1, (CHUNKS, 4, CHUNK, 7)).astype(np.float32)
     seen = []
     with session.farm(spec) as farm:
-        for stage in range(2):
-            farm.reset(stage)
+        for group in range(2):
+            farm.reset(group)
         for turn in range(CHUNKS):
-            for stage in range(2):
-                seen.append(farm.collect(stage))
-                farm.submit(stage, actions[turn, farm.envs_of(stage)])
-        seen += [farm.collect(stage) for stage in range(2)]
+            for group in range(2):
+                seen.append(kept(farm.collect(group)))
+                farm.submit(group, actions[turn, farm.envs_of(group)])
+        seen += [kept(farm.collect(group)) for group in range(2)]
     return seen
+
+
+def kept(seen: Observations) -> Observations:
+    """With frames of its own: those of the farm's memory are drawn over by the next submit."""
+    return replace(seen, frames={camera: frames.copy() for camera, frames in seen.frames.items()})
 
 
 def by_env(seen: list[Observations]) -> dict[tuple[int, int, int], tuple[bytes, ...]]:

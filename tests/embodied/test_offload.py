@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from embodied import checkpoint
 from embodied.config import Config, parse_config
-from embodied.execution.assignment import HERE, Assignment
+from embodied.execution.assignment import HERE, Assignment, FarmAssignment
 from embodied.execution.executor import Executor, Iteration, executor
 from embodied.execution.session import Session, open_session
 from embodied.workers.affinity import Affinity
@@ -31,7 +31,7 @@ CONFIG = parse_config(
         "policy": {"chunk": 2, "options": {"widths": [16]}},
         "rollout": {"decisions": 8},
         "optim": {"epochs": 2, "minibatch": 8, "threads": 1, "policy_lr": 3e-3},
-        "runtime": {"mode": "inline", "trace": False},
+        "runtime": {"mode": "inline"},
     },
     "test",
 )
@@ -126,13 +126,13 @@ def test_everything_comes_back_equal_and_training_goes_on(sides: Sides, tmp_path
     size = sum(t.numel() * t.element_size() for t in tensors)
     for number in range(3):
         spill = tmp_path / "deep" / f"spill-{number}.safetensors"
-        residence = Offload(spill, sides.module, sides.optimizer)
-        left = residence.unload()
-        assert residence.away and left.bytes == size and left.seconds > 0
+        offload = Offload(spill, sides.module, sides.optimizer)
+        left = offload.unload()
+        assert offload.away and left.bytes == size and left.seconds > 0
         assert not any(t.numel() for t in tensors), "memory is still held"
         assert spill.stat().st_size >= size
-        back = residence.load()
-        assert not residence.away and back.bytes == size and back.seconds > 0
+        back = offload.load()
+        assert not offload.away and back.bytes == size and back.seconds > 0
         assert not spill.exists(), "what was spilled is left behind"
         assert sides.equal
         assert all(now is before for now, before in zip(held(sides.module, sides.optimizer), tensors, strict=True))
@@ -156,9 +156,9 @@ def test_weights_or_the_optimiser_may_leave_alone(sides: Sides, tmp_path: Path) 
 def test_an_optimiser_that_has_not_stepped_has_nothing_to_leave(tmp_path: Path) -> None:
     module, optimizer = made()
     assert Offload(tmp_path / "o", None, optimizer).unload().bytes == 0
-    residence = Offload(tmp_path / "both", module, optimizer)
-    residence.unload()
-    residence.load()
+    offload = Offload(tmp_path / "both", module, optimizer)
+    offload.unload()
+    offload.load()
     other, other_optimizer = made()
     step(module, optimizer)
     step(other, other_optimizer)
@@ -166,15 +166,15 @@ def test_an_optimiser_that_has_not_stepped_has_nothing_to_leave(tmp_path: Path) 
 
 
 def test_what_never_left_need_not_come_back(sides: Sides, tmp_path: Path) -> None:
-    residence = Offload(tmp_path / "o", sides.module, sides.optimizer)
-    assert residence.load().bytes == 0 and not residence.away and sides.equal
+    offload = Offload(tmp_path / "o", sides.module, sides.optimizer)
+    assert offload.load().bytes == 0 and not offload.away and sides.equal
 
 
 def test_leaving_twice_loses_nothing(sides: Sides, tmp_path: Path) -> None:
-    residence = Offload(tmp_path / "o", sides.module, sides.optimizer)
-    residence.unload()
-    assert residence.unload().bytes == 0
-    residence.load()
+    offload = Offload(tmp_path / "o", sides.module, sides.optimizer)
+    offload.unload()
+    assert offload.unload().bytes == 0
+    offload.load()
     assert sides.equal
 
 
@@ -183,7 +183,9 @@ def test_leaving_twice_loses_nothing(sides: Sides, tmp_path: Path) -> None:
 
 def placed(unload: bool, one_process: bool) -> Assignment:
     core = min(os.sched_getaffinity(0))
-    return Assignment("collocated", 2, (core,), (HERE,), (), Affinity(), Affinity(), one_process, unload=unload)
+    farm = FarmAssignment(groups=2, physics=(core,), physics_nodes=(HERE,))
+    components = {"policy": Affinity(), "learner": Affinity()}
+    return Assignment("collocated", (farm,), components, one_process, unload=unload)
 
 
 @pytest.fixture(scope="module")
@@ -279,9 +281,9 @@ def test_renderers_are_away_while_a_checkpoint_is_written(session: Session, tmp_
     with executor(PICTURES, tmp_path, session, placed(unload=True, one_process=True)) as workers:
         workers.begin(None, 0)
         first = workers.iterate(0)
-        assert workers.farm.block.arrays["left"].all()
+        assert workers.farm.tasks[0].slots["left"].all()
         save(workers, tmp_path, 1, first.environments)
-        assert workers.farm.block.arrays["left"].all()
+        assert workers.farm.tasks[0].slots["left"].all()
         workers.iterate(1)
 
 
@@ -305,7 +307,7 @@ def test_a_checkpoint_written_while_away_is_complete_and_can_be_gone_on_from(
 
 def moments(workers: Executor) -> list[Tensor]:
     """The optimiser's first moments; the learner is in this process."""
-    learner: Learner = vars(workers.learner)["worker"]
+    learner: Learner = vars(workers.trainer.handles[0])["worker"]
     found = [state["exp_avg"] for state in learner.optimizer.state.values()]
     assert found
     return found

@@ -1,10 +1,10 @@
-"""The rollout: what it gathers is what happened, in an order of its own, whoever did the work."""
+"""The policy worker: what it gathers is what happened, in an order of its own, whoever did the work."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -12,9 +12,12 @@ import torch
 from torch import Tensor, nn
 
 import policies
+from embodied.data.assembly import EndedEpisode
 from embodied.data.random_streams import SamplingNoise
 from embodied.data.trajectories import Trajectories
-from embodied.workers.policy_worker import EndedEpisode, PolicyWorker
+from embodied.data.trajectory_memory import TrajectoryMemory
+from embodied.workers.final_values import rows_for_finals
+from embodied.workers.policy_worker import PolicyWorker, RolloutSettings
 from policies.contract import Action, Inputs, Policy, PolicySpec
 from sim_farm.contract import EpisodeSpec, PhysicsResult, TaskSpec
 from sim_farm.episodes import EndlessEpisodes, Episodes, ListedEpisodes
@@ -22,12 +25,15 @@ from sim_farm.farm import Farm
 from sim_farm.hosts import InProcess
 from sim_farm.layout import FarmSpec
 from sim_farm.registry import make_physics, make_renderer
+from tests.embodied.held import held
 
 SEED, ENVS, CHUNK, STEPS = 7, 4, 2, 7
 """Seven steps in chunks of two: an episode that is truncated ends in the middle of a chunk."""
 REACH = TaskSpec("tabletop/reach", max_episode_steps=STEPS)
 SHAPES = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4)]
-"""(stages, physics workers)"""
+"""(groups of environments, physics workers)"""
+ROUNDS = 14
+"""Decisions of each environment that the trajectory memory holds, unless a test says otherwise."""
 
 
 class Reflex(Policy):
@@ -58,6 +64,10 @@ class Reflex(Policy):
 class Watcher(Reflex):
     """Acts at random and values a picture by its brightness: a sum of whole numbers, hence exact."""
 
+    def __init__(self, image_size: int = 16) -> None:
+        super().__init__()
+        self.spec = replace(self.spec, state_dim=0, cameras=("front",), image_size=image_size)
+
     def act(self, inputs: Inputs, noise: Tensor | None) -> Action:
         assert noise is not None
         chunk = noise.view(-1, self.spec.chunk, self.spec.action_dim)
@@ -69,17 +79,23 @@ class Watcher(Reflex):
 
 @contextmanager
 def worker(
-    policy: Policy | None = None, stages: int = 2, physics_workers: int = 1, task: TaskSpec = REACH,
+    policy: Policy | None = None, groups: int = 2, physics_workers: int = 1, task: TaskSpec = REACH,
     episodes: Episodes | None = None, bootstrap: str = "truncated", snapshot: Mapping[str, np.ndarray] | None = None,
+    rounds: int = ROUNDS, finals: int | None = None,
 ) -> Iterator[PolicyWorker]:  # fmt: skip
     policy = policy or Reflex()
+    chunk = policy.spec.chunk
     spec = FarmSpec(
-        task, episodes or EndlessEpisodes(SEED), ENVS, policy.spec.chunk, stages, physics_workers,
+        task, episodes or EndlessEpisodes(SEED), ENVS, chunk, groups, physics_workers,
         final_frames="truncated" if task.cameras else "never",
     )  # fmt: skip
-    farm = Farm.create(spec, InProcess())
+    if finals is None:
+        finals = rows_for_finals(ENVS, rounds, chunk, task.max_episode_steps or 1)
+    farm = Farm.create(spec, InProcess(), frame_rows=(rounds + 1) * ENVS + finals)
     try:
-        made = PolicyWorker(policy, farm, ("images",) if task.cameras else ("state",), SEED, bootstrap)
+        reads = ("images",) if task.cameras else ("state",)
+        made = PolicyWorker(policy, farm, RolloutSettings(reads, (SEED,), bootstrap, rounds))
+        made.use(TrajectoryMemory.create(made.layout(), farm.frames, shared=False))
         made.begin(snapshot)
         yield made
     finally:
@@ -88,7 +104,7 @@ def worker(
 
 def roll(made: PolicyWorker, decisions: int = 14) -> tuple[Trajectories, tuple[EndedEpisode, ...]]:
     summary = made.rollout(decisions)
-    batch = made.trajectories()
+    batch = held(made.trajectories())
     assert summary.env_steps == batch.env_steps
     return batch, summary.episodes
 
@@ -195,11 +211,11 @@ def test_final_values_are_of_the_episodes_own_last_frame() -> None:
 # --- a plan changes when and where, never what
 
 
-def test_stages_and_workers_do_not_change_the_trajectories() -> None:
+def test_groups_and_workers_do_not_change_the_trajectories() -> None:
     """To the last bit, for a policy whose arithmetic does not depend on how rows are batched."""
     found = []
-    for stages, physics_workers in SHAPES:
-        with worker(stages=stages, physics_workers=physics_workers) as made:
+    for groups, physics_workers in SHAPES:
+        with worker(groups=groups, physics_workers=physics_workers) as made:
             batch, episodes = roll(made)
             found.append((tensors(batch), episodes))
     for other, episodes in found[1:]:
@@ -208,14 +224,14 @@ def test_stages_and_workers_do_not_change_the_trajectories() -> None:
             assert torch.equal(other[name], expected), name
 
 
-def test_stages_and_workers_do_not_change_the_trajectories_of_a_network() -> None:
+def test_groups_and_workers_do_not_change_the_trajectories_of_a_network() -> None:
     """Matrix products over 4, 2 or 1 rows round differently, by 1e-7 of what they add up, and the simulator
     carries that on: 1e-5 on everything, while what is counted (steps, ends, masks) is equal."""
     found = []
-    for stages, physics_workers in SHAPES[:4]:
+    for groups, physics_workers in SHAPES[:4]:
         spec = PolicySpec(action_dim=3, chunk=CHUNK, state_dim=16)
         policy = policies.build("gaussian_mlp", spec, seed=1, widths=[64, 64])
-        with worker(policy, stages=stages, physics_workers=physics_workers) as made:
+        with worker(policy, groups=groups, physics_workers=physics_workers) as made:
             batch, _ = roll(made)
             found.append(tensors(batch))
     for other in found[1:]:
@@ -236,16 +252,16 @@ def test_two_short_rollouts_are_one_long_one() -> None:
         assert torch.equal(joined, expected), name
 
 
-@pytest.mark.parametrize(("stages", "physics_workers"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("groups", "physics_workers"), [(2, 1), (1, 2)])
 def test_a_worker_that_begins_from_a_snapshot_goes_on_as_the_first_would_have(
-    stages: int, physics_workers: int
+    groups: int, physics_workers: int
 ) -> None:
     with worker() as made:
         roll(made, 5)
         snapshot = made.snapshot()
         expected, expected_episodes = roll(made, 9)
     assert snapshot["base_step"].any(), "no episode was under way"
-    with worker(stages=stages, physics_workers=physics_workers, snapshot=snapshot) as made:
+    with worker(groups=groups, physics_workers=physics_workers, snapshot=snapshot) as made:
         found, episodes = roll(made, 9)
     assert episodes == expected_episodes, "returns or lengths of the episodes under way were lost"
     for name, tensor in tensors(expected).items():

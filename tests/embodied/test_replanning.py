@@ -23,13 +23,13 @@ from embodied.planning import replanning
 from embodied.planning import run_plans as planning
 from embodied.planning.clusters import local_cluster
 from embodied.planning.profiler import work_of
-from embodied.planning.replanning import PAYS, PERSISTENT, Watch, Watches
+from embodied.planning.replanning import PAYS, PERSISTENT, Watch
 from embodied.planning.run_plans import sized_workflow
 from embodied.reporting.metrics import read
 from embodied.run_folder import prepare_run
 from embodied.training import loop as training
-from embodied.workers.policy_worker import Clock
-from schedulers import ComponentProfile, Phase, Placement, Plan, Point, Profile, Span, Together
+from embodied.workers.rollout_summary import Clock
+from schedulers import ComponentProfile, DeviceRange, Phase, Placement, Plan, Point, Profile, Together, Workflow
 
 ENVS, DECISIONS = 3, 8
 SETTINGS: dict[str, Any] = {
@@ -67,12 +67,12 @@ PROFILE = Profile(
 )
 
 
-def on(*cores: int) -> tuple[Span, ...]:
-    return (Span("here", "cores", cores[0], len(cores)),)
+def on(*cores: int) -> tuple[DeviceRange, ...]:
+    return (DeviceRange("here", "cores", cores[0], len(cores)),)
 
 
 def planned(*phases: tuple[Placement, ...], mode: schedulers.Mode, groups: int = 1) -> Plan:
-    plan = Plan("ppo", mode, tuple(Phase(places, ENVS) for places in phases), groups)
+    plan = Plan("ppo", mode, tuple(Phase(places, ENVS) for places in phases), (groups,))
     return replace(plan, prediction=schedulers.predict(plan, WORKFLOW, PROFILE))
 
 
@@ -98,7 +98,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iteration:
     folder = tmp_path_factory.mktemp("real")
     with open_session(CONFIG) as session:
         placed = planning.place_run(CONFIG, session, folder)
-        with executor(CONFIG, folder, session, placed[0].assignment) as workers:
+        with executor(CONFIG, folder, session, placed.assignment) as workers:
             workers.begin(None, 0)
             return workers.iterate(0, drain=True)
 
@@ -111,10 +111,10 @@ def took(real: Iteration) -> Callable[..., Iteration]:
 
     def make(physics: float = 1.0, policy: float = 1.0, learner: float = 1.0, nobody: float = 0.0) -> Iteration:
         stepping, acting = DECISIONS * PHYSICS * physics, DECISIONS * POLICY * policy
-        clock = Clock(policy=acting, waiting=stepping + nobody, physics_busy=stepping)
+        clock = Clock(policy=acting, waiting=stepping + nobody, stepping=(stepping,), drawing=(0.0,))
         summary = replace(real.summary, clock=clock, wall_s=acting + stepping + nobody, spans=())
         end = real.begin_ns + round((summary.wall_s + LEARNER * learner) * 1e9)
-        return replace(real, rollouts=(summary,), end_ns=end)
+        return replace(real, summary=summary, end_ns=end)
 
     return make
 
@@ -269,28 +269,51 @@ def test_time_that_no_component_explains_is_not_what_another_plan_saves(took: Ca
         assert len(asked.profiles) == 3
 
 
-def test_each_task_sees_its_own_part(took: Callable[..., Iteration]) -> None:
-    """The second task's plan has an update of half the time: a third of the whole one is its."""
-    first, second = Asked(LEARNER_ON_TWO), Asked(ALL_ON_ONE)
-    watching = Watches((watch(first), watch(second, LEARNER_ON_TWO)))
-    one, other = took(), took(physics=3.0, learner=0.5)
-    both = replace(one, rollouts=(one.summary, other.summary), end_ns=one.end_ns + other.end_ns - other.begin_ns)
-    assert both.wall_s == pytest.approx(one.wall_s + other.wall_s)
-    assert both.of_task(1, 1 / 3).wall_s == pytest.approx(other.wall_s)
+TWO_TASKS = parse_config({**SETTINGS, "extra_tasks": [{"num_envs": ENVS}]}, "test")
+TWO = Profile(
+    "ppo",
+    {**fingerprint(), **work_of(TWO_TASKS)},
+    {**PROFILE.components, "physics-1": component(PHYSICS, 1.0)},
+    (Together(("physics-1", "policy"), ENVS, 2, 1, 0.07, 0.06, 0.08),),
+)
+TURNS = Plan("ppo", "collocated", (Phase((Placement(tuple(TWO.components), on(0)),), 2 * ENVS),), (1, 1))
+
+
+def test_one_watch_sees_every_tasks_simulators(took: Callable[..., Iteration]) -> None:
+    """Only the second task's are slow; the policy decides for both."""
+    workflow, asked = sized_workflow(TWO_TASKS), list[Profile]()
+    plan = replace(TURNS, prediction=schedulers.predict(TURNS, workflow, TWO))
+
+    def ask(profile: Profile) -> Plan:
+        asked.append(profile)
+        return replace(plan, prediction=schedulers.predict(plan, workflow, profile))
+
+    watching = Watch(plan, TWO, workflow, TWO_CORES, ask, 0.0)
+    stepping = DECISIONS * PHYSICS
+    clock = Clock(2 * DECISIONS * POLICY, 4 * stepping, stepping=(stepping, 3 * stepping), drawing=(0.0, 0.0))
+    one = took()
+    wall = clock.policy + clock.waiting
+    both = replace(one, summary=replace(one.summary, clock=clock, wall_s=wall))
+    both = replace(both, end_ns=both.begin_ns + round((wall + LEARNER) * 1e9))
     for _ in range(PERSISTENT):
-        watching.see(both, left=10**6)
-    assert not first.profiles
-    assert second.factors == pytest.approx({"physics": 3.0, "policy": 1.0, "learner": 1.0})
+        assert watching.see(both, left=10**6) is None, "a plan was swapped for itself"
+    (found,) = asked
+    factors = {name: found.components[name].points[0].seconds / TWO.components[name].points[0].seconds for name in
+               TWO.components}  # fmt: skip
+    assert factors == pytest.approx({"physics": 1.0, "physics-1": 3.0, "policy": 1.0, "learner": 1.0})
+    assert found.together[0].seconds == pytest.approx(2 * 0.07), "the median of what took part"
 
 
-def test_only_the_first_task_moves_the_learner(took: Callable[..., Iteration]) -> None:
-    phases = (LEARNER_ON_TWO.phases[0], Phase((Placement(("learner",), on(0)),), ENVS))
-    present = planned(*(phase.placements for phase in phases), mode="hybrid")
-    watching = Watches((watch(Asked(LEARNER_ON_TWO), present), watch(Asked(LEARNER_ON_TWO), present)))
-    one = took(learner=3.0)
-    both = replace(one, rollouts=(one.summary, one.summary), end_ns=2 * one.end_ns - one.begin_ns)
-    moves = [watching.see(both, left=10**6) for _ in range(PERSISTENT)]
-    assert list(moves[-1]) == [0]
+def test_what_trajectories_pass_through_is_told_from_the_trainer(took: Callable[..., Iteration]) -> None:
+    """By its own clock, whatever it is called."""
+    judge = schedulers.Component("judge")
+    edges = (*WORKFLOW.edges[:-1], schedulers.Edge("policy", "judge", "x"), schedulers.Edge("judge", "learner", "x"))
+    workflow = Workflow("judged", (*WORKFLOW.components, judge), edges, WORKFLOW.loops, WORKFLOW.items)
+    one = took()
+    judged = replace(one, learned={**one.learned, "time/judge_s": 0.25}, end_ns=one.end_ns + 250_000_000)
+    assert replanning.busy_seconds(judged, workflow) == pytest.approx(
+        {"physics": DECISIONS * PHYSICS, "policy": DECISIONS * POLICY, "judge": 0.25, "learner": LEARNER}
+    )
 
 
 def test_switches_are_not_the_learners_time(took: Callable[..., Iteration]) -> None:
@@ -355,7 +378,7 @@ def test_a_run_that_moves_computes_what_one_that_stays_does(
     assert result["predicted_iteration_s"] == kept.prediction.iteration_s
     assert schedulers.load(Plan, tmp_path / "stayed" / "plan.json").phases == ALL_ON_ONE.phases
     # One environment in three cannot be split: the batches are the same, and so is every bit.
-    assert kept.groups == 1
+    assert kept.groups == (1,)
     rows, others = read(tmp_path / "moved"), read(tmp_path / "stayed")
     assert [row["iteration"] for row in rows] == list(range(1, CONFIG.iterations + 1))
     assert [timeless(row) for row in rows] == [timeless(row) for row in others]
@@ -369,14 +392,13 @@ def test_a_run_of_several_tasks_moves_too(
     files: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replanning, "PAYS", 0.0)
-    for name in ("file", "profile"):
-        path = Path(files[name])
-        path.with_stem(f"{path.stem}-1").write_bytes(path.read_bytes())
-    settings = {**SETTINGS, "extra_tasks": [{"num_envs": ENVS}]}
+    schedulers.save(replace(TWO, together=()), Path(files["profile"]))
+    schedulers.save(TURNS, Path(files["file"]))
+    settings = {**SETTINGS, "extra_tasks": TWO_TASKS.model_dump()["extra_tasks"]}
     for name, plan in {"moved": {**files, "replan": True}, "stayed": files}.items():
         train(tmp_path / name, parse_config({**settings, "plan": plan}, "test"))
-    plans = [schedulers.load(Plan, tmp_path / "moved" / name) for name in ("plan.json", "plan-1.json")]
-    assert all(plan.phases != ALL_ON_ONE.phases and plan.groups == 1 for plan in plans)
+    kept = schedulers.load(Plan, tmp_path / "moved" / "plan.json")
+    assert kept.phases != TURNS.phases and kept.groups == (1, 1)
     rows, others = read(tmp_path / "moved"), read(tmp_path / "stayed")
     assert [timeless(row) for row in rows] == [timeless(row) for row in others]
     found, expected = (tensors(tmp_path / name, CONFIG.iterations) for name in ("moved", "stayed"))

@@ -266,12 +266,12 @@ class Interrupted(LocalHandle[Any]):
     count: int = 0
     after: bool = False
 
-    def _run(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _start(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.count -= method == self.method
         due = method == self.method and self.count == 0
         if due and not self.after:
             signal.raise_signal(signal.SIGINT)
-        result = super()._run(method, args, kwargs)
+        result = super()._start(method, args, kwargs)
         if due and self.after:
             signal.raise_signal(signal.SIGINT)
         return result
@@ -280,10 +280,10 @@ class Interrupted(LocalHandle[Any]):
 class InterruptedRuntime(InlineRuntime):
     def __init__(self, method: str, count: int, after: bool) -> None:
         super().__init__(60.0)
-        self._fault = (method, count, after)
+        self._fault: dict[str, Any] = {"method": method, "count": count, "after": after}
 
     def place(self, name: str, make: Callable[..., Any], *args: Any, beside: Any = None) -> Interrupted:
-        return Interrupted(name, 60.0, {}, make(*args), *self._fault)
+        return Interrupted(name, self.deadline, worker=make(*args), **self._fault)
 
 
 CALLS = ("rollout", "trajectories", "collect", "finish", "weights", "load_weights", "snapshot", "save")

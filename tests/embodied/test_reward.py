@@ -20,6 +20,7 @@ from embodied.demonstrations import Dataset
 from embodied.errors import UserError
 from embodied.execution.assignment import configured
 from embodied.execution.executor import Executor, executor
+from embodied.execution.preflight import check_run
 from embodied.execution.session import open_session
 from embodied.planning.run_plans import check_files
 from embodied.reporting.metrics import read
@@ -27,10 +28,11 @@ from embodied.training.success_classifier import ClassifierTraining, learn_succe
 from embodied.workers.context import WorkerContext, policy_spec
 from embodied.workers.devices import CPU
 from embodied.workers.passing import PassingWorker
-from embodied.workers.reward import RewardWorker, function_of
+from embodied.workers.reward import RewardWorker
 from embodied.workers.roles import Decider
 from embodied.workers.success_classifier import Looks, SuccessClassifier
-from embodied.workflows.recipes import PPO, WorkflowComponent, passing, recipe_of
+from embodied.workflows import PPO, WorkflowComponent, passing
+from embodied.workflows.recipes import recipe_of
 from tests.embodied.expert import record_reach
 from tests.embodied.test_resume import assert_same_run
 from tests.embodied.test_resume import run as train
@@ -246,25 +248,27 @@ def test_runs_with_a_reward_worker_are_the_same_in_processes(tmp_path: Path) -> 
     assert_same_run(tmp_path / "ray", tmp_path / "inline")
 
 
-class Hurry(PassingWorker):
+class StepCost(PassingWorker):
     """A component of one's own, as docs/workflows.md has it."""
 
     @classmethod
-    def make(cls, context: WorkerContext) -> Hurry:
+    def make(cls, context: WorkerContext) -> StepCost:
         return cls(context.affinity)
 
     def work(self, batch: Trajectories) -> Trajectories:
         return replace(batch, reward=batch.reward - 0.01 * batch.executed)
 
 
-HURRY = passing(PPO, WorkflowComponent("hurry", "makes time cost something", f"{__name__}:Hurry"), "hurry")
+PPO_STEP_COST = passing(
+    PPO, WorkflowComponent("step_cost", "charges for env steps", f"{__name__}:StepCost"), "ppo_step_cost"
+)
 
 
 def test_a_component_of_ones_own_is_a_class_and_a_line(tmp_path: Path) -> None:
-    train(config_of(iterations=1, workflow=f"{__name__}:HURRY"), tmp_path / "hurried")
+    train(config_of(iterations=1, workflow=f"{__name__}:PPO_STEP_COST"), tmp_path / "charged")
     train(config_of(iterations=1, workflow="ppo"), tmp_path / "plain")
-    mine, its = (read(tmp_path / name)[0] for name in ("hurried", "plain"))
-    assert mine["time/hurry_s"] > 0
+    mine, its = (read(tmp_path / name)[0] for name in ("charged", "plain"))
+    assert mine["time/step_cost_s"] > 0
     assert mine["learner/value_loss"] != its["learner/value_loss"]
 
 
@@ -298,7 +302,7 @@ def test_a_reward_worker_that_cannot_judge_is_refused_before_anything_starts(
 @pytest.mark.parametrize("name", ["brightness", "nowhere_to_be_found:judge", f"{__name__}:nobody", f"{__name__}:SIZE"])
 def test_a_function_that_is_none_is_refused_by_name(name: str) -> None:
     with pytest.raises(UserError, match=name):
-        function_of(name)
+        check_run(config_of(reward={"function": name}))
 
 
 @pytest.mark.parametrize("judge", [half_a_judge, speechless])
@@ -310,7 +314,7 @@ def test_a_judge_that_does_not_say_a_number_for_each_row_is_refused(judge: Any, 
 def test_a_classifier_of_other_frames_and_one_that_is_damaged_are_refused(tmp_path: Path) -> None:
     config = config_of(reward={"function": None, "classifier": str(tmp_path / "c")})
     with pytest.raises(UserError, match="embodied reward"):
-        SuccessClassifier.load(tmp_path / "c")
+        check_run(config)  # before anything starts
     SuccessClassifier(Looks(("front",), 32, "upright")).save(tmp_path / "c")
     with pytest.raises(UserError, match="32 pixels"), begun(config, tmp_path / "run"):
         pass

@@ -32,7 +32,7 @@ from schedulers import (
     predict_sequential,
     save,
     simulate,
-    task_search,
+    task_family,
     to_data,
     validate,
 )
@@ -84,7 +84,7 @@ def test_two_tasks_are_planned_as_by_exhaustive_search(seed: int, memory: bool) 
 def test_step_by_step_comes_near_and_its_bound_is_honest(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     workflow, profile, cluster = random_tasks(seed, gpu=seed % 2 == 0)
     exact = alternatives(workflow, profile, cluster, groups=GROUPS, parts=PARTS)
-    monkeypatch.setattr(task_search, "MOST_WAYS", 1)
+    monkeypatch.setattr(task_family, "MOST_WAYS", 1)
     for mode, found in alternatives(workflow, profile, cluster, groups=GROUPS, parts=PARTS).items():
         assert lower_bound(found) <= seconds(exact[mode]) * (1 + 1e-9)
         assert seconds(exact[mode]) <= seconds(found) * NEAR <= seconds(exact[mode]) * 1.1
@@ -100,6 +100,24 @@ def test_ten_tasks_are_planned_with_a_small_certified_gap() -> None:
     loops = [placement for placement in best.phases[0].placements if placement.pool == "cores"]
     assert sorted(placement.count for placement in loops) == [8, 8]
     assert best.groups == (1,) * 10
+
+
+def test_ten_tasks_that_do_not_fit_beside_the_learner_are_unloaded_or_refused() -> None:
+    workflow, profile = libero_tasks(10)
+    sizes = {"physics": 0.5e9, "render": 1e9, "policy": 16e9, "learner": 70e9}
+    components = {
+        name: replace(component, resident_bytes=sizes[name.split("-")[0]], unload_s=1.0, load_s=1.0)
+        for name, component in profile.components.items()
+    }
+    heavy = replace(profile, components=components)
+    roomy = Cluster((Node("node0", 16, 1, memory_bytes=256e9, accelerator_bytes=80e9),))
+    best = plan(workflow, heavy, roomy, explain=False)
+    validate(best, workflow, roomy, heavy)
+    assert best.unload and best.mode != "disaggregated"
+    assert seconds(best) <= lower_bound(best) * 1.1
+    tight = Cluster((Node("node0", 16, 1, memory_bytes=2e9, accelerator_bytes=80e9),))
+    with pytest.raises(PlanError, match="fits in the cluster's memory"):
+        plan(workflow, heavy, tight, explain=False)
 
 
 def test_tasks_that_are_alike_are_planned_alike() -> None:

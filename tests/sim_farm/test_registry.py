@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import sim_farm
+from sim_farm.catalogue import CATALOGUE, check_task, task_names
 from sim_farm.contract import EpisodeSpec, FarmError, Physics, Renderer, TaskSpec
 from sim_farm.registry import BACKENDS, backend, make_physics, make_renderer, resolve
 
@@ -33,6 +34,8 @@ def test_an_unknown_task_is_refused_with_the_valid_ones(task: str, message: str)
     for make in (make_physics, make_renderer):
         with pytest.raises(FarmError, match=message):
             make(TaskSpec(task))
+    with pytest.raises(FarmError, match=message):
+        check_task(task)
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -41,6 +44,27 @@ def test_every_backend_goes_by_its_name_and_resolves_its_tasks(name: str) -> Non
     assert found.name == name and found.tasks()
     for task in found.tasks():
         assert resolve(f"{name}/{task}") == (found, task)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_the_catalogue_has_every_backend_with_its_tasks(name: str) -> None:
+    assert task_names(name) == tuple(backend(name).tasks()) and name in CATALOGUE
+
+
+@pytest.mark.parametrize("task", ["maniskill/PushCub-v1", "libero/libero_spatial/10", "tabletop/reech"])
+def test_a_mistyped_task_is_refused_without_importing_a_simulator(task: str) -> None:
+    code = f"""
+import sys
+from sim_farm.catalogue import check_task
+try:
+    check_task({task!r})
+except Exception as error:
+    print(error)
+loaded = {{name.partition(".")[0] for name in sys.modules}} & {{"mani_skill", "libero", "mujoco", "torch"}}
+assert not loaded, loaded
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert f"unknown task {task!r}" in done.stdout
 
 
 def test_a_backend_whose_package_is_missing_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

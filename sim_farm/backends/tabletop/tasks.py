@@ -20,7 +20,8 @@ import numpy as np
 from sim_farm.backends.mujoco_gl import mujoco
 from sim_farm.contract import FarmError, TaskInfo, TaskSpec
 
-ASSETS = Path(__file__).resolve().parents[3] / "assets" / "tabletop"
+SCENES = Path(__file__).parent / "scenes"
+"""A link to `assets/tabletop` in the source tree, a copy of it in an installed package."""
 CAMERAS = ("front", "wrist", "side")
 CONTROL_MODES = ("ee_delta_pos",)
 CONTROL_HZ = 20.0
@@ -39,7 +40,7 @@ Start = tuple[list[float], Vec3]
 
 @dataclass(frozen=True)
 class Task:
-    """One task: the scene of the same name in `ASSETS` and the three functions that make it a task."""
+    """One task: the scene of the same name in `SCENES` and the three functions that make it a task."""
 
     name: str
     instruction: str
@@ -88,7 +89,7 @@ def describe(spec: TaskSpec) -> tuple[Task, TaskInfo]:
 
 def load_model(task: Task) -> mujoco.MjModel:
     """A new model of the task's scene."""
-    return mujoco.MjModel.from_xml_path(str(ASSETS / f"{task.name}.xml"))
+    return mujoco.MjModel.from_xml_path(str(SCENES / f"{task.name}.xml"))
 
 
 def _cameras(spec: TaskSpec) -> tuple[str, ...]:

@@ -17,10 +17,10 @@ import torch
 
 import policies
 from embodied import checkpoint
+from embodied.commands import record as recording_module
+from embodied.commands.record import demonstration_episodes, record_run
 from embodied.config import Config, RuntimeConfig, load_config, parse_config, save_config
 from embodied.demonstrations import Dataset, DatasetError, DatasetWriter
-from embodied.demonstrations import recording as recording_module
-from embodied.demonstrations.recording import demonstration_episodes, record_run
 from embodied.demonstrations.writer import new_folder
 from embodied.errors import UserError
 from embodied.runtime.inline import InlineRuntime
@@ -251,7 +251,7 @@ def test_the_command_records_a_run_and_says_what_it_did(tmp_path: Path) -> None:
     config = tmp_path / "random.yaml"
     config.write_text(
         "env: {task: tabletop/reach, cameras: 1, image_size: 32, num_envs: 2, max_episode_steps: 8}\n"
-        "policy: {kind: random}\nfarm: {stages: 1}\nruntime: {mode: inline}\n"
+        "policy: {kind: random}\nfarm: {groups: 1}\nruntime: {mode: inline}\n"
     )
     command = [str(COMMAND), "record", str(config), "--out", str(tmp_path / "demos"), "--episodes", "2"]
     command += ["--json", str(tmp_path / "r.json")]

@@ -129,6 +129,34 @@ def test_the_timeline_shows_the_last_complete_iteration_by_worker(html: str, pag
     assert 'class="flow"' in timelines[1]
 
 
+def test_the_charts_follow_the_pages_colours_and_their_text_is_text(html: str, page: Page) -> None:
+    drawn = re.findall(r'<svg class="chart".*?</svg>', html, re.DOTALL)
+    assert len(drawn) == 13 and page.says("100k") and page.says("wall-clock, min")
+    for chart in drawn:
+        assert "var(--muted)" in chart and not re.search("#0000(?!00)", chart)
+        width = float(re.findall(r'viewBox="0 0 (\d+)', chart)[0])
+        # A phone shows a chart about 330 pixels wide: text of 11.5 must not shrink to less than 9.
+        assert 11.5 * 330 / width >= 9
+        (points,) = Page(chart).points
+        assert all(0 <= float(str(point[0])) <= width for point in points)
+    everywhere = {name for chart in drawn for name in re.findall(r'xlink:href="(.)', chart)}
+    assert everywhere == {"#"}, "a chart refers to something outside of the page"
+
+
+@pytest.mark.parametrize("values", [[1.2500, 1.2504], [1e6, 1e6 + 3], [0.1, 0.9]])
+def test_no_two_ticks_have_the_same_label(values: list[float]) -> None:
+    drawn = charts.lines([1, 2], [charts.Line("a", values)], "env steps", ["", ""])
+    labels = re.findall(r"<text[^>]*text-anchor: end[^>]*>([^<]*)</text>", drawn)
+    assert len(labels) >= 3 and len(set(labels)) == len(labels), labels
+
+
+def test_drawing_again_gives_the_same_chart() -> None:
+    first, second = (
+        charts.lines([1, 2, 3], [charts.Line("a", [1.0, None, 3.0])], "env steps", [""] * 3) for _ in range(2)
+    )
+    assert first == second
+
+
 def test_videos_are_embedded_until_they_are_too_large(run_dir: Path, tmp_path: Path) -> None:
     run = without(run_dir, tmp_path)
     (run / "videos" / "second one.mp4").write_bytes(bytes(VIDEO_BYTES))
@@ -156,7 +184,7 @@ def test_a_missing_file_costs_only_its_section(run_dir: Path, tmp_path: Path, na
 @pytest.mark.parametrize("name", ["metrics.jsonl", "trace.json", "eval.json", "config.yaml"])
 @pytest.mark.parametrize("content", ["{<b>\n", "[1, 2]\n", '{"episodes": "<i>"}\n', "\xff\n", "NaN\n"])
 def test_a_damaged_file_is_reported_and_not_fatal(run_dir: Path, tmp_path: Path, name: str, content: str) -> None:
-    run = without(run_dir, tmp_path)
+    run = without(run_dir, tmp_path, *({"metrics.jsonl"} - {name}))  # no curves, whose drawing takes the time
     (run / name).write_bytes(content.encode("latin-1"))
     html = write_report(run).read_text()
     Page(html)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from policies import Inputs, PolicySpec, build
+from policies.openvla.statistics import Statistics, choose_statistics, read_datasets
 from tests.policies import conformance
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -45,3 +47,8 @@ def error(found: Tensor, expected: Tensor) -> float:
     """Largest absolute difference."""
     assert found.shape == expected.shape, f"{list(found.shape)}, expected {list(expected.shape)}"
     return float((found.detach().double() - expected.detach().double()).abs().max())
+
+
+def statistics_of(folder: Path, config: Mapping[str, Any], key: str = "") -> Statistics:
+    """The statistics `key` of a checkpoint; without a key those of its only dataset."""
+    return choose_statistics(folder, read_datasets(folder, config), key)

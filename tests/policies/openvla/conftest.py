@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from policies.openvla.tiny import write_tiny
+from tests.policies.openvla.tiny import write_tiny
 
 
 @pytest.fixture(scope="session")

@@ -16,8 +16,8 @@ import policies
 from policies import PolicyError
 from policies.openvla.heads import ActionHead
 from policies.openvla.model import load_model, save_model
-from policies.openvla.tiny import write_tiny
 from tests.policies.openvla.cases import OFT, ONE_ACTION, OPENVLA, error, make, random_inputs
+from tests.policies.openvla.tiny import write_tiny
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -156,7 +156,7 @@ def test_the_seed_determines_the_tiny_checkpoint(tiny, tmp_path):
 
 def test_another_process_draws_the_same_tiny_checkpoint(tmp_path):
     """Whose sets are in another order."""
-    program = "import sys; from policies.openvla.tiny import write_tiny; write_tiny(sys.argv[1], seed=1)"
+    program = "import sys; from tests.policies.openvla.tiny import write_tiny; write_tiny(sys.argv[1], seed=1)"
     drawn = []
     for order in ("1", "2"):
         folder = tmp_path / order

@@ -14,8 +14,7 @@ from policies.openvla.images import read_preprocessing
 from policies.openvla.model import load_model, to_checkpoint
 from policies.openvla.prompts import Prompts
 from policies.openvla.sampling import decode, score
-from policies.openvla.statistics import read_statistics
-from tests.policies.openvla.cases import INSTRUCTIONS, OPENVLA, error, golden
+from tests.policies.openvla.cases import INSTRUCTIONS, OPENVLA, error, golden, statistics_of
 
 GOLDEN = golden(OPENVLA)
 CHECKPOINT = OPENVLA / "checkpoint"
@@ -112,7 +111,7 @@ def test_greedy_tokens_of_a_row_and_of_a_padded_batch(model, images, row):
 @pytest.mark.parametrize("key", DATASETS)
 @pytest.mark.parametrize("row", ROWS)
 def test_actions_in_units(row, key):
-    statistics = read_statistics(CHECKPOINT, read_config(CHECKPOINT).raw, key)
+    statistics = statistics_of(CHECKPOINT, read_config(CHECKPOINT).raw, key)
     normalised = action_of(GOLDEN[f"single.{row}.greedy_tokens"][0], 512)
     assert error(normalised, GOLDEN[f"single.{row}.action_normalised"]) <= 1e-12
     assert error(statistics.unnormalise(normalised), GOLDEN[f"single.{row}.action.{key}"]) <= 1e-9
@@ -173,5 +172,5 @@ def test_published_vocabulary():
     tokens = decode(model, sequence, 7, None).tokens
     assert torch.equal(tokens, GOLDEN["fullvocab.greedy_tokens"])
     for key in DATASETS:
-        statistics = read_statistics(folder, model.config.raw, key)
+        statistics = statistics_of(folder, model.config.raw, key)
         assert error(statistics.unnormalise(action_of(tokens[0], 32000)), GOLDEN[f"fullvocab.action.{key}"]) <= 1e-9

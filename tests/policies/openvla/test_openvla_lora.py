@@ -14,9 +14,9 @@ from policies import PolicyError
 from policies.openvla.files import ADAPTER_CONFIG
 from policies.openvla.lora import targets
 from policies.openvla.model import load_model
-from policies.openvla.tiny import write_tiny
 from tests.policies import conformance
 from tests.policies.openvla.cases import CHUNK, ONE_ACTION, error, make, random_inputs
+from tests.policies.openvla.tiny import write_tiny
 
 PARTS = ["language", "projector", "vision"]
 ADAPTER = "adapter_model.safetensors"

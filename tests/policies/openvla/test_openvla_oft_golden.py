@@ -12,8 +12,7 @@ from policies.openvla.config import read_config
 from policies.openvla.model import load_model
 from policies.openvla.oft import chunk_states
 from policies.openvla.sampling import score
-from policies.openvla.statistics import read_statistics
-from tests.policies.openvla.cases import OFT, OFT_INSTRUCTIONS, error, golden
+from tests.policies.openvla.cases import OFT, OFT_INSTRUCTIONS, error, golden, statistics_of
 
 GOLDEN = golden(OFT)
 CHECKPOINT = OFT / "checkpoint"
@@ -100,7 +99,7 @@ def test_policy_acts(row, key):
     assert torch.equal(tokens, GOLDEN[f"disc.{row}.tokens_restricted"])
     expected = GOLDEN[f"disc.{row}.actions.{key}"]
     assert error(action.chunk[0], expected.float()) == 0
-    statistics = read_statistics(CHECKPOINT, read_config(CHECKPOINT).raw, key)
+    statistics = statistics_of(CHECKPOINT, read_config(CHECKPOINT).raw, key)
     exact = statistics.unnormalise(action_of(tokens, 512).view(4, 7), 1e-8)
     assert error(exact, expected) <= 1e-9
 
@@ -127,7 +126,7 @@ def test_regression_head(row, proprio):
 
 @pytest.mark.parametrize("row", ROWS)
 def test_proprioception(row):
-    statistics = read_statistics(CHECKPOINT, read_config(CHECKPOINT).raw, KEY)
+    statistics = statistics_of(CHECKPOINT, read_config(CHECKPOINT).raw, KEY)
     assert error(statistics.normalise_proprio(GOLDEN["proprio.raw"]), GOLDEN["proprio.normalised"]) <= 1e-9
     spec = PolicySpec(action_dim=7, chunk=4, cameras=("base",), proprio_dim=8)
     projector = make(spec, proprio=True).proprio_projector

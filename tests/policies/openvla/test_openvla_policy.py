@@ -179,7 +179,7 @@ def test_the_prompt_is_the_checkpoints(tiny):
 
 
 def test_two_datasets_need_a_key(tiny, tmp_path):
-    from policies.openvla.tiny import write_tiny
+    from tests.policies.openvla.tiny import write_tiny
 
     folder = write_tiny(tmp_path / "two", datasets=("libero_spatial", "bridge_no_noops"))
     with pytest.raises(PolicyError, match="several datasets: set unnorm_key to one of bridge_no_noops, libero_spatial"):

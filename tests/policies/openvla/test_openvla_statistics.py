@@ -13,8 +13,8 @@ import torch
 import policies
 from policies import PolicyError
 from policies.openvla.statistics import DEMONSTRATIONS, STATISTICS
-from policies.openvla.tiny import write_tiny
 from tests.policies.openvla.cases import CHUNK, OFT, ONE_ACTION, error, make, random_inputs
+from tests.policies.openvla.tiny import write_tiny
 
 LORA = {"lora_rank": 3}
 WAYS: dict[str, dict[str, Any]] = {"adapter": LORA, "whole": {}}

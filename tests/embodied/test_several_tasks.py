@@ -1,4 +1,4 @@
-"""Runs that mix tasks: every task has a farm, seeds and a plan of its own, and one policy learns from all of them."""
+"""Runs of several tasks: each has simulators and seeds of its own; one policy worker decides for all of them."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from embodied.algorithms.estimators import gae
 from embodied.config import Config, parse_config
 from embodied.errors import UserError
-from embodied.execution.assignment import HERE, Assignment
+from embodied.execution.assignment import HERE, Assignment, FarmAssignment
 from embodied.execution.executor import Iteration, executor
 from embodied.execution.session import Session, open_session
 from embodied.reporting.metrics import read
+from embodied.runtime.inline import LocalHandle
 from embodied.runtime.ray_runtime import RayRuntime
 from embodied.training import loop as training
 from embodied.workers.affinity import Affinity
-from embodied.workers.learner import Learner
+from embodied.workers.roles import Decider, EpisodePart, Trainer
 from embodied.workflows.sizes import tasks_of
 from sim_farm.contract import FarmError
 from tests.embodied.test_resume import assert_same_run, rewind, run
@@ -58,12 +60,14 @@ def config_of(settings: dict[str, Any], **changes: Any) -> Config:
     return parse_config({**settings, **changes}, "test")
 
 
-def placed(one_process: bool, groups: int = 1, unload: bool = False) -> Assignment:
-    affinity = Affinity((CORE,))
-    return Assignment("collocated", groups, (CORE,), (HERE,), (), affinity, affinity, one_process, unload=unload)
+def placed(one_process: bool, groups: tuple[int, int] = (1, 1), tasks: int = 2, **plan: Any) -> Assignment:
+    """Everything on one core, with so many groups of each task's environments."""
+    farms = tuple(FarmAssignment(groups[number], (CORE,), (HERE,)) for number in range(tasks))
+    components = {"policy": Affinity((CORE,)), "learner": Affinity((CORE,))}
+    return Assignment("collocated", farms, components, one_process, **plan)
 
 
-AHEAD = replace(placed(False), mode="disaggregated", ahead=1)
+AHEAD = placed(False, ahead=1)
 
 
 @dataclass(frozen=True)
@@ -72,11 +76,11 @@ class Run:
     parameters: dict[str, Tensor]
 
 
-def run_by(config: Config, session: Session, folder: Path, *assignments: Assignment) -> Run:
-    with executor(config, folder, session, *assignments) as workers:
+def run_by(config: Config, session: Session, folder: Path, assignment: Assignment) -> Run:
+    with executor(config, folder, session, assignment) as workers:
         workers.begin(None, 0)
         iterations = [workers.iterate(number) for number in range(config.iterations)]
-        weights = workers.learner.call(Learner.weights)
+        weights = workers.trainer.call(Trainer.weights)
         return Run(iterations, {name: tensor.clone() for name, tensor in weights.items()})
 
 
@@ -99,13 +103,13 @@ def here() -> Iterator[Session]:
 @pytest.fixture(scope="module")
 def pictures(here: Session, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Both tasks from images, in this process."""
-    return run_by(config_of(SETTINGS), here, tmp_path_factory.mktemp("run"), placed(True), placed(True))
+    return run_by(config_of(SETTINGS), here, tmp_path_factory.mktemp("run"), placed(True))
 
 
 @pytest.fixture(scope="module")
 def states(here: Session, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """The same task twice, from states, in this process."""
-    return run_by(config_of(STATES), here, tmp_path_factory.mktemp("run"), placed(True), placed(True))
+    return run_by(config_of(STATES), here, tmp_path_factory.mktemp("run"), placed(True))
 
 
 # --- what flows
@@ -119,8 +123,9 @@ def test_env_steps_of_all_tasks_count(pictures: Run) -> None:
 
 
 def test_episodes_of_all_tasks_are_told(pictures: Run) -> None:
-    envs = [episode.env for episode in pictures.iterations[0].summary.episodes]
-    assert sorted(envs) == sorted([*range(FIRST), *range(SECOND)]), "every environment ends one episode of 20 steps"
+    episodes = pictures.iterations[0].summary.episodes
+    assert sorted(e.env for e in episodes) == [*range(FIRST + SECOND)], "every environment ends one episode of 20 steps"
+    assert all(episode.task == (episode.env >= FIRST) for episode in episodes)
 
 
 def test_positions_of_all_tasks_are_kept_apart(pictures: Run) -> None:
@@ -134,77 +139,96 @@ def test_every_task_has_seeds_of_its_own(states: Run) -> None:
     configs = tasks_of(config_of(STATES, extra_tasks=[{}, {}]))
     assert len({config.seed for config in configs}) == 3 and configs[0].seed == STATES["seed"]
     told = states.iterations[0].summary.episodes
-    mine, others = [e for e in told[:FIRST]], {e.env: e for e in told[FIRST:]}
-    assert [e.env for e in mine] == list(range(FIRST)) and len(others) == SECOND
-    assert all(e.total_reward != others[e.env].total_reward for e in mine), "the tasks repeat each other's episodes"
+    returns = {episode.env: episode.total_reward for episode in told}
+    assert all(returns[env] != returns[FIRST + env] for env in range(FIRST)), "the tasks repeat each other's episodes"
 
 
 def test_the_second_task_changes_what_is_learned_and_not_what_the_first_did(
     here: Session, states: Run, tmp_path: Path
 ) -> None:
-    alone = run_by(config_of(STATES, extra_tasks=[]), here, tmp_path, placed(True))
-    told = states.iterations[0].summary.episodes
-    assert told[: len(alone.iterations[0].summary.episodes)] == alone.iterations[0].summary.episodes
+    alone = run_by(config_of(STATES, extra_tasks=[]), here, tmp_path, placed(True, tasks=1))
+    mine = [episode for episode in states.iterations[0].summary.episodes if episode.task == 0]
+    assert mine == list(alone.iterations[0].summary.episodes)
     assert any(not torch.equal(states.parameters[name], tensor) for name, tensor in alone.parameters.items())
+
+
+@pytest.mark.parametrize("over", ["task", "run", "none"])
+def test_advantages_are_normalised_over_what_is_declared(over: str, here: Session, tmp_path: Path) -> None:
+    config = config_of(STATES, advantage={"normalise": over})
+    with executor(config, tmp_path, here, placed(False)) as workers:
+        workers.begin(None, 0)
+        workers.decider.call(Decider.rollout, DECISIONS, 60.0)
+        batch = workers.decider.call(Decider.trajectories)
+        assert batch.task is not None and batch.task.tolist() == [0] * FIRST + [1] * SECOND
+        advantage = gae(batch, config).advantage
+    of_tasks = [advantage[:, batch.task == number].mean().abs() for number in (0, 1)]
+    small = {"task": max(of_tasks), "run": advantage.mean().abs()}
+    assert over == "none" or small[over] < 1e-6
+    assert over == "task" or max(of_tasks) > 1e-3
+
+
+def test_one_policy_worker_holds_the_weights_of_all_tasks(here: Session, tmp_path: Path) -> None:
+    """In the learner's process it holds none of its own."""
+    with executor(config_of(SETTINGS), tmp_path, here, placed(True)) as workers:
+        assert set(workers.workers) == {"policy", "learner"}
+        decider, trainer = workers.decider.handles[0], workers.trainer.handles[0]
+        assert isinstance(decider, LocalHandle) and isinstance(trainer, LocalHandle)
+        acting, trained = decider.worker.policy, trainer.worker.policy
+        assert acting is trained
+
+
+def test_episode_groups_of_tasks_have_names_of_their_own(here: Session, tmp_path: Path) -> None:
+    config = config_of(STATES, workflow="grpo", rollout={"episode_group": 2, "episodes_per_env": 2})
+    with executor(config, tmp_path, here, placed(False)) as workers:
+        workers.begin(None, 0)
+        names = []
+        for number in range(2):
+            part = EpisodePart(number * (FIRST + SECOND), (number + 1) * (FIRST + SECOND))
+            workers.decider.call(Decider.rollout_episodes, part, 2, 60.0)
+            batch = workers.decider.call(Decider.trajectories)
+            assert batch.episode_group is not None
+            names.append(batch.episode_group)
+    assert torch.cat(names).unique(return_counts=True)[1].tolist() == [2] * (FIRST + SECOND)
 
 
 # --- when and where
 
 
-def test_processes_change_nothing(here: Session, states: Run, tmp_path: Path) -> None:
-    for number, (first, second) in enumerate([(False, False), (True, False), (False, True)]):
-        found = run_by(config_of(STATES), here, tmp_path / str(number), placed(first), placed(second))
-        assert_equal(found, states)
+def test_one_process_or_two_change_nothing(here: Session, states: Run, tmp_path: Path) -> None:
+    assert_equal(run_by(config_of(STATES), here, tmp_path, placed(False)), states)
 
 
-def test_tasks_may_take_turns_with_the_learner(here: Session, pictures: Run, tmp_path: Path) -> None:
-    """Every task's policy worker and renderers leave, and the learner once; a task whose plan does not unload stays."""
-    apart, together, stays = placed(False, unload=True), placed(True, unload=True), placed(True)
-    for number, plans in enumerate([(apart, apart), (together, stays)]):
-        found = run_by(config_of(SETTINGS), here, tmp_path / str(number), *plans)
-        assert_equal(found, pictures)
-        spans = [span.args["worker"] for span in found.iterations[1].spans if span.name == "switch"]
-        tasks = [task for task, plan in zip(("reach", "push"), plans, strict=True) if plan.unload]
-        policies = [name for name, plan in zip(("policy", "policy 1"), plans, strict=True) if plan is apart]
-        drawn = [f"renderers of tabletop/{task}" for task in tasks]
-        assert sorted(spans) == sorted(2 * [*drawn, *policies, "learner"])
-        assert not list((tmp_path / str(number)).glob("unloaded-*")), "what was spilled is left behind"
+@pytest.mark.parametrize("one_process", [True, False])
+def test_tasks_may_take_turns_with_the_learner(one_process: bool, here: Session, pictures: Run, tmp_path: Path) -> None:
+    """The policy worker and the renderers of all tasks leave, and the learner."""
+    found = run_by(config_of(SETTINGS), here, tmp_path, placed(one_process, unload=True))
+    assert_equal(found, pictures)
+    spans = [span.args["worker"] for span in found.iterations[1].spans if span.name == "switch"]
+    policy = [] if one_process else ["policy"]
+    assert sorted(spans) == sorted(2 * ["renderers of tabletop/reach, tabletop/push", *policy, "learner"])
+    assert not list(tmp_path.glob("unloaded-*")), "what was spilled is left behind"
 
 
 def test_a_plan_that_runs_ahead_cannot_unload(here: Session, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="set ahead 0 or unload false"):
-        run_by(config_of(SETTINGS), here, tmp_path, placed(False), replace(AHEAD, unload=True))
+        run_by(config_of(SETTINGS), here, tmp_path, replace(AHEAD, unload=True))
 
 
 @pytest.fixture(scope="module")
 def ahead(here: Session, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Three iterations from states, in this process, the rollouts of both tasks ahead of the update."""
-    return run_by(config_of(STATES, iterations=3), here, tmp_path_factory.mktemp("run"), AHEAD, AHEAD)
+    """Three iterations from states, in this process, the rollout ahead of the update."""
+    return run_by(config_of(STATES, iterations=3), here, tmp_path_factory.mktemp("run"), AHEAD)
 
 
-def versions(run: Run) -> list[tuple[int, ...]]:
-    return [tuple(rollout.version for rollout in one.rollouts) for one in run.iterations]
+def versions(run: Run) -> list[int]:
+    return [one.summary.version for one in run.iterations]
 
 
-def test_tasks_may_run_ahead(here: Session, ahead: Run, states: Run, tmp_path: Path) -> None:
-    assert versions(ahead) == [(0, 0), (0, 0), (1, 1)]
+def test_tasks_may_run_ahead(ahead: Run, states: Run) -> None:
+    assert versions(ahead) == [0, 0, 1]
     first, same = ahead.iterations[0], states.iterations[0]
     assert first.summary.episodes == same.summary.episodes
     assert first.learned["learner/policy_loss"] == same.learned["learner/policy_loss"]
-
-
-@pytest.mark.parametrize("first", [True, False])
-def test_each_task_has_the_weights_that_its_own_plan_says(first: bool, here: Session, tmp_path: Path) -> None:
-    """The other task's policy worker may take turns with the learner meanwhile."""
-    expected = [(0, 0), (0, 1), (1, 2)]
-    found = []
-    for unload in (False, True):
-        plans = [AHEAD, placed(False, unload=unload)]
-        config = config_of(STATES, iterations=3)
-        found.append(run_by(config, here, tmp_path / str(unload), *(plans if first else reversed(plans))))
-    assert versions(found[0]) == [each if first else each[::-1] for each in expected]
-    assert [one.summary.version for one in found[0].iterations] == [0, 0, 1], "what is reported is the oldest"
-    assert_equal(found[1], found[0])
 
 
 @pytest.mark.slow
@@ -212,19 +236,16 @@ def test_processes_that_run_ahead_compute_the_same(ahead: Run, tmp_path: Path) -
     config = config_of(STATES, iterations=3, runtime={"deadline_s": 120, "trace": False})
     runtime = RayRuntime("local", 120.0)
     try:
-        found = run_by(config, Session(config, runtime, (CORE,)), tmp_path, AHEAD, AHEAD)
+        found = run_by(config, Session(config, runtime, (CORE,)), tmp_path, AHEAD)
     finally:
         runtime.close()
     assert versions(found) == versions(ahead)
     assert_equal(found, ahead)
-    for one in found.iterations:
-        first, second = ([span for span in each.spans if span.track == "policy"] for each in one.rollouts)
-        assert min(s.start_ns for s in second) > max(s.end_ns for s in first), "they compete for cores"
 
 
-def test_tasks_may_have_different_plans(here: Session, states: Run, tmp_path: Path) -> None:
+def test_tasks_may_have_different_numbers_of_groups(here: Session, states: Run, tmp_path: Path) -> None:
     """Groups cut batches, which round differently: what is counted is equal."""
-    found = run_by(config_of(STATES), here, tmp_path, placed(True), placed(False, groups=2))
+    found = run_by(config_of(STATES), here, tmp_path, placed(True, groups=(1, 2)))
     for mine, other in zip(found.iterations, states.iterations, strict=True):
         assert [(e.env, e.length) for e in mine.summary.episodes] == [(e.env, e.length) for e in other.summary.episodes]
     for name, tensor in states.parameters.items():
@@ -236,10 +257,10 @@ def test_workers_in_processes_compute_the_same(pictures: Run, tmp_path: Path) ->
     config = config_of(SETTINGS, runtime={"deadline_s": 120, "trace": False})
     runtime = RayRuntime("local", 120.0)
     try:
-        found = run_by(config, Session(config, runtime, (CORE,)), tmp_path, placed(True), placed(True))
+        found = run_by(config, Session(config, runtime, (CORE,)), tmp_path, placed(True))
     finally:
         runtime.close()
-    assert_equal(found, pictures)
+    assert_equal(found, pictures)  # whoever was ready first
     assert all(one.learned["learner/grad_norm"] > 0 for one in found.iterations)
 
 
@@ -276,14 +297,14 @@ def test_tasks_that_one_policy_cannot_act_in_are_refused(tmp_path: Path) -> None
     said = refusal(
         tmp_path / "sizes", env=small, extra_tasks=[{"task": "tabletop/push", "num_envs": 2, "image_size": 64}]
     )
-    assert "image_size is 64, the first task's 32" in said
+    assert "tabletop/reach has an image size of 32 and tabletop/push has an image size of 64" in said
     said = refusal(
         tmp_path / "cameras", env=small, extra_tasks=[{"task": "tabletop/push", "num_envs": 2, "cameras": 2}]
     )
-    assert "tabletop/push has 2 cameras, the first task 1" in said
+    assert "cameras" in said and "tabletop/push" in said and "tabletop/reach" in said
 
 
 def test_a_wrong_key_of_a_further_task_is_refused(tmp_path: Path) -> None:
     said = refusal(tmp_path / "run", extra_tasks=[{"task": "tabletop/push"}, {"num_env": 2}])
-    assert "also[1]" in said and "num_envs" in said
+    assert "extra_tasks[1]" in said and "num_envs" in said
     assert "tabletop/push" in refusal(tmp_path / "task", extra_tasks=[{"task": "tabletop/pusch"}])

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import tyro
 from rich import print as show
 
 from embodied.config import Config
 from embodied.demonstrations.writer import DatasetWriter, new_folder
 from embodied.errors import UserError
 from embodied.evaluation.evaluate import trials_farm
+from embodied.execution.preflight import check_evaluation
 from embodied.execution.replay import in_order, worker_count
 from embodied.execution.session import Session, open_session
 from embodied.reporting.live import steps
-from embodied.run_folder import find_run, whole_checkpoint
+from embodied.run_folder import RUNS, find_run, whole_checkpoint, with_init
 from embodied.runtime.handles import Handle
 from embodied.workers.context import policy_spec, task_spec
 from embodied.workers.evaluator import EpisodeResult, Evaluator, run_to_end
@@ -29,6 +31,33 @@ from sim_farm.replay import ReplayedEpisode, Replayer
 DEMONSTRATION = 2
 """First word of the key of these episodes' seeds: neither training's nor evaluation's, which a policy that learns
 from the recording must not have seen."""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Record a policy's episodes as a dataset in LeRobot's layout (version 3.0): parquet and mp4."""
+
+    run: tyro.conf.Positional[str]
+    """A run's folder (or its name below --runs-dir), whose newest checkpoint acts, or a configuration whose policy
+    needs no training or together with --checkpoint."""
+    settings: Annotated[Config, tyro.conf.arg(name="")] = Config()
+    checkpoint: Path | None = None
+    """Folder of a checkpoint, for example runs/NAME/checkpoints/000100."""
+    out: Path = tyro.MISSING
+    """Folder of the dataset; there must be none of that name."""
+    episodes: int = 100
+    """Episodes to run, with seeds that neither training nor evaluation draws."""
+    only_successes: bool = False
+    """Leave out the episodes that the policy failed."""
+    runs_dir: Path = RUNS
+    """Folder of the runs."""
+    json: Path | None = None
+    """Write the result to this file."""
+
+
+def run(args: Arguments) -> dict[str, Any]:
+    settings = with_init(args.settings, args.runs_dir, required=False)
+    return record_run(args.run, settings, args.checkpoint, args.out, args.episodes, args.only_successes, args.runs_dir)
 
 
 def demonstration_episodes(
@@ -57,6 +86,7 @@ def record_run(
     if episodes < 1:
         raise UserError(f"--episodes is at least 1, got {episodes}")
     folder = whole_checkpoint(find_run(run, runs_dir), folder)
+    check_evaluation(config, (config.env.task,))
     begin = time.monotonic()
     with new_folder(out) as aside, open_session(config) as session:
         # One replayer and the writer before anybody acts: what cannot be written is refused now, not hours later.

@@ -1,0 +1,65 @@
+"""Checks of a run that need no worker. They take seconds and run before any worker is started."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+from embodied.config import Config
+from embodied.execution.assignment import Assignment, configured
+from embodied.execution.executor import check_workflow
+from embodied.execution.farm_specs import farm_spec, run_specs
+from embodied.workers.context import task_spec
+from embodied.workflows.recipes import recipe_of
+from embodied.workflows.sizes import episodes_of, tasks_of
+from policies import registry
+from sim_farm.catalogue import check_task
+from sim_farm.episodes import EndlessEpisodes
+from sim_farm.task_farm import check_spec
+
+
+def check_run(config: Config) -> None:
+    """Check workflow, policy and tasks of whatever rolls out: that they exist, with the files that they need.
+
+    Raises `UserError`, `PolicyError` or `FarmError`. What only a simulator knows (control modes, the names of its
+    cameras) is left to the workers.
+    """
+    check_workflow(recipe_of(config))
+    for component in recipe_of(config).components:
+        check = getattr(component.worker_class(), "check", None)
+        if check is not None:
+            check(config)
+    check_policy(config)
+    for task in tasks_of(config):
+        check_task(task.env.task)
+        task_spec(task)
+        episodes_of(task, task.seed)  # whether environments fill episode groups
+
+
+def check_training(config: Config) -> None:
+    """`check_run`, and whether environments divide among workers, where it is the configuration that says how."""
+    check_run(config)
+    if config.plan.mode == "configured" and config.plan.file is None:
+        for spec in run_specs(config, _configured(config)):
+            check_spec(spec)
+
+
+def check_evaluation(config: Config, tasks: Iterable[str]) -> None:
+    """Check the policy, the tasks and the environments that it is evaluated in. Raises as `check_run` does."""
+    check_policy(config)
+    for task in tasks:
+        check_task(task)
+    task_spec(config)
+    num_envs = config.eval.num_envs or config.env.num_envs
+    check_spec(farm_spec(config, EndlessEpisodes(config.seed), _configured(config).farms[0], num_envs))
+
+
+def check_policy(config: Config) -> None:
+    """Check the policy's kind, its options, and that the files they name are there."""
+    registry.check(config.policy.kind, config.policy.architecture)
+
+
+def _configured(config: Config) -> Assignment:
+    """How many workers `farm` asks for; not whether the cluster has the nodes that it names."""
+    farm = config.farm.model_copy(update={"nodes": ()})
+    return configured(config.model_copy(update={"farm": farm}), tuple(sorted(os.sched_getaffinity(0))))

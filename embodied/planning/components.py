@@ -1,0 +1,40 @@
+"""Which of a workflow's components simulate, decide, pass on and train: all that planning knows about them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from schedulers import Workflow
+
+
+@dataclass(frozen=True)
+class ComponentRoles:
+    """A workflow's components by their role."""
+
+    simulators: tuple[tuple[str, ...], ...]
+    """Of each task, those of its farm: the one that steps, and the one that draws where frames are drawn."""
+    decider: str
+    """The last of every loop: all tasks share it."""
+    passers: tuple[str, ...]
+    """Those that trajectories pass through on their way to the trainer, in the workflow's order."""
+    trainer: str
+    """The one that hands nothing on."""
+
+    @property
+    def farm(self) -> tuple[str, ...]:
+        """The simulators of all tasks."""
+        return tuple(name for names in self.simulators for name in names)
+
+
+def roles_of(workflow: Workflow) -> ComponentRoles:
+    """The roles in a workflow that has loops with one decider, and one trainer."""
+    looping = {name for loop in workflow.loops for name in loop.components}
+    sources = {edge.source for edge in workflow.edges}
+    after = [name for name in workflow.names if name not in looping]
+    (trainer,) = (name for name in after if name not in sources)
+    return ComponentRoles(
+        tuple(loop.components[:-1] for loop in workflow.loops),
+        workflow.loops[0].components[-1],
+        tuple(name for name in after if name != trainer),
+        trainer,
+    )

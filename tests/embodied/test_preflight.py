@@ -1,0 +1,141 @@
+"""What can be known without a worker is refused before Ray is started."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from embodied import cli
+from embodied.config import CONFIGS, load_config, shipped_configs
+from embodied.workflows.recipes import RECIPES
+
+VERBS = ("train", "eval", "profile", "compare", "record", "sft")
+
+
+class RayStarted(Exception):
+    """A command came as far as starting Ray."""
+
+
+class NoRay:
+    """Found by the import system before the runtime that starts Ray; ends a command that asks for it."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        if name == "embodied.runtime.ray_runtime":
+            raise RayStarted
+
+
+@pytest.fixture(autouse=True)
+def no_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delitem(sys.modules, "embodied.runtime.ray_runtime", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [NoRay(), *sys.meta_path])
+    monkeypatch.chdir(tmp_path)
+
+
+def command(verb: str, config: str, *arguments: str) -> list[str]:
+    more = {"record": ["--out", "demos"], "compare": ["--out", "compared"]}
+    return [verb, config, *arguments, *more.get(verb, [])]
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    status = cli.main([*arguments])
+    said = capsys.readouterr().err
+    assert status == 2, said
+    return " ".join(said.split())
+
+
+MISTAKES = {
+    "task": (["--env.task", "tabletop/reech"], "did you mean tabletop/reach"),
+    "simulator": (["--env.task", "manyskill/PushCube-v1"], "did you mean maniskill"),
+    "policy": (["--policy.kind", "gausian_mlp"], "did you mean gaussian_mlp"),
+    "option": (["--policy.options", "{width: [8]}"], "no architecture argument 'width'; did you mean widths"),
+    "cameras": (["--policy.reads", "images"], "set env.cameras to 1 or more"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_mistake_is_refused_before_ray_is_started(
+    verb: str, mistake: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    override, remedy = MISTAKES[mistake]
+    if mistake == "option":  # given as a dictionary, which the command line has no form for
+        settings = {**yaml.safe_load((CONFIGS / "reach.yaml").read_text()), "policy": {"options": {"width": [8]}}}
+        (tmp_path / "own.yaml").write_text(yaml.safe_dump(settings))
+        said = refusal(capsys, *command(verb, "own.yaml"))
+    else:
+        said = refusal(capsys, *command(verb, "reach", *override))
+    assert remedy in said
+    assert not [path for path in tmp_path.rglob("*") if path.name != "own.yaml"], "nothing is left behind"
+
+
+@pytest.mark.parametrize("verb", ("train", "eval", "record", "sft"))
+def test_environments_that_do_not_divide_are_refused_before_ray_is_started(
+    verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = ["--env.num-envs", "7", "--farm.physics-workers", "2"]
+    assert "7 environments do not divide" in refusal(capsys, *command(verb, "reach", *overrides))
+
+
+@pytest.mark.parametrize("verb", ("train", "profile", "compare"))
+def test_environments_that_do_not_fill_episode_groups_are_refused_before_ray_is_started(
+    verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refusal(capsys, *command(verb, "reach_grpo", "--env.num-envs", "30"))
+    assert "do not make episode groups of 4" in said
+
+
+def test_a_workflow_with_an_edge_that_nobody_serves_is_refused_before_ray_is_started(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    edges = tuple(
+        replace(edge, carries="opinions") if edge.target == "learner" else edge for edge in RECIPES["ppo"].edges
+    )
+    monkeypatch.setitem(RECIPES, "ppo", replace(RECIPES["ppo"], edges=edges))
+    assert "nobody serves that edge" in refusal(capsys, "train", "reach")
+
+
+def test_a_wrong_task_of_the_evaluation_is_refused_before_the_training(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "tabletop/reach" in refusal(capsys, "train", "reach", "--eval.tasks", "tabletop/reech")
+    assert "do not divide" in refusal(capsys, "train", "reach", "--eval.num-envs", "3")
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_checkpoint_folder_that_is_missing_or_incomplete_is_refused_before_ray_is_started(
+    verb: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    said = refusal(capsys, *command(verb, "openvla_ppo_maniskill"))
+    assert "policy.options.checkpoint: openvla-7b is not a folder" in said
+    (tmp_path / "openvla-7b").mkdir()
+    assert "openvla-7b/config.json is missing" in refusal(capsys, *command(verb, "openvla_ppo_maniskill"))
+    (tmp_path / "openvla-7b" / "config.json").write_text("{}")
+    assert "no weights in openvla-7b" in refusal(capsys, *command(verb, "openvla_ppo_maniskill"))
+
+
+@pytest.mark.parametrize("verb", ("train", "eval", "profile", "record"))
+def test_missing_assets_are_refused_before_ray_is_started(
+    verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EMBODIED_LIBERO_ASSETS", "nowhere")
+    said = refusal(capsys, *command(verb, "libero_scripted"))
+    assert "EMBODIED_LIBERO_ASSETS names nowhere, which does not exist" in said
+
+
+def test_an_initial_policy_that_is_not_there_is_refused_before_ray_is_started(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert "neither a run" in refusal(capsys, "train", "reach", "--policy.init", "nothing")
+
+
+COMPLETE = [name for name in shipped_configs() if "checkpoint" not in load_config(name).policy.options]
+
+
+@pytest.mark.parametrize("name", [*COMPLETE, "openvla_tiny", "openvla_oft_tiny"])
+def test_what_is_right_goes_on_to_start_ray(name: str) -> None:
+    """Every shipped configuration whose weights are here."""
+    with pytest.raises(RayStarted):
+        cli.main(["train", name])

@@ -1,0 +1,96 @@
+"""An installed wheel: it has its configurations and scenes with it, and is small."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from embodied.config import CONFIGS
+
+ROOT = Path(__file__).parent.parent
+SOURCES = ("embodied", "sim_farm", "policies", "schedulers", "configs", "assets")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy, so that the source tree stays as it is and nothing of an earlier build gets into it."""
+    copy, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for name in SOURCES:
+        shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "LICENSE"):
+        shutil.copy(ROOT / name, copy)
+    pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(out), str(copy))
+    return next(out.glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("installed")
+    pip("install", "--no-deps", "--target", str(folder), str(wheel))
+    return folder
+
+
+def pip(*arguments: str) -> None:
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "--no-input", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def python(installed: Path, folder: Path, *arguments: str) -> str:
+    """What a Python prints that is started in `folder` and finds the installed packages before the source tree's."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder, env={**os.environ, "PYTHONPATH": str(installed)}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_wheel_is_small_and_has_each_scene_once(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    assert wheel.stat().st_size < 2e6
+    assert [name for name in names if name.endswith("/reach.xml")] == ["sim_farm/backends/tabletop/scenes/reach.xml"]
+    assert {name.partition("/")[0] for name in names if "dist-info" not in name} == set(SOURCES) - {"configs", "assets"}
+
+
+def test_configurations_scenes_and_page_are_found_from_an_empty_folder(installed: Path, tmp_path: Path) -> None:
+    code = f"""
+from pathlib import Path
+import embodied, sim_farm
+from embodied.config import CONFIGS
+from embodied.reporting import report
+
+assert Path(embodied.__file__).is_relative_to({str(installed)!r}), embodied.__file__
+assert Path(report.__file__).with_name("page.html").is_file()
+assert {{path.name for path in CONFIGS.glob("*.yaml")}} == set({sorted(p.name for p in CONFIGS.glob("*.yaml"))})
+config = embodied.load_config("reach")
+physics, renderer = sim_farm.make(config.env.task, cameras=1, size=64)
+scene = physics.reset(sim_farm.EpisodeSpec(0)).scene
+print(renderer.render([scene], renderer.info.cameras)["front"].std() > 1)
+"""
+    assert python(installed, tmp_path, "-c", code).split() == ["True"]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_the_doctor_of_an_installed_wheel_says_what_is_there(installed: Path, tmp_path: Path) -> None:
+    assert "numpy" in python(installed, tmp_path, "-m", "embodied.cli", "doctor")
+
+
+@pytest.mark.parametrize("where", ["source", "installed"])
+def test_a_shipped_checkpoint_is_found_from_any_folder(where: str, installed: Path, tmp_path: Path) -> None:
+    code = """
+import embodied
+from pathlib import Path
+for name in ("openvla_tiny", "openvla_oft_tiny"):
+    policy = embodied.load_config(name).policy
+    print((Path(policy.architecture["checkpoint"]) / "config.json").is_file(), policy.options["checkpoint"])
+"""
+    packages = ROOT if where == "source" else installed
+    assert python(packages, tmp_path, "-c", code).splitlines() == ["True assets/openvla_tiny"] * 2
