@@ -82,15 +82,15 @@ def in_memory(repeats: int) -> dict[str, float]:
     times = []
     for _ in range(repeats):
         begin = time.perf_counter()
-        table = table_of_decisions(groups, ENVS)
-        batch = assemble(memory, table, np.ones(table.shape, bool), {}, torch.zeros(ENVS), 0, None, None)
+        table, mask = table_of_decisions(groups, ENVS)
+        batch = assemble(memory, table, mask, {}, torch.zeros(ENVS), 0, None, None)
         times.append(time.perf_counter() - begin)
     peak = held_bytes()
     for index in torch.arange(DECISIONS * ENVS).split(8):
         batch.decisions.select(index).inputs()
         peak = max(peak, held_bytes())
     found = {"assembly_s": median(times), "peak_bytes": float(peak - before), "rollout_bytes": float(memory.nbytes)}
-    copies = {"frame_copies": memory.frames_copied / memory.frames_read}
+    copies = {"frame_copies": memory.counts.copied / memory.counts.read}
     memory.close()
     frames.close()
     return found | copies

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import policies
-from embodied.data.random_streams import SamplingNoise
 from embodied.data.assembly import EndedEpisode
+from embodied.data.random_streams import SamplingNoise
 from embodied.data.trajectories import Trajectories
 from embodied.data.trajectory_memory import TrajectoryMemory
 from embodied.workers.final_values import rows_for_finals
