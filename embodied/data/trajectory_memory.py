@@ -126,7 +126,7 @@ class TrajectoryMemory:
 
     @classmethod
     def attach(cls, address: MemoryAddress) -> TrajectoryMemory:
-        """The memory at the address; the same object for all who ask in this process."""
+        """The memory at the address; one object per process."""
         found = _OPEN.get(address.block)
         if found is None:
             frames = None if address.frames is None else FrameMemory.attach(address.frames)

@@ -2,10 +2,10 @@
 
     rollout, in parts -> each part through the components after it -> update -> weights to the decider
 
-It knows the roles of workers (`embodied.workers.roles`), not the components' names: the last of the loop decides, the
-last after the rollout trains, and trajectories pass through those between. What an assignment changes is who waits
-for whom: the trainer works on a part while the next is rolled out, or afterwards; the next rollout begins after the
-update, or one update ahead of it.
+It knows the roles of workers (`embodied.workers.roles`), not the components' names. The last component of the loop is
+the decider, the last after the rollout the trainer, and trajectories pass through the passers between them. The
+assignment sets the order of their work: the trainer works on a part while the next part is rolled out, or afterwards;
+the next rollout begins after the update, or one update ahead of it.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class Executor:
     memory: TrajectoryMemory
     run_dir: Path
     farm_deadline_s: float
-    """Of what the decider asks of its farm; sooner than the call's own, whose message could not name who in the farm is
-    late."""
+    """The decider's deadline for its farm. It is shorter than the deadline of the call, whose message could not name
+    the late worker of the farm."""
     _next: Any = None
     """The rollout that runs ahead of the update, where there is one."""
     _published: int = -1
@@ -179,12 +179,12 @@ class Executor:
 
     @property
     def weights_path(self) -> str:
-        """The way that weights take from trainer to decider."""
+        """How weights travel from trainer to decider."""
         return "the same policy" if self.assignment.one_process else self.decider.path_from(self.trainer)
 
     @property
     def trajectories_path(self) -> str:
-        """The way that trajectories take: where decisions lie in the memory is all that is sent."""
+        """How trajectories travel: only the flat rows of decisions are sent."""
         return f"trajectory memory, rows {self.trainer.path_from(self.decider)}"
 
     @property
@@ -257,7 +257,7 @@ class Executor:
         return total
 
     def _send(self, iteration: int) -> Any:
-        """Have what was rolled out pass through the components after it; the trainer's answer is `_collected`."""
+        """Send the rolled-out trajectories through the passers to the trainer; `_collected` waits for its answer."""
         source: WorkerGroup[Any] = self.decider
         produce: Any = Decider.trajectories
         for component in self.recipe.after_rollout[:-1]:
@@ -321,8 +321,8 @@ class Executor:
 def executor(config: Config, run_dir: Path, session: Session, assignment: Assignment) -> Iterator[Executor]:
     """The run's workers, placed by the assignment. They are gone when the block ends.
 
-    Raises `UserError` for tasks that one policy cannot act in, for edges that nobody serves, and for assignments that
-    contradict themselves.
+    Raises `UserError` for tasks that one policy cannot act in, for edges that no worker serves, and for assignments
+    that contradict themselves.
     """
     recipe = recipe_of(config)
     check_workflow(recipe)
@@ -372,7 +372,7 @@ def check_workflow(recipe: Recipe) -> None:
 def _place(
     config: Config, recipe: Recipe, run_dir: Path, session: Session, assignment: Assignment, farm: Farm
 ) -> dict[str, WorkerGroup[Any]]:
-    """The workers of all components that are no simulators, each as a group of one; the trainer first."""
+    """The workers of all components that are no simulators, each as a worker group of one; the trainer first."""
     tasks = tasks_of(config)
     sizes = policy_spec(config, farm.infos[0])
     for task, info in zip(tasks, farm.infos, strict=True):

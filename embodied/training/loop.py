@@ -1,4 +1,4 @@
-"""Training: rollout, update, weights, once per iteration; and everything that must survive it.
+"""The training loop: rollout, update and weights once per iteration, and the records and checkpoints of a run.
 
 [ rollout -> update -> publish weights -> record ] x iterations -> checkpoint -> evaluation -> report
 """

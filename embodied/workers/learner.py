@@ -1,6 +1,6 @@
 """The learner: turns trajectories into an updated policy.
 
-    estimate what decisions were worth -> epochs of permuted minibatches -> loss sums / global denominators -> step
+    estimate advantages of decisions -> epochs of permuted minibatches -> loss sums / global denominators -> step
 
 Rows that are masked, or that teach nothing, never reach the model: they are compacted away before batching. Where
 the update is one step over all rows, its gradient is a sum over the parts in which they arrive, and each part is

@@ -3,8 +3,8 @@
     until every group has decided often enough:  the group that is ready first -> act -> submit
 
 With several groups of environments one is simulated while the policy decides for another; a light task's groups
-are served while a heavy one's are simulated. What comes out is in the order (decision, environment) whatever the
-groups and whoever was ready first, and noise is keyed by (environment, episode, step).
+are served while a heavy one's are simulated. Trajectories are in the order (decision, environment), and noise is keyed
+by (environment, episode, step), so that neither the groups nor the order of serving changes them.
 """
 
 from __future__ import annotations
@@ -292,7 +292,7 @@ class PolicyWorker:
     ) -> None:
         """Decide for the group that is ready first until all are done; afterwards all have been observed.
 
-        A group that is done decides on, where it may, while others are not.
+        A group that is done goes on deciding, where it may, while others are not done.
         """
         missing = {group.number for group in self._groups}
         resting: set[int] = set()

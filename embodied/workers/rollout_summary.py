@@ -1,4 +1,4 @@
-"""What the driver learns of a rollout: counts, clocks and spans; the trajectories themselves go to the learner."""
+"""The summary of a rollout for the driver: counts, clocks and spans. The trajectories go to the learner."""
 
 from __future__ import annotations
 
