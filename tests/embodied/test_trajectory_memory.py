@@ -190,9 +190,8 @@ def layout_of(rows: int) -> MemoryLayout:
 
 def test_a_memory_that_does_not_fit_is_refused_with_the_remedy() -> None:
     before = set(FOLDER.iterdir())
-    with pytest.raises(
-        FarmError, match=r"the trajectory memory \(10,0.* decisions of 4 env.* MiB .* remount.*--shm-size"
-    ):
+    said = r"the trajectory memory \(10,0.* decisions of 4 env.* MiB .* remount.*--shm-size"
+    with pytest.raises(FarmError, match=said):
         TrajectoryMemory.create(layout_of(10**10), None, shared=True)
     assert not [file for file in set(FOLDER.iterdir()) - before if file.stat().st_size >= 10**10]
 
