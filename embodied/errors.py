@@ -1,4 +1,4 @@
-"""Mistakes that the user can mend, and the words that help with it."""
+"""Mistakes that the user can mend, and the nearest valid names for their messages."""
 
 from __future__ import annotations
 

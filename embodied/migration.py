@@ -1,7 +1,7 @@
-"""Configurations that earlier versions wrote: their keys by today's names.
+"""Migration of configurations that earlier versions wrote to today's keys.
 
 A run's saved configuration is brought up to date when it is read. What a person writes with an old key is refused with
-the new one, so that configurations in use have one language.
+the new key, so that each setting has one name.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Progress of long work: a worker reports it, and whoever waits for the worker does not give up on it.
+"""Progress of long work. A worker that reports progress is not late, however long its work takes.
 
     for micro_batch in micro_batches:
         ...
         progress.report()
 
-The process's host installs where reports go. Where nobody waits from outside, as inline, they go nowhere.
+The host of the process sets the receiver of reports. Without one, as inline, reports are dropped.
 """
 
 from __future__ import annotations

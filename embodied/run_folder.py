@@ -197,7 +197,7 @@ def _has_rows(record: Path) -> bool:
 
 
 def has_content(run_dir: Path) -> bool:
-    """Whether a run has done anything that somebody could miss."""
+    """Whether the folder holds anything of a run that would be lost."""
     recorded = any(_has_rows(record) for record in run_dir.glob(f"{METRICS}*"))
     return recorded or checkpoint.latest(run_dir / "checkpoints") is not None
 

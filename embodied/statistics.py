@@ -1,4 +1,4 @@
-"""How far a success rate, the difference of two, or a measured time can be trusted: 95% intervals."""
+"""95% intervals of a success rate, of the difference of two, and of a measured time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who worked when: spans of time on named tracks, and the file that ui.perfetto.dev opens.
+"""Traces: spans of time on named tracks, and the file that ui.perfetto.dev opens.
 
 Times are `time.monotonic_ns()`, a clock that all processes of a machine share. The file is the JSON
 trace-event format: one process per component, one thread per track, and arrows ("flow events") between
@@ -120,7 +120,7 @@ class TraceWriter:
                 current.dropped += 1
 
     def write(self) -> None:
-        """Write what is kept. Whoever reads the file meanwhile finds the old one or the new one, whole."""
+        """Write what is kept. A reader finds the old file or the new one, whole."""
         spans = [span for part in (self._setup, *self._iterations) for span in part.marked()]
         aside = self.path.with_name(self.path.name + ".partial")
         aside.parent.mkdir(parents=True, exist_ok=True)

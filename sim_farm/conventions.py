@@ -1,6 +1,6 @@
-"""What a benchmark's protocol puts between a policy and a simulator: settling, the gripper's meaning, rotation.
+"""Conventions of a benchmark's protocol between policy and simulator: settling, the gripper's meaning, rotation.
 
-Backends know nothing of it: their physics and renderer are wrapped where a task asks for one of them.
+Backends do not know them: physics and renderer are wrapped where a task has one of them.
 """
 
 from __future__ import annotations

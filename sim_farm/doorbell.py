@@ -1,9 +1,9 @@
 """Waking another process through a counter in shared memory: a Linux futex.
 
-A bell is one int32. Ringing writes the time into it and wakes who sleeps on it; waiting sleeps while it still
-has the value that was last seen. A ring between looking and sleeping is never lost, because the kernel compares the
-value again before it puts the caller to sleep. A round trip costs some ten microseconds, where a Ray call
-costs six hundred.
+A bell is one int32. Ringing writes the time into it and wakes the processes that wait for it; waiting sleeps while it
+still has the value that was last seen. A ring between looking and sleeping is never lost, because the kernel compares
+the value again before it puts the caller to sleep. A round trip costs some ten microseconds, where a Ray call costs
+six hundred.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Doorbell:
         return int(self._cell[0])
 
     def ring(self) -> None:
-        """Wake everybody who waits. Rings by several processes may coalesce; none is lost."""
+        """Wake all processes that wait. Rings by several processes may coalesce; none is lost."""
         # The time rather than a count: adding one is not atomic between processes, and a ringer that is suspended
         # between reading and writing would set the bell back to a number that a waiter has seen already.
         self._cell[0] = np.int64(time.monotonic_ns()).astype(np.int32)

@@ -1,5 +1,5 @@
-"""Which episode an environment runs next. A pure function of (environment, episode), so that no plan, no
-number of workers and no order of finishing can change it."""
+"""Which episode an environment runs next: a pure function of (environment, episode), which no plan, no number of
+workers and no order of finishing can change."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""One memory for the frames of a farm: drawn where they will be read, and known as undrawn until they are.
+"""The frame memory of a farm: frames are drawn where they will be read, and a row that is not drawn yet is recognised.
 
-Row r holds the frames of one observation, one picture of each camera. Which row an observation is drawn into is the
-client's decision (`Farm.submit(..., rows=...)`), so the memory may be a trajectory [T, B] that a learner maps too:
+Row r holds the frames of one observation, one picture of each camera. The client chooses the row of each observation
+(`Farm.submit(..., rows=...)`), so the memory may be a trajectory [T, B] that a learner maps too:
 
     farm.frames.address  -->  FrameMemory.attach(address).frames[row]
 """

@@ -1,4 +1,4 @@
-"""One group's rows of the slots, read and written without an index."""
+"""The rows of the slots of one group of environments, read and written as views, without an index."""
 
 from __future__ import annotations
 

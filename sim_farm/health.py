@@ -1,8 +1,8 @@
-"""Whether a worker is hung, read from the slots of its task: it has work, and has got nothing done for too long.
+"""Whether a worker hangs, read from the slots of its task: it has work and has made no progress for too long.
 
 Progress is the time that a worker writes at every change of its phase and at every environment that it has built,
-simulated or drawn, so work that is under way is not late however long it takes in all. Nobody needs to be asked: a
-process that is stopped, or that hangs inside a simulator, writes nothing.
+simulated or drawn, so work that makes progress is not late, however long it takes in all. A process that is stopped, or
+that hangs inside a simulator, writes nothing, and is recognised without being asked.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def doing(slots: Slots, worker: int) -> str:
 
 
 def restarted(slots: Slots, worker: int) -> None:
-    """To be called by whoever replaces a worker: its successor is given time of its own from now on."""
+    """Call this when a worker is replaced: the time of its successor begins now."""
     slots["since_ns"][worker] = time.monotonic_ns()
     slots["phase"][worker] = layout.STARTING
 
@@ -66,7 +66,7 @@ def name_of(slots: Slots, worker: int) -> str:
 
 
 def _given_ns(slots: Slots, worker: int) -> int | None:
-    """When the oldest of the work was given to the worker that it has not done; None where there is none."""
+    """When the oldest work that the worker has not done was given to it; None without such work."""
     simulate = (slots["physics_of"] == worker) & (slots["requested"] > slots["simulated"])
     draw = (slots["renderer_of"] == worker) & (slots["simulated"] > slots["drawn"])
     given = [*slots["requested_ns"][simulate], *slots["times_ns"][draw, layout.PHYSICS_END]]

@@ -1,4 +1,4 @@
-"""Where a farm's workers live. The farm speaks to handles; a host makes the workers behind them."""
+"""Hosts make the workers of a farm, in this process or in others. The farm calls them through handles."""
 
 from __future__ import annotations
 

@@ -1,18 +1,18 @@
-"""The slots: what lies where in the memory that farm, physics workers and render workers share.
+"""The slots: the layout of the memory that farm, physics workers and render workers share.
 
-One slot per environment, addressed by the environment's index within its task. Who writes what:
+One slot per environment, addressed by the environment's index within its task. Each process writes its own fields:
 
     client   requested, op, limit, action, base_*, collected, frame_row, final_row   then rings the physics worker
     physics  results, observation, scene, final_*       then sets `simulated` and rings renderer or client
     render   those rows of the frame memory             then sets `drawn` and rings the client
 
     client   away                                       then rings the workers that draw
-    who draws  moved_bytes                              then sets `left` and rings the client
+    drawing  moved_bytes                                then sets `left` and rings the client (the workers that draw)
 
-`requested`, `simulated`, `drawn` and `collected` hold tickets: numbers that only grow. A slot belongs to the
-client while all four are equal, to physics while simulated < requested, to render while drawn < simulated.
-The data of a step is written before its ticket, so who sees the ticket sees the data. The frames are in a memory of
-their own (`frame_memory`), and so is the client's bell, because both are shared by the tasks of a farm.
+`requested`, `simulated`, `drawn` and `collected` hold tickets: numbers that only grow. A slot belongs to the client
+while all four are equal, to physics while simulated < requested, to render while drawn < simulated. The data of a step
+is written before its ticket, so a process that sees the ticket sees the data. The frames are in a memory of their own
+(`frame_memory`), and so is the client's bell, because both are shared by the tasks of a farm.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from sim_farm.contract import FarmError
 FOLDER = Path("/dev/shm")
 PREFIX = "embodied-"
 MAGIC = 0xA5
-"""Every byte of a fresh block. A frame that nobody has drawn shows as uniform grey-violet (165, 165, 165)."""
+"""Every byte of a fresh block. A frame that was not drawn shows as uniform grey-violet (165, 165, 165)."""
 _ALIGN = 64
 
 

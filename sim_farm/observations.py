@@ -1,4 +1,4 @@
-"""What a group of environments shows when it is collected, and reading it from the slots and the frame memory."""
+"""Observations of a group of environments, read from the slots and the frame memory."""
 
 from __future__ import annotations
 

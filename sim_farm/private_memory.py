@@ -1,4 +1,4 @@
-"""What a process has in memory by itself, and giving back what it has freed."""
+"""The memory that a process has by itself, and returning freed memory to the system."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Films and records of episodes. An episode is its spec and its actions, so both are made afterwards, of those that
-deserve it."""
+"""Films and records of episodes. An episode is its spec and its actions, so both are made afterwards, of selected
+episodes."""
 
 from __future__ import annotations
 

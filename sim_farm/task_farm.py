@@ -1,6 +1,6 @@
 """One task of a farm: its environments and their workers, over a block of slots of its own.
 
-What a `Farm` does for all of its tasks, this does for one, but for waiting: a farm waits for all tasks at once.
+A `TaskFarm` does for one task what a `Farm` does for all, except waiting: a farm waits for all tasks at once.
 Groups and environments are numbered within the task.
 """
 

@@ -1,5 +1,5 @@
-"""What the workers of a task map: the task's slots, the client's bell and the frame memory. The latter two are one for
-all tasks of a farm."""
+"""The memory that the workers of a task map: the task's slots, the client's bell and the frame memory. All tasks of a
+farm share the bell and the frame memory."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Physics and render workers: plain classes that watch their slots. Whoever hosts them calls `serve` (in a
-process of its own) or `run_pending` (in the caller's process, when it rings).
+"""Physics and render workers: plain classes that watch their slots. Their host calls `serve` (in a process of its
+own) or `run_pending` (in the caller's process, when it rings).
 
-A worker owns the slots whose environment index falls to it, and touches no other. It takes work in the order
+A worker owns the slots of its environments, and touches no other. It takes work in the order
 of the tickets, so that the group that was submitted first is answered first.
 """
 
@@ -266,7 +266,7 @@ class PhysicsWorker(Worker):
         self._observe(env, result)
 
     def _episode(self, env: int, number: int) -> EpisodeSpec | None:
-        """What determines the environment's episode of that number; None where there is none, or none yet."""
+        """The spec of the environment's episode of that number; None where there is none, or none yet."""
         return self.setup.spec.episodes.spec(env, number) if number < self.slots["limit"][env] else None
 
     def _rest(self, env: int) -> None:

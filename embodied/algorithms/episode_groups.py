@@ -1,8 +1,8 @@
 """Advantages without a value function: GRPO, Dr.GRPO, DAPO and REINFORCE++ as pure functions of episodes.
 
-N episodes, each the member of a group: those that began alike (same task and initial state). Groups are named by
-ids, never by position, so that an episode that is lost or added cannot shift the others. Everything is a function
-of the whole batch (all ranks): statistics of a part of it would make the update depend on the plan.
+N episodes, each of one episode group: episodes of the same task and initial state. Episode groups are named by ids,
+never by position, so that a lost or added episode does not shift the others. Every function takes the whole batch (all
+ranks): statistics of a part of it would make the update depend on the plan.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """From trajectories to rows to learn from: the estimators that workflows name.
 
 An estimator is a function of (trajectories, configuration). It sees whole episodes or a whole rollout, never a
-minibatch, and it alone knows what the algorithm makes of rewards; the learner's update is the same for all.
+minibatch. Only the estimator depends on how the algorithm uses rewards; the learner's update is the same for all.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ PER_ROW = ("log_prob", "value", "advantage", "returns", "executed", "weight", "i
 
 
 def rows_of(batch: Trajectories, estimate: Estimate) -> Rows:
-    """The batch's rows without those that nobody took or that teach nothing."""
+    """The batch's rows, without decisions that were not taken and those that teach nothing."""
     reference = batch.reference_log_prob
     rows = Rows(
         batch.decisions,
@@ -183,7 +183,7 @@ def _check_values(batch: Trajectories, settings: AdvantageConfig) -> None:
 def group_relative(batch: Trajectories, config: Config) -> Estimate:
     """GRPO (Shao et al. 2024): every decision of an episode has the episode's advantage within its group.
 
-    Raises ValueError for trajectories that are not whole episodes in groups.
+    Raises ValueError for trajectories that are not whole episodes in episode groups.
     """
     if batch.episode_group is None:
         raise ValueError("group-relative advantages need whole episodes: a workflow with rollout='episodes'")

@@ -1,9 +1,9 @@
 """`embodied bench learner`: samples per second of a PPO update by micro-batch, beside the hardware's limit.
 
 A sample is a decision. An update evaluates every sample of the minibatch once, micro-batch by micro-batch, and takes
-one step; the gradient is the learner's own (`shares`), with one ratio for a decision, and as in the learner the device
-is waited for once per step. The module that decides is the module that is trained, as in a collocated run: there is one
-copy of the weights.
+one step; the gradient is the learner's own (`workers/microbatch.py`), with one ratio for a decision, and as in the
+learner the device is waited for once per step. The module that decides is the module that is trained, as in a
+collocated run: there is one copy of the weights.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the farm is compared with, each in a process of its own that measures when asked.
+"""The loops that the farm is compared with. Each runs in a process of its own and measures on request.
 
     python -m embodied.bench.loops '{"kind": "async", "task": "maniskill/PushCube-v1", ...}'
 

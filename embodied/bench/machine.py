@@ -1,6 +1,6 @@
-"""What a device can do, and how to time on it: measured in the run whose figures are held against it.
+"""The limits of a device, and how to time on it. They are measured in the same run as the figures that they bound.
 
-An accelerator works behind the processor's back: every clock here is read after it has finished.
+An accelerator works asynchronously: every clock here is read after it has finished.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The policy that is measured, and what it is asked."""
+"""The policy that is measured, and its inputs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """`embodied bench policy`: decisions per second by batch size, beside Hugging Face's loop and the hardware's limits.
 
-A decision is an action of OpenVLA, whose tokens are said one after the other, or a chunk of OpenVLA-OFT, which comes
-from one pass. All are greedy, so that the same tokens must come out of every way, and include preprocessing.
+A decision is one action of OpenVLA, whose tokens are generated one after the other, or one chunk of OpenVLA-OFT, which
+one forward pass generates. All decisions are greedy, so that every implementation must give the same tokens. Times
+include preprocessing.
 """
 
 from __future__ import annotations

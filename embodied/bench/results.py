@@ -1,4 +1,4 @@
-"""What a benchmark leaves: its figures with when, on what and how they were measured."""
+"""The result of a benchmark: its figures, with time, hardware and command of the measurement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the benchmarks can be asked for. Light, so that `--help` need not import what they measure."""
+"""Settings of the benchmarks. This module imports nothing heavy, so that `--help` does not load what they measure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`embodied bench transport`: frames from a worker to a consumer, by every way there is.
+"""`embodied bench transport`: frames from a worker to a consumer, by each transport.
 
 Latency: the consumer asks, the worker hands the frames over; counted from the worker's first write to the
 consumer having an array (by slot: a view addressed by index; elsewhere: the object that arrives). Rate: the

@@ -1,8 +1,8 @@
-"""Trajectory assembly: from decisions in the order in which a plan lets them happen to trajectories [T, B].
+"""Trajectory assembly: from decisions in the order in which they were taken to trajectories [T, B].
 
-A decision record says which row of the trajectory memory a group's decision is in, and which of the group's
-environments took it, in which of their episodes. Assembling makes tables of flat rows from them; nothing of the plan is
-left in these.
+A decision record holds the flat rows of one group's decision in the trajectory memory, the environments that took it,
+and the numbers of their episodes. Assembly makes a table of flat rows from the records. The table does not depend on
+the plan.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ def table_of_episodes(
     groups: Sequence[Sequence[Decision]], episode: int, first: int, last: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """int64 [T, B] flat rows and bool [T, B]: the decisions of episode number `episode` of the environments `first` to
-    `last - 1`, the t-th in row t. Rows of decisions that nobody took repeat another one and are not marked."""
+    `last - 1`, the t-th in row t. Where a column has fewer decisions than T, rows repeat another decision and are not
+    marked."""
     taken: list[list[int]] = [[] for _ in range(first, last)]
     for decisions in groups:
         for decision in decisions:  # within a group they are in the order of time
@@ -122,7 +123,7 @@ def assemble(
         return memory.column(name)[rows]
 
     def happened(name: str) -> Tensor:
-        """[T, B, ...], zero where nobody decided."""
+        """[T, B, ...], zero where no decision was taken."""
         values = kept(name)
         return (
             values

@@ -1,4 +1,4 @@
-"""What a rollout hands to the learner: a table of decisions, and where in memory the rest of each of them is."""
+"""Trajectories: numbers of each decision of a rollout, and the rows of memory that hold its inputs and trace."""
 
 from __future__ import annotations
 

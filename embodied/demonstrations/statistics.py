@@ -1,4 +1,4 @@
-"""What `stats.json` and the episodes' rows say of each feature, for normalisation.
+"""The statistics of each feature in `stats.json` and in the episodes' rows, for normalisation.
 
 Exact, of all rows and all pixels: LeRobot samples the pixels, and averages the episodes' quantiles.
 """

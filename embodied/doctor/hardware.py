@@ -1,4 +1,4 @@
-"""What figures were measured on: it stands beside each of them."""
+"""The hardware that figures are measured on; it is recorded beside each of them."""
 
 from __future__ import annotations
 

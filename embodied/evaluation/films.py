@@ -1,4 +1,4 @@
-"""Films of evaluated episodes: those worth seeing are replayed from their specs and actions, and tiled."""
+"""Films of evaluated episodes: selected episodes are replayed from their specs and actions, and tiled."""
 
 from __future__ import annotations
 

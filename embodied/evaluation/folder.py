@@ -1,4 +1,4 @@
-"""What an evaluation leaves on the disk, and how it is gone on with.
+"""The folder of an evaluation, and how an interrupted one is continued.
 
     FOLDER/
       protocol.json           the protocol with its hash, and the policy: what the episodes are of
@@ -9,8 +9,8 @@
       videos/evaluation.mp4
       lock                    held while a process evaluates into the folder
 
-An episode's actions are written before its line, and a line in one piece, so that an interruption loses the
-episodes that were under way and no other. A line without its end is not there.
+An episode's actions are written before its line, and a line is written in one piece, so that an interruption loses only
+the episodes that were under way. A line without its end is ignored.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""A plan on this machine: how many processes of each kind, on which cores, and who shares a process.
+"""An assignment: a plan on this machine. It says how many processes of each kind run, on which cores, and which
+components share a process.
 
-A plan speaks of devices; an assignment of physics workers, render workers, and where each other component computes. It
+A plan names devices. An assignment names physics workers, render workers, and the affinity of each other component. It
 changes when and where they work, never what they compute.
 """
 

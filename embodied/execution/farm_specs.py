@@ -1,4 +1,4 @@
-"""The farm of a run, as its assignment has it, and how much memory its trajectories take."""
+"""The specification of a run's farm under an assignment, and the number of rows of its trajectory memory."""
 
 from __future__ import annotations
 

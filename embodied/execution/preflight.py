@@ -1,4 +1,4 @@
-"""What can be known of a run without a worker, checked before one is started: seconds, and not a minute later."""
+"""Checks of a run that need no worker. They take seconds and run before any worker is started."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def check_run(config: Config) -> None:
     for task in tasks_of(config):
         check_task(task.env.task)
         task_spec(task)
-        episodes_of(task, task.seed)  # whether environments fill groups of episodes
+        episodes_of(task, task.seed)  # whether environments fill episode groups
 
 
 def check_training(config: Config) -> None:

@@ -1,4 +1,4 @@
-"""Episodes replayed by several workers at once: what films and datasets have in common."""
+"""Episodes replayed by several workers at once, for films and datasets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A runtime with a farm on it: what training and evaluation both need, begun and ended properly."""
+"""A session: a runtime and a farm on it, which training and evaluation need. It begins and ends both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a person sees of a run, while it lasts and afterwards. Each module stands alone, so that a worker
+"""The display of a run, while it lasts and afterwards. The modules do not need each other, so that a worker
 that records spans does not import what draws a page.
 
 | module | what a person gets |

@@ -1,4 +1,4 @@
-"""What moves on the screen while a run does: a table in a terminal, plain lines anywhere else."""
+"""The live display of a run: a table in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ class _Steps:
 @contextmanager
 def steps(title: str, total: int | None, console: Console | None = None) -> Iterator[_Steps]:
     """A bar with the time left for a step of set-up or evaluation that takes long:
-    `with steps("Loading scenes", 40) as bar: … bar.advance()`. `total` None means that nobody knows.
+    `with steps("Loading scenes", 40) as bar: … bar.advance()`. `total` None: unknown.
 
     Without a terminal: a line at the beginning, at each tenth of the way, and at the end.
     """

@@ -1,4 +1,4 @@
-"""The report's section on the plan: why it was chosen, and whether it kept what it promised."""
+"""The report's section on the plan: why it was chosen, and predicted beside measured times."""
 
 from __future__ import annotations
 

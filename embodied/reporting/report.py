@@ -1,7 +1,7 @@
 """A run on one page: `report.html`, which needs no network and no other file.
 
-The page is made from what the run left in its folder. A file that is missing or damaged costs the section
-it would have filled, where a line says which command makes it; all text from files is escaped.
+The page is made from the files of the run's folder. Where a file is missing or damaged, its section has one line
+instead, which names the command that makes it. All text from files is escaped.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a run left in its folder, as far as it is there and can be read."""
+"""The record of a run: the files of its folder that exist and can be read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An evaluation's result as a Markdown table, for papers and for people."""
+"""An evaluation's result as a Markdown table."""
 
 from __future__ import annotations
 

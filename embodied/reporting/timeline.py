@@ -1,7 +1,7 @@
 """One iteration as a picture: a row per track, a bar per span coloured by component, arrows if they fit.
 
-Written as SVG here, and not by matplotlib as the charts are: each of up to some thousand bars has a text of its own
-for the pointer, and bars that no eye could tell apart are one.
+The SVG is written here and not by matplotlib, as the charts are: each of up to some thousand bars has a tooltip of its
+own, and bars that are too close to be told apart are drawn as one.
 """
 
 from __future__ import annotations

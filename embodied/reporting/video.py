@@ -1,7 +1,7 @@
 """Evaluation episodes side by side in one video that plays in a browser.
 
 Each tile is an episode: its frames, enlarged to a size one can see, and under them the task, the step and
-the outcome. Episodes that failed come first, since those are what one looks for.
+the outcome. Episodes that failed come first.
 """
 
 from __future__ import annotations

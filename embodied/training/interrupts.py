@@ -1,4 +1,4 @@
-"""Ctrl-C at a moment of our choosing: what must not be torn in two is finished first, if it takes seconds only."""
+"""Deferred Ctrl-C: a section that must not be interrupted is finished first, if it takes a few seconds at most."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Supervised warm start: a policy learns the actions of demonstrations, and a run can begin from what it became.
+"""Supervised fine-tuning: a policy learns the actions of demonstrations. A run can begin from the trained policy.
 
 [ minibatch of env steps -> Policy.imitate -> step ] x steps -> checkpoint
 
-Which rows a step sees, and the noise of its loss, are functions of the seed and the step's number, so that a resumed
-training is the one that was not stopped.
+The rows of a step and the noise of its loss are functions of the seed and the step's number, so that a resumed training
+gives the same policy as one that was not stopped.
 """
 
 from __future__ import annotations

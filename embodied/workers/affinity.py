@@ -1,4 +1,4 @@
-"""Which CPU cores a worker's process computes on, with how many threads, and for which device."""
+"""Affinity: the CPU cores, the number of threads and the device that a worker computes on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What workers are made from: plain data, so that they can be made in any process, and the policy that they hold."""
+"""The context of a worker: plain data from which it is made in any process, and the policy that it holds."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Where a policy computes: finding the device, the ways to it and back.
+"""Devices: finding the one that a policy computes on, and copying to it and back.
 
-Observations, noise and trajectories are in the host's memory; a policy's tensors are on its device. What crosses
-between them crosses here. On a CPU both are the same and nothing is copied.
+Observations, noise and trajectories are in the host's memory; a policy's tensors are on its device. All copies between
+them are made here. On a CPU nothing is copied.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def memory_bytes(devices: Iterable[torch.device]) -> float:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most that this process has taken of a GPU's memory for tensors since `forget_peak`; 0 on a CPU, where nobody
-    counts."""
+    """The most that this process has taken of a GPU's memory for tensors since `forget_peak`; 0 on a CPU, where it is
+    not counted."""
     return torch.cuda.max_memory_reserved(device) if device.type == "cuda" and torch.cuda.is_initialized() else 0
 
 

@@ -1,4 +1,4 @@
-"""Evaluation on a farm: a fixed list of episodes, each exactly once, whoever does the work and however often it stops.
+"""The evaluator: runs a fixed list of episodes on a farm, each exactly once, also when it is stopped and continued.
 
 A group's decisions are taken in one batch of `rows` = num_envs / groups, and trial t always in row t % rows of it,
 whatever the number of workers or groups, and wherever an earlier session stopped. A policy's row depends on that
@@ -8,9 +8,9 @@ row alone, but the rounding of a matrix product may depend on the number of rows
   far as its kernels are reproducible);
 - with other `rows` an episode is the same up to the rounding of the policy's arithmetic.
 
-The price is that rows whose environments rest are computed too, where episodes are few or few are left. Such a row
-repeats one that has an episode, since a policy need not bear the zeros that a resting environment shows (it has no
-instruction, if it never had an episode); nobody executes its action.
+The cost is that rows of resting environments are computed too, where episodes are few or few are left. Such a row
+repeats a row that has an episode, since a policy may not accept the zeros that a resting environment shows (without any
+episode it has no instruction). Its action is not executed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Final observations of episodes whose value is bootstrapped, kept until a rollout's end and valued together."""
+"""Final observations of episodes whose value is bootstrapped. They are kept until the rollout's end and valued
+together."""
 
 from __future__ import annotations
 

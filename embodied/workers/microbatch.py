@@ -1,8 +1,8 @@
-"""A micro-batch's share of an update: its gradient, and its part of what is reported.
+"""One micro-batch of an update: its gradient, and its contribution to the reported statistics.
 
-Losses are sums over rows, divided by denominators of the whole minibatch, so that the shares add up to the same
-whatever the micro-batches. On a GPU nothing here waits: what has to be counted is counted in the host's memory, and
-what was measured is read once for all shares of an optimiser step.
+Losses are sums over rows, divided by denominators of the whole minibatch, so that their sum is the same for every size
+of micro-batch. On a GPU nothing here waits for the device: denominators are counted in the host's memory, and
+statistics are read once for all micro-batches of an optimiser step.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class MicroBatchLoss:
 
 
 def read(shares: Sequence[MicroBatchLoss], norm: Tensor | None = None) -> tuple[LossSums, float]:
-    """The sum of the shares, and the gradient's norm (or NaN), once the device has them."""
+    """The sum over micro-batches, and the gradient's norm (or NaN); waits for the device."""
     awaited = {f"{i}.{key}": t for i, share in enumerate(shares) for key, t in share.measured.items()}
     found = to_host(awaited if norm is None else awaited | {"norm": norm})
     total = LossSums()
@@ -126,7 +126,7 @@ def count_units(executed: Tensor, weight: Tensor, dims: int, unit: RatioUnit) ->
 
 
 def count_values(executed: Tensor, credit: Credit) -> int:
-    """What the critic says of rows that executed so many actions."""
+    """The critic's values of rows that executed so many actions."""
     return int(executed.sum()) if credit == "action" else len(executed)
 
 

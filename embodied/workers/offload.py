@@ -1,4 +1,4 @@
-"""Leaving a device's memory and coming back: what context switches of a collocated plan do.
+"""Offload: tensors leave a device's memory and come back, at the context switches of a collocated plan.
 
 On a GPU, tensors go to pinned memory of the host and return. On a machine without one the host's memory is the
 device, and they go to a file. Either way they come back equal to the last bit.

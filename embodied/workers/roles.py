@@ -1,7 +1,7 @@
-"""What the executor asks of workers: three roles that classes of workers play, whatever they are called.
+"""The three roles of workers that the executor knows: decider, passer, trainer. A role is a protocol of methods.
 
-A decider goes round with the simulators and makes trajectories. A passer adds to them on their way. A trainer learns
-from them and hands out weights.
+A decider goes round with the simulators and makes trajectories. A passer receives trajectories, adds to them and hands
+them on. A trainer learns from them and hands out weights.
 """
 
 from __future__ import annotations
@@ -70,8 +70,6 @@ class Decider(Protocol):
     def trajectories(self) -> Trajectories: ...
 
     def snapshot(self) -> dict[str, np.ndarray]: ...
-
-    def frame_copies(self) -> tuple[int, int]: ...
 
     def share(self, policy: Policy) -> None: ...
 

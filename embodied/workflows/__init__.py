@@ -1,4 +1,4 @@
-"""What flows: components, edges, loop; declared (docs/workflows.md)."""
+"""Declared workflows: components, edges, loop (docs/workflows.md)."""
 
 from embodied.workflows.recipes import GRPO, PPO, RECIPES, Recipe, WorkflowComponent, passing, recipe_of
 

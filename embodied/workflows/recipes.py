@@ -1,6 +1,7 @@
-"""Workflows: what flows, declared. Nothing that runs them knows their names, nor their components'.
+"""Declared workflows: PPO, GRPO and their variants. Nothing that runs them knows their names or their components'
+names.
 
-A workflow says which components there are and which class of worker does each, what they hand to each other and in
+A workflow says which components there are and which class of worker does each, what the edges between them carry and in
 which portions, what a rollout is, and which estimator turns trajectories into rows. A new one is a `Recipe` of your own
 (docs/workflows.md).
 """
@@ -19,7 +20,7 @@ from schedulers.workflow import Edge
 
 @dataclass(frozen=True)
 class WorkflowComponent:
-    """One kind of work, and who does it."""
+    """One kind of work, and the class of worker that does it."""
 
     name: str
     does: str

@@ -152,7 +152,7 @@ class ManiSkillPhysics:
             return self._result(rewards, successes, terminations, truncations, obs or self._observe())
 
     def _step_once(self, action: torch.Tensor, observe: bool) -> tuple[Any, float, bool, bool]:
-        """What ManiSkill's `step` does, in its order, but observations are made only when somebody reads them."""
+        """What ManiSkill's `step` does, in its order, but observations are made only when they are read."""
         env = self._env
         stepped = env._step_action(_split_action(env, action))
         env._elapsed_steps += 1

@@ -4,7 +4,7 @@ robosuite runs 25 simulation steps per control step, and in each of them `mj_for
 environment, once for the controller) and then `mj_step`, which does the same again. `mj_step` is
 `mj_step1` (positions, velocities) followed by `mj_step2` (forces, integration), and all that the controller reads
 is there after `mj_step1`: one pass is enough. robosuite's own controller does the rest. Names are looked up once,
-observables that nobody reads are not computed. That the states are equal bit for bit is a test.
+observables that are not read are not computed. That the states are equal bit for bit is a test.
 """
 
 # pyright: reportAttributeAccessIssue=false

@@ -2,7 +2,7 @@
 
 Compiling a task takes hundreds of milliseconds and its model tens of megabytes, so a process compiles each
 task once and all its environments step the same `MjModel`. What differs between them (the pose of fixtures,
-which sites are visible) is swapped in by whoever is at work.
+which sites are visible) is swapped in by the environment that steps.
 """
 
 # MuJoCo fills its name space from compiled modules, which type checkers cannot see.
@@ -30,7 +30,7 @@ FIELDS = ("body_pos", "body_quat", "site_rgba")
 """All fields of a model that a reset or a task's logic changes (tests/sim_farm/test_libero.py looks at every one)."""
 CAMERAS = ("agentview", "robot0_eye_in_hand", "frontview", "galleryview", "sideview", "birdview", "paperview")
 CACHED_MODELS = 8
-"""Compiled tasks that a process keeps although nobody uses them."""
+"""Compiled tasks that a process keeps while they are not used."""
 
 
 class SharedModel:
@@ -45,7 +45,7 @@ class SharedModel:
         self._user: ModelUser | None = None
 
     def hand_to(self, user: ModelUser) -> None:
-        """Put the user's fields into the model, after keeping those of whoever had it."""
+        """Put the user's fields into the model, after keeping those of its last user."""
         if self._user is user:
             return
         if self._user is not None:
@@ -57,7 +57,7 @@ class SharedModel:
 
 
 class ModelUser:
-    """Somebody's version of the fields of a shared model."""
+    """One environment's values of the fields of a shared model."""
 
     def __init__(self, shared: SharedModel) -> None:
         self.shared = shared
@@ -76,7 +76,7 @@ class ModelUser:
 
 @functools.lru_cache(maxsize=CACHED_MODELS)
 def shared_model(task: LiberoTask) -> SharedModel:
-    """The task's model, compiled by the first who asks."""
+    """The task's model, compiled at the first call."""
     compiled: list[mujoco.MjModel] = []
 
     def compile_model(xml: str) -> mujoco.MjModel:
