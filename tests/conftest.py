@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+
+from sim_farm import memory
 
 # A shell starts what it puts into the background with SIGINT ignored, and Python then leaves it so. Tests send
 # it to themselves.
@@ -35,3 +40,11 @@ LONGEST = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     rank = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(item.location[0], len(rank)))  # stable: else as pytest has them
+
+
+@pytest.fixture
+def own_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[], set[Path]]:
+    """Asked, the shared memory that this test has made and that is there: others on this machine make some too."""
+    mine = f"{memory.PREFIX}{os.getpid()}-"
+    monkeypatch.setattr(memory, "PREFIX", mine)
+    return lambda: set(memory.FOLDER.glob(f"{mine}*"))
