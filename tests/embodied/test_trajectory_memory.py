@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -188,24 +188,22 @@ def layout_of(rows: int) -> MemoryLayout:
     return MemoryLayout.of(MemoryShape(rows, ENVS, ()), Inputs(), Action(chunk, chunk, torch.zeros(1), {}))
 
 
-def test_a_memory_that_does_not_fit_is_refused_with_the_remedy() -> None:
-    before = set(FOLDER.iterdir())
-    said = r"the trajectory memory \(10,0.* decisions of 4 env.* MiB .* remount.*--shm-size"
-    with pytest.raises(FarmError, match=said):
+def test_a_memory_that_does_not_fit_is_refused_with_the_remedy(own_memory: Callable[[], set[Path]]) -> None:
+    says = r"the trajectory memory \(10,0.* decisions of 4 env.* MiB .* remount.*--shm-size"
+    with pytest.raises(FarmError, match=says):
         TrajectoryMemory.create(layout_of(10**10), None, shared=True)
-    assert not [file for file in set(FOLDER.iterdir()) - before if file.stat().st_size >= 10**10]
+    assert not own_memory()
 
 
 # --- on Ray
 
 
 @pytest.fixture(scope="module")
-def ray() -> Iterator[Session]:
-    runtime = RayRuntime("local", 120.0)
-    try:
-        yield Session(config_of(runtime={"mode": "ray"}), runtime, tuple(CORES))
-    finally:
-        runtime.close()
+def ray(ray_runtime: RayRuntime) -> Iterator[Session]:
+    """Workers have new processes, whose memory no other module has filled."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ray_runtime, "_spare", [])
+        yield Session(config_of(runtime={"mode": "ray"}), ray_runtime, tuple(CORES))
 
 
 def blocks_of(workers: Executor) -> list[Path]:

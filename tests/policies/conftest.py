@@ -2,9 +2,9 @@ import pytest
 import torch
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True, scope="module")
 def one_thread():
-    """Small matrices are fastest on one thread, and test runs share their cores."""
+    """Small matrices are fastest on one thread, and test runs share their cores. Other packages keep theirs."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
