@@ -82,8 +82,8 @@ def in_memory(repeats: int) -> dict[str, float]:
     times = []
     for _ in range(repeats):
         begin = time.perf_counter()
-        table = table_of_decisions(groups, ENVS)
-        batch = assemble(memory, table, np.ones(table.shape, bool), {}, torch.zeros(ENVS), 0, None, None)
+        table, mask = table_of_decisions(groups, ENVS)
+        batch = assemble(memory, table, mask, {}, torch.zeros(ENVS), 0, None, None)
         times.append(time.perf_counter() - begin)
     peak = held_bytes()
     for index in torch.arange(DECISIONS * ENVS).split(8):

@@ -30,6 +30,7 @@ VERBS = {
     "plan": ("plan", "CONFIG"),
     "compare": ("compare", "CONFIG"),
     "bench": ("bench", ""),
+    "reward": ("reward", "DATA"),
     "export": ("export", "RUN"),
     "report": ("report", "RUN"),
     "doctor": ("doctor", ""),

@@ -264,7 +264,7 @@ class Config(Section):
     """Everything random in the run is a function of it."""
     workflow: str = "ppo"
     """What flows: `ppo`, `grpo`, either with a frozen reference policy (`ppo_reference`, `grpo_reference`), `ppo` with
-    a reward that is judged from frames (`ppo_reward`), or one of your own as `package.module:NAME` (docs/workflows.md)."""
+    a reward judged from frames (`ppo_reward`), or one of your own as `package.module:NAME` (docs/workflows.md)."""
     iterations: Annotated[int, Field(ge=1)] = 100
     """Rollout and update, so many times."""
     stop_at_success: float | None = None

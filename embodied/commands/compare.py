@@ -76,6 +76,7 @@ def compare_command(config: Config, name: str, out: Path, profile: Path | None, 
     """Run every mode's best plan on the same work. Writes table, charts and timelines to `out`."""
     if repeats < 1:
         raise UserError(f"--repeats is at least 1, not {repeats}")
+    config = config.model_copy(update={"runtime": config.runtime.model_copy(update={"trace": True})})
     check_run(config)
     workflow, measured = sized_workflow(config), None
     if profile is not None:  # refused before anything is started

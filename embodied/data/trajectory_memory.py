@@ -11,10 +11,11 @@ rows and moves them to its device. A trajectory is a table of flat rows: nothing
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, finalize
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor
 from policies.contract import Action, Inputs
 from sim_farm.contract import INSTRUCTION_BYTES
 from sim_farm.frame_memory import FrameAddress, FrameMemory
-from sim_farm.memory import Block, Field
+from sim_farm.memory import FOLDER, Block, Field
 
 CPU = torch.device("cpu")
 TRACE, INPUT = "trace.", "input."
@@ -76,6 +77,20 @@ class MemoryLayout:
 
 
 @dataclass(frozen=True)
+class FrameCounts:
+    """Frames (all cameras of one observation are one) that somebody was shown, and copies that this took."""
+
+    read: int = 0
+    copied: int = 0
+
+    def __add__(self, other: FrameCounts) -> FrameCounts:
+        return FrameCounts(self.read + other.read, self.copied + other.copied)
+
+    def __sub__(self, earlier: FrameCounts) -> FrameCounts:
+        return FrameCounts(self.read - earlier.read, self.copied - earlier.copied)
+
+
+@dataclass(frozen=True)
 class MemoryAddress:
     """How another process of this machine maps a memory."""
 
@@ -96,15 +111,15 @@ class TrajectoryMemory:
             else torch.from_numpy(array)
             for name, array in block.arrays.items()
         }
-        self.frames_read = 0
-        """Frames (of all cameras of one observation) that were asked for, and copies that this took."""
-        self.frames_copied = 0
-        self._pinned = False
+        self.counts = FrameCounts()
+        """Of this process, so far."""
+        self._pinned: finalize[[int], Any] | None = None
 
     @classmethod
     def create(cls, layout: MemoryLayout, frames: FrameMemory | None, shared: bool) -> TrajectoryMemory:
         """A new memory beside the farm's frames. Raises `FarmError` where shared memory does not suffice."""
-        memory = cls(layout, Block.create(layout.fields, shared), frames)
+        what = f"the trajectory memory ({layout.shape.rows:,} decisions of {layout.shape.columns:,} environments)"
+        memory = cls(layout, Block.create(layout.fields, shared, what), frames)
         if memory._block.name is not None:
             _OPEN[memory._block.name] = memory
         return memory
@@ -132,13 +147,27 @@ class TrajectoryMemory:
     @property
     def nbytes(self) -> int:
         """Of decisions and frames."""
-        mine = sum(field.nbytes for field in self._block.fields.values())
-        return mine + (0 if self.frames is None else self.frames.frames.nbytes)
+        return sum(field.nbytes for field in self._block.fields.values()) + self.frames_nbytes
+
+    @property
+    def frames_nbytes(self) -> int:
+        return 0 if self.frames is None else self.frames.frames.nbytes
+
+    def describe(self) -> str:
+        """One line for people: how large it is, and of how much."""
+        size = f"{self.nbytes / 1e6:,.1f} MB"
+        frames = f" (frames {self.frames_nbytes / 1e6:,.1f} MB)" if self.frames_nbytes else ""
+        if self._block.name is None:
+            return f"Trajectory memory: {size}{frames} in this process"
+        whole = os.statvfs(FOLDER)
+        return f"Trajectory memory: {size}{frames} of {whole.f_blocks * whole.f_frsize / 1e9:,.1f} GB in {FOLDER}"
 
     def close(self) -> None:
         """Forget the arrays; the creator also removes the block. The frames are the farm's to close."""
         if self._block.name is not None:
             _OPEN.pop(self._block.name, None)
+        if self._pinned is not None:
+            self._pinned()
         self._tensors = {}
         self._block.close()
 
@@ -182,8 +211,7 @@ class TrajectoryMemory:
         """uint8 [n, H, W, 3] for each camera, at rows of the frame memory, which begins with the flat rows."""
         assert self.frames is not None
         every = torch.from_numpy(self.frames.frames)
-        self.frames_read += len(rows)
-        self.frames_copied += len(rows)
+        self.counts += FrameCounts(len(rows), len(rows))
         if device.type != "cuda":
             return {name: every[:, i].index_select(0, rows) for i, name in enumerate(self.shape.cameras)}
         self._pin(every)
@@ -193,10 +221,11 @@ class TrajectoryMemory:
         return {name: found[i] for i, name in enumerate(self.shape.cameras)}
 
     def _pin(self, frames: Tensor) -> None:
-        """Let the GPU read the frames where they are."""
-        if not self._pinned:
+        """Let the GPU read the frames where they are, until this object is gone: whatever is mapped there later has
+        other pages."""
+        if self._pinned is None:
             torch.cuda.cudart().cudaHostRegister(frames.data_ptr(), frames.nbytes, 0)
-            self._pinned = True
+            self._pinned = finalize(self, _unpin, frames.data_ptr())
 
     def _at(self, name: str, rows: Tensor, device: torch.device) -> Tensor | None:
         return self._tensors[name][rows].to(device) if name in self._tensors else None
@@ -227,6 +256,10 @@ class TrajectoryMemory:
 
 def _attached(address: MemoryAddress) -> TrajectoryMemory:
     return TrajectoryMemory.attach(address)
+
+
+def _unpin(pointer: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(pointer)
 
 
 def _dtype(tensor: Tensor) -> str:

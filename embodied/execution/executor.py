@@ -69,6 +69,7 @@ class Executor:
     farm: Farm
     workers: Mapping[str, WorkerGroup[Any]]
     """Of each component that is no simulator, by its name."""
+    memory: TrajectoryMemory
     run_dir: Path
     farm_deadline_s: float
     """The decider's deadline for its farm. It is shorter than the deadline of the call, whose message could not name
@@ -78,6 +79,8 @@ class Executor:
     _published: int = -1
     """Updates that the decider's weights have seen."""
     _renderers_away: bool = False
+    _switched_s: float = 0.0
+    """Seconds that the iteration's switches took."""
     _returns: list[Span] = field(default_factory=list)
     """The switches with which the iteration began: of renderers that came back."""
     _passing: list[tuple[str, WorkerGroup[Passer], Any]] = field(default_factory=list)
@@ -113,6 +116,7 @@ class Executor:
 
     def rollout(self, iteration: int) -> tuple[RolloutSummary, list[Span]]:
         """The iteration's rollout, on its way to the trainer. May be interrupted."""
+        self._switched_s = 0.0
         self._returns = self._draw_again()
         self._passed_s = {}
         spans: list[Span] = []
@@ -120,7 +124,7 @@ class Executor:
             return self._rollout_parts(iteration, spans), [*self._returns, *spans]
         begin = time.monotonic_ns()
         (summary,) = self.decider.get([self._begun()])
-        spans.append(Span("driver", "rollout", begin, time.monotonic_ns()))
+        self._mark(spans, "driver", "rollout", begin)
         return summary, [*self._returns, *spans]
 
     def learn(self, iteration: int, drain: bool) -> tuple[dict[str, float], dict[str, np.ndarray], list[Span]]:
@@ -139,19 +143,18 @@ class Executor:
         learned = self.trainer.call(Trainer.finish, iteration)
         updated = time.monotonic_ns()
         update_ns = int(learned["learner/update_s"] * 1e9)
-        spans = [
-            Span("driver", "update", begin, updated, {"trajectories": self.trajectories_path}),
-            Span(self.trainer.name, "update", updated - update_ns, updated),
-        ]
+        spans: list[Span] = []
+        self._mark(spans, "driver", "update", begin, updated, trajectories=self.trajectories_path)
+        self._mark(spans, self.trainer.name, "update", updated - update_ns, updated)
         if self._decider_leaves:
-            switches.append(self._switch(self.decider, Decider.load_back))
+            switches += self._switch(self.decider, Decider.load_back)
         if not ahead:
             begin = time.monotonic_ns()
             self._publish(iteration + 1)
-            spans.append(Span("driver", "publish weights", begin, time.monotonic_ns(), {"path": self.weights_path}))
+            self._mark(spans, "driver", "publish weights", begin, path=self.weights_path)
         if self.assignment.unload:
-            switches.append(self._switch(self.trainer, Trainer.unload, self._weights_leave))
-        learned["time/switch_s"] = sum(span.end_ns - span.start_ns for span in (*self._returns, *switches)) / 1e9
+            switches += self._switch(self.trainer, Trainer.unload, self._weights_leave)
+        learned["time/switch_s"] = self._switched_s
         learned |= {f"time/{name}_s": seconds for name, seconds in self._passed_s.items()}
         return learned, environments, spans + switches
 
@@ -241,7 +244,7 @@ class Executor:
         for number, part in enumerate(self._parts()):
             begin = time.monotonic_ns()
             (summary,) = self.decider.get([self._begun(part)])
-            spans.append(Span("driver", f"roll out part {number}", begin, time.monotonic_ns()))
+            self._mark(spans, "driver", f"roll out part {number}", begin)
             total = summary if total is None else total + summary
             waiting.append(self._send(iteration))
             while len(waiting) > (0 if settings.max_episodes_per_env else PARTS_AHEAD):
@@ -272,28 +275,38 @@ class Executor:
 
     def _to_trainer(self) -> list[Span]:
         """The decider and the renderers leave the device's memory, and the trainer comes back to it."""
-        spans = [self._switch(self.decider, Decider.unload, self._spill)] if self._decider_leaves else []
+        spans = self._switch(self.decider, Decider.unload, self._spill) if self._decider_leaves else []
         if self._draws:
             self._renderers_away = True
-            spans.append(self._switch_renderers(Decider.unload_renderers))
-        return [*spans, self._switch(self.trainer, Trainer.load_back)]
+            spans += self._switch_renderers(Decider.unload_renderers)
+        return [*spans, *self._switch(self.trainer, Trainer.load_back)]
 
     def _draw_again(self) -> list[Span]:
         """The renderers come back. Only before the rollout: until then a checkpoint may need the room."""
         if not self._renderers_away:
             return []
         self._renderers_away = False
-        return [self._switch_renderers(Decider.load_renderers)]
+        return self._switch_renderers(Decider.load_renderers)
 
-    def _switch_renderers(self, method: Any) -> Span:
-        span = self._switch(self.decider, method, self.farm_deadline_s)
+    def _switch_renderers(self, method: Any) -> list[Span]:
         tasks = ", ".join(dict.fromkeys(spec.task.name for spec in self.farm.specs))
-        return replace(span, args={**span.args, "worker": f"renderers of {tasks}"})
+        return self._switch(self.decider, method, self.farm_deadline_s, who=f"renderers of {tasks}")
 
-    def _switch(self, worker: WorkerGroup[Any], method: Any, *args: Any) -> Span:
+    def _switch(self, worker: WorkerGroup[Any], method: Any, *args: Any, who: str = "") -> list[Span]:
+        """Have a switch made; its span."""
         begin = time.monotonic_ns()
         switched: Switch = worker.call(method, *args)
-        return Span("driver", "switch", begin, time.monotonic_ns(), {"worker": worker.name, "bytes": switched.bytes})
+        end, spans = time.monotonic_ns(), list[Span]()
+        self._switched_s += (end - begin) / 1e9
+        self._mark(spans, "driver", "switch", begin, end, worker=who or worker.name, bytes=switched.bytes)
+        return spans
+
+    def _mark(
+        self, spans: list[Span], track: str, name: str, begin_ns: int, end_ns: int | None = None, **args: Any
+    ) -> None:
+        """Add a span, which ends now unless something else is said, where the run is traced."""
+        if self.config.runtime.trace:
+            spans.append(Span(track, name, begin_ns, end_ns or time.monotonic_ns(), args))
 
     def _publish(self, version: int) -> None:
         """Bring the trainer's weights, which have seen `version` updates, to the decider."""
@@ -324,8 +337,9 @@ def executor(config: Config, run_dir: Path, session: Session, assignment: Assign
     with session.farm(specs, assignment.farms, rows) as farm:
         workers = _place(config, recipe, run_dir, session, assignment, farm)
         farm_deadline_s = session.runtime.deadline.inner().seconds
-        run = Executor(config, recipe, assignment, farm, workers, run_dir, farm_deadline_s)
-        memory = TrajectoryMemory.create(run.decider.call(Decider.layout), farm.frames, not farm.in_process)
+        layout = workers[recipe.loop[-1]].call(Decider.layout)
+        memory = TrajectoryMemory.create(layout, farm.frames, not farm.in_process)
+        run = Executor(config, recipe, assignment, farm, workers, memory, run_dir, farm_deadline_s)
         try:
             run.decider.call(Decider.use, memory)
             yield run

@@ -173,8 +173,9 @@ def work_of(config: Config) -> dict[str, str]:
 def in_todays_keys(fingerprint: Mapping[str, str]) -> dict[str, str]:
     """A profile's fingerprint as `work_of` would write it now, where an earlier version measured the profile."""
     work = {key.removeprefix("work."): json.loads(value) for key, value in fingerprint.items() if _of_work(key)}
-    if not work.keys() & set(OLD_SECTIONS):  # that each task had a profile of its own was never said
-        return {"work.extra_tasks": "[]", **fingerprint}
+    if not work.keys() & set(OLD_SECTIONS):
+        each = {} if "extra_tasks" in work else {"work.extra_tasks": "[]"}  # a profile for each task had no need of it
+        return {**fingerprint, **each}
     rest = {key: value for key, value in fingerprint.items() if not _of_work(key)}
     return rest | work_of(parse_config(migrate(work), "the profile"))
 

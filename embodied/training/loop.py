@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich import print as show
 
 from embodied import checkpoint
 from embodied.config import Config, save_config
@@ -61,6 +62,7 @@ def train(config: Config, run_dir: Path, session: Session, resume_from: Path | N
         while True:
             building = time.monotonic()
             with executor(config, run_dir, session, placed.assignment) as workers:
+                show(workers.memory.describe())
                 loop.begin(workers, resume_from)
                 save_config(config, run_dir / "config.yaml")  # a resumed run may have other settings, once they fit
                 built = time.monotonic()
@@ -189,6 +191,7 @@ class _Loop:
             "farm/physics_busy_s": summary.clock.physics_busy,
             "farm/render_busy_s": summary.clock.render_busy,
             "farm/wire_bytes_per_env_step": summary.wire_bytes / max(summary.env_steps, 1),
+            **_frame_copies(summary, learned),
             "lag/updates": position.iteration - 1 - summary.version,
             "time/iteration_s": wall_s,
             **_shares(summary, learned["learner/update_s"], wall_s),
@@ -217,6 +220,13 @@ class _Loop:
             self._save()
         kept = f"iteration {self._saved} is kept" if self._saved >= 0 else "no iteration was finished"
         return f"{kept}; go on with: embodied train ... --name {self.run_dir.name} --resume auto"
+
+
+def _frame_copies(summary: RolloutSummary, learned: Mapping[str, float]) -> dict[str, float]:
+    """Copies of frames between renderer and device, per frame that was read from the trajectory memory."""
+    read = summary.frames.read + learned.get("learner/frames_read", 0)
+    copied = summary.frames.copied + learned.get("learner/frame_copies", 0)
+    return {"farm/frame_copies": copied / read} if read else {}
 
 
 def _shares(summary: RolloutSummary, update_s: float, wall_s: float) -> dict[str, float]:

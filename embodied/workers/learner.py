@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
@@ -26,7 +27,8 @@ from embodied.algorithms.estimators import Rows, join_rows, rows_of
 from embodied.algorithms.ppo import alive_actions, behaviour_weight, reduce_to_unit
 from embodied.config import Config, OptimConfig
 from embodied.data.random_streams import permutation
-from embodied.data.trajectories import Trajectories, join_columns
+from embodied.data.trajectories import StoredDecisions, Trajectories, join_columns
+from embodied.data.trajectory_memory import FrameCounts, TrajectoryMemory
 from embodied.errors import UserError
 from embodied.workers.affinity import Affinity
 from embodied.workers.context import WorkerContext
@@ -82,6 +84,10 @@ class Learner:
         self.optimizer = make_optimizer(policy, config.optim)
         forget_peak(device_of(policy))
         self._offload: Offload | None = None
+        self._memory: TrajectoryMemory | None = None
+        """Where the trajectories are: kept, so that it is mapped and pinned once."""
+        self._frames = FrameCounts()
+        """Of this iteration."""
         self._parts: list[Rows] = []
         self._batches: list[Trajectories] = []
         self._unstreamed: list[Rows] = []
@@ -138,7 +144,9 @@ class Learner:
         """
         begin = time.monotonic()
         rows, groups = 0, 0
-        with self._affinity.applied():
+        if isinstance(batch.decisions, StoredDecisions):
+            self._memory = batch.decisions.memory
+        with self._affinity.applied(), self._counted():
             self._lag = max(self._lag, iteration - batch.version)
             if self._joins:
                 self._batches.append(batch)
@@ -170,7 +178,7 @@ class Learner:
         row that had to be skipped, `UserError` where a critic has nothing to learn from.
         """
         begin = time.monotonic()
-        with self._affinity.applied():
+        with self._affinity.applied(), self._counted():
             if self._joins:
                 whole = join_columns(self._batches)
                 self._parts = [rows_of(whole, self._recipe.estimate()(whole, self._run))]
@@ -190,9 +198,21 @@ class Learner:
                 self.policy.observe(rows.decisions.inputs(self._device, frames=False))
             await_devices(self.policy.parameters())  # else the last step would count as the next rollout's time
         metrics = self._metrics(rows, sums, norms, stopped)
+        if self._frames.read:
+            metrics |= {"learner/frames_read": self._frames.read, "learner/frame_copies": self._frames.copied}
         update_s = self._learn_s + time.monotonic() - begin
         self._learn_s, self._lag, self._first_ratio_error = 0.0, 0, float("nan")
+        self._frames = FrameCounts()
         return {**metrics, "learner/update_s": update_s}
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Add the frames that are read in the block to the iteration's: others of this process may read the memory
+        too."""
+        before = FrameCounts() if self._memory is None else self._memory.counts
+        yield
+        if self._memory is not None:
+            self._frames += self._memory.counts - before
 
     def save(self, root: Path, state: checkpoint.RunState, environments: dict[str, np.ndarray]) -> None:
         """Write a checkpoint of policy, optimiser and run below `root`."""

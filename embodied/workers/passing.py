@@ -1,4 +1,4 @@
-"""What passers have in common: parts of an iteration's trajectories come in, are worked on, and go out in their order."""
+"""What passers have in common: parts of an iteration's trajectories come in, are worked on, and go out in order."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from embodied.data.assembly import (
 )
 from embodied.data.random_streams import SamplingNoise
 from embodied.data.trajectories import Trajectories, join_columns, join_inputs, to_inputs
-from embodied.data.trajectory_memory import MemoryLayout, MemoryShape, TrajectoryMemory
+from embodied.data.trajectory_memory import FrameCounts, MemoryLayout, MemoryShape, TrajectoryMemory
 from embodied.tracing import Span
 from embodied.workers.affinity import Affinity
 from embodied.workers.context import WorkerContext, bootstrap_of
@@ -118,6 +118,9 @@ class PolicyWorker:
         self._rolled = 0
         """Episodes of each environment that the iteration has handed out, the last perhaps in part."""
         self._wired = 0
+        self._acting_copies = 0
+        """Frames that were copied because other environments of their group rest."""
+        self._counted = FrameCounts()
         self._arrows = 0
         self._clock, self._spans = Clock(), list[Span]()
         self._noise: list[SamplingNoise] = []
@@ -143,7 +146,16 @@ class PolicyWorker:
         return MemoryLayout.of(shape, inputs, decide(self.policy, inputs, torch.zeros(1, self.policy.noise_dim)))
 
     def use(self, memory: TrajectoryMemory) -> None:
-        """Write into this memory from now on."""
+        """Write into this memory from now on.
+
+        Raises `ValueError` where final observations would be drawn over the trajectories' own.
+        """
+        spare = 0 if memory.frames is None else memory.frames.rows - memory.shape.rows * self._width
+        if memory.frames is not None and self._settings.bootstrap != "never" and spare < self._width:
+            raise ValueError(
+                f"the frame memory has {spare} rows beyond the trajectories' for final observations of {self._width} "
+                "environments: give it one for each, as `rows_for_finals` counts"
+            )
         self.memory = memory
         self._finals = FinalObservationsKept(memory, self._width)
 
@@ -266,9 +278,9 @@ class PolicyWorker:
         assert gathered is not None, "trajectories are handed out once per rollout"
         return gathered
 
-    def frame_copies(self) -> tuple[int, int]:
-        """Frames that were copied in this process between the renderer and the policy, and frames shown to it."""
-        return self.farm.frame_copies, self.memory.frames_read
+    def _frames(self) -> FrameCounts:
+        """Frames that were read back from the memory so far, and copies of frames, those made while acting too."""
+        return self.memory.counts + FrameCounts(0, self.farm.frame_copies + self._acting_copies)
 
     # --- within a rollout
 
@@ -365,6 +377,7 @@ class PolicyWorker:
         inputs = self._inputs(group, seen)
         if len(rows) < len(seen.envs):
             inputs = inputs.rows(torch.from_numpy(rows))
+            self._acting_copies += len(rows) if inputs.frames else 0
         noise = self._noise[group.task].draw(seen.envs[rows], seen.episode[rows], seen.episode_step[rows])
         action = decide(self.policy, inputs, torch.from_numpy(noise))
         acted = time.monotonic_ns()
@@ -436,6 +449,7 @@ class PolicyWorker:
 
     def _begin_rollout(self) -> int:
         self._clock, self._spans = Clock(), []
+        self._counted = self._frames()
         return time.monotonic_ns()
 
     def _summary(self, begin: int, mark: int, ended: Sequence[EndedEpisode]) -> RolloutSummary:
@@ -446,8 +460,8 @@ class PolicyWorker:
         assert self._trajectories is not None
         wired, self._wired = self.farm.wire_bytes - self._wired, self.farm.wire_bytes
         steps, wall_s = self._trajectories.env_steps, (end - begin) / 1e9
-        spans = tuple(self._spans)
-        return RolloutSummary(steps, self._version, tuple(ended), self._clock, wall_s, spans, wired)
+        spans, frames = tuple(self._spans), self._frames() - self._counted
+        return RolloutSummary(steps, self._version, tuple(ended), self._clock, wall_s, spans, wired, frames)
 
     # --- small things
 

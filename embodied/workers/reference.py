@@ -34,7 +34,7 @@ class ReferenceWorker(PassingWorker):
 
     @classmethod
     def make(cls, context: WorkerContext) -> ReferenceWorker:
-        """The reference worker of a run. Also of one that goes on: what it began with follows from the configuration."""
+        """The reference worker of a run, new or resumed: what it began with follows from the configuration."""
         return cls(context, context.policy())
 
     def share(self, policy: Policy) -> None:

@@ -8,6 +8,7 @@ from itertools import zip_longest
 import numpy as np
 
 from embodied.data.assembly import EndedEpisode
+from embodied.data.trajectory_memory import FrameCounts
 from embodied.tracing import Span
 from sim_farm.layout import FarmSpec
 from sim_farm.observations import Observations
@@ -73,6 +74,8 @@ class RolloutSummary:
     """None where nothing is traced."""
     wire_bytes: int = 0
     """To and from physics workers on other machines."""
+    frames: FrameCounts = FrameCounts()
+    """Frames that the decider read back from the trajectory memory, and all its copies of frames."""
 
     def __add__(self, later: RolloutSummary) -> RolloutSummary:
         """Both parts as one."""
@@ -85,6 +88,7 @@ class RolloutSummary:
             wall_s=self.wall_s + later.wall_s,
             spans=self.spans + later.spans,
             wire_bytes=self.wire_bytes + later.wire_bytes,
+            frames=self.frames + later.frames,
         )
 
 

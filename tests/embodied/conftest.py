@@ -10,7 +10,58 @@ import pytest
 import torch
 from torch import Tensor
 
+from sim_farm.memory import FOLDER
 from tests.embodied.pretend_device import GPU_BYTES, PretendDevice
+
+
+class SharedRay:
+    """One Ray for the test modules that need no cluster of their own: to start one and its workers takes seconds.
+
+    Whoever else starts a Ray in this process may do so: this one is closed first, and the next who asks begins anew.
+    """
+
+    def __init__(self) -> None:
+        self._runtime: Any = None
+        self._patch = pytest.MonkeyPatch()
+
+    def open(self) -> Any:
+        """A `RayRuntime`, with processes that earlier modules have left for the next workers and farms."""
+        from embodied.runtime.ray_cluster import RayCluster
+        from embodied.runtime.ray_runtime import RayRuntime
+
+        if self._runtime is None:
+            self._runtime = RayRuntime("local", 120.0)
+            start = RayCluster.__init__
+
+            def start_alone(cluster: RayCluster, *arguments: Any) -> None:
+                self.close()
+                start(cluster, *arguments)
+
+            self._patch.setattr(RayCluster, "__init__", start_alone)
+        return self._runtime
+
+    def close(self) -> None:
+        """Raises `AssertionError` where shared memory is left behind."""
+        self._patch.undo()
+        if self._runtime is not None:
+            memories = [FOLDER / process._memory.name for process in self._runtime._processes]
+            self._runtime, runtime = None, self._runtime
+            assert all(memory.exists() for memory in memories)
+            runtime.close()
+            assert not any(memory.exists() for memory in memories), "shared memory is left behind"
+
+
+@pytest.fixture(scope="session")
+def shared_ray() -> Iterator[SharedRay]:
+    shared = SharedRay()
+    yield shared
+    shared.close()
+
+
+@pytest.fixture(scope="module")
+def ray_runtime(shared_ray: SharedRay) -> Any:
+    """The Ray that modules share; see `SharedRay`."""
+    return shared_ray.open()
 
 
 def _on(tensor: Tensor, device: Any) -> Tensor:

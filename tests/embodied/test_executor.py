@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 import torch
@@ -197,25 +197,11 @@ def run(
     return Run(iterations, [load_file(path) for path in sorted((folder / "gathered").iterdir())], parameters)
 
 
-class Reusing(RayRuntime):
-    """Keeps processes that have no worker left for the next one: to start one takes seconds."""
-
-    def prepare(self, workers: int) -> None:
-        super().prepare(max(0, workers - len(self._spare)))
-
-    def end(self, actor: Any) -> None:
-        self._spare.append(actor)
-
-
 @pytest.fixture(scope="module")
-def ray() -> Iterator[Session]:
+def ray(ray_runtime: RayRuntime) -> Session:
     """One Ray for all assignments."""
-    runtime = Reusing("local", 120.0)
-    runtime.prepare(2)
-    try:
-        yield Session(Config(), runtime, tuple(CORES))
-    finally:
-        runtime.close()
+    ray_runtime.prepare(2)
+    return Session(Config(), ray_runtime, tuple(CORES))
 
 
 @pytest.fixture(scope="module")
@@ -226,6 +212,25 @@ def here() -> Iterator[Session]:
     with open_session(parse_config({"runtime": {"mode": "inline"}}, "test")) as session:
         yield session
     torch.set_num_threads(threads)
+
+
+class Reference(Protocol):
+    def __call__(self, settings: dict[str, Any], assignment: Assignment, drains: tuple[int, ...] = ()) -> Run: ...
+
+
+@pytest.fixture(scope="module")
+def reference(here: Session, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    """Runs in this process, by the same batches as the assignment's. Each is computed once: many plans share one."""
+    known: dict[str, Run] = {}
+
+    def of(settings: dict[str, Any], assignment: Assignment, drains: tuple[int, ...] = ()) -> Run:
+        plan = inline(assignment)
+        key = f"{settings} {plan} {drains}"
+        if key not in known:
+            known[key] = run(settings, here, plan, tmp_path_factory.mktemp("reference"), drains)
+        return known[key]
+
+    return of
 
 
 def assert_equal(found: Run, expected: Run, tolerance: float = 0.0) -> None:
@@ -263,18 +268,22 @@ def assert_was_a_test(run: Run) -> None:
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_every_plan_computes_what_one_process_computes(name: str, ray: Session, here: Session, tmp_path: Path) -> None:
+def test_every_plan_computes_what_one_process_computes(
+    name: str, ray: Session, reference: Reference, tmp_path: Path
+) -> None:
     found = run(STATES, ray, PLANS[name], tmp_path / "ray")
     assert_was_a_test(found)
-    assert_equal(found, run(STATES, here, inline(PLANS[name]), tmp_path / "inline"))
+    assert_equal(found, reference(STATES, PLANS[name]))
 
 
 @pytest.mark.parametrize("name", DRAWING)
-def test_who_draws_does_not_change_what_is_computed(name: str, ray: Session, here: Session, tmp_path: Path) -> None:
+def test_who_draws_does_not_change_what_is_computed(
+    name: str, ray: Session, reference: Reference, tmp_path: Path
+) -> None:
     found = run(IMAGES, ray, DRAWING[name], tmp_path / "ray")
     assert_was_a_test(found)
     assert found.gathered[0]["frames.front"].float().std() > 1, "the pictures are empty"
-    assert_equal(found, run(IMAGES, here, inline(DRAWING[name]), tmp_path / "inline"))
+    assert_equal(found, reference(IMAGES, DRAWING[name]))
     assert_renderers_left(found, DRAWING[name].unload)
 
 
@@ -292,10 +301,10 @@ SWITCHES = ["context switches", "context switches of two processes"]
 
 
 @pytest.mark.parametrize("name", ["collocated", "disaggregated, 3 splits", *SWITCHES])
-def test_episodes_in_groups_too(name: str, ray: Session, here: Session, tmp_path: Path) -> None:
+def test_episodes_in_groups_too(name: str, ray: Session, reference: Reference, tmp_path: Path) -> None:
     found = run(GROUPS, ray, PLANS[name], tmp_path / "ray")
     assert_was_a_test(found)
-    assert_equal(found, run(GROUPS, here, inline(PLANS[name]), tmp_path / "inline"))
+    assert_equal(found, reference(GROUPS, PLANS[name]))
 
 
 # --- other batches: within rounding
@@ -311,10 +320,8 @@ def shapes() -> dict[str, Assignment]:
 
 
 @pytest.mark.parametrize("settings", [STATES, IMAGES, GROUPS], ids=["states", "images", "groups"])
-def test_groups_and_workers_change_no_more_than_the_rounding(
-    settings: dict[str, Any], here: Session, tmp_path: Path
-) -> None:
-    runs = {name: run(settings, here, inline(plan), tmp_path / name) for name, plan in shapes().items()}
+def test_groups_and_workers_change_no_more_than_the_rounding(settings: dict[str, Any], reference: Reference) -> None:
+    runs = {name: reference(settings, plan) for name, plan in shapes().items()}
     expected = runs["1 groups, 1 workers"]
     assert_was_a_test(expected)
     assert_equal(runs["1 groups, 2 workers"], expected)
@@ -322,12 +329,14 @@ def test_groups_and_workers_change_no_more_than_the_rounding(
         assert_equal(runs[name], expected, TOLERANCE)
 
 
-def test_one_process_or_several_and_one_renderer_or_none_change_nothing(here: Session, tmp_path: Path) -> None:
+def test_one_process_or_several_and_one_renderer_or_none_change_nothing(
+    here: Session, reference: Reference, tmp_path: Path
+) -> None:
     free = inline(assigned())
-    expected = run(IMAGES, here, free, tmp_path / "apart")
+    expected = reference(IMAGES, free)
     assert_equal(run(IMAGES, here, replace(free, one_process=True), tmp_path / "together"), expected)
     apart = replace(free, farms=(replace(free.farms[0], render=(None,)),))
-    assert_equal(run(IMAGES, here, apart, tmp_path / "drawn apart"), expected)
+    assert_equal(reference(IMAGES, apart), expected)
 
 
 @pytest.mark.parametrize("settings", [STATES, IMAGES], ids=["states", "images"])
@@ -352,14 +361,14 @@ AHEAD = assigned("disaggregated", 2, (0,), (), (1,), (0,), one_process=False, ah
 
 @pytest.mark.parametrize("settings", [STATES, GROUPS], ids=["decisions", "episodes"])
 def test_a_rollout_that_is_ahead_is_one_update_behind_and_the_same_everywhere(
-    settings: dict[str, Any], ray: Session, here: Session, tmp_path: Path
+    settings: dict[str, Any], ray: Session, reference: Reference, tmp_path: Path
 ) -> None:
     found = run(settings, ray, AHEAD, tmp_path / "ray")
-    expected = run(settings, here, inline(AHEAD), tmp_path / "inline")
+    expected = reference(settings, AHEAD)
     assert lags(expected) == lags(found) == [0, 1, 1]
     assert_was_a_test(found)
     assert_equal(found, expected)
-    punctual = run(settings, here, inline(replace(AHEAD, ahead=0)), tmp_path / "punctual")
+    punctual = reference(settings, replace(AHEAD, ahead=0))
     assert lags(punctual) == [0, 0, 0]
     assert torch.equal(expected.gathered[0]["log_prob"], punctual.gathered[0]["log_prob"])
     assert not torch.equal(expected.gathered[-1]["log_prob"], punctual.gathered[-1]["log_prob"])
@@ -375,19 +384,21 @@ def lags(run: Run) -> list[int]:
 
 
 @pytest.mark.parametrize("settings", [STATES, GROUPS], ids=["decisions", "episodes"])
-def test_after_a_drain_nothing_is_ahead(settings: dict[str, Any], ray: Session, here: Session, tmp_path: Path) -> None:
+def test_after_a_drain_nothing_is_ahead(
+    settings: dict[str, Any], ray: Session, reference: Reference, tmp_path: Path
+) -> None:
     found = run(settings, ray, AHEAD, tmp_path / "ray", drains=(0,))
     assert lags(found) == [0, 0, 1]
-    assert_equal(found, run(settings, here, inline(AHEAD), tmp_path / "inline", drains=(0,)))
-    always = run(settings, here, inline(AHEAD), tmp_path / "always", drains=(0, 1, 2))
+    assert_equal(found, reference(settings, AHEAD, drains=(0,)))
+    always = reference(settings, AHEAD, drains=(0, 1, 2))
     assert lags(always) == [0, 0, 0]
-    assert_equal(always, run(settings, here, inline(replace(AHEAD, ahead=0)), tmp_path / "punctual"))
+    assert_equal(always, reference(settings, replace(AHEAD, ahead=0)))
 
 
-def test_environments_are_told_as_they_were_before_the_rollout_that_is_ahead(here: Session, tmp_path: Path) -> None:
+def test_environments_are_told_as_they_were_before_the_rollout_that_is_ahead(reference: Reference) -> None:
     """What a checkpoint would hold belongs to the iterations that are finished."""
-    ahead = run(STATES, here, inline(AHEAD), tmp_path / "ahead")
-    punctual = run(STATES, here, inline(replace(AHEAD, ahead=0)), tmp_path / "punctual")
+    ahead = reference(STATES, AHEAD)
+    punctual = reference(STATES, replace(AHEAD, ahead=0))
     for name, expected in punctual.iterations[0].environments.items():
         assert ahead.iterations[0].environments[name].tobytes() == expected.tobytes(), name
 
@@ -468,29 +479,31 @@ def test_where_nothing_lies_between_them_it_is_the_plain_objective(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PLANS)
-def test_every_plan_computes_the_same_on_maniskill(name: str, ray: Session, here: Session, tmp_path: Path) -> None:
+def test_every_plan_computes_the_same_on_maniskill(
+    name: str, ray: Session, reference: Reference, tmp_path: Path
+) -> None:
     found = run(MANISKILL, ray, PLANS[name], tmp_path / "ray")
     assert_was_a_test(found)
-    assert_equal(found, run(MANISKILL, here, inline(PLANS[name]), tmp_path / "inline"))
+    assert_equal(found, reference(MANISKILL, PLANS[name]))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["fused, context switches", "split, context switches"])
-def test_renderers_of_maniskill_may_leave(name: str, ray: Session, here: Session, tmp_path: Path) -> None:
+def test_renderers_of_maniskill_may_leave(name: str, ray: Session, reference: Reference, tmp_path: Path) -> None:
     """SAPIEN compiles its shaders anew at each return."""
     drawn = {**IMAGES["env"], "task": "maniskill/PushCube-v1", "max_episode_steps": 9}
     settings = {**IMAGES, "env": drawn, "rollout": {"decisions": 5}}
     found = run(settings, ray, DRAWING[name], tmp_path / "ray")
     assert_was_a_test(found)
     assert_renderers_left(found, True, "maniskill/PushCube-v1")
-    assert_equal(found, run(settings, here, inline(DRAWING[name]), tmp_path / "inline"))
+    assert_equal(found, reference(settings, DRAWING[name]))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["fused", "split", "split in 4, 2 groups", "hybrid", "split, context switches"])
-def test_every_plan_computes_the_same_on_libero(name: str, ray: Session, here: Session, tmp_path: Path) -> None:
+def test_every_plan_computes_the_same_on_libero(name: str, ray: Session, reference: Reference, tmp_path: Path) -> None:
     libero_assets.require()
     plan = {**PLANS, **DRAWING}[name]
     found = run(LIBERO, ray, plan, tmp_path / "ray")
     assert_was_a_test(found)
-    assert_equal(found, run(LIBERO, here, inline(plan), tmp_path / "inline"))
+    assert_equal(found, reference(LIBERO, plan))

@@ -26,12 +26,11 @@ FUSED = replace(PICTURES, render_workers=0)
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[RayRuntime]:
-    runtime = RayRuntime("local", 60.0)
-    try:
-        yield runtime
-    finally:
-        runtime.close()
+def cluster(ray_runtime: RayRuntime) -> Iterator[RayRuntime]:
+    """With no farm's processes but those of this module: they know the deadline that they were started with."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ray_runtime, "_hosts", [])
+        yield ray_runtime
 
 
 @dataclass

@@ -585,11 +585,11 @@ def test_a_run_of_several_tasks_keeps_one_plan_and_computes_the_same(mixed: Prof
     plan = schedulers.load(Plan, planned / "plan.json")
     assert [path.name for path in planned.glob("plan*.json")] == ["plan.json"]
     assert [path.name for path in planned.glob("profile*.json")] == ["profile.json"]
-    groups = {"file": str(files / "turns.json")}
-    one_core = (schedulers.Placement(("physics", "physics-1", "policy", "learner"), (schedulers.DeviceRange("here", "cores", 0, 1),)),)
-    by_hand = Plan("ppo", "collocated", (schedulers.Phase(one_core, 3 * ENVS),), plan.groups)
-    schedulers.save(by_hand, files / "turns.json")
-    assert_same_parameters(planned, train(files / "turns", **{**MIXED, "plan": groups}))
+    core = (schedulers.DeviceRange("here", "cores", 0, 1),)
+    turns = schedulers.Phase((schedulers.Placement(("physics", "physics-1", "policy", "learner"), core),), 3 * ENVS)
+    schedulers.save(Plan("ppo", "collocated", (turns,), plan.groups), files / "turns.json")
+    by_hand = {"file": str(files / "turns.json")}
+    assert_same_parameters(planned, train(files / "turns", **{**MIXED, "plan": by_hand}))
 
 
 def test_a_profile_of_one_task_is_not_one_of_two(mixed: Profile, embodied: Said, files: Path) -> None:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import policies
-from embodied.data.random_streams import SamplingNoise
 from embodied.data.assembly import EndedEpisode
+from embodied.data.random_streams import SamplingNoise
 from embodied.data.trajectories import Trajectories
 from embodied.data.trajectory_memory import TrajectoryMemory
 from embodied.workers.final_values import rows_for_finals
@@ -33,7 +33,7 @@ REACH = TaskSpec("tabletop/reach", max_episode_steps=STEPS)
 SHAPES = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4)]
 """(groups of environments, physics workers)"""
 ROUNDS = 14
-"""Decisions of each environment that the trajectory memory holds: none of the rollouts here is longer."""
+"""Decisions of each environment that the trajectory memory holds, unless a test says otherwise."""
 
 
 class Reflex(Policy):
@@ -81,6 +81,7 @@ class Watcher(Reflex):
 def worker(
     policy: Policy | None = None, groups: int = 2, physics_workers: int = 1, task: TaskSpec = REACH,
     episodes: Episodes | None = None, bootstrap: str = "truncated", snapshot: Mapping[str, np.ndarray] | None = None,
+    rounds: int = ROUNDS, finals: int | None = None,
 ) -> Iterator[PolicyWorker]:  # fmt: skip
     policy = policy or Reflex()
     chunk = policy.spec.chunk
@@ -88,11 +89,12 @@ def worker(
         task, episodes or EndlessEpisodes(SEED), ENVS, chunk, groups, physics_workers,
         final_frames="truncated" if task.cameras else "never",
     )  # fmt: skip
-    rows = (ROUNDS + 1) * ENVS + rows_for_finals(ENVS, ROUNDS, chunk, task.max_episode_steps or 1)
-    farm = Farm.create(spec, InProcess(), frame_rows=rows)
+    if finals is None:
+        finals = rows_for_finals(ENVS, rounds, chunk, task.max_episode_steps or 1)
+    farm = Farm.create(spec, InProcess(), frame_rows=(rounds + 1) * ENVS + finals)
     try:
         reads = ("images",) if task.cameras else ("state",)
-        made = PolicyWorker(policy, farm, RolloutSettings(reads, (SEED,), bootstrap, ROUNDS))
+        made = PolicyWorker(policy, farm, RolloutSettings(reads, (SEED,), bootstrap, rounds))
         made.use(TrajectoryMemory.create(made.layout(), farm.frames, shared=False))
         made.begin(snapshot)
         yield made

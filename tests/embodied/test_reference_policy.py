@@ -252,7 +252,7 @@ def test_the_divergence_is_zero_at_first_and_grows(changes: dict[str, Any], tmp_
     train(config_of(**changes), tmp_path / "run")
     rows = read(tmp_path / "run")
     divergence = [row["learner/reference_kl"] for row in rows]
-    assert 0 <= divergence[0] < 1e-8 and all(1e-5 < later and math.isfinite(later) for later in divergence[1:])
+    assert 0 <= divergence[0] < 1e-8 and all(later > 1e-5 and math.isfinite(later) for later in divergence[1:])
     assert all(row["time/reference_s"] > 0 for row in rows)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from embodied.runtime.groups import WorkerGroup
 from embodied.runtime.inline import InlineRuntime, LocalHandle
 from embodied.runtime.ray_runtime import RayRuntime
 from sim_farm.farm import WorkerFailed, WorkerTimeout
-from sim_farm.memory import FOLDER
 
 
 @dataclass
@@ -72,24 +70,11 @@ class Member:
         return self.rank, thing, more
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[RayRuntime]:
-    runtime = RayRuntime("local", 60.0)
-    memories: list[str] = []
-    try:
-        yield runtime
-        memories = [str(process._memory.name) for process in runtime._processes]
-        assert memories and all((FOLDER / name).exists() for name in memories)
-    finally:
-        runtime.close()
-    assert not any((FOLDER / name).exists() for name in memories), "shared memory is left behind"
-
-
 @pytest.fixture(params=["inline", "ray"])
 def runtime(request: pytest.FixtureRequest) -> Runtime:
     if request.param == "inline":
         return InlineRuntime(60.0)
-    found: RayRuntime = request.getfixturevalue("cluster")
+    found: RayRuntime = request.getfixturevalue("ray_runtime")
     return found
 
 
@@ -219,24 +204,24 @@ def meet(rank: int, size: int, folder: Path) -> Member:
     return Member(rank)
 
 
-def test_ranks_start_side_by_side(cluster: RayRuntime, tmp_path: Path) -> None:
-    group = cluster.place_group("member", meet, 3, lambda rank: (rank, 3, tmp_path))
+def test_ranks_start_side_by_side(ray_runtime: RayRuntime, tmp_path: Path) -> None:
+    group = ray_runtime.place_group("member", meet, 3, lambda rank: (rank, 3, tmp_path))
     places = group.call_all(Member.place)
     assert [rank for rank, _ in places] == [0, 1, 2]
     assert len({pid for _, pid in places} | {os.getpid()}) == 4, "ranks share a process"
     group.end()
 
 
-def test_a_killed_rank_is_named_while_the_others_wait_for_it(cluster: RayRuntime) -> None:
-    group = members(cluster, 2)
+def test_a_killed_rank_is_named_while_the_others_wait_for_it(ray_runtime: RayRuntime) -> None:
+    group = members(ray_runtime, 2)
     with pytest.raises(WorkerFailed, match="^member 1 died during 'die'"):
         group.call_all(Member.die, 1)
     with pytest.raises(WorkerFailed, match="^member 1 died during 'add'"):
         group.call_one(1, Member.add, 0)
 
 
-def test_a_late_rank_is_named_and_is_of_use_again(cluster: RayRuntime) -> None:
-    group = members(cluster, 3)
+def test_a_late_rank_is_named_and_is_of_use_again(ray_runtime: RayRuntime) -> None:
+    group = members(ray_runtime, 3)
     with pytest.raises(WorkerTimeout, match=r"^member 1 did not finish 'hang': no progress for .* deadline of 1 s$"):
         with_deadline(group, 1.0).call_all(Member.hang, 1)
     assert group.call_all(Member.add, 0) == [0, 1, 2]

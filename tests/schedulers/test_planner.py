@@ -48,7 +48,7 @@ from tests.schedulers.instances import (
 
 
 @pytest.mark.parametrize("memory", [False, True])
-@pytest.mark.parametrize("seed", some(15, of=75))
+@pytest.mark.parametrize("seed", some(10, of=75))
 def test_planner_equals_exhaustive_search(seed: int, memory: bool) -> None:
     workflow, profile, cluster = random_problem(seed, pools=1 + seed % 2, memory=memory)
     everything = Exhaustive(workflow, profile, cluster)

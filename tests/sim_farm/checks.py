@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -29,8 +29,34 @@ AFTER_LAST = ("proprio", "state", "scene")
 ARRAYS = PER_STEP + AFTER_LAST
 
 
-def physics_of(spec: TaskSpec) -> closing[Physics]:
-    return closing(make_physics(spec))
+_kept: dict[tuple[Callable[[TaskSpec], Any], TaskSpec], list[Any]] = {}
+"""Simulators that no law uses just now, by what made them."""
+
+
+@contextmanager
+def _lent(make: Callable[[TaskSpec], Any], spec: TaskSpec) -> Iterator[Any]:
+    """A used simulator, or a new one, which takes seconds; kept until another task's turn comes or a law is broken."""
+    close_kept(but=spec.name)
+    free = _kept.setdefault((make, spec), [])
+    simulator = free.pop() if free else make(spec)
+    try:
+        yield simulator
+    except BaseException:
+        simulator.close()
+        raise
+    free.append(simulator)
+
+
+def close_kept(but: str = "") -> None:
+    """Close the simulators that are kept, except the named task's; `conftest.py` does so after each module."""
+    for key in [(make, spec) for make, spec in _kept if spec.name != but]:
+        for simulator in _kept.pop(key):
+            simulator.close()
+
+
+def physics_of(spec: TaskSpec) -> AbstractContextManager[Physics]:
+    """For laws that hold in any environment, as a reused one equals a new one: which is a law of its own."""
+    return _lent(make_physics, spec)
 
 
 def rewards_of(spec: TaskSpec) -> list[Any]:
@@ -39,18 +65,17 @@ def rewards_of(spec: TaskSpec) -> list[Any]:
         own = str(physics.info.spec.reward)
     other: Any = "sparse" if own == "dense" else "dense"
     try:
-        make_physics(replace(spec, reward=other)).close()
+        with physics_of(replace(spec, reward=other)):
+            return [own, other]
     except FarmError as error:
         named = other in str(error) and own in str(error)
         assert named, f"the refusal of a {other} reward does not name it and the {own} one: {error}"
         return [own]
-    return [own, other]
 
 
-def renderer_of(spec: TaskSpec) -> closing[Renderer]:
-    renderer = make_renderer(spec)
-    assert renderer.info.cameras, "the laws of rendering need a task with at least one camera"
-    return closing(renderer)
+def renderer_of(spec: TaskSpec) -> AbstractContextManager[Renderer]:
+    assert spec.cameras, "the laws of rendering need a task with at least one camera"
+    return _lent(make_renderer, spec)
 
 
 def random_actions(info: TaskInfo, count: int, seed: int = 0) -> Float32:

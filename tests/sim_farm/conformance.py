@@ -15,6 +15,7 @@ whose step takes a millisecond and whose frame takes forty is through all of the
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -40,6 +41,8 @@ from tests.sim_farm.checks import (
 )
 
 Law = Callable[[TaskSpec], None]
+LIMIT = 5
+"""Env steps of the episodes that laws about the end run into."""
 
 
 def name_of(parameter: Any) -> str:
@@ -67,7 +70,7 @@ def info_matches_results(spec: TaskSpec) -> None:
             later = physics.step(random_actions(info, steps))
             check_result(later, info, steps)
             assert later.instruction == result.instruction, "the instruction changed during an episode"
-    with physics_of(info.spec) as again:
+    with closing(make_physics(info.spec)) as again:
         assert again.info == info, "the task made from info.spec has another info"
 
 
@@ -83,7 +86,7 @@ def physics_is_a_function_of_seed_and_actions(spec: TaskSpec) -> None:
 def reset_of_reused_equals_new(spec: TaskSpec) -> None:
     """After other episodes, one left midway and one ended, an episode runs as in a new environment."""
     spec = replace(spec, max_episode_steps=20)
-    with physics_of(spec) as used, physics_of(spec) as new:
+    with physics_of(spec) as used, closing(make_physics(spec)) as new:
         for steps in (7, 20):
             used.reset(OTHER)
             used.step(random_actions(used.info, steps, seed=steps))
@@ -117,13 +120,12 @@ def chunk_equals_single_steps(spec: TaskSpec) -> None:
 
 def chunk_stops_at_episode_end(spec: TaskSpec) -> None:
     """A chunk that outlasts its episode executes the steps up to the end and no more."""
-    limit = 5
-    with physics_of(replace(spec, max_episode_steps=limit)) as short, physics_of(spec) as long:
-        actions = random_actions(short.info, limit + 3)
+    with physics_of(replace(spec, max_episode_steps=LIMIT)) as short, physics_of(spec) as long:
+        actions = random_actions(short.info, LIMIT + 3)
         short.reset(ONE)
         long.reset(ONE)
         result = short.step(actions)
-        assert result.steps <= limit, f"a chunk executed {result.steps} steps of an episode that has {limit}"
+        assert result.steps <= LIMIT, f"a chunk executed {result.steps} steps of an episode that has {LIMIT}"
         assert result.ended, "an episode reached its limit within a chunk, and the result does not say so"
         ends = result.terminated | result.truncated
         assert not ends[:-1].any(), "the episode's end is flagged before the last executed step"
@@ -133,17 +135,17 @@ def chunk_stops_at_episode_end(spec: TaskSpec) -> None:
 
 def truncation_at_the_limit(spec: TaskSpec) -> None:
     """An unsolved episode is truncated, not terminated, at exactly `max_episode_steps`, and each one anew."""
-    limit, unsolved = 4, 0
-    with physics_of(replace(spec, max_episode_steps=limit)) as physics:
-        assert physics.info.max_episode_steps == limit, "the limit that was asked for is not the task's"
+    unsolved = 0
+    with physics_of(replace(spec, max_episode_steps=LIMIT)) as physics:
+        assert physics.info.max_episode_steps == LIMIT, "the limit that was asked for is not the task's"
         for seed in range(4):
             physics.reset(EpisodeSpec(seed))
-            for t, action in enumerate(random_actions(physics.info, limit, seed), start=1):
+            for t, action in enumerate(random_actions(physics.info, LIMIT, seed), start=1):
                 result = physics.step(action[None])
                 if result.terminated[0]:
                     assert not result.truncated[0], "a step both terminates and truncates"
                     break
-                assert result.truncated[0] == (t == limit), f"truncated: {t != limit} at step {t} of {limit}"
+                assert result.truncated[0] == (t == LIMIT), f"truncated: {t != LIMIT} at step {t} of {LIMIT}"
             else:
                 unsolved += 1
     assert unsolved, "none of four episodes with random actions lasted to its limit"
@@ -151,9 +153,9 @@ def truncation_at_the_limit(spec: TaskSpec) -> None:
 
 def stepping_past_the_end_is_refused(spec: TaskSpec) -> None:
     """After the end `step` raises `EpisodeOver`, every time, until a reset makes it go on."""
-    with physics_of(replace(spec, max_episode_steps=3)) as physics:
+    with physics_of(replace(spec, max_episode_steps=LIMIT)) as physics:
         physics.reset(ONE)
-        actions = random_actions(physics.info, 3)
+        actions = random_actions(physics.info, LIMIT)
         assert physics.step(actions).ended, "the episode goes on after its limit"
         for _ in range(2):
             refusal(lambda: physics.step(actions[:1]), "a step after the episode's end", EpisodeOver)
@@ -243,7 +245,7 @@ def frames_match_info(spec: TaskSpec) -> None:
 def scene_determines_picture(spec: TaskSpec) -> None:
     """A scene gives the same bytes from a new renderer and a used one, in any order, in a batch or alone."""
     scenes = some_scenes(spec)
-    with renderer_of(spec) as new, renderer_of(spec) as used:
+    with closing(make_renderer(spec)) as new, renderer_of(spec) as used:
         cameras = new.info.cameras
         used.render(scenes[::2], cameras)
         expected = new.render(scenes, cameras)
@@ -298,7 +300,7 @@ def renderers_share_nothing(spec: TaskSpec) -> None:
     """Closing one renderer leaves the pictures of another as they were."""
     scene = some_scenes(spec)[0]
     with renderer_of(spec) as stays:
-        with renderer_of(spec) as goes:
+        with closing(make_renderer(spec)) as goes:
             goes.render([scene], goes.info.cameras)
             before = stays.render([scene], stays.info.cameras)
         after = stays.render([scene], stays.info.cameras)

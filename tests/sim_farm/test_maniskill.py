@@ -61,6 +61,7 @@ TWO_ROBOTS = spec_of("TwoRobotPickCube-v1")
 EVERY = tuple(spec_of(task) for task in INSTRUCTIONS)
 
 each_task = pytest.mark.parametrize("spec", EVERY, ids=name_of)
+# The topmost decorator varies fastest: so all laws of a task come one after another, in the same environments.
 each_physics_law = pytest.mark.parametrize("law", PHYSICS_LAWS, ids=name_of)
 each_render_law = pytest.mark.parametrize("law", RENDER_LAWS, ids=name_of)
 
@@ -72,28 +73,28 @@ def compiled_shaders() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("spec", (PUSH_CUBE, PEG), ids=name_of)
 @each_physics_law
+@pytest.mark.parametrize("spec", (PUSH_CUBE, PEG), ids=name_of)
 def test_physics_law(law: Law, spec: TaskSpec) -> None:
     law(spec)
 
 
-@pytest.mark.parametrize("spec", (PUSH_CUBE,), ids=name_of)
 @each_render_law
+@pytest.mark.parametrize("spec", (PUSH_CUBE,), ids=name_of)
 def test_render_law(law: Law, spec: TaskSpec) -> None:
     law(spec)
 
 
 @pytest.mark.slow
-@each_task
 @each_physics_law
+@each_task
 def test_physics_law_in_every_task(law: Law, spec: TaskSpec) -> None:
     law(spec)
 
 
 @pytest.mark.slow
-@each_task
 @each_render_law
+@each_task
 def test_render_law_in_every_task(law: Law, spec: TaskSpec) -> None:
     law(spec)
 

@@ -6,6 +6,7 @@ import signal
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,6 @@ from sim_farm.episodes import EndlessEpisodes
 from sim_farm.farm import Farm, GroupError, WorkerTimeout
 from sim_farm.hosts import InProcess
 from sim_farm.layout import FarmSpec
-from sim_farm.memory import FOLDER
 from tests.sim_farm.driving import Trace, actions_for, append, assert_same, drive, mixed_policy, run
 from tests.sim_farm.test_workers import Processes, until
 
@@ -87,15 +87,16 @@ def test_the_order_of_serving_never_changes_a_result(alone: list[Trace], order: 
             assert_same(one, other, f"{order.__name__} changes results")
 
 
-def test_processes_of_two_tasks_give_what_each_gives_alone_and_leave_nothing(alone: list[Trace]) -> None:
-    before = set(FOLDER.iterdir())
+def test_processes_of_two_tasks_give_what_each_gives_alone_and_leave_nothing(
+    alone: list[Trace], own_memory: Callable[[], set[Path]]
+) -> None:
     with closing(Farm.create(TASKS, [Processes(), Processes()])) as farm:
         client = Farm.attach(farm.address)
-        assert len(set(FOLDER.iterdir()) - before) == 4, "slots of two tasks, one bell, one frame memory"
+        assert len(own_memory()) == 4, "slots of two tasks, one bell, one frame memory"
         for one, other in zip(alone, drive_all(client, what_is_ready), strict=True):
             assert_same(one, other, "processes change results")
         client.detach()
-    assert not set(FOLDER.iterdir()) - before, "the farm's memory is still there"
+    assert not own_memory(), "the farm's memory is still there"
 
 
 def test_groups_are_numbered_through_and_environments_within_their_task() -> None:

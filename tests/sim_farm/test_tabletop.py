@@ -27,14 +27,14 @@ SPECS = (REACH, PUSH, PICK_AND_PLACE)
 each_task = pytest.mark.parametrize("spec", SPECS, ids=name_of)
 
 
-@each_task
 @pytest.mark.parametrize("law", PHYSICS_LAWS, ids=name_of)
+@each_task
 def test_physics_law(law: Law, spec: TaskSpec) -> None:
     law(spec)
 
 
-@each_task
 @pytest.mark.parametrize("law", RENDER_LAWS, ids=name_of)
+@each_task
 def test_render_law(law: Law, spec: TaskSpec) -> None:
     law(spec)
 

@@ -1,0 +1,91 @@
+"""A success classifier: a small network that says from frames and an instruction whether a task is solved, or nearly.
+
+FOLDER/classifier.json           cameras, size and orientation of frames
+FOLDER/classifier.safetensors    the weights
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from embodied.errors import UserError
+from policies.contract import Inputs, PolicySpec
+from policies.encoders import CnnEncoder
+
+DESCRIPTION, WEIGHTS = "classifier.json", "classifier.safetensors"
+FEATURES, WORD_FEATURES, HIDDEN = 64, 16, 64
+WORD_BUCKETS = 1024
+"""Words are told apart by their checksum modulo this: no vocabulary has to be kept."""
+
+
+@dataclass(frozen=True)
+class Looks:
+    """What a classifier looks at: how its frames were drawn."""
+
+    cameras: tuple[str, ...]
+    image_size: int
+    orientation: str
+    """As `env.orientation`."""
+
+
+class SuccessClassifier(nn.Module):
+    """Frames through the policies' small CNN, the instruction as a bag of its words; one logit per row."""
+
+    def __init__(self, looks: Looks) -> None:
+        super().__init__()
+        self.looks = looks
+        spec = PolicySpec(action_dim=1, cameras=looks.cameras, image_size=looks.image_size)
+        self.frames = CnnEncoder(spec, FEATURES)
+        self.words = nn.EmbeddingBag(WORD_BUCKETS, WORD_FEATURES, mode="mean")
+        self.head = nn.Sequential(nn.Linear(FEATURES + WORD_FEATURES, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 1))
+
+    def forward(self, frames: Mapping[str, Tensor], instructions: Sequence[str]) -> Tensor:
+        """float32 [N] logits. Frames are uint8 [N, H, W, 3] on the classifier's device; other cameras are ignored."""
+        device = self.words.weight.device
+        bags = [[zlib.crc32(word.encode()) % WORD_BUCKETS for word in words_of(text)] for text in instructions]
+        ids = torch.tensor([word for bag in bags for word in bag], dtype=torch.int64, device=device)
+        begins = torch.tensor([0, *(len(bag) for bag in bags)][:-1], dtype=torch.int64, device=device).cumsum(0)
+        features = torch.cat([self.frames(Inputs(frames=frames)), self.words(ids, begins)], -1)
+        return self.head(features)[:, 0]
+
+    @torch.no_grad()
+    def probability(self, frames: Mapping[str, Tensor], instructions: Sequence[str]) -> Tensor:
+        """float32 [N] in 0..1: that the task is solved, or nearly, where that is as likely as not beforehand."""
+        return self(frames, instructions).sigmoid()
+
+    def save(self, folder: Path) -> None:
+        """Write both files into the folder, which is made."""
+        folder.mkdir(parents=True)
+        save_file({name: tensor.contiguous() for name, tensor in self.state_dict().items()}, folder / WEIGHTS)
+        (folder / DESCRIPTION).write_text(json.dumps(asdict(self.looks), indent=2) + "\n")
+
+    @classmethod
+    def load(cls, folder: Path) -> SuccessClassifier:
+        """The classifier in the folder, on the CPU. Raises `UserError` where there is none, or a damaged one."""
+        try:
+            found = json.loads((folder / DESCRIPTION).read_text())
+            looks = Looks(tuple(found["cameras"]), int(found["image_size"]), str(found["orientation"]))
+            classifier = cls(looks)
+            classifier.load_state_dict(load_file(folder / WEIGHTS))
+        except FileNotFoundError as error:
+            raise UserError(
+                f"there is no success classifier in {folder}: train one with `embodied reward DATA --out {folder}`"
+            ) from error
+        except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+            raise UserError(f"the success classifier in {folder} is damaged ({error}): train it again") from error
+        return classifier
+
+
+def words_of(text: str) -> list[str]:
+    """The words of an instruction, in lower case."""
+    return re.findall(r"\w+", text.lower())
