@@ -29,7 +29,8 @@ from embodied.workers.context import make_policy
 from embodied.workers.devices import decide, device_of, find_device, settle, to_host, value_of
 from embodied.workers.learner import Learner
 from embodied.workers.offload import Offload
-from embodied.workers.policy_worker import PolicyWorker, RolloutSettings
+from embodied.workers.policy_worker import PolicyWorker
+from embodied.workers.rollout_loop import RolloutSettings
 from policies.contract import Action, Evaluation, Inputs, Policy, PolicySpec
 from policies.gaussian_mlp import GaussianMLP
 from policies.random_actions import RandomActions
