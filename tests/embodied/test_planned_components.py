@@ -27,8 +27,8 @@ from embodied.reporting.metrics import read
 from embodied.run_folder import prepare_run
 from embodied.training import loop as training
 from embodied.workers.context import WorkerContext
-from embodied.workers.roles import Trainer
 from embodied.workers.passing import PassingWorker
+from embodied.workers.roles import Trainer
 from embodied.workflows import GRPO, PPO, WorkflowComponent, passing
 from schedulers import DeviceRange, Phase, Placement, Plan, Profile
 
@@ -72,6 +72,7 @@ GROUPS: dict[str, Any] = {
     "rollout": {"episode_group": 2, "episodes_per_env": EPISODES},
     "advantage": {"outcome": "return"},
     "optim": {"epochs": 1, "minibatch": 0, "threads": 1},
+    "runtime": {"mode": "inline", "trace": True},
 }
 
 
