@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from embodied.statistics import paired_difference, typical, wilson
@@ -38,6 +38,7 @@ def test_a_measured_time_has_students_interval(count: int, published_t: float) -
     assert typical([1.5]) == (1.5, 1.5, 1.5) and typical([0.0, 1.0])[1] == 0.0
 
 
+@settings(deadline=None)
 @given(OUTCOMES)
 def test_the_difference_lies_in_its_interval_and_the_interval_in_its_range(pairs: list[tuple[bool, bool]]) -> None:
     found = paired_difference([a for a, _ in pairs], [b for _, b in pairs])
@@ -46,6 +47,7 @@ def test_the_difference_lies_in_its_interval_and_the_interval_in_its_range(pairs
     assert found.both + found.first_only + found.second_only + found.neither == len(pairs)
 
 
+@settings(deadline=None)
 @given(OUTCOMES)
 def test_exchanging_the_two_negates_the_difference(pairs: list[tuple[bool, bool]]) -> None:
     first, second = [a for a, _ in pairs], [b for _, b in pairs]
