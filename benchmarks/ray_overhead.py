@@ -2,8 +2,8 @@
 
     python benchmarks/ray_overhead.py --json benchmarks/results/ray_overhead.json
 
-One physics worker and one group of environments, so that nothing overlaps and both do the same things one after the other.
-The runs take turns; iterations are read from their traces. The default way (a worker per core, two groups) is
+Both have one physics worker and one group of environments, so that nothing overlaps and both do the same work in the
+same order. The runs take turns; iterations are read from their traces. Ray's default (a worker per core, two groups) is
 measured beside them, to show what the processes are for.
 """
 

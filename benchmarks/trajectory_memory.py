@@ -90,7 +90,7 @@ def in_memory(repeats: int) -> dict[str, float]:
         batch.decisions.select(index).inputs()
         peak = max(peak, held_bytes())
     found = {"assembly_s": median(times), "peak_bytes": float(peak - before), "rollout_bytes": float(memory.nbytes)}
-    copies = {"frame_copies": memory.frames_copied / memory.frames_read}
+    copies = {"frame_copies": memory.counts.copied / memory.counts.read}
     memory.close()
     frames.close()
     return found | copies

@@ -1,4 +1,4 @@
-"""The farm's client: what a rollout speaks to. A farm has one or several tasks, and groups of environments of each.
+"""The farm's client, which a rollout calls. A farm has one or several tasks, and groups of environments of each.
 
     farm = Farm.create([spec, other_spec], InProcess())
     for group in range(farm.groups): farm.reset(group)
@@ -6,7 +6,7 @@
     observations = farm.collect(group)
     farm.submit(group, actions)               # returns at once
 
-Groups are numbered through: those of the first task, then those of the second, and so on. A group is either
+Groups have consecutive numbers: those of the first task, then those of the second, and so on. A group is either
 `submitted` or `collected`; any other order of calls is an error. Between two rounds the renderers may leave the memory
 and come back: `unload_renderers`, `load_renderers`. Everything that decides *what* is computed is in the tasks'
 `FarmSpec` and the actions; hosts, workers and the order in which groups are served only decide where and when.
@@ -65,7 +65,7 @@ class FarmAddress:
 
 @dataclass(frozen=True)
 class RendererSwitch:
-    """What it took to let the renderers leave the memory, or to have them back."""
+    """The cost of an offload of the renderers, or of their return."""
 
     bytes: int
     """Of the workers' private memory, freed or taken again; 0 of workers in this process. What a GPU's driver holds
@@ -210,7 +210,7 @@ class Farm:
         return [group for group in self._submitted() if self._done(group)]
 
     def wait_ready(self, deadline_s: float = 300.0) -> int:
-        """Wait, at most `deadline_s` seconds, until a submitted group is done: the one of the lowest number that is.
+        """Wait, at most `deadline_s` seconds, until a submitted group is done; of several, return the lowest number.
 
         Raises `GroupError` where none is submitted, and what `collect` raises.
         """
@@ -283,8 +283,8 @@ class Farm:
             task.restore(part)
 
     def hold(self, episodes: int, task: int | None = None) -> None:
-        """Let every environment, of one task or of all, rest once it has ended so many episodes; `reset` after raising
-        it begins the next."""
+        """Let every environment, of one task or of all, rest once it has ended so many episodes. After the limit is
+        raised, `reset` begins the next episode."""
         for each in self._of(task):
             each.hold(episodes)
 
@@ -292,7 +292,7 @@ class Farm:
 
     def unload_renderers(self, deadline_s: float = 300.0, task: int | None = None) -> RendererSwitch:
         """Have the workers that draw, of one task or of all, free their renderers with the scene replicas. None of
-        their groups may be reset or submitted before `load_renderers`. Nothing happens without cameras.
+        their groups may be reset or submitted before `load_renderers`. Does nothing without cameras.
 
         Raises `GroupError` unless every group is collected, and what `collect` raises.
         """
@@ -301,9 +301,9 @@ class Farm:
         return self._switch_renderers(True, deadline_s, task)
 
     def load_renderers(self, deadline_s: float = 300.0, task: int | None = None) -> RendererSwitch:
-        """Have the renderers back; what they draw equals, bit for bit, what those that left would have drawn.
+        """Build the renderers again. Their frames equal, bit for bit, those that the freed renderers would have drawn.
 
-        Nothing happens where they are. Raises what `collect` raises.
+        Does nothing where they were not freed. Raises what `collect` raises.
         """
         return self._switch_renderers(False, deadline_s, task)
 
@@ -350,7 +350,7 @@ class Farm:
         return WorkerTimeout(f"the farm was not ready within {deadline_s:.0f} s: {doing}")
 
     def stop(self) -> None:
-        """Tell the workers to end; they do at their next look."""
+        """Tell the workers to end; they end when they next check."""
         for task in self.tasks:
             task.stop()
 
@@ -385,7 +385,7 @@ def _check_lengths(tasks: int, hosts: Sequence[Host], cores: Sequence[tuple[int 
 
 
 def _check_alike(infos: Sequence[TaskInfo]) -> None:
-    """One policy decides for all tasks, and one memory holds all frames: raise `FarmError` where that cannot be."""
+    """Raise `FarmError` where the tasks cannot share one policy and one frame memory."""
     first = infos[0]
     for other in infos[1:]:
         for what, one, two, remedy in (

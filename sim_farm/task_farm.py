@@ -35,7 +35,7 @@ class GroupState(enum.Enum):
 
 
 class GroupError(FarmError):
-    """A call out of turn: what must come first is named."""
+    """A call out of order; the message names the call that must come first."""
 
 
 class WorkerTimeout(FarmError):
@@ -118,13 +118,13 @@ class TaskFarm:
         self._request(group, layout.STEP)
 
     def done(self, group: int) -> bool:
-        """Whether what the group was last asked for is there."""
+        """Whether the results of the group's last request are complete."""
         rows, ticket = self._groups[group], self._tickets[group]
         # Both: a fused worker sets `drawn` first.
         return bool((rows.view("simulated") == ticket).all() and (rows.view("drawn") == ticket).all())
 
     def collect(self, group: int) -> Observations:
-        """What the group shows, once it is done; see `Farm.collect`."""
+        """The group's observations, once it is done; see `Farm.collect`."""
         rows = self._groups[group]
         seen = read(self.slots, rows, self.info, self.memory.frames)
         rows.put("base_episode", seen.episode)
@@ -202,7 +202,7 @@ class TaskFarm:
     # --- renderers
 
     def ask_renderers(self, away: bool) -> None:
-        """Tell the workers that draw to free their renderers, or to have them. They are there when `switched`."""
+        """Tell the workers that draw to free their renderers, or to build them. It is done when `switched` says so."""
         if not self.info.cameras:
             return
         self.slots["moved_bytes"][:] = 0
@@ -270,8 +270,8 @@ class TaskFarm:
             raise WorkerFailed(bytes(self.slots["message"][worker]).rstrip(b"\0").decode(errors="replace"))
 
     def timeout(self, group: int, deadline_s: float) -> WorkerTimeout:
-        """The error that names the worker that keeps the group waiting: of those with work of it, the one whose last
-        progress is longest ago."""
+        """The error that names the worker that the group waits for: of the workers that have work of the group, the one
+        whose last progress is longest ago."""
         slots = self.slots
         late: dict[int, str] = {}
         for env in self._groups[group].envs.tolist():
@@ -300,7 +300,7 @@ class TaskFarm:
     # --- the end
 
     def stop(self) -> None:
-        """Tell the workers to end; they do at their next look."""
+        """Tell the workers to end; they end when they next check."""
         if self.slots:
             self.slots["stop"][0] = 1
             for bell in self._bells:

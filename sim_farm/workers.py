@@ -26,7 +26,7 @@ from sim_farm.worker_memory import MemoryAddress, WorkerMemory
 
 @dataclass(frozen=True)
 class WorkerSetup:
-    """All a worker needs to start, anywhere: it can be sent to another process."""
+    """All that a worker needs to start; it can be sent to another process."""
 
     spec: FarmSpec
     info: TaskInfo
@@ -106,9 +106,9 @@ class Worker:
             self.slots["private_bytes"][self.setup.index] = private_bytes()
 
     def _place_renderer(self) -> None:
-        """Have a renderer, or none while the client wants them away; then say so, and what that changed in memory.
+        """Build the renderer, or free it while the client wants renderers away; then report it and the bytes.
 
-        A worker that takes the place of a lost one comes through here too: the wish is a state, not an event.
+        A replacement of a lost worker does this too: the request is a state in the slots, not an event.
         """
         if not self.setup.draws:
             return
@@ -148,11 +148,11 @@ class Worker:
         self.slots["phase"][self.setup.index] = phase
 
     def _progress(self) -> None:
-        """Note the time: this worker has got something done, or turns to something else."""
+        """Record progress: the worker has finished something, or begins something else."""
         self.slots["since_ns"][self.setup.index] = time.monotonic_ns()
 
     def _fail(self, error: Exception) -> None:
-        """A message for a user's mistake, with the traceback only where it is our own."""
+        """The message of an error; a traceback is added unless it is a user's mistake."""
         text = str(error) if isinstance(error, FarmError) else traceback.format_exc()
         data = text.encode()[-layout.MESSAGE_BYTES :]
         row = self.slots["message"][self.setup.index]
@@ -189,7 +189,7 @@ class PhysicsWorker(Worker):
         }
 
     def build(self) -> None:
-        """Build every environment, and bring those that a predecessor had begun to where it left them."""
+        """Build every environment, and bring the episodes of a lost predecessor to the state in which it left them."""
         self._report(layout.BUILDING)
         for env in self._envs:
             self._physics[env] = make_physics(self.setup.spec.task)
@@ -325,11 +325,10 @@ class PhysicsWorker(Worker):
         slots["instruction"][env, : len(text)] = np.frombuffer(text, np.uint8)
 
     def _replay(self, env: int) -> None:
-        """Bring a new environment to where a lost worker's was: its episode's seed and actions determine it.
+        """Bring a new environment to the state of a lost worker's: the episode's seed and actions determine it.
 
-        What is pending is done again from the state last collected, and what a half-done attempt has written is
-        taken back. What was finished stays: the slot says where it led, and the client may collect it and ask for
-        more while this runs.
+        Pending work is done again from the state that was last collected, and partial results are undone. Finished
+        work stays: its results are in the slot, and the client may collect them and submit more while this runs.
         """
         slots, physics = self.slots, self._physics[env]
         pending = slots["simulated"][env] < slots["requested"][env]

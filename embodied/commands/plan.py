@@ -66,9 +66,7 @@ def plan_command(config: Config, profile: Path, cluster: str, out: Path) -> dict
     schedulers.save(best, out / PLAN)
     simulation = schedulers.simulate(best, workflow, measured, target)
     (out / TIMELINE).write_text(json.dumps(schedulers.chrome_trace(simulation)))
-    draw_plan(
-        out / PICTURE, {f"{best.mode} (best)": simulation, **_others(modes, best, workflow, measured, target)}
-    )
+    draw_plan(out / PICTURE, {f"{best.mode} (best)": simulation, **_others(modes, best, workflow, measured, target)})
     get_console().print("\n".join(best.why), markup=False, highlight=False, soft_wrap=True)
     show(f"plan, timeline and picture: [bold]{out}[/]")
     return {

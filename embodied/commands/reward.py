@@ -8,6 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import tyro
+from rich import print as show
+
+from embodied.errors import UserError
+from embodied.training.success_classifier import ClassifierTraining, learn_success, read_labelled
 
 
 @dataclass(frozen=True)
@@ -36,12 +40,6 @@ class Arguments:
 
 
 def run(args: Arguments) -> dict[str, Any]:
-    # Imported here: the command line would else import PyTorch to say what it can do.
-    from rich import print as show
-
-    from embodied.errors import UserError
-    from embodied.training.success_classifier import ClassifierTraining, learn_success, read_labelled
-
     for name, least in (("last", 1), ("steps", 1), ("batch", 2)):
         if getattr(args, name) < least:
             raise UserError(f"--{name} is at least {least}, got {getattr(args, name)}")

@@ -70,8 +70,8 @@ class EpisodeSums:
 
 
 def table_of_decisions(groups: Sequence[Sequence[Decision]], num_envs: int) -> tuple[np.ndarray, np.ndarray]:
-    """int64 [T, B] flat rows and bool [T, B]: decision t of every environment in row t. Rows of environments that rested
-    repeat a decision that was taken and are not marked."""
+    """int64 [T, B] flat rows and bool [T, B]: decision t of every environment in row t. Where an environment rested,
+    the row repeats a decision that was taken and is not marked."""
     table = np.zeros((len(groups[0]), num_envs), np.int64)
     mask = np.zeros(table.shape, np.bool_)
     for decisions in groups:

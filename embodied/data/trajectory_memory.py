@@ -1,12 +1,12 @@
-"""The trajectory memory: one block for a run, in which decisions are written and from which they are learned.
+"""The trajectory memory of a run: decisions are written into it and learned from where they are.
 
     rows        a ring of R rounds of decisions
     columns     the run's environments: those of one group lie next to each other
     flat row    row * columns + column: the address of one decision
 
 The frame writer draws an observation at the flat row of the decision that it leads to. The policy worker writes the
-rest of the observation, the decision, and what came of it, beside it. The learner maps the same memory, picks flat
-rows and moves them to its device. A trajectory is a table of flat rows: nothing is gathered, joined or sent.
+rest of the observation, the decision and its outcome beside it. The learner maps the same memory, selects flat rows and
+copies them to its device. A trajectory is a table of flat rows: no other copy of the rollout is made.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class MemoryLayout:
 
 @dataclass(frozen=True)
 class FrameCounts:
-    """Frames (all cameras of one observation are one) that somebody was shown, and copies that this took."""
+    """Frames (all cameras of one observation are one) that were read, and copies that this took."""
 
     read: int = 0
     copied: int = 0

@@ -25,6 +25,10 @@ def check_run(config: Config) -> None:
     cameras) is left to the workers.
     """
     check_workflow(recipe_of(config))
+    for component in recipe_of(config).components:
+        check = getattr(component.worker_class(), "check", None)
+        if check is not None:
+            check(config)
     check_policy(config)
     for task in tasks_of(config):
         check_task(task.env.task)

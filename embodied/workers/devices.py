@@ -1,7 +1,7 @@
 """Devices: finding the one that a policy computes on, and copying to it and back.
 
-Observations, noise and trajectories are in the host's memory; a policy's tensors are on its device. All copies between
-them are made here. On a CPU nothing is copied.
+Observations, noise and trajectories are in the host's memory; a policy's tensors are on its device. This module copies
+between them for decisions; the trajectory memory copies the rows of micro-batches. On a CPU this module copies nothing.
 """
 
 from __future__ import annotations
@@ -116,12 +116,12 @@ def value_of(policy: Policy, inputs: Inputs) -> Tensor:
 
 
 def defines(policy: Policy, method: str) -> bool:
-    """Whether the policy has that method of its own; the contract's do nothing, and need no inputs for it."""
+    """Whether the policy overrides that method; the contract's own does nothing and needs no inputs."""
     return getattr(type(policy), method) is not getattr(Policy, method)
 
 
 def release() -> None:
-    """Give memory that no tensor needs back to the device: other processes may be waiting for it."""
+    """Return memory that no tensor uses to the device: other processes may need it."""
     if torch.cuda.is_initialized():
         gc.collect()
         torch.cuda.empty_cache()

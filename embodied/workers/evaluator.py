@@ -93,12 +93,12 @@ class Evaluator:
         self._task = _Task(name, self._policy, farm, self._reads, self._seed, self._greedy)
 
     def advance(self, budget_s: float, deadline_s: float) -> list[EpisodeResult]:
-        """Go on until episodes have ended, or for about `budget_s` seconds, and return those that ended."""
+        """Run until episodes have ended, or for about `budget_s` seconds, and return those that ended."""
         assert self._task is not None, "begin a task first"
         return self._task.advance(budget_s, deadline_s)
 
     def end(self) -> None:
-        """Let go of the task's farm, which its creator closes."""
+        """Forget the task's farm; its creator closes it."""
         if self._task is not None:
             self._task.release()
         self._task = None
@@ -202,7 +202,7 @@ def as_they_end(advance: Callable[[float], list[EpisodeResult]], episodes: int) 
 def run_to_end(
     advance: Callable[[float], list[EpisodeResult]], episodes: int, tell: Callable[[int], Any]
 ) -> list[EpisodeResult]:
-    """All of them in the order of trials; `tell` hears how many more are there."""
+    """All episodes in the order of trials; `tell` is called with the number that was added."""
     results: list[EpisodeResult] = []
     for result in as_they_end(advance, episodes):
         results.append(result)

@@ -105,9 +105,9 @@ class Learner:
         return cls(policy, context.config, context.run_dir, context.affinity)
 
     def weights(self) -> dict[str, Tensor]:
-        """What training changes of parameters and statistics, as the policy worker loads it, on the policy's device.
+        """The parameters and statistics that training changes, on the policy's device, as the policy worker loads them.
 
-        The caller must not change them. What is frozen the policy worker has, since it is made of the same.
+        The caller must not change them. The policy worker has the frozen ones: it is made from the same configuration.
         """
         self.load_back()
         frozen = {name for name, parameter in self.policy.named_parameters() if not parameter.requires_grad}
@@ -138,7 +138,7 @@ class Learner:
         return self.finish(iteration)
 
     def collect(self, batch: Trajectories, iteration: int) -> CollectStatistics:
-        """Take a part of the iteration's trajectories; where the workflow's update is a sum over parts, learn from it.
+        """Take a part of the iteration's trajectories. Where the update is a sum over parts, add the part's gradient.
 
         Raises `OffPolicy` if the first part's ratios are not one.
         """
@@ -224,7 +224,7 @@ class Learner:
         checkpoint.load_optimizer(folder, self.policy, self.optimizer)
 
     def _epochs(self, rows: Rows, iteration: int) -> tuple[LossSums, list[float], bool]:
-        """Permuted minibatches; ends early where the KL bound says so."""
+        """Epochs of permuted minibatches; ends early at the KL bound."""
         rows = self._proximal(self._precomputed(rows))
         sums, norms = LossSums(), list[float]()
         for epoch in range(self._config.epochs):
@@ -238,7 +238,7 @@ class Learner:
         return sums, norms, False
 
     def _precomputed(self, rows: Rows) -> Rows:
-        """The rows, their traces joined by what no trained weight enters, if they are evaluated more than once."""
+        """The rows. If they are evaluated more than once, their traces also hold the result of `Policy.precompute`."""
         evaluations = self._config.epochs + (self._lag > 0)
         if evaluations == 1 or not defines(self.policy, "precompute"):
             return rows
@@ -253,14 +253,14 @@ class Learner:
         return replace(rows, precomputed=whole)
 
     def _pieces(self, rows: Rows) -> Sequence[Tensor]:
-        """All rows in their order, as many at a time as a forward pass may have."""
+        """All rows in their order, in micro-batches."""
         return torch.arange(len(rows)).split(self._config.micro_batch or self._config.minibatch or len(rows))
 
     def _proximal(self, rows: Rows) -> Rows:
         """The rows with the log-probs that ratios are taken to: those of the policy that acted.
 
-        Where it is an update behind, those of the policy as it is now, and every unit counts by how much likelier
-        that makes it (the decoupled objective).
+        Where the rollout is an update behind, they are those of the present policy, and every unit is weighted by the
+        ratio of the present to the acting probability (the decoupled objective).
         """
         if self._lag == 0:
             return rows
@@ -294,7 +294,7 @@ class Learner:
         self._unstreamed = []
 
     def _stream(self, rows: Rows) -> None:
-        """Add a part's share to the gradient; `finish` divides it by what only the last part will tell."""
+        """Add a part's gradient; `finish` divides the sum by denominators that are known after the last part."""
         first = self._streamed.rows == 0
         if first:
             self.optimizer.zero_grad(set_to_none=True)
@@ -343,7 +343,7 @@ class Learner:
         self._first_ratio_error = off_policy
 
     def _skip(self, rows: Rows, iteration: int, loss: float, norm: float) -> None:
-        """Leave the parameters alone, keep the minibatch for inspection, and give up after several in a row."""
+        """Skip the step and keep the minibatch for inspection. Raises `NonFinite` after several in a row."""
         self._non_finite += 1
         folder = self._run_dir / "non_finite"
         folder.mkdir(parents=True, exist_ok=True)

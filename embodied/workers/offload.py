@@ -20,7 +20,7 @@ from embodied.workers.devices import await_devices, release, to_host
 
 @dataclass(frozen=True)
 class Switch:
-    """One way out or back."""
+    """One offload, or one return."""
 
     bytes: int
     seconds: float

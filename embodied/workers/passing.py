@@ -6,6 +6,7 @@ import time
 from collections import deque
 from typing import ClassVar
 
+from embodied.config import Config
 from embodied.data.trajectories import Trajectories
 from embodied.workers.affinity import Affinity
 from policies.contract import Policy
@@ -21,6 +22,10 @@ class PassingWorker:
     def __init__(self, affinity: Affinity | None = None) -> None:
         self._affinity = affinity or Affinity()
         self._ready: deque[Trajectories] = deque()
+
+    @classmethod
+    def check(cls, config: Config) -> None:
+        """Raise `UserError` for settings that it cannot work with. Asked before any worker is started."""
 
     def work(self, batch: Trajectories) -> Trajectories:
         """The trajectories with what this component adds. It must not write into the tensors that it is given."""

@@ -56,6 +56,15 @@ class RewardWorker(PassingWorker):
         rows = config.optim.micro_batch or config.optim.minibatch
         return cls(judge, config.reward.threshold, rows, device, context.affinity)
 
+    @classmethod
+    def check(cls, config: Config) -> None:
+        """Raise `UserError` for a function or classifier that is not there."""
+        check_reward(config)
+        if config.reward.function is not None:
+            function_of(config.reward.function)
+        elif config.reward.classifier is not None:
+            SuccessClassifier.load(config.reward.classifier)
+
     def work(self, batch: Trajectories) -> Trajectories:
         """The trajectories with what the judge says as their rewards."""
         reward = torch.where(batch.mask, self._of_outcomes(batch), 0.0)

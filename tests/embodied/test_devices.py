@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ import policies
 from embodied import checkpoint
 from embodied.config import Config, parse_config
 from embodied.data.trajectories import HeldDecisions, Trajectories
-from embodied.data.trajectory_memory import TrajectoryMemory
+from embodied.data.trajectory_memory import MemoryLayout, MemoryShape, TrajectoryMemory
 from embodied.errors import UserError
 from embodied.execution.assignment import HERE, Assignment, FarmAssignment
 from embodied.execution.executor import executor
@@ -28,13 +29,15 @@ from embodied.workers.context import make_policy
 from embodied.workers.devices import decide, device_of, find_device, settle, to_host, value_of
 from embodied.workers.learner import Learner
 from embodied.workers.offload import Offload
-from embodied.workers.policy_worker import PolicyWorker, RolloutSettings
-from policies.contract import Evaluation, Inputs, Policy, PolicySpec
+from embodied.workers.policy_worker import PolicyWorker
+from embodied.workers.rollout_loop import RolloutSettings
+from policies.contract import Action, Evaluation, Inputs, Policy, PolicySpec
 from policies.gaussian_mlp import GaussianMLP
 from policies.random_actions import RandomActions
 from sim_farm.contract import TaskSpec
 from sim_farm.episodes import EndlessEpisodes
 from sim_farm.farm import Farm
+from sim_farm.frame_memory import FrameMemory
 from sim_farm.hosts import InProcess
 from sim_farm.layout import FarmSpec
 from tests.embodied.pretend_device import DEVICE, Far, MixedDevices, PretendDevice
@@ -413,6 +416,36 @@ def run(device: str, folder: Path, one_process: bool, unload: bool) -> dict[str,
 def test_a_run_on_a_gpu_is_that_on_a_cpu(one_process: bool, unload: bool, gpu: PretendDevice, tmp_path: Path) -> None:
     found = run("auto", tmp_path / "gpu", one_process, unload)
     assert gpu.waits and found == run("cpu", tmp_path / "cpu", one_process, unload)
+
+
+# --- frames on their way
+
+
+def test_frames_go_to_a_gpu_from_where_they_were_drawn_and_are_pinned_while_they_are_there(
+    gpu: PretendDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pinned once, and no longer than the memory: what is mapped at its address later has other pages."""
+    pinned: dict[int, int] = {}
+    driver = SimpleNamespace(
+        cudaHostRegister=lambda pointer, size, flags: pinned.update({pointer: size}),
+        cudaHostUnregister=lambda pointer: pinned.pop(pointer),
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    frames = FrameMemory.create(12, 2, 8, shared=False)
+    frames.frames[...] = np.random.default_rng(0).integers(0, 255, frames.frames.shape)
+    chunk = torch.zeros(1, C, 3)
+    shape = MemoryShape(3, 4, ("front", "wrist"))
+    layout = MemoryLayout.of(shape, Inputs(), Action(chunk, chunk, torch.zeros(1), {}))
+    memory = TrajectoryMemory.create(layout, frames, shared=False)
+    rows = torch.tensor([7, 0, 7, 11])
+    for _ in range(2):
+        found, expected = memory.frames_at(rows, DEVICE), memory.frames_at(rows)
+        assert all(tensor.is_cuda for tensor in found.values())
+        assert_equal(near(found), expected)
+    assert pinned == {frames.frames.ctypes.data: frames.frames.nbytes}
+    assert memory.counts.copied == memory.counts.read == 16
+    del memory
+    assert not pinned, "pinned for ever"
 
 
 # --- weights on their way

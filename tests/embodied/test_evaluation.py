@@ -126,7 +126,7 @@ def test_tasks_do_not_share_their_noise(tmp_path: Path) -> None:
 def test_a_policy_that_reads_instructions_acts_alone_as_among_others(tmp_path: Path) -> None:
     """Fewer episodes than environments: those that never have one show no instruction."""
     tiny = load_config("openvla_tiny").model_dump(mode="json")
-    short = {"env": {"max_episode_steps": 4}, "runtime": {"mode": "inline", "trace": False}}
+    short: dict[str, Any] = {"env": {"max_episode_steps": 4}, "runtime": {"mode": "inline", "trace": False}}
     few, all_rows = (
         config(tiny, eval={"episodes": episodes, "num_envs": 6, "videos": 0, "greedy": False}, **short)
         for episodes in (1, 6)

@@ -27,7 +27,7 @@ from embodied.reporting.metrics import read
 from embodied.run_folder import prepare_run
 from embodied.training import loop as training
 from embodied.workers.context import WorkerContext
-from embodied.workers.learner import Learner
+from embodied.workers.roles import Trainer
 from embodied.workers.passing import PassingWorker
 from embodied.workflows import GRPO, PPO, WorkflowComponent, passing
 from schedulers import DeviceRange, Phase, Placement, Plan, Profile
@@ -142,7 +142,7 @@ def by_plan(micro_batch: int, here: Session, folder: Path) -> tuple[Iteration, d
     with executor(config, folder, here, assign(plan, config, CORES)) as workers:
         workers.begin(None, 0)
         iteration = workers.iterate(0)
-        weights = workers.trainer.call(Learner.weights)
+        weights = workers.trainer.call(Trainer.weights)
         return iteration, {name: tensor.clone() for name, tensor in weights.items()}
 
 
