@@ -26,11 +26,12 @@ class SharedRay:
 
     def open(self) -> Any:
         """A `RayRuntime`, with processes that earlier modules have left for the next workers and farms."""
+        from embodied.runtime import ray_runtime
         from embodied.runtime.ray_cluster import RayCluster
-        from embodied.runtime.ray_runtime import RayRuntime
 
         if self._runtime is None:
-            self._runtime = RayRuntime("local", 120.0)
+            self._runtime = ray_runtime.RayRuntime("local", 120.0)
+            self._patch.setattr(ray_runtime, "SPARE", 4)  # as many as most tests need at once: to start one takes long
             start = RayCluster.__init__
 
             def start_alone(cluster: RayCluster, *arguments: Any) -> None:

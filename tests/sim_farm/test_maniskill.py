@@ -266,8 +266,9 @@ def _assert_rows_equal(ours: np.ndarray, theirs: np.ndarray, what: str) -> None:
         assert one.tobytes() == two.tobytes(), f"{what} differs at row {step}: {one} and {two}"
 
 
-@pytest.mark.parametrize("spec", (PUSH_CUBE, PEG, PUSH_T, PULL_TOOL, TWO_ROBOTS), ids=name_of)
+@pytest.mark.parametrize("spec", (PEG, PUSH_T, PULL_TOOL, TWO_ROBOTS), ids=name_of)
 def test_state_reward_and_success_equal_stock_maniskill(stock: Stock, spec: TaskSpec) -> None:
+    """Of PushCube in the test of contacts, too."""
     states_equal_stock(stock, replace(spec, cameras=0), seeds=[4, 5, 6, 7])
 
 
@@ -276,7 +277,7 @@ def test_other_control_modes_equal_stock_maniskill(stock: Stock, mode: str) -> N
     states_equal_stock(stock, TaskSpec("maniskill/PickCube-v1", control_mode=mode), seeds=[0, 1])
 
 
-def test_compared_episodes_are_rich_in_contacts(stock: Stock) -> None:
+def test_episodes_that_are_rich_in_contacts_equal_stock_maniskill(stock: Stock) -> None:
     """Otherwise equality would say little: the arm hits the cube in some of the compared episodes."""
     episodes = states_equal_stock(stock, replace(PUSH_CUBE, cameras=0), seeds=list(range(10)))
     moved = [np.linalg.norm(e["state"][-1, -7:-4] - e["state"][0, -7:-4]) > 0.01 for e in episodes]
