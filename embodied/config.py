@@ -188,6 +188,12 @@ class RewardConfig(Section):
     threshold: float | None = None
     """The reward is 1 where the judgement is at least this and 0 elsewhere; None: the judgement itself."""
 
+    @property
+    def classifier_folder(self) -> Path | None:
+        """`classifier`; the project's own of that name (`assets/reach_success`) where the current folder has none."""
+        named = self.classifier
+        return named if named is None or named.exists() or not (HERE / named).is_dir() else HERE / named
+
 
 class SFTConfig(Section):
     """Supervised learning from demonstrations (`embodied sft`)."""

@@ -62,8 +62,8 @@ class RewardWorker(PassingWorker):
         check_reward(config)
         if config.reward.function is not None:
             function_of(config.reward.function)
-        elif config.reward.classifier is not None:
-            SuccessClassifier.load(config.reward.classifier)
+        elif config.reward.classifier_folder is not None:
+            SuccessClassifier.load(config.reward.classifier_folder)
 
     def work(self, batch: Trajectories) -> Trajectories:
         """The trajectories with what the judge says as their rewards."""
@@ -114,12 +114,13 @@ def function_of(name: str) -> Judge:
 
 def _classifier_of(config: Config, spec: PolicySpec) -> SuccessClassifier:
     """The configuration's classifier, if it can look at what the policy sees."""
-    assert config.reward.classifier is not None
-    found = SuccessClassifier.load(config.reward.classifier)
+    folder = config.reward.classifier_folder
+    assert folder is not None
+    found = SuccessClassifier.load(folder)
     looks, lacking = found.looks, [name for name in found.looks.cameras if name not in spec.cameras]
     if lacking or (looks.image_size, looks.orientation) != (spec.image_size, config.env.orientation):
         raise UserError(
-            f"the classifier in {config.reward.classifier} looks at {', '.join(looks.cameras)} with "
+            f"the classifier in {folder} looks at {', '.join(looks.cameras)} with "
             f"{looks.image_size} pixels, {looks.orientation}; the run draws {', '.join(spec.cameras)} with "
             f"{spec.image_size}, {config.env.orientation}: set env.cameras, env.image_size and env.orientation to the "
             "classifier's, or record and train another"

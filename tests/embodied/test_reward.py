@@ -337,4 +337,5 @@ def test_episodes_without_frames_or_successes_teach_nothing(demos: Dataset, tmp_
 def test_the_shipped_configuration_has_a_reward_worker() -> None:
     config = load_config("reach_reward")
     check_files(config)
+    check_run(config)
     assert "reward" in {component.name for component in recipe_of(config).after_rollout}
