@@ -201,7 +201,8 @@ def test_one_process_or_two_change_nothing(here: Session, states: Run, tmp_path:
 @pytest.mark.parametrize("one_process", [True, False])
 def test_tasks_may_take_turns_with_the_learner(one_process: bool, here: Session, pictures: Run, tmp_path: Path) -> None:
     """The policy worker and the renderers of all tasks leave, and the learner."""
-    found = run_by(config_of(SETTINGS), here, tmp_path, placed(one_process, unload=True))
+    traced = config_of(SETTINGS, runtime={**SETTINGS["runtime"], "trace": True})
+    found = run_by(traced, here, tmp_path, placed(one_process, unload=True))
     assert_equal(found, pictures)
     spans = [span.args["worker"] for span in found.iterations[1].spans if span.name == "switch"]
     policy = [] if one_process else ["policy"]
