@@ -392,7 +392,9 @@ def _place(
     for component in (decider, *passers):
         affinity = assignment.components[component.name]
         acts = component is decider
-        beside = assignment.one_process if acts else affinity == base.affinity
+        # Beside the trainer a passer uses its weights, which must not be away while trajectories pass.
+        leaves = assignment.unload and not assignment.one_process
+        beside = assignment.one_process if acts else affinity == base.affinity and not leaves
         reach = session.reach(farm) if acts else None
         context = replace(base, affinity=affinity, farm=reach, shares=beside)
         trained = placed[trainer.name]
