@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,6 +36,18 @@ def refusal(*arguments: str, **settings: str) -> str:
     assert done.returncode == 2, said
     assert "Traceback" not in said, said
     return " ".join(said.split())
+
+
+def refusal_here(*arguments: str) -> str:
+    """The same in this process, where nothing has to be imported anew: an exception would be the traceback."""
+    said = io.StringIO()
+    with redirect_stdout(said), redirect_stderr(said):
+        try:
+            status: Any = cli.main(list(arguments))
+        except SystemExit as left:  # the parser's way
+            status = left.code
+    assert status == 2, said.getvalue()
+    return " ".join(said.getvalue().split())
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +91,7 @@ def test_report_can_be_written_again(run: Path) -> None:
 
 
 def test_a_run_that_exists_is_refused_with_the_way_out(run: Path) -> None:
-    said = refusal("train", "reach", "--name", "first", "--runs-dir", str(run.parent), *SMALL)
+    said = refusal_here("train", "reach", "--name", "first", "--runs-dir", str(run.parent), *SMALL)
     assert "--resume auto" in said and "--name" in said
 
 
@@ -113,25 +128,25 @@ def test_a_wrong_task_name_shows_the_nearest(mode: str, tmp_path: Path) -> None:
 
 
 def test_a_control_mode_that_the_task_lacks_lists_those_it_has(tmp_path: Path) -> None:
-    said = refusal("train", "reach", *SMALL, "--env.control-mode", "pd_joint_pos", "--runs-dir", str(tmp_path))
+    said = refusal_here("train", "reach", *SMALL, "--env.control-mode", "pd_joint_pos", "--runs-dir", str(tmp_path))
     assert "pd_joint_pos" in said and "ee_delta_pos" in said
 
 
 def test_a_batch_that_does_not_divide_names_one_that_does(tmp_path: Path) -> None:
     overrides = ["--env.num-envs", "7", "--farm.physics-workers", "2", "--farm.groups", "2"]
-    said = refusal("train", "reach", *SMALL, *overrides, "--runs-dir", str(tmp_path))
+    said = refusal_here("train", "reach", *SMALL, *overrides, "--runs-dir", str(tmp_path))
     assert "7 environments do not divide" in said and "8" in said
 
 
 def test_a_checkpoint_of_another_policy_is_refused(run: Path) -> None:
     latest = run / "checkpoints" / (run / "checkpoints" / "latest").read_text().strip()
-    said = refusal("eval", "reach", "--checkpoint", str(latest), "--policy.kind", "flow", "--policy.options", "{}")
+    said = refusal_here("eval", "reach", "--checkpoint", str(latest), "--policy.kind", "flow", "--policy.options", "{}")
     assert "another policy" in said or "policy.options" in said
 
 
 def test_a_checkpoint_of_another_task_is_refused(run: Path) -> None:
     latest = run / "checkpoints" / (run / "checkpoints" / "latest").read_text().strip()
-    said = refusal("eval", "reach", "--checkpoint", str(latest), "--env.task", "tabletop/push", *SMALL[:4])
+    said = refusal_here("eval", "reach", "--checkpoint", str(latest), "--env.task", "tabletop/push", *SMALL[:4])
     assert "another policy" in said and "state_dim" in said
 
 
@@ -144,12 +159,12 @@ def test_a_damaged_checkpoint_is_refused(run: Path, tmp_path: Path) -> None:
     data = bytearray(weights.read_bytes())
     data[-5] ^= 1
     weights.write_bytes(data)
-    assert "damaged" in refusal("eval", str(tmp_path / "damaged"))
+    assert "damaged" in refusal_here("eval", str(tmp_path / "damaged"))
 
 
 def test_a_read_only_folder_is_refused_before_anything_starts() -> None:
     # Nobody can make a folder here, root included: tests often run as root, whom permissions do not stop.
-    said = refusal("train", "reach", "--runs-dir", "/sys/embodied-runs", *SMALL)
+    said = refusal_here("train", "reach", "--runs-dir", "/sys/embodied-runs", *SMALL)
     assert "cannot be written" in said and "--runs-dir" in said and "Starting" not in said
 
 
@@ -180,16 +195,16 @@ def test_an_unknown_key_names_the_nearest(tmp_path: Path) -> None:
     assert "--loss.clip" in refusal("train", "reach", "--loss.clp", "0.1")
     config = tmp_path / "typo.yaml"
     config.write_text("loss: {clp: 0.1}\n")
-    assert "loss.clip" in refusal("train", str(config))
+    assert "loss.clip" in refusal_here("train", str(config))
 
 
 def test_an_unknown_configuration_or_run_names_the_nearest() -> None:
-    assert "pushcube" in refusal("train", "pushcubes")
-    assert "no run" in refusal("report", "no-such-run")
+    assert "pushcube" in refusal_here("train", "pushcubes")
+    assert "no run" in refusal_here("report", "no-such-run")
 
 
 def test_policies_that_read_images_need_a_camera(tmp_path: Path) -> None:
-    said = refusal("train", "reach", *SMALL, "--policy.reads", "images", "--runs-dir", str(tmp_path))
+    said = refusal_here("train", "reach", *SMALL, "--policy.reads", "images", "--runs-dir", str(tmp_path))
     assert "env.cameras" in said
 
 
@@ -267,7 +282,7 @@ def test_a_suite_is_evaluated_into_a_table_and_a_folder(untrained: list[str], tm
     table = (tmp_path / "e" / "eval.md").read_text()
     assert table in done.stdout and "| **tabletop**" in table
     assert (tmp_path / "e" / "videos" / "evaluation.mp4").stat().st_size > 0
-    said = refusal(*untrained, "--eval.tasks", "tabletop", "--folder", str(tmp_path / "e"))
+    said = refusal_here(*untrained, "--eval.tasks", "tabletop", "--folder", str(tmp_path / "e"))
     assert "--resume auto" in said and "--folder" in said
 
 
@@ -281,17 +296,17 @@ def test_a_run_keeps_every_evaluation_and_shows_the_newest(run: Path) -> None:
 
 
 def test_an_unknown_suite_or_index_shows_the_nearest(untrained: list[str], tmp_path: Path) -> None:
-    assert "tabletop" in refusal(*untrained, "--eval.tasks", "tabeltop")
-    assert "tabletop/reach" in refusal(*untrained, "--eval.tasks", "tabletop/push", "tabletop/reech")
+    assert "tabletop" in refusal_here(*untrained, "--eval.tasks", "tabeltop")
+    assert "tabletop/reach" in refusal_here(*untrained, "--eval.tasks", "tabletop/push", "tabletop/reech")
     assert not (tmp_path / "runs").exists(), "an evaluation that never began must leave no folder"
 
 
 def test_a_configuration_whose_policy_needs_training_is_refused(tmp_path: Path) -> None:
-    said = refusal("eval", "reach", *SMALL[:4], "--runs-dir", str(tmp_path / "runs"))
+    said = refusal_here("eval", "reach", *SMALL[:4], "--runs-dir", str(tmp_path / "runs"))
     assert "--checkpoint" in said
     assert not list(tmp_path.glob("runs/evals/*"))
 
 
 def test_a_published_protocol_refuses_other_tasks(untrained: list[str]) -> None:
-    said = refusal(*untrained, "--eval.protocol", "openvla-oft")
+    said = refusal_here(*untrained, "--eval.protocol", "openvla-oft")
     assert "tabletop/reach" in said and "libero/libero_spatial" in said
