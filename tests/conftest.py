@@ -16,23 +16,27 @@ from sim_farm import memory
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 LONGEST = (
-    "tests/embodied/test_executor.py",
-    "tests/sim_farm/test_libero.py",
     "tests/sim_farm/test_maniskill.py",
-    "tests/embodied/test_planning.py",
+    "tests/embodied/test_runtime.py",
     "tests/embodied/test_cluster.py",
+    "tests/embodied/test_cli.py",
+    "tests/embodied/test_planning.py",
+    "tests/sim_farm/test_libero.py",
+    # One after another, so that whoever is given several starts one Ray for them.
+    "tests/embodied/test_executor.py",
     "tests/embodied/test_lost_workers.py",
     "tests/embodied/test_worker_groups.py",
-    "tests/embodied/test_runtime.py",
-    "tests/embodied/test_cli.py",
-    "tests/embodied/test_golden_parameters.py",
-    "tests/embodied/test_replanning.py",
-    "tests/embodied/test_evaluation.py",
-    "tests/embodied/test_grpo.py",
-    "tests/embodied/test_doctor.py",
-    "tests/embodied/test_openvla_end_to_end.py",
-    "tests/sim_farm/test_workers.py",
+    "tests/embodied/test_trajectory_memory.py",
     "tests/policies/openvla/test_openvla_policy.py",
+    "tests/sim_farm/test_workers.py",
+    "tests/embodied/test_evaluation.py",
+    "tests/embodied/test_bench.py",
+    "tests/embodied/test_devices.py",
+    "tests/embodied/test_golden_parameters.py",
+    "tests/embodied/test_doctor.py",
+    "tests/embodied/test_bench_policy.py",
+    "tests/embodied/test_openvla_end_to_end.py",
+    "tests/embodied/test_replanning.py",
 )
 """Files that take longest. They begin first, so that no process of a run waits at its end for one that began late."""
 
