@@ -215,10 +215,10 @@ class TrajectoryMemory:
         if device.type != "cuda":
             return {name: every[:, i].index_select(0, rows) for i, name in enumerate(self.shape.cameras)}
         self._pin(every)
-        found = torch.empty(every.shape[1], len(rows), *every.shape[2:], dtype=torch.uint8, device=device)
+        found = torch.empty(len(rows), *every.shape[1:], dtype=torch.uint8, device=device)
         for place, row in enumerate(rows.tolist()):  # each straight from the shared memory, without a stop
-            found[:, place].copy_(every[row], non_blocking=True)
-        return {name: found[i] for i, name in enumerate(self.shape.cameras)}
+            found[place].copy_(every[row], non_blocking=True)
+        return {name: found[:, i] for i, name in enumerate(self.shape.cameras)}
 
     def _pin(self, frames: Tensor) -> None:
         """Let the GPU read the frames where they are, until this object is gone: whatever is mapped there later has

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from torch import nn
 
 import embodied
 from embodied.config import Config, load_config, parse_config
+from embodied.execution.assignment import HERE, Assignment, FarmAssignment
+from embodied.execution.executor import executor
 from embodied.execution.session import Session, open_session
+from embodied.workers.affinity import Affinity
+from embodied.workers.roles import Trainer
 from sim_farm.contract import TaskSpec
 from sim_farm.episodes import EndlessEpisodes
 from sim_farm.layout import FarmSpec
@@ -89,3 +95,31 @@ def test_ppo_trains_on_libero_from_pixels(tmp_path: Path) -> None:
     result = embodied.train(parse_config(whole, "test"), runs_dir=tmp_path)
     assert result["env_steps"] == 2 * 3 * 8 and result["episodes"] == 2
     assert (tmp_path / "tiny" / "report.html").is_file()
+
+
+@pytest.mark.slow
+def test_ten_tasks_are_decided_for_by_one_copy_of_the_weights(tmp_path: Path) -> None:
+    """OpenVLA at a toy's size on all of LIBERO-Spatial, policy worker and learner in one process."""
+    task = {"num_envs": 1, "max_episode_steps": 8}
+    data = load_config("openvla_tiny").model_dump(mode="json")
+    data["env"] |= {**task, "task": "libero/libero_spatial/0", "gripper": "inverted"}
+    data["extra_tasks"] = [{"task": f"libero/libero_spatial/{number}"} for number in range(1, 10)]
+    data["rollout"] |= {"decisions": 2}
+    data["optim"] |= {"minibatch": 10, "threads": 1}
+    data["runtime"] |= {"mode": "inline", "trace": False}
+    config = parse_config(data, "test")
+    before = {id(parameter) for parameter in living_parameters()}
+    farm = FarmAssignment(1, (None,), (HERE,))
+    place = Assignment("inline", (farm,) * 10, {"policy": Affinity(), "learner": Affinity()}, one_process=True)
+    with open_session(config) as session, executor(config, tmp_path, session, place) as workers:
+        workers.begin(None, 0)
+        one = workers.iterate(0)
+        own = list(workers.trainer.call(Trainer.own_policy).parameters())
+        alive = [parameter for parameter in living_parameters() if id(parameter) not in before]
+    assert one.summary.env_steps == 20 and one.learned["learner/steps"] > 0
+    assert {id(parameter) for parameter in alive} == {id(parameter) for parameter in own}
+
+
+def living_parameters() -> list[nn.Parameter]:
+    gc.collect()
+    return [found for found in gc.get_objects() if issubclass(type(found), nn.Parameter)]
