@@ -120,7 +120,7 @@ def test_resume_goes_on_where_the_run_stopped(run: Path, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("mode", ["inline", "ray"])
 def test_a_wrong_task_name_shows_the_nearest(mode: str, tmp_path: Path) -> None:
-    said = refusal(
+    said = refusal_here(
         "train", "reach", "--env.task", "tabletop/reech", "--runtime.mode", mode, "--runs-dir", str(tmp_path)
     )
     assert "tabletop/reach" in said
