@@ -104,10 +104,14 @@ class CnnEncoder(Encoder):
         self.normalizer = Normalizer(spec.proprio_dim) if spec.proprio_dim else None
 
     def forward(self, inputs: Inputs) -> Tensor:
-        pixels = torch.cat([self._frame(inputs, name) for name in self.cameras], -1)
+        frames = [self._frame(inputs, name) for name in self.cameras]
+        # Each camera's bytes are converted straight into its channels; joined as bytes they would be copied twice.
+        pixels = torch.empty(*frames[0].shape[:3], 3 * len(frames), device=frames[0].device)
+        for i, frame in enumerate(frames):
+            pixels[..., 3 * i : 3 * i + 3] = frame
         # [B, H, W, channels] seen as [B, channels, H, W] is torch's channels_last format: nothing is copied,
         # neither here nor where the grid is flattened again.
-        scaled = pixels.permute(0, 3, 1, 2).float().mul_(1 / 127.5).sub_(1)
+        scaled = pixels.permute(0, 3, 1, 2).mul_(1 / 127.5).sub_(1)
         grid = self.convolutions(scaled).permute(0, 2, 3, 1)
         features = self.head(grid.flatten(1))
         if self.normalizer is None:

@@ -17,6 +17,8 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from embodied.config import Config, parse_config
 from embodied.data.trajectories import Trajectories
@@ -135,6 +137,33 @@ def test_acting_copies_no_frame_and_learning_copies_each_that_it_reads_once(tmp_
             assert learned["learner/frames_read"] == learned["learner/frame_copies"] == epochs * rows
             finals = sum(episode.length == 9 for episode in one.summary.episodes)  # truncated
             assert one.summary.frames.read == one.summary.frames.copied == 4 + finals, "beside the last observations"
+
+
+class NewPixels(TorchDispatchMode):
+    """Counts the bytes of uint8 tensors that operations make, views of existing ones left out."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        for made in tree_leaves(out):
+            if isinstance(made, Tensor) and made.dtype == torch.uint8:
+                fresh = made.untyped_storage().data_ptr() not in given
+                self.nbytes += made.nbytes if fresh else 0
+        return out
+
+
+def test_what_is_counted_is_all_that_is_copied(tmp_path: Path) -> None:
+    """Of every uint8 tensor that torch makes in an iteration, acting and learning."""
+    config = config_of()
+    with open_session(config) as session, executor(config, tmp_path, session, assigned()) as workers:
+        workers.begin(None, 0)
+        workers.iterate(0)
+        with NewPixels() as pixels:
+            one = workers.iterate(1)
+    frame_bytes = 32 * 32 * 3
+    assert pixels.nbytes == frame_bytes * (one.learned["learner/frames_read"] + one.summary.frames.read)
 
 
 def test_frames_of_a_group_of_which_some_rest_are_counted_as_copied() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 
@@ -140,6 +141,28 @@ def test_a_worker_that_is_stopped_while_it_works_is_hung_and_its_replacement_is_
         host.replace_worker(0)
         assert farm.collect(0, deadline_s=60).steps.all()
         assert hung(slots, 0, NEVER) is None
+
+
+def test_a_farm_waits_longer_than_its_deadline_while_a_worker_goes_on() -> None:
+    """The worker is stopped, and the progress that it would have made is noted in its stead."""
+    with processes(SPEC) as (farm, host):
+        drive(farm, end=1)
+        slots = farm.tasks[0].slots
+        until(lambda: (slots["phase"] == layout.WAITING).all())
+        host.signal(PHYSICS, signal.SIGSTOP)
+        farm.submit(0, actions_for(farm, 0, 1))
+        deadline_s, stopped = 1.0, time.monotonic()
+
+        def goes_on() -> None:
+            while time.monotonic() - stopped < 3 * deadline_s:
+                slots["since_ns"][PHYSICS] = time.monotonic_ns()
+                time.sleep(0.02)
+            host.signal(PHYSICS, signal.SIGCONT)
+
+        with ThreadPoolExecutor(1) as thread:
+            gone_on = thread.submit(goes_on)
+            assert farm.wait_ready(deadline_s) == 0 and farm.collect(0, deadline_s).steps.all()
+            gone_on.result()
 
 
 def test_progress_is_noted_at_every_environment() -> None:
