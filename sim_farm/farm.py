@@ -210,25 +210,36 @@ class Farm:
         return [group for group in self._submitted() if self._done(group)]
 
     def wait_ready(self, deadline_s: float = 300.0) -> int:
-        """Wait, at most `deadline_s` seconds, until a submitted group is done; of several, return the lowest number.
+        """Wait until a submitted group is done, at most `deadline_s` seconds without progress of any; of several,
+        return the lowest number.
 
         Raises `GroupError` where none is submitted, and what `collect` raises.
         """
         submitted = self._submitted()
         if not submitted:
             raise GroupError("no group is submitted; submit one before waiting")
-        self._wait(lambda: any(map(self._done, submitted)), lambda: self._timeout(submitted[0], deadline_s), deadline_s)
+        self._wait(
+            lambda: any(map(self._done, submitted)),
+            lambda: self._timeout(min(submitted, key=self._progress_ns), deadline_s),
+            deadline_s,
+            lambda: max(map(self._progress_ns, submitted)),
+        )
         return next(filter(self._done, submitted))
 
     def collect(self, group: int, deadline_s: float = 300.0) -> Observations:
-        """Wait for the group, at most `deadline_s` seconds, and read it.
+        """Wait for the group, at most `deadline_s` seconds without progress of a worker that it waits for, and read it.
 
         Raises `WorkerTimeout` naming the worker and what it was doing, `WorkerFailed` with its message.
         """
         task, local = self._local(group)
         if task.state_of(local) is not GroupState.SUBMITTED:
             raise GroupError(f"group {group} is {task.state_of(local).value}; submit it before collecting")
-        self._wait(lambda: task.done(local), lambda: self._timeout(group, deadline_s), deadline_s)
+        self._wait(
+            lambda: task.done(local),
+            lambda: self._timeout(group, deadline_s),
+            deadline_s,
+            lambda: task.progress_ns(local),
+        )
         return task.collect(local)
 
     @property
@@ -248,18 +259,30 @@ class Farm:
         task, local = self._local(group)
         return task.done(local)
 
+    def _progress_ns(self, group: int) -> int:
+        task, local = self._local(group)
+        return task.progress_ns(local)
+
     def _timeout(self, group: int, deadline_s: float) -> WorkerTimeout:
         task, local = self._local(group)
         return task.timeout(local, deadline_s)
 
-    def _wait(self, done: Callable[[], bool], late: Callable[[], WorkerTimeout], deadline_s: float) -> None:
-        begin = time.monotonic()
+    def _wait(
+        self,
+        done: Callable[[], bool],
+        late: Callable[[], WorkerTimeout],
+        deadline_s: float,
+        progress_ns: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """Wait until it is done. From the last progress, whose time is `progress_ns`, the deadline counts anew."""
+        begin_ns = time.monotonic_ns()
         while True:
             seen = self._bell.value()
             if done():
                 return
             self.check()
-            if time.monotonic() - begin > deadline_s:
+            late_ns = time.monotonic_ns() - deadline_s * 1e9
+            if begin_ns < late_ns and progress_ns() < late_ns and not done():
                 raise late()
             self._bell.wait(seen, timeout_s=0.5)
 

@@ -272,15 +272,25 @@ class TaskFarm:
     def timeout(self, group: int, deadline_s: float) -> WorkerTimeout:
         """The error that names the worker that the group waits for: of the workers that have work of the group, the one
         whose last progress is longest ago."""
-        slots = self.slots
-        late: dict[int, str] = {}
+        awaited = self._awaited(group)
+        worker = self._least_progress(list(awaited))
+        return WorkerTimeout(self._late(worker, deadline_s, awaited[worker]))
+
+    def progress_ns(self, group: int) -> int:
+        """The last progress of the worker that holds the group up: of those that have work of it, the one whose
+        progress is longest ago. On the machine's monotonic clock; now, where the group waits for nobody."""
+        since = [health.stuck_since_ns(self.slots, worker) for worker in self._awaited(group)]
+        return min((begin_ns for begin_ns in since if begin_ns is not None), default=time.monotonic_ns())
+
+    def _awaited(self, group: int) -> dict[int, str]:
+        """The workers that have work of the group, and what it is."""
+        slots, found = self.slots, dict[int, str]()
         for env in self._groups[group].envs.tolist():
             if slots["simulated"][env] != slots["requested"][env]:
-                late.setdefault(int(slots["physics_of"][env]), f"with environment {env} to simulate")
+                found.setdefault(int(slots["physics_of"][env]), f"with environment {env} to simulate")
             elif slots["drawn"][env] != slots["requested"][env]:
-                late.setdefault(int(slots["renderer_of"][env]), f"with environment {env} to draw")
-        worker = self._least_progress(list(late))
-        return WorkerTimeout(self._late(worker, deadline_s, late[worker]))
+                found.setdefault(int(slots["renderer_of"][env]), f"with environment {env} to draw")
+        return found
 
     def doing(self) -> list[str]:
         """Of each worker, what it does."""

@@ -131,12 +131,10 @@ def assemble(
             else values.masked_fill(~taken.reshape(*taken.shape, *(1,) * (values.ndim - 2)), 0)
         )
 
-    finals = torch.zeros(table.shape)
-    if final_values:
-        places = {int(row): place for place, row in enumerate(table.flatten().tolist()) if mask.flat[place]}
-        for row, value in final_values.items():
-            if row in places:
-                finals.view(-1)[places[row]] = value
+    finals = torch.zeros(table.size)
+    for place, row in enumerate(table.flatten().tolist()):
+        if row in final_values and mask.flat[place]:
+            finals[place] = final_values[row]
     return Trajectories(
         decisions=StoredDecisions(memory, rows.flatten()),
         log_prob=kept("log_prob"),
@@ -147,7 +145,7 @@ def assemble(
         mask=taken,
         terminated=happened("terminated"),
         truncated=happened("truncated"),
-        final_value=finals,
+        final_value=finals.view_as(taken),
         last_value=last_value,
         version=version,
         episode_group=episode_group,

@@ -17,6 +17,7 @@ from embodied.errors import UserError, nearest
 from embodied.workers.affinity import Affinity
 from embodied.workers.devices import accelerators
 from embodied.workflows.recipes import recipe_of
+from embodied.workflows.sizes import name_in_task
 from schedulers.plan import Phase, Placement, Plan
 
 HOME = "here"
@@ -124,7 +125,7 @@ def assign(plan: Plan, config: Config, cores: tuple[int, ...], nodes: Mapping[st
     }
     acting, updating = found[decider], found[trainer]
     farms = tuple(_farm_of(plan, rolling, number, cores, nodes or {}) for number in range(1 + len(config.extra_tasks)))
-    simulating = {id(_of(rolling, _task_name(recipe.loop[0], number))) for number in range(len(farms))}
+    simulating = {id(_of(rolling, name_in_task(recipe.loop[0], number))) for number in range(len(farms))}
     takes_turns = all(farm.groups == 1 for farm in farms) or id(placements[decider]) not in simulating
     # With several groups on the same cores the system deals out the time: one thread that may run anywhere.
     found[decider] = acting if takes_turns else Affinity(device=acting.device)
@@ -137,17 +138,12 @@ def assign(plan: Plan, config: Config, cores: tuple[int, ...], nodes: Mapping[st
     )
 
 
-def _task_name(name: str, number: int) -> str:
-    """What plans call the component of a task."""
-    return f"{name}-{number}" if number else name
-
-
 def _farm_of(
     plan: Plan, rolling: Phase, number: int, cores: tuple[int, ...], nodes: Mapping[str, str]
 ) -> FarmAssignment:
     """Where the plan has the simulators of one task."""
-    physics = _of(rolling, _task_name("physics", number))
-    render = _task_name("render", number)
+    physics = _of(rolling, name_in_task("physics", number))
+    render = name_in_task("render", number)
     drawing = next((p for p in rolling.placements if render in p.components), physics)
     for component, placement in (("physics", physics), ("render", drawing)):
         if placement.pool != "cores":

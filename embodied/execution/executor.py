@@ -59,6 +59,16 @@ class Iteration:
         return (self.end_ns - self.begin_ns) / 1e9
 
 
+@dataclass(frozen=True)
+class _Sent:
+    """A part on its way to the trainer."""
+
+    passing: tuple[tuple[str, Any], ...]
+    """Of each passer its name, and references to the seconds that its ranks take."""
+    collecting: Any
+    """References to what the trainer says."""
+
+
 @dataclass
 class Executor:
     """A run's workers, placed by an assignment. Use `executor` to make one."""
@@ -83,8 +93,6 @@ class Executor:
     """Seconds that the iteration's switches took."""
     _returns: list[Span] = field(default_factory=list)
     """The switches with which the iteration began: of renderers that came back."""
-    _passing: list[tuple[str, WorkerGroup[Passer], Any]] = field(default_factory=list)
-    """What passers were asked and have not answered yet."""
     _passed_s: dict[str, float] = field(default_factory=dict)
     """Seconds that each passer has worked in this iteration."""
 
@@ -205,13 +213,18 @@ class Executor:
         return self.run_dir / f"unloaded-{self.decider.name}.safetensors"
 
     @property
+    def _environments(self) -> int:
+        """Of all tasks."""
+        return sum(spec.num_envs for spec in self.farm.specs)
+
+    @property
     def _by_episodes(self) -> bool:
         return self.recipe.rollout == "episodes"
 
     def _parts(self) -> Iterator[EpisodePart]:
         """An iteration's episodes in the parts that are handed on: the plan's, where they may flow."""
         settings = self.config.rollout
-        environments = sum(spec.num_envs for spec in self.farm.specs)
+        environments = self._environments
         flows = streams(self.config) and not settings.max_episodes_per_env
         size = (self.assignment.part if flows else 0) or environments
         items = (settings.max_episodes_per_env or settings.episodes_per_env) * environments
@@ -223,9 +236,8 @@ class Executor:
         if not self._by_episodes:
             return self.decider.submit(Decider.rollout, settings.decisions, self.farm_deadline_s)
         part = part or next(self._parts())
-        environments = sum(spec.num_envs for spec in self.farm.specs)
         # Where a part decides whether there is another, nobody may begin that before it is known.
-        limit = -(-part.stop // environments) if settings.max_episodes_per_env else settings.episodes_per_env
+        limit = -(-part.stop // self._environments) if settings.max_episodes_per_env else settings.episodes_per_env
         return self.decider.submit(Decider.rollout_episodes, part, limit, self.farm_deadline_s)
 
     def _begun(self, part: EpisodePart | None = None) -> Any:
@@ -236,10 +248,9 @@ class Executor:
     def _rollout_parts(self, iteration: int, spans: list[Span]) -> RolloutSummary:
         """Part after part, each handed on when it is complete."""
         settings = self.config.rollout
-        environments = sum(spec.num_envs for spec in self.farm.specs)
-        wanted = environments * settings.episodes_per_env // settings.episode_group
+        wanted = self._environments * settings.episodes_per_env // settings.episode_group
         total: RolloutSummary | None = None
-        waiting: list[Any] = []
+        waiting: list[_Sent] = []
         taught = 0
         for number, part in enumerate(self._parts()):
             begin = time.monotonic_ns()
@@ -256,21 +267,22 @@ class Executor:
         assert total is not None
         return total
 
-    def _send(self, iteration: int) -> Any:
+    def _send(self, iteration: int) -> _Sent:
         """Send the rolled-out trajectories through the passers to the trainer; `_collected` waits for its answer."""
         source: WorkerGroup[Any] = self.decider
         produce: Any = Decider.trajectories
+        passing = []
         for component in self.recipe.after_rollout[:-1]:
             passer: WorkerGroup[Passer] = self.workers[component.name]
-            self._passing.append((component.name, passer, passer.pipe(Passer.receive, source, produce, iteration)))
+            passing.append((component.name, passer.pipe(Passer.receive, source, produce, iteration)))
             source, produce = passer, Passer.trajectories
-        return self.trainer.pipe(Trainer.collect, source, produce, iteration)
+        return _Sent(tuple(passing), self.trainer.pipe(Trainer.collect, source, produce, iteration))
 
-    def _collected(self, sent: Any) -> CollectStatistics:
-        for name, passer, asked in self._passing:
-            self._passed_s[name] = self._passed_s.get(name, 0.0) + sum(passer.get(asked))
-        self._passing = []
-        (found,) = self.trainer.get(sent)
+    def _collected(self, sent: _Sent) -> CollectStatistics:
+        """Wait until a part is collected. A passer's failure is raised before those that follow from it."""
+        for name, references in sent.passing:
+            self._passed_s[name] = self._passed_s.get(name, 0.0) + sum(self.workers[name].get(references))
+        (found,) = self.trainer.get(sent.collecting)
         return found
 
     def _to_trainer(self) -> list[Span]:

@@ -10,6 +10,7 @@ from embodied.execution.assignment import Assignment, configured
 from embodied.execution.executor import check_workflow
 from embodied.execution.farm_specs import farm_spec, run_specs
 from embodied.workers.context import task_spec
+from embodied.workers.makers import check_components
 from embodied.workflows.recipes import recipe_of
 from embodied.workflows.sizes import episodes_of, tasks_of
 from policies import registry
@@ -25,10 +26,7 @@ def check_run(config: Config) -> None:
     cameras) is left to the workers.
     """
     check_workflow(recipe_of(config))
-    for component in recipe_of(config).components:
-        check = getattr(component.worker_class(), "check", None)
-        if check is not None:
-            check(config)
+    check_components(config)
     check_policy(config)
     for task in tasks_of(config):
         check_task(task.env.task)

@@ -93,9 +93,12 @@ def open_session(config: Config) -> Iterator[Session]:
         runtime.close()
 
 
-def _await_built(farm: Farm, runtime: Runtime, deadline_s: float = 600.0) -> None:
-    """Show how the environments come into being; the farm itself notices workers that fail at it."""
-    begin, total = time.monotonic(), sum(spec.num_envs for spec in farm.specs)
+def _await_built(farm: Farm, runtime: Runtime) -> None:
+    """Show how the environments come into being; the farm itself notices workers that fail at it.
+
+    Raises `WorkerTimeout` when none has come into being for the runtime's deadline.
+    """
+    deadline_s, last, total = runtime.deadline.seconds, time.monotonic(), sum(spec.num_envs for spec in farm.specs)
     names = ", ".join(dict.fromkeys(spec.task.name for spec in farm.specs))
     with steps(f"Building {total} environments of {names}", total) as bar:
         known = 0
@@ -105,7 +108,7 @@ def _await_built(farm: Farm, runtime: Runtime, deadline_s: float = 600.0) -> Non
             now = farm.built()
             if now > known:
                 bar.advance(now - known)
-                known = now
-            elif time.monotonic() - begin > deadline_s:
+                known, last = now, time.monotonic()
+            elif time.monotonic() - last > deadline_s:
                 raise farm.timeout(deadline_s)
             time.sleep(0.05)  # building takes tens of milliseconds and more; nobody waits on this loop

@@ -19,7 +19,8 @@ from embodied.planning.clusters import local_cluster, run_cluster
 from embodied.planning.profiler import in_todays_keys, profile_config, work_of
 from embodied.planning.replanning import Decision, Watch
 from embodied.workers.context import task_spec
-from embodied.workflows.sizes import check_settings, tasks_of, workflow_of
+from embodied.workers.makers import check_components
+from embodied.workflows.sizes import tasks_of, workflow_of
 from schedulers import Cluster, Plan, PlanError, Profile, Workflow
 from sim_farm.hosts import InProcess
 
@@ -145,7 +146,7 @@ def check_files(config: Config) -> None:
 
     On a cluster a plan is checked when the cluster's machines are known.
     """
-    check_settings(config)
+    check_components(config)
     wanted = config.plan
     if wanted.file is None and wanted.profile is None:
         return

@@ -34,9 +34,9 @@ class _Final:
 class FinalObservationsKept:
     """Final observations by the flat row of the decision that ended the episode."""
 
-    def __init__(self, memory: TrajectoryMemory, columns: int) -> None:
-        self._memory = memory
-        first = memory.shape.rows * memory.shape.columns
+    def __init__(self, memory: TrajectoryMemory) -> None:
+        self._memory, columns = memory, memory.shape.columns
+        first = memory.shape.rows * columns
         rows = 0 if memory.frames is None else len(memory.frames.frames)
         self._free = deque(range(first, rows))
         self._draws = len(self._free) >= columns and memory.frames is not None

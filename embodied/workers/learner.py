@@ -37,7 +37,7 @@ from embodied.workers.microbatch import LossSums, MicroBatchLoss, add_gradient, 
 from embodied.workers.offload import Offload, Switch
 from embodied.workers.roles import CollectStatistics
 from embodied.workflows.recipes import recipe_of
-from embodied.workflows.sizes import check_settings, groups_suffice, streams
+from embodied.workflows.sizes import check_credit, groups_suffice, streams
 from policies.contract import Policy
 
 BEHAVIOUR_BOUND = 2.0
@@ -71,7 +71,7 @@ class Learner:
     """What an edge to here may carry."""
 
     def __init__(self, policy: Policy, config: Config, run_dir: Path, affinity: Affinity | None = None) -> None:
-        check_settings(config)
+        self.check(config)
         self.policy = policy
         self._device = device_of(policy)
         self._recipe, self._run = recipe_of(config), config
@@ -96,6 +96,17 @@ class Learner:
         self._learn_s = 0.0
         self._non_finite = 0
         self._first_ratio_error = float("nan")
+
+    @classmethod
+    def check(cls, config: Config) -> None:
+        """Raise `UserError` for settings that contradict each other, or ask for what no component adds."""
+        check_credit(config)
+        added = {name for c in recipe_of(config).after_rollout for name in getattr(c.worker_class(), "adds", ())}
+        if config.loss.reference_kl and "reference_log_prob" not in added:
+            raise UserError(
+                f"loss.reference_kl is {config.loss.reference_kl:g}, and the workflow {config.workflow} has no "
+                "reference policy: set workflow to ppo_reference or grpo_reference, or loss.reference_kl to 0"
+            )
 
     @classmethod
     def make(cls, context: WorkerContext) -> Learner:

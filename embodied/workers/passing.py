@@ -18,6 +18,8 @@ class PassingWorker:
     takes: ClassVar[frozenset[str]] = frozenset({"trajectories", "episodes"})
     makes: ClassVar[frozenset[str]] = takes
     """Hands on what it was given: whole rollouts, or parts of whole episodes."""
+    adds: ClassVar[frozenset[str]] = frozenset()
+    """Fields of `Trajectories` that are None before it, and filled after."""
 
     def __init__(self, affinity: Affinity | None = None) -> None:
         self._affinity = affinity or Affinity()

@@ -2,8 +2,8 @@
 
     rollout loop, until every group has decided often enough -> trajectories
 
-Trajectories are in the order (decision, environment), and noise is keyed
-by (environment, episode, step), so that neither the groups nor the order of serving changes them.
+Trajectories are in the order (decision, environment), and noise is keyed by (environment, episode, step), so that
+neither the groups nor the order of serving changes them.
 """
 
 from __future__ import annotations

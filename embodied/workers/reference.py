@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from embodied import progress
+from embodied.config import Config
 from embodied.data.trajectories import Trajectories
+from embodied.errors import UserError
 from embodied.workers.context import WorkerContext
 from embodied.workers.devices import CPU, device_of
 from embodied.workers.passing import PassingWorker
@@ -22,6 +25,8 @@ from policies.contract import Policy
 
 class ReferenceWorker(PassingWorker):
     """Fills `Trajectories.reference_log_prob`."""
+
+    adds: ClassVar[frozenset[str]] = frozenset({"reference_log_prob"})
 
     def __init__(self, context: WorkerContext, policy: Policy | None) -> None:
         """`policy` as training begins with it; None: `share` will give one."""
@@ -36,6 +41,15 @@ class ReferenceWorker(PassingWorker):
     def make(cls, context: WorkerContext) -> ReferenceWorker:
         """The reference worker of a run, new or resumed: what it began with follows from the configuration."""
         return cls(context, context.policy())
+
+    @classmethod
+    def check(cls, config: Config) -> None:
+        """Raise `UserError` where nothing is drawn towards the reference."""
+        if not config.loss.reference_kl:
+            raise UserError(
+                f"the workflow {config.workflow} has a reference policy, and loss.reference_kl is 0: set it to the "
+                "weight of the divergence from it (0.01, for example), or take a workflow without"
+            )
 
     def share(self, policy: Policy) -> None:
         """Use the learner's policy, which has learned nothing yet, if what it is now can be had from it later on."""

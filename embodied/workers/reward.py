@@ -25,7 +25,6 @@ from embodied.workers.context import WorkerContext
 from embodied.workers.devices import CPU, find_device
 from embodied.workers.passing import PassingWorker
 from embodied.workers.success_classifier import SuccessClassifier
-from embodied.workflows.sizes import check_reward
 from policies.contract import PolicySpec
 
 Judge = Callable[[Mapping[str, Tensor], Sequence[str]], Any]
@@ -47,7 +46,7 @@ class RewardWorker(PassingWorker):
         """The reward worker of a run. Raises `UserError` for a function or classifier that is not there or does not
         fit."""
         config = context.config
-        check_reward(config)
+        cls.check(config)
         device = find_device(context.affinity.device or config.policy.device)
         if config.reward.function is not None:
             judge, device = function_of(config.reward.function), CPU
@@ -58,8 +57,21 @@ class RewardWorker(PassingWorker):
 
     @classmethod
     def check(cls, config: Config) -> None:
-        """Raise `UserError` for a function or classifier that is not there."""
-        check_reward(config)
+        """Raise `UserError` unless it has one thing to judge by, which is there, and something to look at."""
+        reward = config.reward
+        if (reward.function is None) == (reward.classifier is None):
+            given = "neither is" if reward.function is None else "both are"
+            raise UserError(
+                f"the workflow {config.workflow} has a reward worker, which judges by reward.function or by "
+                f"reward.classifier, and {given} set: name a function as package.module:NAME, or a folder that "
+                "`embodied reward` wrote"
+            )
+        missing = [name for name in ("images", "instruction") if name not in config.policy.reads]
+        if missing:
+            raise UserError(
+                "the reward worker judges frames and instructions, of which only those are kept that policy.reads "
+                f"names: add {' and '.join(missing)}"
+            )
         if config.reward.function is not None:
             function_of(config.reward.function)
         elif config.reward.classifier_folder is not None:

@@ -49,11 +49,11 @@ class RolloutSettings:
 class EnvironmentGroup:
     """One group of environments: where it is in the memory, and what it has decided."""
 
-    def __init__(self, number: int, task: int, envs: np.ndarray, columns: np.ndarray, place: int) -> None:
-        self.number, self.task, self.envs = number, task, envs
+    def __init__(self, number: int, task: int, columns: np.ndarray, place: int) -> None:
+        self.number, self.task = number, task
         self.columns = columns
         """Of the run's environments."""
-        self.places = np.arange(place, place + len(envs))
+        self.places = np.arange(place, place + len(columns))
         """Columns of the trajectory memory."""
         self.row = 0
         """Of the memory: where its present observation is, or will be."""
@@ -106,7 +106,7 @@ class RolloutLoop:
                 "environments: give it one for each, as `rows_for_finals` counts"
             )
         self.memory = memory
-        self.finals = FinalObservationsKept(memory, self.width)
+        self.finals = FinalObservationsKept(memory)
 
     def frames(self) -> FrameCounts:
         """Frames that were read back from the memory so far, and copies of frames, those made while acting too."""
@@ -266,6 +266,6 @@ class RolloutLoop:
         found, place = [], 0
         for number in range(self.farm.groups):
             task, envs = self.farm.task_of(number), self.farm.envs_of(number)
-            found.append(EnvironmentGroup(number, task, envs, envs + self.offsets[task], place))
+            found.append(EnvironmentGroup(number, task, envs + self.offsets[task], place))
             place += len(envs)
         return tuple(found)

@@ -27,9 +27,11 @@ def streams(config: Config) -> bool:
 
 
 def groups_suffice(config: Config) -> bool:
-    """Whether the estimator needs no more than complete episode groups: the edges to the learner say so. Else it is
-    shown all of an iteration's episodes at once."""
-    flows = [edge.flow for edge in recipe_of(config).edges if edge.target == "learner"]
+    """Whether the estimator needs no more than complete episode groups: no edge after the rollout is a barrier. Else it
+    is shown all of an iteration's episodes at once."""
+    recipe = recipe_of(config)
+    after = {component.name for component in recipe.after_rollout}
+    flows = [edge.flow for edge in recipe.edges if edge.target in after]
     return "barrier" not in flows and config.advantage.scale != "batch"
 
 
@@ -91,49 +93,6 @@ def episodes_of(config: Config, seed: int) -> Episodes:
     return EndlessEpisodes(seed, config.env.init_states)
 
 
-def check_settings(config: Config) -> None:
-    """Raise `UserError` for settings that contradict each other, or what the workflow's components need."""
-    check_credit(config)
-    check_reference(config)
-    check_reward(config)
-
-
-def check_reference(config: Config) -> None:
-    """Raise `UserError` for a reference policy that nothing is drawn towards, and for a pull towards none."""
-    recipe, pull = recipe_of(config), config.loss.reference_kl
-    has_reference = "reference" in {component.name for component in recipe.components}
-    if has_reference and not pull:
-        raise UserError(
-            f"the workflow {recipe.name} has a reference policy, and loss.reference_kl is 0: set it to the weight of "
-            "the divergence from it (0.01, for example), or take a workflow without"
-        )
-    if pull and not has_reference:
-        raise UserError(
-            f"loss.reference_kl is {pull:g}, and the workflow {recipe.name} has no reference policy: set workflow to "
-            "ppo_reference or grpo_reference, or loss.reference_kl to 0"
-        )
-
-
-def check_reward(config: Config) -> None:
-    """Raise `UserError` unless a reward worker has one thing to judge by, and something to look at."""
-    recipe, reward = recipe_of(config), config.reward
-    if "reward" not in {component.name for component in recipe.components}:
-        return
-    if (reward.function is None) == (reward.classifier is None):
-        given = "neither is" if reward.function is None else "both are"
-        raise UserError(
-            f"the workflow {recipe.name} has a reward worker, which judges by reward.function or by "
-            f"reward.classifier, and {given} set: name a function as package.module:NAME, or a folder that "
-            "`embodied reward` wrote"
-        )
-    missing = [name for name in ("images", "instruction") if name not in config.policy.reads]
-    if missing:
-        raise UserError(
-            f"the reward worker judges frames and instructions, of which only those are kept that policy.reads names: "
-            f"add {' and '.join(missing)}"
-        )
-
-
 def check_credit(config: Config) -> None:
     """Raise `UserError` where single actions have credit and ratios are taken over more than that."""
     if config.advantage.credit == "action" and config.loss.ratio_unit == "chunk":
@@ -164,16 +123,21 @@ def _sized(edges: Sequence[Edge], config: Config, by_episodes: bool) -> list[Edg
     ]
 
 
+def name_in_task(name: str, number: int) -> str:
+    """What plans call the simulators of a task: `physics`, `render`, `physics-1`, ..."""
+    return f"{name}-{number}" if number else name
+
+
 def _of_task(name: str, number: int, recipe: Recipe) -> str:
-    """What a plan calls a component of a task: `physics`, `physics-1`, ...; what all tasks share has one name."""
-    return f"{name}-{number}" if number and recipe.component(name).per_task else name
+    """The name of a task's component; what all tasks share has one name."""
+    return name_in_task(name, number) if recipe.component(name).per_task else name
 
 
 def _of_tasks(present: Sequence[WorkflowComponent], tasks: int) -> tuple[Component, ...]:
     found = []
     for component in present:
         for number in range(tasks if component.per_task else 1):
-            name = f"{component.name}-{number}" if number else component.name
+            name = name_in_task(component.name, number)
             found.append(Component(name, component.does, component.travels, number))
     return tuple(found)
 
