@@ -80,6 +80,8 @@ class PolicyConfig(Section):
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$")] = "auto"
     """Where policy worker, learner and evaluator compute: `cpu`, `cuda`, `cuda:1`; `auto`: the first GPU, if any. A
     plan may give policy worker and learner others, unless one is named by its number."""
+    replicas: Annotated[int, Field(ge=1)] = 1
+    """Policy workers that share the groups of environments (farm.groups); a plan has its own number."""
     init: Path | None = None
     """A run or checkpoint of the same policy, whose weights and statistics this run begins with."""
 
@@ -173,7 +175,12 @@ class OptimConfig(Section):
     target_kl: float | None = None
     """Ends an update early when a minibatch's approximate KL exceeds 1.5 times this."""
     threads: Annotated[int, Field(ge=0)] = 0
-    """CPU threads of the update; 0 takes one per core."""
+    """CPU threads of each rank's update; 0 shares the cores out."""
+    ranks: Annotated[int, Field(ge=1)] = 1
+    """Learner processes that share every minibatch; a plan has its own number."""
+    sharding: Literal["auto", "whole", "sharded"] = "auto"
+    """What each of several ranks holds: the `whole` policy, or a shard of its parameters, gradients and optimiser
+    state (FSDP2). `auto`: the whole where only adapters are trained or the CPU computes, else shards."""
 
 
 class RewardConfig(Section):

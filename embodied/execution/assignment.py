@@ -52,10 +52,10 @@ class Assignment:
     mode: str
     farms: tuple[FarmAssignment, ...]
     """Of each task."""
-    components: Mapping[str, Affinity]
-    """Where each component that is no simulator computes, by name."""
+    components: Mapping[str, tuple[Affinity, ...]]
+    """Where the instances of each component that is no simulator compute, by name: policy replicas, learner ranks."""
     one_process: bool
-    """Policy worker and learner share a process, and the policy itself."""
+    """Policy workers and learner share processes, rank by rank, and the policy itself."""
     ahead: int = 0
     """1: a rollout begins before the update that should precede it has ended."""
     unload: bool = False
@@ -67,19 +67,26 @@ class Assignment:
         if self.ahead and self.one_process:
             raise ValueError("a rollout that is ahead of the update needs a policy of its own, not the learner's")
 
+    def first_of(self, component: str) -> Affinity:
+        """Where the component's first instance computes."""
+        return self.components[component][0]
+
 
 def configured(config: Config, cores: tuple[int, ...], nodes: Mapping[str, str] | None = None) -> Assignment:
     """What `farm` and `optim` say when nothing is planned: everything shares all cores.
 
     `nodes` maps names and addresses of the cluster's nodes to their ids. Raises `UserError` for a node not in it.
     """
-    learner = Affinity((), config.optim.threads or len(cores))
-    trained = {component.name: learner for component in recipe_of(config).after_rollout}
+    recipe = recipe_of(config)
+    learner = Affinity((), config.optim.threads or max(len(cores) // config.optim.ranks, 1))
+    placed = {component.name: (learner,) for component in recipe.after_rollout}
+    placed[recipe.after_rollout[-1].name] = (learner,) * config.optim.ranks
+    placed[recipe.loop[-1]] = (Affinity(),) * config.policy.replicas
     farm = _configured_farm(config, cores, nodes or {})
     return Assignment(
         mode="configured",
         farms=(farm,) * (1 + len(config.extra_tasks)),
-        components={recipe_of(config).loop[-1]: Affinity(), **trained},
+        components=placed,
         one_process=False,
     )
 
@@ -134,7 +141,13 @@ def assign(plan: Plan, config: Config, cores: tuple[int, ...], nodes: Mapping[st
     together = placements[trainer] is placements[decider] or _within(acting, updating)
     learning = _phase(plan, trainer)
     return Assignment(
-        plan.mode, farms, found, not plan.ahead and together, plan.ahead, plan.unload, learning.micro_batch
+        plan.mode,
+        farms,
+        {name: (affinity,) for name, affinity in found.items()},
+        not plan.ahead and together,
+        plan.ahead,
+        plan.unload,
+        learning.micro_batch,
     )
 
 

@@ -395,14 +395,14 @@ def _place(
         config,
         sizes,
         run_dir,
-        assignment.components[trainer.name],
+        assignment.first_of(trainer.name),
         seeds=tuple(task.seed for task in tasks),
         rounds=memory_rounds(config, assignment.ahead, farm.infos),
     )
     place = session.runtime.place_group
     placed = {trainer.name: place(trainer.name, make_component, 1, (trainer, base))}
     for component in (decider, *passers):
-        affinity = assignment.components[component.name]
+        affinity = assignment.first_of(component.name)
         acts = component is decider
         # Beside the trainer a passer uses its weights, which must not be away while trajectories pass.
         leaves = assignment.unload and not assignment.one_process

@@ -63,22 +63,22 @@ def _turns(config: Config, recipe: Recipe, physics: Sequence[int], compute: Sequ
     farm = FarmAssignment(1, tuple(physics), (HERE,) * len(physics))
     names = (recipe.loop[-1], *(component.name for component in recipe.after_rollout))
     return Assignment(
-        "collocated", (farm,) * (1 + len(config.extra_tasks)), dict.fromkeys(names, affinity), one_process=True
+        "collocated", (farm,) * (1 + len(config.extra_tasks)), dict.fromkeys(names, (affinity,)), one_process=True
     )
 
 
 def _computing_on(like: Assignment, recipe: Recipe, config: Config, gpu: torch.device, cores: int) -> Assignment:
     """As `assign` has decider, passers and trainer compute on an accelerator."""
     trained = Affinity((), config.optim.threads or cores, str(gpu))
-    components = {**dict.fromkeys(like.components, trained), recipe.loop[-1]: Affinity(device=str(gpu))}
+    components = {**dict.fromkeys(like.components, (trained,)), recipe.loop[-1]: (Affinity(device=str(gpu)),)}
     return replace(like, components=components)
 
 
 def _sharing(like: Assignment, recipe: Recipe) -> Assignment:
     """Two groups, and the decider wherever the system finds time for it."""
     decider = recipe.loop[-1]
-    free = replace(like.components[decider], cores=(), threads=1)
-    return replace(_two_groups(like), components={**like.components, decider: free})
+    free = replace(like.first_of(decider), cores=(), threads=1)
+    return replace(_two_groups(like), components={**like.components, decider: (free,)})
 
 
 def _beside(config: Config, recipe: Recipe, cores: Sequence[int]) -> Assignment:
@@ -100,11 +100,11 @@ def _ahead(config: Config, recipe: Recipe, cores: Sequence[int]) -> Assignment:
 
 def _ahead_on(gpu: torch.device, recipe: Recipe, rolling: Assignment) -> Assignment:
     """The rollout one update ahead of what follows it on another GPU."""
-    trained = rolling.components[recipe.after_rollout[-1].name]
+    trained = rolling.first_of(recipe.after_rollout[-1].name)
     return _apart(rolling, recipe, replace(trained, device=str(gpu)))
 
 
 def _apart(rolling: Assignment, recipe: Recipe, trained: Affinity) -> Assignment:
-    after = {component.name: trained for component in recipe.after_rollout}
+    after = {component.name: (trained,) for component in recipe.after_rollout}
     components = {**rolling.components, **after}
     return replace(rolling, mode="disaggregated", components=components, one_process=False, ahead=1)

@@ -23,6 +23,8 @@ class Affinity:
     """PyTorch's threads."""
     device: str | None = None
     """Where the policy's tensors are, of a worker that has one; None: where `policy.device` says."""
+    node: str = ""
+    """Id of the cluster's node that the worker's process is on; '' is the one where the command was typed."""
 
     @contextmanager
     def applied(self) -> Iterator[None]:

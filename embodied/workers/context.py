@@ -34,6 +34,10 @@ class WorkerContext:
     """Of a component that goes round with the simulators."""
     rounds: int = 0
     """Decisions of each environment that the trajectory memory holds."""
+    rank: int = 0
+    """Which of the component's instances this is."""
+    ranks: int = 1
+    """How many there are."""
     shares: bool = False
     """Whether it will be given the policy of another worker of its process, and needs none of its own."""
 

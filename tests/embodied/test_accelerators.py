@@ -92,7 +92,7 @@ def computing(policy: str, learner: str, config: Config, mode: schedulers.Mode =
     found = assign(planned(policy, learner, mode), config, CORES)
     assert set(found.farms[0].physics) == set(CORES)
     assert found.one_process == (policy == learner)
-    return [found.components["policy"], found.components["learner"]]
+    return [found.first_of("policy"), found.first_of("learner")]
 
 
 def test_policy_and_learner_get_the_gpus_that_the_plan_says(two_gpus: None) -> None:
@@ -192,12 +192,12 @@ def test_cores_are_varied_for_the_farm_alone_and_ahead_takes_another_gpu() -> No
     ahead = config_of(plan={"ahead": True})
     one, two, none = (probes_of(ahead, (4, 5), found) for found in (gpus[:1], gpus, []))
     assert "beside" in none and "ahead" in none and "ahead" not in one
-    assert all(a.components["policy"].device == "cuda:0" and not a.components["policy"].cores for _, a in two.values())
-    assert two["ahead"][1].components["learner"].device == "cuda:1" and not two["ahead"][1].one_process
+    assert all(a.first_of("policy").device == "cuda:0" and not a.first_of("policy").cores for _, a in two.values())
+    assert two["ahead"][1].first_of("learner").device == "cuda:1" and not two["ahead"][1].one_process
     assert {name: a.farms[0].physics for name, (_, a) in one.items()} == {
         "all cores": (4, 5), "all cores, half": (4, 5), "one core": (4,), "one core, half": (4,), "shared": (4, 5),
     }  # fmt: skip
-    assert all(a.components["policy"].device is None for _, a in none.values())
+    assert all(a.first_of("policy").device is None for _, a in none.values())
 
 
 # --- from a configuration to a run

@@ -129,7 +129,7 @@ def assigned(
         tuple(CORES[core % len(CORES)] for core in physics), (HERE,) * len(physics),
         tuple(CORES[core % len(CORES)] for core in render),
     )  # fmt: skip
-    components = {"policy": Affinity(cores(*policy)), "learner": Affinity(cores(*learner))}
+    components = {"policy": (Affinity(cores(*policy)),), "learner": (Affinity(cores(*learner)),)}
     return Assignment(mode, (farm,), components, one_process, ahead)
 
 
@@ -139,7 +139,7 @@ def inline(like: Assignment) -> Assignment:
     farms = tuple(
         replace(farm, physics=free * len(farm.physics), render=free * len(farm.render)) for farm in like.farms
     )
-    components = {name: Affinity() for name in like.components}
+    components = {name: (Affinity(),) for name in like.components}
     return replace(like, mode="inline", farms=farms, components=components, one_process=False, unload=False)
 
 

@@ -184,7 +184,7 @@ def test_leaving_twice_loses_nothing(sides: Sides, tmp_path: Path) -> None:
 def placed(unload: bool, one_process: bool) -> Assignment:
     core = min(os.sched_getaffinity(0))
     farm = FarmAssignment(groups=2, physics=(core,), physics_nodes=(HERE,))
-    components = {"policy": Affinity(), "learner": Affinity()}
+    components = {"policy": (Affinity(),), "learner": (Affinity(),)}
     return Assignment("collocated", (farm,), components, one_process, unload=unload)
 
 

@@ -91,7 +91,7 @@ def reference_beside(workers: Executor, policy: Policy) -> ReferenceWorker:
     """A reference worker that is given the trainer's policy."""
     config = workers.config
     spec = policy_spec(config, workers.farm.infos[0])
-    affinity = workers.assignment.components["reference"]
+    affinity = workers.assignment.first_of("reference")
     worker = ReferenceWorker.make(WorkerContext(config, spec, workers.run_dir, affinity, shares=True))
     worker.share(policy)
     return worker

@@ -233,7 +233,7 @@ def test_a_run_is_rewarded_by_the_classifier(classifier: tuple[Path, dict[str, A
         workers.decider.call(Decider.rollout, 6, 60.0)
         batch = workers.decider.call(Decider.trajectories)
         spec = policy_spec(config, workers.farm.infos[0])
-        worker = RewardWorker.make(WorkerContext(config, spec, tmp_path, workers.assignment.components["reward"]))
+        worker = RewardWorker.make(WorkerContext(config, spec, tmp_path, workers.assignment.first_of("reward")))
         worker.receive(batch, 0)
         reward = worker.trajectories().reward
     assert ((reward >= 0) & (reward <= 1)).all() and reward.std() > 0

@@ -63,7 +63,7 @@ def config_of(settings: dict[str, Any], **changes: Any) -> Config:
 def placed(one_process: bool, groups: tuple[int, int] = (1, 1), tasks: int = 2, **plan: Any) -> Assignment:
     """Everything on one core, with so many groups of each task's environments."""
     farms = tuple(FarmAssignment(groups[number], (CORE,), (HERE,)) for number in range(tasks))
-    components = {"policy": Affinity((CORE,)), "learner": Affinity((CORE,))}
+    components = {"policy": (Affinity((CORE,)),), "learner": (Affinity((CORE,)),)}
     return Assignment("collocated", farms, components, one_process, **plan)
 
 
