@@ -5,17 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import numpy as np
-from scipy.optimize import brentq
-from scipy.stats import binomtest, norm, sem
-from scipy.stats import t as student
 
-Z2 = float(norm.ppf(0.975)) ** 2
+# SciPy is imported where an interval is asked for: it takes a third of a worker's start, and most never ask.
+
+Z2 = NormalDist().inv_cdf(0.975) ** 2
 
 
 def wilson(solved: int, episodes: int) -> tuple[float, float]:
     """The 95% Wilson score interval of solved / episodes. Without episodes everything is possible: 0 to 1."""
+    from scipy.stats import binomtest
+
     if episodes == 0:
         return 0.0, 1.0
     interval = binomtest(solved, episodes).proportion_ci(method="wilson")
@@ -27,6 +29,9 @@ def typical(values: Sequence[float]) -> tuple[float, float, float]:
 
     The median, since now and then a machine does something else for a second. One value has no width.
     """
+    from scipy.stats import sem
+    from scipy.stats import t as student
+
     middle = float(np.median(values))
     spread = float(student.ppf(0.975, len(values) - 1) * sem(values)) if len(values) > 1 else 0.0
     return middle, max(0.0, middle - spread), middle + spread
@@ -59,6 +64,8 @@ def paired_difference(first: Sequence[bool], second: Sequence[bool]) -> PairedDi
     proportions for the paired-sample design", Statistics in Medicine 17 (1998), 891-908. It depends on the episodes
     that one alone solved and on how many there are, lies within [-1, 1], and has a width where all outcomes agree.
     """
+    from scipy.stats import binomtest
+
     one, two = np.asarray(first, np.bool_), np.asarray(second, np.bool_)
     if len(one) != len(two) or not len(one):
         raise ValueError(f"a paired comparison needs the same episodes twice, got {len(one)} and {len(two)} outcomes")
@@ -81,6 +88,8 @@ def paired_difference(first: Sequence[bool], second: Sequence[bool]) -> PairedDi
 
 def _limit(b: int, c: int, n: int, end: float) -> float:
     """The difference between (b - c) / n and `end` at which the score statistic is as large as 95% allows."""
+
+    from scipy.optimize import brentq
 
     def excess(delta: float) -> float:
         """Squared score less its bound; `q` is the most likely rate of c under this difference."""
