@@ -10,7 +10,7 @@ class UserError(Exception):
 
 
 class PeerFailed(UserError):
-    """A worker that could not go on since another one of its group failed: that one's error says more, if it has one."""
+    """A worker could not go on since another one of its group failed: that one's error, if it has one, says more."""
 
 
 def nearest(given: str, valid: list[str]) -> str:

@@ -11,8 +11,8 @@ the next rollout begins after the update, or one update ahead of it.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -27,17 +27,16 @@ from embodied.errors import UserError
 from embodied.execution.assignment import Assignment
 from embodied.execution.farm_specs import frame_rows, memory_rounds, run_specs
 from embodied.execution.session import Session
+from embodied.execution.trainer_ranks import collected_by_ranks, place_ranks, switch_of_ranks, update_of_ranks
 from embodied.runtime.groups import WorkerGroup
 from embodied.tracing import Span
-from embodied.workers.affinity import Affinity
 from embodied.workers.context import WorkerContext, check_same_sizes, policy_spec
 from embodied.workers.makers import make_component
 from embodied.workers.offload import Switch
-from embodied.workers.ranks import LOOPBACK
 from embodied.workers.roles import CollectStatistics, Decider, EpisodePart, Passer, Trainer
 from embodied.workers.rollout_summary import RolloutSummary
-from embodied.workflows.recipes import Recipe, WorkflowComponent, recipe_of
-from embodied.workflows.sizes import check_ranks, streams, tasks_of
+from embodied.workflows.recipes import Recipe, recipe_of
+from embodied.workflows.sizes import streams, tasks_of
 from sim_farm.farm import Farm
 
 PARTS_AHEAD = 2
@@ -281,7 +280,18 @@ class Executor:
             passer: WorkerGroup[Passer] = self.workers[component.name]
             passing.append((component.name, passer.pipe(Passer.receive, source, produce, iteration)))
             source, produce = passer, Passer.trajectories
-        return _Sent(tuple(passing), self.trainer.pipe(Trainer.collect, source, produce, iteration))
+        return _Sent(tuple(passing), self._hand_over(source, produce, iteration))
+
+    def _hand_over(self, source: WorkerGroup[Any], produce: Any, iteration: int) -> Any:
+        """Start `Trainer.collect` on every rank; those on other machines than the decider are sent the rows too."""
+        home = self.assignment.first_of(self.decider.name).node
+        far = [place.node != home for place in self.assignment.components[self.trainer.name]]
+        if not any(far):
+            return self.trainer.pipe(Trainer.collect, source, produce, iteration)
+        made = source.submit(produce)
+        carried = self.decider.submit(Decider.carried, made)
+        each = [(carried if away else made, iteration) for away in far]
+        return self.trainer.submit_scattered(Trainer.collect, each)
 
     def _collected(self, sent: _Sent) -> CollectStatistics:
         """Wait until a part is collected. A passer's failure is raised before those that follow from it."""
@@ -410,7 +420,7 @@ def _place(
         rounds=memory_rounds(config, assignment.ahead, farm.infos),
     )
     place = session.runtime.place_group
-    trained = _place_ranks(session, trainer, base, assignment.components[trainer.name])
+    trained = place_ranks(session, trainer, base, assignment.components[trainer.name])
     placed = {trainer.name: trained}
     shared = trained.size == 1 or all(trained.call_all(Trainer.shares_policy))
     for component in (decider, *passers):
@@ -428,55 +438,3 @@ def _place(
         if beside:
             group.get(group.pipe(Decider.share if acts else Passer.share, owner, Trainer.own_policy))
     return placed
-
-
-def _place_ranks(
-    session: Session, trainer: WorkflowComponent, base: WorkerContext, places: tuple[Affinity, ...]
-) -> WorkerGroup[Trainer]:
-    """The trainer's ranks, each in its place, connected to each other. Where one fails at it, none is left."""
-    ranks, runtime = len(places), session.runtime
-    check_ranks(base.config, ranks)
-    contexts = [replace(base, affinity=place, rank=rank, ranks=ranks) for rank, place in enumerate(places)]
-    nodes = tuple(place.node for place in places)
-    group: WorkerGroup[Trainer] = runtime.place_group(
-        trainer.name, make_component, ranks, lambda rank: (trainer, contexts[rank]), nodes=nodes
-    )
-    if ranks == 1:
-        return group
-    try:
-        address = group.call_one(0, Trainer.listen, _meeting_host(session, nodes))
-        group.call_all(Trainer.join, address, runtime.deadline.inner().seconds)
-    except BaseException:
-        with suppress(Exception):  # what has failed is said already
-            group.end()
-        raise
-    return group
-
-
-def _meeting_host(session: Session, nodes: Sequence[str]) -> str:
-    """The address of rank 0's machine; the loopback interface where all ranks are on one."""
-    if len(set(nodes)) == 1:
-        return LOOPBACK
-    there = {node.id: node.address for node in session.runtime.nodes()}
-    there |= {"": node.address for node in session.runtime.nodes() if node.is_here}
-    return there[nodes[0]]
-
-
-def update_of_ranks(found: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The metrics of an update from those of each rank, which agree on what was learned."""
-    merged = dict(found[0])
-    for name in ("learner/frames_read", "learner/frame_copies"):
-        if name in merged:
-            merged[name] = sum(one.get(name, 0) for one in found)
-    merged["learner/update_s"] = max(one["learner/update_s"] for one in found)
-    return merged | {"learner/ranks": float(len(found))}
-
-
-def collected_by_ranks(found: Sequence[CollectStatistics]) -> CollectStatistics:
-    """Of a part that every rank has taken."""
-    return replace(found[0], learn_s=max(one.learn_s for one in found))
-
-
-def switch_of_ranks(found: Sequence[Switch]) -> Switch:
-    """Of workers that leave, or come back, side by side."""
-    return Switch(sum(one.bytes for one in found), max(one.seconds for one in found))

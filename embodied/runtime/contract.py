@@ -61,8 +61,8 @@ class Runtime(Protocol):
         """Make `size` workers side by side, rank r from `make(*args)` or `make(*args(r))`.
 
         Each has a process of its own, on the node with the id `nodes[r]` ('' or none: this one); or rank r is in the
-        process of rank r of `beside`, if that is given. When one cannot be made, its exception is raised with its name, and none is left. Raises `ValueError` for a size below 1
-        and for a `beside` of another size.
+        process of rank r of `beside`, if that is given. When one cannot be made, its exception is raised with its
+        name, and none is left. Raises `ValueError` for a size below 1 and for a `beside` of another size.
         """
         ...
 

@@ -97,8 +97,8 @@ def check_ranks(config: Config, ranks: int) -> None:
     """Raise `UserError` for more ranks than rows of a minibatch."""
     if config.optim.minibatch and ranks > config.optim.minibatch:
         raise UserError(
-            f"the learner has {ranks} ranks, and a minibatch {config.optim.minibatch} rows: each rank takes at least one "
-            f"row; set optim.ranks to {config.optim.minibatch} or less, or optim.minibatch to {ranks} or more"
+            f"the learner has {ranks} ranks, and a minibatch {config.optim.minibatch} rows: each rank takes one "
+            f"or more; set optim.ranks to {config.optim.minibatch} or less, or optim.minibatch to {ranks} or more"
         )
 
 
