@@ -36,7 +36,7 @@ from embodied.workers.offload import Switch
 from embodied.workers.roles import CollectStatistics, Decider, EpisodePart, Passer, Trainer
 from embodied.workers.rollout_summary import RolloutSummary
 from embodied.workflows.recipes import Recipe, recipe_of
-from embodied.workflows.sizes import streams, tasks_of
+from embodied.workflows.sizes import check_ranks, streams, tasks_of
 from sim_farm.farm import Farm
 
 PARTS_AHEAD = 2
@@ -352,7 +352,7 @@ def executor(config: Config, run_dir: Path, session: Session, assignment: Assign
     """The run's workers, placed by the assignment. They are gone when the block ends.
 
     Raises `UserError` for tasks that one policy cannot act in, for edges that no worker serves, and for assignments
-    that contradict themselves.
+    that contradict themselves or have more ranks than a minibatch rows.
     """
     recipe = recipe_of(config)
     check_workflow(recipe)
@@ -362,6 +362,7 @@ def executor(config: Config, run_dir: Path, session: Session, assignment: Assign
             "or unload false"
         )
     ranks = len(assignment.components[recipe.after_rollout[-1].name])
+    check_ranks(config, ranks)
     session.runtime.prepare(ranks if assignment.one_process else ranks + 1)
     specs = run_specs(config, assignment)
     rows = partial(frame_rows, config, assignment.ahead)

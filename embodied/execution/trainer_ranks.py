@@ -16,7 +16,6 @@ from embodied.workers.offload import Switch
 from embodied.workers.ranks import LOOPBACK
 from embodied.workers.roles import CollectStatistics, Trainer
 from embodied.workflows.recipes import WorkflowComponent
-from embodied.workflows.sizes import check_ranks
 
 
 def place_ranks(
@@ -24,7 +23,6 @@ def place_ranks(
 ) -> WorkerGroup[Trainer]:
     """The trainer's ranks, each in its place, connected to each other. Where one fails at it, none is left."""
     ranks, runtime = len(places), session.runtime
-    check_ranks(base.config, ranks)
     contexts = [replace(base, affinity=place, rank=rank, ranks=ranks) for rank, place in enumerate(places)]
     nodes = tuple(place.node for place in places)
     group: WorkerGroup[Trainer] = runtime.place_group(

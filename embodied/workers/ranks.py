@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -27,6 +28,8 @@ R = TypeVar("R")
 
 CONNECT_S = 60.0
 """Longest time for all ranks to be connected."""
+LOOK_S = 0.02
+"""How often it is looked for ranks that are missing."""
 BUCKET_BYTES = 256 * 2**20
 """Gradients are summed so many at once: the flat copy takes as much memory."""
 LOOPBACK = "127.0.0.1"
@@ -121,14 +124,16 @@ class Ranks:
             self._store = dist.TCPStore(host, int(port), is_master=False, timeout=limit, wait_for_workers=False)
         self._store.set(f"rank {self.rank}", json.dumps([mine, torch.__version__]))
         names = [f"rank {rank}" for rank in range(self.size)]
-        try:
-            self._store.wait(names, limit)
-        except RuntimeError as error:
-            missing = [name for name in names if not self._store.check([name])]
-            raise PeerFailed(
-                f"{self.name} rank {self.rank} at {mine} waited {connect_s:g} s at {address} for "
-                f"{', '.join(missing) or 'the others'}: not there"
-            ) from error
+        missing, until = names, time.monotonic() + connect_s
+        while missing:
+            with suppress(RuntimeError):  # rank 0 has given up
+                missing = [name for name in missing if not self._store.check([name])]
+            if missing and time.monotonic() > until:
+                raise PeerFailed(
+                    f"{self.name} rank {self.rank} at {mine} waited {connect_s:g} s at {address} for "
+                    f"{', '.join(missing)}: not there"
+                )
+            time.sleep(LOOK_S)
         found = [json.loads(self._store.get(name)) for name in names]
         self.addresses = tuple(where for where, _ in found)
         versions = {version for _, version in found}

@@ -40,11 +40,10 @@ from policies.contract import Inputs, Policy, PolicySpec
 from sim_farm.farm import WorkerFailed
 from tests.embodied import test_executor
 from tests.embodied.test_executor import CORES, ITERATIONS, Run, assert_was_a_test, assigned, inline
-from tests.embodied.test_learner import make_batch
+from tests.embodied.test_learner import make_batch, make_policy
 
 TOLERANCE = 1e-5
 """Of every parameter after three iterations: sums over ranks round differently."""
-SPEC = PolicySpec(action_dim=2, chunk=3, state_dim=4)
 
 
 # --- whole runs: every rank keeps what it was given, in a folder of its own
@@ -234,7 +233,7 @@ class Counted(Learner):
 
 
 def small_policy() -> Policy:
-    return policies.build("gaussian_mlp", SPEC, seed=1, widths=[64, 64])
+    return make_policy()
 
 
 def tiny_policy(**options: Any) -> Policy:
