@@ -21,9 +21,9 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -37,6 +37,9 @@ from embodied.errors import UserError
 from policies.contract import Policy
 
 MANIFEST = "manifest.json"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""What Adam keeps of each parameter, beside its steps."""
+Arrays = dict[str, np.ndarray]
 
 
 class CheckpointError(UserError):
@@ -57,23 +60,57 @@ class RunState:
     """What was learned from: simulation (`rl`) or demonstrations (`sft`, whose iterations are optimiser steps)."""
 
 
-def write(
-    root: Path, state: RunState, policy: Policy, optimizer: torch.optim.Optimizer, environments: dict[str, np.ndarray]
-) -> Path:
+@dataclass(frozen=True)
+class OptimizerState:
+    """What Adam knows, by the parameters' names."""
+
+    tensors: dict[str, torch.Tensor]
+    """On the CPU, `exp_avg.NAME` and the like."""
+    steps: dict[str, float]
+
+    @classmethod
+    def of(
+        cls,
+        policy: Policy,
+        optimizer: torch.optim.Optimizer,
+        on_cpu: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor.detach().cpu().contiguous(),
+    ) -> OptimizerState:
+        """`on_cpu` makes of a tensor what is kept of it."""
+        names = _names(policy)
+        found = cls({}, {})
+        for parameter, state in optimizer.state.items():
+            name = names[id(parameter)]
+            found.steps[name] = float(state["step"])
+            for key in MOMENTS:
+                found.tensors[f"{key}.{name}"] = on_cpu(state[key])
+        return found
+
+    @classmethod
+    def read(cls, folder: Path) -> OptimizerState:
+        """From a verified checkpoint."""
+        steps = json.loads((folder / "state.json").read_text())["optimizer"]["step"]
+        return cls(load_file(folder / "optimizer.safetensors"), steps)
+
+
+def write(root: Path, state: RunState, policy: Policy, optimizer: torch.optim.Optimizer, environments: Arrays) -> Path:
     """Write the checkpoint of `state.iteration` below `root` and make it the latest. Returns its folder."""
+    return write_state(root, state, policy, OptimizerState.of(policy, optimizer), environments)
+
+
+def write_state(root: Path, state: RunState, policy: Policy, optimizer: OptimizerState, environments: Arrays) -> Path:
+    """`write` with what is known of the optimiser."""
     final = root / f"{state.iteration:06d}"
     aside = root / f".{final.name}.partial"
     shutil.rmtree(aside, ignore_errors=True)
     try:
         aside.mkdir(parents=True)
         policies.save(policy, aside)
-        tensors, scalars = _optimizer_state(policy, optimizer)
-        save_file(tensors, aside / "optimizer.safetensors")
+        save_file(optimizer.tensors, aside / "optimizer.safetensors")
         save_numpy(
             {key: np.ascontiguousarray(array) for key, array in environments.items()},
             aside / "environments.safetensors",
         )
-        data = {**state.__dict__, "recent_success": list(state.recent_success), "optimizer": scalars}
+        data = {**state.__dict__, "recent_success": list(state.recent_success), "optimizer": {"step": optimizer.steps}}
         (aside / "state.json").write_text(json.dumps(data, indent=1))
         (aside / MANIFEST).write_text(json.dumps(_hashes(aside), indent=1))
         _flush(aside)
@@ -171,33 +208,17 @@ def load_weights(folder: Path, policy: Policy) -> None:
 
 def load_optimizer(folder: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
     """The optimiser's tensors and step counts."""
-    tensors = load_file(folder / "optimizer.safetensors")
-    scalars = json.loads((folder / "state.json").read_text())["optimizer"]
+    found = OptimizerState.read(folder)
     names = _names(policy)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             name = names[id(parameter)]
-            if name not in scalars["step"]:
+            if name not in found.steps:
                 continue
             optimizer.state[parameter] = {
-                "step": torch.tensor(float(scalars["step"][name])).to(parameter.device),
-                "exp_avg": tensors[f"exp_avg.{name}"].to(parameter.device, copy=True),
-                "exp_avg_sq": tensors[f"exp_avg_sq.{name}"].to(parameter.device, copy=True),
+                "step": torch.tensor(float(found.steps[name])).to(parameter.device),
+                **{key: found.tensors[f"{key}.{name}"].to(parameter.device, copy=True) for key in MOMENTS},
             }
-
-
-def _optimizer_state(
-    policy: Policy, optimizer: torch.optim.Optimizer
-) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    names = _names(policy)
-    tensors: dict[str, torch.Tensor] = {}
-    steps: dict[str, float] = {}
-    for parameter, state in optimizer.state.items():
-        name = names[id(parameter)]
-        steps[name] = float(state["step"])
-        for key in ("exp_avg", "exp_avg_sq"):
-            tensors[f"{key}.{name}"] = state[key].detach().cpu().contiguous()
-    return tensors, {"step": steps}
 
 
 def _names(policy: Policy) -> dict[int, str]:

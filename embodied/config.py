@@ -177,7 +177,8 @@ class OptimConfig(Section):
     threads: Annotated[int, Field(ge=0)] = 0
     """CPU threads of each rank's update; 0 shares the cores out."""
     ranks: Annotated[int, Field(ge=1)] = 1
-    """Learner processes that share every minibatch; a plan has its own number."""
+    """Learner processes that share every minibatch; a plan has its own number. `inline`, which is one process, has one
+    rank, and computes what several do."""
     sharding: Literal["auto", "whole", "sharded"] = "auto"
     """What each of several ranks holds: the `whole` policy, or a shard of its parameters, gradients and optimiser
     state (FSDP2). `auto`: the whole where only adapters are trained or the CPU computes, else shards."""

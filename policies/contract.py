@@ -6,7 +6,7 @@ H x W pixels, Z noise numbers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -201,6 +201,16 @@ class Policy(nn.Module):
     def restore_arguments(cls, folder: Path) -> dict[str, Any]:
         """Arguments beside the architecture with which the policy is built to be filled from the folder."""
         return {}
+
+    def shards(self) -> Sequence[Sequence[nn.Module]]:
+        """Groups of modules whose parameters are gathered and freed together where processes hold a shard of each.
+
+        Within `evaluate`, every module named is used by being called and in no other way: a call is what gathers it.
+        Modules of one group are called one after the other, and share what is tied. What is in no group stays gathered
+        from the beginning of `evaluate` to the end of the backward pass, except for the value head, which is a group
+        of its own. None, the default, is right for small policies.
+        """
+        return ()
 
     def actor_parameters(self) -> Iterator[nn.Parameter]:
         """What is trained with the actor's learning rate."""

@@ -78,6 +78,29 @@ class HeldDecisions:
 
 
 @dataclass(frozen=True)
+class CarriedDecisions:
+    """Decisions whose rows were copied out of a memory that is on another machine: N of them, some perhaps of one
+    row."""
+
+    held: HeldDecisions
+    rows: Tensor
+    """int64 [N], of what is held."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def select(self, index: Tensor) -> CarriedDecisions:
+        return replace(self, rows=self.rows[index])
+
+    def inputs(self, device: torch.device | None = None, frames: bool = True) -> Inputs:
+        shown = self.held if frames else replace(self.held, held_inputs=self.held.inputs(frames=False))
+        return shown.select(self.rows).inputs(device, frames)
+
+    def trace(self, device: torch.device | None = None) -> dict[str, Tensor]:
+        return {name: tensor[self.rows].to(device or tensor.device) for name, tensor in self.held.held_trace.items()}
+
+
+@dataclass(frozen=True)
 class Trajectories:
     """T decisions of each of B environments. Row t * B + b of `decisions` is decision t of environment b.
 
@@ -131,6 +154,15 @@ class Trajectories:
         """The traces of all T * B decisions, copied out of memory."""
         return self.decisions.trace()
 
+    def carried(self) -> Trajectories:
+        """The same for a machine that has not the memory, with every decision that was taken copied out of it once."""
+        taken = self.mask.flatten()
+        chosen = self.decisions.select(taken.nonzero()[:, 0])
+        # The others repeat a decision that was taken, and are not looked at.
+        rows = (taken.cumsum(0) - 1).clamp(min=0)
+        decisions = CarriedDecisions(HeldDecisions(chosen.inputs(), chosen.trace()), rows)
+        return replace(self, decisions=decisions)
+
     def columns(self, first: int, last: int) -> Trajectories:
         """The environments `first` to `last - 1` alone."""
         decisions, envs = self.mask.shape
@@ -179,6 +211,13 @@ def join_decisions(parts: Sequence[Decisions]) -> Decisions:
         stored = [part for part in parts if isinstance(part, StoredDecisions)]
         assert all(part.memory is first.memory for part in stored) and len(stored) == len(parts)
         return replace(first, rows=torch.cat([part.rows for part in stored]))
+    if isinstance(first, CarriedDecisions):
+        carried = [part for part in parts if isinstance(part, CarriedDecisions)]
+        begins = torch.tensor([0, *(len(part.held) for part in carried[:-1])]).cumsum(0)
+        whole = join_decisions([part.held for part in carried])
+        assert isinstance(whole, HeldDecisions) and len(carried) == len(parts)
+        moved = [part.rows + begin for part, begin in zip(carried, begins, strict=True)]
+        return CarriedDecisions(whole, torch.cat(moved))
     traces = [part.trace() for part in parts]
     total = sum(len(part) for part in parts)
     return HeldDecisions(

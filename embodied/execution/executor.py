@@ -27,6 +27,7 @@ from embodied.errors import UserError
 from embodied.execution.assignment import Assignment
 from embodied.execution.farm_specs import frame_rows, memory_rounds, run_specs
 from embodied.execution.session import Session
+from embodied.execution.trainer_ranks import collected_by_ranks, place_ranks, switch_of_ranks, update_of_ranks
 from embodied.runtime.groups import WorkerGroup
 from embodied.tracing import Span
 from embodied.workers.context import WorkerContext, check_same_sizes, policy_spec
@@ -35,7 +36,7 @@ from embodied.workers.offload import Switch
 from embodied.workers.roles import CollectStatistics, Decider, EpisodePart, Passer, Trainer
 from embodied.workers.rollout_summary import RolloutSummary
 from embodied.workflows.recipes import Recipe, recipe_of
-from embodied.workflows.sizes import streams, tasks_of
+from embodied.workflows.sizes import check_ranks, streams, tasks_of
 from sim_farm.farm import Farm
 
 PARTS_AHEAD = 2
@@ -112,15 +113,15 @@ class Executor:
 
     def load(self, folder: Path) -> None:
         """Give the trainer a verified checkpoint."""
-        self.trainer.call(Trainer.load, folder)
+        self.trainer.call_all(Trainer.load, folder)
 
     def save(self, root: Path, state: checkpoint.RunState, environments: dict[str, np.ndarray]) -> None:
         unloads = self.assignment.unload
         if unloads:
-            self.trainer.call(Trainer.load_back)
-        self.trainer.call(Trainer.save, root, state, environments)
+            self.trainer.call_all(Trainer.load_back)
+        self.trainer.call_all(Trainer.save, root, state, environments)
         if unloads:
-            self.trainer.call(Trainer.unload, self._weights_leave)
+            self.trainer.call_all(Trainer.unload, self._weights_leave)
 
     def rollout(self, iteration: int) -> tuple[RolloutSummary, list[Span]]:
         """The iteration's rollout, on its way to the trainer. May be interrupted."""
@@ -148,7 +149,7 @@ class Executor:
             self._next = self._start()
         if sent is not None:
             self._collected(sent)
-        learned = self.trainer.call(Trainer.finish, iteration)
+        learned = update_of_ranks(self.trainer.call_all(Trainer.finish, iteration))
         updated = time.monotonic_ns()
         update_ns = int(learned["learner/update_s"] * 1e9)
         spans: list[Span] = []
@@ -178,7 +179,10 @@ class Executor:
         """Let the trainer with its weights, the decider, and the renderers leave the memory and come back, once."""
         decider, trainer, s = self.decider, self.trainer, self.farm_deadline_s
         found = {
-            trainer.name: (trainer.call(Trainer.unload, True), trainer.call(Trainer.load_back)),
+            trainer.name: (
+                switch_of_ranks(trainer.call_all(Trainer.unload, True)),
+                switch_of_ranks(trainer.call_all(Trainer.load_back)),
+            ),
             decider.name: (decider.call(Decider.unload, self._spill), decider.call(Decider.load_back)),
         }
         if self._draws:
@@ -188,7 +192,7 @@ class Executor:
     @property
     def weights_path(self) -> str:
         """How weights travel from trainer to decider."""
-        return "the same policy" if self.assignment.one_process else self.decider.path_from(self.trainer)
+        return "the same policy" if self.assignment.one_process else self.decider.path_from(self.trainer.first())
 
     @property
     def trajectories_path(self) -> str:
@@ -276,14 +280,24 @@ class Executor:
             passer: WorkerGroup[Passer] = self.workers[component.name]
             passing.append((component.name, passer.pipe(Passer.receive, source, produce, iteration)))
             source, produce = passer, Passer.trajectories
-        return _Sent(tuple(passing), self.trainer.pipe(Trainer.collect, source, produce, iteration))
+        return _Sent(tuple(passing), self._hand_over(source, produce, iteration))
+
+    def _hand_over(self, source: WorkerGroup[Any], produce: Any, iteration: int) -> Any:
+        """Start `Trainer.collect` on every rank; those on other machines than the decider are sent the rows too."""
+        home = self.assignment.first_of(self.decider.name).node
+        far = [place.node != home for place in self.assignment.components[self.trainer.name]]
+        if not any(far):
+            return self.trainer.pipe(Trainer.collect, source, produce, iteration)
+        made = source.submit(produce)
+        carried = self.decider.submit(Decider.carried, made)
+        each = [(carried if away else made, iteration) for away in far]
+        return self.trainer.submit_scattered(Trainer.collect, each)
 
     def _collected(self, sent: _Sent) -> CollectStatistics:
         """Wait until a part is collected. A passer's failure is raised before those that follow from it."""
         for name, references in sent.passing:
             self._passed_s[name] = self._passed_s.get(name, 0.0) + sum(self.workers[name].get(references))
-        (found,) = self.trainer.get(sent.collecting)
-        return found
+        return collected_by_ranks(self.trainer.get(sent.collecting))
 
     def _to_trainer(self) -> list[Span]:
         """The decider and the renderers leave the device's memory, and the trainer comes back to it."""
@@ -307,7 +321,7 @@ class Executor:
     def _switch(self, worker: WorkerGroup[Any], method: Any, *args: Any, who: str = "") -> list[Span]:
         """Have a switch made; its span."""
         begin = time.monotonic_ns()
-        switched: Switch = worker.call(method, *args)
+        switched = switch_of_ranks(worker.call_all(method, *args))
         end, spans = time.monotonic_ns(), list[Span]()
         self._switched_s += (end - begin) / 1e9
         self._mark(spans, "driver", "switch", begin, end, worker=who or worker.name, bytes=switched.bytes)
@@ -326,7 +340,11 @@ class Executor:
         if self.assignment.one_process:
             self.decider.call(Decider.at_version, version)
         else:
-            self.decider.get(self.decider.pipe(Decider.load_weights, self.trainer, Trainer.weights, version))
+            others = [self.trainer.submit_one(rank, Trainer.weights) for rank in range(1, self.trainer.size)]
+            sent = self.decider.pipe(Decider.load_weights, self.trainer.first(), Trainer.weights, version)
+            for rank, reference in enumerate(others, 1):  # they take part, and hand out nothing
+                self.trainer.get_one(rank, reference)
+            self.decider.get(sent)
 
 
 @contextmanager
@@ -334,7 +352,7 @@ def executor(config: Config, run_dir: Path, session: Session, assignment: Assign
     """The run's workers, placed by the assignment. They are gone when the block ends.
 
     Raises `UserError` for tasks that one policy cannot act in, for edges that no worker serves, and for assignments
-    that contradict themselves.
+    that contradict themselves or have more ranks than a minibatch rows.
     """
     recipe = recipe_of(config)
     check_workflow(recipe)
@@ -343,7 +361,9 @@ def executor(config: Config, run_dir: Path, session: Session, assignment: Assign
             "a plan that runs ahead has nobody to unload, since rollout and learner work at the same time: set ahead 0 "
             "or unload false"
         )
-    session.runtime.prepare(1 if assignment.one_process else 2)
+    ranks = len(assignment.components[recipe.after_rollout[-1].name])
+    check_ranks(config, ranks)
+    session.runtime.prepare(ranks if assignment.one_process else ranks + 1)
     specs = run_specs(config, assignment)
     rows = partial(frame_rows, config, assignment.ahead)
     with session.farm(specs, assignment.farms, rows) as farm:
@@ -355,6 +375,7 @@ def executor(config: Config, run_dir: Path, session: Session, assignment: Assign
         try:
             run.decider.call(Decider.use, memory)
             yield run
+            run.trainer.call_all(Trainer.leave)
             for group in workers.values():
                 group.end()
         finally:
@@ -384,7 +405,7 @@ def check_workflow(recipe: Recipe) -> None:
 def _place(
     config: Config, recipe: Recipe, run_dir: Path, session: Session, assignment: Assignment, farm: Farm
 ) -> dict[str, WorkerGroup[Any]]:
-    """The workers of all components that are no simulators, each as a worker group of one; the trainer first."""
+    """The workers of all components that are no simulators, as worker groups; the trainer first."""
     tasks = tasks_of(config)
     sizes = policy_spec(config, farm.infos[0])
     for task, info in zip(tasks, farm.infos, strict=True):
@@ -400,19 +421,21 @@ def _place(
         rounds=memory_rounds(config, assignment.ahead, farm.infos),
     )
     place = session.runtime.place_group
-    placed = {trainer.name: place(trainer.name, make_component, 1, (trainer, base))}
+    trained = place_ranks(session, trainer, base, assignment.components[trainer.name])
+    placed = {trainer.name: trained}
+    shared = trained.size == 1 or all(trained.call_all(Trainer.shares_policy))
     for component in (decider, *passers):
         affinity = assignment.first_of(component.name)
         acts = component is decider
         # Beside the trainer a passer uses its weights, which must not be away while trajectories pass.
         leaves = assignment.unload and not assignment.one_process
-        beside = assignment.one_process if acts else affinity == base.affinity and not leaves
+        beside = assignment.one_process if acts else affinity == base.affinity and not leaves and shared
         reach = session.reach(farm) if acts else None
         context = replace(base, affinity=affinity, farm=reach, shares=beside)
-        trained = placed[trainer.name]
+        owner = trained.first()
         placed[component.name] = group = place(
-            component.name, make_component, 1, (component, context), beside=trained if beside else None
+            component.name, make_component, 1, (component, context), beside=owner if beside else None
         )
         if beside:
-            group.get(group.pipe(Decider.share if acts else Passer.share, trained, Trainer.own_policy))
+            group.get(group.pipe(Decider.share if acts else Passer.share, owner, Trainer.own_policy))
     return placed

@@ -132,7 +132,7 @@ def _probe(config: Config, session: Session, scratch: Path) -> Probed:
             infos = workers.farm.infos
             taken[name] = measure(changed, workers)
             switches = switches or workers.switches()
-            peak = peak or workers.trainer.call(Trainer.peak_bytes)
+            peak = peak or max(workers.trainer.call_all(Trainer.peak_bytes))
     workflow = workflow_of(config, _lengths(infos))
     return Probed(workflow, infos, taken, len(session.cores), bool(gpus), switches, peak)
 

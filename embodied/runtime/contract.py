@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from embodied.runtime.deadlines import Deadline
@@ -50,13 +50,19 @@ class Runtime(Protocol):
         ...
 
     def place_group(
-        self, name: str, make: Callable[..., T], size: int, args: Args = (), beside: WorkerGroup[Any] | None = None
+        self,
+        name: str,
+        make: Callable[..., T],
+        size: int,
+        args: Args = (),
+        beside: WorkerGroup[Any] | None = None,
+        nodes: Sequence[str] = (),
     ) -> WorkerGroup[T]:
         """Make `size` workers side by side, rank r from `make(*args)` or `make(*args(r))`.
 
-        Each has a process of its own; or rank r is in the process of rank r of `beside`, if that is given. When one
-        cannot be made, its exception is raised with its name, and none is left. Raises `ValueError` for a size below 1
-        and for a `beside` of another size.
+        Each has a process of its own, on the node with the id `nodes[r]` ('' or none: this one); or rank r is in the
+        process of rank r of `beside`, if that is given. When one cannot be made, its exception is raised with its
+        name, and none is left. Raises `ValueError` for a size below 1 and for a `beside` of another size.
         """
         ...
 

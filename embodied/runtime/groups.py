@@ -6,11 +6,14 @@ stepped = learner.call_all(Learner.step, batch)           # one result per rank,
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
+from embodied.errors import PeerFailed
 from embodied.runtime.handles import Handle
 from sim_farm.farm import WorkerTimeout
 
@@ -21,6 +24,8 @@ S = TypeVar("S")
 
 POLL_S = 0.5
 """How soon the failure of one rank is noticed while others work. Success of all is noticed at once."""
+CAUSE_S = 10.0
+"""How long the failure is waited for that has let another rank fail, to be raised in its stead."""
 
 
 def rank_names(name: str, size: int) -> list[str]:
@@ -55,8 +60,9 @@ def _name(error: Exception, worker: str, more: str) -> None:
 class WorkerGroup(Generic[T]):
     """The workers of one component, in rank order.
 
-    A failure of one rank is raised at once, with the worker's name at the beginning of its message. What the other
-    ranks were asked is then abandoned: their results are dropped, and their next calls wait until they have finished,
+    A failure of one rank is raised at once, with the worker's name at the beginning of its message; that of a rank that
+    needs another one which failed (`PeerFailed`) only if that one says nothing itself. What the other ranks were asked
+    is then abandoned: their results are dropped, and their next calls wait until they have finished,
     under the usual deadline. A group of one behaves as its only worker does.
     """
 
@@ -66,6 +72,10 @@ class WorkerGroup(Generic[T]):
     @property
     def size(self) -> int:
         return len(self.handles)
+
+    def first(self, count: int = 1) -> WorkerGroup[T]:
+        """The first ranks, as a group. They are the same workers, and end with this group."""
+        return replace(self, handles=self.handles[:count])
 
     # --- call: start and wait
 
@@ -115,13 +125,21 @@ class WorkerGroup(Generic[T]):
             raise ValueError(f"{self.name} has {self.size} ranks, got {len(references)} references")
         results: dict[int, R] = {}
         waiting = list(range(self.size))
-        while waiting:
+        lost: PeerFailed | None = None
+        until = math.inf
+        while waiting and time.monotonic() < until:
             # When the last rank ends, whichever is polled has ended too: success is never noticed late.
             for rank in list(waiting):
-                with self._naming(rank, [other for other in waiting if other != rank]):
-                    if self.handles[rank].poll(references[rank], POLL_S / len(waiting)):
-                        results[rank] = self.handles[rank].get(references[rank])
-                        waiting.remove(rank)
+                try:
+                    with self._naming(rank, [other for other in waiting if other != rank]):
+                        if self.handles[rank].poll(references[rank], POLL_S / len(waiting)):
+                            results[rank] = self.handles[rank].get(references[rank])
+                            waiting.remove(rank)
+                except PeerFailed as error:
+                    lost, until = lost or error, min(until, time.monotonic() + CAUSE_S)
+                    waiting.remove(rank)
+        if lost is not None:
+            raise lost
         return [results[rank] for rank in range(self.size)]
 
     def get_one(self, rank: int, reference: R) -> R:

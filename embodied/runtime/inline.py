@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -65,7 +65,13 @@ class InlineRuntime:
         return LocalHandle(name, self.deadline, worker=make(*args))
 
     def place_group(
-        self, name: str, make: Callable[..., T], size: int, args: Args = (), beside: WorkerGroup[Any] | None = None
+        self,
+        name: str,
+        make: Callable[..., T],
+        size: int,
+        args: Args = (),
+        beside: WorkerGroup[Any] | None = None,
+        nodes: Sequence[str] = (),
     ) -> WorkerGroup[T]:
         check_group(name, size, beside)
         names = rank_names(name, size)

@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 from embodied.runtime.contract import Args, args_of, check_group
 from embodied.runtime.groups import WorkerGroup, rank_names
 from embodied.runtime.handles import Handle
-from embodied.runtime.nodes import Link
+from embodied.runtime.nodes import Link, NodeInfo
 from embodied.runtime.ray_cluster import HERE, RayCluster
 from embodied.runtime.ray_farm import RayHost
 from embodied.runtime.ray_links import slowest_link
-from embodied.runtime.ray_workers import RayHandle, WorkerProcess, start_worker
+from embodied.runtime.ray_workers import FarProcess, RayHandle, WorkerProcess, start_worker
 from sim_farm.contract import FarmError
 
 T = TypeVar("T")
@@ -45,12 +45,7 @@ class RayRuntime(RayCluster):
         """
         if len(physics_nodes) > physics_workers:
             raise FarmError(f"{len(physics_nodes)} nodes are named for {physics_workers} physics workers")
-        places = [HERE if node == self.here else node for node in physics_nodes]
-        known = {node.id: node for node in self.nodes()} if any(places) else {}
-        for place in places:
-            if place and place not in known:
-                there = "; ".join(f"{node.id} is {node.name} at {node.address}" for node in known.values())
-                raise FarmError(f"there is no node {place!r} in the cluster: {there}")
+        places, known = self._known(physics_nodes)
         shape = (*places, *[HERE] * (physics_workers + render_workers - len(places)))
         for other, host in self._hosts:
             if other == shape and not host.taken:
@@ -62,18 +57,36 @@ class RayRuntime(RayCluster):
         self.watchers.append(host.watch)
         return host
 
+    def _known(self, wanted: Sequence[str]) -> tuple[list[str], dict[str, NodeInfo]]:
+        """Ids of nodes, this one's as HERE, and the nodes by id if one of them is another. Raises `FarmError` for one
+        that is not there."""
+        places = [HERE if node == self.here else node for node in wanted]
+        known = {node.id: node for node in self.nodes()} if any(places) else {}
+        for place in places:
+            if place and place not in known:
+                there = "; ".join(f"{node.id} is {node.name} at {node.address}" for node in known.values())
+                raise FarmError(f"there is no node {place!r} in the cluster: {there}")
+        return places, known
+
     def prepare(self, workers: int) -> None:
         self._spare += [self._process() for _ in range(workers - len(self._spare))]
 
     def place(self, name: str, make: Callable[..., T], *args: Any, beside: Handle[Any] | None = None) -> Handle[T]:
-        return self._place(name, [name], make, [args], [beside]).handles[0]
+        return self._place(name, [name], make, [args], [beside], [HERE]).handles[0]
 
     def place_group(
-        self, name: str, make: Callable[..., T], size: int, args: Args = (), beside: WorkerGroup[Any] | None = None
+        self,
+        name: str,
+        make: Callable[..., T],
+        size: int,
+        args: Args = (),
+        beside: WorkerGroup[Any] | None = None,
+        nodes: Sequence[str] = (),
     ) -> WorkerGroup[T]:
         check_group(name, size, beside)
         others = [None] * size if beside is None else beside.handles
-        return self._place(name, rank_names(name, size), make, args_of(args, size), others)
+        places, _ = self._known(nodes or [HERE] * size)
+        return self._place(name, rank_names(name, size), make, args_of(args, size), others, places)
 
     def _place(
         self,
@@ -82,15 +95,16 @@ class RayRuntime(RayCluster):
         make: Callable[..., T],
         args: Sequence[tuple[Any, ...]],
         beside: Sequence[Handle[Any] | None],
+        nodes: Sequence[str],
     ) -> WorkerGroup[T]:
         """Start every rank, then wait for all."""
         new: list[WorkerProcess] = []
         started = []
-        for mine, its_args, other in zip(names, args, beside, strict=True):
+        for mine, its_args, other, node in zip(names, args, beside, nodes, strict=True):
             if isinstance(other, RayHandle):
                 process = other.process
             else:
-                process = self._spare.pop() if self._spare else self._process()
+                process = self._spare.pop() if self._spare and node == HERE else self._process(node)
                 new.append(process)
             started.append(start_worker(self, process, self._give_back, mine, make, its_args))
         group: WorkerGroup[T] = WorkerGroup(name, tuple(handle for handle, _ in started))
@@ -112,13 +126,13 @@ class RayRuntime(RayCluster):
         self._processes.clear()
         self._spare.clear()
 
-    def _process(self) -> WorkerProcess:
-        self._processes.append(WorkerProcess(self))
+    def _process(self, node: str = HERE) -> WorkerProcess:
+        self._processes.append(WorkerProcess(self) if node == HERE else FarProcess(self, node))
         return self._processes[-1]
 
     def _give_back(self, process: WorkerProcess) -> None:
         """A process without workers waits for the next ones, its packages imported; more than a few are ended."""
-        if len(self._spare) < SPARE:
+        if len(self._spare) < SPARE and not process.far:
             self._spare.append(process)
         else:
             self._end(process)

@@ -1,20 +1,23 @@
-"""Workers in Ray actors on this machine, their handles, and the memory through which they report progress."""
+"""Workers in Ray actors, their handles, and how they report progress: on this machine through shared memory, on others
+when they are asked."""
 
 from __future__ import annotations
 
 import importlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import ray
+from ray.exceptions import RayError
 from torch import Tensor
 
 from embodied import progress
 from embodied.runtime.deadlines import Wait
 from embodied.runtime.handles import Handle
+from embodied.runtime.nodes import require_software, software
 from embodied.runtime.ray_cluster import LOOK_S, RayCluster
 from embodied.workers.devices import release, to_host
 from sim_farm.memory import Block, Field
@@ -28,12 +31,11 @@ PROGRESS = {"last_ns": Field((1,), "int64", 0)}
 """When the process last reported progress, by the machine's monotonic clock, which all its processes share."""
 
 
-@ray.remote(num_cpus=0, max_restarts=0)
-class _WorkerActor:
+class _WorkerProcess:
     """A process for other workers: one, or several that take turns and hand things to each other by reference."""
 
-    def __init__(self, memory: str) -> None:
-        self._memory = Block.attach(PROGRESS, memory)
+    def __init__(self, memory: str | None) -> None:
+        self._memory = Block.create(PROGRESS, shared=False) if memory is None else Block.attach(PROGRESS, memory)
         progress.install(self._report)
         importlib.import_module("embodied.workers.makers")  # seconds, which pass while the farm is built
         self._workers: dict[str, Any] = {}
@@ -63,6 +65,28 @@ class _WorkerActor:
         self._memory.arrays["last_ns"][0] = time.monotonic_ns()
 
 
+_WorkerActor = ray.remote(num_cpus=0, max_restarts=0)(_WorkerProcess)
+
+
+@ray.remote(num_cpus=0, max_restarts=0, concurrency_groups={"looks": 1})
+class _FarActor(_WorkerProcess):
+    """Such a process on another machine."""
+
+    def __init__(self, expected: Mapping[str, str]) -> None:
+        super().__init__(None)
+        self._expected = expected
+
+    def make(self, name: str, make: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        require_software(self._expected)
+        super().make(name, make, args)
+
+    @ray.method(concurrency_group="looks")  # type: ignore[untyped-decorator]
+    def silent_ns(self) -> int:
+        """How long ago it reported progress; -1 if it never did."""
+        last = int(self._memory.arrays["last_ns"][0])
+        return time.monotonic_ns() - last if last else -1
+
+
 def _portable(result: Any) -> Any:
     """What a worker returned, as another process can have it: weights leave the GPU's memory."""
     if isinstance(result, dict) and any(isinstance(value, Tensor) for value in result.values()):
@@ -83,6 +107,9 @@ def _environment() -> dict[str, str]:
 class WorkerProcess:
     """A process for workers, with a block of shared memory in which it reports its progress."""
 
+    far = False
+    """Whether it is on another machine, to which no memory of this one leads."""
+
     def __init__(self, cluster: RayCluster) -> None:
         self._cluster = cluster
         self._memory = Block.create(PROGRESS, shared=True)
@@ -100,6 +127,34 @@ class WorkerProcess:
     def kill(self) -> None:
         self._cluster.kill(self.actor)
         self.forget()
+
+
+class FarProcess(WorkerProcess):
+    """A process for workers on another machine, the node with that id. It is asked for its progress."""
+
+    far = True
+
+    def __init__(self, cluster: RayCluster, node: str) -> None:
+        self._cluster = cluster
+        self._known_ns = 0
+        self.actor = cluster.actor(_FarActor, _environment(), node, (software(),))
+        self._asked = self.actor.silent_ns.remote()
+
+    def last_ns(self) -> int:
+        """When it last reported progress, as far as it has answered; in this machine's time."""
+        done, _ = ray.wait([self._asked], timeout=0)
+        if done:
+            try:
+                silent_ns = ray.get(self._asked)
+            except RayError:  # it has died, which whoever waits for its work will be told
+                return self._known_ns
+            if silent_ns >= 0:
+                self._known_ns = max(self._known_ns, time.monotonic_ns() - silent_ns)
+            self._asked = self.actor.silent_ns.remote()
+        return self._known_ns
+
+    def forget(self) -> None:
+        """Nothing of it is here."""
 
 
 @dataclass(eq=False)
@@ -144,7 +199,10 @@ class RayHandle(Handle[T]):
         return self._call(self.process.actor.pipe, method.__name__, names, args, kwargs)
 
     def path_from(self, source: Handle[Any]) -> str:
-        return "by reference" if self._beside(source) else "shared memory"
+        if self._beside(source):
+            return "by reference"
+        far = self.process.far or (isinstance(source, RayHandle) and source.process.far)
+        return "Ray, between machines" if far else "shared memory"
 
     def end(self) -> None:
         if not self.get(self._call(self.process.actor.drop, "end", (self.name,), (), {})):

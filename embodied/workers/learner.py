@@ -5,13 +5,17 @@
 Rows that are masked, or that teach nothing, never reach the model: they are compacted away before batching. Where
 the update is one step over all rows, its gradient is a sum over the parts in which they arrive, and each part is
 worked on when it comes.
+
+A learner may be several ranks. Each is given all trajectories, whose rows stay where they are, and so computes the same
+advantages, permutations and denominators. Each evaluates its share of a minibatch's rows; gradients and statistics are
+summed once per optimiser step. So all ranks decide alike, and take the step that one would take.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,12 +23,11 @@ from typing import ClassVar
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from embodied import checkpoint, progress
+from embodied import checkpoint
 from embodied.algorithms.estimators import Rows, join_rows, rows_of
-from embodied.algorithms.ppo import alive_actions, behaviour_weight, reduce_to_unit
+from embodied.algorithms.ppo import behaviour_weight, reduce_to_unit
 from embodied.config import Config, OptimConfig
 from embodied.data.random_streams import permutation
 from embodied.data.trajectories import StoredDecisions, Trajectories, join_columns
@@ -32,12 +35,16 @@ from embodied.data.trajectory_memory import FrameCounts, TrajectoryMemory
 from embodied.errors import UserError
 from embodied.workers.affinity import Affinity
 from embodied.workers.context import WorkerContext
-from embodied.workers.devices import CPU, await_devices, defines, device_of, forget_peak, peak_bytes
-from embodied.workers.microbatch import LossSums, MicroBatchLoss, add_gradient, count_units, count_values, read
+from embodied.workers.devices import await_devices, defines, device_of, forget_peak, peak_bytes
+from embodied.workers.microbatch import LossSums, count_units, count_values
 from embodied.workers.offload import Offload, Switch
+from embodied.workers.ranks import LOOPBACK, Ranks
 from embodied.workers.roles import CollectStatistics
+from embodied.workers.sharding import WholePolicy, held
+from embodied.workers.shared_work import SharedWork
+from embodied.workers.update_record import keep_rows, metrics_of
 from embodied.workflows.recipes import recipe_of
-from embodied.workflows.sizes import check_credit, groups_suffice, streams
+from embodied.workflows.sizes import check_credit, check_ranks, groups_suffice, streams
 from policies.contract import Policy
 
 BEHAVIOUR_BOUND = 2.0
@@ -70,11 +77,21 @@ class Learner:
     takes: ClassVar[frozenset[str]] = frozenset({"trajectories", "episodes"})
     """What an edge to here may carry."""
 
-    def __init__(self, policy: Policy, config: Config, run_dir: Path, affinity: Affinity | None = None) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        config: Config,
+        run_dir: Path,
+        affinity: Affinity | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
+        """`ranks` are not connected yet (`join`); None: this learner is the only one."""
         self.check(config)
         self.policy = policy
+        self.ranks = ranks or Ranks()
         self._device = device_of(policy)
         self._recipe, self._run = recipe_of(config), config
+        self._hold(WholePolicy(policy, self.ranks))
         self._loss, self._credit, self._config = config.loss, config.advantage.credit, config.optim
         self._streams = streams(config)
         self._joins = not groups_suffice(config)
@@ -101,6 +118,7 @@ class Learner:
     def check(cls, config: Config) -> None:
         """Raise `UserError` for settings that contradict each other, or ask for what no component adds."""
         check_credit(config)
+        check_ranks(config, config.optim.ranks)
         added = {name for c in recipe_of(config).after_rollout for name in getattr(c.worker_class(), "adds", ())}
         if config.loss.reference_kl and "reference_log_prob" not in added:
             raise UserError(
@@ -113,25 +131,59 @@ class Learner:
         """The learner of a run."""
         policy = context.policy()
         assert policy is not None, "the learner's policy is the one that others share"
-        return cls(policy, context.config, context.run_dir, context.affinity)
+        ranks = Ranks("learner", context.rank, context.ranks, device_of(policy))
+        return cls(policy, context.config, context.run_dir, context.affinity, ranks)
+
+    def listen(self, host: str = LOOPBACK) -> str:
+        """Of rank 0: wait for the others at this machine's address `host`. HOST:PORT for `join`."""
+        return self.ranks.listen(host)
+
+    def join(self, address: str, timeout_s: float) -> None:
+        """Connect to the other ranks, through rank 0 at `address`; take this rank's part of the policy.
+
+        Raises `PeerFailed` where they are not all there in time, and for whatever waits longer than `timeout_s` later.
+        """
+        with self._affinity.applied():
+            self.ranks.join(address, timeout_s)
+            self._hold(held(self.policy, self._config, self.ranks))
+            if self._held.sharded:
+                self.optimizer = make_optimizer(self.policy, self._config)
+
+    def _hold(self, part: WholePolicy) -> None:
+        self._held, self._work = part, SharedWork(part, self._run, self._recipe.critic)
+
+    def leave(self) -> None:
+        """Close the connections to the other ranks."""
+        self.ranks.leave()
 
     def weights(self) -> dict[str, Tensor]:
-        """The parameters and statistics that training changes, on the policy's device, as the policy worker loads them.
+        """The parameters and statistics that training changes, as the policy worker loads them; where the policy is
+        whole, on its device.
 
-        The caller must not change them. The policy worker has the frozen ones: it is made from the same configuration.
+        Every rank has to be asked; those but the first return nothing. The caller must not change the tensors. The
+        policy worker has the frozen ones: it is made from the same configuration.
         """
         self.load_back()
-        frozen = {name for name, parameter in self.policy.named_parameters() if not parameter.requires_grad}
-        return {key: tensor.detach() for key, tensor in self.policy.state_dict().items() if key not in frozen}
+        return self._held.weights()
+
+    def shares_policy(self) -> bool:
+        """Whether others of this process can compute with its policy: not where it holds a shard of it."""
+        return not self._held.sharded
 
     def own_policy(self) -> Policy:
-        """The policy itself, for a policy worker of the same process."""
+        """The policy itself, for a policy worker of the same process. Raises `UserError` for a shard of it."""
+        if self._held.sharded:
+            raise UserError(
+                "the learner's ranks hold shards of the policy, and nobody can act with a shard: set optim.sharding to "
+                "whole, or take a plan whose policy worker has a process of its own"
+            )
         return self.policy
 
     def unload(self, weights: bool) -> Switch:
         """Leave the device's memory: the optimiser's state, and the weights unless a policy worker shares them."""
+        rank = f"-{self.ranks.rank}" if self.ranks.rank else ""
         self._offload = Offload(
-            self._run_dir / "unloaded-learner.safetensors", self.policy if weights else None, self.optimizer
+            self._run_dir / f"unloaded-learner{rank}.safetensors", self.policy if weights else None, self.optimizer
         )
         return self._offload.unload()
 
@@ -226,13 +278,12 @@ class Learner:
             self._frames += self._memory.counts - before
 
     def save(self, root: Path, state: checkpoint.RunState, environments: dict[str, np.ndarray]) -> None:
-        """Write a checkpoint of policy, optimiser and run below `root`."""
-        checkpoint.write(root, state, self.policy, self.optimizer, environments)
+        """Write a checkpoint of policy, optimiser and run below `root`: rank 0 does, and every rank has to be asked."""
+        self._held.save(root, state, self.optimizer, environments)
 
     def load(self, folder: Path) -> None:
-        """Take policy and optimiser from a verified checkpoint."""
-        checkpoint.load_weights(folder, self.policy)
-        checkpoint.load_optimizer(folder, self.policy, self.optimizer)
+        """Take policy and optimiser from a verified checkpoint, which any number of ranks has written."""
+        self._held.load(folder, self.optimizer)
 
     def _epochs(self, rows: Rows, iteration: int) -> tuple[LossSums, list[float], bool]:
         """Epochs of permuted minibatches; ends early at the KL bound."""
@@ -253,19 +304,7 @@ class Learner:
         evaluations = self._config.epochs + (self._lag > 0)
         if evaluations == 1 or not defines(self.policy, "precompute"):
             return rows
-        whole: dict[str, Tensor] = {}
-        with torch.no_grad():
-            for piece in self._pieces(rows):
-                found = self.policy.precompute(rows.decisions.select(piece).inputs(self._device))
-                for key, part in found.items():
-                    if key not in whole:
-                        whole[key] = torch.empty(len(rows), *part.shape[1:], dtype=part.dtype)
-                    whole[key][piece] = part.to(CPU)
-        return replace(rows, precomputed=whole)
-
-    def _pieces(self, rows: Rows) -> Sequence[Tensor]:
-        """All rows in their order, in micro-batches."""
-        return torch.arange(len(rows)).split(self._config.micro_batch or self._config.minibatch or len(rows))
+        return replace(rows, precomputed=self._work.precomputed(rows))
 
     def _proximal(self, rows: Rows) -> Rows:
         """The rows with the log-probs that ratios are taken to: those of the policy that acted.
@@ -275,9 +314,7 @@ class Learner:
         """
         if self._lag == 0:
             return rows
-        with torch.no_grad():
-            parts = (rows.take(piece).to(self._device) for piece in self._pieces(rows))
-            now = torch.cat([self.policy.evaluate(part.inputs, part.trace).log_prob.to(CPU) for part in parts])
+        now = self._work.log_prob(rows)
         unit = self._loss.ratio_unit
         proximal, _ = reduce_to_unit(now, rows.executed, unit)
         behaviour, _ = reduce_to_unit(rows.log_prob, rows.executed, unit)
@@ -289,9 +326,8 @@ class Learner:
         executed, dims = rows.executed[index], rows.log_prob.shape[-1]
         units, weights = count_units(executed, rows.weight[index], dims, self._loss.ratio_unit)
         values = count_values(executed, self._credit)
-        micro_batches = index.split(self._config.micro_batch or len(index))
-        shares = [self._backward(rows.take(micro), weights, values) for micro in micro_batches]
-        sums, norm = read(shares, self._clip())
+        shares = self._work.add_gradient(rows, index, weights, values)
+        sums, norm = self._work.read(shares, self._work.clip())
         if check:
             self._check_on_policy(sums.off_policy / units)
         if self._config.target_kl is not None and sums.approx_kl / units > 1.5 * self._config.target_kl:
@@ -310,24 +346,20 @@ class Learner:
         if first:
             self.optimizer.zero_grad(set_to_none=True)
         rows = self._proximal(self._precomputed(rows))
-        micro_batches = torch.arange(len(rows)).split(self._config.micro_batch or len(rows))
-        part, _ = read([self._backward(rows.take(micro), 1.0, 1) for micro in micro_batches])
+        part, _ = self._work.read(self._work.add_gradient(rows, torch.arange(len(rows)), 1.0, 1, more=True))
         if first:
             self._check_on_policy(part.off_policy / part.units)
         self._streamed.add(part)
 
     def _step_streamed(self, sums: LossSums, rows: Rows, iteration: int) -> list[float]:
         """The one step of an update that was summed up part by part."""
+        self._work.sum_gradients(rows)
         for parameter in self.policy.parameters():
             if parameter.grad is not None:
                 parameter.grad /= sums.weights
-        norm = float(self._clip())
+        norm = float(self._work.clip())
         self._apply(rows, torch.arange(len(rows)), sums, norm, iteration)
         return [norm]
-
-    def _clip(self) -> Tensor:
-        """Scale the gradient down to the bound. Its norm before that, on the device."""
-        return torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self._config.max_grad_norm)
 
     def _apply(self, rows: Rows, index: Tensor, sums: LossSums, norm: float, iteration: int) -> None:
         """Step, unless loss or gradient is not finite."""
@@ -337,11 +369,6 @@ class Learner:
             self.optimizer.step()
         else:
             self._skip(rows.take(index), iteration, loss, norm)
-
-    def _backward(self, rows: Rows, weights: float, values: int) -> MicroBatchLoss:
-        """Add the gradient of the rows' share of a loss with the given denominators."""
-        progress.report()
-        return add_gradient(self.policy, rows, self._loss, self._credit, self._recipe.critic, weights, values)
 
     def _check_on_policy(self, off_policy: float) -> None:
         tolerance = self.policy.ratio_tolerance
@@ -357,16 +384,8 @@ class Learner:
         """Skip the step and keep the minibatch for inspection. Raises `NonFinite` after several in a row."""
         self._non_finite += 1
         folder = self._run_dir / "non_finite"
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{iteration:06d}-{len(list(folder.iterdir())):03d}.safetensors"
-        inputs = rows.inputs
-        tensors = {key: getattr(rows, key) for key in ("log_prob", "value", "advantage", "returns", "executed")}
-        tensors |= {f"trace.{key}": tensor for key, tensor in rows.trace.items()}
-        tensors |= {f"inputs.frames.{key}": tensor for key, tensor in inputs.frames.items()}
-        for key in ("state", "proprio"):
-            if getattr(inputs, key) is not None:
-                tensors[f"inputs.{key}"] = getattr(inputs, key)
-        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path)
+        if self.ranks.first:
+            keep_rows(rows, folder, iteration)
         if self._non_finite >= self._config.non_finite_limit:
             raise NonFinite(
                 f"loss {loss} and gradient norm {norm} were not finite for {self._non_finite} optimiser steps in a "
@@ -382,24 +401,11 @@ class Learner:
             group["lr"] = rate * share
 
     def _metrics(self, rows: Rows, sums: LossSums, norms: list[float], stopped: bool) -> dict[str, float]:
-        returns, value = rows.returns, rows.value
-        if returns.ndim == 2:
-            alive = alive_actions(rows.executed, returns.shape[1])
-            returns, value = returns[alive], value[alive]
-        spread = float(returns.var()) if len(returns) > 1 else 0.0
-        explained = 1 - float((returns - value).var()) / spread if spread > 0 else float("nan")
+        divergence = {"learner/reference_kl": sums.reference_kl / max(sums.units, 1)} if self._loss.reference_kl else {}
         return {
-            "learner/policy_loss": sums.policy_loss / (sums.weights or 1),
-            "learner/value_loss": sums.value_loss / max(sums.values, 1),
-            "learner/entropy": sums.entropy / (sums.weights or 1),
-            "learner/approx_kl": sums.approx_kl / max(sums.units, 1),
-            "learner/clip_fraction": sums.clipped / max(sums.units, 1),
-            **({"learner/reference_kl": sums.reference_kl / max(sums.units, 1)} if self._loss.reference_kl else {}),
-            "learner/grad_norm": float(np.mean(norms)) if norms else float("nan"),
-            "learner/explained_variance": explained,
+            **metrics_of(rows, sums, norms),
+            **divergence,
             "learner/first_ratio_error": self._first_ratio_error,
-            "learner/steps": float(len(norms)),
-            "learner/skipped_steps": float(len(norms) - np.isfinite(norms).sum()),
             "learner/stopped_by_kl": float(stopped),
             "learner/policy_lr": float(self.optimizer.param_groups[0]["lr"]),
         }

@@ -49,6 +49,12 @@ class LossSums:
     """What the critic was asked for: one of each row, or of each of its executed actions."""
     rows: int = 0
 
+    @classmethod
+    def of(cls, numbers: Mapping[str, float]) -> LossSums:
+        """From sums by name; counts are whole numbers again."""
+        counts = {key: round(numbers[key]) for key in ("units", "values", "rows")}
+        return cls(**{**numbers, **counts})
+
     def add(self, other: LossSums) -> None:
         for key in self.__dataclass_fields__:
             setattr(self, key, getattr(self, key) + getattr(other, key))
@@ -75,7 +81,7 @@ def read(shares: Sequence[MicroBatchLoss], norm: Tensor | None = None) -> tuple[
 
 
 def add_gradient(
-    policy: Policy, rows: Rows, settings: LossConfig, credit: Credit, critic: bool, weights: float, values: int
+    policy: Policy, rows: Rows, settings: LossConfig, credit: Credit, critic: bool, weights: float, values: float
 ) -> MicroBatchLoss:
     """Add the gradient of these rows' share of a loss with the given denominators; `critic`: with the value's part.
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from embodied.workers.devices import await_devices, release, to_host
 
@@ -33,6 +34,9 @@ class Offload:
         self._spill, self._module, self._optimizer = spill, module, optimizer
         self._away: dict[str, Tensor] | None = None
         self._on_disk = False
+        self._shards: dict[str, int] = {}
+        """Bytes of those that are shards of a tensor. FSDP2 holds other views of their storage, which alone is emptied
+        and filled again."""
 
     @property
     def away(self) -> bool:
@@ -52,8 +56,11 @@ class Offload:
             self._away = {}
         else:
             self._away = to_host({name: tensor.detach() for name, tensor in tensors.items()})
-        for tensor in tensors.values():
-            tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        for name, tensor in tensors.items():
+            if name in self._shards:
+                tensor.untyped_storage().resize_(0)
+            else:
+                tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         release()
         return Switch(size, time.perf_counter() - begin)
 
@@ -65,6 +72,10 @@ class Offload:
         found: Mapping[str, Tensor] = load_file(self._spill) if self._on_disk else self._away
         size, tensors = 0, self._tensors()
         for name, tensor in tensors.items():
+            if name in self._shards:
+                tensor.copy_(found[name], non_blocking=True)
+                size += tensor.numel() * tensor.element_size()
+                continue
             # A copy: what is mapped from a file lies anywhere, and matrix products round by alignment.
             tensor.data = found[name].to(tensor.device, tensor.dtype, copy=True, non_blocking=True)
             size += tensor.numel() * tensor.element_size()
@@ -83,4 +94,13 @@ class Offload:
             self._optimizer.zero_grad(set_to_none=True)
             for number, state in enumerate(self._optimizer.state.values()):
                 found |= {f"optimizer.{number}.{key}": t for key, t in state.items() if isinstance(t, Tensor)}
-        return found
+        return {name: self._local(name, t) if isinstance(t, DTensor) else t for name, t in found.items()}
+
+    def _local(self, name: str, tensor: DTensor) -> Tensor:
+        """All of this process's memory of a tensor, flat."""
+        local = tensor.detach().to_local()
+        storage = local.untyped_storage()
+        if self._away is not None:
+            storage.resize_(self._shards[name])
+        self._shards[name] = storage.nbytes()
+        return torch.empty(0, dtype=local.dtype, device=local.device).set_(storage)

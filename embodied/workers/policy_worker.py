@@ -218,6 +218,10 @@ class PolicyWorker:
 
     # --- after a rollout
 
+    def carried(self, batch: Trajectories) -> Trajectories:
+        """The trajectories for another machine, which does not have the memory that they are in."""
+        return batch.carried()
+
     def _assembled(
         self, table: np.ndarray, mask: np.ndarray, last: Tensor, task: Tensor | None, group: Tensor | None = None
     ) -> Trajectories:

@@ -69,6 +69,10 @@ class Decider(Protocol):
 
     def trajectories(self) -> Trajectories: ...
 
+    def carried(self, batch: Trajectories) -> Trajectories:
+        """The trajectories for another machine, which does not have the memory that they are in."""
+        ...
+
     def snapshot(self) -> dict[str, np.ndarray]: ...
 
     def share(self, policy: Policy) -> None: ...
@@ -107,15 +111,33 @@ class Passer(Protocol):
 
 
 class Trainer(Protocol):
-    """Holds the policy that is trained."""
+    """Holds the policy that is trained. Where it is several ranks, all of them are asked everything, in one order."""
 
     takes: ClassVar[frozenset[str]]
+
+    def listen(self, host: str) -> str:
+        """Of rank 0 of several: wait for the others at this machine's address; HOST:PORT for `join`."""
+        ...
+
+    def join(self, address: str, timeout_s: float) -> None:
+        """Become one of the ranks that meet at the address."""
+        ...
+
+    def leave(self) -> None:
+        """The other ranks are not needed any more."""
+        ...
 
     def collect(self, batch: Trajectories, iteration: int) -> CollectStatistics: ...
 
     def finish(self, iteration: int) -> dict[str, float]: ...
 
-    def weights(self) -> dict[str, Tensor]: ...
+    def weights(self) -> dict[str, Tensor]:
+        """What was trained; nothing on other ranks than the first."""
+        ...
+
+    def shares_policy(self) -> bool:
+        """Whether others of its process can compute with its policy."""
+        ...
 
     def own_policy(self) -> Policy: ...
 

@@ -93,6 +93,15 @@ def episodes_of(config: Config, seed: int) -> Episodes:
     return EndlessEpisodes(seed, config.env.init_states)
 
 
+def check_ranks(config: Config, ranks: int) -> None:
+    """Raise `UserError` for more ranks than rows of a minibatch."""
+    if config.optim.minibatch and ranks > config.optim.minibatch:
+        raise UserError(
+            f"the learner has {ranks} ranks, and a minibatch {config.optim.minibatch} rows: each rank takes one "
+            f"or more; set optim.ranks to {config.optim.minibatch} or less, or optim.minibatch to {ranks} or more"
+        )
+
+
 def check_credit(config: Config) -> None:
     """Raise `UserError` where single actions have credit and ratios are taken over more than that."""
     if config.advantage.credit == "action" and config.loss.ratio_unit == "chunk":

@@ -18,6 +18,7 @@ from policies.imitation import counted_mean, only_counted
 from policies.layers import checked_widths
 from policies.openvla import lora
 from policies.openvla.actions import action_of, check_gripper, convert_gripper, read_gripper, token_of
+from policies.openvla.config import TOWERS
 from policies.openvla.files import ADAPTER, ADAPTER_CONFIG, CONFIG, Shards, read_json
 from policies.openvla.heads import ValueHead
 from policies.openvla.images import read_preprocessing
@@ -211,6 +212,13 @@ class TokenPolicy(Policy):
 
     def without_adapter(self) -> AbstractContextManager[None]:
         return lora.switched_off(self.model) if self.adapted else super().without_adapter()
+
+    def shards(self) -> Sequence[Sequence[nn.Module]]:
+        """Each block of the towers, and each layer of the language model but the last, of which `OpenVLAModel.states`
+        calls the parts. Embedding, projector, last layer, final norm and head stay together, tied or not."""
+        towers = [getattr(self.model.vision_backbone, tower) for tower in TOWERS]
+        layers = self.model.language_model.model.layers
+        return [[module] for module in (*(block for tower in towers for block in tower.blocks), *layers[:-1])]
 
     def actor_parameters(self) -> Iterator[nn.Parameter]:
         return (p for p in super().actor_parameters() if p.requires_grad)

@@ -1,0 +1,68 @@
+"""The ranks of a trainer: placed and connected, and what they say put together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from embodied.execution.assignment import HERE
+from embodied.execution.session import Session
+from embodied.runtime.groups import WorkerGroup
+from embodied.workers.affinity import Affinity
+from embodied.workers.context import WorkerContext
+from embodied.workers.makers import make_component
+from embodied.workers.offload import Switch
+from embodied.workers.ranks import LOOPBACK
+from embodied.workers.roles import CollectStatistics, Trainer
+from embodied.workflows.recipes import WorkflowComponent
+
+
+def place_ranks(
+    session: Session, trainer: WorkflowComponent, base: WorkerContext, places: tuple[Affinity, ...]
+) -> WorkerGroup[Trainer]:
+    """The trainer's ranks, each in its place, connected to each other. Where one fails at it, none is left."""
+    ranks, runtime = len(places), session.runtime
+    contexts = [replace(base, affinity=place, rank=rank, ranks=ranks) for rank, place in enumerate(places)]
+    nodes = tuple(place.node for place in places)
+    group: WorkerGroup[Trainer] = runtime.place_group(
+        trainer.name, make_component, ranks, lambda rank: (trainer, contexts[rank]), nodes=nodes
+    )
+    if ranks == 1:
+        return group
+    try:
+        address = group.call_one(0, Trainer.listen, _meeting_host(session, nodes))
+        group.call_all(Trainer.join, address, runtime.deadline.inner().seconds)
+    except BaseException:
+        with suppress(Exception):  # what has failed is said already
+            group.end()
+        raise
+    return group
+
+
+def _meeting_host(session: Session, nodes: Sequence[str]) -> str:
+    """The address of rank 0's machine; the loopback interface where all ranks are on one."""
+    if len(set(nodes)) == 1:
+        return LOOPBACK
+    there = {HERE if node.is_here else node.id: node.address for node in session.runtime.nodes()}
+    return there[nodes[0]]
+
+
+def update_of_ranks(found: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The metrics of an update from those of each rank, which agree on what was learned."""
+    merged = dict(found[0])
+    for name in ("learner/frames_read", "learner/frame_copies"):
+        if name in merged:
+            merged[name] = sum(one.get(name, 0) for one in found)
+    merged["learner/update_s"] = max(one["learner/update_s"] for one in found)
+    return merged | {"learner/ranks": float(len(found))}
+
+
+def collected_by_ranks(found: Sequence[CollectStatistics]) -> CollectStatistics:
+    """Of a part that every rank has taken."""
+    return replace(found[0], learn_s=max(one.learn_s for one in found))
+
+
+def switch_of_ranks(found: Sequence[Switch]) -> Switch:
+    """Of workers that leave, or come back, side by side."""
+    return Switch(sum(one.bytes for one in found), max(one.seconds for one in found))

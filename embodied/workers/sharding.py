@@ -1,0 +1,272 @@
+"""What each rank of a learner holds of the policy: the whole, or a shard of every parameter (FSDP2).
+
+    whole      gradients are summed in flat buckets, once per optimiser step
+    sharded    parameters are gathered for each pass group by group (`Policy.shards`), gradients are summed and
+               scattered in the last backward pass of a step; the optimiser works on shards
+
+Both give the learner the same sums. A policy that trains in 16 bits is sharded with masters in float32, which the
+optimiser steps; passes compute in 16 bits as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from embodied import checkpoint
+from embodied.config import OptimConfig
+from embodied.errors import UserError
+from embodied.workers.devices import CPU, defines
+from embodied.workers.ranks import Ranks
+from policies.contract import Policy
+
+SHORT = (torch.bfloat16, torch.float16)
+"""Types in which small steps are lost."""
+MASTER = "master."
+"""Of a parameter's float32 copy, in a checkpoint of the optimiser."""
+
+
+class WholePolicy:
+    """Every rank holds all of the policy."""
+
+    sharded = False
+
+    def __init__(self, policy: Policy, ranks: Ranks) -> None:
+        self.policy, self.ranks = policy, ranks
+
+    def last_pass(self, last: bool) -> None:
+        """Say whether the next backward pass is the last before the gradient is needed."""
+
+    def sum_gradients(self) -> None:
+        """After the last pass: have the gradient of all ranks on each of them."""
+        self.ranks.sum_gradients(self.policy.parameters())
+
+    def weights(self) -> dict[str, Tensor]:
+        """What training changes, by name, in the policy's own type; on rank 0, of which the caller must not change it.
+        Every rank has to be asked."""
+        return self._changing() if self.ranks.first else {}
+
+    def save(
+        self, root: Path, state: checkpoint.RunState, optimizer: torch.optim.Optimizer, environments: checkpoint.Arrays
+    ) -> None:
+        """Have rank 0 write a checkpoint, in the format of one rank."""
+        self.ranks.first_does(
+            "write the checkpoint", lambda: checkpoint.write(root, state, self.policy, optimizer, environments)
+        )
+
+    def load(self, folder: Path, optimizer: torch.optim.Optimizer) -> None:
+        """Take policy and optimiser from a verified checkpoint, which rank 0 reads."""
+        self.ranks.first_does("read the checkpoint", lambda: self._read(folder, optimizer))
+        if self.ranks.size == 1:
+            return
+        for tensor in self._changing().values():
+            self.ranks.broadcast(tensor)
+        names = {id(parameter): name for name, parameter in self.policy.named_parameters()}
+        parameters = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
+        known = self.ranks.broadcast_plain([name for name, p in parameters.items() if optimizer.state.get(p)])
+        for name in known:
+            parameter = parameters[name]
+            if not self.ranks.first:
+                optimizer.state[parameter] = {
+                    "step": torch.zeros((), device=parameter.device),
+                    **{key: torch.empty_like(parameter) for key in checkpoint.MOMENTS},
+                }
+            for key in ("step", *checkpoint.MOMENTS):
+                self.ranks.broadcast(optimizer.state[parameter][key])
+
+    def _read(self, folder: Path, optimizer: torch.optim.Optimizer) -> None:
+        checkpoint.load_weights(folder, self.policy)
+        checkpoint.load_optimizer(folder, self.policy, optimizer)
+
+    def _changing(self) -> dict[str, Tensor]:
+        """Trained parameters and all buffers that are saved, by name."""
+        frozen = {name for name, parameter in self.policy.named_parameters() if not parameter.requires_grad}
+        return {key: tensor.detach() for key, tensor in self.policy.state_dict().items() if key not in frozen}
+
+
+class ShardedPolicy(WholePolicy):
+    """Every rank holds its shard of each parameter. To be made before the optimiser, after what is frozen is."""
+
+    sharded = True
+
+    def __init__(self, policy: Policy, ranks: Ranks) -> None:
+        super().__init__(policy, ranks)
+        self._types = {name: parameter.dtype for name, parameter in policy.named_parameters()}
+        """Of the policy by itself."""
+        _check_scalars(policy)
+        self._mesh = init_device_mesh(ranks.device.type, (ranks.size,))
+        # What is called as a module is gathered by itself; the rest when `evaluate` begins.
+        groups = [list(group) for group in (*policy.shards(), [policy.value_head])]
+        for group in [group for group in groups if any(list(module.parameters()) for module in group)]:
+            self._shard(group, _parameters(group))
+        taken = {id(p) for group in groups for p in _parameters(group).values()}
+        rest = {name: p for name, p in policy.named_parameters() if id(p) not in taken}
+        self._shard([policy], rest)
+        for method in ("evaluate", "precompute"):
+            if method == "evaluate" or defines(policy, method):
+                register_fsdp_forward_method(policy, method)
+        for module in policy.modules():
+            if isinstance(module, FSDPModule):
+                # The losses of ranks have one denominator: a sum is wanted. gloo would not divide in any case.
+                module.set_force_sum_reduction_for_comms(True)
+                module.set_gradient_divide_factor(1.0)
+
+    def _shard(self, modules: list[nn.Module], parameters: Mapping[str, nn.Parameter]) -> None:
+        """Divide these modules' parameters, as one group."""
+        trained = {parameter.dtype for parameter in parameters.values() if parameter.requires_grad}
+        if len(trained) > 1:
+            examples = {p.dtype: name for name, p in parameters.items() if p.requires_grad}
+            listed = ", ".join(f"{name} is {dtype}" for dtype, name in examples.items())
+            raise UserError(
+                f"parameters that are gathered together are trained in one type, and {listed}: set optim.sharding to "
+                "whole, or name their modules apart in the policy's `shards`"
+            )
+        precision = MixedPrecisionPolicy(cast_forward_inputs=False)
+        if trained & set(SHORT):
+            (short,) = trained
+            for parameter in parameters.values():
+                if parameter.requires_grad:
+                    parameter.data = parameter.data.float()
+            precision = MixedPrecisionPolicy(short, torch.float32, cast_forward_inputs=False)
+        whole: nn.Module | list[nn.Module] = modules[0] if len(modules) == 1 else modules
+        fully_shard(whole, mesh=self._mesh, mp_policy=precision)  # type: ignore[arg-type]
+
+    def last_pass(self, last: bool) -> None:
+        self._root.set_requires_gradient_sync(last)
+
+    def sum_gradients(self) -> None:
+        """They were summed in the last pass."""
+
+    @property
+    def _root(self) -> FSDPModule:
+        assert isinstance(self.policy, FSDPModule)
+        return self.policy
+
+    def weights(self) -> dict[str, Tensor]:
+        found = {}
+        for name, tensor in self._changing().items():
+            whole = self._gathered(tensor).to(self._types.get(name, tensor.dtype))
+            if self.ranks.first:
+                found[name] = whole.to(CPU)
+        return found
+
+    def save(
+        self, root: Path, state: checkpoint.RunState, optimizer: torch.optim.Optimizer, environments: checkpoint.Arrays
+    ) -> None:
+        whole = self._whole()
+        moments = checkpoint.OptimizerState.of(self.policy, optimizer, self._on_first)
+        for name, parameter in self.policy.named_parameters():
+            if parameter.dtype != self._types[name]:
+                moments.tensors[f"{MASTER}{name}"] = self._on_first(parameter)
+
+        def write() -> None:
+            with _filled(self.policy, whole):
+                checkpoint.write_state(root, state, self.policy, moments, environments)
+
+        self.ranks.first_does("write the checkpoint", write)
+
+    def load(self, folder: Path, optimizer: torch.optim.Optimizer) -> None:
+        whole = self._whole()
+        moments = checkpoint.OptimizerState({}, {})
+
+        def read() -> None:
+            nonlocal moments
+            with _filled(self.policy, whole):
+                checkpoint.load_weights(folder, self.policy)
+            moments = checkpoint.OptimizerState.read(folder)
+
+        self.ranks.first_does("read the checkpoint", read)
+        parameters = dict(self.policy.named_parameters())
+        for name, tensor in self._changing().items():
+            if name in parameters:
+                self._spread(moments.tensors.get(f"{MASTER}{name}", whole.get(name)), parameters[name])
+            else:
+                self.ranks.broadcast(tensor)
+        steps: dict[str, float] = self.ranks.broadcast_plain(moments.steps)
+        trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for name, parameter in parameters.items():
+            if name not in steps or id(parameter) not in trained:
+                continue
+            state = {key: torch.zeros_like(parameter) for key in checkpoint.MOMENTS}
+            for key, shard in state.items():
+                self._spread(moments.tensors.get(f"{key}.{name}"), shard)
+            optimizer.state[parameter] = {"step": torch.tensor(steps[name], device=parameter.device), **state}
+
+    # --- whole tensors and shards
+
+    def _gathered(self, tensor: Tensor) -> Tensor:
+        """The whole tensor, on every rank; every rank has to be asked."""
+        if not isinstance(tensor, DTensor):
+            return tensor
+        with self.ranks.waiting("gather a tensor"):
+            return tensor.detach().full_tensor()
+
+    def _on_first(self, tensor: Tensor) -> Tensor:
+        """The whole tensor in rank 0's host memory; nothing on the others."""
+        found = self._gathered(tensor)
+        return found.to(CPU) if self.ranks.first else torch.empty(0)
+
+    def _whole(self) -> dict[str, Tensor]:
+        """All parameters on rank 0, in the policy's own types; nothing on the others."""
+        found = {}
+        for name, parameter in self.policy.named_parameters():
+            tensor = self._on_first(parameter)
+            if self.ranks.first:
+                found[name] = tensor.to(self._types[name])
+        return found
+
+    def _spread(self, whole: Tensor | None, into: Tensor) -> None:
+        """Fill every rank's shard from the whole tensor, which rank 0 has."""
+        assert isinstance(into, DTensor)
+        sent = torch.empty(into.shape, dtype=into.dtype, device=self.ranks.device)
+        if self.ranks.first:
+            assert whole is not None
+            sent.copy_(whole)
+        self.ranks.broadcast(sent)
+        with torch.no_grad():
+            into.copy_(distribute_tensor(sent, self._mesh, into.placements, src_data_rank=None))
+
+
+def held(policy: Policy, settings: OptimConfig, ranks: Ranks) -> WholePolicy:
+    """The policy as each of the ranks, which are connected, is to hold it by `optim.sharding`."""
+    sharded = settings.sharding == "sharded" or (settings.sharding == "auto" and _pays(policy, ranks))
+    return ShardedPolicy(policy, ranks) if sharded and ranks.size > 1 else WholePolicy(policy, ranks)
+
+
+def _pays(policy: Policy, ranks: Ranks) -> bool:
+    """Whether shards save what is worth saving: gradients, moments and masters of most of the policy, on GPUs."""
+    trained = sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad)
+    return ranks.device.type != "cpu" and 2 * trained > sum(parameter.numel() for parameter in policy.parameters())
+
+
+def _parameters(modules: list[nn.Module]) -> dict[str, nn.Parameter]:
+    return {f"{i}.{name}": p for i, module in enumerate(modules) for name, p in module.named_parameters()}
+
+
+def _check_scalars(policy: Policy) -> None:
+    for name, parameter in policy.named_parameters():
+        if parameter.ndim == 0:
+            raise UserError(f"{name} is a single number, which has no shards: set optim.sharding to whole")
+
+
+@contextmanager
+def _filled(policy: Policy, whole: Mapping[str, Tensor]) -> Iterator[None]:
+    """Within, the policy's parameters are these whole tensors in the host's memory, in the shards' stead."""
+    filled = {id(p): nn.Parameter(whole[name], requires_grad=p.requires_grad) for name, p in policy.named_parameters()}
+    places: list[tuple[nn.Module, str, nn.Parameter]] = []
+    for name, parameter in list(policy.named_parameters(remove_duplicate=False)):
+        path, _, key = name.rpartition(".")
+        places.append((policy.get_submodule(path), key, parameter))
+        setattr(policy.get_submodule(path), key, filled[id(parameter)])
+    try:
+        yield
+    finally:
+        for module, key, parameter in places:
+            setattr(module, key, parameter)

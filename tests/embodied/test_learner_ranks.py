@@ -1,0 +1,578 @@
+"""The learner as several ranks: the update that one would make, in real processes on Ray, connected by gloo."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+import policies
+from embodied import checkpoint
+from embodied.algorithms.estimators import Estimate, gae, group_relative
+from embodied.checkpoint import RunState
+from embodied.config import Config, parse_config
+from embodied.data.trajectories import HeldDecisions, Trajectories
+from embodied.errors import PeerFailed, UserError
+from embodied.execution.assignment import Assignment, configured
+from embodied.execution.executor import executor
+from embodied.execution.session import Session, open_session
+from embodied.execution.trainer_ranks import update_of_ranks
+from embodied.runtime.groups import WorkerGroup
+from embodied.runtime.ray_runtime import RayRuntime
+from embodied.workers.affinity import Affinity
+from embodied.workers.learner import Learner
+from embodied.workers.ranks import Ranks
+from embodied.workers.roles import Trainer
+from embodied.workflows.recipes import GRPO, LEARNER, PPO, Recipe
+from policies.contract import Inputs, Policy, PolicySpec
+from sim_farm.farm import WorkerFailed
+from tests.embodied import test_executor
+from tests.embodied.test_executor import CORES, ITERATIONS, Run, assert_was_a_test, assigned, inline
+from tests.embodied.test_learner import make_batch, make_policy
+
+TOLERANCE = 1e-5
+"""Of every parameter after three iterations: sums over ranks round differently."""
+
+
+# --- whole runs: every rank keeps what it was given, in a folder of its own
+
+
+def keep(batch: Trajectories, config: Config) -> None:
+    assert config.name is not None
+    folder = Path(config.name) / str(os.getpid())
+    folder.mkdir(exist_ok=True)
+    test_executor.keep(batch, config.model_copy(update={"name": str(folder)}))
+
+
+def kept_gae(batch: Trajectories, config: Config) -> Estimate:
+    keep(batch, config)
+    return gae(batch, config)
+
+
+def kept_group_relative(batch: Trajectories, config: Config) -> Estimate:
+    keep(batch, config)
+    return group_relative(batch, config)
+
+
+KEPT_PPO = replace(PPO, estimator=kept_gae)
+KEPT_GRPO = replace(GRPO, estimator=kept_group_relative)
+STATES = {**test_executor.STATES, "workflow": f"{__name__}:KEPT_PPO"}
+GROUPS = {**test_executor.GROUPS, "workflow": f"{__name__}:KEPT_GRPO"}
+IMAGES = {**test_executor.IMAGES, "workflow": "ppo"}
+
+
+def run(settings: dict[str, Any], session: Session, assignment: Assignment, folder: Path) -> Run:
+    """Three iterations by the assignment. Every rank is given the same trajectories."""
+    (folder / "gathered").mkdir(parents=True)
+    config = parse_config({**settings, "name": str(folder / "gathered")}, "test")
+    with executor(config, folder, session, assignment) as workers:
+        workers.begin(None, 0)
+        iterations = [workers.iterate(i, drain=i == ITERATIONS - 1) for i in range(ITERATIONS)]
+        if assignment.unload:
+            workers.trainer.call_all(Trainer.load_back)
+        weights = workers.trainer.call_all(Trainer.weights)[0]
+        parameters = {name: tensor.clone() for name, tensor in weights.items()}
+    given = [[load_file(path) for path in sorted(rank.iterdir())] for rank in (folder / "gathered").iterdir()]
+    for other in given[1:]:
+        for part, its in zip(given[0], other, strict=True):
+            assert all(torch.equal(its[name], tensor) for name, tensor in part.items())
+    return Run(iterations, given[0] if given else [], parameters)
+
+
+@pytest.fixture(scope="module")
+def ray(ray_runtime: RayRuntime) -> Session:
+    return Session(Config(), ray_runtime, tuple(CORES))
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Runs of one rank in this process; each is computed once."""
+    known: dict[str, Run] = {}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with open_session(parse_config({"runtime": {"mode": "inline"}}, "test")) as here:
+
+        def of(settings: dict[str, Any], ahead: int = 0) -> Run:
+            key = f"{settings} {ahead}"
+            if key not in known:
+                plan = replace(inline(APART), ahead=ahead)
+                known[key] = run(settings, here, plan, tmp_path_factory.mktemp("reference"))
+            return known[key]
+
+        yield of
+    torch.set_num_threads(threads)
+
+
+APART = assigned("disaggregated", learner=(0,), policy=(0,), one_process=False)
+
+
+def of_ranks(ranks: int, ahead: int = 0, together: bool = False) -> Assignment:
+    """Ranks of one thread each, wherever the system likes."""
+    components = {"policy": (Affinity(),), "learner": (Affinity(),) * ranks}
+    return replace(APART, components=components, ahead=ahead, one_process=together)
+
+
+def with_optim(settings: dict[str, Any], **optim: Any) -> dict[str, Any]:
+    return {**settings, "optim": {**settings["optim"], **optim}}
+
+
+def assert_same(found: Run, expected: Run) -> None:
+    """The same episodes; what is gathered before the first update bit for bit, and what is learned within rounding."""
+    assert found.episodes == expected.episodes
+    if expected.gathered:
+        assert_was_a_test(found)
+        for name, tensor in expected.gathered[0].items():
+            assert torch.equal(found.gathered[0][name], tensor), name
+    assert_near(found.parameters, expected.parameters)
+
+
+def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = TOLERANCE) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        worst = float((found[name].double() - tensor.double()).abs().max())
+        assert worst <= tolerance, f"{name} differs by {worst:.1e}"
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("sharding", ["whole", "sharded"])
+@pytest.mark.parametrize("settings", [STATES, GROUPS], ids=["ppo", "grpo, part by part"])
+def test_ranks_learn_what_one_learns(
+    settings: dict[str, Any], sharding: str, ranks: int, ray: Session, reference: Any, tmp_path: Path
+) -> None:
+    expected = reference(settings)
+    found = run(with_optim(settings, sharding=sharding), ray, of_ranks(ranks), tmp_path / "ray")
+    assert_same(found, expected)
+    assert [one.learned["learner/ranks"] for one in found.iterations] == [ranks] * ITERATIONS
+    for mine, its in zip(found.iterations, expected.iterations, strict=True):
+        for name in ("policy_loss", "entropy", "approx_kl", "grad_norm", "explained_variance"):
+            assert mine.learned[f"learner/{name}"] == pytest.approx(
+                its.learned[f"learner/{name}"], abs=1e-4, nan_ok=True
+            )
+
+
+def test_one_rank_on_ray_is_the_learner_that_it_was(ray: Session, reference: Any, tmp_path: Path) -> None:
+    found = run(STATES, ray, of_ranks(1), tmp_path / "ray")
+    expected = reference(STATES)
+    assert all(torch.equal(found.parameters[name], tensor) for name, tensor in expected.parameters.items())
+
+
+def test_uneven_shares_and_ranks_without_a_row(ray: Session, reference: Any, tmp_path: Path) -> None:
+    """48 rows in minibatches of 5: the last has 3 rows for 4 ranks, and a micro-batch is one row."""
+    settings = with_optim(STATES, minibatch=5, micro_batch=1, epochs=1)
+    for sharding in ("whole", "sharded"):
+        found = run(with_optim(settings, sharding=sharding), ray, of_ranks(4), tmp_path / sharding)
+        assert_same(found, reference(settings))
+
+
+@pytest.mark.parametrize("sharding", ["whole", "sharded"])
+def test_ranks_behind_a_rollout_that_is_ahead(sharding: str, ray: Session, reference: Any, tmp_path: Path) -> None:
+    """The log-probs of the present policy are computed in shares, too."""
+    found = run(with_optim(STATES, sharding=sharding), ray, of_ranks(2, ahead=1), tmp_path / "ray")
+    assert_same(found, reference(STATES, ahead=1))
+
+
+def test_each_rank_reads_its_own_frames(ray: Session, reference: Any, tmp_path: Path) -> None:
+    expected = reference(IMAGES)
+    found = run(IMAGES, ray, of_ranks(2), tmp_path / "ray")
+    assert_same(found, expected)
+    for mine, its in zip(found.iterations, expected.iterations, strict=True):
+        assert mine.learned["learner/frames_read"] == its.learned["learner/frames_read"] > 0
+
+
+def test_rank_0_may_act_in_its_own_process(ray: Session, reference: Any, tmp_path: Path) -> None:
+    found = run(STATES, ray, of_ranks(2, together=True), tmp_path / "ray")
+    assert_same(found, reference(STATES))
+    with pytest.raises(UserError, match="nobody can act with a shard"):
+        run(with_optim(STATES, sharding="sharded"), ray, of_ranks(2, together=True), tmp_path / "sharded")
+
+
+@pytest.mark.parametrize("sharding", ["whole", "sharded"])
+def test_ranks_may_leave_the_memory(sharding: str, ray: Session, reference: Any, tmp_path: Path) -> None:
+    found = run(with_optim(STATES, sharding=sharding), ray, replace(of_ranks(3), unload=True), tmp_path / "ray")
+    assert_same(found, reference(STATES))
+    for one in found.iterations:
+        bytes_of = [span.args["bytes"] for span in one.spans if span.args.get("worker") == "learner"]
+        assert bytes_of[-1] > 0
+
+
+# --- ranks alone
+
+
+def config_of(**optim: Any) -> Config:
+    settings = {"epochs": 2, "minibatch": 8, "threads": 1, "policy_lr": 3e-3, "value_lr": 3e-3, **optim}
+    return parse_config({"seed": 5, "iterations": 10, "optim": settings}, "test")
+
+
+class Counted(Learner):
+    """Counts floating-point operations."""
+
+    def counted_update(self, batch: Trajectories, iteration: int) -> int:
+        with FlopCounterMode(display=False) as counter:
+            self.update(batch, iteration)
+        return counter.get_total_flops()
+
+    def held_numbers(self) -> int:
+        """Of parameters and moments, in this process."""
+        found = [*self.policy.parameters(), *(t for s in self.optimizer.state.values() for t in s.values() if t.ndim)]
+        return sum(getattr(t, "to_local", lambda t=t: t)().numel() for t in found)
+
+    def loss_of(self, batch: Trajectories) -> dict[str, float]:
+        return self.update(batch, 0)
+
+
+def small_policy() -> Policy:
+    return make_policy()
+
+
+def tiny_policy(**options: Any) -> Policy:
+    """OpenVLA at a toy's size."""
+    spec = PolicySpec(action_dim=3, cameras=("front",), image_size=56)
+    options = {"checkpoint": "assets/openvla_tiny", "unnorm_key": "demonstrations", **options}
+    return policies.build("openvla", spec, seed=1, **options)
+
+
+def tiny_batch(policy: Policy, rows: int = 12) -> Trajectories:
+    """What it would have gathered from a world of noise."""
+    g = torch.Generator().manual_seed(0)
+    frames = torch.randint(0, 256, (rows, 56, 56, 3), generator=g, dtype=torch.uint8)
+    inputs = Inputs(frames={"front": frames}, instruction=("reach the ball",) * rows)
+    action = policy.act(inputs, torch.randn(rows, policy.noise_dim, generator=g))
+    shape = (rows // 2, 2)
+    none = torch.zeros(shape, dtype=torch.bool)
+    return Trajectories(
+        HeldDecisions(inputs, action.trace), action.log_prob.view(*shape, 1, 3), action.value.view(shape).float(),
+        torch.randn(shape, generator=g), none, torch.ones(shape, dtype=torch.int64), ~none, none, none,
+        torch.zeros(shape), torch.zeros(2), 0,
+    )  # fmt: skip
+
+
+def make_rank(make: Any, options: dict[str, Any], config: Config, folder: Path, rank: int, ranks: int) -> Counted:
+    return Counted(make(**options), config, folder, Affinity(), Ranks("learner", rank, ranks))
+
+
+@contextmanager
+def connected(
+    runtime: RayRuntime, ranks: int, config: Config, folder: Path, make: Any = small_policy, **options: Any
+) -> Iterator[WorkerGroup[Counted]]:
+    group = runtime.place_group("learner", make_rank, ranks, lambda rank: (make, options, config, folder, rank, ranks))
+    if ranks > 1:
+        group.call_all(Learner.join, group.call_one(0, Learner.listen), 60.0)
+    yield group
+    group.call_all(Learner.leave)
+    group.end()
+
+
+def alone(config: Config, folder: Path, make: Any = small_policy, **options: Any) -> Counted:
+    return make_rank(make, options, config, folder, 0, 1)
+
+
+def weights_of(group: WorkerGroup[Counted]) -> dict[str, Tensor]:
+    first, *others = group.call_all(Learner.weights)
+    assert not any(others), "only rank 0 hands out weights"
+    return {name: tensor.clone() for name, tensor in first.items()}
+
+
+def state_at(iteration: int) -> RunState:
+    return RunState(iteration, 0, 0.0, ())
+
+
+def test_a_share_of_the_work_falls_with_the_ranks(ray_runtime: RayRuntime, tmp_path: Path) -> None:
+    config, batch = config_of(minibatch=24, epochs=1), make_batch()
+    whole = alone(config, tmp_path).counted_update(batch, 0)
+    assert whole > 0
+    for ranks in (2, 4):
+        for sharding in ("whole", "sharded"):
+            config = config_of(minibatch=24, epochs=1, sharding=sharding)
+            with connected(ray_runtime, ranks, config, tmp_path) as group:
+                found = group.call_all(Counted.counted_update, batch, 0)
+        assert found == [pytest.approx(whole / ranks, rel=0.15)] * ranks
+
+
+def test_shards_are_shards(ray_runtime: RayRuntime, tmp_path: Path) -> None:
+    """Parameters and moments are divided; what cannot be is padded."""
+    one = alone(config_of(), tmp_path)
+    one.update(make_batch(), 0)
+    with connected(ray_runtime, 4, config_of(sharding="sharded"), tmp_path) as group:
+        group.call_all(Learner.update, make_batch(), 0)
+        found = group.call_all(Counted.held_numbers)
+        assert sum(found) == one.held_numbers()
+        assert max(found) < 0.35 * one.held_numbers()
+        assert group.call_all(Learner.shares_policy) == [False] * 4
+
+
+def test_all_ranks_decide_alike(ray_runtime: RayRuntime, tmp_path: Path) -> None:
+    """The bound of the KL divergence, skipped steps, and what is not on-policy."""
+    bound = config_of(target_kl=1e-6)
+    expected = alone(bound, tmp_path).update(make_batch(), 0)
+    assert expected["learner/stopped_by_kl"] == 1
+    with connected(ray_runtime, 2, bound, tmp_path) as group:
+        for found in group.call_all(Learner.update, make_batch(), 0):
+            assert {k: v for k, v in found.items() if k != "learner/update_s"} == pytest.approx(
+                {k: v for k, v in expected.items() if k != "learner/update_s"}, rel=1e-3, abs=1e-6, nan_ok=True
+            )
+    batch = make_batch()
+    broken = batch.reward.clone()
+    broken[0, 0] = float("nan")
+    with connected(ray_runtime, 2, config_of(non_finite_limit=10**6), tmp_path) as group:
+        before = weights_of(group)
+        one, other = group.call_all(Learner.update, replace(batch, reward=broken), 0)
+        assert one["learner/skipped_steps"] == other["learner/skipped_steps"] > 0
+        assert all(torch.equal(before[name], t) for name, t in weights_of(group).items() if "normalizer" not in name)
+        assert len(list((tmp_path / "non_finite").iterdir())) == one["learner/skipped_steps"], "written once"
+    with connected(ray_runtime, 2, config_of(), tmp_path) as group:
+        with pytest.raises(UserError, match=r"^learner \d: at the first minibatch the mean \|ratio - 1\|"):
+            group.call_all(Learner.update, replace(batch, log_prob=batch.log_prob + 0.1), 0)
+
+
+@pytest.mark.parametrize("sharding", ["whole", "sharded"])
+def test_a_checkpoint_of_ranks_is_one_of_any_number(sharding: str, ray_runtime: RayRuntime, tmp_path: Path) -> None:
+    """Saved on 4 ranks, continued on 1 and 2; saved on 2 of those and on 1, continued on 4."""
+    config, batches = config_of(sharding=sharding), [make_batch(seed) for seed in range(3)]
+    straight = alone(config_of(), tmp_path)
+
+    def learn(group: WorkerGroup[Counted], number: int) -> None:
+        lagging = replace(batches[number], version=-1)  # those batches are of the policy that began
+        group.call_all(Learner.update, lagging, number)
+
+    expected = []
+    for number in range(3):
+        straight.update(replace(batches[number], version=-1), number)
+        expected.append({name: tensor.clone() for name, tensor in straight.weights().items()})
+    with connected(ray_runtime, 4, config, tmp_path) as group:
+        learn(group, 0)
+        group.call_all(Learner.save, tmp_path / "four", state_at(1), {})
+        assert_near(weights_of(group), expected[0])
+    folder = tmp_path / "four" / "000001"
+    checkpoint.verify(folder)
+    for ranks in (1, 2):
+        with connected(ray_runtime, ranks, config, tmp_path) as group:
+            group.call_all(Learner.load, folder)
+            assert_near(weights_of(group), expected[0])
+            learn(group, 1)
+            assert_near(weights_of(group), expected[1])
+            group.call_all(Learner.save, tmp_path / str(ranks), state_at(2), {})
+    for ranks in (1, 2):
+        with connected(ray_runtime, 4, config, tmp_path) as group:
+            group.call_all(Learner.load, tmp_path / str(ranks) / "000002")
+            learn(group, 2)
+            assert_near(weights_of(group), expected[2])
+
+
+def test_a_checkpoint_that_cannot_be_read_is_one_message(ray_runtime: RayRuntime, tmp_path: Path) -> None:
+    with connected(ray_runtime, 2, config_of(), tmp_path) as group:
+        with pytest.raises(Exception, match="^learner 0: no policy here"):
+            group.call_all(Learner.load, tmp_path / "nowhere")
+        assert weights_of(group), "the ranks go on"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", ["whole", "sharded"])
+@pytest.mark.parametrize(
+    "options",
+    [{"lora_rank": 4}, {}, {"gradient_checkpointing": True}, {"lora_rank": 4, "lora_parts": ["language"]}],
+    ids=["lora", "full", "recomputed", "lora, projector precomputed"],
+)
+def test_openvla_on_ranks(options: dict[str, Any], sharding: str, ray_runtime: RayRuntime, tmp_path: Path) -> None:
+    config = parse_config(
+        {
+            "seed": 5, "iterations": 10, "policy": {"reads": ["images", "instruction"]},
+            "optim": {"epochs": 2, "minibatch": 6, "micro_batch": 2, "threads": 1, "sharding": sharding},
+        }, "test",
+    )  # fmt: skip
+    one = alone(config, tmp_path, tiny_policy, **options)
+    batch = tiny_batch(one.policy)
+    for number in range(3):
+        one.update(replace(batch, version=number - min(number, 1)), number)
+    expected = {name: tensor.clone() for name, tensor in one.weights().items()}
+    for ranks in (2, 4):
+        with connected(ray_runtime, ranks, config, tmp_path, tiny_policy, **options) as group:
+            for number in range(3):
+                group.call_all(Learner.update, replace(batch, version=number - min(number, 1)), number)
+            assert_near(weights_of(group), expected)
+            group.call_all(Learner.save, tmp_path / str(ranks), state_at(3), {})
+        other = alone(config, tmp_path, tiny_policy, **options)
+        other.load(tmp_path / str(ranks) / "000003")
+        assert_near(dict(other.weights()), expected)
+
+
+@pytest.mark.slow
+def test_sixteen_bits_are_sharded_with_masters(ray_runtime: RayRuntime, tmp_path: Path) -> None:
+    """Steps that vanish in bfloat16 add up in the masters, which a checkpoint keeps."""
+    config = parse_config(
+        {
+            "seed": 5, "policy": {"reads": ["images", "instruction"]},
+            "optim": {"epochs": 1, "minibatch": 6, "threads": 1, "sharding": "sharded", "policy_lr": 1e-6},
+        }, "test",
+    )  # fmt: skip
+    one = alone(config, tmp_path, tiny_policy, dtype="bfloat16")
+    batch = tiny_batch(one.policy)
+    with connected(ray_runtime, 2, config, tmp_path, tiny_policy, dtype="bfloat16") as group:
+        group.call_all(Learner.update, batch, 0)
+        weights = weights_of(group)
+        assert {tensor.dtype for name, tensor in weights.items() if name.startswith("model.")} == {torch.bfloat16}
+        group.call_all(Learner.save, tmp_path / "two", state_at(1), {})
+    saved = checkpoint.OptimizerState.read(tmp_path / "two" / "000001").tensors
+    name = "model.language_model.lm_head.weight"
+    assert saved[f"master.{name}"].dtype == torch.float32
+    moved = (saved[f"master.{name}"] - dict(one.policy.named_parameters())[name].float()).abs()
+    assert 0 < moved.max() < 1e-5
+    with connected(ray_runtime, 2, config, tmp_path, tiny_policy, dtype="bfloat16") as group:
+        group.call_all(Learner.load, tmp_path / "two" / "000001")
+        group.call_all(Learner.save, tmp_path / "again", state_at(1), {})
+    again = checkpoint.OptimizerState.read(tmp_path / "again" / "000001").tensors
+    assert again.keys() == saved.keys()
+    assert all(torch.equal(again[key], tensor) for key, tensor in saved.items())
+    one.load(tmp_path / "two" / "000001")  # without masters, and without complaint
+
+
+# --- bad input
+
+
+def test_more_ranks_than_rows_of_a_minibatch_are_refused(ray: Session, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="9 ranks, and a minibatch 8 rows.*set optim.ranks to 8 or less"):
+        Learner.check(config_of(ranks=9))
+    Learner.check(config_of(ranks=9, minibatch=0))
+    with pytest.raises(UserError, match="17 ranks, and a minibatch 16 rows"):
+        run(STATES, ray, of_ranks(17), tmp_path / "ray")
+
+
+def test_inline_is_one_rank() -> None:
+    config = parse_config({"optim": {"ranks": 4}, "runtime": {"mode": "inline"}}, "test")
+    assert len(configured(config, (0, 1)).components["learner"]) == 1
+    on_ray = config.model_copy(update={"runtime": Config().runtime})
+    assert len(configured(on_ray, (0, 1)).components["learner"]) == 4
+
+
+class DiesInStart(Learner):
+    @classmethod
+    def make(cls, context: Any) -> Learner:
+        if context.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().make(context)
+
+
+class DiesInJoin(Learner):
+    def join(self, address: str, timeout_s: float) -> None:
+        if self.ranks.rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().join(address, timeout_s)
+
+
+class DiesInUpdate(Learner):
+    def finish(self, iteration: int) -> dict[str, float]:
+        if self.ranks.rank == 1 and iteration == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().finish(iteration)
+
+
+def with_learner(cls: type[Learner]) -> Recipe:
+    components = tuple(
+        replace(LEARNER, worker=f"{__name__}:{cls.__name__}") if c.name == LEARNER.name else c
+        for c in KEPT_PPO.components
+    )
+    return replace(KEPT_PPO, components=components)
+
+
+START, JOIN, UPDATE = with_learner(DiesInStart), with_learner(DiesInJoin), with_learner(DiesInUpdate)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "said"),
+    [
+        ("START", r"^learner 1 died during 'start'"),
+        ("JOIN", r"^learner 2 died during 'join'"),
+        ("UPDATE", r"^learner 1 died during 'finish'"),
+    ],
+)
+@pytest.mark.parametrize("sharding", ["whole", "sharded"])
+def test_a_rank_that_dies_is_named_in_one_message(
+    recipe: str, said: str, sharding: str, ray: Session, tmp_path: Path
+) -> None:
+    settings = with_optim({**STATES, "workflow": f"{__name__}:{recipe}"}, sharding=sharding)
+    with pytest.raises(WorkerFailed, match=said):
+        run(settings, ray, of_ranks(3), tmp_path / "ray")
+    # The processes that are left serve the next run.
+    found = run(with_optim(STATES, epochs=1), ray, of_ranks(2), tmp_path / "next")
+    assert_was_a_test(found)
+
+
+def joined(ranks: Sequence[Ranks], addresses: Sequence[str], connect_s: float) -> list[BaseException | None]:
+    """What each rank says, all of them in this process: they never get as far as to be connected."""
+    said: list[BaseException | None] = [None] * len(ranks)
+
+    def one(number: int) -> None:
+        try:
+            ranks[number].join(addresses[number], 60.0, connect_s)
+        except Exception as error:
+            said[number] = error
+
+    threads = [threading.Thread(target=one, args=(number,)) for number in range(len(ranks))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return said
+
+
+def test_a_rank_that_is_not_there_is_named(tmp_path: Path) -> None:
+    ranks = [Ranks("learner", rank, 3) for rank in (0, 1)]
+    address = ranks[0].listen()
+    for rank, error in enumerate(joined(ranks, [address] * 2, 1.0)):
+        assert isinstance(error, PeerFailed)
+        assert re.search(rf"learner rank {rank} .*waited 1 s at {address} for rank 2", str(error)), str(error)
+    assert not torch.distributed.is_initialized()
+    nobody = Ranks("learner", 1, 2)
+    (error,) = joined([nobody], [address], 1.0)
+    assert isinstance(error, PeerFailed)
+    assert re.search(
+        rf"learner rank 1 of 2 on .* did not connect to learner rank 0 at {address} within 1 s", str(error)
+    )
+
+
+def test_ranks_with_other_versions_of_torch_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = [Ranks("learner", rank, 2) for rank in (0, 1)]
+    address = ranks[0].listen()
+    monkeypatch.setattr(torch, "__version__", "2.12.0")
+    other = threading.Thread(target=lambda: joined(ranks[1:], [address], 20.0))
+    other.start()
+    ranks[0]._store.wait(["rank 1"])  # type: ignore[union-attr]
+    monkeypatch.setattr(torch, "__version__", "2.13.0")
+    (error,) = joined(ranks[:1], [address], 20.0)
+    other.join()
+    assert isinstance(error, UserError)
+    assert "rank 0 at 127.0.0.1 has 2.13.0, rank 1 at 127.0.0.1 has 2.12.0" in str(error)
+
+
+def test_the_metrics_of_ranks_are_one_updates() -> None:
+    one = {"learner/grad_norm": 2.0, "learner/frames_read": 5.0, "learner/update_s": 1.0}
+    assert update_of_ranks([one, {**one, "learner/update_s": 3.0}]) == {
+        "learner/grad_norm": 2.0, "learner/frames_read": 10.0, "learner/update_s": 3.0, "learner/ranks": 2.0,
+    }  # fmt: skip
+
+
+def test_a_run_that_is_resumed_on_other_ranks(ray: Session, reference: Any, tmp_path: Path) -> None:
+    """Through the executor: two iterations on 4 ranks, the third on 2."""
+    config = parse_config({**STATES, "name": str(tmp_path / "gathered")}, "test")
+    (tmp_path / "gathered").mkdir()
+    with executor(config, tmp_path, ray, of_ranks(4)) as workers:
+        workers.begin(None, 0)
+        done = [workers.iterate(number) for number in range(2)]
+        workers.save(tmp_path, state_at(2), done[-1].environments)
+    with executor(config, tmp_path, ray, of_ranks(2)) as workers:
+        workers.load(tmp_path / "000002")
+        workers.begin(checkpoint.read_environments(tmp_path / "000002"), 2)
+        workers.iterate(2)
+        first, _ = workers.trainer.call_all(Trainer.weights)
+        assert_near({name: tensor.clone() for name, tensor in first.items()}, reference(STATES).parameters, 1e-4)
