@@ -26,6 +26,7 @@ LONGEST = (
     "tests/embodied/test_executor.py",
     "tests/embodied/test_lost_workers.py",
     "tests/embodied/test_worker_groups.py",
+    "tests/embodied/test_learner_ranks.py",
     "tests/embodied/test_trajectory_memory.py",
     "tests/policies/openvla/test_openvla_policy.py",
     "tests/sim_farm/test_workers.py",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 
 from embodied.execution.assignment import HERE
@@ -34,8 +33,7 @@ def place_ranks(
         address = group.call_one(0, Trainer.listen, _meeting_host(session, nodes))
         group.call_all(Trainer.join, address, runtime.deadline.inner().seconds)
     except BaseException:
-        with suppress(Exception):  # what has failed is said already
-            group.end()
+        group.abandon()  # those that are left wait for one that is not there
         raise
     return group
 

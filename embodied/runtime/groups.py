@@ -188,6 +188,11 @@ class WorkerGroup(Generic[T]):
         if failures:
             raise failures[0]
 
+    def abandon(self) -> None:
+        """Drop every worker without waiting for what it does, with whatever else is in its process."""
+        for handle in self.handles:
+            handle.abandon()
+
     def _only(self) -> Handle[T]:
         if self.size != 1:
             raise ValueError(

@@ -88,5 +88,9 @@ class Handle(Generic[T]):
         """Drop the worker and free its memory."""
         raise NotImplementedError
 
+    def abandon(self) -> None:
+        """Drop the worker without waiting for what it does, with whatever else is in its process."""
+        self.end()
+
     def _start(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise NotImplementedError

@@ -106,7 +106,7 @@ class RayRuntime(RayCluster):
             else:
                 process = self._spare.pop() if self._spare and node == HERE else self._process(node)
                 new.append(process)
-            started.append(start_worker(self, process, self._give_back, mine, make, its_args))
+            started.append(start_worker(self, process, self._give_back, self._end, mine, make, its_args))
         group: WorkerGroup[T] = WorkerGroup(name, tuple(handle for handle, _ in started))
         try:
             group.get([call for _, call in started])
@@ -138,5 +138,6 @@ class RayRuntime(RayCluster):
             self._end(process)
 
     def _end(self, process: WorkerProcess) -> None:
-        self._processes.remove(process)
-        process.kill()
+        if process in self._processes:
+            self._processes.remove(process)
+            process.kill()

@@ -181,6 +181,8 @@ class RayHandle(Handle[T]):
     process: WorkerProcess = field(kw_only=True)
     spare: Callable[[WorkerProcess], None] = field(kw_only=True)
     """Takes a process that has no worker any more."""
+    kill: Callable[[WorkerProcess], None] = field(kw_only=True)
+    """Ends a process."""
 
     def get(self, reference: Any) -> Any:
         while not self.poll(reference, LOOK_S):
@@ -208,6 +210,9 @@ class RayHandle(Handle[T]):
         if not self.get(self._call(self.process.actor.drop, "end", (self.name,), (), {})):
             self.spare(self.process)
 
+    def abandon(self) -> None:
+        self.kill(self.process)
+
     def _beside(self, source: Handle[Any]) -> bool:
         return isinstance(source, RayHandle) and source.process is self.process
 
@@ -227,12 +232,13 @@ def start_worker(
     cluster: RayCluster,
     process: WorkerProcess,
     spare: Callable[[WorkerProcess], None],
+    kill: Callable[[WorkerProcess], None],
     name: str,
     make: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> tuple[RayHandle[Any], Call]:
     """A handle, and the call that makes its worker in the process."""
-    handle: RayHandle[Any] = RayHandle(name, cluster.deadline, cluster=cluster, process=process, spare=spare)
+    handle: RayHandle[Any] = RayHandle(name, cluster.deadline, cluster=cluster, process=process, spare=spare, kill=kill)
     return handle, Call(process.actor.make.remote(name, make, args), "start", (process,))
 
 

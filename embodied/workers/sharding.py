@@ -10,6 +10,7 @@ optimiser steps; passes compute in 16 bits as ever.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -101,6 +102,7 @@ class ShardedPolicy(WholePolicy):
         self._types = {name: parameter.dtype for name, parameter in policy.named_parameters()}
         """Of the policy by itself."""
         _check_scalars(policy)
+        self._plain = _empty_copy(policy) if ranks.first else None
         self._mesh = init_device_mesh(ranks.device.type, (ranks.size,))
         # What is called as a module is gathered by itself; the rest when `evaluate` begins.
         groups = [list(group) for group in (*policy.shards(), [policy.value_head])]
@@ -167,8 +169,8 @@ class ShardedPolicy(WholePolicy):
                 moments.tensors[f"{MASTER}{name}"] = self._on_first(parameter)
 
         def write() -> None:
-            with _filled(self.policy, whole):
-                checkpoint.write_state(root, state, self.policy, moments, environments)
+            with self._as_whole(whole) as policy:
+                checkpoint.write_state(root, state, policy, moments, environments)
 
         self.ranks.first_does("write the checkpoint", write)
 
@@ -178,8 +180,8 @@ class ShardedPolicy(WholePolicy):
 
         def read() -> None:
             nonlocal moments
-            with _filled(self.policy, whole):
-                checkpoint.load_weights(folder, self.policy)
+            with self._as_whole(whole) as policy:
+                checkpoint.load_weights(folder, policy)
             moments = checkpoint.OptimizerState.read(folder)
 
         self.ranks.first_does("read the checkpoint", read)
@@ -200,6 +202,24 @@ class ShardedPolicy(WholePolicy):
             optimizer.state[parameter] = {"step": torch.tensor(steps[name], device=parameter.device), **state}
 
     # --- whole tensors and shards
+
+    @contextmanager
+    def _as_whole(self, parameters: Mapping[str, Tensor]) -> Iterator[Policy]:
+        """Of rank 0: within, a policy by itself with these parameters, and with the buffers of this one. What is loaded
+        into it is found in both."""
+        plain = self._plain
+        assert plain is not None
+        names = {id(p): name for name, p in plain.named_parameters()}
+        tied = {name: names[id(p)] for name, p in plain.named_parameters(remove_duplicate=False)}
+        state = self.policy.state_dict()
+        empty = {name: torch.empty_like(tensor, device="meta") for name, tensor in parameters.items()}
+        plain.load_state_dict(
+            {name: parameters[tied[name]] if name in tied else tensor for name, tensor in state.items()}, assign=True
+        )
+        try:
+            yield plain
+        finally:
+            plain.load_state_dict({name: empty[own] for name, own in tied.items()}, strict=False, assign=True)
 
     def _gathered(self, tensor: Tensor) -> Tensor:
         """The whole tensor, on every rank; every rank has to be asked."""
@@ -256,17 +276,7 @@ def _check_scalars(policy: Policy) -> None:
             raise UserError(f"{name} is a single number, which has no shards: set optim.sharding to whole")
 
 
-@contextmanager
-def _filled(policy: Policy, whole: Mapping[str, Tensor]) -> Iterator[None]:
-    """Within, the policy's parameters are these whole tensors in the host's memory, in the shards' stead."""
-    filled = {id(p): nn.Parameter(whole[name], requires_grad=p.requires_grad) for name, p in policy.named_parameters()}
-    places: list[tuple[nn.Module, str, nn.Parameter]] = []
-    for name, parameter in list(policy.named_parameters(remove_duplicate=False)):
-        path, _, key = name.rpartition(".")
-        places.append((policy.get_submodule(path), key, parameter))
-        setattr(policy.get_submodule(path), key, filled[id(parameter)])
-    try:
-        yield
-    finally:
-        for module, key, parameter in places:
-            setattr(module, key, parameter)
+def _empty_copy(policy: Policy) -> Policy:
+    """The same policy with parameters that take no memory."""
+    empty = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in policy.parameters()}
+    return copy.deepcopy(policy, dict(empty))

@@ -24,10 +24,11 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 import schedulers
-from embodied.config import Config
+from embodied.config import Config, parse_config
 from embodied.doctor.hardware import fingerprint
 from embodied.errors import UserError
 from embodied.execution.assignment import assign
+from embodied.execution.session import Session, open_session
 from embodied.planning.clusters import run_cluster
 from embodied.planning.profiler import work_of
 from embodied.planning.run_plans import place_run
@@ -38,12 +39,15 @@ from embodied.runtime.inline import InlineRuntime
 from embodied.runtime.nodes import NodeInfo
 from embodied.runtime.ray_farm import RayHost
 from embodied.runtime.ray_runtime import RayRuntime
+from embodied.workers.affinity import Affinity
 from schedulers import ComponentProfile, Plan, PlanError, Point, Profile
 from sim_farm.contract import EpisodeSpec, FarmError
 from sim_farm.episodes import EndlessEpisodes, ListedEpisodes
 from sim_farm.farm import Farm, FarmAddress, WorkerFailed
 from sim_farm.layout import FarmSpec
 from sim_farm.memory import FOLDER
+from tests.embodied import test_learner_ranks
+from tests.embodied.test_executor import inline
 from tests.embodied.test_relay import CHUNKS, PICTURES, STATES
 from tests.embodied.test_runtime import config_of, session_of, train
 from tests.sim_farm.driving import Trace, actions_for, append, assert_same, drive, run
@@ -383,3 +387,24 @@ def test_a_lost_node_is_named_with_its_workers_within_the_deadline(
     assert time.monotonic() - begin < 60, "the farm does not close"
     with pytest.raises(FarmError, match="there is no node"):
         machines.runtime.farm_host(2, 1, (lost.id,))
+
+
+# --- a rank of the learner on another machine
+
+
+def test_a_learner_rank_on_another_machine_is_sent_the_rows(machines: Machines, tmp_path: Path) -> None:
+    """It learns what one here would, of frames that were read out of a memory that it does not have."""
+    settings = {**test_learner_ranks.IMAGES, "workflow": test_learner_ranks.STATES["workflow"]}
+    plan = test_learner_ranks.of_ranks(2)
+    ranks = (Affinity(), Affinity(node=machines.node("far").id))
+    apart = replace(plan, components={**plan.components, "learner": ranks})
+    found = test_learner_ranks.run(
+        settings, Session(Config(), machines.runtime, tuple(sorted(os.sched_getaffinity(0)))), apart, tmp_path / "apart"
+    )
+    with open_session(parse_config({"runtime": {"mode": "inline"}}, "test")) as here:
+        expected = test_learner_ranks.run(settings, here, inline(plan), tmp_path / "here")
+    test_learner_ranks.assert_same(found, expected)
+    paths = {span.args["trajectories"] for one in found.iterations for span in one.spans if "trajectories" in span.args}
+    assert paths == {"trajectory memory, rows shared memory and Ray, between machines"}
+    for mine, its in zip(found.iterations, expected.iterations, strict=True):
+        assert mine.learned["learner/frames_read"] < its.learned["learner/frames_read"]
