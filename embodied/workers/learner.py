@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +35,7 @@ from embodied.workers.context import WorkerContext
 from embodied.workers.devices import CPU, await_devices, defines, device_of, forget_peak, peak_bytes
 from embodied.workers.microbatch import LossSums, MicroBatchLoss, add_gradient, count_units, count_values, read
 from embodied.workers.offload import Offload, Switch
-from embodied.workers.roles import CollectStatistics
+from embodied.workers.roles import CollectStatistics, TrainedBytes
 from embodied.workflows.recipes import recipe_of
 from embodied.workflows.sizes import check_credit, groups_suffice, streams
 from policies.contract import Policy
@@ -138,6 +138,13 @@ class Learner:
     def peak_bytes(self) -> int:
         """The most that this process has held in its GPU's memory; 0 on a CPU."""
         return peak_bytes(device_of(self.policy))
+
+    def trained_bytes(self) -> TrainedBytes:
+        """How large the policy is, and what of it is trained and handed out."""
+        self.load_back()
+        parameters = list(self.policy.parameters())
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        return TrainedBytes(_bytes(parameters), _bytes(trained), _bytes(self.weights().values()))
 
     def load_back(self) -> Switch:
         """Return to the device's memory."""
@@ -403,3 +410,7 @@ class Learner:
             "learner/stopped_by_kl": float(stopped),
             "learner/policy_lr": float(self.optimizer.param_groups[0]["lr"]),
         }
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
