@@ -44,7 +44,7 @@ NOTES = (
     "measured on one core of a small virtual machine, frames drawn in software: LIBERO 6.5 ms a physics step, 100 ms "
     "the frames of its two cameras; cores share environments evenly, 12 come with a GPU",
     f"assumed: {DECISIONS} decisions of each environment, {STEPS} optimiser steps an iteration, passes over "
-    f"{MICRO_BATCH} rows; links of 450 GB/s within a node, 400 (fast) or 12.5 GB/s (slow) between nodes, 10 us a message",
+    f"{MICRO_BATCH} rows; links of 450 GB/s in a node, 400 (fast) or 12.5 GB/s (slow) between nodes, 10 us a message",
     "LoRA: ranks hold the whole network and add up gradients of the adapters alone, 111 million numbers in fp32; these "
     "are what replicas are sent",
     "full: ranks hold shards, gather 7.5 billion numbers in bf16 for each pass, forwards and backwards, and scatter "
@@ -148,12 +148,14 @@ def _devices(plan: Plan) -> list[dict[str, int]]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    lines = ["| GPUs | environments | trained | network | iteration | communication | efficiency | bottleneck |"]
-    lines.append("|---" * 8 + "|")
+    """Efficiency beside the same work on one GPU, and beside that GPU's share of it."""
+    heads = ("GPUs", "environments", "trained", "network", "iteration", "communication", "efficiency", "beside a share")
+    lines = ["| " + " | ".join((*heads, "bottleneck")) + " |", "|---" * (len(heads) + 1) + "|"]
     for row in rows:
         shown = (
             row["gpus"], row["environments"], row["trained"], row["network"], f"{row['predicted_iteration_s']:.1f} s",
-            f"{row['predicted_communication_s']:.2f} s", f"{row['predicted_efficiency']:.0%}", row["bottleneck"],
+            f"{row['predicted_communication_s']:.2f} s", f"{row['predicted_efficiency']:.0%}",
+            f"{row['predicted_efficiency_beside_a_share_of_the_work']:.1%}", row["bottleneck"],
         )  # fmt: skip
         lines.append("| " + " | ".join(map(str, shown)) + " |")
     return "\n".join(lines)

@@ -35,7 +35,8 @@ def lay_out(
     """
     nodes = [node for node in cluster.nodes if devices_of(node, pool)]
     nodes.sort(key=lambda node: cluster.home not in (None, node.name))
-    if not talks and cluster.home is None and _alike(nodes, pool, needs) and all(count % len(nodes) == 0 for count in counts):
+    even = cluster.home is None and all(count % len(nodes) == 0 for count in counts)
+    if even and not talks and _alike(nodes, pool, needs):
         shares = [count // len(nodes) for count in counts]
         firsts = accumulate(shares, initial=0)
         return [

@@ -23,8 +23,8 @@ from embodied.execution.executor import Iteration, executor
 from embodied.execution.preflight import check_run
 from embodied.execution.session import Session, open_session
 from embodied.planning.clusters import run_cluster
-from embodied.planning.components import planned_for
 from embodied.planning.comparison_page import comparison_table, write_comparison
+from embodied.planning.components import planned_for
 from embodied.planning.profiler import profile_config, run_iterations
 from embodied.planning.run_plans import PROFILE, checked_profile, make_folder, sized_workflow
 from embodied.reporting.results import write_json

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
 from embodied.config import Config
 from embodied.errors import UserError, nearest
 from embodied.workers.affinity import Affinity
@@ -229,8 +227,8 @@ class _Machine:
         if first >= len(gpus):
             there = ", ".join(map(str, gpus)) or "none"
             raise UserError(
-                f"the plan puts {name} on accelerator {first}; policy.device leaves {there} (with cpu, processes on the "
-                "CPU stand in for accelerators)"
+                f"the plan puts {name} on accelerator {first}; policy.device leaves {there} (cpu would have processes "
+                "on the CPU stand in for accelerators)"
             )
         return Affinity((), share, str(gpus[first]))
 
@@ -241,7 +239,7 @@ def _check_nodes(plan: Plan, nodes: Mapping[str, str]) -> None:
     named = {node for phase in plan.phases for placement in phase.placements for node in placement.nodes}
     gone = sorted(named - {HOME, *nodes})
     if gone:
-        who = f"nodes {', '.join(gone)} that the plan names have" if len(gone) > 1 else f"node {gone[0]} of the plan has"
+        who = f"nodes {', '.join(gone)} of the plan have" if len(gone) > 1 else f"node {gone[0]} of the plan has"
         raise UserError(
             f"the {who} left the cluster, or never joined it: bring it there with `ray start --address HOST:PORT "
             "--node-name NAME`, or start again with a plan without it"

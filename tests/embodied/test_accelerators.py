@@ -220,9 +220,11 @@ def test_a_run_that_plans_for_a_gpu_computes_what_one_on_the_cpu_does(
         measured = profile.components[name]
         assert {(point.batch, point.devices) for point in measured.points} == {(4, 1), (2, 1)}
         assert measured.resident_bytes == measured.process_bytes > 0 and measured.beside >= 1
-    learner = profile.components["learner"]
-    (exchange,) = learner.exchanges
-    assert exchange.collective == "all_gather" or exchange.times > 0
+    # Two minibatches, each in one pass; all is trained, so ranks would hold shards.
+    gathered, scattered = profile.components["learner"].exchanges
+    assert (gathered.collective, gathered.times, gathered.fewest) == ("all_gather", 4, 4)
+    assert (scattered.collective, scattered.times, scattered.fewest) == ("reduce_scatter", 2, None)
+    assert gathered.bytes == scattered.bytes > 0 and profile.components["learner"].published_bytes >= scattered.bytes
     plan = schedulers.load(Plan, tmp_path / "gpu" / "plan.json")
     places = {name: p.devices for phase in plan.phases for p in phase.placements for name in p.components}
     assert places["policy"] == places["learner"] == (DeviceRange("here", "accelerators", 0, 1),)

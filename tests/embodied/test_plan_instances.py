@@ -137,7 +137,8 @@ def test_a_group_is_cut_as_far_as_environments_divide() -> None:
     """64 environments on 4 workers in 2 groups: shares of 8, which can be halved thrice."""
     physics = {("physics",): (DeviceRange("here", "cores", 0, 4),)}
     for replicas, groups in ((1, 2), (2, 4), (3, 4), (7, 8), (8, 16)):
-        found = on_all(plan_of({**physics, ("policy",): (gpus("far1", 0, replicas),)}, {("learner",): (gpus("here", 0),)}))
+        rolling = {**physics, ("policy",): (gpus("far1", 0, replicas),)}
+        found = on_all(plan_of(rolling, {("learner",): (gpus("here", 0),)}))
         assert found.farms[0].groups == groups
 
 
@@ -146,7 +147,7 @@ def test_nodes_that_are_not_there_are_named_at_once() -> None:
         {("physics",): (DeviceRange("gone", "cores", 0, 2),), ("policy",): (gpus("here", 0), gpus("lost", 1))},
         {("learner",): (gpus("here", 0),)},
     )
-    with pytest.raises(UserError, match="the nodes gone, lost that the plan names have left the cluster, or never"):
+    with pytest.raises(UserError, match="the nodes gone, lost of the plan have left the cluster, or never"):
         assign(plan, CONFIG, CORES, NODES)
     with pytest.raises(UserError, match="the node far1 of the plan has left the cluster"):
         assign(plan_of({**PHYSICS, ("policy", "learner"): (gpus("far1", 0),)}), CONFIG, CORES)
@@ -168,17 +169,17 @@ def random_plan(seed: int) -> Plan:
     random = np.random.default_rng(seed)
 
     def some(pool: Pool, free: set[tuple[str, int]]) -> tuple[DeviceRange, ...]:
-        size = 2 ** int(random.integers(0, 1 + int(np.log2(len(free)))))
+        size = 2 ** int(random.integers(0, int(np.log2(len(free)))))
         chosen = [sorted(free)[int(i)] for i in random.permutation(len(free))[:size]]
         free -= set(chosen)
         return tuple(DeviceRange(node, pool, device, 1) for node, device in chosen)
 
-    def all_of(pool: Pool) -> set[tuple[str, int]]:
-        return {(node.name, i) for node in FOUR.nodes for i in range(8 if pool == "accelerators" else 4)}
+    def all_devices() -> set[tuple[str, int]]:
+        return {(node.name, i) for node in FOUR.nodes for i in range(8)}
 
     pools: list[Pool] = ["cores", "accelerators"]
     first, second = (pools[int(random.random() < 0.7)] for _ in range(2))
-    free = {pool: all_of(pool) for pool in pools}
+    free = {pool: all_devices() for pool in pools}
     rolling = {("physics",): some("cores", free["cores"])}
     together = first == second and random.random() < 0.3
     rolling[("policy", "learner") if together else ("policy",)] = some(first, free[first])
@@ -186,7 +187,7 @@ def random_plan(seed: int) -> Plan:
     if not together:
         if random.random() < 0.6:  # after the rollout, on devices that it has left
             phases.append({})
-            free = {pool: all_of(pool) for pool in pools}
+            free = {pool: all_devices() for pool in pools}
         phases[-1][("learner",)] = some(second, free[second])
     return plan_of(*phases, groups=int(random.choice([1, 2])))
 

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import pytest
-
 from benchmarks.planner import PUBLISHED_BATCH, PUBLISHED_INFERENCE_S
-from schedulers import Cluster, Node, Plan, Profile, Workflow, plan, validate
-from tests.schedulers.baselines import Exhaustive
+from schedulers import Cluster, Node, Plan, Profile, Workflow
 from tests.schedulers.instances import measured, tasks
 
 NEAR = 1.03
