@@ -185,7 +185,7 @@ def _switches(plan: Plan) -> str:
 
 def _communication(plan: Plan) -> list[str]:
     assert plan.prediction is not None
-    seconds = plan.prediction.communication_s
+    seconds = plan.prediction.communication_s or 0.0
     share = seconds / plan.prediction.iteration_s if plan.prediction.iteration_s else 0.0
     return [f"What instances send one another takes {in_words(seconds)} ({share:.1%})."] if seconds else []
 

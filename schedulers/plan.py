@@ -92,9 +92,9 @@ class Prediction:
     switch_s: float
     lower_bound_s: float
     """No plan of this problem is faster; equal to `iteration_s`: the plan is certified optimal."""
-    communication_s: float = 0.0
+    communication_s: float | None = None
     """Of the iteration: what the instances of a component exchange, weights on their way to those that decide, and
-    messages between nodes outside the loops."""
+    messages between nodes outside the loops. None: nothing that is sent takes time."""
 
 
 @dataclass(frozen=True)

@@ -157,7 +157,7 @@ def predict(plan: Plan, workflow: Workflow, profile: Profile, cluster: Cluster |
         components_s={name: cost.busy_s[name] for cost in costs for name in cost.busy_s},
         switch_s=switch,
         lower_bound_s=min(known, total),
-        communication_s=sum(cost.exchange_s + cost.transfer_s for cost in costs),
+        communication_s=sum(cost.exchange_s + cost.transfer_s for cost in costs) or None,
     )
 
 
