@@ -36,6 +36,8 @@ from schedulers import (
 )
 from tests.embodied.pretend_device import PretendDevice
 
+Places = dict[tuple[str, ...], tuple[DeviceRange, ...]]
+"""Of a phase, the devices of each placement by its components."""
 CORES = tuple(sorted(os.sched_getaffinity(0))[:2])
 NODES = {"here": "", "far1": "a1", "far2": "b2", "far3": "c3"}
 """Names and ids."""
@@ -60,7 +62,7 @@ def gpus(node: str, first: int, count: int = 1) -> DeviceRange:
     return DeviceRange(node, "accelerators", first, count)
 
 
-def plan_of(*phases: dict[tuple[str, ...], tuple[DeviceRange, ...]], groups: int = 2) -> Plan:
+def plan_of(*phases: Places, groups: int = 2) -> Plan:
     found = Plan(
         "ppo",
         "collocated",
@@ -76,7 +78,7 @@ def on_all(plan: Plan, config: Config = CONFIG) -> Assignment:
     return assign(plan, config, CORES, NODES)
 
 
-PHYSICS = {("physics",): (DeviceRange("here", "cores", 0, 2),)}
+PHYSICS: Places = {("physics",): (DeviceRange("here", "cores", 0, 2),)}
 
 
 def test_every_replica_and_rank_is_where_the_plan_says() -> None:
@@ -119,13 +121,13 @@ def test_accelerators_are_numbered_on_their_node(gpu: PretendDevice, monkeypatch
 def test_replicas_and_ranks_share_processes_where_they_are_the_same_instances_in_turns(
     policy: tuple[DeviceRange, ...], learner: tuple[DeviceRange, ...], together: bool
 ) -> None:
-    physics = {("physics",): (DeviceRange("far3", "cores", 0, 2),)}
+    physics: Places = {("physics",): (DeviceRange("far3", "cores", 0, 2),)}
     assert on_all(plan_of({**physics, ("policy",): policy}, {("learner",): learner})).one_process == together
 
 
 def test_on_cores_there_is_one_instance_a_node() -> None:
     cores = (DeviceRange("here", "cores", 0, 2), DeviceRange("far1", "cores", 4, 3), DeviceRange("far1", "cores", 9, 1))
-    physics = {("physics",): (DeviceRange("far3", "cores", 0, 2),)}
+    physics: Places = {("physics",): (DeviceRange("far3", "cores", 0, 2),)}
     found = on_all(plan_of({**physics, ("policy", "learner"): cores}))
     here, far = found.components["learner"]
     assert (here.node, here.cores, here.threads) == ("", CORES, len(CORES))
@@ -135,9 +137,9 @@ def test_on_cores_there_is_one_instance_a_node() -> None:
 
 def test_a_group_is_cut_as_far_as_environments_divide() -> None:
     """64 environments on 4 workers in 2 groups: shares of 8, which can be halved thrice."""
-    physics = {("physics",): (DeviceRange("here", "cores", 0, 4),)}
+    physics: Places = {("physics",): (DeviceRange("here", "cores", 0, 4),)}
     for replicas, groups in ((1, 2), (2, 4), (3, 4), (7, 8), (8, 16)):
-        rolling = {**physics, ("policy",): (gpus("far1", 0, replicas),)}
+        rolling: Places = {**physics, ("policy",): (gpus("far1", 0, replicas),)}
         found = on_all(plan_of(rolling, {("learner",): (gpus("here", 0),)}))
         assert found.farms[0].groups == groups
 
@@ -180,7 +182,7 @@ def random_plan(seed: int) -> Plan:
     pools: list[Pool] = ["cores", "accelerators"]
     first, second = (pools[int(random.random() < 0.7)] for _ in range(2))
     free = {pool: all_devices() for pool in pools}
-    rolling = {("physics",): some("cores", free["cores"])}
+    rolling: Places = {("physics",): some("cores", free["cores"])}
     together = first == second and random.random() < 0.3
     rolling[("policy", "learner") if together else ("policy",)] = some(first, free[first])
     phases = [rolling]
