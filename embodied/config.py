@@ -79,7 +79,8 @@ class PolicyConfig(Section):
     """Arguments of the policy's own architecture (docs/adding-a-policy.md)."""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$")] = "auto"
     """Where policy worker, learner and evaluator compute: `cpu`, `cuda`, `cuda:1`; `auto`: the first GPU, if any. A
-    plan may give policy worker and learner others, unless one is named by its number."""
+    plan may give policy worker and learner others, unless one is named by its number; with `cpu`, processes on the CPU
+    stand in for the accelerators of a plan file."""
     replicas: Annotated[int, Field(ge=1)] = 1
     """Policy workers that share the groups of environments (farm.groups); a plan has its own number."""
     init: Path | None = None

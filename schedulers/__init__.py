@@ -12,7 +12,8 @@ from schedulers.errors import PlanError
 from schedulers.plan import MODES, DeviceRange, Mode, Phase, Placement, Plan, Prediction
 from schedulers.planner import alternatives, plan
 from schedulers.prediction import predict, predict_sequential
-from schedulers.profile import ComponentProfile, Point, Pool, Profile, Together
+from schedulers.profile import ComponentProfile, Exchange, Point, Pool, Profile, Together
+from schedulers.scaling import Scaling, one_accelerator, scaling
 from schedulers.simulation import Event, Simulation, chrome_trace, expected_seconds, simulate
 from schedulers.validation import validate
 from schedulers.workflow import Component, Edge, Loop, Workflow
@@ -24,6 +25,7 @@ __all__ = [
     "ComponentProfile",
     "Edge",
     "Event",
+    "Exchange",
     "Loop",
     "Mode",
     "Node",
@@ -35,6 +37,7 @@ __all__ = [
     "Pool",
     "Prediction",
     "Profile",
+    "Scaling",
     "Simulation",
     "DeviceRange",
     "Together",
@@ -45,10 +48,12 @@ __all__ = [
     "expected_seconds",
     "from_data",
     "load",
+    "one_accelerator",
     "plan",
     "predict",
     "predict_sequential",
     "save",
+    "scaling",
     "simulate",
     "to_data",
     "validate",

@@ -20,10 +20,12 @@ class Node:
 class Cluster:
     nodes: tuple[Node, ...]
     link_bytes_per_s: float = float("inf")
-    """Between two nodes, each way."""
+    """Between two nodes, each way: of all that a node sends at a time."""
     link_s: float = 0.0
     """That a message takes from one node to another, however small it is."""
     home: str | None = None
     """The node where components work that do not travel; None: all of them may work anywhere."""
     fingerprint: str | None = None
     """Of the hardware, to be compared with a profile's; None: not known (a cluster one does not have)."""
+    device_link_bytes_per_s: float = float("inf")
+    """Between two accelerators of a node, each way."""

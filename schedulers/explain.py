@@ -43,6 +43,7 @@ def explained(
         *_memory(plan, problem),
         _bottleneck(plan, problem),
         _switches(plan),
+        *_communication(plan),
         *_gap(plan, units),
         _help(plan, cluster, problem, again),
     )
@@ -180,6 +181,13 @@ def _switches(plan: Plan) -> str:
     if plan.unload:
         return "Components do not fit together and are unloaded between phases; no time was measured for that."
     return "Everything stays loaded: switches cost nothing."
+
+
+def _communication(plan: Plan) -> list[str]:
+    assert plan.prediction is not None
+    seconds = plan.prediction.communication_s or 0.0
+    share = seconds / plan.prediction.iteration_s if plan.prediction.iteration_s else 0.0
+    return [f"What instances send one another takes {in_words(seconds)} ({share:.1%})."] if seconds else []
 
 
 def _gap(plan: Plan, units: Mapping[Pool, int]) -> list[str]:

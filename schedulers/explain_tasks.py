@@ -84,8 +84,9 @@ def _waits(
     what = "the link between nodes"
     if server >= 0:
         names = cost.shape.placements[server]
-        common = [name for name in names if name in problem.graph.common]
-        what = ", ".join(common) or f"{ranges_text(phase.placements[server].devices)}"
+        where = ranges_text(phase.placements[server].devices)
+        common = ", ".join(name for name in names if name in problem.graph.common)
+        what = f"{common} on {where}" if common else where
     way = circuit.rounds * sum(times[loop])
     if share < BUSY and way > BUSY * ends[loop]:
         return f"it is as long as a group's own way round ({in_words(way / circuit.rounds)} a round)"

@@ -88,6 +88,22 @@ def shared_loop(times: Sequence[float], servers: Sequence[int], groups: int, rou
     return result
 
 
+def ring_seconds(size: Times, members: Times, bytes_per_s: Times, message_s: Times = 0.0, rounds: int = 1) -> Times:
+    """A collective operation of `members` on `size` bytes, along a ring: T = rounds (n - 1) (size / (n B) + s).
+
+    In each of rounds (n - 1) steps every member sends 1/n of the bytes to the next: once round for an all-gather or a
+    reduce-scatter, twice for an all-reduce (Patarasuk and Yuan 2009). B and s are of the ring's slowest link; exact
+    where links differ too, since a link that every step waits for sends in all of them.
+    """
+    return rounds * (members - 1) * (size / (members * bytes_per_s) + message_s)
+
+
+def broadcast_seconds(size: float, bytes_per_s: float, links: int, message_s: float = 0.0) -> float:
+    """`size` bytes along a chain of `links`, passed on in small pieces: all have them when the slowest link has passed
+    them once, T = size / B + links s. The limit of (K + links - 1) (size / (K B)) for many pieces K."""
+    return size / bytes_per_s + links * message_s
+
+
 def tailed_seconds(arrivals: Sequence[Times], total: Times, bottleneck: Times) -> Times:
     """A chain of servers whose source delivers part k (from 1) at arrivals[k - 1].
 

@@ -15,7 +15,12 @@ from schedulers.times import POOLS
 
 
 def lay_out(
-    cluster: Cluster, pool: Pool, counts: Sequence[int], bound: Sequence[bool], needs: Sequence[float]
+    cluster: Cluster,
+    pool: Pool,
+    counts: Sequence[int],
+    bound: Sequence[bool],
+    needs: Sequence[float],
+    talks: Sequence[float] = (),
 ) -> list[tuple[DeviceRange, ...]]:
     """Devices for each of several placements that work at the same time.
 
@@ -23,13 +28,15 @@ def lay_out(
     then other nodes, for the rest. Without one, where all nodes are equal and every count divides by their number,
     each node is split the same way, so that what belongs together is on one node; else the placements follow one
     another through the nodes. A placement gets devices that have the memory it `needs` on each (bytes), and those
-    that need most choose first.
+    that need most choose first. With `talks`, how much the instances of each exchange, placements always follow one
+    another, those that exchange most first: each is on as few nodes as can be.
 
     Raises `PlanError` where these are too few.
     """
     nodes = [node for node in cluster.nodes if devices_of(node, pool)]
     nodes.sort(key=lambda node: cluster.home not in (None, node.name))
-    if cluster.home is None and _alike(nodes, pool, needs) and all(count % len(nodes) == 0 for count in counts):
+    even = cluster.home is None and all(count % len(nodes) == 0 for count in counts)
+    if even and not talks and _alike(nodes, pool, needs):
         shares = [count // len(nodes) for count in counts]
         firsts = accumulate(shares, initial=0)
         return [
@@ -39,7 +46,7 @@ def lay_out(
     taken = {node.name: 0 for node in nodes}
     devices = {
         i: _take([node for node in nodes if _holds(node, pool, needs[i])], pool, counts[i], taken)
-        for i in sorted(range(len(counts)), key=lambda i: (not bound[i], -needs[i]))
+        for i in sorted(range(len(counts)), key=lambda i: (not bound[i], -needs[i], -talks[i] if talks else 0.0))
     }
     return [devices[i] for i in range(len(counts))]
 

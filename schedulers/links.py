@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from schedulers.cluster import Cluster
-from schedulers.errors import PlanError
 from schedulers.plan import Phase
 from schedulers.shape import LoopShape, Shape
 from schedulers.times import Problem
@@ -47,24 +46,19 @@ def _loop_ways(problem: Problem, loop: LoopShape, nodes: Sequence[Nodes]) -> tup
     return tuple(result)
 
 
-def check_travelling(workflow: Workflow, cluster: Cluster) -> None:
-    """Raises `PlanError` where some components of a task that travel could stay while others leave, at different
-    prices."""
+def one_travels(workflow: Workflow) -> bool:
+    """Whether no more than one component of a task travels: then what leaves home is what has a price."""
     names = [name for name in workflow.names if name in workflow.travelling]
     own = [[name for name in names if name in loop.components] for loop in workflow.loops] or [names]
-    alone = len(names) == len({name for mine in own for name in mine}) and max(map(len, own)) <= 1
-    if cluster.home is not None and len(cluster.nodes) > 1 and not free(cluster) and len(names) > 1 and not alone:
-        raise PlanError(
-            f"{', '.join(names)} of workflow {workflow.name!r} travel, but plans for a cluster with a home and links "
-            "that take time are for one component of each task that does; leave travels=True to one of them"
-        )
+    return len(names) == len({name for mine in own for name in mine}) and max(map(len, own)) <= 1
 
 
 def travelled(problem: Problem, shape: Shape) -> Shape:
-    """The shape where all placements that can travel do: what it costs to have anything elsewhere, since where
-    messages take time no more than one component of a task travels (`check_travelling`)."""
+    """The shape where all placements that can travel do: what it costs to have anything elsewhere, where no more than
+    one component of a task travels. Where some of several could stay while others leave, without the price of messages,
+    which no plan undercuts."""
     home = problem.cluster.home
-    if home is None or len(problem.cluster.nodes) < 2:
+    if home is None or len(problem.cluster.nodes) < 2 or not one_travels(problem.workflow):
         return shape
     away = "away from " + home
     return with_ways(

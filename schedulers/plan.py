@@ -28,6 +28,11 @@ class Placement:
 
     Physics and render of one task in one placement are fused. Of several tasks in one placement, each has one worker
     per device, and the tasks' groups take turns.
+
+    Of other components the placement has *instances*: replicas of the policy, ranks of the learner. On `accelerators`
+    each device is one. On `cores` each node is one: a process with a thread on every core that the placement has there.
+    Components that share a placement have the same instances, which take turns one by one: rank i and replica i are on
+    the same devices.
     """
 
     components: tuple[str, ...]
@@ -41,6 +46,18 @@ class Placement:
     @property
     def pool(self) -> Pool:
         return self.devices[0].pool
+
+    @property
+    def instances(self) -> tuple[tuple[DeviceRange, ...], ...]:
+        """The devices of each instance, in the placement's order: replica i of the policy, or rank i of the learner."""
+        if self.pool == "accelerators":
+            return tuple(
+                (DeviceRange(part.node, part.pool, device, 1),)
+                for part in self.devices
+                for device in range(part.first, part.first + part.count)
+            )
+        nodes = dict.fromkeys(part.node for part in self.devices)
+        return tuple(tuple(part for part in self.devices if part.node == node) for node in nodes)
 
     @property
     def nodes(self) -> frozenset[str]:
@@ -75,6 +92,9 @@ class Prediction:
     switch_s: float
     lower_bound_s: float
     """No plan of this problem is faster; equal to `iteration_s`: the plan is certified optimal."""
+    communication_s: float | None = None
+    """Of the iteration: what the instances of a component exchange, weights on their way to those that decide, and
+    messages between nodes outside the loops. None: nothing that is sent takes time."""
 
 
 @dataclass(frozen=True)

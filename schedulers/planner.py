@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 
 from schedulers.chain import Chain, Chains
 from schedulers.cluster import Cluster
+from schedulers.collectives import priced
 from schedulers.errors import PlanError, nearest
 from schedulers.explain import explained
 from schedulers.layout import lay_out
-from schedulers.links import check_travelling
 from schedulers.memory import devices_of, thinned, uneven
 from schedulers.phases import Phases, Solved
 from schedulers.plan import MODES, DeviceRange, Mode, Phase, Placement, Plan
@@ -52,19 +52,20 @@ def plan(
     `parts` (micro-batches an iteration) are tried as given, as far as they divide. `prediction.lower_bound_s` is what
     no plan of this space undercuts: equal to `iteration_s` unless the deadline (seconds) came first, transfers
     between nodes add to the plan's time, which the bound leaves out (not those in the loop of a cluster with a home),
-    or nodes differ in memory and the bound counts on a plan that does not fit. `ahead`: disaggregated plans are one
-    step ahead.
+    or nodes differ in memory and the bound counts on a plan that does not fit. Of communication the bound has what
+    instances exchange on as few nodes as hold them, not the weights' way to the policy. `ahead`: disaggregated plans
+    are one step ahead.
 
     Of several tasks (`workflow.loops`) the phase that rolls them out is played, not calculated. With two tasks all
     partitions and numbers of groups are looked at, and what promises less than 0.5% is left out; with more the best
     partitions found step by step are kept. `prediction.lower_bound_s` says what is certain then.
 
     On a cluster with a home, placements of what does not travel get devices of that node alone. The best plan there
-    and the best one on all nodes are compared with the time of their messages; where these take time, at most one
-    component may travel.
+    and the best one on all nodes are compared with the time of their messages. Where these take time and several
+    components of a task travel, the bound leaves them out.
 
     Raises `PlanError` where there is no plan: no such mode, components without times, a pool without devices,
-    nothing that fits in memory, several components that travel.
+    nothing that fits in memory.
     """
     reached = _reached(workflow, profile, cluster, ahead, groups, parts, deadline_s, _modes(mode))
     found = _best_of(reached)
@@ -133,7 +134,6 @@ def _reached(
     on all nodes and without the poorer ones.
     """
     check_cluster(cluster)
-    check_travelling(workflow, cluster)
     deadline, sets = time.monotonic() + deadline_s, (tuple(sorted(set(groups))), tuple(sorted(set(parts))))
     reached = _Reached()
 
@@ -220,11 +220,20 @@ def _modes(mode: Mode | None) -> Sequence[Mode]:
 
 
 def _plan_of(problem: Problem, mode: Mode, chain: Chain) -> Plan:
+    """The chain on devices. Where what instances exchange takes time and nodes are several, on whole nodes rather than
+    on the same share of each, if that is faster."""
+    exchanges = any(problem.profile.components[name].exchanges for name in problem.graph.names)
+    several = len(problem.cluster.nodes) > 1 and exchanges and priced(problem.cluster)
+    plans = [_laid_out(problem, mode, chain, together) for together in ((False, True) if several else (False,))]
+    return min(plans, key=_seconds)
+
+
+def _laid_out(problem: Problem, mode: Mode, chain: Chain, together: bool) -> Plan:
     groups = [tuple(loop.groups for loop in solved.shape.loops) for solved in chain.phases if solved.shape]
     result = Plan(
         workflow=problem.workflow.name,
         mode=mode,
-        phases=tuple(_phase_of(problem, solved) for solved in chain.phases),
+        phases=tuple(_phase_of(problem, solved, together) for solved in chain.phases),
         groups=max(groups, default=()) or (1,),
         ahead=int(problem.ahead and mode == "disaggregated"),
         unload=chain.unload,
@@ -233,7 +242,8 @@ def _plan_of(problem: Problem, mode: Mode, chain: Chain) -> Plan:
     return replace(result, prediction=replace(prediction, lower_bound_s=min(chain.bound, prediction.iteration_s)))
 
 
-def _phase_of(problem: Problem, solved: Solved) -> Phase:
+def _phase_of(problem: Problem, solved: Solved, together: bool) -> Phase:
+    """`together`: what exchanges most is on as few nodes as can be."""
     assert solved.shape is not None
     devices: dict[int, tuple[DeviceRange, ...]] = {}
     for pool in POOLS:
@@ -243,10 +253,17 @@ def _phase_of(problem: Problem, solved: Solved) -> Phase:
         needs = [0.0] * len(members)
         if problem.generous:
             needs = [held_bytes(problem, solved.shape, solved.shape.placements[i], solved.counts[i]) for i in members]
-        devices.update(zip(members, lay_out(problem.cluster, pool, counts, bound, needs), strict=True))
+        talks = [_talk(problem, solved.shape.placements[i]) for i in members] if together else []
+        devices.update(zip(members, lay_out(problem.cluster, pool, counts, bound, needs, talks), strict=True))
     return Phase(
         tuple(Placement(names, devices[i]) for i, names in enumerate(solved.shape.placements)), solved.shape.micro_batch
     )
+
+
+def _talk(problem: Problem, names: tuple[str, ...]) -> float:
+    """Bytes that the instances of a placement exchange in an iteration."""
+    exchanges = (exchange for name in names for exchange in problem.profile.components[name].exchanges)
+    return sum(exchange.bytes * exchange.times for exchange in exchanges)
 
 
 def _seconds(candidate: Plan) -> float:

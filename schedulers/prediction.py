@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from schedulers.cluster import Cluster, Node
+from schedulers.collectives import publishing_seconds
 from schedulers.errors import PlanError
 from schedulers.graph import Graph, graph_of
 from schedulers.links import rest_seconds, with_ways
@@ -16,7 +17,15 @@ from schedulers.plan import Phase, Plan, Prediction
 from schedulers.profile import Profile
 from schedulers.shape import Shape
 from schedulers.shaping import shape_of
-from schedulers.times import Problem, component_seconds, part_items, segment_seconds, switch_seconds, visit_seconds
+from schedulers.times import (
+    Problem,
+    communication_seconds,
+    component_seconds,
+    part_items,
+    segment_seconds,
+    switch_seconds,
+    visit_seconds,
+)
 from schedulers.validation import check_places
 from schedulers.workflow import Workflow
 
@@ -33,7 +42,10 @@ class Costs:
     busy_s: dict[str, float]
     """Of each component, per iteration, on each of its devices."""
     transfer_s: float
-    """Of the longest way of one part through the other components, between nodes."""
+    """Of the longest way of one part through the other components, between nodes, and of the weights to those that
+    decide."""
+    exchange_s: float
+    """Of `busy_s`: what instances exchange."""
 
     @property
     def seconds(self) -> float:
@@ -62,6 +74,7 @@ def phase_costs(plan: Plan, phase: Phase, problem: Problem) -> Costs:
                 else "put what the loop needs into an earlier phase, and components between others with one of them"
             )
         )
+    shape = replace(shape, nodes=tuple(len(placement.nodes) for placement in phase.placements))
     counts = [np.array([placement.count]) for placement in phase.placements]
     visits = [
         float(visit_seconds(problem, shape, i, counts[visit.placement])[0]) for i, visit in enumerate(shape.visits)
@@ -92,8 +105,24 @@ def phase_costs(plan: Plan, phase: Phase, problem: Problem) -> Costs:
         tuple(visits),
         tuple(segments),
         busy,
-        rest_seconds(problem, phase),
+        rest_seconds(problem, phase) + _publishing_seconds(problem, plan, phase),
+        sum(
+            communication_seconds(problem, shape, name, placement.count)
+            for placement in phase.placements
+            for name in placement.components
+        ),
     )
+
+
+def _publishing_seconds(problem: Problem, plan: Plan, phase: Phase) -> float:
+    """Weights from the phase's components that hand them out to what decides in the loops."""
+    found = 0.0
+    deciders = {loop[-1] for loop in problem.graph.loops}
+    targets = [p for other in plan.phases for p in other.placements if deciders & set(p.components)]
+    for source in phase.placements:
+        size = sum(problem.profile.components[name].published_bytes for name in source.components)
+        found += sum(publishing_seconds(problem.cluster, size, source, target) for target in targets)
+    return found
 
 
 def _busy(problem: Problem, shape: Shape, names: tuple[str, ...], count: np.ndarray) -> dict[str, float]:
@@ -128,6 +157,7 @@ def predict(plan: Plan, workflow: Workflow, profile: Profile, cluster: Cluster |
         components_s={name: cost.busy_s[name] for cost in costs for name in cost.busy_s},
         switch_s=switch,
         lower_bound_s=min(known, total),
+        communication_s=sum(cost.exchange_s + cost.transfer_s for cost in costs) or None,
     )
 
 

@@ -10,6 +10,21 @@ from typing import Any, Literal
 import numpy as np
 
 Pool = Literal["cores", "accelerators"]
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter"]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What the instances of a component send one another in an iteration (see `laws.ring_seconds`)."""
+
+    collective: Collective
+    bytes: float
+    """Of all that is reduced or gathered at once, as an instance has it before a reduction or after a gathering."""
+    times: float
+    """Per iteration: one for each optimiser step, or for each pass over a micro-batch."""
+    fewest: float | None = None
+    """Where the instances share the `times` out among them (passes over their own micro-batches): what each of them
+    makes at least. None: all take part in all."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +64,10 @@ class ComponentProfile:
     unload_s: float = 0.0
     load_s: float = 0.0
     """To leave the device's memory, and to come back."""
+    exchanges: tuple[Exchange, ...] = ()
+    """Among its instances (`Placement.instances`), where it works outside the loops; not in `points`."""
+    published_bytes: float = 0.0
+    """Weights that it hands, once an iteration, to all instances of what decides (the last of a loop)."""
 
     @property
     def most_devices(self) -> int:

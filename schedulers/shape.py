@@ -111,6 +111,8 @@ class Shape:
     """In place of `deliveries`: share of the loop's time at which part k is complete."""
     beside: frozenset[str]
     """Components that work while another placement of the phase is busy."""
+    nodes: tuple[int, ...] = ()
+    """How many each placement is on, where that is decided; else none."""
 
     @cached_property
     def visits(self) -> tuple[Visit, ...]:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from schedulers.cluster import Cluster
+from schedulers.collectives import exchange_seconds, fewest_nodes, priced
 from schedulers.errors import PlanError, nearest
 from schedulers.graph import Graph, graph_of
 from schedulers.memory import ROUNDING, devices_of, devices_with, levels
@@ -154,12 +155,35 @@ def part_items(problem: Problem, shape: Shape, name: str) -> int:
 
 
 def component_seconds(problem: Problem, shape: Shape, name: str, batch: float, counts: np.ndarray) -> np.ndarray:
+    """Of so many items on each number of devices, with what the component's instances exchange for them."""
     grid = problem.counts[problem.pools[name]]
     if len(grid) == len(counts) and np.array_equal(grid, counts):
         found = problem.times(name, batch)
     else:
         found = problem.profile.components[name].seconds_on(batch, counts)
-    return found * _factor(problem, shape, name)
+    found = found * _factor(problem, shape, name)
+    exchanged = _exchange_seconds(problem, shape, name, counts)
+    return found if exchanged is None else found + exchanged * (batch / problem.workflow.items)
+
+
+def communication_seconds(problem: Problem, shape: Shape, name: str, count: int) -> float:
+    """Of one component, per iteration: what its instances on so many devices exchange."""
+    found = _exchange_seconds(problem, shape, name, np.array([count]))
+    return 0.0 if found is None else float(found[0])
+
+
+def _exchange_seconds(problem: Problem, shape: Shape, name: str, counts: np.ndarray) -> np.ndarray | None:
+    """Per iteration; None where nothing is exchanged. On as few nodes as hold the devices, unless it is known better:
+    then no layout takes less."""
+    exchanges, pool = problem.profile.components[name].exchanges, problem.pools[name]
+    if not exchanges or name in problem.graph.loop or not priced(problem.cluster):
+        return None
+    if shape.nodes:
+        (on,) = (n for n, names in zip(shape.nodes, shape.placements, strict=True) if name in names)
+        nodes = np.full(len(counts), on)
+    else:
+        nodes = fewest_nodes(problem.cluster, pool, counts)
+    return exchange_seconds(problem.cluster, pool, exchanges, counts, nodes)
 
 
 def _factor(problem: Problem, shape: Shape, name: str) -> float:

@@ -57,6 +57,10 @@ def check_cluster(cluster: Cluster) -> None:
             )
     if not cluster.link_bytes_per_s > 0:
         raise PlanError(f"the cluster's link_bytes_per_s is {cluster.link_bytes_per_s}; it is more than 0")
+    if not cluster.device_link_bytes_per_s > 0:
+        raise PlanError(
+            f"the cluster's device_link_bytes_per_s is {cluster.device_link_bytes_per_s}; it is more than 0"
+        )
     if not 0 <= cluster.link_s < math.inf:
         raise PlanError(f"the cluster's link_s is {cluster.link_s}; it is at least 0, and finite")
     if cluster.home is not None and cluster.home not in names:

@@ -24,6 +24,7 @@ from embodied.execution.preflight import check_run
 from embodied.execution.session import Session, open_session
 from embodied.planning.clusters import run_cluster
 from embodied.planning.comparison_page import comparison_table, write_comparison
+from embodied.planning.components import planned_for
 from embodied.planning.profiler import profile_config, run_iterations
 from embodied.planning.run_plans import PROFILE, checked_profile, make_folder, sized_workflow
 from embodied.reporting.results import write_json
@@ -88,6 +89,7 @@ def compare_command(config: Config, name: str, out: Path, profile: Path | None, 
             measured = profile_config(config, session, out)
             schedulers.save(measured, out / PROFILE)
         cluster = run_cluster(session)
+        workflow = planned_for(workflow, measured, cluster)
         ahead = config.plan.ahead
         plans = schedulers.alternatives(workflow, measured, cluster, ahead)
         best_plan = schedulers.plan(workflow, measured, cluster, None, ahead)  # what `auto` would run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ import schedulers
 from embodied.config import Config
 from embodied.execution.assignment import HOME
 from embodied.planning.clusters import read_cluster
+from embodied.planning.components import planned_for
 from embodied.planning.run_plans import (
     PICTURE,
     PLAN,
@@ -60,6 +62,7 @@ def plan_command(config: Config, profile: Path, cluster: str, out: Path) -> dict
     # Another cluster has other hardware than this machine: its profile is what was asked for.
     elsewhere = target.nodes[0].name != HOME
     measured = checked_profile(profile, config, workflow, config.plan.any_hardware or elsewhere)
+    workflow = planned_for(workflow, measured, target)
     modes = schedulers.alternatives(workflow, measured, target, ahead=config.plan.ahead)
     best = schedulers.plan(workflow, measured, target, mode_of(config), ahead=config.plan.ahead)
     make_folder(out)
@@ -67,7 +70,9 @@ def plan_command(config: Config, profile: Path, cluster: str, out: Path) -> dict
     simulation = schedulers.simulate(best, workflow, measured, target)
     (out / TIMELINE).write_text(json.dumps(schedulers.chrome_trace(simulation)))
     draw_plan(out / PICTURE, {f"{best.mode} (best)": simulation, **_others(modes, best, workflow, measured, target)})
-    get_console().print("\n".join(best.why), markup=False, highlight=False, soft_wrap=True)
+    scaled = _scaling(best, workflow, measured, target)
+    said = [*best.why, *([str(scaled)] if scaled else [])]
+    get_console().print("\n".join(said), markup=False, highlight=False, soft_wrap=True)
     show(f"plan, timeline and picture: [bold]{out}[/]")
     return {
         "folder": str(out),
@@ -75,6 +80,24 @@ def plan_command(config: Config, profile: Path, cluster: str, out: Path) -> dict
         "iteration_s": _seconds(best),
         "tasks_in_turn_iteration_s": schedulers.predict_sequential(best, workflow, measured, target).iteration_s,
         "modes": {name: _seconds(plan) for name, plan in modes.items()},
+        **({} if scaled is None else _figures(scaled)),
+    }
+
+
+def _scaling(best: Plan, workflow: Workflow, profile: Profile, cluster: Cluster) -> schedulers.Scaling | None:
+    """Beside one accelerator; None where there are not several."""
+    if sum(node.accelerators for node in cluster.nodes) < 2:
+        return None
+    return schedulers.scaling(best, workflow, profile, cluster)
+
+
+def _figures(scaled: schedulers.Scaling) -> dict[str, Any]:
+    one = None if math.isinf(scaled.one_iteration_s) else scaled.one_iteration_s
+    return {
+        "accelerators": scaled.accelerators,
+        "one_accelerator_iteration_s": one,
+        "efficiency": None if one is None else scaled.efficiency,
+        "bottleneck": scaled.bottleneck,
     }
 
 

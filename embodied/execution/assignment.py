@@ -10,15 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
 from embodied.config import Config
 from embodied.errors import UserError, nearest
 from embodied.workers.affinity import Affinity
 from embodied.workers.devices import accelerators
 from embodied.workflows.recipes import recipe_of
-from embodied.workflows.sizes import name_in_task
-from schedulers.plan import Phase, Placement, Plan
+from embodied.workflows.sizes import name_in_task, tasks_of
+from schedulers.plan import DeviceRange, Phase, Placement, Plan
 
 HOME = "here"
 """The name in plans of the node on which the command was typed."""
@@ -79,7 +77,7 @@ def configured(config: Config, cores: tuple[int, ...], nodes: Mapping[str, str] 
     """
     recipe = recipe_of(config)
     learner = Affinity((), config.optim.threads or max(len(cores) // config.optim.ranks, 1))
-    placed = {component.name: (learner,) for component in recipe.after_rollout}
+    placed: dict[str, tuple[Affinity, ...]] = {component.name: (learner,) for component in recipe.after_rollout}
     # One process cannot be several ranks of torch's process groups, and one rank computes what several do.
     placed[recipe.after_rollout[-1].name] = (learner,) * (1 if config.runtime.mode == "inline" else config.optim.ranks)
     placed[recipe.loop[-1]] = (Affinity(),) * config.policy.replicas
@@ -115,41 +113,51 @@ def _node(name: str, nodes: Mapping[str, str]) -> str:
 def assign(plan: Plan, config: Config, cores: tuple[int, ...], nodes: Mapping[str, str] | None = None) -> Assignment:
     """A valid plan on the given cores of this machine; `nodes` maps other nodes' names in the plan to their ids.
 
-    A core that this machine lacks (a plan for a larger one, tried out here) falls on one that it has. Raises
-    `UserError` for what the run's workers cannot do: simulating on accelerators, one policy on several of them or on
-    another node, physics on a node that is no longer there.
+    Every instance of policy and learner that the plan names (`Placement.instances`), of whatever node, is one of the
+    assignment, in the plan's order. Where `policy.device` is `cpu`, accelerators that the plan names are stood in for
+    by processes on the CPU of their nodes, of one thread each: so a plan for machines with accelerators is tried out
+    on some without. A core that this machine lacks (a plan for a larger one, tried out here) falls on one that it has.
+    A group of the plan is cut into as many as the policy has replicas, as far as environments divide among the physics
+    workers: each of them decides for a share.
+
+    Raises `UserError` for what the run's workers cannot do (simulating on accelerators; a component that trajectories
+    pass through on several accelerators or another node), and for nodes that are not in the cluster.
     """
-    recipe, gpus = recipe_of(config), accelerators(config.policy.device)
+    recipe, nodes = recipe_of(config), nodes or {}
+    _check_nodes(plan, nodes)
     rolling = _phase(plan, recipe.loop[0])
     decider, trainer = recipe.loop[-1], recipe.after_rollout[-1].name
-    threads = config.optim.threads
     placements = {decider: _of(rolling, decider)}
     placements |= {c.name: _of(_phase(plan, c.name), c.name) for c in recipe.after_rollout}
-    for name, placement in placements.items():
-        _require_home(name, placement)
-    found = {
-        name: _affinity(name, placement, cores, gpus, 1 if name == decider else threads or len(cores))
-        for name, placement in placements.items()
-    }
-    acting, updating = found[decider], found[trainer]
-    farms = tuple(_farm_of(plan, rolling, number, cores, nodes or {}) for number in range(1 + len(config.extra_tasks)))
+    for name in placements.keys() - {decider, trainer}:
+        _require_one(name, placements[name])
+    machine = _Machine(config, cores, nodes)
+    found = {name: machine.affinities(name, placement, name == decider) for name, placement in placements.items()}
+    farms = tuple(
+        _shared_out(_farm_of(plan, rolling, number, cores, nodes), task.env.num_envs, len(found[decider]))
+        for number, task in enumerate(tasks_of(config))
+    )
     simulating = {id(_of(rolling, name_in_task(recipe.loop[0], number))) for number in range(len(farms))}
     takes_turns = all(farm.groups == 1 for farm in farms) or id(placements[decider]) not in simulating
-    # With several groups on the same cores the system deals out the time: one thread that may run anywhere.
-    found[decider] = acting if takes_turns else Affinity(device=acting.device)
-    if threads:
-        found |= {name: replace(found[name], threads=threads) for name in found if name != decider}
-    together = placements[trainer] is placements[decider] or _within(acting, updating)
-    learning = _phase(plan, trainer)
+    together = _same_instances(placements[decider], placements[trainer], found[decider], found[trainer])
+    if not takes_turns:
+        # With several groups on the same cores the system deals out the time: one thread that may run anywhere.
+        found[decider] = tuple(Affinity(device=acting.device, node=acting.node) for acting in found[decider])
     return Assignment(
         plan.mode,
         farms,
-        {name: (affinity,) for name, affinity in found.items()},
+        found,
         not plan.ahead and together,
         plan.ahead,
         plan.unload,
-        learning.micro_batch,
+        _phase(plan, trainer).micro_batch,
     )
+
+
+def _shared_out(farm: FarmAssignment, environments: int, replicas: int) -> FarmAssignment:
+    """The farm with each group cut into one for each replica, or into as many as its workers can step evenly."""
+    each = environments // (len(farm.physics) * farm.groups)
+    return replace(farm, groups=farm.groups * max(n for n in range(1, replicas + 1) if each % n == 0))
 
 
 def _farm_of(
@@ -179,36 +187,82 @@ def _require_home(name: str, placement: Placement) -> None:
         raise UserError(f"the plan puts {name} on {away[0]}: it works on the node where the command is typed")
 
 
-def _affinity(
-    name: str, placement: Placement, cores: tuple[int, ...], gpus: Sequence[torch.device], threads: int = 1
-) -> Affinity:
-    """A worker on the placement's cores, with a thread on each; or on its accelerator, with so many threads of the
-    host wherever the system likes. Raises `UserError` for accelerators that it cannot compute on."""
-    if placement.pool == "cores":
-        own = _cores(placement, cores)
-        return Affinity(own, len(own), "cpu" if gpus else None)
-    first = placement.devices[0].first
-    if placement.count > 1:
+def _require_one(name: str, placement: Placement) -> None:
+    _require_home(name, placement)
+    if len(placement.instances) > 1:
         raise UserError(f"the plan gives {name} {placement.count} accelerators: it is one process, and computes on one")
-    if first >= len(gpus):
-        there = ", ".join(map(str, gpus)) or "none"
-        raise UserError(f"the plan puts {name} on accelerator {first}; policy.device leaves {there}")
-    return Affinity((), threads, str(gpus[first]))
+
+
+@dataclass(frozen=True)
+class _Machine:
+    """What a plan's instances are placed on."""
+
+    config: Config
+    cores: tuple[int, ...]
+    """Of this machine."""
+    nodes: Mapping[str, str]
+
+    def affinities(self, name: str, placement: Placement, decides: bool) -> tuple[Affinity, ...]:
+        """Of the component's instances. Beside an accelerator what decides has one of the host's threads; others have
+        those that `optim.threads` says, or share them out."""
+        given = 0 if decides else self.config.optim.threads
+        on = [devices[0].node for devices in placement.instances]
+        shares = [1 if decides else given or max(len(self.cores) // on.count(node), 1) for node in on]
+        pairs = zip(placement.instances, shares, strict=True)
+        return tuple(self._affinity(name, devices, given, share) for devices, share in pairs)
+
+    def _affinity(self, name: str, devices: tuple[DeviceRange, ...], given: int, share: int) -> Affinity:
+        """A worker on its cores, with a thread on each unless others are `given`; or on its accelerator, or what stands
+        in for that, with threads of the host wherever the system likes. Raises `UserError` for accelerators that are
+        not there."""
+        node, first = _node_of(devices[0].node, self.nodes), devices[0].first
+        gpus = accelerators(self.config.policy.device)
+        if devices[0].pool == "cores":
+            numbers = [part.first + i for part in devices for i in range(part.count)]
+            own = tuple(numbers) if node else _here(numbers, self.cores)
+            return Affinity(own, given or len(own), "cpu" if gpus or node else None, node)
+        if self.config.policy.device == "cpu":
+            return Affinity((), given or 1, "cpu", node)
+        if node:
+            return Affinity((), share, f"cuda:{first}", node)
+        if first >= len(gpus):
+            there = ", ".join(map(str, gpus)) or "none"
+            raise UserError(
+                f"the plan puts {name} on accelerator {first}; policy.device leaves {there} (cpu would have processes "
+                "on the CPU stand in for accelerators)"
+            )
+        return Affinity((), share, str(gpus[first]))
+
+
+def _check_nodes(plan: Plan, nodes: Mapping[str, str]) -> None:
+    """Raise `UserError` that names all nodes of a plan that the cluster does not have. The plan was valid: they have
+    left since, or the plan is for another cluster."""
+    named = {node for phase in plan.phases for placement in phase.placements for node in placement.nodes}
+    gone = sorted(named - {HOME, *nodes})
+    if gone:
+        who = f"nodes {', '.join(gone)} of the plan have" if len(gone) > 1 else f"node {gone[0]} of the plan has"
+        raise UserError(
+            f"the {who} left the cluster, or never joined it: bring it there with `ray start --address HOST:PORT "
+            "--node-name NAME`, or start again with a plan without it"
+        )
 
 
 def _node_of(name: str, others: Mapping[str, str]) -> str:
-    """The id of a node that a plan names. Its plan was valid: a node that is not known has left since."""
-    if name != HOME and name not in others:
-        raise UserError(
-            f"the node {name} that the plan gives to physics has left the cluster: bring it back with `ray start "
-            "--address HOST:PORT`, or start again without it"
-        )
+    """The id of a node that a plan names."""
     return HERE if name == HOME else others[name]
 
 
-def _within(one: Affinity, other: Affinity) -> bool:
-    """Whether a worker's place is part of another's: then they take turns on it, and may share a process."""
-    return one.device == other.device and set(one.cores) <= set(other.cores)
+def _same_instances(
+    acting: Placement, updating: Placement, replicas: Sequence[Affinity], ranks: Sequence[Affinity]
+) -> bool:
+    """Whether each replica is where the rank of its number is, or on part of its cores: then they take turns there,
+    and may share a process."""
+    if acting.pool != updating.pool or len(replicas) != len(ranks):
+        return False
+    if acting.pool == "accelerators":
+        return acting.instances == updating.instances
+    pairs = zip(replicas, ranks, strict=True)
+    return all(one.node == other.node and set(one.cores) <= set(other.cores) for one, other in pairs)
 
 
 def _phase(plan: Plan, component: str) -> Phase:
@@ -227,5 +281,9 @@ def _of(phase: Phase, component: str) -> Placement:
 
 def _cores(placement: Placement, cores: tuple[int, ...]) -> tuple[int, ...]:
     """This machine's cores for a placement on cores."""
-    wanted = [s.first + i for s in placement.devices for i in range(s.count)]
+    return _here([s.first + i for s in placement.devices for i in range(s.count)], cores)
+
+
+def _here(wanted: Sequence[int], cores: tuple[int, ...]) -> tuple[int, ...]:
+    """This machine's cores for some that a plan numbers."""
     return tuple(dict.fromkeys(cores[core % len(cores)] for core in wanted))

@@ -15,7 +15,7 @@ from embodied.errors import UserError, nearest
 from embodied.execution.assignment import HOME
 from embodied.execution.session import Session
 from embodied.workers.devices import accelerators, memory_bytes
-from schedulers import Cluster, Node, PlanError
+from schedulers import Cluster, DeviceRange, Node, Plan, PlanError
 
 
 def local_cluster(cores: int, device: str = "cpu") -> Cluster:
@@ -28,20 +28,41 @@ def local_cluster(cores: int, device: str = "cpu") -> Cluster:
 def run_cluster(session: Session) -> Cluster:
     """This machine, the home of what does not travel, and the other machines of the run's Ray cluster.
 
-    Where there are others, the links to them are measured, which takes a second or two.
+    Their GPUs are taken to be like those here, and count where `policy.device` leaves all of these. Where there are
+    others, the links to them are measured, which takes a second or two.
     """
-    here = local_cluster(len(session.cores), session.config.policy.device)
+    device = session.config.policy.device
+    here = local_cluster(len(session.cores), device)
     others = [node for node in session.runtime.nodes() if not node.is_here and node.cores]
     if not others:
         return here
-    link = session.runtime.link()
+    link, home = session.runtime.link(), here.nodes[0]
+    counts = home.accelerators and device in ("auto", "cuda")
+    away = (
+        Node(n.name, n.cores, n.accelerators if counts else 0, float(n.memory_bytes), home.accelerator_bytes)
+        for n in others
+    )
     return replace(
         here,
-        nodes=here.nodes + tuple(Node(n.name, n.cores, memory_bytes=float(n.memory_bytes)) for n in others),
+        nodes=(home, *away),
         link_bytes_per_s=link.bytes_per_s,
         link_s=link.message_s,
         home=HOME,
     )
+
+
+def with_stand_ins(cluster: Cluster, plan: Plan, device: str) -> Cluster:
+    """The cluster with the accelerators that a plan names, where `policy.device` is `cpu`: processes on the CPU stand
+    in for them, so that a plan for machines with accelerators is tried out on some without."""
+    if device != "cpu":
+        return cluster
+    parts = [part for phase in plan.phases for placement in phase.placements for part in placement.devices]
+    named = {node.name: [p.first + p.count for p in parts if _accelerates(p, node)] for node in cluster.nodes}
+    return replace(cluster, nodes=tuple(replace(n, accelerators=max(named[n.name], default=0)) for n in cluster.nodes))
+
+
+def _accelerates(part: DeviceRange, node: Node) -> bool:
+    return part.pool == "accelerators" and part.node == node.name
 
 
 def read_cluster(reference: str, device: str) -> Cluster:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from schedulers import Workflow
+from schedulers import Cluster, Profile, Workflow
 
 
 @dataclass(frozen=True)
@@ -38,3 +38,18 @@ def roles_of(workflow: Workflow) -> ComponentRoles:
         tuple(name for name in after if name != trainer),
         trainer,
     )
+
+
+def leaving_home(workflow: Workflow) -> Workflow:
+    """The workflow whose decider and trainer may be on other nodes too, as a plan file may have it."""
+    roles = roles_of(workflow)
+    leave = (roles.decider, roles.trainer)
+    components = tuple(replace(c, travels=c.travels or c.name in leave) for c in workflow.components)
+    return replace(workflow, components=components)
+
+
+def planned_for(workflow: Workflow, profile: Profile, cluster: Cluster) -> Workflow:
+    """The workflow as the planner places it: decider and trainer may leave home for other nodes' accelerators."""
+    compute = profile.components[roles_of(workflow).decider].pool == "accelerators"
+    away = any(node.accelerators for node in cluster.nodes if node.name != cluster.home)
+    return leaving_home(workflow) if compute and away and cluster.home is not None else workflow

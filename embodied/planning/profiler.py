@@ -25,11 +25,12 @@ from embodied.execution.executor import Executor, Iteration, executor
 from embodied.execution.session import Session
 from embodied.migration import OLD_SECTIONS, migrate
 from embodied.planning.components import ComponentRoles, roles_of
+from embodied.planning.exchanges import exchanges_of
 from embodied.planning.probe_assignments import probes_of
 from embodied.statistics import typical
 from embodied.workers.devices import accelerators
 from embodied.workers.offload import Switch
-from embodied.workers.roles import Trainer
+from embodied.workers.roles import TrainedBytes, Trainer
 from embodied.workflows.sizes import tasks_of, workflow_of
 from schedulers.profile import ComponentProfile, Point, Profile, Together
 from schedulers.workflow import Workflow
@@ -81,6 +82,7 @@ class Probed:
     switches: Switches
     peak_bytes: int
     """The most that the trainer's process has held of a GPU's memory; decider and passers were in it."""
+    trained: TrainedBytes
 
     @property
     def roles(self) -> ComponentRoles:
@@ -114,7 +116,7 @@ def profile_config(config: Config, session: Session, scratch: Path) -> Profile:
     return Profile(
         workflow=whole.workflow.name,
         fingerprint={**fingerprint(), **work_of(config)},
-        components=_components(each, whole),
+        components=_components(each, whole, config),
         # A policy on a GPU shares no cores.
         together=() if whole.accelerated else _together(each, whole.workflow),
         transfers=_transfers(whole, config),
@@ -126,15 +128,16 @@ def _probe(config: Config, session: Session, scratch: Path) -> Probed:
     taken: dict[str, Measured] = {}
     infos: tuple[TaskInfo, ...] = ()
     switches: Switches = {}
-    peak = 0
+    peak, trained = 0, TrainedBytes(0, 0, 0)
     for name, (changed, assignment) in probes_of(config, session.cores, gpus).items():
         with executor(changed, scratch, session, assignment) as workers:
             infos = workers.farm.infos
             taken[name] = measure(changed, workers)
             switches = switches or workers.switches()
             peak = peak or max(workers.trainer.call_all(Trainer.peak_bytes))
+            trained = workers.trainer.call_one(0, Trainer.trained_bytes)
     workflow = workflow_of(config, _lengths(infos))
-    return Probed(workflow, infos, taken, len(session.cores), bool(gpus), switches, peak)
+    return Probed(workflow, infos, taken, len(session.cores), bool(gpus), switches, peak, trained)
 
 
 def measure(config: Config, workers: Executor) -> Measured:
@@ -218,11 +221,11 @@ def trained_s(iteration: Iteration, passers: Sequence[str]) -> float:
 # --- from measurements to components
 
 
-def _components(each: Sequence[Probed], whole: Probed) -> dict[str, ComponentProfile]:
+def _components(each: Sequence[Probed], whole: Probed, config: Config) -> dict[str, ComponentProfile]:
     """Of all components, in the workflow's order: simulators as each task's probes have them, what follows the loop as
     the probes of the whole run do."""
     roles = whole.roles
-    found = {roles.decider: _decider(each, whole), roles.trainer: _trainer(whole)}
+    found = {roles.decider: _decider(each, whole), roles.trainer: _trainer(whole, config)}
     found |= {name: _passer(whole, name) for name in roles.passers}
     for names, probed in zip(roles.simulators, each, strict=True):
         steps, *draws = names
@@ -268,7 +271,7 @@ def _decider(each: Sequence[Probed], whole: Probed) -> ComponentProfile:
     points = tuple(_point(batch, devices, values) for (batch, devices), values in calls.items())
     beside = fmean(_beside_factor(probed, decided_s) for probed in each)
     found = ComponentProfile("cores", points, beside, fmean(_variation(probed, "act") for probed in each))
-    return _computing(_switching(found, whole, whole.roles.decider), whole)
+    return _computing(_switching(found, whole, whole.roles.decider), whole, spreads=True)
 
 
 def _passer(whole: Probed, name: str) -> ComponentProfile:
@@ -277,8 +280,8 @@ def _passer(whole: Probed, name: str) -> ComponentProfile:
     return _computing(ComponentProfile("cores", points), whole)
 
 
-def _trainer(whole: Probed) -> ComponentProfile:
-    """What learns; on a GPU it holds the most that its process took."""
+def _trainer(whole: Probed, config: Config) -> ComponentProfile:
+    """What learns; on a GPU it holds the most that its process took. With what ranks of it would exchange."""
     points = _points_after(whole, lambda iteration: trained_s(iteration, whole.roles.passers))
     beside = 1.0
     if "ahead" in whole.taken:
@@ -288,9 +291,12 @@ def _trainer(whole: Probed) -> ComponentProfile:
         )
         beside = max(1.0, with_rollout / without)
     found = _switching(ComponentProfile("cores", points, beside), whole, whole.roles.trainer)
+    iterations = whole.taken["all cores"].iterations
+    exchanges = exchanges_of(config, whole.workflow, whole.trained, iterations, whole.accelerated)
+    found = replace(found, exchanges=exchanges, published_bytes=float(whole.trained.weights))
     # Gradients and activations come with the trainer's own micro-batches, whatever the parts of a plan; a policy that
     # acts takes little beside them.
-    return _computing(found, whole, whole.peak_bytes)
+    return _computing(found, whole, whole.peak_bytes, spreads=True)
 
 
 def _points_after(whole: Probed, seconds: Callable[[Iteration], float]) -> tuple[Point, ...]:
@@ -308,12 +314,13 @@ def _switching(found: ComponentProfile, probed: Probed, name: str) -> ComponentP
     return replace(found, process_bytes=float(out.bytes), unload_s=out.seconds, load_s=back.seconds)
 
 
-def _computing(found: ComponentProfile, whole: Probed, peak_bytes: int = 0) -> ComponentProfile:
-    """On the pool where it was measured: a GPU's memory counts, and more of them do not help one process."""
+def _computing(found: ComponentProfile, whole: Probed, peak_bytes: int = 0, spreads: bool = False) -> ComponentProfile:
+    """On the pool where it was measured, of a GPU's memory what it holds. More GPUs help what has replicas or ranks
+    there (`spreads`), and not what is one process."""
     if not whole.accelerated:
         return found
     held = max(float(peak_bytes), found.process_bytes)
-    return replace(found, pool="accelerators", spreads=False, resident_bytes=held)
+    return replace(found, pool="accelerators", spreads=spreads, resident_bytes=held)
 
 
 def _worker_memory(measured: Sequence[Measured]) -> tuple[float, float]:

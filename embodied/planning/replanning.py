@@ -103,6 +103,8 @@ class Watch:
                 found[name] += calls * workers * times[name].seconds(batch, devices[name])
         for name in (*roles.passers, roles.trainer):
             found[name] = times[name].seconds(flow.items, devices[name])
+        # The trainer's time is all that nobody else explains, what its ranks exchange and weights on their way too.
+        found[roles.trainer] += (self.plan.prediction.communication_s or 0.0) if self.plan.prediction else 0.0
         return found
 
 

@@ -15,7 +15,8 @@ from embodied.doctor.hardware import fingerprint
 from embodied.errors import UserError
 from embodied.execution.assignment import Assignment, assign, configured
 from embodied.execution.session import Session
-from embodied.planning.clusters import local_cluster, run_cluster
+from embodied.planning.clusters import local_cluster, run_cluster, with_stand_ins
+from embodied.planning.components import leaving_home, planned_for
 from embodied.planning.profiler import in_todays_keys, profile_config, work_of
 from embodied.planning.replanning import Decision, Watch
 from embodied.workers.context import task_spec
@@ -129,9 +130,11 @@ def place_run(config: Config, session: Session, run_dir: Path) -> Placed:
         plan = _plan_file(config)
         if wanted.profile is not None:
             profile = _profile_of(config, session, run_dir, workflow)
+        workflow, cluster = leaving_home(workflow), with_stand_ins(cluster, plan, config.policy.device)
         schedulers.validate(plan, workflow, cluster, profile)
     else:
         profile = _profile_of(config, session, run_dir, workflow)
+        workflow = planned_for(workflow, profile, cluster)
         plan = schedulers.plan(workflow, profile, cluster, mode_of(config), wanted.ahead)
         get_console().print("\n".join(plan.why), markup=False, highlight=False, soft_wrap=True)
     if profile is not None:
@@ -156,7 +159,8 @@ def check_files(config: Config) -> None:
     if wanted.file is not None:
         plan = _plan_file(config)
         if config.runtime.address == "local":
-            cluster = local_cluster(len(os.sched_getaffinity(0)), config.policy.device)
+            here = local_cluster(len(os.sched_getaffinity(0)), config.policy.device)
+            cluster = with_stand_ins(here, plan, config.policy.device)
             schedulers.validate(plan, workflow, cluster, profile)
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -39,7 +39,7 @@ from embodied.workers.devices import await_devices, defines, device_of, forget_p
 from embodied.workers.microbatch import LossSums, count_units, count_values
 from embodied.workers.offload import Offload, Switch
 from embodied.workers.ranks import LOOPBACK, Ranks
-from embodied.workers.roles import CollectStatistics
+from embodied.workers.roles import CollectStatistics, TrainedBytes
 from embodied.workers.sharding import WholePolicy, held
 from embodied.workers.shared_work import SharedWork
 from embodied.workers.update_record import keep_rows, metrics_of
@@ -190,6 +190,13 @@ class Learner:
     def peak_bytes(self) -> int:
         """The most that this process has held in its GPU's memory; 0 on a CPU."""
         return peak_bytes(device_of(self.policy))
+
+    def trained_bytes(self) -> TrainedBytes:
+        """How large the policy is, and what of it is trained and handed out."""
+        self.load_back()
+        parameters = list(self.policy.parameters())
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        return TrainedBytes(_bytes(parameters), _bytes(trained), _bytes(self.weights().values()))
 
     def load_back(self) -> Switch:
         """Return to the device's memory."""
@@ -409,3 +416,7 @@ class Learner:
             "learner/stopped_by_kl": float(stopped),
             "learner/policy_lr": float(self.optimizer.param_groups[0]["lr"]),
         }
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

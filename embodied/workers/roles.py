@@ -51,6 +51,18 @@ class CollectStatistics:
     """Time spent on them already."""
 
 
+@dataclass(frozen=True)
+class TrainedBytes:
+    """How large a trainer's policy is."""
+
+    parameters: int
+    """Of all parameters."""
+    trained: int
+    """Of those that are trained: so much is one gradient. With adapters, theirs alone."""
+    weights: int
+    """What `weights` hands out."""
+
+
 class Decider(Protocol):
     """Holds the policy that acts, and the farm."""
 
@@ -150,3 +162,5 @@ class Trainer(Protocol):
     def load_back(self) -> Switch: ...
 
     def peak_bytes(self) -> int: ...
+
+    def trained_bytes(self) -> TrainedBytes: ...

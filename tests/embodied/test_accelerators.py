@@ -105,19 +105,20 @@ def test_policy_and_learner_get_the_gpus_that_the_plan_says(two_gpus: None) -> N
     assert computing(first, second, config_of(optim={"threads": 0}))[1].threads == len(CORES)
 
 
-@pytest.mark.parametrize(
-    ("policy", "device", "message"),
-    [
-        ("here:accelerators:0-1", "auto", "gives policy 2 accelerators: it is one process, and computes on one"),
-        ("here:accelerators:1", "cuda:0", "puts policy on accelerator 1; policy.device leaves cuda:0"),
-        ("here:accelerators:0", "cpu", "puts policy on accelerator 0; policy.device leaves none"),
-    ],
-)
-def test_accelerators_that_a_worker_cannot_compute_on_are_refused(
-    policy: str, device: str, message: str, two_gpus: None
-) -> None:
-    with pytest.raises(UserError, match=message):
-        assign(planned(policy, "here:cores:0"), config_of(device), CORES)
+def test_accelerators_that_a_worker_cannot_compute_on_are_refused(two_gpus: None) -> None:
+    with pytest.raises(UserError, match="puts policy on accelerator 1; policy.device leaves cuda:0"):
+        assign(planned("here:accelerators:1", "here:cores:0"), config_of("cuda:0"), CORES)
+
+
+def test_each_of_several_accelerators_has_a_replica_or_a_rank(two_gpus: None) -> None:
+    found = assign(planned("here:accelerators:0-1", "here:accelerators:0-1", "collocated"), config_of(), CORES)
+    assert [a.device for a in found.components["policy"]] == ["cuda:0", "cuda:1"]
+    assert [a.device for a in found.components["learner"]] == ["cuda:0", "cuda:1"] and found.one_process
+
+
+def test_processes_on_the_cpu_stand_in_for_accelerators_where_that_is_asked_for(two_gpus: None) -> None:
+    found = assign(planned("here:accelerators:0-1", "here:cores:0", "hybrid"), config_of("cpu"), CORES)
+    assert found.components["policy"] == (Affinity(device="cpu"),) * 2
 
 
 def test_a_policy_on_cores_computes_there(two_gpus: None) -> None:
@@ -213,12 +214,17 @@ def test_a_run_that_plans_for_a_gpu_computes_what_one_on_the_cpu_does(
     assert profile.fingerprint["hardware.accelerator"] == "Pretence" and not profile.together
     pools = {name: (component.pool, component.spreads) for name, component in profile.components.items()}
     assert pools == {
-        "physics": ("cores", True), "policy": ("accelerators", False), "learner": ("accelerators", False),
+        "physics": ("cores", True), "policy": ("accelerators", True), "learner": ("accelerators", True),
     }  # fmt: skip
     for name in ("policy", "learner"):
         measured = profile.components[name]
         assert {(point.batch, point.devices) for point in measured.points} == {(4, 1), (2, 1)}
         assert measured.resident_bytes == measured.process_bytes > 0 and measured.beside >= 1
+    # Two minibatches, each in one pass; all is trained, so ranks would hold shards.
+    gathered, scattered = profile.components["learner"].exchanges
+    assert (gathered.collective, gathered.times, gathered.fewest) == ("all_gather", 4, 4)
+    assert (scattered.collective, scattered.times, scattered.fewest) == ("reduce_scatter", 2, None)
+    assert gathered.bytes == scattered.bytes > 0 and profile.components["learner"].published_bytes >= scattered.bytes
     plan = schedulers.load(Plan, tmp_path / "gpu" / "plan.json")
     places = {name: p.devices for phase in plan.phases for p in phase.placements for name in p.components}
     assert places["policy"] == places["learner"] == (DeviceRange("here", "accelerators", 0, 1),)

@@ -126,7 +126,8 @@ class Exhaustive:
             if not one and not self._pipeline(blocks):
                 continue
             several = [GROUPS if self.loop <= names else (1,)] * len(self.graph.loops)
-            for groups, parts in product(product(*several), PARTS if flowing or tight else (1,)):
+            whole = [parts for parts in PARTS if self.problem.workflow.items % parts == 0]
+            for groups, parts in product(product(*several), whole if flowing or tight else (1,)):
                 result += self._allocations(names, blocks, groups, self.problem.workflow.items // parts)
         return result
 

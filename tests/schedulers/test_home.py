@@ -190,20 +190,21 @@ def test_home_comes_first_where_nothing_of_the_pool_is_bound_to_it() -> None:
 
 
 @pytest.mark.parametrize("link_s", [0.0, 0.001])
-def test_several_that_travel_are_for_links_that_take_no_time(link_s: float) -> None:
+def test_where_several_travel_the_bound_leaves_messages_out(link_s: float) -> None:
     """The price of messages is that of all that travels, which is no bound where some of it could stay."""
     workflow = rollout(draws=True)
     both = tuple(replace(c, travels=c.name in ("physics", "render")) for c in workflow.components)
     workflow = replace(workflow, components=both)
     profile, cluster = profile_of(workflow), replace(pair(link_s), link_bytes_per_s=math.inf)
-    if not link_s:
-        plan(workflow, profile, cluster)
-        return
-    for planner in (plan, alternatives):
-        with pytest.raises(PlanError, match="physics, render of workflow 'rollout' travel.*leave travels=True to one"):
-            planner(workflow, profile, cluster)
-    for other in (replace(cluster, home=None), alone(cluster)):
-        plan(workflow, profile, other)
+    free = plan(workflow, profile, replace(cluster, link_s=0.0), explain=False)
+    found = alternatives(workflow, profile, cluster)
+    stays = alternatives(workflow, profile, alone(cluster))
+    for mode, chosen in found.items():
+        assert chosen.prediction is not None and chosen.prediction.lower_bound_s <= seconds(chosen)
+        assert mode not in stays or seconds(chosen) <= seconds(stays[mode]) * (1 + 1e-9)
+        validate(chosen, workflow, cluster, profile)
+    best = plan(workflow, profile, cluster)
+    assert best.prediction is not None and best.prediction.lower_bound_s == pytest.approx(seconds(free))
 
 
 @pytest.mark.parametrize(
