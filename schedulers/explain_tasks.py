@@ -85,7 +85,8 @@ def _waits(
     if server >= 0:
         names = cost.shape.placements[server]
         common = [name for name in names if name in problem.graph.common]
-        what = ", ".join(common) or f"{ranges_text(phase.placements[server].devices)}"
+        where = ranges_text(phase.placements[server].devices)
+        what = f"{', '.join(common)} on {where}" if common else where
     way = circuit.rounds * sum(times[loop])
     if share < BUSY and way > BUSY * ends[loop]:
         return f"it is as long as a group's own way round ({in_words(way / circuit.rounds)} a round)"
