@@ -130,9 +130,10 @@ def costly_pictures(held: float = 0.0) -> tuple[Workflow, Profile]:
         "physics": ("cores", 0.8), "render": ("cores", 16.0), "policy": ("accelerators", 0.25),
         "learner": ("accelerators", 1.0),
     }  # fmt: skip
-    more: dict[Pool, dict[str, float]] = {"cores": {}, "accelerators": {"resident_bytes": held}}
-    components = {name: measured(pool, {(1, 1): t / 8, (8, 1): t}, **more[pool]) for name, (pool, t) in times.items()}
-    gpu = measured("accelerators", {(1, 1): 0.25 / 8, (8, 1): 0.25}, **more["accelerators"])
+    components = {name: measured(pool, {(1, 1): t / 8, (8, 1): t}) for name, (pool, t) in times.items()}
+    for name in ("policy", "learner"):
+        components[name] = replace(components[name], resident_bytes=held, spreads=False)
+    gpu = measured("accelerators", {(1, 1): 0.25 / 8, (8, 1): 0.25}, resident_bytes=held)
     components["render"] = replace(components["render"], elsewhere=gpu)
     return tasks(1, [8], [20]), Profile("tasks", {}, components)
 
