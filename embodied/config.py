@@ -59,8 +59,9 @@ class FarmConfig(Section):
     """Processes that draw frames; 0 lets each physics worker draw its own (fused)."""
     nodes: tuple[str, ...] = ()
     """Nodes of the Ray cluster, by name or address, over which physics workers are dealt out; none: this one."""
-    devices: tuple[int, ...] = ()
-    """EGL devices (GPUs) that draw MuJoCo's pictures, dealt out to the workers in turn; none: the first."""
+    devices: tuple[Annotated[int, Field(ge=0)], ...] | Literal["cpu"] = ()
+    """GPUs by CUDA's numbers that draw frames, dealt out to the workers that draw in turn; `cpu`: frames are drawn in
+    software; none: on what the driver gives first. A plan says it itself."""
     groups: Annotated[int, Field(ge=1)] = 2
     """Groups of environments of each task: one is simulated while another is inferred."""
     pin: bool = True

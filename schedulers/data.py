@@ -193,7 +193,14 @@ def _check(value: Any) -> None:
 
 def check_numbers(profile: Profile) -> None:
     """Raises `PlanError` for times, batches or factors that no measurement gives."""
-    for name, component in profile.components.items():
+    every = [(name, component) for name, component in profile.components.items()]
+    every += [(name, component.elsewhere) for name, component in every if component.elsewhere is not None]
+    for name, component in every:
+        other = component.elsewhere
+        if other is not None and (other.pool == component.pool or other.elsewhere is not None or not other.points):
+            raise PlanError(
+                f"profile: what {name!r} takes `elsewhere` is its times on the other pool than {component.pool}"
+            )
         for point in component.points:
             if point.batch < 1 or point.devices < 1 or not 0 <= point.seconds < math.inf:
                 raise PlanError(

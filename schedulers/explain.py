@@ -39,6 +39,7 @@ def explained(
         *_phases(plan),
         *tasks_explained(plan, problem),
         *_modes(plan, found),
+        *_pools(plan, others, profile),
         *_nodes(plan, others, workflow, cluster),
         *_memory(plan, problem),
         _bottleneck(plan, problem),
@@ -78,6 +79,22 @@ def _modes(plan: Plan, found: Mapping[Mode, Plan]) -> list[str]:
             result.append(f"There is no {mode} plan on these devices.")
             continue
         result.append(f"The best {mode} plan would take {_compared(_predicted(other), plan)}.")
+    return result
+
+
+def _pools(plan: Plan, others: Sequence[Plan], profile: Profile) -> list[str]:
+    """Of components that were measured on both pools, what the other one would cost."""
+    result = []
+    for name, pool in plan.pools.items():
+        component = profile.components[name].on(pool)
+        if component.elsewhere is None:
+            continue
+        other = component.elsewhere.pool
+        seconds = min((_predicted(each) for each in others if each.pools.get(name) == other), default=math.inf)
+        if math.isinf(seconds):
+            result.append(f"No plan was found with {name} on {other}.")
+        else:
+            result.append(f"With {name} on {other} the best plan found would take {_compared(seconds, plan)}.")
     return result
 
 

@@ -81,16 +81,21 @@ def _waits(
     circuit, end = circuits[loop], max(ends)
     server = max(circuit.servers, key=lambda server: loads[server])
     share = loads[server] / end if end else 0.0
-    what = "the link between nodes"
-    if server >= 0:
+
+    def what(server: int) -> str:
+        if server < 0:
+            return "the link between nodes"
         names = cost.shape.placements[server]
         where = ranges_text(phase.placements[server].devices)
         common = ", ".join(name for name in names if name in problem.graph.common)
-        what = f"{common} on {where}" if common else where
-    way = circuit.rounds * sum(times[loop])
-    if share < BUSY and way > BUSY * ends[loop]:
-        return f"it is as long as a group's own way round ({in_words(way / circuit.rounds)} a round)"
-    return f"what it waits for most is {what}, busy {share:.0%} of the rollout"
+        return f"{common} on {where}" if common else where
+
+    way = sum(times[loop])
+    if share < BUSY and circuit.rounds * way > BUSY * ends[loop]:
+        longest, server = max(zip(times[loop], circuit.servers, strict=True))
+        part = longest / way if way else 0.0
+        return f"it is as long as a group's own way round ({in_words(way)} a round, {part:.0%} of it {what(server)})"
+    return f"what it waits for most is {what(server)}, busy {share:.0%} of the rollout"
 
 
 def _why_so(plan: Plan, number: int, problem: Problem, loop: int) -> str:

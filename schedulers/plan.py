@@ -115,6 +115,11 @@ class Plan:
     why: tuple[str, ...] = ()
     """Sentences: why this mode, what the alternatives would cost, what would help most."""
 
+    @property
+    def pools(self) -> dict[str, Pool]:
+        """Of each component, what it is placed on."""
+        return {name: p.pool for phase in self.phases for p in phase.placements if p.devices for name in p.components}
+
     def groups_of(self, loop: int) -> int:
         """Groups of environments of one loop; 1 for loops that the plan says nothing of."""
         return self.groups[loop] if loop < len(self.groups) else 1

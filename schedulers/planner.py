@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
+from schedulers import pool_choice
 from schedulers.chain import Chain, Chains
 from schedulers.cluster import Cluster
 from schedulers.collectives import priced
@@ -18,7 +19,7 @@ from schedulers.memory import devices_of, thinned, uneven
 from schedulers.phases import Phases, Solved
 from schedulers.plan import MODES, DeviceRange, Mode, Phase, Placement, Plan
 from schedulers.prediction import predict
-from schedulers.profile import Pool, Profile
+from schedulers.profile import ComponentProfile, Pool, Profile
 from schedulers.simulation import expected_seconds
 from schedulers.times import POOLS, Problem, alone, held_bytes, pool_size
 from schedulers.validation import check_cluster, validate
@@ -126,16 +127,49 @@ def _reached(
     deadline_s: float,
     modes: Sequence[Mode],
 ) -> _Reached:
-    """The best plans on all nodes; where the cluster has a home, before them those on that alone.
+    """The best plans, whichever pools those components are on that were measured on both."""
+    check_cluster(cluster)
+    sets = (tuple(sorted(set(groups))), tuple(sorted(set(parts))))
+    options = pool_choice.free(profile, workflow.names, [pool for pool in POOLS if pool_size(cluster, pool)])
+    reached, errors, begin, most = _Reached(), list[PlanError](), time.monotonic(), pool_choice.count(options)
+    asked = 0
+
+    def seconds(pools: Mapping[str, Pool]) -> float:
+        """Of the best plan with components on these pools; all choices have the same time to be searched."""
+        nonlocal asked
+        asked, before = asked + 1, len(reached.plans)
+        try:
+            _search(
+                reached, workflow, profile.placed(pools), cluster, ahead, sets, begin + deadline_s * asked / most, modes
+            )
+        except PlanError as error:  # a pool that the home lacks, where another may do
+            errors.append(error)
+        return min((_seconds(plan) for plans in reached.plans[before:] for plan in plans.values()), default=math.inf)
+
+    if not pool_choice.explore(options, seconds):
+        reached.bounds = dict.fromkeys(reached.bounds, 0.0)
+    if len(errors) == asked:
+        raise errors[0]
+    return reached
+
+
+def _search(
+    reached: _Reached,
+    workflow: Workflow,
+    profile: Profile,
+    cluster: Cluster,
+    ahead: bool,
+    sets: tuple[tuple[int, ...], tuple[int, ...]],
+    deadline: float,
+    modes: Sequence[Mode],
+) -> None:
+    """Add the best plans on all nodes; where the cluster has a home, before them those on that alone.
 
     Two searches, because messages between nodes cost nothing in the first and, in the second, what they cost where
     what can travel does. More, where nodes differ in memory: first as if placements with enough devices of enough
     memory always found them. Where plans of that do not fit, others in which every device has to hold what any may,
     on all nodes and without the poorer ones.
     """
-    check_cluster(cluster)
-    deadline, sets = time.monotonic() + deadline_s, (tuple(sorted(set(groups))), tuple(sorted(set(parts))))
-    reached = _Reached()
 
     def search(where: Cluster, modes: Sequence[Mode], generous: bool = False) -> list[Mode]:
         """Those whose best plan does not fit."""
@@ -159,7 +193,6 @@ def _reached(
         left = [mode for mode in (misfits if where == cluster else left) if not reached.certain(mode)]
         if not left:
             break
-    return reached
 
 
 def _best_chains(problem: Problem, modes: Sequence[Mode], deadline: float) -> dict[Mode, Chain]:
@@ -295,7 +328,11 @@ def _boundless(profile: Profile) -> Profile:
     return replace(
         profile,
         components={
-            name: replace(component, resident_bytes=0.0, bytes_per_item=0.0)
+            name: replace(_weightless(component), elsewhere=component.elsewhere and _weightless(component.elsewhere))
             for name, component in profile.components.items()
         },
     )
+
+
+def _weightless(component: ComponentProfile) -> ComponentProfile:
+    return replace(component, resident_bytes=0.0, bytes_per_item=0.0)

@@ -213,6 +213,7 @@ def switches(plan: Plan, costs: Sequence[Costs], problem: Problem) -> float:
 
 def problem_of(plan: Plan, workflow: Workflow, profile: Profile, cluster: Cluster | None = None) -> Problem:
     """The plan's problem; without a cluster, on one that has just the devices that the plan names."""
+    profile = profile.placed(plan.pools)
     check_places(plan, graph_of(workflow), profile)
     return Problem(workflow, profile, cluster or _named(plan))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -68,6 +68,16 @@ class ComponentProfile:
     """Among its instances (`Placement.instances`), where it works outside the loops; not in `points`."""
     published_bytes: float = 0.0
     """Weights that it hands, once an iteration, to all instances of what decides (the last of a loop)."""
+    elsewhere: ComponentProfile | None = None
+    """The same component on the other pool, where it was measured there too: frames drawn on a GPU, or on cores. A plan
+    chooses."""
+
+    def on(self, pool: Pool) -> ComponentProfile:
+        """The component on that pool, with this one as what is elsewhere; itself where it was not measured there."""
+        other = self.elsewhere
+        if pool == self.pool or other is None or other.pool != pool:
+            return self
+        return replace(other, elsewhere=replace(self, elsewhere=None))
 
     @property
     def most_devices(self) -> int:
@@ -126,6 +136,11 @@ class Profile:
     """Bytes per item on each edge, keyed `source>target`."""
     arrivals: tuple[float, ...] = ()
     """Long tails: share of the loop's time at which 1/n, 2/n, ... of the items were complete; none: evenly."""
+
+    def placed(self, pools: Mapping[str, Pool]) -> Profile:
+        """The profile with the components on these pools, by name, as far as they were measured there."""
+        changed = {name: self.components[name].on(pool) for name, pool in pools.items() if name in self.components}
+        return replace(self, components={**self.components, **changed})
 
     def together_seconds(self, components: tuple[str, ...], batch: float, devices: int, groups: int) -> float | None:
         """Measured seconds of one round of `batch` items, scaled in proportion from the nearest measured batch.

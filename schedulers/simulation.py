@@ -79,7 +79,7 @@ def simulate(
     Raises `PlanError` for a plan that cannot run.
     """
     problem = problem_of(plan, workflow, profile, cluster)
-    draw = _Draw(profile, seed, variation)
+    draw = _Draw(problem.profile, seed, variation)
     costs = [phase_costs(plan, phase, problem) for phase in plan.phases]
     switching = switches(plan, costs, problem) > 0
     now, events = 0.0, []
@@ -106,7 +106,7 @@ def expected_seconds(
     plan: Plan, workflow: Workflow, profile: Profile, cluster: Cluster | None = None, draws: int = DRAWS
 ) -> float:
     """Mean time of an iteration with the profiled variation; the predicted one where none was measured."""
-    if not any(component.variation for component in profile.components.values()):
+    if not any(component.variation for component in profile.placed(plan.pools).components.values()):
         return simulate_seconds(plan, workflow, profile, cluster)
     seeds = range(draws)
     return float(np.mean([simulate(plan, workflow, profile, cluster, seed).seconds for seed in seeds]))

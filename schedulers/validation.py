@@ -25,6 +25,7 @@ def validate(plan: Plan, workflow: Workflow, cluster: Cluster, profile: Profile 
     batches divide, and, with a profile, every component has its pool, none has devices that it cannot use, and all
     fits in memory."""
     graph = graph_of(workflow)
+    profile = profile.placed(plan.pools) if profile is not None else None
     check_cluster(cluster)
     if plan.workflow != workflow.name:
         raise PlanError(f"the plan is for workflow {plan.workflow!r}, not for {workflow.name!r}")

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from sim_farm.contract import INSTRUCTION_BYTES, TaskInfo, TaskSpec
 from sim_farm.episodes import Episodes
 from sim_farm.memory import Field
+from sim_farm.render_devices import RenderDevice
 
 STEP, RESET = 0, 1
 PHYSICS_START, PHYSICS_END, RENDER_START, RENDER_END = range(4)
@@ -48,8 +49,9 @@ class FarmSpec:
     physics_workers: int = 1
     render_workers: int = 0
     """0: physics workers draw their own frames (fused)."""
-    devices: tuple[int, ...] = ()
-    """EGL devices (GPUs) for the workers that draw, dealt out in turn; none: the machine's first."""
+    devices: tuple[RenderDevice, ...] = ()
+    """What the workers that draw use, dealt out in turn: GPUs by CUDA's numbers, or `cpu` (software); none: what the
+    driver gives first. Two renderers' pictures of one scene differ in rounding: what equals is drawn on equal ones."""
     final_frames: str = "truncated"
     """Which episodes' last observation is drawn before the next begins: `never`, `truncated` or `ended`."""
 

@@ -14,13 +14,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sim_farm import layout
+from sim_farm import layout, render_devices
 from sim_farm.contract import EpisodeSpec, FarmError, Physics, PhysicsResult, TaskInfo
 from sim_farm.doorbell import Doorbell
 from sim_farm.frame_writer import FrameWriter
 from sim_farm.layout import FarmSpec
 from sim_farm.private_memory import give_back, private_bytes
 from sim_farm.registry import make_physics
+from sim_farm.render_devices import RenderDevice
 from sim_farm.worker_memory import MemoryAddress, WorkerMemory
 
 
@@ -40,9 +41,9 @@ class WorkerSetup:
     """Whether the farm has other tasks too, so that the worker's name needs its task's."""
 
     @property
-    def device(self) -> int | None:
-        """The EGL device of a worker that draws."""
-        devices = self.spec.devices
+    def device(self) -> RenderDevice | None:
+        """What it is to draw on; None: it does not draw, or the driver chooses."""
+        devices = self.spec.devices if self.draws else ()
         return devices[self.spec.drawers.index(self.index) % len(devices)] if devices else None
 
     @property
@@ -92,6 +93,7 @@ class Worker:
             self.close()
 
     def build(self) -> None:
+        """Get ready to serve. Raises `FarmError` where the process cannot draw on the device that it was given."""
         raise NotImplementedError
 
     def run_pending(self) -> int:
@@ -130,9 +132,6 @@ class Worker:
     def _open_frame_writer(self) -> None:
         self._report(layout.OPENING)
         assert self.memory.frames is not None, "a worker that draws has a frame memory"
-        device = self.setup.device
-        if device is not None:
-            os.environ["MUJOCO_EGL_DEVICE_ID"] = str(device)
         self._frame_writer = FrameWriter(self.setup.spec.task, self.slots, self.memory.frames)
 
     def _close_frame_writer(self) -> None:
@@ -191,6 +190,7 @@ class PhysicsWorker(Worker):
     def build(self) -> None:
         """Build every environment, and bring the episodes of a lost predecessor to the state in which it left them."""
         self._report(layout.BUILDING)
+        render_devices.ask(self.setup.device)
         for env in self._envs:
             self._physics[env] = make_physics(self.setup.spec.task)
             self.slots["built"][self.setup.index] += 1
@@ -355,6 +355,7 @@ class RenderWorker(Worker):
 
     def build(self) -> None:
         self._report(layout.BUILDING)
+        render_devices.ask(self.setup.device)
         self._place_renderer()
         self._report_memory()
         self.slots["built"][self.setup.index] = 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,7 +18,7 @@ from embodied.planning.profiler import profile_config
 from embodied.planning.run_plans import make_folder
 from embodied.run_folder import RUNS, with_init
 from embodied.workflows.sizes import tasks_of
-from schedulers import Profile
+from schedulers import ComponentProfile, Profile
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def _profile_table(profile: Profile, title: str) -> Any:
     from rich.table import Table
 
     table = Table("component", "items", "devices", "ms", "95% interval", "beside others", title=title)
-    for name, component in profile.components.items():
+    for name, component in _everywhere(profile):
         for point in component.points:
             interval = f"{1e3 * point.low:.2f} to {1e3 * point.high:.2f}"
             table.add_row(
@@ -64,10 +65,19 @@ def _profile_table(profile: Profile, title: str) -> Any:
     return table
 
 
+def _everywhere(profile: Profile) -> Iterator[tuple[str, ComponentProfile]]:
+    """Components by name; where one was measured on both pools, once for each, with the pool in its name."""
+    for name, component in profile.components.items():
+        other = component.elsewhere
+        yield name if other is None else f"{name} on {component.pool}", component
+        if other is not None:
+            yield f"{name} on {other.pool}", other
+
+
 def _memory_lines(profile: Profile) -> list[str]:
     """What each component holds in memory, and what leaving it and coming back take."""
     lines = []
-    for name, component in profile.components.items():
+    for name, component in _everywhere(profile):
         if component.resident_bytes or component.bytes_per_item:
             more = f" and {component.bytes_per_item / 1e6:.1f} MB per item" if component.bytes_per_item else ""
             lines.append(f"{name} holds {component.resident_bytes / 1e6:.1f} MB per process{more}")

@@ -76,6 +76,7 @@ def checks() -> list[Check]:
         *_opengl(),
         _maniskill(),
         _gpu(),
+        *_drawing(),
         _cores(),
         _memory(),
         _shared_memory(),
@@ -197,7 +198,7 @@ def _probing(what: str) -> list[str]:
 def _gpu() -> Check:
     listing = _output(["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"])
     if not listing:
-        return Check("GPU", "ok", "none: the CPU does everything")
+        return Check("GPU", "ok", "none: the CPU does everything, and draws frames in software")
     found = "; ".join(listing.splitlines())
     # In a process of its own, because importing torch takes seconds and a broken driver may end it. Computed, because
     # a build without kernels for this GPU sees it all the same.
@@ -206,6 +207,27 @@ def _gpu() -> Check:
     pin = pinned_versions().get("torch", "")
     remedy = f"pip install --force-reinstall 'torch{'==' + pin if pin else ''}' (the build with CUDA)"
     return Check("GPU", "warning", f"{found}, but torch cannot compute on it", remedy)
+
+
+def _drawing() -> list[Check]:
+    """On what OpenGL and Vulkan draw where nobody says, and whether each GPU draws when it is told to. Nothing where
+    there is no GPU."""
+    if not _output(["nvidia-smi", "-L"]):
+        return []
+    try:
+        from embodied.doctor import drawing
+    except ImportError:
+        return [Check("drawing on GPUs", "warning", "not tried: this package is not installed", "make setup")]
+    default = "; ".join(f"{api}: {drawing.draw(task, 'auto').name}" for api, task in drawing.APIS.items())
+    found = [Check("drawing, no device asked", "ok", default)]
+    for gpu in drawing.gpus():
+        said = [drawing.verdict(gpu, api, drawing.draw(task, gpu.device)) for api, task in drawing.APIS.items()]
+        text, name = "; ".join(words for _, words in said), f"drawing on {gpu.device}"
+        if all(good for good, _ in said):
+            found.append(Check(name, "ok", text))
+        else:
+            found.append(Check(name, "warning", text, f"{VULKAN_REMEDY}; until then: farm.devices cpu"))
+    return found
 
 
 def _output(command: list[str]) -> str:

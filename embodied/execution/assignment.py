@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from embodied.config import Config
 from embodied.errors import UserError, nearest
 from embodied.workers.affinity import Affinity
@@ -17,6 +19,7 @@ from embodied.workers.devices import accelerators
 from embodied.workflows.recipes import recipe_of
 from embodied.workflows.sizes import name_in_task, tasks_of
 from schedulers.plan import DeviceRange, Phase, Placement, Plan
+from sim_farm.render_devices import RenderDevice
 
 HOME = "here"
 """The name in plans of the node on which the command was typed."""
@@ -36,6 +39,9 @@ class FarmAssignment:
     """For each physics worker the id of its node; '' is this one."""
     render: tuple[int | None, ...] = ()
     """For each render worker its core; none: physics workers draw their own frames (fused)."""
+    devices: tuple[RenderDevice, ...] = ()
+    """What the workers that draw use, dealt out to them in turn: GPUs by CUDA's numbers, or `cpu` (software); none:
+    what the driver gives first."""
 
     @property
     def cores(self) -> tuple[int | None, ...]:
@@ -100,7 +106,12 @@ def _configured_farm(config: Config, cores: tuple[int, ...], nodes: Mapping[str,
     place = [cores[i % len(cores)] if pinned else None for i in range(workers + farm.render_workers)]
     # Another machine's cores are dealt out there.
     physics = tuple(core if home == HERE else None for core, home in zip(place, homes, strict=False))
-    return FarmAssignment(farm.groups, physics, homes, tuple(place[workers:]))
+    return FarmAssignment(farm.groups, physics, homes, tuple(place[workers:]), configured_devices(config))
+
+
+def configured_devices(config: Config) -> tuple[RenderDevice, ...]:
+    """What `farm.devices` says."""
+    return ("cpu",) if config.farm.devices == "cpu" else config.farm.devices
 
 
 def _node(name: str, nodes: Mapping[str, str]) -> str:
@@ -120,7 +131,7 @@ def assign(plan: Plan, config: Config, cores: tuple[int, ...], nodes: Mapping[st
     A group of the plan is cut into as many as the policy has replicas, as far as environments divide among the physics
     workers: each of them decides for a share.
 
-    Raises `UserError` for what the run's workers cannot do (simulating on accelerators; a component that trajectories
+    Raises `UserError` for what the run's workers cannot do (stepping on accelerators; a component that trajectories
     pass through on several accelerators or another node), and for nodes that are not in the cluster.
     """
     recipe, nodes = recipe_of(config), nodes or {}
@@ -133,8 +144,11 @@ def assign(plan: Plan, config: Config, cores: tuple[int, ...], nodes: Mapping[st
         _require_one(name, placements[name])
     machine = _Machine(config, cores, nodes)
     found = {name: machine.affinities(name, placement, name == decider) for name, placement in placements.items()}
+    gpus, devices = accelerators(config.policy.device), configured_devices(config)
     farms = tuple(
-        _shared_out(_farm_of(plan, rolling, number, cores, nodes), task.env.num_envs, len(found[decider]))
+        _shared_out(
+            _farm_of(plan, rolling, number, cores, gpus, devices, nodes), task.env.num_envs, len(found[decider])
+        )
         for number, task in enumerate(tasks_of(config))
     )
     simulating = {id(_of(rolling, name_in_task(recipe.loop[0], number))) for number in range(len(farms))}
@@ -161,15 +175,21 @@ def _shared_out(farm: FarmAssignment, environments: int, replicas: int) -> FarmA
 
 
 def _farm_of(
-    plan: Plan, rolling: Phase, number: int, cores: tuple[int, ...], nodes: Mapping[str, str]
+    plan: Plan,
+    rolling: Phase,
+    number: int,
+    cores: tuple[int, ...],
+    gpus: Sequence[torch.device],
+    devices: tuple[RenderDevice, ...],
+    nodes: Mapping[str, str],
 ) -> FarmAssignment:
-    """Where the plan has the simulators of one task."""
+    """Where the plan has the simulators of one task. Where there is no GPU to choose from (`policy.device` is the CPU:
+    a plan for a larger machine, tried out here) workers draw on `devices`, also those on accelerators."""
     physics = _of(rolling, name_in_task("physics", number))
     render = name_in_task("render", number)
     drawing = next((p for p in rolling.placements if render in p.components), physics)
-    for component, placement in (("physics", physics), ("render", drawing)):
-        if placement.pool != "cores":
-            raise UserError(f"the plan puts {component} on {placement.pool}: its processes occupy cores")
+    if physics.pool != "cores":
+        raise UserError(f"the plan puts physics on {physics.pool}: its processes occupy cores")
     if drawing is not physics:
         _require_home("render", drawing)
     places = [(_node_of(s.node, nodes), s.first + i) for s in physics.devices for i in range(s.count)]
@@ -177,8 +197,26 @@ def _farm_of(
         plan.groups_of(number),
         tuple(cores[core % len(cores)] if not node else core for node, core in places),
         tuple(node for node, _ in places),
-        () if drawing is physics else tuple(_cores(drawing, cores)),
+        () if drawing is physics else _render_cores(drawing, cores),
+        _render_devices(drawing, gpus) if gpus else devices,
     )
+
+
+def _render_cores(drawing: Placement, cores: tuple[int, ...]) -> tuple[int | None, ...]:
+    """A render worker on each of the placement's devices; beside an accelerator it runs wherever the system likes."""
+    return _cores(drawing, cores) if drawing.pool == "cores" else (None,) * drawing.count
+
+
+def _render_devices(drawing: Placement, gpus: Sequence[torch.device]) -> tuple[RenderDevice, ...]:
+    """What is drawn with: the placement's accelerators, or on cores software. Raises `UserError` for accelerators that
+    are not there."""
+    if drawing.pool == "cores":
+        return ("cpu",)
+    wanted = [part.first + i for part in drawing.devices for i in range(part.count)]
+    if max(wanted) >= len(gpus):
+        there = ", ".join(map(str, gpus))
+        raise UserError(f"the plan puts render on accelerator {max(wanted)}; policy.device leaves {there}")
+    return tuple(gpus[number].index for number in wanted)
 
 
 def _require_home(name: str, placement: Placement) -> None:

@@ -24,7 +24,7 @@ def farm_spec(config: Config, episodes: Episodes, farm: FarmAssignment, num_envs
         groups=farm.groups,
         physics_workers=len(farm.physics),
         render_workers=len(farm.render),
-        devices=config.farm.devices,
+        devices=farm.devices,
         final_frames=FINALS[bootstrap_of(config)] if "images" in config.policy.reads else "never",
     )
 

@@ -50,7 +50,7 @@ class Session:
         specs = (specs,) if isinstance(specs, FarmSpec) else tuple(specs)
         placed = assignments or [self._configured(spec) for spec in specs]
         hosts = [
-            self.runtime.farm_host(spec.physics_workers, spec.render_workers, place.physics_nodes)
+            self.runtime.farm_host(spec.physics_workers, spec.render_workers, place.physics_nodes, spec.devices)
             for spec, place in zip(specs, placed, strict=True)
         ]
         cores = () if self.config.runtime.mode == "inline" else tuple(place.cores for place in placed)

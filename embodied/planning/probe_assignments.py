@@ -11,22 +11,28 @@ from dataclasses import replace
 import torch
 
 from embodied.config import Config
-from embodied.execution.assignment import HERE, Assignment, FarmAssignment
+from embodied.execution.assignment import HERE, Assignment, FarmAssignment, configured_devices
 from embodied.workers.affinity import Affinity
 from embodied.workflows.recipes import Recipe, recipe_of
 from embodied.workflows.sizes import tasks_of
+from sim_farm.render_devices import RenderDevice
 
 Probes = dict[str, tuple[Config, Assignment]]
 
 
-def probes_of(config: Config, cores: tuple[int, ...], gpus: Sequence[torch.device]) -> Probes:
+def probes_of(
+    config: Config, cores: tuple[int, ...], gpus: Sequence[torch.device], drawers: Sequence[RenderDevice] = ()
+) -> Probes:
     """What is run, by name: with how many environments, and who is where.
 
-    Of several tasks, whose simulators are measured one task at a time, only what their sum changes: all that is not in
-    the loop, alone.
+    `drawers` are the devices that frames are drawn on, in turn: the first by the physics workers, a GPU also by a
+    render worker of its own; none: as configured. Of several tasks, whose simulators are measured one task at a time,
+    only what their sum changes: all that is not in the loop, alone.
     """
     recipe, half, several = recipe_of(config), halved(config), bool(config.extra_tasks)
     whole, one = _turns(config, recipe, cores, cores), _turns(config, recipe, cores[:1], cores[:1])
+    if drawers:
+        whole, one = (_drawing_on(probe, drawers[0]) for probe in (whole, one))
     if gpus:
         whole, one = (_computing_on(probe, recipe, config, gpus[0], len(cores)) for probe in (whole, one))
     probes = {
@@ -35,6 +41,9 @@ def probes_of(config: Config, cores: tuple[int, ...], gpus: Sequence[torch.devic
         "one core": (config, one),
         "one core, half": (half, one),
     }
+    for number in [drawer for drawer in drawers if drawer != "cpu" and not several]:
+        drawn = _drawing_on(whole, number, apart=True)
+        probes |= {"drawn": (config, drawn), "drawn, half": (half, drawn)}
     if not several:
         # On a GPU this shows the policy beside the simulator on all cores.
         probes["shared"] = (config, _sharing(whole, recipe))
@@ -60,11 +69,18 @@ def halved(config: Config) -> Config:
 def _turns(config: Config, recipe: Recipe, physics: Sequence[int], compute: Sequence[int]) -> Assignment:
     """Everything on its cores, one after the other; every task has simulators on all of its."""
     affinity = Affinity(tuple(compute), len(compute))
-    farm = FarmAssignment(1, tuple(physics), (HERE,) * len(physics))
+    devices = configured_devices(config)
+    farm = FarmAssignment(1, tuple(physics), (HERE,) * len(physics), devices=devices)
     names = (recipe.loop[-1], *(component.name for component in recipe.after_rollout))
     return Assignment(
         "collocated", (farm,) * (1 + len(config.extra_tasks)), dict.fromkeys(names, (affinity,)), one_process=True
     )
+
+
+def _drawing_on(like: Assignment, device: RenderDevice, apart: bool = False) -> Assignment:
+    """Frames drawn on that device: by the physics workers, or `apart` by one render worker of each task."""
+    render = (None,) if apart else ()
+    return replace(like, farms=tuple(replace(farm, render=render, devices=(device,)) for farm in like.farms))
 
 
 def _computing_on(like: Assignment, recipe: Recipe, config: Config, gpu: torch.device, cores: int) -> Assignment:

@@ -25,6 +25,7 @@ from embodied.execution.executor import Executor, Iteration, executor
 from embodied.execution.session import Session
 from embodied.migration import OLD_SECTIONS, migrate
 from embodied.planning.components import ComponentRoles, roles_of
+from embodied.planning.drawers import GpuDrawing, drawers_of, gpu_drawing
 from embodied.planning.exchanges import exchanges_of
 from embodied.planning.probe_assignments import probes_of
 from embodied.statistics import typical
@@ -35,6 +36,7 @@ from embodied.workflows.sizes import tasks_of, workflow_of
 from schedulers.profile import ComponentProfile, Point, Profile, Together
 from schedulers.workflow import Workflow
 from sim_farm.contract import TaskInfo
+from sim_farm.render_devices import RenderDevice
 
 LEAST, MOST, ENOUGH_S = 3, 10, 6.0
 """Iterations per assignment: at least so many, then until they have taken so long. The first warms up whatever is made
@@ -83,6 +85,10 @@ class Probed:
     peak_bytes: int
     """The most that the trainer's process has held of a GPU's memory; decider and passers were in it."""
     trained: TrainedBytes
+    drawers: tuple[RenderDevice, ...] = ()
+    """What frames were drawn on; none: as configured."""
+    drawn: GpuDrawing | None = None
+    """Of a render worker on a GPU, where there was one."""
 
     @property
     def roles(self) -> ComponentRoles:
@@ -125,19 +131,23 @@ def profile_config(config: Config, session: Session, scratch: Path) -> Profile:
 
 def _probe(config: Config, session: Session, scratch: Path) -> Probed:
     gpus = accelerators(config.policy.device)
+    drawers = drawers_of(config, gpus)
+    drawn: GpuDrawing | None = None
     taken: dict[str, Measured] = {}
     infos: tuple[TaskInfo, ...] = ()
     switches: Switches = {}
     peak, trained = 0, TrainedBytes(0, 0, 0)
-    for name, (changed, assignment) in probes_of(config, session.cores, gpus).items():
+    for name, (changed, assignment) in probes_of(config, session.cores, gpus, drawers).items():
         with executor(changed, scratch, session, assignment) as workers:
             infos = workers.farm.infos
             taken[name] = measure(changed, workers)
             switches = switches or workers.switches()
             peak = peak or max(workers.trainer.call_all(Trainer.peak_bytes))
             trained = workers.trainer.call_one(0, Trainer.trained_bytes)
+            if name == "drawn":
+                drawn = gpu_drawing(workers, gpus[0])
     workflow = workflow_of(config, _lengths(infos))
-    return Probed(workflow, infos, taken, len(session.cores), bool(gpus), switches, peak, trained)
+    return Probed(workflow, infos, taken, len(session.cores), bool(gpus), switches, peak, trained, drawers, drawn)
 
 
 def measure(config: Config, workers: Executor) -> Measured:
@@ -259,7 +269,22 @@ def _drawing(probed: Probed) -> ComponentProfile:
     points = tuple(_point(m.environments, devices, rounds(m)) for m, devices in probed.alone(accelerated=False))
     beside = _beside_factor(probed, lambda iteration: iteration.summary.clock.render_busy)
     found = ComponentProfile("cores", points, beside, _variation(probed, "idle"))
-    return _switching(found, probed, probed.roles.simulators[0][1])
+    found = _switching(found, probed, probed.roles.simulators[0][1])
+    if "drawn" not in probed.taken:
+        return found
+    gpu = _drawing_on_gpu(probed)
+    return replace(found, elsewhere=gpu) if "cpu" in probed.drawers else gpu
+
+
+def _drawing_on_gpu(probed: Probed) -> ComponentProfile:
+    """The same by a render worker on a GPU: what it says itself. On more of them the environments are shared out."""
+    taken = (probed.taken["drawn"], probed.taken["drawn, half"])
+    points = tuple(_point(m.environments, 1, m.per_round(lambda it: it.summary.clock.render_busy)) for m in taken)
+    found = ComponentProfile("accelerators", points)
+    if probed.drawn is None:
+        return found
+    held, (out, back) = float(probed.drawn.held_bytes), probed.drawn.switch
+    return replace(found, resident_bytes=held, process_bytes=held, unload_s=out.seconds, load_s=back.seconds)
 
 
 def _decider(each: Sequence[Probed], whole: Probed) -> ComponentProfile:

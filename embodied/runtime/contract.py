@@ -10,6 +10,7 @@ from embodied.runtime.groups import WorkerGroup
 from embodied.runtime.handles import Handle
 from embodied.runtime.nodes import Link, NodeInfo
 from sim_farm.hosts import Host
+from sim_farm.render_devices import RenderDevice
 
 T = TypeVar("T")
 
@@ -25,8 +26,17 @@ class Runtime(Protocol):
         """Of a call of a worker. Its `inner` is for what a worker waits for: its farm."""
         ...
 
-    def farm_host(self, physics_workers: int, render_workers: int, physics_nodes: tuple[str, ...] = ()) -> Host:
-        """Where the workers of one task of a farm will live. No other task has that host until the farm is closed."""
+    def farm_host(
+        self,
+        physics_workers: int,
+        render_workers: int,
+        physics_nodes: tuple[str, ...] = (),
+        devices: tuple[RenderDevice, ...] = (),
+    ) -> Host:
+        """Where the workers of one task of a farm will live. No other task has that host until the farm is closed.
+
+        `devices` are the farm's: a process draws on one, and serves no farm later that draws on others.
+        """
         ...
 
     def nodes(self) -> tuple[NodeInfo, ...]:

@@ -13,6 +13,7 @@ from embodied.runtime.groups import WorkerGroup, naming, rank_names
 from embodied.runtime.handles import Handle
 from embodied.runtime.nodes import Link, NodeInfo
 from sim_farm.hosts import Host, InProcess
+from sim_farm.render_devices import RenderDevice
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -46,7 +47,13 @@ class InlineRuntime:
     def __init__(self, deadline_s: float) -> None:
         self.deadline = Deadline(deadline_s)
 
-    def farm_host(self, physics_workers: int, render_workers: int, physics_nodes: tuple[str, ...] = ()) -> Host:
+    def farm_host(
+        self,
+        physics_workers: int,
+        render_workers: int,
+        physics_nodes: tuple[str, ...] = (),
+        devices: tuple[RenderDevice, ...] = (),
+    ) -> Host:
         return InProcess()
 
     def nodes(self) -> tuple[NodeInfo, ...]:

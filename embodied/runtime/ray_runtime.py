@@ -14,9 +14,12 @@ from embodied.runtime.ray_farm import RayHost
 from embodied.runtime.ray_links import slowest_link
 from embodied.runtime.ray_workers import FarProcess, RayHandle, WorkerProcess, start_worker
 from sim_farm.contract import FarmError
+from sim_farm.render_devices import RenderDevice
 
 T = TypeVar("T")
 
+_Kind = tuple[tuple[str, ...], tuple[RenderDevice, ...], int]
+"""Of a farm's task: the nodes of its workers, what they draw on, and how many only draw where that matters."""
 SPARE = 2
 """Processes that wait for workers: as many as a run's policy worker and learner need when they are placed anew."""
 
@@ -30,15 +33,21 @@ class RayRuntime(RayCluster):
     def __init__(self, address: str, deadline_s: float) -> None:
         self._processes: list[WorkerProcess] = []
         self._spare: list[WorkerProcess] = []
-        self._hosts: list[tuple[tuple[str, ...], RayHost]] = []
+        self._hosts: list[tuple[_Kind, RayHost]] = []
         super().__init__(address, deadline_s)
 
     def link(self) -> Link:
         return slowest_link(self, [node for node in self.nodes() if not node.is_here])
 
-    def farm_host(self, physics_workers: int, render_workers: int, physics_nodes: tuple[str, ...] = ()) -> RayHost:
+    def farm_host(
+        self,
+        physics_workers: int,
+        render_workers: int,
+        physics_nodes: tuple[str, ...] = (),
+        devices: tuple[RenderDevice, ...] = (),
+    ) -> RayHost:
         """A host with that many processes, for one task of one farm until that is closed. The processes of an earlier
-        farm's task of the same shape serve again.
+        farm's task of the same shape that draws on the same devices serve again.
 
         `physics_nodes` has for each physics worker the id of its node; '' or none is this one, where all others are.
         Raises `FarmError` for a node that is not there.
@@ -47,13 +56,14 @@ class RayRuntime(RayCluster):
             raise FarmError(f"{len(physics_nodes)} nodes are named for {physics_workers} physics workers")
         places, known = self._known(physics_nodes)
         shape = (*places, *[HERE] * (physics_workers + render_workers - len(places)))
+        kind = (shape, devices, render_workers if devices else 0)
         for other, host in self._hosts:
-            if other == shape and not host.taken:
+            if other == kind and not host.taken:
                 host.taken = True
                 return host
         host = RayHost(self, [known.get(place) for place in shape])
         host.taken = True
-        self._hosts.append((shape, host))
+        self._hosts.append((kind, host))
         self.watchers.append(host.watch)
         return host
 

@@ -57,6 +57,11 @@ def memory_bytes(devices: Iterable[torch.device]) -> float:
     return min((float(torch.cuda.get_device_properties(d).total_memory) for d in devices), default=float("inf"))
 
 
+def free_bytes(device: torch.device) -> int:
+    """Of a GPU's memory, what nobody holds: other processes count too. Costs this process a context of its own."""
+    return torch.cuda.mem_get_info(device)[0]
+
+
 def peak_bytes(device: torch.device) -> int:
     """The most that this process has taken of a GPU's memory for tensors since `forget_peak`; 0 on a CPU, where it is
     not counted."""

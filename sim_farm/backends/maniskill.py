@@ -27,6 +27,7 @@ from mani_skill.sensors.camera import parse_camera_configs
 from mani_skill.utils.common import flatten_state_dict
 from mani_skill.utils.registration import REGISTERED_ENVS
 
+from sim_farm.backends.maniskill_devices import make_on_device
 from sim_farm.backends.maniskill_instructions import INSTRUCTIONS
 from sim_farm.backends.maniskill_speed import frozen_poses, speed_up
 from sim_farm.contract import (
@@ -68,7 +69,7 @@ def _make(spec: TaskSpec, render: bool) -> Any:
     modes = (spec.control_mode,) if spec.control_mode else (DEFAULT_CONTROL_MODE, None)
     for mode in modes:
         try:
-            return gym.make(
+            return make_on_device(
                 task,
                 num_envs=1,
                 sim_backend="physx_cpu",
@@ -77,7 +78,7 @@ def _make(spec: TaskSpec, render: bool) -> Any:
                 reward_mode=reward,
                 control_mode=mode,
                 sensor_configs={"width": spec.image_size, "height": spec.image_size},
-            ).unwrapped
+            )
         except AssertionError as error:
             # The agent asserts "MODE not in supported modes: ['...', ...]"; some robots lack our default.
             valid = re.findall(r"'(\w+)'", str(error).partition("not in supported modes: ")[2])

@@ -3,7 +3,8 @@
 `import mujoco` binds an OpenGL platform for the life of the process: the one that MUJOCO_GL names, or the
 window system's. Physics wants none, and a machine without a display needs another, so the modules of this
 backend take `mujoco` from here: imported with no platform, unless the user has named one. The first canvas
-chooses: the one that MUJOCO_GL names, else EGL if a device answers, else OSMesa (software).
+chooses: the one that MUJOCO_GL names, else EGL if a device answers, else OSMesa (software). Where the process
+was asked to draw on a device (`render_devices`), the canvas is there or raises.
 """
 
 # MuJoCo fills its name space from compiled modules, which pyright cannot see.
@@ -12,7 +13,6 @@ chooses: the one that MUJOCO_GL names, else EGL if a device answers, else OSMesa
 from __future__ import annotations
 
 import atexit
-import ctypes
 import functools
 import importlib
 import os
@@ -20,6 +20,8 @@ import weakref
 
 import numpy as np
 
+from sim_farm import render_devices
+from sim_farm.backends import egl
 from sim_farm.contract import FarmError, UInt8
 
 if "MUJOCO_GL" in os.environ:
@@ -56,10 +58,14 @@ class Canvas:
         try:
             self._context = importlib.import_module(f"mujoco.{name}").GLContext(size, size)
             self._context.make_current()
+            _check_drawn(name)
+            render_devices.drawing()
             self._target = mujoco.MjrContext(model, mujoco.mjtFontScale.mjFONTSCALE_100)
+        except FarmError:
+            raise
         except Exception as error:  # What is missing shows as one of many exceptions of three packages.
             reason = f"OpenGL by {name} failed ({type(error).__name__}: {error})"
-            raise FarmError(f"no picture can be drawn: {reason}. {REMEDY}") from error
+            raise FarmError(f"no picture can be drawn{_where()}: {reason}. {REMEDY}") from error
         mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN, self._target)
         # Registered after the platform's own shutdown, hence run before it: contexts cannot be freed after.
         atexit.register(_close, weakref.ref(self))
@@ -101,34 +107,50 @@ def _close(canvas: weakref.ref[Canvas]) -> None:
 
 @functools.cache
 def platform() -> str:
-    """The OpenGL platform of this process, one of `PLATFORMS`; chosen once, as PyOpenGL binds only one."""
-    named = os.environ.get("MUJOCO_GL") or os.environ.get("PYOPENGL_PLATFORM")
-    if named is None:
-        return "egl" if _egl_answers() else "osmesa"
-    if named.lower() not in PLATFORMS:
-        raise FarmError(f"no picture can be drawn with OpenGL set to {named!r} in the environment. {REMEDY}")
-    return named.lower()
+    """The OpenGL platform of this process, one of `PLATFORMS`; chosen once, as PyOpenGL binds only one. Where the
+    process was asked to draw on a device, EGL is told which of its own that is.
 
-
-def _egl_answers() -> bool:
-    """Whether EGL finds a device, a GPU or a software one, that starts without a display.
-
-    Asked of the library itself: PyOpenGL could not be turned to OSMesa any more once it had tried EGL.
+    Raises `FarmError` where no platform draws on that device.
     """
-    try:
-        egl = ctypes.CDLL("libEGL.so.1")
-    except OSError:
-        return False
-    pointer, integer = ctypes.c_void_p, ctypes.c_int
-    egl.eglGetProcAddress.restype = pointer
-    egl.eglInitialize.argtypes = (pointer, pointer, pointer)
-    query = egl.eglGetProcAddress(b"eglQueryDevicesEXT")
-    display = egl.eglGetProcAddress(b"eglGetPlatformDisplayEXT")
-    if not query or not display:
-        return False
-    devices, count = (pointer * 16)(), integer()
-    ctypes.CFUNCTYPE(integer, integer, pointer, pointer)(query)(16, devices, ctypes.byref(count))
-    get_display = ctypes.CFUNCTYPE(pointer, integer, pointer, pointer)(display)
-    platform_device = 0x313F
-    found = (get_display(platform_device, device, None) for device in devices[: count.value])
-    return any(egl.eglInitialize(one, None, None) for one in found if one)
+    named = os.environ.get("MUJOCO_GL") or os.environ.get("PYOPENGL_PLATFORM")
+    if named is not None and named.lower() not in PLATFORMS:
+        raise FarmError(f"no picture can be drawn with OpenGL set to {named!r} in the environment. {REMEDY}")
+    wanted = render_devices.asked()
+    chosen = _chosen(named, wanted)
+    if wanted is not None and chosen == "egl":
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        os.environ["MUJOCO_EGL_DEVICE_ID"] = str(render_devices.egl_index(egl.devices(), wanted, visible))
+    return chosen
+
+
+def _chosen(named: str | None, wanted: render_devices.RenderDevice | None) -> str:
+    """The platform that is named, else EGL where it can draw on what is wanted, else OSMesa (software)."""
+    if isinstance(wanted, int):
+        if named is not None and named.lower() != "egl":
+            raise render_devices.refused(wanted, f"OpenGL is set to {named!r} in the environment; GPUs take egl")
+        return "egl"
+    if named is not None:
+        return named.lower()
+    if wanted == "cpu":
+        return "egl" if any(device.software for device in egl.devices()) else "osmesa"
+    return "egl" if egl.answers() else "osmesa"
+
+
+def renderer_name() -> str:
+    """What OpenGL's current context says that it draws with (GL_RENDERER)."""
+    gl = importlib.import_module("OpenGL.GL")
+    return str(gl.glGetString(gl.GL_RENDERER).decode())
+
+
+def _check_drawn(name: str) -> None:
+    """Raise `FarmError` where the current context does not draw on what was asked for."""
+    wanted = render_devices.asked()
+    if wanted is not None:
+        device = os.environ.get("MUJOCO_EGL_DEVICE_ID")
+        by = f"OpenGL by {name}" + (f" (EGL device {device})" if name == "egl" else "")
+        render_devices.check_drawn(wanted, renderer_name(), by)
+
+
+def _where() -> str:
+    wanted = render_devices.asked()
+    return "" if wanted is None else f" on {render_devices.name_of(wanted)}"

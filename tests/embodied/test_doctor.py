@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from embodied.doctor import checks as doctor
+from embodied.doctor import drawing
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -205,3 +206,44 @@ def test_every_package_of_the_stack_is_installed_with_it() -> None:
 
 def _name(requirement: str) -> str:
     return re.split(r"[^A-Za-z0-9._-]", requirement, maxsplit=1)[0].lower().replace("_", "-")
+
+
+# --- which GPU draws: what a machine with GPUs would say, as recorded strings
+
+FIRST = drawing.Gpu(0, "NVIDIA H200", "9d0f7e3a-1b2c-4d5e-8f90-a1b2c3d4e5f6", "00000000:3B:00.0")
+
+
+@pytest.mark.parametrize(
+    ("api", "picture", "good", "words"),
+    [
+        (
+            "OpenGL",
+            drawing.Picture(True, "NVIDIA H200/PCIe/SSE2", "9d0f7e3a1b2c4d5e8f90a1b2c3d4e5f6", 4e-4),
+            True,
+            "0.40 ms",
+        ),
+        ("OpenGL", drawing.Picture(True, "NVIDIA H200/PCIe/SSE2", "00" * 16, 4e-4), False, "but that is GPU 0000"),
+        ("OpenGL", drawing.Picture(True, "NVIDIA H200/PCIe/SSE2", None, 4e-4), True, "it does not say"),
+        ("Vulkan", drawing.Picture(True, "NVIDIA H200", "0000:3b:00.0", 1e-3), True, "1.00 ms"),
+        ("Vulkan", drawing.Picture(True, "NVIDIA H200", "0000:86:00.0", 1e-3), False, "but that is GPU 0000:86:00.0"),
+        ("Vulkan", drawing.Picture(False, "cuda:0 was asked to draw, and ..."), False, "Vulkan: cuda:0 was asked"),
+    ],
+)
+def test_a_picture_must_be_of_the_gpu_that_was_asked(api: str, picture: Any, good: bool, words: str) -> None:
+    found, text = drawing.verdict(FIRST, api, picture)
+    assert found == good and words in text, text
+
+
+def test_pictures_are_drawn_in_processes_of_their_own() -> None:
+    picture = drawing.draw("tabletop/reach", "cpu")
+    assert picture.drawn and picture.picture_s > 0
+    refused = drawing.draw("tabletop/reach", "cuda:63")
+    assert not refused.drawn and refused.name.startswith("cuda:63 was asked to draw")
+
+
+def test_without_a_gpu_one_line_says_that_frames_are_drawn_in_software(here: Diagnosis) -> None:
+    if here["GPU"]["found"].startswith("none"):
+        assert "draws frames in software" in here["GPU"]["found"]
+        assert not any(check["name"].startswith("drawing") for check in here.report["checks"])
+    else:
+        assert any(check["name"] == "drawing, no device asked" for check in here.report["checks"])

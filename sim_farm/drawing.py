@@ -1,0 +1,108 @@
+"""Draws a small picture of a task in this process and says on what, and how fast: the doctor runs it in one of its own.
+
+    python -m sim_farm.drawing tabletop/reach cuda:0       # OpenGL by EGL (MuJoCo)
+    python -m sim_farm.drawing maniskill/PushCube-v1 cpu   # Vulkan (SAPIEN)
+
+One line of JSON: `asked`, `name` (what the renderer calls itself), `identity` (its UUID by OpenGL, its PCI address by
+Vulkan; null where it says none), `picture_s`. Exit status 1 with the message on standard error where nothing is drawn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+from sim_farm import render_devices
+from sim_farm.contract import EpisodeSpec, FarmError, TaskSpec
+from sim_farm.registry import make_physics, make_renderer
+from sim_farm.render_devices import RenderDevice
+
+SIZE, PICTURES = 128, 20
+UUID_BYTES = 16
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What drew."""
+
+    asked: str
+    name: str
+    identity: str | None
+    picture_s: float
+    """Mean of some pictures, the first left out."""
+
+
+def device_from(text: str) -> RenderDevice | None:
+    """`cuda:1`, `cpu` or `auto`. Raises `FarmError` for anything else."""
+    if text == "auto":
+        return None
+    if text == "cpu":
+        return "cpu"
+    kind, _, number = text.partition(":")
+    if kind != "cuda" or not number.isdecimal():
+        raise FarmError(f"a device that draws is auto, cpu or cuda:NUMBER, got {text!r}")
+    return int(number)
+
+
+def draw(task: str, device: RenderDevice | None) -> Drawn:
+    """Draw the task's first observation some times. Raises `FarmError` where the device does not draw."""
+    render_devices.ask(device)
+    spec = TaskSpec(task, cameras=1, image_size=SIZE)
+    physics, renderer = make_physics(spec), make_renderer(spec)
+    try:
+        scene, cameras = physics.reset(EpisodeSpec(0)).scene, renderer.info.cameras
+        renderer.render([scene], cameras)
+        begin = time.perf_counter()
+        for _ in range(PICTURES):
+            renderer.render([scene], cameras)
+        picture_s = (time.perf_counter() - begin) / PICTURES
+        name, identity = _vulkan() if task.startswith("maniskill/") else _opengl()
+    finally:
+        renderer.close()
+        physics.close()
+    return Drawn(render_devices.name_of(device), name, identity, picture_s)
+
+
+def _opengl() -> tuple[str, str | None]:
+    """GL_RENDERER of the current context, and the UUID of its device by GL_EXT_memory_object, as CUDA has it."""
+    from OpenGL import GL
+    from OpenGL.raw.GL.EXT import memory_object
+
+    from sim_farm.backends.mujoco_gl import renderer_name
+
+    uuid = (GL.GLubyte * UUID_BYTES)()
+    read: Callable[..., None] = memory_object.glGetUnsignedBytei_vEXT
+    try:
+        read(memory_object.GL_DEVICE_UUID_EXT, 0, uuid)
+    except Exception:  # PyOpenGL raises several kinds where the driver lacks the extension
+        return renderer_name(), None
+    return renderer_name(), bytes(uuid).hex()
+
+
+def _vulkan() -> tuple[str, str | None]:
+    """Name and PCI address of the device that SAPIEN draws on in this process, as far as it can be asked."""
+    from sim_farm.backends.maniskill_devices import device_here
+
+    device = device_here()
+    return ("SAPIEN's choice", None) if device is None else (device.name, device.pci_string)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="draw a small picture and say on what")
+    parser.add_argument("task", help="tabletop/reach draws by OpenGL, maniskill/PushCube-v1 by Vulkan")
+    parser.add_argument("device", nargs="?", default="auto", help="auto, cpu or cuda:NUMBER (CUDA's number)")
+    asked = parser.parse_args()
+    try:
+        print(json.dumps(asdict(draw(asked.task, device_from(asked.device)))))
+    except FarmError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
