@@ -161,7 +161,9 @@ def _saved(workers: Executor, folder: Path, iterations: int, environments: Any) 
     assert found is not None
     checkpoint.verify(found)
     files = [*sorted((found / "policy").glob("*.safetensors")), found / "value_head.safetensors"]
-    named = {f"{path.name}: {name}": t.float() for path in files if path.exists() for name, t in load_file(path).items()}
+    named = {
+        f"{path.name}: {name}": t.float() for path in files if path.exists() for name, t in load_file(path).items()
+    }
     # Statistics of what was seen move by whole steps; beside them no difference of a parameter would show.
     return {name: tensor for name, tensor in named.items() if not name.partition(": ")[2].startswith("normalizer.")}
 
