@@ -5,6 +5,8 @@
 #   make test ARGS="-k doctor"      lint, types, tests in two processes; ARGS go to pytest (-n 0: in one)
 #   SYSTEM_PACKAGES=no make ...     leaves the system's packages alone and says what is missing
 #   PYTHON=python3.12 make ...      makes .venv with this Python
+#   make wheelhouse PYTHON=3.12 HAVE=torch,transformers PART=60M DIR=wheelhouse
+#                                   wheels for a machine without a network, in parts of that size (docs/offline.md)
 
 SHELL := /bin/sh
 CONFIG ?= pushcube
@@ -13,7 +15,7 @@ HASH := $(shell cat constraints.txt pyproject.toml | cksum | cut -d ' ' -f 1)
 PACKAGES := .venv/.packages-$(HASH)
 READY := .venv/.ready-$(HASH)
 
-.PHONY: train test lint setup system clean distclean
+.PHONY: train test lint setup system wheelhouse clean distclean
 
 train: setup
 	.venv/bin/embodied train $(CONFIG)
@@ -40,6 +42,10 @@ $(READY): $(PACKAGES)
 # Once more by hand: after a change of driver, or in a container that lost its system packages.
 system: $(PACKAGES)
 	sh setup/system.sh
+
+# Needs Python with pip, and nothing of what `setup` installs.
+wheelhouse:
+	PYTHON='$(PYTHON)' HAVE='$(HAVE)' PART='$(PART)' DIR='$(DIR)' sh setup/wheelhouse.sh
 
 clean:
 	rm -rf .pytest_cache .ruff_cache .mypy_cache build *.egg-info

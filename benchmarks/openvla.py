@@ -1,11 +1,10 @@
-"""OpenVLA's speed: a batch against one row at a time on this processor; the 7.5B network on a GPU, if there is one.
+"""OpenVLA's speed on this processor: a batch against one row at a time.
 
     python benchmarks/openvla.py --out benchmarks/results
 
-On the processor, --model (random weights, 256 patches, float32) decides for the same eight pictures: in one batch,
-one after the other, and one after the other by Hugging Face's library in three ways (`embodied.bench.generate`); all
-say the same tokens, or the script fails. On the GPU, what `embodied bench policy|learner` measure of openvla-7b and
-openvla-oft-7b in bfloat16. Writes openvla_Ncores.json and openvla_gpu.json.
+--model (random weights, 256 patches, float32) decides for the same eight pictures: in one batch, one after the other,
+and one after the other by Hugging Face's library in three ways (`embodied.bench.generate`); all say the same tokens, or
+the script fails. Writes openvla_Ncores.json. The 7.5B network on a GPU: `benchmarks/gpu.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import tyro
@@ -21,42 +20,27 @@ from scipy.stats import binom
 
 from embodied.bench.flops import Costs
 from embodied.bench.generate import LOOP, OneAtATime, rows_of, ways
-from embodied.bench.learner import bench_learner
 from embodied.bench.machine import measure_machine, median, seconds_of
 from embodied.bench.models import build, describe, make_inputs
-from embodied.bench.policy import bench_policy
 from embodied.bench.results import show_and_write
-from embodied.bench.settings import BenchLearner, BenchPolicy
-from embodied.workers.devices import release
+from embodied.bench.settings import BenchPolicy
 from policies.openvla import sizes
 
 CPU = torch.device("cpu")
-TARGETS = {
-    "openvla-7b": {"actions_per_s": 100.0},
-    "openvla-oft-7b": {"chunks_per_s": 90.0},
-    "learner": {"samples_per_s": 25.0, "mfu": 0.35},
-}
-"""On one H200, in bfloat16."""
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """OpenVLA's speed: 100M parameters on the processor, 7.5B on a GPU."""
+    """OpenVLA's speed with 100M parameters on the processor."""
 
-    what: Literal["all", "cpu", "gpu"] = "all"
-    """all leaves out the GPU where there is none."""
     model: str = "openvla-100m"
-    """Of the comparison on the processor: openvla-100m or openvla-100m-deep (`policies.openvla.sizes`)."""
+    """openvla-100m or openvla-100m-deep (`policies.openvla.sizes`)."""
     rows: int = 8
-    """Batch size of the comparison on the processor."""
+    """Batch size."""
     rounds: int = 7
     """How often all ways are measured, in turn."""
-    gpu_models: tuple[str, ...] = ("openvla-7b", "openvla-oft-7b")
-    """What is measured on the GPU, some ten minutes each."""
-    seconds: float = 3.0
-    """Duration of each of three measurements of each batch size on the GPU."""
     out: Path | None = None
-    """Write the results into this folder."""
+    """Write the result into this folder."""
 
 
 def on_processor(model: str, rows: int, rounds: int) -> dict[str, Any]:
@@ -117,35 +101,12 @@ def interval(values: list[float]) -> dict[str, float]:
     }
 
 
-def on_gpu(models: tuple[str, ...], seconds: float) -> dict[str, Any]:
-    """The published networks in bfloat16, as `embodied bench policy|learner` measure them."""
-    found: dict[str, Any] = {"targets": TARGETS}
-    for model in models:
-        found[model] = bench_policy(BenchPolicy(model=model, random_weights=True, device="cuda", seconds=seconds))
-        release()
-        learner = BenchLearner(model=model, random_weights=True, device="cuda", seconds=seconds)
-        found[f"{model} learner"] = bench_learner(learner)
-        release()
-    found["reached"] = {
-        name: {key: found[name][key] >= least for key, least in TARGETS.get(name, TARGETS["learner"]).items()}
-        for name in found
-        if name != "targets"
-    }
-    return found
-
-
 def main() -> None:
     arguments = tyro.cli(Arguments)
-    if arguments.what != "gpu":
-        figures = on_processor(arguments.model, arguments.rows, arguments.rounds)
-        suffix = arguments.model.removeprefix("openvla-100m").replace("-", "_")
-        name = f"openvla{suffix}_{torch.get_num_threads()}cores.json"
-        show_and_write(figures, arguments.out / name if arguments.out else None)
-    if torch.cuda.is_available() and arguments.what != "cpu":
-        figures = on_gpu(arguments.gpu_models, arguments.seconds)
-        show_and_write(figures, arguments.out / "openvla_gpu.json" if arguments.out else None)
-    elif arguments.what == "gpu":
-        raise SystemExit("this torch sees no GPU: run it where there is one, with a build of torch for CUDA")
+    figures = on_processor(arguments.model, arguments.rows, arguments.rounds)
+    suffix = arguments.model.removeprefix("openvla-100m").replace("-", "_")
+    name = f"openvla{suffix}_{torch.get_num_threads()}cores.json"
+    show_and_write(figures, arguments.out / name if arguments.out else None)
 
 
 if __name__ == "__main__":
