@@ -54,10 +54,8 @@ class Picture:
 def gpus() -> list[Gpu]:
     """In CUDA's order; none where torch sees none."""
     listing = _output([sys.executable, "-c", LIST_GPUS])
-    busses = dict(
-        map(str.strip, line.split(","))
-        for line in _output(["nvidia-smi", "--query-gpu=uuid,pci.bus_id", "--format=csv,noheader"]).splitlines()
-    )
+    table = _output(["nvidia-smi", "--query-gpu=uuid,pci.bus_id", "--format=csv,noheader"])
+    busses = {uuid.strip(): bus.strip() for uuid, _, bus in (line.partition(",") for line in table.splitlines())}
     found = json.loads(listing) if listing else []
     return [
         Gpu(number, name, uuid, busses.get(f"GPU-{uuid.removeprefix('GPU-')}", ""))

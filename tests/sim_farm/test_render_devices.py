@@ -169,6 +169,30 @@ def test_sapien_draws_in_software_where_that_is_asked_for() -> None:
     assert "Traceback" not in refused.stderr
 
 
+FRAMES = """
+import sys
+from sim_farm import EpisodeSpec, TaskSpec, make_physics, make_renderer, render_devices
+render_devices.ask({"cpu": "cpu", "auto": None}[sys.argv[1]])
+spec = TaskSpec("maniskill/PushT-v1", cameras=1, image_size=32)
+physics, renderer = make_physics(spec), make_renderer(spec)  # in one process, as fused
+scene = physics.reset(EpisodeSpec(3)).scene
+(frames,) = renderer.render([scene], renderer.info.cameras).values()
+assert frames.std() > 1
+print(frames.tobytes().hex())
+"""
+
+
+@pytest.mark.slow
+def test_sapien_draws_the_same_where_software_is_asked_for() -> None:
+    """A task whose physics needs a render scene too: both are on the device."""
+    found = []
+    for device in ("cpu", "auto"):
+        result = subprocess.run([sys.executable, "-c", FRAMES, device], capture_output=True, text=True, cwd=ROOT)
+        assert result.returncode == 0, result.stderr
+        found.append(result.stdout.splitlines()[-1])
+    assert found[0] == found[1]
+
+
 SHAPES: dict[str, dict[str, Any]] = {"fused": {}, "split": {"render_workers": 1}}
 
 
