@@ -81,7 +81,8 @@ class PolicyConfig(Section):
     """Where policy worker, learner and evaluator compute: `cpu`, `cuda`, `cuda:1`; `auto`: the first GPU, if any. A
     plan may give policy worker and learner others, unless one is named by its number."""
     replicas: Annotated[int, Field(ge=1)] = 1
-    """Policy workers that share the groups of environments (farm.groups); a plan has its own number."""
+    """Policy workers that share the groups of environments (farm.groups); a plan has its own number. With runtime.mode
+    inline there is one, since everything is in one process: the result is the same."""
     init: Path | None = None
     """A run or checkpoint of the same policy, whose weights and statistics this run begins with."""
 

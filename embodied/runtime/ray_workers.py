@@ -17,15 +17,18 @@ from embodied.runtime.deadlines import Wait
 from embodied.runtime.handles import Handle
 from embodied.runtime.ray_cluster import LOOK_S, RayCluster
 from embodied.workers.devices import release, to_host
-from sim_farm.memory import Block, Field
+from embodied.workers.lent_tensors import Lender
+from sim_farm.group_slots import texts
+from sim_farm.memory import FOLDER, Block, Field
 
 T = TypeVar("T")
 
 WAITING = {"GOMP_SPINCOUNT": "1000"}
 """PyTorch's threads wait for each other by spinning, for milliseconds. Where a simulator shares their cores, the one
 that is waited for cannot run then: an iteration of 0.2 s was seen to take 6 s. So they sleep after microseconds."""
-PROGRESS = {"last_ns": Field((1,), "int64", 0)}
-"""When the process last reported progress, by the machine's monotonic clock, which all its processes share."""
+PROGRESS = {"last_ns": Field((1,), "int64", 0), "lent": Field((2, 64), "uint8", 0)}
+"""When the process last reported progress, by the machine's monotonic clock, which all its processes share; and the
+names of the memories in which it lends tensors."""
 
 
 @ray.remote(num_cpus=0, max_restarts=0)
@@ -37,6 +40,7 @@ class _WorkerActor:
         progress.install(self._report)
         importlib.import_module("embodied.workers.makers")  # seconds, which pass while the farm is built
         self._workers: dict[str, Any] = {}
+        self._lender = Lender(self._memory.arrays["lent"])
 
     def make(self, name: str, make: Callable[..., Any], args: tuple[Any, ...]) -> None:
         # Not in the constructor: Ray would wrap its exception into the news of the actor's death.
@@ -48,6 +52,11 @@ class _WorkerActor:
         self._report()  # a call that has waited for its turn begins now
         return _portable(getattr(self._workers[name], method)(*args, **kwargs))
 
+    def lend(self, name: str, method: str) -> Any:
+        self._report()
+        result = getattr(self._workers[name], method)()
+        return self._lender.lend(result) if _has_tensors(result) else result
+
     def pipe(self, source: str, produce: str, name: str, method: str, *args: Any, **kwargs: Any) -> Any:
         self._report()
         made = getattr(self._workers[source], produce)()
@@ -57,6 +66,8 @@ class _WorkerActor:
         """Forget a worker, if it was made; how many are left."""
         self._workers.pop(name, None)
         release()
+        if not self._workers:
+            self._lender.close()
         return len(self._workers)
 
     def _report(self) -> None:
@@ -65,9 +76,12 @@ class _WorkerActor:
 
 def _portable(result: Any) -> Any:
     """What a worker returned, as another process can have it: weights leave the GPU's memory."""
-    if isinstance(result, dict) and any(isinstance(value, Tensor) for value in result.values()):
-        return to_host(result)
-    return result
+    return to_host(result) if _has_tensors(result) else result
+
+
+def _has_tensors(result: Any) -> bool:
+    """Whether it is tensors by name."""
+    return isinstance(result, dict) and any(isinstance(value, Tensor) for value in result.values())
 
 
 def _environment() -> dict[str, str]:
@@ -86,7 +100,7 @@ class WorkerProcess:
     def __init__(self, cluster: RayCluster) -> None:
         self._cluster = cluster
         self._memory = Block.create(PROGRESS, shared=True)
-        self._last = self._memory.arrays["last_ns"]
+        self._last, self._lent = (self._memory.arrays[name] for name in ("last_ns", "lent"))
         self.actor = cluster.actor(_WorkerActor, _environment(), args=(self._memory.name,))
 
     def last_ns(self) -> int:
@@ -94,7 +108,10 @@ class WorkerProcess:
         return int(self._last[0])
 
     def forget(self) -> None:
-        """Remove the memory; the process has ended, or is about to."""
+        """Remove the memory, and what it lent; the process has ended, or is about to."""
+        for name in texts(self._lent):
+            if name:
+                (FOLDER / name).unlink(missing_ok=True)
         self._memory.close()
 
     def kill(self) -> None:
@@ -142,6 +159,9 @@ class RayHandle(Handle[T]):
             return super().pipe(method, source, produce, *args, **kwargs)
         names = (source.name, produce.__name__, self.name, method.__name__)
         return self._call(self.process.actor.pipe, method.__name__, names, args, kwargs)
+
+    def lend(self, produce: Any) -> Any:
+        return self._call(self.process.actor.lend, produce.__name__, (self.name, produce.__name__), (), {})
 
     def path_from(self, source: Handle[Any]) -> str:
         return "by reference" if self._beside(source) else "shared memory"
