@@ -1,4 +1,4 @@
-"""Weights on their arrival at a policy: none is taken unless the names, shapes and dtypes of all are exactly its own."""
+"""Weights on arrival at a policy: none is taken unless names, shapes and dtypes of all are exactly the policy's own."""
 
 from __future__ import annotations
 
