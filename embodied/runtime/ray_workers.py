@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
@@ -26,9 +28,13 @@ T = TypeVar("T")
 WAITING = {"GOMP_SPINCOUNT": "1000"}
 """PyTorch's threads wait for each other by spinning, for milliseconds. Where a simulator shares their cores, the one
 that is waited for cannot run then: an iteration of 0.2 s was seen to take 6 s. So they sleep after microseconds."""
-PROGRESS = {"last_ns": Field((1,), "int64", 0), "lent": Field((2, 64), "uint8", 0)}
-"""When the process last reported progress, by the machine's monotonic clock, which all its processes share; and the
-names of the memories in which it lends tensors."""
+PROGRESS = {
+    "last_ns": Field((1,), "int64", 0),
+    "pid": Field((1,), "int64", 0),
+    "lent": Field((2, 64), "uint8", 0),
+}
+"""When the process last reported progress, by the machine's monotonic clock, which all its processes share; its number;
+and the names of the memories in which it lends tensors."""
 
 
 @ray.remote(num_cpus=0, max_restarts=0)
@@ -37,6 +43,7 @@ class _WorkerActor:
 
     def __init__(self, memory: str) -> None:
         self._memory = Block.attach(PROGRESS, memory)
+        self._memory.arrays["pid"][0] = os.getpid()
         progress.install(self._report)
         importlib.import_module("embodied.workers.makers")  # seconds, which pass while the farm is built
         self._workers: dict[str, Any] = {}
@@ -100,15 +107,25 @@ class WorkerProcess:
     def __init__(self, cluster: RayCluster) -> None:
         self._cluster = cluster
         self._memory = Block.create(PROGRESS, shared=True)
-        self._last, self._lent = (self._memory.arrays[name] for name in ("last_ns", "lent"))
+        self._last, self._pid, self._lent = (self._memory.arrays[name] for name in PROGRESS)
         self.actor = cluster.actor(_WorkerActor, _environment(), args=(self._memory.name,))
 
     def last_ns(self) -> int:
         """When it last reported progress (`time.monotonic_ns`); 0 if it never did."""
         return int(self._last[0])
 
+    @property
+    def pid(self) -> int:
+        """The system's number of the process; 0 until it has begun."""
+        return int(self._pid[0])
+
     def forget(self) -> None:
-        """Remove the memory, and what it lent; the process has ended, or is about to."""
+        """Remove the memory, and what it lent; the process has ended, or is about to.
+
+        One that is stopped, and does not hear Ray, is ended here.
+        """
+        if self.pid and _is_stopped(self.pid):
+            os.kill(self.pid, signal.SIGKILL)
         for name in texts(self._lent):
             if name:
                 (FOLDER / name).unlink(missing_ok=True)
@@ -117,6 +134,14 @@ class WorkerProcess:
     def kill(self) -> None:
         self._cluster.kill(self.actor)
         self.forget()
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a process of this machine has been stopped by a signal."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except OSError:  # it has ended
+        return False
 
 
 @dataclass(eq=False)
