@@ -130,7 +130,7 @@ class Executor:
     def begin(self, environments: dict[str, np.ndarray] | None, version: int) -> None:
         """Start the environments, or continue where `environments` say they were; the weights have seen `version`
         updates."""
-        self._publish(version)
+        self.publish(version)
         self.decider.call(Decider.begin, environments, self._by_episodes)
 
     def load(self, folder: Path) -> None:
@@ -167,7 +167,7 @@ class Executor:
         switches = self._to_trainer() if self.assignment.unload else []
         if ahead:
             if self._published < iteration:
-                self._publish(iteration)
+                self.publish(iteration)
             self._next = self._start()
         if sent is not None:
             self._collected(sent)
@@ -181,7 +181,7 @@ class Executor:
             switches += self._switch(self.acting, Acting.load_back)
         if not ahead:
             begin = time.monotonic_ns()
-            self._publish(iteration + 1)
+            self.publish(iteration + 1)
             self._mark(spans, "driver", "publish weights", begin, path=self.weights_path)
         if self.assignment.unload:
             switches += self._switch(self.trainer, Trainer.unload, self._weights_leave)
@@ -363,7 +363,7 @@ class Executor:
         if self.config.runtime.trace:
             spans.append(Span(track, name, begin_ns, end_ns or time.monotonic_ns(), args))
 
-    def _publish(self, version: int) -> None:
+    def publish(self, version: int) -> None:
         """Bring the trainer's weights, which have seen `version` updates, to all who act."""
         self._published = version
         if self.assignment.one_process:
