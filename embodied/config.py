@@ -83,7 +83,8 @@ class PolicyConfig(Section):
     plan may give policy worker and learner others, unless one is named by its number; with `cpu`, processes on the CPU
     stand in for the accelerators of a plan file."""
     replicas: Annotated[int, Field(ge=1)] = 1
-    """Policy workers that share the groups of environments (farm.groups); a plan has its own number."""
+    """Policy workers that share the groups of environments (farm.groups); a plan has its own number. With runtime.mode
+    inline there is one, since everything is in one process: the result is the same."""
     init: Path | None = None
     """A run or checkpoint of the same policy, whose weights and statistics this run begins with."""
 

@@ -74,7 +74,7 @@ class RendererSwitch:
 
 
 class Farm:
-    """See the module's docstring. One process at a time may submit and collect."""
+    """See the module's docstring. One process at a time may submit and collect; others that have attached may look."""
 
     def __init__(
         self,
@@ -218,13 +218,16 @@ class Farm:
         submitted = self._submitted()
         if not submitted:
             raise GroupError("no group is submitted; submit one before waiting")
-        self._wait(
-            lambda: any(map(self._done, submitted)),
-            lambda: self._timeout(min(submitted, key=self._progress_ns), deadline_s),
-            deadline_s,
-            lambda: max(map(self._progress_ns, submitted)),
-        )
+        self.wait(lambda: any(map(self._done, submitted)), lambda: self.late(deadline_s), deadline_s, self.progress_ns)
         return next(filter(self._done, submitted))
+
+    def progress_ns(self) -> int:
+        """The last progress of a submitted group, on the machine's monotonic clock; 0 where none is submitted."""
+        return max(map(self._progress_ns, self._submitted()), default=0)
+
+    def late(self, deadline_s: float) -> WorkerTimeout:
+        """The error that names the worker of the submitted group whose progress is longest ago; not raised here."""
+        return self._timeout(min(self._submitted(), key=self._progress_ns), deadline_s)
 
     def collect(self, group: int, deadline_s: float = 300.0) -> Observations:
         """Wait for the group, at most `deadline_s` seconds without progress of a worker that it waits for, and read it.
@@ -234,13 +237,26 @@ class Farm:
         task, local = self._local(group)
         if task.state_of(local) is not GroupState.SUBMITTED:
             raise GroupError(f"group {group} is {task.state_of(local).value}; submit it before collecting")
-        self._wait(
+        self.wait(
             lambda: task.done(local),
             lambda: self._timeout(group, deadline_s),
             deadline_s,
             lambda: task.progress_ns(local),
         )
         return task.collect(local)
+
+    def look(self, group: int) -> Observations:
+        """The observations of a collected group, read again, by any process that has attached: without those of ended
+        episodes (`final`), and nothing of the farm changes.
+
+        Raises `GroupError` unless the group is collected. It must not be submitted before they have been used.
+        """
+        task, local = self._local(group)
+        return task.look(local)
+
+    def ring_client(self) -> None:
+        """Wake the client: what it waits for in `wait`, beside groups, may have come."""
+        self._bell.ring()
 
     @property
     def frame_copies(self) -> int:
@@ -267,14 +283,18 @@ class Farm:
         task, local = self._local(group)
         return task.timeout(local, deadline_s)
 
-    def _wait(
+    def wait(
         self,
         done: Callable[[], bool],
-        late: Callable[[], WorkerTimeout],
+        late: Callable[[], Exception],
         deadline_s: float,
         progress_ns: Callable[[], int] = lambda: 0,
     ) -> None:
-        """Wait until it is done. From the last progress, whose time is `progress_ns`, the deadline counts anew."""
+        """Wait until it is done: a group, or what somebody else rings the client for (`ring_client`).
+
+        From the last progress, whose time is `progress_ns`, the deadline counts anew. Raises what `late` returns once
+        it has passed, and `WorkerFailed`.
+        """
         begin_ns = time.monotonic_ns()
         while True:
             seen = self._bell.value()
@@ -340,7 +360,7 @@ class Farm:
         def late() -> WorkerTimeout:
             return next(filter(None, (each.late_to_switch(deadline_s) for each in tasks)))
 
-        self._wait(lambda: all(each.switched() for each in tasks), late, deadline_s)
+        self.wait(lambda: all(each.switched() for each in tasks), late, deadline_s)
         return RendererSwitch(sum(each.moved_bytes() for each in tasks), time.perf_counter() - begin)
 
     def _of(self, task: int | None) -> tuple[TaskFarm, ...]:

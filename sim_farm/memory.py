@@ -76,11 +76,12 @@ class Block:
         return block
 
     @classmethod
-    def attach(cls, fields: Mapping[str, Field], name: str) -> Block:
-        """The block that another process created with the same fields."""
+    def attach(cls, fields: Mapping[str, Field], name: str, private: bool = False) -> Block:
+        """The block that another process created with the same fields; `private`: what is written here stays here."""
         descriptor = os.open(FOLDER / name, os.O_RDWR)
+        access = mmap.ACCESS_COPY if private else mmap.ACCESS_DEFAULT
         try:
-            return cls(fields, name, mmap.mmap(descriptor, size_of(fields)), owner=False)
+            return cls(fields, name, mmap.mmap(descriptor, size_of(fields), access=access), owner=False)
         finally:
             os.close(descriptor)
 

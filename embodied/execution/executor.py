@@ -3,9 +3,10 @@
     rollout, in parts -> each part through the components after it -> update -> weights to the decider
 
 It knows the roles of workers (`embodied.workers.roles`), not the components' names. The last component of the loop is
-the decider, the last after the rollout the trainer, and trajectories pass through the passers between them. The
-assignment sets the order of their work: the trainer works on a part while the next part is rolled out, or afterwards;
-the next rollout begins after the update, or one update ahead of it.
+the decider, the last after the rollout the trainer, and trajectories pass through the passers between them. Where the
+decider's component has several instances, these act, and a worker beside them is the decider. The assignment sets the
+order of their work: the trainer works on a part while the next part is rolled out, or afterwards; the next rollout
+begins after the update, or one update ahead of it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,23 +25,27 @@ from embodied import checkpoint
 from embodied.config import Config
 from embodied.data.trajectory_memory import TrajectoryMemory
 from embodied.errors import UserError
+from embodied.execution.acting_workers import check_replicas, replicas_of
 from embodied.execution.assignment import Assignment
-from embodied.execution.farm_specs import frame_rows, memory_rounds, run_specs
+from embodied.execution.farm_specs import frame_rows, run_specs
+from embodied.execution.placement import check_workflow, place_workers
 from embodied.execution.session import Session
-from embodied.execution.trainer_ranks import collected_by_ranks, place_ranks, switch_of_ranks, update_of_ranks
+from embodied.execution.trainer_ranks import collected_by_ranks, ranks_of, switch_of_ranks, update_of_ranks
 from embodied.runtime.groups import WorkerGroup
 from embodied.tracing import Span
-from embodied.workers.context import WorkerContext, check_same_sizes, policy_spec
-from embodied.workers.makers import make_component
+from embodied.workers.desks import Desks
 from embodied.workers.offload import Switch
-from embodied.workers.roles import CollectStatistics, Decider, EpisodePart, Passer, Trainer
+from embodied.workers.roles import Acting, CollectStatistics, Decider, EpisodePart, Passer, Replica, Trainer
 from embodied.workers.rollout_summary import RolloutSummary
+from embodied.workers.shared_loop import ReplicaFailed
 from embodied.workflows.recipes import Recipe, recipe_of
-from embodied.workflows.sizes import check_ranks, streams, tasks_of
+from embodied.workflows.sizes import check_ranks, streams
 from sim_farm.farm import Farm
 
 PARTS_AHEAD = 2
 """Parts of an iteration that may wait for the trainer; the rollout then waits too, so that memory is bounded."""
+LOOK_S = 0.5
+"""How soon a replica that died during a rollout is noticed."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,16 @@ class _Sent:
     """References to what the trainer says."""
 
 
+@dataclass(frozen=True)
+class _Begun:
+    """A rollout, or a part of one, that is under way."""
+
+    summary: Any
+    """The decider's reference."""
+    serving: list[Any]
+    """Of each replica; none where the decider acts by itself."""
+
+
 @dataclass
 class Executor:
     """A run's workers, placed by an assignment. Use `executor` to make one."""
@@ -85,7 +100,9 @@ class Executor:
     farm_deadline_s: float
     """The decider's deadline for its farm. It is shorter than the deadline of the call, whose message could not name
     the late worker of the farm."""
-    _next: Any = None
+    looping: WorkerGroup[Decider] | None = None
+    """The decider, where it does not act by itself."""
+    _next: _Begun | None = None
     """The rollout that runs ahead of the update, where there is one."""
     _published: int = -1
     """Updates that the decider's weights have seen."""
@@ -99,6 +116,11 @@ class Executor:
 
     @property
     def decider(self) -> WorkerGroup[Decider]:
+        return self.looping or self.workers[self.recipe.loop[-1]]
+
+    @property
+    def acting(self) -> WorkerGroup[Acting]:
+        """The decider itself, or the replicas."""
         return self.workers[self.recipe.loop[-1]]
 
     @property
@@ -108,7 +130,7 @@ class Executor:
     def begin(self, environments: dict[str, np.ndarray] | None, version: int) -> None:
         """Start the environments, or continue where `environments` say they were; the weights have seen `version`
         updates."""
-        self._publish(version)
+        self.publish(version)
         self.decider.call(Decider.begin, environments, self._by_episodes)
 
     def load(self, folder: Path) -> None:
@@ -132,7 +154,7 @@ class Executor:
         if self._by_episodes:
             return self._rollout_parts(iteration, spans), [*self._returns, *spans]
         begin = time.monotonic_ns()
-        (summary,) = self.decider.get([self._begun()])
+        summary = self._rolled(self._begun())
         self._mark(spans, "driver", "rollout", begin)
         return summary, [*self._returns, *spans]
 
@@ -145,7 +167,7 @@ class Executor:
         switches = self._to_trainer() if self.assignment.unload else []
         if ahead:
             if self._published < iteration:
-                self._publish(iteration)
+                self.publish(iteration)
             self._next = self._start()
         if sent is not None:
             self._collected(sent)
@@ -156,10 +178,10 @@ class Executor:
         self._mark(spans, "driver", "update", begin, updated, trajectories=self.trajectories_path)
         self._mark(spans, self.trainer.name, "update", updated - update_ns, updated)
         if self._decider_leaves:
-            switches += self._switch(self.decider, Decider.load_back)
+            switches += self._switch(self.acting, Acting.load_back)
         if not ahead:
             begin = time.monotonic_ns()
-            self._publish(iteration + 1)
+            self.publish(iteration + 1)
             self._mark(spans, "driver", "publish weights", begin, path=self.weights_path)
         if self.assignment.unload:
             switches += self._switch(self.trainer, Trainer.unload, self._weights_leave)
@@ -177,13 +199,16 @@ class Executor:
 
     def switches(self) -> dict[str, tuple[Switch, Switch]]:
         """Let the trainer with its weights, the decider, and the renderers leave the memory and come back, once."""
-        decider, trainer, s = self.decider, self.trainer, self.farm_deadline_s
+        decider, acting, trainer, s = self.decider, self.acting, self.trainer, self.farm_deadline_s
         found = {
             trainer.name: (
                 switch_of_ranks(trainer.call_all(Trainer.unload, True)),
                 switch_of_ranks(trainer.call_all(Trainer.load_back)),
             ),
-            decider.name: (decider.call(Decider.unload, self._spill), decider.call(Decider.load_back)),
+            acting.name: (
+                switch_of_ranks(acting.call_all(Acting.unload, self._spill)),
+                switch_of_ranks(acting.call_all(Acting.load_back)),
+            ),
         }
         if self._draws:
             found["render"] = (decider.call(Decider.unload_renderers, s), decider.call(Decider.load_renderers, s))
@@ -191,8 +216,11 @@ class Executor:
 
     @property
     def weights_path(self) -> str:
-        """How weights travel from trainer to decider."""
-        return "the same policy" if self.assignment.one_process else self.decider.path_from(self.trainer.first())
+        """How weights travel from trainer to who acts."""
+        if self.assignment.one_process:
+            return "the same policy"
+        path = self.acting.path_from(self.trainer.first())
+        return path if self.looping is None else f"{path}, one copy for {self.acting.size} replicas"
 
     @property
     def trajectories_path(self) -> str:
@@ -214,7 +242,7 @@ class Executor:
 
     @property
     def _spill(self) -> Path:
-        return self.run_dir / f"unloaded-{self.decider.name}.safetensors"
+        return self.run_dir / f"unloaded-{self.acting.name}.safetensors"
 
     @property
     def _environments(self) -> int:
@@ -234,17 +262,32 @@ class Executor:
         items = (settings.max_episodes_per_env or settings.episodes_per_env) * environments
         return (EpisodePart(start, min(start + size, items)) for start in range(0, items, size))
 
-    def _start(self, part: EpisodePart | None = None) -> Any:
+    def _start(self, part: EpisodePart | None = None) -> _Begun:
         """Begin a rollout, or a part of one, with the weights that were published last."""
         settings = self.config.rollout
+        serving = [] if self.looping is None else self.acting.submit_all(Replica.serve)
         if not self._by_episodes:
-            return self.decider.submit(Decider.rollout, settings.decisions, self.farm_deadline_s)
+            return _Begun(self.decider.submit(Decider.rollout, settings.decisions, self.farm_deadline_s), serving)
         part = part or next(self._parts())
         # Where a part decides whether there is another, nobody may begin that before it is known.
         limit = -(-part.stop // self._environments) if settings.max_episodes_per_env else settings.episodes_per_env
-        return self.decider.submit(Decider.rollout_episodes, part, limit, self.farm_deadline_s)
+        return _Begun(self.decider.submit(Decider.rollout_episodes, part, limit, self.farm_deadline_s), serving)
 
-    def _begun(self, part: EpisodePart | None = None) -> Any:
+    def _rolled(self, begun: _Begun) -> RolloutSummary:
+        """Wait for a rollout. A replica's failure is raised before those that follow from it."""
+        (decider,) = self.decider.handles
+        try:
+            while begun.serving and not decider.poll(begun.summary, LOOK_S):
+                self.acting.check(begun.serving)
+            summary: RolloutSummary = decider.get(begun.summary)
+        except ReplicaFailed:
+            self.acting.get(begun.serving)  # raises
+            raise
+        if begun.serving:
+            self.acting.get(begun.serving)
+        return summary
+
+    def _begun(self, part: EpisodePart | None = None) -> _Begun:
         """The rollout that runs ahead, or a new one."""
         begun, self._next = self._next, None
         return self._start(part) if begun is None else begun
@@ -258,7 +301,7 @@ class Executor:
         taught = 0
         for number, part in enumerate(self._parts()):
             begin = time.monotonic_ns()
-            (summary,) = self.decider.get([self._begun(part)])
+            summary = self._rolled(self._begun(part))
             self._mark(spans, "driver", f"roll out part {number}", begin)
             total = summary if total is None else total + summary
             waiting.append(self._send(iteration))
@@ -284,7 +327,7 @@ class Executor:
 
     def _hand_over(self, source: WorkerGroup[Any], produce: Any, iteration: int) -> Any:
         """Start `Trainer.collect` on every rank; those on other machines than the decider are sent the rows too."""
-        home = self.assignment.first_of(self.decider.name).node
+        home = self.assignment.first_of(self.acting.name).node
         far = [place.node != home for place in self.assignment.components[self.trainer.name]]
         if not any(far):
             return self.trainer.pipe(Trainer.collect, source, produce, iteration)
@@ -301,7 +344,7 @@ class Executor:
 
     def _to_trainer(self) -> list[Span]:
         """The decider and the renderers leave the device's memory, and the trainer comes back to it."""
-        spans = self._switch(self.decider, Decider.unload, self._spill) if self._decider_leaves else []
+        spans = self._switch(self.acting, Acting.unload, self._spill) if self._decider_leaves else []
         if self._draws:
             self._renderers_away = True
             spans += self._switch_renderers(Decider.unload_renderers)
@@ -334,17 +377,17 @@ class Executor:
         if self.config.runtime.trace:
             spans.append(Span(track, name, begin_ns, end_ns or time.monotonic_ns(), args))
 
-    def _publish(self, version: int) -> None:
-        """Bring the trainer's weights, which have seen `version` updates, to the decider."""
+    def publish(self, version: int) -> None:
+        """Bring the trainer's weights, which have seen `version` updates, to all who act."""
         self._published = version
         if self.assignment.one_process:
-            self.decider.call(Decider.at_version, version)
+            self.acting.call_all(Acting.at_version, version)
         else:
             others = [self.trainer.submit_one(rank, Trainer.weights) for rank in range(1, self.trainer.size)]
-            sent = self.decider.pipe(Decider.load_weights, self.trainer.first(), Trainer.weights, version)
+            sent = self.acting.pipe(Acting.load_weights, self.trainer.first(), Trainer.weights, version)
             for rank, reference in enumerate(others, 1):  # they take part, and hand out nothing
                 self.trainer.get_one(rank, reference)
-            self.decider.get(sent)
+            self.acting.get(sent)
 
 
 @contextmanager
@@ -361,81 +404,35 @@ def executor(config: Config, run_dir: Path, session: Session, assignment: Assign
             "a plan that runs ahead has nobody to unload, since rollout and learner work at the same time: set ahead 0 "
             "or unload false"
         )
-    ranks = len(assignment.components[recipe.after_rollout[-1].name])
-    check_ranks(config, ranks)
-    session.runtime.prepare(ranks if assignment.one_process else ranks + 1)
     specs = run_specs(config, assignment)
+    replicas = replicas_of(config, assignment)
+    check_replicas(replicas, sum(spec.groups for spec in specs))
+    ranks = ranks_of(config, assignment)
+    check_ranks(config, ranks)
+    session.runtime.prepare(ranks + (0 if assignment.one_process else replicas) + (replicas > 1))
     rows = partial(frame_rows, config, assignment.ahead)
     with session.farm(specs, assignment.farms, rows) as farm:
-        workers = _place(config, recipe, run_dir, session, assignment, farm)
+        placed = place_workers(config, run_dir, session, assignment, farm)
+        workers, looping = placed.workers, placed.looping
         farm_deadline_s = session.runtime.deadline.inner().seconds
-        layout = workers[recipe.loop[-1]].call(Decider.layout)
+        acting: WorkerGroup[Any] = workers[recipe.loop[-1]]
+        layout = acting.call_one(0, Acting.layout)
         memory = TrajectoryMemory.create(layout, farm.frames, not farm.in_process)
-        run = Executor(config, recipe, assignment, farm, workers, memory, run_dir, farm_deadline_s)
+        run = Executor(config, recipe, placed.assignment, farm, workers, memory, run_dir, farm_deadline_s, looping)
+        desks: Desks | None = None
         try:
-            run.decider.call(Decider.use, memory)
+            if looping is not None:
+                valued = recipe.critic or recipe.rollout == "decisions"
+                desks = Desks.create(acting.size, farm, layout, valued)
+                acting.call_all(Replica.use, memory, desks)
+            run.decider.call(Decider.use, memory, desks)
             yield run
             run.trainer.call_all(Trainer.leave)
-            for group in workers.values():
+            for group in (*workers.values(), *([] if looping is None else [looping])):
                 group.end()
         finally:
             memory.close()
+            if desks is not None:
+                desks.close()
         for left in run_dir.glob("unloaded-*.safetensors"):
             left.unlink()
-
-
-def check_workflow(recipe: Recipe) -> None:
-    """Raise `UserError` for a component without a class of worker, and for an edge that carries what its source does
-    not make or its target does not take."""
-    classes = {component.name: component.worker_class() for component in recipe.components}
-    after = {component.name for component in recipe.after_rollout}
-    for edge in recipe.edges:
-        if edge.target not in after:
-            continue  # within the loop: the farm's own
-        made: frozenset[str] = getattr(classes[edge.source], "makes", frozenset())
-        taken: frozenset[str] = getattr(classes[edge.target], "takes", frozenset())
-        if edge.carries not in made & taken:
-            raise UserError(
-                f"the workflow {recipe.name} has {edge.source} hand {edge.carries!r} to {edge.target}, and nobody "
-                f"serves that edge: {edge.source} makes {', '.join(sorted(made)) or 'nothing'}, {edge.target} takes "
-                f"{', '.join(sorted(taken)) or 'nothing'}"
-            )
-
-
-def _place(
-    config: Config, recipe: Recipe, run_dir: Path, session: Session, assignment: Assignment, farm: Farm
-) -> dict[str, WorkerGroup[Any]]:
-    """The workers of all components that are no simulators, as worker groups; the trainer first."""
-    tasks = tasks_of(config)
-    sizes = policy_spec(config, farm.infos[0])
-    for task, info in zip(tasks, farm.infos, strict=True):
-        check_same_sizes(sizes, policy_spec(task, info), task.env.task)
-    *passers, trainer = recipe.after_rollout
-    decider = recipe.component(recipe.loop[-1])
-    base = WorkerContext(
-        config,
-        sizes,
-        run_dir,
-        assignment.first_of(trainer.name),
-        seeds=tuple(task.seed for task in tasks),
-        rounds=memory_rounds(config, assignment.ahead, farm.infos),
-    )
-    place = session.runtime.place_group
-    trained = place_ranks(session, trainer, base, assignment.components[trainer.name])
-    placed = {trainer.name: trained}
-    shared = trained.size == 1 or all(trained.call_all(Trainer.shares_policy))
-    for component in (decider, *passers):
-        affinity = assignment.first_of(component.name)
-        acts = component is decider
-        # Beside the trainer a passer uses its weights, which must not be away while trajectories pass.
-        leaves = assignment.unload and not assignment.one_process
-        beside = assignment.one_process if acts else affinity == base.affinity and not leaves and shared
-        reach = session.reach(farm) if acts else None
-        context = replace(base, affinity=affinity, farm=reach, shares=beside)
-        owner = trained.first()
-        placed[component.name] = group = place(
-            component.name, make_component, 1, (component, context), beside=owner if beside else None
-        )
-        if beside:
-            group.get(group.pipe(Decider.share if acts else Passer.share, owner, Trainer.own_policy))
-    return placed

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable
 
 from embodied.config import Config
+from embodied.execution.acting_workers import check_replicas, replicas_of
 from embodied.execution.assignment import Assignment, configured
 from embodied.execution.executor import check_workflow
 from embodied.execution.farm_specs import farm_spec, run_specs
@@ -35,11 +36,15 @@ def check_run(config: Config) -> None:
 
 
 def check_training(config: Config) -> None:
-    """`check_run`, and whether environments divide among workers, where it is the configuration that says how."""
+    """`check_run`, and whether environments divide among workers and groups among policy replicas, where it is the
+    configuration that says how."""
     check_run(config)
     if config.plan.mode == "configured" and config.plan.file is None:
-        for spec in run_specs(config, _configured(config)):
+        assignment = _configured(config)
+        specs = run_specs(config, assignment)
+        for spec in specs:
             check_spec(spec)
+        check_replicas(replicas_of(config, assignment), sum(spec.groups for spec in specs))
 
 
 def check_evaluation(config: Config, tasks: Iterable[str]) -> None:

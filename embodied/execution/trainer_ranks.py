@@ -5,23 +5,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from embodied.execution.assignment import HERE
+from embodied.config import Config
+from embodied.execution.assignment import HERE, Assignment
 from embodied.execution.session import Session
 from embodied.runtime.groups import WorkerGroup
-from embodied.workers.affinity import Affinity
 from embodied.workers.context import WorkerContext
 from embodied.workers.makers import make_component
 from embodied.workers.offload import Switch
 from embodied.workers.ranks import LOOPBACK
 from embodied.workers.roles import CollectStatistics, Trainer
-from embodied.workflows.recipes import WorkflowComponent
+from embodied.workflows.recipes import WorkflowComponent, recipe_of
+
+
+def ranks_of(config: Config, assignment: Assignment) -> int:
+    """Ranks of a run's trainer: as the assignment says, and one where everything is in one process."""
+    inline = config.runtime.mode == "inline"
+    return 1 if inline else len(assignment.components[recipe_of(config).after_rollout[-1].name])
 
 
 def place_ranks(
-    session: Session, trainer: WorkflowComponent, base: WorkerContext, places: tuple[Affinity, ...]
+    session: Session, trainer: WorkflowComponent, base: WorkerContext, assignment: Assignment
 ) -> WorkerGroup[Trainer]:
     """The trainer's ranks, each in its place, connected to each other. Where one fails at it, none is left."""
-    ranks, runtime = len(places), session.runtime
+    ranks, runtime = ranks_of(base.config, assignment), session.runtime
+    places = assignment.components[trainer.name][:ranks]
     contexts = [replace(base, affinity=place, rank=rank, ranks=ranks) for rank, place in enumerate(places)]
     nodes = tuple(place.node for place in places)
     group: WorkerGroup[Trainer] = runtime.place_group(

@@ -147,6 +147,13 @@ class WorkerGroup(Generic[T]):
         with self._naming(rank):
             return self.handles[rank].get(reference)
 
+    def check(self, references: Sequence[Any]) -> None:
+        """Raise the failure of a rank whose started call has ended with one; waits for nobody."""
+        for rank, reference in enumerate(references):
+            with self._naming(rank):
+                if self.handles[rank].poll(reference, 0.0):
+                    self.handles[rank].get(reference)
+
     # --- from group to group
 
     def pipe(
@@ -166,7 +173,7 @@ class WorkerGroup(Generic[T]):
             pairs = zip(self.handles, source.handles, strict=True)
             return [mine.pipe(method, its, produce, *args, **kwargs) for mine, its in pairs]
         self._require_one(source)
-        made = source.handles[0].submit(produce)
+        made = source.handles[0].lend(produce)
         return self.submit_all(method, made, *args, **kwargs)
 
     def path_from(self, source: WorkerGroup[Any]) -> str:

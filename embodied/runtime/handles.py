@@ -58,6 +58,13 @@ class Handle(Generic[T]):
         """
         return self._start(method.__name__, args, kwargs)
 
+    def lend(self, produce: Callable[[T], R]) -> R:
+        """`submit` of a method whose result only goes to other workers, and no longer than until it is lent twice more.
+
+        So tensors by name need not pass through a store, whatever their size.
+        """
+        return self._start(produce.__name__, (), {})
+
     def get(self, reference: R) -> R:
         """Wait for what `submit` or `pipe` of this handle started and return its result."""
         raise NotImplementedError
@@ -78,7 +85,7 @@ class Handle(Generic[T]):
 
         The result takes the shortest way there is from the source to this worker; `path_from` names it.
         """
-        return self._start(method.__name__, (source._start(produce.__name__, (), {}), *args), kwargs)
+        return self._start(method.__name__, (source.lend(produce), *args), kwargs)
 
     def path_from(self, source: Handle[Any]) -> str:
         """The way that `pipe` takes, in words."""

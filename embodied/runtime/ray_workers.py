@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
@@ -20,15 +22,22 @@ from embodied.runtime.handles import Handle
 from embodied.runtime.nodes import require_software, software
 from embodied.runtime.ray_cluster import LOOK_S, RayCluster
 from embodied.workers.devices import release, to_host
-from sim_farm.memory import Block, Field
+from embodied.workers.lent_tensors import Lender
+from sim_farm.group_slots import texts
+from sim_farm.memory import FOLDER, Block, Field
 
 T = TypeVar("T")
 
 WAITING = {"GOMP_SPINCOUNT": "1000"}
 """PyTorch's threads wait for each other by spinning, for milliseconds. Where a simulator shares their cores, the one
 that is waited for cannot run then: an iteration of 0.2 s was seen to take 6 s. So they sleep after microseconds."""
-PROGRESS = {"last_ns": Field((1,), "int64", 0)}
-"""When the process last reported progress, by the machine's monotonic clock, which all its processes share."""
+PROGRESS = {
+    "last_ns": Field((1,), "int64", 0),
+    "pid": Field((1,), "int64", 0),
+    "lent": Field((2, 64), "uint8", 0),
+}
+"""When the process last reported progress, by the machine's monotonic clock, which all its processes share; its number;
+and the names of the memories in which it lends tensors."""
 
 
 class _WorkerProcess:
@@ -36,9 +45,11 @@ class _WorkerProcess:
 
     def __init__(self, memory: str | None) -> None:
         self._memory = Block.create(PROGRESS, shared=False) if memory is None else Block.attach(PROGRESS, memory)
+        self._memory.arrays["pid"][0] = os.getpid()
         progress.install(self._report)
         importlib.import_module("embodied.workers.makers")  # seconds, which pass while the farm is built
         self._workers: dict[str, Any] = {}
+        self._lender = Lender(self._memory.arrays["lent"])
 
     def make(self, name: str, make: Callable[..., Any], args: tuple[Any, ...]) -> None:
         # Not in the constructor: Ray would wrap its exception into the news of the actor's death.
@@ -50,6 +61,11 @@ class _WorkerProcess:
         self._report()  # a call that has waited for its turn begins now
         return _portable(getattr(self._workers[name], method)(*args, **kwargs))
 
+    def lend(self, name: str, method: str) -> Any:
+        self._report()
+        result = getattr(self._workers[name], method)()
+        return self._lender.lend(result) if _has_tensors(result) else result
+
     def pipe(self, source: str, produce: str, name: str, method: str, *args: Any, **kwargs: Any) -> Any:
         self._report()
         made = getattr(self._workers[source], produce)()
@@ -59,13 +75,15 @@ class _WorkerProcess:
         """Forget a worker, if it was made; how many are left."""
         self._workers.pop(name, None)
         release()
+        if not self._workers:
+            self._lender.close()
         return len(self._workers)
 
     def _report(self) -> None:
         self._memory.arrays["last_ns"][0] = time.monotonic_ns()
 
 
-_WorkerActor = ray.remote(num_cpus=0, max_restarts=0)(_WorkerProcess)
+_WorkerActor: Any = ray.remote(num_cpus=0, max_restarts=0)(_WorkerProcess)  # type: ignore[call-overload]
 
 
 @ray.remote(num_cpus=0, max_restarts=0, concurrency_groups={"looks": 1})
@@ -89,9 +107,12 @@ class _FarActor(_WorkerProcess):
 
 def _portable(result: Any) -> Any:
     """What a worker returned, as another process can have it: weights leave the GPU's memory."""
-    if isinstance(result, dict) and any(isinstance(value, Tensor) for value in result.values()):
-        return to_host(result)
-    return result
+    return to_host(result) if _has_tensors(result) else result
+
+
+def _has_tensors(result: Any) -> bool:
+    """Whether it is tensors by name."""
+    return isinstance(result, dict) and any(isinstance(value, Tensor) for value in result.values())
 
 
 def _environment() -> dict[str, str]:
@@ -113,15 +134,28 @@ class WorkerProcess:
     def __init__(self, cluster: RayCluster) -> None:
         self._cluster = cluster
         self._memory = Block.create(PROGRESS, shared=True)
-        self._last = self._memory.arrays["last_ns"]
+        self._last, self._pid, self._lent = (self._memory.arrays[name] for name in PROGRESS)
         self.actor = cluster.actor(_WorkerActor, _environment(), args=(self._memory.name,))
 
     def last_ns(self) -> int:
         """When it last reported progress (`time.monotonic_ns`); 0 if it never did."""
         return int(self._last[0])
 
+    @property
+    def pid(self) -> int:
+        """The system's number of the process; 0 until it has begun."""
+        return int(self._pid[0])
+
     def forget(self) -> None:
-        """Remove the memory; the process has ended, or is about to."""
+        """Remove the memory, and what it lent; the process has ended, or is about to.
+
+        One that is stopped, and does not hear Ray, is ended here.
+        """
+        if self.pid and _is_stopped(self.pid):
+            os.kill(self.pid, signal.SIGKILL)
+        for name in texts(self._lent):
+            if name:
+                (FOLDER / name).unlink(missing_ok=True)
         self._memory.close()
 
     def kill(self) -> None:
@@ -155,6 +189,14 @@ class FarProcess(WorkerProcess):
 
     def forget(self) -> None:
         """Nothing of it is here."""
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a process of this machine has been stopped by a signal."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except OSError:  # it has ended
+        return False
 
 
 @dataclass(eq=False)
@@ -199,6 +241,9 @@ class RayHandle(Handle[T]):
             return super().pipe(method, source, produce, *args, **kwargs)
         names = (source.name, produce.__name__, self.name, method.__name__)
         return self._call(self.process.actor.pipe, method.__name__, names, args, kwargs)
+
+    def lend(self, produce: Any) -> Any:
+        return self._call(self.process.actor.lend, produce.__name__, (self.name, produce.__name__), (), {})
 
     def path_from(self, source: Handle[Any]) -> str:
         if self._beside(source):

@@ -242,7 +242,7 @@ def _shares(summary: RolloutSummary, update_s: float, wall_s: float) -> dict[str
     parts = {
         "physics": clock.waiting * (1 - drawing),
         "render": clock.waiting * drawing,
-        "policy": clock.policy,
+        "policy": clock.acting,
         "learner": update_s,
         "transport": clock.transport,
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,16 @@ def check_components(config: Config) -> None:
 def make_component(component: WorkflowComponent, context: WorkerContext) -> Any:
     """The worker of a component, whatever its class."""
     return component.worker_class().make(context)
+
+
+def make_replica(component: WorkflowComponent, context: WorkerContext) -> Any:
+    """One of several workers that act, of the last component of the loop."""
+    return component.worker_class().make_replica(context)
+
+
+def make_loop(component: WorkflowComponent, context: WorkerContext, names: Sequence[str]) -> Any:
+    """The worker that goes round with the farm and hands groups to the replicas of these names."""
+    return component.worker_class().make_loop(context, names)
 
 
 def make_evaluator(config: Config, spec: PolicySpec, farm: Farm | FarmAddress, checkpoint: Path | None) -> Evaluator:

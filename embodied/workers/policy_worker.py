@@ -1,301 +1,46 @@
-"""The policy worker: turns a farm's observations into decisions and writes them into the trajectory memory.
+"""The policy worker: turns a farm's observations into decisions.
 
-    rollout loop, until every group has decided often enough -> trajectories
-
-Trajectories are in the order (decision, environment), and noise is keyed by (environment, episode, step), so that
-neither the groups nor the order of serving changes them.
+One policy worker also goes round with the farm, and gathers trajectories. Of several, the replicas only act
+(`policy_replica`), for groups that a rollout worker in a process of its own hands them (`shared_loop`).
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
-from typing import ClassVar
+from collections.abc import Sequence
 
-import numpy as np
-import torch
-from torch import Tensor
-
-from embodied.data.assembly import EndedEpisode, assemble, table_of_decisions, table_of_episodes
-from embodied.data.trajectories import Trajectories, join_columns, join_inputs
-from embodied.data.trajectory_memory import FrameCounts, MemoryLayout, MemoryShape, TrajectoryMemory
+from embodied.workers.acting import ActingPolicy, RolloutSettings
 from embodied.workers.affinity import Affinity
-from embodied.workers.context import WorkerContext, bootstrap_of
-from embodied.workers.devices import decide, value_of
-from embodied.workers.offload import Offload, Switch
-from embodied.workers.roles import EpisodePart
-from embodied.workers.rollout_loop import EnvironmentGroup, RolloutLoop, RolloutSettings
-from embodied.workers.rollout_summary import Clock, RolloutSummary
-from policies.contract import Inputs, Policy
-from sim_farm.episodes import GroupedEpisodes
+from embodied.workers.context import WorkerContext
+from embodied.workers.policy_replica import PolicyReplica
+from embodied.workers.rollout_loop import LocalLoop
+from embodied.workers.rollout_worker import RolloutWorker
+from embodied.workers.shared_loop import SharedLoop
+from policies.contract import Policy
 from sim_farm.farm import Farm
-from sim_farm.observations import Observations
-
-TASK_BITS = 44
-"""Bits of an episode group's name within its task."""
 
 
-class PolicyWorker:
+class PolicyWorker(ActingPolicy, RolloutWorker):
     """Holds a policy, a farm, and the trajectory memory that both write into."""
-
-    makes: ClassVar[frozenset[str]] = frozenset({"trajectories", "episodes"})
-    """What an edge from here may carry."""
 
     def __init__(
         self, policy: Policy | None, farm: Farm, settings: RolloutSettings, affinity: Affinity | None = None
     ) -> None:
         """`policy` None: it will be given one by `share`."""
-        self.farm, self._settings = farm, settings
-        self._affinity = affinity or Affinity()
-        self._offload: Offload | None = None
-        self._version = 0
-        self._loop = RolloutLoop(farm, settings)
-        self._task = None
-        """[B] the number of each environment's task, where there are several."""
-        if len(farm.specs) > 1:
-            self._task = torch.from_numpy(np.repeat(np.arange(len(farm.specs)), [s.num_envs for s in farm.specs]))
-        self._trajectories: Trajectories | None = None
-        self._episode = 0
-        """The number of the iteration's first episodes, where rollouts are of whole episodes."""
-        self._rolled = 0
-        """Episodes of each environment that the iteration has handed out, the last perhaps in part."""
-        self._wired = 0
-        self._counted = FrameCounts()
-        if policy is not None:
-            self.share(policy)
+        ActingPolicy.__init__(self, policy, farm, settings, affinity)
+        RolloutWorker.__init__(self, farm, settings, LocalLoop(farm, settings, self._actor), affinity)
 
     @classmethod
     def make(cls, context: WorkerContext) -> PolicyWorker:
-        """The policy worker of a run."""
-        config = context.config
-        settings = RolloutSettings(
-            config.policy.reads, context.seeds, bootstrap_of(config), context.rounds, config.runtime.trace
-        )
-        return cls(context.policy(), context.reach(), settings, context.affinity)
+        """The policy worker of a run that has one."""
+        return cls(context.policy(), context.reach(), RolloutSettings.of(context), context.affinity)
 
-    # --- before a rollout, and between two
+    @classmethod
+    def make_replica(cls, context: WorkerContext) -> PolicyReplica:
+        """One of a run's several policy workers."""
+        return PolicyReplica(context.policy(), context.reach(), RolloutSettings.of(context), context)
 
-    def layout(self) -> MemoryLayout:
-        """The memory that trajectories are written into, for decisions as the policy takes them."""
-        cameras = self.policy.spec.cameras if self.farm.frames is not None else ()
-        shape = MemoryShape(self._settings.rounds + 1, self._loop.width, cameras)
-        inputs = self._blank_inputs()
-        return MemoryLayout.of(shape, inputs, decide(self.policy, inputs, torch.zeros(1, self.policy.noise_dim)))
-
-    def use(self, memory: TrajectoryMemory) -> None:
-        """Write into this memory from now on. Raises `ValueError` for one without room for final observations."""
-        self._loop.use(memory)
-
-    def begin(self, snapshot: Mapping[str, np.ndarray] | None = None, rest: bool = False) -> None:
-        """Start every environment's first episode, or continue from a snapshot; with `rest`, at the next episode.
-
-        Raises `FarmError` for a snapshot of another farm.
-        """
-        if rest:
-            self._episode = 0 if snapshot is None else int(snapshot["base_episode"].min())
-            self.farm.hold(self._episode)
-        if snapshot is not None:
-            self.farm.restore(snapshot)
-            self._loop.sums.total[:] = _of_all_tasks(snapshot, "episode_return")
-            self._loop.sums.solved[:] = _of_all_tasks(snapshot, "episode_solved")
-            self._loop.sums.length[:] = _of_all_tasks(snapshot, "base_step")
-        for group in self._loop.groups:
-            self._loop.reset(group)
-
-    def snapshot(self) -> dict[str, np.ndarray]:
-        """Where the environments are, to be given to `begin` of a later worker."""
-        found = self.farm.snapshot()
-        for task, first in enumerate(self._loop.offsets[:-1]):
-            mine, prefix = slice(first, self._loop.offsets[task + 1]), f"{task}." if task else ""
-            found[f"{prefix}episode_return"] = self._loop.sums.total[mine].copy()
-            found[f"{prefix}episode_solved"] = self._loop.sums.solved[mine].copy()
-        return found
-
-    def load_weights(self, state: Mapping[str, Tensor], version: int) -> None:
-        """Take what the learner has trained: parameters and statistics."""
-        unknown = self.policy.load_state_dict(dict(state), strict=False).unexpected_keys
-        assert not unknown, f"weights of another policy: {unknown}"
-        self._version = version
-
-    def share(self, policy: Policy) -> None:
-        """Act with the learner's own policy, which is in this process: nothing is copied any more."""
-        self._loop.act_with(policy)
-
-    @property
-    def policy(self) -> Policy:
-        """The policy that acts."""
-        return self._loop.policy
-
-    @property
-    def memory(self) -> TrajectoryMemory:
-        """What trajectories are written into."""
-        return self._loop.memory
-
-    def at_version(self, version: int) -> None:
-        """The shared policy has seen so many updates."""
-        self._version = version
-
-    def unload(self, spill: Path) -> Switch:
-        """Let the policy leave the device's memory; `load_back` before the next rollout."""
-        self._offload = Offload(spill, self.policy, None)
-        return self._offload.unload()
-
-    def load_back(self) -> Switch:
-        """Return to the device's memory."""
-        return self._offload.load() if self._offload is not None else Switch(0, 0.0)
-
-    def unload_renderers(self, deadline_s: float) -> Switch:
-        """Let the farm's renderers and scene replicas leave the memory; `load_renderers` before the next rollout."""
-        left = self.farm.unload_renderers(deadline_s)
-        return Switch(left.bytes, left.seconds)
-
-    def load_renderers(self, deadline_s: float) -> Switch:
-        """Have the farm's renderers back."""
-        back = self.farm.load_renderers(deadline_s)
-        return Switch(back.bytes, back.seconds)
-
-    # --- rollouts
-
-    def rollout(self, decisions: int, deadline_s: float = 600.0) -> RolloutSummary:
-        """Let every environment take `decisions` decisions; `trajectories` then hands them out.
-
-        Raises what `Farm.collect` raises. The observations that follow the last decision are kept: the next
-        rollout begins with them.
-        """
-        with self._affinity.applied():
-            begin = self._begin_rollout()
-            for group in self._loop.groups:
-                group.decisions = []
-            self._loop.serve(
-                lambda group, seen: len(group.decisions) >= decisions,
-                lambda group, seen: len(group.decisions) < decisions,
-                deadline_s,
-            )
-            mark = time.monotonic_ns()
-            table, mask = table_of_decisions([group.decisions for group in self._loop.groups], self._loop.width)
-            last = _first_value(value_of(self.policy, self._last_inputs()))
-            self._trajectories = self._assembled(table, mask, last, self._task)
-            ended = [episode for *_, episode in sorted(self._loop.ended, key=lambda place: (place[1], place[2].env))]
-            self._loop.ended = []
-            return self._summary(begin, mark, ended)
-
-    def rollout_episodes(self, part: EpisodePart, limit: int, deadline_s: float = 600.0) -> RolloutSummary:
-        """Go on until every environment has ended its episodes of the part; `trajectories` then hands these out.
-
-        Episodes are counted from the iteration's beginning, which is the part that starts at 0. Environments that are
-        done early go on, until they have ended `limit` episodes, and rest. What they did beyond this part is kept for
-        the next calls. Raises what `Farm.collect` raises.
-        """
-        with self._affinity.applied():
-            begin = self._begin_rollout()
-            if part.start == 0:
-                self._episode += self._rolled
-                for group in self._loop.groups:
-                    group.decisions = [d for d in group.decisions if (d.episode[d.active] >= self._episode).any()]
-            pieces = [(self._episode + number, first, last) for number, first, last in part.pieces(self._loop.width)]
-            self._rolled = -(-part.stop // self._loop.width)
-            self._loop.wake(self._episode + limit, deadline_s)
-            self._loop.serve(
-                lambda group, seen: all(_ended(group, seen, *piece) for piece in pieces),
-                lambda group, seen: bool(seen.active.any()),
-                deadline_s,
-            )
-            mark = time.monotonic_ns()
-            self._trajectories = join_columns([self._episodes_of(*piece) for piece in pieces])
-            # How far environments went beyond the part is the plan's affair: those are told with their own part.
-            mine = [p for p in self._loop.ended if any(p[0] == n and a <= p[2].env < z for n, a, z in pieces)]
-            self._loop.ended = [place for place in self._loop.ended if place not in mine]
-            ended = [episode for *_, episode in sorted(mine, key=lambda place: (place[0], place[2].env))]
-            return self._summary(begin, mark, ended)
-
-    def trajectories(self) -> Trajectories:
-        """What the last rollout gathered, once."""
-        gathered, self._trajectories = self._trajectories, None
-        assert gathered is not None, "trajectories are handed out once per rollout"
-        return gathered
-
-    # --- after a rollout
-
-    def carried(self, batch: Trajectories) -> Trajectories:
-        """The trajectories for another machine, which does not have the memory that they are in."""
-        return batch.carried()
-
-    def _assembled(
-        self, table: np.ndarray, mask: np.ndarray, last: Tensor, task: Tensor | None, group: Tensor | None = None
-    ) -> Trajectories:
-        values = self._loop.finals.values(table[mask], lambda inputs: _first_value(value_of(self.policy, inputs)))
-        return assemble(self.memory, table, mask, values, last, self._version, task, group)
-
-    def _episodes_of(self, number: int, first: int, last: int) -> Trajectories:
-        """Episode `number` of the environments `first` to `last - 1`."""
-        table, mask = table_of_episodes([group.decisions for group in self._loop.groups], number, first, last)
-        names = torch.tensor([self._episode_group(column, number) for column in range(first, last)])
-        task = None if self._task is None else self._task[first:last]
-        return self._assembled(table, mask, torch.zeros(last - first), task, names)
-
-    def _episode_group(self, column: int, number: int) -> int:
-        """The name of the episode group that an environment's episode belongs to; no two tasks share one."""
-        task = int(np.searchsorted(self._loop.offsets, column, side="right")) - 1
-        episodes = self.farm.specs[task].episodes
-        assert isinstance(episodes, GroupedEpisodes), "rollouts of whole episodes are of episodes that come in groups"
-        return episodes.episode_group(column - int(self._loop.offsets[task]), number) + (task << TASK_BITS)
-
-    def _last_inputs(self) -> Inputs:
-        """The observations after the last decision, [B], in the order of the run's environments."""
-        order = np.argsort(np.concatenate([group.columns for group in self._loop.groups]))
-        reads = tuple(name for name in self._settings.reads if name != "images")
-        parts = [self._loop.inputs(group, group.seen, reads) for group in self._loop.groups if group.seen is not None]
-        inputs = join_inputs(parts, torch.from_numpy(order))
-        if self.memory.frames is None:
-            return inputs
-        rows = np.concatenate([group.flat(group.row, self._loop.width) for group in self._loop.groups])[order]
-        return replace(inputs, frames=self.memory.frames_at(torch.from_numpy(rows)))
-
-    def _begin_rollout(self) -> int:
-        self._loop.clock, self._loop.spans = Clock(), []
-        self._counted = self._loop.frames()
-        return time.monotonic_ns()
-
-    def _summary(self, begin: int, mark: int, ended: Sequence[EndedEpisode]) -> RolloutSummary:
-        end = time.monotonic_ns()
-        self._loop.clock.assembly += (end - mark) / 1e9
-        self._loop.clock.transport += (end - mark) / 1e9
-        self._loop.span("policy", "transport", mark, end)
-        assert self._trajectories is not None
-        wired, self._wired = self.farm.wire_bytes - self._wired, self.farm.wire_bytes
-        steps, wall_s = self._trajectories.env_steps, (end - begin) / 1e9
-        spans, frames = tuple(self._loop.spans), self._loop.frames() - self._counted
-        return RolloutSummary(steps, self._version, tuple(ended), self._loop.clock, wall_s, spans, wired, frames)
-
-    def _blank_inputs(self) -> Inputs:
-        """One observation without content, as the policy reads them."""
-        spec, reads, size = self.policy.spec, self._settings.reads, self.policy.spec.image_size
-        info = self.farm.infos[0]
-        return Inputs(
-            state=torch.zeros(1, info.state_dim) if "state" in reads else None,
-            proprio=torch.zeros(1, info.proprio_dim) if "proprio" in reads else None,
-            frames={name: torch.zeros(1, size, size, 3, dtype=torch.uint8) for name in spec.cameras},
-            instruction=("do nothing",) if "instruction" in reads else (),
-            episode=torch.zeros(1, 3, dtype=torch.int64) if "episode" in reads else None,
-        )
-
-
-def _ended(group: EnvironmentGroup, seen: Observations, episode: int, first: int, last: int) -> bool:
-    """Whether those of the group's environments that are among `first` to `last - 1` have ended that episode."""
-    mine = (group.columns >= first) & (group.columns < last)
-    return bool((seen.episode[mine] > episode).all())
-
-
-def _first_value(value: Tensor) -> Tensor:
-    """[B] of [B], or of the first action's [B, C]: the value of an observation before anything is done there."""
-    return value if value.ndim == 1 else value[:, 0]
-
-
-def _of_all_tasks(snapshot: Mapping[str, np.ndarray], key: str) -> np.ndarray:
-    """An array of the run's environments; of several tasks it may be kept in parts, the second's as `1.KEY`."""
-    parts = [snapshot[key]]
-    while f"{len(parts)}.{key}" in snapshot:
-        parts.append(snapshot[f"{len(parts)}.{key}"])
-    return np.concatenate(parts)
+    @classmethod
+    def make_loop(cls, context: WorkerContext, names: Sequence[str]) -> RolloutWorker:
+        """The rollout worker of a run that has several replicas, of these names."""
+        farm, settings = context.reach(), RolloutSettings.of(context)
+        return RolloutWorker(farm, settings, SharedLoop(farm, settings, names), context.affinity)

@@ -1,7 +1,8 @@
-"""The three roles of workers that the executor knows: decider, passer, trainer. A role is a protocol of methods.
+"""The roles of workers that the executor knows: decider, passer, trainer. A role is a protocol of methods.
 
 A decider goes round with the simulators and makes trajectories. A passer receives trajectories, adds to them and hands
-them on. A trainer learns from them and hands out weights.
+them on. A trainer learns from them and hands out weights. Who acts takes these: the decider itself, or, where several
+replicas share its work, they.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 from embodied.checkpoint import RunState
 from embodied.data.trajectories import Trajectories
 from embodied.data.trajectory_memory import MemoryLayout, TrajectoryMemory
+from embodied.workers.desks import Desks
 from embodied.workers.offload import Switch
 from embodied.workers.rollout_summary import RolloutSummary
 from policies.contract import Policy
@@ -63,15 +65,39 @@ class TrainedBytes:
     """What `weights` hands out."""
 
 
+class Acting(Protocol):
+    """Holds the policy that acts."""
+
+    def layout(self) -> MemoryLayout: ...
+
+    def share(self, policy: Policy) -> None: ...
+
+    def load_weights(self, state: Mapping[str, Tensor], version: int) -> None: ...
+
+    def at_version(self, version: int) -> None: ...
+
+    def unload(self, spill: Path) -> Switch: ...
+
+    def load_back(self) -> Switch: ...
+
+
+class Replica(Acting, Protocol):
+    """Acts for the groups of environments that a decider hands it. See `PolicyReplica`."""
+
+    def use(self, memory: TrajectoryMemory, desks: Desks) -> None: ...
+
+    def serve(self) -> None:
+        """Until the present rollout of the decider is over."""
+        ...
+
+
 class Decider(Protocol):
-    """Holds the policy that acts, and the farm."""
+    """Holds the farm. A decider that acts by itself is `Acting` too."""
 
     makes: ClassVar[frozenset[str]]
     """What an edge from here may carry."""
 
-    def layout(self) -> MemoryLayout: ...
-
-    def use(self, memory: TrajectoryMemory) -> None: ...
+    def use(self, memory: TrajectoryMemory, desks: Desks | None = None) -> None: ...
 
     def begin(self, snapshot: Mapping[str, np.ndarray] | None = None, rest: bool = False) -> None: ...
 
@@ -86,16 +112,6 @@ class Decider(Protocol):
         ...
 
     def snapshot(self) -> dict[str, np.ndarray]: ...
-
-    def share(self, policy: Policy) -> None: ...
-
-    def load_weights(self, state: Mapping[str, Tensor], version: int) -> None: ...
-
-    def at_version(self, version: int) -> None: ...
-
-    def unload(self, spill: Path) -> Switch: ...
-
-    def load_back(self) -> Switch: ...
 
     def unload_renderers(self, deadline_s: float) -> Switch: ...
 

@@ -3,96 +3,85 @@
     until every group is done:  the group that is ready first -> act -> submit
 
 With several groups of environments one is simulated while the policy decides for another; a light task's groups
-are served while a heavy one's are simulated.
+are served while a heavy one's are simulated. Here the policy is the loop's own; `shared_loop` has policy replicas.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from embodied import progress
 from embodied.data.assembly import Decision, EndedEpisode, EpisodeSums
-from embodied.data.random_streams import SamplingNoise
 from embodied.data.trajectories import to_inputs
 from embodied.data.trajectory_memory import FrameCounts, TrajectoryMemory
 from embodied.tracing import Span
-from embodied.workers.devices import decide
+from embodied.workers.acting import Actor, EnvironmentGroup, RolloutSettings, groups_of
 from embodied.workers.final_values import FinalObservationsKept
 from embodied.workers.rollout_summary import Clock, workers_spans
-from policies.contract import Inputs, Policy
+from policies.contract import Inputs
 from sim_farm.farm import Farm
 from sim_farm.observations import Observations
 
 
-@dataclass(frozen=True)
-class RolloutSettings:
-    """What of a configuration decides what a policy worker computes."""
-
-    reads: tuple[str, ...]
-    """What of an observation the policy is shown."""
-    seeds: tuple[int, ...]
-    """Of each task: noise is keyed by it."""
-    bootstrap: str
-    """Ends of episodes whose own final observation is valued: `never`, `truncated` or `always`."""
-    rounds: int
-    """Decisions of each environment that the trajectory memory must hold at once."""
-    trace: bool = True
-    """Whether spans are made."""
-
-
-class EnvironmentGroup:
-    """One group of environments: where it is in the memory, and what it has decided."""
-
-    def __init__(self, number: int, task: int, columns: np.ndarray, place: int) -> None:
-        self.number, self.task = number, task
-        self.columns = columns
-        """Of the run's environments."""
-        self.places = np.arange(place, place + len(columns))
-        """Columns of the trajectory memory."""
-        self.row = 0
-        """Of the memory: where its present observation is, or will be."""
-        self.seen: Observations | None = None
-        self.pending: Decision | None = None
-        """The decision whose outcome is not known yet."""
-        self.decisions: list[Decision] = []
-        self.arrow = 0
-        """Number of the trace's arrow from its observation to the next decision."""
-
-    def flat(self, row: int, width: int) -> np.ndarray:
-        """[n] flat rows of its environments at a row of the memory."""
-        return row * width + self.places
-
-
 class RolloutLoop:
-    """The groups of a farm, and the policy that decides for them. Writes decisions and outcomes into the memory."""
+    """The groups of a farm, which go round. Writes outcomes into the memory. Who acts is the subclass's affair."""
 
     memory: TrajectoryMemory
     finals: FinalObservationsKept
+    track = "policy"
+    """The trace's track of the process that the loop is in."""
 
     def __init__(self, farm: Farm, settings: RolloutSettings) -> None:
         self.farm, self._settings = farm, settings
         self.offsets = np.cumsum([0, *(spec.num_envs for spec in farm.specs)])
         """First column of the run's environments of each task, and their number."""
         self.width = int(self.offsets[-1])
-        self.groups = self._all_groups()
+        self.groups = groups_of(farm)
         self.sums = EpisodeSums(self.width)
         self.ended: list[tuple[int, int, EndedEpisode]] = []
         """(number of the environment's episode, number of the decision, episode) that no summary has told yet."""
         self.clock, self.spans = Clock(), list[Span]()
-        self._acting_copies = 0
-        """Frames that were copied because other environments of their group rest."""
         self._arrows = 0
 
-    def act_with(self, policy: Policy) -> None:
-        """Decide with this policy from now on."""
-        self.policy = policy
-        self._noise = [SamplingNoise(seed, policy.noise_dim) for seed in self._settings.seeds]
+    # --- who acts
+
+    @property
+    def version(self) -> int:
+        """Updates that the acting policy has seen."""
+        raise NotImplementedError
+
+    @contextmanager
+    def rollout(self) -> Iterator[None]:
+        """One rollout, or a part of one, in which `serve` and `values` are called."""
+        yield
+
+    def values(self, inputs: Inputs, deadline_s: float) -> Tensor:
+        """[B] the values of observations in which nothing has been done."""
+        raise NotImplementedError
+
+    def frames(self) -> FrameCounts:
+        """Frames that were read back from the memory so far, and copies of frames, those made while acting too."""
+        raise NotImplementedError
+
+    def _decide(self, group: EnvironmentGroup, seen: Observations) -> None:
+        """Have the environments of the group that have an episode decided for, and the farm execute it."""
+        raise NotImplementedError
+
+    def _next_group(self, resting: set[int], deadline_s: float) -> EnvironmentGroup:
+        """Of the groups that are ready, without the resting, the one that has decided least; waits until one is."""
+        raise NotImplementedError
+
+    def _settle(self, deadline_s: float) -> None:
+        """Wait until every group that was decided for is submitted."""
+
+    # --- going round
 
     def use(self, memory: TrajectoryMemory) -> None:
         """Write into this memory from now on.
@@ -107,10 +96,6 @@ class RolloutLoop:
             )
         self.memory = memory
         self.finals = FinalObservationsKept(memory)
-
-    def frames(self) -> FrameCounts:
-        """Frames that were read back from the memory so far, and copies of frames, those made while acting too."""
-        return self.memory.counts + FrameCounts(0, self.farm.frame_copies + self._acting_copies)
 
     def serve(
         self,
@@ -133,6 +118,7 @@ class RolloutLoop:
                 self._decide(group, seen)
             else:
                 resting.add(group.number)
+        self._settle(deadline_s)
         for group in self.groups:
             self.observe(group, deadline_s)
 
@@ -170,25 +156,16 @@ class RolloutLoop:
         progress.report()
         return seen
 
-    def inputs(self, group: EnvironmentGroup, seen: Observations, reads: Sequence[str] | None = None) -> Inputs:
-        episodes = self.farm.specs[group.task].episodes
-        return to_inputs(seen, self._settings.reads if reads is None else reads, episodes, self.policy.spec.cameras)
-
     def span(
         self, track: str, name: str, start: int, end: int, args: Mapping[str, Any] | None = None, **flow: Any
     ) -> None:
         if self._settings.trace:
             self.spans.append(Span(track, name, start, end, dict(args or {}), **flow))
 
-    def _next_group(self, resting: set[int], deadline_s: float) -> EnvironmentGroup:
-        """Of the groups that are ready the one that has decided least; waits until one is."""
+    def _ready(self, resting: set[int]) -> list[EnvironmentGroup]:
+        """The groups that may be decided for now."""
         ready = [group for group in self.groups if group.seen is not None and group.number not in resting]
-        ready += [self.groups[number] for number in self.farm.ready()]
-        if not ready:
-            mark = time.monotonic_ns()
-            ready = [self.groups[self.farm.wait_ready(deadline_s)]]
-            self._waited(mark, "any group")
-        return min(ready, key=lambda group: (len(group.decisions), group.number))
+        return ready + [self.groups[number] for number in self.farm.ready()]
 
     def _note_outcome(self, group: EnvironmentGroup, decision: Decision, seen: Observations) -> None:
         """Write what came of the group's last decision beside it."""
@@ -220,37 +197,15 @@ class RolloutLoop:
                 one = inputs.rows(torch.tensor([i]))
                 self.finals.keep(int(decision.flat[row]), int(group.places[row]), one)
 
-    def _decide(self, group: EnvironmentGroup, seen: Observations) -> None:
-        """Act for the environments of the group that have an episode, and have the farm execute it."""
-        start = time.monotonic_ns()
-        rows = np.flatnonzero(seen.active)
-        inputs = self.inputs(group, seen)
-        if len(rows) < len(seen.envs):
-            inputs = inputs.rows(torch.from_numpy(rows))
-            self._acting_copies += len(rows) if inputs.frames else 0
-        noise = self._noise[group.task].draw(seen.envs[rows], seen.episode[rows], seen.episode_step[rows])
-        action = decide(self.policy, inputs, torch.from_numpy(noise))
-        acted = time.monotonic_ns()
-        self.span("policy", f"act for group {group.number}", start, acted, flow_from=(group.arrow,))
-        flat = group.flat(group.row, self.width)
-        self.memory.write_decision(flat[rows], inputs, action)
-        chunks = action.chunk.numpy()
-        if len(rows) < len(seen.envs):
-            chunks = np.zeros((len(seen.envs), *chunks.shape[1:]), np.float32)
-            chunks[rows] = action.chunk.numpy()
-        written = time.monotonic_ns()
+    def _decided(self, group: EnvironmentGroup, seen: Observations, flat: np.ndarray) -> None:
+        """Note that the group decides at these flat rows."""
         group.row = (group.row + 1) % self.memory.shape.rows
         group.pending = Decision(flat, group.columns, seen.active, seen.episode)
         group.decisions.append(group.pending)
         group.seen = None
+
+    def _submit(self, group: EnvironmentGroup, chunks: np.ndarray) -> None:
         self.farm.submit(group.number, chunks, self._frame_rows(group), self.finals.rows(group.places))
-        self.clock.policy += (acted - start) / 1e9
-        self.clock.transport += (written - acted) / 1e9
-        submitted = (time.monotonic_ns() - written) / 1e9
-        if self.farm.in_process:  # the ring has just run the workers
-            self.clock.waiting += submitted
-        else:
-            self.clock.transport += submitted
 
     def _frame_rows(self, group: EnvironmentGroup) -> np.ndarray | None:
         """Rows of the frame memory at which the group's next observations are drawn."""
@@ -259,13 +214,44 @@ class RolloutLoop:
     def _waited(self, mark: int, whom: str) -> None:
         now = time.monotonic_ns()
         self.clock.waiting += (now - mark) / 1e9
-        self.span("policy", "idle", mark, now, {"waiting for": whom})
+        self.span(self.track, "idle", mark, now, {"waiting for": whom})
 
-    def _all_groups(self) -> tuple[EnvironmentGroup, ...]:
-        """The farm's groups; in the memory their environments lie next to each other."""
-        found, place = [], 0
-        for number in range(self.farm.groups):
-            task, envs = self.farm.task_of(number), self.farm.envs_of(number)
-            found.append(EnvironmentGroup(number, task, envs + self.offsets[task], place))
-            place += len(envs)
-        return tuple(found)
+
+class LocalLoop(RolloutLoop):
+    """The loop with a policy of its own, which acts in this process."""
+
+    def __init__(self, farm: Farm, settings: RolloutSettings, actor: Actor) -> None:
+        super().__init__(farm, settings)
+        self._actor = actor
+
+    @property
+    def version(self) -> int:
+        return self._actor.version
+
+    def values(self, inputs: Inputs, deadline_s: float) -> Tensor:
+        return self._actor.values(inputs)
+
+    def frames(self) -> FrameCounts:
+        return self._actor.frames(self.memory)
+
+    def _next_group(self, resting: set[int], deadline_s: float) -> EnvironmentGroup:
+        ready = self._ready(resting)
+        if not ready:
+            mark = time.monotonic_ns()
+            ready = [self.groups[self.farm.wait_ready(deadline_s)]]
+            self._waited(mark, "any group")
+        return min(ready, key=lambda group: (len(group.decisions), group.number))
+
+    def _decide(self, group: EnvironmentGroup, seen: Observations) -> None:
+        flat = group.flat(group.row, self.width)
+        acted = self._actor.act(group, seen, self.memory, flat)
+        self.span(self.track, f"act for group {group.number}", acted.begin_ns, acted.acted_ns, flow_from=(group.arrow,))
+        self._decided(group, seen, flat)
+        self._submit(group, acted.chunks)
+        self.clock.policy += (acted.acted_ns - acted.begin_ns) / 1e9
+        self.clock.transport += (acted.written_ns - acted.acted_ns) / 1e9
+        submitted = (time.monotonic_ns() - acted.written_ns) / 1e9
+        if self.farm.in_process:  # the ring has just run the workers
+            self.clock.waiting += submitted
+        else:
+            self.clock.transport += submitted

@@ -16,12 +16,15 @@ from sim_farm.observations import Observations
 
 @dataclass
 class Clock:
-    """Where the policy worker's own time went, in seconds; they add up to the rollout's wall time."""
+    """Where the policy worker's own time went, in seconds; they add up to the rollout's wall time.
+
+    Of several replicas `policy` is the sum, and `acting` takes its place in the wall time.
+    """
 
     policy: float = 0.0
-    """Inference: noise, forward passes."""
+    """Inference: noise, forward passes. Of replicas also looking at groups and writing decisions, which they do."""
     waiting: float = 0.0
-    """For the farm."""
+    """For the farm; of replicas, on average, for the farm and for work."""
     transport: float = 0.0
     """Reading slots, writing decisions, assembling trajectories."""
     assembly: float = 0.0
@@ -29,6 +32,13 @@ class Clock:
     stepping: tuple[float, ...] = ()
     """Of each task, summed over its workers' own clocks; more than the wall time where they work side by side."""
     drawing: tuple[float, ...] = ()
+    replicas: int = 1
+    """Policy workers that shared the inference."""
+
+    @property
+    def acting(self) -> float:
+        """Inference of one replica, on average."""
+        return self.policy / self.replicas
 
     @property
     def physics_busy(self) -> float:
@@ -47,6 +57,7 @@ class Clock:
             self.assembly + other.assembly,
             _sum(self.stepping, other.stepping),
             _sum(self.drawing, other.drawing),
+            max(self.replicas, other.replicas),
         )
 
     def count_workers(self, task: int, times_ns: np.ndarray) -> None:

@@ -18,9 +18,9 @@ from embodied.data.trajectories import HeldDecisions, Trajectories, join_columns
 from embodied.data.trajectory_memory import TrajectoryMemory
 from embodied.errors import UserError
 from embodied.planning.run_plans import check_files
+from embodied.workers.acting import RolloutSettings
 from embodied.workers.learner import Learner
 from embodied.workers.policy_worker import PolicyWorker
-from embodied.workers.rollout_loop import RolloutSettings
 from policies.contract import Action, Evaluation, Inputs, PolicySpec
 from policies.gaussian_mlp import GaussianMLP
 from policies.layers import mlp

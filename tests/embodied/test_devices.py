@@ -24,13 +24,13 @@ from embodied.execution.assignment import HERE, Assignment, FarmAssignment
 from embodied.execution.executor import executor
 from embodied.execution.session import open_session
 from embodied.runtime.ray_workers import _portable
+from embodied.workers.acting import RolloutSettings
 from embodied.workers.affinity import Affinity
 from embodied.workers.context import make_policy
 from embodied.workers.devices import decide, device_of, find_device, settle, to_host, value_of
 from embodied.workers.learner import Learner
 from embodied.workers.offload import Offload
 from embodied.workers.policy_worker import PolicyWorker
-from embodied.workers.rollout_loop import RolloutSettings
 from policies.contract import Action, Evaluation, Inputs, Policy, PolicySpec
 from policies.gaussian_mlp import GaussianMLP
 from policies.random_actions import RandomActions

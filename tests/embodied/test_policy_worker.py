@@ -16,9 +16,9 @@ from embodied.data.assembly import EndedEpisode
 from embodied.data.random_streams import SamplingNoise
 from embodied.data.trajectories import Trajectories
 from embodied.data.trajectory_memory import TrajectoryMemory
+from embodied.workers.acting import RolloutSettings
 from embodied.workers.final_values import rows_for_finals
 from embodied.workers.policy_worker import PolicyWorker
-from embodied.workers.rollout_loop import RolloutSettings
 from policies.contract import Action, Inputs, Policy, PolicySpec
 from sim_farm.contract import EpisodeSpec, PhysicsResult, TaskSpec
 from sim_farm.episodes import EndlessEpisodes, Episodes, ListedEpisodes

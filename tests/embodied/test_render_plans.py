@@ -186,4 +186,4 @@ def probe(config: Config, folder: Path) -> Probed:
     switch = Switch(0, 0.1), Switch(0, 0.1)
     workflow = workflow_of(config, [infos[0].max_episode_steps])
     drawn = GpuDrawing(7_000_000, (Switch(0, 0.25), Switch(0, 0.5)))
-    return Probed(workflow, infos, taken, 1, False, {"render": switch}, 0, ("cpu", 0), drawn)
+    return Probed(workflow, infos, taken, 1, False, {"render": switch}, 0, TrainedBytes(0, 0, 0), ("cpu", 0), drawn)

@@ -31,7 +31,7 @@ from embodied.run_folder import prepare_run
 from embodied.runtime.ray_runtime import RayRuntime
 from embodied.training import loop as training
 from embodied.workers.affinity import Affinity
-from embodied.workers.roles import Decider, Trainer
+from embodied.workers.roles import Acting, Decider, Trainer
 from policies.contract import Action, Inputs
 from sim_farm.contract import EpisodeSpec, FarmError, TaskSpec
 from sim_farm.episodes import ListedEpisodes
@@ -365,8 +365,8 @@ def test_policy_worker_and_learner_take_a_fifth_of_a_rollouts_bytes_for_themselv
             workers.decider.call(Decider.rollout, decisions, 100.0)
             workers.trainer.get(workers.trainer.pipe(Trainer.collect, workers.decider, Decider.trajectories, number))
             workers.trainer.call(Trainer.finish, number)
-            weights = workers.decider.pipe(Decider.load_weights, workers.trainer, Trainer.weights, number + 1)
-            workers.decider.get(weights)
+            weights = workers.acting.pipe(Acting.load_weights, workers.trainer, Trainer.weights, number + 1)
+            workers.acting.get(weights)
 
         iterate(2, 0)
         everyone = psutil.Process().children(recursive=True)

@@ -1,0 +1,101 @@
+"""The workers of a run: those of all components that are no simulators, placed by an assignment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from embodied.config import Config
+from embodied.errors import UserError
+from embodied.execution.acting_workers import place_acting
+from embodied.execution.assignment import Assignment
+from embodied.execution.farm_specs import memory_rounds
+from embodied.execution.session import Session
+from embodied.execution.trainer_ranks import place_ranks
+from embodied.runtime.groups import WorkerGroup
+from embodied.workers.context import WorkerContext, check_same_sizes, policy_spec
+from embodied.workers.makers import make_component
+from embodied.workers.roles import Decider, Passer, Trainer
+from embodied.workflows.recipes import Recipe, WorkflowComponent, recipe_of
+from embodied.workflows.sizes import tasks_of
+from sim_farm.farm import Farm
+
+
+@dataclass(frozen=True)
+class PlacedWorkers:
+    """A run's workers."""
+
+    workers: dict[str, WorkerGroup[Any]]
+    """Of each component that is no simulator, by its name."""
+    looping: WorkerGroup[Decider] | None
+    """The decider, where several instances of its component act and it does not."""
+    assignment: Assignment
+    """As it could be done: ranks that hold shards have no policy to share, so that who acts has processes of its
+    own."""
+
+
+def check_workflow(recipe: Recipe) -> None:
+    """Raise `UserError` for a component without a class of worker, and for an edge that carries what its source does
+    not make or its target does not take."""
+    classes = {component.name: component.worker_class() for component in recipe.components}
+    after = {component.name for component in recipe.after_rollout}
+    for edge in recipe.edges:
+        if edge.target not in after:
+            continue  # within the loop: the farm's own
+        made: frozenset[str] = getattr(classes[edge.source], "makes", frozenset())
+        taken: frozenset[str] = getattr(classes[edge.target], "takes", frozenset())
+        if edge.carries not in made & taken:
+            raise UserError(
+                f"the workflow {recipe.name} has {edge.source} hand {edge.carries!r} to {edge.target}, and nobody "
+                f"serves that edge: {edge.source} makes {', '.join(sorted(made)) or 'nothing'}, {edge.target} takes "
+                f"{', '.join(sorted(taken)) or 'nothing'}"
+            )
+
+
+def place_workers(config: Config, run_dir: Path, session: Session, assignment: Assignment, farm: Farm) -> PlacedWorkers:
+    """Place the trainer's ranks, then who acts, then the passers.
+
+    Raises `UserError` for tasks that one policy cannot act in.
+    """
+    recipe, tasks = recipe_of(config), tasks_of(config)
+    sizes = policy_spec(config, farm.infos[0])
+    for task, info in zip(tasks, farm.infos, strict=True):
+        check_same_sizes(sizes, policy_spec(task, info), task.env.task)
+    *passers, trainer = recipe.after_rollout
+    base = WorkerContext(
+        config,
+        sizes,
+        run_dir,
+        assignment.first_of(trainer.name),
+        seeds=tuple(task.seed for task in tasks),
+        rounds=memory_rounds(config, assignment.ahead, farm.infos),
+    )
+    trained = place_ranks(session, trainer, base, assignment)
+    whole = trained.size == 1 or all(trained.call_all(Trainer.shares_policy))
+    if not whole:
+        assignment = replace(assignment, one_process=False)
+    acting, looping = place_acting(recipe.component(recipe.loop[-1]), base, session, assignment, farm, trained)
+    workers: dict[str, WorkerGroup[Any]] = {trainer.name: trained, recipe.loop[-1]: acting}
+    for passer in passers:
+        # Beside the trainer a passer uses its weights, which must not be away while trajectories pass.
+        leaves = assignment.unload and not assignment.one_process
+        beside = assignment.first_of(passer.name) == base.affinity and whole and not leaves
+        workers[passer.name] = _place_passer(session, passer, base, assignment, trained.first() if beside else None)
+    return PlacedWorkers(workers, looping, assignment)
+
+
+def _place_passer(
+    session: Session,
+    passer: WorkflowComponent,
+    base: WorkerContext,
+    assignment: Assignment,
+    beside: WorkerGroup[Trainer] | None,
+) -> WorkerGroup[Passer]:
+    context = replace(base, affinity=assignment.first_of(passer.name), shares=beside is not None)
+    group: WorkerGroup[Passer] = session.runtime.place_group(
+        passer.name, make_component, 1, (passer, context), beside=beside
+    )
+    if beside is not None:
+        group.get(group.pipe(Passer.share, beside, Trainer.own_policy))
+    return group
