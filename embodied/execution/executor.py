@@ -265,7 +265,8 @@ class Executor:
     def _start(self, part: EpisodePart | None = None) -> _Begun:
         """Begin a rollout, or a part of one, with the weights that were published last."""
         settings = self.config.rollout
-        serving = [] if self.looping is None else self.acting.submit_all(Replica.serve)
+        replicas: WorkerGroup[Any] = self.acting
+        serving = [] if self.looping is None else replicas.submit_all(Replica.serve)
         if not self._by_episodes:
             return _Begun(self.decider.submit(Decider.rollout, settings.decisions, self.farm_deadline_s), serving)
         part = part or next(self._parts())

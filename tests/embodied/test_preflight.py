@@ -139,3 +139,15 @@ def test_what_is_right_goes_on_to_start_ray(name: str) -> None:
     """Every shipped configuration whose weights are here."""
     with pytest.raises(RayStarted):
         cli.main(["train", name])
+
+
+def test_more_policy_replicas_than_groups_are_refused_before_ray_is_started(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    three = ["train", "reach", "--policy.replicas", "3"]
+    said = refusal(capsys, *three)
+    assert (
+        "3 policy replicas would share 2 groups" in said and "set policy.replicas to 2 or less, or farm.groups" in said
+    )
+    with pytest.raises(RayStarted):
+        cli.main([*three, "--farm.groups", "4"])

@@ -26,6 +26,7 @@ from embodied.planning.probe_assignments import probes_of
 from embodied.planning.profiler import Measured, Probed
 from embodied.runtime.ray_runtime import RayRuntime
 from embodied.workers.offload import Switch
+from embodied.workers.roles import TrainedBytes
 from embodied.workflows.sizes import workflow_of
 from schedulers import Plan
 from tests.embodied.pretend_device import PretendDevice

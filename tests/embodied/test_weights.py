@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from embodied.config import Config, parse_config
 from embodied.execution.assignment import Assignment
 from embodied.execution.executor import executor
 from embodied.execution.session import Session, open_session
+from embodied.runtime.groups import WorkerGroup
 from embodied.runtime.ray_runtime import RayRuntime
 from embodied.workers.context import WorkerContext
 from embodied.workers.learner import Learner
@@ -38,7 +40,7 @@ from tests.embodied.test_replicas import of, shared
 
 def checksums(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     return {
-        name: hashlib.sha256(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()).hexdigest()
+        name: hashlib.sha256(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
         for name, tensor in tensors.items()
     }
 
@@ -103,8 +105,10 @@ def test_every_tensor_arrives_as_it_left(way: str, ray: Session, tmp_path: Path)
             workers.begin(None, 0)
             seen = set()
             for version in range(4):
-                expected, asked = workers.trainer.call(Trainer.holds)
-                held = workers.acting.call_all(Worker.holds)
+                trainer: WorkerGroup[Any] = workers.trainer
+                acting: WorkerGroup[Any] = workers.acting
+                expected, asked = trainer.call(Trainer.holds)
+                held = acting.call_all(Worker.holds)
                 assert held == [(expected, version)] * len(plan.components["policy"])
                 assert asked == (0 if plan.one_process else version + 1)
                 seen.add(expected["log_std"])
