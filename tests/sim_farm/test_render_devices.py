@@ -160,6 +160,7 @@ def test_what_cannot_draw_says_so(device: str, environment: dict[str, str], word
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.slow
 def test_sapien_draws_in_software_where_that_is_asked_for() -> None:
     found = drawn("maniskill/PushCube-v1", "cpu")
     assert found.returncode == 0, found.stderr
