@@ -79,7 +79,7 @@ def configured(config: Config, cores: tuple[int, ...], nodes: Mapping[str, str] 
     """
     recipe = recipe_of(config)
     learner = Affinity((), config.optim.threads or max(len(cores) // config.optim.ranks, 1))
-    placed = {component.name: (learner,) for component in recipe.after_rollout}
+    placed: dict[str, tuple[Affinity, ...]] = {component.name: (learner,) for component in recipe.after_rollout}
     # One process cannot be several ranks of torch's process groups, and one rank computes what several do.
     placed[recipe.after_rollout[-1].name] = (learner,) * (1 if config.runtime.mode == "inline" else config.optim.ranks)
     placed[recipe.loop[-1]] = (Affinity(),) * config.policy.replicas

@@ -68,7 +68,7 @@ class _WorkerProcess:
 _WorkerActor = ray.remote(num_cpus=0, max_restarts=0)(_WorkerProcess)
 
 
-@ray.remote(num_cpus=0, max_restarts=0, concurrency_groups={"looks": 1})
+@ray.remote(num_cpus=0, max_restarts=0, concurrency_groups={"looks": 1})  # type: ignore[call-overload]
 class _FarActor(_WorkerProcess):
     """Such a process on another machine."""
 
