@@ -86,7 +86,7 @@ class _WorkerProcess:
 _WorkerActor: Any = ray.remote(num_cpus=0, max_restarts=0)(_WorkerProcess)  # type: ignore[call-overload]
 
 
-@ray.remote(num_cpus=0, max_restarts=0, concurrency_groups={"looks": 1})
+@ray.remote(num_cpus=0, max_restarts=0, concurrency_groups={"looks": 1})  # type: ignore[call-overload]
 class _FarActor(_WorkerProcess):
     """Such a process on another machine."""
 

@@ -52,8 +52,10 @@ class LossSums:
     @classmethod
     def of(cls, numbers: Mapping[str, float]) -> LossSums:
         """From sums by name; counts are whole numbers again."""
-        counts = {key: round(numbers[key]) for key in ("units", "values", "rows")}
-        return cls(**{**numbers, **counts})
+        found = cls()
+        for key, number in numbers.items():
+            setattr(found, key, type(getattr(found, key))(number))
+        return found
 
     def add(self, other: LossSums) -> None:
         for key in self.__dataclass_fields__:

@@ -98,7 +98,7 @@ class Offload:
 
     def _local(self, name: str, tensor: DTensor) -> Tensor:
         """All of this process's memory of a tensor, flat."""
-        local = tensor.detach().to_local()
+        local: Tensor = tensor.to_local().detach()
         storage = local.untyped_storage()
         if self._away is not None:
             storage.resize_(self._shards[name])

@@ -226,7 +226,7 @@ class ShardedPolicy(WholePolicy):
         if not isinstance(tensor, DTensor):
             return tensor
         with self.ranks.waiting("gather a tensor"):
-            return tensor.detach().full_tensor()
+            return tensor.full_tensor().detach()
 
     def _on_first(self, tensor: Tensor) -> Tensor:
         """The whole tensor in rank 0's host memory; nothing on the others."""
