@@ -6,7 +6,7 @@ computing, and there are no trees: with small messages on very many devices this
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -57,9 +57,11 @@ def publishing_seconds(cluster: Cluster, size: float, source: Placement, target:
     links between nodes where it has none on theirs, else through those between the node's accelerators; on cores of one
     node they share memory.
     """
-    have = {device for instance in source.instances for device in instance}
-    others = [instance for instance in target.instances if not _held(instance, have)]
-    if not others or not size:
+    if not size or not priced(cluster):
+        return 0.0
+    have = _devices(source.devices)
+    others = [instance for instance in target.instances if not _devices(instance) <= have]
+    if not others:
         return 0.0
     away = {instance[0].node for instance in others} - source.nodes
     near = cluster.device_link_bytes_per_s if "accelerators" in (source.pool, target.pool) else np.inf
@@ -67,14 +69,8 @@ def publishing_seconds(cluster: Cluster, size: float, source: Placement, target:
     return broadcast_seconds(size, float(speed), len(away), cluster.link_s)
 
 
-def _held(instance: tuple[DeviceRange, ...], have: set[DeviceRange]) -> bool:
-    """Whether another instance is on these devices, or around them on the same cores."""
-    return all(any(_within(part, other) for other in have) for part in instance)
-
-
-def _within(part: DeviceRange, other: DeviceRange) -> bool:
-    same = (part.node, part.pool) == (other.node, other.pool)
-    return same and other.first <= part.first and part.first + part.count <= other.first + other.count
+def _devices(parts: Iterable[DeviceRange]) -> set[tuple[str, Pool, int]]:
+    return {(p.node, p.pool, device) for p in parts for device in range(p.first, p.first + p.count)}
 
 
 def _times(exchange: Exchange, members: np.ndarray) -> np.ndarray | float:

@@ -40,7 +40,7 @@ from embodied.runtime.nodes import NodeInfo
 from embodied.runtime.ray_farm import RayHost
 from embodied.runtime.ray_runtime import RayRuntime
 from embodied.workers.affinity import Affinity
-from schedulers import ComponentProfile, Plan, PlanError, Point, Profile
+from schedulers import ComponentProfile, Plan, Point, Profile
 from sim_farm.contract import EpisodeSpec, FarmError
 from sim_farm.episodes import EndlessEpisodes, ListedEpisodes
 from sim_farm.farm import Farm, FarmAddress, WorkerFailed
@@ -246,19 +246,23 @@ def test_auto_stays_where_messages_take_longer_than_they_save(machines: Machines
     assert (cluster.home, [node.name for node in cluster.nodes]) == ("here", ["here", "far", "frail"])
 
 
-def test_a_policy_on_another_node_is_refused(machines: Machines, tmp_path: Path) -> None:
+def test_a_plan_file_may_put_policy_and_learner_on_another_node(machines: Machines, tmp_path: Path) -> None:
+    """On accelerators too, which processes on the CPU stand in for where that is asked for."""
+    ranks = ["here:accelerators:0", "far:accelerators:3"]
     plan = {
         "workflow": "ppo",
         "mode": "collocated",
         "phases": [
             {"micro_batch": 4, "placements": [{"components": ["physics", "policy"], "devices": ["far:cores:0"]}]},
-            {"micro_batch": 4, "placements": [{"components": ["learner"], "devices": ["here:cores:0"]}]},
+            {"micro_batch": 4, "placements": [{"components": ["learner"], "devices": ranks}]},
         ],
     }
     (tmp_path / "plan.json").write_text(json.dumps(plan))
-    config = config_of(plan={"file": str(tmp_path / "plan.json")})
-    with pytest.raises(PlanError, match="puts policy on far:cores:0, but only physics may leave node 'here'"):
-        place_run(config, session_of(config, machines.runtime), tmp_path)
+    config = config_of(plan={"file": str(tmp_path / "plan.json")}, policy={"device": "cpu"})
+    found = place_run(config, session_of(config, machines.runtime), tmp_path).assignment
+    far = machines.node("far").id
+    assert [(a.node, a.device, a.cores) for a in found.components["policy"]] == [(far, "cpu", (0,))]
+    assert [(a.node, a.device) for a in found.components["learner"]] == [("", "cpu"), (far, "cpu")]
 
 
 def test_physics_that_a_plan_gives_to_a_node_that_has_left_is_nowhere_else(machines: Machines) -> None:
