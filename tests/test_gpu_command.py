@@ -24,7 +24,7 @@ MODELS = ("openvla-tiny", "openvla-oft-tiny")
 MACHINE = Machine("a processor, 2 cores, no GPU", False, {"torch": "2"}, "", "580", "abc", "digest")
 OFFLOAD = next(stage for stage in STAGES if stage.name == "offload")
 GOOD = Part(OFFLOAD, "", "openvla-tiny", 1.0)
-WRONG = Part(replace(OFFLOAD, name="weights"), "", "openvla-huge", 1.0)
+WRONG = Part(replace(OFFLOAD, name="weights", module="work"), "", "openvla-tiny", 1.0)
 """Its module has no `weights`."""
 
 
