@@ -24,7 +24,7 @@ MODELS = ("openvla-tiny", "openvla-oft-tiny")
 MACHINE = Machine("a processor, 2 cores, no GPU", False, {"torch": "2"}, "", "580", "abc", "digest")
 OFFLOAD = next(stage for stage in STAGES if stage.name == "offload")
 GOOD = Part(OFFLOAD, "", "openvla-tiny", 1.0)
-WRONG = Part(replace(OFFLOAD, name="weights"), "", "openvla-huge", 1.0)
+WRONG = Part(replace(OFFLOAD, name="weights", module="work"), "", "openvla-tiny", 1.0)
 """Its module has no `weights`."""
 
 
@@ -114,7 +114,7 @@ def test_the_table_stands_between_its_marks_with_what_was_wanted(tmp_path: Path)
     rates |= {"peak_memory_bytes": 3e10, "time_to_first_action_s": 0.1}
     known = {
         "date": "2026-11-22T08:00", "hardware": "H200", "versions": {"torch": "2"}, "commit": "abc", "identity": {},
-        "model": "openvla-7b",
+        "device": "cuda", "model": "openvla-7b",
     }  # fmt: skip
     record.put("act/openvla-7b", known | {"state": MEASURED, "figures": rates})
     record.put("learn/openvla-7b", known | {"state": "failed", "figures": {}, "message": "out | of memory\nmore"})

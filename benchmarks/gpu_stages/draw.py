@@ -66,7 +66,7 @@ def frames_per_s(scene: Scene, device: str, cores: list[int], seconds: float) ->
     """Of as many processes as there are cores, which begin at the same time. Raises `RuntimeError` with what the first
     that fails has said last."""
     drawers = [_start(scene, device, core, seed, seconds) for seed, core in enumerate(cores)]
-    deadline = Timer(START_S + seconds, lambda: [drawer.kill() for drawer in drawers])
+    deadline = Timer(START_S + seconds, _kill, [drawers])
     deadline.start()
     try:
         for drawer in drawers:
@@ -79,9 +79,14 @@ def frames_per_s(scene: Scene, device: str, cores: list[int], seconds: float) ->
         return float(sum(result["frames"] / result["seconds"] for result in results))
     finally:
         deadline.cancel()
+        _kill(drawers)
         for drawer in drawers:
-            drawer.kill()
             drawer.communicate()
+
+
+def _kill(drawers: list[subprocess.Popen[str]]) -> None:
+    for drawer in drawers:
+        drawer.kill()
 
 
 def _start(scene: Scene, device: str, core: int, seed: int, seconds: float) -> subprocess.Popen[str]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu_stages.parts import STAGES
 from benchmarks.gpu_stages.record import MEASURED, Entry, Record
 
 BEGIN, END = "<!-- gpu: written by `python benchmarks/gpu.py --table FILE` -->", "<!-- /gpu -->"
@@ -34,8 +35,10 @@ def table(record: Record) -> str:
     """Markdown: a row for each part, and above the table what they were measured on."""
     if not record.entries:
         return f"Nothing is measured yet: there is no {record.path.name}."
-    lines = [f"Measured on {where}." for where in dict.fromkeys(_where(entry) for entry in record.entries.values())]
-    return "\n".join([*lines, "", HEADER, *(_row(name, entry) for name, entry in record.entries.items())])
+    order = [stage.name for stage in STAGES]
+    entries = sorted(record.entries.items(), key=lambda named: order.index(named[0].partition("/")[0]))
+    lines = [f"Measured on {where}." for where in dict.fromkeys(_where(entry) for _, entry in entries)]
+    return "\n".join([*lines, "", HEADER, *(_row(name, entry) for name, entry in entries)])
 
 
 def _where(entry: Entry) -> str:
@@ -53,9 +56,9 @@ def _row(name: str, entry: Entry) -> str:
     )
     if entry["state"] != MEASURED:
         message = entry.get("message", "").splitlines()[0][:200].replace("|", "/")
-        return f"| {what} | {entry['state']}: {message} | {_goals(wanted, figures)} | |"
+        return f"| {what} | {entry['state']}: {message} | {_goals(wanted, entry)} | |"
     measured, beside = ROWS[stage](figures)
-    return f"| {what} | {measured} | {_goals(wanted, figures)} | {beside} |"
+    return f"| {what} | {measured} | {_goals(wanted, entry)} | {beside} |"
 
 
 # --- what was wanted, of one H200 in bfloat16
@@ -89,8 +92,10 @@ WANTED: dict[str, tuple[Goal, ...]] = {
 }
 
 
-def _goals(wanted: tuple[Goal, ...] | None, figures: Figures) -> str:
-    judged = [(text, reached(figures)) for text, reached in wanted or ()]
+def _goals(wanted: tuple[Goal, ...] | None, entry: Entry) -> str:
+    if entry["device"] == "cpu":
+        return "(tried on a CPU)"
+    judged = [(text, reached(entry["figures"])) for text, reached in wanted or ()]
     return ", ".join(f"{text}: {'yes' if yes else 'no'}" for text, yes in judged if yes is not None)
 
 

@@ -15,6 +15,7 @@ from benchmarks.gpu_stages.work import Figures, Work
 from embodied.bench.machine import median
 from embodied.execution.executor import Executor, executor
 from embodied.execution.session import open_session
+from embodied.workers.roles import Trainer
 
 ITERATIONS = 3
 PUBLISH = "publish weights"
@@ -32,7 +33,7 @@ def weights(work: Work) -> Figures:
     config = vla_config(work, folder, runtime, rank, optim={"minibatch": 4, "micro_batch": 2})
     with open_session(config) as session, executor(config, work.scratch, session, on_one_core(shares)) as workers:
         workers.begin(None, 0)
-        found = {"weights_bytes": whole, "path": workers.weights_path}
+        found: Figures = {"weights_bytes": whole, "path": workers.weights_path}
         spans = [s for i in range(ITERATIONS) for s in workers.iterate(i).spans if s.name == PUBLISH]
         found["handed_over_bytes"] = 0 if shares else whole if not rank else _adapter_bytes(workers)
         if shares and work.device == "cuda":
@@ -43,6 +44,4 @@ def weights(work: Work) -> Figures:
 
 
 def _adapter_bytes(workers: Executor) -> int:
-    from embodied.workers.roles import Trainer
-
     return sum(t.numel() * t.element_size() for t in workers.trainer.call(Trainer.weights).values())
