@@ -13,11 +13,13 @@ import pytest
 import torch
 
 import schedulers
+from embodied.commands.plan import plan_command
 from embodied.config import Config, parse_config
 from embodied.errors import UserError
 from embodied.execution.assignment import Assignment, assign
 from embodied.planning.clusters import with_stand_ins
 from embodied.planning.components import leaving_home, planned_for
+from embodied.planning.profiler import work_of
 from embodied.workflows.sizes import workflow_of
 from schedulers import (
     Cluster,
@@ -272,3 +274,17 @@ def test_accelerators_that_a_plan_names_are_stood_in_for_only_where_the_cpu_is_a
     rooted: Workflow = workflow_of(CONFIG, [8])
     with pytest.raises(PlanError, match="only physics may leave node 'here'"):
         schedulers.validate(plan, rooted, stood_in)
+
+
+def test_plans_for_several_accelerators_say_how_efficient_they_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    schedulers.save(replace(profile_of(), fingerprint=work_of(CONFIG)), tmp_path / "profile.json")
+    nodes = "nodes:\n  - {count: 8, cores: 96, accelerators: 8}\n"
+    (tmp_path / "cluster.yaml").write_text(nodes + "link_bytes_per_s: 5.0e10\ndevice_link_bytes_per_s: 4.5e11\n")
+    result = plan_command(CONFIG, tmp_path / "profile.json", str(tmp_path / "cluster.yaml"), tmp_path / "plan")
+    assert result["accelerators"] == 64 and 0.5 < result["efficiency"] <= 1
+    assert result["bottleneck"] == "learner (accelerators)"
+    said = capsys.readouterr().out
+    assert f"an efficiency of {result['efficiency']:.0%}. The bottleneck is learner (accelerators)" in said
+    assert "What instances send one another takes" in said
