@@ -43,25 +43,26 @@ def place_acting(
     farm: Farm,
     trained: WorkerGroup[Trainer],
 ) -> tuple[WorkerGroup[Any], WorkerGroup[Decider] | None]:
-    """Who acts; and the decider, where that is somebody else. Raises `UserError` where as many policy workers cannot be
-    beside the trainer's."""
+    """Who acts; and the decider, where that is somebody else. Where they share the trainer's
+    policy they are beside its first ranks. Raises `UserError` where these are fewer."""
     name, place, shares = component.name, session.runtime.place_group, assignment.one_process
     count = replicas_of(base.config, assignment)
-    if shares and count != trained.size:
+    if shares and count > trained.size:
         raise UserError(
             f"the plan has {name} and {trained.name} share processes, and there are {count} of the one and "
             f"{trained.size} of the other: give both the same number (policy.replicas, optim.ranks), or each processes "
             "of its own"
         )
+    owners = trained.first(min(count, trained.size)) if shares else None
     context = replace(base, farm=session.reach(farm), ranks=count, shares=shares)
 
     def arguments(rank: int) -> tuple[WorkflowComponent, WorkerContext]:
         return component, replace(context, affinity=assignment.components[name][rank], rank=rank)
 
     make = make_component if count == 1 else make_replica
-    group: WorkerGroup[Any] = place(name, make, count, arguments, beside=trained if shares else None)
-    if shares:
-        group.get(group.pipe(Acting.share, trained, Trainer.own_policy))
+    group: WorkerGroup[Any] = place(name, make, count, arguments, beside=owners)
+    if owners is not None:
+        group.get(group.pipe(Acting.share, owners, Trainer.own_policy))
     if count == 1:
         return group, None
     names = [handle.name for handle in group.handles]

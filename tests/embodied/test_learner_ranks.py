@@ -191,11 +191,14 @@ def test_each_rank_reads_its_own_frames(ray: Session, reference: Any, tmp_path: 
         assert mine.learned["learner/frames_read"] == its.learned["learner/frames_read"] > 0
 
 
-def test_rank_0_may_act_in_its_own_process(ray: Session, reference: Any, tmp_path: Path) -> None:
-    found = run(STATES, ray, of_ranks(2, together=True), tmp_path / "ray")
+@pytest.mark.parametrize("sharding", ["whole", "sharded"])
+def test_rank_0_may_act_in_its_own_process(sharding: str, ray: Session, reference: Any, tmp_path: Path) -> None:
+    """Where it holds a shard it has no policy to share, and who acts has a process of its own."""
+    found = run(with_optim(STATES, sharding=sharding), ray, of_ranks(2, together=True), tmp_path / "ray")
     assert_same(found, reference(STATES))
-    with pytest.raises(UserError, match="nobody can act with a shard"):
-        run(with_optim(STATES, sharding="sharded"), ray, of_ranks(2, together=True), tmp_path / "sharded")
+    for one in found.iterations:
+        (path,) = {span.args["path"] for span in one.spans if span.name == "publish weights"}
+        assert path == ("the same policy" if sharding == "whole" else "shared memory")
 
 
 @pytest.mark.parametrize("sharding", ["whole", "sharded"])
