@@ -31,9 +31,11 @@ SCENES = {
     "libero": Scene("libero/libero_spatial/0", 2, 256),
     "tabletop": Scene("tabletop/push", 1, 224),
 }
-PROCESSES = (1, 4, 8)
+PROCESSES, TINY_PROCESSES = (1, 4, 8), (1,)
 """On the GPU."""
 SECONDS, TINY_SECONDS = 3.0, 0.5
+CALL, TINY_CALL = 8, 2
+"""Scenes that are drawn at once, all different."""
 START_S = 150.0
 """Longest time that processes may take to draw their first frames."""
 
@@ -41,12 +43,12 @@ START_S = 150.0
 def draw(work: Work) -> Figures:
     """Frames per second of the best number of processes on the GPU, of all cores in software, and their ratio."""
     scene, cores = SCENES[work.variant], sorted(os.sched_getaffinity(0))
-    seconds, device = (TINY_SECONDS, "cpu") if work.tiny else (SECONDS, "0")
+    device = "cpu" if work.tiny else "0"
     found: Figures = {"task": scene.task, "cameras": scene.cameras, "image_size": scene.size, "device": device}
     rates: dict[str, float] = {}
-    for count in dict.fromkeys(min(n, len(cores)) for n in PROCESSES):
+    for count in dict.fromkeys(min(n, len(cores)) for n in (TINY_PROCESSES if work.tiny else PROCESSES)):
         try:
-            rates[str(count)] = frames_per_s(scene, device, cores[:count], seconds)
+            rates[str(count)] = frames_per_s(scene, device, cores[:count], work.tiny)
         except RuntimeError as error:
             if not rates:
                 raise
@@ -55,18 +57,18 @@ def draw(work: Work) -> Figures:
         found |= {"frames_per_s": max(rates.values()), "frames_per_s_by_processes": rates}
         work.keep(found)
     try:
-        found["software_frames_per_s"] = frames_per_s(scene, "cpu", cores, seconds)
+        found["software_frames_per_s"] = frames_per_s(scene, "cpu", cores, work.tiny)
         found["ratio_to_software"] = found["frames_per_s"] / found["software_frames_per_s"]
     except RuntimeError as error:
         found["software"] = str(error)
     return found | {"cores": len(cores)}
 
 
-def frames_per_s(scene: Scene, device: str, cores: list[int], seconds: float) -> float:
+def frames_per_s(scene: Scene, device: str, cores: list[int], tiny: bool) -> float:
     """Of as many processes as there are cores, which begin at the same time. Raises `RuntimeError` with what the first
     that fails has said last."""
-    drawers = [_start(scene, device, core, seed, seconds) for seed, core in enumerate(cores)]
-    deadline = Timer(START_S + seconds, _kill, [drawers])
+    drawers = [_start(scene, device, core, seed, tiny) for seed, core in enumerate(cores)]
+    deadline = Timer(START_S + SECONDS, _kill, [drawers])
     deadline.start()
     try:
         for drawer in drawers:
@@ -89,8 +91,9 @@ def _kill(drawers: list[subprocess.Popen[str]]) -> None:
         drawer.kill()
 
 
-def _start(scene: Scene, device: str, core: int, seed: int, seconds: float) -> subprocess.Popen[str]:
-    numbers = {"cameras": scene.cameras, "size": scene.size, "core": core, "seed": seed, "seconds": seconds}
+def _start(scene: Scene, device: str, core: int, seed: int, tiny: bool) -> subprocess.Popen[str]:
+    numbers: dict[str, float] = {"cameras": scene.cameras, "size": scene.size, "core": core, "seed": seed}
+    numbers |= {"scenes": TINY_CALL, "seconds": TINY_SECONDS} if tiny else {"scenes": CALL, "seconds": SECONDS}
     options = [word for name, value in numbers.items() for word in (f"--{name}", str(value))]
     # One thread of a process draws in software: the other cores have processes of their own.
     single = {"LP_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}

@@ -12,14 +12,11 @@ import os
 import sys
 import time
 
-SCENES = 8
-"""Drawn by each call, all different."""
-
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("task")
-    for name in ("cameras", "size", "core", "seed"):
+    for name in ("cameras", "size", "scenes", "core", "seed"):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--device", required=True, help="a GPU's number, or cpu")
     parser.add_argument("--seconds", type=float, required=True)
@@ -34,7 +31,7 @@ def main() -> None:
     spec = TaskSpec(asked.task, cameras=asked.cameras, image_size=asked.size)
     physics, random = make_physics(spec), np.random.default_rng(asked.seed)
     scenes = [physics.reset(EpisodeSpec(asked.seed)).scene]
-    for _ in range(SCENES - 1):
+    for _ in range(asked.scenes - 1):
         actions = random.uniform(-1, 1, (2, physics.info.action_dim)).astype(np.float32)
         scenes.append(physics.step(actions).scene)
     renderer, cameras = make_renderer(spec), physics.info.cameras
@@ -49,7 +46,7 @@ def main() -> None:
         renderer.render(scenes, cameras)
         calls += 1
     seconds = time.perf_counter() - begin
-    print(json.dumps({"frames": calls * SCENES * len(cameras), "seconds": seconds}), flush=True)
+    print(json.dumps({"frames": calls * asked.scenes * len(cameras), "seconds": seconds}), flush=True)
     # Not by way of the interpreter's end: drivers that are unloaded in the wrong order crash there.
     os._exit(0)
 

@@ -15,7 +15,7 @@ from embodied.doctor.checks import vulkan_device
 
 MANISKILL = {"task": "maniskill/PickCube-v1", "control_mode": "pd_ee_delta_pose"}
 """As `openvla_ppo_maniskill` has it."""
-DECISIONS, LEAST_ROWS = 4, 64
+DECISIONS, TINY_DECISIONS, ROWS = 4, 2, 64
 
 
 def modes(work: Work) -> Figures:
@@ -25,10 +25,11 @@ def modes(work: Work) -> Figures:
     write_checkpoint(folder, work.model, work.device, "float32" if work.tiny else "bfloat16")
     task = {"task": LIGHT_TASK} if work.tiny or vulkan_device() is None else MANISKILL
     env = {**task, "num_envs": 2 * cores, "max_episode_steps": 16}
-    rows = DECISIONS * 2 * cores
-    optim = {"minibatch": min(rows, LEAST_ROWS), "micro_batch": min(rows, 16)}
+    decisions = TINY_DECISIONS if work.tiny else DECISIONS
+    rows = decisions * 2 * cores
+    optim = {"minibatch": min(rows, ROWS), "micro_batch": min(rows, 16)}
     config = vla_config(
-        work, folder, cast(Runtime, work.variant), env=env, rollout={"decisions": DECISIONS}, optim=optim
+        work, folder, cast(Runtime, work.variant), env=env, rollout={"decisions": decisions}, optim=optim
     )
     out = work.scratch / "compare"
     found = compare_command(config, f"{work.model}, {task['task']}, {work.variant}", out, None, 1)
