@@ -6,6 +6,7 @@
         policy/                    config.json, model.safetensors (or the community's own layout)
         value_head.safetensors
         optimizer.safetensors      the optimiser's tensors, by parameter name
+        optimizer/                 instead of that, where ranks hold shards: what each of them has written
         state.json                 iteration, counters, configuration of the policy
         environments.safetensors   each environment's episode and its executed actions
       latest                       text: the newest one's name, for people and scripts; nothing here reads it
@@ -21,7 +22,8 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +35,7 @@ from safetensors.numpy import save_file as save_numpy
 from safetensors.torch import load_file, save_file
 
 import policies
+from embodied import optimizer_shards
 from embodied.errors import UserError
 from policies.contract import Policy
 
@@ -69,26 +72,23 @@ class OptimizerState:
     steps: dict[str, float]
 
     @classmethod
-    def of(
-        cls,
-        policy: Policy,
-        optimizer: torch.optim.Optimizer,
-        on_cpu: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor.detach().cpu().contiguous(),
-    ) -> OptimizerState:
-        """`on_cpu` makes of a tensor what is kept of it."""
+    def of(cls, policy: Policy, optimizer: torch.optim.Optimizer) -> OptimizerState:
         names = _names(policy)
         found = cls({}, {})
         for parameter, state in optimizer.state.items():
             name = names[id(parameter)]
             found.steps[name] = float(state["step"])
             for key in MOMENTS:
-                found.tensors[f"{key}.{name}"] = on_cpu(state[key])
+                found.tensors[f"{key}.{name}"] = state[key].detach().cpu().contiguous()
         return found
 
     @classmethod
     def read(cls, folder: Path) -> OptimizerState:
         """From a verified checkpoint."""
-        steps = json.loads((folder / "state.json").read_text())["optimizer"]["step"]
+        steps = read_steps(folder)
+        shards = folder / optimizer_shards.FOLDER
+        if shards.is_dir():
+            return cls(optimizer_shards.read(shards), steps)
         return cls(load_file(folder / "optimizer.safetensors"), steps)
 
 
@@ -99,35 +99,70 @@ def write(root: Path, state: RunState, policy: Policy, optimizer: torch.optim.Op
 
 def write_state(root: Path, state: RunState, policy: Policy, optimizer: OptimizerState, environments: Arrays) -> Path:
     """`write` with what is known of the optimiser."""
-    final = root / f"{state.iteration:06d}"
-    aside = root / f".{final.name}.partial"
-    shutil.rmtree(aside, ignore_errors=True)
+    with writing(root, state):
+        partial = begin(root, state, policy, optimizer.steps, environments)
+        save_file(optimizer.tensors, partial / "optimizer.safetensors")
+        return complete(partial)
+
+
+def begin(root: Path, state: RunState, policy: Policy, steps: Mapping[str, float], environments: Arrays) -> Path:
+    """Write all but the optimiser's tensors, whose `steps` are known, into a folder aside; `complete` makes it count.
+
+    Raises `CheckpointError`.
+    """
+    partial = partial_folder(root, state)
+    with writing(root, state):
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        policies.save(policy, partial)
+        arrays = {key: np.ascontiguousarray(array) for key, array in environments.items()}
+        save_numpy(arrays, partial / "environments.safetensors")
+        data = {**state.__dict__, "recent_success": list(state.recent_success), "optimizer": {"step": dict(steps)}}
+        (partial / "state.json").write_text(json.dumps(data, indent=1))
+    return partial
+
+
+def partial_folder(root: Path, state: RunState) -> Path:
+    """Where `begin` writes."""
+    return root / f".{state.iteration:06d}.partial"
+
+
+def complete(partial: Path) -> Path:
+    """Make a checkpoint of which every file has been written the latest. Returns its folder."""
+    root, name = partial.parent, partial.name.split(".")[1]
+    final = root / name
+    (partial / MANIFEST).write_text(json.dumps(_hashes(partial), indent=1))
+    _flush(partial)
+    if final.exists():  # written again after a resume; it stays whole until the new one is there
+        replaced = root / f".{name}.replaced"
+        shutil.rmtree(replaced, ignore_errors=True)
+        final.rename(replaced)
+        partial.rename(final)
+        shutil.rmtree(replaced, ignore_errors=True)
+    else:
+        partial.rename(final)
+    _point(root, name)
+    return final
+
+
+@contextmanager
+def writing(root: Path, state: RunState) -> Iterator[None]:
+    """Raise `CheckpointError`, which names the checkpoint, where a file cannot be written within."""
     try:
-        aside.mkdir(parents=True)
-        policies.save(policy, aside)
-        save_file(optimizer.tensors, aside / "optimizer.safetensors")
-        save_numpy(
-            {key: np.ascontiguousarray(array) for key, array in environments.items()},
-            aside / "environments.safetensors",
-        )
-        data = {**state.__dict__, "recent_success": list(state.recent_success), "optimizer": {"step": optimizer.steps}}
-        (aside / "state.json").write_text(json.dumps(data, indent=1))
-        (aside / MANIFEST).write_text(json.dumps(_hashes(aside), indent=1))
-        _flush(aside)
-        if final.exists():  # written again after a resume; it stays whole until the new one is there
-            replaced = root / f".{final.name}.replaced"
-            shutil.rmtree(replaced, ignore_errors=True)
-            final.rename(replaced)
-            aside.rename(final)
-            shutil.rmtree(replaced, ignore_errors=True)
-        else:
-            aside.rename(final)
-        _point(root, final.name)
+        yield
     except (OSError, SafetensorError) as error:  # safetensors reports a full disk by an error of its own
         raise CheckpointError(
-            f"cannot write the checkpoint {final}: {error}. Earlier checkpoints are untouched"
+            f"cannot write the checkpoint {root / f'{state.iteration:06d}'}: {error}. Earlier checkpoints are untouched"
         ) from error
-    return final
+
+
+def keep_newest(root: Path, count: int) -> None:
+    """Remove all but the newest checkpoints. What was found damaged stays."""
+    for folder in _newest_first(root)[count:]:
+        # Renamed first: a half-removed folder would be taken for a damaged checkpoint.
+        gone = root / f".{folder.name}.replaced"
+        folder.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
 
 
 def latest(root: Path) -> Path | None:
@@ -197,6 +232,12 @@ def read_state(folder: Path) -> RunState:
     return RunState(**{**data, "recent_success": tuple(data["recent_success"])})
 
 
+def read_steps(folder: Path) -> dict[str, float]:
+    """The optimiser's step counts, by parameter name."""
+    steps: dict[str, float] = json.loads((folder / "state.json").read_text())["optimizer"]["step"]
+    return steps
+
+
 def read_environments(folder: Path) -> dict[str, np.ndarray]:
     return load_numpy(folder / "environments.safetensors")
 
@@ -227,7 +268,12 @@ def _names(policy: Policy) -> dict[int, str]:
 
 def _hashes(folder: Path) -> dict[str, str]:
     files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST)
-    return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
+    return {str(p.relative_to(folder)): _hash(p) for p in files}
+
+
+def _hash(path: Path) -> str:
+    with path.open("rb") as file:  # piece by piece: a file may be larger than the memory
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _flush(folder: Path) -> None:

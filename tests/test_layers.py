@@ -30,7 +30,8 @@ LAYERS = (
     {"workflows"},
     {"algorithms", "reporting"},
     {"data"},
-    {"doctor", "run_folder", "checkpoint", "config", "migration", "errors", "tracing", "statistics", "progress"},
+    {"doctor", "run_folder", "checkpoint", "config", "migration", "errors", "tracing", "statistics", "progress"}
+    | {"optimizer_shards"},
 )
 """Of `embodied`, from the top down."""
 

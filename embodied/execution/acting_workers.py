@@ -25,8 +25,17 @@ def replicas_of(config: Config, assignment: Assignment) -> int:
     return 1 if inline else len(assignment.components[recipe_of(config).loop[-1]])
 
 
-def check_replicas(replicas: int, groups: int) -> None:
-    """Raise `UserError` where some of the policy workers would never have a group to decide for."""
+def check_replicas(config: Config, assignment: Assignment, groups: int) -> None:
+    """Raise `UserError` where some of the policy workers would never have a group to decide for, or are on another
+    machine than the frames."""
+    replicas = replicas_of(config, assignment)
+    away = [place.node for place in assignment.components[recipe_of(config).loop[-1]][:replicas] if place.node]
+    if away:
+        raise UserError(
+            f"{len(away)} of {replicas} policy workers would be on other nodes ({away[0]} and so on), and they read "
+            "frames out of the memory of the node where the command is typed: give the policy devices of this node in "
+            "the plan; the learner's ranks may be on any"
+        )
     if replicas > groups:
         raise UserError(
             f"{replicas} policy replicas would share {groups} groups of environments, and {replicas - groups} of them "

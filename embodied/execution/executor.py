@@ -407,7 +407,7 @@ def executor(config: Config, run_dir: Path, session: Session, assignment: Assign
         )
     specs = run_specs(config, assignment)
     replicas = replicas_of(config, assignment)
-    check_replicas(replicas, sum(spec.groups for spec in specs))
+    check_replicas(config, assignment, sum(spec.groups for spec in specs))
     ranks = ranks_of(config, assignment)
     check_ranks(config, ranks)
     session.runtime.prepare(ranks + (0 if assignment.one_process else replicas) + (replicas > 1))

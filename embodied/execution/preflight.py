@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable
 
 from embodied.config import Config
-from embodied.execution.acting_workers import check_replicas, replicas_of
+from embodied.execution.acting_workers import check_replicas
 from embodied.execution.assignment import Assignment, configured
 from embodied.execution.executor import check_workflow
 from embodied.execution.farm_specs import farm_spec, run_specs
@@ -44,7 +44,7 @@ def check_training(config: Config) -> None:
         specs = run_specs(config, assignment)
         for spec in specs:
             check_spec(spec)
-        check_replicas(replicas_of(config, assignment), sum(spec.groups for spec in specs))
+        check_replicas(config, assignment, sum(spec.groups for spec in specs))
 
 
 def check_evaluation(config: Config, tasks: Iterable[str]) -> None:

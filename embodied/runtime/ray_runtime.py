@@ -140,9 +140,10 @@ class RayRuntime(RayCluster):
         self._processes.append(WorkerProcess(self) if node == HERE else FarProcess(self, node))
         return self._processes[-1]
 
-    def _give_back(self, process: WorkerProcess) -> None:
-        """A process without workers waits for the next ones, its packages imported; more than a few are ended."""
-        if len(self._spare) < SPARE and not process.far:
+    def _give_back(self, process: WorkerProcess, of_use: bool) -> None:
+        """A process without workers waits for the next ones, its packages imported. More than a few are ended, and
+        those that are of no use to others."""
+        if of_use and len(self._spare) < SPARE and not process.far:
             self._spare.append(process)
         else:
             self._end(process)

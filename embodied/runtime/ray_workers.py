@@ -23,6 +23,7 @@ from embodied.runtime.nodes import require_software, software
 from embodied.runtime.ray_cluster import LOOK_S, RayCluster
 from embodied.workers.devices import release, to_host
 from embodied.workers.lent_tensors import Lender
+from embodied.workers.ranks import is_bound
 from sim_farm.group_slots import texts
 from sim_farm.memory import FOLDER, Block, Field
 
@@ -71,13 +72,13 @@ class _WorkerProcess:
         made = getattr(self._workers[source], produce)()
         return _portable(getattr(self._workers[name], method)(made, *args, **kwargs))
 
-    def drop(self, name: str) -> int:
-        """Forget a worker, if it was made; how many are left."""
+    def drop(self, name: str) -> tuple[int, bool]:
+        """Forget a worker, if it was made. How many are left, and whether the process may serve others."""
         self._workers.pop(name, None)
         release()
         if not self._workers:
             self._lender.close()
-        return len(self._workers)
+        return len(self._workers), not is_bound()
 
     def _report(self) -> None:
         self._memory.arrays["last_ns"][0] = time.monotonic_ns()
@@ -221,8 +222,8 @@ class RayHandle(Handle[T]):
 
     cluster: RayCluster = field(kw_only=True)
     process: WorkerProcess = field(kw_only=True)
-    spare: Callable[[WorkerProcess], None] = field(kw_only=True)
-    """Takes a process that has no worker any more."""
+    spare: Callable[[WorkerProcess, bool], None] = field(kw_only=True)
+    """Takes a process that has no worker any more, and whether it may serve others."""
     kill: Callable[[WorkerProcess], None] = field(kw_only=True)
     """Ends a process."""
 
@@ -252,8 +253,9 @@ class RayHandle(Handle[T]):
         return "Ray, between machines" if far else "shared memory"
 
     def end(self) -> None:
-        if not self.get(self._call(self.process.actor.drop, "end", (self.name,), (), {})):
-            self.spare(self.process)
+        left, of_use = self.get(self._call(self.process.actor.drop, "end", (self.name,), (), {}))
+        if not left:
+            self.spare(self.process, of_use)
 
     def abandon(self) -> None:
         self.kill(self.process)
@@ -276,7 +278,7 @@ class RayHandle(Handle[T]):
 def start_worker(
     cluster: RayCluster,
     process: WorkerProcess,
-    spare: Callable[[WorkerProcess], None],
+    spare: Callable[[WorkerProcess, bool], None],
     kill: Callable[[WorkerProcess], None],
     name: str,
     make: Callable[..., Any],

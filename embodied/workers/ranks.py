@@ -33,6 +33,19 @@ LOOK_S = 0.02
 BUCKET_BYTES = 256 * 2**20
 """Gradients are summed so many at once: the flat copy takes as much memory."""
 LOOPBACK = "127.0.0.1"
+_bound: set[int] = set()
+"""The ranks whose shards this process has held."""
+
+
+def bind(rank: int) -> None:
+    """Note that this process holds the shards of that rank."""
+    _bound.add(rank)
+
+
+def is_bound() -> bool:
+    """Whether this process has held a rank's shards. As another rank of as many it would be wrong: torch 2.13 remembers
+    which part of a tensor was its own, beyond the group, and `torch.distributed.checkpoint` then leaves zeros."""
+    return bool(_bound)
 
 
 @dataclass

@@ -16,16 +16,17 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from embodied import checkpoint
+from embodied import checkpoint, optimizer_shards
 from embodied.config import OptimConfig
 from embodied.errors import UserError
 from embodied.workers.devices import CPU, defines
-from embodied.workers.ranks import Ranks
+from embodied.workers.ranks import Ranks, bind
 from policies.contract import Policy
 
 SHORT = (torch.bfloat16, torch.float16)
@@ -99,6 +100,7 @@ class ShardedPolicy(WholePolicy):
 
     def __init__(self, policy: Policy, ranks: Ranks) -> None:
         super().__init__(policy, ranks)
+        bind(ranks.rank)
         self._types = {name: parameter.dtype for name, parameter in policy.named_parameters()}
         """Of the policy by itself."""
         _check_scalars(policy)
@@ -162,27 +164,47 @@ class ShardedPolicy(WholePolicy):
     def save(
         self, root: Path, state: checkpoint.RunState, optimizer: torch.optim.Optimizer, environments: checkpoint.Arrays
     ) -> None:
+        """Have rank 0 write the policy as one process would, and every rank its shards of the optimiser's tensors.
+
+        Where a rank cannot reach the folder, rank 0 writes all.
+        """
         whole = self._whole()
-        moments = checkpoint.OptimizerState.of(self.policy, optimizer, self._on_first)
-        for name, parameter in self.policy.named_parameters():
-            if parameter.dtype != self._types[name]:
-                moments.tensors[f"{MASTER}{name}"] = self._on_first(parameter)
+        names = {id(parameter): name for name, parameter in self.policy.named_parameters()}
+        steps = {names[id(parameter)]: float(each["step"]) for parameter, each in optimizer.state.items()}
 
-        def write() -> None:
+        def begin() -> None:
             with self._as_whole(whole) as policy:
-                checkpoint.write_state(root, state, policy, moments, environments)
+                checkpoint.begin(root, state, policy, steps, environments)
 
-        self.ranks.first_does("write the checkpoint", write)
+        self.ranks.first_does("write the checkpoint", begin)
+        partial, shards = checkpoint.partial_folder(root, state), self._optimizer_shards(optimizer)
+        if self._all_see(partial):
+            with checkpoint.writing(root, state), self.ranks.waiting("write their shards"):
+                optimizer_shards.write(partial / optimizer_shards.FOLDER, shards)
+        else:
+            tensors = {name: self._on_first(shard) for name, shard in shards.items()}
+            self.ranks.first_does(
+                "write the optimiser's state", lambda: save_file(tensors, partial / "optimizer.safetensors")
+            )
+
+        def complete() -> None:
+            with checkpoint.writing(root, state):
+                checkpoint.complete(partial)
+
+        self.ranks.first_does("complete the checkpoint", complete)
 
     def load(self, folder: Path, optimizer: torch.optim.Optimizer) -> None:
         whole = self._whole()
+        shared = self._all_see(folder / optimizer_shards.FOLDER)
         moments = checkpoint.OptimizerState({}, {})
 
         def read() -> None:
             nonlocal moments
             with self._as_whole(whole) as policy:
                 checkpoint.load_weights(folder, policy)
-            moments = checkpoint.OptimizerState.read(folder)
+            moments = checkpoint.OptimizerState({}, checkpoint.read_steps(folder))
+            if not shared:
+                moments = checkpoint.OptimizerState.read(folder)
 
         self.ranks.first_does("read the checkpoint", read)
         parameters = dict(self.policy.named_parameters())
@@ -194,12 +216,39 @@ class ShardedPolicy(WholePolicy):
         steps: dict[str, float] = self.ranks.broadcast_plain(moments.steps)
         trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for name, parameter in parameters.items():
-            if name not in steps or id(parameter) not in trained:
-                continue
-            state = {key: torch.zeros_like(parameter) for key in checkpoint.MOMENTS}
-            for key, shard in state.items():
-                self._spread(moments.tensors.get(f"{key}.{name}"), shard)
-            optimizer.state[parameter] = {"step": torch.tensor(steps[name], device=parameter.device), **state}
+            if name in steps and id(parameter) in trained:
+                state = {key: torch.zeros_like(parameter) for key in checkpoint.MOMENTS}
+                optimizer.state[parameter] = {"step": torch.tensor(steps[name], device=parameter.device), **state}
+        self._fill(folder, moments, optimizer, shared)
+
+    def _fill(
+        self, folder: Path, moments: checkpoint.OptimizerState, optimizer: torch.optim.Optimizer, shared: bool
+    ) -> None:
+        """Every rank's shards of the optimiser's tensors: from the folder, or from rank 0, which has read them."""
+        shards = self._optimizer_shards(optimizer)
+        if shared:
+            with self.ranks.waiting("read their shards"):
+                optimizer_shards.read_shards(folder / optimizer_shards.FOLDER, shards)
+            return
+        for name, shard in shards.items():
+            if not name.startswith(MASTER):
+                self._spread(moments.tensors.get(name), shard)
+
+    def _optimizer_shards(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        """This rank's, by the names that a checkpoint has; with the masters of a policy of 16 bits."""
+        parameters = dict(self.policy.named_parameters())
+        found = {
+            f"{key}.{name}": optimizer.state[parameter][key]
+            for name, parameter in parameters.items()
+            if parameter in optimizer.state
+            for key in checkpoint.MOMENTS
+        }
+        masters = {name: p.detach() for name, p in parameters.items() if p.dtype != self._types[name]}
+        return found | {f"{MASTER}{name}": tensor for name, tensor in masters.items()}
+
+    def _all_see(self, folder: Path) -> bool:
+        """Whether it is a folder for every rank: they may be on machines that share no files."""
+        return self.ranks.sum_numbers({"see": float(folder.is_dir())})["see"] == self.ranks.size
 
     # --- whole tensors and shards
 

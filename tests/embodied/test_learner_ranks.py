@@ -91,6 +91,10 @@ def run(settings: dict[str, Any], session: Session, assignment: Assignment, fold
     return Run(iterations, given[0] if given else [], parameters)
 
 
+OFTEN = {("ppo", "whole", 2), ("grpo, part by part", "sharded", 4)}
+"""Of the combinations of algorithm, sharding and ranks those that run always."""
+
+
 @pytest.fixture(scope="module")
 def ray(ray_runtime: RayRuntime) -> Session:
     return Session(Config(), ray_runtime, tuple(CORES))
@@ -145,9 +149,16 @@ def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance
         assert worst <= tolerance, f"{name} differs by {worst:.1e}"
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("sharding", ["whole", "sharded"])
-@pytest.mark.parametrize("settings", [STATES, GROUPS], ids=["ppo", "grpo, part by part"])
+@pytest.mark.parametrize(
+    ("settings", "sharding", "ranks"),
+    [
+        pytest.param(settings, sharding, ranks, id=f"{name}-{sharding}-{ranks}", marks=marks)
+        for name, settings in (("ppo", STATES), ("grpo, part by part", GROUPS))
+        for sharding in ("whole", "sharded")
+        for ranks in (2, 4)
+        for marks in [() if (name, sharding, ranks) in OFTEN else pytest.mark.slow]
+    ],
+)
 def test_ranks_learn_what_one_learns(
     settings: dict[str, Any], sharding: str, ranks: int, ray: Session, reference: Any, tmp_path: Path
 ) -> None:
@@ -168,6 +179,7 @@ def test_one_rank_on_ray_is_the_learner_that_it_was(ray: Session, reference: Any
     assert all(torch.equal(found.parameters[name], tensor) for name, tensor in expected.parameters.items())
 
 
+@pytest.mark.slow
 def test_uneven_shares_and_ranks_without_a_row(ray: Session, reference: Any, tmp_path: Path) -> None:
     """48 rows in minibatches of 5: the last has 3 rows for 4 ranks, and a micro-batch is one row."""
     settings = with_optim(STATES, minibatch=5, micro_batch=1, epochs=1)
@@ -176,7 +188,8 @@ def test_uneven_shares_and_ranks_without_a_row(ray: Session, reference: Any, tmp
         assert_same(found, reference(settings))
 
 
-@pytest.mark.parametrize("sharding", ["whole", "sharded"])
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", [pytest.param("whole", marks=pytest.mark.slow), "sharded"])
 def test_ranks_behind_a_rollout_that_is_ahead(sharding: str, ray: Session, reference: Any, tmp_path: Path) -> None:
     """The log-probs of the present policy are computed in shares, too."""
     found = run(with_optim(STATES, sharding=sharding), ray, of_ranks(2, ahead=1), tmp_path / "ray")
@@ -191,7 +204,7 @@ def test_each_rank_reads_its_own_frames(ray: Session, reference: Any, tmp_path: 
         assert mine.learned["learner/frames_read"] == its.learned["learner/frames_read"] > 0
 
 
-@pytest.mark.parametrize("sharding", ["whole", "sharded"])
+@pytest.mark.parametrize("sharding", [pytest.param("whole", marks=pytest.mark.slow), "sharded"])
 def test_rank_0_may_act_in_its_own_process(sharding: str, ray: Session, reference: Any, tmp_path: Path) -> None:
     """Where it holds a shard it has no policy to share, and who acts has a process of its own."""
     found = run(with_optim(STATES, sharding=sharding), ray, of_ranks(2, together=True), tmp_path / "ray")
@@ -201,7 +214,7 @@ def test_rank_0_may_act_in_its_own_process(sharding: str, ray: Session, referenc
         assert path == ("the same policy" if sharding == "whole" else "shared memory")
 
 
-@pytest.mark.parametrize("sharding", ["whole", "sharded"])
+@pytest.mark.parametrize("sharding", [pytest.param("whole", marks=pytest.mark.slow), "sharded"])
 def test_ranks_may_leave_the_memory(sharding: str, ray: Session, reference: Any, tmp_path: Path) -> None:
     found = run(with_optim(STATES, sharding=sharding), ray, replace(of_ranks(3), unload=True), tmp_path / "ray")
     assert_same(found, reference(STATES))
@@ -339,7 +352,7 @@ def test_all_ranks_decide_alike(ray_runtime: RayRuntime, tmp_path: Path) -> None
             group.call_all(Learner.update, replace(batch, log_prob=batch.log_prob + 0.1), 0)
 
 
-@pytest.mark.parametrize("sharding", ["whole", "sharded"])
+@pytest.mark.parametrize("sharding", [pytest.param("whole", marks=pytest.mark.slow), "sharded"])
 def test_a_checkpoint_of_ranks_is_one_of_any_number(sharding: str, ray_runtime: RayRuntime, tmp_path: Path) -> None:
     """Saved on 4 ranks, continued on 1 and 2; saved on 2 of those and on 1, continued on 4."""
     config, batches = config_of(sharding=sharding), [make_batch(seed) for seed in range(3)]
@@ -492,14 +505,14 @@ START, JOIN, UPDATE = with_learner(DiesInStart), with_learner(DiesInJoin), with_
 
 
 @pytest.mark.parametrize(
-    ("recipe", "said"),
+    ("recipe", "said", "sharding"),
     [
-        ("START", r"^learner 1 died during 'start'"),
-        ("JOIN", r"^learner 2 died during 'join'"),
-        ("UPDATE", r"^learner 1 died during 'finish'"),
+        pytest.param("START", r"^learner 1 died during 'start'", "whole", marks=pytest.mark.slow),
+        pytest.param("JOIN", r"^learner 2 died during 'join'", "whole", marks=pytest.mark.slow),
+        pytest.param("UPDATE", r"^learner 1 died during 'finish'", "whole", marks=pytest.mark.slow),
+        ("UPDATE", r"^learner 1 died during 'finish'", "sharded"),
     ],
 )
-@pytest.mark.parametrize("sharding", ["whole", "sharded"])
 def test_a_rank_that_dies_is_named_in_one_message(
     recipe: str, said: str, sharding: str, ray: Session, tmp_path: Path
 ) -> None:
@@ -565,6 +578,7 @@ def test_the_metrics_of_ranks_are_one_updates() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_run_that_is_resumed_on_other_ranks(ray: Session, reference: Any, tmp_path: Path) -> None:
     """Through the executor: two iterations on 4 ranks, the third on 2."""
     config = parse_config({**STATES, "name": str(tmp_path / "gathered")}, "test")

@@ -94,7 +94,7 @@ def assert_only_values_are_rounded(found: Run, expected: Run) -> None:
     assert_equal(found, expected, TOLERANCE)
 
 
-@pytest.mark.parametrize("replicas", [2, 4])
+@pytest.mark.parametrize("replicas", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_episodes_are_equal_to_the_last_bit(replicas: int, ray: Session, reference: Any, tmp_path: Path) -> None:
     """Nothing is valued, so that every batch is a group's: three iterations, trajectories and parameters."""
     plan, settings = shared(replicas), of(GROUPS)
@@ -103,7 +103,14 @@ def test_episodes_are_equal_to_the_last_bit(replicas: int, ray: Session, referen
     assert_equal(found, reference(settings, plan))
 
 
-@pytest.mark.parametrize(("settings", "replicas"), [(STATES, 2), (STATES, 4), (IMAGES, 2)], ids=["2", "4", "images"])
+@pytest.mark.parametrize(
+    ("settings", "replicas"),
+    [
+        pytest.param(STATES, 2, id="2"),
+        pytest.param(STATES, 4, id="4", marks=pytest.mark.slow),
+        pytest.param(IMAGES, 2, id="images", marks=pytest.mark.slow),
+    ],
+)
 def test_replicas_change_no_more_than_the_rounding_of_values(
     settings: dict[str, Any], replicas: int, ray: Session, reference: Any, tmp_path: Path
 ) -> None:
@@ -138,6 +145,7 @@ def test_a_rollout_of_replicas_may_be_ahead(ray: Session, reference: Any, tmp_pa
     assert_equal(found, reference(settings, plan))
 
 
+@pytest.mark.slow
 def test_replicas_may_leave_the_memory(ray: Session, reference: Any, tmp_path: Path) -> None:
     plan, settings = replace(shared(2), unload=True), of(GROUPS)
     found = runs.run(settings, ray, plan, tmp_path / "ray")

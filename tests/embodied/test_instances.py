@@ -1,0 +1,96 @@
+"""Replicas and ranks in one run: how many there are of each, and where, changes rounding and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from embodied.config import Config, parse_config
+from embodied.errors import UserError
+from embodied.execution.assignment import Assignment, assign
+from embodied.execution.executor import executor
+from embodied.execution.session import Session, open_session
+from embodied.runtime.ray_runtime import RayRuntime
+from embodied.workers.affinity import Affinity
+from schedulers.plan import DeviceRange, Phase, Placement, Plan
+from tests.embodied.test_executor import CORES, assigned, inline
+from tests.embodied.test_learner_ranks import GROUPS, STATES, Run, assert_near, run, with_optim
+
+APART = assigned("disaggregated", 4, (0, 1), policy=(), one_process=False)
+"""Four groups of two environments each."""
+ENVS = {"env": {**STATES["env"], "num_envs": 8}}
+
+
+def of(replicas: int, ranks: int, **changes: Any) -> Assignment:
+    components = {"policy": (Affinity(),) * replicas, "learner": (Affinity(),) * ranks}
+    return replace(APART, components=components, **changes)
+
+
+@pytest.fixture(scope="module")
+def ray(ray_runtime: RayRuntime) -> Session:
+    return Session(Config(), ray_runtime, tuple(CORES))
+
+
+def assert_learned_alike(found: Run, expected: Run) -> None:
+    """The same episodes, the first trajectories bit for bit but for values that replicas share out by rows."""
+    assert found.episodes == expected.episodes
+    shared_out = {"last_value", "final_value"}
+    for name, tensor in expected.gathered[0].items():
+        if name not in shared_out:
+            assert torch.equal(found.gathered[0][name], tensor), name
+    for name in shared_out:
+        assert torch.allclose(found.gathered[0][name], expected.gathered[0][name], atol=1e-5), name
+    assert_near(found.parameters, expected.parameters)
+
+
+def computed_here(settings: dict[str, Any], plan: Assignment, folder: Path) -> Run:
+    with open_session(parse_config({"runtime": {"mode": "inline"}}, "test")) as here:
+        return run(settings, here, inline(plan), folder / "here")
+
+
+@pytest.mark.parametrize(
+    ("settings", "plan"),
+    [
+        pytest.param({**STATES, **ENVS}, of(2, 2), id="apart"),
+        pytest.param(
+            with_optim({**STATES, **ENVS}, sharding="sharded"), of(2, 4), id="apart, shards", marks=pytest.mark.slow
+        ),
+        pytest.param({**STATES, **ENVS}, of(2, 2, one_process=True), id="one process each"),
+        pytest.param(
+            {**GROUPS, **ENVS}, of(2, 2, one_process=True, unload=True), id="in turns", marks=pytest.mark.slow
+        ),
+        pytest.param({**GROUPS, **ENVS}, of(4, 2, unload=True), id="hybrid", marks=pytest.mark.slow),
+    ],
+)
+def test_replicas_and_ranks_learn_what_one_process_learns(
+    settings: dict[str, Any], plan: Assignment, ray: Session, tmp_path: Path
+) -> None:
+    assert_learned_alike(run(settings, ray, plan, tmp_path / "ray"), computed_here(settings, plan, tmp_path))
+
+
+@pytest.mark.slow
+def test_a_plan_for_eight_accelerators_runs_on_stand_ins(ray: Session, tmp_path: Path) -> None:
+    """Eight replicas take turns with eight ranks, each pair a process on the CPU."""
+    gpus = (DeviceRange("here", "accelerators", 0, 8),)
+    rolling = Phase((Placement(("physics",), (DeviceRange("here", "cores", 0, 2),)), Placement(("policy",), gpus)), 16)
+    plan = Plan("ppo", "hybrid", (rolling, Phase((Placement(("learner",), gpus),), 16)))
+    settings = {**STATES, "env": {**STATES["env"], "num_envs": 16}, "policy": {**STATES["policy"], "device": "cpu"}}
+    config = parse_config(settings, "test")
+    placed = assign(plan, config, tuple(CORES))
+    assert len(placed.components["policy"]) == len(placed.components["learner"]) == 8 and placed.one_process
+    found = run(settings, ray, placed, tmp_path / "ray")
+    assert_learned_alike(found, computed_here(settings, placed, tmp_path))
+    for one in found.iterations:
+        acted = {span.track for span in one.spans if span.name.startswith("act ")}
+        assert acted == {f"policy {replica}" for replica in range(8)}
+
+
+def test_replicas_on_other_nodes_are_refused_before_anything_is_built(ray: Session, tmp_path: Path) -> None:
+    plan = replace(of(1, 1), components={"policy": (Affinity(node="f00"),), "learner": (Affinity(),)})
+    with pytest.raises(UserError, match="1 of 1 policy workers would be on other nodes .f00 .* of this node"):
+        with executor(parse_config(STATES, "test"), tmp_path, ray, plan):
+            pass
