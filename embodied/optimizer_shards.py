@@ -15,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 FOLDER = "optimizer"
@@ -51,7 +52,11 @@ def read(folder: Path) -> dict[str, Tensor]:
     """The whole tensors, in the host's memory, by one process alone."""
     reader = HuggingFaceStorageReader(str(folder))
     known = reader.read_metadata().state_dict_metadata
-    found = {name: torch.empty(each.size, dtype=each.properties.dtype) for name, each in known.items()}
+    found = {
+        name: torch.empty(each.size, dtype=each.properties.dtype)
+        for name, each in known.items()
+        if isinstance(each, TensorStorageMetadata)
+    }
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # which is meant
         dcp.load(dict(found), storage_reader=reader, no_dist=True)

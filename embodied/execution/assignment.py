@@ -85,8 +85,9 @@ def configured(config: Config, cores: tuple[int, ...], nodes: Mapping[str, str] 
     learner = Affinity((), config.optim.threads or max(len(cores) // config.optim.ranks, 1))
     placed: dict[str, tuple[Affinity, ...]] = {component.name: (learner,) for component in recipe.after_rollout}
     # One process cannot be several ranks of torch's process groups, and one rank computes what several do.
-    placed[recipe.after_rollout[-1].name] = (learner,) * (1 if config.runtime.mode == "inline" else config.optim.ranks)
-    placed[recipe.loop[-1]] = (Affinity(),) * config.policy.replicas
+    ranks = 1 if config.runtime.mode == "inline" else config.optim.ranks
+    placed[recipe.after_rollout[-1].name] = _on_gpus(config, learner, ranks)
+    placed[recipe.loop[-1]] = _on_gpus(config, Affinity(), config.policy.replicas)
     farm = _configured_farm(config, cores, nodes or {})
     return Assignment(
         mode="configured",
@@ -94,6 +95,14 @@ def configured(config: Config, cores: tuple[int, ...], nodes: Mapping[str, str] 
         components=placed,
         one_process=False,
     )
+
+
+def _on_gpus(config: Config, place: Affinity, count: int) -> tuple[Affinity, ...]:
+    """So many instances: several are dealt out over the GPUs that `policy.device` leaves, where there are several."""
+    gpus = accelerators(config.policy.device)
+    if count == 1 or len(gpus) < 2:
+        return (place,) * count
+    return tuple(replace(place, device=str(gpus[number % len(gpus)])) for number in range(count))
 
 
 def _configured_farm(config: Config, cores: tuple[int, ...], nodes: Mapping[str, str]) -> FarmAssignment:

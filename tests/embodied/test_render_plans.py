@@ -61,6 +61,15 @@ def two_gpus(gpu: PretendDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
 
 
+def test_without_a_plan_replicas_and_ranks_are_dealt_out_over_the_gpus(two_gpus: None) -> None:
+    config = config_of("auto", optim={"ranks": 2})
+    config = config.model_copy(update={"policy": config.policy.model_copy(update={"replicas": 3})})
+    config = config.model_copy(update={"runtime": config.runtime.model_copy(update={"mode": "ray"})})
+    found = configured(config, CORES).components
+    assert [place.device for place in found["policy"]] == ["cuda:0", "cuda:1", "cuda:0"]
+    assert [place.device for place in found["learner"]] == ["cuda:0", "cuda:1"]
+
+
 def test_a_render_worker_is_on_each_accelerator_that_the_plan_gives(two_gpus: None) -> None:
     both = assign(planned("here:accelerators:0-1"), config_of("auto"), CORES).farms[0]
     assert (both.render, both.devices) == ((None, None), (0, 1))
