@@ -288,6 +288,8 @@ class Config(Section):
     """End early when the mean success of the last 100 training episodes reaches this."""
     checkpoint_every: Annotated[int, Field(ge=1)] = 25
     """Iterations between checkpoints; the last iteration always writes one."""
+    keep_checkpoints: Annotated[int, Field(ge=1)] | None = None
+    """The newest checkpoints that are kept, older ones are removed once a newer one is written; None keeps all."""
     env: EnvConfig = EnvConfig()
     farm: FarmConfig = FarmConfig()
     extra_tasks: tuple[dict[str, Any], ...] = ()

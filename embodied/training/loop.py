@@ -213,6 +213,8 @@ class _Loop:
             root = self.run_dir / "checkpoints"
             self.workers.save(root, self.position.state(), self._environments)
             self._saved = self.position.iteration
+            if self.config.keep_checkpoints:
+                checkpoint.keep_newest(root, self.config.keep_checkpoints)
 
     def _keep(self) -> str:
         """After an interruption: save the last finished iteration if the learner still holds it."""

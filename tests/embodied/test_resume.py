@@ -111,6 +111,16 @@ def test_three_iterations_and_three_after_a_stop_are_six(tmp_path: Path) -> None
     assert any(row["env/episodes"] for row in read(tmp_path / "whole"))
 
 
+def test_a_run_keeps_as_many_checkpoints_as_it_is_told(tmp_path: Path) -> None:
+    often = {**STATES, "checkpoint_every": 1}
+    run(config_of(often, 3), tmp_path / "all")
+    run(config_of({**often, "keep_checkpoints": 2}, 3), tmp_path / "two")
+    folders = [tmp_path / name / "checkpoints" for name in ("all", "two")]
+    kept = [sorted(path.name for path in folder.iterdir() if path.is_dir()) for folder in folders]
+    assert kept == [["000001", "000002", "000003"], ["000002", "000003"]]
+    assert checkpoint.recover(folders[1])[0] == folders[1] / "000003"
+
+
 def test_a_run_that_crashed_after_its_checkpoint_repeats_what_was_lost(tmp_path: Path) -> None:
     config = config_of(STATES, 5, anneal=True)
     run(config, tmp_path / "whole")
