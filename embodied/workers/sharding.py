@@ -27,6 +27,7 @@ from embodied.config import OptimConfig
 from embodied.errors import UserError
 from embodied.workers.devices import CPU, defines
 from embodied.workers.ranks import Ranks, bind
+from embodied.workers.weights import trained
 from policies.contract import Policy
 
 SHORT = (torch.bfloat16, torch.float16)
@@ -89,8 +90,7 @@ class WholePolicy:
 
     def _changing(self) -> dict[str, Tensor]:
         """Trained parameters and all buffers that are saved, by name."""
-        frozen = {name for name, parameter in self.policy.named_parameters() if not parameter.requires_grad}
-        return {key: tensor.detach() for key, tensor in self.policy.state_dict().items() if key not in frozen}
+        return {name: tensor.detach() for name, tensor in trained(self.policy).items()}
 
 
 class ShardedPolicy(WholePolicy):
