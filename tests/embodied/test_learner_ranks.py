@@ -352,7 +352,8 @@ def test_all_ranks_decide_alike(ray_runtime: RayRuntime, tmp_path: Path) -> None
             group.call_all(Learner.update, replace(batch, log_prob=batch.log_prob + 0.1), 0)
 
 
-@pytest.mark.parametrize("sharding", [pytest.param("whole", marks=pytest.mark.slow), "sharded"])
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", ["whole", "sharded"])
 def test_a_checkpoint_of_ranks_is_one_of_any_number(sharding: str, ray_runtime: RayRuntime, tmp_path: Path) -> None:
     """Saved on 4 ranks, continued on 1 and 2; saved on 2 of those and on 1, continued on 4."""
     config, batches = config_of(sharding=sharding), [make_batch(seed) for seed in range(3)]
