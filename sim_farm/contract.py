@@ -11,7 +11,7 @@ steps (n <= C), H x W pixels, N scenes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -180,6 +180,8 @@ class Backend:
     """`() -> Sequence[str]`: the task names, without the backend's prefix."""
     rewards: tuple[Literal["dense", "sparse"], ...] = ("dense", "sparse")
     """The kinds of reward that its tasks may have, the usual one first."""
+    drawn_by: Callable[[], tuple[str, str | None]] = lambda: ("unknown", None)
+    """What the renderers of this process draw on: its name, and its UUID or PCI address where it says one."""
 
 
 class FarmError(Exception):

@@ -13,16 +13,14 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from sim_farm import render_devices
 from sim_farm.contract import EpisodeSpec, FarmError, TaskSpec
-from sim_farm.registry import make_physics, make_renderer
+from sim_farm.registry import make_physics, make_renderer, resolve
 from sim_farm.render_devices import RenderDevice
 
 SIZE, PICTURES = 128, 20
-UUID_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -60,35 +58,11 @@ def draw(task: str, device: RenderDevice | None) -> Drawn:
         for _ in range(PICTURES):
             renderer.render([scene], cameras)
         picture_s = (time.perf_counter() - begin) / PICTURES
-        name, identity = _vulkan() if task.startswith("maniskill/") else _opengl()
+        name, identity = resolve(task)[0].drawn_by()
     finally:
         renderer.close()
         physics.close()
     return Drawn(render_devices.name_of(device), name, identity, picture_s)
-
-
-def _opengl() -> tuple[str, str | None]:
-    """GL_RENDERER of the current context, and the UUID of its device by GL_EXT_memory_object, as CUDA has it."""
-    from OpenGL import GL
-    from OpenGL.raw.GL.EXT import memory_object
-
-    from sim_farm.backends.mujoco_gl import renderer_name
-
-    uuid = (GL.GLubyte * UUID_BYTES)()
-    read: Callable[..., None] = memory_object.glGetUnsignedBytei_vEXT
-    try:
-        read(memory_object.GL_DEVICE_UUID_EXT, 0, uuid)
-    except Exception:  # PyOpenGL raises several kinds where the driver lacks the extension
-        return renderer_name(), None
-    return renderer_name(), bytes(uuid).hex()
-
-
-def _vulkan() -> tuple[str, str | None]:
-    """Name and PCI address of the device that SAPIEN draws on in this process, as far as it can be asked."""
-    from sim_farm.backends.maniskill_devices import device_here
-
-    device = device_here()
-    return ("SAPIEN's choice", None) if device is None else (device.name, device.pci_string)
 
 
 def main() -> int:

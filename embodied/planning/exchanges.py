@@ -11,6 +11,7 @@ from statistics import median
 from embodied.config import Config
 from embodied.execution.executor import Iteration
 from embodied.workers.roles import TrainedBytes
+from embodied.workflows.sizes import holds_shards
 from schedulers.profile import Exchange
 from schedulers.workflow import Workflow
 
@@ -24,7 +25,7 @@ def exchanges_of(
     shards gather the parameters for each micro-batch, forwards and backwards, and scatter the gradients at each step.
     """
     steps = median(iteration.learned.get("learner/steps", 1.0) for iteration in iterations)
-    if not shards(config, size, accelerated):
+    if not holds_shards(config, size.trained, size.parameters, accelerated):
         return (Exchange("all_reduce", float(size.trained), steps),)
     rows = config.optim.minibatch or sum((loop.items or workflow.items) * loop.steps for loop in workflow.loops)
     passes = math.ceil(rows / (config.optim.micro_batch or rows))
@@ -32,10 +33,3 @@ def exchanges_of(
         Exchange("all_gather", float(size.parameters), 2 * steps * passes, fewest=2 * steps),
         Exchange("reduce_scatter", float(size.trained), steps),
     )
-
-
-def shards(config: Config, size: TrainedBytes, accelerated: bool) -> bool:
-    """Whether several ranks would hold shards (`optim.sharding`)."""
-    if config.optim.sharding == "auto":
-        return accelerated and size.trained == size.parameters
-    return config.optim.sharding == "sharded"

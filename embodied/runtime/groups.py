@@ -41,7 +41,7 @@ def naming(worker: str, size: int, unfinished: Sequence[str] = ()) -> Iterator[N
     """
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # whatever a worker raises arrives as itself, with its name
         if size > 1:
             more = f"; not finished either: {', '.join(unfinished)}" if unfinished else ""
             _name(error, worker, more if isinstance(error, WorkerTimeout) else "")
@@ -190,7 +190,7 @@ class WorkerGroup(Generic[T]):
         for handle in self.handles:
             try:
                 handle.end()
-            except Exception as error:
+            except Exception as error:  # the others are to be asked too
                 failures.append(error)
         if failures:
             raise failures[0]

@@ -145,7 +145,7 @@ class Learner:
         """
         with self._affinity.applied():
             self.ranks.join(address, timeout_s)
-            self._hold(held(self.policy, self._config, self.ranks))
+            self._hold(held(self.policy, self._run, self.ranks))
             if self._held.sharded:
                 self.optimizer = make_optimizer(self.policy, self._config)
 

@@ -23,11 +23,12 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from embodied import checkpoint, optimizer_shards
-from embodied.config import OptimConfig
+from embodied.config import Config
 from embodied.errors import UserError
 from embodied.workers.devices import CPU, defines
 from embodied.workers.ranks import Ranks, bind
 from embodied.workers.weights import trained
+from embodied.workflows.sizes import holds_shards
 from policies.contract import Policy
 
 SHORT = (torch.bfloat16, torch.float16)
@@ -303,16 +304,13 @@ class ShardedPolicy(WholePolicy):
             into.copy_(distribute_tensor(sent, self._mesh, into.placements, src_data_rank=None))
 
 
-def held(policy: Policy, settings: OptimConfig, ranks: Ranks) -> WholePolicy:
+def held(policy: Policy, config: Config, ranks: Ranks) -> WholePolicy:
     """The policy as each of the ranks, which are connected, is to hold it by `optim.sharding`."""
-    sharded = settings.sharding == "sharded" or (settings.sharding == "auto" and _pays(policy, ranks))
+    sizes = {True: 0, False: 0}
+    for parameter in policy.parameters():
+        sizes[parameter.requires_grad] += parameter.numel()
+    sharded = holds_shards(config, sizes[True], sum(sizes.values()), ranks.device.type != "cpu")
     return ShardedPolicy(policy, ranks) if sharded and ranks.size > 1 else WholePolicy(policy, ranks)
-
-
-def _pays(policy: Policy, ranks: Ranks) -> bool:
-    """Whether shards save what is worth saving: gradients, moments and masters of most of the policy, on GPUs."""
-    trained = sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad)
-    return ranks.device.type != "cpu" and 2 * trained > sum(parameter.numel() for parameter in policy.parameters())
 
 
 def _parameters(modules: list[nn.Module]) -> dict[str, nn.Parameter]:

@@ -49,6 +49,8 @@ class SharedLoop(RolloutLoop):
         """What is to be done with what each replica that has work will have done."""
         self._doing: dict[int, str] = {}
         self._rollouts = 0
+        self._copies = 0
+        """Frames that were copied onto desks, to be valued."""
 
     def meet(self, desks: Desks) -> None:
         """Hand work to the replicas at these desks from now on."""
@@ -90,6 +92,7 @@ class SharedLoop(RolloutLoop):
             self._take_back()
             while waiting and self._free:
                 piece, replica = waiting.popleft(), self._free.popleft()
+                self._copies += len(piece) if inputs.frames else 0
                 self._desks.ask_to_value(replica, self._rollouts, inputs.rows(piece), len(piece))
                 self._busy[replica] = partial(keep, piece)
                 self._doing[replica] = f"valuing {len(piece)} observations"
@@ -98,7 +101,7 @@ class SharedLoop(RolloutLoop):
         return found
 
     def frames(self) -> FrameCounts:
-        return self.memory.counts + FrameCounts(0, self.farm.frame_copies) + self._desks.counts()
+        return self.memory.counts + FrameCounts(0, self.farm.frame_copies + self._copies) + self._desks.counts()
 
     def _next_group(self, resting: set[int], deadline_s: float) -> EnvironmentGroup:
         while True:

@@ -137,6 +137,17 @@ def name_in_task(name: str, number: int) -> str:
     return f"{name}-{number}" if number else name
 
 
+def holds_shards(config: Config, trained: float, whole: float, accelerated: bool) -> bool:
+    """Whether several ranks hold shards of a policy of so many parameters (or bytes), of which so many are trained.
+
+    `optim.sharding: auto` has shards where they save what is worth saving: gradients, moments and masters of most of
+    the policy, on GPUs.
+    """
+    if config.optim.sharding == "auto":
+        return accelerated and 2 * trained > whole
+    return config.optim.sharding == "sharded"
+
+
 def _of_task(name: str, number: int, recipe: Recipe) -> str:
     """The name of a task's component; what all tasks share has one name."""
     return name_in_task(name, number) if recipe.component(name).per_task else name

@@ -27,7 +27,7 @@ from mani_skill.sensors.camera import parse_camera_configs
 from mani_skill.utils.common import flatten_state_dict
 from mani_skill.utils.registration import REGISTERED_ENVS
 
-from sim_farm.backends.maniskill_devices import make_on_device
+from sim_farm.backends.maniskill_devices import drawn_by, make_on_device
 from sim_farm.backends.maniskill_instructions import INSTRUCTIONS
 from sim_farm.backends.maniskill_speed import frozen_poses, speed_up
 from sim_farm.contract import (
@@ -366,4 +366,4 @@ def _decode_scene(scene: UInt8) -> tuple[int, Float32]:
     return int(scene[:8].view(np.int64)[0]), scene[8:].copy().view(np.float32).reshape(-1, 7)
 
 
-BACKEND = Backend("maniskill", make_physics=ManiSkillPhysics, make_renderer=ManiSkillRenderer, tasks=tasks)
+BACKEND = Backend("maniskill", ManiSkillPhysics, ManiSkillRenderer, tasks=tasks, drawn_by=drawn_by)

@@ -71,6 +71,12 @@ def device_here() -> Any | None:
     return None
 
 
+def drawn_by() -> tuple[str, str | None]:
+    """Name and PCI address of the device that SAPIEN draws on in this process, as far as it can be asked."""
+    device = device_here()
+    return ("SAPIEN's choice", None) if device is None else (device.name, device.pci_string)
+
+
 @contextmanager
 def _instead_of_cpu(device: Any) -> Iterator[None]:
     """ManiSkill's environments that are made meanwhile with a renderer have it on the device."""

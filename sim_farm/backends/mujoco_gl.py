@@ -35,6 +35,7 @@ else:
 
 PLATFORMS = ("egl", "osmesa", "glfw")
 REMEDY = f"`embodied doctor` says what is missing; MUJOCO_GL={'|'.join(PLATFORMS)} selects how to draw"
+UUID_BYTES = 16
 
 
 class Canvas:
@@ -140,6 +141,18 @@ def renderer_name() -> str:
     """What OpenGL's current context says that it draws with (GL_RENDERER)."""
     gl = importlib.import_module("OpenGL.GL")
     return str(gl.glGetString(gl.GL_RENDERER).decode())
+
+
+def drawn_by() -> tuple[str, str | None]:
+    """GL_RENDERER of the current context, and the UUID of its device by GL_EXT_memory_object, as CUDA has it."""
+    gl = importlib.import_module("OpenGL.GL")
+    memory_object = importlib.import_module("OpenGL.raw.GL.EXT.memory_object")
+    uuid = (gl.GLubyte * UUID_BYTES)()
+    try:
+        memory_object.glGetUnsignedBytei_vEXT(memory_object.GL_DEVICE_UUID_EXT, 0, uuid)
+    except Exception:  # PyOpenGL raises several kinds where the driver lacks the extension
+        return renderer_name(), None
+    return renderer_name(), bytes(uuid).hex()
 
 
 def _check_drawn(name: str) -> None:

@@ -12,7 +12,7 @@ import torch
 from embodied.config import Config, parse_config
 from embodied.errors import UserError
 from embodied.execution.assignment import Assignment, assign
-from embodied.execution.executor import executor
+from embodied.execution.executor import Iteration, executor
 from embodied.execution.session import Session, open_session
 from embodied.runtime.ray_runtime import RayRuntime
 from embodied.workers.affinity import Affinity
@@ -47,6 +47,11 @@ def assert_learned_alike(found: Run, expected: Run) -> None:
     assert_near(found.parameters, expected.parameters)
 
 
+def acting(one: Iteration) -> set[str]:
+    """The tracks of those who acted."""
+    return {span.track for span in one.spans if span.name.startswith("act ")}
+
+
 def computed_here(settings: dict[str, Any], plan: Assignment, folder: Path) -> Run:
     with open_session(parse_config({"runtime": {"mode": "inline"}}, "test")) as here:
         return run(settings, here, inline(plan), folder / "here")
@@ -69,7 +74,11 @@ def computed_here(settings: dict[str, Any], plan: Assignment, folder: Path) -> R
 def test_replicas_and_ranks_learn_what_one_process_learns(
     settings: dict[str, Any], plan: Assignment, ray: Session, tmp_path: Path
 ) -> None:
-    assert_learned_alike(run(settings, ray, plan, tmp_path / "ray"), computed_here(settings, plan, tmp_path))
+    found = run(settings, ray, plan, tmp_path / "ray")
+    assert_learned_alike(found, computed_here(settings, plan, tmp_path))
+    for one in found.iterations:
+        assert acting(one) == {f"policy {replica}" for replica in range(len(plan.components["policy"]))}
+        assert one.learned["learner/ranks"] == len(plan.components["learner"])
 
 
 @pytest.mark.slow
@@ -85,8 +94,7 @@ def test_a_plan_for_eight_accelerators_runs_on_stand_ins(ray: Session, tmp_path:
     found = run(settings, ray, placed, tmp_path / "ray")
     assert_learned_alike(found, computed_here(settings, placed, tmp_path))
     for one in found.iterations:
-        acted = {span.track for span in one.spans if span.name.startswith("act ")}
-        assert acted == {f"policy {replica}" for replica in range(8)}
+        assert acting(one) == {f"policy {replica}" for replica in range(8)}
 
 
 def test_replicas_on_other_nodes_are_refused_before_anything_is_built(ray: Session, tmp_path: Path) -> None:

@@ -4,9 +4,10 @@ Real contact physics, three tasks (`reach`, `push`, `pick_and_place`) and three 
 first minute with the project and for fast tests. The scenes are in `assets/tabletop`.
 """
 
+from sim_farm.backends.mujoco_gl import drawn_by
 from sim_farm.backends.tabletop.physics import TabletopPhysics
 from sim_farm.backends.tabletop.renderer import TabletopRenderer
 from sim_farm.backends.tabletop.tasks import TASKS
 from sim_farm.contract import Backend
 
-BACKEND = Backend("tabletop", TabletopPhysics, TabletopRenderer, tasks=lambda: list(TASKS))
+BACKEND = Backend("tabletop", TabletopPhysics, TabletopRenderer, tasks=lambda: list(TASKS), drawn_by=drawn_by)
