@@ -87,7 +87,7 @@ class Worker:
                 if not self.run_pending():
                     # The timeout only bounds how long a stop without a ring can go unnoticed.
                     self._mine.wait(seen, timeout_s=1.0)
-        except Exception as error:
+        except Exception as error:  # whatever a simulator raises is the client's to say
             self._fail(error)
         finally:
             self.close()

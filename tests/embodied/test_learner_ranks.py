@@ -532,7 +532,7 @@ def joined(ranks: Sequence[Ranks], addresses: Sequence[str], connect_s: float) -
     def one(number: int) -> None:
         try:
             ranks[number].join(addresses[number], 60.0, connect_s)
-        except Exception as error:
+        except Exception as error:  # whatever it is, the test is of what each of them says
             said[number] = error
 
     threads = [threading.Thread(target=one, args=(number,)) for number in range(len(ranks))]

@@ -182,7 +182,7 @@ def until(condition: Callable[[], bool]) -> None:
     end = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < end, "it has not come about"
-        time.sleep(0.01)
+        time.sleep(0.01)  # other processes bring it about
 
 
 def test_a_slow_replica_does_not_hold_up_the_others(ray: Session, tmp_path: Path, reference: Any) -> None:

@@ -1,4 +1,4 @@
-"""Random small planning problems, the same for the same seed."""
+"""Small planning problems, the same for the same seed, and what is asked of the plans that are found for them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,38 @@ from typing import Any
 import numpy as np
 import pytest
 
-from schedulers import Cluster, Component, ComponentProfile, Edge, Loop, Node, Point, Pool, Profile, Together, Workflow
+from schedulers import (
+    Cluster,
+    Component,
+    ComponentProfile,
+    Edge,
+    Loop,
+    Node,
+    Plan,
+    Point,
+    Pool,
+    Profile,
+    Together,
+    Workflow,
+)
 from schedulers.workflow import Flow
 
 LEARNER_SIDE = ("value", "advantage", "learner", "sync")
+
+NEAR = 1.006
+"""Of a plan's time to the least: the planner says by how much it may be off, and stops looking at 0.5%."""
+
+
+def seconds(found: Plan) -> float:
+    """The predicted time of an iteration."""
+    assert found.prediction is not None
+    return found.prediction.iteration_s
+
+
+def lowest(found: Plan) -> float:
+    """Of any plan's time, as the planner has proved."""
+    assert found.prediction is not None
+    return found.prediction.lower_bound_s
 
 
 def some(first: int, of: int) -> list[Any]:

@@ -7,9 +7,9 @@ import re
 import pytest
 
 from benchmarks.planner import PUBLISHED_BATCH, PUBLISHED_INFERENCE_S
-from schedulers import MODES, Cluster, Component, Edge, Loop, Node, Plan, Profile, Workflow, plan, simulate, validate
+from schedulers import MODES, Cluster, Component, Edge, Loop, Node, Profile, Workflow, plan, simulate, validate
 from tests.schedulers.baselines import GROUPS, PARTS, Exhaustive
-from tests.schedulers.instances import measured, tasks
+from tests.schedulers.instances import measured, seconds, tasks
 
 NEAR = 1.03
 MACHINE = Cluster((Node("node0", 16, 1),))
@@ -22,11 +22,6 @@ PHYSICS_S, LIBERO_PHYSICS_S, LIBERO_RENDER_S = 0.54e-3, 6.5e-3, 100e-3
 
 def on_core(each_s: float) -> dict[tuple[int, int], float]:
     return {(1, 1): each_s, (64, 1): 64 * each_s}
-
-
-def seconds(found: Plan) -> float:
-    assert found.prediction is not None
-    return found.prediction.iteration_s
 
 
 def one_of_each() -> tuple[Workflow, Profile]:

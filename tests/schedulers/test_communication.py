@@ -38,22 +38,8 @@ from schedulers.collectives import exchange_seconds, fewest_nodes, publishing_se
 from schedulers.laws import broadcast_seconds, ring_seconds
 from schedulers.profile import Collective
 from tests.schedulers.baselines import GROUPS, PARTS, Exhaustive
-from tests.schedulers.instances import measured, random_problem, random_tasks, some
+from tests.schedulers.instances import NEAR, lowest, measured, random_problem, random_tasks, seconds, some
 from tests.schedulers.test_planner import SHORT
-
-NEAR = 1.006
-"""Of plans of several tasks; see `test_tasks`."""
-
-
-def seconds(found: Plan) -> float:
-    assert found.prediction is not None
-    return found.prediction.iteration_s
-
-
-def lowest(found: Plan) -> float:
-    assert found.prediction is not None
-    return found.prediction.lower_bound_s
-
 
 # --- the laws
 

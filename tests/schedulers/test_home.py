@@ -29,14 +29,9 @@ from schedulers import (
 )
 from schedulers.times import alone
 from tests.schedulers.baselines import GROUPS, PARTS, Exhaustive
-from tests.schedulers.instances import measured, random_home, some
+from tests.schedulers.instances import measured, random_home, seconds, some
 
 KINDS = {"free": {}, "memory": {"memory": True}, "links": {"links": True}}
-
-
-def seconds(chosen: Plan) -> float:
-    assert chosen.prediction is not None
-    return chosen.prediction.iteration_s
 
 
 def outside(chosen: Plan, workflow: Workflow, cluster: Cluster) -> set[str]:

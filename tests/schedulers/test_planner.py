@@ -15,7 +15,6 @@ from schedulers import (
     Edge,
     Loop,
     Node,
-    Plan,
     PlanError,
     Profile,
     Workflow,
@@ -43,6 +42,7 @@ from tests.schedulers.instances import (
     random_component,
     random_problem,
     random_workflow,
+    seconds,
     some,
 )
 
@@ -235,11 +235,6 @@ def test_why_says_what_the_others_cost_and_what_would_help() -> None:
     text = " ".join(chosen.why)
     for words in ("best collocated plan would take", "best disaggregated plan would take", "ne more core", "certified"):
         assert words in text, words
-
-
-def seconds(chosen: Plan) -> float:
-    assert chosen.prediction is not None
-    return chosen.prediction.iteration_s
 
 
 def test_one_step_ahead_a_learner_that_nothing_follows_works_beside_the_loop() -> None:

@@ -32,15 +32,7 @@ from schedulers import (
     validate,
 )
 from tests.schedulers.baselines import GROUPS, PARTS, Exhaustive
-from tests.schedulers.instances import measured, random_tasks, some, tasks
-
-NEAR = 1.006
-"""The planner says by how much it may be off, and stops looking at 0.5%."""
-
-
-def seconds(found: Plan) -> float:
-    assert found.prediction is not None
-    return found.prediction.iteration_s
+from tests.schedulers.instances import NEAR, measured, random_tasks, seconds, some, tasks
 
 
 def bound(found: Plan) -> float:

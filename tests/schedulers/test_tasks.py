@@ -39,28 +39,18 @@ from schedulers import (
 from schedulers.graph import graph_of
 from tests.schedulers.baselines import GROUPS, PARTS, Exhaustive
 from tests.schedulers.instances import (
+    NEAR,
     libero_tasks,
+    lowest,
     measured,
     ppo,
     ppo_profile,
     random_problem,
     random_tasks,
+    seconds,
     some,
     tasks,
 )
-
-NEAR = 1.006
-"""The planner says by how much it may be off, and stops looking at 0.5%."""
-
-
-def seconds(found: Plan) -> float:
-    assert found.prediction is not None
-    return found.prediction.iteration_s
-
-
-def lower_bound(found: Plan) -> float:
-    assert found.prediction is not None
-    return found.prediction.lower_bound_s
 
 
 @pytest.mark.parametrize("memory", [False, True])
@@ -74,8 +64,8 @@ def test_two_tasks_are_planned_as_by_exhaustive_search(seed: int, memory: bool) 
         assert (mode in found) == (best < math.inf)
         if mode in found:
             assert best * (1 - 1e-9) <= seconds(found[mode]) <= best * NEAR
-            assert lower_bound(found[mode]) <= best * (1 + 1e-9)
-            assert seconds(found[mode]) <= max(lower_bound(found[mode]), best) * NEAR
+            assert lowest(found[mode]) <= best * (1 + 1e-9)
+            assert seconds(found[mode]) <= max(lowest(found[mode]), best) * NEAR
             validate(found[mode], workflow, cluster, profile)
             assert simulate(found[mode], workflow, profile, cluster).seconds == pytest.approx(seconds(found[mode]))
 
@@ -86,7 +76,7 @@ def test_step_by_step_comes_near_and_its_bound_is_honest(seed: int, monkeypatch:
     exact = alternatives(workflow, profile, cluster, groups=GROUPS, parts=PARTS)
     monkeypatch.setattr(task_family, "MOST_WAYS", 1)
     for mode, found in alternatives(workflow, profile, cluster, groups=GROUPS, parts=PARTS).items():
-        assert lower_bound(found) <= seconds(exact[mode]) * (1 + 1e-9)
+        assert lowest(found) <= seconds(exact[mode]) * (1 + 1e-9)
         assert seconds(exact[mode]) <= seconds(found) * NEAR <= seconds(exact[mode]) * 1.1
         validate(found, workflow, cluster, profile)
 
@@ -95,7 +85,7 @@ def test_ten_tasks_are_planned_with_a_small_certified_gap() -> None:
     workflow, profile = libero_tasks(10)
     best = plan(workflow, profile, Cluster((Node("node0", 16, 1),)), explain=False)
     validate(best, workflow, Cluster((Node("node0", 16, 1),)), profile)
-    assert seconds(best) <= lower_bound(best) * 1.02
+    assert seconds(best) <= lowest(best) * 1.02
     # Eight environments divide among eight cores, so that half of the tasks share each half of sixteen.
     loops = [placement for placement in best.phases[0].placements if placement.pool == "cores"]
     assert sorted(placement.count for placement in loops) == [8, 8]
@@ -114,7 +104,7 @@ def test_ten_tasks_that_do_not_fit_beside_the_learner_are_unloaded_or_refused() 
     best = plan(workflow, heavy, roomy, explain=False)
     validate(best, workflow, roomy, heavy)
     assert best.unload and best.mode != "disaggregated"
-    assert seconds(best) <= lower_bound(best) * 1.1
+    assert seconds(best) <= lowest(best) * 1.1
     tight = Cluster((Node("node0", 16, 1, memory_bytes=2e9, accelerator_bytes=80e9),))
     with pytest.raises(PlanError, match="fits in the cluster's memory"):
         plan(workflow, heavy, tight, explain=False)
@@ -327,7 +317,7 @@ def test_each_task_may_be_simulated_away_from_home(link_s: float) -> None:
     best = plan(workflow, replace(profile, transfers=transfers), cluster, explain=False)
     validate(best, workflow, cluster, profile)
     near = plan(workflow, profile, Cluster((Node("here", 8, 1),)), explain=False)
-    assert lower_bound(best) <= seconds(best) <= seconds(near) * NEAR
+    assert lowest(best) <= seconds(best) <= seconds(near) * NEAR
     away = {p.components for phase in best.phases for p in phase.placements if "far" in p.nodes}
     assert away and all(name.startswith("physics") for names in away for name in names)
 

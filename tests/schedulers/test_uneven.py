@@ -9,9 +9,9 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from schedulers import MODES, Cluster, Node, Plan, Profile, Workflow, alternatives, plan, validate
+from schedulers import MODES, Cluster, Node, Profile, Workflow, alternatives, plan, validate
 from tests.schedulers.baselines import GROUPS, PARTS, Exhaustive
-from tests.schedulers.instances import measured, random_home, some
+from tests.schedulers.instances import lowest, measured, random_home, some
 from tests.schedulers.test_home import outside, profile_of, rollout, seconds
 
 HOME, RICH, POOR = (
@@ -31,11 +31,6 @@ def heavy(workers: float = 1e9) -> tuple[Workflow, Profile]:
 
 def linked(*nodes: Node) -> Cluster:
     return Cluster(nodes, 1e9, 0.001, home=nodes[0].name)
-
-
-def lowest(chosen: Plan) -> float:
-    assert chosen.prediction is not None
-    return chosen.prediction.lower_bound_s
 
 
 def random_uneven(seed: int, home: bool) -> tuple[Workflow, Profile, Cluster]:
