@@ -25,6 +25,8 @@ from sim_farm.layout import FarmSpec
 ROUNDS = 3
 TOGETHER = "limit together"
 """Bare loops on all cores at once, over as many environments as the farm has."""
+ALONE = "farms of one process"
+"""Such a farm on each core at once, with as many environments together: slots and client, but nobody waits."""
 
 
 def bench_farm(bench: BenchFarm) -> dict[str, Any]:
@@ -51,7 +53,10 @@ def bench_farm(bench: BenchFarm) -> dict[str, Any]:
         }
         # Cores share memory bandwidth, and several environments share a core's caches: this is what the hardware has.
         each = bench.num_envs // len(cores)
-        processes[TOGETHER] = LoopGroup(tuple(LoopProcess(LoopSpec("bare", *shape, each, (core,))) for core in cores))
+        shared: tuple[tuple[str, Kind], ...] = ((TOGETHER, "bare"), (ALONE, "farm"))
+        for name, kind in shared:
+            members = (LoopProcess(LoopSpec(kind, *shape, each, (core,))) for core in cores)
+            processes[name] = LoopGroup(tuple(members))
         for process in processes.values():
             stack.callback(process.close)
         with steps("Starting what the farm is compared with", len(processes)) as bar:
@@ -126,6 +131,7 @@ def _result(bench: BenchFarm, rates: dict[str, list[float]], cores: int) -> dict
         "share_of_limit": median["farm"] / (median["limit"] * cores),
         "limit_together_env_steps_per_s": median[TOGETHER],
         "share_of_limit_together": median["farm"] / median[TOGETHER],
+        "env_step_s": _parts(median, cores),
         "rates": rates,
     }
     if "stock" in median:
@@ -138,6 +144,12 @@ def _result(bench: BenchFarm, rates: dict[str, list[float]], cores: int) -> dict
     return result
 
 
+def _parts(median: dict[str, float], cores: int) -> dict[str, float]:
+    """Seconds of a core for each env step, and what they go to. The parts add up to the whole."""
+    whole, alone, bare = (cores / median[name] for name in ("farm", ALONE, TOGETHER))
+    return {"whole": whole, "simulation": bare, "slots_and_client": alone - bare, "processes": whole - alone}
+
+
 def _show(rates: dict[str, list[float]], result: dict[str, Any]) -> None:
     table = Table(title=f"{result['task']}, {result['cameras']} cameras, chunk {result['chunk']}")
     for column in ("", "env steps/s", "min", "max", "farm is"):
@@ -146,6 +158,7 @@ def _show(rates: dict[str, list[float]], result: dict[str, Any]) -> None:
         "farm": "farm",
         "limit": f"bare loop x {result['cores']} cores (limit)",
         TOGETHER: f"bare loops on {result['cores']} cores at once, as many environments",
+        ALONE: f"farms of one process on {result['cores']} cores at once, as many environments",
         "stock": f"the simulator's own step x {result['cores']} cores",
     }
     for name, values in rates.items():
@@ -155,3 +168,9 @@ def _show(rates: dict[str, list[float]], result: dict[str, Any]) -> None:
         label = names.get(name, f"{name} environments, pinned")
         table.add_row(label, f"{mid:,.0f}", f"{low:,.0f}", f"{high:,.0f}", ratio)
     Console().print(table)
+    whole, simulation, own, processes = (f"{1e6 * seconds:,.0f}" for seconds in result["env_step_s"].values())
+    Console().print(
+        f"Of an env step's {whole} us on a core the simulator takes {simulation}, the farm's own work (slots, client) "
+        f"{own}, and that processes share cores and wait for each other {processes}.",
+        soft_wrap=True,
+    )

@@ -21,7 +21,7 @@ import numpy as np
 
 from embodied.bench.peers import PeerSpec, peer_env, subproc_vector_env
 
-Kind = Literal["bare", "stock", "async", "subproc"]
+Kind = Literal["bare", "farm", "stock", "async", "subproc"]
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,9 @@ class LoopSpec:
 
     kind: Kind
     """bare: our physics (and one picture of each camera per chunk), nothing else, one environment after the other on
-    one core. stock: the simulator's own `step` on one core, pictures at every env step. async: gymnasium's
-    AsyncVectorEnv over it, pinned. subproc: LIBERO's SubprocVectorEnv, pinned."""
+    one core. farm: the same by a farm within the loop's process. stock: the simulator's own `step` on one core,
+    pictures at every env step. async: gymnasium's AsyncVectorEnv over it, pinned. subproc: LIBERO's SubprocVectorEnv,
+    pinned."""
     task: str
     cameras: int
     size: int
@@ -139,6 +140,34 @@ def _bare(spec: LoopSpec) -> Callable[[], int]:
     return once
 
 
+def _farm(spec: LoopSpec) -> Callable[[], int]:
+    from sim_farm.contract import TaskSpec
+    from sim_farm.episodes import EndlessEpisodes
+    from sim_farm.farm import Farm
+    from sim_farm.hosts import InProcess
+    from sim_farm.layout import FarmSpec
+
+    os.sched_setaffinity(0, {spec.cores[0]})
+    task = TaskSpec(spec.task, cameras=spec.cameras, image_size=spec.size)
+    alone = FarmSpec(
+        task, EndlessEpisodes(0), spec.num_envs, spec.chunk, groups=1, physics_workers=1, final_frames="never"
+    )
+    farm = Farm.create(alone, InProcess())
+    rows = _actions(farm.infos[0].action_dim, spec.num_envs * spec.chunk)
+    actions = rows.reshape(len(rows), spec.num_envs, spec.chunk, -1)
+    farm.reset(0)
+    turn = 0
+
+    def once() -> int:
+        nonlocal turn
+        steps = int(farm.collect(0).steps.sum())
+        farm.submit(0, actions[turn % len(actions)])
+        turn += 1
+        return steps
+
+    return once
+
+
 def _peer(spec: LoopSpec) -> PeerSpec:
     return PeerSpec(spec.task, spec.cameras, spec.size)
 
@@ -212,7 +241,7 @@ def _actions(dims: int, rows: int) -> np.ndarray:
 def main() -> None:
     data = json.loads(sys.argv[1])
     spec = LoopSpec(**{**data, "cores": tuple(data["cores"])})
-    once = {"bare": _bare, "stock": _stock, "async": _async, "subproc": _subproc}[spec.kind](spec)
+    once = {"bare": _bare, "farm": _farm, "stock": _stock, "async": _async, "subproc": _subproc}[spec.kind](spec)
     for _ in range(3):
         once()
     print(json.dumps({"ready": 1}), flush=True)

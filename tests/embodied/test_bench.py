@@ -35,6 +35,8 @@ def test_bench_farm_measures_farm_and_limit_in_the_same_run(tmp_path: Path) -> N
     assert found["env_steps_per_s"] > 0 and found["limit_env_steps_per_s"] > 0
     assert abs(found["share_of_limit"] - found["env_steps_per_s"] / found["limit_env_steps_per_s"]) < 1e-9
     assert all(len(rounds) == 3 for rounds in found["rates"].values())
+    whole, *parts = found["env_step_s"].values()
+    assert whole == pytest.approx(sum(parts)) == pytest.approx(found["cores"] / found["env_steps_per_s"])
 
 
 @pytest.mark.parametrize(
