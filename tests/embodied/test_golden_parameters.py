@@ -89,7 +89,9 @@ def processor() -> str:
     return next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name"))
 
 
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize(
+    "run", [pytest.param(run, marks=pytest.mark.slow) if run.startswith("libero") else run for run in RUNS]
+)
 def test_the_same_seeds_give_the_parameters_that_were_recorded(run: str, tmp_path: Path) -> None:
     if run.startswith("libero"):
         libero_assets.require()

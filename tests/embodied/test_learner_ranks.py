@@ -304,16 +304,24 @@ def state_at(iteration: int) -> RunState:
     return RunState(iteration, 0, 0.0, ())
 
 
-def test_a_share_of_the_work_falls_with_the_ranks(ray_runtime: RayRuntime, tmp_path: Path) -> None:
-    config, batch = config_of(minibatch=24, epochs=1), make_batch()
+@pytest.mark.parametrize(
+    ("ranks", "sharding"),
+    [
+        (2, "sharded"),
+        pytest.param(2, "whole", marks=pytest.mark.slow),
+        pytest.param(4, "whole", marks=pytest.mark.slow),
+        pytest.param(4, "sharded", marks=pytest.mark.slow),
+    ],
+)
+def test_a_share_of_the_work_falls_with_the_ranks(
+    ranks: int, sharding: str, ray_runtime: RayRuntime, tmp_path: Path
+) -> None:
+    config, batch = config_of(minibatch=24, epochs=1, sharding=sharding), make_batch()
     whole = alone(config, tmp_path).counted_update(batch, 0)
     assert whole > 0
-    for ranks in (2, 4):
-        for sharding in ("whole", "sharded"):
-            config = config_of(minibatch=24, epochs=1, sharding=sharding)
-            with connected(ray_runtime, ranks, config, tmp_path) as group:
-                found = group.call_all(Counted.counted_update, batch, 0)
-        assert found == [pytest.approx(whole / ranks, rel=0.15)] * ranks
+    with connected(ray_runtime, ranks, config, tmp_path) as group:
+        found = group.call_all(Counted.counted_update, batch, 0)
+    assert found == [pytest.approx(whole / ranks, rel=0.15)] * ranks
 
 
 def test_shards_are_shards(ray_runtime: RayRuntime, tmp_path: Path) -> None:

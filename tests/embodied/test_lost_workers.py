@@ -18,7 +18,6 @@ from embodied.runtime.deadlines import Deadline
 from embodied.runtime.ray_runtime import RayRuntime
 from sim_farm.episodes import EndlessEpisodes
 from sim_farm.farm import Farm, FarmAddress
-from sim_farm.layout import FarmSpec
 from tests.embodied.test_relay import CHUNKS, PICTURES
 from tests.sim_farm.driving import Trace, assert_same, drive, run
 
@@ -44,25 +43,31 @@ class Player:
             return drive(farm, end=CHUNKS, deadline_s=deadline_s)
 
 
-VICTIMS = [
-    pytest.param(PICTURES, 0, "physics 0", id="physics"),
-    pytest.param(PICTURES, 2, "render 0", id="render"),
-    pytest.param(FUSED, 1, "physics 1", id="fused"),
+VICTIMS = {
+    "physics": (PICTURES, 0, "physics 0"),
+    "render": (PICTURES, 2, "render 0"),
+    "fused": (FUSED, 1, "physics 1"),
+}
+BLOWS = [
+    ("physics", signal.SIGSTOP),
+    ("render", signal.SIGKILL),
+    ("fused", signal.SIGKILL),
+    pytest.param("physics", signal.SIGKILL, marks=pytest.mark.slow),
+    pytest.param("render", signal.SIGSTOP, marks=pytest.mark.slow),
+    pytest.param("fused", signal.SIGSTOP, marks=pytest.mark.slow),
 ]
 
 
-@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize(("spec", "victim", "name"), VICTIMS)
+@pytest.mark.parametrize(("kind", "blow"), BLOWS)
 def test_a_lost_worker_is_named_and_replaced_and_its_episodes_replayed(
-    spec: FarmSpec,
-    victim: int,
-    name: str,
+    kind: str,
     blow: signal.Signals,
     cluster: RayRuntime,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Frames and all, to the last bit; and sooner than whoever collects from the farm gives up, as deadlines nest."""
+    spec, victim, name = VICTIMS[kind]
     monkeypatch.setattr(cluster, "deadline", Deadline(32.0))  # so 16 s are the farm's, and 8 s a worker's
     host = cluster.farm_host(spec.physics_workers, spec.render_workers)
     pids, before = host.pids(), dict(host.restarts)

@@ -143,7 +143,7 @@ def test_a_group_in_parts_gives_the_same(spec: FarmSpec, monkeypatch: pytest.Mon
 
 
 @EVERY_SHAPE
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", [pytest.param("before", marks=pytest.mark.slow), "after"])
 def test_a_far_end_that_is_lost_at_any_exchange_changes_nothing(spec: FarmSpec, when: str) -> None:
     expected = run(spec, chunks=CHUNKS)
     for numbers in ({0}, {1, 2}, {5, 6, 9}, {12}, {2 * CHUNKS + 1}):

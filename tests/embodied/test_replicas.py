@@ -328,7 +328,7 @@ def mapped(pids: Iterable[int]) -> set[Path]:
         pytest.param(signal.SIGKILL, "^policy 1 died during 'serve'", id="killed"),
         pytest.param(
             signal.SIGSTOP, "^policy 1 did not answer within 5 s: it has been deciding for group [0-3] for ",
-            id="stopped",
+            id="stopped", marks=pytest.mark.slow,
         ),
     ],
 )  # fmt: skip

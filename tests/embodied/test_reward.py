@@ -242,6 +242,7 @@ def test_a_run_is_rewarded_by_the_classifier(classifier: tuple[Path, dict[str, A
     assert row["learner/steps"] > 0 and row["time/reward_s"] > 0
 
 
+@pytest.mark.slow
 def test_runs_with_a_reward_worker_are_the_same_in_processes(tmp_path: Path) -> None:
     train(config_of(), tmp_path / "inline")
     train(config_of(runtime={"mode": "ray"}), tmp_path / "ray")

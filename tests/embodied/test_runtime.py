@@ -232,7 +232,7 @@ def test_a_worker_that_dies_is_named(cluster: RayRuntime) -> None:
 # --- a physics worker that is killed or stopped
 
 
-@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("blow", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 def test_training_in_which_a_physics_worker_is_lost_equals_training_without_a_loss(
     blow: signal.Signals,
     cluster: RayRuntime,

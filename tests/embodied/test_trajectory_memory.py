@@ -348,6 +348,7 @@ class AnonymousPeak:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Anonymous:"))
 
 
+@pytest.mark.slow
 def test_policy_worker_and_learner_take_a_fifth_of_a_rollouts_bytes_for_themselves(
     ray: Session, tmp_path: Path
 ) -> None:

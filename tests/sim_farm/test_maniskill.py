@@ -284,7 +284,7 @@ def test_episodes_that_are_rich_in_contacts_equal_stock_maniskill(stock: Stock) 
     assert any(moved), "no episode moved the cube by a centimetre"
 
 
-@pytest.mark.parametrize("spec", (PUSH_CUBE, PEG), ids=name_of)
+@pytest.mark.parametrize("spec", (PUSH_CUBE, pytest.param(PEG, marks=pytest.mark.slow)), ids=name_of)
 def test_split_frames_equal_stock_maniskill(stock: Stock, spec: TaskSpec) -> None:
     frames_equal_stock(stock, spec, seeds=[0, 1, 2], steps=5)
 

@@ -154,6 +154,7 @@ def test_the_seed_determines_the_tiny_checkpoint(tiny, tmp_path):
     assert not any(torch.equal(tensor, other[name]) for name, tensor in first.items())
 
 
+@pytest.mark.slow
 def test_another_process_draws_the_same_tiny_checkpoint(tmp_path):
     """Whose sets are in another order."""
     program = "import sys; from tests.policies.openvla.tiny import write_tiny; write_tiny(sys.argv[1], seed=1)"
