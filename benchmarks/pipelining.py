@@ -89,7 +89,7 @@ class _Bench:
         first, second = self.session.cores[:2]
         affinity = Affinity((second,), 1)
         farm = FarmAssignment(groups, (first,), (HERE,))
-        place = Assignment("hybrid", (farm,), {"policy": (affinity,), "learner": (affinity,)}, one_process=True)
+        place = Assignment("hybrid", (farm,), {"policy": (affinity,), "learner": (affinity,)}, hosts=(0,))
         with executor(config, self.folder, self.session, place) as workers:
             yield workers
 

@@ -6,14 +6,14 @@ computing, and there are no trees: with small messages on very many devices this
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from schedulers.cluster import Cluster
 from schedulers.laws import broadcast_seconds, ring_seconds
 from schedulers.memory import devices_of
-from schedulers.plan import DeviceRange, Placement
+from schedulers.plan import Placement
 from schedulers.profile import Exchange, Pool
 
 ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
@@ -59,18 +59,14 @@ def publishing_seconds(cluster: Cluster, size: float, source: Placement, target:
     """
     if not size or not priced(cluster):
         return 0.0
-    have = _devices(source.devices)
-    others = [instance for instance in target.instances if not _devices(instance) <= have]
+    pairs = zip(target.instances, target.hosts(source), strict=True)
+    others = [instance for instance, host in pairs if host is None]
     if not others:
         return 0.0
     away = {instance[0].node for instance in others} - source.nodes
     near = cluster.device_link_bytes_per_s if "accelerators" in (source.pool, target.pool) else np.inf
     speed = min(near, cluster.link_bytes_per_s) if away else near
     return broadcast_seconds(size, float(speed), len(away), cluster.link_s)
-
-
-def _devices(parts: Iterable[DeviceRange]) -> set[tuple[str, Pool, int]]:
-    return {(p.node, p.pool, device) for p in parts for device in range(p.first, p.first + p.count)}
 
 
 def _times(exchange: Exchange, members: np.ndarray) -> np.ndarray | float:

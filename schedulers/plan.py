@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -62,6 +62,20 @@ class Placement:
     @property
     def nodes(self) -> frozenset[str]:
         return frozenset(part.node for part in self.devices)
+
+    def hosts(self, owner: Placement) -> tuple[int | None, ...]:
+        """Of each instance, the instance of the other placement that has all of its devices; None: none has.
+
+        Where the two take turns, what is on the same devices can be in one process.
+        """
+        owners = {device: i for i, devices in enumerate(owner.instances) for device in one_by_one(devices)}
+        found = [{owners.get(device) for device in one_by_one(devices)} for devices in self.instances]
+        return tuple(its.pop() if len(its) == 1 else None for its in found)
+
+
+def one_by_one(parts: Iterable[DeviceRange]) -> list[tuple[str, Pool, int]]:
+    """Node, pool and number of each device."""
+    return [(p.node, p.pool, device) for p in parts for device in range(p.first, p.first + p.count)]
 
 
 @dataclass(frozen=True)

@@ -54,4 +54,4 @@ def on_one_core(one_process: bool, unload: bool = False) -> Assignment:
     core = min(os.sched_getaffinity(0))
     farm = FarmAssignment(groups=2, physics=(core,), physics_nodes=(HERE,))
     components = {"policy": (Affinity(),), "learner": (Affinity(),)}
-    return Assignment("collocated", (farm,), components, one_process, unload=unload)
+    return Assignment("collocated", (farm,), components, (0,) if one_process else (), unload=unload)

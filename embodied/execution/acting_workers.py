@@ -25,6 +25,13 @@ def replicas_of(config: Config, assignment: Assignment) -> int:
     return 1 if inline else len(assignment.components[recipe_of(config).loop[-1]])
 
 
+def hosts_of(config: Config, assignment: Assignment) -> tuple[int | None, ...]:
+    """`Assignment.hosts` of each policy worker of a run; where everything is in one process there is one rank."""
+    if config.runtime.mode == "inline":
+        return (0 if assignment.guests else None,)
+    return assignment.hosts or (None,) * replicas_of(config, assignment)
+
+
 def check_replicas(config: Config, assignment: Assignment, groups: int) -> None:
     """Raise `UserError` where some of the policy workers would never have a group to decide for, or are on another
     machine than the frames."""
@@ -52,26 +59,21 @@ def place_acting(
     farm: Farm,
     trained: WorkerGroup[Trainer],
 ) -> tuple[WorkerGroup[Any], WorkerGroup[Decider] | None]:
-    """Who acts; and the decider, where that is somebody else. Where they share the trainer's
-    policy they are beside its first ranks. Raises `UserError` where these are fewer."""
-    name, place, shares = component.name, session.runtime.place_group, assignment.one_process
+    """Who acts; and the decider, where that is somebody else. Guests of the trainer's ranks act with their policies."""
+    name, place, hosts = component.name, session.runtime.place_group, assignment.hosts
     count = replicas_of(base.config, assignment)
-    if shares and count > trained.size:
-        raise UserError(
-            f"the plan has {name} and {trained.name} share processes, and there are {count} of the one and "
-            f"{trained.size} of the other: give both the same number (policy.replicas, optim.ranks), or each processes "
-            "of its own"
-        )
-    owners = trained.first(min(count, trained.size)) if shares else None
-    context = replace(base, farm=session.reach(farm), ranks=count, shares=shares)
+    context = replace(base, farm=session.reach(farm), ranks=count)
 
     def arguments(rank: int) -> tuple[WorkflowComponent, WorkerContext]:
-        return component, replace(context, affinity=assignment.components[name][rank], rank=rank)
+        shares, where = hosts[rank] is not None, assignment.components[name][rank]
+        return component, replace(context, affinity=where, rank=rank, shares=shares)
 
     make = make_component if count == 1 else make_replica
-    group: WorkerGroup[Any] = place(name, make, count, arguments, beside=owners)
-    if owners is not None:
-        group.get(group.pipe(Acting.share, owners, Trainer.own_policy))
+    beside = [None if host is None else trained.handles[host] for host in hosts]
+    group: WorkerGroup[Any] = place(name, make, count, arguments, beside=beside)
+    if assignment.guests:
+        guests, owners = group.some(assignment.guests), trained.some(host for host in hosts if host is not None)
+        guests.get(guests.pipe(Acting.share, owners, Trainer.own_policy))
     if count == 1:
         return group, None
     names = [handle.name for handle in group.handles]

@@ -58,8 +58,9 @@ class Assignment:
     """Of each task."""
     components: Mapping[str, tuple[Affinity, ...]]
     """Where the instances of each component that is no simulator compute, by name: policy replicas, learner ranks."""
-    one_process: bool
-    """Policy workers and learner share processes, rank by rank, and the policy itself."""
+    hosts: tuple[int | None, ...] = ()
+    """Of each policy worker the learner's rank in whose process it is, and with whose policy it acts; None, or none
+    given: it has both of its own."""
     ahead: int = 0
     """1: a rollout begins before the update that should precede it has ended."""
     unload: bool = False
@@ -68,8 +69,13 @@ class Assignment:
     """Items (episodes) that are handed on together where they may flow in parts; 0: an episode of every environment."""
 
     def __post_init__(self) -> None:
-        if self.ahead and self.one_process:
+        if self.ahead and self.guests:
             raise ValueError("a rollout that is ahead of the update needs a policy of its own, not the learner's")
+
+    @property
+    def guests(self) -> tuple[int, ...]:
+        """The policy workers that are in a rank's process."""
+        return tuple(replica for replica, host in enumerate(self.hosts) if host is not None)
 
     def first_of(self, component: str) -> Affinity:
         """Where the component's first instance computes."""
@@ -93,7 +99,6 @@ def configured(config: Config, cores: tuple[int, ...], nodes: Mapping[str, str] 
         mode="configured",
         farms=(farm,) * (1 + len(config.extra_tasks)),
         components=placed,
-        one_process=False,
     )
 
 
@@ -138,7 +143,8 @@ def assign(plan: Plan, config: Config, cores: tuple[int, ...], nodes: Mapping[st
     by processes on the CPU of their nodes, of one thread each: so a plan for machines with accelerators is tried out
     on some without. A core that this machine lacks (a plan for a larger one, tried out here) falls on one that it has.
     A group of the plan is cut into as many as the policy has replicas, as far as environments divide among the physics
-    workers: each of them decides for a share.
+    workers: each of them decides for a share. A replica that the plan has where a rank is, or on part of its cores,
+    acts in that rank's process while the rank waits, unless the plan runs ahead.
 
     Raises `UserError` for what the run's workers cannot do (stepping on accelerators; a component that trajectories
     pass through on several accelerators or another node), and for nodes that are not in the cluster.
@@ -162,7 +168,6 @@ def assign(plan: Plan, config: Config, cores: tuple[int, ...], nodes: Mapping[st
     )
     simulating = {id(_of(rolling, name_in_task(recipe.loop[0], number))) for number in range(len(farms))}
     takes_turns = all(farm.groups == 1 for farm in farms) or id(placements[decider]) not in simulating
-    together = _same_instances(placements[decider], placements[trainer], found[decider], found[trainer])
     if not takes_turns:
         # With several groups on the same cores the system deals out the time: one thread that may run anywhere.
         found[decider] = tuple(Affinity(device=acting.device, node=acting.node) for acting in found[decider])
@@ -170,7 +175,7 @@ def assign(plan: Plan, config: Config, cores: tuple[int, ...], nodes: Mapping[st
         plan.mode,
         farms,
         found,
-        not plan.ahead and together,
+        () if plan.ahead else placements[decider].hosts(placements[trainer]),
         plan.ahead,
         plan.unload,
         _phase(plan, trainer).micro_batch,
@@ -297,19 +302,6 @@ def _check_nodes(plan: Plan, nodes: Mapping[str, str]) -> None:
 def _node_of(name: str, others: Mapping[str, str]) -> str:
     """The id of a node that a plan names."""
     return HERE if name == HOME else others[name]
-
-
-def _same_instances(
-    acting: Placement, updating: Placement, replicas: Sequence[Affinity], ranks: Sequence[Affinity]
-) -> bool:
-    """Whether each replica is where the rank of its number is, or on part of its cores: then they take turns there,
-    and may share a process."""
-    if acting.pool != updating.pool or len(replicas) != len(ranks):
-        return False
-    if acting.pool == "accelerators":
-        return acting.instances == updating.instances
-    pairs = zip(replicas, ranks, strict=True)
-    return all(one.node == other.node and set(one.cores) <= set(other.cores) for one, other in pairs)
 
 
 def _phase(plan: Plan, component: str) -> Phase:

@@ -12,7 +12,7 @@ begins after the update, or one update ahead of it.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -143,7 +143,7 @@ class Executor:
             self.trainer.call_all(Trainer.load_back)
         self.trainer.call_all(Trainer.save, root, state, environments)
         if unloads:
-            self.trainer.call_all(Trainer.unload, self._weights_leave)
+            self._unload_trainer()
 
     def rollout(self, iteration: int) -> tuple[RolloutSummary, list[Span]]:
         """The iteration's rollout, on its way to the trainer. May be interrupted."""
@@ -177,14 +177,14 @@ class Executor:
         spans: list[Span] = []
         self._mark(spans, "driver", "update", begin, updated, trajectories=self.trajectories_path)
         self._mark(spans, self.trainer.name, "update", updated - update_ns, updated)
-        if self._decider_leaves:
-            switches += self._switch(self.acting, Acting.load_back)
+        if self.assignment.unload and self._apart.size:
+            switches += self._switch(self.acting.name, partial(self._apart.call_all, Acting.load_back))
         if not ahead:
             begin = time.monotonic_ns()
             self.publish(iteration + 1)
             self._mark(spans, "driver", "publish weights", begin, path=self.weights_path)
         if self.assignment.unload:
-            switches += self._switch(self.trainer, Trainer.unload, self._weights_leave)
+            switches += self._switch(self.trainer.name, self._unload_trainer)
         learned["time/switch_s"] = self._switched_s
         learned |= {f"time/{name}_s": seconds for name, seconds in self._passed_s.items()}
         return learned, environments, spans + switches
@@ -217,10 +217,12 @@ class Executor:
     @property
     def weights_path(self) -> str:
         """How weights travel from trainer to who acts."""
-        if self.assignment.one_process:
-            return "the same policy"
-        path = self.acting.path_from(self.trainer.first())
-        return path if self.looping is None else f"{path}, one copy for {self.acting.size} replicas"
+        same = "the same policy"
+        if not self._apart.size:
+            return same
+        path = self._apart.path_from(self.trainer.first())
+        path = path if self.looping is None else f"{path}, one copy for {self._apart.size} replicas"
+        return f"{path}; {same} for {self._guests.size}" if self._guests.size else path
 
     @property
     def trajectories_path(self) -> str:
@@ -228,13 +230,14 @@ class Executor:
         return f"trajectory memory, rows {self.trainer.path_from(self.decider)}"
 
     @property
-    def _weights_leave(self) -> bool:
-        """Whether the trainer's weights leave with its optimiser: not where the decider acts with them."""
-        return not self.assignment.one_process
+    def _guests(self) -> WorkerGroup[Acting]:
+        """Those who act in a rank's process, with its policy."""
+        return self.acting.some(self.assignment.guests)
 
     @property
-    def _decider_leaves(self) -> bool:
-        return self.assignment.unload and not self.assignment.one_process
+    def _apart(self) -> WorkerGroup[Acting]:
+        """Those who act with a policy of their own."""
+        return self.acting.some(i for i, host in enumerate(self.assignment.hosts) if host is None)
 
     @property
     def _draws(self) -> bool:
@@ -345,11 +348,18 @@ class Executor:
 
     def _to_trainer(self) -> list[Span]:
         """The decider and the renderers leave the device's memory, and the trainer comes back to it."""
-        spans = self._switch(self.acting, Acting.unload, self._spill) if self._decider_leaves else []
+        spans: list[Span] = []
+        if self._apart.size:
+            spans += self._switch(self.acting.name, partial(self._apart.call_all, Acting.unload, self._spill))
         if self._draws:
             self._renderers_away = True
             spans += self._switch_renderers(Decider.unload_renderers)
-        return [*spans, *self._switch(self.trainer, Trainer.load_back)]
+        return [*spans, *self._switch(self.trainer.name, partial(self.trainer.call_all, Trainer.load_back))]
+
+    def _unload_trainer(self) -> list[Switch]:
+        """The trainer leaves: of ranks that somebody acts beside the optimiser alone, without the weights."""
+        hosts = set(self.assignment.hosts)
+        return self.trainer.scatter(Trainer.unload, [(rank not in hosts,) for rank in range(self.trainer.size)])
 
     def _draw_again(self) -> list[Span]:
         """The renderers come back. Only before the rollout: until then a checkpoint may need the room."""
@@ -360,15 +370,15 @@ class Executor:
 
     def _switch_renderers(self, method: Any) -> list[Span]:
         tasks = ", ".join(dict.fromkeys(spec.task.name for spec in self.farm.specs))
-        return self._switch(self.decider, method, self.farm_deadline_s, who=f"renderers of {tasks}")
+        return self._switch(f"renderers of {tasks}", partial(self.decider.call_all, method, self.farm_deadline_s))
 
-    def _switch(self, worker: WorkerGroup[Any], method: Any, *args: Any, who: str = "") -> list[Span]:
+    def _switch(self, who: str, make: Callable[[], list[Switch]]) -> list[Span]:
         """Have a switch made; its span."""
         begin = time.monotonic_ns()
-        switched = switch_of_ranks(worker.call_all(method, *args))
+        switched = switch_of_ranks(make())
         end, spans = time.monotonic_ns(), list[Span]()
         self._switched_s += (end - begin) / 1e9
-        self._mark(spans, "driver", "switch", begin, end, worker=who or worker.name, bytes=switched.bytes)
+        self._mark(spans, "driver", "switch", begin, end, worker=who, bytes=switched.bytes)
         return spans
 
     def _mark(
@@ -381,14 +391,14 @@ class Executor:
     def publish(self, version: int) -> None:
         """Bring the trainer's weights, which have seen `version` updates, to all who act."""
         self._published = version
-        if self.assignment.one_process:
-            self.acting.call_all(Acting.at_version, version)
-        else:
+        self._guests.call_all(Acting.at_version, version)
+        apart = self._apart
+        if apart.size:
             others = [self.trainer.submit_one(rank, Trainer.weights) for rank in range(1, self.trainer.size)]
-            sent = self.acting.pipe(Acting.load_weights, self.trainer.first(), Trainer.weights, version)
+            sent = apart.pipe(Acting.load_weights, self.trainer.first(), Trainer.weights, version)
             for rank, reference in enumerate(others, 1):  # they take part, and hand out nothing
                 self.trainer.get_one(rank, reference)
-            self.acting.get(sent)
+            apart.get(sent)
 
 
 @contextmanager
@@ -410,7 +420,7 @@ def executor(config: Config, run_dir: Path, session: Session, assignment: Assign
     check_replicas(config, assignment, sum(spec.groups for spec in specs))
     ranks = ranks_of(config, assignment)
     check_ranks(config, ranks)
-    session.runtime.prepare(ranks + (0 if assignment.one_process else replicas) + (replicas > 1))
+    session.runtime.prepare(ranks + replicas - len(assignment.guests) + (replicas > 1))
     rows = partial(frame_rows, config, assignment.ahead)
     with session.farm(specs, assignment.farms, rows) as farm:
         placed = place_workers(config, run_dir, session, assignment, farm)

@@ -8,7 +8,7 @@ from typing import Any
 
 from embodied.config import Config
 from embodied.errors import UserError
-from embodied.execution.acting_workers import place_acting
+from embodied.execution.acting_workers import hosts_of, place_acting
 from embodied.execution.assignment import Assignment
 from embodied.execution.farm_specs import memory_rounds
 from embodied.execution.session import Session
@@ -31,8 +31,8 @@ class PlacedWorkers:
     looping: WorkerGroup[Decider] | None
     """The decider, where several instances of its component act and it does not."""
     assignment: Assignment
-    """As it could be done: ranks that hold shards have no policy to share, so that who acts has processes of its
-    own."""
+    """As it could be done, with hosts for all who act: ranks that hold shards have no policy to share, so that who acts
+    has processes of its own."""
 
 
 def check_workflow(recipe: Recipe) -> None:
@@ -73,13 +73,12 @@ def place_workers(config: Config, run_dir: Path, session: Session, assignment: A
     )
     trained = place_ranks(session, trainer, base, assignment)
     whole = trained.size == 1 or all(trained.call_all(Trainer.shares_policy))
-    if not whole:
-        assignment = replace(assignment, one_process=False)
+    assignment = replace(assignment, hosts=hosts_of(config, assignment if whole else replace(assignment, hosts=())))
     acting, looping = place_acting(recipe.component(recipe.loop[-1]), base, session, assignment, farm, trained)
     workers: dict[str, WorkerGroup[Any]] = {trainer.name: trained, recipe.loop[-1]: acting}
     for passer in passers:
         # Beside the trainer a passer uses its weights, which must not be away while trajectories pass.
-        leaves = assignment.unload and not assignment.one_process
+        leaves = assignment.unload and 0 not in assignment.hosts
         beside = assignment.first_of(passer.name) == base.affinity and whole and not leaves
         workers[passer.name] = _place_passer(session, passer, base, assignment, trained.first() if beside else None)
     return PlacedWorkers(workers, looping, assignment)
@@ -94,7 +93,7 @@ def _place_passer(
 ) -> WorkerGroup[Passer]:
     context = replace(base, affinity=assignment.first_of(passer.name), shares=beside is not None)
     group: WorkerGroup[Passer] = session.runtime.place_group(
-        passer.name, make_component, 1, (passer, context), beside=beside
+        passer.name, make_component, 1, (passer, context), beside=() if beside is None else beside.handles
     )
     if beside is not None:
         group.get(group.pipe(Passer.share, beside, Trainer.own_policy))

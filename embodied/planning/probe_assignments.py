@@ -73,7 +73,7 @@ def _turns(config: Config, recipe: Recipe, physics: Sequence[int], compute: Sequ
     farm = FarmAssignment(1, tuple(physics), (HERE,) * len(physics), devices=devices)
     names = (recipe.loop[-1], *(component.name for component in recipe.after_rollout))
     return Assignment(
-        "collocated", (farm,) * (1 + len(config.extra_tasks)), dict.fromkeys(names, (affinity,)), one_process=True
+        "collocated", (farm,) * (1 + len(config.extra_tasks)), dict.fromkeys(names, (affinity,)), hosts=(0,)
     )
 
 
@@ -123,4 +123,4 @@ def _ahead_on(gpu: torch.device, recipe: Recipe, rolling: Assignment) -> Assignm
 def _apart(rolling: Assignment, recipe: Recipe, trained: Affinity) -> Assignment:
     after = {component.name: (trained,) for component in recipe.after_rollout}
     components = {**rolling.components, **after}
-    return replace(rolling, mode="disaggregated", components=components, one_process=False, ahead=1)
+    return replace(rolling, mode="disaggregated", components=components, hosts=(), ahead=1)

@@ -65,14 +65,14 @@ class Runtime(Protocol):
         make: Callable[..., T],
         size: int,
         args: Args = (),
-        beside: WorkerGroup[Any] | None = None,
+        beside: Sequence[Handle[Any] | None] = (),
         nodes: Sequence[str] = (),
     ) -> WorkerGroup[T]:
         """Make `size` workers side by side, rank r from `make(*args)` or `make(*args(r))`.
 
-        Each has a process of its own, on the node with the id `nodes[r]` ('' or none: this one); or rank r is in the
-        process of rank r of `beside`, if that is given. When one cannot be made, its exception is raised with its
-        name, and none is left. Raises `ValueError` for a size below 1 and for a `beside` of another size.
+        Rank r is in the process of the worker `beside[r]`, if that is given; else it has a process of its own, on the
+        node with the id `nodes[r]` ('' or none: this one). When one cannot be made, its exception is raised with its
+        name, and none is left. Raises `ValueError` for a size below 1 and for a `beside` of another length.
         """
         ...
 
@@ -86,9 +86,9 @@ def args_of(args: Args, size: int) -> list[tuple[Any, ...]]:
     return [args(rank) if callable(args) else args for rank in range(size)]
 
 
-def check_group(name: str, size: int, beside: WorkerGroup[Any] | None) -> None:
+def check_group(name: str, size: int, beside: Sequence[Handle[Any] | None]) -> None:
     """Raise `ValueError` for a group that cannot be placed."""
     if size < 1:
         raise ValueError(f"{name} has at least one rank, got {size}")
-    if beside is not None and beside.size != size:
-        raise ValueError(f"{name} has {size} ranks and is to be beside {beside.name}, which has {beside.size}")
+    if beside and len(beside) != size:
+        raise ValueError(f"{name} has {size} ranks, got what to be beside for {len(beside)}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
@@ -34,15 +34,16 @@ def rank_names(name: str, size: int) -> list[str]:
 
 
 @contextmanager
-def naming(worker: str, size: int, unfinished: Sequence[str] = ()) -> Iterator[None]:
-    """Raise an error of the block with the worker's name at the beginning of its message, unless its group is of one.
+def naming(worker: str, group: str, unfinished: Sequence[str] = ()) -> Iterator[None]:
+    """Raise an error of the block with the worker's name at the beginning of its message, unless it is that of its
+    group, which is of one then.
 
     Where the worker is late, the message also names the `unfinished` others: one of them may be what it waits for.
     """
     try:
         yield
     except Exception as error:  # whatever a worker raises arrives as itself, with its name
-        if size > 1:
+        if worker != group:
             more = f"; not finished either: {', '.join(unfinished)}" if unfinished else ""
             _name(error, worker, more if isinstance(error, WorkerTimeout) else "")
         raise
@@ -73,9 +74,13 @@ class WorkerGroup(Generic[T]):
     def size(self) -> int:
         return len(self.handles)
 
+    def some(self, ranks: Iterable[int]) -> WorkerGroup[T]:
+        """Some of the ranks, as a group. They are the same workers, and end with this group."""
+        return replace(self, handles=tuple(self.handles[rank] for rank in ranks))
+
     def first(self, count: int = 1) -> WorkerGroup[T]:
-        """The first ranks, as a group. They are the same workers, and end with this group."""
-        return replace(self, handles=self.handles[:count])
+        """The first ranks, as `some`."""
+        return self.some(range(count))
 
     # --- call: start and wait
 
@@ -91,7 +96,7 @@ class WorkerGroup(Generic[T]):
     def call_all(self, method: Callable[Concatenate[T, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """The results of all ranks, which work side by side on the same arguments."""
         if self.size == 1:
-            return [self.call(method, *args, **kwargs)]
+            return [self.call_one(0, method, *args, **kwargs)]
         return self.get(self.submit_all(method, *args, **kwargs))
 
     def scatter(self, method: Callable[..., R], per_rank_args: Sequence[tuple[Any, ...]]) -> list[R]:
@@ -215,4 +220,4 @@ class WorkerGroup(Generic[T]):
             )
 
     def _naming(self, rank: int, unfinished: Sequence[int] = ()) -> AbstractContextManager[None]:
-        return naming(self.handles[rank].name, self.size, [self.handles[other].name for other in unfinished])
+        return naming(self.handles[rank].name, self.name, [self.handles[other].name for other in unfinished])

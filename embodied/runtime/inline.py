@@ -77,14 +77,14 @@ class InlineRuntime:
         make: Callable[..., T],
         size: int,
         args: Args = (),
-        beside: WorkerGroup[Any] | None = None,
+        beside: Sequence[Handle[Any] | None] = (),
         nodes: Sequence[str] = (),
     ) -> WorkerGroup[T]:
         check_group(name, size, beside)
         names = rank_names(name, size)
         handles = []
         for mine, its_args in zip(names, args_of(args, size), strict=True):
-            with naming(mine, size):
+            with naming(mine, name):
                 handles.append(self.place(mine, make, *its_args))
         return WorkerGroup(name, tuple(handles))
 

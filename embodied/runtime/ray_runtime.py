@@ -90,13 +90,12 @@ class RayRuntime(RayCluster):
         make: Callable[..., T],
         size: int,
         args: Args = (),
-        beside: WorkerGroup[Any] | None = None,
+        beside: Sequence[Handle[Any] | None] = (),
         nodes: Sequence[str] = (),
     ) -> WorkerGroup[T]:
         check_group(name, size, beside)
-        others = [None] * size if beside is None else beside.handles
         places, _ = self._known(nodes or [HERE] * size)
-        return self._place(name, rank_names(name, size), make, args_of(args, size), others, places)
+        return self._place(name, rank_names(name, size), make, args_of(args, size), beside or [None] * size, places)
 
     def _place(
         self,

@@ -91,7 +91,7 @@ def computing(policy: str, learner: str, config: Config, mode: schedulers.Mode =
     """Where policy and learner compute."""
     found = assign(planned(policy, learner, mode), config, CORES)
     assert set(found.farms[0].physics) == set(CORES)
-    assert found.one_process == (policy == learner)
+    assert found.hosts == ((0,) if policy == learner else (None,))
     return [found.first_of("policy"), found.first_of("learner")]
 
 
@@ -113,7 +113,7 @@ def test_accelerators_that_a_worker_cannot_compute_on_are_refused(two_gpus: None
 def test_each_of_several_accelerators_has_a_replica_or_a_rank(two_gpus: None) -> None:
     found = assign(planned("here:accelerators:0-1", "here:accelerators:0-1", "collocated"), config_of(), CORES)
     assert [a.device for a in found.components["policy"]] == ["cuda:0", "cuda:1"]
-    assert [a.device for a in found.components["learner"]] == ["cuda:0", "cuda:1"] and found.one_process
+    assert [a.device for a in found.components["learner"]] == ["cuda:0", "cuda:1"] and found.hosts == (0, 1)
 
 
 def test_processes_on_the_cpu_stand_in_for_accelerators_where_that_is_asked_for(two_gpus: None) -> None:
@@ -194,7 +194,7 @@ def test_cores_are_varied_for_the_farm_alone_and_ahead_takes_another_gpu() -> No
     one, two, none = (probes_of(ahead, (4, 5), found) for found in (gpus[:1], gpus, []))
     assert "beside" in none and "ahead" in none and "ahead" not in one
     assert all(a.first_of("policy").device == "cuda:0" and not a.first_of("policy").cores for _, a in two.values())
-    assert two["ahead"][1].first_of("learner").device == "cuda:1" and not two["ahead"][1].one_process
+    assert two["ahead"][1].first_of("learner").device == "cuda:1" and not two["ahead"][1].guests
     assert {name: a.farms[0].physics for name, (_, a) in one.items()} == {
         "all cores": (4, 5), "all cores, half": (4, 5), "one core": (4,), "one core, half": (4,), "shared": (4, 5),
     }  # fmt: skip

@@ -401,7 +401,7 @@ def run(device: str, folder: Path, one_process: bool, unload: bool) -> dict[str,
     core = min(os.sched_getaffinity(0))
     farm = FarmAssignment(groups=2, physics=(core,), physics_nodes=(HERE,))
     components = {"policy": (Affinity(),), "learner": (Affinity(),)}
-    assignment = Assignment("collocated", (farm,), components, one_process, unload=unload)
+    assignment = Assignment("collocated", (farm,), components, (0,) if one_process else (), unload=unload)
     with open_session(config) as session, executor(config, folder, session, assignment) as workers:
         workers.begin(None, 0)
         last = [workers.iterate(number) for number in range(3)][-1]

@@ -130,7 +130,7 @@ def assigned(
         tuple(CORES[core % len(CORES)] for core in render),
     )  # fmt: skip
     components = {"policy": (Affinity(cores(*policy)),), "learner": (Affinity(cores(*learner)),)}
-    return Assignment(mode, (farm,), components, one_process, ahead)
+    return Assignment(mode, (farm,), components, (0,) if one_process else (), ahead)
 
 
 def inline(like: Assignment) -> Assignment:
@@ -140,7 +140,7 @@ def inline(like: Assignment) -> Assignment:
         replace(farm, physics=free * len(farm.physics), render=free * len(farm.render)) for farm in like.farms
     )
     components = {name: (Affinity(),) for name in like.components}
-    return replace(like, mode="inline", farms=farms, components=components, one_process=False, unload=False)
+    return replace(like, mode="inline", farms=farms, components=components, hosts=(), unload=False)
 
 
 PLANS = {
@@ -334,7 +334,7 @@ def test_one_process_or_several_and_one_renderer_or_none_change_nothing(
 ) -> None:
     free = inline(assigned())
     expected = reference(IMAGES, free)
-    assert_equal(run(IMAGES, here, replace(free, one_process=True), tmp_path / "together"), expected)
+    assert_equal(run(IMAGES, here, replace(free, hosts=(0,)), tmp_path / "together"), expected)
     apart = replace(free, farms=(replace(free.farms[0], render=(None,)),))
     assert_equal(reference(IMAGES, apart), expected)
 

@@ -14,6 +14,7 @@ from embodied.errors import UserError
 from embodied.execution.assignment import Assignment, assign
 from embodied.execution.executor import Iteration, executor
 from embodied.execution.session import Session, open_session
+from embodied.runtime.groups import rank_names
 from embodied.runtime.ray_runtime import RayRuntime
 from embodied.workers.affinity import Affinity
 from schedulers.plan import DeviceRange, Phase, Placement, Plan
@@ -64,10 +65,8 @@ def computed_here(settings: dict[str, Any], plan: Assignment, folder: Path) -> R
         pytest.param(
             with_optim({**STATES, **ENVS}, sharding="sharded"), of(2, 4), id="apart, shards", marks=pytest.mark.slow
         ),
-        pytest.param({**STATES, **ENVS}, of(2, 2, one_process=True), id="one process each"),
-        pytest.param(
-            {**GROUPS, **ENVS}, of(2, 2, one_process=True, unload=True), id="in turns", marks=pytest.mark.slow
-        ),
+        pytest.param({**STATES, **ENVS}, of(2, 2, hosts=(0, 1)), id="one process each"),
+        pytest.param({**GROUPS, **ENVS}, of(2, 2, hosts=(0, 1), unload=True), id="in turns", marks=pytest.mark.slow),
         pytest.param({**GROUPS, **ENVS}, of(4, 2, unload=True), id="hybrid", marks=pytest.mark.slow),
     ],
 )
@@ -90,11 +89,54 @@ def test_a_plan_for_eight_accelerators_runs_on_stand_ins(ray: Session, tmp_path:
     settings = {**STATES, "env": {**STATES["env"], "num_envs": 16}, "policy": {**STATES["policy"], "device": "cpu"}}
     config = parse_config(settings, "test")
     placed = assign(plan, config, tuple(CORES))
-    assert len(placed.components["policy"]) == len(placed.components["learner"]) == 8 and placed.one_process
+    assert len(placed.components["policy"]) == len(placed.components["learner"]) == 8
+    assert placed.hosts == tuple(range(8))
     found = run(settings, ray, placed, tmp_path / "ray")
     assert_learned_alike(found, computed_here(settings, placed, tmp_path))
     for one in found.iterations:
         assert acting(one) == {f"policy {replica}" for replica in range(8)}
+
+
+@pytest.mark.parametrize(
+    ("policy", "learner", "hosts", "path"),
+    [
+        pytest.param((1, 1), (0, 2), (1,), "the same policy", id="some ranks act"),
+        pytest.param((0, 2), (1, 1), (None, 0), "one copy for 1 replicas; the same policy for 1", id="all ranks act"),
+    ],
+)
+def test_a_rank_that_waits_acts_with_its_own_policy(
+    policy: tuple[int, int],
+    learner: tuple[int, int],
+    hosts: tuple[int | None, ...],
+    path: str,
+    ray: Session,
+    tmp_path: Path,
+) -> None:
+    """Who shares a process, and who unloads, changes no bit of what is rolled out and learned."""
+    gpus = [(DeviceRange("here", "accelerators", *where),) for where in (policy, learner)]
+    physics = Placement(("physics",), (DeviceRange("here", "cores", 0, 2),))
+    rolling = Phase((physics, Placement(("policy",), gpus[0])), 8)
+    plan = Plan("ppo", "collocated", (rolling, Phase((Placement(("learner",), gpus[1]),), 8)), (2,), unload=True)
+    settings = {**STATES, **ENVS, "policy": {**STATES["policy"], "device": "cpu"}}
+    config = parse_config(settings, "test")
+    placed = assign(plan, config, tuple(CORES))
+    assert placed.hosts == hosts
+    with executor(config, tmp_path, ray, placed) as workers:
+        assert workers.weights_path.endswith(path)
+        for replica, host in enumerate(hosts):
+            mine, ranks = workers.acting.some([replica]), [workers.trainer.some([i]) for i in range(learner[1])]
+            beside = [mine.path_from(rank) == "by reference" for rank in ranks]
+            assert beside == [i == host for i in range(learner[1])]
+    found = run(settings, ray, placed, tmp_path / "together")
+    expected = run(settings, ray, replace(placed, hosts=(), unload=False), tmp_path / "apart")
+    assert found.episodes == expected.episodes
+    for part, its in zip([*found.gathered, found.parameters], [*expected.gathered, expected.parameters], strict=True):
+        assert part.keys() == its.keys() and all(torch.equal(part[name], tensor) for name, tensor in its.items())
+    for one, other in zip(found.iterations, expected.iterations, strict=True):
+        assert acting(one) == acting(other) == set(rank_names("policy", len(hosts)))
+        # Of the policies only those that nobody else holds leave the memory, and come back.
+        away = [span.args["worker"] for span in one.spans if span.name == "switch"]
+        assert away.count("policy") == (2 if None in hosts else 0)
 
 
 def test_replicas_on_other_nodes_are_refused_before_anything_is_built(ray: Session, tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ APART = assigned("disaggregated", learner=(0,), policy=(0,), one_process=False)
 def of_ranks(ranks: int, ahead: int = 0, together: bool = False) -> Assignment:
     """Ranks of one thread each, wherever the system likes."""
     components = {"policy": (Affinity(),), "learner": (Affinity(),) * ranks}
-    return replace(APART, components=components, ahead=ahead, one_process=together)
+    return replace(APART, components=components, ahead=ahead, hosts=(0,) if together else ())
 
 
 def with_optim(settings: dict[str, Any], **optim: Any) -> dict[str, Any]:

@@ -110,7 +110,7 @@ def test_ten_tasks_are_decided_for_by_one_copy_of_the_weights(tmp_path: Path) ->
     config = parse_config(data, "test")
     before = {id(parameter) for parameter in living_parameters()}
     farm = FarmAssignment(1, (None,), (HERE,))
-    place = Assignment("inline", (farm,) * 10, {"policy": (Affinity(),), "learner": (Affinity(),)}, one_process=True)
+    place = Assignment("inline", (farm,) * 10, {"policy": (Affinity(),), "learner": (Affinity(),)}, hosts=(0,))
     with open_session(config) as session, executor(config, tmp_path, session, place) as workers:
         workers.begin(None, 0)
         one = workers.iterate(0)

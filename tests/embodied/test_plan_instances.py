@@ -93,7 +93,8 @@ def test_every_replica_and_rank_is_where_the_plan_says() -> None:
     assert [affinity.node for affinity in ranks] == [ident for ident in NODES.values() for _ in range(8)]
     # Processes on the CPU, of one thread each, stand in for accelerators.
     assert {(a.device, a.threads, a.cores) for a in (*replicas, *ranks)} == {("cpu", 1, ())}
-    assert not found.one_process
+    # The replicas of each node act in its first four ranks.
+    assert found.hosts == tuple(8 * node + i for node in range(4) for i in range(4))
     # Two groups, of which each of 16 replicas decides for a share.
     assert found.farms[0].groups == 32
 
@@ -106,27 +107,39 @@ def test_accelerators_are_numbered_on_their_node(gpu: PretendDevice, monkeypatch
     for name, threads in (("policy", [1, 1, 1]), ("learner", [1, 1, len(CORES)])):
         assert [(a.device, a.node) for a in found.components[name]] == expected
         assert [a.threads for a in found.components[name]] == threads  # ranks of a node share its threads out
-    assert found.one_process
+    assert found.hosts == (0, 1, 2)
 
 
 @pytest.mark.parametrize(
-    ("policy", "learner", "together"),
+    ("policy", "learner", "hosts"),
     [
-        ((gpus("here", 0, 4),), (gpus("here", 0, 4),), True),
-        ((gpus("here", 0, 2), gpus("far1", 0)), (gpus("here", 0, 2), gpus("far1", 0)), True),
-        ((gpus("here", 0, 2),), (gpus("here", 0, 4),), False),
-        ((gpus("here", 0),), (gpus("here", 1),), False),  # although the same process could stand in for both
-        ((gpus("here", 0), gpus("here", 1)), (gpus("here", 1), gpus("here", 0)), False),
-        ((gpus("here", 0),), (gpus("far1", 0),), False),
-        ((DeviceRange("here", "cores", 1, 1),), (DeviceRange("here", "cores", 0, 2),), True),
-        ((DeviceRange("far1", "cores", 1, 1),), (DeviceRange("here", "cores", 0, 2),), False),
+        ((gpus("here", 0, 4),), (gpus("here", 0, 4),), (0, 1, 2, 3)),
+        ((gpus("here", 0, 2), gpus("far1", 0)), (gpus("here", 0, 2), gpus("far1", 0)), (0, 1, 2)),
+        ((gpus("here", 2, 2),), (gpus("here", 0, 4),), (2, 3)),  # some of the ranks act, then all learn
+        ((gpus("here", 0, 4),), (gpus("here", 2, 2),), (None, None, 0, 1)),  # ranks act with others while they wait
+        ((gpus("here", 0),), (gpus("here", 1),), (None,)),  # although the same process could stand in for both
+        ((gpus("here", 0), gpus("here", 1)), (gpus("here", 1), gpus("here", 0)), (1, 0)),
+        ((gpus("here", 0),), (gpus("far1", 0),), (None,)),
+        ((DeviceRange("here", "cores", 1, 1),), (DeviceRange("here", "cores", 0, 2),), (0,)),
+        ((DeviceRange("here", "cores", 0, 2),), (DeviceRange("here", "cores", 1, 1),), (None,)),
+        ((DeviceRange("far1", "cores", 1, 1),), (DeviceRange("here", "cores", 0, 2),), (None,)),
     ],
 )
-def test_replicas_and_ranks_share_processes_where_they_are_the_same_instances_in_turns(
-    policy: tuple[DeviceRange, ...], learner: tuple[DeviceRange, ...], together: bool
+def test_a_replica_where_a_rank_is_acts_in_its_process(
+    policy: tuple[DeviceRange, ...], learner: tuple[DeviceRange, ...], hosts: tuple[int | None, ...]
 ) -> None:
     physics: Places = {("physics",): (DeviceRange("far3", "cores", 0, 2),)}
-    assert on_all(plan_of({**physics, ("policy",): policy}, {("learner",): learner})).one_process == together
+    found = on_all(plan_of({**physics, ("policy",): policy}, {("learner",): learner}))
+    assert found.hosts == hosts
+    assert found.guests == tuple(i for i, host in enumerate(hosts) if host is not None)
+
+
+def test_who_works_at_the_same_time_has_processes_of_its_own() -> None:
+    """On other devices; one step ahead a shared policy would change under who acts with it."""
+    everything: Places = {**PHYSICS, ("policy",): (gpus("here", 0, 4),), ("learner",): (gpus("here", 4, 4),)}
+    plan = plan_of(everything)
+    assert not on_all(plan).guests
+    assert on_all(replace(plan, ahead=1)).hosts == ()
 
 
 def test_on_cores_there_is_one_instance_a_node() -> None:
@@ -136,7 +149,7 @@ def test_on_cores_there_is_one_instance_a_node() -> None:
     here, far = found.components["learner"]
     assert (here.node, here.cores, here.threads) == ("", CORES, len(CORES))
     assert (far.node, far.cores, far.threads, far.device) == ("a1", (4, 5, 6, 9), 4, "cpu")
-    assert found.one_process
+    assert found.hosts == (0, 1)
 
 
 def test_a_group_is_cut_as_far_as_environments_divide() -> None:

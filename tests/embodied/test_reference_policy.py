@@ -75,7 +75,7 @@ def adapted(**changes: Any) -> Config:
 def begun(config: Config, folder: Path, one_process: bool = False) -> Iterator[Executor]:
     """The run's workers, in this process."""
     with open_session(config) as session:
-        assignment = replace(configured(config, session.cores), one_process=one_process)
+        assignment = replace(configured(config, session.cores), hosts=(0,) if one_process else ())
         with executor(config, folder, session, assignment) as workers:
             workers.begin(None, 0)
             yield workers

@@ -237,16 +237,6 @@ def test_a_group_that_is_ready_first_is_served_first(
 # --- what is refused
 
 
-def test_replicas_beside_the_learner_are_as_many_as_its_ranks(ray: Session, tmp_path: Path) -> None:
-    plan = replace(shared(2), one_process=True)
-    config = parse_config(of(STATES), "test")
-    with (
-        pytest.raises(UserError, match="there are 2 of the one and 1 of the other: give both the same number"),
-        executor(config, tmp_path, ray, plan),
-    ):
-        pass
-
-
 def test_more_replicas_than_groups_are_refused(ray: Session, tmp_path: Path) -> None:
     with (
         pytest.raises(UserError, match="5 policy replicas would share 4 groups .* set policy.replicas to 4 or less"),

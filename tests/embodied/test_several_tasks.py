@@ -64,7 +64,7 @@ def placed(one_process: bool, groups: tuple[int, int] = (1, 1), tasks: int = 2, 
     """Everything on one core, with so many groups of each task's environments."""
     farms = tuple(FarmAssignment(groups[number], (CORE,), (HERE,)) for number in range(tasks))
     components = {"policy": (Affinity((CORE,)),), "learner": (Affinity((CORE,)),)}
-    return Assignment("collocated", farms, components, one_process, **plan)
+    return Assignment("collocated", farms, components, (0,) if one_process else (), **plan)
 
 
 AHEAD = placed(False, ahead=1)

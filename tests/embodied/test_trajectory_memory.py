@@ -67,7 +67,7 @@ def config_of(decisions: int = 5, **changes: Any) -> Config:
 def assigned(one_process: bool = False, groups: int = 2, ahead: int = 0) -> Assignment:
     farm = FarmAssignment(groups, (None,), (HERE,))
     components = {"policy": (Affinity(),), "learner": (Affinity(),)}
-    return Assignment("test", (farm,), components, one_process, ahead)
+    return Assignment("test", (farm,), components, (0,) if one_process else (), ahead)
 
 
 def tensors(batch: Trajectories) -> dict[str, Tensor]:

@@ -83,7 +83,7 @@ TELLING = replace(
 APART = assigned("disaggregated", 4, (0,), policy=(), one_process=False)
 WAYS: dict[str, tuple[str, Assignment, str]] = {
     "one process": ("inline", inline(APART), "by reference"),
-    "beside the learner": ("ray", replace(APART, one_process=True), "the same policy"),
+    "beside the learner": ("ray", replace(APART, hosts=(0,)), "the same policy"),
     "to one process": ("ray", APART, "shared memory"),
     "to three processes": ("ray", shared(3), "shared memory, one copy for 3 replicas"),
 }
@@ -110,7 +110,7 @@ def test_every_tensor_arrives_as_it_left(way: str, ray: Session, tmp_path: Path)
                 expected, asked = trainer.call(Trainer.holds)
                 held = acting.call_all(Worker.holds)
                 assert held == [(expected, version)] * len(plan.components["policy"])
-                assert asked == (0 if plan.one_process else version + 1)
+                assert asked == (0 if plan.hosts else version + 1)
                 seen.add(expected["log_std"])
                 workers.iterate(version)
             assert len(seen) == 4, "nothing was learned"

@@ -158,16 +158,36 @@ def test_things_go_rank_to_rank_or_from_one_to_all(runtime: Runtime) -> None:
 
 def test_a_group_beside_another_shares_its_processes(runtime: Runtime) -> None:
     first = members(runtime, 2)
-    second = runtime.place_group("other", Member, 2, lambda rank: (10 + rank,), beside=first)
+    second = runtime.place_group("other", Member, 2, lambda rank: (10 + rank,), beside=first.handles)
     here, there = first.call_all(Member.place), second.call_all(Member.place)
     assert [pid for _, pid in here] == [pid for _, pid in there]
     assert [rank for rank, _ in there] == [10, 11]
     assert second.path_from(first) == "by reference"
     assert second.get(second.pipe(Member.take, first, Member.make, "")) == [(10, (0, 1), ""), (11, (1, 1), "")]
-    with pytest.raises(ValueError, match="third has 3 ranks and is to be beside member, which has 2"):
-        runtime.place_group("third", Member, 3, beside=first)
+    with pytest.raises(ValueError, match="third has 3 ranks, got what to be beside for 2"):
+        runtime.place_group("third", Member, 3, beside=first.handles)
     with pytest.raises(ValueError, match="third has at least one rank, got 0"):
         runtime.place_group("third", Member, 0)
+    second.end()
+    assert first.call_all(Member.add, 0) == [0, 1], "the end of one group has ended the other"
+    first.end()
+
+
+def test_only_some_of_a_group_may_be_beside_others(runtime: Runtime) -> None:
+    first = members(runtime, 2)
+    beside = [None, first.handles[1], first.handles[0]]
+    second = runtime.place_group("other", Member, 3, lambda rank: (10 + rank,), beside=beside)
+    (_, own), *shared = second.call_all(Member.place)
+    pids = [pid for _, pid in first.call_all(Member.place)]
+    assert [pid for _, pid in shared] == pids[::-1]
+    assert own not in pids or isinstance(runtime, InlineRuntime)
+    guests = second.some([1, 2])
+    assert guests.get(guests.pipe(Member.take, first.some([1, 0]), Member.make, "")) == [
+        (11, (1, 1), ""),
+        (12, (0, 1), ""),
+    ]
+    with pytest.raises(UserError, match="^other 2: oh$"):
+        second.some([2]).call_all(Member.fail, 12, "oh")
     second.end()
     assert first.call_all(Member.add, 0) == [0, 1], "the end of one group has ended the other"
     first.end()
