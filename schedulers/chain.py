@@ -124,8 +124,9 @@ class Chains:
         resident: dict[Pool, float] = dict.fromkeys(POOLS, 0.0)
         peak: dict[Pool, float] = dict.fromkeys(POOLS, 0.0)
         assert solved.shape is not None
+        lent = self.phases.lent(frozenset(name for names in solved.shape.placements for name in names))
         for names, count in zip(solved.shape.placements, solved.counts, strict=True):
-            pool, held = self.problem.pools[names[0]], resident_bytes(self.problem, names)
+            pool, held = self.problem.pools[names[0]], resident_bytes(self.problem, names, lent)
             working = float(working_bytes(self.problem, solved.shape, names, np.array([count]))[0])
             resident[pool] = max(resident[pool], held)
             peak[pool] = max(peak[pool], held + working)

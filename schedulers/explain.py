@@ -42,6 +42,7 @@ def explained(
         *_pools(plan, others, profile),
         *_nodes(plan, others, workflow, cluster),
         *_memory(plan, problem),
+        *_weights(plan, problem),
         _bottleneck(plan, problem),
         _switches(plan),
         *_communication(plan),
@@ -138,6 +139,19 @@ def _memory(plan: Plan, problem: Problem) -> list[str]:
                     f"{need / 1e9:.3g} GB for each of its {pool}, where there are {most / 1e9:.3g} GB."
                 )
     return result
+
+
+def _weights(plan: Plan, problem: Problem) -> list[str]:
+    """On how many accelerators what decides computes with the weights of what is trained."""
+    shared = problem.shared
+    hosts = shared.hosts(plan) if shared else ()
+    guests = len(hosts) - hosts.count(None)
+    if shared is None or not guests:
+        return []
+    return [
+        f"On {guests} of {shared.decider}'s {len(hosts)} accelerators it works in the processes of {shared.trainer}, "
+        "which wait then, with one copy of the weights."
+    ]
 
 
 def _listed(names: Sequence[str]) -> str:

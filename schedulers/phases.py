@@ -64,10 +64,15 @@ class Phases:
         `switching`: with the time to load and unload them, which depends on who shares devices.
         """
         caps = caps or Caps(self.problem.limits, self.problem.limits)
+        caps = replace(caps, lent=not switching and self.lent(components))
         key = (components, kind, switching, tuple(caps.resident.items()), tuple(caps.peak.items()))
         if key not in self.found:
             self.found[key] = self._solve(components, kind, switching, caps)
         return self.found[key]
+
+    def lent(self, components: frozenset[str]) -> bool:
+        """Whether what decides in a phase shares weights with what is trained in another, if both stay loaded."""
+        return self.problem.shared is not None and self.problem.shared.trainer not in components
 
     def levels(self, components: frozenset[str], kind: Kind) -> list[dict[Pool, float]]:
         """The different amounts, by pool, that the fullest device can have resident in such a phase."""
@@ -76,7 +81,7 @@ class Phases:
             held = {pool: 0.0 for pool in POOLS}
             for placement in names:
                 pool = self.problem.pools[placement[0]]
-                held[pool] = max(held[pool], resident_bytes(self.problem, placement))
+                held[pool] = max(held[pool], resident_bytes(self.problem, placement, self.lent(components)))
             seen[tuple(held.values())] = held
         return list(seen.values())
 
@@ -112,7 +117,10 @@ class Phases:
             return group_options(self.problem, number, blocks)
 
         parts = self._micro_batches(components)
-        found = TaskSearch(self.problem, components, kind, parts, options, caps, extra, self.deadline).solve()
+        # Components in placements of their own are loaded side by side: no partition takes less.
+        each, shared = tuple((name,) for name in components), self.problem.shared
+        least = switch_seconds(self.problem, each, shared.names if shared else None) if switching else 0.0
+        found = TaskSearch(self.problem, components, kind, parts, options, caps, extra, least, self.deadline).solve()
         cost = extra(found.shape.placements) if found.shape else 0.0
         return Solved(found.seconds, found.bound, found.shape, found.counts, cost)
 

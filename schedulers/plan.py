@@ -12,6 +12,10 @@ Mode = Literal["collocated", "disaggregated", "hybrid"]
 MODES: tuple[Mode, ...] = ("collocated", "disaggregated", "hybrid")
 
 
+Device = tuple[str, Pool, int]
+"""Node, pool and number."""
+
+
 @dataclass(frozen=True)
 class DeviceRange:
     """Devices `first` to `first + count - 1` of one pool of one node; as text `node0:cores:0-3`."""
@@ -73,8 +77,8 @@ class Placement:
         return tuple(its.pop() if len(its) == 1 else None for its in found)
 
 
-def one_by_one(parts: Iterable[DeviceRange]) -> list[tuple[str, Pool, int]]:
-    """Node, pool and number of each device."""
+def one_by_one(parts: Iterable[DeviceRange]) -> list[Device]:
+    """Each device of them."""
     return [(p.node, p.pool, device) for p in parts for device in range(p.first, p.first + p.count)]
 
 

@@ -278,19 +278,20 @@ def _laid_out(problem: Problem, mode: Mode, chain: Chain, together: bool) -> Pla
 def _phase_of(problem: Problem, solved: Solved, together: bool) -> Phase:
     """`together`: what exchanges most is on as few nodes as can be."""
     assert solved.shape is not None
-    devices: dict[int, tuple[DeviceRange, ...]] = {}
+    placements, devices = solved.shape.placements, dict[int, tuple[DeviceRange, ...]]()
     for pool in POOLS:
-        members = [i for i, names in enumerate(solved.shape.placements) if problem.pools[names[0]] == pool]
+        members = [i for i, names in enumerate(placements) if problem.pools[names[0]] == pool]
+        if problem.shared is not None:  # in every phase on the first devices: there they meet
+            sharing = problem.shared.names
+            members.sort(key=lambda i: sharing.isdisjoint(placements[i]))
         counts = [solved.counts[i] for i in members]
-        bound = [problem.bound(solved.shape.placements[i]) for i in members]
+        bound = [problem.bound(placements[i]) for i in members]
         needs = [0.0] * len(members)
         if problem.generous:
-            needs = [held_bytes(problem, solved.shape, solved.shape.placements[i], solved.counts[i]) for i in members]
-        talks = [_talk(problem, solved.shape.placements[i]) for i in members] if together else []
+            needs = [held_bytes(problem, solved.shape, placements[i], solved.counts[i]) for i in members]
+        talks = [_talk(problem, placements[i]) for i in members] if together else []
         devices.update(zip(members, lay_out(problem.cluster, pool, counts, bound, needs, talks), strict=True))
-    return Phase(
-        tuple(Placement(names, devices[i]) for i, names in enumerate(solved.shape.placements)), solved.shape.micro_batch
-    )
+    return Phase(tuple(Placement(names, devices[i]) for i, names in enumerate(placements)), solved.shape.micro_batch)
 
 
 def _talk(problem: Problem, names: tuple[str, ...]) -> float:

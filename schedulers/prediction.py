@@ -206,9 +206,15 @@ def groups_of(plan: Plan, graph: Graph) -> tuple[int, ...]:
 
 def switches(plan: Plan, costs: Sequence[Costs], problem: Problem) -> float:
     """Seconds per iteration of unloading and loading; zero where everything stays loaded."""
+    return sum(switches_of(plan, costs, problem))
+
+
+def switches_of(plan: Plan, costs: Sequence[Costs], problem: Problem) -> list[float]:
+    """The same of each phase."""
     if not plan.unload or len(plan.phases) < 2:
-        return 0.0
-    return sum(switch_seconds(problem, cost.shape.placements) for cost in costs)
+        return [0.0] * len(costs)
+    light = problem.shared.light_in(plan) if problem.shared else None
+    return [switch_seconds(problem, cost.shape.placements, light) for cost in costs]
 
 
 def problem_of(plan: Plan, workflow: Workflow, profile: Profile, cluster: Cluster | None = None) -> Problem:

@@ -68,6 +68,9 @@ class ComponentProfile:
     """Among its instances (`Placement.instances`), where it works outside the loops; not in `points`."""
     published_bytes: float = 0.0
     """Weights that it hands, once an iteration, to all instances of what decides (the last of a loop)."""
+    lends: bool = False
+    """What decides computes with its weights, of which there is one copy then, where both take turns on an accelerator;
+    not where its instances hold shards."""
     elsewhere: ComponentProfile | None = None
     """The same component on the other pool, where it was measured there too: frames drawn on a GPU, or on cores. A plan
     chooses."""

@@ -27,6 +27,8 @@ class Caps:
 
     resident: Mapping[Pool, float]
     peak: Mapping[Pool, float]
+    lent: bool = False
+    """See `resident_bytes`."""
 
 
 @dataclass
@@ -255,7 +257,7 @@ class _Options:
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Numbers of devices, the same in units, and seconds of each visit, then each segment."""
         counts = usable(problem, shape, names, problem.counts[self.pool])
-        resident = resident_bytes(problem, names)
+        resident = resident_bytes(problem, names, caps.lent)
         fits = np.ones(len(counts), dtype=bool)
         if self.bound:
             fits[problem.home_units(self.pool) :] = False
@@ -293,6 +295,7 @@ def options_of(problem: Problem, shape: Shape, index: int, caps: Caps) -> _Optio
         len(shape.runs),
         caps.resident[pool],
         caps.peak[pool],
+        caps.lent,
     )
     if key not in problem.remembered:
         problem.remembered[key] = _Options(problem, shape, visits, segments, index, caps)

@@ -13,10 +13,10 @@ from schedulers.cluster import Cluster
 from schedulers.layout import ranges_text
 from schedulers.network import play
 from schedulers.plan import Placement, Plan
-from schedulers.prediction import Costs, phase_costs, problem_of, switches
+from schedulers.prediction import Costs, phase_costs, problem_of, switches, switches_of
 from schedulers.profile import Profile
 from schedulers.shape import Shape
-from schedulers.times import Problem, component_seconds, part_items, switch_seconds
+from schedulers.times import Problem, component_seconds, part_items
 from schedulers.workflow import Workflow
 
 DRAWS = 16
@@ -81,12 +81,11 @@ def simulate(
     problem = problem_of(plan, workflow, profile, cluster)
     draw = _Draw(problem.profile, seed, variation)
     costs = [phase_costs(plan, phase, problem) for phase in plan.phases]
-    switching = switches(plan, costs, problem) > 0
+    unloading = switches_of(plan, costs, problem)
     now, events = 0.0, []
-    for number, (phase, cost) in enumerate(zip(plan.phases, costs, strict=True)):
+    for number, (phase, cost, switch) in enumerate(zip(plan.phases, costs, unloading, strict=True)):
         tracks = [track_name(placement) for placement in phase.placements]
-        if switching:
-            switch = switch_seconds(problem, cost.shape.placements)
+        if any(unloading):
             events += [Event(track, "switch", now, now + switch, number, -1, -1, -1) for track in tracks]
             now += switch
         end, played = _play_phase(problem, cost, draw)

@@ -65,12 +65,15 @@ class TaskSearch:
         group_options: Callable[[int, Blocks], Sequence[int]],
         caps: Caps,
         extra: Callable[[Blocks], float],
+        least_extra: float,
         deadline: float,
     ) -> None:
-        """`group_options`: of a loop under a partition; `extra`: seconds that loading a partition costs."""
+        """`group_options`: of a loop under a partition; `extra`: seconds that loading a partition costs, `least_extra`
+        what it costs at least."""
         self.problem, self.graph = problem, problem.graph
         self.components, self.kind, self.micro_batches = components, kind, micro_batches
-        self.group_options, self.caps, self.extra, self.deadline = group_options, caps, extra, deadline
+        self.group_options, self.caps, self.deadline = group_options, caps, deadline
+        self.extra, self.least_extra = extra, least_extra
         self.alike = classes(problem)
         self.ahead = problem.ahead and kind == "apart" and len(components) == len(self.graph.names)
 
@@ -78,8 +81,7 @@ class TaskSearch:
         found = self._exhaustive() if self._few() else self._step_by_step()
         if found.shape is None:
             return Found(math.inf, math.inf)  # Nothing fits.
-        # Components in placements of their own are loaded side by side: no partition takes less.
-        bound = max(found.bound, self.relaxed_bound() + self.extra(tuple((name,) for name in self.components)))
+        bound = max(found.bound, self.relaxed_bound() + self.least_extra)
         return Found(found.seconds, min(bound, found.seconds), found.shape, found.counts)
 
     def _few(self) -> bool:

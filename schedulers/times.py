@@ -16,6 +16,7 @@ from schedulers.graph import Graph, graph_of
 from schedulers.memory import ROUNDING, devices_of, devices_with, levels
 from schedulers.profile import Pool, Profile
 from schedulers.shape import Shape
+from schedulers.weights import Shared, shared_weights
 from schedulers.workflow import Workflow
 
 POOLS: tuple[Pool, ...] = ("cores", "accelerators")
@@ -58,6 +59,7 @@ class Problem:
         self.ahead = self.ahead and bool(self.graph.loops)
         self.environments = tuple(self.workflow.environments(i) for i in range(len(self.graph.loops)))
         """Of each loop."""
+        self.shared: Shared | None = shared_weights(self.graph, self.profile.components)
         self.pools: dict[str, Pool] = {name: self.profile.components[name].pool for name in self.graph.names}
         self.sizes: dict[Pool, int] = {pool: pool_size(self.cluster, pool) for pool in POOLS}
         self.limits: dict[Pool, float] = {
@@ -190,9 +192,14 @@ def _factor(problem: Problem, shape: Shape, name: str) -> float:
     return problem.profile.components[name].beside if name in shape.beside else 1.0
 
 
-def resident_bytes(problem: Problem, names: tuple[str, ...]) -> float:
-    """Of components that share devices, on each device, while they are loaded."""
-    return sum(problem.profile.components[name].resident_bytes for name in names)
+def resident_bytes(problem: Problem, names: tuple[str, ...], lent: bool = False) -> float:
+    """Of components that share devices, on each device, while they are loaded. `lent`: without the weights that what
+    decides shares with a trainer of another phase, which stays loaded."""
+    total = sum(problem.profile.components[name].resident_bytes for name in names)
+    shared = problem.shared
+    if shared is not None and shared.decider in names and (lent or shared.trainer in names):
+        total -= shared.bytes
+    return total
 
 
 def working_bytes(problem: Problem, shape: Shape, names: tuple[str, ...], counts: np.ndarray) -> np.ndarray:
@@ -234,9 +241,24 @@ def usable(problem: Problem, shape: Shape, names: tuple[str, ...], counts: np.nd
     return even[even.searchsorted(counts, side="right") - 1]
 
 
-def switch_seconds(problem: Problem, placements: tuple[tuple[str, ...], ...]) -> float:
-    """To load a phase's components before it and unload them after it; placements do so side by side."""
-    return max(
-        sum(problem.profile.components[name].unload_s + problem.profile.components[name].load_s for name in names)
-        for names in placements
-    )
+def switch_seconds(
+    problem: Problem, placements: tuple[tuple[str, ...], ...], light: frozenset[str] | None = None
+) -> float:
+    """To load a phase's components before it and unload them after it; placements do so side by side.
+
+    `light`: components whose weights stay for another one to compute with; None: as many as can be.
+    """
+    shared = problem.shared
+    if shared is not None and light is None:
+        light = shared.light(placements)
+
+    def seconds(name: str) -> float:
+        component = problem.profile.components[name]
+        return component.unload_s + component.load_s
+
+    def rest(name: str) -> float:
+        if shared is None or name not in (light or ()):
+            return seconds(name)
+        return 0.0 if name == shared.decider else max(seconds(name) - seconds(shared.decider), 0.0)
+
+    return max(sum(rest(name) for name in names) for names in placements)

@@ -12,7 +12,7 @@ from schedulers.errors import PlanError, nearest
 from schedulers.graph import Graph, graph_of
 from schedulers.layout import range_text
 from schedulers.memory import devices_of
-from schedulers.plan import MODES, DeviceRange, Phase, Placement, Plan
+from schedulers.plan import MODES, DeviceRange, Phase, Placement, Plan, one_by_one
 from schedulers.profile import Profile
 from schedulers.shaping import shape_of
 from schedulers.times import Problem, resident_bytes, working_bytes
@@ -258,6 +258,7 @@ def _check_memory(plan: Plan, workflow: Workflow, cluster: Cluster, profile: Pro
     problem = Problem(workflow, profile, cluster)
     nodes = {node.name: node for node in cluster.nodes}
     held: list[dict[tuple[str, str, int], tuple[float, float]]] = []
+    both = problem.shared.devices(plan) if problem.shared and not plan.unload else frozenset()
     for phase in plan.phases:
         names = [problem.graph.ordered(placement.components) for placement in phase.placements]
         groups = tuple(plan.groups_of(i) for i in range(len(problem.graph.loops)))
@@ -265,11 +266,10 @@ def _check_memory(plan: Plan, workflow: Workflow, cluster: Cluster, profile: Pro
         assert shape is not None
         now: dict[tuple[str, str, int], tuple[float, float]] = {}
         for placement, members in zip(phase.placements, names, strict=True):
-            resident = resident_bytes(problem, members)
+            resident, lent = resident_bytes(problem, members), resident_bytes(problem, members, lent=True)
             working = float(working_bytes(problem, shape, members, np.array([placement.count]))[0])
-            for part in placement.devices:
-                for device in range(part.first, part.first + part.count):
-                    now[(part.node, part.pool, device)] = (resident, working)
+            for device in one_by_one(placement.devices):
+                now[device] = (lent if device in both else resident, working)
         held.append(now)
     for number in range(len(held)):
         total: dict[tuple[str, str, int], float] = {}

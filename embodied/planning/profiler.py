@@ -32,7 +32,7 @@ from embodied.statistics import typical
 from embodied.workers.devices import accelerators
 from embodied.workers.offload import Switch
 from embodied.workers.roles import TrainedBytes, Trainer
-from embodied.workflows.sizes import tasks_of, workflow_of
+from embodied.workflows.sizes import holds_shards, tasks_of, workflow_of
 from schedulers.profile import ComponentProfile, Point, Profile, Together
 from schedulers.workflow import Workflow
 from sim_farm.contract import TaskInfo
@@ -318,7 +318,9 @@ def _trainer(whole: Probed, config: Config) -> ComponentProfile:
     found = _switching(ComponentProfile("cores", points, beside), whole, whole.roles.trainer)
     iterations = whole.taken["all cores"].iterations
     exchanges = exchanges_of(config, whole.workflow, whole.trained, iterations, whole.accelerated)
-    found = replace(found, exchanges=exchanges, published_bytes=float(whole.trained.weights))
+    size = whole.trained
+    whole_policy = not holds_shards(config, size.trained, size.parameters, whole.accelerated)
+    found = replace(found, exchanges=exchanges, published_bytes=float(size.weights), lends=whole_policy)
     # Gradients and activations come with the trainer's own micro-batches, whatever the parts of a plan; a policy that
     # acts takes little beside them.
     return _computing(found, whole, whole.peak_bytes, spreads=True)

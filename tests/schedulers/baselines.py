@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 
 import numpy as np
 
-from schedulers import Cluster, DeviceRange, Mode, Phase, Placement, Plan, Profile, Workflow, predict, validate
+from schedulers import Cluster, DeviceRange, Mode, Phase, Placement, Plan, Pool, Profile, Workflow, predict, validate
 from schedulers.errors import PlanError
 from schedulers.prediction import Costs, phase_costs
-from schedulers.times import POOLS, Problem, resident_bytes, switch_seconds, working_bytes
+from schedulers.times import POOLS, Problem, switch_seconds, working_bytes
 
 GROUPS = (1, 2)
 PARTS = (1, 2, 4)
@@ -33,6 +33,9 @@ class Choice:
     switch_s: float
     resident: tuple[float, ...]
     peak: tuple[float, ...]
+    """Where all phases stay loaded: with weights that another phase has too counted there."""
+    alone: tuple[float, ...]
+    """The peak where nothing of other phases is loaded."""
 
     @property
     def split(self) -> bool:
@@ -83,9 +86,9 @@ class Exhaustive:
                     continue
                 seconds = sum(choice.seconds for choice in options)
                 if not self._stays(options):
+                    if not all(self._fits(choice.alone) for choice in options):
+                        continue
                     seconds += sum(choice.switch_s for choice in options) if len(options) > 1 else 0.0
-                elif len(options) > 1:
-                    pass
                 best = min(best, seconds)
         return best
 
@@ -99,7 +102,7 @@ class Exhaustive:
             cut and self.loop <= choice.names for cut, choice in zip(split, options, strict=True)
         )
 
-    def _pool(self, block: tuple[str, ...]) -> str:
+    def _pool(self, block: tuple[str, ...]) -> Pool:
         return self.problem.pools[block[0]]
 
     def _chains(self, mode: Mode) -> Iterator[tuple[frozenset[str], ...]]:
@@ -170,8 +173,11 @@ class Exhaustive:
             if cost is None:
                 continue
             choice = self._choice(names, cost, blocks, counts, groups, micro_batch)
-            if all(choice.peak[i] <= problem.limits[pool] * (1 + 1e-12) for i, pool in enumerate(POOLS)):
+            if self._fits(choice.peak):
                 yield choice
+
+    def _fits(self, held: Sequence[float]) -> bool:
+        return all(held[i] <= self.problem.limits[pool] * (1 + 1e-12) for i, pool in enumerate(POOLS))
 
     def _useful(self, name: str) -> float:
         """Devices that a component can have."""
@@ -204,15 +210,27 @@ class Exhaustive:
         groups: tuple[int, ...],
         m: int,
     ) -> Choice:
-        resident, peak = {pool: 0.0 for pool in POOLS}, {pool: 0.0 for pool in POOLS}
+        resident, peak, alone = ({pool: 0.0 for pool in POOLS} for _ in range(3))
         for block, count in zip(blocks, counts, strict=True):
-            held, pool = resident_bytes(self.problem, block), self.problem.pools[block[0]]
-            work = float(working_bytes(self.problem, cost.shape, block, np.array([count]))[0])
-            resident[pool], peak[pool] = max(resident[pool], held), max(peak[pool], held + work)
-        switch = switch_seconds(self.problem, blocks)
-        return Choice(
-            names, blocks, counts, groups, m, cost.seconds, switch, tuple(resident.values()), tuple(peak.values())
+            pool, work = self._pool(block), working_bytes(self.problem, cost.shape, block, np.array([count]))[0]
+            held, lent = self._held(block), self._held(block, set(self.graph.names) - names)
+            resident[pool], peak[pool] = max(resident[pool], lent), max(peak[pool], lent + float(work))
+            alone[pool] = max(alone[pool], held + float(work))
+        sizes = (tuple(found.values()) for found in (resident, peak, alone))
+        return Choice(names, blocks, counts, groups, m, cost.seconds, switch_seconds(self.problem, blocks), *sizes)
+
+    def _held(self, block: tuple[str, ...], elsewhere: Collection[str] = ()) -> float:
+        """Resident in a placement, without weights that are a trainer's in it, or in one `elsewhere`."""
+        components = self.problem.profile.components
+        found, deciders = (
+            sum(components[name].resident_bytes for name in block),
+            {loop[-1] for loop in self.graph.loops},
         )
+        for trainer in (name for name in {*block, *elsewhere} - self.loop if components[name].lends):
+            for decider in deciders & set(block):
+                if components[decider].pool == components[trainer].pool == "accelerators":
+                    found -= min(components[decider].resident_bytes, components[trainer].resident_bytes)
+        return found
 
     def _stays(self, options: Sequence[Choice]) -> bool:
         for i, choice in enumerate(options):
