@@ -85,6 +85,11 @@ class Block:
         finally:
             os.close(descriptor)
 
+    @property
+    def whole(self) -> npt.NDArray[np.uint8]:
+        """Every byte of it, in the order of the fields."""
+        return np.frombuffer(self._buffer, np.uint8)
+
     def close(self) -> None:
         """Forget the arrays; the owner also removes the block's name, and the memory goes with its last user."""
         self.arrays = {}

@@ -4,9 +4,9 @@
 
 It knows the roles of workers (`embodied.workers.roles`), not the components' names. The last component of the loop is
 the decider, the last after the rollout the trainer, and trajectories pass through the passers between them. Where the
-decider's component has several instances, these act, and a worker beside them is the decider. The assignment sets the
-order of their work: the trainer works on a part while the next part is rolled out, or afterwards; the next rollout
-begins after the update, or one update ahead of it.
+decider's component has several instances, or one on another machine, these act, and a worker beside them is the
+decider. The assignment sets the order of their work: the trainer works on a part while the next part is rolled out, or
+afterwards; the next rollout begins after the update, or one update ahead of it.
 """
 
 from __future__ import annotations
@@ -25,15 +25,14 @@ from embodied import checkpoint
 from embodied.config import Config
 from embodied.data.trajectory_memory import TrajectoryMemory
 from embodied.errors import UserError
-from embodied.execution.acting_workers import check_replicas, replicas_of
+from embodied.execution.acting_workers import check_replicas
 from embodied.execution.assignment import Assignment
 from embodied.execution.farm_specs import frame_rows, run_specs
-from embodied.execution.placement import check_workflow, place_workers
+from embodied.execution.placement import check_workflow, place_workers, processes_here
 from embodied.execution.session import Session
 from embodied.execution.trainer_ranks import collected_by_ranks, ranks_of, switch_of_ranks, update_of_ranks
 from embodied.runtime.groups import WorkerGroup
 from embodied.tracing import Span
-from embodied.workers.desks import Desks
 from embodied.workers.offload import Switch
 from embodied.workers.roles import Acting, CollectStatistics, Decider, EpisodePart, Passer, Replica, Trainer
 from embodied.workers.rollout_summary import RolloutSummary
@@ -217,11 +216,14 @@ class Executor:
     @property
     def weights_path(self) -> str:
         """How weights travel from trainer to who acts."""
-        same = "the same policy"
-        if not self._apart.size:
+        same, apart = "the same policy", self._apart
+        if not apart.size:
             return same
-        path = self._apart.path_from(self.trainer.first())
-        path = path if self.looping is None else f"{path}, one copy for {self._apart.size} replicas"
+        path = apart.path_from(self.trainer.first())
+        if apart.size > 1:
+            places = self.assignment.components[self.acting.name]
+            nodes = {places[i].node for i, host in enumerate(self.assignment.hosts) if host is None}
+            path = f"{path}, one copy {'on each node ' if len(nodes) > 1 else ''}for {apart.size} replicas"
         return f"{path}; {same} for {self._guests.size}" if self._guests.size else path
 
     @property
@@ -331,8 +333,7 @@ class Executor:
 
     def _hand_over(self, source: WorkerGroup[Any], produce: Any, iteration: int) -> Any:
         """Start `Trainer.collect` on every rank; those on other machines than the decider are sent the rows too."""
-        home = self.assignment.first_of(self.acting.name).node
-        far = [place.node != home for place in self.assignment.components[self.trainer.name]]
+        far = [bool(place.node) for place in self.assignment.components[self.trainer.name]]
         if not any(far):
             return self.trainer.pipe(Trainer.collect, source, produce, iteration)
         made = source.submit(produce)
@@ -416,34 +417,24 @@ def executor(config: Config, run_dir: Path, session: Session, assignment: Assign
             "or unload false"
         )
     specs = run_specs(config, assignment)
-    replicas = replicas_of(config, assignment)
     check_replicas(config, assignment, sum(spec.groups for spec in specs))
-    ranks = ranks_of(config, assignment)
-    check_ranks(config, ranks)
-    session.runtime.prepare(ranks + replicas - len(assignment.guests) + (replicas > 1))
+    check_ranks(config, ranks_of(config, assignment))
+    session.runtime.prepare(processes_here(config, assignment))
     rows = partial(frame_rows, config, assignment.ahead)
     with session.farm(specs, assignment.farms, rows) as farm:
         placed = place_workers(config, run_dir, session, assignment, farm)
-        workers, looping = placed.workers, placed.looping
+        workers, acts = placed.workers, placed.acting
         farm_deadline_s = session.runtime.deadline.inner().seconds
-        acting: WorkerGroup[Any] = workers[recipe.loop[-1]]
-        layout = acting.call_one(0, Acting.layout)
+        layout = acts.workers.call_one(0, Acting.layout)
         memory = TrajectoryMemory.create(layout, farm.frames, not farm.in_process)
-        run = Executor(config, recipe, placed.assignment, farm, workers, memory, run_dir, farm_deadline_s, looping)
-        desks: Desks | None = None
+        run = Executor(config, recipe, placed.assignment, farm, workers, memory, run_dir, farm_deadline_s, acts.loop)
         try:
-            if looping is not None:
-                valued = recipe.critic or recipe.rollout == "decisions"
-                desks = Desks.create(acting.size, farm, layout, valued)
-                acting.call_all(Replica.use, memory, desks)
-            run.decider.call(Decider.use, memory, desks)
-            yield run
-            run.trainer.call_all(Trainer.leave)
-            for group in (*workers.values(), *([] if looping is None else [looping])):
-                group.end()
+            with acts.at_desks(farm, memory, layout, recipe.critic or recipe.rollout == "decisions"):
+                yield run
+                run.trainer.call_all(Trainer.leave)
+                for group in (*workers.values(), *acts.helpers):
+                    group.end()
         finally:
             memory.close()
-            if desks is not None:
-                desks.close()
         for left in run_dir.glob("unloaded-*.safetensors"):
             left.unlink()

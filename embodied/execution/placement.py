@@ -8,15 +8,15 @@ from typing import Any
 
 from embodied.config import Config
 from embodied.errors import UserError
-from embodied.execution.acting_workers import hosts_of, place_acting
+from embodied.execution.acting_workers import ActingWorkers, acts_at_desks, hosts_of, place_acting, replicas_of
 from embodied.execution.assignment import Assignment
 from embodied.execution.farm_specs import memory_rounds
 from embodied.execution.session import Session
-from embodied.execution.trainer_ranks import place_ranks
+from embodied.execution.trainer_ranks import place_ranks, ranks_of
 from embodied.runtime.groups import WorkerGroup
 from embodied.workers.context import WorkerContext, check_same_sizes, policy_spec
 from embodied.workers.makers import make_component
-from embodied.workers.roles import Decider, Passer, Trainer
+from embodied.workers.roles import Passer, Trainer
 from embodied.workflows.recipes import Recipe, WorkflowComponent, recipe_of
 from embodied.workflows.sizes import tasks_of
 from sim_farm.farm import Farm
@@ -28,8 +28,8 @@ class PlacedWorkers:
 
     workers: dict[str, WorkerGroup[Any]]
     """Of each component that is no simulator, by its name."""
-    looping: WorkerGroup[Decider] | None
-    """The decider, where several instances of its component act and it does not."""
+    acting: ActingWorkers
+    """Of these, those who act, and who helps them."""
     assignment: Assignment
     """As it could be done, with hosts for all who act: ranks that hold shards have no policy to share, so that who acts
     has processes of its own."""
@@ -53,6 +53,15 @@ def check_workflow(recipe: Recipe) -> None:
             )
 
 
+def processes_here(config: Config, assignment: Assignment) -> int:
+    """How many processes of this machine the trainer's ranks and those who act will be in."""
+    recipe = recipe_of(config)
+    acting = assignment.components[recipe.loop[-1]][: replicas_of(config, assignment)]
+    ranks = assignment.components[recipe.after_rollout[-1].name][: ranks_of(config, assignment)]
+    own = [place for place, host in zip(acting, hosts_of(config, assignment), strict=True) if host is None]
+    return sum(not place.node for place in (*ranks, *own)) + acts_at_desks(acting)
+
+
 def place_workers(config: Config, run_dir: Path, session: Session, assignment: Assignment, farm: Farm) -> PlacedWorkers:
     """Place the trainer's ranks, then who acts, then the passers.
 
@@ -74,14 +83,14 @@ def place_workers(config: Config, run_dir: Path, session: Session, assignment: A
     trained = place_ranks(session, trainer, base, assignment)
     whole = trained.size == 1 or all(trained.call_all(Trainer.shares_policy))
     assignment = replace(assignment, hosts=hosts_of(config, assignment if whole else replace(assignment, hosts=())))
-    acting, looping = place_acting(recipe.component(recipe.loop[-1]), base, session, assignment, farm, trained)
-    workers: dict[str, WorkerGroup[Any]] = {trainer.name: trained, recipe.loop[-1]: acting}
+    acting = place_acting(recipe.component(recipe.loop[-1]), base, session, assignment, farm, trained)
+    workers: dict[str, WorkerGroup[Any]] = {trainer.name: trained, recipe.loop[-1]: acting.workers}
     for passer in passers:
         # Beside the trainer a passer uses its weights, which must not be away while trajectories pass.
         leaves = assignment.unload and 0 not in assignment.hosts
         beside = assignment.first_of(passer.name) == base.affinity and whole and not leaves
         workers[passer.name] = _place_passer(session, passer, base, assignment, trained.first() if beside else None)
-    return PlacedWorkers(workers, looping, assignment)
+    return PlacedWorkers(workers, acting, assignment)
 
 
 def _place_passer(

@@ -41,15 +41,16 @@ def roles_of(workflow: Workflow) -> ComponentRoles:
 
 
 def leaving_home(workflow: Workflow) -> Workflow:
-    """The workflow whose trainer may be on other nodes too. What decides stays: frames are drawn into the memory of the
-    node where the command is typed, and only their trainer's ranks are sent rows of it."""
-    trainer = roles_of(workflow).trainer
-    components = tuple(replace(c, travels=c.travels or c.name == trainer) for c in workflow.components)
+    """The workflow whose decider and trainer may be on other nodes too: they are sent what they read of the memory that
+    is on the node where the command is typed."""
+    roles = roles_of(workflow)
+    leave = (roles.decider, roles.trainer)
+    components = tuple(replace(c, travels=c.travels or c.name in leave) for c in workflow.components)
     return replace(workflow, components=components)
 
 
 def planned_for(workflow: Workflow, profile: Profile, cluster: Cluster) -> Workflow:
-    """The workflow as the planner places it: the trainer may leave home for other nodes' accelerators."""
+    """The workflow as the planner places it: decider and trainer may leave home for other nodes' accelerators."""
     compute = profile.components[roles_of(workflow).decider].pool == "accelerators"
     away = any(node.accelerators for node in cluster.nodes if node.name != cluster.home)
     return leaving_home(workflow) if compute and away and cluster.home is not None else workflow

@@ -59,6 +59,11 @@ class Runtime(Protocol):
         """Make the worker `make(*args)` and return its handle; in the process of `beside`, if that is given."""
         ...
 
+    def place_called(self, name: str, make: Callable[..., T], callers: int, *args: Any) -> WorkerGroup[T]:
+        """Make the worker `make(*args)`, a group of one, which so many other workers may call side by side
+        (`Handle.caller`), in threads of its process."""
+        ...
+
     def place_group(
         self,
         name: str,

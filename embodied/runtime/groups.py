@@ -178,8 +178,8 @@ class WorkerGroup(Generic[T]):
             pairs = zip(self.handles, source.handles, strict=True)
             return [mine.pipe(method, its, produce, *args, **kwargs) for mine, its in pairs]
         self._require_one(source)
-        made = source.handles[0].lend(produce)
-        return self.submit_all(method, made, *args, **kwargs)
+        made = source.handles[0].lend(produce, self.handles)
+        return [self.submit_one(rank, method, made[rank], *args, **kwargs) for rank in range(self.size)]
 
     def path_from(self, source: WorkerGroup[Any]) -> str:
         """The way that `pipe` takes, in words."""

@@ -7,7 +7,7 @@ rollout = worker.call(PolicyWorker.rollout, 64)           # typed like the metho
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
@@ -58,12 +58,17 @@ class Handle(Generic[T]):
         """
         return self._start(method.__name__, args, kwargs)
 
-    def lend(self, produce: Callable[[T], R]) -> R:
-        """`submit` of a method whose result only goes to other workers, and no longer than until it is lent twice more.
+    def lend(self, produce: Callable[[T], R], takers: Sequence[Handle[Any]]) -> list[R]:
+        """`submit` of a method whose result only goes to these workers, and no longer than until it is lent twice more:
+        a reference for each of them.
 
-        So tensors by name need not pass through a store, whatever their size.
+        So tensors by name need not pass through a store, whatever their size. Each machine is sent them once.
         """
-        return self._start(produce.__name__, (), {})
+        return [self._start(produce.__name__, (), {})] * len(takers)
+
+    def caller(self) -> Any:
+        """By which other workers call this one (`embodied.workers.desk_relay.Caller`), where it was placed for that."""
+        raise NotImplementedError
 
     def get(self, reference: R) -> R:
         """Wait for what `submit` or `pipe` of this handle started and return its result."""
@@ -85,7 +90,8 @@ class Handle(Generic[T]):
 
         The result takes the shortest way there is from the source to this worker; `path_from` names it.
         """
-        return self._start(method.__name__, (source.lend(produce), *args), kwargs)
+        (made,) = source.lend(produce, (self,))
+        return self._start(method.__name__, (made, *args), kwargs)
 
     def path_from(self, source: Handle[Any]) -> str:
         """The way that `pipe` takes, in words."""

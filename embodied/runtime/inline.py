@@ -71,6 +71,9 @@ class InlineRuntime:
     def place(self, name: str, make: Callable[..., T], *args: Any, beside: Handle[Any] | None = None) -> Handle[T]:
         return LocalHandle(name, self.deadline, worker=make(*args))
 
+    def place_called(self, name: str, make: Callable[..., T], callers: int, *args: Any) -> WorkerGroup[T]:
+        return WorkerGroup(name, (self.place(name, make, *args),))
+
     def place_group(
         self,
         name: str,

@@ -87,10 +87,16 @@ class RayCluster:
         found = [n if names.count(n.name) < 2 else replace(n, name=f"{n.name}-{n.id[:8]}") for n in found]
         return tuple(sorted(found, key=lambda node: (not node.is_here, node.address, node.name, node.id)))
 
-    def actor(self, cls: Any, env: dict[str, str], node: str = HERE, args: tuple[Any, ...] = ()) -> Any:
-        """A new actor, on this machine or the node with that id, ended by `close`."""
+    def actor(
+        self, cls: Any, env: dict[str, str], node: str = HERE, args: tuple[Any, ...] = (), threads: int = 0
+    ) -> Any:
+        """A new actor, on this machine or the node with that id, ended by `close`; with `threads`, so many of its calls
+        run side by side."""
         place = NodeAffinitySchedulingStrategy(node or self.here, soft=False)
-        actor = cls.options(scheduling_strategy=place, runtime_env={"env_vars": env}).remote(*args)
+        options: dict[str, Any] = {"scheduling_strategy": place, "runtime_env": {"env_vars": env}}
+        if threads:
+            options["max_concurrency"] = threads
+        actor = cls.options(**options).remote(*args)
         self._actors.append(actor)
         return actor
 
@@ -131,15 +137,7 @@ class RayCluster:
         """The value that is there, or the worker's own exception without Ray's wrapping."""
         deadline_s = self.deadline.inner().seconds  # who waits for this has waited for the worker before
         try:
-            return ray.get(reference, timeout=deadline_s)
-        except RayTaskError as error:
-            raise (error.cause if isinstance(error.cause, Exception) else error) from None
-        except RayActorError as error:
-            if error.actor_init_failed:
-                raise cannot_start(name, error) from error
-            raise WorkerFailed(f"{name} died during {what!r}: {str(error).splitlines()[0]}") from error
-        except ActorUnschedulableError as error:
-            raise WorkerFailed(f"{name} cannot start: its machine has left the cluster") from error
+            return value_within(deadline_s, reference, name, what)
         except GetTimeoutError as error:
             raise WorkerTimeout(
                 f"the result of {name}'s {what!r} is there and could not be fetched within {deadline_s:g} s"
@@ -151,6 +149,20 @@ class RayCluster:
             ray.kill(actor)
         self._actors.clear()
         ray.shutdown()
+
+
+def value_within(timeout_s: float, reference: Any, name: str, what: str) -> Any:
+    """The reference's value, or the worker's own exception without Ray's wrapping. Raises `GetTimeoutError`."""
+    try:
+        return ray.get(reference, timeout=timeout_s)
+    except RayTaskError as error:
+        raise (error.cause if isinstance(error.cause, Exception) else error) from None
+    except RayActorError as error:
+        if error.actor_init_failed:
+            raise cannot_start(name, error) from error
+        raise WorkerFailed(f"{name} died during {what!r}: {str(error).splitlines()[0]}") from error
+    except ActorUnschedulableError as error:
+        raise WorkerFailed(f"{name} cannot start: its machine has left the cluster") from error
 
 
 def cannot_start(who: str, error: RayActorError) -> WorkerFailed:

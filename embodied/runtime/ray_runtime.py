@@ -84,6 +84,11 @@ class RayRuntime(RayCluster):
     def place(self, name: str, make: Callable[..., T], *args: Any, beside: Handle[Any] | None = None) -> Handle[T]:
         return self._place(name, [name], make, [args], [beside], [HERE]).handles[0]
 
+    def place_called(self, name: str, make: Callable[..., T], callers: int, *args: Any) -> WorkerGroup[T]:
+        process = WorkerProcess(self, callers + 1)  # and this process
+        self._processes.append(process)
+        return self._start([process], [process], name, [name], make, [args])
+
     def place_group(
         self,
         name: str,
@@ -106,16 +111,31 @@ class RayRuntime(RayCluster):
         beside: Sequence[Handle[Any] | None],
         nodes: Sequence[str],
     ) -> WorkerGroup[T]:
-        """Start every rank, then wait for all."""
+        """Each rank in a process of its own, or in that of the other."""
         new: list[WorkerProcess] = []
-        started = []
-        for mine, its_args, other, node in zip(names, args, beside, nodes, strict=True):
+        processes = []
+        for other, node in zip(beside, nodes, strict=True):
             if isinstance(other, RayHandle):
-                process = other.process
-            else:
-                process = self._spare.pop() if self._spare and node == HERE else self._process(node)
-                new.append(process)
-            started.append(start_worker(self, process, self._give_back, self._end, mine, make, its_args))
+                processes.append(other.process)
+                continue
+            new.append(self._spare.pop() if self._spare and node == HERE else self._process(node))
+            processes.append(new[-1])
+        return self._start(processes, new, name, names, make, args)
+
+    def _start(
+        self,
+        processes: Sequence[WorkerProcess],
+        new: Sequence[WorkerProcess],
+        name: str,
+        names: Sequence[str],
+        make: Callable[..., T],
+        args: Sequence[tuple[Any, ...]],
+    ) -> WorkerGroup[T]:
+        """Start every rank in its process, then wait for all. Where one fails, the `new` processes are ended."""
+        started = [
+            start_worker(self, process, self._give_back, self._end, mine, make, its_args)
+            for process, mine, its_args in zip(processes, names, args, strict=True)
+        ]
         group: WorkerGroup[T] = WorkerGroup(name, tuple(handle for handle, _ in started))
         try:
             group.get([call for _, call in started])
@@ -142,7 +162,7 @@ class RayRuntime(RayCluster):
     def _give_back(self, process: WorkerProcess, of_use: bool) -> None:
         """A process without workers waits for the next ones, its packages imported. More than a few are ended, and
         those that are of no use to others."""
-        if of_use and len(self._spare) < SPARE and not process.far:
+        if of_use and len(self._spare) < SPARE and process.of_use:
             self._spare.append(process)
         else:
             self._end(process)

@@ -7,27 +7,30 @@ import importlib
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import GetTimeoutError, RayError
 from torch import Tensor
 
 from embodied import progress
 from embodied.runtime.deadlines import Wait
 from embodied.runtime.handles import Handle
 from embodied.runtime.nodes import require_software, software
-from embodied.runtime.ray_cluster import LOOK_S, RayCluster
+from embodied.runtime.ray_cluster import HERE, LOOK_S, RayCluster, value_within
+from embodied.runtime.ray_lending import parts_of
 from embodied.workers.devices import release, to_host
-from embodied.workers.lent_tensors import Lender
+from embodied.workers.lent_tensors import Lender, LentTensors
 from embodied.workers.ranks import is_bound
+from sim_farm.farm import WorkerTimeout
 from sim_farm.group_slots import texts
 from sim_farm.memory import FOLDER, Block, Field
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 WAITING = {"GOMP_SPINCOUNT": "1000"}
 """PyTorch's threads wait for each other by spinning, for milliseconds. Where a simulator shares their cores, the one
@@ -66,6 +69,17 @@ class _WorkerProcess:
         self._report()
         result = getattr(self._workers[name], method)()
         return self._lender.lend(result) if _has_tensors(result) else result
+
+    def lent_part(self, ticket: int, first: int, last: int) -> Any:
+        self._report()
+        return self._lender.part(ticket, first, last)
+
+    def lend_again(self, lent: Any, lender: Any, name: str, timeout_s: float) -> Any:
+        """What a worker called `name` of the process `lender`, on another machine, has lent, lent on this one."""
+        self._report()
+        if not isinstance(lent, LentTensors):
+            return lent
+        return self._lender.lend_again(lent, parts_of(lent, lender, name, timeout_s))
 
     def pipe(self, source: str, produce: str, name: str, method: str, *args: Any, **kwargs: Any) -> Any:
         self._report()
@@ -129,14 +143,17 @@ def _environment() -> dict[str, str]:
 class WorkerProcess:
     """A process for workers, with a block of shared memory in which it reports its progress."""
 
-    far = False
-    """Whether it is on another machine, to which no memory of this one leads."""
+    node = HERE
+    """Id of the machine that it is on, to which, where it is another, no memory of this one leads."""
 
-    def __init__(self, cluster: RayCluster) -> None:
+    def __init__(self, cluster: RayCluster, threads: int = 0) -> None:
+        """`threads`: so many calls of others run side by side, where there are any."""
         self._cluster = cluster
+        self.of_use = not threads
+        """Whether it may serve other workers later."""
         self._memory = Block.create(PROGRESS, shared=True)
         self._last, self._pid, self._lent = (self._memory.arrays[name] for name in PROGRESS)
-        self.actor = cluster.actor(_WorkerActor, _environment(), args=(self._memory.name,))
+        self.actor = cluster.actor(_WorkerActor, _environment(), args=(self._memory.name,), threads=threads)
 
     def last_ns(self) -> int:
         """When it last reported progress (`time.monotonic_ns`); 0 if it never did."""
@@ -167,10 +184,10 @@ class WorkerProcess:
 class FarProcess(WorkerProcess):
     """A process for workers on another machine, the node with that id. It is asked for its progress."""
 
-    far = True
+    of_use = False
 
     def __init__(self, cluster: RayCluster, node: str) -> None:
-        self._cluster = cluster
+        self._cluster, self.node = cluster, node
         self._known_ns = 0
         self.actor = cluster.actor(_FarActor, _environment(), node, (software(),))
         self._asked = self.actor.silent_ns.remote()
@@ -243,14 +260,25 @@ class RayHandle(Handle[T]):
         names = (source.name, produce.__name__, self.name, method.__name__)
         return self._call(self.process.actor.pipe, method.__name__, names, args, kwargs)
 
-    def lend(self, produce: Any) -> Any:
-        return self._call(self.process.actor.lend, produce.__name__, (self.name, produce.__name__), (), {})
+    def lend(self, produce: Any, takers: Sequence[Handle[Any]]) -> list[Any]:
+        made = self._call(self.process.actor.lend, produce.__name__, (self.name, produce.__name__), (), {})
+        there = {self.process.node: made}
+        for taker in takers:
+            if isinstance(taker, RayHandle) and taker.process.node not in there:
+                timeout_s = self.deadline.inner().seconds
+                args = (made, self.process.actor, self.name, timeout_s)
+                remote = taker.process.actor.lend_again
+                there[taker.process.node] = taker._call(remote, produce.__name__, (), args, {})
+        return [there[taker.process.node] for taker in takers if isinstance(taker, RayHandle)]
+
+    def caller(self) -> Any:
+        return RayCaller(self.name, self.process.actor, self.deadline.inner().seconds)
 
     def path_from(self, source: Handle[Any]) -> str:
         if self._beside(source):
             return "by reference"
-        far = self.process.far or (isinstance(source, RayHandle) and source.process.far)
-        return "Ray, between machines" if far else "shared memory"
+        same = isinstance(source, RayHandle) and source.process.node == self.process.node
+        return "shared memory" if same else "Ray, between machines"
 
     def end(self) -> None:
         left, of_use = self.get(self._call(self.process.actor.drop, "end", (self.name,), (), {}))
@@ -287,6 +315,25 @@ def start_worker(
     """A handle, and the call that makes its worker in the process."""
     handle: RayHandle[Any] = RayHandle(name, cluster.deadline, cluster=cluster, process=process, spare=spare, kill=kill)
     return handle, Call(process.actor.make.remote(name, make, args), "start", (process,))
+
+
+@dataclass(frozen=True)
+class RayCaller:
+    """`embodied.workers.desk_relay.Caller` of a worker in an actor."""
+
+    name: str
+    actor: Any
+    timeout_s: float
+
+    def call(self, method: Callable[..., R], *args: Any) -> R:
+        reference = self.actor.run.remote(self.name, method.__name__, *args)
+        try:
+            found: R = value_within(self.timeout_s, reference, self.name, method.__name__)
+        except GetTimeoutError as error:
+            raise WorkerTimeout(
+                f"{self.name} did not answer {method.__name__!r} within {self.timeout_s:g} s"
+            ) from error
+        return found
 
 
 def _ray(value: Any) -> Any:

@@ -6,10 +6,10 @@ function of the policy, the group's observations and the noise of their (environ
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -25,8 +25,8 @@ from embodied.workers.devices import decide, value_of
 from embodied.workers.lent_tensors import LentTensors
 from embodied.workers.offload import Offload, Switch
 from embodied.workers.weights import check_weights
-from policies.contract import Inputs, Policy
-from sim_farm.farm import Farm
+from policies.contract import Action, Inputs, Policy
+from sim_farm.farm import Farm, FarmAddress
 from sim_farm.observations import Observations
 
 
@@ -87,74 +87,101 @@ def groups_of(farm: Farm) -> tuple[EnvironmentGroup, ...]:
 
 
 @dataclass(frozen=True)
-class Acted:
-    """What a policy decided for a group, and when, on the machine's monotonic clock."""
+class Shown:
+    """What a policy is shown of a group: those n of its environments that have an episode."""
 
-    chunks: np.ndarray
-    """float32 [n, C, A]; zeros for environments that rest."""
-    begin_ns: int
-    acted_ns: int
-    written_ns: int
+    task: int
+    envs: np.ndarray
+    """int64 [n] of the task, as the next two: noise is keyed by them."""
+    episode: np.ndarray
+    step: np.ndarray
+    """Env steps of the episode so far."""
+    inputs: Inputs
+    """n rows."""
 
 
 class Actor:
-    """A policy that acts in a farm. Reads observations; writes decisions into the trajectory memory."""
+    """A policy that acts, wherever what it is shown comes from."""
 
     policy: Policy
     version: int = 0
     """Updates that the policy has seen."""
 
-    def __init__(self, farm: Farm, settings: RolloutSettings) -> None:
-        self._farm, self._settings = farm, settings
-        self._copies = 0
-        """Frames that were copied because other environments of their group rest."""
+    def __init__(self, seeds: tuple[int, ...]) -> None:
+        self._seeds = seeds
 
     def act_with(self, policy: Policy) -> None:
         """Decide with this policy from now on."""
         self.policy = policy
-        self._noise = [SamplingNoise(seed, policy.noise_dim) for seed in self._settings.seeds]
+        self._noise = [SamplingNoise(seed, policy.noise_dim) for seed in self._seeds]
 
-    def act(self, group: EnvironmentGroup, seen: Observations, memory: TrajectoryMemory, flat: np.ndarray) -> Acted:
-        """Act for the environments of the group that have an episode, and keep it at their flat rows of `flat` [n]."""
-        begin = time.monotonic_ns()
-        rows = np.flatnonzero(seen.active)
-        episodes = self._farm.specs[group.task].episodes
-        inputs = to_inputs(seen, self._settings.reads, episodes, self.policy.spec.cameras)
-        if len(rows) < len(seen.envs):
-            inputs = inputs.rows(torch.from_numpy(rows))
-            self._copies += len(rows) if inputs.frames else 0
-        noise = self._noise[group.task].draw(seen.envs[rows], seen.episode[rows], seen.episode_step[rows])
-        action = decide(self.policy, inputs, torch.from_numpy(noise))
-        acted = time.monotonic_ns()
-        memory.write_decision(flat[rows], inputs, action)
-        chunks = action.chunk.numpy()
-        if len(rows) < len(seen.envs):
-            chunks = np.zeros((len(seen.envs), *chunks.shape[1:]), np.float32)
-            chunks[rows] = action.chunk.numpy()
-        return Acted(chunks, begin, acted, time.monotonic_ns())
+    def decide(self, shown: Shown) -> Action:
+        """A decision for each of its n rows."""
+        noise = self._noise[shown.task].draw(shown.envs, shown.episode, shown.step)
+        return decide(self.policy, shown.inputs, torch.from_numpy(noise))
 
     def values(self, inputs: Inputs) -> Tensor:
         """[B] the value of each observation before anything is done there."""
         value = value_of(self.policy, inputs)
         return value if value.ndim == 1 else value[:, 0]
 
+
+class Observer:
+    """Between a farm and whoever acts: shows what a group observes, and writes down what is decided for it."""
+
+    def __init__(self, farm: Farm, settings: RolloutSettings) -> None:
+        self._farm, self._settings = farm, settings
+        self._copies = 0
+        """Frames that were copied because other environments of their group rest."""
+
+    def show(self, group: EnvironmentGroup, seen: Observations, cameras: tuple[str, ...]) -> Shown:
+        """The environments of the group that have an episode; `cameras` are the policy's names."""
+        rows = np.flatnonzero(seen.active)
+        inputs = to_inputs(seen, self._settings.reads, self._farm.specs[group.task].episodes, cameras)
+        if len(rows) < len(seen.envs):
+            inputs = inputs.rows(torch.from_numpy(rows))
+            self._copies += len(rows) if inputs.frames else 0
+        return Shown(group.task, seen.envs[rows], seen.episode[rows], seen.episode_step[rows], inputs)
+
+    def write(
+        self, seen: Observations, shown: Shown, action: Action, memory: TrajectoryMemory, flat: np.ndarray
+    ) -> np.ndarray:
+        """Keep what was decided at the flat rows `flat` [n] of the group's environments. Their chunks float32
+        [n, C, A]; zeros for environments that rest."""
+        rows = np.flatnonzero(seen.active)
+        memory.write_decision(flat[rows], shown.inputs, action)
+        decided: np.ndarray = action.chunk.numpy()
+        if len(rows) == len(seen.envs):
+            return decided
+        chunks = np.zeros((len(seen.envs), *decided.shape[1:]), np.float32)
+        chunks[rows] = decided
+        return chunks
+
     def frames(self, memory: TrajectoryMemory) -> FrameCounts:
-        """Frames that this process has read back from the memory so far, and its copies of frames, those made while
-        acting too."""
+        """Frames that this process has read back from the memory so far, and its copies of frames, those made to show
+        them too."""
         return memory.counts + FrameCounts(0, self._farm.frame_copies + self._copies)
 
 
+FarmTasks: TypeAlias = Farm | FarmAddress
+"""A farm's tasks: of one that is attached, or of one that may be out of reach."""
+
+
 class ActingPolicy:
-    """What every worker that acts has: a policy in a farm, and how its weights change."""
+    """What every worker that acts has: a policy for a farm's tasks, and how its weights change."""
 
     def __init__(
-        self, policy: Policy | None, farm: Farm, settings: RolloutSettings, affinity: Affinity | None = None
+        self,
+        policy: Policy | None,
+        tasks: FarmTasks,
+        settings: RolloutSettings,
+        affinity: Affinity | None = None,
     ) -> None:
         """`policy` None: it will be given one by `share`."""
-        self.farm, self._settings = farm, settings
+        self._tasks, self._settings = tasks, settings
         self._affinity = affinity or Affinity()
         self._offload: Offload | None = None
-        self._actor = Actor(farm, settings)
+        self._actor = Actor(settings.seeds)
         if policy is not None:
             self.share(policy)
 
@@ -165,8 +192,8 @@ class ActingPolicy:
 
     def layout(self) -> MemoryLayout:
         """The memory that trajectories are written into, for decisions as the policy takes them."""
-        cameras = self.policy.spec.cameras if self.farm.frames is not None else ()
-        shape = MemoryShape(self._settings.rounds + 1, sum(spec.num_envs for spec in self.farm.specs), cameras)
+        cameras = self.policy.spec.cameras if self._tasks.frames is not None else ()
+        shape = MemoryShape(self._settings.rounds + 1, sum(spec.num_envs for spec in self._tasks.specs), cameras)
         inputs = self._blank_inputs()
         return MemoryLayout.of(shape, inputs, decide(self.policy, inputs, torch.zeros(1, self.policy.noise_dim)))
 
@@ -205,7 +232,7 @@ class ActingPolicy:
     def _blank_inputs(self) -> Inputs:
         """One observation without content, as the policy reads them."""
         spec, reads, size = self.policy.spec, self._settings.reads, self.policy.spec.image_size
-        info = self.farm.infos[0]
+        info = self._tasks.infos[0]
         return Inputs(
             state=torch.zeros(1, info.state_dim) if "state" in reads else None,
             proprio=torch.zeros(1, info.proprio_dim) if "proprio" in reads else None,

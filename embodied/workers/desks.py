@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embodied import progress
 from embodied.data.trajectory_memory import INPUT, FrameCounts, MemoryLayout
 from policies.contract import Inputs
 from sim_farm.doorbell import Doorbell
@@ -31,7 +30,7 @@ from sim_farm.group_slots import texts
 from sim_farm.memory import Block, Field
 
 LOOK_S = 0.5
-"""How often a replica without work says that it is not late."""
+"""How long a replica waits for work before it says that it is not late."""
 _ROLLOUT, _WORK, _GROUP, _ROW, _COUNT = range(5)
 
 
@@ -173,19 +172,23 @@ class Desks:
     def note_version(self, replica: int, version: int) -> None:
         self._arrays["version"][replica] = version
 
-    def next_request(self, replica: int, rollout: int) -> Request | None:
-        """Wait for a request of this rollout; None when that is over. Waiting for work is progress."""
+    def is_over(self, rollout: int) -> bool:
+        return bool(self._arrays["ended"][0] >= rollout)
+
+    def await_request(self, replica: int, rollout: int) -> Request | None:
+        """A request of this rollout; None where that is over, or where there is none for some time."""
         requested, done, asked = (self._arrays[name] for name in ("requested", "done", "asked"))
         bell = self._bells[replica]
+        until = time.monotonic() + LOOK_S
         while True:
             seen = bell.value()
-            if self._arrays["ended"][0] >= rollout:
+            if self.is_over(rollout):
                 return None
             if requested[replica] != done[replica] and asked[replica, _ROLLOUT] == rollout:
                 found = asked[replica].tolist()
                 return Request(int(requested[replica]), Work(found[_WORK]), found[_GROUP], found[_ROW], found[_COUNT])
-            bell.wait(seen, LOOK_S)
-            progress.report()
+            if not bell.wait(seen, max(until - time.monotonic(), 0.0)):
+                return None
 
     def inputs(self, replica: int, count: int) -> Inputs:
         """The observations to value, where they lie."""

@@ -6,7 +6,7 @@ are two memories, which take turns. What was lent before that is written over, a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from embodied.workers.devices import await_devices
 from sim_farm.contract import FarmError
-from sim_farm.memory import Block, Field
+from sim_farm.memory import Block, Field, size_of
 
 _TICKET = "ticket"
 _UNFINISHED = -1
@@ -41,27 +41,39 @@ class _Place:
 class LentTensors(Mapping[str, Tensor]):
     """Tensors by name, where their lender has written them. What is written into them here stays here."""
 
-    def __init__(self, places: Mapping[str, _Place], block: Block, ticket: int) -> None:
-        self._places, self._block, self._ticket = dict(places), block, ticket
+    def __init__(self, places: Mapping[str, _Place], name: str, ticket: int, block: Block | None = None) -> None:
+        self.places, self._name, self.ticket = dict(places), name, ticket
+        self._block = block
 
     def __reduce__(self) -> Any:
-        # Who is sent them, maps them.
-        return _mapped, (self._places, str(self._block.name), self._ticket)
+        # Who is sent them maps them at the first look: on another machine nobody can, and they are lent there again.
+        return LentTensors, (self.places, self._name, self.ticket)
 
     def __getitem__(self, name: str) -> Tensor:
-        return _view(self._block, name, self._places[name])
+        return _view(self._mapped(), name, self.places[name])
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
+        return iter(self.places)
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self.places)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all of them, as they lie."""
+        return size_of(_tensor_fields(self.places))
 
     def require_unchanged(self) -> None:
         """Raise `LentOver` where their memory has been written again."""
-        found = int(self._block.arrays[_TICKET][0])
-        if found != self._ticket:
-            raise LentOver(f"what was lent as number {self._ticket} has been written over by number {found}")
+        found = int(self._mapped().arrays[_TICKET][0])
+        if found != self.ticket:
+            raise LentOver(f"what was lent as number {self.ticket} has been written over by number {found}")
+
+    def _mapped(self) -> Block:
+        if self._block is None:
+            self._block = Block.attach(_fields(self.places), self._name, private=True)
+            self.require_unchanged()
+        return self._block
 
 
 class Lender:
@@ -87,7 +99,27 @@ class Lender:
             _view(block, name, places[name]).copy_(tensor, non_blocking=True)
         await_devices(tensors.values())
         ticket[0] = self._lent
-        return LentTensors(places, block, self._lent)
+        return LentTensors(places, str(block.name), self._lent, block)
+
+    def part(self, ticket: int, first: int, last: int) -> np.ndarray:
+        """Bytes `first` to `last - 1` of what was lent as this number, as it lies. Raises `LentOver` where it is no
+        longer there."""
+        memory = self._memories[(ticket - 1) % 2]
+        if memory is None or memory[1].arrays[_TICKET][0] != ticket:
+            raise LentOver(f"what was lent as number {ticket} has been written over")
+        return memory[1].whole[first:last]
+
+    def lend_again(self, lent: LentTensors, parts: Iterable[np.ndarray]) -> LentTensors:
+        """Lend here what another machine's process has lent, which comes in these `parts`."""
+        block = self._memory(self._lent % 2, lent.places)
+        self._lent += 1
+        block.arrays[_TICKET][0] = _UNFINISHED
+        first = 0
+        for part in parts:
+            block.whole[first : first + len(part)] = part
+            first += len(part)
+        block.arrays[_TICKET][0] = self._lent
+        return LentTensors(lent.places, str(block.name), self._lent, block)
 
     def close(self) -> None:
         """Remove the memories; who has mapped them keeps what is there."""
@@ -111,15 +143,12 @@ class Lender:
         return block
 
 
-def _mapped(places: Mapping[str, _Place], name: str, ticket: int) -> LentTensors:
-    lent = LentTensors(places, Block.attach(_fields(places), name, private=True), ticket)
-    lent.require_unchanged()
-    return lent
-
-
 def _fields(places: Mapping[str, _Place]) -> dict[str, Field]:
-    tensors = {f"tensor.{name}": Field((max(place.nbytes, 1),), "uint8") for name, place in places.items()}
-    return {_TICKET: Field((1,), "int64", _UNFINISHED), **tensors}
+    return {**_tensor_fields(places), _TICKET: Field((1,), "int64", _UNFINISHED)}
+
+
+def _tensor_fields(places: Mapping[str, _Place]) -> dict[str, Field]:
+    return {f"tensor.{name}": Field((max(place.nbytes, 1),), "uint8") for name, place in places.items()}
 
 
 def _view(block: Block, name: str, place: _Place) -> Tensor:

@@ -1,45 +1,42 @@
 """A policy replica: one of several policy workers, each in a process of its own. It acts, and does nothing else.
 
-rollout worker -> desk -> look at the group, act, write into the trajectory memory -> desk -> rollout worker
+rollout worker -> desk -> decide for the group -> desk -> rollout worker
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from torch import Tensor
 
 from embodied import progress
-from embodied.data.trajectory_memory import TrajectoryMemory
-from embodied.workers.acting import ActingPolicy, RolloutSettings, groups_of
+from embodied.workers.acting import ActingPolicy, FarmTasks, RolloutSettings, Shown
 from embodied.workers.context import WorkerContext
-from embodied.workers.desks import Desks, Request, Work
 from embodied.workers.lent_tensors import LentTensors
 from embodied.workers.offload import Switch
+from embodied.workers.replica_desk import Answer, Asked, Desk
 from embodied.workers.weights import map_weights
 from policies.contract import Policy
-from sim_farm.farm import Farm
 
 
 class PolicyReplica(ActingPolicy):
-    """Looks at a farm that the rollout worker drives."""
+    """Decides what a rollout worker asks at its desk."""
 
-    def __init__(self, policy: Policy | None, farm: Farm, settings: RolloutSettings, context: WorkerContext) -> None:
+    def __init__(
+        self, policy: Policy | None, tasks: FarmTasks, settings: RolloutSettings, context: WorkerContext
+    ) -> None:
         """`policy` None: it will be given one by `share`."""
-        super().__init__(policy, farm, settings, context.affinity)
+        super().__init__(policy, tasks, settings, context.affinity)
         self.rank = context.rank
-        self._groups = groups_of(farm)
-        self._width = sum(len(group.columns) for group in self._groups)
-        self._desks: Desks | None = None
+        self._desk: Desk | None = None
         self._rollouts = 0
         self._mapped: LentTensors | None = None
         """The weights that it acts with, where they are another process's."""
 
-    def use(self, memory: TrajectoryMemory, desks: Desks) -> None:
-        """Write into this memory from now on, and serve at this desk."""
-        self._memory, self._desks = memory, desks
+    def use(self, desk: Desk) -> None:
+        """Serve at this desk from now on."""
+        self._desk = desk
         self.at_version(self._actor.version)
 
     def serve(self) -> None:
@@ -47,23 +44,22 @@ class PolicyReplica(ActingPolicy):
 
         Raises what the policy raises; the rollout worker knows it from the desk.
         """
-        assert self._desks is not None, "use says where the desk is"
+        desk = self._desk
+        assert desk is not None, "use says where the desk is"
         self._rollouts += 1
         with self._affinity.applied():
             try:
-                while (request := self._desks.next_request(self.rank, self._rollouts)) is not None:
-                    self._do(request, self._desks)
-                    self.farm.ring_client()
+                while (asked := desk.next(self._rollouts)) is not None:
+                    desk.answer(self._answer(asked))
                     progress.report()
             except BaseException:
-                self._desks.fail(self.rank)
-                self.farm.ring_client()
+                desk.fail()
                 raise
 
     def at_version(self, version: int) -> None:
         super().at_version(version)
-        if self._desks is not None:
-            self._desks.note_version(self.rank, version)
+        if self._desk is not None:
+            self._desk.note_version(version)
 
     def unload(self, spill: Path) -> Switch:
         """As a policy worker does; each replica has a file of its own."""
@@ -77,17 +73,7 @@ class PolicyReplica(ActingPolicy):
         else:
             super()._take(state)
 
-    def _do(self, request: Request, desks: Desks) -> None:
-        begin = time.monotonic_ns()
+    def _answer(self, asked: Asked) -> Answer:
         if self._mapped is not None:
             self._mapped.require_unchanged()
-        before = self._actor.frames(self._memory)
-        if request.work is Work.ACT:
-            group = self._groups[request.group]
-            flat = group.flat(request.row, self._width)
-            acted = self._actor.act(group, self.farm.look(group.number), self._memory, flat)
-            desks.chunks(self.rank, len(flat))[...] = acted.chunks
-        else:
-            found = self._actor.values(desks.inputs(self.rank, request.count))
-            desks.values(self.rank, request.count)[...] = found
-        desks.finish(self.rank, request, begin, self._actor.frames(self._memory) - before)
+        return self._actor.decide(asked) if isinstance(asked, Shown) else self._actor.values(asked)

@@ -37,7 +37,8 @@ class PolicyWorker(ActingPolicy, RolloutWorker):
     @classmethod
     def make_replica(cls, context: WorkerContext) -> PolicyReplica:
         """One of a run's several policy workers."""
-        return PolicyReplica(context.policy(), context.reach(), RolloutSettings.of(context), context)
+        assert context.farm is not None, "it acts for a farm, which it need not reach"
+        return PolicyReplica(context.policy(), context.farm, RolloutSettings.of(context), context)
 
     @classmethod
     def make_loop(cls, context: WorkerContext, names: Sequence[str]) -> RolloutWorker:

@@ -20,6 +20,7 @@ from embodied.data.trajectories import Trajectories
 from embodied.data.trajectory_memory import MemoryLayout, TrajectoryMemory
 from embodied.workers.desks import Desks
 from embodied.workers.offload import Switch
+from embodied.workers.replica_desk import Desk
 from embodied.workers.rollout_summary import RolloutSummary
 from policies.contract import Policy
 
@@ -84,7 +85,7 @@ class Acting(Protocol):
 class Replica(Acting, Protocol):
     """Acts for the groups of environments that a decider hands it. See `PolicyReplica`."""
 
-    def use(self, memory: TrajectoryMemory, desks: Desks) -> None: ...
+    def use(self, desk: Desk) -> None: ...
 
     def serve(self) -> None:
         """Until the present rollout of the decider is over."""

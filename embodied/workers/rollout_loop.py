@@ -22,7 +22,7 @@ from embodied.data.assembly import Decision, EndedEpisode, EpisodeSums
 from embodied.data.trajectories import to_inputs
 from embodied.data.trajectory_memory import FrameCounts, TrajectoryMemory
 from embodied.tracing import Span
-from embodied.workers.acting import Actor, EnvironmentGroup, RolloutSettings, groups_of
+from embodied.workers.acting import Actor, EnvironmentGroup, Observer, RolloutSettings, groups_of
 from embodied.workers.final_values import FinalObservationsKept
 from embodied.workers.rollout_summary import Clock, workers_spans
 from policies.contract import Inputs
@@ -222,7 +222,7 @@ class LocalLoop(RolloutLoop):
 
     def __init__(self, farm: Farm, settings: RolloutSettings, actor: Actor) -> None:
         super().__init__(farm, settings)
-        self._actor = actor
+        self._actor, self._observer = actor, Observer(farm, settings)
 
     @property
     def version(self) -> int:
@@ -232,7 +232,7 @@ class LocalLoop(RolloutLoop):
         return self._actor.values(inputs)
 
     def frames(self) -> FrameCounts:
-        return self._actor.frames(self.memory)
+        return self._observer.frames(self.memory)
 
     def _next_group(self, resting: set[int], deadline_s: float) -> EnvironmentGroup:
         ready = self._ready(resting)
@@ -244,13 +244,18 @@ class LocalLoop(RolloutLoop):
 
     def _decide(self, group: EnvironmentGroup, seen: Observations) -> None:
         flat = group.flat(group.row, self.width)
-        acted = self._actor.act(group, seen, self.memory, flat)
-        self.span(self.track, f"act for group {group.number}", acted.begin_ns, acted.acted_ns, flow_from=(group.arrow,))
+        begin = time.monotonic_ns()
+        shown = self._observer.show(group, seen, self._actor.policy.spec.cameras)
+        action = self._actor.decide(shown)
+        acted = time.monotonic_ns()
+        chunks = self._observer.write(seen, shown, action, self.memory, flat)
+        written = time.monotonic_ns()
+        self.span(self.track, f"act for group {group.number}", begin, acted, flow_from=(group.arrow,))
         self._decided(group, seen, flat)
-        self._submit(group, acted.chunks)
-        self.clock.policy += (acted.acted_ns - acted.begin_ns) / 1e9
-        self.clock.transport += (acted.written_ns - acted.acted_ns) / 1e9
-        submitted = (time.monotonic_ns() - acted.written_ns) / 1e9
+        self._submit(group, chunks)
+        self.clock.policy += (acted - begin) / 1e9
+        self.clock.transport += (written - acted) / 1e9
+        submitted = (time.monotonic_ns() - written) / 1e9
         if self.farm.in_process:  # the ring has just run the workers
             self.clock.waiting += submitted
         else:

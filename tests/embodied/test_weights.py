@@ -209,7 +209,7 @@ def test_what_was_lent_last_stays_while_the_next_is_written() -> None:
         with pytest.raises(LentOver):
             first.require_unchanged()
         with pytest.raises(LentOver):
-            sent(LentTensors(third._places, third._block, 1))
+            sent(LentTensors(third.places, third._name, 1))
         second.require_unchanged()
     finally:
         lending.close()
@@ -231,7 +231,7 @@ def test_memories_are_made_twice_and_removed() -> None:
     lending = Lender(names)
     places = set()
     for number in range(5):
-        places.add(str(lending.lend({"x": torch.full((8,), float(number))})._block.name))
+        places.add(str(lending.lend({"x": torch.full((8,), float(number))})._name))
     told = {bytes(name).rstrip(b"\0").decode() for name in names}
     assert len(places) == 2 and told == places
     assert all((FOLDER / place).exists() for place in places)
