@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import ray
+
 from embodied.runtime.contract import Args, args_of, check_group
 from embodied.runtime.groups import WorkerGroup, rank_names
 from embodied.runtime.handles import Handle
@@ -12,7 +14,7 @@ from embodied.runtime.nodes import Link, NodeInfo
 from embodied.runtime.ray_cluster import HERE, RayCluster
 from embodied.runtime.ray_farm import RayHost
 from embodied.runtime.ray_links import slowest_link
-from embodied.runtime.ray_workers import FarProcess, RayHandle, WorkerProcess, start_worker
+from embodied.runtime.ray_workers import TAKE_BACK_S, FarProcess, RayHandle, WorkerProcess, start_worker
 from sim_farm.contract import FarmError
 from sim_farm.render_devices import RenderDevice
 
@@ -149,6 +151,9 @@ class RayRuntime(RayCluster):
         return group
 
     def close(self) -> None:
+        taking = [process.take_back() for process in self._processes if isinstance(process, FarProcess)]
+        if taking:
+            ray.wait(taking, num_returns=len(taking), timeout=TAKE_BACK_S)
         super().close()
         for process in self._processes:
             process.forget()

@@ -43,6 +43,9 @@ PROGRESS = {
 """When the process last reported progress, by the machine's monotonic clock, which all its processes share; its number;
 and the names of the memories in which it lends tensors."""
 
+TAKE_BACK_S = 1.0
+"""How long processes on other machines are waited for, to remove what they have lent."""
+
 
 class _WorkerProcess:
     """A process for other workers: one, or several that take turns and hand things to each other by reference."""
@@ -112,6 +115,11 @@ class _FarActor(_WorkerProcess):
     def make(self, name: str, make: Callable[..., Any], args: tuple[Any, ...]) -> None:
         require_software(self._expected)
         super().make(name, make, args)
+
+    @ray.method(concurrency_group="looks")  # type: ignore[untyped-decorator]
+    def take_back(self) -> None:
+        """Remove what was lent; who has mapped it keeps it."""
+        self._lender.close()
 
     @ray.method(concurrency_group="looks")  # type: ignore[untyped-decorator]
     def silent_ns(self) -> int:
@@ -205,8 +213,16 @@ class FarProcess(WorkerProcess):
             self._asked = self.actor.silent_ns.remote()
         return self._known_ns
 
+    def take_back(self) -> Any:
+        """Start to remove what it has lent, which nobody else on its machine would do once it is killed."""
+        return self.actor.take_back.remote()
+
     def forget(self) -> None:
         """Nothing of it is here."""
+
+    def kill(self) -> None:
+        ray.wait([self.take_back()], timeout=TAKE_BACK_S)
+        super().kill()
 
 
 def _is_stopped(pid: int) -> bool:

@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import psutil  # type: ignore[import-untyped]
 import pytest
 import torch
 
-from embodied.config import Config
+from embodied.config import Config, parse_config
 from embodied.execution.assignment import Assignment
+from embodied.execution.executor import Executor, executor
 from embodied.execution.session import Session
+from embodied.runtime.groups import WorkerGroup
+from embodied.runtime.ray_lending import PART_BYTES
+from embodied.workers.acting import Shown
 from embodied.workers.affinity import Affinity
+from embodied.workers.desk_relay import AnswerMessage, AskedMessage
+from embodied.workers.lent_tensors import Lender, LentOver
+from policies.contract import Action, Inputs
+from sim_farm.contract import FarmError
 from tests.embodied import test_executor as runs
 from tests.embodied import test_learner_ranks as ranked
+from tests.embodied import test_replicas, test_weights
 from tests.embodied.ray_nodes import Machines, started
-from tests.embodied.test_executor import CORES, GROUPS, IMAGES, STATES, Run, assert_equal, assert_was_a_test, assigned
-from tests.embodied.test_replicas import of, shared
+from tests.embodied.test_executor import CORES, GROUPS, IMAGES, STATES, assert_equal, assert_was_a_test
+from tests.embodied.test_replicas import mapped, of, shared, until
 
 
 @pytest.fixture(scope="module")
@@ -27,23 +41,201 @@ def machines() -> Iterator[Machines]:
         yield found
 
 
-@pytest.fixture(scope="module")
-def ray(machines: Machines) -> Session:
-    return Session(Config(), machines.runtime, tuple(CORES))
+@pytest.fixture
+def ray(machines: Machines) -> Iterator[Session]:
+    """With no worker of an earlier test."""
+    runtime = machines.runtime
+    yield Session(Config(), runtime, tuple(CORES))
+    runtime._spare.clear()
+    for process in list(runtime._processes):
+        runtime._end(process)
+
+
+def at(machines: Machines, *nodes: str, **changes: Any) -> Assignment:
+    """A replica on each of these nodes; '' is the one with the frames."""
+    plan = shared(len(nodes))
+    return replace(plan, components={**plan.components, "policy": on(machines, *nodes)}, **changes)
+
+
+def on(machines: Machines, *nodes: str) -> tuple[Affinity, ...]:
+    return tuple(Affinity(node=machines.node(name).id if name else "") for name in nodes)
+
+
+def processes_of(machines: Machines, name: str) -> list[int]:
+    """Of the workers on another node."""
+    raylet = psutil.Process(machines.raylets[name])
+    return [child.pid for child in raylet.children(recursive=True) if "_FarActor" in "".join(child.cmdline())]
 
 
 @pytest.mark.parametrize(
-    ("settings", "nodes"),
+    ("settings", "nodes", "way"),
     [
-        pytest.param(STATES, ("", "far"), id="states"),
+        pytest.param(IMAGES, ("far", ""), "Ray, between machines and shared memory", id="images"),
+        pytest.param(
+            STATES, ("", "far"), "shared memory and Ray, between machines", id="states", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            GROUPS, ("far", "far", ""), "Ray, between machines and shared memory", id="episodes", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_where_a_replica_is_changes_nothing(
-    settings: dict[str, Any], nodes: tuple[str, ...], machines: Machines, ray: Session, tmp_path: Path
+    settings: dict[str, Any], nodes: tuple[str, ...], way: str, machines: Machines, ray: Session, tmp_path: Path
 ) -> None:
-    plan, settings = shared(len(nodes)), of(settings)
-    away = tuple(Affinity(node=machines.node(name).id if name else "") for name in nodes)
-    apart = replace(plan, components={**plan.components, "policy": away})
-    found = runs.run(settings, ray, apart, tmp_path / "apart")
+    """To the last bit: trajectories with their frames and values, and what is learned from them."""
+    settings = of(settings)
+    found = runs.run(settings, ray, at(machines, *nodes), tmp_path / "away")
     assert_was_a_test(found)
-    assert_equal(found, runs.run(settings, ray, plan, tmp_path / "here"))
+    assert_equal(found, runs.run(settings, ray, shared(len(nodes)), tmp_path / "here"))
+    acting = {s.track for one in found.iterations for s in one.spans if s.name.startswith("act for group")}
+    assert acting == {f"policy {rank}" for rank in range(len(nodes))}, "a replica has not acted"
+    told = {span.args["path"] for one in found.iterations for span in one.spans if span.name == "publish weights"}
+    assert told == {f"{way}, one copy on each node for {len(nodes)} replicas"}
+
+
+def test_the_only_policy_worker_may_be_on_another_node(machines: Machines, ray: Session, tmp_path: Path) -> None:
+    """Somebody at home goes round with the farm then; the batches are those of one policy worker."""
+    plan, settings = at(machines, "far"), of(STATES)
+    found = runs.run(settings, ray, plan, tmp_path / "away")
+    assert_was_a_test(found)
+    alone = replace(plan, components={**plan.components, "policy": (Affinity(),)})
+    expected = runs.run(settings, ray, alone, tmp_path / "here")
+    test_replicas.assert_only_values_are_rounded(found, expected)
+
+
+@pytest.mark.slow
+def test_replicas_share_the_policies_of_ranks_on_other_nodes(machines: Machines, ray: Session, tmp_path: Path) -> None:
+    """Each pair is one process and takes turns."""
+    runs_of = {}
+    for name, nodes in {"away": ("", "far", "far"), "here": ("", "", "")}.items():
+        plan = at(machines, *nodes, one_process=True, unload=True)
+        plan = replace(plan, components={**plan.components, "learner": on(machines, *nodes)})
+        runs_of[name] = ranked.run(of(ranked.STATES), ray, plan, tmp_path / name)
+    ranked.assert_same(runs_of["away"], runs_of["here"])
+    paths = {s.args["path"] for one in runs_of["away"].iterations for s in one.spans if s.name == "publish weights"}
+    assert paths == {"the same policy"}
+
+
+WIDE = {**STATES["policy"], "options": {"widths": [2048, 2048]}}
+"""Weights of more than one part."""
+
+
+def test_nothing_but_messages_leaves_a_node(machines: Machines, ray: Session, tmp_path: Path) -> None:
+    """Replicas elsewhere map no memory of home; all of a node map one copy of the weights, whose every bit arrives."""
+    settings = of(STATES, workflow=f"{test_weights.__name__}:TELLING", policy=WIDE)
+    with executor(parse_config(settings, "test"), tmp_path, ray, at(machines, "far", "", "far")) as workers:
+        workers.begin(None, 0)
+        for version in range(3):
+            trainer: WorkerGroup[Any] = workers.trainer
+            acting: WorkerGroup[Any] = workers.acting
+            held, asked = trainer.call(test_weights.Trainer.holds)
+            assert acting.call_all(test_weights.Worker.holds) == [(held, version)] * 3
+            assert asked == version + 1, "the learner is asked once, however many nodes there are"
+            workers.iterate(version)
+        pids = processes_of(machines, "far")
+        assert len(pids) == 2
+        first, second = (mapped([pid]) for pid in pids)
+        here = mapped([os.getpid(), *(p.pid for p in ray.runtime._processes if not p.node and p.pid)])  # type: ignore[attr-defined]
+        assert len(here) > 5 and not (first | second) & here
+        assert len(first | second) == 2 and first & second, "two memories take turns, and both act with the newest"
+        assert all(path.stat().st_size > PART_BYTES for path in first)
+    assert not any(path.exists() for path in first), "shared memory is left behind"
+
+
+# --- what goes wrong
+
+
+def begun(workers: Executor) -> None:
+    workers.farm_deadline_s = 5.0
+    workers.begin(None, 0)
+
+
+@pytest.mark.parametrize(
+    ("blow", "said"),
+    [
+        pytest.param(signal.SIGKILL, "^policy 1 died during 'serve'", id="killed"),
+        pytest.param(
+            signal.SIGSTOP, "^policy 1 did not answer within 5 s: it has been deciding for group [0-3] for ",
+            id="stopped", marks=pytest.mark.slow,
+        ),
+    ],
+)  # fmt: skip
+def test_a_lost_replica_is_named_and_nothing_is_left(
+    blow: signal.Signals, said: str, machines: Machines, ray: Session, tmp_path: Path
+) -> None:
+    config = parse_config(of(STATES, workflow="ppo"), "test")
+    pids: list[int] = []
+    with (
+        pytest.raises(FarmError, match=said),
+        executor(config, tmp_path, ray, at(machines, "", "far")) as workers,
+    ):
+        begun(workers)
+        pids = processes_of(machines, "far")
+        memories = mapped(pids)
+        assert len(pids) == 1 and memories
+        os.kill(pids[0], blow)
+        workers.iterate(0)
+    for process in list(machines.runtime._processes):
+        machines.runtime._end(process)
+    until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+    if blow is signal.SIGKILL:  # nobody there can do it for one that is stopped
+        assert not any(path.exists() for path in memories), "shared memory is left behind"
+
+
+def test_the_exception_of_a_policy_arrives_with_its_replicas_name(
+    machines: Machines, ray: Session, tmp_path: Path
+) -> None:
+    config = parse_config(of(STATES, workflow=f"{test_replicas.__name__}:RAISING"), "test")
+    with executor(config, tmp_path, ray, at(machines, "", "", "far")) as workers:
+        begun(workers)
+        with pytest.raises(test_replicas.Confused, match="^policy 2: it does not know what to do$"):
+            workers.iterate(0)
+
+
+# --- messages, and what is lent again: no Ray
+
+
+def test_what_crosses_arrives_as_it_was() -> None:
+    frames = torch.randint(0, 256, (3, 2, 8, 8, 3), dtype=torch.uint8)
+    names = torch.arange(9).view(3, 3)
+    inputs = Inputs(None, torch.randn(3, 4), {"a": frames[:, 0], "b": frames[:, 1]}, ("go", "on", "ü"), names)
+    shown = Shown(1, np.arange(3), np.arange(3) + 5, np.arange(3) + 7, inputs)
+    found = pickle.loads(pickle.dumps(AskedMessage.of(shown))).asked
+    assert found.task == 1 and [getattr(found, key).tolist() for key in ("envs", "episode", "step")] == [
+        [0, 1, 2], [5, 6, 7], [7, 8, 9],
+    ]  # fmt: skip
+    for mine in (found.inputs, AskedMessage.of(inputs).asked):
+        assert mine.state is None and mine.instruction == inputs.instruction and torch.equal(mine.episode, names)
+        assert torch.equal(mine.proprio, inputs.proprio)
+        assert list(mine.frames) == ["a", "b"] and all(torch.equal(mine.frames[k], inputs.frames[k]) for k in "ab")
+    trace = {"tokens": torch.arange(6).view(3, 2), "short": torch.randn(3, 5).bfloat16()}
+    action = Action(torch.randn(3, 2, 4), torch.randn(3, 2, 4), torch.randn(3), trace)
+    decided = pickle.loads(pickle.dumps(AnswerMessage.of(action, 7))).answer
+    assert isinstance(decided, Action)
+    for name in ("chunk", "log_prob", "value"):
+        assert torch.equal(getattr(decided, name), getattr(action, name))
+    assert all(torch.equal(decided.trace[name], tensor) for name, tensor in trace.items())
+    assert torch.equal(AnswerMessage.of(action.value, 7).answer, action.value)
+
+
+def test_what_is_lent_again_is_whole_or_not_there() -> None:
+    lender, other = (Lender(np.zeros((2, 64), np.uint8)) for _ in range(2))
+    tensors = {"x": torch.randn(1000), "y": torch.arange(3), "none": torch.empty(0)}
+    try:
+        lent = lender.lend(tensors)
+        parts = [lender.part(lent.ticket, n, min(n + 100, lent.nbytes)) for n in range(0, lent.nbytes, 100)]
+        again = pickle.loads(pickle.dumps(other.lend_again(lent, parts)))
+        assert list(again) == list(tensors) and all(torch.equal(again[name], tensors[name]) for name in tensors)
+        with pytest.raises(ZeroDivisionError):
+            other.lend_again(lent, (part if n < 20 else part[: 1 // 0] for n, part in enumerate(parts)))
+        again.require_unchanged()  # the other memory is half written
+        other.lend_again(lent, parts)
+        with pytest.raises(LentOver):
+            again.require_unchanged()
+        lender.lend(tensors)
+        lender.lend(tensors)
+        with pytest.raises(LentOver, match="lent as number 1 has been written over"):
+            lender.part(lent.ticket, 0, 10)
+    finally:
+        lender.close()
+        other.close()
