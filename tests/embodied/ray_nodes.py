@@ -56,7 +56,7 @@ class Machines:
 
 
 @contextmanager
-def started(*names: str) -> Iterator[Machines]:
+def started(*names: str, deadline_s: float = 60.0) -> Iterator[Machines]:
     """Nodes of these names, the first of which is this process's; nothing of them is left afterwards."""
     folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")  # short: it becomes part of the sockets' names
     process = subprocess.Popen(
@@ -70,7 +70,7 @@ def started(*names: str) -> Iterator[Machines]:
         assert line, "the cluster did not start"
         address, raylets = json.loads(line)
         family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-        runtime = RayRuntime(address, 60.0)
+        runtime = RayRuntime(address, deadline_s)
         try:
             yield Machines(address, raylets, runtime)
             family = [*family, *psutil.Process(process.pid).children(recursive=True)]

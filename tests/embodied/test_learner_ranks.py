@@ -6,7 +6,7 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +26,7 @@ from embodied.config import Config, parse_config
 from embodied.data.trajectories import HeldDecisions, Trajectories
 from embodied.errors import PeerFailed, UserError
 from embodied.execution.assignment import Assignment, configured
-from embodied.execution.executor import executor
+from embodied.execution.executor import Executor, executor
 from embodied.execution.session import Session, open_session
 from embodied.execution.trainer_ranks import update_of_ranks
 from embodied.runtime.groups import WorkerGroup
@@ -73,13 +73,20 @@ GROUPS = {**test_executor.GROUPS, "workflow": f"{__name__}:KEPT_GRPO"}
 IMAGES = {**test_executor.IMAGES, "workflow": "ppo"}
 
 
-def run(settings: dict[str, Any], session: Session, assignment: Assignment, folder: Path) -> Run:
-    """Three iterations by the assignment. Every rank is given the same trajectories."""
+def run(
+    settings: dict[str, Any],
+    session: Session,
+    assignment: Assignment,
+    folder: Path,
+    look: Callable[[Executor], object] = lambda workers: None,
+) -> Run:
+    """Three iterations by the assignment, and a look at the workers. Every rank is given the same trajectories."""
     (folder / "gathered").mkdir(parents=True)
     config = parse_config({**settings, "name": str(folder / "gathered")}, "test")
     with executor(config, folder, session, assignment) as workers:
         workers.begin(None, 0)
         iterations = [workers.iterate(i, drain=i == ITERATIONS - 1) for i in range(ITERATIONS)]
+        look(workers)
         if assignment.unload:
             workers.trainer.call_all(Trainer.load_back)
         weights = workers.trainer.call_all(Trainer.weights)[0]

@@ -58,8 +58,6 @@ def config_of(device: str = "cpu", **sections: Any) -> Config:
 
 CONFIG = config_of()
 WORKFLOW = leaving_home(workflow_of(CONFIG, [8]))
-ANYWHERE = replace(WORKFLOW, components=tuple(replace(c, travels=True) for c in WORKFLOW.components))
-"""`assign` knows no home: what keeps the policy there is what is valid in a run."""
 
 
 def gpus(node: str, first: int, count: int = 1) -> DeviceRange:
@@ -78,7 +76,7 @@ def plan_of(*phases: Places, groups: int = 2) -> Plan:
 
 def on_all(plan: Plan, config: Config = CONFIG) -> Assignment:
     """Of a plan that is valid on the four nodes."""
-    schedulers.validate(plan, ANYWHERE, FOUR)
+    schedulers.validate(plan, WORKFLOW, FOUR)
     return assign(plan, config, CORES, NODES)
 
 
@@ -215,7 +213,7 @@ def random_plan(seed: int) -> Plan:
 def test_whatever_is_valid_is_assigned_instance_by_instance(seed: int) -> None:
     plan = random_plan(seed)
     try:
-        schedulers.validate(plan, ANYWHERE, FOUR)
+        schedulers.validate(plan, WORKFLOW, FOUR)
     except PlanError as error:
         assert "do not divide" in str(error)  # of physics alone: the devices were drawn freely
         return
@@ -237,7 +235,7 @@ def test_random_plans_are_mostly_valid() -> None:
     valid = 0
     for seed in range(60):
         try:
-            schedulers.validate(random_plan(seed), ANYWHERE, FOUR)
+            schedulers.validate(random_plan(seed), WORKFLOW, FOUR)
             valid += 1
         except PlanError:
             continue
@@ -282,10 +280,10 @@ def test_accelerators_that_a_plan_names_are_stood_in_for_only_where_the_cpu_is_a
     plan = plan_of({**PHYSICS, ("policy",): (gpus("here", 0, 4),)}, {("learner",): (gpus("far1", 2, 2),)})
     stood_in = with_stand_ins(machines, plan, "cpu")
     assert [node.accelerators for node in stood_in.nodes] == [4, 4]
-    schedulers.validate(plan, ANYWHERE, stood_in)
+    schedulers.validate(plan, WORKFLOW, stood_in)
     assert with_stand_ins(machines, plan, "auto") == machines
     with pytest.raises(PlanError, match="has no accelerators"):
-        schedulers.validate(plan, ANYWHERE, machines)
+        schedulers.validate(plan, WORKFLOW, machines)
     rooted: Workflow = workflow_of(CONFIG, [8])
     with pytest.raises(PlanError, match="only physics may leave node 'here'"):
         schedulers.validate(plan, rooted, stood_in)
