@@ -29,10 +29,10 @@ ray_constants.ENABLE_RAY_CLUSTER = False  # so that nothing listens but on the l
 from ray.cluster_utils import Cluster
 small = {"node_ip_address": "127.0.0.1", "num_cpus": 2, "num_gpus": 0, "object_store_memory": 80 * 2**20}
 quick = {"initial_delay_ms": 500, "period_ms": 500, "timeout_ms": 1000, "failure_threshold": 4}
-quick = {f"health_check_{name}": value for name, value in quick.items()}
-head = {"include_dashboard": False, "include_log_monitor": False, "node_name": sys.argv[1], "_system_config": quick}
+quick = {f"health_check_{name}": value for name, value in quick.items()} if sys.argv[1] == "quick" else {}
+head = {"include_dashboard": False, "include_log_monitor": False, "node_name": sys.argv[2], "_system_config": quick}
 cluster = Cluster(initialize_head=True, head_node_args={**small, **head})
-others = {name: cluster.add_node(**small, node_name=name) for name in sys.argv[2:]}
+others = {name: cluster.add_node(**small, node_name=name) for name in sys.argv[3:]}
 raylets = {name: node.all_processes["raylet"][0].process.pid for name, node in others.items()}
 print(json.dumps([cluster.address, raylets]), flush=True)
 sys.stdin.read()
@@ -56,11 +56,12 @@ class Machines:
 
 
 @contextmanager
-def started(*names: str, deadline_s: float = 60.0) -> Iterator[Machines]:
-    """Nodes of these names, the first of which is this process's; nothing of them is left afterwards."""
+def started(*names: str, patient: bool = False) -> Iterator[Machines]:
+    """Nodes of these names, the first of which is this process's; nothing of them is left afterwards. A node that is
+    lost is noticed within seconds, unless one is `patient`, as many workers on few cores need it."""
     folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")  # short: it becomes part of the sockets' names
     process = subprocess.Popen(
-        [sys.executable, "-c", CLUSTER, *names], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        [sys.executable, "-c", CLUSTER, "patient" if patient else "quick", *names], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL, text=True, env={**os.environ, "RAY_TMPDIR": folder}, cwd=ROOT,
     )  # fmt: skip
     family: list[psutil.Process] = []
@@ -70,7 +71,7 @@ def started(*names: str, deadline_s: float = 60.0) -> Iterator[Machines]:
         assert line, "the cluster did not start"
         address, raylets = json.loads(line)
         family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-        runtime = RayRuntime(address, deadline_s)
+        runtime = RayRuntime(address, 600.0 if patient else 60.0)
         try:
             yield Machines(address, raylets, runtime)
             family = [*family, *psutil.Process(process.pid).children(recursive=True)]

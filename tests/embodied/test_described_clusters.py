@@ -39,7 +39,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def machines() -> Iterator[Machines]:
-    with started(*NODES, deadline_s=600.0) as found:
+    with started(*NODES, patient=True) as found:
         yield found
 
 
