@@ -68,7 +68,7 @@ class OptimizerState:
     """What Adam knows, by the parameters' names."""
 
     tensors: dict[str, torch.Tensor]
-    """On the CPU, `exp_avg.NAME` and the like."""
+    """`exp_avg.NAME` and the like; those of an optimiser themselves, those of a checkpoint on the CPU."""
     steps: dict[str, float]
 
     @classmethod
@@ -79,7 +79,7 @@ class OptimizerState:
             name = names[id(parameter)]
             found.steps[name] = float(state["step"])
             for key in MOMENTS:
-                found.tensors[f"{key}.{name}"] = state[key].detach().cpu().contiguous()
+                found.tensors[f"{key}.{name}"] = state[key].detach()
         return found
 
     @classmethod
@@ -99,27 +99,34 @@ def write(root: Path, state: RunState, policy: Policy, optimizer: torch.optim.Op
 
 def write_state(root: Path, state: RunState, policy: Policy, optimizer: OptimizerState, environments: Arrays) -> Path:
     """`write` with what is known of the optimiser."""
+    partial = begin(root, state)
     with writing(root, state):
-        partial = begin(root, state, policy, optimizer.steps, environments)
-        save_file(optimizer.tensors, partial / "optimizer.safetensors")
+        write_run(partial, state, policy, optimizer.steps, environments)
+        write_optimizer(partial, optimizer.tensors)
         return complete(partial)
 
 
-def begin(root: Path, state: RunState, policy: Policy, steps: Mapping[str, float], environments: Arrays) -> Path:
-    """Write all but the optimiser's tensors, whose `steps` are known, into a folder aside; `complete` makes it count.
-
-    Raises `CheckpointError`.
-    """
+def begin(root: Path, state: RunState) -> Path:
+    """An empty folder aside for a checkpoint's files; `complete` makes them count. Raises `CheckpointError`."""
     partial = partial_folder(root, state)
     with writing(root, state):
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        policies.save(policy, partial)
-        arrays = {key: np.ascontiguousarray(array) for key, array in environments.items()}
-        save_numpy(arrays, partial / "environments.safetensors")
-        data = {**state.__dict__, "recent_success": list(state.recent_success), "optimizer": {"step": dict(steps)}}
-        (partial / "state.json").write_text(json.dumps(data, indent=1))
     return partial
+
+
+def write_run(partial: Path, state: RunState, policy: Policy, steps: Mapping[str, float], environments: Arrays) -> None:
+    """Write all but the optimiser's tensors, whose `steps` are known."""
+    policies.save(policy, partial)
+    arrays = {key: np.ascontiguousarray(array) for key, array in environments.items()}
+    save_numpy(arrays, partial / "environments.safetensors")
+    data = {**state.__dict__, "recent_success": list(state.recent_success), "optimizer": {"step": dict(steps)}}
+    (partial / "state.json").write_text(json.dumps(data, indent=1))
+
+
+def write_optimizer(partial: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write the optimiser's tensors as one process that has all of them."""
+    save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, partial / "optimizer.safetensors")
 
 
 def partial_folder(root: Path, state: RunState) -> Path:
@@ -284,6 +291,11 @@ def _flush(folder: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def discard(root: Path, state: RunState) -> None:
+    """Remove what was written of a checkpoint that could not be completed."""
+    shutil.rmtree(partial_folder(root, state), ignore_errors=True)
 
 
 def _point(root: Path, name: str) -> None:

@@ -12,26 +12,43 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
+from embodied.errors import PeerFailed
+
 FOLDER = "optimizer"
 """In a checkpoint, instead of `optimizer.safetensors`."""
 
 
-def write(folder: Path, shards: Mapping[str, Tensor]) -> None:
+def write(folder: Path, shards: Mapping[str, Tensor], writers: dist.ProcessGroup) -> None:
     """Write this rank's shards (`DTensor`) into the folder, which is made. Every rank has to be asked.
 
-    Raises `OSError` on all ranks where one of them cannot write.
+    `writers` is a group of all of them that nothing else uses meanwhile. Raises `OSError` on all ranks where one of
+    them cannot write, `PeerFailed` where one is gone.
     """
+    storage = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     try:
-        dcp.save(_of_something(shards), storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
+        dcp.save(_of_something(shards), storage_writer=storage, process_group=writers)
     except CheckpointException as error:
         rank, (failure, _) = next(iter(error.failures.items()))
         raise OSError(f"rank {rank}: {failure}") from error
+    except RuntimeError as error:  # gloo's have no class
+        raise PeerFailed(f"the ranks lost each other while they wrote into {folder}: {error}") from error
+
+
+def require_whole(folder: Path, shapes: Mapping[str, torch.Size]) -> None:
+    """Raise `OSError` unless the folder has every number of these tensors. Their values are not read."""
+    known = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    for name, shape in shapes.items():
+        found = known.get(name)
+        numbers = sum(c.sizes.numel() for c in found.chunks) if isinstance(found, TensorStorageMetadata) else 0
+        if numbers != shape.numel():
+            raise OSError(f"{folder} has {numbers} of {shape.numel()} numbers of {name}: it lacks a rank's file")
 
 
 def read_shards(folder: Path, into: Mapping[str, Tensor]) -> None:

@@ -157,6 +157,7 @@ def _trajectories(workers: Executor) -> dict[str, Tensor]:
 def _saved(workers: Executor, folder: Path, iterations: int, environments: Any) -> dict[str, Tensor]:
     """The parameters, by way of a checkpoint: as the learner's device writes it, and the disk has it."""
     workers.save(folder, checkpoint.RunState(iterations, 0, 0.0, ()), environments)
+    workers.saved()
     found = checkpoint.latest(folder)
     assert found is not None
     checkpoint.verify(found)

@@ -30,9 +30,17 @@ from embodied.execution.assignment import Assignment
 from embodied.execution.farm_specs import frame_rows, run_specs
 from embodied.execution.placement import check_workflow, place_workers, processes_here
 from embodied.execution.session import Session
-from embodied.execution.trainer_ranks import collected_by_ranks, ranks_of, switch_of_ranks, update_of_ranks
+from embodied.execution.trainer_ranks import (
+    collected_by_ranks,
+    ranks_of,
+    save_ranks,
+    saved_by_ranks,
+    switch_of_ranks,
+    update_of_ranks,
+)
 from embodied.runtime.groups import WorkerGroup
 from embodied.tracing import Span
+from embodied.workers.background import Written
 from embodied.workers.offload import Switch
 from embodied.workers.roles import Acting, CollectStatistics, Decider, EpisodePart, Passer, Replica, Trainer
 from embodied.workers.rollout_summary import RolloutSummary
@@ -136,13 +144,23 @@ class Executor:
         """Give the trainer a verified checkpoint."""
         self.trainer.call_all(Trainer.load, folder)
 
-    def save(self, root: Path, state: checkpoint.RunState, environments: dict[str, np.ndarray]) -> None:
+    def save(self, root: Path, state: checkpoint.RunState, environments: dict[str, np.ndarray]) -> Written | None:
+        """Begin to write a checkpoint of what is now, once the one before is complete; when that was written.
+
+        Where the one before could not be written, this one is waited for, and then `CheckpointError` raised.
+        """
         unloads = self.assignment.unload
         if unloads:
             self.trainer.call_all(Trainer.load_back)
-        self.trainer.call_all(Trainer.save, root, state, environments)
+        before = save_ranks(self.trainer, root, state, environments)
         if unloads:
             self._unload_trainer()
+        return before
+
+    def saved(self) -> Written | None:
+        """Wait until the last checkpoint is complete; when it was written. Raises `CheckpointError` where it could not
+        be."""
+        return saved_by_ranks(self.trainer)
 
     def rollout(self, iteration: int) -> tuple[RolloutSummary, list[Span]]:
         """The iteration's rollout, on its way to the trainer. May be interrupted."""

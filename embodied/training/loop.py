@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,9 @@ from embodied.planning.replanning import Decision, Watch
 from embodied.planning.run_plans import place_run
 from embodied.reporting.live import Progress
 from embodied.reporting.metrics import MetricsWriter, read
-from embodied.tracing import TraceWriter
+from embodied.tracing import Span, TraceWriter
 from embodied.training.interrupts import deferred_interrupts
+from embodied.workers.background import Written
 from embodied.workers.rollout_summary import RolloutSummary
 
 RECENT = 100
@@ -89,6 +91,22 @@ def train(config: Config, run_dir: Path, session: Session, resume_from: Path | N
     }
 
 
+@dataclass
+class _CheckpointTimes:
+    """Of checkpoints since the last row of metrics."""
+
+    stall_s: float = 0.0
+    """How long the run stood still for them."""
+    write_s: float = 0.0
+    """How long those that are known to be complete were written, while the run went on."""
+
+    def taken(self) -> dict[str, float]:
+        """As metrics; from now on they are counted anew."""
+        found = {"time/checkpoint_stall_s": self.stall_s, "time/checkpoint_write_s": self.write_s}
+        self.stall_s = self.write_s = 0.0
+        return found
+
+
 class _Loop:
     """The iterations of one run."""
 
@@ -102,6 +120,7 @@ class _Loop:
         self.milestones: dict[str, float] = {}
         self._environments: dict[str, np.ndarray] = {}
         self._saved = -1
+        self._checkpoint = _CheckpointTimes()
         self._consistent = True
         """Whether learner, environments and position are those of the same iteration, so that they may be saved."""
 
@@ -138,10 +157,16 @@ class _Loop:
                 if move is not None:
                     progress.note(f"planned again: {move.reason}")
                     self._save()
+                    self._complete()
                     return move
             self._save()
+            self._complete()
         except KeyboardInterrupt:
             progress.note(f"interrupted; {self._keep()}")
+            raise
+        except Exception:
+            with suppress(Exception):  # what ends the run says more
+                self._complete()  # a worker's failure must not take along what was computed before it
             raise
         finally:
             if self.trace is not None:
@@ -194,6 +219,7 @@ class _Loop:
             **_frame_copies(summary, learned),
             "lag/updates": position.iteration - 1 - summary.version,
             "time/iteration_s": wall_s,
+            **self._checkpoint.taken(),
             **_shares(summary, learned["learner/update_s"], wall_s),
             **learned,
         }
@@ -210,16 +236,42 @@ class _Loop:
 
     def _save(self) -> None:
         if self._saved != self.position.iteration:
-            root = self.run_dir / "checkpoints"
-            self.workers.save(root, self.position.state(), self._environments)
+            begin = time.monotonic_ns()
+            self._note_written(self.workers.save(self._checkpoints, self.position.state(), self._environments))
             self._saved = self.position.iteration
-            if self.config.keep_checkpoints:
-                checkpoint.keep_newest(root, self.config.keep_checkpoints)
+            self._note_stall(begin, "copy for a checkpoint")
+
+    def _complete(self) -> None:
+        """Wait until the last checkpoint is."""
+        begin = time.monotonic_ns()
+        self._note_written(self.workers.saved())
+        self._note_stall(begin, "complete the checkpoint")
+
+    @property
+    def _checkpoints(self) -> Path:
+        return self.run_dir / "checkpoints"
+
+    def _note_written(self, written: Written | None) -> None:
+        if written is None:
+            return
+        self._checkpoint.write_s += written.seconds
+        if self.trace is not None:
+            self.trace.add([Span("checkpoint", "write", written.begin_ns, written.end_ns)])
+        if self.config.keep_checkpoints:
+            checkpoint.keep_newest(self._checkpoints, self.config.keep_checkpoints)
+
+    def _note_stall(self, begin_ns: int, name: str) -> None:
+        end_ns = time.monotonic_ns()
+        self._checkpoint.stall_s += (end_ns - begin_ns) / 1e9
+        if self.trace is not None:
+            self.trace.add([Span("driver", name, begin_ns, end_ns)])
 
     def _keep(self) -> str:
         """After an interruption: save the last finished iteration if the learner still holds it."""
         if self._consistent and self._environments:
             self._save()
+        if self._saved >= 0:
+            self._complete()
         kept = f"iteration {self._saved} is kept" if self._saved >= 0 else "no iteration was finished"
         return f"{kept}; go on with: embodied train ... --name {self.run_dir.name} --resume auto"
 

@@ -97,6 +97,13 @@ def to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
+def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of the tensors in the host's memory, complete, whatever becomes of the tensors."""
+    found = {name: tensor.detach().to(CPU, non_blocking=True, copy=True) for name, tensor in tensors.items()}
+    await_devices(tensors.values())
+    return found
+
+
 def await_devices(tensors: Iterable[Tensor]) -> None:
     """Wait until the devices of the tensors have done what was asked of them."""
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:

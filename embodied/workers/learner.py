@@ -34,6 +34,7 @@ from embodied.data.trajectories import StoredDecisions, Trajectories, join_colum
 from embodied.data.trajectory_memory import FrameCounts, TrajectoryMemory
 from embodied.errors import UserError
 from embodied.workers.affinity import Affinity
+from embodied.workers.background import BackgroundWriter, Written
 from embodied.workers.context import WorkerContext
 from embodied.workers.devices import await_devices, defines, device_of, forget_peak, peak_bytes
 from embodied.workers.microbatch import LossSums, count_units, count_values
@@ -101,6 +102,7 @@ class Learner:
         self.optimizer = make_optimizer(policy, config.optim)
         forget_peak(device_of(policy))
         self._offload: Offload | None = None
+        self._writer = BackgroundWriter()
         self._memory: TrajectoryMemory | None = None
         """Where the trajectories are: kept, so that it is mapped and pinned once."""
         self._frames = FrameCounts()
@@ -153,8 +155,11 @@ class Learner:
         self._held, self._work = part, SharedWork(part, self._run, self._recipe.critic)
 
     def leave(self) -> None:
-        """Close the connections to the other ranks."""
-        self.ranks.leave()
+        """Close the connections to the other ranks, once what is being written is complete."""
+        try:
+            self.saved()
+        finally:
+            self.ranks.leave()
 
     def weights(self) -> dict[str, Tensor]:
         """The parameters and statistics that training changes, as the policy worker loads them; where the policy is
@@ -180,7 +185,12 @@ class Learner:
         return self.policy
 
     def unload(self, weights: bool) -> Switch:
-        """Leave the device's memory: the optimiser's state, and the weights unless a policy worker shares them."""
+        """Leave the device's memory: the optimiser's state, and the weights unless a policy worker shares them.
+
+        Waits for a checkpoint whose writer reads weights from there: what is frozen is not copied for it.
+        """
+        if weights and self._held.lends_frozen:
+            self._writer.settle()
         rank = f"-{self.ranks.rank}" if self.ranks.rank else ""
         self._offload = Offload(
             self._run_dir / f"unloaded-learner{rank}.safetensors", self.policy if weights else None, self.optimizer
@@ -285,11 +295,24 @@ class Learner:
             self._frames += self._memory.counts - before
 
     def save(self, root: Path, state: checkpoint.RunState, environments: dict[str, np.ndarray]) -> None:
-        """Write a checkpoint of policy, optimiser and run below `root`: rank 0 does, and every rank has to be asked."""
-        self._held.save(root, state, self.optimizer, environments)
+        """Begin to write a checkpoint of policy, optimiser and run, as they are now, below `root`.
+
+        Returns once all is copied: the run may go on, and a thread of each rank writes. `saved` waits until the
+        checkpoint is complete. Every rank has to be asked. Waits for the one before, and raises its failure.
+        """
+        self.saved()
+        self._writer.begin(self._held.stage(root, state, self.optimizer, environments))
+
+    def saved(self) -> Written | None:
+        """Wait for what `save` began; when it was written, None where nothing was.
+
+        Raises `CheckpointError`, once, where it could not be written; then nothing is left of it.
+        """
+        return self._writer.wait()
 
     def load(self, folder: Path) -> None:
         """Take policy and optimiser from a verified checkpoint, which any number of ranks has written."""
+        self.saved()
         self._held.load(folder, self.optimizer)
 
     def _epochs(self, rows: Rows, iteration: int) -> tuple[LossSums, list[float], bool]:

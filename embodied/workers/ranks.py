@@ -114,6 +114,11 @@ class Ranks:
             self.leave()
             raise
 
+    def another_group(self, timeout_s: float) -> dist.ProcessGroup:
+        """Of all ranks, between CPUs, for what goes on beside the rest. Every rank has to be asked."""
+        with self.waiting("connect once more"), _through(self.addresses[self.rank]):
+            return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+
     def leave(self) -> None:
         """Close the connections."""
         if self.size > 1 and dist.is_initialized():

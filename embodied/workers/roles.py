@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -18,6 +18,7 @@ from torch import Tensor
 from embodied.checkpoint import RunState
 from embodied.data.trajectories import Trajectories
 from embodied.data.trajectory_memory import MemoryLayout, TrajectoryMemory
+from embodied.workers.background import Written
 from embodied.workers.desks import Desks
 from embodied.workers.offload import Switch
 from embodied.workers.replica_desk import Desk
@@ -172,7 +173,13 @@ class Trainer(Protocol):
 
     def load(self, folder: Path) -> None: ...
 
-    def save(self, root: Path, state: RunState, environments: dict[str, np.ndarray]) -> Any: ...
+    def save(self, root: Path, state: RunState, environments: dict[str, np.ndarray]) -> None:
+        """Begin to write a checkpoint of what is, which what follows does not change."""
+        ...
+
+    def saved(self) -> Written | None:
+        """Wait until it is complete."""
+        ...
 
     def unload(self, weights: bool) -> Switch: ...
 

@@ -11,12 +11,12 @@ optimiser steps; passes compute in 16 bits as ever.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from embodied import checkpoint, optimizer_shards
 from embodied.config import Config
 from embodied.errors import UserError
-from embodied.workers.devices import CPU, defines
+from embodied.workers.devices import CPU, copies, defines
 from embodied.workers.ranks import Ranks, bind
 from embodied.workers.weights import trained
 from embodied.workflows.sizes import holds_shards
@@ -35,6 +35,8 @@ SHORT = (torch.bfloat16, torch.float16)
 """Types in which small steps are lost."""
 MASTER = "master."
 """Of a parameter's float32 copy, in a checkpoint of the optimiser."""
+WRITE_S = 1800.0
+"""Longest time between the first rank that has written its part of a checkpoint and the last."""
 
 
 class WholePolicy:
@@ -44,6 +46,8 @@ class WholePolicy:
 
     def __init__(self, policy: Policy, ranks: Ranks) -> None:
         self.policy, self.ranks = policy, ranks
+        self._plain: Policy | None = None
+        """Of rank 0: the same policy by itself, with parameters that take no memory."""
 
     def last_pass(self, last: bool) -> None:
         """Say whether the next backward pass is the last before the gradient is needed."""
@@ -57,13 +61,59 @@ class WholePolicy:
         Every rank has to be asked."""
         return self._changing() if self.ranks.first else {}
 
-    def save(
+    def stage(
         self, root: Path, state: checkpoint.RunState, optimizer: torch.optim.Optimizer, environments: checkpoint.Arrays
-    ) -> None:
-        """Have rank 0 write a checkpoint, in the format of one rank."""
-        self.ranks.first_does(
-            "write the checkpoint", lambda: checkpoint.write(root, state, self.policy, optimizer, environments)
-        )
+    ) -> Callable[[], None]:
+        """Copy to the host's memory what a checkpoint is made of. Every rank has to be asked.
+
+        What is returned writes this rank's part of the copies, and the last one completes the checkpoint; meanwhile
+        the policy may change. Here rank 0 writes all, in the format of one rank. What is frozen is not copied.
+        """
+        if not self.ranks.first:
+            return _nothing
+        known = checkpoint.OptimizerState.of(self.policy, optimizer)
+        known = replace(known, tensors=copies(known.tensors))
+        policy, arrays = self._staged(), _copied(environments)
+
+        def write() -> None:
+            with self._completing(root, state, policy):
+                checkpoint.write_state(root, state, policy, known, arrays)
+
+        return write
+
+    @contextmanager
+    def _completing(self, root: Path, state: checkpoint.RunState, staged: Policy) -> Iterator[None]:
+        """Within, the checkpoint is written; nothing is left of one that cannot be."""
+        try:
+            with checkpoint.writing(root, state):
+                yield
+        except BaseException:
+            checkpoint.discard(root, state)
+            raise
+        finally:
+            self._let_go(staged)
+
+    @property
+    def lends_frozen(self) -> bool:
+        """Whether what is staged refers to tensors of the policy itself: those that training does not change."""
+        return any(not parameter.requires_grad for parameter in self.policy.parameters())
+
+    def _staged(self) -> Policy:
+        """Of rank 0: a policy by itself that stays as this one is now."""
+        everything = {name: parameter.detach() for name, parameter in self.policy.named_parameters()}
+        return self._with(everything | copies(self._changing()))
+
+    def _with(self, tensors: Mapping[str, Tensor]) -> Policy:
+        """Of rank 0: a policy by itself that has these very tensors, until `_let_go`. There is one at a time."""
+        plain = self._plain = self._plain or _empty_copy(self.policy)
+        own = {id(p): nn.Parameter(tensors[name], p.requires_grad) for name, p in self.policy.named_parameters()}
+        named = {name: own[id(p)] for name, p in self.policy.named_parameters(remove_duplicate=False)}
+        plain.load_state_dict({name: named.get(name, tensors.get(name)) for name in plain.state_dict()}, assign=True)
+        return plain
+
+    def _let_go(self, plain: Policy) -> None:
+        state = plain.state_dict()
+        plain.load_state_dict({name: torch.empty_like(t, device="meta") for name, t in state.items()}, assign=True)
 
     def load(self, folder: Path, optimizer: torch.optim.Optimizer) -> None:
         """Take policy and optimiser from a verified checkpoint, which rank 0 reads."""
@@ -106,7 +156,10 @@ class ShardedPolicy(WholePolicy):
         """Of the policy by itself."""
         _check_scalars(policy)
         self._plain = _empty_copy(policy) if ranks.first else None
+        # A group of their own: meanwhile the ranks go on to learn with the other.
+        self._writers = ranks.another_group(WRITE_S)
         self._mesh = init_device_mesh(ranks.device.type, (ranks.size,))
+        self._host_mesh = init_device_mesh("cpu", (ranks.size,))
         # What is called as a module is gathered by itself; the rest when `evaluate` begins.
         groups = [list(group) for group in (*policy.shards(), [policy.value_head])]
         for group in [group for group in groups if any(list(module.parameters()) for module in group)]:
@@ -162,37 +215,48 @@ class ShardedPolicy(WholePolicy):
                 found[name] = whole.to(CPU)
         return found
 
-    def save(
+    def stage(
         self, root: Path, state: checkpoint.RunState, optimizer: torch.optim.Optimizer, environments: checkpoint.Arrays
-    ) -> None:
-        """Have rank 0 write the policy as one process would, and every rank its shards of the optimiser's tensors.
-
-        Where a rank cannot reach the folder, rank 0 writes all.
+    ) -> Callable[[], None]:
+        """Of what is returned, rank 0's writes the policy as one process would, and every rank's its shards of the
+        optimiser's tensors. Where a rank cannot reach the folder, rank 0 writes all.
         """
-        whole = self._whole()
+        whole, shards = self._whole(), self._optimizer_shards(optimizer)
+        self.ranks.first_does("begin the checkpoint", lambda: checkpoint.begin(root, state))
+        partial = checkpoint.partial_folder(root, state)
+        folder = partial / optimizer_shards.FOLDER
+        gathered: dict[str, Tensor] = {}
+        if shared := self._all_see(partial):
+            shards = self._copied_shards(shards)
+        else:
+            gathered = {name: self._on_first(shard) for name, shard in shards.items()}
+
+        def write_shards() -> None:
+            with checkpoint.writing(root, state):
+                optimizer_shards.write(folder, shards, self._writers)
+
+        if not self.ranks.first:
+            return write_shards if shared else _nothing
         names = {id(parameter): name for name, parameter in self.policy.named_parameters()}
         steps = {names[id(parameter)]: float(each["step"]) for parameter, each in optimizer.state.items()}
+        policy, arrays = self._with(whole | copies(self._buffers())), _copied(environments)
+        shapes = {name: shard.shape for name, shard in shards.items()}
 
-        def begin() -> None:
-            with self._as_whole(whole) as policy:
-                checkpoint.begin(root, state, policy, steps, environments)
-
-        self.ranks.first_does("write the checkpoint", begin)
-        partial, shards = checkpoint.partial_folder(root, state), self._optimizer_shards(optimizer)
-        if self._all_see(partial):
-            with checkpoint.writing(root, state), self.ranks.waiting("write their shards"):
-                optimizer_shards.write(partial / optimizer_shards.FOLDER, shards)
-        else:
-            tensors = {name: self._on_first(shard) for name, shard in shards.items()}
-            self.ranks.first_does(
-                "write the optimiser's state", lambda: save_file(tensors, partial / "optimizer.safetensors")
-            )
-
-        def complete() -> None:
-            with checkpoint.writing(root, state):
+        def write() -> None:
+            with self._completing(root, state, policy):
+                if shared:  # first: the other ranks wait for it
+                    write_shards()
+                    optimizer_shards.require_whole(folder, shapes)
+                else:
+                    checkpoint.write_optimizer(partial, gathered)
+                checkpoint.write_run(partial, state, policy, steps, arrays)
                 checkpoint.complete(partial)
 
-        self.ranks.first_does("complete the checkpoint", complete)
+        return write
+
+    @property
+    def lends_frozen(self) -> bool:
+        return False
 
     def load(self, folder: Path, optimizer: torch.optim.Optimizer) -> None:
         whole = self._whole()
@@ -247,6 +311,17 @@ class ShardedPolicy(WholePolicy):
         masters = {name: p.detach() for name, p in parameters.items() if p.dtype != self._types[name]}
         return found | {f"{MASTER}{name}": tensor for name, tensor in masters.items()}
 
+    def _copied_shards(self, shards: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copies of this rank's shards, as shards in the host's memory."""
+        like = {name: shard for name, shard in shards.items() if isinstance(shard, DTensor)}
+        own = copies({name: shard.to_local() for name, shard in like.items()})
+        return {
+            name: DTensor.from_local(
+                own[name], self._host_mesh, shard.placements, run_check=False, shape=shard.shape, stride=shard.stride()
+            )
+            for name, shard in like.items()
+        }
+
     def _all_see(self, folder: Path) -> bool:
         """Whether it is a folder for every rank: they may be on machines that share no files."""
         return self.ranks.sum_numbers({"see": float(folder.is_dir())})["see"] == self.ranks.size
@@ -257,19 +332,16 @@ class ShardedPolicy(WholePolicy):
     def _as_whole(self, parameters: Mapping[str, Tensor]) -> Iterator[Policy]:
         """Of rank 0: within, a policy by itself with these parameters, and with the buffers of this one. What is loaded
         into it is found in both."""
-        plain = self._plain
-        assert plain is not None
-        names = {id(p): name for name, p in plain.named_parameters()}
-        tied = {name: names[id(p)] for name, p in plain.named_parameters(remove_duplicate=False)}
-        state = self.policy.state_dict()
-        empty = {name: torch.empty_like(tensor, device="meta") for name, tensor in parameters.items()}
-        plain.load_state_dict(
-            {name: parameters[tied[name]] if name in tied else tensor for name, tensor in state.items()}, assign=True
-        )
+        plain = self._with(dict(parameters) | self._buffers())
         try:
             yield plain
         finally:
-            plain.load_state_dict({name: empty[own] for name, own in tied.items()}, strict=False, assign=True)
+            self._let_go(plain)
+
+    def _buffers(self) -> dict[str, Tensor]:
+        """All that are saved, by name."""
+        parameters = dict(self.policy.named_parameters(remove_duplicate=False))
+        return {name: tensor for name, tensor in self._changing().items() if name not in parameters}
 
     def _gathered(self, tensor: Tensor) -> Tensor:
         """The whole tensor, on every rank; every rank has to be asked."""
@@ -281,7 +353,7 @@ class ShardedPolicy(WholePolicy):
     def _on_first(self, tensor: Tensor) -> Tensor:
         """The whole tensor in rank 0's host memory; nothing on the others."""
         found = self._gathered(tensor)
-        return found.to(CPU) if self.ranks.first else torch.empty(0)
+        return found.to(CPU, copy=found is tensor) if self.ranks.first else torch.empty(0)
 
     def _whole(self) -> dict[str, Tensor]:
         """All parameters on rank 0, in the policy's own types; nothing on the others."""
@@ -327,3 +399,11 @@ def _empty_copy(policy: Policy) -> Policy:
     """The same policy with parameters that take no memory."""
     empty = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in policy.parameters()}
     return copy.deepcopy(policy, dict(empty))
+
+
+def _copied(arrays: checkpoint.Arrays) -> checkpoint.Arrays:
+    return {name: array.copy() for name, array in arrays.items()}
+
+
+def _nothing() -> None:
+    """What a rank writes that has no part of a checkpoint."""

@@ -234,6 +234,7 @@ def test_a_checkpoint_is_the_same_from_any_device_and_loads_onto_any(gpu: Preten
     learner = Learner(far(), config_of(), tmp_path)
     learner.update(make_batch("gaussian_mlp"), 0)
     learner.save(tmp_path / "checkpoints", checkpoint.RunState(1, 0, 0.0, ()), {"episode": np.zeros(1)})
+    learner.saved()
     folder = checkpoint.latest(tmp_path / "checkpoints")
     assert folder is not None
     on_cpu, back = Learner(make(), config_of(), tmp_path), Learner(far(), config_of(), tmp_path)

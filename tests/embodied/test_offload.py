@@ -207,6 +207,7 @@ def state_of(number: int) -> checkpoint.RunState:
 
 def save(workers: Executor, folder: Path, number: int, environments: Any) -> Path:
     workers.save(folder / "checkpoints", state_of(number), environments)
+    workers.saved()
     found = checkpoint.latest(folder / "checkpoints")
     assert found is not None and found.name == f"{number:06d}"
     checkpoint.verify(found)

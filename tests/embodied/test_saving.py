@@ -1,0 +1,301 @@
+"""Checkpoints are written beside the run: of the moment in which they were asked for, complete or absent."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
+
+from embodied import checkpoint, optimizer_shards
+from embodied.checkpoint import CheckpointError, RunState
+from embodied.config import Config
+from embodied.errors import UserError
+from embodied.execution.assignment import configured
+from embodied.execution.executor import Executor, executor
+from embodied.execution.session import open_session
+from embodied.reporting.metrics import read
+from embodied.run_folder import prepare_run
+from embodied.runtime.ray_runtime import RayRuntime
+from embodied.tracing import load
+from embodied.training import loop as training
+from embodied.workers.affinity import Affinity
+from embodied.workers.background import BackgroundWriter
+from embodied.workers.learner import Learner
+from embodied.workers.ranks import Ranks
+from policies.contract import Policy
+from tests.embodied.test_checkpoint import content, files_of
+from tests.embodied.test_learner import make_batch, make_policy
+from tests.embodied.test_learner_ranks import config_of, connected
+from tests.embodied.test_resume import STATES
+from tests.embodied.test_resume import config_of as run_config
+
+WAIT_S = 60.0
+ENVIRONMENTS = {"base_step": np.arange(4, dtype=np.int32)}
+
+
+def state_at(iteration: int) -> RunState:
+    return RunState(iteration, 0, 0.0, ())
+
+
+def until(happened: Callable[[], bool]) -> None:
+    end = time.monotonic() + WAIT_S
+    while not happened():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Until it is set, no writer of this process gets further than to begin."""
+    opened, begin = threading.Event(), checkpoint.begin
+
+    def held(root: Path, state: RunState) -> Path:
+        assert opened.wait(WAIT_S), "nobody has let it go on"
+        return begin(root, state)
+
+    monkeypatch.setattr(checkpoint, "begin", held)
+    yield opened
+    opened.set()
+
+
+# --- one rank
+
+
+def frozen_in_part() -> Policy:
+    policy = make_policy()
+    next(policy.value_head.parameters()).requires_grad_(False)
+    return policy
+
+
+@pytest.mark.parametrize("make", [make_policy, frozen_in_part])
+def test_what_is_written_is_of_the_moment_in_which_it_was_asked_for(
+    make: Callable[[], Policy], gate: threading.Event, tmp_path: Path
+) -> None:
+    learner = Learner(make(), config_of(), tmp_path)
+    environments = {name: array.copy() for name, array in ENVIRONMENTS.items()}
+    for number in range(2):  # the copy is made once, and filled again for each checkpoint
+        gate.set()
+        learner.update(replace(make_batch(), version=-1), number)
+        then = checkpoint.write(tmp_path / "then", state_at(number), learner.policy, learner.optimizer, ENVIRONMENTS)
+        gate.clear()
+        learner.save(tmp_path / "beside", state_at(number), environments)
+        learner.update(replace(make_batch(1), version=-1), number)
+        environments["base_step"] += 7
+        assert not (tmp_path / "beside" / f"{number:06d}").exists()
+        gate.set()
+        written = learner.saved()
+        assert written is not None and written.seconds > 0 and learner.saved() is None
+        environments["base_step"] -= 7
+        found = content(tmp_path / "beside" / f"{number:06d}")
+        assert found == content(then)
+        after = checkpoint.write(tmp_path / "after", state_at(number), learner.policy, learner.optimizer, ENVIRONMENTS)
+        assert content(after) != found, "the update changed nothing: the test would not see it"
+
+
+def test_what_is_frozen_does_not_leave_before_it_is_written(gate: threading.Event, tmp_path: Path) -> None:
+    learner = Learner(frozen_in_part(), config_of(), tmp_path)
+    learner.save(tmp_path, state_at(1), ENVIRONMENTS)
+    leaving = threading.Thread(target=learner.unload, args=(True,))
+    leaving.start()
+    leaving.join(0.2)
+    assert leaving.is_alive()
+    gate.set()
+    leaving.join(WAIT_S)
+    assert not leaving.is_alive()
+    learner.saved()
+    checkpoint.verify(tmp_path / "000001")
+
+
+def test_one_thing_is_written_at_a_time() -> None:
+    writer, first, order = BackgroundWriter(), threading.Event(), list[str]()
+
+    def slow() -> None:
+        assert first.wait(WAIT_S)
+        order.append("first")
+
+    writer.begin(slow)
+    second = threading.Thread(target=writer.begin, args=(lambda: order.append("second"),))
+    second.start()
+    second.join(0.1)
+    assert second.is_alive() and not order, "it did not wait for the one before"
+    first.set()
+    second.join(WAIT_S)
+    writer.wait()
+    assert order == ["first", "second"]
+
+
+@contextmanager
+def full_disk(room: int = 1000) -> Iterator[None]:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))  # no file may grow larger than this
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_full_disk_is_told_at_the_next_checkpoint_and_that_one_is_written(tmp_path: Path) -> None:
+    config = run_config(STATES, 3)
+    with (
+        open_session(config) as session,
+        executor(config, tmp_path, session, configured(config, session.cores)) as workers,
+    ):
+        workers.begin(None, 0)
+        done = workers.iterate(0)
+        workers.save(tmp_path, state_at(1), done.environments)
+        workers.saved()
+        with full_disk():
+            workers.save(tmp_path, state_at(2), workers.iterate(1).environments)
+            workers.trainer.handles[0].worker._writer.settle()  # type: ignore[attr-defined]
+        assert checkpoint.latest(tmp_path) == tmp_path / "000001"
+        environments = workers.iterate(2).environments
+        with pytest.raises(CheckpointError, match="cannot write the checkpoint .*000002.*File too large"):
+            workers.save(tmp_path, state_at(3), environments)
+        assert checkpoint.latest(tmp_path) == tmp_path / "000003", "what was computed is lost"
+        checkpoint.verify(tmp_path / "000003")
+        assert workers.saved() is None, "it is told once"
+    assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {"000001", "000003"}, "something was left"
+
+
+def test_a_full_disk_at_the_end_is_told_at_the_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    config, save = run_config(STATES, 3), Executor.save
+
+    def out_of_room(workers: Executor, *args: Any) -> Any:
+        with full_disk():
+            found = save(workers, *args)
+            workers.trainer.handles[0].worker._writer.settle()  # type: ignore[attr-defined]
+            return found
+
+    monkeypatch.setattr(Executor, "save", out_of_room)
+    prepare_run(config, tmp_path, False)
+    with open_session(config) as session, pytest.raises(CheckpointError, match="cannot write the checkpoint .*000003"):
+        training.train(config, tmp_path, session, None)
+
+
+# --- a run
+
+
+def test_a_run_that_fails_keeps_the_checkpoint_that_was_being_written(
+    gate: threading.Event, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    finish, saved = Learner.finish, Executor.saved
+
+    def failing(learner: Learner, iteration: int) -> dict[str, float]:
+        if iteration == 4:
+            raise UserError("nothing can be learned from it")
+        return finish(learner, iteration)
+
+    def asked(workers: Executor) -> Any:
+        gate.set()
+        return saved(workers)
+
+    monkeypatch.setattr(Learner, "finish", failing)
+    monkeypatch.setattr(Executor, "saved", asked)
+    config = run_config(STATES, 6)
+    prepare_run(config, tmp_path, False)
+    with open_session(config) as session, pytest.raises(UserError, match="nothing can be learned from it"):
+        training.train(config, tmp_path, session, None)
+    assert len(read(tmp_path)) == 4, "the run did not go on while the checkpoint was written"
+    found, _ = checkpoint.recover(tmp_path / "checkpoints")
+    assert found is not None and found.name == "000003"
+
+
+def test_a_run_says_how_long_it_stood_still_and_how_long_was_written(tmp_path: Path) -> None:
+    config = run_config({**STATES, "runtime": {"mode": "inline"}}, 7)
+    prepare_run(config, tmp_path, False)
+    with open_session(config) as session:
+        training.train(config, tmp_path, session, None)
+    rows = read(tmp_path)
+    stalled = [row["iteration"] for row in rows if row["time/checkpoint_stall_s"] > 0]
+    written = [row["iteration"] for row in rows if row["time/checkpoint_write_s"] > 0]
+    assert stalled == [4, 7] and written == [7], "in the row after it is known"
+    spans = load(tmp_path / "trace.json")
+    assert [span.name for span in spans if span.track == "checkpoint"] == ["write"] * 3
+    driver = [span.name for span in spans if span.track == "driver" and "checkpoint" in span.name]
+    assert driver == ["copy for a checkpoint"] * 3 + ["complete the checkpoint"]
+
+
+# --- ranks that hold shards
+
+
+def numbers(folder: Path) -> dict[str, bytes]:
+    """Of every file the bits of its numbers: the order in a file of shards is torch's."""
+    files = sorted(folder.rglob("*.safetensors"))
+    found = {f"{path.relative_to(folder)} {k}": a.tobytes() for path in files for k, a in load_file(path).items()}
+    return found | {name: data for name, data in content(folder).items() if name.endswith("e.json")}
+
+
+class Held(Learner):
+    def hold(self, gate: str) -> None:
+        """Write no shard before there is such a file."""
+        write = HuggingFaceStorageWriter.write_data
+
+        def held(writer: Any, *args: Any) -> Any:
+            until(Path(gate).exists)
+            return write(writer, *args)
+
+        HuggingFaceStorageWriter.write_data = held  # type: ignore[method-assign]
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+def make_held(config: Config, folder: Path, rank: int) -> Held:
+    return Held(make_policy(), config, folder, Affinity(), Ranks("learner", rank, 2))
+
+
+def test_ranks_learn_on_while_they_write(ray_runtime: RayRuntime, tmp_path: Path) -> None:
+    """And what they have not finished when one of them is killed is no checkpoint."""
+    config, batch = config_of(sharding="sharded"), make_batch()
+    later = replace(batch, version=-1)
+    first, second, gate = tmp_path / "first", tmp_path / "second", tmp_path / "gate"
+    ranks = ray_runtime.place_group("learner", make_held, 2, lambda rank: (config, tmp_path, rank))
+    try:
+        ranks.call_all(Learner.join, ranks.call_one(0, Learner.listen), 60.0)
+        ranks.call_all(Learner.update, batch, 0)
+        ranks.call_all(Learner.save, first, state_at(1), ENVIRONMENTS)
+        assert all(ranks.call_all(Learner.saved))
+        expected = numbers(first / "000001")
+        assert {name for name in files_of(first / "000001") if "optimizer" in name} == {
+            f"optimizer/shard-0000{rank}-model-00001-of-00001.safetensors" for rank in (1, 2)
+        }
+        ranks.call_all(Held.hold, str(gate))
+        ranks.call_all(Learner.save, second, state_at(1), ENVIRONMENTS)
+        ranks.call_all(Learner.update, later, 1)  # with gradients summed while the writers wait
+        assert checkpoint.latest(second) is None
+        gate.touch()
+        ranks.call_all(Learner.saved)
+        assert numbers(second / "000001") == expected
+        gate.unlink()
+        ranks.call_all(Learner.save, second, state_at(2), ENVIRONMENTS)
+        os.kill(ranks.call_one(1, Held.pid), signal.SIGKILL)
+        gate.touch()
+        with pytest.raises(Exception, match="learner 1 died during 'saved'"):
+            ranks.call_all(Learner.saved)
+        assert checkpoint.recover(second) == (second / "000001", [])
+    finally:
+        ranks.abandon()
+
+
+def test_a_rank_whose_file_is_missing_is_noticed(ray_runtime: RayRuntime, tmp_path: Path) -> None:
+    with connected(ray_runtime, 2, config_of(sharding="sharded"), tmp_path) as group:
+        group.call_all(Learner.update, make_batch(), 0)
+        group.call_all(Learner.save, tmp_path, state_at(1), {})
+    folder = tmp_path / "000001" / optimizer_shards.FOLDER
+    shapes = {name: tensor.shape for name, tensor in optimizer_shards.read(folder).items()}
+    optimizer_shards.require_whole(folder, shapes)
+    next(folder.glob("shard-00002*")).unlink()
+    with pytest.raises(OSError, match="numbers of exp_avg.*lacks a rank's file"):
+        optimizer_shards.require_whole(folder, shapes)
