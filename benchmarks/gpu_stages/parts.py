@@ -30,7 +30,7 @@ STAGES = (
     Stage("learn", "speed", "samples per second of a LoRA update, utilisation, memory", (MODELS,), 120, 360),
     Stage("offload", "offload", "a policy leaves the GPU and comes back, beside the bandwidth", ("",), 60, 240),
     Stage("draw", "draw", "frames drawn on the GPU and in software", ("maniskill", "libero", "tabletop"), 60, 240),
-    Stage("weights", "weights", "from learner to policy worker", ("reference", "adapter", "full"), 90, 360),
+    Stage("weights", "weights", "from learner to policy worker", ("reference", "adapter", "full", "by_host"), 90, 360),
     Stage("modes", "modes", "every mode measured beside predicted", ("ray", "inline"), 240, 540),
 )
 QUICK_S = 5.0

@@ -3,9 +3,12 @@
 reference   one process, one network: a version's number is all that is handed over
 adapter     two processes, a LoRA adapter
 full        two processes, every weight
+by_host     the same by way of the host's memory, which two processes of one GPU do not need
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 
@@ -16,6 +19,7 @@ from embodied.bench.machine import median
 from embodied.execution.executor import Executor, executor
 from embodied.execution.session import open_session
 from embodied.workers.roles import Trainer
+from embodied.workers.weight_ways import Way
 
 ITERATIONS = 3
 PUBLISH = "publish weights"
@@ -29,9 +33,11 @@ def weights(work: Work) -> Figures:
     if work.device == "cuda":
         torch.cuda.empty_cache()
     runtime: Runtime = "inline" if shares else "ray"
-    rank = 0 if work.variant == "full" else 32
+    rank = 32 if work.variant == "adapter" or shares else 0
     config = vla_config(work, folder, runtime, rank, optim={"minibatch": 4, "micro_batch": 2})
     with open_session(config) as session, executor(config, work.scratch, session, on_one_core(shares)) as workers:
+        if work.variant == "by_host":
+            workers.hand_over = replace(workers.hand_over, ways=(Way.MEMORY,))
         workers.begin(None, 0)
         found: Figures = {"weights_bytes": whole, "path": workers.weights_path}
         spans = [s for i in range(ITERATIONS) for s in workers.iterate(i).spans if s.name == PUBLISH]

@@ -77,6 +77,11 @@ class Assignment:
         """The policy workers that are in a rank's process."""
         return tuple(replica for replica, host in enumerate(self.hosts) if host is not None)
 
+    @property
+    def apart(self) -> tuple[int, ...]:
+        """The others, of those whose hosts are given."""
+        return tuple(replica for replica, host in enumerate(self.hosts) if host is None)
+
     def first_of(self, component: str) -> Affinity:
         """Where the component's first instance computes."""
         return self.components[component][0]

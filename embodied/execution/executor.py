@@ -28,6 +28,7 @@ from embodied.errors import UserError
 from embodied.execution.acting_workers import check_replicas
 from embodied.execution.assignment import Assignment
 from embodied.execution.farm_specs import frame_rows, run_specs
+from embodied.execution.hand_over import HandOver, hand_over_of
 from embodied.execution.placement import check_workflow, place_workers, processes_here
 from embodied.execution.session import Session
 from embodied.execution.trainer_ranks import (
@@ -104,6 +105,7 @@ class Executor:
     """Of each component that is no simulator, by its name."""
     memory: TrajectoryMemory
     run_dir: Path
+    hand_over: HandOver
     farm_deadline_s: float
     """The decider's deadline for its farm. It is shorter than the deadline of the call, whose message could not name
     the late worker of the farm."""
@@ -234,15 +236,7 @@ class Executor:
     @property
     def weights_path(self) -> str:
         """How weights travel from trainer to who acts."""
-        same, apart = "the same policy", self._apart
-        if not apart.size:
-            return same
-        path = apart.path_from(self.trainer.first())
-        if apart.size > 1:
-            places = self.assignment.components[self.acting.name]
-            nodes = {places[i].node for i, host in enumerate(self.assignment.hosts) if host is None}
-            path = f"{path}, one copy {'on each node ' if len(nodes) > 1 else ''}for {apart.size} replicas"
-        return f"{path}; {same} for {self._guests.size}" if self._guests.size else path
+        return self.hand_over.path
 
     @property
     def trajectories_path(self) -> str:
@@ -250,14 +244,9 @@ class Executor:
         return f"trajectory memory, rows {self.trainer.path_from(self.decider)}"
 
     @property
-    def _guests(self) -> WorkerGroup[Acting]:
-        """Those who act in a rank's process, with its policy."""
-        return self.acting.some(self.assignment.guests)
-
-    @property
     def _apart(self) -> WorkerGroup[Acting]:
         """Those who act with a policy of their own."""
-        return self.acting.some(i for i, host in enumerate(self.assignment.hosts) if host is None)
+        return self.acting.some(self.assignment.apart)
 
     @property
     def _draws(self) -> bool:
@@ -410,14 +399,7 @@ class Executor:
     def publish(self, version: int) -> None:
         """Bring the trainer's weights, which have seen `version` updates, to all who act."""
         self._published = version
-        self._guests.call_all(Acting.at_version, version)
-        apart = self._apart
-        if apart.size:
-            others = [self.trainer.submit_one(rank, Trainer.weights) for rank in range(1, self.trainer.size)]
-            sent = apart.pipe(Acting.load_weights, self.trainer.first(), Trainer.weights, version)
-            for rank, reference in enumerate(others, 1):  # they take part, and hand out nothing
-                self.trainer.get_one(rank, reference)
-            apart.get(sent)
+        self.hand_over.publish(version)
 
 
 @contextmanager
@@ -445,7 +427,11 @@ def executor(config: Config, run_dir: Path, session: Session, assignment: Assign
         farm_deadline_s = session.runtime.deadline.inner().seconds
         layout = acts.workers.call_one(0, Acting.layout)
         memory = TrajectoryMemory.create(layout, farm.frames, not farm.in_process)
-        run = Executor(config, recipe, placed.assignment, farm, workers, memory, run_dir, farm_deadline_s, acts.loop)
+        trained: WorkerGroup[Any] = workers[recipe.after_rollout[-1].name]
+        hand_over = hand_over_of(trained, acts.workers, placed.assignment, farm_deadline_s)
+        run = Executor(
+            config, recipe, placed.assignment, farm, workers, memory, run_dir, hand_over, farm_deadline_s, acts.loop
+        )
         try:
             with acts.at_desks(farm, memory, layout, recipe.critic or recipe.rollout == "decisions"):
                 yield run

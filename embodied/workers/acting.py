@@ -24,6 +24,7 @@ from embodied.workers.context import WorkerContext, bootstrap_of
 from embodied.workers.devices import decide, value_of
 from embodied.workers.lent_tensors import LentTensors
 from embodied.workers.offload import Offload, Switch
+from embodied.workers.weight_ends import WeightsTarget
 from embodied.workers.weights import check_weights
 from policies.contract import Action, Inputs, Policy
 from sim_farm.farm import Farm, FarmAddress
@@ -167,7 +168,7 @@ FarmTasks: TypeAlias = Farm | FarmAddress
 """A farm's tasks: of one that is attached, or of one that may be out of reach."""
 
 
-class ActingPolicy:
+class ActingPolicy(WeightsTarget):
     """What every worker that acts has: a policy for a farm's tasks, and how its weights change."""
 
     def __init__(

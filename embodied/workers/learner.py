@@ -44,6 +44,7 @@ from embodied.workers.roles import CollectStatistics, TrainedBytes
 from embodied.workers.sharding import WholePolicy, held
 from embodied.workers.shared_work import SharedWork
 from embodied.workers.update_record import keep_rows, metrics_of
+from embodied.workers.weight_ends import WeightsSource
 from embodied.workflows.recipes import recipe_of
 from embodied.workflows.sizes import check_credit, check_ranks, groups_suffice, streams
 from policies.contract import Policy
@@ -72,7 +73,7 @@ def make_optimizer(policy: Policy, settings: OptimConfig) -> torch.optim.Adam:
     )
 
 
-class Learner:
+class Learner(WeightsSource):
     """Holds the policy that is trained and its optimiser. `collect` each part of a rollout, then `finish`."""
 
     takes: ClassVar[frozenset[str]] = frozenset({"trajectories", "episodes"})
@@ -159,6 +160,7 @@ class Learner:
         try:
             self.saved()
         finally:
+            self.leave_takers()
             self.ranks.leave()
 
     def weights(self) -> dict[str, Tensor]:

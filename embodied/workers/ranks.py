@@ -67,6 +67,10 @@ class Ranks:
         """Whether this is the rank that speaks for all: it writes checkpoints and hands out weights."""
         return self.rank == 0
 
+    def called(self, rank: int, short: bool = False) -> str:
+        """What a message calls that rank."""
+        return f"rank {rank}" if short else f"{self.name} rank {rank}"
+
     # --- connecting
 
     def listen(self, host: str = LOOPBACK) -> str:
@@ -87,8 +91,6 @@ class Ranks:
         """
         if self.size == 1:
             return
-        if dist.is_initialized():  # of an earlier run that failed: the process serves another now
-            dist.destroy_process_group()
         connect_s = min(connect_s, timeout_s)
         try:
             mine = self._own_host(address, connect_s)
@@ -96,23 +98,29 @@ class Ranks:
             with _through(mine):
                 if self.device.type == "cuda":
                     torch.cuda.set_device(self.device)
-                dist.init_process_group(
-                    "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo",
-                    store=self._store, rank=self.rank, world_size=self.size, timeout=timedelta(seconds=connect_s),
-                )  # fmt: skip
-                # NCCL connects when it is first asked for something.
-                dist.all_reduce(torch.ones(1, device=self.device))
-            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s))
+                self._connect(mine, connect_s, timeout_s)
         except (RuntimeError, OSError) as error:  # torch's own errors of connections are RuntimeErrors
             self.leave()
-            there = ", ".join(self._others()) or f"{self.name} rank 0 at {address}"
+            there = ", ".join(self._others()) or f"{self.called(0)} at {address}"
             raise PeerFailed(
-                f"{self.name} rank {self.rank} of {self.size} on {socket.gethostname()} did not connect to {there} "
+                f"{self.called(self.rank)} of {self.size} on {socket.gethostname()} did not connect to {there} "
                 f"within {connect_s:g} s: {_first_line(error)}"
             ) from error
         except BaseException:
             self.leave()
             raise
+
+    def _connect(self, mine: str, connect_s: float, timeout_s: float) -> None:
+        """With all that have met, from this machine's address."""
+        if dist.is_initialized():  # of an earlier run that failed: the process serves another now
+            dist.destroy_process_group()
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo",
+            store=self._store, rank=self.rank, world_size=self.size, timeout=timedelta(seconds=connect_s),
+        )  # fmt: skip
+        # NCCL connects when it is first asked for something.
+        dist.all_reduce(torch.ones(1, device=self.device))
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s))
 
     def another_group(self, timeout_s: float) -> dist.ProcessGroup:
         """Of all ranks, between CPUs, for what goes on beside the rest. Every rank has to be asked."""
@@ -148,8 +156,8 @@ class Ranks:
                 missing = [name for name in missing if not self._store.check([name])]
             if missing and time.monotonic() > until:
                 raise PeerFailed(
-                    f"{self.name} rank {self.rank} at {mine} waited {connect_s:g} s at {address} for "
-                    f"{', '.join(missing)}: not there"
+                    f"{self.called(self.rank)} at {mine} waited {connect_s:g} s at {address} for "
+                    f"{', '.join(self.called(names.index(name), short=True) for name in missing)}: not there"
                 )
             time.sleep(LOOK_S)
         found = [json.loads(self._store.get(name)) for name in names]
@@ -162,7 +170,7 @@ class Ranks:
             )
 
     def _others(self) -> list[str]:
-        return [f"rank {r} at {where}" for r, where in enumerate(self.addresses) if r != self.rank]
+        return [f"{self.called(r, True)} at {where}" for r, where in enumerate(self.addresses) if r != self.rank]
 
     # --- shares of rows
 
@@ -269,8 +277,8 @@ class Ranks:
                 raise
             self.leave()
             raise PeerFailed(
-                f"rank {self.rank} of {self.size} lost the others ({', '.join(self._others())}) while they were to "
-                f"{what}: {_first_line(error)}"
+                f"{self.called(self.rank, True)} of {self.size} lost the others ({', '.join(self._others())}) "
+                f"while they were to {what}: {_first_line(error)}"
             ) from error
 
 

@@ -20,9 +20,11 @@ from embodied.data.trajectories import Trajectories
 from embodied.data.trajectory_memory import MemoryLayout, TrajectoryMemory
 from embodied.workers.background import Written
 from embodied.workers.desks import Desks
+from embodied.workers.gpu_memory import Shown
 from embodied.workers.offload import Switch
 from embodied.workers.replica_desk import Desk
 from embodied.workers.rollout_summary import RolloutSummary
+from embodied.workers.weight_ways import End
 from policies.contract import Policy
 
 
@@ -75,6 +77,14 @@ class Acting(Protocol):
     def share(self, policy: Policy) -> None: ...
 
     def load_weights(self, state: Mapping[str, Tensor], version: int) -> None: ...
+
+    def whereabouts(self) -> End: ...
+
+    def join_for_weights(self, address: str, rank: int, names: tuple[str, ...], timeout_s: float) -> None: ...
+
+    def take_weights(self, shown: Shown | None, version: int) -> None:
+        """`load_weights` of what a trainer on this machine's GPUs hands out."""
+        ...
 
     def at_version(self, version: int) -> None: ...
 
@@ -163,6 +173,20 @@ class Trainer(Protocol):
 
     def weights(self) -> dict[str, Tensor]:
         """What was trained; nothing on other ranks than the first."""
+        ...
+
+    def whereabouts(self) -> End: ...
+
+    def listen_for_weights(self, names: tuple[str, ...]) -> str: ...
+
+    def join_for_weights(self, address: str, timeout_s: float) -> None: ...
+
+    def hand_out(self, shows: bool) -> Shown | None:
+        """`weights` for those that `take_weights`."""
+        ...
+
+    def withdraw(self) -> None:
+        """They have taken them."""
         ...
 
     def shares_policy(self) -> bool:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from contextlib import nullcontext
+import os
+import re
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,19 +20,26 @@ from torch import Tensor
 
 import policies
 from embodied.config import Config, parse_config
+from embodied.errors import PeerFailed, UserError
+from embodied.execution import hand_over
 from embodied.execution.assignment import Assignment
-from embodied.execution.executor import executor
+from embodied.execution.executor import Executor, executor
 from embodied.execution.session import Session, open_session
 from embodied.runtime.groups import WorkerGroup
 from embodied.runtime.ray_runtime import RayRuntime
+from embodied.workers import weights_group
+from embodied.workers.affinity import Affinity
 from embodied.workers.context import WorkerContext
 from embodied.workers.learner import Learner
 from embodied.workers.lent_tensors import Lender, LentOver, LentTensors
 from embodied.workers.policy_replica import PolicyReplica
 from embodied.workers.policy_worker import PolicyWorker
+from embodied.workers.weight_ways import End, Way, way_between, ways_to
 from embodied.workers.weights import WrongWeights, check_weights, map_weights, trained
+from embodied.workers.weights_group import WeightsGroup
 from embodied.workflows.recipes import PPO
 from policies.contract import Inputs, Policy, PolicySpec
+from sim_farm.farm import WorkerFailed
 from sim_farm.memory import FOLDER
 from tests.embodied import test_executor as runs
 from tests.embodied.test_executor import STATES, assigned, inline
@@ -40,7 +51,7 @@ from tests.embodied.test_replicas import of, shared
 
 def checksums(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     return {
-        name: hashlib.sha256(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+        name: hashlib.sha256(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()).hexdigest()
         for name, tensor in tensors.items()
     }
 
@@ -48,6 +59,18 @@ def checksums(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 class Replica(PolicyReplica):
     def holds(self) -> tuple[dict[str, str], int]:
         return checksums(trained(self.policy)), self._actor.version
+
+    def doom(self) -> None:
+        """Be killed when everything has arrived, before the others know."""
+        agree, agreed = WeightsGroup._agree, list[bool]()
+
+        def dying(member: WeightsGroup, wrong: UserError | None = None) -> None:
+            agreed.append(True)
+            if len(agreed) == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            agree(member, wrong)
+
+        WeightsGroup._agree = dying  # type: ignore[method-assign]
 
 
 class Worker(PolicyWorker):
@@ -63,10 +86,17 @@ class Worker(PolicyWorker):
 
 class Trainer(Learner):
     asked = 0
+    mistake = ""
 
     def weights(self) -> dict[str, Tensor]:
         self.asked += 1
-        return super().weights()
+        if self.mistake == "own":
+            raise UserError("there are no weights")
+        return {**super().weights(), **({self.mistake: torch.zeros(3)} if self.mistake else {})}
+
+    def err(self, mistake: str) -> None:
+        """Hand out a tensor of this name, too; `own`: nothing at all."""
+        self.mistake = mistake
 
     def holds(self) -> tuple[dict[str, str], int]:
         """And how often it was asked for its weights."""
@@ -81,12 +111,20 @@ TELLING = replace(
     ),
 )
 APART = assigned("disaggregated", 4, (0,), policy=(), one_process=False)
-WAYS: dict[str, tuple[str, Assignment, str]] = {
-    "one process": ("inline", inline(APART), "by reference"),
-    "beside the learner": ("ray", replace(APART, hosts=(0,)), "the same policy"),
-    "to one process": ("ray", APART, "shared memory"),
-    "to three processes": ("ray", shared(3), "shared memory, one copy for 3 replicas"),
+WAYS: dict[str, tuple[str, Assignment, str, Way | None]] = {
+    "one process": ("inline", inline(APART), "by reference", None),
+    "beside the learner": ("ray", replace(APART, hosts=(0,)), "the same policy", None),
+    "to one process": ("ray", APART, "shared memory", None),
+    "to three processes": ("ray", shared(3), "shared memory, one copy for 3 replicas", None),
+    "broadcast to one": ("ray", APART, "broadcast to 1", Way.BROADCAST),
+    "broadcast to three": ("ray", shared(3), "broadcast to 3", Way.BROADCAST),
 }
+"""Runtime, assignment, path, and the way where it is not what is chosen for processes without GPUs."""
+BESIDE_GPUS = {
+    "on one GPU": (1, "cuda:0", "GPU memory to 1"),
+    "from GPU to GPU": (2, "cuda:1", "broadcast to 1"),
+}
+"""GPUs that are needed, where who acts is, and the path."""
 
 
 @pytest.fixture(scope="module")
@@ -94,26 +132,78 @@ def ray(ray_runtime: RayRuntime) -> Session:
     return Session(Config(), ray_runtime, tuple(runs.CORES))
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_every_tensor_arrives_as_it_left(way: str, ray: Session, tmp_path: Path) -> None:
-    """And the learner is asked once per version, however many act."""
-    mode, plan, path = WAYS[way]
+@contextmanager
+def run_by(way: str, ray: Session, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Executor]:
+    mode, plan, path, forced = WAYS[way]
+    if forced is not None:
+        monkeypatch.setattr(hand_over, "ways_to", lambda source, targets: (forced,) * len(targets))
     config = parse_config(of(STATES, workflow=f"{__name__}:TELLING", runtime={"mode": mode, "deadline_s": 120}), "test")
     with open_session(config) if mode == "inline" else nullcontext(ray) as session:
-        with executor(config, tmp_path, session, plan) as workers:
+        with executor(config, folder, session, plan) as workers:
             assert workers.weights_path == path
             workers.begin(None, 0)
-            seen = set()
-            for version in range(4):
-                trainer: WorkerGroup[Any] = workers.trainer
-                acting: WorkerGroup[Any] = workers.acting
-                expected, asked = trainer.call(Trainer.holds)
-                held = acting.call_all(Worker.holds)
-                assert held == [(expected, version)] * len(plan.components["policy"])
-                assert asked == (0 if plan.hosts else version + 1)
-                seen.add(expected["log_std"])
-                workers.iterate(version)
-            assert len(seen) == 4, "nothing was learned"
+            yield workers
+
+
+def conforms(workers: Executor, asks: bool) -> None:
+    """Every tensor arrives as it left, and the learner is asked once per version, however many act."""
+    seen = set()
+    for version in range(4):
+        trainer: WorkerGroup[Any] = workers.trainer
+        acting: WorkerGroup[Any] = workers.acting
+        expected, asked = trainer.call(Trainer.holds)
+        assert acting.call_all(Worker.holds) == [(expected, version)] * acting.size
+        assert asked == (version + 1 if asks else 0)
+        seen.add(expected["log_std"])
+        workers.iterate(version)
+    assert len(seen) == 4, "nothing was learned"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_tensor_arrives_as_it_left(
+    way: str, ray: Session, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with run_by(way, ray, tmp_path, monkeypatch) as workers:
+        conforms(workers, asks=way != "beside the learner")
+
+
+@pytest.mark.parametrize("way", BESIDE_GPUS)
+def test_every_tensor_arrives_as_it_left_between_gpus(way: str, ray: Session, tmp_path: Path) -> None:
+    count, device, path = BESIDE_GPUS[way]
+    if torch.cuda.device_count() < count:
+        pytest.skip(f"needs {count} GPUs")
+    config = parse_config(of(STATES, workflow=f"{__name__}:TELLING", policy={"device": "cuda"}), "test")
+    components = {"policy": (Affinity(device=device),), "learner": (Affinity(device="cuda:0"),)}
+    with executor(config, tmp_path, ray, replace(APART, components=components)) as workers:
+        assert workers.weights_path == path
+        workers.begin(None, 0)
+        conforms(workers, asks=True)
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "beside the learner"])
+def test_a_failure_leaves_the_old_version_acting(
+    way: str, ray: Session, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Everybody's; and what is right goes the same way afterwards."""
+    with run_by(way, ray, tmp_path, monkeypatch) as workers:
+        trainer: WorkerGroup[Any] = workers.trainer
+        acting: WorkerGroup[Any] = workers.acting
+        before = acting.call_all(Worker.holds)
+        workers.iterate(0)
+        after = acting.call_all(Worker.holds)
+        assert after != before
+        trainer.call(Trainer.err, "log_stdd")
+        with pytest.raises(WrongWeights, match=r"unknown log_stdd.*The old ones are kept"):
+            workers.publish(2)
+        assert acting.call_all(Worker.holds) == after
+        trainer.call(Trainer.err, "")
+        workers.publish(2)
+        assert acting.call_all(Worker.holds) == [(found, 2) for found, _ in after]
+        trainer.call(Trainer.err, "own")
+        with pytest.raises(UserError, match="there are no weights"):
+            workers.publish(3)
+        assert acting.call_all(Worker.holds) == [(found, 2) for found, _ in after]
+        trainer.call(Trainer.err, "")
 
 
 # --- weights of another policy
@@ -159,6 +249,127 @@ def test_frozen_parameters_are_nobodys_business() -> None:
     check_weights(policy, state)
     with pytest.raises(WrongWeights, match="unknown value_head"):
         check_weights(policy, policy.state_dict())
+
+
+# --- which way
+
+
+def test_the_way_is_the_shortest_between_both_ends() -> None:
+    def on(process: int, device: str = "", node: str = "") -> End:
+        return End(process, device, node)
+
+    assert way_between(on(1), on(1)) is Way.REFERENCE
+    assert way_between(on(1, "a"), on(1, "a")) is Way.REFERENCE
+    assert way_between(on(1), on(2)) is Way.MEMORY, "processes without GPUs never broadcast"
+    assert way_between(on(1, "a"), on(2)) is way_between(on(1), on(2, "a")) is Way.MEMORY
+    assert way_between(on(1, "a"), on(2, "a")) is Way.GPU_MEMORY
+    assert way_between(on(1, "a"), on(2, "b")) is Way.BROADCAST
+    for there in (on(1, "a", "far"), on(2, "a", "far"), on(2, "", "far")):  # numbers and GPUs of another machine
+        assert way_between(on(1, "a"), there) is Way.RAY
+    assert way_between(on(1, "a", "far"), on(2, "b", "far")) is Way.BROADCAST
+
+
+def test_several_are_served_by_as_few_ways_as_reach_them() -> None:
+    source = End(1, "a")
+    assert ways_to(source, [End(2, "a"), End(3, "b")]) == (Way.GPU_MEMORY, Way.BROADCAST)
+    assert ways_to(source, [End(2, "a"), End(3, "b"), End(4)]) == (Way.MEMORY,) * 3
+    assert ways_to(source, [End(2, "b"), End(3, "b", "far")]) == (Way.MEMORY, Way.RAY)
+    assert ways_to(source, [End(1, "a")]) == (Way.REFERENCE,)
+
+
+# --- what is broadcast
+
+
+def together(members: Sequence[WeightsGroup], *work: Callable[[WeightsGroup], Any]) -> list[Any]:
+    """What each member returns or raises, side by side in this process. The last work is that of all others."""
+    found: list[Any] = [None] * len(members)
+
+    def one(number: int) -> None:
+        try:
+            found[number] = work[min(number, len(work) - 1)](members[number])
+        except Exception as error:
+            found[number] = error
+
+    threads = [threading.Thread(target=one, args=(number,)) for number in range(len(members))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def joined(size: int) -> list[WeightsGroup]:
+    names = ("learner", *(f"policy {rank}" for rank in range(size - 1)))
+    members = [WeightsGroup(rank=rank, size=size, names=names) for rank in range(size)]
+    address = members[0].listen()
+    assert together(members, lambda member: member.join(address, 20.0)) == [None] * size
+    return members
+
+
+def take(member: WeightsGroup) -> dict[str, Tensor]:
+    return member.receive(lambda layout: None)
+
+
+@pytest.mark.parametrize("bucket", [1, 64, 2**20])
+def test_tensors_of_every_kind_are_broadcast(bucket: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights_group, "BUCKET_BYTES", bucket)
+    members = joined(3)
+    for again in range(2):
+        sent = {name: tensor + again if tensor.is_floating_point() else tensor for name, tensor in EVERY_KIND.items()}
+        none, *found = together(members, lambda member, sent=sent: member.send(sent), take)
+        assert none is None
+        for each in found:
+            assert list(each) == list(sent)
+            for name, tensor in sent.items():
+                assert each[name].dtype == tensor.dtype and torch.equal(each[name], tensor), name
+    for member in members:
+        member.leave()
+
+
+def test_a_learner_that_is_gone_half_way_has_sent_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody returns what did not arrive as a whole."""
+    monkeypatch.setattr(weights_group, "BUCKET_BYTES", 1)
+    members, broadcast, sent = joined(3), WeightsGroup._broadcast, list[int]()
+
+    def once(member: WeightsGroup, flat: Tensor) -> None:
+        if member.first:
+            sent.append(len(flat))
+            if len(sent) == 4:  # after the header's length, the header, and one bucket
+                member.leave()
+        broadcast(member, flat)
+
+    monkeypatch.setattr(WeightsGroup, "_broadcast", once)
+    found = together(members, lambda member: member.send(EVERY_KIND), take)
+    assert all(isinstance(each, PeerFailed) for each in found), found
+    for number, each in enumerate(found[1:]):
+        assert re.search(rf"policy {number} of 3 lost the others \(learner at 127.0.0.1", str(each)), str(each)
+    with pytest.raises(PeerFailed, match="not connected"):
+        members[0].send(EVERY_KIND)
+
+
+def test_who_is_not_there_is_named() -> None:
+    names = ("learner", "policy 0", "policy 1")
+    members = [WeightsGroup(rank=rank, size=3, names=names) for rank in (0, 1)]
+    address = members[0].listen()
+    found = together(members, lambda member: member.join(address, 60.0, 1.0))
+    for name, each in zip(names, found, strict=False):
+        assert isinstance(each, PeerFailed)
+        assert re.search(rf"{name} .*waited 1 s at {address} for policy 1: not there", str(each)), str(each)
+
+
+def test_who_dies_with_everything_leaves_the_others_as_they_were(
+    ray: Session, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The last one to agree is killed before it does."""
+    with pytest.raises(WorkerFailed, match="policy 2 died during 'take_weights'"):
+        with run_by("broadcast to three", ray, tmp_path, monkeypatch) as workers:
+            acting: WorkerGroup[Any] = workers.acting
+            before = acting.call_all(Worker.holds)
+            acting.call_one(2, Replica.doom)
+            try:
+                workers.publish(1)
+            finally:
+                assert [acting.call_one(rank, Worker.holds) for rank in (0, 1)] == before[:2]
 
 
 # --- what is lent

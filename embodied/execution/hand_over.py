@@ -1,0 +1,112 @@
+"""Handing weights over: the way to each who acts, chosen by where both ends are, and what it takes to go there."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Any
+
+from embodied.errors import PeerFailed
+from embodied.execution.assignment import Assignment
+from embodied.runtime.groups import WorkerGroup
+from embodied.workers.gpu_memory import Shown
+from embodied.workers.roles import Acting, Trainer
+from embodied.workers.weight_ways import ON_GPUS, Way, ways_to
+
+
+@dataclass(frozen=True)
+class HandOver:
+    """From a trainer to all who act."""
+
+    trainer: WorkerGroup[Trainer]
+    guests: WorkerGroup[Acting]
+    """Who act in a rank's process, with its policy."""
+    apart: WorkerGroup[Acting]
+    """Who act with policies of their own."""
+    ways: tuple[Way, ...]
+    """To each of these."""
+    nodes: int
+    """That these are on."""
+
+    @property
+    def path(self) -> str:
+        """How weights travel, in words."""
+        same = "the same policy"
+        if not self.ways:
+            return same
+        if self.ways[0] in ON_GPUS:
+            path = " and ".join(f"{way.value} to {count}" for way, count in Counter(self.ways).items())
+        else:
+            path = self.apart.path_from(self.trainer.first())
+            if self.apart.size > 1:
+                path += f", one copy {'on each node ' if self.nodes > 1 else ''}for {self.apart.size} replicas"
+        return f"{path}; {same} for {self.guests.size}" if self.guests.size else path
+
+    def publish(self, version: int) -> None:
+        """Bring the trainer's weights, which have seen `version` updates, to all who act. It is asked for them once."""
+        if self.ways:
+            self._send(version)
+        self.guests.call_all(Acting.at_version, version)
+
+    def _send(self, version: int) -> None:
+        # The other ranks take part, and hand out nothing.
+        others = [self.trainer.submit_one(rank, Trainer.weights) for rank in range(1, self.trainer.size)]
+        if self.ways[0] not in ON_GPUS:
+            sent = self.apart.pipe(Acting.load_weights, self.trainer.first(), Trainer.weights, version)
+            for rank, reference in enumerate(others, 1):
+                self.trainer.get_one(rank, reference)
+            self.apart.get(sent)
+            return
+        first: Any = self.trainer.submit_one(0, Trainer.hand_out, Way.GPU_MEMORY in self.ways)
+        shown: list[Shown | None] = [first if way is Way.GPU_MEMORY else None for way in self.ways]
+        taken = self.apart.submit_scattered(Acting.take_weights, [(each, version) for each in shown])
+        self._await([first, *others], taken)
+        if Way.GPU_MEMORY in self.ways:
+            self.trainer.call_one(0, Trainer.withdraw)
+
+    def connect(self, timeout_s: float) -> None:
+        """Let trainer and those that it broadcasts to find each other; later waits end after `timeout_s`.
+
+        Raises `PeerFailed`, which names both ends, where they do not.
+        """
+        far = [rank for rank, way in enumerate(self.ways) if way is Way.BROADCAST]
+        if not far:
+            return
+        names = (self.trainer.handles[0].name, *(self.apart.handles[rank].name for rank in far))
+        address = self.trainer.call_one(0, Trainer.listen_for_weights, names)
+        joining: Any = self.trainer.submit_one(0, Trainer.join_for_weights, address, timeout_s)
+        places = [far.index(rank) + 1 if rank in far else 0 for rank in range(self.apart.size)]
+        each = [(address, place, names, timeout_s) for place in places]
+        self._await([joining], self.apart.submit_scattered(Acting.join_for_weights, each))
+
+    def _await(self, sent: list[Any], taken: list[Any]) -> None:
+        """Wait for both ends. Whoever failed by himself is named, not who lost him."""
+        lost: PeerFailed | None = None
+        try:
+            self.apart.get(taken)
+        except PeerFailed as error:
+            lost = error
+        for rank, reference in enumerate(sent):
+            try:
+                self.trainer.get_one(rank, reference)
+            except PeerFailed as error:
+                lost = lost or error
+        if lost is not None:
+            raise lost
+
+
+def hand_over_of(
+    trainer: WorkerGroup[Trainer], acting: WorkerGroup[Acting], assignment: Assignment, timeout_s: float
+) -> HandOver:
+    """The ways of a run, connected."""
+    guests, apart = acting.some(assignment.guests), acting.some(assignment.apart)
+    places = [assignment.components[acting.name][rank] for rank in assignment.apart]
+    nodes = len({place.node for place in places})
+    if not places:
+        return HandOver(trainer, guests, apart, (), nodes)
+    source = replace(trainer.call_one(0, Trainer.whereabouts), node=assignment.first_of(trainer.name).node)
+    found = apart.call_all(Acting.whereabouts)
+    targets = [replace(end, node=place.node) for end, place in zip(found, places, strict=True)]
+    made = HandOver(trainer, guests, apart, ways_to(source, targets), nodes)
+    made.connect(timeout_s)
+    return made
