@@ -246,7 +246,7 @@ class Held(Learner):
             until(Path(gate).exists)
             return write(writer, *args)
 
-        HuggingFaceStorageWriter.write_data = held  # type: ignore[method-assign]
+        setattr(HuggingFaceStorageWriter, "write_data", held)  # noqa: B010
 
     def pid(self) -> int:
         return os.getpid()

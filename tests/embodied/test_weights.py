@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ from tests.embodied.test_replicas import of, shared
 
 def checksums(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     return {
-        name: hashlib.sha256(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()).hexdigest()
+        name: hashlib.sha256(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data).hexdigest()
         for name, tensor in tensors.items()
     }
 
@@ -70,7 +71,7 @@ class Replica(PolicyReplica):
                 os.kill(os.getpid(), signal.SIGKILL)
             agree(member, wrong)
 
-        WeightsGroup._agree = dying  # type: ignore[method-assign]
+        setattr(WeightsGroup, "_agree", dying)  # noqa: B010
 
 
 class Worker(PolicyWorker):
@@ -316,7 +317,7 @@ def test_tensors_of_every_kind_are_broadcast(bucket: int, monkeypatch: pytest.Mo
     members = joined(3)
     for again in range(2):
         sent = {name: tensor + again if tensor.is_floating_point() else tensor for name, tensor in EVERY_KIND.items()}
-        none, *found = together(members, lambda member, sent=sent: member.send(sent), take)
+        none, *found = together(members, partial(WeightsGroup.send, tensors=sent), take)
         assert none is None
         for each in found:
             assert list(each) == list(sent)
