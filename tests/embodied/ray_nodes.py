@@ -62,7 +62,8 @@ def started(*names: str, patient: bool = False) -> Iterator[Machines]:
     folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")  # short: it becomes part of the sockets' names
     command = [sys.executable, "-c", CLUSTER, "patient" if patient else "quick", *names]
     process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env={**os.environ, "RAY_TMPDIR": folder}, cwd=ROOT,
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        env={**os.environ, "RAY_TMPDIR": folder}, cwd=ROOT,
     )  # fmt: skip
     family: list[psutil.Process] = []
     try:

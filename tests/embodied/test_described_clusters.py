@@ -92,21 +92,20 @@ def measured_orders(one: Iteration, spec: FarmSpec) -> tuple[set[tuple[str, ...]
 def test_a_plan_for_four_nodes_is_executed_where_it_says(
     replicas: int, ranks: int, machines: Machines, tmp_path: Path
 ) -> None:
-    """Where there are as many of each, a replica and its rank are one process."""
+    """A replica and the rank on its accelerator are one process."""
     config, plan = parse_config(SETTINGS, "test"), plan_of(replicas, ranks)
     cluster = Cluster(tuple(Node(name, 16, 8) for name in NODES), 1e10, 1e-5, "here")
     schedulers.validate(plan, leaving_home(workflow_of(config, [9])), cluster)
     session = Session(config, machines.runtime, tuple(CORES))
     placed = assign(plan, config, session.cores, session.nodes)
-    assert placed.one_process == (replicas == ranks)
-    each = ranks + (0 if placed.one_process else replicas)
+    assert placed.hosts == tuple(node * ranks + own for node in range(len(NODES)) for own in range(replicas))
     specs: list[FarmSpec] = []
 
     def look(workers: Executor) -> None:
         specs.extend(workers.farm.specs)
         for name, raylet in machines.raylets.items():
             there = psutil.Process(raylet).children(recursive=True)
-            assert sum("_FarActor" in "".join(one.cmdline()) for one in there) == each, name
+            assert sum("_FarActor" in "".join(one.cmdline()) for one in there) == ranks, name
         for group, count in ((workers.acting, replicas), (workers.trainer, ranks)):
             nodes = [handle.process.node for handle in group.handles]
             assert nodes == [session.nodes[node] for node in NODES for _ in range(count)]
