@@ -421,7 +421,7 @@ def test_what_was_lent_last_stays_while_the_next_is_written() -> None:
         with pytest.raises(LentOver):
             first.require_unchanged()
         with pytest.raises(LentOver):
-            sent(LentTensors(third.places, third._name, 1))
+            sent(LentTensors(third.places, third._name, 1))["x"]
         second.require_unchanged()
     finally:
         lending.close()
