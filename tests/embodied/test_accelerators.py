@@ -224,6 +224,7 @@ def test_a_run_that_plans_for_a_gpu_computes_what_one_on_the_cpu_does(
     gathered, scattered = profile.components["learner"].exchanges
     assert (gathered.collective, gathered.times, gathered.fewest) == ("all_gather", 4, 4)
     assert (scattered.collective, scattered.times, scattered.fewest) == ("reduce_scatter", 2, None)
+    assert not profile.components["learner"].lends
     assert gathered.bytes == scattered.bytes > 0 and profile.components["learner"].published_bytes >= scattered.bytes
     plan = schedulers.load(Plan, tmp_path / "gpu" / "plan.json")
     places = {name: p.devices for phase in plan.phases for p in phase.placements for name in p.components}

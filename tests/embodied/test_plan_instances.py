@@ -275,6 +275,19 @@ def test_the_planner_uses_other_nodes_accelerators_and_assign_runs_its_plan() ->
     assert planned_for(plain, replace(profile, components=on_cores), FOUR) == plain
 
 
+def test_ranks_act_while_they_wait_where_that_is_planned_to_be_faster() -> None:
+    """The update gains from four GPUs, inference from all eight."""
+    profile = profile_of()
+    points = tuple(Point(64, n, 60.0 / n, 60.0 / n, 60.0 / n) for n in (1, 2, 4))
+    learner = replace(profile.components["learner"], points=points, spreads=False, lends=True)
+    profile = replace(profile, components={**profile.components, "learner": learner})
+    cluster = replace(FOUR, nodes=FOUR.nodes[:1])
+    best = schedulers.plan(planned_for(workflow_of(CONFIG, [8]), profile, cluster), profile, cluster)
+    found = assign(best, CONFIG, CORES, NODES)
+    assert len(found.components["learner"]) == 4
+    assert found.hosts == (0, 1, 2, 3, None, None, None, None)
+
+
 def test_accelerators_that_a_plan_names_are_stood_in_for_only_where_the_cpu_is_asked_for(tmp_path: Path) -> None:
     machines = Cluster((Node("here", 2), Node("far1", 2)), home="here")
     plan = plan_of({**PHYSICS, ("policy",): (gpus("here", 0, 4),)}, {("learner",): (gpus("far1", 2, 2),)})

@@ -155,6 +155,8 @@ def test_memory_and_switches_are_measured(profile: Profile) -> None:
     for component in (policy, learner):
         assert component.unload_s > 0
         assert component.load_s > 0
+    # Ranks would hold the whole policy.
+    assert (physics.lends, policy.lends, learner.lends) == (False, False, True)
 
 
 def test_a_profile_says_what_it_belongs_to(profile: Profile) -> None:
