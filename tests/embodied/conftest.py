@@ -13,6 +13,8 @@ from torch import Tensor
 from sim_farm.memory import FOLDER
 from tests.embodied.pretend_device import GPU_BYTES, PretendDevice
 
+PROPERTIES = SimpleNamespace(total_memory=GPU_BYTES, uuid="pretence")
+
 
 class SharedRay:
     """One Ray for the test modules that need no cluster of their own: to start one and its workers takes seconds.
@@ -91,7 +93,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendDevice]:
     monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=GPU_BYTES))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: PROPERTIES)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Pretence")
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream())
     # Else `Module.to` would fill a plain parameter with what is not one.
