@@ -60,9 +60,9 @@ def started(*names: str, patient: bool = False) -> Iterator[Machines]:
     """Nodes of these names, the first of which is this process's; nothing of them is left afterwards. A node that is
     lost is noticed within seconds, unless one is `patient`, as many workers on few cores need it."""
     folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")  # short: it becomes part of the sockets' names
-    command = [sys.executable, "-c", CLUSTER, "patient" if patient else "quick", *names]
     process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        [sys.executable, "-c", CLUSTER, "patient" if patient else "quick", *names],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
         env={**os.environ, "RAY_TMPDIR": folder}, cwd=ROOT,
     )  # fmt: skip
     family: list[psutil.Process] = []

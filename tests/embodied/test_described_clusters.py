@@ -15,6 +15,8 @@ from embodied.execution.assignment import assign
 from embodied.execution.executor import Executor, Iteration
 from embodied.execution.session import Session
 from embodied.planning.components import leaving_home
+from embodied.runtime.groups import WorkerGroup
+from embodied.runtime.ray_workers import RayHandle
 from embodied.workflows.sizes import workflow_of
 from schedulers import Cluster, ComponentProfile, DeviceRange, Node, Phase, Placement, Plan, Point, Profile
 from sim_farm.layout import FarmSpec
@@ -106,8 +108,9 @@ def test_a_plan_for_four_nodes_is_executed_where_it_says(
         for name, raylet in machines.raylets.items():
             there = psutil.Process(raylet).children(recursive=True)
             assert sum("_FarActor" in "".join(one.cmdline()) for one in there) == ranks, name
-        for group, count in ((workers.acting, replicas), (workers.trainer, ranks)):
-            nodes = [handle.process.node for handle in group.handles]
+        groups: list[tuple[WorkerGroup[Any], int]] = [(workers.acting, replicas), (workers.trainer, ranks)]
+        for group, count in groups:
+            nodes = [handle.process.node for handle in group.handles if isinstance(handle, RayHandle)]
             assert nodes == [session.nodes[node] for node in NODES for _ in range(count)]
 
     found = run(SETTINGS, session, placed, tmp_path / "ray", look)

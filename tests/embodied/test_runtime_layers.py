@@ -12,7 +12,7 @@ import embodied.runtime
 FOLDER = Path(embodied.runtime.__file__).parent
 ORDER = (
     "deadlines", "nodes", "handles", "groups", "contract", "inline", "relay",
-    "ray_cluster", "ray_links", "ray_farm", "ray_workers", "ray_runtime",
+    "ray_cluster", "ray_lending", "ray_links", "ray_farm", "ray_workers", "ray_runtime",
 )  # fmt: skip
 
 
