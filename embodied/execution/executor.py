@@ -184,24 +184,22 @@ class Executor:
         sent = None if self._by_episodes else self._send(iteration)
         environments = self.decider.call(Decider.snapshot)
         switches = self._to_trainer() if self.assignment.unload else []
+        spans: list[Span] = []
         if ahead:
             if self._published < iteration:
-                self.publish(iteration)
+                self._hand_over_weights(iteration, spans)
             self._next = self._start()
         if sent is not None:
             self._collected(sent)
         learned = update_of_ranks(self.trainer.call_all(Trainer.finish, iteration))
         updated = time.monotonic_ns()
         update_ns = int(learned["learner/update_s"] * 1e9)
-        spans: list[Span] = []
         self._mark(spans, "driver", "update", begin, updated, trajectories=self.trajectories_path)
         self._mark(spans, self.trainer.name, "update", updated - update_ns, updated)
         if self.assignment.unload and self._apart.size:
             switches += self._switch(self.acting.name, partial(self._apart.call_all, Acting.load_back))
         if not ahead:
-            begin = time.monotonic_ns()
-            self.publish(iteration + 1)
-            self._mark(spans, "driver", "publish weights", begin, path=self.weights_path)
+            self._hand_over_weights(iteration + 1, spans)
         if self.assignment.unload:
             switches += self._switch(self.trainer.name, self._unload_trainer)
         learned["time/switch_s"] = self._switched_s
@@ -395,6 +393,11 @@ class Executor:
         """Add a span, which ends now unless something else is said, where the run is traced."""
         if self.config.runtime.trace:
             spans.append(Span(track, name, begin_ns, end_ns or time.monotonic_ns(), args))
+
+    def _hand_over_weights(self, version: int, spans: list[Span]) -> None:
+        begin = time.monotonic_ns()
+        self.publish(version)
+        self._mark(spans, "driver", "publish weights", begin, path=self.weights_path)
 
     def publish(self, version: int) -> None:
         """Bring the trainer's weights, which have seen `version` updates, to all who act."""

@@ -105,7 +105,8 @@ class WeightsGroup(Ranks):
             self._group = gloo(store, self.rank, self.size, options)
         self._agree()  # NCCL connects when it is first asked for something
         self._limit = timedelta(seconds=timeout_s)
-        self._group._set_default_timeout(self._limit)
+        if self.device.type != "cuda":
+            self._group._set_default_timeout(self._limit)
 
     def _header(self, layout: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
         """Rank 0's names, types and shapes, as tensors without memory."""
