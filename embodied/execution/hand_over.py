@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -107,6 +108,18 @@ def hand_over_of(
     source = replace(trainer.call_one(0, Trainer.whereabouts), node=assignment.first_of(trainer.name).node)
     found = apart.call_all(Acting.whereabouts)
     targets = [replace(end, node=place.node) for end, place in zip(found, places, strict=True)]
-    made = HandOver(trainer, guests, apart, ways_to(source, targets), nodes)
+    ways = ways_to(source, targets)
+    if Way.GPU_MEMORY in ways and not _reaches(trainer, apart, ways):
+        ways = (Way.MEMORY,) * len(ways)
+    made = HandOver(trainer, guests, apart, ways, nodes)
     made.connect(timeout_s)
     return made
+
+
+def _reaches(trainer: WorkerGroup[Trainer], apart: WorkerGroup[Acting], ways: Sequence[Way]) -> bool:
+    """Whether those on the trainer's GPU can map what it shows there: containers and allocators may forbid it."""
+    sample = trainer.call_one(0, Trainer.show_sample)
+    try:
+        return all(apart.scatter(Acting.can_map, [(sample if way is Way.GPU_MEMORY else None,) for way in ways]))
+    finally:
+        trainer.call_one(0, Trainer.withdraw)

@@ -82,6 +82,10 @@ class Acting(Protocol):
 
     def join_for_weights(self, address: str, rank: int, names: tuple[str, ...], timeout_s: float) -> None: ...
 
+    def can_map(self, sample: Shown | None) -> bool:
+        """Whether it can map what a trainer shows."""
+        ...
+
     def take_weights(self, shown: Shown | None, version: int) -> None:
         """`load_weights` of what a trainer on this machine's GPUs hands out."""
         ...
@@ -183,6 +187,10 @@ class Trainer(Protocol):
 
     def hand_out(self, shows: bool) -> Shown | None:
         """`weights` for those that `take_weights`."""
+        ...
+
+    def show_sample(self) -> Shown:
+        """Something for others on its GPU to try to map, until `withdraw`."""
         ...
 
     def withdraw(self) -> None:

@@ -6,8 +6,10 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from embodied.errors import UserError
 from embodied.workers.devices import await_devices, device_of
 from embodied.workers.gpu_memory import Shown, gpu_name, show
 from embodied.workers.ranks import LOOPBACK
@@ -59,6 +61,11 @@ class WeightsSource:
         self._shown = {name: tensor.to(device) for name, tensor in tensors.items()}
         return show(self._shown)
 
+    def show_sample(self) -> Shown:
+        """A number on its GPU, shown to others there until `withdraw`."""
+        self._shown = {"sample": torch.zeros(1, device=device_of(self.policy))}
+        return show(self._shown)
+
     def withdraw(self) -> None:
         """What was shown has been copied."""
         self._shown = None
@@ -92,6 +99,16 @@ class WeightsTarget:
             device = device_of(self.policy)
             self._source = WeightsGroup(rank=rank, size=len(names), device=device, names=names)
             self._source.join(address, timeout_s)
+
+    def can_map(self, sample: Shown | None) -> bool:
+        """Whether this process can map what the learner shows; without anything to map, it can."""
+        if sample is None:
+            return True
+        try:
+            sample.mapped()
+        except UserError:
+            return False
+        return True
 
     def take_weights(self, shown: Shown | None, version: int) -> None:
         """Take weights that the learner shows on this GPU, or, without, broadcasts.

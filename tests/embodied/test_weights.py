@@ -31,6 +31,7 @@ from embodied.runtime.ray_runtime import RayRuntime
 from embodied.workers import weights_group
 from embodied.workers.affinity import Affinity
 from embodied.workers.context import WorkerContext
+from embodied.workers.gpu_memory import Shown
 from embodied.workers.learner import Learner
 from embodied.workers.lent_tensors import Lender, LentOver, LentTensors
 from embodied.workers.policy_replica import PolicyReplica
@@ -38,7 +39,7 @@ from embodied.workers.policy_worker import PolicyWorker
 from embodied.workers.weight_ways import End, Way, way_between, ways_to
 from embodied.workers.weights import WrongWeights, check_weights, map_weights, trained
 from embodied.workers.weights_group import WeightsGroup
-from embodied.workflows.recipes import PPO
+from embodied.workflows.recipes import PPO, Recipe
 from policies.contract import Inputs, Policy, PolicySpec
 from sim_farm.farm import WorkerFailed
 from sim_farm.memory import FOLDER
@@ -104,13 +105,22 @@ class Trainer(Learner):
         return checksums(super().weights()), self.asked
 
 
-CLASSES = {"policy": Worker, "learner": Trainer}
-TELLING = replace(
-    PPO,
-    components=tuple(
-        replace(c, worker=f"{__name__}:{CLASSES[c.name].__name__}") if c.name in CLASSES else c for c in PPO.components
-    ),
-)
+class Barred(Worker):
+    """In a container that may not map what others have on its GPU."""
+
+    def can_map(self, sample: Shown | None) -> bool:
+        return sample is None
+
+
+def telling(policy: type[Worker]) -> Recipe:
+    classes = {"policy": policy, "learner": Trainer}
+    components = (
+        replace(c, worker=f"{__name__}:{classes[c.name].__name__}") if c.name in classes else c for c in PPO.components
+    )
+    return replace(PPO, components=tuple(components))
+
+
+TELLING, BARRED = telling(Worker), telling(Barred)
 APART = assigned("disaggregated", 4, (0,), policy=(), one_process=False)
 WAYS: dict[str, tuple[str, Assignment, str, Way | None]] = {
     "one process": ("inline", inline(APART), "by reference", None),
@@ -119,6 +129,8 @@ WAYS: dict[str, tuple[str, Assignment, str, Way | None]] = {
     "to three processes": ("ray", shared(3), "shared memory, one copy for 3 replicas", None),
     "broadcast to one": ("ray", APART, "broadcast to 1", Way.BROADCAST),
     "broadcast to three": ("ray", shared(3), "broadcast to 3", Way.BROADCAST),
+    # Without a GPU what is shown is copied on its way, not mapped; who does what is the same.
+    "shown to one": ("ray", APART, "GPU memory to 1", Way.GPU_MEMORY),
 }
 """Runtime, assignment, path, and the way where it is not what is chosen for processes without GPUs."""
 BESIDE_GPUS = {
@@ -166,6 +178,16 @@ def test_every_tensor_arrives_as_it_left(
 ) -> None:
     with run_by(way, ray, tmp_path, monkeypatch) as workers:
         conforms(workers, asks=way != "beside the learner")
+
+
+def test_what_cannot_be_mapped_goes_through_the_hosts_memory(
+    ray: Session, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(hand_over, "ways_to", lambda source, targets: (Way.GPU_MEMORY,) * len(targets))
+    with executor(parse_config(of(STATES, workflow=f"{__name__}:BARRED"), "test"), tmp_path, ray, APART) as workers:
+        assert workers.weights_path == "shared memory"
+        workers.begin(None, 0)
+        conforms(workers, asks=True)
 
 
 @pytest.mark.parametrize("way", BESIDE_GPUS)
