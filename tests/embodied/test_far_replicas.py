@@ -46,8 +46,7 @@ def ray(machines: Machines) -> Iterator[Session]:
     """With no worker of an earlier test."""
     runtime = machines.runtime
     yield Session(Config(), runtime, tuple(CORES))
-    runtime._spare.clear()
-    for process in list(runtime._processes):
+    for process in [process for process in runtime._processes if process not in runtime._spare]:
         runtime._end(process)
 
 
@@ -93,6 +92,7 @@ def test_where_a_replica_is_changes_nothing(
     assert told == {f"{way}, one copy on each node for {len(nodes)} replicas"}
 
 
+@pytest.mark.slow
 def test_the_only_policy_worker_may_be_on_another_node(machines: Machines, ray: Session, tmp_path: Path) -> None:
     """Somebody at home goes round with the farm then; the batches are those of one policy worker."""
     plan, settings = at(machines, "far"), of(STATES)
@@ -101,6 +101,15 @@ def test_the_only_policy_worker_may_be_on_another_node(machines: Machines, ray: 
     alone = replace(plan, components={**plan.components, "policy": (Affinity(),)})
     expected = runs.run(settings, ray, alone, tmp_path / "here")
     test_replicas.assert_only_values_are_rounded(found, expected)
+
+
+@pytest.mark.slow
+def test_the_learner_may_be_on_the_other_node(machines: Machines, ray: Session, tmp_path: Path) -> None:
+    """Weights come home then: to two replicas there, and to one beside the learner."""
+    plan, settings = at(machines, "", "far", ""), of(STATES)
+    plan = replace(plan, components={**plan.components, "learner": on(machines, "far")})
+    found = runs.run(settings, ray, plan, tmp_path / "away")
+    assert_equal(found, runs.run(settings, ray, shared(3), tmp_path / "here"))
 
 
 @pytest.mark.slow
@@ -182,6 +191,7 @@ def test_a_lost_replica_is_named_and_nothing_is_left(
         assert not any(path.exists() for path in memories), "shared memory is left behind"
 
 
+@pytest.mark.slow
 def test_the_exception_of_a_policy_arrives_with_its_replicas_name(
     machines: Machines, ray: Session, tmp_path: Path
 ) -> None:
