@@ -59,11 +59,16 @@ class Block:
             offset += -(-field.nbytes // _ALIGN) * _ALIGN
 
     @classmethod
-    def create(cls, fields: Mapping[str, Field], shared: bool, what: str = "a block") -> Block:
-        """A new block, filled. Raises `FarmError`, which names `what` needs it, if it does not fit into /dev/shm."""
+    def create(
+        cls, fields: Mapping[str, Field], shared: bool, what: str = "a block", name: str | None = None
+    ) -> Block:
+        """A new block, filled; `name`: one that no block has.
+
+        Raises `FarmError`, which names `what` needs it, if it does not fit into /dev/shm.
+        """
         size = size_of(fields)
         if shared:
-            name = f"{PREFIX}{uuid.uuid4().hex[:12]}"
+            name = name or f"{PREFIX}{uuid.uuid4().hex[:12]}"
             require({what: size})
             block = cls(fields, name, _create(name, size, what), owner=True)
         else:
@@ -97,6 +102,17 @@ class Block:
             (FOLDER / self.name).unlink(missing_ok=True)
             resource_tracker.unregister(f"/{self.name}", "shared_memory")
             self._owner = False
+
+
+def adopt(name: str) -> None:
+    """However this process ends, the block of that name goes with it, whoever makes it; until `remove`."""
+    resource_tracker.register(f"/{name}", "shared_memory")
+
+
+def remove(name: str) -> None:
+    """Remove the block of an adopted name, if there is one."""
+    (FOLDER / name).unlink(missing_ok=True)
+    resource_tracker.unregister(f"/{name}", "shared_memory")
 
 
 def size_of(fields: Mapping[str, Field]) -> int:

@@ -25,9 +25,9 @@ from embodied.runtime.ray_lending import parts_of
 from embodied.workers.devices import release, to_host
 from embodied.workers.lent_tensors import Lender, LentTensors
 from embodied.workers.ranks import is_bound
+from sim_farm import memory
 from sim_farm.farm import WorkerTimeout
-from sim_farm.group_slots import texts
-from sim_farm.memory import FOLDER, Block, Field
+from sim_farm.memory import Block, Field
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -38,10 +38,9 @@ that is waited for cannot run then: an iteration of 0.2 s was seen to take 6 s. 
 PROGRESS = {
     "last_ns": Field((1,), "int64", 0),
     "pid": Field((1,), "int64", 0),
-    "lent": Field((2, 64), "uint8", 0),
 }
-"""When the process last reported progress, by the machine's monotonic clock, which all its processes share; its number;
-and the names of the memories in which it lends tensors."""
+"""When the process last reported progress, by the machine's monotonic clock, which all its processes share; and its
+number."""
 
 TAKE_BACK_S = 1.0
 """How long processes on other machines are waited for, to remove what they have lent."""
@@ -50,13 +49,13 @@ TAKE_BACK_S = 1.0
 class _WorkerProcess:
     """A process for other workers: one, or several that take turns and hand things to each other by reference."""
 
-    def __init__(self, memory: str | None) -> None:
-        self._memory = Block.create(PROGRESS, shared=False) if memory is None else Block.attach(PROGRESS, memory)
+    def __init__(self, block: str | None) -> None:
+        self._memory = Block.create(PROGRESS, shared=False) if block is None else Block.attach(PROGRESS, block)
         self._memory.arrays["pid"][0] = os.getpid()
         progress.install(self._report)
         importlib.import_module("embodied.workers.makers")  # seconds, which pass while the farm is built
         self._workers: dict[str, Any] = {}
-        self._lender = Lender(self._memory.arrays["lent"])
+        self._lender = Lender(None if block is None else _lent_names(block))
 
     def make(self, name: str, make: Callable[..., Any], args: tuple[Any, ...]) -> None:
         # Not in the constructor: Ray would wrap its exception into the news of the actor's death.
@@ -160,7 +159,11 @@ class WorkerProcess:
         self.of_use = not threads
         """Whether it may serve other workers later."""
         self._memory = Block.create(PROGRESS, shared=True)
-        self._last, self._pid, self._lent = (self._memory.arrays[name] for name in PROGRESS)
+        self._last, self._pid = (self._memory.arrays[name] for name in PROGRESS)
+        # Ray kills processes with all that they have started, also what would clear up after them.
+        self._lends = _lent_names(str(self._memory.name))
+        for name in self._lends:
+            memory.adopt(name)
         self.actor = cluster.actor(_WorkerActor, _environment(), args=(self._memory.name,), threads=threads)
 
     def last_ns(self) -> int:
@@ -179,9 +182,8 @@ class WorkerProcess:
         """
         if self.pid and _is_stopped(self.pid):
             os.kill(self.pid, signal.SIGKILL)
-        for name in texts(self._lent):
-            if name:
-                (FOLDER / name).unlink(missing_ok=True)
+        for name in self._lends:
+            memory.remove(name)
         self._memory.close()
 
     def kill(self) -> None:
@@ -223,6 +225,11 @@ class FarProcess(WorkerProcess):
     def kill(self) -> None:
         ray.wait([self.take_back()], timeout=TAKE_BACK_S)
         super().kill()
+
+
+def _lent_names(block: str) -> tuple[str, str]:
+    """Of the memories in which the process with this block lends tensors."""
+    return f"{block}-0", f"{block}-1"
 
 
 def _is_stopped(pid: int) -> bool:

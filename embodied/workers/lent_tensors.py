@@ -77,11 +77,11 @@ class LentTensors(Mapping[str, Tensor]):
 
 
 class Lender:
-    """Of one process. `names` uint8 [2, N] is told the names of its two memories, so that another process can remove
-    them when this one is killed."""
+    """Of one process. `names` are those of its two memories, where another process removes them when this one is
+    killed; None: whatever they are."""
 
-    def __init__(self, names: np.ndarray) -> None:
-        self._names = names
+    def __init__(self, names: tuple[str, str] | None = None) -> None:
+        self._names = names or (None, None)
         self._memories: list[tuple[dict[str, _Place], Block] | None] = [None, None]
         self._lent = 0
 
@@ -126,7 +126,7 @@ class Lender:
         for memory in self._memories:
             if memory is not None:
                 memory[1].close()
-        self._memories, self._names[...] = [None, None], 0
+        self._memories = [None, None]
 
     def _memory(self, half: int, places: dict[str, _Place]) -> Block:
         """Made at the first lending, and made again for tensors of other shapes."""
@@ -135,10 +135,8 @@ class Lender:
             if kept[0] == places:
                 return kept[1]
             kept[1].close()
-        block = Block.create(_fields(places), True, "the weights, on their way to those who act with them")
-        name = str(block.name).encode()
-        self._names[half] = 0
-        self._names[half, : len(name)] = np.frombuffer(name, np.uint8)
+        purpose = "the weights, on their way to those who act with them"
+        block = Block.create(_fields(places), True, purpose, self._names[half])
         self._memories[half] = places, block
         return block
 

@@ -31,8 +31,9 @@ from tests.embodied import test_executor as runs
 from tests.embodied import test_learner_ranks as ranked
 from tests.embodied import test_replicas, test_weights
 from tests.embodied.ray_nodes import Machines, started
+from tests.embodied.shared_blocks import mapped
 from tests.embodied.test_executor import CORES, GROUPS, IMAGES, STATES, assert_equal, assert_was_a_test
-from tests.embodied.test_replicas import mapped, of, shared, until
+from tests.embodied.test_replicas import of, shared, until
 
 
 @pytest.fixture(scope="module")
@@ -233,7 +234,7 @@ def test_what_crosses_arrives_as_it_was() -> None:
 
 
 def test_what_is_lent_again_is_whole_or_not_there() -> None:
-    lender, other = (Lender(np.zeros((2, 64), np.uint8)) for _ in range(2))
+    lender, other = (Lender() for _ in range(2))
     tensors = {"x": torch.randn(1000), "y": torch.arange(3), "none": torch.empty(0)}
     try:
         lent = lender.lend(tensors)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,9 +30,9 @@ from embodied.workers.policy_worker import PolicyWorker
 from embodied.workflows.recipes import PPO, Recipe
 from policies.contract import Action, Inputs
 from sim_farm.contract import FarmError
-from sim_farm.memory import FOLDER, PREFIX
 from tests.embodied import test_executor as runs
 from tests.embodied.conftest import SharedRay
+from tests.embodied.shared_blocks import mapped
 from tests.embodied.test_executor import GROUPS, IMAGES, STATES, Run, assert_equal, assert_was_a_test, assigned, inline
 
 ENVS = 8
@@ -304,12 +304,6 @@ def test_the_exception_of_a_replicas_policy_arrives_with_its_name(ray: Session, 
         workers.begin(None, 0)
         with pytest.raises(Confused, match="^policy 2: it does not know what to do$"):
             workers.iterate(0)
-
-
-def mapped(pids: Iterable[int]) -> set[Path]:
-    """The shared memory that these processes have in use."""
-    maps = (Path(one.path) for pid in pids for one in psutil.Process(pid).memory_maps())
-    return {path for path in maps if path.parent == FOLDER and path.name.startswith(PREFIX)}
 
 
 @pytest.mark.parametrize(

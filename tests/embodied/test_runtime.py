@@ -32,10 +32,11 @@ from embodied.runtime.ray_runtime import RayRuntime
 from embodied.training import loop as training
 from policies.contract import PolicyError
 from sim_farm.farm import WorkerFailed, WorkerTimeout
+from sim_farm.memory import FOLDER
+from tests.embodied.shared_blocks import mapped
 from tests.embodied.test_relay import STATES
 
 ROOT = Path(__file__).resolve().parents[2]
-SHM = Path("/dev/shm")
 
 
 def config_of(groups: int = 2, iterations: int = 3, **changes: Any) -> Config:
@@ -320,12 +321,6 @@ def training_process(folder: Path) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-def blocks_of(processes: list[psutil.Process]) -> set[Path]:
-    """The project's shared memory that they have mapped: others on this machine may have some too."""
-    mapped = {Path(one.path) for process in processes for one in process.memory_maps()}
-    return {path for path in mapped if path.parent == SHM and path.name.startswith("embodied-")}
-
-
 def family_of(pid: int) -> list[psutil.Process]:
     """Its descendants, but for Python's resource tracker, which outlives everything but the process itself."""
     everyone = psutil.Process(pid).children(recursive=True)
@@ -348,7 +343,7 @@ def test_an_interrupted_run_ends_with_a_checkpoint_of_its_last_iteration(tmp_pat
             time.sleep(1e-3)
         family = family_of(process.pid)
         assert len(family) >= 6, "gcs_server, raylet, two physics workers, policy and learner"
-        blocks = blocks_of(family)
+        blocks = mapped(member.pid for member in family)
         os.killpg(process.pid, signal.SIGINT)
         said, _ = process.communicate(timeout=30)
         assert process.returncode != 0 and "KeyboardInterrupt" in said
@@ -367,8 +362,8 @@ def test_closing_leaves_no_process_and_no_shared_memory(cluster: RayRuntime) -> 
     with session_of(config_of(), cluster).farm(STATES) as farm:
         family = family_of(os.getpid())
         assert {"gcs_server", "raylet"} <= {process.name() for process in family}
-        blocks = blocks_of([psutil.Process(), *family])
-        mine = {SHM / name for name in (*farm.address.slots, farm.address.bell)}
+        blocks = mapped([os.getpid(), *(member.pid for member in family)])
+        mine = {FOLDER / name for name in (*farm.address.slots, farm.address.bell)}
         assert mine < blocks, "the farm's, and where workers report progress"
     cluster.close()
     assert_gone(family, blocks)

@@ -38,6 +38,7 @@ from sim_farm.episodes import ListedEpisodes
 from sim_farm.memory import FOLDER
 from sim_farm.registry import make_renderer
 from tests.embodied.held import held
+from tests.embodied.shared_blocks import mapped
 from tests.embodied.test_policy_worker import CHUNK, ENVS, Watcher, replay, roll, worker
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -301,6 +302,8 @@ def test_a_killed_driver_leaves_nothing_in_shared_memory(tmp_path: Path) -> None
                 break
         family = psutil.Process(process.pid).children(recursive=True)
         assert len(blocks) == 4 and all(block.exists() for block in blocks)
+        blocks += mapped([process.pid, *(member.pid for member in family)])  # and what workers lend each other
+        assert len(set(blocks)) > 4
         os.kill(process.pid, signal.SIGKILL)
         process.wait(30)
     try:
