@@ -212,17 +212,19 @@ def test_software_that_is_asked_for_draws_what_is_drawn_without_asking(shape: st
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_gpu_that_is_not_there_fails_at_the_start_with_one_message(shape: str) -> None:
-    before = set(Path("/dev/shm").iterdir())
+def test_a_gpu_that_is_not_there_fails_at_the_start_with_one_message(
+    shape: str, own_memory: Callable[[], set[Path]]
+) -> None:
     spec: FarmSpec = replace(DRAWN, **SHAPES[shape], devices=(63,))
     with processes(spec) as (farm, host):
         with pytest.raises(WorkerFailed) as error:
             until(lambda: farm.check())
+        assert own_memory()
         assert str(error.value).startswith("cuda:63 was asked to draw, and none of EGL's devices is that")
         assert "Traceback" not in str(error.value) and "graphics" in str(error.value)
         alive = [process for process in host.processes.values() if process.is_alive()]
     assert all(not process.is_alive() for process in alive)
-    assert set(Path("/dev/shm").iterdir()) <= before
+    assert not own_memory()
 
 
 IN_ONE_PROCESS = """
