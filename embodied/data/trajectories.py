@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from embodied.data.far_frames import FarFrames, FrameReader
 from embodied.data.trajectory_memory import CPU, TrajectoryMemory
 from policies.contract import Inputs
 from sim_farm.episodes import Episodes
@@ -80,11 +81,14 @@ class HeldDecisions:
 @dataclass(frozen=True)
 class CarriedDecisions:
     """Decisions whose rows were copied out of a memory that is on another machine: N of them, some perhaps of one
-    row."""
+    row. Their frames stayed there, and are fetched when they are asked for."""
 
     held: HeldDecisions
+    """Without frames."""
     rows: Tensor
     """int64 [N], of what is held."""
+    frames: FarFrames | None
+    """Of what is held; None: there are none."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -93,8 +97,10 @@ class CarriedDecisions:
         return replace(self, rows=self.rows[index])
 
     def inputs(self, device: torch.device | None = None, frames: bool = True) -> Inputs:
-        shown = self.held if frames else replace(self.held, held_inputs=self.held.inputs(frames=False))
-        return shown.select(self.rows).inputs(device, frames)
+        found = self.held.held_inputs.rows(self.rows)
+        if frames and self.frames is not None:
+            found = replace(found, frames=self.frames.at(self.rows))
+        return found if device is None else found.to(device)
 
     def trace(self, device: torch.device | None = None) -> dict[str, Tensor]:
         return {name: tensor[self.rows].to(device or tensor.device) for name, tensor in self.held.held_trace.items()}
@@ -154,14 +160,17 @@ class Trajectories:
         """The traces of all T * B decisions, copied out of memory."""
         return self.decisions.trace()
 
-    def carried(self) -> Trajectories:
-        """The same for a machine that has not the memory, with every decision that was taken copied out of it once."""
+    def carried(self, reader: FrameReader | None) -> Trajectories:
+        """The same for a machine that has not the memory, with every decision that was taken copied out of it once, all
+        but its frames. These are fetched by the reader; None: there are none."""
+        assert isinstance(self.decisions, StoredDecisions), "what is in no memory can be sent as it is"
         taken = self.mask.flatten()
         chosen = self.decisions.select(taken.nonzero()[:, 0])
         # The others repeat a decision that was taken, and are not looked at.
         rows = (taken.cumsum(0) - 1).clamp(min=0)
-        decisions = CarriedDecisions(HeldDecisions(chosen.inputs(), chosen.trace()), rows)
-        return replace(self, decisions=decisions)
+        held = HeldDecisions(chosen.inputs(frames=False), chosen.trace())
+        frames = None if reader is None else FarFrames(reader, chosen.memory.frame_shape, chosen.rows)
+        return replace(self, decisions=CarriedDecisions(held, rows, frames))
 
     def columns(self, first: int, last: int) -> Trajectories:
         """The environments `first` to `last - 1` alone."""
@@ -217,7 +226,8 @@ def join_decisions(parts: Sequence[Decisions]) -> Decisions:
         whole = join_decisions([part.held for part in carried])
         assert isinstance(whole, HeldDecisions) and len(carried) == len(parts)
         moved = [part.rows + begin for part, begin in zip(carried, begins, strict=True)]
-        return CarriedDecisions(whole, torch.cat(moved))
+        fetched = [part.frames for part in carried if part.frames is not None]
+        return CarriedDecisions(whole, torch.cat(moved), FarFrames.joined(fetched) if fetched else None)
     traces = [part.trace() for part in parts]
     total = sum(len(part) for part in parts)
     return HeldDecisions(

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from embodied.data.far_frames import FrameShape
 from policies.contract import Action, Inputs
 from sim_farm.contract import INSTRUCTION_BYTES
 from sim_farm.frame_memory import FrameAddress, FrameMemory
@@ -152,6 +153,11 @@ class TrajectoryMemory:
     @property
     def frames_nbytes(self) -> int:
         return 0 if self.frames is None else self.frames.frames.nbytes
+
+    @property
+    def frame_shape(self) -> FrameShape:
+        assert self.frames is not None
+        return FrameShape(self.shape.cameras, self.frames.frames.shape[2:])
 
     def describe(self) -> str:
         """One line for people: how large it is, and of how much."""

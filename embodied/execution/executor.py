@@ -30,6 +30,7 @@ from embodied.execution.assignment import Assignment
 from embodied.execution.farm_specs import frame_rows, run_specs
 from embodied.execution.hand_over import HandOver, hand_over_of
 from embodied.execution.placement import check_workflow, place_workers, processes_here
+from embodied.execution.row_delivery import RowDelivery, place_delivery
 from embodied.execution.session import Session
 from embodied.execution.trainer_ranks import (
     collected_by_ranks,
@@ -106,6 +107,7 @@ class Executor:
     memory: TrajectoryMemory
     run_dir: Path
     hand_over: HandOver
+    delivery: RowDelivery
     farm_deadline_s: float
     """The decider's deadline for its farm. It is shorter than the deadline of the call, whose message could not name
     the late worker of the farm."""
@@ -238,8 +240,8 @@ class Executor:
 
     @property
     def trajectories_path(self) -> str:
-        """How trajectories travel: only the flat rows of decisions are sent."""
-        return f"trajectory memory, rows {self.trainer.path_from(self.decider)}"
+        """How trajectories travel."""
+        return self.delivery.path
 
     @property
     def _apart(self) -> WorkerGroup[Acting]:
@@ -334,17 +336,7 @@ class Executor:
             passer: WorkerGroup[Passer] = self.workers[component.name]
             passing.append((component.name, passer.pipe(Passer.receive, source, produce, iteration)))
             source, produce = passer, Passer.trajectories
-        return _Sent(tuple(passing), self._hand_over(source, produce, iteration))
-
-    def _hand_over(self, source: WorkerGroup[Any], produce: Any, iteration: int) -> Any:
-        """Start `Trainer.collect` on every rank; those on other machines than the decider are sent the rows too."""
-        far = [bool(place.node) for place in self.assignment.components[self.trainer.name]]
-        if not any(far):
-            return self.trainer.pipe(Trainer.collect, source, produce, iteration)
-        made = source.submit(produce)
-        carried = self.decider.submit(Decider.carried, made)
-        each = [(carried if away else made, iteration) for away in far]
-        return self.trainer.submit_scattered(Trainer.collect, each)
+        return _Sent(tuple(passing), self.delivery.send(source, produce, iteration))
 
     def _collected(self, sent: _Sent) -> CollectStatistics:
         """Wait until a part is collected. A passer's failure is raised before those that follow from it."""
@@ -429,17 +421,20 @@ def executor(config: Config, run_dir: Path, session: Session, assignment: Assign
         workers, acts = placed.workers, placed.acting
         farm_deadline_s = session.runtime.deadline.inner().seconds
         layout = acts.workers.call_one(0, Acting.layout)
-        memory = TrajectoryMemory.create(layout, farm.frames, not farm.in_process)
         trained: WorkerGroup[Any] = workers[recipe.after_rollout[-1].name]
+        delivery = place_delivery(session, placed.assignment, acts.loop or acts.workers, trained, farm)
+        memory = TrajectoryMemory.create(layout, farm.frames, not farm.in_process)
         hand_over = hand_over_of(trained, acts.workers, placed.assignment, farm_deadline_s)
         run = Executor(
-            config, recipe, placed.assignment, farm, workers, memory, run_dir, hand_over, farm_deadline_s, acts.loop
-        )
+            config, recipe, placed.assignment, farm, workers, memory, run_dir, hand_over, delivery, farm_deadline_s,
+            acts.loop,
+        )  # fmt: skip
         try:
+            delivery.use(memory)
             with acts.at_desks(farm, memory, layout, recipe.critic or recipe.rollout == "decisions"):
                 yield run
                 run.trainer.call_all(Trainer.leave)
-                for group in (*workers.values(), *acts.helpers):
+                for group in (*workers.values(), *acts.helpers, *delivery.helpers):
                     group.end()
         finally:
             memory.close()

@@ -16,6 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from embodied.checkpoint import RunState
+from embodied.data.far_frames import FrameReader
 from embodied.data.trajectories import Trajectories
 from embodied.data.trajectory_memory import MemoryLayout, TrajectoryMemory
 from embodied.workers.background import Written
@@ -123,8 +124,9 @@ class Decider(Protocol):
 
     def trajectories(self) -> Trajectories: ...
 
-    def carried(self, batch: Trajectories) -> Trajectories:
-        """The trajectories for another machine, which does not have the memory that they are in."""
+    def carried(self, batch: Trajectories, reader: FrameReader | None) -> Trajectories:
+        """The trajectories for another machine, which does not have the memory that they are in; frames are fetched
+        from there by the reader (None: there are none)."""
         ...
 
     def snapshot(self) -> dict[str, np.ndarray]: ...

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from embodied.data.assembly import EndedEpisode, assemble, table_of_decisions, table_of_episodes
+from embodied.data.far_frames import FrameReader
 from embodied.data.trajectories import Trajectories, join_columns, join_inputs, to_inputs
 from embodied.data.trajectory_memory import FrameCounts, TrajectoryMemory
 from embodied.workers.acting import EnvironmentGroup, RolloutSettings
@@ -178,9 +179,10 @@ class RolloutWorker:
 
     # --- after a rollout
 
-    def carried(self, batch: Trajectories) -> Trajectories:
-        """The trajectories for another machine, which does not have the memory that they are in."""
-        return batch.carried()
+    def carried(self, batch: Trajectories, reader: FrameReader | None) -> Trajectories:
+        """The trajectories for another machine, which does not have the memory that they are in; frames are fetched
+        from there by the reader."""
+        return batch.carried(reader)
 
     def _assembled(
         self,

@@ -18,12 +18,15 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 import pytest
+from torch import Tensor
 
 import schedulers
 from embodied.config import Config, parse_config
 from embodied.doctor.hardware import fingerprint
 from embodied.errors import UserError
-from embodied.execution.assignment import assign
+from embodied.execution import row_delivery
+from embodied.execution.assignment import Assignment, assign
+from embodied.execution.executor import executor
 from embodied.execution.session import Session, open_session
 from embodied.planning.clusters import run_cluster
 from embodied.planning.profiler import work_of
@@ -34,7 +37,9 @@ from embodied.runtime.deadlines import Deadline
 from embodied.runtime.inline import InlineRuntime
 from embodied.runtime.ray_farm import RayHost
 from embodied.runtime.ray_runtime import RayRuntime
+from embodied.runtime.ray_workers import RayHandle
 from embodied.workers.affinity import Affinity
+from embodied.workers.frame_source import CalledSource
 from schedulers import ComponentProfile, Plan, Point, Profile
 from sim_farm.contract import EpisodeSpec, FarmError
 from sim_farm.episodes import EndlessEpisodes, ListedEpisodes
@@ -43,7 +48,7 @@ from sim_farm.layout import FarmSpec
 from sim_farm.memory import FOLDER
 from tests.embodied import test_learner_ranks
 from tests.embodied.ray_nodes import Machines, started
-from tests.embodied.test_executor import inline
+from tests.embodied.test_executor import assert_equal, inline
 from tests.embodied.test_relay import CHUNKS, PICTURES, STATES
 from tests.embodied.test_runtime import config_of, session_of, train
 from tests.sim_farm.driving import Trace, actions_for, append, assert_same, drive, run
@@ -141,7 +146,7 @@ def test_training_with_physics_on_another_node_equals_training_inline(
 
 
 def test_a_learner_rank_on_another_machine_is_sent_the_rows(machines: Machines, tmp_path: Path) -> None:
-    """It learns what one here would, of frames that were read out of a memory that it does not have."""
+    """It learns what one here would, of frames that it fetches out of a memory that it does not have."""
     settings = {**test_learner_ranks.IMAGES, "workflow": test_learner_ranks.STATES["workflow"]}
     plan = test_learner_ranks.of_ranks(2)
     ranks = (Affinity(), Affinity(node=machines.node("far").id))
@@ -153,9 +158,81 @@ def test_a_learner_rank_on_another_machine_is_sent_the_rows(machines: Machines, 
         expected = test_learner_ranks.run(settings, here, inline(plan), tmp_path / "here")
     test_learner_ranks.assert_same(found, expected)
     paths = {span.args["trajectories"] for one in found.iterations for span in one.spans if "trajectories" in span.args}
-    assert paths == {"trajectory memory, rows shared memory and Ray, between machines"}
+    assert paths == {
+        "trajectory memory, rows shared memory and Ray, between machines; frames fetched where they are evaluated"
+    }
     for mine, its in zip(found.iterations, expected.iterations, strict=True):
         assert mine.learned["learner/frames_read"] < its.learned["learner/frames_read"]
+
+
+@dataclass(frozen=True)
+class Recorded(CalledSource):
+    """Writes down, in the process of the rank, which rows are fetched."""
+
+    folder: Path
+
+    def read(self, rows: Tensor) -> Tensor:
+        with (self.folder / str(os.getpid())).open("a") as file:
+            print(*rows.tolist(), file=file)
+        return super().read(rows)
+
+
+def of_two_ranks(machines: Machines, node: str) -> Assignment:
+    """Both on that node, '' being the one with the frames."""
+    place = Affinity(node=machines.node(node).id if node else "")
+    plan = test_learner_ranks.of_ranks(2)
+    return replace(plan, components={**plan.components, "learner": (place, place)})
+
+
+@pytest.mark.parametrize(
+    ("epochs", "ahead"),
+    [(1, 0), pytest.param(2, 0, marks=pytest.mark.slow), pytest.param(2, 1, marks=pytest.mark.slow)],
+)
+def test_far_ranks_fetch_the_frames_that_they_evaluate_once(
+    epochs: int, ahead: int, machines: Machines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a row is evaluated once, one of them fetches it; where it is more often, each of them once at most."""
+    settings = {**test_learner_ranks.IMAGES, "workflow": "ppo"}
+    settings = test_learner_ranks.with_optim(settings, epochs=epochs, micro_batch=3)
+    session = Session(Config(), machines.runtime, tuple(sorted(os.sched_getaffinity(0))))
+    folders: list[Path] = []
+
+    def recorded(caller: Any) -> Recorded:
+        folders.append(tmp_path / f"fetched {len(folders)}")
+        folders[-1].mkdir()
+        return Recorded(caller, folders[-1])
+
+    near, far = (replace(of_two_ranks(machines, node), ahead=ahead) for node in ("", "far"))
+    expected = test_learner_ranks.run(settings, session, near, tmp_path / "near")
+    monkeypatch.setattr(row_delivery, "CalledSource", recorded)
+    found = test_learner_ranks.run(settings, session, far, tmp_path / "far")
+    assert_equal(found, expected)
+    assert len(folders) == len(found.iterations) == 3
+    decisions = settings["env"]["num_envs"] * settings["rollout"]["decisions"]
+    for folder in folders:
+        calls = [[line.split() for line in rank.read_text().splitlines()] for rank in folder.iterdir()]
+        assert len(calls) == 2 and all(1 <= len(rows) <= 3 for rank in calls for rows in rank), "by micro-batch"
+        first, second = ([row for rows in rank for row in rows] for rank in calls)
+        assert len(set(first)) == len(first) and len(set(second)) == len(second), "a frame was fetched twice"
+        assert len({*first, *second}) == decisions
+        assert epochs > 1 or len(first) == len(second) == decisions / 2
+
+
+def test_a_frame_source_that_dies_is_named_with_the_rank_that_called_it(machines: Machines, tmp_path: Path) -> None:
+    session = Session(Config(), machines.runtime, tuple(sorted(os.sched_getaffinity(0))))
+    config = parse_config({**test_learner_ranks.IMAGES, "workflow": "ppo"}, "test")
+    with (
+        pytest.raises(WorkerFailed, match="^learner [01]: frame source of learner died during 'frames'"),
+        executor(config, tmp_path, session, of_two_ranks(machines, "far")) as workers,
+    ):
+        workers.begin(None, 0)
+        workers.iterate(0)
+        (source,) = workers.delivery.helpers[0].handles
+        assert isinstance(source, RayHandle)
+        os.kill(source.process.pid, signal.SIGKILL)
+        workers.iterate(1)
+    for process in list(machines.runtime._processes):
+        machines.runtime._end(process)
 
 
 # --- planned

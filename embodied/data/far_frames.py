@@ -1,0 +1,70 @@
+"""Frames of a trajectory memory that is on another machine: those that are asked for are fetched, once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+CALL_BYTES = 32 * 2**20
+"""The most that one call fetches, where one row is not more: what travels passes through stores of a few hundred MB."""
+
+
+class FrameReader(Protocol):
+    """The way to the frames of a memory on another machine."""
+
+    def read(self, rows: Tensor) -> Tensor:
+        """uint8 [n, cameras, H, W, 3] at the flat rows int64 [n], in memory of the caller's own."""
+        ...
+
+
+@dataclass(frozen=True)
+class FrameShape:
+    """What the frames of one observation are."""
+
+    cameras: tuple[str, ...]
+    """The policy's names, in the order of the frames."""
+    picture: tuple[int, ...]
+    """(H, W, 3) of each."""
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.cameras) * torch.Size(self.picture).numel()
+
+
+class FarFrames:
+    """Frames of M decisions by their flat rows, int64 [M]. What was fetched is kept as long as this object is."""
+
+    def __init__(self, reader: FrameReader, shape: FrameShape, rows: Tensor) -> None:
+        self._reader, self._shape, self._rows = reader, shape, rows
+        self._kept: dict[int, Tensor] = {}
+        """[cameras, H, W, 3] by the flat row."""
+
+    @classmethod
+    def joined(cls, parts: Sequence[FarFrames]) -> FarFrames:
+        """Those of all parts of one iteration, one after the other, with what each has fetched."""
+        whole = cls(parts[0]._reader, parts[0]._shape, torch.cat([part._rows for part in parts]))
+        for part in parts:
+            whole._kept |= part._kept
+        return whole
+
+    def at(self, index: Tensor) -> dict[str, Tensor]:
+        """uint8 [n, H, W, 3] of each camera, of the decisions `index` (int64 [n])."""
+        rows = self._rows[index].tolist()
+        self._fetch([row for row in dict.fromkeys(rows) if row not in self._kept])
+        found = {}
+        for number, name in enumerate(self._shape.cameras):
+            found[name] = torch.empty(len(rows), *self._shape.picture, dtype=torch.uint8)
+            for place, row in enumerate(rows):
+                found[name][place] = self._kept[row][number]
+        return found
+
+    def _fetch(self, rows: Sequence[int]) -> None:
+        """In one call, or in several where one would be too large."""
+        size = max(CALL_BYTES // self._shape.nbytes, 1)
+        for begin in range(0, len(rows), size):
+            piece = rows[begin : begin + size]
+            self._kept.update(zip(piece, self._reader.read(torch.tensor(piece)), strict=True))

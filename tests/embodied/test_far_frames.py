@@ -1,0 +1,61 @@
+"""Frames that are fetched from another machine: each once, in calls that are not too large."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+
+from embodied.data import far_frames
+from embodied.data.far_frames import FarFrames, FrameShape
+
+SHAPE = FrameShape(("front", "wrist"), (4, 4, 3))
+MEMORY = torch.randint(0, 256, (100, 2, 4, 4, 3), dtype=torch.uint8)
+
+
+@dataclass
+class Reader:
+    asked: list[list[int]] = field(default_factory=list)
+
+    def read(self, rows: Tensor) -> Tensor:
+        self.asked.append(rows.tolist())
+        return MEMORY[rows]
+
+
+def assert_shown(found: dict[str, Tensor], rows: list[int]) -> None:
+    assert list(found) == ["front", "wrist"]
+    assert all(torch.equal(found[name], MEMORY[rows, i]) for i, name in enumerate(found))
+
+
+def test_what_is_there_is_not_fetched_again() -> None:
+    reader = Reader()
+    frames = FarFrames(reader, SHAPE, torch.arange(50, 60))
+    assert_shown(frames.at(torch.tensor([3, 1, 3])), [53, 51, 53])
+    assert_shown(frames.at(torch.tensor([9, 1])), [59, 51])
+    assert_shown(frames.at(torch.tensor([3])), [53])
+    assert_shown(frames.at(torch.tensor([], dtype=torch.int64)), [])
+    assert reader.asked == [[53, 51], [59]]
+
+
+def test_parts_are_joined_with_what_they_have_fetched() -> None:
+    reader = Reader()
+    first, second = (FarFrames(reader, SHAPE, torch.arange(begin, begin + 4)) for begin in (10, 70))
+    first.at(torch.tensor([2]))
+    second.at(torch.tensor([0]))
+    whole = FarFrames.joined([pickle.loads(pickle.dumps(first)), second])
+    whole._reader = reader
+    assert_shown(whole.at(torch.arange(8)), [10, 11, 12, 13, 70, 71, 72, 73])
+    assert reader.asked == [[12], [70], [10, 11, 13, 71, 72, 73]]
+
+
+def test_no_call_fetches_more_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = Reader()
+    monkeypatch.setattr(far_frames, "CALL_BYTES", 3 * SHAPE.nbytes + 1)
+    assert_shown(FarFrames(reader, SHAPE, torch.arange(7)).at(torch.arange(7)), list(range(7)))
+    assert reader.asked == [[0, 1, 2], [3, 4, 5], [6]]
+    monkeypatch.setattr(far_frames, "CALL_BYTES", 1)
+    assert_shown(FarFrames(reader, SHAPE, torch.arange(2)).at(torch.arange(2)), [0, 1])
+    assert reader.asked[3:] == [[0], [1]]
