@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,10 @@ from torch import Tensor
 
 from embodied.data import far_frames
 from embodied.data.far_frames import FarFrames, FrameShape
+from embodied.data.trajectories import join_columns
+from embodied.workers.frame_source import CalledSource, FrameSource
+from tests.embodied.test_policy_worker import ENVS, Watcher, worker
+from tests.embodied.test_trajectory_memory import WATCHED, assert_same
 
 SHAPE = FrameShape(("front", "wrist"), (4, 4, 3))
 MEMORY = torch.randint(0, 256, (100, 2, 4, 4, 3), dtype=torch.uint8)
@@ -59,3 +65,30 @@ def test_no_call_fetches_more_than_it_may(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(far_frames, "CALL_BYTES", 1)
     assert_shown(FarFrames(reader, SHAPE, torch.arange(2)).at(torch.arange(2)), [0, 1])
     assert reader.asked[3:] == [[0], [1]]
+
+
+@dataclass
+class Straight:
+    """Calls the source in this process."""
+
+    source: FrameSource
+    rows: list[int] = field(default_factory=list)
+
+    def call(self, method: Callable[..., Any], *args: Any) -> Any:
+        self.rows += args[0].tolist()
+        return method(self.source, *args)
+
+
+def test_trajectories_that_are_carried_are_those_of_the_memory() -> None:
+    """Whole, and in parts that are joined again; each frame is fetched once."""
+    with worker(Watcher(), task=WATCHED) as made:
+        made.rollout(8, 60.0)
+        batch = made.trajectories()
+        caller = Straight(FrameSource())
+        caller.source.use(made.memory)
+        whole = batch.carried(CalledSource(caller))
+        for _ in range(2):
+            assert_same(whole, batch)
+        assert len(set(caller.rows)) == len(caller.rows) == 8 * ENVS
+        parts = [batch.columns(first, last) for first, last in ((0, 1), (1, ENVS))]
+        assert_same(join_columns([part.carried(CalledSource(caller)) for part in parts]), batch)
