@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -229,6 +230,7 @@ def test_a_gpu_that_is_not_there_fails_at_the_start_with_one_message(
 
 IN_ONE_PROCESS = """
 from contextlib import closing
+from collections.abc import Callable
 from dataclasses import replace
 from sim_farm import Farm, FarmError, InProcess
 from tests.sim_farm.driving import drive
