@@ -118,7 +118,7 @@ def test_replicas_share_the_policies_of_ranks_on_other_nodes(machines: Machines,
     """Each pair is one process and takes turns."""
     runs_of = {}
     for name, nodes in {"away": ("", "far", "far"), "here": ("", "", "")}.items():
-        plan = at(machines, *nodes, one_process=True, unload=True)
+        plan = at(machines, *nodes, hosts=tuple(range(len(nodes))), unload=True)
         plan = replace(plan, components={**plan.components, "learner": on(machines, *nodes)})
         runs_of[name] = ranked.run(of(ranked.STATES), ray, plan, tmp_path / name)
     ranked.assert_same(runs_of["away"], runs_of["here"])
