@@ -175,4 +175,6 @@ class RayRuntime(RayCluster):
     def _end(self, process: WorkerProcess) -> None:
         if process in self._processes:
             self._processes.remove(process)
+            if process in self._spare:
+                self._spare.remove(process)
             process.kill()
