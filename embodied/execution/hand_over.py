@@ -10,7 +10,7 @@ from typing import Any
 from embodied.errors import PeerFailed
 from embodied.execution.assignment import Assignment
 from embodied.runtime.groups import WorkerGroup
-from embodied.workers.gpu_memory import Shown
+from embodied.workers.gpu_memory import GpuTensors
 from embodied.workers.roles import Acting, Trainer
 from embodied.workers.weight_ways import ON_GPUS, Way, ways_to
 
@@ -59,7 +59,7 @@ class HandOver:
             self.apart.get(sent)
             return
         first: Any = self.trainer.submit_one(0, Trainer.hand_out, Way.GPU_MEMORY in self.ways)
-        shown: list[Shown | None] = [first if way is Way.GPU_MEMORY else None for way in self.ways]
+        shown: list[GpuTensors | None] = [first if way is Way.GPU_MEMORY else None for way in self.ways]
         taken = self.apart.submit_scattered(Acting.take_weights, [(each, version) for each in shown])
         self._await([first, *others], taken)
         if Way.GPU_MEMORY in self.ways:
@@ -70,13 +70,13 @@ class HandOver:
 
         Raises `PeerFailed`, which names both ends, where they do not.
         """
-        far = [rank for rank, way in enumerate(self.ways) if way is Way.BROADCAST]
-        if not far:
+        joined = [rank for rank, way in enumerate(self.ways) if way is Way.BROADCAST]
+        if not joined:
             return
-        names = (self.trainer.handles[0].name, *(self.apart.handles[rank].name for rank in far))
+        names = (self.trainer.handles[0].name, *(self.apart.handles[rank].name for rank in joined))
         address = self.trainer.call_one(0, Trainer.listen_for_weights, names)
         joining: Any = self.trainer.submit_one(0, Trainer.join_for_weights, address, timeout_s)
-        places = [far.index(rank) + 1 if rank in far else 0 for rank in range(self.apart.size)]
+        places = [joined.index(rank) + 1 if rank in joined else 0 for rank in range(self.apart.size)]
         each = [(address, place, names, timeout_s) for place in places]
         self._await([joining], self.apart.submit_scattered(Acting.join_for_weights, each))
 

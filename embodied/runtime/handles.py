@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from embodied.runtime.deadlines import Deadline
+from embodied.workers.caller import Caller
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -66,8 +67,8 @@ class Handle(Generic[T]):
         """
         return [self._start(produce.__name__, (), {})] * len(takers)
 
-    def caller(self) -> Any:
-        """By which other workers call this one (`embodied.workers.desk_relay.Caller`), where it was placed for that."""
+    def caller(self) -> Caller:
+        """By which other workers call this one, where it was placed for that."""
         raise NotImplementedError
 
     def get(self, reference: R) -> R:

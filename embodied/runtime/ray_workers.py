@@ -22,6 +22,7 @@ from embodied.runtime.handles import Handle
 from embodied.runtime.nodes import require_software, software
 from embodied.runtime.ray_cluster import HERE, LOOK_S, RayCluster, value_within
 from embodied.runtime.ray_lending import parts_of
+from embodied.workers.caller import Caller
 from embodied.workers.devices import release, to_host
 from embodied.workers.lent_tensors import Lender, LentTensors
 from embodied.workers.ranks import is_bound
@@ -294,7 +295,7 @@ class RayHandle(Handle[T]):
                 there[taker.process.node] = taker._call(remote, produce.__name__, (), args, {})
         return [there[taker.process.node] for taker in takers if isinstance(taker, RayHandle)]
 
-    def caller(self) -> Any:
+    def caller(self) -> Caller:
         return RayCaller(self.name, self.process.actor, self.deadline.inner().seconds)
 
     def path_from(self, source: Handle[Any]) -> str:
@@ -342,7 +343,7 @@ def start_worker(
 
 @dataclass(frozen=True)
 class RayCaller:
-    """`embodied.workers.desk_relay.Caller` of a worker in an actor."""
+    """`Caller` of a worker in an actor."""
 
     name: str
     actor: Any

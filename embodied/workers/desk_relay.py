@@ -11,10 +11,10 @@ another machine is one like any other.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor
 from embodied import progress
 from embodied.data.trajectory_memory import FrameCounts
 from embodied.workers.acting import Shown
+from embodied.workers.caller import Caller
 from embodied.workers.replica_desk import Answer, Asked, OwnDesk
 from policies.contract import Action, Inputs
 from sim_farm.contract import FarmError
@@ -135,13 +136,6 @@ class DeskRelay:
     def note_version(self, rank: int, version: int) -> None:
         """As `Desk.note_version`."""
         self._desks[rank].note_version(version)
-
-
-class Caller(Protocol):
-    """The way to a worker in another process, for workers. Raises what the worker raises, `WorkerFailed` where it is
-    gone and `WorkerTimeout` where it does not answer."""
-
-    def call(self, method: Callable[..., R], *args: Any) -> R: ...
 
 
 class FarDesk:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from embodied import progress
 from embodied.data.trajectory_memory import TrajectoryMemory
-from embodied.workers.desk_relay import Caller
+from embodied.workers.caller import Caller
 
 
 class FrameSource:

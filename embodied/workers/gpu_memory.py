@@ -15,7 +15,7 @@ from embodied.workers.devices import await_devices
 
 
 @dataclass(frozen=True)
-class Shown:
+class GpuTensors:
     """What another process needs to map them. They are there as long as who shows them keeps them."""
 
     handles: Mapping[str, tuple[Callable[..., Tensor], tuple[Any, ...]]]
@@ -33,11 +33,11 @@ class Shown:
             ) from error
 
 
-def show(tensors: Mapping[str, Tensor]) -> Shown:
+def show(tensors: Mapping[str, Tensor]) -> GpuTensors:
     """Tensors on a GPU, complete, for other processes."""
     found = {name: reduce_tensor(tensor.detach()) for name, tensor in tensors.items()}
     await_devices(tensors.values())
-    return Shown(found)
+    return GpuTensors(found)
 
 
 def gpu_name(device: torch.device) -> str:

@@ -21,7 +21,7 @@ from embodied.data.trajectories import Trajectories
 from embodied.data.trajectory_memory import MemoryLayout, TrajectoryMemory
 from embodied.workers.background import Written
 from embodied.workers.desks import Desks
-from embodied.workers.gpu_memory import Shown
+from embodied.workers.gpu_memory import GpuTensors
 from embodied.workers.offload import Switch
 from embodied.workers.replica_desk import Desk
 from embodied.workers.rollout_summary import RolloutSummary
@@ -83,11 +83,11 @@ class Acting(Protocol):
 
     def join_for_weights(self, address: str, rank: int, names: tuple[str, ...], timeout_s: float) -> None: ...
 
-    def can_map(self, sample: Shown | None) -> bool:
+    def can_map(self, sample: GpuTensors | None) -> bool:
         """Whether it can map what a trainer shows."""
         ...
 
-    def take_weights(self, shown: Shown | None, version: int) -> None:
+    def take_weights(self, shown: GpuTensors | None, version: int) -> None:
         """`load_weights` of what a trainer on this machine's GPUs hands out."""
         ...
 
@@ -187,11 +187,11 @@ class Trainer(Protocol):
 
     def join_for_weights(self, address: str, timeout_s: float) -> None: ...
 
-    def hand_out(self, shows: bool) -> Shown | None:
+    def hand_out(self, shows: bool) -> GpuTensors | None:
         """`weights` for those that `take_weights`."""
         ...
 
-    def show_sample(self) -> Shown:
+    def show_sample(self) -> GpuTensors:
         """Something for others on its GPU to try to map, until `withdraw`."""
         ...
 

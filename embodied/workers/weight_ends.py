@@ -11,7 +11,7 @@ from torch import Tensor
 
 from embodied.errors import UserError
 from embodied.workers.devices import await_devices, device_of
-from embodied.workers.gpu_memory import Shown, gpu_name, show
+from embodied.workers.gpu_memory import GpuTensors, gpu_name, show
 from embodied.workers.ranks import LOOPBACK
 from embodied.workers.weight_ways import End
 from embodied.workers.weights import check_weights
@@ -46,7 +46,7 @@ class WeightsSource:
         assert self._takers is not None, "listen_for_weights says where"
         self._takers.join(address, timeout_s)
 
-    def hand_out(self, shows: bool) -> Shown | None:
+    def hand_out(self, shows: bool) -> GpuTensors | None:
         """Broadcast the weights to those that have joined, and show them to others of this GPU until `withdraw`."""
         try:
             tensors = self.weights()
@@ -61,7 +61,7 @@ class WeightsSource:
         self._shown = {name: tensor.to(device) for name, tensor in tensors.items()}
         return show(self._shown)
 
-    def show_sample(self) -> Shown:
+    def show_sample(self) -> GpuTensors:
         """A number on its GPU, shown to others there until `withdraw`."""
         self._shown = {"sample": torch.zeros(1, device=device_of(self.policy))}
         return show(self._shown)
@@ -100,7 +100,7 @@ class WeightsTarget:
             self._source = WeightsGroup(rank=rank, size=len(names), device=device, names=names)
             self._source.join(address, timeout_s)
 
-    def can_map(self, sample: Shown | None) -> bool:
+    def can_map(self, sample: GpuTensors | None) -> bool:
         """Whether this process can map what the learner shows; without anything to map, it can."""
         if sample is None:
             return True
@@ -110,7 +110,7 @@ class WeightsTarget:
             return False
         return True
 
-    def take_weights(self, shown: Shown | None, version: int) -> None:
+    def take_weights(self, shown: GpuTensors | None, version: int) -> None:
         """Take weights that the learner shows on this GPU, or, without, broadcasts.
 
         Raises `WrongWeights` unless they are exactly the policy's, and `PeerFailed` where somebody else has not got

@@ -33,7 +33,7 @@ from tests.embodied import test_replicas, test_weights
 from tests.embodied.ray_nodes import Machines, started
 from tests.embodied.shared_blocks import mapped
 from tests.embodied.test_executor import CORES, GROUPS, IMAGES, STATES, assert_equal, assert_was_a_test
-from tests.embodied.test_replicas import of, shared, until
+from tests.embodied.test_replicas import EACH_BLOW, of, shared, until
 
 
 @pytest.fixture(scope="module")
@@ -160,16 +160,7 @@ def begun(workers: Executor) -> None:
     workers.begin(None, 0)
 
 
-@pytest.mark.parametrize(
-    ("blow", "said"),
-    [
-        pytest.param(signal.SIGKILL, "^policy 1 died during 'serve'", id="killed"),
-        pytest.param(
-            signal.SIGSTOP, "^policy 1 did not answer within 5 s: it has been deciding for group [0-3] for ",
-            id="stopped", marks=pytest.mark.slow,
-        ),
-    ],
-)  # fmt: skip
+@EACH_BLOW
 def test_a_lost_replica_is_named_and_nothing_is_left(
     blow: signal.Signals, said: str, machines: Machines, ray: Session, tmp_path: Path
 ) -> None:

@@ -306,7 +306,7 @@ def test_the_exception_of_a_replicas_policy_arrives_with_its_name(ray: Session, 
             workers.iterate(0)
 
 
-@pytest.mark.parametrize(
+EACH_BLOW = pytest.mark.parametrize(
     ("blow", "said"),
     [
         pytest.param(signal.SIGKILL, "^policy 1 died during 'serve'", id="killed"),
@@ -316,6 +316,10 @@ def test_the_exception_of_a_replicas_policy_arrives_with_its_name(ray: Session, 
         ),
     ],
 )  # fmt: skip
+"""What ends a replica, and what is said then."""
+
+
+@EACH_BLOW
 def test_a_lost_replica_is_named_and_nothing_is_left(
     blow: signal.Signals, said: str, tmp_path: Path, shared_ray: SharedRay
 ) -> None:

@@ -30,7 +30,7 @@ from embodied.runtime.ray_runtime import RayRuntime
 from embodied.workers import weights_group
 from embodied.workers.affinity import Affinity
 from embodied.workers.context import WorkerContext
-from embodied.workers.gpu_memory import Shown
+from embodied.workers.gpu_memory import GpuTensors
 from embodied.workers.learner import Learner
 from embodied.workers.lent_tensors import Lender, LentOver, LentTensors
 from embodied.workers.policy_replica import PolicyReplica
@@ -107,7 +107,7 @@ class Trainer(Learner):
 class Barred(Worker):
     """In a container that may not map what others have on its GPU."""
 
-    def can_map(self, sample: Shown | None) -> bool:
+    def can_map(self, sample: GpuTensors | None) -> bool:
         return sample is None
 
 
