@@ -128,6 +128,7 @@ def test_set_up_that_may_not_install_vulkan_prints_how_and_goes_on(tree: Path) -
     assert "Mesa" in result.stderr or "mesa-vulkan-drivers" in result.stderr
 
 
+@pytest.mark.slow
 def test_set_up_that_finds_vulkan_and_opengl_asks_for_nothing(tree: Path) -> None:
     (tree / ".venv").symlink_to(sys.prefix)
     result = run(["sh", "setup/system.sh"], tree, SYSTEM_PACKAGES="no")

@@ -52,6 +52,7 @@ def test_the_farm_is_compared_with_what_the_simulators_users_run(task: str, peer
     assert list(compared_loops(BenchFarm(task, peer=peer))) == names
 
 
+@pytest.mark.slow
 def test_bench_transport_measures_every_way(tmp_path: Path) -> None:
     found = bench(tmp_path, "transport", "--size", "64", "--messages", "100")
     assert set(found["ways"]) == {"slots", "pipe", "queue", "ray", "memcpy"}

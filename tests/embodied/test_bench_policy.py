@@ -26,6 +26,7 @@ from policies.openvla import sizes
 from policies.openvla.base import TokenPolicy
 from policies.openvla.config import read_config
 from policies.openvla.model import build_empty, load_model
+from tests.variants import often
 
 CPU = torch.device("cpu")
 MODELS = ("openvla-tiny", "openvla-oft-tiny")
@@ -54,7 +55,7 @@ def tiny(model: str, **options: Any) -> TokenPolicy:
     return build(BenchPolicy(model=model, random_weights=True, device="cpu"), **options)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", often(MODELS[:1], MODELS))
 def test_bench_policy_measures_batches_peer_and_limits(tmp_path: Path, model: str) -> None:
     found = bench(tmp_path, "policy", "--model", model, "--random-weights", "--batches", "2", "1", "3")
     assert [batch["batch"] for batch in found["batches"]] == [1, 2, 3]
@@ -69,7 +70,7 @@ def test_bench_policy_measures_batches_peer_and_limits(tmp_path: Path, model: st
     assert all(peer["rows_with_equal_tokens"] == 1 and peer["decisions_per_s"] > 0 for peer in found["peers"].values())
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", often(MODELS[1:], MODELS))
 def test_bench_learner_measures_micro_batches_with_and_without_recomputation(tmp_path: Path, model: str) -> None:
     arguments = ("--model", model, "--random-weights", "--micro-batches", "1", "2", "--minibatch", "3")
     found = bench(tmp_path, "learner", *arguments, "--lora-rank", "2")

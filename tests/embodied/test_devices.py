@@ -42,6 +42,7 @@ from sim_farm.hosts import InProcess
 from sim_farm.layout import FarmSpec
 from tests.embodied.pretend_device import DEVICE, Far, MixedDevices, PretendDevice
 from tests.policies.openvla.tiny import write_tiny
+from tests.variants import often
 
 T, B, C, A, S = 6, 5, 2, 3, 16
 SPEC = PolicySpec(action_dim=A, chunk=C, state_dim=S)
@@ -413,7 +414,9 @@ def run(device: str, folder: Path, one_process: bool, unload: bool) -> dict[str,
     return {str(path.relative_to(found)): path.read_bytes() for path in sorted(found.rglob("*.safetensors"))}
 
 
-@pytest.mark.parametrize(("one_process", "unload"), [(True, False), (True, True), (False, True)])
+@pytest.mark.parametrize(
+    ("one_process", "unload"), often([(True, True), (False, True)], [(True, False), (True, True), (False, True)])
+)
 def test_a_run_on_a_gpu_is_that_on_a_cpu(one_process: bool, unload: bool, gpu: PretendDevice, tmp_path: Path) -> None:
     found = run("auto", tmp_path / "gpu", one_process, unload)
     assert gpu.waits and found == run("cpu", tmp_path / "cpu", one_process, unload)

@@ -130,6 +130,7 @@ WIDE = {**STATES["policy"], "options": {"widths": [2048, 2048]}}
 """Weights of more than one part."""
 
 
+@pytest.mark.slow
 def test_nothing_but_messages_leaves_a_node(machines: Machines, ray: Session, tmp_path: Path) -> None:
     """Replicas elsewhere map no memory of home; all of a node map one copy of the weights, whose every bit arrives."""
     settings = of(STATES, workflow=f"{test_weights.__name__}:TELLING", policy=WIDE)
@@ -160,6 +161,7 @@ def begun(workers: Executor) -> None:
     workers.begin(None, 0)
 
 
+@pytest.mark.slow
 @EACH_BLOW
 def test_a_lost_replica_is_named_and_nothing_is_left(
     blow: signal.Signals, said: str, machines: Machines, ray: Session, tmp_path: Path

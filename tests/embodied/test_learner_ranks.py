@@ -221,7 +221,8 @@ def test_rank_0_may_act_in_its_own_process(sharding: str, ray: Session, referenc
         assert path == ("the same policy" if sharding == "whole" else "shared memory")
 
 
-@pytest.mark.parametrize("sharding", [pytest.param("whole", marks=pytest.mark.slow), "sharded"])
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", ["whole", "sharded"])
 def test_ranks_may_leave_the_memory(sharding: str, ray: Session, reference: Any, tmp_path: Path) -> None:
     found = run(with_optim(STATES, sharding=sharding), ray, replace(of_ranks(3), unload=True), tmp_path / "ray")
     assert_same(found, reference(STATES))

@@ -51,7 +51,7 @@ VICTIMS = {
 BLOWS = [
     ("physics", signal.SIGSTOP),
     ("render", signal.SIGKILL),
-    ("fused", signal.SIGKILL),
+    pytest.param("fused", signal.SIGKILL, marks=pytest.mark.slow),
     pytest.param("physics", signal.SIGKILL, marks=pytest.mark.slow),
     pytest.param("render", signal.SIGSTOP, marks=pytest.mark.slow),
     pytest.param("fused", signal.SIGSTOP, marks=pytest.mark.slow),

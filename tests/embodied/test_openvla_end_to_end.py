@@ -23,6 +23,7 @@ from embodied.reporting.metrics import read
 from policies.contract import Policy
 from policies.openvla.statistics import DEMONSTRATIONS
 from tests.embodied.expert import record_reach
+from tests.variants import often
 
 SHORT = {
     "env": {"num_envs": 2, "max_episode_steps": 4},
@@ -61,7 +62,7 @@ def demos(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     return record_reach(tmp_path_factory.mktemp("recorded") / "demos", 6, image_size=56, cameras=2)
 
 
-@pytest.fixture(scope="module", params=["openvla_tiny", "openvla_oft_tiny"])
+@pytest.fixture(scope="module", params=often(("openvla_tiny",), ("openvla_tiny", "openvla_oft_tiny")))
 def steps(request: pytest.FixtureRequest, demos: Dataset, tmp_path_factory: pytest.TempPathFactory) -> Steps:
     """Warm start, then two iterations of reinforcement from it, each with its evaluation."""
     root = tmp_path_factory.mktemp(request.param)

@@ -274,6 +274,7 @@ def test_a_run_that_goes_on_has_the_reference_that_it_began_with(tmp_path: Path)
     assert_same_run(tmp_path / "crashed", tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_runs_with_a_reference_are_the_same_in_processes(tmp_path: Path) -> None:
     config = config_of(**GROUPS, iterations=2)
     train(config, tmp_path / "inline")

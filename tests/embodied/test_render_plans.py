@@ -31,6 +31,7 @@ from embodied.workflows.sizes import workflow_of
 from schedulers import Plan
 from tests.embodied.pretend_device import PretendDevice
 from tests.embodied.test_executor import IMAGES, assert_equal, assert_was_a_test, inline, run
+from tests.variants import often
 
 CORES = tuple(sorted(os.sched_getaffinity(0))[:2])
 GPU = torch.device("cuda", 0)
@@ -118,7 +119,7 @@ def ray(ray_runtime: RayRuntime) -> Session:
     return Session(Config(), ray_runtime, CORES)
 
 
-@pytest.mark.parametrize("devices", ["here:accelerators:0", "here:accelerators:0-1"])
+@pytest.mark.parametrize("devices", often(("here:accelerators:0-1",), ("here:accelerators:0", "here:accelerators:0-1")))
 def test_frames_of_workers_on_accelerators_are_those_of_one_process(devices: str, ray: Session, tmp_path: Path) -> None:
     assignment = assign(planned(devices), config_of("cpu"), CORES)
     found = run(IMAGES, ray, assignment, tmp_path / "ray")

@@ -298,6 +298,7 @@ def test_a_replica_that_cannot_be_built_is_named(ray: Session, tmp_path: Path) -
         pass
 
 
+@pytest.mark.slow
 def test_the_exception_of_a_replicas_policy_arrives_with_its_name(ray: Session, tmp_path: Path) -> None:
     config = parse_config(of(STATES, workflow=f"{__name__}:RAISING"), "test")
     with executor(config, tmp_path, ray, shared(3)) as workers:

@@ -38,7 +38,7 @@ from tests.embodied.test_resume import assert_same_run
 from tests.embodied.test_resume import run as train
 
 SIZE, CAMERAS, ENVS = 48, 2, 4
-EPISODES = 80
+EPISODES = 48
 
 
 def brightness(frames: Mapping[str, Tensor], instructions: Sequence[str]) -> Tensor:
@@ -179,7 +179,7 @@ def demos(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 def classifier(demos: Dataset, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """As the command leaves it, and what the command says."""
     out = tmp_path_factory.mktemp("classifier") / "reach"
-    return out, command.run(command.Arguments((demos.folder,), out, steps=120))
+    return out, command.run(command.Arguments((demos.folder,), out, steps=80))
 
 
 def test_solved_frames_of_held_out_episodes_are_told_from_others(classifier: tuple[Path, dict[str, Any]]) -> None:

@@ -46,6 +46,7 @@ from tests.embodied import test_executor as runs
 from tests.embodied.test_executor import STATES, assigned, inline
 from tests.embodied.test_policy_worker import worker
 from tests.embodied.test_replicas import of, shared
+from tests.variants import often
 
 # --- workers that say what they hold
 
@@ -132,6 +133,7 @@ WAYS: dict[str, tuple[str, Assignment, str, Way | None]] = {
     "shown to one": ("ray", APART, "GPU memory to 1", Way.GPU_MEMORY),
 }
 """Runtime, assignment, path, and the way where it is not what is chosen for processes without GPUs."""
+OFTEN = ("one process", "to three processes", "broadcast to three", "shown to one")
 BESIDE_GPUS = {
     "on one GPU": (1, "cuda:0", "GPU memory to 1"),
     "from GPU to GPU": (2, "cuda:1", "broadcast to 1"),
@@ -171,7 +173,7 @@ def conforms(workers: Executor, asks: bool) -> None:
     assert len(seen) == 4, "nothing was learned"
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", often(OFTEN, WAYS))
 def test_every_tensor_arrives_as_it_left(
     way: str, ray: Session, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -202,7 +204,7 @@ def test_every_tensor_arrives_as_it_left_between_gpus(way: str, ray: Session, tm
         conforms(workers, asks=True)
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "beside the learner"])
+@pytest.mark.parametrize("way", often(OFTEN, (way for way in WAYS if way != "beside the learner")))
 def test_a_failure_leaves_the_old_version_acting(
     way: str, ray: Session, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -24,6 +24,7 @@ from sim_farm.registry import make_physics, make_renderer
 from tests import libero_assets
 from tests.sim_farm import libero_stock as stock
 from tests.sim_farm.conformance import PHYSICS_LAWS, RENDER_LAWS, name_of
+from tests.variants import often
 
 libero_assets.require()
 
@@ -123,7 +124,7 @@ def assert_models_equal(env: Any, physics: Any) -> None:
     assert set(compiled) == set(FIELDS)
 
 
-@pytest.mark.parametrize("task", SOME)
+@pytest.mark.parametrize("task", often((DRAWER,), SOME))
 def test_split_frames_and_states_equal_native_ones(task: str) -> None:
     compare_with_native(task, steps=3)
 

@@ -23,6 +23,7 @@ from tests.policies.openvla.cases import (
     make,
     random_inputs,
 )
+from tests.variants import often
 
 GOLDEN = golden(OPENVLA)
 LORA = {"lora_rank": 4, "lora_parts": ["language", "projector", "vision"]}
@@ -47,7 +48,7 @@ def bin_centres(policy: Any, tokens: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("law", conformance.IMITATION_LAWS, ids=lambda law: law.__name__)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", often(("openvla, adapter, checkpointing", "oft, regression"), CASES))
 def test_policy_obeys(policy, law):
     if law is LEARNING:
         law = partial(law, steps=60, lr=1e-2, tolerance=0.2 if policy.noise_dim == 0 else 0.05)

@@ -11,6 +11,7 @@ from policies import Policy, PolicyError, PolicySpec
 from policies.openvla.sampling import choose, score
 from tests.policies import conformance
 from tests.policies.openvla.cases import CHUNK, ONE_ACTION, error, make, random_inputs
+from tests.variants import often
 
 WITH_PROPRIO = replace(CHUNK, proprio_dim=8)
 LORA = {"lora_rank": 4, "lora_parts": ["language", "projector", "vision"]}
@@ -23,6 +24,7 @@ CASES: dict[str, tuple[str, PolicySpec, dict[str, Any]]] = {
     "oft, no stop token": ("openvla_oft", replace(CHUNK, cameras=("base",)), {"convention": "rlinf"}),
     "oft, adapter, checkpointing": ("openvla_oft", CHUNK, {**LORA, "gradient_checkpointing": True}),
 }
+OFTEN = ("openvla, temperature", "openvla, adapter, checkpointing", "oft")
 SLOW = [conformance.law_log_prob_is_the_density_that_act_samples]
 LAWS = [law for law in conformance.LAWS if law not in SLOW]
 
@@ -38,7 +40,7 @@ def frozen(policy: Policy) -> set[str]:
 
 
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", often(OFTEN, CASES))
 def test_policy_obeys(policy, law):
     inputs = random_inputs(policy.spec, 6, seed=7)
     if law is conformance.law_gradients_reach_every_parameter:
