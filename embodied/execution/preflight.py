@@ -15,8 +15,10 @@ from embodied.workers.makers import check_components
 from embodied.workflows.recipes import recipe_of
 from embodied.workflows.sizes import episodes_of, tasks_of
 from policies import registry
+from sim_farm import memory
 from sim_farm.catalogue import check_task
 from sim_farm.episodes import EndlessEpisodes
+from sim_farm.frame_memory import nbytes_of
 from sim_farm.task_farm import check_spec
 
 
@@ -39,6 +41,7 @@ def check_training(config: Config) -> None:
     """`check_run`, and whether environments divide among workers and groups among policy replicas, where it is the
     configuration that says how."""
     check_run(config)
+    _check_frames(config)
     if config.plan.mode == "configured" and config.plan.file is None:
         assignment = _configured(config)
         specs = run_specs(config, assignment)
@@ -60,6 +63,19 @@ def check_evaluation(config: Config, tasks: Iterable[str]) -> None:
 def check_policy(config: Config) -> None:
     """Check the policy's kind, its options, and that the files they name are there."""
     registry.check(config.policy.kind, config.policy.architecture)
+
+
+def _check_frames(config: Config) -> None:
+    """Raise `FarmError` where shared memory has no room for the frames of one rollout. Those of whole episodes are left
+    to the farm: only a simulator knows how long they are."""
+    cameras = task_spec(config).cameras
+    count = cameras if isinstance(cameras, int) else len(cameras)
+    if config.runtime.mode == "inline" or recipe_of(config).rollout != "decisions" or not count:
+        return
+    rows = (config.rollout.decisions + 1) * sum(task.env.num_envs for task in tasks_of(config))
+    size = config.env.image_size
+    name = f"the frame memory (at least {rows:,} rows of {count} x {size} x {size} pixels)"
+    memory.require({name: nbytes_of(rows, count, size)})
 
 
 def _configured(config: Config) -> Assignment:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 import ray
 from ray._private import ray_constants
 from ray.exceptions import ActorUnschedulableError, GetTimeoutError, RayActorError, RayTaskError
@@ -32,6 +33,9 @@ JOIN_S = 10.0
 """Longest wait for the first sign of life of a cluster."""
 LOOK_S = 0.5
 """How often, during a wait, it is looked after the other workers."""
+STARTS = 2
+TOO_SLOW = "timed out during startup"
+"""In the message of an exception of Ray's that has no class of its own."""
 OBJECT_STORE_BYTES = 512 * 2**20
 """Holds one iteration's trajectories on their way to the learner, and the weights on their way back."""
 
@@ -39,7 +43,8 @@ OBJECT_STORE_BYTES = 512 * 2**20
 class RayCluster:
     """Starts Ray on this machine (`local`), or joins the cluster at `address`.
 
-    Raises `UserError` when no cluster answers at the address, or this machine is not one of its nodes.
+    Raises `UserError` when no cluster answers at the address, or this machine is not one of its nodes, and when Ray's
+    own processes do not start.
     """
 
     def __init__(self, address: str, deadline_s: float) -> None:
@@ -69,7 +74,7 @@ class RayCluster:
         terminated = signal.getsignal(signal.SIGTERM)
         try:
             _require_listener(address)
-            ray.init(**options)
+            _start(options)
         except OSError as error:
             raise UserError(
                 f"no Ray cluster with this machine as a node answers at {address!r}: start it with `ray start --head`, "
@@ -169,6 +174,28 @@ def cannot_start(who: str, error: RayActorError) -> WorkerFailed:
     """Why a process never began its work; another try would end the same way."""
     return WorkerFailed(
         f"{who} cannot start: {str(error).splitlines()[-1]}; `embodied doctor` on its machine says what is missing"
+    )
+
+
+def _start(options: dict[str, Any]) -> None:
+    """`ray.init`, and once more where Ray's own processes were not up within the 30 s that it gives them: a machine that
+    is busy just then may be too slow for them."""
+    before = set(psutil.Process().children())
+    for _ in range(STARTS):
+        try:
+            ray.init(**options)
+            return
+        except Exception as error:
+            if TOO_SLOW not in str(error):
+                raise
+        # Ray ends what it has started with this process only.
+        left = set(psutil.Process().children()) - before
+        for process in left:
+            process.kill()
+        psutil.wait_procs(left, timeout=10)
+    raise UserError(
+        f"Ray's own processes were not up within 30 s, {STARTS} times: wait until the machine is less busy, or do "
+        "without them, with --runtime.mode inline; the log is in /tmp/ray/session_latest/logs"
     )
 
 

@@ -28,7 +28,7 @@ from ray._private import ray_constants
 ray_constants.ENABLE_RAY_CLUSTER = False  # so that nothing listens but on the loopback interface
 from ray.cluster_utils import Cluster
 small = {"node_ip_address": "127.0.0.1", "num_cpus": 2, "num_gpus": 0, "object_store_memory": 80 * 2**20}
-quick = {"initial_delay_ms": 500, "period_ms": 500, "timeout_ms": 1000, "failure_threshold": 4}
+quick = {"initial_delay_ms": 500, "period_ms": 500, "timeout_ms": 3000, "failure_threshold": 4}
 quick = {f"health_check_{name}": value for name, value in quick.items()} if sys.argv[1] == "quick" else {}
 head = {"include_dashboard": False, "include_log_monitor": False, "node_name": sys.argv[2], "_system_config": quick}
 cluster = Cluster(initialize_head=True, head_node_args={**small, **head})
@@ -72,7 +72,7 @@ def started(*names: str, patient: bool = False) -> Iterator[Machines]:
         assert line, "the cluster did not start"
         address, raylets = json.loads(line)
         family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-        runtime = RayRuntime(address, 600.0 if patient else 60.0)
+        runtime = RayRuntime(address, 600.0 if patient else 240.0)
         try:
             yield Machines(address, raylets, runtime)
             family = [*family, *psutil.Process(process.pid).children(recursive=True)]
@@ -80,12 +80,12 @@ def started(*names: str, patient: bool = False) -> Iterator[Machines]:
             runtime.close()
     finally:
         try:
-            process.communicate("", timeout=20)
+            process.communicate("", timeout=60)
         except subprocess.TimeoutExpired:
             process.kill()
         for member in family:
             if member.is_running():
                 member.kill()
-        _, alive = psutil.wait_procs(family, timeout=5)
+        _, alive = psutil.wait_procs(family, timeout=60)
         shutil.rmtree(folder, ignore_errors=True)
     assert not [member for member in alive if member.status() != psutil.STATUS_ZOMBIE]

@@ -38,16 +38,22 @@ def refusal(*arguments: str, **settings: str) -> str:
     return " ".join(said.split())
 
 
-def refusal_here(*arguments: str) -> str:
-    """The same in this process, where nothing has to be imported anew: an exception would be the traceback."""
+def here(*arguments: str) -> tuple[int, str]:
+    """Exit status and what is said of a command in this process, where nothing has to be imported anew."""
     said = io.StringIO()
     with redirect_stdout(said), redirect_stderr(said):
         try:
             status: Any = cli.main(list(arguments))
         except SystemExit as left:  # the parser's way
             status = left.code
-    assert status == 2, said.getvalue()
-    return " ".join(said.getvalue().split())
+    return int(status or 0), said.getvalue()
+
+
+def refusal_here(*arguments: str) -> str:
+    """The message of a command that must be refused; an exception would be the traceback."""
+    status, said = here(*arguments)
+    assert status == 2, said
+    return " ".join(said.split())
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +83,8 @@ def test_the_result_is_written_as_json_with_units_in_its_names(run: Path) -> Non
 
 def test_evaluating_again_gives_the_same(run: Path, tmp_path: Path) -> None:
     before = json.loads((run / "eval.json").read_text())
-    done = embodied("eval", str(run), "--eval.videos", "0", "--json", str(tmp_path / "e.json"))
-    assert done.returncode == 0, done.stderr
+    status, said = here("eval", str(run), "--eval.videos", "0", "--json", str(tmp_path / "e.json"))
+    assert status == 0, said
     again = json.loads((tmp_path / "e.json").read_text())
     for key in ("success_rate", "episode_len", "return", "episodes"):
         assert again[key] == before[key], key
@@ -86,7 +92,7 @@ def test_evaluating_again_gives_the_same(run: Path, tmp_path: Path) -> None:
 
 def test_report_can_be_written_again(run: Path) -> None:
     (run / "report.html").unlink()
-    assert embodied("report", "first", "--runs-dir", str(run.parent)).returncode == 0
+    assert here("report", "first", "--runs-dir", str(run.parent))[0] == 0
     assert (run / "report.html").stat().st_size > 10_000
 
 
@@ -100,20 +106,9 @@ def test_resume_goes_on_where_the_run_stopped(run: Path, tmp_path: Path) -> None
 
     copy = tmp_path / "first"
     shutil.copytree(run, copy)
-    done = embodied(
-        "train",
-        "reach",
-        "--name",
-        "first",
-        "--runs-dir",
-        str(tmp_path),
-        "--resume",
-        "auto",
-        *SMALL,
-        "--iterations",
-        "3",
-    )
-    assert done.returncode == 0, done.stderr
+    resumed = ["--name", "first", "--runs-dir", str(tmp_path), "--resume", "auto", *SMALL, "--iterations", "3"]
+    status, said = here("train", "reach", *resumed)
+    assert status == 0, said
     rows = [json.loads(line) for line in (copy / "metrics.jsonl").read_text().splitlines()]
     assert [row["iteration"] for row in rows] == [1, 2, 3]
 
@@ -173,8 +168,8 @@ def test_a_full_shared_memory_says_how_much_is_missing(tmp_path: Path) -> None:
     reads = ["--policy.reads", "proprio", "images", "--runtime.mode", "ray", "--farm.physics-workers", "1"]
     config = tmp_path / "big.yaml"
     config.write_text("env: {task: tabletop/reach}\npolicy: {kind: flow, options: {encoder: cnn}}\n")
-    said = refusal("train", str(config), *pixels, *reads, "--runs-dir", str(tmp_path / "runs"))
-    assert "shared memory" in said and "--shm-size" in said
+    said = refusal_here("train", str(config), *pixels, *reads, "--runs-dir", str(tmp_path / "runs"))
+    assert "shared memory" in said and "--shm-size" in said and "Starting" not in said
 
 
 def test_no_vulkan_device_names_the_doctor(tmp_path: Path) -> None:
@@ -192,7 +187,7 @@ def test_no_vulkan_device_names_the_doctor(tmp_path: Path) -> None:
 
 
 def test_an_unknown_key_names_the_nearest(tmp_path: Path) -> None:
-    assert "--loss.clip" in refusal("train", "reach", "--loss.clp", "0.1")
+    assert "--loss.clip" in refusal_here("train", "reach", "--loss.clp", "0.1")
     config = tmp_path / "typo.yaml"
     config.write_text("loss: {clp: 0.1}\n")
     assert "loss.clip" in refusal_here("train", str(config))
@@ -209,7 +204,7 @@ def test_policies_that_read_images_need_a_camera(tmp_path: Path) -> None:
 
 
 def test_help_is_generated_from_the_configuration() -> None:
-    shown = embodied("train", "--help").stdout
+    _, shown = here("train", "--help")
     assert "--loss.clip" in shown and "Clip range of the ratio" in shown
 
 
@@ -274,25 +269,24 @@ def untrained(tmp_path: Path) -> list[str]:
 
 
 def test_a_suite_is_evaluated_into_a_table_and_a_folder(untrained: list[str], tmp_path: Path) -> None:
-    done = embodied(
-        *untrained, "--eval.tasks", "tabletop", "--folder", str(tmp_path / "e"), "--json", str(tmp_path / "j")
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    written = ["--folder", str(tmp_path / "e"), "--json", str(tmp_path / "j")]
+    status, said = here(*untrained, "--eval.tasks", "tabletop", *written)
+    assert status == 0, said
     assert json.loads((tmp_path / "j").read_text()) == json.loads((tmp_path / "e" / "eval.json").read_text())
     table = (tmp_path / "e" / "eval.md").read_text()
-    assert table in done.stdout and "| **tabletop**" in table
+    assert table in said and "| **tabletop**" in table
     assert (tmp_path / "e" / "videos" / "evaluation.mp4").stat().st_size > 0
     said = refusal_here(*untrained, "--eval.tasks", "tabletop", "--folder", str(tmp_path / "e"))
     assert "--resume auto" in said and "--folder" in said
 
 
 def test_a_run_keeps_every_evaluation_and_shows_the_newest(run: Path) -> None:
-    done = embodied("eval", str(run), "--eval.episodes", "3", "--eval.videos", "0")
-    assert done.returncode == 0, done.stderr
+    status, said = here("eval", str(run), "--eval.episodes", "3", "--eval.videos", "0")
+    assert status == 0, said
     folders = sorted((run / "evals").iterdir(), key=lambda folder: folder.stat().st_mtime)
     assert len(folders) >= 2
     assert (run / "eval.json").read_bytes() == (folders[-1] / "eval.json").read_bytes()
-    assert embodied("report", str(folders[-1])).returncode == 0
+    assert here("report", str(folders[-1]))[0] == 0
 
 
 def test_an_unknown_suite_or_index_shows_the_nearest(untrained: list[str], tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from embodied.errors import UserError
 from embodied.execution.session import Session
 from embodied.reporting.metrics import read
 from embodied.run_folder import prepare_run
+from embodied.runtime import ray_cluster
 from embodied.runtime.contract import Runtime
 from embodied.runtime.deadlines import Deadline, Wait
 from embodied.runtime.handles import Handle
@@ -35,6 +36,7 @@ from sim_farm.farm import WorkerFailed, WorkerTimeout
 from sim_farm.memory import FOLDER
 from tests.embodied.shared_blocks import mapped
 from tests.embodied.test_relay import STATES
+from tests.variants import often
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -48,14 +50,14 @@ def config_of(groups: int = 2, iterations: int = 3, **changes: Any) -> Config:
         "policy": {"options": {"widths": [16], "initial_log_std": 0.0}},
         "rollout": {"decisions": 16},
         "optim": {"epochs": 2, "minibatch": 24, "threads": 1, "policy_lr": 3e-3},
-        "runtime": {"trace": False, "deadline_s": 60.0},
+        "runtime": {"trace": False, "deadline_s": 240.0},
     }
     return parse_config({**settings, **changes}, "test")
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[RayRuntime]:
-    runtime = RayRuntime("local", 60.0)
+    runtime = RayRuntime("local", 240.0)
     try:
         yield runtime
     finally:
@@ -79,7 +81,7 @@ def train(config: Config, folder: Path, runtime: Runtime) -> dict[str, bytes]:
 # --- the same result
 
 
-@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("groups", often((2,), (1, 2)))
 def test_training_under_ray_equals_training_inline(groups: int, cluster: RayRuntime, tmp_path: Path) -> None:
     """To the last bit: workers, batches and threads are the same, only the processes are not."""
     config = config_of(groups)
@@ -230,6 +232,25 @@ def test_a_worker_that_dies_is_named(cluster: RayRuntime) -> None:
         handle.call(Clumsy.die)
 
 
+def test_a_ray_that_is_slow_to_start_is_started_once_more_and_then_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray gives its own processes 30 s and leaves what it has started."""
+    helpers: list[subprocess.Popen[bytes]] = []
+
+    def init(**options: Any) -> None:
+        if len(helpers) == late:
+            return
+        helpers.append(subprocess.Popen(["sleep", "60"]))
+        raise Exception("The current node timed out during startup. This could happen because ...")
+
+    monkeypatch.setattr(ray_cluster.ray, "init", init)
+    late = 1
+    ray_cluster._start({})
+    late = 3
+    with pytest.raises(UserError, match="were not up within 30 s, 2 times: .* --runtime.mode inline"):
+        ray_cluster._start({})
+    assert len(helpers) == 3 and not any(psutil.pid_exists(helper.pid) for helper in helpers)
+
+
 # --- a physics worker that is killed or stopped
 
 
@@ -328,7 +349,7 @@ def family_of(pid: int) -> list[psutil.Process]:
 
 
 def assert_gone(family: list[psutil.Process], blocks: set[Path]) -> None:
-    _, alive = psutil.wait_procs(family, timeout=5)
+    _, alive = psutil.wait_procs(family, timeout=30)
     assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
     assert blocks, "no shared memory was found that could be left behind"
     assert not [path for path in blocks if path.exists()], "shared memory is left behind"
@@ -345,7 +366,7 @@ def test_an_interrupted_run_ends_with_a_checkpoint_of_its_last_iteration(tmp_pat
         assert len(family) >= 6, "gcs_server, raylet, two physics workers, policy and learner"
         blocks = mapped(member.pid for member in family)
         os.killpg(process.pid, signal.SIGINT)
-        said, _ = process.communicate(timeout=30)
+        said, _ = process.communicate(timeout=120)
         assert process.returncode != 0 and "KeyboardInterrupt" in said
         assert_gone(family, blocks)
     rows = read(folder)
