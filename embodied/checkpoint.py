@@ -35,11 +35,12 @@ from safetensors.numpy import save_file as save_numpy
 from safetensors.torch import load_file, save_file
 
 import policies
-from embodied import optimizer_shards
 from embodied.errors import UserError
 from policies.contract import Policy
 
 MANIFEST = "manifest.json"
+SHARDS = "optimizer"
+"""The folder that several ranks write instead of `optimizer.safetensors`."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """What Adam keeps of each parameter, beside its steps."""
 Arrays = dict[str, np.ndarray]
@@ -86,8 +87,9 @@ class OptimizerState:
     def read(cls, folder: Path) -> OptimizerState:
         """From a verified checkpoint."""
         steps = read_steps(folder)
-        shards = folder / optimizer_shards.FOLDER
-        if shards.is_dir():
+        if (shards := folder / SHARDS).is_dir():
+            from embodied import optimizer_shards  # takes a second, and only ranks write shards
+
             return cls(optimizer_shards.read(shards), steps)
         return cls(load_file(folder / "optimizer.safetensors"), steps)
 

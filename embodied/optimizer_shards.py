@@ -21,9 +21,6 @@ from torch.distributed.tensor import DTensor
 
 from embodied.errors import PeerFailed
 
-FOLDER = "optimizer"
-"""In a checkpoint, instead of `optimizer.safetensors`."""
-
 
 def write(folder: Path, shards: Mapping[str, Tensor], writers: dist.ProcessGroup) -> None:
     """Write this rank's shards (`DTensor`) into the folder, which is made. Every rank has to be asked.

@@ -10,13 +10,16 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from embodied.workers.devices import await_devices, release, to_host
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,8 @@ class Offload:
             self._optimizer.zero_grad(set_to_none=True)
             for number, state in enumerate(self._optimizer.state.values()):
                 found |= {f"optimizer.{number}.{key}": t for key, t in state.items() if isinstance(t, Tensor)}
+        from torch.distributed.tensor import DTensor  # takes a second, and most workers never leave the memory
+
         return {name: self._local(name, t) if isinstance(t, DTensor) else t for name, t in found.items()}
 
     def _local(self, name: str, tensor: DTensor) -> Tensor:

@@ -224,7 +224,7 @@ class ShardedPolicy(WholePolicy):
         whole, shards = self._whole(), self._optimizer_shards(optimizer)
         self.ranks.first_does("begin the checkpoint", lambda: checkpoint.begin(root, state))
         partial = checkpoint.partial_folder(root, state)
-        folder = partial / optimizer_shards.FOLDER
+        folder = partial / checkpoint.SHARDS
         gathered: dict[str, Tensor] = {}
         if shared := self._all_see(partial):
             shards = self._copied_shards(shards)
@@ -260,7 +260,7 @@ class ShardedPolicy(WholePolicy):
 
     def load(self, folder: Path, optimizer: torch.optim.Optimizer) -> None:
         whole = self._whole()
-        shared = self._all_see(folder / optimizer_shards.FOLDER)
+        shared = self._all_see(folder / checkpoint.SHARDS)
         moments = checkpoint.OptimizerState({}, {})
 
         def read() -> None:
@@ -293,7 +293,7 @@ class ShardedPolicy(WholePolicy):
         shards = self._optimizer_shards(optimizer)
         if shared:
             with self.ranks.waiting("read their shards"):
-                optimizer_shards.read_shards(folder / optimizer_shards.FOLDER, shards)
+                optimizer_shards.read_shards(folder / checkpoint.SHARDS, shards)
             return
         for name, shard in shards.items():
             if not name.startswith(MASTER):

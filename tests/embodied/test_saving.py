@@ -293,7 +293,7 @@ def test_a_rank_whose_file_is_missing_is_noticed(ray_runtime: RayRuntime, tmp_pa
     with connected(ray_runtime, 2, config_of(sharding="sharded"), tmp_path) as group:
         group.call_all(Learner.update, make_batch(), 0)
         group.call_all(Learner.save, tmp_path, state_at(1), {})
-    folder = tmp_path / "000001" / optimizer_shards.FOLDER
+    folder = tmp_path / "000001" / checkpoint.SHARDS
     shapes = {name: tensor.shape for name, tensor in optimizer_shards.read(folder).items()}
     optimizer_shards.require_whole(folder, shapes)
     next(folder.glob("shard-00002*")).unlink()
