@@ -178,8 +178,8 @@ def cannot_start(who: str, error: RayActorError) -> WorkerFailed:
 
 
 def _start(options: dict[str, Any]) -> None:
-    """`ray.init`, and once more where Ray's own processes were not up within the 30 s that it gives them: a machine that
-    is busy just then may be too slow for them."""
+    """`ray.init`, and once more where Ray's own processes were not up within the 30 s that it gives them, as on a
+    machine that is busy just then."""
     before = set(psutil.Process().children())
     for _ in range(STARTS):
         try:

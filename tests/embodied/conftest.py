@@ -33,7 +33,7 @@ class SharedRay:
 
         if self._runtime is None:
             self._runtime = ray_runtime.RayRuntime("local", 120.0)
-            self._patch.setattr(ray_runtime, "SPARE", 4)  # as many as most tests need at once: to start one takes long
+            self._patch.setattr(ray_runtime, "SPARE", 8)  # as many as most tests need at once: to start one takes long
             start = RayCluster.__init__
 
             def start_alone(cluster: RayCluster, *arguments: Any) -> None:

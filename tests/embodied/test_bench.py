@@ -29,6 +29,7 @@ def bench(tmp_path: Path, *arguments: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_bench_farm_measures_farm_and_limit_in_the_same_run(tmp_path: Path) -> None:
     sizes = ["--cameras", "1", "--size", "32", "--chunk", "2", "--num-envs", "4", "--seconds", "0.3"]
     found = bench(tmp_path, "farm", "--task", "tabletop/reach", *sizes)

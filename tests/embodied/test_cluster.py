@@ -48,7 +48,8 @@ from sim_farm.layout import FarmSpec
 from sim_farm.memory import FOLDER
 from tests.embodied import test_learner_ranks
 from tests.embodied.ray_nodes import Machines, started
-from tests.embodied.test_executor import assert_equal, inline
+from tests.embodied.test_executor import assert_equal, assigned, inline
+from tests.embodied.test_instances import assert_learned_alike
 from tests.embodied.test_relay import CHUNKS, PICTURES, STATES
 from tests.embodied.test_runtime import config_of, session_of, train
 from tests.sim_farm.driving import Trace, actions_for, append, assert_same, drive, run
@@ -145,21 +146,27 @@ def test_training_with_physics_on_another_node_equals_training_inline(
     assert train(config, tmp_path / "ray", machines.runtime) == inline
 
 
-# --- a rank of the learner on another machine
+# --- policy replicas and ranks of the learner on another machine; more of them in `test_far_replicas.py`
 
 
-def test_a_learner_rank_on_another_machine_is_sent_the_rows(machines: Machines, tmp_path: Path) -> None:
-    """It learns what one here would, of frames that it fetches out of a memory that it does not have."""
+def test_replicas_and_ranks_on_another_machine_learn_what_one_process_learns(
+    machines: Machines, tmp_path: Path
+) -> None:
+    """A replica there is sent its work, a rank there its rows; of frames it fetches those that it evaluates."""
     settings = {**test_learner_ranks.IMAGES, "workflow": test_learner_ranks.STATES["workflow"]}
-    plan = test_learner_ranks.of_ranks(2)
-    ranks = (Affinity(), Affinity(node=machines.node("far").id))
-    apart = replace(plan, components={**plan.components, "learner": ranks})
+    plan = replace(
+        test_learner_ranks.of_ranks(2), farms=assigned("disaggregated", 2, policy=(), one_process=False).farms
+    )
+    here, far = Affinity(), Affinity(node=machines.node("far").id)
+    apart = replace(plan, components={"policy": (far, here), "learner": (here, far)})
     found = test_learner_ranks.run(
         settings, Session(Config(), machines.runtime, tuple(sorted(os.sched_getaffinity(0)))), apart, tmp_path / "apart"
     )
-    with open_session(parse_config({"runtime": {"mode": "inline"}}, "test")) as here:
-        expected = test_learner_ranks.run(settings, here, inline(plan), tmp_path / "here")
-    test_learner_ranks.assert_same(found, expected)
+    with open_session(parse_config({"runtime": {"mode": "inline"}}, "test")) as alone:
+        expected = test_learner_ranks.run(settings, alone, inline(plan), tmp_path / "here")
+    assert_learned_alike(found, expected)
+    acting = {span.track for one in found.iterations for span in one.spans if span.name.startswith("act for group")}
+    assert acting == {"policy 0", "policy 1"}, "a replica has not acted"
     paths = {span.args["trajectories"] for one in found.iterations for span in one.spans if "trajectories" in span.args}
     assert paths == {
         "trajectory memory, rows shared memory and Ray, between machines; frames fetched where they are evaluated"

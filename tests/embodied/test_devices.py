@@ -264,7 +264,7 @@ def sighted(kind: str, checkpoint: Path) -> Policy:
     return policies.build(kind, spec, seed=1, **options)
 
 
-@pytest.mark.parametrize("kind", ["flow", "openvla", "openvla_oft"])
+@pytest.mark.parametrize("kind", often(["openvla"], ["flow", "openvla", "openvla_oft"]))
 def test_policies_on_images_act_and_learn_there(kind: str, gpu: PretendDevice, tmp_path: Path) -> None:
     weights = write_tiny(tmp_path / "tiny")
     here = sighted(kind, weights)

@@ -67,16 +67,13 @@ def processes_of(machines: Machines, name: str) -> list[int]:
     return [child.pid for child in raylet.children(recursive=True) if "_FarActor" in "".join(child.cmdline())]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "nodes", "way"),
     [
         pytest.param(IMAGES, ("far", ""), "Ray, between machines and shared memory", id="images"),
-        pytest.param(
-            STATES, ("", "far"), "shared memory and Ray, between machines", id="states", marks=pytest.mark.slow
-        ),
-        pytest.param(
-            GROUPS, ("far", "far", ""), "Ray, between machines and shared memory", id="episodes", marks=pytest.mark.slow
-        ),
+        pytest.param(STATES, ("", "far"), "shared memory and Ray, between machines", id="states"),
+        pytest.param(GROUPS, ("far", "far", ""), "Ray, between machines and shared memory", id="episodes"),
     ],
 )
 def test_where_a_replica_is_changes_nothing(

@@ -98,7 +98,7 @@ def run(
     return Run(iterations, given[0] if given else [], parameters)
 
 
-OFTEN = {("ppo", "whole", 2), ("grpo, part by part", "sharded", 4)}
+OFTEN = {("grpo, part by part", "sharded", 4)}
 """Of the combinations of algorithm, sharding and ranks those that run always."""
 
 
@@ -336,12 +336,12 @@ def test_shards_are_shards(ray_runtime: RayRuntime, tmp_path: Path) -> None:
     """Parameters and moments are divided; what cannot be is padded."""
     one = alone(config_of(), tmp_path)
     one.update(make_batch(), 0)
-    with connected(ray_runtime, 4, config_of(sharding="sharded"), tmp_path) as group:
+    with connected(ray_runtime, 2, config_of(sharding="sharded"), tmp_path) as group:
         group.call_all(Learner.update, make_batch(), 0)
         found = group.call_all(Counted.held_numbers)
         assert sum(found) == one.held_numbers()
-        assert max(found) < 0.35 * one.held_numbers()
-        assert group.call_all(Learner.shares_policy) == [False] * 4
+        assert max(found) < 0.6 * one.held_numbers()
+        assert group.call_all(Learner.shares_policy) == [False] * 2
 
 
 def test_all_ranks_decide_alike(ray_runtime: RayRuntime, tmp_path: Path) -> None:
@@ -535,7 +535,7 @@ def test_a_rank_that_dies_is_named_in_one_message(
 ) -> None:
     settings = with_optim({**STATES, "workflow": f"{__name__}:{recipe}"}, sharding=sharding)
     with pytest.raises(WorkerFailed, match=said):
-        run(settings, ray, of_ranks(3), tmp_path / "ray")
+        run(settings, ray, of_ranks(3 if recipe == "JOIN" else 2), tmp_path / "ray")
     # The processes that are left serve the next run.
     found = run(with_optim(STATES, epochs=1), ray, of_ranks(2), tmp_path / "next")
     assert_was_a_test(found)

@@ -50,7 +50,7 @@ VICTIMS = {
 }
 BLOWS = [
     ("physics", signal.SIGSTOP),
-    ("render", signal.SIGKILL),
+    pytest.param("render", signal.SIGKILL, marks=pytest.mark.slow),
     pytest.param("fused", signal.SIGKILL, marks=pytest.mark.slow),
     pytest.param("physics", signal.SIGKILL, marks=pytest.mark.slow),
     pytest.param("render", signal.SIGSTOP, marks=pytest.mark.slow),

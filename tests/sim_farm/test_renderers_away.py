@@ -103,10 +103,8 @@ def test_where_there_are_no_cameras_nothing_happens() -> None:
 # --- workers that die
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [pytest.param({}, id="fused"), pytest.param({"render_workers": 1}, id="split", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [{}, {"render_workers": 1}], ids=["fused", "split"])
 def test_a_worker_that_dies_while_its_renderer_leaves_or_comes_back_changes_nothing(shape: dict[str, Any]) -> None:
     """Before each of its writes during a switch."""
     spec = replace(SPEC, num_envs=2, **shape)
