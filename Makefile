@@ -2,7 +2,7 @@
 # for software Vulkan and OpenGL, into the system. The second time nothing is installed.
 #
 #   make train CONFIG=pushcube      trains with configs/pushcube.yaml
-#   make test ARGS="-k doctor"      lint, types, tests in three processes; ARGS go to pytest (-n 0: in one)
+#   make test ARGS="-k doctor"      lint, types, tests in two processes; ARGS go to pytest (-n 0: in one)
 #   SYSTEM_PACKAGES=no make ...     leaves the system's packages alone and says what is missing
 #   PYTHON=python3.12 make ...      makes .venv with this Python
 #   make wheelhouse PYTHON=3.12 HAVE=torch,transformers PART=60M DIR=wheelhouse
@@ -21,7 +21,7 @@ train: setup
 	.venv/bin/embodied train $(CONFIG)
 
 test: lint
-	.venv/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+	.venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: setup
 	.venv/bin/ruff check .

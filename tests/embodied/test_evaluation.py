@@ -93,7 +93,7 @@ def trained(runs_dir: Path, name: str, seed: int) -> Path:
         {"farm": {"physics_workers": 2}},
         {"farm": {"groups": 1}, "eval": {"num_envs": 4}},
         {"farm": {"groups": 4, "physics_workers": 2}, "eval": {"num_envs": 16}},
-        {"runtime": {"mode": "ray"}, "farm": {"physics_workers": 2}},
+        pytest.param({"runtime": {"mode": "ray"}, "farm": {"physics_workers": 2}}, marks=pytest.mark.slow),
     ],
     ids=["two workers", "one group", "four groups", "ray"],
 )

@@ -94,6 +94,7 @@ def test_a_lost_worker_is_named_and_replaced_and_its_episodes_replayed(
     assert len(said) == 1 and re.fullmatch(f"{name} was lost and is replaced: {why}", said[0]), said
 
 
+@pytest.mark.slow
 def test_tasks_of_one_shape_have_processes_of_their_own(cluster: RayRuntime) -> None:
     """Two tasks of a farm; when it is closed, the next farm finds the processes again."""
     tasks = (FUSED, replace(FUSED, episodes=EndlessEpisodes(5)))

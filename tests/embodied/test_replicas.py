@@ -128,6 +128,7 @@ def test_replicas_change_no_more_than_the_rounding_of_values(
         assert clock.policy == pytest.approx(busy) and clock.acting == pytest.approx(busy / replicas)
 
 
+@pytest.mark.slow
 def test_replicas_share_the_groups_of_several_tasks(ray: Session, reference: Any, tmp_path: Path) -> None:
     settings = {**IMAGES, "extra_tasks": [{"task": "tabletop/push", "num_envs": 4}]}
     settings["policy"] = {**IMAGES["policy"], "reads": ["images"]}
@@ -320,6 +321,7 @@ EACH_BLOW = pytest.mark.parametrize(
 """What ends a replica, and what is said then."""
 
 
+@pytest.mark.slow
 @EACH_BLOW
 def test_a_lost_replica_is_named_and_nothing_is_left(
     blow: signal.Signals, said: str, tmp_path: Path, shared_ray: SharedRay

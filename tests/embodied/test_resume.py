@@ -26,6 +26,7 @@ from embodied.reporting.metrics import FILE, read
 from embodied.run_folder import open_run_folder, prepare_run, settings_of
 from embodied.runtime.inline import InlineRuntime, LocalHandle
 from embodied.training import loop as training
+from tests.variants import often
 
 RUNTIME = {"mode": "inline", "trace": False}
 STATES = {
@@ -244,7 +245,7 @@ with open_run_folder(config, "test", Path(sys.argv[1]), False, "rl"):
 """
 
 
-@pytest.mark.parametrize("stage", ["rl", "sft"])
+@pytest.mark.parametrize("stage", often(("rl",), ("rl", "sft")))
 def test_a_run_has_one_owner_until_its_process_is_killed(stage: str, tmp_path: Path) -> None:
     config = parse_config({"name": "run"}, "test")
     with subprocess.Popen([sys.executable, "-c", OWN, str(tmp_path)], stdout=subprocess.PIPE, text=True) as owner:

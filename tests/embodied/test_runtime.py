@@ -121,7 +121,7 @@ class Clumsy:
         return made
 
     def long_work(self) -> int:
-        return self.work(30, 0.2)
+        return self.work(25, 0.2)
 
     def fail(self, message: str) -> None:
         raise UserError(message)
@@ -168,10 +168,10 @@ def test_a_late_call_names_worker_method_and_time(clumsy: Handle[Clumsy]) -> Non
 
 def test_work_that_reports_progress_is_not_late(clumsy: Handle[Clumsy]) -> None:
     """Three times the deadline; and it is late as soon as it stops to report."""
-    clumsy.deadline = Deadline(2.0)
-    assert clumsy.call(Clumsy.long_work) == 30
-    with pytest.raises(WorkerTimeout, match=r"^clumsy did not finish 'work': no progress for 2\.. s, .* of 2 s$"):
-        clumsy.call(Clumsy.work, 1, 5.0)
+    clumsy.deadline = Deadline(1.5)
+    assert clumsy.call(Clumsy.long_work) == 25
+    with pytest.raises(WorkerTimeout, match=r"^clumsy did not finish 'work': no progress for \d\.\d s, .* of 1.5 s$"):
+        clumsy.call(Clumsy.work, 1, 4.0)
     clumsy.deadline = Deadline(60.0)
     assert clumsy.call(Clumsy.sleep, 0.0) == "awake"
 
@@ -180,11 +180,11 @@ def test_a_worker_that_waits_for_anothers_result_is_not_late_while_that_one_repo
     cluster: RayRuntime, clumsy: Handle[Clumsy]
 ) -> None:
     waiting = cluster.place("waiting", Clumsy)
-    waiting.deadline = Deadline(2.0)
-    assert waiting.get(waiting.pipe(Clumsy.take, clumsy, Clumsy.long_work)) == 30
-    assert waiting.get(waiting.submit(Clumsy.take, clumsy.submit(Clumsy.work, 30, 0.2))) == 30
+    waiting.deadline = Deadline(1.5)
+    assert waiting.get(waiting.pipe(Clumsy.take, clumsy, Clumsy.long_work)) == 25
+    assert waiting.get(waiting.submit(Clumsy.take, clumsy.submit(Clumsy.work, 25, 0.2))) == 25
     with pytest.raises(WorkerTimeout, match="^waiting did not finish 'take': no progress for"):
-        waiting.get(waiting.submit(Clumsy.take, clumsy.submit(Clumsy.work, 1, 5.0)))
+        waiting.get(waiting.submit(Clumsy.take, clumsy.submit(Clumsy.work, 1, 4.0)))
     waiting.deadline = Deadline(60.0)
     waiting.end()
 

@@ -27,6 +27,7 @@ from embodied.workers.roles import Decider, EpisodePart, Trainer
 from embodied.workflows.sizes import tasks_of
 from sim_farm.contract import FarmError
 from tests.embodied.test_resume import assert_same_run, rewind, run
+from tests.variants import often
 
 FIRST, SECOND = 4, 8
 """Environments of the first and the second task."""
@@ -198,7 +199,7 @@ def test_one_process_or_two_change_nothing(here: Session, states: Run, tmp_path:
     assert_equal(run_by(config_of(STATES), here, tmp_path, placed(False)), states)
 
 
-@pytest.mark.parametrize("one_process", [True, False])
+@pytest.mark.parametrize("one_process", often((True,), (True, False)))
 def test_tasks_may_take_turns_with_the_learner(one_process: bool, here: Session, pictures: Run, tmp_path: Path) -> None:
     """The policy worker and the renderers of all tasks leave, and the learner."""
     traced = config_of(SETTINGS, runtime={**SETTINGS["runtime"], "trace": True})

@@ -10,6 +10,7 @@ from benchmarks.planner import PUBLISHED_BATCH, PUBLISHED_INFERENCE_S
 from schedulers import MODES, Cluster, Component, Edge, Loop, Node, Profile, Workflow, plan, simulate, validate
 from tests.schedulers.baselines import GROUPS, PARTS, Exhaustive
 from tests.schedulers.instances import measured, seconds, tasks
+from tests.variants import often
 
 NEAR = 1.03
 MACHINE = Cluster((Node("node0", 16, 1),))
@@ -62,7 +63,10 @@ def test_a_task_bound_by_the_gpu_and_one_bound_by_cores_are_placed_differently()
     assert re.search("waits for most is .*node0:cores:.*, busy", libero), libero
 
 
-@pytest.mark.parametrize(("inference", "resource"), [(LARGE, "policy on node0:accelerators:0"), (SMALL, "node0:cores")])
+EACH_SIZE = [(LARGE, "policy on node0:accelerators:0"), (SMALL, "node0:cores")]
+
+
+@pytest.mark.parametrize(("inference", "resource"), often(EACH_SIZE[:1], EACH_SIZE))
 def test_with_one_policy_its_size_says_what_both_tasks_wait_for(
     inference: dict[tuple[int, int], float], resource: str
 ) -> None:

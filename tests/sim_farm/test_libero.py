@@ -135,9 +135,10 @@ def test_split_frames_and_states_equal_native_ones_in_every_task(task: str) -> N
     compare_with_native(task, steps=12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "task",
-    [pytest.param(BOWL, marks=pytest.mark.slow), pytest.param(DRAWER, marks=pytest.mark.slow), "libero/libero_90/20"],
+    [BOWL, DRAWER, "libero/libero_90/20"],
 )
 def test_states_equal_stock_robosuite_over_full_episodes(task: str) -> None:
     env = stock.stock_environment(task)

@@ -50,7 +50,7 @@ def append_all(trace: Trace, more: Trace) -> None:
         trace[env] += rows
 
 
-@pytest.mark.parametrize("shape", often(("fused, 2 workers, 2 groups", "split"), SHAPES))
+@pytest.mark.parametrize("shape", often(("split",), SHAPES))
 def test_frames_after_the_return_are_those_without_leaving(shape: str) -> None:
     spec = replace(SPEC, **SHAPES[shape])
     with closing(Farm.create(spec, InProcess())) as farm:

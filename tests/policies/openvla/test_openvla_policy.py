@@ -24,7 +24,7 @@ CASES: dict[str, tuple[str, PolicySpec, dict[str, Any]]] = {
     "oft, no stop token": ("openvla_oft", replace(CHUNK, cameras=("base",)), {"convention": "rlinf"}),
     "oft, adapter, checkpointing": ("openvla_oft", CHUNK, {**LORA, "gradient_checkpointing": True}),
 }
-OFTEN = ("openvla, temperature", "openvla, adapter, checkpointing", "oft")
+OFTEN = ("openvla, adapter, checkpointing", "oft")
 SLOW = [conformance.law_log_prob_is_the_density_that_act_samples]
 LAWS = [law for law in conformance.LAWS if law not in SLOW]
 

@@ -1,0 +1,69 @@
+"""Policies that users train, with a replica and a rank on another node: they learn what one process learns."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from embodied.config import Config, parse_config
+from embodied.execution.session import Session, open_session
+from embodied.workers.affinity import Affinity
+from tests import libero_assets
+from tests.embodied import test_executor
+from tests.embodied.ray_nodes import Machines, started
+from tests.embodied.test_executor import assigned, inline
+from tests.embodied.test_instances import assert_learned_alike
+from tests.embodied.test_learner_ranks import IMAGES, STATES, of_ranks, run, with_optim
+
+pytestmark = pytest.mark.slow
+
+
+def openvla(sharding: str, **options: Any) -> dict[str, Any]:
+    """The toy that is shipped, on frames of the size that it reads."""
+    options = {"checkpoint": "assets/openvla_tiny", "unnorm_key": "demonstrations", **options}
+    settings = {
+        **IMAGES,
+        "env": {**IMAGES["env"], "image_size": 56},
+        "policy": {"kind": "openvla", "reads": ["images", "instruction"], "options": options},
+    }
+    return with_optim(
+        settings, minibatch=8, micro_batch=2, sharding=sharding, policy_lr=3e-4
+    )  # as in its configuration
+
+
+CASES = {
+    "openvla, adapter": openvla("whole", lora_rank=4),
+    "openvla, adapter, shards": openvla("sharded", lora_rank=4),
+    "openvla, all weights": openvla("whole"),
+    "openvla, all weights, shards": openvla("sharded"),
+    "libero": {**test_executor.LIBERO, "env": {**test_executor.LIBERO["env"], "num_envs": 4}},
+}
+
+
+@pytest.fixture(scope="module")
+def machines() -> Iterator[Machines]:
+    with started("near", "far", patient=True) as found:
+        yield found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_on_two_nodes_it_learns_what_one_process_learns(case: str, machines: Machines, tmp_path: Path) -> None:
+    """The same episodes, the first trajectories bit for bit, parameters after three iterations to 1e-5."""
+    if case == "libero":
+        libero_assets.require()
+    settings = {**CASES[case], "workflow": STATES["workflow"]}
+    plan = replace(of_ranks(2), farms=assigned("disaggregated", 2, policy=(), one_process=False).farms)
+    here, far = Affinity(), Affinity(node=machines.node("far").id)
+    apart = replace(plan, components={"policy": (far, here), "learner": (here, far)})
+    session = Session(Config(), machines.runtime, tuple(sorted(os.sched_getaffinity(0))))
+    found = run(settings, session, apart, tmp_path / "apart")
+    with open_session(parse_config({"runtime": {"mode": "inline"}}, "test")) as alone:
+        expected = run(settings, alone, inline(plan), tmp_path / "here")
+    assert_learned_alike(found, expected)
+    acting = {span.track for one in found.iterations for span in one.spans if span.name.startswith("act for group")}
+    assert acting == {"policy 0", "policy 1"}, "a replica has not acted"
