@@ -6,11 +6,12 @@ device, and they go to a file. Either way they come back equal to the last bit.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -97,9 +98,7 @@ class Offload:
             self._optimizer.zero_grad(set_to_none=True)
             for number, state in enumerate(self._optimizer.state.values()):
                 found |= {f"optimizer.{number}.{key}": t for key, t in state.items() if isinstance(t, Tensor)}
-        from torch.distributed.tensor import DTensor  # takes a second, and most workers never leave the memory
-
-        return {name: self._local(name, t) if isinstance(t, DTensor) else t for name, t in found.items()}
+        return {name: self._local(name, t) if _is_shard(t) else t for name, t in found.items()}
 
     def _local(self, name: str, tensor: DTensor) -> Tensor:
         """All of this process's memory of a tensor, flat."""
@@ -109,3 +108,9 @@ class Offload:
             storage.resize_(self._shards[name])
         self._shards[name] = storage.nbytes()
         return torch.empty(0, dtype=local.dtype, device=local.device).set_(storage)
+
+
+def _is_shard(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Whether it is a `DTensor`. Their module takes a second to import: where nobody has done so, there is none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
