@@ -41,12 +41,21 @@ def memory_rounds(config: Config, ahead: int, infos: Sequence[TaskInfo]) -> int:
     return (1 + ahead) * rounds_of(config, [info.max_episode_steps for info in infos])
 
 
+def observation_rows(config: Config, rounds: int) -> int:
+    """Rows of the frame memory for so many rounds of decisions: their observations, and those after them."""
+    return (rounds + 1) * _columns(config)
+
+
 def frame_rows(config: Config, ahead: int, infos: Sequence[TaskInfo]) -> int:
     """Rows of the frame memory: of the trajectories, the observations after them, and final observations."""
-    columns = sum(task.env.num_envs for task in tasks_of(config))
     rounds = memory_rounds(config, ahead, infos)
     finals = 0
     if bootstrap_of(config) != "never":
         shortest = min(info.max_episode_steps for info in infos)
-        finals = rows_for_finals(columns, rounds, config.policy.chunk, shortest)
-    return (rounds + 1) * columns + finals
+        finals = rows_for_finals(_columns(config), rounds, config.policy.chunk, shortest)
+    return observation_rows(config, rounds) + finals
+
+
+def _columns(config: Config) -> int:
+    """Environments of all tasks."""
+    return sum(task.env.num_envs for task in tasks_of(config))

@@ -9,7 +9,7 @@ from embodied.config import Config
 from embodied.execution.acting_workers import check_replicas
 from embodied.execution.assignment import Assignment, configured
 from embodied.execution.executor import check_workflow
-from embodied.execution.farm_specs import farm_spec, run_specs
+from embodied.execution.farm_specs import farm_spec, observation_rows, run_specs
 from embodied.workers.context import task_spec
 from embodied.workers.makers import check_components
 from embodied.workflows.recipes import recipe_of
@@ -72,8 +72,7 @@ def _check_frames(config: Config) -> None:
     count = cameras if isinstance(cameras, int) else len(cameras)
     if config.runtime.mode == "inline" or recipe_of(config).rollout != "decisions" or not count:
         return
-    rows = (config.rollout.decisions + 1) * sum(task.env.num_envs for task in tasks_of(config))
-    size = config.env.image_size
+    rows, size = observation_rows(config, config.rollout.decisions), config.env.image_size
     name = f"the frame memory (at least {rows:,} rows of {count} x {size} x {size} pixels)"
     memory.require({name: nbytes_of(rows, count, size)})
 

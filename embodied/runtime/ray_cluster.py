@@ -34,8 +34,9 @@ JOIN_S = 10.0
 LOOK_S = 0.5
 """How often, during a wait, it is looked after the other workers."""
 STARTS = 2
+"""How often Ray is started before that is given up."""
 TOO_SLOW = "timed out during startup"
-"""In the message of an exception of Ray's that has no class of its own."""
+"""In Ray's message where its own processes were not up in time."""
 OBJECT_STORE_BYTES = 512 * 2**20
 """Holds one iteration's trajectories on their way to the learner, and the weights on their way back."""
 
@@ -185,7 +186,7 @@ def _start(options: dict[str, Any]) -> None:
         try:
             ray.init(**options)
             return
-        except Exception as error:
+        except Exception as error:  # Ray raises no class of its own here
             if TOO_SLOW not in str(error):
                 raise
         # Ray ends what it has started with this process only.
@@ -195,7 +196,8 @@ def _start(options: dict[str, Any]) -> None:
         psutil.wait_procs(left, timeout=10)
     raise UserError(
         f"Ray's own processes were not up within 30 s, {STARTS} times: wait until the machine is less busy, or do "
-        "without them, with --runtime.mode inline; the log is in /tmp/ray/session_latest/logs"
+        "without them, with --runtime.mode inline; the reason is in Ray's logs, session_latest/logs in /tmp/ray or "
+        "in RAY_TMPDIR"
     )
 
 

@@ -27,7 +27,7 @@ from embodied.errors import UserError
 from embodied.execution import row_delivery
 from embodied.execution.assignment import Assignment, assign
 from embodied.execution.executor import executor
-from embodied.execution.session import Session, open_session
+from embodied.execution.session import Session
 from embodied.planning.clusters import run_cluster
 from embodied.planning.profiler import work_of
 from embodied.planning.run_plans import place_run
@@ -48,8 +48,8 @@ from sim_farm.layout import FarmSpec
 from sim_farm.memory import FOLDER
 from tests.embodied import test_learner_ranks
 from tests.embodied.ray_nodes import Machines, started
-from tests.embodied.test_executor import assert_equal, assigned, inline
-from tests.embodied.test_instances import assert_learned_alike
+from tests.embodied.test_executor import assert_equal
+from tests.embodied.test_policies_elsewhere import learned_alike_apart
 from tests.embodied.test_relay import CHUNKS, PICTURES, STATES
 from tests.embodied.test_runtime import config_of, session_of, train
 from tests.sim_farm.driving import Trace, actions_for, append, assert_same, drive, run
@@ -153,20 +153,7 @@ def test_replicas_and_ranks_on_another_machine_learn_what_one_process_learns(
     machines: Machines, tmp_path: Path
 ) -> None:
     """A replica there is sent its work, a rank there its rows; of frames it fetches those that it evaluates."""
-    settings = {**test_learner_ranks.IMAGES, "workflow": test_learner_ranks.STATES["workflow"]}
-    plan = replace(
-        test_learner_ranks.of_ranks(2), farms=assigned("disaggregated", 2, policy=(), one_process=False).farms
-    )
-    here, far = Affinity(), Affinity(node=machines.node("far").id)
-    apart = replace(plan, components={"policy": (far, here), "learner": (here, far)})
-    found = test_learner_ranks.run(
-        settings, Session(Config(), machines.runtime, tuple(sorted(os.sched_getaffinity(0)))), apart, tmp_path / "apart"
-    )
-    with open_session(parse_config({"runtime": {"mode": "inline"}}, "test")) as alone:
-        expected = test_learner_ranks.run(settings, alone, inline(plan), tmp_path / "here")
-    assert_learned_alike(found, expected)
-    acting = {span.track for one in found.iterations for span in one.spans if span.name.startswith("act for group")}
-    assert acting == {"policy 0", "policy 1"}, "a replica has not acted"
+    found, expected = learned_alike_apart(test_learner_ranks.IMAGES, machines, tmp_path)
     paths = {span.args["trajectories"] for one in found.iterations for span in one.spans if "trajectories" in span.args}
     assert paths == {
         "trajectory memory, rows shared memory and Ray, between machines; frames fetched where they are evaluated"
@@ -343,7 +330,7 @@ def test_a_far_process_that_is_lost_is_replaced_and_its_episodes_replayed(
     blow: signal.Signals, machines: Machines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While it waits, with work on its way to it, and with answers nobody has read; killed or stopped."""
-    if blow is signal.SIGSTOP:
+    if blow is signal.SIGSTOP:  # only its silence tells
         monkeypatch.setattr(machines.runtime, "deadline", Deadline(60.0))  # so 15 s are the far end's
     expected = run(PICTURES, chunks=CHUNKS)
     host = machines.host(PICTURES)

@@ -16,7 +16,7 @@ from embodied.workers.affinity import Affinity
 from tests import libero_assets
 from tests.embodied import test_executor
 from tests.embodied.ray_nodes import Machines, started
-from tests.embodied.test_executor import assigned, inline
+from tests.embodied.test_executor import Run, assigned, inline
 from tests.embodied.test_instances import assert_learned_alike
 from tests.embodied.test_learner_ranks import IMAGES, STATES, of_ranks, run, with_optim
 
@@ -31,9 +31,8 @@ def openvla(sharding: str, **options: Any) -> dict[str, Any]:
         "env": {**IMAGES["env"], "image_size": 56},
         "policy": {"kind": "openvla", "reads": ["images", "instruction"], "options": options},
     }
-    return with_optim(
-        settings, minibatch=8, micro_batch=2, sharding=sharding, policy_lr=3e-4
-    )  # as in its configuration
+    optim = {"minibatch": 8, "micro_batch": 2, "policy_lr": 3e-4}  # the rate of the configuration that is shipped
+    return with_optim(settings, sharding=sharding, **optim)
 
 
 CASES = {
@@ -56,14 +55,21 @@ def test_on_two_nodes_it_learns_what_one_process_learns(case: str, machines: Mac
     """The same episodes, the first trajectories bit for bit, parameters after three iterations to 1e-5."""
     if case == "libero":
         libero_assets.require()
-    settings = {**CASES[case], "workflow": STATES["workflow"]}
+    learned_alike_apart(CASES[case], machines, tmp_path)
+
+
+def learned_alike_apart(settings: dict[str, Any], machines: Machines, folder: Path) -> tuple[Run, Run]:
+    """A run with a replica and a rank on the node `far`, and one of this process alone: they have learned the same."""
+    settings = {**settings, "workflow": STATES["workflow"]}
     plan = replace(of_ranks(2), farms=assigned("disaggregated", 2, policy=(), one_process=False).farms)
     here, far = Affinity(), Affinity(node=machines.node("far").id)
     apart = replace(plan, components={"policy": (far, here), "learner": (here, far)})
     session = Session(Config(), machines.runtime, tuple(sorted(os.sched_getaffinity(0))))
-    found = run(settings, session, apart, tmp_path / "apart")
+    found = run(settings, session, apart, folder / "apart")
     with open_session(parse_config({"runtime": {"mode": "inline"}}, "test")) as alone:
-        expected = run(settings, alone, inline(plan), tmp_path / "here")
+        expected = run(settings, alone, inline(plan), folder / "here")
+    assert all(one.learned["learner/steps"] > 0 and one.learned["learner/grad_norm"] > 0 for one in found.iterations)
     assert_learned_alike(found, expected)
     acting = {span.track for one in found.iterations for span in one.spans if span.name.startswith("act for group")}
     assert acting == {"policy 0", "policy 1"}, "a replica has not acted"
+    return found, expected

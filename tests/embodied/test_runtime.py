@@ -251,6 +251,35 @@ def test_a_ray_that_is_slow_to_start_is_started_once_more_and_then_refused(monke
     assert len(helpers) == 3 and not any(psutil.pid_exists(helper.pid) for helper in helpers)
 
 
+LATE = """
+import time
+import psutil
+from ray._private import services
+ask, begun = services.get_node, time.monotonic()
+
+def late(*arguments):
+    if time.monotonic() < begun + 32:
+        time.sleep(0.2)
+        raise RuntimeError("the raylet has not registered")
+    return ask(*arguments)
+
+services.get_node = late
+from embodied.runtime.ray_runtime import RayRuntime
+runtime = RayRuntime("local", 60.0)
+assert len(runtime.nodes()) == 1
+names = [process.name() for process in psutil.Process().children(recursive=True)]
+assert names.count("gcs_server") == names.count("raylet") == 1, names
+runtime.close()
+assert not psutil.Process().children(recursive=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_second_start_of_ray_leaves_nothing_of_the_first() -> None:
+    """Ray's own processes, of which one seems not to come up for longer than Ray waits."""
+    subprocess.run([sys.executable, "-c", LATE], cwd=ROOT, check=True, timeout=240)
+
+
 # --- a physics worker that is killed or stopped
 
 
