@@ -59,9 +59,7 @@ class Block:
             offset += -(-field.nbytes // _ALIGN) * _ALIGN
 
     @classmethod
-    def create(
-        cls, fields: Mapping[str, Field], shared: bool, what: str = "a block", name: str | None = None
-    ) -> Block:
+    def create(cls, fields: Mapping[str, Field], shared: bool, what: str = "a block", name: str | None = None) -> Block:
         """A new block, filled; `name`: one that no block has.
 
         Raises `FarmError`, which names `what` needs it, if it does not fit into /dev/shm.
