@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from policies.contract import Action, Evaluation, Inputs, Policy, PolicyError, PolicySpec
 from policies.encoders import vector
 from policies.registry import nearest
+from policies.waypoints import tabletop
 from policies.waypoints.libero import SCRIPTS, Script
 from policies.waypoints.scene import Scene, Vector, turn_between
 from policies.waypoints.steps import OPEN, Aim
@@ -27,11 +28,12 @@ env step, so that a gain above 1 makes it fast; the robot's own damping keeps it
 
 
 class Scripted(Policy):
-    """Solves the LIBERO tasks of `policies.waypoints.libero.SCRIPTS`. Reads `state` and `instruction`.
+    """Solves the LIBERO tasks of `policies.waypoints.libero.SCRIPTS`, and those of `policies.waypoints.tabletop`. Reads
+    `state` and `instruction`.
 
-    The instruction names the script. Its first step that the state does not show as done says where the hand
-    should go; when all are done the hand opens and rests. Chunks are of one action: each looks at where things
-    are. The gripper's convention is the simulator's own (-1 opens). A row without instruction is an environment
+    The instruction names the script. One for LIBERO has steps: the first that the state does not show as done says
+    where the hand should go; when all are done the hand opens and rests. Chunks are of one action: each looks at where
+    things are. The gripper's convention is the simulator's own (-1 opens). A row without instruction is an environment
     that rests, and so does the policy. Every log-prob and value is zero: nothing is drawn, nothing estimated, and
     there is nothing to train.
     """
@@ -39,14 +41,15 @@ class Scripted(Policy):
     kind = "scripted"
 
     def __init__(self, spec: PolicySpec) -> None:
-        """Raises `PolicyError` where the spec is not that of a LIBERO task in chunks of one action."""
+        """Raises `PolicyError` where the spec is not that of a LIBERO or tabletop task in chunks of one action."""
         super().__init__()
         if spec.state_dim < 1:
             raise PolicyError("a scripted policy looks at the state: add 'state' to policy.reads")
-        if (spec.action_dim, spec.chunk) != (ACTION_DIM, 1):
+        if spec.action_dim not in (ACTION_DIM, tabletop.ACTION_DIM) or spec.chunk != 1:
             raise PolicyError(
-                f"a scripted policy has LIBERO's {ACTION_DIM} action dimensions and chunks of 1, got "
-                f"{spec.action_dim} and {spec.chunk}: set env.task to libero/<suite>/<index> and policy.chunk to 1"
+                f"a scripted policy has LIBERO's {ACTION_DIM} action dimensions or the {tabletop.ACTION_DIM} of "
+                f"tabletop's reach tasks, and chunks of 1, got {spec.action_dim} and {spec.chunk}: set env.task to "
+                "libero/<suite>/<index> or tabletop/reach, reach_red or reach_blue, and policy.chunk to 1"
             )
         self.spec = spec
         self.noise_dim = 0
@@ -61,7 +64,7 @@ class Scripted(Policy):
             )
         rows = state.cpu().double().numpy()
         chosen = [self._action(row, text) for row, text in zip(rows, inputs.instruction, strict=True)]
-        chunk = torch.from_numpy(np.array(chosen, np.float32).reshape(-1, 1, ACTION_DIM)).to(state.device)
+        chunk = torch.from_numpy(np.array(chosen, np.float32).reshape(-1, 1, self.spec.action_dim)).to(state.device)
         return Action(chunk, torch.zeros_like(chunk), self.value(inputs), {"action": chunk})
 
     def evaluate(self, inputs: Inputs, trace: Mapping[str, Tensor]) -> Evaluation:
@@ -75,6 +78,8 @@ class Scripted(Policy):
         return {}
 
     def _action(self, state: Vector, instruction: str) -> Vector:
+        if self.spec.action_dim == tabletop.ACTION_DIM:
+            return tabletop.act(state, instruction)
         if not instruction:
             return np.array(REST)
         script = find_script(instruction)

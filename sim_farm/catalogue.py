@@ -28,7 +28,7 @@ CATALOGUE = {
         "sim_farm.backends.libero.package:assets",
     ),
     "maniskill": Entry(tuple(INSTRUCTIONS)),
-    "tabletop": Entry(("reach", "push", "pick_and_place")),
+    "tabletop": Entry(("reach", "reach_red", "reach_blue", "push", "pick_and_place")),
 }
 """By the name of the simulator. One of your own works without an entry: it is imported to be asked."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -28,6 +29,8 @@ Rows = Sequence[int] | npt.NDArray[np.int64]
 
 _OPEN_VIDEOS = 32
 """Video files held open; opening one means reading its table of frames."""
+KEPT_BYTES = 2**30
+"""Up to so many bytes of a camera's pictures are kept once they were decoded."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,7 @@ class Batch:
 class Dataset:
     """The dataset in `folder`. A row is an env step; `len()` counts them, and row i is the `index`-th of the data.
 
-    Metadata is read at once, a column of numbers when it is first asked for (and kept), frames whenever they are
+    Metadata is read at once, a column of numbers when it is first asked for (and kept), frames when they are
     asked for. Pickles as its folder's name; after a fork, make a new one before reading frames.
     Raises `DatasetError` that names the file if something is missing, cut short or of another version.
     """
@@ -104,6 +107,8 @@ class Dataset:
         self._begins = np.array([episode.begin for episode in self.episodes])
         self._columns: dict[str, npt.NDArray[Any]] = {}
         self._videos: dict[Path, VideoReader] = {}
+        self._kept: dict[str, tuple[npt.NDArray[np.uint8], npt.NDArray[np.bool_]]] = {}
+        """For each camera feature the pictures of all rows, and which of them were decoded."""
 
     def __len__(self) -> int:
         return self.episodes[-1].end if self.episodes else 0
@@ -161,10 +166,25 @@ class Dataset:
         return self._columns[name]
 
     def frames(self, camera: str, indices: Rows) -> npt.NDArray[np.uint8]:
-        """uint8 [B, H, W, 3]: the camera's pictures at these rows, decoded now."""
+        """uint8 [B, H, W, 3]: the camera's pictures at these rows. What was decoded is kept where all the camera's
+        pictures take at most `KEPT_BYTES`."""
         if camera not in self.cameras:
             raise DatasetError(f"{self.folder} has no camera {camera!r}; it has: {', '.join(self.cameras) or 'none'}")
         rows, name = self._checked(indices), self.cameras[camera]
+        if len(self) * math.prod(self.features[name].shape) > KEPT_BYTES:
+            return self._decoded(name, rows)
+        if name not in self._kept:  # pages are taken from the machine as they are written
+            shape = (len(self), *self._decoded(name, rows[:1]).shape[1:])
+            self._kept[name] = np.empty(shape, np.uint8), np.zeros(len(self), np.bool_)
+        frames, known = self._kept[name]
+        missing = np.unique(rows[~known[rows]])
+        if len(missing):
+            frames[missing] = self._decoded(name, missing)
+            known[missing] = True
+        return frames[rows]
+
+    def _decoded(self, name: str, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
+        """uint8 [B, H, W, 3]: a camera feature's pictures at these rows, decoded now."""
         if self.features[name].dtype == "image":
             packed = self._raw(name).take(pa.array(rows)).to_pylist()
             return np.stack([np.asarray(Image.open(io.BytesIO(item["bytes"])).convert("RGB")) for item in packed])

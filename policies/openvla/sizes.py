@@ -6,8 +6,8 @@ the weights are drawn, so that 15 GB are neither written nor read.
 Names: openvla-7b is the published network (7,541,237,184 parameters; arXiv 2406.09246). openvla-100m is the same in
 small: towers of 256 patches with a tenth of the parameters as published, projector, and a Llama with Llama's own
 vocabulary, which does not shrink with the network and takes half of it. openvla-100m-deep keeps the published share of
-the vocabulary, 4%, by a smaller one, and spends the rest on layers. openvla-tiny is for tests, openvla-oft-... the
-same network as OpenVLA-OFT uses it.
+the vocabulary, 4%, by a smaller one, and spends the rest on layers. openvla-small is the smallest that has learned a
+task (docs/learning.md), openvla-tiny is for tests, openvla-oft-... the same network as OpenVLA-OFT uses it.
 """
 
 from __future__ import annotations
@@ -33,6 +33,12 @@ RANDOM_WEIGHTS = "random_weights"
 PAD_TO = 64
 INSTRUCTION = "pick up the black bowl between the plate and the ramekin and place it on the plate"
 """What the bench asks for, from LIBERO-Spatial."""
+FURTHER_WORDS = (
+    "move push pull pick put place reach grasp lift bring touch open close turn take go gripper hand arm robot ball cube "
+    "block target goal peg drawer door cabinet stove bottle basket red green blue yellow white left right middle top "
+    "bottom front back onto into from on in of to at with near up down over behind beside"
+)
+"""What else the tokenizer has as whole words: short prompts are fast."""
 ACTION_DIM = 7
 CHUNK = 8
 """Actions of OpenVLA-OFT's chunk on LIBERO."""
@@ -55,6 +61,14 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
             "num_key_value_heads": 12, "vocab_size": 2112,
         },
         "towers": SMALL_TOWERS,
+    },
+    "small": {
+        "image_size": 56,
+        "llama": {
+            "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4,
+            "num_key_value_heads": 4, "vocab_size": 576,
+        },
+        "towers": ({"embed_dim": 64, "depth": 3, "num_heads": 2}, {"embed_dim": 64, "depth": 3, "num_heads": 2}),
     },
     "tiny": {
         "image_size": 28,
@@ -147,12 +161,13 @@ def preprocessor(size: int) -> dict[str, Any]:
 
 
 def _tokenizer() -> dict[str, Any]:
-    """The words of the prompt and of `INSTRUCTION` are a token each, nearly as in Llama's vocabulary; others are
-    spelled. What counts for speed is the prompt's length."""
+    """The words of the prompt, of `INSTRUCTION` and of `FURTHER_WORDS` are a token each, nearly as in Llama's vocabulary;
+    others are spelled. What counts for speed is the prompt's length."""
     from tokenizers import Tokenizer, models, normalizers, processors
 
     text = TEMPLATE.format(INSTRUCTION).replace("?\n", " ? ").replace(":", " : ")
     words = sorted({f"▁{word}" for word in text.split() if word.isalpha()} | {"Out"})
+    words += [piece for piece in (f"▁{word}" for word in FURTHER_WORDS.split()) if piece not in words]
     single = ["\n", "▁", *string.ascii_letters, *string.digits, *string.punctuation]
     pieces = [(piece, 0.0) for piece in ("<unk>", "<s>", "</s>")]
     pieces += [(piece, -10.0) for piece in single] + [(word, -1.0) for word in words]

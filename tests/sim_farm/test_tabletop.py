@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from sim_farm.backends import mujoco_gl as gl
+from sim_farm.backends.tabletop.tasks import TASKS
 from sim_farm.contract import EpisodeSpec, FarmError, PhysicsResult, TaskSpec
 from sim_farm.registry import make_physics, make_renderer
 from tests.sim_farm.conformance import PHYSICS_LAWS, RENDER_LAWS, Law, name_of, random_actions
@@ -22,7 +23,9 @@ ROOT = Path(__file__).resolve().parents[2]
 REACH = TaskSpec("tabletop/reach", cameras=3, image_size=48)
 PUSH = replace(REACH, name="tabletop/push")
 PICK_AND_PLACE = replace(REACH, name="tabletop/pick_and_place")
-SPECS = (REACH, PUSH, PICK_AND_PLACE)
+REACH_RED = replace(REACH, name="tabletop/reach_red")
+REACH_BLUE = replace(REACH, name="tabletop/reach_blue")
+SPECS = (REACH, REACH_RED, REACH_BLUE, PUSH, PICK_AND_PLACE)
 
 each_task = pytest.mark.parametrize("spec", SPECS, ids=name_of)
 
@@ -50,7 +53,7 @@ model = mujoco.MjModel.from_xml_path(scene_file)
 data = mujoco.MjData(model)
 episode = np.load(episode_file)
 data.qpos[:] = episode["qpos"]
-data.mocap_pos[0] = episode["goal"]
+data.mocap_pos[:] = episode["marks"]
 data.ctrl[:] = data.qpos[:5]
 frames = []
 with mujoco.Renderer(model, int(size), int(size)) as renderer:
@@ -81,8 +84,10 @@ def test_split_frames_equal_native_frames(spec: TaskSpec, tmp_path: Path) -> Non
     split = np.stack([frames[name][i] for i in range(len(scenes)) for name in ("front", "wrist", "side")])
 
     episode, native = tmp_path / "episode.npz", tmp_path / "native.npy"
-    np.savez(episode, qpos=start[:-3], goal=start[-3:], actions=actions)
-    scene = ROOT / "assets" / f"{spec.name}.xml"
+    task = TASKS[spec.name.removeprefix("tabletop/")]
+    end = -3 * task.marks
+    np.savez(episode, qpos=start[:end], marks=start[end:].reshape(-1, 3), actions=actions)
+    scene = ROOT / "assets/tabletop" / f"{task.scene}.xml"
     command = [sys.executable, "-c", NATIVE, str(scene), str(episode), str(native), str(spec.image_size)]
     subprocess.run(command, check=True, timeout=120, env=os.environ | {"MUJOCO_GL": gl.platform()})
     assert np.array_equal(split, np.load(native)), "a split frame differs from MuJoCo's own"
@@ -167,8 +172,8 @@ def pick_and_place(state: np.ndarray) -> np.ndarray:
 
 CONTROLLED = pytest.mark.parametrize(
     ("spec", "controller"),
-    [(REACH, reach), (PUSH, push), (PICK_AND_PLACE, pick_and_place)],
-    ids=("reach", "push", "pick_and_place"),
+    [(REACH, reach), (REACH_RED, reach), (REACH_BLUE, reach), (PUSH, push), (PICK_AND_PLACE, pick_and_place)],
+    ids=("reach", "reach_red", "reach_blue", "push", "pick_and_place"),
 )
 Controller = Callable[[np.ndarray], np.ndarray]
 
@@ -225,6 +230,24 @@ def test_no_episode_begins_solved(spec: TaskSpec) -> None:
         for seed in range(200):
             physics.reset(EpisodeSpec(seed))
             assert not physics.step(idle).success[0], f"seed {seed} is solved by doing nothing"
+
+
+def test_two_tasks_differ_in_their_instruction_alone() -> None:
+    """The same seeds give the same scenes and pictures; what solves one ends the other, unsolved."""
+    with closing(make_physics(REACH_RED)) as red, closing(make_physics(REACH_BLUE)) as blue:
+        for seed in range(20):
+            begun = [physics.reset(EpisodeSpec(seed)) for physics in (red, blue)]
+            assert np.array_equal(begun[0].scene, begun[1].scene)
+            assert [result.instruction for result in begun] == [
+                "move the gripper to the red ball", "move the gripper to the blue ball",
+            ]  # fmt: skip
+            seen = begun[0]
+            while not seen.ended:
+                action = reach(seen.state.astype(np.float64)).astype(np.float32)[None]
+                seen, other = red.step(action), blue.step(action)
+                assert np.array_equal(seen.scene, other.scene)
+            assert seen.success[-1] and seen.terminated[-1] and seen.reward[-1] == 1
+            assert other.terminated[-1] and not other.success[-1] and not other.truncated[-1] and other.reward[-1] < 0.5
 
 
 def test_wrong_requests_are_refused_with_the_valid_ones() -> None:

@@ -1,7 +1,8 @@
 """`tabletop/<task>`: a gantry robot on a table, in MuJoCo, with nothing to download.
 
-Real contact physics, three tasks (`reach`, `push`, `pick_and_place`) and three cameras, small enough for the
-first minute with the project and for fast tests. The scenes are in `assets/tabletop`.
+Real contact physics and three cameras, small enough for the first minute with the project and for fast tests. Tasks:
+`reach`, `push`, `pick_and_place`, and `reach_red` and `reach_blue`, which are told apart by the instruction alone. The
+scenes are in `assets/tabletop`.
 """
 
 from sim_farm.backends.mujoco_gl import drawn_by

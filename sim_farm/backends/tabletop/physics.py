@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sim_farm.backends.mujoco_gl import mujoco
-from sim_farm.backends.tabletop.tasks import CONTROL_HZ, Task, describe, load_model
+from sim_farm.backends.tabletop.tasks import CONTROL_HZ, Marks, Task, describe, load_model
 from sim_farm.contract import EpisodeOver, EpisodeSpec, FarmError, Float32, PhysicsResult, TaskSpec
 
 STEP = 0.03
@@ -22,9 +22,10 @@ FINGER_TRAVEL = 0.04
 class TabletopPhysics:
     """One environment of a tabletop task.
 
+    The goal is the mark that the instruction means. An episode ends unsolved where another mark is reached instead.
     Actions are [dx, dy, dz] or [dx, dy, dz, grip] in [-1, 1]. The state is qpos, qvel, goal, goal - tcp, and
     with a cube also cube - tcp and goal - cube, in metres and seconds (tcp is qpos[0:3]); proprioception is
-    qpos and qvel of the robot's five joints. The scene is qpos and the goal's position in float64.
+    qpos and qvel of the robot's five joints. The scene is qpos and the marks' positions in float64.
 
     Sparse reward is 1 where the task is solved. Dense reward is that 1, and before it the progress made by
     the step: it adds up to at most 1 however long the robot lingers, so that lingering never pays.
@@ -37,7 +38,8 @@ class TabletopPhysics:
         self._substeps = round(1 / (CONTROL_HZ * self._model.opt.timestep))
         # Views of MuJoCo's own memory: an attribute of MjData costs more than reading the array.
         self._qpos, self._qvel, self._ctrl = self._data.qpos, self._data.qvel, self._data.ctrl
-        self._goal = (0.0, 0.0, 0.0)
+        self._marks: Marks = ((0.0, 0.0, 0.0),) * self._task.marks
+        self._goal = self._marks[0]
         self._progress = 0.0
         self._steps_left = 0
 
@@ -45,28 +47,30 @@ class TabletopPhysics:
         if episode.init_state is not None:
             raise FarmError(f"{self.info.spec.name} has no recorded initial states; leave init_state None")
         mujoco.mj_resetData(self._model, self._data)
-        start, self._goal = self._task.begin(np.random.default_rng(episode.seed))
+        start, self._marks = self._task.begin(np.random.default_rng(episode.seed))
+        self._goal = self._marks[self._task.goal]
         self._qpos[:] = start
         self._ctrl[:] = start[:5]
-        self._data.mocap_pos[0] = self._goal
+        self._data.mocap_pos[:] = self._marks
         self._progress = self._task.progress(start, self._goal)
         self._steps_left = self.info.max_episode_steps
-        return self._result(_Executed([], False, False))
+        return self._result(_Executed([], False, False, False))
 
     def step(self, actions: Float32) -> PhysicsResult:
         if self._steps_left == 0:
             raise EpisodeOver(f"the episode of {self.info.spec.name} is over or never began: call reset")
-        rewards, solved = [], False
+        rewards, solved, over = [], False, False
         for action in self._checked(actions):
             reward, solved = self._advance(action)
             rewards.append(reward)
             self._steps_left -= 1
-            if solved or self._steps_left == 0:
+            over = solved or self._failed()
+            if over or self._steps_left == 0:
                 break
-        truncated = self._steps_left == 0 and not solved
-        if solved:
+        truncated = self._steps_left == 0 and not over
+        if over:
             self._steps_left = 0
-        return self._result(_Executed(rewards, solved, truncated))
+        return self._result(_Executed(rewards, solved, over, truncated))
 
     def close(self) -> None:
         self._steps_left = 0
@@ -96,11 +100,18 @@ class TabletopPhysics:
             return 1.0, True
         return (0.0 if self.info.spec.reward == "sparse" else self._progress - before), False
 
+    def _failed(self) -> bool:
+        """Whether another mark than the goal is reached."""
+        if len(self._marks) == 1:
+            return False
+        q = self._qpos.tolist()
+        return any(self._task.solved(q, mark) for mark in self._marks if mark is not self._goal)
+
     def _result(self, executed: _Executed) -> PhysicsResult:
         n = len(executed.rewards)
         flags = np.zeros((3, n), np.bool_)
         if n:
-            flags[:, -1] = executed.solved, executed.solved, executed.truncated
+            flags[:, -1] = executed.solved, executed.over, executed.truncated
         qpos, qvel, goal = self._qpos, self._qvel, np.array(self._goal)
         tcp, cube = qpos[:3], qpos[5:8]
         differences = (cube - tcp, goal - cube) if self._task.has_cube else ()
@@ -111,17 +122,19 @@ class TabletopPhysics:
             truncated=flags[2],
             proprio=np.concatenate((qpos[:5], qvel[:5]), dtype=np.float32),
             state=np.concatenate((qpos, qvel, goal, goal - tcp, *differences), dtype=np.float32),
-            scene=np.concatenate((qpos, goal)).view(np.uint8),
+            scene=np.concatenate((qpos, *self._marks)).view(np.uint8),
             instruction=self._task.instruction,
         )
 
 
 @dataclass(frozen=True)
 class _Executed:
-    """What the executed steps of a chunk gave; `solved` and `truncated` hold for the last of them."""
+    """What the executed steps of a chunk gave; the flags hold for the last of them."""
 
     rewards: list[float]
     solved: bool
+    over: bool
+    """The task ended the episode, solved or failed."""
     truncated: bool
 
 

@@ -57,6 +57,6 @@ class TabletopRenderer:
             raise FarmError(f"a scene of {self.info.spec.name} has {expected} bytes, got {scene.nbytes}")
         values = np.frombuffer(scene.tobytes(), np.float64)
         self._data.qpos[:] = values[: self._model.nq]
-        self._data.mocap_pos[0] = values[self._model.nq :]
+        self._data.mocap_pos[:] = values[self._model.nq :].reshape(-1, 3)
         mujoco.mj_kinematics(self._model, self._data)
         mujoco.mj_camlight(self._model, self._data)

@@ -28,21 +28,26 @@ CONTROL_HZ = 20.0
 
 CUBE_HALF = 0.02
 REACH_TOLERANCE = 0.03
+BALL_RADIUS = 0.03
 PUSH_TOLERANCE = 0.03
 PLACE_TOLERANCE = 0.03
 PLACE_HEIGHT_TOLERANCE = 0.01
 PEDESTAL_HEIGHT = 0.04
 
 Vec3 = tuple[float, float, float]
-Start = tuple[list[float], Vec3]
-"""Initial qpos and the position of the goal."""
+Marks = tuple[Vec3, ...]
+"""Where the scene's marks are, in the order of its file. The task's goal is one of them."""
+Start = tuple[list[float], Marks]
+"""Initial qpos and the marks."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """One task: the scene of the same name in `SCENES` and the three functions that make it a task."""
+    """One task: a scene and the functions that make it a task."""
 
     name: str
+    scene: str
+    """Name of its file in `SCENES`."""
     instruction: str
     max_episode_steps: int
     action_dim: int
@@ -54,6 +59,10 @@ class Task:
     """`(q, goal)`: in [0, 1], rising towards the solution. Its differences are the dense reward."""
     solved: Callable[[list[float], Vec3], bool]
     """`(q, goal)`: whether the task is done."""
+    goal: int = 0
+    """Which of the marks the instruction means. Where `solved` holds for another one, the episode has failed."""
+    marks: int = 1
+    """How many the scene has."""
 
 
 def describe(spec: TaskSpec) -> tuple[Task, TaskInfo]:
@@ -78,7 +87,7 @@ def describe(spec: TaskSpec) -> tuple[Task, TaskInfo]:
         action_high=(1.0,) * task.action_dim,
         proprio_dim=10,
         state_dim=nq + nv + (12 if task.has_cube else 6),
-        scene_bytes=8 * (nq + 3),
+        scene_bytes=8 * (nq + 3 * task.marks),
         cameras=cameras,
         max_episode_steps=limit,
         control_hz=CONTROL_HZ,
@@ -89,7 +98,7 @@ def describe(spec: TaskSpec) -> tuple[Task, TaskInfo]:
 
 def load_model(task: Task) -> mujoco.MjModel:
     """A new model of the task's scene."""
-    return mujoco.MjModel.from_xml_path(str(SCENES / f"{task.name}.xml"))
+    return mujoco.MjModel.from_xml_path(str(SCENES / f"{task.scene}.xml"))
 
 
 def _cameras(spec: TaskSpec) -> tuple[str, ...]:
@@ -120,7 +129,7 @@ def _reach_begin(rng: np.random.Generator) -> Start:
     while True:
         x, y, z = rng.uniform((-0.16, -0.20, 0.05), (0.16, 0.20, 0.24)).tolist()
         if math.dist(tcp, (x, y, z)) > 0.10:
-            return [*tcp, 0.0, 0.0], (x, y, z)
+            return [*tcp, 0.0, 0.0], ((x, y, z),)
 
 
 def _reach_progress(q: list[float], goal: Vec3) -> float:
@@ -131,6 +140,18 @@ def _reach_solved(q: list[float], goal: Vec3) -> bool:
     return math.dist(q[:3], goal) < REACH_TOLERANCE
 
 
+# --- reach red, reach blue: of two balls on the table, the one that the instruction names
+
+
+def _two_balls_begin(rng: np.random.Generator) -> Start:
+    tcp = rng.uniform((-0.06, -0.06, 0.12), (0.06, 0.06, 0.18)).tolist()
+    while True:
+        red, blue = ((x, y, BALL_RADIUS) for x, y in rng.uniform((-0.14, -0.18), (0.14, 0.18), (2, 2)).tolist())
+        # A straight way to one of them does not touch the other.
+        if math.dist(red, blue) > 0.14:
+            return [*tcp, 0.0, 0.0], (red, blue)
+
+
 # --- push: shove the cube onto the disc, which lies beyond it as the robot sees it
 
 
@@ -139,7 +160,7 @@ def _push_begin(rng: np.random.Generator) -> Start:
     distance, angle = rng.uniform((0.09, -math.pi / 5), (0.15, math.pi / 5)).tolist()
     goal = (x + distance * math.cos(angle), y + distance * math.sin(angle), 0.0)
     tcp = rng.uniform((-0.20, -0.08, 0.03), (-0.16, 0.08, 0.08)).tolist()
-    return [*tcp, 0.0, 0.0, *_cube(x, y, yaw)], goal
+    return [*tcp, 0.0, 0.0, *_cube(x, y, yaw)], (goal,)
 
 
 def _push_progress(q: list[float], goal: Vec3) -> float:
@@ -166,7 +187,7 @@ def _place_begin(rng: np.random.Generator) -> Start:
         # Room for the open fingers between cube and pedestal.
         if math.dist((x, y), (goal_x, goal_y)) > 0.15:
             break
-    return [*tcp, 0.04, 0.04, *_cube(x, y, yaw)], (goal_x, goal_y, PEDESTAL_HEIGHT + CUBE_HALF)
+    return [*tcp, 0.04, 0.04, *_cube(x, y, yaw)], ((goal_x, goal_y, PEDESTAL_HEIGHT + CUBE_HALF),)
 
 
 def _holds(q: list[float]) -> bool:
@@ -194,15 +215,23 @@ TASKS = {
     task.name: task
     for task in (
         Task(
-            "reach", "move the gripper to the green ball", 50, 3, False,
+            "reach", "reach", "move the gripper to the green ball", 50, 3, False,
             _reach_begin, _reach_progress, _reach_solved,
         ),
         Task(
-            "push", "push the red cube onto the green target", 50, 3, True,
+            "reach_red", "two_balls", "move the gripper to the red ball", 30, 3, False,
+            _two_balls_begin, _reach_progress, _reach_solved, goal=0, marks=2,
+        ),
+        Task(
+            "reach_blue", "two_balls", "move the gripper to the blue ball", 30, 3, False,
+            _two_balls_begin, _reach_progress, _reach_solved, goal=1, marks=2,
+        ),
+        Task(
+            "push", "push", "push the red cube onto the green target", 50, 3, True,
             _push_begin, _push_progress, _push_solved,
         ),
         Task(
-            "pick_and_place", "pick up the red cube and place it on the blue block", 80, 4, True,
+            "pick_and_place", "pick_and_place", "pick up the red cube and place it on the blue block", 80, 4, True,
             _place_begin, _place_progress, _place_solved,
         ),
     )
