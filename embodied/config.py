@@ -128,6 +128,14 @@ class AdvantageConfig(Section):
     scale: Literal["group", "batch", "none"] = "group"
     """What advantages of episodes are divided by: their episode group's deviation, the batch's, or nothing
     (Dr.GRPO)."""
+    overlong_margin: Annotated[int, Field(ge=1)] | None = None
+    """Env steps before an episode's limit (env.max_episode_steps) over which its outcome falls by up to 1 (DAPO's soft
+    overlong punishment); None: length does not count."""
+    baseline: Literal["none", "group"] = "none"
+    """What is taken off an episode's outcome (reinforce): nothing, or its episode group's mean."""
+    reward_kl: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the KL divergence to the frozen reference policy that is taken off each decision's reward
+    (reinforce_reference)."""
     keep_rates: tuple[float, float] | None = None
     """Leave out episode groups whose success rate is outside (SimpleVLA-RL, RLinf: 0.1 to 0.9); equal outcomes always
     are."""
@@ -152,7 +160,7 @@ class LossConfig(Section):
     """Weight of the entropy bonus."""
     reference_kl: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the KL divergence to the frozen reference policy; read where the workflow has one (ppo_reference,
-    grpo_reference)."""
+    grpo_reference, reinforce_reference)."""
 
 
 class OptimConfig(Section):
@@ -280,8 +288,8 @@ class Config(Section):
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Everything random in the run is a function of it."""
     workflow: str = "ppo"
-    """What flows: `ppo`, `grpo`, either with a frozen reference policy (`ppo_reference`, `grpo_reference`), `ppo` with
-    a reward judged from frames (`ppo_reward`), or one of your own as `package.module:NAME` (docs/workflows.md)."""
+    """What flows: `ppo`, `grpo`, `reinforce`, each with a frozen reference policy (`ppo_reference`, ...), `ppo` with a
+    reward judged from frames (`ppo_reward`), or one of your own as `package.module:NAME` (docs/workflows.md)."""
     iterations: Annotated[int, Field(ge=1)] = 100
     """Rollout and update, so many times."""
     stop_at_success: float | None = None

@@ -94,7 +94,7 @@ def begun_from(config: Config, runs_dir: Path, resume: bool) -> Config:
         return with_init(config, runs_dir)
     recorded = settings_of(str(run_dir), runs_dir).policy.init
     kept = recorded if recorded is not None and recorded.exists() else None
-    if kept != recorded and config.loss.reference_kl:
+    if kept != recorded and (config.loss.reference_kl or config.advantage.reward_kl):
         raise UserError(
             f"{run_dir} began from {recorded}, which is gone, and its reference policy is made of that: bring it back, "
             "or go on without (--workflow without a reference, --loss.reference-kl 0)"

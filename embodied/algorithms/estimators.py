@@ -13,7 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embodied.algorithms.episode_groups import differing, group_advantages, informative
+from embodied.algorithms.episode_groups import (
+    differing,
+    group_advantages,
+    group_means,
+    informative,
+    overlong_penalty,
+    reinforce_returns,
+)
 from embodied.algorithms.ppo import action_advantages, alive_actions, generalised_advantages, normalise
 from embodied.config import AdvantageConfig, Config
 from embodied.data.trajectories import Decisions, HeldDecisions, Trajectories, join_decisions
@@ -188,17 +195,71 @@ def group_relative(batch: Trajectories, config: Config) -> Estimate:
     if batch.episode_group is None:
         raise ValueError("group-relative advantages need whole episodes: a workflow with rollout='episodes'")
     settings, size = config.advantage, config.rollout.episode_group
-    outcome = outcomes(batch, settings)
+    outcome = judged(batch, config)
     advantage, complete = group_advantages(outcome, batch.episode_group, size, settings.scale)
     teaches = complete & differing(outcome, batch.episode_group, size)
     if settings.keep_rates is not None:
         solved = (batch.success & batch.mask).any(0).float()
         teaches &= informative(solved, batch.episode_group, size, *settings.keep_rates)
+    rows = _weights(batch, config)
+    return Estimate(rows_like(advantage, batch), torch.zeros_like(batch.reward), rows_like(teaches, batch), rows)
+
+
+def reinforce(batch: Trajectories, config: Config) -> Estimate:
+    """REINFORCE++ (Hu et al. 2025, arXiv 2501.03262): what is left of the episode's outcome, less the KL divergence of
+    the decisions from here on, normalised over all decisions. With `advantage.baseline: group` the outcome is less the
+    episode group's mean.
+
+    Raises ValueError for trajectories that are not whole episodes in episode groups.
+    """
+    if batch.episode_group is None:
+        raise ValueError("REINFORCE++ needs whole episodes: a workflow with rollout='episodes'")
+    settings, outcome, keep = config.advantage, judged(batch, config), batch.mask
+    if settings.baseline == "group":
+        mean, complete = group_means(outcome, batch.episode_group, config.rollout.episode_group)
+        outcome, keep = outcome - mean, keep & complete
+    last = batch.mask & ~torch.cat([batch.mask[1:], torch.zeros_like(batch.mask[:1])])
+    reward = torch.where(last, outcome[None], 0.0)
+    divergence = _divergence(batch) if settings.reward_kl else torch.zeros_like(reward)
+    returns = reinforce_returns(reward, divergence, last, keep, settings.reward_kl)
+    advantage = torch.where(keep, normalise(returns, keep), 0.0) if bool(keep.any()) else returns
+    return Estimate(advantage, torch.zeros_like(reward), keep, _weights(batch, config))
+
+
+def _divergence(batch: Trajectories) -> Tensor:
+    """[T, B]: log(policy / reference) of each decision's executed actions (Schulman 2020, k1)."""
+    assert batch.reference_log_prob is not None, "the workflow has no reference policy"
+    alive = alive_actions(batch.executed, batch.log_prob.shape[2])[..., None]
+    return ((batch.log_prob - batch.reference_log_prob) * alive).sum((2, 3))
+
+
+def _weights(batch: Trajectories, config: Config) -> Tensor:
+    """[T, B]: of each decision's units in the loss, so that decisions or whole episodes count alike."""
     rows = torch.ones_like(batch.reward)
     if config.loss.weight == "episode":
         units = batch.mask if config.loss.ratio_unit == "chunk" else batch.executed * batch.mask
         rows = rows / units.sum(0).clamp(min=1)
-    return Estimate(rows_like(advantage, batch), torch.zeros_like(batch.reward), rows_like(teaches, batch), rows)
+    return rows
+
+
+def judged(batch: Trajectories, config: Config) -> Tensor:
+    """[B]: `outcomes`, less what an episode loses for its length. Raises `UserError` where no limit is known."""
+    outcome, margin = outcomes(batch, config.advantage), config.advantage.overlong_margin
+    if margin is None:
+        return outcome
+    limits = [config.env.max_episode_steps]
+    limits += [task.get("max_episode_steps", config.env.max_episode_steps) for task in config.extra_tasks]
+    length, of = (batch.executed * batch.mask).sum(0), torch.zeros_like(outcome, dtype=torch.int64)
+    if batch.task is not None:
+        of = batch.task
+    for number, limit in enumerate(limits):
+        if limit is None or margin > limit:
+            raise UserError(
+                f"advantage.overlong_margin is {margin}, and env.max_episode_steps {limit or 'not set'}: set it, to as "
+                "many env steps as an episode may have, and no less than the margin"
+            )
+        outcome = torch.where(of == number, outcome + overlong_penalty(length, limit, margin), outcome)
+    return outcome
 
 
 def outcomes(batch: Trajectories, settings: AdvantageConfig) -> Tensor:
@@ -214,5 +275,5 @@ def rows_like(values: Tensor, batch: Trajectories) -> Tensor:
     return values[None].expand_as(batch.mask)
 
 
-ESTIMATORS: dict[str, Estimator] = {"gae": gae, "group_relative": group_relative}
+ESTIMATORS: dict[str, Estimator] = {"gae": gae, "group_relative": group_relative, "reinforce": reinforce}
 """By the names that workflows use."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from policies.openvla.base import TokenPolicy
-from policies.openvla.config import BINS, TOWERS
+from policies.openvla.config import TOWERS
 from policies.openvla.oft import OpenVLAOFT
 
 
@@ -121,7 +121,7 @@ class Costs:
 
     def head(self, tokens: int) -> Work:
         """Logits of the action tokens, for so many."""
-        rows = BINS * self.model.width
+        rows = self.model.config.bins * self.model.width
         return Work(2 * tokens * rows, 0.0, rows * self.element)
 
     def critic(self) -> Work:

@@ -123,11 +123,14 @@ class Learner(WeightsSource):
         check_credit(config)
         check_ranks(config, config.optim.ranks)
         added = {name for c in recipe_of(config).after_rollout for name in getattr(c.worker_class(), "adds", ())}
-        if config.loss.reference_kl and "reference_log_prob" not in added:
-            raise UserError(
-                f"loss.reference_kl is {config.loss.reference_kl:g}, and the workflow {config.workflow} has no "
-                "reference policy: set workflow to ppo_reference or grpo_reference, or loss.reference_kl to 0"
-            )
+        for key, weight in (
+            ("loss.reference_kl", config.loss.reference_kl), ("advantage.reward_kl", config.advantage.reward_kl)
+        ):  # fmt: skip
+            if weight and "reference_log_prob" not in added:
+                raise UserError(
+                    f"{key} is {weight:g}, and the workflow {config.workflow} has no reference policy: take one whose "
+                    f"name ends in _reference, ppo_reference for example, or set {key} to 0"
+                )
 
     @classmethod
     def make(cls, context: WorkerContext) -> Learner:

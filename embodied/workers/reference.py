@@ -45,10 +45,11 @@ class ReferenceWorker(PassingWorker):
     @classmethod
     def check(cls, config: Config) -> None:
         """Raise `UserError` where nothing is drawn towards the reference."""
-        if not config.loss.reference_kl:
+        if not (config.loss.reference_kl or config.advantage.reward_kl):
             raise UserError(
                 f"the workflow {config.workflow} has a reference policy, and loss.reference_kl is 0: set it to the "
-                "weight of the divergence from it (0.01, for example), or take a workflow without"
+                "weight of the divergence from it (0.01, for example), or take a workflow without. In "
+                "reinforce_reference, advantage.reward_kl does too"
             )
 
     def share(self, policy: Policy) -> None:

@@ -1,5 +1,5 @@
-"""Declared workflows: PPO, GRPO and their variants. Nothing that runs them knows their names or their components'
-names.
+"""Declared workflows: PPO, GRPO, REINFORCE++ and their variants. Nothing that runs them knows their names or those of
+their components.
 
 A workflow says which components there are and which class of worker does each, what the edges between them carry and in
 which portions, what a rollout is, and which estimator turns trajectories into rows. A new one is a `Recipe` of your own
@@ -151,10 +151,21 @@ GRPO = Recipe(
     estimator="group_relative",
     critic=False,
 )
+REINFORCE = replace(
+    GRPO,
+    name="reinforce",
+    # Advantages are normalised over all episodes of an iteration.
+    edges=(*_ROLLING, Edge("policy", "learner", "episodes", "barrier")),
+    estimator="reinforce",
+)
 PPO_REFERENCE = passing(PPO, REFERENCE, "ppo_reference")
 GRPO_REFERENCE = passing(GRPO, REFERENCE, "grpo_reference")
+REINFORCE_REFERENCE = passing(REINFORCE, REFERENCE, "reinforce_reference")
 PPO_REWARD = passing(PPO, REWARD, "ppo_reward")
-RECIPES = {recipe.name: recipe for recipe in (PPO, GRPO, PPO_REFERENCE, GRPO_REFERENCE, PPO_REWARD)}
+RECIPES = {
+    recipe.name: recipe
+    for recipe in (PPO, GRPO, REINFORCE, PPO_REFERENCE, GRPO_REFERENCE, REINFORCE_REFERENCE, PPO_REWARD)
+}
 
 
 def recipe_of(config: Config) -> Recipe:

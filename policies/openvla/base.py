@@ -48,7 +48,7 @@ SCALING = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
 class TokenPolicy(Policy):
     """A policy that says its actions in tokens of OpenVLA's network. Reads frames and the instruction.
 
-    Each token is drawn from the 256 action tokens alone, at `temperature`, with one number of the noise; the mode is
+    Each token is drawn from the action tokens alone, at `temperature`, with one number of the noise; the mode is
     the likeliest token. The log-prob of a token is under that same distribution. The value head reads the state that
     predicts the first action token; its gradient reaches the network, as the actor's does.
 
@@ -191,7 +191,8 @@ class TokenPolicy(Policy):
         return {FEATURES: features if _is_trained(self.model.projector) else self.model.projector(features)}
 
     def imitate(self, inputs: Inputs, actions: Tensor, counted: Tensor, noise: Tensor) -> Tensor:
-        tokens = token_of(self.normalised(actions, counted), self.model.config.action_vocab).flatten(1)
+        config = self.model.config
+        tokens = token_of(self.normalised(actions, counted), config.action_vocab, config.bins).flatten(1)
         losses = self.model.negative_log_probs(self.states(inputs, tokens), tokens)
         return counted_mean(self._shaped(losses), counted)
 
@@ -273,7 +274,7 @@ class TokenPolicy(Policy):
 
     def chunk_of(self, tokens: Tensor) -> Tensor:
         """int64 [B, K] token ids to actions float32 [B, C, A] in the environment's units."""
-        return self.in_units(action_of(tokens, self.model.config.action_vocab))
+        return self.in_units(action_of(tokens, self.model.config.action_vocab, self.model.config.bins))
 
     def in_units(self, normalised: Tensor) -> Tensor:
         """[B, K] or [B, C, A] in -1..1 to float32 [B, C, A] in the environment's units."""

@@ -18,6 +18,7 @@ TOWERS = ("featurizer", "fused_featurizer")
 PUBLISHED_TOWERS = ("vit_large_patch14_reg4_dinov2.lvd142m", "vit_so400m_patch14_siglip_224")
 """timm's names of the towers in the published checkpoints."""
 BINS = 256
+"""Of an action dimension, in the published checkpoints."""
 OWN_ENTRIES = ("kind", "spec", "architecture")
 """What `policies.save` adds to a config.json: no part of the model's configuration."""
 
@@ -42,12 +43,14 @@ class ModelConfig:
     pad_token: int
     action_vocab: int
     """Size of the tokenizer's vocabulary: bin d of an action is the token `action_vocab - d`."""
+    bins: int
+    """Action tokens: what an action dimension is divided into."""
     max_tokens: int
     """Longest sequence of image patches, prompt and actions."""
 
     @property
     def first_action_token(self) -> int:
-        return self.action_vocab - BINS
+        return self.action_vocab - self.bins
 
     @property
     def patches(self) -> int:
@@ -64,8 +67,9 @@ def read_config(folder: Path) -> ModelConfig:
         raise PolicyError(f"{path} is not OpenVLA's: its model_type is {raw.get('model_type')!r}, not 'openvla'")
     if not raw.get("use_fused_vision_backbone", True):
         raise PolicyError(f"{path}: only the fused vision backbone (DINOv2 and SigLIP) is supported")
-    if raw.get("n_action_bins", BINS) != BINS:
-        raise PolicyError(f"{path}: n_action_bins must be {BINS}, it is {raw['n_action_bins']!r}")
+    bins = raw.get("n_action_bins", BINS)
+    if not isinstance(bins, int) or not 2 <= bins <= BINS:
+        raise PolicyError(f"{path}: n_action_bins is a number from 2 to {BINS}, it is {bins!r}")
     try:
         text = dict(raw["text_config"])
         text.pop("torch_dtype", None)
@@ -84,6 +88,7 @@ def read_config(folder: Path) -> ModelConfig:
             llama=text,
             pad_token=int(raw.get("pad_token_id", 32000)),
             action_vocab=int(text.get("vocab_size", 32064)) - int(raw.get("pad_to_multiple_of", 64)),
+            bins=bins,
             max_tokens=int(text.get("max_position_embeddings", raw.get("llm_max_length", 2048))),
         )
     except (KeyError, TypeError, ValueError) as error:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from policies.contract import PolicyError
-from policies.openvla.config import BINS, ModelConfig, read_config
+from policies.openvla.config import ModelConfig, read_config
 from policies.openvla.files import CONFIG, INDEX, SINGLE, Shards, copy_other_files, write_json
 from policies.openvla.sizes import RANDOM_WEIGHTS, draw
 from policies.openvla.torchvision_operators import import_torchvision
@@ -184,11 +184,11 @@ class OpenVLAModel(nn.Module):
         return torch.cat([hidden[rows, sequence.end][:, None], hidden[:, first : first + count - 1]], 1)
 
     def action_logits(self, hidden: Tensor) -> Tensor:
-        """float32 [.., 256]: the logits of the action tokens, in the order of their ids."""
-        head, first = self.language_model.lm_head, self.config.first_action_token
+        """float32 [.., bins]: the logits of the action tokens, in the order of their ids."""
+        head, first, end = self.language_model.lm_head, self.config.first_action_token, self.config.action_vocab
         if type(head) is nn.Linear:
-            return functional.linear(hidden, head.weight[first : first + BINS]).float()
-        return head(hidden)[..., first : first + BINS].float()  # an adapter hangs on it
+            return functional.linear(hidden, head.weight[first:end]).float()
+        return head(hidden)[..., first:end].float()  # an adapter hangs on it
 
     def negative_log_probs(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         """float32 [..]: of the tokens int64 [..] among the whole vocabulary, after the states [.., D]."""

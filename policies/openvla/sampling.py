@@ -1,4 +1,4 @@
-"""Choosing among the 256 action tokens, and scoring the choice. [..] any batch shape, logits float32 [.., 256]."""
+"""Choosing among the action tokens, and scoring the choice. [..] any batch shape, logits float32 [.., bins]."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from policies.openvla.config import BINS
 from policies.openvla.model import OpenVLAModel, Sequence
 
 
@@ -58,11 +57,12 @@ def choose(logits: Tensor, noise: Tensor | None, temperature: float) -> Tensor:
     # In float64, so that the sum's rounding does not depend on how rows are batched.
     rising = torch.softmax(logits.double() / temperature, -1).flip(-1).cumsum(-1)
     uniform = torch.special.ndtr(noise.double())[..., None] * rising[..., -1:]
-    return BINS - 1 - (rising <= uniform).sum(-1).clamp(max=BINS - 1)
+    last = logits.shape[-1] - 1
+    return last - (rising <= uniform).sum(-1).clamp(max=last)
 
 
 def log_probs(logits: Tensor, temperature: float) -> Tensor:
-    """[.., 256]: the log-probabilities of all tokens at the temperature that they are drawn with."""
+    """[.., bins]: the log-probabilities of all tokens at the temperature that they are drawn with."""
     return torch.log_softmax(logits / temperature, -1)
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from policies.contract import PolicyError
-from policies.openvla.config import CONFIG, PUBLISHED_TOWERS
+from policies.openvla.config import BINS, CONFIG, PUBLISHED_TOWERS
 from policies.openvla.files import write_json
 from policies.openvla.images import PREPROCESSOR
 from policies.openvla.prompts import TEMPLATE, TOKENIZER
@@ -34,9 +34,9 @@ PAD_TO = 64
 INSTRUCTION = "pick up the black bowl between the plate and the ramekin and place it on the plate"
 """What the bench asks for, from LIBERO-Spatial."""
 FURTHER_WORDS = (
-    "move push pull pick put place reach grasp lift bring touch open close turn take go gripper hand arm robot ball cube "
-    "block target goal peg drawer door cabinet stove bottle basket red green blue yellow white left right middle top "
-    "bottom front back onto into from on in of to at with near up down over behind beside"
+    "move push pull pick put place reach grasp lift bring touch open close turn take go gripper hand arm robot ball "
+    "cube block target goal peg drawer door cabinet stove bottle basket red green blue yellow white left right middle "
+    "top bottom front back onto into from on in of to at with near up down over behind beside"
 )
 """What else the tokenizer has as whole words: short prompts are fast."""
 ACTION_DIM = 7
@@ -64,6 +64,7 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
     },
     "small": {
         "image_size": 56,
+        "bins": 32,
         "llama": {
             "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4,
             "num_key_value_heads": 4, "vocab_size": 576,
@@ -125,7 +126,7 @@ def _config(size: Mapping[str, Any], seed: int) -> dict[str, Any]:
         "image_resize_strategy": "resize-naive",
         "image_sizes": [size["image_size"]] * 2,
         "llm_max_length": 2048,
-        "n_action_bins": 256,
+        "n_action_bins": size.get("bins", BINS),
         "norm_stats": {"random": {"action": percentiles, "num_transitions": 1, "num_trajectories": 1}},
         "pad_to_multiple_of": PAD_TO,
         "pad_token_id": rows - PAD_TO,
@@ -161,8 +162,8 @@ def preprocessor(size: int) -> dict[str, Any]:
 
 
 def _tokenizer() -> dict[str, Any]:
-    """The words of the prompt, of `INSTRUCTION` and of `FURTHER_WORDS` are a token each, nearly as in Llama's vocabulary;
-    others are spelled. What counts for speed is the prompt's length."""
+    """The words of the prompt, of `INSTRUCTION` and of `FURTHER_WORDS` are a token each, nearly as in Llama's
+    vocabulary; others are spelled. What counts for speed is the prompt's length."""
     from tokenizers import Tokenizer, models, normalizers, processors
 
     text = TEMPLATE.format(INSTRUCTION).replace("?\n", " ? ").replace(":", " : ")

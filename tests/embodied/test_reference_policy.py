@@ -290,8 +290,8 @@ def test_runs_with_a_reference_are_the_same_in_processes(tmp_path: Path) -> None
     ("workflow", "pull", "says"),
     [
         ("ppo_reference", 0.0, "set it to the weight"),
-        ("grpo", 0.01, "ppo_reference or grpo_reference"),
-        ("ppo", 0.01, "ppo_reference or grpo_reference"),
+        ("grpo", 0.01, "ppo_reference for example"),
+        ("ppo", 0.01, "ppo_reference for example"),
     ],
 )
 def test_a_reference_without_a_pull_and_a_pull_without_a_reference_are_refused(
