@@ -174,6 +174,9 @@ class OptimConfig(Section):
     """Learning rate of the policy."""
     value_lr: float = 3e-4
     """Learning rate of the value head."""
+    critic_warmup: Annotated[int, Field(ge=0)] = 0
+    """First iterations in which the value head alone is trained: its first gradients would pull at a policy that has
+    learned already."""
     anneal: bool = False
     """Let both learning rates fall linearly to zero over the run."""
     adam_eps: Annotated[float, Field(gt=0)] = 1e-5

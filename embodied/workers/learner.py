@@ -122,6 +122,11 @@ class Learner(WeightsSource):
         """Raise `UserError` for settings that contradict each other, or ask for what no component adds."""
         check_credit(config)
         check_ranks(config, config.optim.ranks)
+        if config.optim.critic_warmup and not recipe_of(config).critic:
+            raise UserError(
+                f"optim.critic_warmup is {config.optim.critic_warmup}, and the workflow {config.workflow} trains no "
+                "critic: set it to 0, or workflow to ppo"
+            )
         added = {name for c in recipe_of(config).after_rollout for name in getattr(c.worker_class(), "adds", ())}
         for key, weight in (
             ("loss.reference_kl", config.loss.reference_kl), ("advantage.reward_kl", config.advantage.reward_kl)
@@ -362,6 +367,9 @@ class Learner(WeightsSource):
         units, weights = count_units(executed, rows.weight[index], dims, self._loss.ratio_unit)
         values = count_values(executed, self._credit)
         shares = self._work.add_gradient(rows, index, weights, values)
+        if iteration < self._config.critic_warmup:
+            for parameter in self.policy.actor_parameters():
+                parameter.grad = None
         sums, norm = self._work.read(shares, self._work.clip())
         if check:
             self._check_on_policy(sums.off_policy / units)

@@ -17,6 +17,7 @@ import policies
 from embodied.algorithms.estimators import Rows, gae_of, rows_of
 from embodied.config import AdvantageConfig, Config, LossConfig, OptimConfig
 from embodied.data.trajectories import HeldDecisions, Trajectories
+from embodied.errors import UserError
 from embodied.workers.learner import Learner, NonFinite, OffPolicy
 from policies.contract import Evaluation, Inputs, Policy, PolicySpec
 from policies.gaussian_mlp import GaussianMLP
@@ -387,6 +388,30 @@ def test_policy_and_value_head_have_rates_of_their_own(frozen: str, tmp_path: Pa
         if not name.startswith("normalizer."):
             is_frozen = name.startswith("value_head.") == (frozen == "value_head")
             assert torch.equal(after[name], before[name]) == is_frozen, name
+
+
+def test_a_critic_that_warms_up_leaves_the_policy_as_it_was(tmp_path: Path) -> None:
+    learner = make_learner(tmp_path, critic_warmup=2, epochs=3)
+    begun = parameters(learner)
+    for iteration in range(3):
+        before = parameters(learner)
+        metrics = learner.update(make_batch(iteration), iteration)
+        assert metrics["learner/explained_variance"] == metrics["learner/explained_variance"]
+        for name, tensor in parameters(learner).items():
+            if name.startswith("value_head."):
+                assert not torch.equal(tensor, before[name]), name
+            elif not name.startswith("normalizer."):
+                assert torch.equal(tensor, begun[name]) == (iteration < 2), name
+    steps = {
+        group["name"]: {float(learner.optimizer.state[p]["step"]) for p in group["params"]}
+        for group in learner.optimizer.param_groups
+    }
+    assert steps["value_head"] == {3 * next(iter(steps["policy"]))}, "the policy's moments are of its own steps"
+
+
+def test_a_warm_up_without_a_critic_is_refused() -> None:
+    with pytest.raises(UserError, match="the workflow grpo trains no critic"):
+        Learner.check(Config(workflow="grpo", optim=OPTIM.model_copy(update={"critic_warmup": 1})))
 
 
 def test_gradients_are_scaled_down_to_the_norm(tmp_path: Path) -> None:
