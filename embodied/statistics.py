@@ -37,6 +37,16 @@ def typical(values: Sequence[float]) -> tuple[float, float, float]:
     return middle, max(0.0, middle - spread), middle + spread
 
 
+def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """Mean, and the 95% interval of Student's t around it. One value has no width."""
+    from scipy.stats import sem
+    from scipy.stats import t as student
+
+    mean = float(np.mean(values))
+    half = float(student.ppf(0.975, len(values) - 1) * sem(values)) if len(values) > 1 else 0.0
+    return mean, mean - half, mean + half
+
+
 @dataclass(frozen=True)
 class PairedDifference:
     """What two evaluations of the same episodes say of each other."""

@@ -1,16 +1,19 @@
-"""The small OpenVLA's beginning: random weights, but for vision towers that have seen the simulator.
+"""The small OpenVLA's beginning: a vision-language model of the built-in table, which knows nothing of actions.
 
 python benchmarks/learning/base_checkpoint.py --out assets/openvla_small
 
-A vision-language-action model is made of a vision model that has seen pictures. This one's towers and projector learn
-where things are on the built-in table: pictures of `tabletop/reach_red` at random places of gripper and balls, and from
-the mean of the projected patches, by one linear layer, those places. That layer is thrown away. The language model and
-the action tokens know nothing: what is to be done with what is seen is left to demonstrations and reinforcement.
+A vision-language-action model is made of a vision-language model that has seen pictures and can say where things are.
+This one learns that from pictures of `tabletop/reach_red` at random places of gripper and balls:
+
+1. towers and projector: from the mean of the projected patches, by one linear layer, which is thrown away, the places;
+2. all weights: asked to point at a ball or the gripper, or from the gripper to a ball, it says where in three tokens.
+
+What is to be done about what is seen is left to demonstrations and reinforcement.
 """
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,20 +26,28 @@ from torch.nn import functional
 
 import sim_farm
 from embodied.reporting.live import steps
+from policies import Inputs, PolicySpec
 from policies.openvla import sizes
 from policies.openvla.config import CONFIG
 from policies.openvla.files import SINGLE, read_json, write_json
-from policies.openvla.images import read_preprocessing
-from policies.openvla.model import OpenVLAModel, build_empty, load_model
+from policies.openvla.model import build_empty
+from policies.openvla.policy import OpenVLA
+from policies.openvla.statistics import DEMONSTRATIONS
 from sim_farm import EpisodeSpec
 
-TASK = "tabletop/reach_red"
+TASK, CAMERA = "tabletop/reach_red", "front"
 POSE_NUMBERS = 5
 """The scene is qpos, of which the first three numbers are the gripper's place, and then each ball's place."""
 WORKSPACE = ((-0.22, -0.27, 0.014), (0.22, 0.27, 0.25))
 NEAR_M = 0.05
 """Every second gripper is about so far from a ball: there it matters most where they are."""
-PEAK_LR, LAST_LR, WARM_UP = 3e-3, 1.5e-4, 100
+FAR_M = 0.1
+"""A way from the gripper that is longer is said as if it were so long, along each axis."""
+QUESTIONS = (
+    "point at the gripper", "point at the red ball", "point at the blue ball",
+    "point from the gripper to the red ball", "point from the gripper to the blue ball",
+)  # fmt: skip
+SEEING_LR, SPEAKING_LR, LAST_SHARE, WARM_UP = 3e-3, 1.5e-3, 0.05, 100
 
 
 @dataclass(frozen=True)
@@ -46,13 +57,15 @@ class Arguments:
     out: Path = tyro.MISSING
     """Folder of the checkpoint."""
     pictures: int = 20_000
-    steps: int = 4_000
-    batch: int = 128
+    seeing_steps: int = 2_500
+    seeing_batch: int = 128
+    speaking_steps: int = 4_000
+    speaking_batch: int = 64
     seed: int = 0
 
 
 def draw_pictures(count: int, size: int, seed: int) -> tuple[Tensor, Tensor]:
-    """uint8 [N, S, S, 3] pictures, and float32 [N, 7]: gripper x, y, z and each ball's x, y, in metres."""
+    """uint8 [N, S, S, 3] pictures, and float32 [N, 3, 3]: the places of gripper, red ball and blue ball, in metres."""
     physics, renderer = sim_farm.make(TASK, cameras=1, size=size)
     random = np.random.default_rng(seed)
     frames, places = [], []
@@ -61,59 +74,99 @@ def draw_pictures(count: int, size: int, seed: int) -> tuple[Tensor, Tensor]:
         balls = scene[POSE_NUMBERS:].reshape(2, 3)
         near = balls[random.integers(2)] + random.normal(0, NEAR_M, 3)
         scene[:3] = np.clip(near, *WORKSPACE) if random.random() < 0.5 else random.uniform(*WORKSPACE)
-        (frame,) = renderer.render([scene.view(np.uint8)], ("front",)).values()
+        (frame,) = renderer.render([scene.view(np.uint8)], (CAMERA,)).values()
         frames.append(frame[0])
-        places.append(np.concatenate((scene[:3], balls[:, :2].ravel())))
+        places.append(np.stack((scene[:3], *balls)))
     renderer.close()
     return torch.from_numpy(np.array(frames)), torch.from_numpy(np.array(places, np.float32))
 
 
-def learn_places(model: OpenVLAModel, folder: Path, args: Arguments) -> float:
-    """Train towers and projector; the mean error on pictures that were not learned from, in metres."""
-    frames, places = draw_pictures(args.pictures, model.config.image_size, args.seed)
-    pixels = read_preprocessing(folder)
-    held = args.pictures // 20
-    centre, scale = places.mean(0), places.std(0)
-    head = nn.Linear(model.width, places.shape[1])
-    parameters = [p for part in (model.vision_backbone, model.projector, head) for p in part.parameters()]
-    optimizer = torch.optim.AdamW(parameters, lr=PEAK_LR, weight_decay=0.01, betas=(0.9, 0.95), fused=True)
+def learn(title: str, parameters: list[nn.Parameter], lr: float, count: int, loss_of: Callable[[], Tensor]) -> None:
+    """Minimise a loss that draws its own minibatch."""
+    optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=0.01, betas=(0.9, 0.95), fused=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, PEAK_LR, args.steps, pct_start=WARM_UP / args.steps, final_div_factor=PEAK_LR / LAST_LR / 25
+        optimizer, lr, count, pct_start=WARM_UP / count, final_div_factor=1 / LAST_SHARE / 25
     )
-
-    def told(index: Tensor) -> Tensor:
-        return head(model.embed_images(pixels(frames[index])[:, None]).mean(1))
-
-    generator = torch.Generator().manual_seed(args.seed)
-    with steps("Learning where things are", args.steps) as bar:
-        for _ in range(args.steps):
-            index = held + torch.randint(len(frames) - held, (args.batch,), generator=generator)
-            loss = functional.smooth_l1_loss(told(index), (places[index] - centre) / scale, beta=0.1)
+    with steps(title, count) as bar:
+        for _ in range(count):
             optimizer.zero_grad(set_to_none=True)
+            loss = loss_of()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(parameters, 1.0)
             optimizer.step()
             schedule.step()
-            bar.advance(1, f"loss {float(loss):.4f}")
+            bar.advance(1, f"loss {float(loss.detach()):.4f}")
+
+
+def learn_to_see(policy: OpenVLA, frames: Tensor, places: Tensor, args: Arguments) -> None:
+    """Train towers and projector on what is seen where. Balls lie on the table: their height is not asked for."""
+    model, held = policy.model, len(frames) // 20
+    wanted = torch.cat([places[:, 0], places[:, 1:, :2].flatten(1)], 1)
+    centre, scale = wanted.mean(0), wanted.std(0)
+    head = nn.Linear(model.width, wanted.shape[1])
+    generator = torch.Generator().manual_seed(args.seed)
+
+    def told(index: Tensor) -> Tensor:
+        return head(model.embed_images(policy.preprocessing(frames[index])[:, None]).mean(1))
+
+    def loss() -> Tensor:
+        index = held + torch.randint(len(frames) - held, (args.seeing_batch,), generator=generator)
+        return functional.smooth_l1_loss(told(index), (wanted[index] - centre) / scale, beta=0.1)
+
+    parameters = [p for part in (model.vision_backbone, model.projector, head) for p in part.parameters()]
+    learn("Learning to see where things are", parameters, SEEING_LR, args.seeing_steps, loss)
     with torch.no_grad():
-        return float((told(torch.arange(held)) * scale + centre - places[:held]).abs().mean())
+        error = (told(torch.arange(held)) * scale + centre - wanted[:held]).abs().mean()
+    print(f"mean error of a coordinate on pictures that were not learned from: {1000 * float(error):.1f} mm")
+
+
+def learn_to_speak(policy: OpenVLA, frames: Tensor, places: Tensor, args: Arguments) -> None:
+    """Train all weights to answer `QUESTIONS`, each answer three numbers in -1..1."""
+    low, high = torch.tensor(WORKSPACE, dtype=torch.float32)
+    at = 2 * (places - low) / (high - low) - 1
+    way = ((places[:, 1:] - places[:, :1]) / FAR_M).clamp(-1, 1)
+    answers = torch.cat([at, way], 1)
+    policy.adopt_units(torch.tensor([[-1.0] * 3, [1.0] * 3]), None)
+    held, generator = len(frames) // 20, torch.Generator().manual_seed(args.seed + 1)
+
+    def asked(index: Tensor) -> tuple[Inputs, Tensor]:
+        which = torch.randint(len(QUESTIONS), (len(index),), generator=generator)
+        inputs = Inputs(frames={CAMERA: frames[index]}, instruction=tuple(QUESTIONS[i] for i in which.tolist()))
+        return inputs, answers[index, which][:, None]
+
+    def loss() -> Tensor:
+        index = held + torch.randint(len(frames) - held, (args.speaking_batch,), generator=generator)
+        inputs, answer = asked(index)
+        return policy.imitate(inputs, answer, torch.ones(len(index), 1, dtype=torch.bool), torch.empty(0)).mean()
+
+    learn("Learning to say where things are", list(policy.actor_parameters()), SPEAKING_LR, args.speaking_steps, loss)
+    inputs, answer = asked(torch.arange(held))
+    said = torch.cat([policy.act(inputs.rows(rows), None).chunk for rows in torch.arange(held).split(100)])
+    print(f"mean error of an answer: {float((said - answer).abs().mean()):.3f} of a range from -1 to 1")
 
 
 def main(args: Arguments) -> None:
     torch.manual_seed(args.seed)
     folder = sizes.write_random(args.out, "openvla-small", args.seed)
-    model = load_model(folder, "float32")
-    error = learn_places(model, folder, args)
-    print(f"mean error of a coordinate on pictures that were not learned from: {1000 * error:.1f} mm")
-    generator = torch.Generator().manual_seed(args.seed)
-    unused = {name: torch.empty(t.shape) for name, t in build_empty(model.config).unused.items()}
+    spec = PolicySpec(3, cameras=(CAMERA,), image_size=sizes.SIZES["small"]["image_size"])
+    policy = OpenVLA(spec, checkpoint=str(folder), unnorm_key=DEMONSTRATIONS)
+    frames, places = draw_pictures(args.pictures, spec.image_size, args.seed)
+    learn_to_see(policy, frames, places, args)
+    learn_to_speak(policy, frames, places, args)
+    save(policy, folder, args.seed)
+
+
+def save(policy: OpenVLA, folder: Path, seed: int) -> None:
+    """Write the weights, in 16 bits, beside what `sizes.write_random` wrote; those that no output depends on: drawn."""
+    model, generator = policy.model, torch.Generator().manual_seed(seed)
+    unused = {name: torch.empty(tensor.shape) for name, tensor in build_empty(model.config).unused.items()}
     for name, tensor in unused.items():
         sizes.draw(name, tensor, generator)
     tensors = {name: t.detach().bfloat16().contiguous() for name, t in (model.checkpoint_state() | unused).items()}
     save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
     config = {name: value for name, value in read_json(folder / CONFIG).items() if name != sizes.RANDOM_WEIGHTS}
     write_json(folder / CONFIG, config)
-    print(json.dumps({"checkpoint": str(folder), "parameters": sum(p.numel() for p in model.parameters())}))
+    print(f"{folder}: {sum(p.numel() for p in model.parameters()):,} parameters")
 
 
 if __name__ == "__main__":

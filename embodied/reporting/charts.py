@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 Format = Callable[[float], str]
 
+COLOURS = ("#3b76c4", "#e58a1f", "#1f9e8f", "#8d61c4", "#cc4b63", "#7d8590")
+"""Of several curves in one chart. They keep their distance on white, on black, and to the colour-blind."""
+
 _MAX_POINTS = 600
 _MAX_BARS = 150
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 12, 10, 36
@@ -43,6 +46,9 @@ class Line:
     name: str
     y: Sequence[float | None]
     faint: bool = False
+    colour: str = _CURVE
+    band: Sequence[tuple[float, float] | None] = ()
+    """Low and high at each place, filled in; none, where there is nothing to fill."""
 
 
 def compact(value: float) -> str:
@@ -86,10 +92,13 @@ def lines(
         axes.axhline(mark_y, color=_MARK, linewidth=1, dashes=(5, 4))
     for curve in curves:
         y = np.array([math.nan if (v := curve.y[i]) is None else v for i in keep])
+        if curve.band:
+            low, high = np.array([curve.band[i] or (math.nan, math.nan) for i in keep]).T
+            axes.fill_between([x[i] for i in keep], low, high, color=curve.colour, alpha=0.18, linewidth=0)
         axes.plot(
             [x[i] for i in keep],
             y,
-            color=_CURVE,
+            color=curve.colour,
             linewidth=1.25 if curve.faint else 2.0,
             alpha=0.45 if curve.faint else 1.0,
             marker="o",

@@ -36,7 +36,7 @@ INSTRUCTION = "pick up the black bowl between the plate and the ramekin and plac
 FURTHER_WORDS = (
     "move push pull pick put place reach grasp lift bring touch open close turn take go gripper hand arm robot ball "
     "cube block target goal peg drawer door cabinet stove bottle basket red green blue yellow white left right middle "
-    "top bottom front back onto into from on in of to at with near up down over behind beside"
+    "top bottom front back onto into from on in of to at with near up down over behind beside point"
 )
 """What else the tokenizer has as whole words: short prompts are fast."""
 ACTION_DIM = 7

@@ -20,7 +20,7 @@ import schedulers
 from embodied import checkpoint, cli, migration
 from embodied.commands.evaluate import evaluate_run
 from embodied.commands.export import export_run
-from embodied.commands.report import report_run
+from embodied.commands.report import report_runs
 from embodied.commands.train import train_run
 from embodied.config import Config, all_keys, load_config, parse_config, save_config, saved_config
 from embodied.errors import UserError
@@ -116,7 +116,7 @@ def test_an_old_run_is_reported(runs: Path) -> None:
     found = read_run(runs / "old_run")
     assert "config.yaml" not in found.missing and found.config["loss"]["clip"] == 0.25
     assert len(found.rows) == 2 and len(found.evals) == 1
-    assert Path(report_run("old_run", runs)["report"]).is_file()
+    assert Path(report_runs(["old_run"], runs)["report"]).is_file()
 
 
 def test_a_checkpoint_of_an_old_run_is_where_another_begins(runs: Path) -> None:

@@ -1,0 +1,266 @@
+"""Several runs on one page: curves with bands over seeds, a table, and the settings that differ.
+
+Runs that differ in nothing but seed and name are one curve: the mean, and the 95% interval of the mean over seeds. It
+is drawn as far as all of them went.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from html import escape
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import numpy as np
+
+from embodied.reporting import charts
+from embodied.reporting.live import duration
+from embodied.reporting.report import PAGE
+from embodied.reporting.run_record import ReportError, RunFolder, read_run
+from embodied.statistics import mean_interval
+
+POINTS = 200
+"""Of a curve: runs end their iterations at different numbers of env steps."""
+SUCCESS = "env/success_recent"
+"""Success of the last 100 training episodes, which every run records."""
+OF_A_RUN = ("seed", "name")
+"""Settings in which the runs of one curve may differ."""
+
+
+@dataclass(frozen=True)
+class Alike:
+    """Runs that differ in nothing but seed and name."""
+
+    label: str
+    runs: tuple[RunFolder, ...]
+    settings: Mapping[str, Any]
+    """By their keys, `loss.clip`; without seed and name."""
+
+    @property
+    def seeds(self) -> list[Any]:
+        return [run.config.get("seed") for run in self.runs]
+
+    def evaluated(self) -> list[float]:
+        """Each evaluated run's success over all its tasks."""
+        return [rate for run in self.runs if (rate := success_of(run)) is not None]
+
+    def times(self) -> list[float | None]:
+        """Seconds until each run's training success first reached its target; None where it did not."""
+        return [time_to_target(run) for run in self.runs]
+
+
+def write_runs_page(folders: Sequence[Path], out: Path) -> dict[str, Any]:
+    """Write the page of the runs to `out`. Returns what its table says as plain data.
+
+    Raises `ReportError` for a folder that is no run's, or has no iteration.
+    """
+    runs = [read_run(folder) for folder in folders]
+    for run in runs:
+        if not run.rows:
+            raise ReportError(f"{run.path}: {run.missing.get('metrics.jsonl', 'no iteration has ended')}")
+    groups = alike(runs)
+    body = "\n".join((_header(groups), _curves(groups), _table(groups), _differences(groups)))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(Template(PAGE.read_text()).substitute(title="Runs compared", body=body))
+    return {"report": str(out), "groups": [_data(group) for group in groups]}
+
+
+def alike(runs: Sequence[RunFolder]) -> list[Alike]:
+    """The runs in groups, in the order of each group's first."""
+    found: list[tuple[dict[str, Any], list[RunFolder]]] = []
+    for run in runs:
+        settings = {key: value for key, value in _flat(run.config).items() if key not in OF_A_RUN}
+        for known, members in found:
+            if known == settings:
+                members.append(run)
+                break
+        else:
+            found.append((settings, [run]))
+    differing = _differing([settings for settings, _ in found])
+    return [Alike(_label(settings, differing, members), tuple(members), settings) for settings, members in found]
+
+
+def success_of(run: RunFolder) -> float | None:
+    """Success in the evaluation, over all tasks; None where there was none."""
+    episodes = sum(item.episodes for item in run.evals)
+    return sum(item.success_rate * item.episodes for item in run.evals) / episodes if episodes else None
+
+
+def time_to_target(run: RunFolder) -> float | None:
+    """Seconds of training until the success of the last 100 episodes first reached the run's target."""
+    pairs = zip(run.column(SUCCESS), run.column("wall_s"), strict=True)
+    return next((wall for value, wall in pairs if value is not None and wall and value >= run.target), None)
+
+
+def _data(group: Alike) -> dict[str, Any]:
+    rates = group.evaluated()
+    mean, low, high = mean_interval(rates) if rates else (math.nan,) * 3
+    return {
+        "label": group.label,
+        "runs": [str(run.path) for run in group.runs],
+        "seeds": group.seeds,
+        "success_rates": rates,
+        "success_rate": mean if rates else None,
+        "success_low": max(low, 0.0) if rates else None,
+        "success_high": min(high, 1.0) if rates else None,
+        "env_steps": [run.rows[-1]["env_steps"] for run in group.runs],
+        "time_to_target_s": group.times(),
+    }
+
+
+def _header(groups: Sequence[Alike]) -> str:
+    count = sum(len(group.runs) for group in groups)
+    facts = f"{count} runs, {len(groups)} settings; written {datetime.now():%Y-%m-%d %H:%M} by embodied report"
+    return f'<header><h1>Runs compared</h1><p class="facts"><span>{facts}</span></p></header>'
+
+
+def _curves(groups: Sequence[Alike]) -> str:
+    longest = max(max(run.column("wall_s")[-1] or 0.0 for run in group.runs) for group in groups)
+    scale, unit = (3600.0, "h") if longest >= 7200 else (60.0, "min")
+    figures = [
+        _figure(
+            "Success of the last 100 training episodes, by env steps", groups, SUCCESS, "env_steps", 1.0, "env steps"
+        ),
+        _figure("The same, by wall-clock", groups, SUCCESS, "wall_s", scale, f"wall-clock, {unit}"),
+        _figure("Return, by env steps", groups, "env/return", "env_steps", 1.0, "env steps", rate=False),
+    ]
+    lead = "A curve is the mean over seeds, its band the 95% interval of that mean; one seed has no band."
+    grid = f'<div class="grid two">{"".join(figures)}</div>'
+    return f'<section><h2>Learning</h2><p class="lead">{lead}</p>{grid}</section>'
+
+
+def _figure(
+    title: str, groups: Sequence[Alike], key: str, over: str, scale: float, label: str, *, rate: bool = True
+) -> str:
+    ends = [min(_ends(group, key, over)) / scale for group in groups if _ends(group, key, over)]
+    x = np.linspace(0, max(ends, default=1.0), POINTS)
+    curves = []
+    for number, group in enumerate(groups):
+        y, band = _mean_curve(group, key, over, x * scale)
+        curves.append(charts.Line(group.label, y, colour=_colour(number), band=band if len(group.runs) > 1 else ()))
+    heads = [f"{charts.compact(float(place))} {label}" for place in x]
+    range_ = (0.0, 1.0) if rate else None
+    drawn = charts.lines(
+        x.tolist(), curves, label, heads, width=560, height=300, show=charts.percent if rate else charts.compact,
+        y_range=range_,
+    )  # fmt: skip
+    legend = "".join(
+        f'<span class="legend"><i style="background:{_colour(number)}"></i>{escape(group.label)}</span>'
+        for number, group in enumerate(groups)
+    )
+    return f'<figure class="card"><figcaption>{escape(title)}{legend}</figcaption><div>{drawn}</div></figure>'
+
+
+def _ends(group: Alike, key: str, over: str) -> list[float]:
+    """How far each run went."""
+    known = [_known(run, key, over)[0] for run in group.runs]
+    return [float(xs[-1]) for xs in known if len(xs)]
+
+
+def _known(run: RunFolder, key: str, over: str) -> tuple[np.ndarray, np.ndarray]:
+    """Where the metric is known, and what it is there."""
+    pairs = zip(run.column(over), run.column(key), strict=True)
+    found = [(x, y) for x, y in pairs if x is not None and y is not None]
+    xs, ys = zip(*found, strict=True) if found else ((), ())
+    return np.array(xs, float), np.array(ys, float)
+
+
+def _mean_curve(
+    group: Alike, key: str, over: str, x: np.ndarray
+) -> tuple[list[float | None], list[tuple[float, float] | None]]:
+    """The mean over the group's runs at each place that all of them reached, and its interval."""
+    curves = [known for run in group.runs if len((known := _known(run, key, over))[0])]
+    mean: list[float | None] = []
+    band: list[tuple[float, float] | None] = []
+    for place in x:
+        if not curves or any(not xs[0] <= place <= xs[-1] for xs, _ in curves):
+            mean.append(None)
+            band.append(None)
+            continue
+        middle, low, high = mean_interval([float(np.interp(place, xs, ys)) for xs, ys in curves])
+        mean.append(middle)
+        band.append((low, high))
+    return mean, band
+
+
+def _table(groups: Sequence[Alike]) -> str:
+    names = ("settings", "seeds", "success in evaluation", "each seed", "env steps", "wall time", "time to target")
+    head = "".join(f"<th>{name}</th>" for name in names)
+    rows = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in _cells(group))}</tr>" for group in groups)
+    lead = "Success: the mean over seeds with its 95% interval (Student's t); time to target: the median."
+    return (
+        f'<section><h2>Results</h2><p class="lead">{lead}</p>'
+        f'<div class="card scroll"><table><tr>{head}</tr>{rows}</table></div></section>'
+    )
+
+
+def _cells(group: Alike) -> tuple[str, ...]:
+    data, rates = _data(group), group.evaluated()
+    success = "–"
+    if rates:
+        low, high = charts.percent(data["success_low"]), charts.percent(data["success_high"])
+        success = charts.percent(data["success_rate"]) + (f" <small>{low} to {high}</small>" if len(rates) > 1 else "")
+    times = [time for time in group.times() if time is not None]
+    reached = f" ({len(times)} of {len(group.runs)})" if len(times) < len(group.runs) else ""
+    walls = [run.column("wall_s")[-1] or 0.0 for run in group.runs]
+    return (
+        escape(group.label),
+        escape(", ".join(map(str, group.seeds))),
+        success,
+        ", ".join(charts.percent(rate) for rate in rates) or "–",
+        charts.compact(statistics.median(data["env_steps"])),
+        duration(statistics.median(walls)),
+        duration(statistics.median(times)) + reached if times else "not reached",
+    )
+
+
+def _differences(groups: Sequence[Alike]) -> str:
+    differing = _differing([group.settings for group in groups])
+    if not differing:
+        return ""
+    head = "".join(f"<th>{escape(name)}</th>" for name in ("setting", *(group.label for group in groups)))
+    rows = "".join(
+        f'<tr><td style="white-space: nowrap">{escape(key)}</td>'
+        f"{''.join(f'<td>{escape(_text(g.settings.get(key)))}</td>' for g in groups)}</tr>"
+        for key in differing
+    )
+    table = f'<div class="card scroll"><table><tr>{head}</tr>{rows}</table></div>'
+    return f"<section><h2>What differed</h2>{table}</section>"
+
+
+def _differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Keys that have not the same value everywhere."""
+    keys = dict.fromkeys(key for one in settings for key in one)
+    return [key for key in keys if any(one.get(key) != settings[0].get(key) for one in settings)]
+
+
+def _label(settings: Mapping[str, Any], differing: Sequence[str], members: Sequence[RunFolder]) -> str:
+    """What tells a group from the others, in so few words as will do."""
+    if not differing:
+        return members[0].path.name if len(members) == 1 else str(members[0].config.get("workflow", "runs"))
+    if len(differing) > 3:
+        return ", ".join(run.path.name for run in members)
+    return ", ".join(f"{key.rpartition('.')[2]} {_text(settings.get(key))}" for key in differing)
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, dict) and key != "options":
+            found |= _flat(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value
+    return found
+
+
+def _text(value: Any) -> str:
+    return "none" if value is None else str(value)
+
+
+def _colour(number: int) -> str:
+    return charts.COLOURS[number % len(charts.COLOURS)]

@@ -1,0 +1,54 @@
+"""One configuration as several: a seed each, or a setting's values. They run one after the other."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+
+from embodied.config import Config, all_keys, parse_config
+from embodied.errors import UserError, nearest
+
+
+def variants(config: Config, source: str, seeds: Sequence[int], sweep: Sequence[str]) -> list[Config]:
+    """The configuration with each combination of the sweep's values and the seeds, each under a name of its own.
+
+    `sweep` has entries `optim.policy_lr=1e-4,3e-4`. Raises `UserError` for a key that there is not, a value that it
+    cannot take, or what is named twice.
+    """
+    choices = [_choices(entry) for entry in sweep]
+    if len({key for key, _ in choices}) < len(choices) or len(set(seeds)) < len(seeds):
+        raise UserError("each setting of --sweep, and each of --seeds, is named once")
+    found = []
+    for values in itertools.product(*(values for _, values in choices)):
+        for seed in seeds or (config.seed,):
+            chosen = dict(zip((key for key, _ in choices), values, strict=True))
+            found.append(_changed(config, source, chosen, seed))
+    return found
+
+
+def _choices(entry: str) -> tuple[str, list[str]]:
+    key, equals, values = entry.partition("=")
+    key = key.strip().lstrip("-").replace("-", "_")
+    if not equals or not values:
+        raise UserError(f"--sweep takes KEY=VALUE,VALUE (optim.policy_lr=1e-4,3e-4), got {entry!r}")
+    if key not in all_keys():
+        raise UserError(f"--sweep: unknown key {key!r}{nearest(key, all_keys())}")
+    if key in ("seed", "name"):
+        raise UserError(f"--sweep does not take {key}: --seeds 1 2 3 does, and names follow")
+    return key, values.split(",")
+
+
+def _changed(config: Config, source: str, chosen: dict[str, str], seed: int) -> Config:
+    data = config.model_dump(mode="json")
+    for key, value in chosen.items():
+        *sections, last = key.split(".")
+        place = data
+        for section in sections:
+            place = place[section]
+        place[last] = yaml.safe_load(value)
+    parts = [config.name or Path(source).stem, *(f"{key.rpartition('.')[2]}{value}" for key, value in chosen.items())]
+    data |= {"seed": seed, "name": "-".join((*parts, f"seed{seed}"))}
+    return parse_config(data, "--sweep")

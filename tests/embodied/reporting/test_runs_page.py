@@ -1,0 +1,87 @@
+"""Several runs on one page: runs that differ in the seed are one curve, and what is said of them is what they did."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy.stats import t as student
+
+from embodied.config import parse_config, save_config
+from embodied.reporting.run_record import ReportError, read_run
+from embodied.reporting.runs_page import alike, write_runs_page
+from tests.embodied.reporting.test_report import Page
+
+STEPS = 1000
+
+
+def write_run(folder: Path, seed: int, lr: float, success: list[float], evaluated: float | None = None) -> Path:
+    """A run's folder with an iteration of 1,000 env steps and 10 s for each success rate."""
+    folder.mkdir(parents=True)
+    save_config(
+        parse_config({"seed": seed, "name": folder.name, "optim": {"policy_lr": lr}}, "test"), folder / "config.yaml"
+    )
+    rows = [
+        {"iteration": i, "env_steps": i * STEPS, "wall_s": 10.0 * i, "env/success_recent": rate, "env/return": 2 * rate}
+        for i, rate in enumerate(success, start=1)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if evaluated is not None:
+        found = {"task": "t", "episodes": 100, "success_rate": evaluated, "protocol": {}}
+        (folder / "eval.json").write_text(json.dumps(found))
+    return folder
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> list[Path]:
+    return [
+        write_run(tmp_path / "low1", 1, 1e-4, [0.2, 0.5, 0.95], 0.9),
+        write_run(tmp_path / "high1", 1, 3e-4, [0.1, 0.1, 0.2], 0.2),
+        write_run(tmp_path / "low2", 2, 1e-4, [0.4, 0.7, 0.8, 0.9], 1.0),
+    ]
+
+
+def test_runs_that_differ_in_the_seed_are_one_curve(folders: list[Path], tmp_path: Path) -> None:
+    groups = alike([read_run(folder) for folder in folders])
+    assert [group.label for group in groups] == ["policy_lr 0.0001", "policy_lr 0.0003"]
+    assert [group.seeds for group in groups] == [[1, 2], [1]]
+
+
+def test_the_table_says_what_the_runs_did(folders: list[Path], tmp_path: Path) -> None:
+    result = write_runs_page(folders, tmp_path / "page.html")
+    first, second = result["groups"]
+    half = float(student.ppf(0.975, 1)) * 0.1 / 2  # two values 0.1 apart: their standard error is 0.05
+    assert first["success_rate"] == pytest.approx(0.95) and first["success_low"] == pytest.approx(0.95 - half)
+    assert first["success_high"] == 1.0
+    assert first["time_to_target_s"] == [30.0, 40.0] and second["time_to_target_s"] == [None]
+    assert second["success_low"] == second["success_rate"] == second["success_high"] == 0.2
+    page = Page((tmp_path / "page.html").read_text())
+    assert page.says("95%") and page.says("90%, 100%") and page.says("not reached") and page.says("35 s")
+    assert page.says("optim.policy_lr") and not page.says("optim.value_lr")
+    assert not page.sources, "the page asks for other files"
+
+
+def test_a_curve_is_the_mean_as_far_as_all_its_runs_went(folders: list[Path], tmp_path: Path) -> None:
+    write_runs_page(folders, tmp_path / "page.html")
+    points = Page((tmp_path / "page.html").read_text()).points[0]
+    means = {head: texts for _, head, *texts in points}
+    at_two = next(texts for head, texts in means.items() if float(str(head).split()[0].replace(",", "")) >= 2000)
+    values = {str(text).rpartition(" ")[0]: float(str(text).rpartition(" ")[2].rstrip("%")) for text in at_two}
+    assert values["policy_lr 0.0001"] == pytest.approx(60, abs=1)
+    assert values["policy_lr 0.0003"] == pytest.approx(10, abs=1)
+    assert len(means) == len(points) and np.diff([point[0] for point in points]).min() >= 0  # type: ignore[call-overload]
+
+
+def test_one_setting_is_named_after_its_workflow_and_has_no_differences(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / f"run{seed}", seed, 1e-4, [0.1, 0.2]) for seed in (1, 2)]
+    write_runs_page(runs, tmp_path / "page.html")
+    page = Page((tmp_path / "page.html").read_text())
+    assert page.says("ppo") and not page.says("What differed")
+
+
+def test_a_run_without_an_iteration_is_named(folders: list[Path], tmp_path: Path) -> None:
+    (folders[1] / "metrics.jsonl").unlink()
+    with pytest.raises(ReportError, match="high1: metrics.jsonl has no rows yet"):
+        write_runs_page(folders, tmp_path / "page.html")
