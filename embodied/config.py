@@ -248,6 +248,9 @@ class EvalConfig(Section):
     """Recorded initial states that the trials begin from, in turn; None: as the protocol says, or from seeds alone."""
     greedy: bool | None = None
     """Take the policy's mode, or sample; None: as the protocol says, or greedy."""
+    instruction: Annotated[str, Field(min_length=1)] | None = None
+    """What the policy is told in place of each task's own instruction: another wording, or another task's, to see
+    whether it reads."""
     num_envs: Annotated[int, Field(ge=1)] | None = None
     """Environments that run side by side; None takes the training's."""
     videos: Annotated[int, Field(ge=0, le=16)] = 9

@@ -85,6 +85,8 @@ def record_run(
     """
     if episodes < 1:
         raise UserError(f"--episodes is at least 1, got {episodes}")
+    if config.eval.instruction is not None:
+        raise UserError("--eval.instruction is for evaluations: what is recorded is told each task's own instruction")
     folder = whole_checkpoint(find_run(run, runs_dir), folder)
     check_evaluation(config, (config.env.task,))
     begin = time.monotonic()

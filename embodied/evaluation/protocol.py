@@ -94,6 +94,8 @@ class Protocol:
     greedy: bool
     """Whether the policy's mode is taken; else it samples, with noise keyed by (seed, task, trial, env step)."""
     seed: int
+    instruction: str | None = None
+    """What the policy is told; None: each task's own instruction."""
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -102,7 +104,7 @@ class Protocol:
     @property
     def sha256(self) -> str:
         """Of the protocol as JSON with sorted keys and without white space."""
-        text = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+        text = json.dumps(_as_dict(self), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
     def episodes(self) -> tuple[EpisodeSpec, ...]:
@@ -128,7 +130,7 @@ class Protocol:
                 "gripper": self.gripper,
             }
         )
-        evaluation = config.eval.model_copy(update={"greedy": self.greedy})
+        evaluation = config.eval.model_copy(update={"greedy": self.greedy, "instruction": self.instruction})
         return config.model_copy(update={"env": env, "eval": evaluation, "seed": self.seed})
 
     def check(self, task: str, info: TaskInfo) -> None:
@@ -153,13 +155,14 @@ class Protocol:
         seeds = "seeds that no training draws" if self.env_seed is None else f"simulator seed {self.env_seed}"
         if self.init_states is not None:
             seeds = f"initial states {_ranges(self.init_states[: self.trials])}, {seeds}"
+        told = "" if self.instruction is None else f", told {self.instruction!r}"
         known = sorted(set(limits or (n for n in self.limits.values() if n is not None)))
         longest = "/".join(map(str, known)) or "the task's own"
         return (
             f"{self.name or 'own'} (sha256 {self.sha256[:12]}): {trials} from {seeds}; maximum steps "
             f"{longest}, {self.settle_steps} settling steps, {self.orientation} "
             f"{self.image_size} x {self.image_size} images, gripper {self.gripper}, "
-            f"{'greedy' if self.greedy else 'sampled'}, seed {self.seed}; success: solved at any env step"
+            f"{'greedy' if self.greedy else 'sampled'}, seed {self.seed}{told}; success: solved at any env step"
         )
 
 
@@ -182,7 +185,13 @@ def protocol_of(config: Config) -> Protocol:
         reward=env.reward,
         greedy=True if asked.greedy is None else asked.greedy,
         seed=config.seed,
+        instruction=asked.instruction,
     )
+    if asked.instruction is not None and "instruction" not in config.policy.reads:
+        raise UserError(
+            f"eval.instruction is {asked.instruction!r}, and the policy reads {', '.join(config.policy.reads)}: "
+            "only one that reads the instruction can be told another"
+        )
     protocol = own if asked.protocol is None else _published(own, asked.protocol, config)
     states = protocol.init_states
     if states is not None and protocol.greedy and protocol.trials > len(states):
@@ -259,7 +268,13 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 def as_data(protocol: Protocol) -> dict[str, Any]:
     """For JSON files, with its hash."""
-    return {**asdict(protocol), "sha256": protocol.sha256}
+    return {**_as_dict(protocol), "sha256": protocol.sha256}
+
+
+def _as_dict(protocol: Protocol) -> dict[str, Any]:
+    """Its fields; without the instruction where there is none, as before protocols had one."""
+    data = asdict(protocol)
+    return data if protocol.instruction is not None else {k: v for k, v in data.items() if k != "instruction"}
 
 
 def from_data(data: Mapping[str, Any]) -> Protocol:

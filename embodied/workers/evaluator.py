@@ -76,9 +76,18 @@ def deal_out(spec: FarmSpec, specs: tuple[EpisodeSpec, ...], left: Sequence[int]
 class Evaluator:
     """Runs one policy over the farms of one task after the other."""
 
-    def __init__(self, make: Callable[[PolicySpec], Policy], reads: Sequence[str], seed: int, greedy: bool) -> None:
-        """`make` gives the policy for a task's sizes; tasks of the same sizes share one."""
+    def __init__(
+        self,
+        make: Callable[[PolicySpec], Policy],
+        reads: Sequence[str],
+        seed: int,
+        greedy: bool,
+        instruction: str | None = None,
+    ) -> None:
+        """`make` gives the policy for a task's sizes; tasks of the same sizes share one. `instruction` is what it is
+        told in place of the tasks' own."""
         self._make, self._reads, self._seed, self._greedy = make, tuple(reads), seed, greedy
+        self._instruction = instruction
         self._policy: Policy | None = None
         self._task: _Task | None = None
 
@@ -90,7 +99,7 @@ class Evaluator:
                 self._policy = self._make(sizes)
             except PolicyError as error:
                 raise PolicyError(f"{name}: {error}") from error
-        self._task = _Task(name, self._policy, farm, self._reads, self._seed, self._greedy)
+        self._task = _Task(name, self._policy, farm, self._reads, self._seed, self._greedy, self._instruction)
 
     def advance(self, budget_s: float, deadline_s: float) -> list[EpisodeResult]:
         """Run until episodes have ended, or for about `budget_s` seconds, and return those that ended."""
@@ -108,9 +117,17 @@ class _Task:
     """The episodes of one task under way."""
 
     def __init__(
-        self, name: str, policy: Policy, farm: Farm | FarmAddress, reads: Sequence[str], seed: int, greedy: bool
+        self,
+        name: str,
+        policy: Policy,
+        farm: Farm | FarmAddress,
+        reads: Sequence[str],
+        seed: int,
+        greedy: bool,
+        instruction: str | None,
     ) -> None:
         self._name, self._policy, self._reads, self._greedy = name, policy, reads, greedy
+        self._instruction = instruction
         self._attached = isinstance(farm, FarmAddress)
         self._farm = Farm.attach(farm) if isinstance(farm, FarmAddress) else farm
         episodes = self._farm.specs[0].episodes
@@ -148,6 +165,8 @@ class _Task:
             self._submitted[group] = False
             return ended
         inputs = to_inputs(seen, self._reads, self._episodes)
+        if self._instruction is not None:
+            inputs = replace(inputs, instruction=(self._instruction,) * len(seen.active))
         if not seen.active.all():
             rows = np.where(seen.active, np.arange(len(seen.active)), np.argmax(seen.active))
             inputs = inputs.rows(torch.from_numpy(rows))

@@ -45,6 +45,7 @@ def make_evaluator(config: Config, spec: PolicySpec, farm: Farm | FarmAddress, c
         config.policy.reads,
         config.seed,
         config.eval.greedy is not False,
+        config.eval.instruction,
     )
     evaluator.begin(config.env.task, spec, farm)
     return evaluator

@@ -138,6 +138,21 @@ def test_a_policy_that_reads_instructions_acts_alone_as_among_others(tmp_path: P
     assert np.array_equal(alone.actions(outcome), among.actions(outcome))
 
 
+def test_a_policy_acts_on_what_it_is_told(tmp_path: Path) -> None:
+    tiny = load_config("openvla_tiny").model_dump(mode="json")
+    short: dict[str, Any] = {"env": {"max_episode_steps": 4}, "runtime": {"mode": "inline", "trace": False}}
+    found = {}
+    for told in (None, "move the gripper to the green ball", "reach the ball"):
+        asked = {"episodes": 2, "num_envs": 2, "videos": 0, "instruction": told}
+        result = evaluated(tmp_path / str(told), config(tiny, eval=asked, **short))
+        found[told] = [result.actions(outcome) for outcome in result.in_order()]
+    own, same, other = found.values()
+    assert all(np.array_equal(a, b) for a, b in zip(own, same, strict=True)), (
+        "told the task's own words it acts otherwise"
+    )
+    assert any(not np.array_equal(a, b) for a, b in zip(own, other, strict=True)), "what it is told does not matter"
+
+
 @pytest.mark.parametrize("workers", [1, 2, 4])
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("left", [range(23), (0, 1, 5, 9, 13, 17, 22), ()])

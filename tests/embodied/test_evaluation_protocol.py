@@ -56,7 +56,7 @@ def test_equal_settings_have_equal_hashes_and_any_other_setting_another() -> Non
     others: dict[str, Any] = {
         "name": "x", "limits": {"tabletop/push": None}, "trials": 7, "init_states": (1,), "env_seed": 3,
         "settle_steps": 2, "orientation": "stock", "image_size": 99, "gripper": "binary", "control_mode": "m",
-        "reward": "sparse", "greedy": False, "seed": 5,
+        "reward": "sparse", "greedy": False, "seed": 5, "instruction": "wave",
     }  # fmt: skip
     assert others.keys() == {f.name for f in fields(Protocol)}
     hashes = {replace(base, **{name: value}).sha256 for name, value in others.items()} | {base.sha256}
@@ -67,8 +67,15 @@ def test_a_protocol_reads_back_equal_and_a_changed_one_is_refused() -> None:
     protocol = protocol_of(config(eval={"init_states": [0, 2], "episodes": 2}))
     data = as_data(protocol)
     assert from_data(data) == protocol
+    assert "instruction" not in data, "hashes of evaluations made before protocols had one would be others"
+    told = replace(protocol, instruction="wave")
+    assert from_data(as_data(told)) == told and "told 'wave'" in told.line()
     with pytest.raises(UserError, match="changed"):
         from_data({**data, "trials": 3})
+
+
+def test_a_policy_that_does_not_read_cannot_be_told() -> None:
+    assert "the policy reads state" in refusal(eval={"instruction": "wave"})
 
 
 # --- the episodes
