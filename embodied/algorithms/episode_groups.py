@@ -7,8 +7,7 @@ ranks): statistics of a part of it would make the update depend on the plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
-from itertools import takewhile
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -70,21 +69,6 @@ def differing(outcome: Tensor, group: Tensor, size: int) -> Tensor:
     return extent > 0
 
 
-def accept_groups(
-    submitted: Sequence[int], finished: Container[int], wanted: Container[int], count: int
-) -> tuple[list[int], bool]:
-    """Ids of the groups that the batch takes, at most `count`, and whether it is full.
-
-    DAPO's dynamic sampling (Yu et al. 2025, section 3.2): go on collecting until `count` groups are `wanted`
-    (informative). `submitted` is in order of submission, each id once; `finished` groups will not change any more.
-    A group is taken only when all those submitted before it are finished: a batch filled in the order of finishing
-    would favour short episodes, and would depend on the machine.
-    """
-    decided = takewhile(lambda group: group in finished, submitted)
-    accepted = [group for group in decided if group in wanted][:count]
-    return accepted, len(accepted) == count
-
-
 def overlong_penalty(length: Tensor, longest: int, margin: int) -> Tensor:
     """What is added to each episode's outcome [N], in [-1, 0] (DAPO's soft overlong punishment: eq. 13).
 
@@ -114,27 +98,6 @@ def reinforce_returns(
         carry = score[t] + torch.where(end[t], 0.0, carry)
         returns[t] = carry
     return torch.where(mask, returns if baseline is None else returns - baseline, 0.0)
-
-
-def spread(values: Tensor, episode_of_row: Tensor) -> Tensor:
-    """Each row's value of its episode [R]: `values` [N], `episode_of_row` [R] int64 in [0, N).
-
-    Raises IndexError for a row of no episode.
-    """
-    # Not `values[episode_of_row]`: that takes -1, the usual mark of no episode, for the last one.
-    return values.index_select(0, episode_of_row)
-
-
-def inverse_lengths(units: Tensor, episode_of_row: Tensor) -> Tensor:
-    """Weights [R] with which a sum over units is a sum over episodes of their means (Shao et al. 2024, eq. 3).
-
-    `units` [R] int64 counts the row's units (one for chunks, executed actions, or their elements), at least one;
-    `episode_of_row` [R] int64 names its episode. Over the whole batch, not over a minibatch, which holds parts of
-    episodes; the caller then divides by episodes instead of units.
-    """
-    _, index = episode_of_row.unique(return_inverse=True)
-    length = torch.zeros_like(units).index_add(0, index, units)
-    return 1 / length[index]
 
 
 def _per_group(

@@ -164,7 +164,7 @@ def policy_loss(
 
     `log_prob`, `old_log_prob`, `mask` [B, U]; `advantage` [B] belongs to every unit of its row, [B, U] to one unit.
     `dual_clip` bounds the loss of negative advantages (Ye et al. 2020, arXiv 1912.09729). `weight` as in `sum_units`:
-    `inverse_lengths` for episodes of equal weight, `behaviour_weight` where the policy that acted is not that of
+    inverse lengths for episodes of equal weight, `behaviour_weight` where the policy that acted is not that of
     `old_log_prob`.
     """
     log_ratio = (log_prob - old_log_prob).clamp(-RATIO_LOG_LIMIT, RATIO_LOG_LIMIT)

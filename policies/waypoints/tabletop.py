@@ -30,8 +30,9 @@ def act(state: Vector, instruction: str) -> Vector:
     """
     if not instruction:
         return np.zeros(ACTION_DIM)
-    if instruction not in INSTRUCTIONS:
-        raise PolicyError(f"no script for {instruction!r}{nearest(instruction, list(INSTRUCTIONS))}")
+    text = instruction.strip().lower()
+    if text not in INSTRUCTIONS:
+        raise PolicyError(f"no script for {instruction!r}{nearest(text, list(INSTRUCTIONS))}")
     if len(state) != STATE_DIM:
         raise PolicyError(f"the script for {instruction!r} reads a state of {STATE_DIM} numbers, got {len(state)}")
     return np.clip(GAIN * state[-ACTION_DIM:] / METRES, -1.0, 1.0)

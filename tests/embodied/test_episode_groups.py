@@ -12,15 +12,12 @@ from torch import Tensor
 
 from embodied.algorithms.episode_groups import (
     Scale,
-    accept_groups,
     differing,
     group_advantages,
     group_means,
     informative,
-    inverse_lengths,
     overlong_penalty,
     reinforce_returns,
-    spread,
 )
 from embodied.algorithms.ppo import normalise
 
@@ -86,9 +83,9 @@ def test_group_advantages_equal_those_of_rlinf_and_verl_and_of_the_formula() -> 
     assert complete.all()
     # RLinf gives a decision, or an action, its episode's advantage where its mask is set.
     mask = GOLDEN["grpo.loss_mask"]
-    of_actions = spread(found, torch.arange(8)[None, :, None].expand(mask.shape).flatten()).view(mask.shape) * mask
+    of_actions = found[None, :, None] * mask
     close(of_actions, GOLDEN["grpo.action_level.adv"], atol=1e-5)
-    of_decisions = spread(found, torch.arange(8).repeat(5)).view(5, 8) * mask.any(-1)
+    of_decisions = found * mask.any(-1)
     close(of_decisions, GOLDEN["grpo.chunk_level.adv"][..., 0], atol=1e-5)
 
 
@@ -179,32 +176,6 @@ def test_groups_that_are_not_complete_are_not_worth_learning_from() -> None:
     assert informative(outcome, group, 3, 0.0, 1.0).tolist() == [*[False] * 2, *[True] * 3]
 
 
-# --- dynamic sampling
-
-
-def test_groups_are_accepted_in_the_order_of_submission_whatever_finishes_first() -> None:
-    submitted = [30, 10, 20, 50, 40, 60]
-    wanted = {10, 20, 40, 60}
-    last: list[int] = []
-    for seed in range(30):
-        order = torch.randperm(6, generator=generator(seed)).tolist()
-        last = []
-        for done in range(7):
-            finished = {submitted[i] for i in order[:done]}
-            accepted, full = accept_groups(submitted, finished, wanted & finished, 3)
-            assert accepted[: len(last)] == last  # what is accepted stays so
-            assert full == (len(accepted) == 3)
-            last = accepted
-        assert last == [10, 20, 40]
-
-
-def test_a_group_waits_for_those_submitted_before_it() -> None:
-    assert accept_groups([1, 2, 3], {2, 3}, {2, 3}, 2) == ([], False)
-    assert accept_groups([1, 2, 3], {1, 3}, {1, 3}, 2) == ([1], False)
-    assert accept_groups([1, 2, 3], {1, 2, 3}, {1, 3}, 2) == ([1, 3], True)
-    assert accept_groups([1, 2, 3], {1, 2, 3}, {1}, 2) == ([1], False)
-
-
 # --- overlong shaping
 
 
@@ -262,35 +233,10 @@ def test_returns_less_the_group_mean_are_dr_grpo_where_there_is_no_kl() -> None:
     episode = torch.tensor([[0, 1, 2], [0, 1, 2], [3, 4, 5], [3, 4, 5]])
     end = torch.tensor([[False], [True], [False], [True]]).expand(4, 3)
     reward, mask = outcome[episode] * end, torch.ones(4, 3, dtype=torch.bool)
-    baseline = spread(group_means(outcome, group, 3)[0], episode.flatten()).view(4, 3)
+    baseline = group_means(outcome, group, 3)[0][episode]
     found = reinforce_returns(reward, torch.zeros(4, 3), end, mask, 0.1, baseline)
     advantage, _ = group_advantages(outcome, group, 3, "none")
     close(found, advantage[episode])
     normalised = normalise(found, mask)
     assert float(normalised.mean()) == pytest.approx(0, abs=1e-6)
     assert float(normalised.std()) == pytest.approx(1, abs=1e-6)
-
-
-# --- rows
-
-
-def test_each_row_gets_its_episodes_value() -> None:
-    found = spread(torch.tensor([0.5, -1.0, 2.0]), torch.tensor([2, 0, 0, 1, 2]))
-    assert found.tolist() == [2.0, 0.5, 0.5, -1.0, 2.0]
-
-
-@pytest.mark.parametrize("stray", [-1, 3])
-def test_a_row_of_no_episode_is_refused(stray: int) -> None:
-    with pytest.raises(IndexError):
-        spread(torch.zeros(3), torch.tensor([0, stray]))
-
-
-def test_inverse_lengths_make_a_sum_over_units_one_over_means_of_episodes() -> None:
-    units = torch.tensor([3, 1, 2, 3, 3, 1])
-    episode = torch.tensor([40, 10, 10, 40, 99, 40])
-    loss = torch.randn(int(units.sum()), generator=generator(6))
-    of_unit = episode.repeat_interleave(units)
-    expected = sum(float(loss[of_unit == name].mean()) for name in (10, 40, 99))
-    weights = inverse_lengths(units, episode)
-    assert float((loss * weights.repeat_interleave(units)).sum()) == pytest.approx(expected, abs=1e-5)
-    close(weights, torch.tensor([1 / 7, 1 / 3, 1 / 3, 1 / 7, 1 / 3, 1 / 7]))

@@ -226,3 +226,31 @@ def test_a_hand_that_follows_an_approach_arrives_and_only_from_above(offset):
         beside, height = float(np.hypot(*(hand - point)[:2])), hand[2] - point[2]
         assert beside <= approach.wide or height > 0.9 * approach.clearance
     assert np.allclose(hand, point, atol=1e-3)
+
+
+# --- the built-in table
+
+
+def test_the_way_to_a_ball_is_gone_along_each_axis_and_rests_without_an_instruction() -> None:
+    policy = policies.build("scripted", PolicySpec(action_dim=3, state_dim=16), seed=0)
+    state = torch.zeros(3, 16)
+    state[:, -3:] = torch.tensor([0.2, -0.003, 0.0])
+    inputs = Inputs(
+        state=state, instruction=("move the gripper to the red ball", "", "Move the gripper to the BLUE ball")
+    )
+    chunk = policy.act(inputs, None).chunk
+    assert torch.allclose(chunk[0, 0], torch.tensor([1.0, -0.25, 0.0])) and torch.equal(chunk[0], chunk[2])
+    assert not chunk[1].any()
+
+
+@pytest.mark.parametrize(
+    ("size", "instruction", "says"),
+    [
+        (16, "move the gripper to the rod ball", "did you mean .*red ball"),
+        (35, "move the gripper to the red ball", "35"),
+    ],
+)
+def test_what_the_table_has_no_script_for_is_explained(size: int, instruction: str, says: str) -> None:
+    policy = policies.build("scripted", PolicySpec(action_dim=3, state_dim=size), seed=0)
+    with pytest.raises(PolicyError, match=says):
+        policy.act(Inputs(state=torch.zeros(1, size), instruction=(instruction,)), None)
