@@ -181,6 +181,36 @@ class Trajectories:
         return replace(self, decisions=self.decisions.select(chosen.flatten()), **parts)
 
 
+def without_broken_episodes(batch: Trajectories) -> tuple[Trajectories, int]:
+    """The trajectories without episodes in which a reward is not finite, and how many these are.
+
+    Their decisions are not marked, their rewards are zero, and they are of no episode group: one that lacks a member
+    is not complete, and not learned from.
+    """
+    broken = ~batch.reward.isfinite() & batch.mask
+    if not bool(broken.any()):
+        return batch, 0
+    ended = (batch.terminated | batch.truncated) & batch.mask
+    number = ended.cumsum(0) - ended.long()  # of the episode within its column
+    out, count = torch.zeros_like(broken), 0
+    for column in broken.any(0).nonzero()[:, 0].tolist():
+        for episode in number[:, column][broken[:, column]].unique().tolist():
+            out[:, column] |= number[:, column] == episode
+            count += 1
+    group = batch.episode_group
+    if group is not None:
+        group = torch.where(out.any(0), -1 - torch.arange(len(group)), group)
+    steps = batch.step_reward
+    whole = replace(
+        batch,
+        mask=batch.mask & ~out,
+        reward=batch.reward.masked_fill(out, 0.0),
+        step_reward=None if steps is None else steps.masked_fill(out[..., None], 0.0),
+        episode_group=group,
+    )
+    return whole, count
+
+
 PER_DECISION = (
     "log_prob", "value", "reward", "success", "executed", "mask", "terminated", "truncated", "final_value",
     "step_reward", "reference_log_prob",

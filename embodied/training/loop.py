@@ -25,9 +25,11 @@ from embodied.planning.run_plans import place_run
 from embodied.reporting.live import Progress
 from embodied.reporting.metrics import MetricsWriter, read
 from embodied.tracing import Span, TraceWriter
+from embodied.training.collapse import CollapseWatch
 from embodied.training.interrupts import deferred_interrupts
 from embodied.workers.background import Written
 from embodied.workers.rollout_summary import RolloutSummary
+from embodied.workflows.sizes import tasks_of
 
 RECENT = 100
 """Training episodes over which the success that is reported as `env/success_recent` is averaged."""
@@ -121,6 +123,7 @@ class _Loop:
         self._environments: dict[str, np.ndarray] = {}
         self._saved = -1
         self._checkpoint = _CheckpointTimes()
+        self._collapse = CollapseWatch(RECENT)
         self._consistent = True
         """Whether learner, environments and position are those of the same iteration, so that they may be saved."""
 
@@ -137,6 +140,7 @@ class _Loop:
                 self.metrics.truncate(self.position.iteration)
         for row in read(self.run_dir):
             self._note_milestones(row)
+            self._collapse.see(row)
         self.workers.begin(environments, self.position.iteration)
 
     def run(self, progress: Progress, watch: Watch | None) -> Decision | None:
@@ -148,6 +152,10 @@ class _Loop:
                 progress.row(row)
                 recent = row["env/success_recent"]
                 self._note_milestones(row)
+                for broken in _broken(iteration.summary, config):
+                    progress.note(broken)
+                if (fallen := self._collapse.see(row)) is not None:
+                    progress.note(fallen)
                 if self._saves_after(self.position.iteration):
                     self._save()
                 if config.stop_at_success is not None and recent >= config.stop_at_success:
@@ -201,6 +209,7 @@ class _Loop:
 
     def _row(self, summary: RolloutSummary, learned: dict[str, float], wall_s: float) -> dict[str, float]:
         episodes, position = summary.episodes, self.position
+        returns = [e.total_reward for e in episodes if np.isfinite(e.total_reward)]
         nothing = float("nan")
         return {
             "iteration": position.iteration,
@@ -209,7 +218,7 @@ class _Loop:
             "env/episodes": len(episodes),
             "env/success_once": float(np.mean([e.success for e in episodes])) if episodes else nothing,
             "env/success_recent": float(np.mean(position.recent)) if len(position.recent) == RECENT else nothing,
-            "env/return": float(np.mean([e.total_reward for e in episodes])) if episodes else nothing,
+            "env/return": float(np.mean(returns)) if returns else nothing,
             "env/episode_len": float(np.mean([e.length for e in episodes])) if episodes else nothing,
             "farm/env_steps_per_s": summary.env_steps / wall_s,
             "farm/rollout_env_steps_per_s": summary.env_steps / summary.wall_s,
@@ -274,6 +283,16 @@ class _Loop:
             self._complete()
         kept = f"iteration {self._saved} is kept" if self._saved >= 0 else "no iteration was finished"
         return f"{kept}; go on with: embodied train ... --name {self.run_dir.name} --resume auto"
+
+
+def _broken(summary: RolloutSummary, config: Config) -> list[str]:
+    """What to say of ended episodes whose rewards were not finite: the learner leaves them out."""
+    tasks = tasks_of(config)
+    return [
+        f"left out an episode of {tasks[episode.task].env.task}, environment {episode.env}: a reward was not finite"
+        for episode in summary.episodes
+        if not np.isfinite(episode.total_reward)
+    ]
 
 
 def _frame_copies(summary: RolloutSummary, learned: Mapping[str, float]) -> dict[str, float]:

@@ -30,7 +30,7 @@ from embodied.algorithms.estimators import Rows, join_rows, rows_of
 from embodied.algorithms.ppo import behaviour_weight, reduce_to_unit
 from embodied.config import Config, OptimConfig
 from embodied.data.random_streams import permutation
-from embodied.data.trajectories import StoredDecisions, Trajectories, join_columns
+from embodied.data.trajectories import StoredDecisions, Trajectories, join_columns, without_broken_episodes
 from embodied.data.trajectory_memory import FrameCounts, TrajectoryMemory
 from embodied.errors import UserError
 from embodied.workers.affinity import Affinity
@@ -114,6 +114,8 @@ class Learner(WeightsSource):
         self._streamed = LossSums()
         self._lag = 0
         self._learn_s = 0.0
+        self._broken = 0
+        """Episodes of this iteration whose rewards were not finite."""
         self._non_finite = 0
         self._first_ratio_error = float("nan")
 
@@ -238,6 +240,8 @@ class Learner(WeightsSource):
             self._memory = batch.decisions.memory
         with self._affinity.applied(), self._counted():
             self._lag = max(self._lag, iteration - batch.version)
+            batch, broken = without_broken_episodes(batch)
+            self._broken += broken
             if self._joins:
                 self._batches.append(batch)
             if not self._joins or batch.episode_group is not None:
@@ -290,8 +294,10 @@ class Learner(WeightsSource):
         metrics = self._metrics(rows, sums, norms, stopped)
         if self._frames.read:
             metrics |= {"learner/frames_read": self._frames.read, "learner/frame_copies": self._frames.copied}
+        if self._broken:
+            metrics["learner/broken_episodes"] = float(self._broken)
         update_s = self._learn_s + time.monotonic() - begin
-        self._learn_s, self._lag, self._first_ratio_error = 0.0, 0, float("nan")
+        self._learn_s, self._lag, self._broken, self._first_ratio_error = 0.0, 0, 0, float("nan")
         self._frames = FrameCounts()
         return {**metrics, "learner/update_s": update_s}
 

@@ -16,7 +16,7 @@ from torch import Tensor
 import policies
 from embodied.algorithms.estimators import Rows, gae_of, rows_of
 from embodied.config import AdvantageConfig, Config, LossConfig, OptimConfig
-from embodied.data.trajectories import HeldDecisions, Trajectories
+from embodied.data.trajectories import HeldDecisions, Trajectories, without_broken_episodes
 from embodied.errors import UserError
 from embodied.workers.learner import Learner, NonFinite, OffPolicy
 from policies.contract import Evaluation, Inputs, Policy, PolicySpec
@@ -297,7 +297,7 @@ def test_log_probs_of_actions_that_were_not_executed_are_not_compared(tmp_path: 
 def test_a_step_that_is_not_finite_leaves_the_parameters_and_keeps_its_minibatch(tmp_path: Path) -> None:
     learner, batch = make_learner(tmp_path, epochs=1, minibatch=T * B), make_batch()
     before = parameters(learner)
-    batch.reward[2, 1] = torch.nan
+    batch.value[2, 1] = torch.nan
     metrics = learner.update(batch, 3)
     assert metrics["learner/skipped_steps"] == 1
     trained = {name: tensor for name, tensor in before.items() if not name.startswith("normalizer.")}
@@ -316,9 +316,9 @@ def test_a_step_that_is_not_finite_leaves_the_parameters_and_keeps_its_minibatch
 
 
 def one_bad_row() -> tuple[AdvantageConfig, Trajectories]:
-    """A single row with an infinite return: an environment's first decision, so that nothing leads to it."""
+    """A single row with an infinite advantage: an environment's first decision, so that nothing leads to it."""
     batch = make_batch()
-    batch.reward[0, 1] = torch.inf
+    batch.value[0, 1] = -torch.inf
     return AdvantageConfig(gamma=0.0, normalise="none"), batch
 
 
@@ -338,7 +338,7 @@ def test_a_single_bad_minibatch_is_skipped_and_the_others_are_learned_from(tmp_p
 def test_bad_steps_in_a_row_end_the_run(tmp_path: Path) -> None:
     learner, batch = make_learner(tmp_path, epochs=5, minibatch=T * B, non_finite_limit=3), make_batch()
     before = parameters(learner)
-    batch.reward[0, 0] = torch.nan
+    batch.value[0, 0] = torch.nan
     with pytest.raises(NonFinite, match="3 optimiser steps in a row"):
         learner.update(batch, 0)
     assert_equal(parameters(learner), before)
@@ -424,6 +424,39 @@ def test_gradients_are_scaled_down_to_the_norm(tmp_path: Path) -> None:
         after = parameters(learner)
         moved[bound] = max(float((after[n] - before[n]).abs().max()) for n in after if "normalizer" not in n)
     assert moved[1e-9] < 1e-2 * moved[1e9]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_an_episode_with_a_reward_that_is_not_finite_is_left_out_and_counted(bad: float, tmp_path: Path) -> None:
+    """The others are learned from as if it had not been."""
+    batch = make_batch()
+    ends = (batch.terminated | batch.truncated).nonzero().tolist()
+    t, env = next((t, env) for t, env in ends if t > 0 and not (batch.terminated | batch.truncated)[t - 1, env])
+    first = t
+    while first > 0 and not (batch.terminated | batch.truncated)[first - 1, env]:
+        first -= 1
+    reward, mask = batch.reward.clone(), batch.mask.clone()
+    reward[t - 1, env] = bad
+    mask[first : t + 1, env] = False
+    found, expected = make_learner(tmp_path / "a"), make_learner(tmp_path / "b")
+    metrics = found.update(replace(batch, reward=reward), 0)
+    without = expected.update(replace(batch, mask=mask, reward=batch.reward.masked_fill(~mask, 0.0)), 0)
+    assert metrics["learner/broken_episodes"] == 1 and "learner/broken_episodes" not in without
+    assert_equal(parameters(found), parameters(expected))
+    assert "learner/broken_episodes" not in found.update(make_batch(1), 1)
+
+
+def test_a_broken_episode_takes_its_group_out(tmp_path: Path) -> None:
+    """A group of which one member is not known is not complete."""
+    batch = make_batch()
+    group = torch.arange(B) // 2
+    reward = batch.reward.clone()
+    reward[0, 0] = float("nan")
+    found, count = without_broken_episodes(replace(batch, reward=reward, episode_group=group))
+    assert count == 1 and found.episode_group is not None
+    assert found.episode_group[0] < 0 and found.episode_group[1:].tolist() == group[1:].tolist()
+    same, none = without_broken_episodes(batch)
+    assert same is batch and none == 0
 
 
 def test_statistics_are_learned_after_the_update_and_not_before(tmp_path: Path) -> None:
