@@ -3,6 +3,7 @@
 #
 #   make train CONFIG=pushcube      trains with configs/pushcube.yaml
 #   make test ARGS="-k doctor"      lint, types, tests in two processes; ARGS go to pytest (-n 0: in one)
+#   make learn SEEDS="1 2 3"        a small VLA: demonstrations, supervised learning, PPO with these seeds (docs/learning.md)
 #   SYSTEM_PACKAGES=no make ...     leaves the system's packages alone and says what is missing
 #   PYTHON=python3.12 make ...      makes .venv with this Python
 #   make wheelhouse PYTHON=3.12 HAVE=torch,transformers PART=60M DIR=wheelhouse
@@ -11,14 +12,24 @@
 SHELL := /bin/sh
 CONFIG ?= pushcube
 ARGS ?=
+SEEDS ?= 1 2 3
 HASH := $(shell cat constraints.txt pyproject.toml | cksum | cut -d ' ' -f 1)
 PACKAGES := .venv/.packages-$(HASH)
 READY := .venv/.ready-$(HASH)
 
-.PHONY: train test lint setup system wheelhouse clean distclean
+.PHONY: train learn test lint setup system wheelhouse clean distclean
 
 train: setup
 	.venv/bin/embodied train $(CONFIG)
+
+# Stopped, it goes on where it was.
+learn: setup
+	for ball in red blue; do \
+	  test -d demos/learn/$$ball || .venv/bin/embodied record tabletop_scripted --env.task tabletop/reach_$$ball \
+	    --out demos/learn/$$ball --episodes 25 || exit 1; \
+	done
+	.venv/bin/embodied sft openvla_small --data demos/learn/red demos/learn/blue --name learn-warm --resume auto
+	.venv/bin/embodied train openvla_small --policy.init learn-warm --name learn --seeds $(SEEDS) --resume auto
 
 test: lint
 	.venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
