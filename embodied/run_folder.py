@@ -97,7 +97,7 @@ def begun_from(config: Config, runs_dir: Path, resume: bool) -> Config:
     if kept != recorded and (config.loss.reference_kl or config.advantage.reward_kl):
         raise UserError(
             f"{run_dir} began from {recorded}, which is gone, and its reference policy is made of that: bring it back, "
-            "or go on without (--workflow without a reference, --loss.reference-kl 0)"
+            "or go on without (--workflow without a reference, --loss.reference-kl 0, --advantage.reward-kl 0)"
         )
     return config.model_copy(update={"policy": config.policy.model_copy(update={"init": kept})})
 

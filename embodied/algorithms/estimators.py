@@ -243,23 +243,31 @@ def _weights(batch: Trajectories, config: Config) -> Tensor:
 
 
 def judged(batch: Trajectories, config: Config) -> Tensor:
-    """[B]: `outcomes`, less what an episode loses for its length. Raises `UserError` where no limit is known."""
+    """[B]: `outcomes`, less what an episode loses for its length."""
     outcome, margin = outcomes(batch, config.advantage), config.advantage.overlong_margin
     if margin is None:
         return outcome
-    limits = [config.env.max_episode_steps]
-    limits += [task.get("max_episode_steps", config.env.max_episode_steps) for task in config.extra_tasks]
     length, of = (batch.executed * batch.mask).sum(0), torch.zeros_like(outcome, dtype=torch.int64)
     if batch.task is not None:
         of = batch.task
-    for number, limit in enumerate(limits):
-        if limit is None or margin > limit:
-            raise UserError(
-                f"advantage.overlong_margin is {margin}, and env.max_episode_steps {limit or 'not set'}: set it, to as "
-                "many env steps as an episode may have, and no less than the margin"
-            )
+    for number, limit in enumerate(overlong_limits(config)):
         outcome = torch.where(of == number, outcome + overlong_penalty(length, limit, margin), outcome)
     return outcome
+
+
+def overlong_limits(config: Config) -> list[int]:
+    """Env steps of an episode of each task. Raises `UserError` where that is not set, or less than the margin."""
+    margin, found = config.advantage.overlong_margin or 0, []
+    for differs in ({}, *config.extra_tasks):
+        limit = differs.get("max_episode_steps", config.env.max_episode_steps)
+        if limit is None or margin > limit:
+            raise UserError(
+                f"advantage.overlong_margin is {margin}, and max_episode_steps of "
+                f"{differs.get('task', config.env.task)} {'not set' if limit is None else limit}: set it "
+                "(env.max_episode_steps), to as many env steps as an episode may have, and no less than the margin"
+            )
+        found.append(limit)
+    return found
 
 
 def outcomes(batch: Trajectories, settings: AdvantageConfig) -> Tensor:

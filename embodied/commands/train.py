@@ -72,7 +72,11 @@ def train_variants(
     results = []
     for number, variant in enumerate(every, start=1):
         show(f"[bold]{variant.name}[/], {number} of {len(every)}")
-        results.append(train_run(variant, source, runs_dir, resume))
+        try:
+            results.append(train_run(variant, source, runs_dir, resume))
+        except KeyboardInterrupt:
+            show("the same command with --resume auto goes on with all of them")
+            raise
     page = runs_dir / f"{config.name or Path(source).stem}.html"
     compared = write_runs_page([runs_dir / (variant.name or "") for variant in every], page)
     show(f"compared: [bold]{page}[/]")

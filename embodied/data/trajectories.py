@@ -181,11 +181,12 @@ class Trajectories:
         return replace(self, decisions=self.decisions.select(chosen.flatten()), **parts)
 
 
-def without_broken_episodes(batch: Trajectories) -> tuple[Trajectories, int]:
+def without_broken_episodes(batch: Trajectories, before: int = 0) -> tuple[Trajectories, int]:
     """The trajectories without episodes in which a reward is not finite, and how many these are.
 
     Their decisions are not marked, their rewards are zero, and they are of no episode group: one that lacks a member
-    is not complete, and not learned from.
+    is not complete, and not learned from. `before` counts the environments of parts that came earlier, so that these do
+    not meet in a group.
     """
     broken = ~batch.reward.isfinite() & batch.mask
     if not bool(broken.any()):
@@ -199,7 +200,7 @@ def without_broken_episodes(batch: Trajectories) -> tuple[Trajectories, int]:
             count += 1
     group = batch.episode_group
     if group is not None:
-        group = torch.where(out.any(0), -1 - torch.arange(len(group)), group)
+        group = torch.where(out.any(0), -1 - before - torch.arange(len(group)), group)
     steps = batch.step_reward
     whole = replace(
         batch,

@@ -5,12 +5,13 @@ from __future__ import annotations
 import io
 import json
 import math
+import weakref
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +31,7 @@ Rows = Sequence[int] | npt.NDArray[np.int64]
 _OPEN_VIDEOS = 32
 """Video files held open; opening one means reading its table of frames."""
 KEPT_BYTES = 2**30
-"""Up to so many bytes of a camera's pictures are kept once they were decoded."""
+"""Up to so many bytes of pictures a process keeps once they were decoded, of all its datasets."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,13 @@ class Dataset:
     asked for. Pickles as its folder's name; after a fork, make a new one before reading frames.
     Raises `DatasetError` that names the file if something is missing, cut short or of another version.
     """
+
+    _promised: ClassVar[int] = 0
+    """Bytes of pictures that the process's datasets keep, or will."""
+
+    @staticmethod
+    def _give_back(size: int) -> None:
+        Dataset._promised -= size
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -166,14 +174,17 @@ class Dataset:
         return self._columns[name]
 
     def frames(self, camera: str, indices: Rows) -> npt.NDArray[np.uint8]:
-        """uint8 [B, H, W, 3]: the camera's pictures at these rows. What was decoded is kept where all the camera's
-        pictures take at most `KEPT_BYTES`."""
+        """uint8 [B, H, W, 3]: the camera's pictures at these rows. What was decoded is kept where there is room for
+        all the camera's pictures (`KEPT_BYTES`)."""
         if camera not in self.cameras:
             raise DatasetError(f"{self.folder} has no camera {camera!r}; it has: {', '.join(self.cameras) or 'none'}")
         rows, name = self._checked(indices), self.cameras[camera]
-        if len(self) * math.prod(self.features[name].shape) > KEPT_BYTES:
-            return self._decoded(name, rows)
-        if name not in self._kept:  # pages are taken from the machine as they are written
+        if name not in self._kept:
+            size = len(self) * math.prod(self.features[name].shape)
+            if Dataset._promised + size > KEPT_BYTES:
+                return self._decoded(name, rows)
+            Dataset._promised += size  # pages are taken from the machine as they are written
+            weakref.finalize(self, Dataset._give_back, size)
             shape = (len(self), *self._decoded(name, rows[:1]).shape[1:])
             self._kept[name] = np.empty(shape, np.uint8), np.zeros(len(self), np.bool_)
         frames, known = self._kept[name]

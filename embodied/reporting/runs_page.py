@@ -6,6 +6,7 @@ is drawn as far as all of them went.
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -46,8 +47,11 @@ class Alike:
         return [run.config.get("seed") for run in self.runs]
 
     def evaluated(self) -> list[float]:
-        """Each evaluated run's success over all its tasks."""
-        return [rate for run in self.runs if (rate := success_of(run)) is not None]
+        """Success over all its tasks of each run that was evaluated as the first one was."""
+        protocols = [protocol_of(run) for run in self.runs]
+        first = next((protocol for protocol in protocols if protocol is not None), None)
+        pairs = zip(self.runs, protocols, strict=True)
+        return [rate for run, protocol in pairs if protocol == first and (rate := success_of(run)) is not None]
 
     def times(self) -> list[float | None]:
         """Seconds until each run's training success first reached its target; None where it did not."""
@@ -89,6 +93,12 @@ def success_of(run: RunFolder) -> float | None:
     """Success in the evaluation, over all tasks; None where there was none."""
     episodes = sum(item.episodes for item in run.evals)
     return sum(item.success_rate * item.episodes for item in run.evals) / episodes if episodes else None
+
+
+def protocol_of(run: RunFolder) -> dict[str, Any] | None:
+    """The protocol of its evaluation, but for the seed; None where there was none."""
+    protocols = [item.protocol for item in run.evals]
+    return {k: v for k, v in protocols[0].items() if k not in ("seed", "sha256", "hardware")} if protocols else None
 
 
 def time_to_target(run: RunFolder) -> float | None:
@@ -193,10 +203,22 @@ def _table(groups: Sequence[Alike]) -> str:
     head = "".join(f"<th>{name}</th>" for name in names)
     rows = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in _cells(group))}</tr>" for group in groups)
     lead = "Success: the mean over seeds with its 95% interval (Student's t); time to target: the median."
+    left_out = sum(sum(bool(run.evals) for run in group.runs) - len(group.evaluated()) for group in groups)
+    if left_out:
+        lead += f" {left_out} evaluations by another protocol than the first of their settings are left out."
+    told = {json.dumps(protocol_of(run), sort_keys=True): protocol_of(run) for group in groups for run in group.runs}
+    lead += "".join(f"<br>Evaluated: {escape(_protocol_line(one))}." for one in told.values() if one)
     return (
         f'<section><h2>Results</h2><p class="lead">{lead}</p>'
         f'<div class="card scroll"><table><tr>{head}</tr>{rows}</table></div></section>'
     )
+
+
+def _protocol_line(protocol: Mapping[str, Any]) -> str:
+    """What determines an evaluation, in a line."""
+    parts = {"tasks": ", ".join(protocol.get("limits", {})), "told": protocol.get("instruction")}
+    parts |= {name: protocol.get(name) for name in ("name", "trials", "greedy")}
+    return "; ".join(f"{name} {value}" for name, value in parts.items() if value not in (None, ""))
 
 
 def _cells(group: Alike) -> tuple[str, ...]:

@@ -152,8 +152,8 @@ class _Loop:
                 progress.row(row)
                 recent = row["env/success_recent"]
                 self._note_milestones(row)
-                for broken in _broken(iteration.summary, config):
-                    progress.note(broken)
+                if broken := row.get("learner/broken_episodes"):
+                    progress.note(_left_out(int(broken), iteration.summary, config))
                 if (fallen := self._collapse.see(row)) is not None:
                     progress.note(fallen)
                 if self._saves_after(self.position.iteration):
@@ -285,14 +285,12 @@ class _Loop:
         return f"{kept}; go on with: embodied train ... --name {self.run_dir.name} --resume auto"
 
 
-def _broken(summary: RolloutSummary, config: Config) -> list[str]:
-    """What to say of ended episodes whose rewards were not finite: the learner leaves them out."""
+def _left_out(count: int, summary: RolloutSummary, config: Config) -> str:
+    """What to say of episodes in which a reward was not finite: the learner leaves out what a rollout has of them."""
     tasks = tasks_of(config)
-    return [
-        f"left out an episode of {tasks[episode.task].env.task}, environment {episode.env}: a reward was not finite"
-        for episode in summary.episodes
-        if not np.isfinite(episode.total_reward)
-    ]
+    ended = [episode for episode in summary.episodes if not np.isfinite(episode.total_reward)]
+    places = ", ".join(f"column {episode.env}, {tasks[episode.task].env.task}" for episode in ended)
+    return f"left out {count} episodes in which a reward was not finite" + (f" ({places})" if places else "")
 
 
 def _frame_copies(summary: RolloutSummary, learned: Mapping[str, float]) -> dict[str, float]:

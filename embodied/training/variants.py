@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -26,10 +28,12 @@ def variants(config: Config, source: str, seeds: Sequence[int], sweep: Sequence[
         for seed in seeds or (config.seed,):
             chosen = dict(zip((key for key, _ in choices), values, strict=True))
             found.append(_changed(config, source, chosen, seed))
+    if len({variant.name for variant in found}) < len(found):
+        raise UserError("--sweep: two values of a setting are the same, or come to the same name of a run")
     return found
 
 
-def _choices(entry: str) -> tuple[str, list[str]]:
+def _choices(entry: str) -> tuple[str, list[Any]]:
     key, equals, values = entry.partition("=")
     key = key.strip().lstrip("-").replace("-", "_")
     if not equals or not values:
@@ -38,17 +42,22 @@ def _choices(entry: str) -> tuple[str, list[str]]:
         raise UserError(f"--sweep: unknown key {key!r}{nearest(key, all_keys())}")
     if key in ("seed", "name"):
         raise UserError(f"--sweep does not take {key}: --seeds 1 2 3 does, and names follow")
-    return key, values.split(",")
+    try:
+        return key, yaml.safe_load(f"[{values}]")
+    except yaml.YAMLError as error:
+        raise UserError(f"--sweep: {values!r} are no values with commas between: {error}") from error
 
 
-def _changed(config: Config, source: str, chosen: dict[str, str], seed: int) -> Config:
+def _changed(config: Config, source: str, chosen: dict[str, Any], seed: int) -> Config:
     data = config.model_dump(mode="json")
     for key, value in chosen.items():
         *sections, last = key.split(".")
         place = data
         for section in sections:
             place = place[section]
-        place[last] = yaml.safe_load(value)
-    parts = [config.name or Path(source).stem, *(f"{key.rpartition('.')[2]}{value}" for key, value in chosen.items())]
+        place[last] = value
+    parts = [config.name or Path(source).stem]
+    # A name is a folder's: no slash, no space.
+    parts += [re.sub(r"[^\w.+-]+", "_", f"{key.rpartition('.')[2]}{value}") for key, value in chosen.items()]
     data |= {"seed": seed, "name": "-".join((*parts, f"seed{seed}"))}
     return parse_config(data, "--sweep")

@@ -45,6 +45,7 @@ from embodied.workers.sharding import WholePolicy, held
 from embodied.workers.shared_work import SharedWork
 from embodied.workers.update_record import keep_rows, metrics_of
 from embodied.workers.weight_ends import WeightsSource
+from embodied.workflows.algorithm_checks import check_algorithm
 from embodied.workflows.recipes import recipe_of
 from embodied.workflows.sizes import check_credit, check_ranks, groups_suffice, streams
 from policies.contract import Policy
@@ -124,20 +125,7 @@ class Learner(WeightsSource):
         """Raise `UserError` for settings that contradict each other, or ask for what no component adds."""
         check_credit(config)
         check_ranks(config, config.optim.ranks)
-        if config.optim.critic_warmup and not recipe_of(config).critic:
-            raise UserError(
-                f"optim.critic_warmup is {config.optim.critic_warmup}, and the workflow {config.workflow} trains no "
-                "critic: set it to 0, or workflow to ppo"
-            )
-        added = {name for c in recipe_of(config).after_rollout for name in getattr(c.worker_class(), "adds", ())}
-        for key, weight in (
-            ("loss.reference_kl", config.loss.reference_kl), ("advantage.reward_kl", config.advantage.reward_kl)
-        ):  # fmt: skip
-            if weight and "reference_log_prob" not in added:
-                raise UserError(
-                    f"{key} is {weight:g}, and the workflow {config.workflow} has no reference policy: take one whose "
-                    f"name ends in _reference, ppo_reference for example, or set {key} to 0"
-                )
+        check_algorithm(config)
 
     @classmethod
     def make(cls, context: WorkerContext) -> Learner:
@@ -240,7 +228,7 @@ class Learner(WeightsSource):
             self._memory = batch.decisions.memory
         with self._affinity.applied(), self._counted():
             self._lag = max(self._lag, iteration - batch.version)
-            batch, broken = without_broken_episodes(batch)
+            batch, broken = without_broken_episodes(batch, sum(part.mask.shape[1] for part in self._batches))
             self._broken += broken
             if self._joins:
                 self._batches.append(batch)

@@ -45,7 +45,7 @@ class ReferenceWorker(PassingWorker):
     @classmethod
     def check(cls, config: Config) -> None:
         """Raise `UserError` where nothing is drawn towards the reference."""
-        if not (config.loss.reference_kl or config.advantage.reward_kl):
+        if not (config.loss.reference_kl or config.advantage.reward_kl):  # the learner checks where the latter counts
             raise UserError(
                 f"the workflow {config.workflow} has a reference policy, and loss.reference_kl is 0: set it to the "
                 "weight of the divergence from it (0.01, for example), or take a workflow without. In "

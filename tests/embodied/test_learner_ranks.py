@@ -355,14 +355,16 @@ def test_all_ranks_decide_alike(ray_runtime: RayRuntime, tmp_path: Path) -> None
                 {k: v for k, v in expected.items() if k != "learner/update_s"}, rel=1e-3, abs=1e-6, nan_ok=True
             )
     batch = make_batch()
-    broken = batch.reward.clone()
-    broken[0, 0] = float("nan")
+    value, reward = batch.value.clone(), batch.reward.clone()
+    value[0, 0] = reward[0, 0] = float("nan")
     with connected(ray_runtime, 2, config_of(non_finite_limit=10**6), tmp_path) as group:
         before = weights_of(group)
-        one, other = group.call_all(Learner.update, replace(batch, reward=broken), 0)
+        one, other = group.call_all(Learner.update, replace(batch, value=value), 0)
         assert one["learner/skipped_steps"] == other["learner/skipped_steps"] > 0
         assert all(torch.equal(before[name], t) for name, t in weights_of(group).items() if "normalizer" not in name)
         assert len(list((tmp_path / "non_finite").iterdir())) == one["learner/skipped_steps"], "written once"
+        for found in group.call_all(Learner.update, replace(batch, reward=reward), 1):
+            assert found["learner/broken_episodes"] == 1 and found["learner/skipped_steps"] == 0
     with connected(ray_runtime, 2, config_of(), tmp_path) as group:
         with pytest.raises(UserError, match=r"^learner \d: at the first minibatch the mean \|ratio - 1\|"):
             group.call_all(Learner.update, replace(batch, log_prob=batch.log_prob + 0.1), 0)

@@ -74,14 +74,33 @@ def test_long_episodes_lose_of_their_outcome(batch: Trajectories) -> None:
 @pytest.mark.parametrize("limit", [None, 9])
 def test_a_margin_without_a_limit_is_refused(limit: int | None, batch: Trajectories) -> None:
     config = config_of(env={"max_episode_steps": limit}, advantage={"overlong_margin": 10})
-    with pytest.raises(UserError, match=f"env.max_episode_steps {limit or 'not set'}"):
+    with pytest.raises(UserError, match=f"max_episode_steps of tabletop/reach {limit or 'not set'}"):
         judged(batch, config)
 
 
 def test_a_divergence_without_a_reference_is_refused() -> None:
-    with pytest.raises(UserError, match="advantage.reward_kl is 0.1, .* ppo_reference for example"):
-        check_files(config_of(advantage={"reward_kl": 0.1}))
+    for workflow in ("reinforce", "grpo_reference", "ppo_reference"):
+        with pytest.raises(UserError, match="advantage.reward_kl is 0.1, .* set workflow to reinforce_reference"):
+            check_files(config_of(workflow=workflow, advantage={"reward_kl": 0.1}))
     check_files(config_of(workflow="reinforce_reference", advantage={"reward_kl": 0.1}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"workflow": "ppo", "advantage": {"overlong_margin": 4}}, "no outcome of an episode"),
+        ({"env": {"max_episode_steps": None}, "advantage": {"overlong_margin": 4}}, "not set"),
+        (
+            {"extra_tasks": [{"task": "tabletop/push", "max_episode_steps": 3}], "advantage": {"overlong_margin": 4}},
+            "tabletop/push 3",
+        ),
+        ({"rollout": {"max_episodes_per_env": 4}}, "learns from every episode"),
+        ({"workflow": "ppo", "optim": {"critic_warmup": 3}}, "3 of 3 iterations: the policy would never learn"),
+    ],
+)
+def test_settings_that_nothing_reads_are_refused_before_a_worker_starts(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        check_files(config_of(**changes))
 
 
 LEARNING: dict[str, Any] = {

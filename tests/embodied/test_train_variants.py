@@ -38,10 +38,12 @@ def test_each_run_of_seeds_is_the_run_of_that_seed(tmp_path: Path) -> None:
 
 def test_a_sweep_has_each_combination_of_values_and_seeds() -> None:
     config = parse_config({"name": "n"}, "test")
-    found = variants(config, "reach", [1, 2], ["optim.policy-lr=1e-4,3e-4", "loss.clip=0.1"])
+    found = variants(config, "reach", [1, 2], ["optim.policy-lr=0.0001, 3.0e-4", "loss.clip=0.1"])
     assert [(one.name, one.seed, one.optim.policy_lr, one.loss.clip) for one in found] == [
-        (f"n-policy_lr{lr}-clip0.1-seed{seed}", seed, float(lr), 0.1) for lr in ("1e-4", "3e-4") for seed in (1, 2)
+        (f"n-policy_lr{lr}-clip0.1-seed{seed}", seed, lr, 0.1) for lr in (1e-4, 3e-4) for seed in (1, 2)
     ]
+    (one,) = variants(config, "reach", [], ["advantage.keep_rates=[0.1, 0.9]"])
+    assert one.advantage.keep_rates == (0.1, 0.9) and "/" not in (one.name or "") and " " not in (one.name or "")
     (only,) = variants(parse_config({"seed": 4}, "test"), "configs/reach.yaml", [], ["advantage.normalise=none"])
     assert (only.name, only.seed, only.advantage.normalise) == ("reach-normalisenone-seed4", 4, "none")
 
@@ -54,6 +56,8 @@ def test_a_sweep_has_each_combination_of_values_and_seeds() -> None:
         ((), ("loss.clip",), "KEY=VALUE,VALUE"),
         ((), ("loss.clp=1",), "unknown key 'loss.clp'; did you mean loss.clip"),
         ((), ("seed=1,2",), "--seeds 1 2 3 does"),
+        ((), ("loss.clip=0.1,0.1",), "are the same"),
+        ((), ("loss.clip=[0.1",), "no values with commas between"),
         ((), ("loss.clip=0.1,-3",), "loss.clip: .* greater than 0"),
     ],
 )

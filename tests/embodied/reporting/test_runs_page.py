@@ -81,6 +81,16 @@ def test_one_setting_is_named_after_its_workflow_and_has_no_differences(tmp_path
     assert page.says("ppo") and not page.says("What differed")
 
 
+def test_an_evaluation_by_another_protocol_is_not_pooled(folders: list[Path], tmp_path: Path) -> None:
+    found = json.loads((folders[2] / "eval.json").read_text())
+    protocol = {"limits": {"t": 30}, "trials": 100, "instruction": "wave", "seed": 2}
+    (folders[2] / "eval.json").write_text(json.dumps({**found, "protocol": protocol}))
+    first, _ = write_runs_page(folders, tmp_path / "page.html")["groups"]
+    assert first["success_rates"] == [0.9]
+    page = Page((tmp_path / "page.html").read_text())
+    assert page.says("1 evaluations by another protocol") and page.says("told wave")
+
+
 def test_a_run_without_an_iteration_is_named(folders: list[Path], tmp_path: Path) -> None:
     (folders[1] / "metrics.jsonl").unlink()
     with pytest.raises(ReportError, match="high1: metrics.jsonl has no rows yet"):

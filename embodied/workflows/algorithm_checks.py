@@ -1,0 +1,67 @@
+"""Settings of an algorithm that nothing would read, or that cannot be as they are: found before a worker starts."""
+
+from __future__ import annotations
+
+from embodied.algorithms.estimators import overlong_limits
+from embodied.config import Config
+from embodied.errors import UserError
+from embodied.workflows.recipes import Recipe, recipe_of
+
+
+def check_algorithm(config: Config) -> None:
+    """Raise `UserError` for such a setting. An estimator of your own may read any of them."""
+    recipe = recipe_of(config)
+    _check_reference(config, recipe)
+    _check_critic(config, recipe)
+    _check_episodes(config, recipe)
+
+
+def _check_reference(config: Config, recipe: Recipe) -> None:
+    added = {name for c in recipe.after_rollout for name in getattr(c.worker_class(), "adds", ())}
+    known = "reference_log_prob" in added
+    if config.loss.reference_kl and not known:
+        raise UserError(
+            f"loss.reference_kl is {config.loss.reference_kl:g}, and the workflow {config.workflow} has no reference "
+            "policy: take one whose name ends in _reference, ppo_reference for example, or set it to 0"
+        )
+    if config.advantage.reward_kl and not (known and _estimates(recipe, "reinforce")):
+        raise UserError(
+            f"advantage.reward_kl is {config.advantage.reward_kl:g}, and the workflow {config.workflow} takes no "
+            "divergence off rewards: set workflow to reinforce_reference, or it to 0; loss.reference_kl is for the "
+            "other workflows with a reference policy"
+        )
+
+
+def _check_critic(config: Config, recipe: Recipe) -> None:
+    warmup = config.optim.critic_warmup
+    if warmup and not recipe.critic:
+        raise UserError(
+            f"optim.critic_warmup is {warmup}, and the workflow {config.workflow} trains no critic: set it to 0, or "
+            "workflow to ppo"
+        )
+    if warmup >= config.iterations:
+        raise UserError(
+            f"optim.critic_warmup is {warmup} of {config.iterations} iterations: the policy would never learn; set it "
+            "to less"
+        )
+
+
+def _check_episodes(config: Config, recipe: Recipe) -> None:
+    if config.advantage.overlong_margin is not None:
+        if recipe.rollout != "episodes":
+            raise UserError(
+                f"advantage.overlong_margin is {config.advantage.overlong_margin}, and the workflow {config.workflow} "
+                "has no outcome of an episode that it could be taken off: set workflow to grpo or reinforce, or leave "
+                "it away"
+            )
+        overlong_limits(config)
+    if config.rollout.max_episodes_per_env is not None and recipe.estimator == "reinforce":
+        raise UserError(
+            f"rollout.max_episodes_per_env is {config.rollout.max_episodes_per_env}, and the workflow "
+            f"{config.workflow} learns from every episode: leave it away, or set workflow to grpo"
+        )
+
+
+def _estimates(recipe: Recipe, name: str) -> bool:
+    """Whether the estimator is the one of that name, or the user's own."""
+    return recipe.estimator == name or not isinstance(recipe.estimator, str)
