@@ -43,7 +43,7 @@ def test_no_more_is_kept_than_there_is_room_for_and_it_is_given_back(
     monkeypatch.setattr(reader, "KEPT_BYTES", before + size)
     first, second = Dataset(folder), Dataset(folder)
     frames = [dataset.frames("front", [0, 3]) for dataset in (first, second)]
-    assert np.array_equal(*frames) and first._kept and not second._kept
+    assert np.array_equal(frames[0], frames[1]) and first._kept and not second._kept
     assert Dataset._promised == before + size
     del first
     gc.collect()
