@@ -322,7 +322,7 @@ def test_the_pages_own_workflow_is_what_it_says_and_learns(tmp_path: Path, monke
     changes: dict[str, Any] = {"iterations": 15, "runtime": {"mode": "inline", "trace": False}}
     config = parse_config({**config.model_dump(), **changes, "seed": 1}, "test")
     config = config.model_copy(update={"optim": config.optim.model_copy(update={"threads": 1})})
-    assert recipe_of(config).name == "reinforce" and not groups_suffice(config) and not streams(config)
+    assert recipe_of(config).name == "my_reinforce" and not groups_suffice(config) and not streams(config)
 
     reinforce = importlib.import_module("my_package.my_module").reinforce
     batch = make_batch()
