@@ -29,22 +29,22 @@ def typical(values: Sequence[float]) -> tuple[float, float, float]:
 
     The median, since now and then a machine does something else for a second. One value has no width.
     """
-    from scipy.stats import sem
-    from scipy.stats import t as student
-
-    middle = float(np.median(values))
-    spread = float(student.ppf(0.975, len(values) - 1) * sem(values)) if len(values) > 1 else 0.0
+    middle, spread = float(np.median(values)), _half_width(values)
     return middle, max(0.0, middle - spread), middle + spread
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
     """Mean, and the 95% interval of Student's t around it. One value has no width."""
+    mean, half = float(np.mean(values)), _half_width(values)
+    return mean, mean - half, mean + half
+
+
+def _half_width(values: Sequence[float]) -> float:
+    """Of the mean's 95% interval; 0 for one value."""
     from scipy.stats import sem
     from scipy.stats import t as student
 
-    mean = float(np.mean(values))
-    half = float(student.ppf(0.975, len(values) - 1) * sem(values)) if len(values) > 1 else 0.0
-    return mean, mean - half, mean + half
+    return float(student.ppf(0.975, len(values) - 1) * sem(values)) if len(values) > 1 else 0.0
 
 
 @dataclass(frozen=True)

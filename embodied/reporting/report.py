@@ -10,7 +10,7 @@ import base64
 import json
 import os
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from html import escape
 from pathlib import Path
@@ -18,9 +18,10 @@ from string import Template
 from urllib.parse import quote
 
 from embodied.reporting import charts, timeline
+from embodied.reporting import page_pieces as pieces
 from embodied.reporting.live import duration
 from embodied.reporting.plan_section import plan_section
-from embodied.reporting.run_record import Evaluation, ReportError, RunFolder, find, named, read_run
+from embodied.reporting.run_record import SUCCESS_RECENT, Evaluation, ReportError, RunFolder, find, named, read_run
 from embodied.statistics import wilson
 from embodied.tracing import COMPONENTS
 
@@ -93,12 +94,11 @@ def _figures(run: RunFolder) -> str:
 
 def _success_figure(run: RunFolder) -> tuple[str, str, str, str]:
     if run.evals:
-        episodes = sum(item.episodes for item in run.evals)
-        rate = sum(item.success_rate * item.episodes for item in run.evals) / max(episodes, 1)
+        rate, episodes = run.evaluated()
         low, high = wilson(round(rate * episodes), episodes)
         if len(run.evals) == 1:
             low, high = run.evals[0].success_low, run.evals[0].success_high
-        note = f"{_interval(low, high)}, {episodes} episodes"
+        note = f"{pieces.interval(low, high)}, {episodes} episodes"
         return "Success in evaluation", charts.percent(rate), note, ""
     rates = [value for value in run.column("env/success_once") if value is not None][-SMOOTHING:]
     if not rates:
@@ -107,29 +107,29 @@ def _success_figure(run: RunFolder) -> tuple[str, str, str, str]:
     counts = [value for value in run.column("env/episodes")[-SMOOTHING:] if value is not None]
     if counts:
         episodes = round(sum(counts))
-        note = f"{_interval(*wilson(round(rate * episodes), episodes))}, {note}"
+        note = f"{pieces.interval(*wilson(round(rate * episodes), episodes))}, {note}"
     return "Success in training", charts.percent(rate), note, ""
 
 
 def _target_figure(run: RunFolder) -> tuple[str, str, str, str]:
     """When the success of the last training episodes first reached the target."""
     title = f"Time to success {run.target:g}"
-    recent = run.column("env/success_recent")
-    for row, value in zip(run.rows, recent, strict=True):
-        if value is not None and value >= run.target and row.get("wall_s") is not None:
-            return title, duration(row["wall_s"]), f"{charts.compact(row['env_steps'])} env steps", "good"
+    reached = run.reached_target()
+    if reached is not None:
+        return title, duration(reached["wall_s"]), f"{charts.compact(reached['env_steps'])} env steps", "good"
+    recent = run.column(SUCCESS_RECENT)
     best = max((value for value in recent if value is not None), default=0.0)
     return title, "not reached", f"best mean of 100 episodes {charts.percent(best)}", ""
 
 
 def _success(run: RunFolder) -> str:
     if not run.rows:
-        return _section("Success", _notice(run, "metrics.jsonl"))
+        return pieces.section("Success", _notice(run, "metrics.jsonl"))
     if _imitates(run):
         return ""
     walls = run.column("wall_s")
     timed = [i for i, wall_s in enumerate(walls) if wall_s is not None]
-    scale, unit = _time_unit(max((walls[i] or 0.0 for i in timed), default=0.0))
+    scale, unit = pieces.time_unit(max((walls[i] or 0.0 for i in timed), default=0.0))
     raw = run.column("env/success_once")
     mean = charts.trailing_mean(raw, SMOOTHING)
     heads, steps = _heads(run), [float(row["env_steps"]) for row in run.rows]
@@ -144,14 +144,14 @@ def _success(run: RunFolder) -> str:
 
     by_steps = chart(steps, range(len(steps)), "env steps")
     by_time = chart([(walls[i] or 0.0) / scale for i in timed], timed, f"wall-clock, {unit}")
-    legend = _legend({f"target {run.target:g}": "var(--good)"})
+    legend = pieces.legend({f"target {run.target:g}": "var(--good)"})
     figures = [
-        _chart("Success against env steps", by_steps, legend),
-        _chart("Success against wall-clock", by_time, legend),
+        pieces.card("Success against env steps", by_steps, legend),
+        pieces.card("Success against wall-clock", by_time, legend),
         *_curves(run, ("env/return", "env/episode_len"), 420, 180),
     ]
     lead = f"Thin: each iteration. Thick: the mean of the last {SMOOTHING}."
-    return _section("Success", _grid("two", figures), lead)
+    return pieces.section("Success", pieces.grid("two", figures), lead)
 
 
 def _imitates(run: RunFolder) -> bool:
@@ -166,7 +166,7 @@ def _imitation(run: RunFolder) -> str:
         "Env steps are those of the demonstrations that were learned from, repetitions counted. The distance is the "
         "mean over action elements of |the policy's mode - what was demonstrated|, in the environment's units."
     )
-    return _section("Learning from demonstrations", _grid("three", figures), lead) if figures else ""
+    return pieces.section("Learning from demonstrations", pieces.grid("three", figures), lead) if figures else ""
 
 
 def _learner(run: RunFolder) -> str:
@@ -175,7 +175,7 @@ def _learner(run: RunFolder) -> str:
     known = [f"learner/{name}" for name in _LEARNER]
     other = {key for row in run.rows for key in row if key.startswith(("learner/", "lag/"))} - set(known)
     figures = _curves(run, [*known, *sorted(other)], 360, 180)
-    return _section("Learner", _grid("three", figures)) if figures else ""
+    return pieces.section("Learner", pieces.grid("three", figures)) if figures else ""
 
 
 def _time(run: RunFolder) -> str:
@@ -184,11 +184,11 @@ def _time(run: RunFolder) -> str:
         return ""
     shares = [{name: row.get(f"time/{name}") or 0.0 for name in COMPONENTS} for row in rows]
     means = {name: statistics.fmean(share[name] for share in shares) for name in COMPONENTS}
-    legend = _legend({f"{name} {means[name]:.0%}": css for name, css in COMPONENTS.items()})
+    legend = pieces.legend({f"{name} {means[name]:.0%}": css for name, css in COMPONENTS.items()})
     bars = charts.stacked_bars(shares, [float(row["iteration"]) for row in rows], COMPONENTS, "iteration")
     speed = _curves(run, ["farm/env_steps_per_s"], 420, 210)
-    figures = _grid("two", [_chart("Share of each iteration", bars, legend), *speed])
-    return _section("Where the time goes", figures, "The legend gives means over the run.")
+    figures = pieces.grid("two", [pieces.card("Share of each iteration", bars, legend), *speed])
+    return pieces.section("Where the time goes", figures, "The legend gives means over the run.")
 
 
 def _timeline(run: RunFolder) -> str:
@@ -197,27 +197,27 @@ def _timeline(run: RunFolder) -> str:
         return ""
     if not run.spans:
         run.missing.setdefault("trace.json", "trace.json has no spans yet.")
-        return _section(title, _notice(run, "trace.json"))
+        return pieces.section(title, _notice(run, "trace.json"))
     iteration, spans = timeline.last_iteration(run.spans)
     if not spans:
-        return _section(title, f'<p class="notice">{escape(iteration.name)} has no spans in trace.json.</p>')
+        return pieces.section(title, f'<p class="notice">{escape(iteration.name)} has no spans in trace.json.</p>')
     whole = timeline.draw(spans, iteration.start_ns, iteration.end_ns)
     caption = f"{iteration.name.capitalize()}, {_milliseconds(iteration.end_ns - iteration.start_ns)}"
-    figures = [_chart(caption, whole, _legend(COMPONENTS), "scroll")]
+    figures = [pieces.card(caption, whole, pieces.legend(COMPONENTS), "scroll")]
     if (part := timeline.close_up(spans)) is not None:
         caption = f"{_milliseconds(part[1] - part[0])} of it, with arrows from observation to action"
-        figures.append(_chart(caption, timeline.draw(spans, *part), "", "scroll"))
+        figures.append(pieces.card(caption, timeline.draw(spans, *part), "", "scroll"))
     lead = "A row per worker. The whole trace, trace.json, opens in ui.perfetto.dev."
-    return _section(title, _grid("", figures), lead)
+    return pieces.section(title, pieces.grid("", figures), lead)
 
 
 def _evaluation(run: RunFolder) -> str:
     if not run.evals:
-        return _section("Evaluation", _notice(run, "eval.json"))
+        return pieces.section("Evaluation", _notice(run, "eval.json"))
     names = ("task", "success", "0 to 100%", "episodes", "length", "return", "wall time")
     head = "".join(f"<th>{name}</th>" for name in names)
     rows = "".join(_evaluation_row(item) for item in run.evals)
-    return _section("Evaluation", f'<div class="card scroll"><table><tr>{head}</tr>{rows}</table></div>')
+    return pieces.section("Evaluation", f'<div class="card scroll"><table><tr>{head}</tr>{rows}</table></div>')
 
 
 def _evaluation_row(item: Evaluation) -> str:
@@ -225,7 +225,7 @@ def _evaluation_row(item: Evaluation) -> str:
     bar = (
         f'<div class="range"><i style="left:{low:.2%};width:{high - low:.2%}"></i><b style="left:{rate:.2%}"></b></div>'
     )
-    success = f"{charts.percent(rate)} <small>{_interval(low, high)}</small>"
+    success = f"{charts.percent(rate)} <small>{pieces.interval(low, high)}</small>"
     wall = "–" if item.wall_s is None else duration(item.wall_s)
     cells = (success, bar, item.episodes, _number(item.episode_len), _number(item.mean_return), wall)
     return f"<tr><td>{escape(item.task)}</td>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
@@ -233,7 +233,7 @@ def _evaluation_row(item: Evaluation) -> str:
 
 def _videos(run: RunFolder) -> str:
     if not run.videos:
-        return _section("Videos", _notice(run, "videos"))
+        return pieces.section("Videos", _notice(run, "videos"))
     figures, embedded = [], 0
     for file in run.videos:
         size = file.stat().st_size
@@ -242,16 +242,16 @@ def _videos(run: RunFolder) -> str:
             embedded += size
             source = "data:video/mp4;base64," + base64.b64encode(file.read_bytes()).decode()
         video = f'<video controls loop muted playsinline preload="metadata" src="{source}"></video>'
-        figures.append(_chart(file.stem, video, ""))
-    return _section("Videos", _grid("two" if len(figures) > 1 else "", figures))
+        figures.append(pieces.card(file.stem, video, ""))
+    return pieces.section("Videos", pieces.grid("two" if len(figures) > 1 else "", figures))
 
 
 def _config(run: RunFolder) -> str:
     if not run.config_text:
-        return _section("Configuration", _notice(run, "config.yaml"))
+        return pieces.section("Configuration", _notice(run, "config.yaml"))
     note = _notice(run, "config.yaml") if "config.yaml" in run.missing else ""
     text = f"<summary>config.yaml</summary><pre>{escape(run.config_text)}</pre>"
-    return _section("Configuration", f'{note}<details class="card">{text}</details>')
+    return pieces.section("Configuration", f'{note}<details class="card">{text}</details>')
 
 
 def _protocol(run: RunFolder) -> str:
@@ -270,15 +270,10 @@ def _protocol(run: RunFolder) -> str:
             entries[prefix + str(key).replace("_", " ")] = named(value)
     items = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in entries.items())
     footer = f"<footer>Written {datetime.now():%Y-%m-%d %H:%M} by <code>embodied report</code>.</footer>"
-    return _section("Protocol", f'<dl class="card">{items}</dl>{footer}')
+    return pieces.section("Protocol", f'<dl class="card">{items}</dl>{footer}')
 
 
 # The pieces of a section
-
-
-def _section(title: str, content: str, lead: str = "") -> str:
-    lead = f'<p class="lead">{lead}</p>' if lead else ""
-    return f"<section><h2>{title}</h2>{lead}{content}</section>"
 
 
 def _notice(run: RunFolder, name: str) -> str:
@@ -287,25 +282,10 @@ def _notice(run: RunFolder, name: str) -> str:
     return f'<p class="notice">{text}</p>'
 
 
-def _grid(css: str, figures: Iterable[str]) -> str:
-    return f'<div class="grid {css}">{"".join(figures)}</div>'
-
-
-def _chart(title: str, content: str, legend: str = "", css: str = "") -> str:
-    caption = f"<figcaption>{escape(title)}{legend}</figcaption>"
-    return f'<figure class="card">{caption}<div class="{css}">{content}</div></figure>'
-
-
 def _figure(title: str, value: str, note: str, css: str) -> str:
     return (
         f'<div class="card figure"><span>{escape(title)}</span>'
         f'<strong class="{css}">{escape(value)}</strong><span>{escape(note)}</span></div>'
-    )
-
-
-def _legend(colours: Mapping[str, str]) -> str:
-    return "".join(
-        f'<span class="legend"><i style="background:{css}"></i>{name}</span>' for name, css in colours.items()
     )
 
 
@@ -318,7 +298,7 @@ def _curves(run: RunFolder, keys: Iterable[str], width: int, height: int) -> lis
         if any(value is not None for value in values):
             curve = [charts.Line(key, values)]
             chart = charts.lines(steps, curve, "env steps", heads, width=width, height=height)
-            figures.append(_chart(key, chart))
+            figures.append(pieces.card(key, chart))
     return figures
 
 
@@ -331,18 +311,8 @@ def _heads(run: RunFolder) -> list[str]:
     return heads
 
 
-def _time_unit(longest_s: float) -> tuple[float, str]:
-    if longest_s >= 2 * 3600:
-        return 3600.0, "h"
-    return (60.0, "min") if longest_s >= 2 * 60 else (1.0, "s")
-
-
 def _number(value: float | None) -> str:
     return "–" if value is None else charts.compact(value)
-
-
-def _interval(low: float, high: float) -> str:
-    return f"{charts.percent(low)} to {charts.percent(high)}"
 
 
 def _milliseconds(length_ns: int) -> str:

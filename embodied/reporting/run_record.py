@@ -19,6 +19,8 @@ from embodied.statistics import wilson
 from embodied.tracing import Span, TraceError, load, natural_order
 
 _T = TypeVar("_T")
+SUCCESS_RECENT = "env/success_recent"
+"""The metric: success of the last 100 training episodes."""
 _FILES = ("config.yaml", "metrics.jsonl", "eval.json")
 
 
@@ -58,6 +60,17 @@ class RunFolder:
         """A metric's value in each row; None where there is none, or none that can be drawn."""
         values = (row.get(key) for row in self.rows)
         return [v if isinstance(v, (int, float)) and math.isfinite(v) else None for v in values]
+
+    def evaluated(self) -> tuple[float, int]:
+        """Success over the episodes of all tasks that were evaluated, and how many these are; 0 of 0 without any."""
+        episodes = sum(item.episodes for item in self.evals)
+        return sum(item.success_rate * item.episodes for item in self.evals) / max(episodes, 1), episodes
+
+    def reached_target(self) -> dict[str, Any] | None:
+        """The first row of metrics with a time in which `SUCCESS_RECENT` was at least the target; or None."""
+        pairs = zip(self.rows, self.column(SUCCESS_RECENT), strict=True)
+        rows = (row for row, value in pairs if value is not None and value >= self.target)
+        return next((row for row in rows if row.get("wall_s") is not None), None)
 
     @property
     def target(self) -> float:

@@ -20,15 +20,14 @@ from typing import Any
 import numpy as np
 
 from embodied.reporting import charts
+from embodied.reporting import page_pieces as pieces
 from embodied.reporting.live import duration
 from embodied.reporting.report import PAGE
-from embodied.reporting.run_record import ReportError, RunFolder, read_run
+from embodied.reporting.run_record import SUCCESS_RECENT, ReportError, RunFolder, read_run
 from embodied.statistics import mean_interval
 
 POINTS = 200
 """Of a curve: runs end their iterations at different numbers of env steps."""
-SUCCESS = "env/success_recent"
-"""Success of the last 100 training episodes, which every run records."""
 OF_A_RUN = ("seed", "name")
 """Settings in which the runs of one curve may differ."""
 
@@ -51,11 +50,12 @@ class Alike:
         protocols = [protocol_of(run) for run in self.runs]
         first = next((protocol for protocol in protocols if protocol is not None), None)
         pairs = zip(self.runs, protocols, strict=True)
-        return [rate for run, protocol in pairs if protocol == first and (rate := success_of(run)) is not None]
+        return [run.evaluated()[0] for run, protocol in pairs if protocol is not None and protocol == first]
 
     def times(self) -> list[float | None]:
         """Seconds until each run's training success first reached its target; None where it did not."""
-        return [time_to_target(run) for run in self.runs]
+        reached = [run.reached_target() for run in self.runs]
+        return [None if row is None else float(row["wall_s"]) for row in reached]
 
 
 def write_runs_page(folders: Sequence[Path], out: Path) -> dict[str, Any]:
@@ -89,22 +89,10 @@ def alike(runs: Sequence[RunFolder]) -> list[Alike]:
     return [Alike(_label(settings, differing, members), tuple(members), settings) for settings, members in found]
 
 
-def success_of(run: RunFolder) -> float | None:
-    """Success in the evaluation, over all tasks; None where there was none."""
-    episodes = sum(item.episodes for item in run.evals)
-    return sum(item.success_rate * item.episodes for item in run.evals) / episodes if episodes else None
-
-
 def protocol_of(run: RunFolder) -> dict[str, Any] | None:
     """The protocol of its evaluation, but for the seed; None where there was none."""
     protocols = [item.protocol for item in run.evals]
     return {k: v for k, v in protocols[0].items() if k not in ("seed", "sha256", "hardware")} if protocols else None
-
-
-def time_to_target(run: RunFolder) -> float | None:
-    """Seconds of training until the success of the last 100 episodes first reached the run's target."""
-    pairs = zip(run.column(SUCCESS), run.column("wall_s"), strict=True)
-    return next((wall for value, wall in pairs if value is not None and wall and value >= run.target), None)
 
 
 def _data(group: Alike) -> dict[str, Any]:
@@ -131,17 +119,21 @@ def _header(groups: Sequence[Alike]) -> str:
 
 def _curves(groups: Sequence[Alike]) -> str:
     longest = max(max(run.column("wall_s")[-1] or 0.0 for run in group.runs) for group in groups)
-    scale, unit = (3600.0, "h") if longest >= 7200 else (60.0, "min")
+    scale, unit = pieces.time_unit(longest)
     figures = [
         _figure(
-            "Success of the last 100 training episodes, by env steps", groups, SUCCESS, "env_steps", 1.0, "env steps"
+            "Success of the last 100 training episodes, by env steps",
+            groups,
+            SUCCESS_RECENT,
+            "env_steps",
+            1.0,
+            "env steps",
         ),
-        _figure("The same, by wall-clock", groups, SUCCESS, "wall_s", scale, f"wall-clock, {unit}"),
+        _figure("The same, by wall-clock", groups, SUCCESS_RECENT, "wall_s", scale, f"wall-clock, {unit}"),
         _figure("Return, by env steps", groups, "env/return", "env_steps", 1.0, "env steps", rate=False),
     ]
     lead = "A curve is the mean over seeds, its band the 95% interval of that mean; one seed has no band."
-    grid = f'<div class="grid two">{"".join(figures)}</div>'
-    return f'<section><h2>Learning</h2><p class="lead">{lead}</p>{grid}</section>'
+    return pieces.section("Learning", pieces.grid("two", figures), lead)
 
 
 def _figure(
@@ -159,11 +151,8 @@ def _figure(
         x.tolist(), curves, label, heads, width=560, height=300, show=charts.percent if rate else charts.compact,
         y_range=range_,
     )  # fmt: skip
-    legend = "".join(
-        f'<span class="legend"><i style="background:{_colour(number)}"></i>{escape(group.label)}</span>'
-        for number, group in enumerate(groups)
-    )
-    return f'<figure class="card"><figcaption>{escape(title)}{legend}</figcaption><div>{drawn}</div></figure>'
+    legend = pieces.legend({escape(group.label): _colour(number) for number, group in enumerate(groups)})
+    return pieces.card(title, drawn, legend)
 
 
 def _ends(group: Alike, key: str, over: str) -> list[float]:
@@ -208,10 +197,7 @@ def _table(groups: Sequence[Alike]) -> str:
         lead += f" {left_out} evaluations by another protocol than the first of their settings are left out."
     told = {json.dumps(protocol_of(run), sort_keys=True): protocol_of(run) for group in groups for run in group.runs}
     lead += "".join(f"<br>Evaluated: {escape(_protocol_line(one))}." for one in told.values() if one)
-    return (
-        f'<section><h2>Results</h2><p class="lead">{lead}</p>'
-        f'<div class="card scroll"><table><tr>{head}</tr>{rows}</table></div></section>'
-    )
+    return pieces.section("Results", f'<div class="card scroll"><table><tr>{head}</tr>{rows}</table></div>', lead)
 
 
 def _protocol_line(protocol: Mapping[str, Any]) -> str:
@@ -225,8 +211,8 @@ def _cells(group: Alike) -> tuple[str, ...]:
     data, rates = _data(group), group.evaluated()
     success = "–"
     if rates:
-        low, high = charts.percent(data["success_low"]), charts.percent(data["success_high"])
-        success = charts.percent(data["success_rate"]) + (f" <small>{low} to {high}</small>" if len(rates) > 1 else "")
+        between = pieces.interval(data["success_low"], data["success_high"])
+        success = charts.percent(data["success_rate"]) + (f" <small>{between}</small>" if len(rates) > 1 else "")
     times = [time for time in group.times() if time is not None]
     reached = f" ({len(times)} of {len(group.runs)})" if len(times) < len(group.runs) else ""
     walls = [run.column("wall_s")[-1] or 0.0 for run in group.runs]
@@ -252,7 +238,7 @@ def _differences(groups: Sequence[Alike]) -> str:
         for key in differing
     )
     table = f'<div class="card scroll"><table><tr>{head}</tr>{rows}</table></div>'
-    return f"<section><h2>What differed</h2>{table}</section>"
+    return pieces.section("What differed", table)
 
 
 def _differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -74,6 +74,16 @@ def test_a_curve_is_the_mean_as_far_as_all_its_runs_went(folders: list[Path], tm
     assert len(means) == len(points) and np.diff([point[0] for point in points]).min() >= 0  # type: ignore[call-overload]
 
 
+def test_a_band_is_drawn_for_several_seeds_and_not_for_one(folders: list[Path], tmp_path: Path) -> None:
+    def bands(members: list[Path]) -> int:
+        write_runs_page(members, tmp_path / "page.html")
+        return (tmp_path / "page.html").read_text().count("fill-opacity")
+
+    assert bands(folders[1:2]) == 0
+    assert bands([folders[0], folders[2]]) == 3, "one for each of the charts"
+    assert bands(folders) == 3, "the other settings have one seed"
+
+
 def test_one_setting_is_named_after_its_workflow_and_has_no_differences(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / f"run{seed}", seed, 1e-4, [0.1, 0.2]) for seed in (1, 2)]
     write_runs_page(runs, tmp_path / "page.html")
