@@ -10,6 +10,7 @@
         state.json                 iteration, counters, configuration of the policy
         environments.safetensors   each environment's episode and its executed actions
       latest                       text: the newest one's name, for people and scripts; nothing here reads it
+      best                         text: the name of the best by evaluations during training, where there were any
       000140.damaged/              what a resumed run found damaged and did not go on from
 
 A checkpoint is written aside and renamed, so that a crash leaves none or a whole one. Before a tensor of it
@@ -39,6 +40,7 @@ from embodied.errors import UserError
 from policies.contract import Policy
 
 MANIFEST = "manifest.json"
+BEST = "best"
 SHARDS = "optimizer"
 """The folder that several ranks write instead of `optimizer.safetensors`."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -166,12 +168,32 @@ def writing(root: Path, state: RunState) -> Iterator[None]:
 
 
 def keep_newest(root: Path, count: int) -> None:
-    """Remove all but the newest checkpoints. What was found damaged stays."""
+    """Remove all but the newest checkpoints and the best. What was found damaged stays."""
+    kept = best(root)
     for folder in _newest_first(root)[count:]:
+        if folder == kept:
+            continue
         # Renamed first: a half-removed folder would be taken for a damaged checkpoint.
         gone = root / f".{folder.name}.replaced"
         folder.rename(gone)
         shutil.rmtree(gone, ignore_errors=True)
+
+
+def mark_best(root: Path, folder: Path | None) -> None:
+    """Make a checkpoint below `root` the best; None: there is none."""
+    if folder is None:
+        (root / BEST).unlink(missing_ok=True)
+    else:
+        _point(root, folder.name, BEST)
+
+
+def best(root: Path) -> Path | None:
+    """The best checkpoint below `root`, where evaluations during training have told one. It is not verified."""
+    try:
+        folder = root / (root / BEST).read_text().strip()
+    except (OSError, ValueError):  # ValueError: not even text
+        return None
+    return folder if folder in _newest_first(root) else None
 
 
 def latest(root: Path) -> Path | None:
@@ -300,7 +322,7 @@ def discard(root: Path, state: RunState) -> None:
     shutil.rmtree(partial_folder(root, state), ignore_errors=True)
 
 
-def _point(root: Path, name: str) -> None:
-    aside = root / ".latest.partial"
+def _point(root: Path, name: str, pointer: str = "latest") -> None:
+    aside = root / f".{pointer}.partial"
     aside.write_text(name + "\n")
-    aside.replace(root / "latest")
+    aside.replace(root / pointer)

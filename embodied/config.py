@@ -177,6 +177,9 @@ class OptimConfig(Section):
     critic_warmup: Annotated[int, Field(ge=0)] = 0
     """First iterations in which the value head alone is trained: its first gradients would pull at a policy that has
     learned already."""
+    lr_warmup: Annotated[int, Field(ge=0)] = 0
+    """First iterations over which both learning rates rise linearly. Adam's first steps are as long as the rate
+    whatever the gradient, and can undo what a policy has learned."""
     anneal: bool = False
     """Let both learning rates fall linearly to zero over the run."""
     adam_eps: Annotated[float, Field(gt=0)] = 1e-5
@@ -253,6 +256,11 @@ class EvalConfig(Section):
     whether it reads."""
     num_envs: Annotated[int, Field(ge=1)] | None = None
     """Environments that run side by side; None takes the training's."""
+    every: Annotated[int, Field(ge=0)] = 0
+    """Iterations between evaluations during training, on episodes that neither training nor the evaluation at the end
+    draws. The best checkpoint is kept, and is what the run ends with. 0: none, the newest is."""
+    every_episodes: Annotated[int, Field(ge=1)] = 50
+    """Trials of each task in an evaluation during training."""
     videos: Annotated[int, Field(ge=0, le=16)] = 9
     """Episodes in the tiled video, failures first; 0 makes none."""
 

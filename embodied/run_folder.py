@@ -49,12 +49,14 @@ def find_run(run: str, runs_dir: Path) -> Path | None:
 
 
 def whole_checkpoint(run_dir: Path | None, named: Path | None) -> Path | None:
-    """The checkpoint `named`, or the newest of the run, complete and undamaged; None where there is neither.
+    """The checkpoint `named`, or the one that the run ends with, complete and undamaged; None where there is neither.
+
+    That is the best where it was evaluated during training (eval.every), else the newest.
 
     Raises `UserError` if the run has no checkpoint yet, or if the checkpoint is damaged.
     """
     if named is None and run_dir is not None:
-        named = checkpoint.latest(run_dir / "checkpoints")
+        named = checkpoint.best(run_dir / "checkpoints") or checkpoint.latest(run_dir / "checkpoints")
         if named is None:
             raise UserError(f"{run_dir} has no checkpoint yet; train it first, or name one with --checkpoint")
     if named is not None:

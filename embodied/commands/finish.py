@@ -7,7 +7,6 @@ from typing import Any
 
 from rich import print as show
 
-from embodied import checkpoint
 from embodied.commands.evaluate import show_table, subject_of
 from embodied.config import Config
 from embodied.evaluation.evaluate import evaluate, evaluation_folder
@@ -20,7 +19,7 @@ def finish_run(
     config: Config, run_dir: Path, session: Session, result: dict[str, Any], resumed: bool
 ) -> dict[str, Any]:
     """Evaluate what a run has learned, film it and write the report; both results as one."""
-    subject = subject_of(str(run_dir), config, checkpoint.latest(run_dir / "checkpoints"), run_dir.parent)
+    subject = subject_of(str(run_dir), config, None, run_dir.parent)
     # A run that goes on after its training had ended has its evaluation gone on with.
     with evaluation_folder(subject, protocol_of(config), None, resume=resumed) as folder:
         evaluated = evaluate(subject, protocol_of(config), session, folder)

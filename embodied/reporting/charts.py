@@ -49,6 +49,8 @@ class Line:
     colour: str = _CURVE
     band: Sequence[tuple[float, float] | None] = ()
     """Low and high at each place, filled in; none, where there is nothing to fill."""
+    bars: Sequence[tuple[float, float] | None] = ()
+    """Low and high of single values, each drawn as a bar through its point; none: values are joined to a curve."""
 
 
 def compact(value: float) -> str:
@@ -91,6 +93,9 @@ def lines(
     if mark_y is not None:
         axes.axhline(mark_y, color=_MARK, linewidth=1, dashes=(5, 4))
     for curve in curves:
+        if curve.bars:
+            _draw_bars(axes, x, curve)
+            continue
         y = np.array([math.nan if (v := curve.y[i]) is None else v for i in keep])
         if curve.band:
             low, high = np.array([curve.band[i] or (math.nan, math.nan) for i in keep]).T
@@ -110,6 +115,14 @@ def lines(
         texts = [f"{c.name} {show(v)}" for c in curves if (v := c.y[i]) is not None]
         points.append([_pixel(axes, x[i]), heads[i], *texts])
     return _svg(axes, points)
+
+
+def _draw_bars(axes: Axes, x: Sequence[float], curve: Line) -> None:
+    """All of them, also where a curve of so many points would leave some out."""
+    known = [(i, v, bar) for i, (v, bar) in enumerate(zip(curve.y, curve.bars, strict=True)) if v is not None and bar]
+    places = [x[i] for i, _, _ in known]
+    axes.vlines(places, [bar[0] for *_, bar in known], [bar[1] for *_, bar in known], color=curve.colour, linewidth=1.5)
+    axes.plot(places, [v for _, v, _ in known], color=curve.colour, linewidth=0, marker="o", markersize=4)
 
 
 def stacked_bars(

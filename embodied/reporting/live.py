@@ -93,6 +93,18 @@ class Progress:
             self._live.stop()
             self._live = None
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the terminal to another display, of a step that is not an iteration."""
+        live = self._live
+        if live is not None:
+            live.stop()
+        try:
+            yield
+        finally:
+            if live is not None:
+                live.start(refresh=True)
+
     def row(self, values: Mapping[str, float]) -> None:
         """Show an iteration's numbers: `iteration` (how many are done) and those of the columns; others may
         be among them, and a missing one shows as a dash."""

@@ -1,7 +1,9 @@
-"""One row of numbers per iteration, in `metrics.jsonl` and in TensorBoard.
+"""One row of numbers per iteration, in `metrics.jsonl` and in TensorBoard; those of evaluations during training, which
+not every iteration has, in `selection.jsonl`.
 
 `metrics.jsonl` is the record: one JSON object per line with `iteration`, `env_steps`, `wall_s` (seconds
 since the run began, continuing over resumes) and the metrics. TensorBoard's files repeat it, over env steps.
+`selection.jsonl` alike.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 FILE = "metrics.jsonl"
+SELECTION = "selection.jsonl"
+"""Of evaluations during training."""
 
 
 class MetricsError(Exception):
@@ -27,16 +31,17 @@ class MetricsError(Exception):
 class MetricsWriter:
     """Appends rows to a run's record. A row that `write` has returned from survives the process's death."""
 
-    def __init__(self, run_dir: str | os.PathLike[str], tensorboard: bool = True) -> None:
+    def __init__(self, run_dir: str | os.PathLike[str], tensorboard: bool = True, file: str = FILE) -> None:
         if tensorboard and importlib.util.find_spec("tensorboard") is None:
             raise ModuleNotFoundError("TensorBoard is missing: `pip install tensorboard`, or turn it off")
         self._run_dir = Path(run_dir)
         self._run_dir.mkdir(parents=True, exist_ok=True)
+        self._name, self._path = file, self._run_dir / file
         self._tensorboard = tensorboard
         self._summary: SummaryWriter | None = None
         self._purge_step: int | None = None
-        _drop_torn_line(self._run_dir / FILE)
-        self._file = (self._run_dir / FILE).open("a")
+        _drop_torn_line(self._path)
+        self._file = self._path.open("a")
 
     def write(self, iteration: int, env_steps: int, values: Mapping[str, float]) -> None:
         """Append one row; numbers that are not finite are written as null. `values` holds `wall_s` too."""
@@ -58,13 +63,13 @@ class MetricsWriter:
         """
         if self._summary is not None:
             raise RuntimeError("truncate() must come before the first write(): TensorBoard's file is open")
-        rows = read(self._run_dir)
+        rows = read(self._run_dir, self._name)
         kept = [row for row in rows if row["iteration"] <= after_iteration]
-        aside = self._run_dir / (FILE + ".partial")
+        aside = self._run_dir / (self._name + ".partial")
         aside.write_text("".join(json.dumps(row) + "\n" for row in kept))
         self._file.close()
-        aside.replace(self._run_dir / FILE)
-        self._file = (self._run_dir / FILE).open("a")
+        aside.replace(self._path)
+        self._file = self._path.open("a")
         if len(kept) < len(rows):
             self._purge_step = rows[len(kept)]["env_steps"]
 
@@ -87,13 +92,13 @@ class MetricsWriter:
         return self._summary
 
 
-def read(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
+def read(run_dir: str | os.PathLike[str], file: str = FILE) -> list[dict[str, Any]]:
     """The rows of a run's record, in the order of their iterations; none if there is no record yet.
 
     A last line without its end is what a process killed while writing leaves behind: it is not a row.
     Any other line that is not one raises `MetricsError`.
     """
-    path = Path(run_dir) / FILE
+    path = Path(run_dir) / file
     if not path.exists():
         return []
     *lines, _torn = path.read_text().split("\n")

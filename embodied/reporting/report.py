@@ -27,6 +27,7 @@ from embodied.tracing import COMPONENTS
 
 SMOOTHING = 5
 """Iterations over which the smoothed success is averaged, and over which a target must be held."""
+EVALUATED = "evaluated during training"
 VIDEO_BYTES = 20_000_000
 """Videos are embedded up to this sum of sizes; further ones are linked."""
 
@@ -133,25 +134,39 @@ def _success(run: RunFolder) -> str:
     raw = run.column("env/success_once")
     mean = charts.trailing_mean(raw, SMOOTHING)
     heads, steps = _heads(run), [float(row["env_steps"]) for row in run.rows]
+    chosen = [run.selection.get(row["iteration"], {}) for row in run.rows]
+    evaluated = [row.get("eval/success_rate") for row in chosen]
+    between = [(row["eval/success_low"], row["eval/success_high"]) if row else None for row in chosen]
 
     def chart(x: Sequence[float], keep: Sequence[int], label: str) -> str:
         curves = [
             charts.Line("this iteration", [raw[i] for i in keep], faint=True),
             charts.Line(f"mean of {SMOOTHING}", [mean[i] for i in keep]),
         ]
+        if run.selection:
+            rates, intervals = [evaluated[i] for i in keep], [between[i] for i in keep]
+            curves.append(charts.Line(EVALUATED, rates, colour=charts.COLOURS[1], bars=intervals))
         own = [heads[i] for i in keep]
         return charts.lines(x, curves, label, own, show=charts.percent, y_range=(0.0, 1.0), mark_y=run.target)
 
     by_steps = chart(steps, range(len(steps)), "env steps")
     by_time = chart([(walls[i] or 0.0) / scale for i in timed], timed, f"wall-clock, {unit}")
-    legend = pieces.legend({f"target {run.target:g}": "var(--good)"})
+    colours = {f"target {run.target:g}": "var(--good)"}
+    if run.selection:
+        colours[EVALUATED] = charts.COLOURS[1]
+    legend = pieces.legend(colours)
     figures = [
         pieces.card("Success against env steps", by_steps, legend),
         pieces.card("Success against wall-clock", by_time, legend),
-        *_curves(run, ("env/return", "env/episode_len"), 420, 180),
+        *_curves(run, ("env/return", "env/episode_len", *_of_tasks(run)), 420, 180),
     ]
     lead = f"Thin: each iteration. Thick: the mean of the last {SMOOTHING}."
     return pieces.section("Success", pieces.grid("two", figures), lead)
+
+
+def _of_tasks(run: RunFolder) -> list[str]:
+    """The metrics of single tasks' success, in the order in which the run has the tasks."""
+    return list(dict.fromkeys(key for row in run.rows for key in row if key.startswith("env/success_once/")))
 
 
 def _imitates(run: RunFolder) -> bool:

@@ -13,7 +13,7 @@ import yaml
 
 from embodied.errors import UserError
 from embodied.migration import migrate
-from embodied.reporting.metrics import MetricsError
+from embodied.reporting.metrics import SELECTION, MetricsError
 from embodied.reporting.metrics import read as read_metrics
 from embodied.statistics import wilson
 from embodied.tracing import Span, TraceError, load, natural_order
@@ -51,6 +51,8 @@ class RunFolder:
     config_text: str = ""
     config: Mapping[str, Any] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
+    selection: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """Rows of the evaluations during training, by their iterations."""
     spans: list[Span] = field(default_factory=list)
     evals: list[Evaluation] = field(default_factory=list)
     videos: list[Path] = field(default_factory=list)
@@ -93,6 +95,9 @@ def read_run(path: Path) -> RunFolder:
     run.rows = _load(run, "metrics.jsonl", train, lambda file: read_metrics(file.parent), [])
     if not run.rows:
         run.missing.setdefault("metrics.jsonl", "metrics.jsonl has no rows yet: no iteration has ended.")
+    none: list[dict[str, Any]] = []
+    chosen = _load(run, SELECTION, train, lambda file: read_metrics(file.parent, file.name), none)
+    run.selection = {row["iteration"]: row for row in chosen}
     run.spans = _load(run, "trace.json", train, load, [])
     run.evals = _load(run, "eval.json", evaluate, _evals, [])
     run.videos = [file for file in (path / "videos").glob("*.mp4") if not file.name.startswith(".")]

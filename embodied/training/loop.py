@@ -1,10 +1,13 @@
 """The training loop: rollout, update and weights once per iteration, and the records and checkpoints of a run.
 
 [ rollout -> update -> publish weights -> record ] x iterations -> checkpoint -> evaluation -> report
+
+With `eval.every`, a checkpoint and its evaluation come after so many iterations.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -27,6 +30,7 @@ from embodied.reporting.metrics import MetricsWriter, read
 from embodied.tracing import Span, TraceWriter
 from embodied.training.collapse import CollapseWatch
 from embodied.training.interrupts import deferred_interrupts
+from embodied.training.selection import Selection
 from embodied.workers.background import Written
 from embodied.workers.rollout_summary import RolloutSummary
 from embodied.workflows.sizes import tasks_of
@@ -60,7 +64,7 @@ def train(config: Config, run_dir: Path, session: Session, resume_from: Path | N
     """
     begin = time.monotonic()
     placed = place_run(config, session, run_dir)
-    loop = _Loop(config, run_dir)
+    loop = _Loop(config, run_dir, Selection(config, run_dir, session))
     startup_s = 0.0
     with loop.metrics:
         while True:
@@ -88,6 +92,7 @@ def train(config: Config, run_dir: Path, session: Session, resume_from: Path | N
         "wall_s": position.wall_s,
         "startup_s": startup_s,
         "success_recent": float(np.mean(position.recent)) if position.recent else None,
+        **({} if loop.selection.best is None else {"best_iteration": loop.selection.best}),
         "env_steps_per_s": position.env_steps / max(position.wall_s, 1e-9),
         **loop.milestones,
     }
@@ -114,8 +119,8 @@ class _Loop:
 
     workers: Executor
 
-    def __init__(self, config: Config, run_dir: Path) -> None:
-        self.config, self.run_dir = config, run_dir
+    def __init__(self, config: Config, run_dir: Path, selection: Selection) -> None:
+        self.config, self.run_dir, self.selection = config, run_dir, selection
         self.position = Position()
         self.metrics = MetricsWriter(run_dir)
         self.trace = TraceWriter(run_dir / "trace.json") if config.runtime.trace else None
@@ -138,6 +143,7 @@ class _Loop:
             self._saved = self.position.iteration
             if not self._environments:  # else the run has moved, from a checkpoint of its last iteration
                 self.metrics.truncate(self.position.iteration)
+        self.selection.begin(self.position.iteration)
         for row in read(self.run_dir):
             self._note_milestones(row)
             self._collapse.see(row)
@@ -147,6 +153,7 @@ class _Loop:
         """Iterate to the end; or, where there is a better plan, to a checkpoint from which the run goes on."""
         config = self.config
         try:
+            self._select(progress)  # a run that goes on may have been stopped in the middle of an evaluation
             while self.position.iteration < config.iterations:
                 row, iteration = self._iterate()
                 progress.row(row)
@@ -158,6 +165,7 @@ class _Loop:
                     progress.note(fallen)
                 if self._saves_after(self.position.iteration):
                     self._save()
+                    self._select(progress)
                 if config.stop_at_success is not None and recent >= config.stop_at_success:
                     progress.note(f"success of the last {RECENT} episodes is {recent:.2f}: stopping as asked")
                     break
@@ -169,6 +177,7 @@ class _Loop:
                     return move
             self._save()
             self._complete()
+            self._select(progress, last=True)
         except KeyboardInterrupt:
             progress.note(f"interrupted; {self._keep()}")
             raise
@@ -182,7 +191,21 @@ class _Loop:
         return None
 
     def _saves_after(self, iteration: int) -> bool:
-        return iteration % self.config.checkpoint_every == 0 or iteration == self.config.iterations
+        return (
+            iteration % self.config.checkpoint_every == 0
+            or iteration == self.config.iterations
+            or self.selection.due(iteration)
+        )
+
+    def _select(self, progress: Progress, last: bool = False) -> None:
+        """Evaluate the checkpoint of now, where that is due."""
+        position = self.position
+        if self.selection.due(position.iteration, last):
+            self._complete()
+            with progress.paused():
+                said = self.selection.evaluate(position.iteration, position.env_steps, position.wall_s)
+            progress.note(said)
+            self._keep_newest()
 
     def _iterate(self) -> tuple[dict[str, float], Iteration]:
         """One iteration, and its row of metrics."""
@@ -218,6 +241,7 @@ class _Loop:
             "env/episodes": len(episodes),
             "env/success_once": float(np.mean([e.success for e in episodes])) if episodes else nothing,
             "env/success_recent": float(np.mean(position.recent)) if len(position.recent) == RECENT else nothing,
+            **_of_tasks(summary, self.config),
             "env/return": float(np.mean(returns)) if returns else nothing,
             "env/episode_len": float(np.mean([e.length for e in episodes])) if episodes else nothing,
             "farm/env_steps_per_s": summary.env_steps / wall_s,
@@ -266,6 +290,9 @@ class _Loop:
         self._checkpoint.write_s += written.seconds
         if self.trace is not None:
             self.trace.add([Span("checkpoint", "write", written.begin_ns, written.end_ns)])
+        self._keep_newest()
+
+    def _keep_newest(self) -> None:
         if self.config.keep_checkpoints:
             checkpoint.keep_newest(self._checkpoints, self.config.keep_checkpoints)
 
@@ -283,6 +310,17 @@ class _Loop:
             self._complete()
         kept = f"iteration {self._saved} is kept" if self._saved >= 0 else "no iteration was finished"
         return f"{kept}; go on with: embodied train ... --name {self.run_dir.name} --resume auto"
+
+
+def _of_tasks(summary: RolloutSummary, config: Config) -> dict[str, float]:
+    """Success of each task of a run that has several; of one of which no episode ended it is not known."""
+    tasks = [own.env.task for own in tasks_of(config)]
+    if len(tasks) == 1:
+        return {}
+    solved: dict[str, list[bool]] = {task: [] for task in tasks}
+    for episode in summary.episodes:
+        solved[tasks[episode.task]].append(episode.success)
+    return {f"env/success_once/{task}": float(np.mean(found)) if found else math.nan for task, found in solved.items()}
 
 
 def _left_out(count: int, summary: RolloutSummary, config: Config) -> str:

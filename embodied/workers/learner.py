@@ -432,6 +432,7 @@ class Learner(WeightsSource):
 
     def _set_learning_rates(self, iteration: int) -> None:
         share = 1 - iteration / self._run.iterations if self._config.anneal else 1.0
+        share *= min(1.0, (iteration + 1) / (self._config.lr_warmup + 1))
         for group, rate in zip(
             self.optimizer.param_groups, (self._config.policy_lr, self._config.value_lr), strict=True
         ):

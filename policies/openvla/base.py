@@ -56,7 +56,7 @@ class TokenPolicy(Policy):
     """
 
     incidental: ClassVar[frozenset[str]] = frozenset(
-        {"checkpoint", "adapter", "gradient_checkpointing", "image_backend"}
+        {"checkpoint", "adapter", "gradient_checkpointing", "image_backend", "temperature"}
     )
     pretrained = True
     range_eps: float

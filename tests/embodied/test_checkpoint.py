@@ -201,6 +201,25 @@ def test_latest_is_the_newest_written(tmp_path: Path) -> None:
         assert checkpoint.latest(tmp_path) == tmp_path / f"{iteration:06d}"
 
 
+def test_the_best_is_kept_beside_the_newest(tmp_path: Path) -> None:
+    for iteration in (1, 2, 3, 4):
+        write(tmp_path, iteration)
+    assert checkpoint.best(tmp_path) is None
+    checkpoint.mark_best(tmp_path, tmp_path / "000002")
+    checkpoint.keep_newest(tmp_path, 1)
+    assert checkpoint.best(tmp_path) == tmp_path / "000002" and checkpoint.latest(tmp_path) == tmp_path / "000004"
+    assert not (tmp_path / "000001").exists() and not (tmp_path / "000003").exists()
+    checkpoint.mark_best(tmp_path, None)
+    assert checkpoint.best(tmp_path) is None
+
+
+@pytest.mark.parametrize("pointer", ["000009\n", "", "..", "\udcff"], ids=repr)
+def test_a_pointer_to_no_checkpoint_names_no_best(pointer: str, tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    (tmp_path / "best").write_text(pointer, errors="surrogateescape")
+    assert checkpoint.best(tmp_path) is None
+
+
 def test_a_checkpoint_is_written_again_in_place(tmp_path: Path) -> None:
     write(tmp_path, policy=make_policy(seed=1))
     folder = write(tmp_path, policy=make_policy(seed=2))

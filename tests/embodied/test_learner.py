@@ -367,6 +367,16 @@ def test_target_kl_ends_the_update_before_the_step_that_would_go_on(tmp_path: Pa
     assert steps == {metrics["learner/steps"]}, "the step that met the bound was taken"
 
 
+def test_rates_rise_over_the_first_iterations(tmp_path: Path) -> None:
+    learner = make_learner(tmp_path, lr_warmup=3, policy_lr=1e-3, value_lr=2e-3)
+    shares = []
+    for iteration in range(5):
+        rate = learner.update(make_batch(1), iteration)["learner/policy_lr"]
+        shares.append(rate / 1e-3)
+        assert learner.optimizer.param_groups[1]["lr"] == pytest.approx(2 * rate)
+    assert shares == pytest.approx([0.25, 0.5, 0.75, 1, 1])
+
+
 def test_annealed_rates_fall_linearly_over_the_run(tmp_path: Path) -> None:
     learner = make_learner(tmp_path, anneal=True, policy_lr=1e-3, value_lr=2e-3)
     for iteration in (0, 5, 9):

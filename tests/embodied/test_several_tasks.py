@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -127,6 +128,17 @@ def test_episodes_of_all_tasks_are_told(pictures: Run) -> None:
     episodes = pictures.iterations[0].summary.episodes
     assert sorted(e.env for e in episodes) == [*range(FIRST + SECOND)], "every environment ends one episode of 20 steps"
     assert all(episode.task == (episode.env >= FIRST) for episode in episodes)
+
+
+def test_success_of_each_task_is_a_metric(pictures: Run) -> None:
+    """Here as if the second task's episodes of even environments had been solved."""
+    summary = pictures.iterations[0].summary
+    told = tuple(replace(e, success=e.task == 1 and e.env % 2 == 0) for e in summary.episodes)
+    found = training._of_tasks(replace(summary, episodes=told), config_of(SETTINGS))
+    assert found == {"env/success_once/tabletop/reach": 0.0, "env/success_once/tabletop/push": 0.5}
+    nobody = training._of_tasks(replace(summary, episodes=told[:0]), config_of(SETTINGS))
+    assert all(math.isnan(rate) for rate in nobody.values()) and nobody.keys() == found.keys()
+    assert training._of_tasks(summary, config_of(SETTINGS, extra_tasks=[])) == {}
 
 
 def test_positions_of_all_tasks_are_kept_apart(pictures: Run) -> None:

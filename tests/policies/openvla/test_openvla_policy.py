@@ -72,6 +72,20 @@ def test_every_token_is_drawn_as_often_as_its_probability_says(temperature):
     assert entropy[0] == pytest.approx(float(-log_prob.double().mean()), abs=1e-3)
 
 
+def test_weights_learned_at_one_temperature_act_at_another(tiny, tmp_path):
+    """Demonstrations are learned from at temperature 1, and GRPO explores at 1.6 (SimpleVLA-RL)."""
+    learned, explores = (make("openvla", ONE_ACTION, tiny, temperature=t) for t in (1.0, 1.6))
+    with torch.no_grad():
+        for parameter in learned.parameters():
+            parameter += 0.01
+    policies.save(learned, tmp_path)
+    policies.load_into(explores, tmp_path)
+    inputs = random_inputs(ONE_ACTION, 4, seed=3)
+    tokens = learned.act(inputs, conformance.random_noise(learned, 4, seed=4)).trace
+    cold, warm = (policy.evaluate(inputs, tokens) for policy in (learned, explores))
+    assert (warm.entropy > cold.entropy).all() and error(warm.value, cold.value) == 0
+
+
 @pytest.mark.parametrize("noise", [-40.0, 40.0])
 def test_extreme_noise_gives_a_token(noise):
     assert 0 <= int(choose(torch.zeros(1, 256), torch.tensor([noise]), 1.0)) < 256

@@ -1,0 +1,119 @@
+"""Evaluations during training, by which the best checkpoint is known.
+
+They are by the run's own protocol, on episodes of their own: from seeds that neither training nor the evaluation at the
+end draws, since a choice among many checkpoints flatters the chosen one on the episodes it was chosen by. Each is a
+folder below RUN/evals/selection, and a row of `selection.jsonl`.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from embodied import checkpoint
+from embodied.config import Config
+from embodied.errors import UserError
+from embodied.evaluation.evaluate import Subject, evaluate, evaluation_folder
+from embodied.evaluation.folder import read_identity
+from embodied.evaluation.protocol import Protocol, protocol_of
+from embodied.execution.session import Session
+from embodied.reporting.metrics import SELECTION, MetricsWriter, read
+
+OTHER_SEEDS = 2**30
+"""Turned over in the run's seed, which is below 2**31: the seed of these evaluations."""
+
+
+def selection_protocol(config: Config) -> Protocol:
+    """The run's protocol with the episodes that checkpoints are chosen by: all begin from seeds of their own, also
+    where the evaluation at the end begins from recorded states. Raises `UserError`."""
+    evaluation = config.eval.model_copy(update={"episodes": config.eval.every_episodes, "init_states": None})
+    protocol = protocol_of(config.model_copy(update={"eval": evaluation}))
+    return replace(protocol, name=None, init_states=None, env_seed=None, seed=config.seed ^ OTHER_SEEDS)
+
+
+class Selection:
+    """Evaluates a run's checkpoints and keeps track of the best."""
+
+    def __init__(self, config: Config, run_dir: Path, session: Session) -> None:
+        videos = config.eval.model_copy(update={"videos": 0})
+        self._config, self._session = config.model_copy(update={"eval": videos}), session
+        self._run_dir, self._root = run_dir, run_dir / "checkpoints"
+        self._protocol = selection_protocol(config) if config.eval.every else None
+        self._done: dict[int, float] = {}
+        """Success of this protocol's evaluations, by iteration."""
+
+    def begin(self, iteration: int) -> None:
+        """Forget what came after the iteration that the run goes on from."""
+        if self._protocol is None:
+            return
+        with MetricsWriter(self._run_dir, file=SELECTION) as record:
+            record.truncate(iteration)
+        for folder in self._folder(0).parent.glob("[0-9]*"):
+            if folder.name.isdecimal() and int(folder.name) > iteration:
+                shutil.rmtree(folder)
+        rates = {row["iteration"]: row["eval/success_rate"] for row in read(self._run_dir, SELECTION)}
+        # What keep_checkpoints has removed, or an evaluation by other settings, is no candidate.
+        self._done = {
+            number: rate
+            for number, rate in rates.items()
+            if self._checkpoint(number).is_dir() and self._is_ours(self._folder(number))
+        }
+        self._mark()
+
+    def due(self, iteration: int, last: bool = False) -> bool:
+        """Whether the checkpoint of the iteration is to be evaluated, and has not been; a run's last one always is."""
+        if self._protocol is None or not iteration or iteration in self._done:
+            return False
+        return last or iteration % self._config.eval.every == 0 or iteration == self._config.iterations
+
+    def evaluate(self, iteration: int, env_steps: int, wall_s: float) -> str:
+        """Evaluate the iteration's checkpoint, which is complete. Returns what to say of it."""
+        protocol, into = self._protocol, self._folder(iteration)
+        assert protocol is not None, "no evaluation is asked for"
+        if not self._is_ours(into):
+            shutil.rmtree(into, ignore_errors=True)  # by other settings
+        folder = self._checkpoint(iteration)
+        subject = Subject(folder.name, self._config, folder, None, into.parent)
+        with evaluation_folder(subject, protocol, into, resume=True) as opened:
+            found = evaluate(subject, protocol, self._session, opened)
+        with MetricsWriter(self._run_dir, file=SELECTION) as record:
+            record.write(iteration, env_steps, {"wall_s": wall_s, **_row(found)})
+        self._done[iteration] = found["success_rate"]
+        self._mark()
+        between = f"{found['success_low']:.1%} to {found['success_high']:.1%}"
+        best = "the best so far" if self.best == iteration else f"the best is iteration {self.best}"
+        return f"iteration {iteration} evaluated: success {found['success_rate']:.1%} ({between}); {best}"
+
+    @property
+    def best(self) -> int | None:
+        """The iteration of the highest success; of equal ones the last, which has learned more."""
+        return max(self._done, key=lambda number: (self._done[number], number), default=None)
+
+    def _mark(self) -> None:
+        checkpoint.mark_best(self._root, None if self.best is None else self._checkpoint(self.best))
+
+    def _checkpoint(self, iteration: int) -> Path:
+        return self._root / f"{iteration:06d}"
+
+    def _folder(self, iteration: int) -> Path:
+        return self._run_dir / "evals" / "selection" / f"{iteration:06d}"
+
+    def _is_ours(self, folder: Path) -> bool:
+        """Whether it holds an evaluation by this protocol."""
+        try:
+            return read_identity(folder).protocol == self._protocol
+        except UserError:
+            return False
+
+
+def _row(found: Mapping[str, Any]) -> dict[str, float]:
+    """The result of an evaluation as metrics."""
+    names = ("success_rate", "success_low", "success_high", "episodes", "return", "episode_len", "wall_s")
+    tasks = found["tasks"] if len(found["tasks"]) > 1 else []
+    return {
+        **{f"eval/{name}": found[name] for name in names},
+        **{f"eval/success_rate/{task['task']}": task["success_rate"] for task in tasks},
+    }
