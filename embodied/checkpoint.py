@@ -25,7 +25,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -64,6 +64,8 @@ class RunState:
     """Outcome of the last training episodes, oldest first."""
     stage: str = "rl"
     """What was learned from: simulation (`rl`) or demonstrations (`sft`, whose iterations are optimiser steps)."""
+    controls: Mapping[str, float] = field(default_factory=dict)
+    """What has adapted itself from update to update (`embodied.algorithms.controls`)."""
 
 
 @dataclass(frozen=True)

@@ -123,6 +123,9 @@ class AdvantageConfig(Section):
     normalise: Literal["task", "run", "none"] = "task"
     """What generalised advantages are normalised over: an iteration's decisions of each task by itself, or of all
     tasks of the run; `none` leaves them as they are."""
+    normalise_returns: bool = False
+    """Let the critic speak in deviations of returns (their mean and deviation, mostly of the last ten iterations), so
+    that value_lr and value_coef mean the same whatever the size of rewards."""
     outcome: Literal["success", "return"] = "success"
     """What an episode of an episode group is judged by: 1 where it was solved, or its return."""
     scale: Literal["group", "batch", "none"] = "group"
@@ -158,9 +161,15 @@ class LossConfig(Section):
     """Weight of the value loss."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
+    entropy_target: float | None = None
+    """Let the weight of the entropy bonus rise while the mean entropy is below this, in nats for each of what
+    `ratio_unit` names, and fall while it is above; it begins as `entropy_coef`."""
     reference_kl: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the KL divergence to the frozen reference policy; read where the workflow has one (ppo_reference,
     grpo_reference, reinforce_reference)."""
+    reference_kl_target: Annotated[float, Field(gt=0)] | None = None
+    """Let that weight double where an update's divergence was above 1.5 times this, and halve where it was below two
+    thirds of it; it begins as `reference_kl`."""
 
 
 class OptimConfig(Section):
@@ -189,6 +198,9 @@ class OptimConfig(Section):
     """Gradients are scaled down to this norm."""
     non_finite_limit: int = 3
     """Consecutive skipped steps (loss or gradient not finite) after which the run ends."""
+    lr_kl: Annotated[float, Field(gt=0)] | None = None
+    """Let the policy's learning rate fall where an update's approximate KL was above twice this, and rise where it was
+    below half of it."""
     target_kl: float | None = None
     """Ends an update early when a minibatch's approximate KL exceeds 1.5 times this."""
     threads: Annotated[int, Field(ge=0)] = 0

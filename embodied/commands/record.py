@@ -49,6 +49,9 @@ class Arguments:
     """Episodes to run, with seeds that neither training nor evaluation draws."""
     only_successes: bool = False
     """Leave out the episodes that the policy failed."""
+    instructions: tuple[str, ...] = ()
+    """Wordings of the task, recorded in turn, episode by episode, in place of its own instruction: who learns from
+    several understands more. The policy that acts is told the task's own."""
     runs_dir: Path = RUNS
     """Folder of the runs."""
     json: Path | None = None
@@ -57,7 +60,10 @@ class Arguments:
 
 def run(args: Arguments) -> dict[str, Any]:
     settings = with_init(args.settings, args.runs_dir, required=False)
-    return record_run(args.run, settings, args.checkpoint, args.out, args.episodes, args.only_successes, args.runs_dir)
+    return record_run(
+        args.run, settings, args.checkpoint, args.out, args.episodes, args.only_successes, args.runs_dir,
+        args.instructions,
+    )  # fmt: skip
 
 
 def demonstration_episodes(
@@ -75,18 +81,28 @@ def demonstration_episodes(
 
 
 def record_run(
-    run: str, config: Config, folder: Path | None, out: Path, episodes: int, only_successes: bool, runs_dir: Path
+    run: str,
+    config: Config,
+    folder: Path | None,
+    out: Path,
+    episodes: int,
+    only_successes: bool,
+    runs_dir: Path,
+    instructions: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Let the checkpoint `folder`, or the newest of `run`, act in `episodes` episodes and record them in `out`.
 
     Where `run` is a configuration and no checkpoint is named, its policy must need no training. With
     `only_successes` the episodes that it failed are left out. The cameras are those of `env.cameras`, whether the
-    policy reads them or not. Returns the result as plain data; raises `UserError`.
+    policy reads them or not. `instructions` are recorded in turn in place of the task's own. Returns the result as
+    plain data; raises `UserError`.
     """
     if episodes < 1:
         raise UserError(f"--episodes is at least 1, got {episodes}")
     if config.eval.instruction is not None:
         raise UserError("--eval.instruction is for evaluations: what is recorded is told each task's own instruction")
+    if not all(text.strip() for text in instructions):
+        raise UserError("--instructions: one of the wordings is empty")
     folder = whole_checkpoint(find_run(run, runs_dir), folder)
     check_evaluation(config, (config.env.task,))
     begin = time.monotonic()
@@ -102,13 +118,14 @@ def record_run(
             "run_seed": config.seed,
             "episodes_run": episodes,
             "only_successes": only_successes,
+            "instructions": list(instructions),
         }
         writer = DatasetWriter(aside, info, provenance)
         results = _act(config, session, folder, episodes)
         wanted = [result for result in results if result.success or not only_successes]
         if not wanted:
             raise UserError(f"none of the {episodes} episodes was solved: run more, or leave out --only-successes")
-        not_reproduced = _write(writer, _replayers(replayer, task, session, len(wanted)), wanted)
+        not_reproduced = _write(writer, _replayers(replayer, task, session, len(wanted)), wanted, instructions)
     solved = sum(result.success for result in results)
     result = {
         "dataset": str(out),
@@ -157,12 +174,19 @@ def _replayers(first: Handle[Replayer], task: TaskSpec, session: Session, episod
     return [first, *(session.runtime.place(f"replayer {i}", Replayer, task) for i in range(1, count))]
 
 
-def _write(writer: DatasetWriter, replayers: Sequence[Handle[Replayer]], results: Sequence[EpisodeResult]) -> int:
+def _write(
+    writer: DatasetWriter,
+    replayers: Sequence[Handle[Replayer]],
+    results: Sequence[EpisodeResult],
+    instructions: Sequence[str],
+) -> int:
     """Replay, draw and write the episodes. One that comes out otherwise than it did is left out; how many did."""
     not_reproduced = 0
     with steps("Recording", len(results)) as bar:
         for result, replay in in_order(replayers, results, _begin_replay):
             if (replay.steps, bool(replay.success.any())) == (result.length, result.success):
+                if instructions:
+                    replay = replace(replay, instruction=instructions[result.trial % len(instructions)])
                 writer.add(result.spec, replay)
             else:
                 not_reproduced += 1

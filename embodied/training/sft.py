@@ -24,12 +24,14 @@ from embodied.config import Config, save_config
 from embodied.data.random_streams import IMITATION, generator, permutation
 from embodied.demonstrations import Batch, Dataset
 from embodied.errors import UserError
+from embodied.evaluation.protocol import expand
 from embodied.reporting.live import steps
 from embodied.reporting.metrics import MetricsWriter
 from embodied.training.interrupts import deferred_interrupts
 from embodied.workers.affinity import Affinity
 from embodied.workers.context import make_policy, policy_spec
 from embodied.workers.devices import device_of
+from embodied.workflows.sizes import tasks_of
 from policies.contract import Inputs, Policy
 from sim_farm.contract import TaskInfo
 
@@ -102,6 +104,12 @@ def _check_fits(dataset: Dataset, config: Config, info: TaskInfo) -> None:
     recorded = dataset.task
     if recorded is None:  # another project's: nothing says by which conventions it was made
         return
+    known = [own.env.task for own in tasks_of(config)]
+    if recorded.name not in (*known, *(expand(config.eval.tasks) if config.eval.tasks else ())):
+        raise UserError(
+            f"{dataset.folder} was recorded in {recorded.name}, and the run is of {', '.join(dict.fromkeys(known))}: "
+            "name other demonstrations, or count the task among the run's (extra_tasks, --eval.tasks)"
+        )
     for name in CONVENTIONS:
         if name in ("orientation", "image_size") and "images" not in config.policy.reads:
             continue

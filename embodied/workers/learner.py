@@ -43,6 +43,7 @@ from embodied.workers.ranks import LOOPBACK, Ranks
 from embodied.workers.roles import CollectStatistics, TrainedBytes
 from embodied.workers.sharding import WholePolicy, held
 from embodied.workers.shared_work import SharedWork
+from embodied.workers.update_controls import UpdateControls
 from embodied.workers.update_record import keep_rows, metrics_of
 from embodied.workers.weight_ends import WeightsSource
 from embodied.workflows.algorithm_checks import check_algorithm
@@ -95,7 +96,8 @@ class Learner(WeightsSource):
         self._device = device_of(policy)
         self._recipe, self._run = recipe_of(config), config
         self._hold(WholePolicy(policy, self.ranks))
-        self._loss, self._credit, self._config = config.loss, config.advantage.credit, config.optim
+        self._unit, self._credit, self._config = config.loss.ratio_unit, config.advantage.credit, config.optim
+        self._controls = UpdateControls(config)
         self._streams = streams(config)
         self._joins = not groups_suffice(config)
         """The estimator needs all parts of an iteration at once."""
@@ -229,6 +231,7 @@ class Learner(WeightsSource):
         with self._affinity.applied(), self._counted():
             self._lag = max(self._lag, iteration - batch.version)
             batch, broken = without_broken_episodes(batch, sum(part.mask.shape[1] for part in self._batches))
+            batch = self._controls.in_rewards(batch)
             self._broken += broken
             if self._joins:
                 self._batches.append(batch)
@@ -264,11 +267,11 @@ class Learner(WeightsSource):
             if self._joins:
                 whole = join_columns(self._batches)
                 self._parts = [rows_of(whole, self._recipe.estimate()(whole, self._run))]
-            rows = join_rows(self._parts)
+            rows = self._controls.in_deviations(join_rows(self._parts))
             self._parts, self._batches = [], []
             if len(rows) == 0 and self._recipe.critic:
                 raise UserError("the rollout holds no decision that was really taken; nothing can be learned from it")
-            self._set_learning_rates(iteration)
+            self._controls.set_learning_rates(self.optimizer, iteration)
             sums, norms, stopped = LossSums(), list[float](), False
             if self._streams:
                 self._stream_waiting()
@@ -305,6 +308,7 @@ class Learner(WeightsSource):
         checkpoint is complete. Every rank has to be asked. Waits for the one before, and raises its failure.
         """
         self.saved()
+        state = replace(state, controls=self._controls.numbers())
         self._writer.begin(self._held.stage(root, state, self.optimizer, environments))
 
     def saved(self) -> Written | None:
@@ -318,6 +322,7 @@ class Learner(WeightsSource):
         """Take policy and optimiser from a verified checkpoint, which any number of ranks has written."""
         self.saved()
         self._held.load(folder, self.optimizer)
+        self._controls.load(checkpoint.read_state(folder).controls)
 
     def _epochs(self, rows: Rows, iteration: int) -> tuple[LossSums, list[float], bool]:
         """Epochs of permuted minibatches; ends early at the KL bound."""
@@ -349,7 +354,7 @@ class Learner(WeightsSource):
         if self._lag == 0:
             return rows
         now = self._work.log_prob(rows)
-        unit = self._loss.ratio_unit
+        unit = self._unit
         proximal, _ = reduce_to_unit(now, rows.executed, unit)
         behaviour, _ = reduce_to_unit(rows.log_prob, rows.executed, unit)
         return replace(rows, log_prob=now, importance=behaviour_weight(proximal, behaviour, BEHAVIOUR_BOUND))
@@ -358,9 +363,9 @@ class Learner(WeightsSource):
         """One optimiser step on the rows `index`. The gradient norm, or None where the KL bound ends the update."""
         self.optimizer.zero_grad(set_to_none=True)
         executed, dims = rows.executed[index], rows.log_prob.shape[-1]
-        units, weights = count_units(executed, rows.weight[index], dims, self._loss.ratio_unit)
+        units, weights = count_units(executed, rows.weight[index], dims, self._unit)
         values = count_values(executed, self._credit)
-        shares = self._work.add_gradient(rows, index, weights, values)
+        shares = self._work.add_gradient(rows, index, self._controls.loss, weights, values)
         if iteration < self._config.critic_warmup:
             for parameter in self.policy.actor_parameters():
                 parameter.grad = None
@@ -383,7 +388,8 @@ class Learner(WeightsSource):
         if first:
             self.optimizer.zero_grad(set_to_none=True)
         rows = self._proximal(self._precomputed(rows))
-        part, _ = self._work.read(self._work.add_gradient(rows, torch.arange(len(rows)), 1.0, 1, more=True))
+        every = torch.arange(len(rows))
+        part, _ = self._work.read(self._work.add_gradient(rows, every, self._controls.loss, 1.0, 1, more=True))
         if first:
             self._check_on_policy(part.off_policy / part.units)
         self._streamed.add(part)
@@ -430,19 +436,13 @@ class Learner(WeightsSource):
                 "learning rate, or a look at the rewards and observations in there, is the usual way on"
             )
 
-    def _set_learning_rates(self, iteration: int) -> None:
-        share = 1 - iteration / self._run.iterations if self._config.anneal else 1.0
-        share *= min(1.0, (iteration + 1) / (self._config.lr_warmup + 1))
-        for group, rate in zip(
-            self.optimizer.param_groups, (self._config.policy_lr, self._config.value_lr), strict=True
-        ):
-            group["lr"] = rate * share
-
     def _metrics(self, rows: Rows, sums: LossSums, norms: list[float], stopped: bool) -> dict[str, float]:
-        divergence = {"learner/reference_kl": sums.reference_kl / max(sums.units, 1)} if self._loss.reference_kl else {}
+        measured = metrics_of(rows, sums, norms)
+        if self._run.loss.reference_kl:
+            measured["learner/reference_kl"] = sums.reference_kl / max(sums.units, 1)
         return {
-            **metrics_of(rows, sums, norms),
-            **divergence,
+            **measured,
+            **self._controls.note(measured, learned=bool(norms)),
             "learner/first_ratio_error": self._first_ratio_error,
             "learner/stopped_by_kl": float(stopped),
             "learner/policy_lr": float(self.optimizer.param_groups[0]["lr"]),

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from embodied import progress
 from embodied.algorithms.estimators import Rows
-from embodied.config import Config
+from embodied.config import Config, LossConfig
 from embodied.workers.devices import CPU, device_of
 from embodied.workers.microbatch import LossSums, MicroBatchLoss, add_gradient, read
 from embodied.workers.sharding import WholePolicy
@@ -66,7 +66,7 @@ class SharedWork:
     # --- with a gradient
 
     def add_gradient(
-        self, rows: Rows, index: Tensor, weights: float, values: float, more: bool = False
+        self, rows: Rows, index: Tensor, loss: LossConfig, weights: float, values: float, more: bool = False
     ) -> list[MicroBatchLoss]:
         """Add the gradient of this rank's share of the rows `index`, of a loss with the given denominators.
 
@@ -80,9 +80,9 @@ class SharedWork:
         for number in range(passes):
             self._held.last_pass(number == passes - 1 and not more)
             if number < len(counted):
-                found.append(self._backward(rows.take(counted[number]), weights, values))
+                found.append(self._backward(rows.take(counted[number]), loss, weights, values))
             else:
-                self._backward(rows.take(index[:1]), *NOTHING)
+                self._backward(rows.take(index[:1]), loss, *NOTHING)
         if not more:
             self._held.sum_gradients()
         return found
@@ -91,7 +91,7 @@ class SharedWork:
         """Have the gradient of all ranks where each has added up its own; `rows` are some that it was of."""
         if self._held.sharded:  # shards are summed in a backward pass: one that adds nothing
             self._held.last_pass(True)
-            self._backward(rows.take(torch.zeros(1, dtype=torch.int64)), *NOTHING)
+            self._backward(rows.take(torch.zeros(1, dtype=torch.int64)), self._config.loss, *NOTHING)
         self._held.sum_gradients()
 
     def clip(self) -> Tensor:
@@ -107,8 +107,8 @@ class SharedWork:
         sums, found = read(shares, norm)
         return (sums if self._ranks.size == 1 else LossSums.of(self._ranks.sum_numbers(vars(sums)))), found
 
-    def _backward(self, rows: Rows, weights: float, values: float) -> MicroBatchLoss:
+    def _backward(self, rows: Rows, loss: LossConfig, weights: float, values: float) -> MicroBatchLoss:
         progress.report()
-        config = self._config
+        credit = self._config.advantage.credit
         with self._ranks.waiting("update"):
-            return add_gradient(self._policy, rows, config.loss, config.advantage.credit, self._critic, weights, values)
+            return add_gradient(self._policy, rows, loss, credit, self._critic, weights, values)

@@ -12,6 +12,7 @@ def check_algorithm(config: Config) -> None:
     """Raise `UserError` for such a setting. An estimator of your own may read any of them."""
     recipe = recipe_of(config)
     _check_reference(config, recipe)
+    _check_controls(config, recipe)
     _check_critic(config, recipe)
     _check_episodes(config, recipe)
 
@@ -29,6 +30,23 @@ def _check_reference(config: Config, recipe: Recipe) -> None:
             f"advantage.reward_kl is {config.advantage.reward_kl:g}, and the workflow {config.workflow} takes no "
             "divergence off rewards: set workflow to reinforce_reference, or it to 0; loss.reference_kl is for the "
             "other workflows with a reference policy"
+        )
+
+
+def _check_controls(config: Config, recipe: Recipe) -> None:
+    """What adapts itself begins as something, and has something to adapt."""
+    loss = config.loss
+    for target, first in (("reference_kl_target", "reference_kl"), ("entropy_target", "entropy_coef")):
+        asked, begins = getattr(loss, target), getattr(loss, first)
+        if asked is not None and not begins > 0:
+            raise UserError(
+                f"loss.{target} is {asked:g}, and loss.{first}, which it adapts, begins as {begins:g}: set that to "
+                "what it is to begin as, greater than 0"
+            )
+    if config.advantage.normalise_returns and not recipe.critic:
+        raise UserError(
+            f"advantage.normalise_returns is set, and the workflow {config.workflow} trains no critic that would speak "
+            "in deviations of returns: leave it away, or set workflow to ppo"
         )
 
 

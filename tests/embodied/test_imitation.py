@@ -244,6 +244,7 @@ def test_several_datasets_are_learned_from_as_one(demos: Dataset) -> None:
     ("env", "message"),
     [
         ({"task": "tabletop/pick_and_place"}, "the actions in .* have 3 numbers, those of tabletop/pick_and_place 4"),
+        ({"task": "tabletop/push"}, "was recorded in tabletop/reach, and the run is of tabletop/push"),
         ({"orientation": "rotated"}, "was recorded with env.orientation upright, the run has rotated"),
         ({"image_size": 64}, "was recorded with env.image_size 32, the run has 64"),
     ],

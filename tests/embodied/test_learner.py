@@ -381,7 +381,7 @@ def test_annealed_rates_fall_linearly_over_the_run(tmp_path: Path) -> None:
     learner = make_learner(tmp_path, anneal=True, policy_lr=1e-3, value_lr=2e-3)
     for iteration in (0, 5, 9):
         metrics = learner.update(make_batch(), iteration) if iteration == 0 else {}
-        learner._set_learning_rates(iteration)
+        learner._controls.set_learning_rates(learner.optimizer, iteration)
         rates = {group["name"]: group["lr"] for group in learner.optimizer.param_groups}
         share = 1 - iteration / 10
         assert rates == pytest.approx({"policy": 1e-3 * share, "value_head": 2e-3 * share})

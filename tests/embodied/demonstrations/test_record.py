@@ -132,6 +132,18 @@ def test_only_successes_leaves_out_exactly_the_failures(tmp_path: Path) -> None:
     assert part["episodes_run"] == 6 and part["success_rate"] == len(expected) / 6
 
 
+def test_wordings_are_recorded_in_turn_in_place_of_the_tasks_own(recording: Dataset, tmp_path: Path) -> None:
+    assert recording.task is not None
+    config, wordings = configuration(recording.task.name), ("go to the ball", "reach for it")
+    record_run("test", config, None, tmp_path / "demos", 3, False, Path("no-runs"), wordings)
+    found = Dataset(tmp_path / "demos")
+    told = [found.batch([episode.begin, episode.end - 1], 1, ()).instruction for episode in found.episodes]
+    assert told == [(wordings[0],) * 2, (wordings[1],) * 2, (wordings[0],) * 2]
+    assert (found.column("action") == recording.column("action")).all(), "who acts was told something else"
+    with pytest.raises(UserError, match="--instructions"):
+        record_run("test", config, None, tmp_path / "other", 1, False, Path("no-runs"), ("", "go"))
+
+
 def test_an_episode_that_comes_out_otherwise_is_left_out_and_counted(
     info: TaskInfo, replays: Replays, tmp_path: Path
 ) -> None:
@@ -142,7 +154,7 @@ def test_an_episode_that_comes_out_otherwise_is_left_out_and_counted(
         for given in [replay.actions]
     ]
     writer = DatasetWriter(tmp_path, info, {"task": {}})
-    assert recording_module._write(writer, [InlineRuntime(60).place("replayer", Replayer, PUSH)], results) == 2
+    assert recording_module._write(writer, [InlineRuntime(60).place("replayer", Replayer, PUSH)], results, ()) == 2
     assert [episode.spec for episode in Dataset(tmp_path).episodes] == [spec for spec, _ in replays[2:]]
 
 

@@ -1,0 +1,113 @@
+"""What adapts itself from update to update: coefficients of the loss, the learning rate, the scale of returns.
+
+All of it is a function of what updates measured, and part of a checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+
+from embodied.config import Config, LossConfig
+
+KEPT = 0.9
+"""Of the statistics of earlier returns, where those of an iteration join them."""
+LEAST_DEVIATION = 1e-4
+"""Returns that are all alike are not blown up."""
+RATE_STEP, RATE_RANGE = 1.5, (1e-2, 10.0)
+"""By how much the learning rate is changed at once, and how far from `optim.policy_lr` it may go, as factors."""
+ENTROPY_RATE = 0.5
+"""How much the logarithm of the entropy's weight changes for a nat too few, at most as much for one iteration."""
+
+
+@dataclass(frozen=True)
+class Controls:
+    """The state after some updates."""
+
+    reference_kl: float
+    """Weight of the divergence from the reference policy."""
+    entropy_coef: float
+    lr_share: float = 1.0
+    """Of `optim.policy_lr`."""
+    return_mean: float = 0.0
+    return_square: float = 1.0
+    """Mean of the squares."""
+    return_weight: float = 0.0
+    """How much has been seen, up to 1: what was not is not counted (Adam's correction of its bias)."""
+
+    @classmethod
+    def of(cls, config: Config) -> Controls:
+        """Before the first update."""
+        return cls(config.loss.reference_kl, config.loss.entropy_coef)
+
+    @classmethod
+    def read(cls, numbers: Mapping[str, float], config: Config) -> Controls:
+        """What `numbers` wrote; what the configuration does not adapt is as it says now."""
+        found = cls(**{**asdict(cls.of(config)), **numbers})
+        if config.loss.reference_kl_target is None:
+            found = replace(found, reference_kl=config.loss.reference_kl)
+        if config.loss.entropy_target is None:
+            found = replace(found, entropy_coef=config.loss.entropy_coef)
+        return found if config.optim.lr_kl is not None else replace(found, lr_share=1.0)
+
+    def numbers(self, config: Config) -> dict[str, float]:
+        """What has changed since before the first update."""
+        begun = asdict(Controls.of(config))
+        return {name: number for name, number in asdict(self).items() if number != begun[name]}
+
+    def loss(self, settings: LossConfig) -> LossConfig:
+        """The loss of the next update."""
+        return settings.model_copy(update={"reference_kl": self.reference_kl, "entropy_coef": self.entropy_coef})
+
+    def after(self, config: Config, measured: Mapping[str, float]) -> Controls:
+        """The state after an update with these metrics."""
+        loss, found = config.loss, self
+        divergence, entropy = measured.get("learner/reference_kl"), measured["learner/entropy"]
+        if loss.reference_kl_target is not None and divergence is not None and math.isfinite(divergence):
+            found = replace(found, reference_kl=adapted_weight(self.reference_kl, divergence, loss.reference_kl_target))
+        if loss.entropy_target is not None and math.isfinite(entropy):
+            step = ENTROPY_RATE * max(-1.0, min(1.0, loss.entropy_target - entropy))
+            found = replace(found, entropy_coef=self.entropy_coef * math.exp(step))
+        change = measured["learner/approx_kl"]
+        if config.optim.lr_kl is not None and math.isfinite(change):
+            found = replace(found, lr_share=adapted_share(self.lr_share, change, config.optim.lr_kl))
+        return found
+
+    def seen(self, mean: float, square: float) -> Controls:
+        """The state with an iteration's returns: their mean and the mean of their squares."""
+
+        def joined(before: float, now: float) -> float:
+            return KEPT * self.return_weight * before + (1 - KEPT) * now
+
+        weight = KEPT * self.return_weight + 1 - KEPT
+        return replace(
+            self,
+            return_mean=joined(self.return_mean, mean) / weight,
+            return_square=joined(self.return_square, square) / weight,
+            return_weight=weight,
+        )
+
+    @property
+    def scale(self) -> tuple[float, float]:
+        """Mean and deviation of returns; 0 and 1 before any were seen."""
+        deviation = math.sqrt(max(self.return_square - self.return_mean**2, 0.0))
+        return self.return_mean, max(deviation, LEAST_DEVIATION)
+
+
+def adapted_weight(weight: float, divergence: float, target: float) -> float:
+    """The weight of a divergence, doubled where that was above 1.5 targets and halved where it was below target / 1.5
+    (Schulman et al. 2017, arXiv 1707.06347, section 4)."""
+    if divergence > 1.5 * target:
+        return 2 * weight
+    return weight / 2 if divergence < target / 1.5 else weight
+
+
+def adapted_share(share: float, change: float, target: float) -> float:
+    """The share of a learning rate: less where an update's KL divergence was above 2 targets, more where it was below
+    half of one (Rudin et al. 2021, arXiv 2109.11978)."""
+    if change > 2 * target:
+        share /= RATE_STEP
+    elif 0 < change < target / 2:
+        share *= RATE_STEP
+    return max(RATE_RANGE[0], min(RATE_RANGE[1], share))
