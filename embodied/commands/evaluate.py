@@ -13,7 +13,14 @@ from rich import print as show
 from embodied import checkpoint
 from embodied.config import Config
 from embodied.errors import UserError
-from embodied.evaluation.evaluate import Subject, compare, evaluate, evaluation_folder, write_result
+from embodied.evaluation.evaluate import (
+    Subject,
+    compare,
+    evaluate,
+    evaluation_folder,
+    film_differences,
+    write_result,
+)
 from embodied.evaluation.folder import PROTOCOL, EvalFolder, read_folder
 from embodied.evaluation.protocol import Protocol, protocol_of
 from embodied.execution.preflight import check_evaluation
@@ -71,8 +78,10 @@ def evaluate_run(
     with evaluation_folder(subject, protocol, into, resume) as own, open_session(config) as session:
         result = evaluate(subject, protocol, session, own)
         if other is not None:
-            result = compare(result, own, _evaluated(other, protocol, session), str(against))
+            theirs = _evaluated(other, protocol, session)
+            result = compare(result, own, theirs, str(against))
             write_result(own.path, result)
+            film_differences(subject, protocol, session, own, theirs, str(against))
     show_table(result)
     return result
 

@@ -20,7 +20,7 @@ from embodied import checkpoint
 from embodied.config import Config
 from embodied.doctor.hardware import hardware
 from embodied.errors import UserError
-from embodied.evaluation.films import worth_seeing, write_film
+from embodied.evaluation.films import Shown, differing, worth_seeing, write_film
 from embodied.evaluation.folder import EvalFolder, Identity, newest_of, open_folder
 from embodied.evaluation.protocol import Protocol, as_data, suite_of
 from embodied.execution.assignment import configured
@@ -36,6 +36,9 @@ from embodied.workers.makers import make_evaluator
 from sim_farm.contract import EpisodeSpec
 from sim_farm.episodes import ListedEpisodes
 from sim_farm.layout import FarmSpec
+
+PAIRS = 4
+"""Columns of a film of differences."""
 
 
 @dataclass(frozen=True)
@@ -144,6 +147,23 @@ def compare(result: dict[str, Any], first: EvalFolder, second: EvalFolder, again
     return {**result, "comparison": comparison}
 
 
+def film_differences(
+    subject: Subject, protocol: Protocol, session: Session, first: EvalFolder, second: EvalFolder, against: str
+) -> None:
+    """Film up to four episodes that one of the two solved and the other did not: above those of the second, which is
+    called `against`, below those of the subject."""
+    pairs = differing(first.in_order(), second.in_order(), min(subject.config.eval.videos, PAIRS))
+    if not pairs:
+        return
+    above, below = Path(against).name, subject.name
+    shown = [Shown(o, second.actions(o), f"{above}, episode {o.trial}") for _, o in pairs]
+    shown += [Shown(o, first.actions(o), f"{below}, episode {o.trial}") for o, _ in pairs]
+    path = first.path / "videos" / "against.mp4"
+    write_film(path, session, shown, lambda task: task_spec(protocol.applied(subject.config, task)), len(pairs))
+    if subject.run_dir is not None:
+        _show_in_run(first.path, subject.run_dir)
+
+
 def write_result(folder: Path, result: dict[str, Any]) -> None:
     """`eval.json` and `eval.md`, each complete or absent."""
     for name, text in (("eval.json", json.dumps(result, indent=1) + "\n"), ("eval.md", evaluation_table(result))):
@@ -225,21 +245,19 @@ def _difference(pairs: Sequence[tuple[EpisodeOutcome, EpisodeOutcome]]) -> dict[
 def _film(
     subject: Subject, protocol: Protocol, session: Session, folder: EvalFolder, outcomes: Sequence[EpisodeOutcome]
 ) -> None:
-    write_film(
-        folder.path / "videos" / "evaluation.mp4",
-        session,
-        outcomes,
-        lambda task: task_spec(protocol.applied(subject.config, task)),
-        folder.actions,
-    )
+    shown = [Shown(outcome, folder.actions(outcome), f"episode {outcome.trial}") for outcome in outcomes]
+    path = folder.path / "videos" / "evaluation.mp4"
+    write_film(path, session, shown, lambda task: task_spec(protocol.applied(subject.config, task)))
 
 
 def _show_in_run(folder: Path, run_dir: Path) -> None:
-    """The run's page shows the newest evaluation."""
-    for name in ("eval.json", "eval.md", "videos/evaluation.mp4"):
+    """The run's page shows the newest evaluation, and no film of an older one."""
+    for name in ("eval.json", "eval.md", "videos/evaluation.mp4", "videos/against.mp4"):
         if (folder / name).is_file():
             (run_dir / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(folder / name, run_dir / name)
+        else:
+            (run_dir / name).unlink(missing_ok=True)
 
 
 def _digest(folder: Path) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from embodied.execution.replay import in_order, worker_count
@@ -49,33 +49,57 @@ def worth_seeing(outcomes: Sequence[EpisodeOutcome], count: int) -> list[Episode
     return [outcome for *_, outcome in sorted(ranked, key=lambda item: item[:3])[:count]]
 
 
+def differing(
+    first: Sequence[EpisodeOutcome], second: Sequence[EpisodeOutcome], count: int
+) -> list[tuple[EpisodeOutcome, EpisodeOutcome]]:
+    """At most `count` pairs of the same episode that came out otherwise: those first that the first alone solved, the
+    first of each task before the second of any."""
+    pairs = {(mine.task, mine.trial): (mine, other) for mine, other in zip(first, second, strict=True)}
+    # `worth_seeing` has failures first: here those of the second.
+    unlike = [other for mine, other in pairs.values() if mine.success != other.success]
+    return [pairs[other.task, other.trial] for other in worth_seeing(unlike, count)]
+
+
+@dataclass(frozen=True)
+class Shown:
+    """An episode to film."""
+
+    outcome: EpisodeOutcome
+    actions: Float32
+    """[length, A] as executed."""
+    label: str
+    """What is written under it beside its task, steps and outcome."""
+
+
 def write_film(
     path: Path,
     session: Session,
-    outcomes: Sequence[EpisodeOutcome],
+    episodes: Sequence[Shown],
     task_of: Callable[[str], TaskSpec],
-    actions_of: Callable[[EpisodeOutcome], Float32],
+    columns: int | None = None,
 ) -> None:
-    """Replay the episodes and tile them into one video; the work is dealt out to as many filmers as cores."""
+    """Replay the episodes and tile them into one video, in rows of `columns` or with failures first; the work is dealt
+    out to as many filmers as cores."""
     # Episodes of a task next to each other: a filmer builds a task's scene once.
-    ordered = sorted(outcomes, key=lambda outcome: outcome.task)
+    ordered = sorted(range(len(episodes)), key=lambda place: episodes[place].outcome.task)
     count = worker_count(session, len(ordered))
     session.runtime.prepare(count)
 
-    def begin(filmer: Handle[Filmer], outcome: EpisodeOutcome) -> list[UInt8]:
+    def begin(filmer: Handle[Filmer], place: int) -> list[UInt8]:
+        outcome = episodes[place].outcome
         every = max(1, outcome.length // FRAMES)
-        return filmer.submit(Filmer.film, task_of(outcome.task), outcome.spec, actions_of(outcome), every)
+        return filmer.submit(Filmer.film, task_of(outcome.task), outcome.spec, episodes[place].actions, every)
 
-    films: dict[tuple[str, int], list[UInt8]] = {}
+    films: dict[int, list[UInt8]] = {}
     with steps("Filming", len(ordered)) as bar:
         filmers = [session.runtime.place(f"filmer {i}", Filmer) for i in range(count)]
-        for outcome, film in in_order(filmers, ordered, begin):
-            films[outcome.task, outcome.trial] = film
+        for place, film in in_order(filmers, ordered, begin):
+            films[place] = film
             bar.advance()
         for filmer in filmers:
             filmer.end()
     tiles = [
-        EpisodeFrames(outcome.task, films[outcome.task, outcome.trial], outcome.success, f"episode {outcome.trial}")
-        for outcome in outcomes
+        EpisodeFrames(one.outcome.task, films[place], one.outcome.success, one.label)
+        for place, one in enumerate(episodes)
     ]
-    write_tiled(path, tiles, fps=15)
+    write_tiled(path, tiles, 15, columns)

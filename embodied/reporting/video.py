@@ -1,7 +1,7 @@
 """Evaluation episodes side by side in one video that plays in a browser.
 
 Each tile is an episode: its frames, enlarged to a size one can see, and under them the task, the step and
-the outcome. Episodes that failed come first.
+the outcome. Episodes that failed come first, unless rows mean something.
 """
 
 from __future__ import annotations
@@ -56,8 +56,11 @@ class EpisodeFrames:
     """The env step at which each frame was taken; None: one frame per env step, from 0."""
 
 
-def write_tiled(path: str | os.PathLike[str], episodes: Sequence[EpisodeFrames], fps: float) -> None:
-    """Write the episodes, failures first and at most 16, as one H.264 mp4.
+def write_tiled(
+    path: str | os.PathLike[str], episodes: Sequence[EpisodeFrames], fps: float, columns: int | None = None
+) -> None:
+    """Write the episodes as one H.264 mp4: in rows of `columns`, as they come; None: at most 16 in a square, failures
+    first.
 
     The video has as many frames as the longest episode shown, and then one second more in which the last
     outcome can be read. An episode that has ended holds its last frame. The file is complete or absent.
@@ -66,8 +69,10 @@ def write_tiled(path: str | os.PathLike[str], episodes: Sequence[EpisodeFrames],
         _check(episode)
     if not episodes:
         raise ValueError("no episodes: there is nothing to show")
-    shown = sorted(episodes, key=lambda episode: episode.success)[: GRID * GRID]
-    wall = _Wall(shown)
+    shown = episodes
+    if columns is None:
+        shown = sorted(episodes, key=lambda episode: episode.success)[: GRID * GRID]
+    wall = _Wall(shown, columns or math.ceil(math.sqrt(len(shown))))
     length = max(len(episode.frames) for episode in shown)
 
     path = Path(path)
@@ -88,13 +93,13 @@ def write_tiled(path: str | os.PathLike[str], episodes: Sequence[EpisodeFrames],
 class _Wall:
     """The picture of all tiles. A tile is drawn anew only while its episode runs."""
 
-    def __init__(self, episodes: Sequence[EpisodeFrames]) -> None:
+    def __init__(self, episodes: Sequence[EpisodeFrames], columns: int) -> None:
         sizes = [_enlarged_size(episode.frames[0]) for episode in episodes]
         self._cell_w, self._cell_h = (max(size[axis] for size in sizes) for axis in (0, 1))
         self._captions = [_task_lines(episode.task, self._cell_w) for episode in episodes]
         self._strip_h = _LINE * (max(len(lines) for lines in self._captions) + 1) + 12
         self._episodes = episodes
-        self._columns = math.ceil(math.sqrt(len(episodes)))
+        self._columns = columns
         rows = math.ceil(len(episodes) / self._columns)
         width = self._columns * (self._cell_w + _GAP) + _GAP
         height = rows * (self._cell_h + self._strip_h + _GAP) + _GAP

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import imageio.v2 as imageio
 import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
@@ -26,7 +27,7 @@ from embodied.commands.train import train_run
 from embodied.config import Config, load_config, parse_config
 from embodied.errors import UserError
 from embodied.evaluation.evaluate import Subject, evaluate
-from embodied.evaluation.films import worth_seeing
+from embodied.evaluation.films import differing, worth_seeing
 from embodied.evaluation.folder import EvalFolder, open_folder, read_folder
 from embodied.evaluation.protocol import protocol_of
 from embodied.execution.session import open_session
@@ -70,8 +71,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     yield trained(tmp_path_factory.mktemp("runs"), "run", seed=1)
 
 
-def trained(runs_dir: Path, name: str, seed: int) -> Path:
-    small = {"iterations": 1, "name": name, "seed": seed, "stop_at_success": None}
+def trained(runs_dir: Path, name: str, seed: int, iterations: int = 1, **optim: Any) -> Path:
+    small = {"iterations": iterations, "name": name, "seed": seed, "stop_at_success": None, "optim": optim}
     sections = {
         **small,
         "env": {"task": "tabletop/reach", "num_envs": 8},
@@ -399,8 +400,23 @@ def test_videos_show_failures_first_and_each_task_s_first() -> None:
     assert shown == [("a", 1), ("b", 1), ("a", 2), ("b", 2), ("a", 0)]
 
 
+def test_a_film_of_differences_has_what_the_first_alone_solved_first() -> None:
+    def outcomes(solved: dict[str, list[int]]) -> list[EpisodeResult]:
+        return [
+            EpisodeResult(task, trial, EpisodeSpec(0), bool(success), 0.0, 1, 1, np.zeros((1, 1), np.float32))
+            for task, successes in solved.items()
+            for trial, success in enumerate(successes)
+        ]
+
+    first, second = outcomes({"a": [1, 0, 1, 1], "b": [1, 1, 0, 0]}), outcomes({"a": [1, 1, 0, 0], "b": [0, 1, 0, 1]})
+    pairs = differing(first, second, 9)
+    assert [(mine.task, mine.trial) for mine, _ in pairs] == [("a", 2), ("b", 0), ("a", 3), ("a", 1), ("b", 3)]
+    assert all((mine.task, mine.trial) == (other.task, other.trial) for mine, other in pairs)
+    assert differing(first, second, 2) == pairs[:2] and differing(first, first, 9) == []
+
+
 def test_a_comparison_pairs_the_same_episodes(run: Path, tmp_path: Path) -> None:
-    other = trained(tmp_path, "other", seed=5)
+    other = trained(tmp_path, "other", seed=2, iterations=2, policy_lr=1e-2, minibatch=32)  # it solves some
     base = settings_of(str(run), tmp_path).model_dump(mode="json")
     settings = config(base, eval={"episodes": 30})
     result = evaluate_run(str(run), settings, None, tmp_path, into=tmp_path / "e", against=str(other))
@@ -412,7 +428,19 @@ def test_a_comparison_pairs_the_same_episodes(run: Path, tmp_path: Path) -> None
     assert found["first_only"] == sum(a and not b for a, b in pairs)
     assert found["difference_low"] < found["difference"] < found["difference_high"]
 
+    unlike = found["first_only"] + found["second_only"]
+    film = tmp_path / "e" / "videos" / "against.mp4"
+    assert unlike and not film.exists(), "no film was asked for"
+    filmed = config(base, eval={"episodes": 30, "videos": 2})
+    evaluate_run(str(run), filmed, None, tmp_path, into=tmp_path / "e", resume=True, against=str(other))
+    reader: Any = imageio.get_reader(film)
+    width, height = reader.get_meta_data()["size"]
+    columns = min(unlike, 2)
+    assert abs(width / columns - 260) < 8 and height > 2 * 256, "a column for each episode, a row for each policy"
+    assert (run / "videos" / "against.mp4").is_file()
+
     there = evaluate_run(str(run), settings, None, tmp_path, into=tmp_path / "f", against=found["folder"])
+    assert not (run / "videos" / "against.mp4").exists(), "the page would show a film of another evaluation"
     assert {**there["comparison"], "against": ""} == {**found, "against": ""}, "recorded results are as good"
 
 
