@@ -365,10 +365,8 @@ class Learner(WeightsSource):
         executed, dims = rows.executed[index], rows.log_prob.shape[-1]
         units, weights = count_units(executed, rows.weight[index], dims, self._unit)
         values = count_values(executed, self._credit)
-        shares = self._work.add_gradient(rows, index, self._controls.loss, weights, values)
-        if iteration < self._config.critic_warmup:
-            for parameter in self.policy.actor_parameters():
-                parameter.grad = None
+        with self._held.critic_alone(iteration < self._config.critic_warmup):
+            shares = self._work.add_gradient(rows, index, self._controls.loss, weights, values)
         sums, norm = self._work.read(shares, self._work.clip())
         if check:
             self._check_on_policy(sums.off_policy / units)

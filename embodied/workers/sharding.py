@@ -61,6 +61,19 @@ class WholePolicy:
         Every rank has to be asked."""
         return self._changing() if self.ranks.first else {}
 
+    @contextmanager
+    def critic_alone(self, alone: bool) -> Iterator[None]:
+        """A pass within, if it is `alone`, gives the value head a gradient and nobody else: no backward pass is made
+        through the rest."""
+        actor = [parameter for parameter in self.policy.actor_parameters() if parameter.requires_grad and alone]
+        for parameter in actor:
+            parameter.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for parameter in actor:
+                parameter.requires_grad_(True)
+
     def stage(
         self, root: Path, state: checkpoint.RunState, optimizer: torch.optim.Optimizer, environments: checkpoint.Arrays
     ) -> Callable[[], None]:
@@ -195,6 +208,15 @@ class ShardedPolicy(WholePolicy):
             precision = MixedPrecisionPolicy(short, torch.float32, cast_forward_inputs=False)
         whole: nn.Module | list[nn.Module] = modules[0] if len(modules) == 1 else modules
         fully_shard(whole, mesh=self._mesh, mp_policy=precision)  # type: ignore[arg-type]
+
+    @contextmanager
+    def critic_alone(self, alone: bool) -> Iterator[None]:
+        """Here the whole backward pass is made: shards are gathered and summed by hooks that were set when all of it
+        was trained."""
+        yield
+        if alone:
+            for parameter in self.policy.actor_parameters():
+                parameter.grad = None
 
     def last_pass(self, last: bool) -> None:
         self._root.set_requires_gradient_sync(last)

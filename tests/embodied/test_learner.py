@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 import policies
 from embodied.algorithms.estimators import Rows, gae_of, rows_of
@@ -417,6 +418,19 @@ def test_a_critic_that_warms_up_leaves_the_policy_as_it_was(tmp_path: Path) -> N
         for group in learner.optimizer.param_groups
     }
     assert steps["value_head"] == {3 * next(iter(steps["policy"]))}, "the policy's moments are of its own steps"
+
+
+def test_a_critic_that_warms_up_makes_no_backward_pass_through_the_policy(tmp_path: Path) -> None:
+    learner, counts = make_learner(tmp_path, critic_warmup=1), []
+    actor = {id(parameter) for parameter in learner.policy.actor_parameters()}
+    for iteration in range(2):
+        with FlopCounterMode(display=False) as counter:
+            learner.update(make_batch(), iteration)  # on-policy both times: the first left the policy as it was
+        counts.append(counter.get_total_flops())
+    weights = sum(p.numel() for p in learner.policy.parameters() if p.ndim == 2 and id(p) in actor)
+    rows = learner._config.epochs * len(to_rows(make_batch()))
+    assert counts[0] <= counts[1] - 2 * rows * weights, "a gradient of the policy's weights was computed"
+    assert all(parameter.requires_grad for parameter in learner.policy.parameters())
 
 
 def test_a_warm_up_without_a_critic_is_refused() -> None:

@@ -141,6 +141,41 @@ def test_success_of_each_task_is_a_metric(pictures: Run) -> None:
     assert training._of_tasks(summary, config_of(SETTINGS, extra_tasks=[])) == {}
 
 
+def test_an_episode_that_is_left_out_is_named_with_its_task(pictures: Run) -> None:
+    """Here as if the simulator had given one of the second task's episodes a reward that is not finite."""
+    summary = pictures.iterations[0].summary
+    broken = tuple(replace(e, total_reward=math.nan) if e.env == FIRST + 1 else e for e in summary.episodes)
+    said = training._left_out(1, replace(summary, episodes=broken), config_of(SETTINGS))
+    assert f"left out 1 episodes in which a reward was not finite (column {FIRST + 1}, tabletop/push)" in said
+    running = training._left_out(2, summary, config_of(SETTINGS))
+    assert "left out 2 episodes" in running and "column" not in running, "none of them has ended"
+
+
+def test_the_return_is_that_of_the_episodes_whose_rewards_are_finite(tmp_path: Path) -> None:
+    class Broken(training._Loop):
+        def _iterate(self) -> Any:
+            rollout = self.workers.rollout
+
+            def with_one_broken(number: int) -> Any:
+                summary, spans = rollout(number)
+                first, *rest = summary.episodes
+                returns.append([episode.total_reward for episode in rest])
+                return replace(summary, episodes=(replace(first, total_reward=math.nan), *rest)), spans
+
+            self.workers.rollout = with_one_broken  # type: ignore[method-assign, assignment]
+            return super()._iterate()
+
+    returns: list[list[float]] = []
+    patch = pytest.MonkeyPatch()
+    patch.setattr(training, "_Loop", Broken)
+    try:
+        run(config_of(STATES, iterations=1), tmp_path / "run")
+    finally:
+        patch.undo()
+    (row,) = read(tmp_path / "run")
+    assert returns[0] and row["env/return"] == pytest.approx(sum(returns[0]) / len(returns[0]))
+
+
 def test_positions_of_all_tasks_are_kept_apart(pictures: Run) -> None:
     environments = pictures.iterations[0].environments
     first = {key for key in environments if "." not in key}
