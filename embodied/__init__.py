@@ -32,7 +32,7 @@ def train(config: Config, runs_dir: str | Path = "runs", resume: bool = False) -
 
 
 def evaluate(run: str | Path, checkpoint: str | Path | None = None, **settings: Any) -> dict[str, Any]:
-    """Evaluate a run's newest checkpoint (or another) as `embodied eval` does.
+    """Evaluate the checkpoint that a run ends with (or another) as `embodied eval` does.
 
     `settings` are keys of `eval` (`protocol="openpi"`, `tasks=("libero/libero_goal",)`); the run's own otherwise.
     """

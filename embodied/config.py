@@ -187,8 +187,8 @@ class OptimConfig(Section):
     """First iterations in which the value head alone is trained: its first gradients would pull at a policy that has
     learned already."""
     lr_warmup: Annotated[int, Field(ge=0)] = 0
-    """First iterations over which both learning rates rise linearly. Adam's first steps are as long as the rate
-    whatever the gradient, and can undo what a policy has learned."""
+    """First iterations over which both learning rates rise linearly, the policy's after `critic_warmup`. Adam's first
+    steps are as long as the rate whatever the gradient, and can undo what a policy has learned."""
     anneal: bool = False
     """Let both learning rates fall linearly to zero over the run."""
     adam_eps: Annotated[float, Field(gt=0)] = 1e-5
@@ -323,7 +323,8 @@ class Config(Section):
     checkpoint_every: Annotated[int, Field(ge=1)] = 25
     """Iterations between checkpoints; the last iteration always writes one."""
     keep_checkpoints: Annotated[int, Field(ge=1)] | None = None
-    """The newest checkpoints that are kept, older ones are removed once a newer one is written; None keeps all."""
+    """The newest checkpoints that are kept, beside the best where eval.every tells one; older ones are removed once a
+    newer one is written. None keeps all."""
     env: EnvConfig = EnvConfig()
     farm: FarmConfig = FarmConfig()
     extra_tasks: tuple[dict[str, Any], ...] = ()

@@ -62,7 +62,7 @@ CASES = (
     Case("optim.lr_warmup", 5, "learner/approx_kl", {"optim.policy_lr": 3e-3}, warm=True),
     Case("optim.critic_warmup", 3, "learner/explained_variance", warm=True),
     Case("advantage.normalise_returns", True, "learner/explained_variance", {"optim.value_lr": 1e-4}),
-    Case("loss.entropy_target", 0.0, "learner/entropy", {"loss.entropy_coef": 1e-3}),
+    Case("loss.entropy_target", 1.2, "learner/entropy", {"loss.entropy_coef": 5e-2}),
     Case(
         "loss.reference_kl_target", 0.05, "learner/reference_kl",
         {"workflow": "ppo_reference", "loss.reference_kl": 1e-3}, warm=True,
@@ -136,18 +136,20 @@ def _mean(runs: list[list[dict[str, Any]]], key: str) -> list[float | None]:
 
 
 def _show(found: dict[str, Any]) -> None:
-    table = Table("setting", "", "success at the end", "in training, last 5 iterations", "what it steers, last 5")
+    """Means of the first and the last five iterations of the metric that shows what a setting does."""
+    table = Table("setting", "", "success at the end", "metric", "first 5", "last 5")
     for key, case in found.items():
         for name in ("without", "with"):
             own = case[name]
             between = f"{own['success_rate']:.1%} ({own['success_low']:.1%} to {own['success_high']:.1%})"
-            told = f"{case['shows']} {_last(own[case['shows']]):.3g}"
-            table.add_row(key, name, between, f"{_last(own['success_once']):.1%}", told)
+            metric = own[case["shows"]]
+            shown = case["shows"].rpartition("/")[2]
+            table.add_row(key, name, between, shown, f"{_known(metric[:5]):.3g}", f"{_known(metric[-5:]):.3g}")
     get_console().print(table)
 
 
-def _last(values: list[float | None]) -> float:
-    known = [value for value in values[-5:] if value is not None]
+def _known(values: list[float | None]) -> float:
+    known = [value for value in values if value is not None]
     return float(np.mean(known)) if known else math.nan
 
 

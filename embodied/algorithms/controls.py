@@ -17,6 +17,8 @@ LEAST_DEVIATION = 1e-4
 """Returns that are all alike are not blown up."""
 RATE_STEP, RATE_RANGE = 1.5, (1e-2, 10.0)
 """By how much the learning rate is changed at once, and how far from `optim.policy_lr` it may go, as factors."""
+WEIGHT_RANGE = (1e-3, 1e3)
+"""How far a weight of the loss may go from what it begins as, as factors."""
 ENTROPY_RATE = 0.5
 """How much the logarithm of the entropy's weight changes for a nat too few, at most as much for one iteration."""
 
@@ -65,10 +67,11 @@ class Controls:
         loss, found = config.loss, self
         divergence, entropy = measured.get("learner/reference_kl"), measured["learner/entropy"]
         if loss.reference_kl_target is not None and divergence is not None and math.isfinite(divergence):
-            found = replace(found, reference_kl=adapted_weight(self.reference_kl, divergence, loss.reference_kl_target))
+            weight = adapted_weight(self.reference_kl, divergence, loss.reference_kl_target)
+            found = replace(found, reference_kl=_bounded(weight, loss.reference_kl))
         if loss.entropy_target is not None and math.isfinite(entropy):
             step = ENTROPY_RATE * max(-1.0, min(1.0, loss.entropy_target - entropy))
-            found = replace(found, entropy_coef=self.entropy_coef * math.exp(step))
+            found = replace(found, entropy_coef=_bounded(self.entropy_coef * math.exp(step), loss.entropy_coef))
         change = measured["learner/approx_kl"]
         if config.optim.lr_kl is not None and math.isfinite(change):
             found = replace(found, lr_share=adapted_share(self.lr_share, change, config.optim.lr_kl))
@@ -93,6 +96,10 @@ class Controls:
         """Mean and deviation of returns; 0 and 1 before any were seen."""
         deviation = math.sqrt(max(self.return_square - self.return_mean**2, 0.0))
         return self.return_mean, max(deviation, LEAST_DEVIATION)
+
+
+def _bounded(weight: float, begun: float) -> float:
+    return max(WEIGHT_RANGE[0] * begun, min(WEIGHT_RANGE[1] * begun, weight))
 
 
 def adapted_weight(weight: float, divergence: float, target: float) -> float:

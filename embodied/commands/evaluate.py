@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -31,7 +31,8 @@ from embodied.run_folder import RUNS, find_run, settings_of, whole_checkpoint, w
 
 @dataclass(frozen=True)
 class Arguments:
-    """Evaluate a run's newest checkpoint (or another) on episodes that no training run sees."""
+    """Evaluate the checkpoint that a run ends with, the best or else the newest, or another, on episodes that no training
+    run sees."""
 
     run: tyro.conf.Positional[str]
     """A run's folder (or its name below --runs-dir), or a configuration whose policy needs no training or together
@@ -66,7 +67,7 @@ def evaluate_run(
     resume: bool = False,
     against: str | None = None,
 ) -> dict[str, Any]:
-    """Evaluate the checkpoint `folder`, or a run's newest, by the protocol of the configuration.
+    """Evaluate the checkpoint `folder`, or the one that a run ends with, by the protocol of the configuration.
 
     Results and films go into the folder `into`, or one below the run's evals/; with `resume` an evaluation that is
     there is gone on with. `against` names what is compared with it on the same episodes: a run, a checkpoint, or
@@ -125,7 +126,7 @@ def _evaluated(other: Subject | EvalFolder, protocol: Protocol, session: Session
     if isinstance(other, EvalFolder):
         return other
     with evaluation_folder(other, protocol, None, resume=True) as folder:
-        evaluate(other, protocol, session, folder)
+        evaluate(replace(other, run_dir=None), protocol, session, folder)  # its page stays as it is
         return folder
 
 

@@ -23,7 +23,7 @@ class Arguments:
     run: tyro.conf.Positional[str]
     """A run's folder, or its name below --runs-dir."""
     checkpoint: Path | None = None
-    """Folder of a checkpoint; none: the run's newest."""
+    """Folder of a checkpoint; none: the one that the run ends with, the best or else the newest."""
     out: Path = tyro.MISSING
     """Folder to write; there must be none of that name."""
     runs_dir: Path = RUNS
@@ -37,7 +37,8 @@ def run(args: Arguments) -> dict[str, Any]:
 
 
 def export_run(run: str, folder: Path | None, out: Path, runs_dir: Path) -> dict[str, Any]:
-    """Write the policy of the checkpoint `folder`, or of the run's newest, for its community's own programs."""
+    """Write the policy of the checkpoint `folder`, or of the one that the run ends with, for its community's own
+    programs."""
     run_dir = find_run(run, runs_dir)
     if run_dir is None and folder is None:
         raise UserError(f"no run {run!r}: neither {run}/config.yaml nor {runs_dir / run}/config.yaml exists")

@@ -38,8 +38,8 @@ class Arguments:
     """Record a policy's episodes as a dataset in LeRobot's layout (version 3.0): parquet and mp4."""
 
     run: tyro.conf.Positional[str]
-    """A run's folder (or its name below --runs-dir), whose newest checkpoint acts, or a configuration whose policy
-    needs no training or together with --checkpoint."""
+    """A run's folder (or its name below --runs-dir), whose checkpoint acts, the best or else the newest; or a
+    configuration whose policy needs no training or together with --checkpoint."""
     settings: Annotated[Config, tyro.conf.arg(name="")] = Config()
     checkpoint: Path | None = None
     """Folder of a checkpoint, for example runs/NAME/checkpoints/000100."""
@@ -90,7 +90,7 @@ def record_run(
     runs_dir: Path,
     instructions: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Let the checkpoint `folder`, or the newest of `run`, act in `episodes` episodes and record them in `out`.
+    """Let the checkpoint `folder`, or the one that `run` ends with, act in `episodes` episodes; record them in `out`.
 
     Where `run` is a configuration and no checkpoint is named, its policy must need no training. With
     `only_successes` the episodes that it failed are left out. The cameras are those of `env.cameras`, whether the

@@ -20,6 +20,7 @@ from embodied.planning.run_plans import check_files
 from embodied.reporting.runs_page import write_runs_page
 from embodied.run_folder import RUNS, begun_from, open_run_folder
 from embodied.training import loop
+from embodied.training.selection import selection_protocol
 from embodied.training.variants import variants
 
 
@@ -96,4 +97,6 @@ def _check(config: Config) -> None:
     """Raise `UserError` for what is wrong with the run and can be known before a worker starts."""
     check_training(config)
     check_evaluation(config, protocol_of(config).tasks)
+    if config.eval.every:
+        selection_protocol(config)
     check_files(config)

@@ -151,15 +151,15 @@ def film_differences(
     subject: Subject, protocol: Protocol, session: Session, first: EvalFolder, second: EvalFolder, against: str
 ) -> None:
     """Film up to four episodes that one of the two solved and the other did not: above those of the second, which is
-    called `against`, below those of the subject."""
+    called `against`, below those of the subject. The run's page then shows the comparison."""
+    path = first.path / "videos" / "against.mp4"
+    path.unlink(missing_ok=True)
     pairs = differing(first.in_order(), second.in_order(), min(subject.config.eval.videos, PAIRS))
-    if not pairs:
-        return
     above, below = Path(against).name, subject.name
     shown = [Shown(o, second.actions(o), f"{above}, episode {o.trial}") for _, o in pairs]
     shown += [Shown(o, first.actions(o), f"{below}, episode {o.trial}") for o, _ in pairs]
-    path = first.path / "videos" / "against.mp4"
-    write_film(path, session, shown, lambda task: task_spec(protocol.applied(subject.config, task)), len(pairs))
+    if shown:
+        write_film(path, session, shown, lambda task: task_spec(protocol.applied(subject.config, task)), len(pairs))
     if subject.run_dir is not None:
         _show_in_run(first.path, subject.run_dir)
 

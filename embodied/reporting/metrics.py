@@ -88,7 +88,9 @@ class MetricsWriter:
         if self._summary is None:
             from torch.utils.tensorboard import SummaryWriter  # takes seconds: only where it is used
 
-            self._summary = SummaryWriter(str(self._run_dir / "tensorboard"), purge_step=self._purge_step)
+            # TensorBoard reads one file of a folder at a time, and never comes back to an earlier one.
+            folder = self._run_dir / "tensorboard" / ("" if self._name == FILE else Path(self._name).stem)
+            self._summary = SummaryWriter(str(folder), purge_step=self._purge_step)
         return self._summary
 
 

@@ -17,7 +17,7 @@ from embodied import checkpoint
 from embodied.config import Config
 from embodied.errors import UserError
 from embodied.evaluation.evaluate import Subject, evaluate, evaluation_folder
-from embodied.evaluation.folder import read_identity
+from embodied.evaluation.folder import Identity, read_identity
 from embodied.evaluation.protocol import Protocol, protocol_of
 from embodied.execution.session import Session
 from embodied.reporting.metrics import SELECTION, MetricsWriter, read
@@ -29,9 +29,10 @@ OTHER_SEEDS = 2**30
 def selection_protocol(config: Config) -> Protocol:
     """The run's protocol with the episodes that checkpoints are chosen by: all begin from seeds of their own, also
     where the evaluation at the end begins from recorded states. Raises `UserError`."""
-    evaluation = config.eval.model_copy(update={"episodes": config.eval.every_episodes, "init_states": None})
+    evaluation = config.eval.model_copy(update={"episodes": None, "init_states": None})
     protocol = protocol_of(config.model_copy(update={"eval": evaluation}))
-    return replace(protocol, name=None, init_states=None, env_seed=None, seed=config.seed ^ OTHER_SEEDS)
+    seed, trials = config.seed ^ OTHER_SEEDS, config.eval.every_episodes
+    return replace(protocol, name=None, trials=trials, init_states=None, env_seed=None, seed=seed)
 
 
 class Selection:
@@ -46,8 +47,8 @@ class Selection:
         """Success of this protocol's evaluations, by iteration."""
 
     def begin(self, iteration: int) -> None:
-        """Forget what came after the iteration that the run goes on from."""
-        if self._protocol is None:
+        """Forget what came after the iteration that the run goes on from; all, where it chooses no more."""
+        if self._protocol is None and not (self._run_dir / SELECTION).exists():
             return
         with MetricsWriter(self._run_dir, file=SELECTION) as record:
             record.truncate(iteration)
@@ -59,7 +60,7 @@ class Selection:
         self._done = {
             number: rate
             for number, rate in rates.items()
-            if self._checkpoint(number).is_dir() and self._is_ours(self._folder(number))
+            if self._checkpoint(number).is_dir() and self._is_ours(number)
         }
         self._mark()
 
@@ -73,10 +74,10 @@ class Selection:
         """Evaluate the iteration's checkpoint, which is complete. Returns what to say of it."""
         protocol, into = self._protocol, self._folder(iteration)
         assert protocol is not None, "no evaluation is asked for"
-        if not self._is_ours(into):
-            shutil.rmtree(into, ignore_errors=True)  # by other settings
         folder = self._checkpoint(iteration)
         subject = Subject(folder.name, self._config, folder, None, into.parent)
+        if _identity(into) != subject.identity(protocol):
+            shutil.rmtree(into, ignore_errors=True)  # begun by other settings
         with evaluation_folder(subject, protocol, into, resume=True) as opened:
             found = evaluate(subject, protocol, self._session, opened)
         with MetricsWriter(self._run_dir, file=SELECTION) as record:
@@ -101,12 +102,17 @@ class Selection:
     def _folder(self, iteration: int) -> Path:
         return self._run_dir / "evals" / "selection" / f"{iteration:06d}"
 
-    def _is_ours(self, folder: Path) -> bool:
-        """Whether it holds an evaluation by this protocol."""
-        try:
-            return read_identity(folder).protocol == self._protocol
-        except UserError:
-            return False
+    def _is_ours(self, iteration: int) -> bool:
+        """Whether the iteration was evaluated by this protocol."""
+        found = _identity(self._folder(iteration))
+        return found is not None and found.protocol == self._protocol
+
+
+def _identity(folder: Path) -> Identity | None:
+    try:
+        return read_identity(folder)
+    except UserError:
+        return None
 
 
 def _row(found: Mapping[str, Any]) -> dict[str, float]:

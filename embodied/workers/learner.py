@@ -231,7 +231,7 @@ class Learner(WeightsSource):
         with self._affinity.applied(), self._counted():
             self._lag = max(self._lag, iteration - batch.version)
             batch, broken = without_broken_episodes(batch, sum(part.mask.shape[1] for part in self._batches))
-            batch = self._controls.in_rewards(batch)
+            batch = self._controls.in_rewards(batch, late=iteration > batch.version)
             self._broken += broken
             if self._joins:
                 self._batches.append(batch)
@@ -267,7 +267,8 @@ class Learner(WeightsSource):
             if self._joins:
                 whole = join_columns(self._batches)
                 self._parts = [rows_of(whole, self._recipe.estimate()(whole, self._run))]
-            rows = self._controls.in_deviations(join_rows(self._parts))
+            in_rewards = join_rows(self._parts)
+            rows = self._controls.in_deviations(in_rewards)
             self._parts, self._batches = [], []
             if len(rows) == 0 and self._recipe.critic:
                 raise UserError("the rollout holds no decision that was really taken; nothing can be learned from it")
@@ -282,7 +283,7 @@ class Learner(WeightsSource):
             if len(rows) and defines(self.policy, "observe"):
                 self.policy.observe(rows.decisions.inputs(self._device, frames=False))
             await_devices(self.policy.parameters())  # else the last step would count as the next rollout's time
-        metrics = self._metrics(rows, sums, norms, stopped)
+        metrics = self._metrics(in_rewards, sums, norms, stopped, iteration)
         if self._frames.read:
             metrics |= {"learner/frames_read": self._frames.read, "learner/frame_copies": self._frames.copied}
         if self._broken:
@@ -322,7 +323,9 @@ class Learner(WeightsSource):
         """Take policy and optimiser from a verified checkpoint, which any number of ranks has written."""
         self.saved()
         self._held.load(folder, self.optimizer)
-        self._controls.load(checkpoint.read_state(folder).controls)
+        # Rank 0 reads: another may be on a machine that does not see the folder.
+        found = self.ranks.first_does("read the checkpoint", lambda: dict(checkpoint.read_state(folder).controls))
+        self._controls.load(self.ranks.broadcast_plain(found))
 
     def _epochs(self, rows: Rows, iteration: int) -> tuple[LossSums, list[float], bool]:
         """Epochs of permuted minibatches; ends early at the KL bound."""
@@ -434,13 +437,15 @@ class Learner(WeightsSource):
                 "learning rate, or a look at the rewards and observations in there, is the usual way on"
             )
 
-    def _metrics(self, rows: Rows, sums: LossSums, norms: list[float], stopped: bool) -> dict[str, float]:
+    def _metrics(
+        self, rows: Rows, sums: LossSums, norms: list[float], stopped: bool, iteration: int
+    ) -> dict[str, float]:
         measured = metrics_of(rows, sums, norms)
         if self._run.loss.reference_kl:
             measured["learner/reference_kl"] = sums.reference_kl / max(sums.units, 1)
         return {
             **measured,
-            **self._controls.note(measured, learned=bool(norms)),
+            **self._controls.note(measured, iteration),
             "learner/first_ratio_error": self._first_ratio_error,
             "learner/stopped_by_kl": float(stopped),
             "learner/policy_lr": float(self.optimizer.param_groups[0]["lr"]),

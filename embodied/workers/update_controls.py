@@ -8,27 +8,48 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from embodied import checkpoint
 from embodied.algorithms.controls import Controls
 from embodied.algorithms.estimators import Rows
 from embodied.algorithms.ppo import alive_actions
 from embodied.config import Config, LossConfig
 from embodied.data.trajectories import Trajectories
+from embodied.errors import UserError
 
 
 class UpdateControls:
     """Equal on all ranks of a learner, since all of them measure the same."""
 
     def __init__(self, config: Config) -> None:
+        """Raises `UserError` where `policy.init` has a critic that speaks in deviations of returns and this run's does
+        not."""
         self._config = config
         self._state = Controls.of(config)
+        self._spoken = self._state.scale
+        """In which the values that are learned from were said."""
+        self._earlier = self._state.scale
+        """Of an update before."""
+        begun = config.policy.init
+        if begun is not None and (begun / "state.json").is_file():
+            numbers = checkpoint.read_state(begun).controls
+            self._take({name: number for name, number in numbers.items() if name.startswith("return_")}, str(begun))
 
     def numbers(self) -> dict[str, float]:
         """The state, for a checkpoint."""
         return self._state.numbers(self._config)
 
     def load(self, numbers: Mapping[str, float]) -> None:
-        """Go on with what `numbers` wrote."""
+        """Go on with what `numbers` wrote. Raises `UserError` where the critic would be misunderstood."""
+        self._take(numbers, "the checkpoint")
+
+    def _take(self, numbers: Mapping[str, float], source: str) -> None:
+        if "return_weight" in numbers and not self._config.advantage.normalise_returns:
+            raise UserError(
+                f"the critic of {source} speaks in deviations of returns, and advantage.normalise_returns is off: "
+                "set it to true"
+            )
         self._state = Controls.read(numbers, self._config)
+        self._earlier = self._state.scale
 
     @property
     def loss(self) -> LossConfig:
@@ -39,16 +60,20 @@ class UpdateControls:
         """Those of the iteration, of policy and value head."""
         optim = self._config.optim
         share = 1 - iteration / self._config.iterations if optim.anneal else 1.0
-        share *= min(1.0, (iteration + 1) / (optim.lr_warmup + 1))
         policy, value_head = optimizer.param_groups
-        policy["lr"] = optim.policy_lr * share * self._state.lr_share
-        value_head["lr"] = optim.value_lr * share
+        # Each rises from its own first step on.
+        policy["lr"] = optim.policy_lr * share * self._risen(iteration - optim.critic_warmup) * self._state.lr_share
+        value_head["lr"] = optim.value_lr * share * self._risen(iteration)
 
-    def in_rewards(self, batch: Trajectories) -> Trajectories:
-        """The trajectories with values in the unit of rewards, where the critic speaks in deviations of returns."""
+    def _risen(self, iteration: int) -> float:
+        return max(0.0, min(1.0, (iteration + 1) / (self._config.optim.lr_warmup + 1)))
+
+    def in_rewards(self, batch: Trajectories, late: bool) -> Trajectories:
+        """The trajectories with values in the unit of rewards, where the critic speaks in deviations of returns;
+        `late`: it spoke an update ago."""
         if not self._config.advantage.normalise_returns:
             return batch
-        mean, deviation = self._state.scale
+        self._spoken = mean, deviation = self._earlier if late else self._state.scale
 
         def unscaled(value: Tensor) -> Tensor:
             return value * deviation + mean
@@ -61,20 +86,24 @@ class UpdateControls:
         )
 
     def in_deviations(self, rows: Rows) -> Rows:
-        """The rows with values and returns in deviations of returns, of which these are some more."""
+        """The rows with values and returns in deviations of returns, of which these are some more.
+
+        Values are again as the critic said them: only so does loss.value_clip bound how far it moves.
+        """
         if not self._config.advantage.normalise_returns or not len(rows):
             return rows
         returns = rows.returns
         counted = returns[alive_actions(rows.executed, returns.shape[1])] if returns.ndim == 2 else returns
         counted = counted.double()
+        self._earlier = self._state.scale
         self._state = self._state.seen(float(counted.mean()), float(counted.square().mean()))
-        mean, deviation = self._state.scale
-        return replace(rows, value=(rows.value - mean) / deviation, returns=(returns - mean) / deviation)
+        (before, width), (mean, deviation) = self._spoken, self._state.scale
+        return replace(rows, value=(rows.value - before) / width, returns=(returns - mean) / deviation)
 
-    def note(self, metrics: Mapping[str, float], learned: bool) -> dict[str, float]:
-        """Adapt to an update's metrics, unless nothing was `learned`. What is steered, as metrics."""
+    def note(self, metrics: Mapping[str, float], iteration: int) -> dict[str, float]:
+        """Adapt to the metrics of an update that changed the policy. What is steered, as metrics."""
         config, used = self._config, self._state
-        if learned:
+        if metrics["learner/steps"] and iteration >= config.optim.critic_warmup:
             self._state = used.after(config, metrics)
         found = {}
         if config.loss.reference_kl_target is not None:

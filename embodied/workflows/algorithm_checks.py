@@ -43,6 +43,11 @@ def _check_controls(config: Config, recipe: Recipe) -> None:
                 f"loss.{target} is {asked:g}, and loss.{first}, which it adapts, begins as {begins:g}: set that to "
                 "what it is to begin as, greater than 0"
             )
+    if config.optim.lr_kl is not None and config.optim.epochs == 1 and not config.optim.minibatch:
+        raise UserError(
+            f"optim.lr_kl is {config.optim.lr_kl:g}, and an update is one step, before which nothing has changed whose "
+            "KL could be measured: set optim.epochs to 2 or more, or optim.minibatch to less than all rows"
+        )
     if config.advantage.normalise_returns and not recipe.critic:
         raise UserError(
             f"advantage.normalise_returns is set, and the workflow {config.workflow} trains no critic that would speak "

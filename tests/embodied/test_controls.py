@@ -12,11 +12,11 @@ import torch
 
 from embodied import checkpoint
 from embodied.algorithms.controls import ENTROPY_RATE, LEAST_DEVIATION, Controls, adapted_share, adapted_weight
-from embodied.config import Config, parse_config
+from embodied.config import AdvantageConfig, Config, LossConfig, parse_config
 from embodied.errors import UserError
 from embodied.workers.update_controls import UpdateControls
 from embodied.workflows.algorithm_checks import check_algorithm
-from tests.embodied.test_learner import make_batch, make_learner
+from tests.embodied.test_learner import make_batch, make_learner, to_rows
 from tests.embodied.test_resume import STATES, assert_same_run, config_of, run
 
 MEASURED = {"learner/entropy": 1.0, "learner/approx_kl": 0.01}
@@ -101,10 +101,86 @@ def test_normalised_returns_give_the_same_advantages(tmp_path: Path) -> None:
         batch,
         **{name: (getattr(batch, name) - 2) / 3 for name in ("value", "final_value", "last_value")},
     )
-    back = controls.in_rewards(spoken)
+    back = controls.in_rewards(spoken, late=False)
     for name in ("value", "final_value", "last_value"):
         torch.testing.assert_close(getattr(back, name), getattr(batch, name))
-    assert UpdateControls(config()).in_rewards(batch) is batch
+    assert UpdateControls(config()).in_rewards(batch, late=False) is batch
+
+
+def test_values_of_an_update_ago_were_said_in_the_scale_of_then() -> None:
+    asked = config(advantage={"normalise_returns": True})
+    controls, batch = UpdateControls(asked), make_batch()
+    rows = to_rows(batch)
+    first = controls.in_rewards(batch, late=False)
+    assert torch.equal(first.value, batch.value), "before any update there is no scale"
+    controls.in_deviations(rows)
+    mean, deviation = float(rows.returns.double().mean()), float(rows.returns.double().std(unbiased=False))
+    torch.testing.assert_close(controls.in_rewards(batch, late=False).value, batch.value * deviation + mean)
+    assert torch.equal(controls.in_rewards(batch, late=True).value, batch.value)
+
+
+def test_a_clipped_critic_moves_when_the_scale_does(tmp_path: Path) -> None:
+    """The bound is on how far it moves from what it said, not from what that means in the new scale."""
+    asked = AdvantageConfig(normalise_returns=True)
+    learner = make_learner(tmp_path, LossConfig(value_clip=0.2), asked, epochs=1, minibatch=0)
+    batch = make_batch()
+    seen: list[float] = []
+    clip = learner._work.clip
+
+    def watched() -> torch.Tensor:
+        gradients = [p.grad for p in learner.policy.value_head.parameters() if p.grad is not None]
+        seen.append(float(sum(g.abs().sum() for g in gradients)))
+        return clip()
+
+    learner._work.clip = watched  # type: ignore[method-assign]
+    metrics = learner.update(replace(batch, reward=batch.reward * 5 + 100), 0)
+    assert seen[0] > 1e-3 and metrics["learner/value_loss"] < 10
+
+
+def test_nothing_adapts_while_the_critic_warms_up(tmp_path: Path) -> None:
+    asked = config(
+        loss={"entropy_coef": 0.1, "entropy_target": 9.0, "reference_kl": 0.1, "reference_kl_target": 1.0},
+        optim={"lr_kl": 0.01, "critic_warmup": 3},
+    )
+    controls, metrics = UpdateControls(asked), {**MEASURED, "learner/steps": 4.0, "learner/reference_kl": 1e-9}
+    for iteration in range(3):
+        controls.note({**metrics, "learner/approx_kl": 3e-9}, iteration)
+    assert controls.numbers() == {}
+    controls.note({**metrics, "learner/approx_kl": 1.0, "learner/steps": 0.0}, 3)
+    assert controls.numbers() == {}, "no step was taken"
+    controls.note({**metrics, "learner/approx_kl": 1.0}, 3)
+    assert set(controls.numbers()) == {"entropy_coef", "reference_kl", "lr_share"}
+
+
+def test_weights_stay_within_their_range() -> None:
+    asked = config(loss={"entropy_coef": 0.1, "entropy_target": 9.0, "reference_kl": 0.1, "reference_kl_target": 1.0})
+    found = Controls.of(asked)
+    for _ in range(100):
+        found = found.after(asked, {**MEASURED, "learner/reference_kl": 0.0})
+    assert found.entropy_coef == pytest.approx(100) and found.reference_kl == pytest.approx(1e-4)
+
+
+def test_a_critic_that_would_be_misunderstood_is_refused(tmp_path: Path) -> None:
+    settings = {**STATES, "advantage": {"normalise_returns": True}}
+    run(config_of(settings, 3), tmp_path / "first")
+    begun = tmp_path / "first" / "checkpoints" / "000003"
+    kept = checkpoint.read_state(begun).controls
+    policy: dict[str, Any] = {"init": begun}
+    further = UpdateControls(config(policy=policy, advantage={"normalise_returns": True}))
+    assert further._state.scale == Controls.read(kept, config()).scale
+    with pytest.raises(UserError, match="speaks in deviations of returns"):
+        UpdateControls(config(policy=policy))
+    with pytest.raises(UserError, match="speaks in deviations of returns"):
+        run(config_of(STATES, 6), tmp_path / "first", resume=True)
+
+
+def test_a_policys_rate_rises_after_its_critic_has_warmed_up(tmp_path: Path) -> None:
+    learner = make_learner(tmp_path, lr_warmup=1, critic_warmup=2, policy_lr=1e-3, value_lr=2e-3)
+    rates = []
+    for iteration in range(4):
+        learner._controls.set_learning_rates(learner.optimizer, iteration)
+        rates.append(tuple(group["lr"] for group in learner.optimizer.param_groups))
+    assert rates == [(0.0, 1e-3), (0.0, 2e-3), (5e-4, 2e-3), (1e-3, 2e-3)]
 
 
 def test_a_critic_learns_large_returns_in_deviations(tmp_path: Path) -> None:
@@ -152,6 +228,7 @@ def test_a_run_that_goes_on_adapts_as_if_it_had_not_stopped(tmp_path: Path) -> N
         ({"loss": {"entropy_target": 1.0}}, "loss.entropy_coef, which it adapts, begins as 0"),
         ({"workflow": "ppo_reference", "loss": {"reference_kl_target": 0.1}}, "loss.reference_kl, which it adapts"),
         ({"workflow": "grpo", "advantage": {"normalise_returns": True}}, "trains no critic"),
+        ({"optim": {"lr_kl": 0.01, "epochs": 1, "minibatch": 0}}, "an update is one step"),
     ],
 )
 def test_what_cannot_adapt_is_refused(sections: dict[str, Any], says: str) -> None:

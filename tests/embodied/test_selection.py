@@ -96,16 +96,40 @@ def test_rates_of_other_episodes_are_not_compared(selected: Path, tmp_path: Path
     assert checkpoint.best(other / "checkpoints") == other / "checkpoints" / "000008"
 
 
+def test_a_run_that_chooses_no_more_ends_with_its_newest(selected: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    rewind(selected, other, 3)
+    run(config_of(0), other, resume=True)
+    assert checkpoint.best(other / "checkpoints") is None
+    assert whole_checkpoint(other, None) == other / "checkpoints" / "000006"
+    assert [row["iteration"] for row in read(other, SELECTION)] == [1, 2, 3]
+    assert not (other / "evals" / "selection" / "000004").exists()
+
+
+def test_an_evaluation_that_other_settings_began_is_begun_anew(selected: Path, tmp_path: Path) -> None:
+    """It was interrupted; what the policy's section says now is not what its folder says."""
+    other = tmp_path / "other"
+    rewind(selected, other, 6)
+    rows = (other / SELECTION).read_text().splitlines(keepends=True)
+    (other / SELECTION).write_text("".join(rows[:5]))
+    again = config_of(1, policy={**SETTINGS["policy"], "device": "cpu"})  # type: ignore[dict-item]
+    run(again, other, resume=True)
+    assert [row["iteration"] for row in read(other, SELECTION)] == [1, 2, 3, 4, 5, 6]
+
+
 def test_its_episodes_are_neither_those_of_training_nor_those_of_the_end() -> None:
     config = config_of(1)
     chosen, final = ({spec.seed for spec in of(config).episodes()} for of in (selection_protocol, protocol_of))
     assert len(chosen) == 24 and len(final) == 100 and not chosen & final
     libero = load_config("libero_scripted").model_copy(
-        update={"eval": parse_config({"eval": {"protocol": "openvla-oft", "every": 1}}, "test").eval}
+        update={
+            "eval": parse_config({"eval": {"protocol": "openvla-oft", "every": 1, "every_episodes": 60}}, "test").eval
+        }
     )
     tasks = libero.model_copy(update={"env": libero.env.model_copy(update={"task": "libero/libero_spatial/0"})})
     protocol = selection_protocol(tasks)
     assert protocol.init_states is None and protocol.env_seed is None, "the benchmark's own states chose the policy"
+    assert protocol.trials == 60, "more than the protocol has initial states"
     assert protocol.limits == {"libero/libero_spatial/0": 220} and protocol.gripper == "inverted"
 
 
