@@ -121,8 +121,12 @@ def _draw_bars(axes: Axes, x: Sequence[float], curve: Line) -> None:
     """All of them, also where a curve of so many points would leave some out."""
     known = [(i, v, bar) for i, (v, bar) in enumerate(zip(curve.y, curve.bars, strict=True)) if v is not None and bar]
     places = [x[i] for i, _, _ in known]
-    axes.vlines(places, [bar[0] for *_, bar in known], [bar[1] for *_, bar in known], color=curve.colour, linewidth=1.5)
-    axes.plot(places, [v for _, v, _ in known], color=curve.colour, linewidth=0, marker="o", markersize=4)
+    lows, highs = ([bar[end] for *_, bar in known] for end in (0, 1))
+    # Not clipped: a point at 100% lies on the edge.
+    axes.vlines(places, lows, highs, color=curve.colour, linewidth=1.5, clip_on=False)
+    axes.plot(
+        places, [v for _, v, _ in known], color=curve.colour, linewidth=0, marker="o", markersize=4, clip_on=False
+    )
 
 
 def stacked_bars(
