@@ -13,6 +13,7 @@ import yaml
 from embodied import cli
 from embodied.config import CONFIGS, load_config, shipped_configs
 from embodied.workflows.recipes import RECIPES
+from tests import libero_assets
 
 VERBS = ("train", "eval", "profile", "compare", "record", "sft")
 
@@ -137,6 +138,8 @@ COMPLETE = [name for name in shipped_configs() if "checkpoint" not in load_confi
 @pytest.mark.parametrize("name", [*COMPLETE, "openvla_tiny", "openvla_oft_tiny"])
 def test_what_is_right_goes_on_to_start_ray(name: str) -> None:
     """Every shipped configuration whose weights are here."""
+    if load_config(name).env.task.startswith("libero/"):
+        libero_assets.require()
     with pytest.raises(RayStarted):
         cli.main(["train", name])
 
