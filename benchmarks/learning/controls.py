@@ -3,7 +3,7 @@
 python benchmarks/learning/controls.py --json benchmarks/results/learning_controls.json
 
 A small policy on `tabletop/reach` from states, 30 iterations of 512 env steps, three seeds each. Where the setting is
-meant for a policy that has learned already, the runs begin from one that 20 demonstrations have taught half of the
+meant for a policy that has learned already, the runs begin from one that 20 demonstrations have taught a tenth of the
 task. Every run is one of `embodied train`; its folder and a page for each setting stay in --out.
 """
 
@@ -28,6 +28,7 @@ from embodied.config import Config, load_config
 from embodied.doctor.hardware import hardware
 from embodied.reporting.metrics import read
 from embodied.statistics import mean_interval
+from embodied.training.variants import with_settings
 
 WARM = "warm"
 
@@ -90,19 +91,21 @@ def main(args: Arguments) -> dict[str, Any]:
 
 
 def _base() -> Config:
-    config = _with(load_config("reach"), {"runtime.mode": "inline", "runtime.trace": False, "eval.videos": 0})
-    return _with(config, {"farm.groups": 1, "optim.threads": 1})
+    alone = {"runtime.mode": "inline", "runtime.trace": False, "farm.groups": 1, "optim.threads": 1, "eval.videos": 0}
+    return with_settings(load_config("reach"), alone, "reach")
 
 
 def _teach(out: Path) -> None:
     """Record demonstrations and learn from them, once."""
     demonstrations = out / "demonstrations"
     if not demonstrations.exists():
-        script = _with(load_config("tabletop_scripted"), {"env.task": "tabletop/reach", "env.cameras": 0})
+        script = with_settings(
+            load_config("tabletop_scripted"), {"env.task": "tabletop/reach", "env.cameras": 0}, "script"
+        )
         record_run("tabletop_scripted", script, None, demonstrations, 20, False, out)
     if not (out / WARM).exists():
         data = {"sft.data": (demonstrations,), "sft.steps": 60, "name": WARM}
-        sft_run(_with(_base(), data), "reach", out, False)
+        sft_run(with_settings(_base(), data, WARM), "reach", out, False)
 
 
 def _run(case: Case, args: Arguments) -> dict[str, Any]:
@@ -112,7 +115,7 @@ def _run(case: Case, args: Arguments) -> dict[str, Any]:
         settings = {**case.same, **value, "name": f"{case.key.rpartition('.')[2]}-{name}"}
         if case.warm:
             settings["policy.init"] = args.out / WARM
-        config = _with(_base(), settings)
+        config = with_settings(_base(), settings, case.key)
         results = train_variants(config, "reach", args.out, True, args.seeds, ())
         rows = [read(args.out / f"{config.name}-seed{seed}") for seed in args.seeds]
         mean, low, high = mean_interval([run["success_rate"] for run in results["runs"]])
@@ -151,17 +154,6 @@ def _show(found: dict[str, Any]) -> None:
 def _known(values: list[float | None]) -> float:
     known = [value for value in values if value is not None]
     return float(np.mean(known)) if known else math.nan
-
-
-def _with(config: Config, changes: dict[str, Any]) -> Config:
-    data = config.model_dump()
-    for key, value in changes.items():
-        *sections, last = key.split(".")
-        place = data
-        for section in sections:
-            place = place[section]
-        place[last] = value
-    return Config.model_validate(data)
 
 
 if __name__ == "__main__":

@@ -95,9 +95,7 @@ def read_run(path: Path) -> RunFolder:
     run.rows = _load(run, "metrics.jsonl", train, lambda file: read_metrics(file.parent), [])
     if not run.rows:
         run.missing.setdefault("metrics.jsonl", "metrics.jsonl has no rows yet: no iteration has ended.")
-    none: list[dict[str, Any]] = []
-    chosen = _load(run, SELECTION, train, lambda file: read_metrics(file.parent, file.name), none)
-    run.selection = {row["iteration"]: row for row in chosen}
+    run.selection = _load(run, SELECTION, train, _by_iteration, {})
     run.spans = _load(run, "trace.json", train, load, [])
     run.evals = _load(run, "eval.json", evaluate, _evals, [])
     run.videos = [file for file in (path / "videos").glob("*.mp4") if not file.name.startswith(".")]
@@ -116,6 +114,10 @@ def _load(run: RunFolder, name: str, command: str, read: Callable[[Path], _T], o
     except (OSError, ValueError, yaml.YAMLError, UserError, MetricsError, TraceError) as error:
         run.missing[name] = f"{name} cannot be read ({error}): `{command}` writes a new one."
     return otherwise
+
+
+def _by_iteration(path: Path) -> dict[int, dict[str, Any]]:
+    return {row["iteration"]: row for row in read_metrics(path.parent, path.name)}
 
 
 def _yaml_mapping(path: Path) -> Mapping[str, Any]:

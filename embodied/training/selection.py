@@ -47,7 +47,8 @@ class Selection:
         """Success of this protocol's evaluations, by iteration."""
 
     def begin(self, iteration: int) -> None:
-        """Forget what came after the iteration that the run goes on from; all, where it chooses no more."""
+        """Forget what came after the iteration that the run goes on from; where nothing is to be evaluated any more,
+        also which checkpoint was the best."""
         if self._protocol is None and not (self._run_dir / SELECTION).exists():
             return
         with MetricsWriter(self._run_dir, file=SELECTION) as record:

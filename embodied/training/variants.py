@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,16 +48,21 @@ def _choices(entry: str) -> tuple[str, list[Any]]:
         raise UserError(f"--sweep: {values!r} are no values with commas between: {error}") from error
 
 
-def _changed(config: Config, source: str, chosen: dict[str, Any], seed: int) -> Config:
+def with_settings(config: Config, settings: Mapping[str, Any], source: str) -> Config:
+    """The configuration with other values of the keys `optim.policy_lr` and the like. Raises `UserError`, which names
+    `source`."""
     data = config.model_dump(mode="json")
-    for key, value in chosen.items():
+    for key, value in settings.items():
         *sections, last = key.split(".")
         place = data
         for section in sections:
             place = place[section]
         place[last] = value
+    return parse_config(data, source)
+
+
+def _changed(config: Config, source: str, chosen: dict[str, Any], seed: int) -> Config:
     parts = [config.name or Path(source).stem]
     # A name is a folder's: no slash, no space.
     parts += [re.sub(r"[^\w.+-]+", "_", f"{key.rpartition('.')[2]}{value}") for key, value in chosen.items()]
-    data |= {"seed": seed, "name": "-".join((*parts, f"seed{seed}"))}
-    return parse_config(data, "--sweep")
+    return with_settings(config, {**chosen, "seed": seed, "name": "-".join((*parts, f"seed{seed}"))}, "--sweep")

@@ -128,6 +128,7 @@ class Learner(WeightsSource):
         check_credit(config)
         check_ranks(config, config.optim.ranks)
         check_algorithm(config)
+        UpdateControls(config)  # a critic that would be misunderstood
 
     @classmethod
     def make(cls, context: WorkerContext) -> Learner:
