@@ -1,30 +1,32 @@
-"""The small OpenVLA's beginning: a vision-language model of the built-in table, which knows nothing of actions.
+"""A small OpenVLA's beginning: a vision-language model of one scene, which knows nothing of actions.
 
 python benchmarks/learning/base_checkpoint.py --out assets/openvla_small
+python benchmarks/learning/base_checkpoint.py --world cubes --out assets/openvla_small_cubes
 
 A vision-language-action model is made of a vision-language model that has seen pictures and can say where things are.
-This one learns that from pictures of `tabletop/reach_red` at random places of gripper and balls:
+This one learns that from pictures of a task (`benchmarks/learning/worlds.py`) at random places of gripper and objects:
 
 1. towers and projector: from the mean of the projected patches, by one linear layer, which is thrown away, the places;
-2. all weights: asked to point at a ball or the gripper, or from the gripper to a ball, it says where in three tokens.
+2. all weights: asked to point at an object or the gripper, or from the gripper to an object, it says where in three
+   tokens.
 
 What is to be done about what is seen is left to demonstrations and reinforcement.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-import numpy as np
 import torch
 import tyro
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-import sim_farm
 from embodied.reporting.live import steps
 from policies import Inputs, PolicySpec
 from policies.openvla import sizes
@@ -33,20 +35,13 @@ from policies.openvla.files import SINGLE, read_json, write_json
 from policies.openvla.model import build_empty
 from policies.openvla.policy import OpenVLA
 from policies.openvla.statistics import DEMONSTRATIONS
-from sim_farm import EpisodeSpec
 
-TASK, CAMERA = "tabletop/reach_red", "front"
-POSE_NUMBERS = 5
-"""The scene is qpos, of which the first three numbers are the gripper's place, and then each ball's place."""
-WORKSPACE = ((-0.22, -0.27, 0.014), (0.22, 0.27, 0.25))
-NEAR_M = 0.05
-"""Every second gripper is about so far from a ball: there it matters most where they are."""
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.learning.worlds import WORLDS, World  # noqa: E402
+
 FAR_M = 0.1
 """A way from the gripper that is longer is said as if it were so long, along each axis."""
-QUESTIONS = (
-    "point at the gripper", "point at the red ball", "point at the blue ball",
-    "point from the gripper to the red ball", "point from the gripper to the blue ball",
-)  # fmt: skip
 SEEING_LR, SPEAKING_LR, LAST_SHARE, WARM_UP = 3e-3, 1.5e-3, 0.05, 100
 
 
@@ -56,29 +51,13 @@ class Arguments:
 
     out: Path = tyro.MISSING
     """Folder of the checkpoint."""
+    world: Literal["table", "cubes"] = "table"
     pictures: int = 20_000
     seeing_steps: int = 2_500
     seeing_batch: int = 128
     speaking_steps: int = 4_000
     speaking_batch: int = 64
     seed: int = 0
-
-
-def draw_pictures(count: int, size: int, seed: int) -> tuple[Tensor, Tensor]:
-    """uint8 [N, S, S, 3] pictures, and float32 [N, 3, 3]: the places of gripper, red ball and blue ball, in metres."""
-    physics, renderer = sim_farm.make(TASK, cameras=1, size=size)
-    random = np.random.default_rng(seed)
-    frames, places = [], []
-    for episode in range(count):
-        scene = physics.reset(EpisodeSpec(seed * count + episode)).scene.view(np.float64).copy()
-        balls = scene[POSE_NUMBERS:].reshape(2, 3)
-        near = balls[random.integers(2)] + random.normal(0, NEAR_M, 3)
-        scene[:3] = np.clip(near, *WORKSPACE) if random.random() < 0.5 else random.uniform(*WORKSPACE)
-        (frame,) = renderer.render([scene.view(np.uint8)], (CAMERA,)).values()
-        frames.append(frame[0])
-        places.append(np.stack((scene[:3], *balls)))
-    renderer.close()
-    return torch.from_numpy(np.array(frames)), torch.from_numpy(np.array(places, np.float32))
 
 
 def learn(title: str, parameters: list[nn.Parameter], lr: float, count: int, loss_of: Callable[[], Tensor]) -> None:
@@ -99,7 +78,7 @@ def learn(title: str, parameters: list[nn.Parameter], lr: float, count: int, los
 
 
 def learn_to_see(policy: OpenVLA, frames: Tensor, places: Tensor, args: Arguments) -> None:
-    """Train towers and projector on what is seen where. Balls lie on the table: their height is not asked for."""
+    """Train towers and projector on what is seen where. Objects lie on the table: their height is not asked for."""
     model, held = policy.model, len(frames) // 20
     wanted = torch.cat([places[:, 0], places[:, 1:, :2].flatten(1)], 1)
     centre, scale = wanted.mean(0), wanted.std(0)
@@ -120,9 +99,9 @@ def learn_to_see(policy: OpenVLA, frames: Tensor, places: Tensor, args: Argument
     print(f"mean error of a coordinate on pictures that were not learned from: {1000 * float(error):.1f} mm")
 
 
-def learn_to_speak(policy: OpenVLA, frames: Tensor, places: Tensor, args: Arguments) -> None:
-    """Train all weights to answer `QUESTIONS`, each answer three numbers in -1..1."""
-    low, high = torch.tensor(WORKSPACE, dtype=torch.float32)
+def learn_to_speak(policy: OpenVLA, world: World, frames: Tensor, places: Tensor, args: Arguments) -> None:
+    """Train all weights to answer the world's questions, each answer three numbers in -1..1."""
+    low, high = torch.tensor((world.low, world.high), dtype=torch.float32)
     at = 2 * (places - low) / (high - low) - 1
     way = ((places[:, 1:] - places[:, :1]) / FAR_M).clamp(-1, 1)
     answers = torch.cat([at, way], 1)
@@ -130,8 +109,10 @@ def learn_to_speak(policy: OpenVLA, frames: Tensor, places: Tensor, args: Argume
     held, generator = len(frames) // 20, torch.Generator().manual_seed(args.seed + 1)
 
     def asked(index: Tensor) -> tuple[Inputs, Tensor]:
-        which = torch.randint(len(QUESTIONS), (len(index),), generator=generator)
-        inputs = Inputs(frames={CAMERA: frames[index]}, instruction=tuple(QUESTIONS[i] for i in which.tolist()))
+        which = torch.randint(len(world.questions), (len(index),), generator=generator)
+        inputs = Inputs(
+            frames={world.camera: frames[index]}, instruction=tuple(world.questions[i] for i in which.tolist())
+        )
         return inputs, answers[index, which][:, None]
 
     def loss() -> Tensor:
@@ -147,12 +128,14 @@ def learn_to_speak(policy: OpenVLA, frames: Tensor, places: Tensor, args: Argume
 
 def main(args: Arguments) -> None:
     torch.manual_seed(args.seed)
-    folder = sizes.write_random(args.out, "openvla-small", args.seed)
-    spec = PolicySpec(3, cameras=(CAMERA,), image_size=sizes.SIZES["small"]["image_size"])
+    world = WORLDS[args.world]
+    folder = sizes.write_random(args.out, world.size, args.seed)
+    size = sizes.SIZES[sizes.find(world.size)[1]]["image_size"]
+    spec = PolicySpec(3, cameras=(world.camera,), image_size=size)
     policy = OpenVLA(spec, checkpoint=str(folder), unnorm_key=DEMONSTRATIONS)
-    frames, places = draw_pictures(args.pictures, spec.image_size, args.seed)
+    frames, places = world.draw(world.task, args.pictures, size, args.seed)
     learn_to_see(policy, frames, places, args)
-    learn_to_speak(policy, frames, places, args)
+    learn_to_speak(policy, world, frames, places, args)
     save(policy, folder, args.seed)
 
 

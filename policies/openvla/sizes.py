@@ -6,8 +6,9 @@ the weights are drawn, so that 15 GB are neither written nor read.
 Names: openvla-7b is the published network (7,541,237,184 parameters; arXiv 2406.09246). openvla-100m is the same in
 small: towers of 256 patches with a tenth of the parameters as published, projector, and a Llama with Llama's own
 vocabulary, which does not shrink with the network and takes half of it. openvla-100m-deep keeps the published share of
-the vocabulary, 4%, by a smaller one, and spends the rest on layers. openvla-small is the smallest that has learned a
-task (docs/learning.md), openvla-tiny is for tests, openvla-oft-... the same network as OpenVLA-OFT uses it.
+the vocabulary, 4%, by a smaller one, and spends the rest on layers. openvla-small and openvla-small-128 are the
+smallest that have learned a task (docs/learning.md), openvla-tiny is for tests, openvla-oft-... the same network as
+OpenVLA-OFT uses it.
 """
 
 from __future__ import annotations
@@ -43,7 +44,12 @@ ACTION_DIM = 7
 CHUNK = 8
 """Actions of OpenVLA-OFT's chunk on LIBERO."""
 
-SMALL_TOWERS = ({"embed_dim": 192, "depth": 10, "num_heads": 3}, {"embed_dim": 216, "depth": 11, "num_heads": 3})
+TENTH_TOWERS = ({"embed_dim": 192, "depth": 10, "num_heads": 3}, {"embed_dim": 216, "depth": 11, "num_heads": 3})
+SMALL_LLAMA = {
+    "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "vocab_size": 576,
+}  # fmt: skip
+SMALL_TOWER = {"embed_dim": 64, "depth": 3, "num_heads": 2}
 SIZES: Mapping[str, Mapping[str, Any]] = {
     "7b": {"image_size": 224, "llama": {"vocab_size": 32064}},
     "100m": {
@@ -52,7 +58,7 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
             "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 5, "num_attention_heads": 12,
             "num_key_value_heads": 12, "vocab_size": 32064,
         },
-        "towers": SMALL_TOWERS,
+        "towers": TENTH_TOWERS,
     },
     "100m-deep": {
         "image_size": 224,
@@ -60,16 +66,14 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
             "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12,
             "num_key_value_heads": 12, "vocab_size": 2112,
         },
-        "towers": SMALL_TOWERS,
+        "towers": TENTH_TOWERS,
     },
-    "small": {
-        "image_size": 56,
+    "small": {"image_size": 56, "bins": 32, "llama": SMALL_LLAMA, "towers": (SMALL_TOWER, SMALL_TOWER)},
+    "small-128": {
+        "image_size": 128,
         "bins": 32,
-        "llama": {
-            "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4,
-            "num_key_value_heads": 4, "vocab_size": 576,
-        },
-        "towers": ({"embed_dim": 64, "depth": 3, "num_heads": 2}, {"embed_dim": 64, "depth": 3, "num_heads": 2}),
+        "llama": SMALL_LLAMA,
+        "towers": ({**SMALL_TOWER, "patch_size": 16}, {**SMALL_TOWER, "patch_size": 16}),
     },
     "tiny": {
         "image_size": 28,
@@ -142,10 +146,11 @@ def _config(size: Mapping[str, Any], seed: int) -> dict[str, Any]:
 
 
 def towers(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """timm's arguments of DINOv2 and SigLIP at sizes that are in no registry: embed_dim, depth, num_heads."""
+    """timm's arguments of DINOv2 and SigLIP at sizes that are in no registry: embed_dim, depth, num_heads, and
+    patch_size where it is not 14 as published."""
     dino = {"reg_tokens": 4, "class_token": True, "no_embed_class": True, "init_values": 1e-5}
     siglip = {"class_token": False, "global_pool": "map", "mlp_ratio": 3.7362}
-    return [{**first, "patch_size": 14, **dino}, {**second, "patch_size": 14, **siglip}]
+    return [{"patch_size": 14, **first, **dino}, {"patch_size": 14, **second, **siglip}]
 
 
 def preprocessor(size: int) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from mani_skill.sensors.camera import parse_camera_configs
 from mani_skill.utils.common import flatten_state_dict
 from mani_skill.utils.registration import REGISTERED_ENVS
 
+from sim_farm.backends import maniskill_two_cubes as _registers_its_tasks  # noqa: F401
 from sim_farm.backends.maniskill_devices import drawn_by, make_on_device
 from sim_farm.backends.maniskill_instructions import INSTRUCTIONS
 from sim_farm.backends.maniskill_speed import frozen_poses, speed_up

@@ -15,6 +15,8 @@ INSTRUCTIONS = {
     "PullCube-v1": "pull the cube to the goal",
     "PullCubeTool-v1": "pull the cube closer with the tool",
     "PushCube-v1": "push the cube to the goal",
+    "PushGreenCube-v1": "push the green cube to the goal",
+    "PushRedCube-v1": "push the red cube to the goal",
     "PushT-v1": "push the T onto its outline",
     "RollBall-v1": "roll the ball to the goal",
     "StackCube-v1": "stack the red cube on the green cube",

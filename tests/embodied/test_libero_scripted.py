@@ -15,7 +15,7 @@ from embodied.config import Config, load_config, parse_config
 from embodied.evaluation.folder import EvalFolder, read_folder
 from policies.contract import PolicyError
 from policies.replay import save_recording
-from policies.scripted import find_script
+from policies.waypoints.hand import find_script
 from policies.waypoints.libero import SCRIPTS
 from sim_farm.backends.libero.environment import parts
 from sim_farm.backends.libero.physics import LiberoPhysics

@@ -165,7 +165,7 @@ def test_a_task_without_script_is_explained(inputs, message):
     ("spec", "message"),
     [
         (replace(LIBERO, state_dim=0), "add 'state' to policy.reads"),
-        (replace(LIBERO, action_dim=4), "got 4 and 1: set env.task"),
+        (replace(LIBERO, action_dim=5), "got 5 and 1: set env.task"),
         (replace(LIBERO, chunk=8), "got 7 and 8: .* policy.chunk to 1"),
     ],
 )

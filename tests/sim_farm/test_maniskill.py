@@ -108,8 +108,11 @@ def test_law_in_other_control_modes(law: Law, mode: str) -> None:
 
 # --- stock ManiSkill, in a process that knows nothing of this project
 
+TWO_CUBES = ROOT / "sim_farm/backends/maniskill_two_cubes.py"
+"""Our own tasks, as a plain extension of ManiSkill."""
 STOCK = """
 import json
+import runpy
 import sys
 
 import gymnasium as gym
@@ -118,6 +121,7 @@ import numpy as np
 import torch
 
 torch.set_num_threads(1)
+runpy.run_path(sys.argv[1])
 kept = []  # the last environment, closed: while it exists SAPIEN does not compile its shaders again
 
 
@@ -171,7 +175,7 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stock]:
     """Runs episodes `(gym.make's options, seeds, actions [episodes, steps, A])` in stock ManiSkill."""
     folder = tmp_path_factory.mktemp("stock")
     actions_file, results_file = folder / "actions.npy", folder / "results.npz"
-    command = [sys.executable, "-c", STOCK]
+    command = [sys.executable, "-c", STOCK, str(TWO_CUBES)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=folder) as process:
         questions, answers = process.stdin, process.stdout
         assert questions is not None and answers is not None

@@ -1,0 +1,112 @@
+"""What the small base checkpoints have seen: pictures of a task's scenes, and where gripper and objects are in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import sim_farm
+from embodied.reporting.live import steps
+from policies.waypoints import two_cubes
+from sim_farm import EpisodeSpec, TaskSpec
+
+Draw = Callable[[str, int, int, int], tuple[Tensor, Tensor]]
+"""`(task, number of pictures N, their size S, seed)`: uint8 [N, S, S, 3], and float32 [N, 3, 3]: the places of gripper,
+first and second object, in metres."""
+
+
+@dataclass(frozen=True)
+class World:
+    """A scene with a gripper and two objects, which can be told apart by their names alone."""
+
+    task: str
+    camera: str
+    size: str
+    """The network's, in `policies.openvla.sizes`."""
+    objects: tuple[str, str]
+    low: tuple[float, float, float]
+    high: tuple[float, float, float]
+    """Metres: what is in sight lies between."""
+    draw: Draw
+
+    @property
+    def questions(self) -> tuple[str, ...]:
+        """First where the three are, then the way from the gripper to each object."""
+        ways = (f"point from the gripper to the {name}" for name in self.objects)
+        return ("point at the gripper", *(f"point at the {name}" for name in self.objects), *ways)
+
+
+POSE_NUMBERS = 5
+"""The table's scene is qpos, of which the first three numbers are the gripper's place, and then each ball's place."""
+TABLE_LOW, TABLE_HIGH = (-0.22, -0.27, 0.014), (0.22, 0.27, 0.25)
+NEAR_M = 0.05
+"""Every second gripper is about so far from a ball: there it matters most where they are."""
+
+
+def _draw_table(task: str, pictures: int, size: int, seed: int) -> tuple[Tensor, Tensor]:
+    """The gripper is put anywhere: the scene is written, not simulated."""
+    physics, renderer = sim_farm.make(task, cameras=1, size=size)
+    random = np.random.default_rng(seed)
+    frames, places = [], []
+    for episode in range(pictures):
+        scene = physics.reset(EpisodeSpec(seed * pictures + episode)).scene.view(np.float64).copy()
+        balls = scene[POSE_NUMBERS:].reshape(2, 3)
+        near = balls[random.integers(2)] + random.normal(0, NEAR_M, 3)
+        anywhere = random.uniform(TABLE_LOW, TABLE_HIGH)
+        scene[:3] = np.clip(near, TABLE_LOW, TABLE_HIGH) if random.random() < 0.5 else anywhere
+        (frame,) = renderer.render([scene.view(np.uint8)], (TABLE.camera,)).values()
+        frames.append(frame[0])
+        places.append(np.stack((scene[:3], *balls)))
+    renderer.close()
+    return torch.from_numpy(np.array(frames)), torch.from_numpy(np.array(places, np.float32))
+
+
+OTHER = slice(35, 38)
+"""The place of the cube that is not wanted, in the state of the two cubes."""
+STEPS_BETWEEN = 2
+WANDER = 0.8
+"""Standard deviation of what is added to the script's actions."""
+
+
+def _draw_cubes(task: str, pictures: int, size: int, seed: int) -> tuple[Tensor, Tensor]:
+    """The gripper follows the script unsteadily, towards one cube in some episodes and the other in the others."""
+    spec = TaskSpec(task, control_mode="pd_ee_delta_pos", cameras=1, image_size=size)
+    physics, renderer = sim_farm.make_physics(spec), sim_farm.make_renderer(spec)
+    random = np.random.default_rng(seed)
+    frames: list[np.ndarray] = []
+    places: list[np.ndarray] = []
+    with steps("Drawing pictures", pictures) as bar:
+        for episode in count(seed * pictures):
+            result = physics.reset(EpisodeSpec(episode))
+            swapped = random.random() < 0.5
+            while not result.ended and len(frames) < pictures:
+                (frame,) = renderer.render([result.scene], (CUBES.camera,)).values()
+                frames.append(frame[0].copy())
+                state = result.state.astype(np.float64)
+                places.append(np.stack((state[two_cubes.GRIPPER], state[two_cubes.CUBE], state[OTHER])))
+                bar.advance(1, "")
+                if swapped:
+                    state[two_cubes.CUBE] = state[OTHER]
+                action = two_cubes.act(state, two_cubes.INSTRUCTIONS[0])
+                action = np.clip(action + random.normal(0, WANDER, len(action)), -1, 1)
+                result = physics.step(np.tile(action, (STEPS_BETWEEN, 1)).astype(np.float32))
+            if len(frames) == pictures:
+                break
+    physics.close()
+    renderer.close()
+    return torch.from_numpy(np.array(frames)), torch.from_numpy(np.array(places, np.float32))
+
+
+TABLE = World(
+    "tabletop/reach_red", "front", "openvla-small", ("red ball", "blue ball"), TABLE_LOW, TABLE_HIGH, _draw_table
+)
+CUBES = World(
+    "maniskill/PushRedCube-v1", "base_camera", "openvla-small-128", ("red cube", "green cube"),
+    (-0.20, -0.18, 0.0), (0.25, 0.18, 0.25), _draw_cubes,
+)  # fmt: skip
+WORLDS = {"table": TABLE, "cubes": CUBES}

@@ -1,0 +1,77 @@
+"""`PushRedCube-v1` and `PushGreenCube-v1`: the same scene, told apart by the instruction alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+import pytest
+
+from policies.waypoints import two_cubes
+from sim_farm import EpisodeSpec, PhysicsResult, TaskSpec, make_physics, make_renderer
+
+NAMES = ("PushRedCube-v1", "PushGreenCube-v1")
+OTHER = slice(35, 38)
+SEEDS = range(6)
+
+
+def spec_of(name: str) -> TaskSpec:
+    return TaskSpec(f"maniskill/{name}", control_mode="pd_ee_delta_pos", cameras=1, image_size=128)
+
+
+@pytest.fixture(scope="module")
+def red() -> Iterator[Any]:
+    with closing(make_physics(spec_of(NAMES[0]))) as physics:
+        yield physics
+
+
+@pytest.fixture(scope="module")
+def green() -> Iterator[Any]:
+    with closing(make_physics(spec_of(NAMES[1]))) as physics:
+        yield physics
+
+
+def pushed(physics: Any, seed: int, cube: slice) -> PhysicsResult:
+    """The end of an episode in which the script pushes the cube that is listed at `cube`."""
+    result = physics.reset(EpisodeSpec(seed))
+    while not result.ended:
+        state = result.state.astype(np.float64)
+        state[two_cubes.CUBE] = state[cube]
+        action = two_cubes.act(state, two_cubes.INSTRUCTIONS[0])
+        result = physics.step(action.astype(np.float32)[None])
+    return result
+
+
+def test_a_seed_gives_both_tasks_one_scene_and_each_its_own_words(red: Any, green: Any) -> None:
+    for seed in SEEDS:
+        one, two = red.reset(EpisodeSpec(seed)), green.reset(EpisodeSpec(seed))
+        assert np.array_equal(one.scene, two.scene)
+        assert np.array_equal(one.state[two_cubes.CUBE], two.state[OTHER])
+        assert np.array_equal(one.state[OTHER], two.state[two_cubes.CUBE])
+        assert (one.instruction, two.instruction) == two_cubes.INSTRUCTIONS
+
+
+def test_both_tasks_draw_the_same_pictures(red: Any) -> None:
+    scenes = [red.reset(EpisodeSpec(seed)).scene for seed in SEEDS]
+    with closing(make_renderer(spec_of(NAMES[0]))) as one, closing(make_renderer(spec_of(NAMES[1]))) as two:
+        ours, theirs = (renderer.render(scenes, ("base_camera",))["base_camera"] for renderer in (one, two))
+    assert np.array_equal(ours, theirs)
+    for frame in ours.astype(int):
+        r, g, b = frame[..., 0], frame[..., 1], frame[..., 2]
+        assert ((r > 120) & (g < 60) & (b < 70)).sum() > 30, "the red cube is not to be seen"
+        assert ((g > 90) & (r < 80) & (b < 90)).sum() > 30, "the green cube is not to be seen"
+
+
+def test_either_colour_is_on_either_side(red: Any) -> None:
+    sides = {bool(red.reset(EpisodeSpec(seed)).state[two_cubes.CUBE][1] > 0) for seed in SEEDS}
+    assert sides == {True, False}
+
+
+def test_the_named_cube_at_its_goal_is_success_and_the_other_at_its_own_is_failure(red: Any, green: Any) -> None:
+    for physics in (red, green):
+        for seed in SEEDS:
+            done, wrong = pushed(physics, seed, two_cubes.CUBE), pushed(physics, seed, OTHER)
+            assert done.success[-1] and done.terminated[-1] and done.reward[-1] == 1.0
+            assert wrong.terminated[-1] and not wrong.success[-1] and wrong.reward[-1] < 0.5
