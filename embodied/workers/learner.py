@@ -232,7 +232,9 @@ class Learner(WeightsSource):
         with self._affinity.applied(), self._counted():
             self._lag = max(self._lag, iteration - batch.version)
             batch, broken = without_broken_episodes(batch, sum(part.mask.shape[1] for part in self._batches))
-            batch = self._controls.in_rewards(batch, late=iteration > batch.version)
+            late = iteration > batch.version
+            now = self._work.values(batch) if late and self._recipe.critic else None
+            batch = self._controls.in_rewards(batch, late, now)
             self._broken += broken
             if self._joins:
                 self._batches.append(batch)

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from embodied import progress
 from embodied.algorithms.estimators import Rows
 from embodied.config import Config, LossConfig
+from embodied.data.trajectories import Trajectories
 from embodied.workers.devices import CPU, device_of
 from embodied.workers.microbatch import LossSums, MicroBatchLoss, add_gradient, read
 from embodied.workers.sharding import WholePolicy
@@ -55,6 +56,23 @@ class SharedWork:
             parts = (rows.take(piece).to(self._device) for piece in self._pieces(len(rows)))
             share = [self._policy.evaluate(part.inputs, part.trace).log_prob.to(CPU) for part in parts]
         return self._ranks.gather_rows(torch.cat(share), len(rows))
+
+    def values(self, batch: Trajectories) -> Tensor:
+        """[T, B] or [T, B, C]: what the present critic says of the decisions that were taken; zero elsewhere. In the
+        host's memory."""
+        taken = batch.mask.flatten().nonzero()[:, 0]
+        found = torch.zeros_like(batch.value)
+        if len(taken):
+            decisions = batch.decisions.select(taken)
+            with torch.no_grad():
+                parts = (decisions.select(piece) for piece in self._pieces(len(taken)))
+                # `evaluate`, not `value`: shards of a policy meet for no other call.
+                share = [
+                    self._policy.evaluate(part.inputs(self._device), part.trace(self._device)).value.to(CPU)
+                    for part in parts
+                ]
+            found.flatten(0, 1)[taken] = self._ranks.gather_rows(torch.cat(share), len(taken))
+        return found
 
     def _pieces(self, rows: int) -> Sequence[Tensor]:
         """This rank's share of all rows in their order, in micro-batches; a share that is shorter than others repeats

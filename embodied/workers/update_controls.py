@@ -68,21 +68,24 @@ class UpdateControls:
     def _risen(self, iteration: int) -> float:
         return max(0.0, min(1.0, (iteration + 1) / (self._config.optim.lr_warmup + 1)))
 
-    def in_rewards(self, batch: Trajectories, late: bool) -> Trajectories:
+    def in_rewards(self, batch: Trajectories, late: bool, now: Tensor | None = None) -> Trajectories:
         """The trajectories with values in the unit of rewards, where the critic speaks in deviations of returns;
-        `late`: it spoke an update ago."""
+        `late`: it spoke an update ago.
+
+        `now` [T, B] or [T, B, C]: what the present critic says of the decisions, in place of what was said then.
+        Observations that no decision followed keep the value of then.
+        """
+        present = self._state.scale
+        said = self._earlier if late else present
+        self._spoken = said if now is None else present
+        values = batch.value if now is None else now
         if not self._config.advantage.normalise_returns:
-            return batch
-        self._spoken = mean, deviation = self._earlier if late else self._state.scale
-
-        def unscaled(value: Tensor) -> Tensor:
-            return value * deviation + mean
-
+            return replace(batch, value=values)
         return replace(
             batch,
-            value=unscaled(batch.value),
-            final_value=unscaled(batch.final_value),
-            last_value=unscaled(batch.last_value),
+            value=_unscaled(values, self._spoken),
+            final_value=_unscaled(batch.final_value, said),
+            last_value=_unscaled(batch.last_value, said),
         )
 
     def in_deviations(self, rows: Rows) -> Rows:
@@ -113,3 +116,8 @@ class UpdateControls:
         if config.advantage.normalise_returns:
             found["learner/return_mean"], found["learner/return_deviation"] = used.scale
         return found
+
+
+def _unscaled(value: Tensor, scale: tuple[float, float]) -> Tensor:
+    mean, deviation = scale
+    return value * deviation + mean

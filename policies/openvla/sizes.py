@@ -73,7 +73,7 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
         "image_size": 128,
         "bins": 32,
         "llama": SMALL_LLAMA,
-        "towers": ({**SMALL_TOWER, "patch_size": 16}, {**SMALL_TOWER, "patch_size": 16}),
+        "towers": ({**SMALL_TOWER, "patch_size": 32}, {**SMALL_TOWER, "patch_size": 32}),
     },
     "tiny": {
         "image_size": 28,

@@ -460,6 +460,35 @@ def test_a_rollout_of_an_older_policy_is_learned_from_by_the_decoupled_objective
             torch.testing.assert_close(found, parameter.grad, rtol=1e-3, atol=1e-6, msg=name)
 
 
+@pytest.mark.parametrize("normalised", [False, True])
+def test_a_rollout_of_an_older_policy_is_judged_by_the_present_critic(
+    normalised: bool, here: Session, tmp_path: Path
+) -> None:
+    """Of the decisions; final observations keep the value that the older critic gave them."""
+    config, batch = gathered(STATES, here, tmp_path)
+    settings = config.advantage.model_copy(update={"normalise_returns": normalised})
+    config = config.model_copy(update={"advantage": settings})
+
+    def learner() -> Learner:
+        found = moved_learner(config, tmp_path, 0.0)
+        with torch.no_grad():
+            for parameter in found.policy.value_head.parameters():
+                parameter.mul_(1.3)
+        return found
+
+    def gradient(trajectories: Trajectories) -> Tensor:
+        """Of the critic, in an update of the iteration 1."""
+        teacher = learner()
+        teacher.update(trajectories, 1)
+        head = teacher.policy.value_head
+        return torch.cat([p.grad.flatten() for p in head.parameters() if p.grad is not None])
+
+    now = learner().policy.value(batch.inputs).reshape(batch.value.shape)
+    judged = gradient(replace(batch, version=0))
+    torch.testing.assert_close(judged, gradient(replace(batch, version=1, value=now)), rtol=1e-4, atol=1e-6)
+    assert not torch.allclose(judged, gradient(replace(batch, version=1)), rtol=1e-2)
+
+
 @pytest.mark.parametrize("settings", [STATES, GROUPS], ids=["decisions", "episodes"])
 def test_where_nothing_lies_between_them_it_is_the_plain_objective(
     settings: dict[str, Any], here: Session, tmp_path: Path
