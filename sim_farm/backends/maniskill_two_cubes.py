@@ -22,6 +22,10 @@ MAX_EPISODE_STEPS = 40
 COLOURS = {"red": (0.75, 0.06, 0.05, 1.0), "green": (0.05, 0.55, 0.12, 1.0)}
 PUSH_M = 0.10
 """How far a cube is from its goal's edge, along x."""
+FINGER_M = 0.015
+"""From a finger's middle to its front."""
+REACH_M = 0.4
+"""At this distance, and beyond, progress is zero."""
 FACE_UP = (0.5**0.5, 0.0, 0.5**0.5, 0.0)
 """The goal's disc, turned by a right angle about y."""
 GOAL_HEIGHT_M = 1e-3
@@ -31,8 +35,9 @@ GOAL_HEIGHT_M = 1e-3
 class TwoCubesEnv(PushCubeEnv):
     """PushCube with a red and a green cube, each with a goal in front of it.
 
-    Success is PushCube's, of the cube that `wanted` names, and so is the reward. When the other cube reaches its goal
-    the episode has failed. The state lists the wanted cube's goal and pose, and then the other cube's pose.
+    Success is PushCube's, of the cube that `wanted` names. When the other cube reaches its goal the episode has failed.
+    The dense reward of an env step is how far it has brought the task, and 1 for success: an episode's return is the
+    same however long it takes. The state lists the wanted cube's goal and pose, and then the other cube's pose.
     """
 
     wanted = "red"
@@ -83,6 +88,7 @@ class TwoCubesEnv(PushCubeEnv):
                 goal = place + torch.tensor([PUSH_M + self.goal_radius, 0.0, 0.0])
                 goal[:, 2] = GOAL_HEIGHT_M
                 self.goals[name].set_pose(Pose.create_from_pq(p=goal, q=FACE_UP))
+            self._reached = self._progress()
 
     def evaluate(self) -> dict[str, torch.Tensor]:
         return {"success": self._at_goal(self.wanted), "fail": self._at_goal(self.other)}
@@ -91,6 +97,21 @@ class TwoCubesEnv(PushCubeEnv):
         cube, goal = self.cubes[name].pose.p, self.goals[name].pose.p
         near = torch.linalg.norm(cube[:, :2] - goal[:, :2], dim=1) < self.goal_radius
         return near & (cube[:, 2] < self.cube_half_size + 5e-3)
+
+    def compute_dense_reward(self, obs: Any, action: Any, info: dict[str, torch.Tensor]) -> torch.Tensor:
+        before, self._reached = self._reached, self._progress()
+        return self._reached - before + info["success"]
+
+    def compute_normalized_dense_reward(self, obs: Any, action: Any, info: dict[str, torch.Tensor]) -> torch.Tensor:
+        return self.compute_dense_reward(obs, action, info)
+
+    def _progress(self) -> torch.Tensor:
+        """[N] in 0..1: of the gripper towards the place behind the wanted cube, and of the cube towards its goal."""
+        cube = self.obj.pose.p
+        behind = cube - torch.tensor([self.cube_half_size + FINGER_M, 0.0, 0.0], device=self.device)
+        to_cube = torch.linalg.norm(behind - self.agent.tcp.pose.p, dim=1)
+        to_goal = torch.linalg.norm((cube - self.goal_region.pose.p)[:, :2], dim=1)
+        return 0.3 * (1 - to_cube / REACH_M).clamp(min=0) + 0.7 * (1 - to_goal / REACH_M).clamp(min=0)
 
     def _get_obs_extra(self, info: dict[str, Any]) -> dict[str, torch.Tensor]:
         obs = super()._get_obs_extra(info)

@@ -73,5 +73,20 @@ def test_the_named_cube_at_its_goal_is_success_and_the_other_at_its_own_is_failu
     for physics in (red, green):
         for seed in SEEDS:
             done, wrong = pushed(physics, seed, two_cubes.CUBE), pushed(physics, seed, OTHER)
-            assert done.success[-1] and done.terminated[-1] and done.reward[-1] == 1.0
-            assert wrong.terminated[-1] and not wrong.success[-1] and wrong.reward[-1] < 0.5
+            assert done.success[-1] and done.terminated[-1] and done.reward[-1] > 1.0
+            assert wrong.terminated[-1] and not wrong.success[-1] and abs(wrong.reward[-1]) < 0.2
+
+
+def test_a_return_says_how_far_the_task_has_come_whatever_the_length(red: Any) -> None:
+    """To push at once, and to push after a rest, are worth the same."""
+    returns = []
+    for rest in (0, 10):
+        result = red.reset(EpisodeSpec(3))
+        told, step = 0.0, 0
+        while not result.ended:
+            action = two_cubes.act(result.state.astype(np.float64), two_cubes.INSTRUCTIONS[0] if step >= rest else "")
+            result = red.step(action.astype(np.float32)[None])
+            told, step = told + float(result.reward.sum()), step + 1
+        assert result.success[-1]
+        returns.append(told)
+    assert returns[0] == pytest.approx(returns[1], abs=0.02) and 1.2 < returns[0] < 2.0
