@@ -160,6 +160,9 @@ class TokenPolicy(Policy):
             lora.attach_saved(self.model, saved)
         elif lora_rank:
             lora.attach(self.model, lora_rank, float(lora_alpha) or lora_rank, lora_parts)
+        # What `precompute` covers stays the same while gradients are switched off for a pass.
+        self._trains_towers = _is_trained(self.model.vision_backbone)
+        self._trains_projector = _is_trained(self.model.projector)
         if gradient_checkpointing:
             self.model.language_model.activation_checkpointing_enable({"use_reentrant": False})
         self.value_head = ValueHead(self.model.width, value_widths, spec.chunk if value_per_action else None)
@@ -185,10 +188,10 @@ class TokenPolicy(Policy):
     def precompute(self, inputs: Inputs) -> dict[str, Tensor]:
         """`features` [B, I * patches, ..] in the model's dtype: what the towers see, projected where the projector is
         not trained either. Nothing, where the towers are trained."""
-        if _is_trained(self.model.vision_backbone):
+        if self._trains_towers:
             return {}
         features = self.model.vision_features(self._pixels(inputs))
-        return {FEATURES: features if _is_trained(self.model.projector) else self.model.projector(features)}
+        return {FEATURES: features if self._trains_projector else self.model.projector(features)}
 
     def imitate(self, inputs: Inputs, actions: Tensor, counted: Tensor, noise: Tensor) -> Tensor:
         config = self.model.config
@@ -300,7 +303,7 @@ class TokenPolicy(Policy):
         """[B, I * patches, D]: the cameras' patches, of which `precompute` may have found the features."""
         if features is None:
             return self.model.embed_images(self._pixels(inputs))
-        return self.model.projector(features) if _is_trained(self.model.projector) else features
+        return self.model.projector(features) if self._trains_projector else features
 
     def _checkpointing(self) -> None:
         """Recompute activations in the backward pass, if that is asked for: transformers does so in training mode,

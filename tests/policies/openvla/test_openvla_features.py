@@ -54,6 +54,19 @@ def test_features_stand_for_the_towers(tiny, kind, parts):
     compare(policy, found, rows=5)
 
 
+@pytest.mark.parametrize("parts", TRAINED)
+def test_features_mean_the_same_while_gradients_are_switched_off(tiny, parts):
+    """As in a critic's warm-up, in which the rest of the policy is not trained."""
+    policy = make("openvla", ONE_ACTION, tiny, lora_rank=3, lora_parts=TRAINED[parts][0])
+    inputs = random_inputs(ONE_ACTION, 5, seed=3)
+    action, found = policy.act(inputs, conformance.random_noise(policy, 5, seed=4)), policy.precompute(inputs)
+    for parameter in policy.parameters():
+        parameter.requires_grad_(False)
+    evaluated = policy.evaluate(inputs, {**action.trace, **found})
+    assert error(evaluated.log_prob, action.log_prob) <= 1e-5
+    assert policy.precompute(inputs)["features"].equal(found["features"])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_towers_do_not_run_again(tiny, kind):
     name, spec = KINDS[kind]
