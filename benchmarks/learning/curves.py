@@ -26,7 +26,8 @@ EVALUATION = ("success_rate", "success_low", "success_high", "episodes")
 
 @dataclass(frozen=True)
 class Arguments:
-    """Gather the results and curves of a supervised run and of the runs that went on from it."""
+    """Gather the results and curves of a supervised run and of the runs that went on from it. The interval of the mean
+    is over seeds: of one alone it is 0 to 1."""
 
     runs: tyro.conf.Positional[tuple[Path, ...]]
     """Folders of runs, the supervised one first."""
@@ -58,16 +59,22 @@ def gathered(run: Path) -> dict[str, Any]:
 
 
 def main(args: Arguments) -> dict[str, Any]:
+    unfinished = [str(run) for run in args.runs if not (run / "eval.json").is_file()]
+    if len(args.runs) < 2 or unfinished:
+        raise SystemExit(
+            "give the folder of a supervised run and of at least one that went on from it, evaluated to their end; "
+            f"{', '.join(unfinished) or 'one'} is not enough"
+        )
     first, *others = args.runs
     runs = [gathered(run) for run in others]
     rates = [run["success_rate"] for run in runs]
-    mean, low, high = mean_interval(rates) if len(rates) > 1 else (sum(rates), None, None)
+    mean, low, high = mean_interval(rates) if len(rates) > 1 else (rates[0], 0.0, 1.0)
     result = {
         "note": args.note,
         "supervised": {"run": first.name, **evaluated(first)},
         "success_rate": mean,
-        "success_low": low,
-        "success_high": high,
+        "success_low": max(low, 0.0),
+        "success_high": min(high, 1.0),
         "runs": runs,
     }
     show_and_write(result, args.json)

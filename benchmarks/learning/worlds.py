@@ -57,8 +57,8 @@ def _draw_table(task: str, pictures: int, size: int, seed: int) -> tuple[Tensor,
         scene = physics.reset(EpisodeSpec(seed * pictures + episode)).scene.view(np.float64).copy()
         balls = scene[POSE_NUMBERS:].reshape(2, 3)
         near = balls[random.integers(2)] + random.normal(0, NEAR_M, 3)
-        anywhere = random.uniform(TABLE_LOW, TABLE_HIGH)
-        scene[:3] = np.clip(near, TABLE_LOW, TABLE_HIGH) if random.random() < 0.5 else anywhere
+        beside = random.random() < 0.5
+        scene[:3] = np.clip(near, TABLE_LOW, TABLE_HIGH) if beside else random.uniform(TABLE_LOW, TABLE_HIGH)
         (frame,) = renderer.render([scene.view(np.uint8)], (TABLE.camera,)).values()
         frames.append(frame[0])
         places.append(np.stack((scene[:3], *balls)))
@@ -66,8 +66,6 @@ def _draw_table(task: str, pictures: int, size: int, seed: int) -> tuple[Tensor,
     return torch.from_numpy(np.array(frames)), torch.from_numpy(np.array(places, np.float32))
 
 
-OTHER = slice(35, 38)
-"""The place of the cube that is not wanted, in the state of the two cubes."""
 STEPS_BETWEEN = 2
 WANDER = 0.8
 """Standard deviation of what is added to the script's actions."""
@@ -88,10 +86,10 @@ def _draw_cubes(task: str, pictures: int, size: int, seed: int) -> tuple[Tensor,
                 (frame,) = renderer.render([result.scene], (CUBES.camera,)).values()
                 frames.append(frame[0].copy())
                 state = result.state.astype(np.float64)
-                places.append(np.stack((state[two_cubes.GRIPPER], state[two_cubes.CUBE], state[OTHER])))
+                places.append(np.stack((state[two_cubes.GRIPPER], state[two_cubes.CUBE], state[two_cubes.OTHER])))
                 bar.advance(1, "")
                 if swapped:
-                    state[two_cubes.CUBE] = state[OTHER]
+                    state[two_cubes.CUBE] = state[two_cubes.OTHER]
                 action = two_cubes.act(state, two_cubes.INSTRUCTIONS[0])
                 action = np.clip(action + random.normal(0, WANDER, len(action)), -1, 1)
                 result = physics.step(np.tile(action, (STEPS_BETWEEN, 1)).astype(np.float32))

@@ -232,20 +232,19 @@ class Learner(WeightsSource):
         with self._affinity.applied(), self._counted():
             self._lag = max(self._lag, iteration - batch.version)
             batch, broken = without_broken_episodes(batch, sum(part.mask.shape[1] for part in self._batches))
-            late = iteration > batch.version
-            now = self._work.values(batch) if late and self._recipe.critic else None
-            batch = self._controls.in_rewards(batch, late, now)
             self._broken += broken
             if self._joins:
                 self._batches.append(batch)
             if not self._joins or batch.episode_group is not None:
-                rows, groups = self._estimate(batch)
+                rows, groups = self._estimate(batch, iteration)
         learn_s = time.monotonic() - begin
         self._learn_s += learn_s
         return CollectStatistics(rows, groups, learn_s)
 
-    def _estimate(self, batch: Trajectories) -> tuple[int, int]:
+    def _estimate(self, batch: Trajectories, iteration: int) -> tuple[int, int]:
         """Make rows of a part; learn from them, if this is an update in parts. Rows, and episode groups that teach."""
+        if not self._joins:
+            batch = self._judged(batch, iteration)
         estimate = self._recipe.estimate()(batch, self._run)
         rows = rows_of(batch, estimate)
         if not self._joins:
@@ -259,6 +258,12 @@ class Learner(WeightsSource):
         groups = 0 if batch.episode_group is None else len(batch.episode_group[teaches].unique())
         return len(rows), groups
 
+    def _judged(self, batch: Trajectories, iteration: int) -> Trajectories:
+        """The trajectories with values in the unit of rewards: those that were said, or, where the policy that acted is
+        an update behind, what the present critic says of the decisions."""
+        now = self._work.values(batch) if self._recipe.critic and iteration > batch.version else None
+        return self._controls.in_rewards(batch, now)
+
     def finish(self, iteration: int) -> dict[str, float]:
         """The epochs over what was collected, or the step of what was summed up. Returns metrics by name.
 
@@ -268,7 +273,8 @@ class Learner(WeightsSource):
         begin = time.monotonic()
         with self._affinity.applied(), self._counted():
             if self._joins:
-                whole = join_columns(self._batches)
+                # Not earlier: a rollout that is ahead begins once the last part is collected.
+                whole = self._judged(join_columns(self._batches), iteration)
                 self._parts = [rows_of(whole, self._recipe.estimate()(whole, self._run))]
             in_rewards = join_rows(self._parts)
             rows = self._controls.in_deviations(in_rewards)

@@ -7,7 +7,7 @@ takes them all. Ranks that hold shards of the policy need each other in every pa
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -39,8 +39,9 @@ class SharedWork:
         """`Policy.precompute` of all rows, in the host's memory."""
         whole: dict[str, Tensor] = {}
         done = 0
-        with torch.no_grad():
+        with torch.no_grad(), self._ranks.waiting("look ahead"):
             for piece in self._pieces(len(rows)):
+                progress.report()
                 found = self._policy.precompute(rows.decisions.select(piece).inputs(self._device))
                 for key, part in found.items():
                     if key not in whole:
@@ -52,10 +53,12 @@ class SharedWork:
 
     def log_prob(self, rows: Rows) -> Tensor:
         """[N, C, A] of all rows under the present policy, in the host's memory."""
-        with torch.no_grad():
-            parts = (rows.take(piece).to(self._device) for piece in self._pieces(len(rows)))
-            share = [self._policy.evaluate(part.inputs, part.trace).log_prob.to(CPU) for part in parts]
-        return self._ranks.gather_rows(torch.cat(share), len(rows))
+
+        def evaluated(piece: Tensor) -> Tensor:
+            part = rows.take(piece).to(self._device)
+            return self._policy.evaluate(part.inputs, part.trace).log_prob
+
+        return self._of_all(len(rows), evaluated)
 
     def values(self, batch: Trajectories) -> Tensor:
         """[T, B] or [T, B, C]: what the present critic says of the decisions that were taken; zero elsewhere. In the
@@ -64,15 +67,23 @@ class SharedWork:
         found = torch.zeros_like(batch.value)
         if len(taken):
             decisions = batch.decisions.select(taken)
-            with torch.no_grad():
-                parts = (decisions.select(piece) for piece in self._pieces(len(taken)))
+
+            def judged(piece: Tensor) -> Tensor:
+                part = decisions.select(piece)
                 # `evaluate`, not `value`: shards of a policy meet for no other call.
-                share = [
-                    self._policy.evaluate(part.inputs(self._device), part.trace(self._device)).value.to(CPU)
-                    for part in parts
-                ]
-            found.flatten(0, 1)[taken] = self._ranks.gather_rows(torch.cat(share), len(taken))
+                return self._policy.evaluate(part.inputs(self._device), part.trace(self._device)).value
+
+            found.flatten(0, 1)[taken] = self._of_all(len(taken), judged)
         return found
+
+    def _of_all(self, rows: int, found: Callable[[Tensor], Tensor]) -> Tensor:
+        """[rows, ...] in the host's memory: what `found` says of each piece of this rank's share, of all ranks."""
+        share = []
+        with torch.no_grad(), self._ranks.waiting("evaluate"):
+            for piece in self._pieces(rows):
+                progress.report()
+                share.append(found(piece).to(CPU))
+        return self._ranks.gather_rows(torch.cat(share), rows)
 
     def _pieces(self, rows: int) -> Sequence[Tensor]:
         """This rank's share of all rows in their order, in micro-batches; a share that is shorter than others repeats

@@ -25,8 +25,6 @@ class UpdateControls:
         not."""
         self._config = config
         self._state = Controls.of(config)
-        self._spoken = self._state.scale
-        """In which the values that are learned from were said."""
         self._earlier = self._state.scale
         """Of an update before."""
         begun = config.policy.init
@@ -68,24 +66,20 @@ class UpdateControls:
     def _risen(self, iteration: int) -> float:
         return max(0.0, min(1.0, (iteration + 1) / (self._config.optim.lr_warmup + 1)))
 
-    def in_rewards(self, batch: Trajectories, late: bool, now: Tensor | None = None) -> Trajectories:
-        """The trajectories with values in the unit of rewards, where the critic speaks in deviations of returns;
-        `late`: it spoke an update ago.
+    def in_rewards(self, batch: Trajectories, now: Tensor | None = None) -> Trajectories:
+        """The trajectories with values in the unit of rewards, where the critic speaks in deviations of returns.
 
-        `now` [T, B] or [T, B, C]: what the present critic says of the decisions, in place of what was said then.
+        `now` [T, B] or [T, B, C], where the critic spoke an update ago: what the present one says of the decisions.
         Observations that no decision followed keep the value of then.
         """
-        present = self._state.scale
-        said = self._earlier if late else present
-        self._spoken = said if now is None else present
-        values = batch.value if now is None else now
         if not self._config.advantage.normalise_returns:
-            return replace(batch, value=values)
+            return batch if now is None else replace(batch, value=now)
+        then = self._state.scale if now is None else self._earlier
         return replace(
             batch,
-            value=_unscaled(values, self._spoken),
-            final_value=_unscaled(batch.final_value, said),
-            last_value=_unscaled(batch.last_value, said),
+            value=_unscaled(batch.value if now is None else now, self._state.scale),
+            final_value=_unscaled(batch.final_value, then),
+            last_value=_unscaled(batch.last_value, then),
         )
 
     def in_deviations(self, rows: Rows) -> Rows:
@@ -98,9 +92,9 @@ class UpdateControls:
         returns = rows.returns
         counted = returns[alive_actions(rows.executed, returns.shape[1])] if returns.ndim == 2 else returns
         counted = counted.double()
-        self._earlier = self._state.scale
+        self._earlier = before, width = self._state.scale
         self._state = self._state.seen(float(counted.mean()), float(counted.square().mean()))
-        (before, width), (mean, deviation) = self._spoken, self._state.scale
+        mean, deviation = self._state.scale
         return replace(rows, value=(rows.value - before) / width, returns=(returns - mean) / deviation)
 
     def note(self, metrics: Mapping[str, float], iteration: int) -> dict[str, float]:

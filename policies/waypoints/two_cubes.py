@@ -1,4 +1,4 @@
-"""ManiSkill's table with two cubes: go behind the one that the instruction names and push it forward. Metres.
+"""ManiSkill's table with two cubes: go behind the one that the task wants and push it forward. Metres.
 
 Control mode `pd_ee_delta_pos`. The state begins with the arm's 9 joint positions and 9 velocities; then come the
 gripper's pose, the wanted cube's goal, the wanted cube's pose and the other's.
@@ -19,7 +19,7 @@ METRES = 0.1
 GAIN = 2.0
 """Set point ahead of the gripper, in units of the remaining way: it covers a part of it in an env step."""
 STATE_DIM = 42
-GRIPPER, CUBE = slice(18, 21), slice(28, 31)
+GRIPPER, CUBE, OTHER = slice(18, 21), slice(28, 31), slice(35, 38)
 INSTRUCTIONS = ("push the red cube to the goal", "push the green cube to the goal")
 
 BEHIND = 0.06

@@ -101,22 +101,24 @@ def test_normalised_returns_give_the_same_advantages(tmp_path: Path) -> None:
         batch,
         **{name: (getattr(batch, name) - 2) / 3 for name in ("value", "final_value", "last_value")},
     )
-    back = controls.in_rewards(spoken, late=False)
+    back = controls.in_rewards(spoken)
     for name in ("value", "final_value", "last_value"):
         torch.testing.assert_close(getattr(back, name), getattr(batch, name))
-    assert UpdateControls(config()).in_rewards(batch, late=False) is batch
+    assert UpdateControls(config()).in_rewards(batch) is batch
 
 
 def test_values_of_an_update_ago_were_said_in_the_scale_of_then() -> None:
     asked = config(advantage={"normalise_returns": True})
     controls, batch = UpdateControls(asked), make_batch()
     rows = to_rows(batch)
-    first = controls.in_rewards(batch, late=False)
+    first = controls.in_rewards(batch)
     assert torch.equal(first.value, batch.value), "before any update there is no scale"
     controls.in_deviations(rows)
     mean, deviation = float(rows.returns.double().mean()), float(rows.returns.double().std(unbiased=False))
-    torch.testing.assert_close(controls.in_rewards(batch, late=False).value, batch.value * deviation + mean)
-    assert torch.equal(controls.in_rewards(batch, late=True).value, batch.value)
+    torch.testing.assert_close(controls.in_rewards(batch).value, batch.value * deviation + mean)
+    late = controls.in_rewards(batch, now=2 * batch.value)
+    torch.testing.assert_close(late.value, 2 * batch.value * deviation + mean)
+    assert torch.equal(late.final_value, batch.final_value) and torch.equal(late.last_value, batch.last_value)
 
 
 def test_a_clipped_critic_moves_when_the_scale_does(tmp_path: Path) -> None:

@@ -484,6 +484,8 @@ def test_a_rollout_of_an_older_policy_is_judged_by_the_present_critic(
         return torch.cat([p.grad.flatten() for p in head.parameters() if p.grad is not None])
 
     now = learner().policy.value(batch.inputs).reshape(batch.value.shape)
+    holes = torch.rand(batch.mask.shape, generator=torch.Generator().manual_seed(0)) < 0.7
+    torch.testing.assert_close(learner()._work.values(replace(batch, mask=holes)), now * holes)
     judged = gradient(replace(batch, version=0))
     torch.testing.assert_close(judged, gradient(replace(batch, version=1, value=now)), rtol=1e-4, atol=1e-6)
     assert not torch.allclose(judged, gradient(replace(batch, version=1)), rtol=1e-2)
