@@ -372,7 +372,8 @@ def test_what_no_weight_enters_is_computed_once_if_it_is_needed_twice(
     assert isinstance(policy, Precomputing)
     twice = epochs + lag > 1
     assert policy.ahead == ([3] * 10 if twice else []), "not by micro-batches, or not once"
-    assert policy.computed == (0 if twice else T * B)
+    judged = T * B if lag else 0  # the critic's pass over a rollout that was ahead comes before
+    assert policy.computed == judged + (0 if twice else T * B)
     assert_equal(near(ahead.weights()), plain.weights())
     assert set(batch.trace) == {"action"}, "the trajectories were changed"
 
