@@ -44,6 +44,8 @@ class EnvConfig(Section):
     """Env steps at rest at an episode's beginning, before the first observation; they are not counted."""
     init_states: Annotated[int, Field(ge=0)] = 0
     """Training episodes begin from the first so many recorded initial states of the task; 0: from seeds alone."""
+    start_seeds: Annotated[int, Field(ge=0)] = 0
+    """Training episodes begin from one of so many seeds, the same in every run; 0: each from a seed of its own."""
     orientation: Orientation = "upright"
     """Of frames: `upright`; `stock`, as the simulator returns them; `rotated`, that turned by 180 degrees."""
     gripper: Gripper = "simulator"
@@ -106,6 +108,9 @@ class RolloutConfig(Section):
     max_episodes_per_env: Annotated[int, Field(ge=1)] | None = None
     """Roll out up to so many episodes of each environment until as many episode groups teach something as
     `episodes_per_env` yields (DAPO's dynamic sampling)."""
+    curriculum: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of training episodes whose start (of env.init_states or env.start_seeds) is drawn in proportion to
+    p (1 - p), p being how often it was solved lately; the others are drawn alike. 0: all are."""
     episode_group: Annotated[int, Field(ge=2)] = 8
     """Episodes of an episode group (grpo): the same task, the same beginning."""
 

@@ -1,24 +1,46 @@
 """Which episode an environment runs next: a pure function of (environment, episode), which no plan, no number of
-workers and no order of finishing can change."""
+workers and no order of finishing can change.
+
+Training episodes may begin from a fixed number of starts: recorded initial states, or seeds. Which one an episode
+begins from is a function of (environment, episode) too, and of shares that the client may set (`Farm.draw_starts`).
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from sim_farm.contract import EpisodeSpec
 
-TRAINING, EVALUATION, GROUPED = 0, 1, 2
+Float64 = npt.NDArray[np.float64]
+
+TRAINING, EVALUATION, GROUPED, START = 0, 1, 2, 3
 """First word of the key from which episode seeds are drawn, so that evaluation never meets a training seed's stream."""
 MAX_GROUPS = 1 << 20
 """Episode groups that run side by side and have ids of their own."""
 
 
+ANY = -1
+"""In place of a start: the one that (environment, episode) determines by itself."""
+
+
 class Episodes(Protocol):
-    def spec(self, env: int, episode: int) -> EpisodeSpec | None:
-        """The `episode`-th episode of environment `env`; None when there is none left and it rests."""
+    @property
+    def starts(self) -> int:
+        """From how many starts episodes begin; 0: each from a seed of its own."""
+        ...
+
+    def spec(self, env: int, episode: int, start: int = ANY) -> EpisodeSpec | None:
+        """The `episode`-th episode of environment `env`, from that start; None when there is none left and it
+        rests."""
+        ...
+
+    def draw_start(self, env: int, episode: int, cumulative: Float64) -> int:
+        """The start of the episode where start k has the share `cumulative[k] - cumulative[k - 1]`. Equal for episodes
+        that begin alike."""
         ...
 
 
@@ -28,16 +50,55 @@ def episode_seed(stream: int, run_seed: int, env: int, episode: int) -> int:
 
 
 @dataclass(frozen=True)
+class Starts:
+    """The starts that training episodes have, drawn from an episode's own seed in [0, 2**31)."""
+
+    init_states: int = 0
+    """So many recorded initial states of the task; 0: none."""
+    seeds: int = 0
+    """So many seeds, the same in every run; 0: none. Not both."""
+
+    def __post_init__(self) -> None:
+        if self.init_states and self.seeds:
+            raise ValueError("episodes begin from recorded initial states or from a number of seeds, not from both")
+
+    @property
+    def number(self) -> int:
+        return self.init_states or self.seeds
+
+    def spec(self, seed: int, start: int) -> EpisodeSpec:
+        """The episode of that seed."""
+        if not self.number:
+            return EpisodeSpec(seed)
+        start = seed % self.number if start == ANY else start
+        return EpisodeSpec(seed, start) if self.init_states else EpisodeSpec(episode_seed(START, 0, 0, start))
+
+
+def _drawn(seed: int, cumulative: Float64) -> int:
+    """Where the seed, as a share of its range, falls."""
+    place = int(np.searchsorted(cumulative, seed / 2**31 * cumulative[-1], side="right"))
+    return min(place, len(cumulative) - 1)
+
+
+@dataclass(frozen=True)
 class EndlessEpisodes:
     """Training: every environment goes on for ever, seeded by (run, env, episode)."""
 
     run_seed: int
-    init_states: int = 0
-    """Episodes begin from one of so many recorded initial states, drawn from the seed; 0: from the seed alone."""
+    begin: Starts = Starts()
 
-    def spec(self, env: int, episode: int) -> EpisodeSpec:
-        seed = episode_seed(TRAINING, self.run_seed, env, episode)
-        return EpisodeSpec(seed, seed % self.init_states if self.init_states else None)
+    @property
+    def starts(self) -> int:
+        return self.begin.number
+
+    def spec(self, env: int, episode: int, start: int = ANY) -> EpisodeSpec:
+        return self.begin.spec(self._seed(env, episode), start)
+
+    def draw_start(self, env: int, episode: int, cumulative: Float64) -> int:
+        return _drawn(self._seed(env, episode), cumulative)
+
+    def _seed(self, env: int, episode: int) -> int:
+        return episode_seed(TRAINING, self.run_seed, env, episode)
 
 
 @dataclass(frozen=True)
@@ -51,16 +112,24 @@ class GroupedEpisodes:
 
     run_seed: int
     group_size: int
-    init_states: int = 0
-    """Episodes begin from one of so many recorded initial states, drawn from the seed; 0: from the seed alone."""
+    begin: Starts = Starts()
 
     def __post_init__(self) -> None:
         if self.group_size < 1:
             raise ValueError(f"an episode group has one member or more, not {self.group_size}")
 
-    def spec(self, env: int, episode: int) -> EpisodeSpec:
-        seed = episode_seed(GROUPED, self.run_seed, env // self.group_size, episode)
-        return EpisodeSpec(seed, seed % self.init_states if self.init_states else None)
+    @property
+    def starts(self) -> int:
+        return self.begin.number
+
+    def spec(self, env: int, episode: int, start: int = ANY) -> EpisodeSpec:
+        return self.begin.spec(self._seed(env, episode), start)
+
+    def draw_start(self, env: int, episode: int, cumulative: Float64) -> int:
+        return _drawn(self._seed(env, episode), cumulative)
+
+    def _seed(self, env: int, episode: int) -> int:
+        return episode_seed(GROUPED, self.run_seed, env // self.group_size, episode)
 
     def episode_group(self, env: int, episode: int) -> int:
         """The id of the episode group, the same in every run; later episodes have larger ids.
@@ -82,9 +151,14 @@ class ListedEpisodes:
     queues: tuple[tuple[int, ...], ...] | None = None
     """Of each environment, the indices of `specs` that it runs, in order. None deals all of them out in turn."""
 
-    def spec(self, env: int, episode: int) -> EpisodeSpec | None:
+    starts: ClassVar[int] = 0
+
+    def spec(self, env: int, episode: int, start: int = ANY) -> EpisodeSpec | None:
         trial = self.trial(env, episode)
         return self.specs[trial] if trial < len(self.specs) else None
+
+    def draw_start(self, env: int, episode: int, cumulative: Float64) -> int:
+        raise ValueError("the episodes of an evaluation are listed: none is drawn")
 
     def trial(self, env: int, episode: int) -> int:
         """Index into `specs` of the episode; `len(specs)` or more where there is none."""

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sim_farm.contract import FarmError, Float32, TaskInfo
+from sim_farm.episodes import Float64
 from sim_farm.frame_memory import FrameAddress, FrameMemory, nbytes_of
 from sim_farm.hosts import Host
 from sim_farm.layout import FarmSpec, slot_fields
@@ -330,6 +331,14 @@ class Farm:
         raised, `reset` begins the next episode."""
         for each in self._of(task):
             each.hold(episodes)
+
+    def draw_starts(self, task: int, shares: Float64 | None) -> None:
+        """From now on, draw the starts of a task's episodes with these shares [S], which need not add up to one; None:
+        as its `Episodes` do by themselves. Episodes under way keep theirs.
+
+        Raises `FarmError` for shares of another number, or below 0.
+        """
+        self.tasks[task].draw_starts(shares)
 
     # --- renderers
 

@@ -2,7 +2,8 @@
 
 One slot per environment, addressed by the environment's index within its task. Each process writes its own fields:
 
-    client   requested, op, limit, action, base_*, collected, frame_row, final_row   then rings the physics worker
+    client   requested, op, limit, action, next_start, base_*, collected, frame_row, final_row
+                                                        then rings the physics worker
     physics  results, observation, scene, final_*       then sets `simulated` and rings renderer or client
     render   those rows of the frame memory             then sets `drawn` and rings the client
 
@@ -20,7 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sim_farm.contract import INSTRUCTION_BYTES, TaskInfo, TaskSpec
-from sim_farm.episodes import Episodes
+from sim_farm.episodes import ANY, Episodes
 from sim_farm.memory import Field
 from sim_farm.render_devices import RenderDevice
 
@@ -106,10 +107,13 @@ def slot_fields(spec: FarmSpec, info: TaskInfo) -> dict[str, Field]:
         "op": Field((envs,), "int32", 0),
         # Episodes from this number on wait until the client raises it and resets.
         "limit": Field((envs,), "int64", NO_LIMIT),
+        # The start of the episode that begins where one ends in this chunk (`Episodes.spec`).
+        "next_start": Field((envs,), "int64", ANY),
         "action": Field((envs, chunk, actions), "float32", float("nan")),
-        # The episode and its executed actions as of `collected`: what a replacement worker replays.
+        # The episode, its start and its executed actions as of `collected`: what a replacement worker replays.
         "base_episode": Field((envs,), "int64", 0),
         "base_step": Field((envs,), "int64", 0),
+        "base_start": Field((envs,), "int64", ANY),
         "history": Field((envs, info.max_episode_steps, actions), "float32", float("nan")),
         "steps": Field((envs,), "int64", 0),
         "reward": Field((envs, chunk), "float32", float("nan")),
@@ -118,6 +122,7 @@ def slot_fields(spec: FarmSpec, info: TaskInfo) -> dict[str, Field]:
         "truncated": Field((envs,), "bool", 0),
         "active": Field((envs,), "bool", 0),
         "episode": Field((envs,), "int64", 0),
+        "start": Field((envs,), "int64", ANY),
         "episode_step": Field((envs,), "int64", 0),
         "state": Field((envs, info.state_dim), "float32", float("nan")),
         "proprio": Field((envs, info.proprio_dim), "float32", float("nan")),

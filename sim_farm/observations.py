@@ -87,6 +87,10 @@ class Observations:
     """[B] the episode that the observation belongs to."""
     episode_step: Int
     """[B] env steps of that episode so far."""
+    start: Int
+    """[B] which of its task's starts that episode began from; -1 where the client draws none (`Farm.draw_starts`)."""
+    last_start: Int
+    """[B] the same of the episode in which the last chunk was executed."""
     steps: Int
     """[B] env steps executed of the last chunk."""
     reward: Float32
@@ -131,6 +135,8 @@ def read(
         active=active,
         episode=episode,
         episode_step=episode_step,
+        start=group.get("start"),
+        last_start=group.get("base_start"),
         steps=steps,
         reward=group.get("reward"),
         success=group.get("success"),

@@ -15,6 +15,7 @@ import numpy as np
 from sim_farm import health, layout
 from sim_farm.contract import FarmError, Float32, TaskInfo
 from sim_farm.doorbell import Doorbell
+from sim_farm.episodes import ANY, Float64
 from sim_farm.group_slots import GroupSlots
 from sim_farm.hosts import Host, WorkerHandle
 from sim_farm.layout import FINAL_FRAMES, FarmSpec
@@ -24,8 +25,8 @@ from sim_farm.workers import WorkerSetup
 
 RENDERER_START_S = 120.0
 """Longest start of a renderer: an EGL driver that hangs does so silently and for ever."""
-SNAPSHOT = ("base_episode", "base_step", "history")
-"""Arrays that say where every environment is: its episode and the actions executed in it."""
+SNAPSHOT = ("base_episode", "base_step", "base_start", "history")
+"""Arrays that say where every environment is: its episode, that one's start, and the actions executed in it."""
 
 
 class GroupState(enum.Enum):
@@ -68,6 +69,7 @@ class TaskFarm:
         self._workers_of = [sorted({spec.worker_of(env) for env in group.envs.tolist()}) for group in self._groups]
         self._state = [GroupState.IDLE] * spec.groups
         self._tickets = [0] * spec.groups
+        self._shares: Float64 | None = None
         self._first_row, self._first_group, self._several = first_row, first_group, several
 
     def launch(self, host: Host, cores: Sequence[int | None]) -> None:
@@ -102,6 +104,9 @@ class TaskFarm:
             raise GroupError(f"group {self._name(group)} is submitted; collect it before a reset")
         self._require_renderers()
         self._place_frames(group, rows, None, ends=False)
+        places = self._groups[group]
+        begun, episode = places.get("base_start"), places.get("base_episode")
+        places.put("base_start", np.where(begun == ANY, self._drawn(group, episode), begun))
         self._request(group, layout.RESET)
 
     def submit(self, group: int, actions: Float32, rows: Int | None, final_rows: Int | None) -> None:
@@ -115,6 +120,7 @@ class TaskFarm:
         self._require_renderers()
         self._place_frames(group, rows, final_rows, ends=self.spec.final_frames != "never")
         self._groups[group].put("action", actions)
+        self._groups[group].put("next_start", self._drawn(group, self._groups[group].get("base_episode") + 1))
         self._request(group, layout.STEP)
 
     def done(self, group: int) -> bool:
@@ -129,6 +135,7 @@ class TaskFarm:
         seen = read(self.slots, rows, self.info, self.memory.frames)
         rows.put("base_episode", seen.episode)
         rows.put("base_step", seen.episode_step)
+        rows.put("base_start", np.where(seen.active, seen.start, ANY))
         rows.fill("collected", self._tickets[group])
         self._state[group] = GroupState.COLLECTED
         return seen
@@ -140,6 +147,25 @@ class TaskFarm:
         if not (requested == collected).all() or not collected.any():
             raise GroupError(f"group {self._name(group)} is not collected; look at it between collect and submit")
         return read(self.slots, rows, self.info, self.memory.frames, again=True)
+
+    def draw_starts(self, shares: Float64 | None) -> None:
+        """`Farm.draw_starts`."""
+        starts = self.spec.episodes.starts
+        if shares is not None and (
+            shares.shape != (starts,) or not np.isfinite(shares).all() or shares.min() < 0 or not shares.sum() > 0
+        ):
+            raise FarmError(
+                f"{self.spec.task.name} begins from {starts} starts: their shares are as many numbers from 0, not all 0"
+            )
+        self._shares = None if shares is None else np.cumsum(shares)
+
+    def _drawn(self, group: int, episode: Int) -> Int:
+        """[B] the starts of those episodes of the group's environments, under the present shares."""
+        if self._shares is None:
+            return np.full(len(episode), ANY)
+        envs, draw = self._groups[group].envs, self.spec.episodes.draw_start
+        pairs = zip(envs.tolist(), episode.tolist(), strict=True)
+        return np.array([draw(env, number, self._shares) for env, number in pairs])
 
     def _name(self, group: int) -> int:
         return self._first_group + group
@@ -189,6 +215,8 @@ class TaskFarm:
     def check_snapshot(self, snapshot: Mapping[str, np.ndarray]) -> None:
         """Raise `FarmError` where the snapshot is not of this farm's sizes."""
         for key in SNAPSHOT:
+            if key not in snapshot and key == "base_start":
+                continue  # written before starts could be drawn
             found = snapshot[key].shape if key in snapshot else None
             if found != self.slots[key].shape:
                 raise FarmError(
@@ -199,7 +227,7 @@ class TaskFarm:
     def restore(self, snapshot: Mapping[str, np.ndarray]) -> None:
         """Make the next `reset` continue from a checked snapshot."""
         for key in SNAPSHOT:
-            self.slots[key][...] = snapshot[key]
+            self.slots[key][...] = snapshot.get(key, ANY)
 
     def hold(self, episodes: int) -> None:
         """`Farm.hold`."""

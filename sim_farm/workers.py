@@ -247,8 +247,10 @@ class PhysicsWorker(Worker):
     def _begin(self, env: int, episode: int) -> None:
         """Start the environment's `episode`-th episode, or rest if there is none."""
         slots = self.slots
-        spec = self._episode(env, episode)
+        start = int(slots["base_start" if slots["op"][env] == layout.RESET else "next_start"][env])
+        spec = self._episode(env, episode, start)
         slots["episode"][env] = episode
+        slots["start"][env] = start
         slots["episode_step"][env] = 0
         slots["active"][env] = spec is not None
         if slots["op"][env] == layout.RESET:
@@ -265,9 +267,9 @@ class PhysicsWorker(Worker):
             slots["episode_step"][env] = base
         self._observe(env, result)
 
-    def _episode(self, env: int, number: int) -> EpisodeSpec | None:
+    def _episode(self, env: int, number: int, start: int) -> EpisodeSpec | None:
         """The spec of the environment's episode of that number; None where there is none, or none yet."""
-        return self.setup.spec.episodes.spec(env, number) if number < self.slots["limit"][env] else None
+        return self.setup.spec.episodes.spec(env, number, start) if number < self.slots["limit"][env] else None
 
     def _rest(self, env: int) -> None:
         """Nothing was executed: no step, no reward, no end of an episode."""
@@ -332,11 +334,14 @@ class PhysicsWorker(Worker):
         """
         slots, physics = self.slots, self._physics[env]
         pending = slots["simulated"][env] < slots["requested"][env]
-        episode, step = ("base_episode", "base_step") if pending else ("episode", "episode_step")
-        number, steps = int(slots[episode][env]), int(slots[step][env])
-        spec = self._episode(env, number)
+        number, steps, start = (
+            int(slots[f"base_{name}" if pending else full][env])
+            for name, full in (("episode", "episode"), ("step", "episode_step"), ("start", "start"))
+        )
+        spec = self._episode(env, number, start)
         if pending:
             slots["episode"][env] = number
+            slots["start"][env] = start
             slots["active"][env] = spec is not None
         if spec is None:
             return

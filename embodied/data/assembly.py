@@ -31,6 +31,8 @@ class EndedEpisode:
     length: int
     """Env steps."""
     task: int = 0
+    start: int = -1
+    """Which of its task's starts it began from; -1 where none was drawn."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +63,10 @@ class EpisodeSums:
         self.solved[columns] |= seen.success.any(1)
         self.length[columns] += seen.steps
         ended = []
-        for env in sorted(columns[seen.terminated | seen.truncated].tolist()):
-            found = EndedEpisode(env, bool(self.solved[env]), float(self.total[env]), int(self.length[env]), task)
-            ended.append(found)
+        over = seen.terminated | seen.truncated
+        for env, start in sorted(zip(columns[over].tolist(), seen.last_start[over].tolist(), strict=True)):
+            total, length = float(self.total[env]), int(self.length[env])
+            ended.append(EndedEpisode(env, bool(self.solved[env]), total, length, task, start))
             self.total[env] = self.length[env] = 0
             self.solved[env] = False
         return ended

@@ -294,10 +294,9 @@ def _names(seen: Observations | FinalObservations, episodes: Episodes) -> Tensor
     """[B, 3] of `Inputs.episode`; zeros for the last observation of an episode, after which nothing is decided."""
     names = torch.zeros(len(seen.state), 3, dtype=torch.int64)
     if isinstance(seen, Observations):
-        for row, (env, episode, step) in enumerate(
-            zip(seen.envs.tolist(), seen.episode.tolist(), seen.episode_step.tolist(), strict=True)
-        ):
-            spec = episodes.spec(env, episode)
+        places = (seen.envs, seen.episode, seen.episode_step, seen.start)
+        for row, (env, episode, step, start) in enumerate(zip(*(each.tolist() for each in places), strict=True)):
+            spec = episodes.spec(env, episode, start)
             if spec is not None:
                 initial = -1 if spec.init_state is None else spec.init_state
                 names[row] = torch.tensor([spec.seed, initial, step])

@@ -36,12 +36,12 @@ from sim_farm.workers import PhysicsWorker, Worker, WorkerSetup
 Slots = dict[str, np.ndarray]
 Int = np.ndarray
 
-REQUEST = ("requested", "op", "limit", "base_episode", "base_step", "action")
-STANDING = ("simulated", "episode", "episode_step", "active", "instruction")
+REQUEST = ("requested", "op", "limit", "next_start", "base_episode", "base_step", "base_start", "action")
+STANDING = ("simulated", "episode", "episode_step", "start", "active", "instruction")
 """Beyond the request: where the environments of a lost far end were."""
 OUTCOME = (
     "steps", "reward", "success", "terminated", "truncated", "draw_final",
-    "active", "episode", "episode_step", "times_ns",
+    "active", "episode", "episode_step", "start", "times_ns",
 )  # fmt: skip
 OBSERVED = ("state", "proprio")
 SHOWN = ("scene",)

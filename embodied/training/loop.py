@@ -242,6 +242,7 @@ class _Loop:
             "env/success_once": float(np.mean([e.success for e in episodes])) if episodes else nothing,
             "env/success_recent": float(np.mean(position.recent)) if len(position.recent) == RECENT else nothing,
             **_of_tasks(summary, self.config),
+            **summary.curriculum,
             "env/return": float(np.mean(returns)) if returns else nothing,
             "env/episode_len": float(np.mean([e.length for e in episodes])) if episodes else nothing,
             "farm/env_steps_per_s": summary.env_steps / wall_s,

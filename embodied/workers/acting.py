@@ -45,12 +45,21 @@ class RolloutSettings:
     """Decisions of each environment that the trajectory memory must hold at once."""
     trace: bool = True
     """Whether spans are made."""
+    curriculum: float = 0.0
+    """Share of episodes whose start a curriculum draws."""
 
     @classmethod
     def of(cls, context: WorkerContext) -> RolloutSettings:
         """Of a run."""
         config = context.config
-        return cls(config.policy.reads, context.seeds, bootstrap_of(config), context.rounds, config.runtime.trace)
+        return cls(
+            config.policy.reads,
+            context.seeds,
+            bootstrap_of(config),
+            context.rounds,
+            config.runtime.trace,
+            config.rollout.curriculum,
+        )
 
 
 class EnvironmentGroup:

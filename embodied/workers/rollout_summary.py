@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 
 import numpy as np
@@ -87,6 +88,8 @@ class RolloutSummary:
     """To and from physics workers on other machines."""
     frames: FrameCounts = FrameCounts()
     """Frames that the decider read back from the trajectory memory, and all its copies of frames."""
+    curriculum: Mapping[str, float] = field(default_factory=dict)
+    """Figures of the curriculum that drew the starts of episodes; none without one."""
 
     def __add__(self, later: RolloutSummary) -> RolloutSummary:
         """Both parts as one."""

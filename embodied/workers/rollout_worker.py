@@ -30,6 +30,7 @@ from embodied.workers.roles import EpisodePart
 from embodied.workers.rollout_loop import RolloutLoop
 from embodied.workers.rollout_summary import Clock, RolloutSummary
 from embodied.workers.shared_loop import SharedLoop
+from embodied.workers.start_curriculum import StartCurriculum
 from policies.contract import Inputs
 from sim_farm.episodes import GroupedEpisodes
 from sim_farm.farm import Farm
@@ -55,6 +56,13 @@ class RolloutWorker:
         """[B] the number of each environment's task, where there are several."""
         if len(farm.specs) > 1:
             self._task = torch.from_numpy(np.repeat(np.arange(len(farm.specs)), [s.num_envs for s in farm.specs]))
+        self._curricula: dict[int, StartCurriculum] = {}
+        """Of each task, where there is a curriculum."""
+        if settings.curriculum:
+            starts = [spec.episodes.starts for spec in farm.specs]
+            self._curricula = {i: StartCurriculum(each, settings.curriculum) for i, each in enumerate(starts)}
+        self._told: list[EndedEpisode] = []
+        """Episodes of earlier rollouts that the curricula have not counted."""
         self._trajectories: Trajectories | None = None
         self._episode = 0
         """The number of the iteration's first episodes, where rollouts are of whole episodes."""
@@ -93,6 +101,10 @@ class RolloutWorker:
             self._loop.sums.total[:] = _of_all_tasks(snapshot, "episode_return")
             self._loop.sums.solved[:] = _of_all_tasks(snapshot, "episode_solved")
             self._loop.sums.length[:] = _of_all_tasks(snapshot, "base_step")
+            for task, curriculum in self._curricula.items():
+                prefix = _prefix(task)
+                curriculum.load({key: snapshot[prefix + key] for key in curriculum.state() if prefix + key in snapshot})
+        self._draw_starts()
         for group in self._loop.groups:
             self._loop.reset(group)
 
@@ -100,9 +112,12 @@ class RolloutWorker:
         """Where the environments are, to be given to `begin` of a later worker."""
         found = self.farm.snapshot()
         for task, first in enumerate(self._loop.offsets[:-1]):
-            mine, prefix = slice(first, self._loop.offsets[task + 1]), f"{task}." if task else ""
+            mine, prefix = slice(first, self._loop.offsets[task + 1]), _prefix(task)
             found[f"{prefix}episode_return"] = self._loop.sums.total[mine].copy()
             found[f"{prefix}episode_solved"] = self._loop.sums.solved[mine].copy()
+        self._count_starts()
+        for task, curriculum in self._curricula.items():
+            found |= {_prefix(task) + key: array for key, array in curriculum.state().items()}
         return found
 
     def unload_renderers(self, deadline_s: float) -> Switch:
@@ -125,6 +140,7 @@ class RolloutWorker:
         """
         with self._affinity.applied():
             begin = self._begin_rollout()
+            self._draw_starts()
             for group in self._loop.groups:
                 group.decisions = []
             with self._loop.rollout():
@@ -151,6 +167,7 @@ class RolloutWorker:
         with self._affinity.applied():
             begin = self._begin_rollout()
             if part.start == 0:
+                self._draw_starts()
                 self._episode += self._rolled
                 for group in self._loop.groups:
                     group.decisions = [d for d in group.decisions if (d.episode[d.active] >= self._episode).any()]
@@ -222,6 +239,18 @@ class RolloutWorker:
         rows = np.concatenate([group.flat(group.row, self._loop.width) for group in self._loop.groups])[order]
         return replace(inputs, frames=self.memory.frames_at(torch.from_numpy(rows)))
 
+    def _count_starts(self) -> None:
+        """Let the curricula count what has ended."""
+        for task, curriculum in self._curricula.items():
+            curriculum.count([episode for episode in self._told if episode.task == task])
+        self._told = []
+
+    def _draw_starts(self) -> None:
+        """Draw the starts of an iteration's episodes by what is known of all before."""
+        self._count_starts()
+        for task, curriculum in self._curricula.items():
+            self.farm.draw_starts(task, curriculum.shares())
+
     def _begin_rollout(self) -> int:
         self._loop.clock, self._loop.spans = Clock(), []
         self._counted = self._loop.frames()
@@ -236,13 +265,26 @@ class RolloutWorker:
         wired, self._wired = self.farm.wire_bytes - self._wired, self.farm.wire_bytes
         steps, wall_s = self._trajectories.env_steps, (end - begin) / 1e9
         spans, frames = tuple(self._loop.spans), self._loop.frames() - self._counted
-        return RolloutSummary(steps, self._loop.version, tuple(ended), self._loop.clock, wall_s, spans, wired, frames)
+        found = {
+            f"{key}{f'/{self.farm.specs[task].task.name}' if len(self.farm.specs) > 1 else ''}": value
+            for task, curriculum in self._curricula.items()
+            for key, value in curriculum.figures().items()
+        }
+        self._told += ended
+        return RolloutSummary(
+            steps, self._loop.version, tuple(ended), self._loop.clock, wall_s, spans, wired, frames, found
+        )
 
 
 def _ended(group: EnvironmentGroup, seen: Observations, episode: int, first: int, last: int) -> bool:
     """Whether those of the group's environments that are among `first` to `last - 1` have ended that episode."""
     mine = (group.columns >= first) & (group.columns < last)
     return bool((seen.episode[mine] > episode).all())
+
+
+def _prefix(task: int) -> str:
+    """Of a task's arrays in a snapshot, as `Farm.snapshot` names them."""
+    return f"{task}." if task else ""
 
 
 def _of_all_tasks(snapshot: Mapping[str, np.ndarray], key: str) -> np.ndarray:

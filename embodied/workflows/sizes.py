@@ -10,7 +10,7 @@ from embodied.config import Config, parse_config
 from embodied.errors import UserError
 from embodied.workflows.recipes import Recipe, WorkflowComponent, recipe_of
 from schedulers.workflow import Component, Edge, Loop, Workflow
-from sim_farm.episodes import EndlessEpisodes, Episodes, GroupedEpisodes
+from sim_farm.episodes import EndlessEpisodes, Episodes, GroupedEpisodes, Starts
 
 TASK_SEEDS = 1_000_003
 """Between the seeds of a run's tasks, so that environments of the same index do not draw the same noise."""
@@ -89,8 +89,28 @@ def episodes_of(config: Config, seed: int) -> Episodes:
     """The training episodes of the configuration's workflow."""
     if recipe_of(config).rollout == "episodes":
         check_episode_groups(config)
-        return GroupedEpisodes(seed, config.rollout.episode_group, config.env.init_states)
-    return EndlessEpisodes(seed, config.env.init_states)
+        return GroupedEpisodes(seed, config.rollout.episode_group, _starts(config))
+    return EndlessEpisodes(seed, _starts(config))
+
+
+def _starts(config: Config) -> Starts:
+    return Starts(config.env.init_states, config.env.start_seeds)
+
+
+def check_starts(config: Config) -> None:
+    """Raise `UserError` where episodes of a task would begin in two ways, or a curriculum has nothing to draw from."""
+    for task in tasks_of(config):
+        env = task.env
+        if env.init_states and env.start_seeds:
+            raise UserError(
+                f"{env.task}: env.init_states is {env.init_states} and env.start_seeds {env.start_seeds}; episodes "
+                "begin from recorded initial states or from a number of seeds: set one of them to 0"
+            )
+        if config.rollout.curriculum and not env.init_states + env.start_seeds:
+            raise UserError(
+                f"rollout.curriculum is {config.rollout.curriculum}, and the episodes of {env.task} begin from seeds "
+                "of their own: set env.start_seeds (256, for example) or env.init_states, or rollout.curriculum to 0"
+            )
 
 
 def check_ranks(config: Config, ranks: int) -> None:

@@ -42,7 +42,7 @@ from embodied.workers.affinity import Affinity
 from embodied.workers.frame_source import CalledSource
 from schedulers import ComponentProfile, Plan, Point, Profile
 from sim_farm.contract import EpisodeSpec, FarmError
-from sim_farm.episodes import EndlessEpisodes, ListedEpisodes
+from sim_farm.episodes import ANY, EndlessEpisodes, ListedEpisodes
 from sim_farm.farm import Farm, FarmAddress, WorkerFailed
 from sim_farm.layout import FarmSpec
 from sim_farm.memory import FOLDER
@@ -361,10 +361,10 @@ def test_a_far_process_that_is_lost_is_replaced_and_its_episodes_replayed(
 class BrokenEpisodes(EndlessEpisodes):
     """The first episodes are as they should be; the second cannot be told."""
 
-    def spec(self, env: int, episode: int) -> EpisodeSpec:
+    def spec(self, env: int, episode: int, start: int = ANY) -> EpisodeSpec:
         if episode:
             raise KeyError("the list of episodes was lost")
-        return super().spec(env, episode)
+        return super().spec(env, episode, start)
 
 
 def test_a_far_workers_error_reaches_the_client_with_its_message(machines: Machines) -> None:

@@ -74,9 +74,9 @@ STATES: dict[str, Any] = {
     "workflow": f"{__name__}:KEPT_PPO",
     "seed": 3,
     "iterations": ITERATIONS,
-    "env": {"task": "tabletop/reach", "num_envs": 4, "max_episode_steps": 9},
+    "env": {"task": "tabletop/reach", "num_envs": 4, "max_episode_steps": 9, "start_seeds": 6},
     "policy": {"chunk": 2, "options": {"widths": [32, 32], "initial_log_std": 0.5}},
-    "rollout": {"decisions": 12},
+    "rollout": {"decisions": 12, "curriculum": 0.5},
     "optim": {"epochs": 2, "minibatch": 16, "threads": 1, "policy_lr": 3e-3, "value_lr": 3e-3},
     "runtime": {"deadline_s": 120},
 }
@@ -94,13 +94,13 @@ IMAGES: dict[str, Any] = {
 GROUPS: dict[str, Any] = {
     **STATES,
     "workflow": f"{__name__}:KEPT_GRPO",
-    "rollout": {"episode_group": 2, "episodes_per_env": 2},
+    "rollout": {"episode_group": 2, "episodes_per_env": 2, "curriculum": 0.5},
     "advantage": {"outcome": "return"},
     "optim": {**STATES["optim"], "epochs": 1, "minibatch": 0},
 }
 MANISKILL: dict[str, Any] = {
     **STATES,
-    "env": {"task": "maniskill/PushCube-v1", "num_envs": 4, "max_episode_steps": 9},
+    "env": {"task": "maniskill/PushCube-v1", "num_envs": 4, "max_episode_steps": 9, "start_seeds": 6},
 }
 LIBERO: dict[str, Any] = {
     **IMAGES,
@@ -256,7 +256,7 @@ def assert_near(found: Tensor, expected: Tensor, tolerance: float, name: str) ->
 
 
 def assert_was_a_test(run: Run) -> None:
-    """Episodes ended, some of them solved, and something was learned in every iteration."""
+    """Episodes ended, some of them solved, and something was learned in every iteration; a curriculum was one."""
     assert len(run.iterations) == ITERATIONS <= len(run.gathered)
     assert run.returns
     assert all(one.learned["learner/steps"] > 0 and one.learned["learner/grad_norm"] > 0 for one in run.iterations)

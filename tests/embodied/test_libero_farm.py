@@ -19,7 +19,7 @@ from embodied.execution.session import Session, open_session
 from embodied.workers.affinity import Affinity
 from embodied.workers.roles import Trainer
 from sim_farm.contract import TaskSpec
-from sim_farm.episodes import EndlessEpisodes
+from sim_farm.episodes import EndlessEpisodes, Starts
 from sim_farm.layout import FarmSpec
 from sim_farm.observations import Observations
 from tests import libero_assets
@@ -40,7 +40,7 @@ def drive(session: Session, physics_workers: int, render_workers: int) -> list[O
     """What each environment shows over some chunks, group by group. Stale or missing frames are raised by `collect`."""
     spec = FarmSpec(
         TASK,
-        EndlessEpisodes(3, init_states=50),
+        EndlessEpisodes(3, Starts(init_states=50)),
         num_envs=4,
         chunk=CHUNK,
         groups=2,

@@ -11,11 +11,12 @@ from sim_farm.episodes import (
     MAX_GROUPS,
     EndlessEpisodes,
     GroupedEpisodes,
+    Starts,
     episode_seed,
     evaluation_episodes,
 )
 
-GROUPS = GroupedEpisodes(run_seed=7, group_size=4, init_states=50)
+GROUPS = GroupedEpisodes(run_seed=7, group_size=4, begin=Starts(init_states=50))
 ENVS, EPISODES = range(12), range(6)
 
 

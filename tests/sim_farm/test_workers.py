@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from sim_farm.contract import EpisodeSpec, TaskInfo, TaskSpec
-from sim_farm.episodes import EndlessEpisodes, ListedEpisodes, evaluation_episodes
+from sim_farm.episodes import ANY, EndlessEpisodes, ListedEpisodes, Starts, evaluation_episodes
 from sim_farm.farm import Farm, WorkerFailed, WorkerTimeout
 from sim_farm.frame_memory import FrameMemory
 from sim_farm.hosts import InProcess, WorkerHandle, make_worker
@@ -29,15 +29,16 @@ from sim_farm.layout import FAILED, WAITING, WORKING, FarmSpec
 from sim_farm.memory import FOLDER
 from sim_farm.worker_memory import WorkerMemory
 from sim_farm.workers import Worker, WorkerSetup
-from tests.sim_farm.driving import Trace, actions_for, append, assert_same, drive, run
+from tests.sim_farm.driving import Trace, actions_for, append, assert_same, draw, drive, run
 
 REACH = TaskSpec("tabletop/reach", cameras=1, image_size=16, max_episode_steps=7)
 ENDLESS = FarmSpec(REACH, EndlessEpisodes(2), num_envs=2, chunk=3, final_frames="ended")
+DRAWN = replace(ENDLESS, episodes=EndlessEpisodes(2, Starts(seeds=5)))
 LISTED = replace(ENDLESS, episodes=ListedEpisodes(evaluation_episodes(2, 3), 2))
 FUSED: dict[str, Any] = {}
 BLIND: dict[str, Any] = {"task": replace(REACH, cameras=0)}
 SPLIT: dict[str, Any] = {"physics_workers": 2, "render_workers": 1}
-DEFAULT = (("blind", "listed"), ("split", "endless"))
+DEFAULT = (("blind", "listed"), ("blind", "drawn"), ("split", "endless"))
 EACH = pytest.mark.parametrize(
     ("shape", "base"),
     [
@@ -45,7 +46,7 @@ EACH = pytest.mark.parametrize(
             shape, base, id=f"{form}-{episodes}", marks=[] if (form, episodes) in DEFAULT else pytest.mark.slow
         )
         for form, shape in (("fused", FUSED), ("blind", BLIND), ("split", SPLIT))
-        for episodes, base in (("endless", ENDLESS), ("listed", LISTED))
+        for episodes, base in (("endless", ENDLESS), ("listed", LISTED), ("drawn", DRAWN))
     ],
 )
 """Each list once; the slow run has every shape of each."""
@@ -53,6 +54,8 @@ EACH = pytest.mark.parametrize(
 
 def request(farm: Farm, number: int) -> None:
     """Begin with the reset (-1) or go on with chunk `number`."""
+    if number < 0:
+        draw(farm)
     for group in range(farm.groups):
         if number < 0:
             farm.reset(group)
@@ -388,10 +391,10 @@ def test_a_worker_that_does_not_answer_is_named_and_may_still_answer() -> None:
 class BrokenEpisodes(EndlessEpisodes):
     """The first episodes are as they should be; the second cannot be told."""
 
-    def spec(self, env: int, episode: int) -> EpisodeSpec:
+    def spec(self, env: int, episode: int, start: int = ANY) -> EpisodeSpec:
         if episode:
             raise KeyError("the list of episodes was lost")
-        return super().spec(env, episode)
+        return super().spec(env, episode, start)
 
 
 def test_a_workers_error_reaches_the_client_with_its_message() -> None:
