@@ -68,6 +68,14 @@ CASES = (
         "loss.reference_kl_target", 0.05, "learner/reference_kl",
         {"workflow": "ppo_reference", "loss.reference_kl": 1e-3}, warm=True,
     ),
+    Case(
+        "rollout.curriculum", 0.8, "learner/teaching_groups",
+        {
+            "workflow": "grpo", "env.start_seeds": 64, "env.num_envs": 16, "env.max_episode_steps": 20,
+            "rollout.episodes_per_env": 4, "rollout.episode_group": 8,
+        },
+        warm=True,
+    ),
 )  # fmt: skip
 
 

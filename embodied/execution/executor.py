@@ -124,6 +124,8 @@ class Executor:
     """The switches with which the iteration began: of renderers that came back."""
     _passed_s: dict[str, float] = field(default_factory=dict)
     """Seconds that each passer has worked in this iteration."""
+    _taught: int = 0
+    """Episode groups of this iteration whose outcomes differ, so that they teach something."""
 
     @property
     def decider(self) -> WorkerGroup[Decider]:
@@ -206,6 +208,8 @@ class Executor:
             switches += self._switch(self.trainer.name, self._unload_trainer)
         learned["time/switch_s"] = self._switched_s
         learned |= {f"time/{name}_s": seconds for name, seconds in self._passed_s.items()}
+        if self._by_episodes:
+            learned["learner/teaching_groups"] = float(self._taught)
         return learned, environments, spans + switches
 
     def iterate(self, iteration: int, drain: bool = False) -> Iteration:
@@ -311,7 +315,7 @@ class Executor:
         wanted = self._environments * settings.episodes_per_env // settings.episode_group
         total: RolloutSummary | None = None
         waiting: list[_Sent] = []
-        taught = 0
+        self._taught = 0
         for number, part in enumerate(self._parts()):
             begin = time.monotonic_ns()
             summary = self._rolled(self._begun(part))
@@ -319,11 +323,11 @@ class Executor:
             total = summary if total is None else total + summary
             waiting.append(self._send(iteration))
             while len(waiting) > (0 if settings.max_episodes_per_env else PARTS_AHEAD):
-                taught += self._collected(waiting.pop(0)).groups
-            if settings.max_episodes_per_env and taught >= wanted:
+                self._taught += self._collected(waiting.pop(0)).groups
+            if settings.max_episodes_per_env and self._taught >= wanted:
                 break
         for sent in waiting:
-            self._collected(sent)
+            self._taught += self._collected(sent).groups
         assert total is not None
         return total
 

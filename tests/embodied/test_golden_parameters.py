@@ -27,7 +27,14 @@ from tests import libero_assets
 
 RECORD = Path(__file__).with_name("golden_parameters.json")
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
-    "pushcube states": ("pushcube", {"env": {"num_envs": 8}, "iterations": 3}),
+    "pushcube states": (
+        "pushcube",
+        {
+            "env": {"num_envs": 8},
+            "iterations": 3,
+            "advantage": {"gamma": 0.9, "lam": 0.95, "normalise_returns": False},
+        },
+    ),
     "reach by ppo": ("reach", {"iterations": 5}),
     "reach by grpo": ("reach_grpo", {"iterations": 5}),
     "openvla tiny": ("openvla_tiny", {"iterations": 2, "env": {"num_envs": 4}, "rollout": {"decisions": 8}}),

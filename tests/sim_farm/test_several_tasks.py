@@ -149,7 +149,8 @@ def test_a_restored_farm_of_several_tasks_continues_bit_for_bit(alone: list[Trac
     with closing(Farm.create(TASKS, InProcess())) as farm:
         drive_all(farm, in_turn)
         snapshot = farm.snapshot()
-    assert set(snapshot) == {f"{task}{key}" for task in ("", "1.") for key in ("base_episode", "base_step", "history")}
+        keys = ("base_episode", "base_step", "base_start", "history")
+        assert set(snapshot) == {f"{task}{key}" for task in ("", "1.") for key in keys}
     with closing(Farm.create(TASKS, InProcess())) as farm:
         farm.restore(snapshot)
         for group in range(farm.groups):
