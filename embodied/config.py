@@ -110,7 +110,8 @@ class RolloutConfig(Section):
     `episodes_per_env` yields (DAPO's dynamic sampling)."""
     curriculum: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of training episodes whose start (of env.init_states or env.start_seeds) is drawn in proportion to
-    p (1 - p), p being how often it was solved lately; the others are drawn alike. 0: all are."""
+    p (1 - p), p being how often its last 30 or so episodes were solved; the others are drawn evenly. 0: all are.
+    Training success is then that of the starts that were drawn, and nearer to a half than that of all."""
     episode_group: Annotated[int, Field(ge=2)] = 8
     """Episodes of an episode group (grpo): the same task, the same beginning."""
 

@@ -88,9 +88,10 @@ class Observations:
     episode_step: Int
     """[B] env steps of that episode so far."""
     start: Int
-    """[B] which of its task's starts that episode began from; -1 where the client draws none (`Farm.draw_starts`)."""
+    """[B] which of its task's starts that episode began from; -1 where the client draws none (`Farm.draw_starts`).
+    Unspecified where no episode is left."""
     last_start: Int
-    """[B] the same of the episode in which the last chunk was executed."""
+    """[B] the same of the episode in which the last chunk was executed; after `look`, as `start`."""
     steps: Int
     """[B] env steps executed of the last chunk."""
     reward: Float32

@@ -70,6 +70,8 @@ class TaskFarm:
         self._state = [GroupState.IDLE] * spec.groups
         self._tickets = [0] * spec.groups
         self._shares: Float64 | None = None
+        self._draws: list[tuple[Int, Int]] = [(np.empty(0, np.int64),) * 2] * spec.groups
+        """Of each group the numbers of the episodes that were drawn for last, and their starts."""
         self._first_row, self._first_group, self._several = first_row, first_group, several
 
     def launch(self, host: Host, cores: Sequence[int | None]) -> None:
@@ -105,8 +107,10 @@ class TaskFarm:
         self._require_renderers()
         self._place_frames(group, rows, None, ends=False)
         places = self._groups[group]
-        begun, episode = places.get("base_start"), places.get("base_episode")
-        places.put("base_start", np.where(begun == ANY, self._drawn(group, episode), begun))
+        begun, fresh = places.get("base_start"), places.get("base_step") == 0
+        # What was executed in an episode belongs to the start that it began from, drawn or not.
+        drawn = self._drawn(group, places.get("base_episode"))
+        places.put("base_start", np.where((begun == ANY) & fresh, drawn, begun))
         self._request(group, layout.RESET)
 
     def submit(self, group: int, actions: Float32, rows: Int | None, final_rows: Int | None) -> None:
@@ -158,14 +162,19 @@ class TaskFarm:
                 f"{self.spec.task.name} begins from {starts} starts: their shares are as many numbers from 0, not all 0"
             )
         self._shares = None if shares is None else np.cumsum(shares)
+        self._draws = [(np.empty(0, np.int64),) * 2] * self.spec.groups
 
     def _drawn(self, group: int, episode: Int) -> Int:
         """[B] the starts of those episodes of the group's environments, under the present shares."""
         if self._shares is None:
             return np.full(len(episode), ANY)
-        envs, draw = self._groups[group].envs, self.spec.episodes.draw_start
-        pairs = zip(envs.tolist(), episode.tolist(), strict=True)
-        return np.array([draw(env, number, self._shares) for env, number in pairs])
+        known, starts = self._draws[group]
+        if not np.array_equal(known, episode):
+            envs, draw = self._groups[group].envs, self.spec.episodes.draw_start
+            pairs = zip(envs.tolist(), episode.tolist(), strict=True)
+            starts = np.array([draw(env, number, self._shares) for env, number in pairs])
+            self._draws[group] = episode, starts
+        return starts
 
     def _name(self, group: int) -> int:
         return self._first_group + group

@@ -39,7 +39,7 @@ BASE = {
     "loss.value_clip": None, "advantage.gamma": 0.9, "advantage.lam": 0.9,
     "optim.threads": 1, "optim.epochs": 2, "optim.minibatch": 128,
     "optim.policy_lr": 3e-4, "optim.value_lr": 1e-3, "optim.critic_warmup": 0, "optim.anneal": False,
-    "sft.batch": 64, "eval.tasks": (), "eval.episodes": 20, "eval.videos": 0,
+    "sft.batch": 64, "sft.lr": 1e-3, "eval.tasks": (), "eval.episodes": 20, "eval.videos": 0,
 }  # fmt: skip
 
 
@@ -52,18 +52,18 @@ class Taught:
 
 
 POLICIES = {
-    "gaussian_mlp, states": Taught("reach", {"sft.steps": 100}),
+    "gaussian_mlp, states": Taught("reach", {"sft.steps": 180}),
     "flow, states": Taught(
-        "reach", {"policy.kind": "flow", "policy.chunk": 4, "policy.options": {"steps": 4}, "sft.steps": 200}
+        "reach", {"policy.kind": "flow", "policy.chunk": 4, "policy.options": {"steps": 4}, "sft.steps": 70}
     ),
     "flow, pictures": Taught(
         "reach",
         {
             "policy.kind": "flow", "policy.chunk": 4, "policy.reads": ["proprio", "images"],
-            "policy.options": {"encoder": "cnn", "steps": 4}, "env.cameras": 1, "env.image_size": 56, "sft.steps": 200,
+            "policy.options": {"encoder": "cnn", "steps": 4}, "env.cameras": 1, "env.image_size": 56, "sft.steps": 250,
         },
     ),
-    "openvla": Taught("openvla_small", {"sft.steps": 50}),
+    "openvla": Taught("openvla_small", {"sft.steps": 25}),
     "openvla_oft": Taught(
         "openvla_oft_small_grpo", {"workflow": "ppo", "advantage.scale": "group", "sft.steps": 100}
     ),
@@ -137,7 +137,7 @@ def _run(base: Config, settings: dict[str, Any], title: str, out: Path) -> dict[
     return {
         "success_first": _mean(rows[:ENDS], "env/success_once"),
         "success_last": _mean(rows[-ENDS:], "env/success_once"),
-        "first_ratio_error": max(row["learner/first_ratio_error"] for row in rows),
+        "first_ratio_error": max(_known(rows, "learner/first_ratio_error"), default=None),
         "approx_kl": _mean(rows, "learner/approx_kl"),
         "update_s": _mean(rows, "learner/update_s"),
         "env_steps": rows[-1]["env_steps"],
@@ -145,8 +145,14 @@ def _run(base: Config, settings: dict[str, Any], title: str, out: Path) -> dict[
     }
 
 
-def _mean(rows: list[dict[str, Any]], key: str) -> float:
-    return float(np.mean([row[key] for row in rows if row[key] is not None]))
+def _mean(rows: list[dict[str, Any]], key: str) -> float | None:
+    known = _known(rows, key)
+    return float(np.mean(known)) if known else None
+
+
+def _known(rows: list[dict[str, Any]], key: str) -> list[float]:
+    """Without the iterations in which no episode group taught anything."""
+    return [row[key] for row in rows if row[key] is not None]
 
 
 def _slug(title: str) -> str:

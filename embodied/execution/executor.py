@@ -125,7 +125,8 @@ class Executor:
     _passed_s: dict[str, float] = field(default_factory=dict)
     """Seconds that each passer has worked in this iteration."""
     _taught: int = 0
-    """Episode groups of this iteration whose outcomes differ, so that they teach something."""
+    """Episode groups of this iteration that the estimator keeps: of grpo those whose outcomes differ; of reinforce
+    all."""
 
     @property
     def decider(self) -> WorkerGroup[Decider]:

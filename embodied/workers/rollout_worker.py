@@ -265,11 +265,10 @@ class RolloutWorker:
         wired, self._wired = self.farm.wire_bytes - self._wired, self.farm.wire_bytes
         steps, wall_s = self._trajectories.env_steps, (end - begin) / 1e9
         spans, frames = tuple(self._loop.spans), self._loop.frames() - self._counted
-        found = {
-            f"{key}{f'/{self.farm.specs[task].task.name}' if len(self.farm.specs) > 1 else ''}": value
-            for task, curriculum in self._curricula.items()
-            for key, value in curriculum.figures().items()
-        }
+        found: dict[str, float] = {}
+        for task, curriculum in self._curricula.items():
+            suffix = f"/{self.farm.specs[task].task.name}" if len(self.farm.specs) > 1 else ""
+            found |= {key + suffix: value for key, value in curriculum.figures().items()}
         self._told += ended
         return RolloutSummary(
             steps, self._loop.version, tuple(ended), self._loop.clock, wall_s, spans, wired, frames, found

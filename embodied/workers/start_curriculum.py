@@ -13,8 +13,9 @@ import numpy as np
 from embodied.data.assembly import EndedEpisode
 from sim_farm.episodes import Float64
 
-KEPT = 0.8
-"""What is kept of the counts of a start whenever new episodes of it are counted: policies change."""
+KEPT = 0.97
+"""What is kept of a start's counts for each new episode of it that is counted, since policies change: about the last 30
+count."""
 BETWEEN = (0.1, 0.9)
 """Success rates of the starts that `figures` counts as solved sometimes."""
 
@@ -31,15 +32,14 @@ class StartCurriculum:
         self._tried, self._solved = np.zeros(starts), np.zeros(starts)
 
     def count(self, ended: Sequence[EndedEpisode]) -> None:
-        """Count the task's episodes that ended in a rollout, but for those whose start was not drawn here."""
-        mine = [episode for episode in ended if episode.start >= 0]
+        """Count the task's episodes that ended in a rollout, but for those whose start was not drawn here: in a run
+        that is gone on with, episodes under way may be of other settings."""
+        mine = [episode for episode in ended if 0 <= episode.start < len(self._tried)]
         starts = np.array([episode.start for episode in mine], np.int64)
         solved = np.array([episode.success for episode in mine], np.float64)
-        seen = np.unique(starts)
-        self._tried[seen] *= KEPT
-        self._solved[seen] *= KEPT
-        np.add.at(self._tried, starts, 1.0)
-        np.add.at(self._solved, starts, solved)
+        new = np.bincount(starts, minlength=len(self._tried))
+        self._tried = self._tried * KEPT**new + new
+        self._solved = self._solved * KEPT**new + np.bincount(starts, solved, len(self._tried))
 
     def rates(self) -> Float64:
         """[S] the success rate of each start, as of one more success and one more failure: 1/2 where none is known."""
@@ -53,11 +53,11 @@ class StartCurriculum:
 
     def figures(self) -> dict[str, float]:
         """For the record of metrics."""
-        rates, shares = self.rates(), self.shares()
+        rates, shares, tried = self.rates(), self.shares(), self._tried > 0
         low, high = BETWEEN
         return {
-            "curriculum/tried": float((self._tried > 0).mean()),
-            "curriculum/solved_sometimes": float(((rates > low) & (rates < high)).mean()),
+            "curriculum/tried": float(tried.mean()),
+            "curriculum/solved_sometimes": float((tried & (rates > low) & (rates < high)).mean()),
             "curriculum/effective_starts": float(1 / (shares**2).sum()),
         }
 
@@ -68,4 +68,4 @@ class StartCurriculum:
     def load(self, state: Mapping[str, np.ndarray]) -> None:
         """Go on from `state`. A checkpoint of another number of starts, or without any, begins anew."""
         if "start_tried" in state and state["start_tried"].shape == self._tried.shape:
-            self._tried[:], self._solved[:] = state["start_tried"], state["start_solved"]
+            self._tried, self._solved = state["start_tried"].copy(), state["start_solved"].copy()

@@ -6,7 +6,6 @@ from embodied.algorithms.estimators import overlong_limits
 from embodied.config import Config
 from embodied.errors import UserError
 from embodied.workflows.recipes import Recipe, recipe_of
-from embodied.workflows.sizes import check_starts
 
 
 def check_algorithm(config: Config) -> None:
@@ -16,7 +15,6 @@ def check_algorithm(config: Config) -> None:
     _check_controls(config, recipe)
     _check_critic(config, recipe)
     _check_episodes(config, recipe)
-    check_starts(config)
 
 
 def _check_reference(config: Config, recipe: Recipe) -> None:

@@ -256,7 +256,7 @@ def assert_near(found: Tensor, expected: Tensor, tolerance: float, name: str) ->
 
 
 def assert_was_a_test(run: Run) -> None:
-    """Episodes ended, some of them solved, and something was learned in every iteration; a curriculum was one."""
+    """Episodes ended, some of them solved, and something was learned in every iteration."""
     assert len(run.iterations) == ITERATIONS <= len(run.gathered)
     assert run.returns
     assert all(one.learned["learner/steps"] > 0 and one.learned["learner/grad_norm"] > 0 for one in run.iterations)
@@ -273,6 +273,8 @@ def test_every_plan_computes_what_one_process_computes(
 ) -> None:
     found = run(STATES, ray, PLANS[name], tmp_path / "ray")
     assert_was_a_test(found)
+    assert {episode.start for one in found.iterations for episode in one.summary.episodes} <= set(range(6))
+    assert 1 <= found.iterations[-1].summary.curriculum["curriculum/effective_starts"] < 6, "all were drawn evenly"
     assert_equal(found, reference(STATES, PLANS[name]))
 
 

@@ -17,7 +17,7 @@ from embodied.runtime.deadlines import Deadline
 from embodied.runtime.nodes import require_software, software
 from embodied.runtime.relay import FarLost, FarPhysics, Relay
 from sim_farm.contract import FarmError, TaskSpec
-from sim_farm.episodes import EndlessEpisodes, ListedEpisodes, evaluation_episodes
+from sim_farm.episodes import EndlessEpisodes, ListedEpisodes, Starts, evaluation_episodes
 from sim_farm.farm import Farm
 from sim_farm.hosts import InProcess, WorkerHandle
 from sim_farm.layout import FarmSpec
@@ -119,6 +119,7 @@ class _Pumped:
 
 SHAPES = {
     "states": STATES,
+    "drawn starts": replace(STATES, episodes=EndlessEpisodes(3, Starts(seeds=8))),
     "pictures": PICTURES,
     "listed": replace(PICTURES, episodes=ListedEpisodes(evaluation_episodes(2, 11), 8), final_frames="truncated"),
 }

@@ -11,11 +11,11 @@ from embodied import checkpoint
 from embodied.data.assembly import EndedEpisode
 from embodied.errors import UserError
 from embodied.execution.executor import executor
+from embodied.execution.preflight import check_run
 from embodied.execution.session import open_session
 from embodied.planning.run_plans import place_run
 from embodied.reporting.metrics import read
 from embodied.workers.start_curriculum import KEPT, StartCurriculum
-from embodied.workflows.algorithm_checks import check_algorithm
 from tests.embodied.test_resume import STATES, assert_same_run, config_of, run
 
 ENV: dict[str, Any] = STATES["env"]  # type: ignore[assignment]
@@ -42,7 +42,7 @@ def test_a_start_that_is_solved_sometimes_is_drawn_more_often() -> None:
     assert curriculum.figures() == pytest.approx(
         {
             "curriculum/tried": 0.75,
-            "curriculum/solved_sometimes": 0.5,
+            "curriculum/solved_sometimes": 0.25,
             "curriculum/effective_starts": 1 / sum(share**2 for share in curriculum.shares()),
         }
     )
@@ -55,10 +55,17 @@ def test_later_episodes_count_for_more_and_their_order_within_a_rollout_for_noth
         curriculum.count(first)
         curriculum.count(batch)
     assert one.rates().tolist() == other.rates().tolist()
-    assert one.rates()[1] == pytest.approx((2 + 1) / (4 * KEPT + 2 + 2))
-    undrawn = [EndedEpisode(0, True, 0.0, 5)]
-    one.count(undrawn)
-    assert one.rates().tolist() == other.rates().tolist(), "an episode of no start was counted"
+    assert one.rates()[1] == pytest.approx((2 + 1) / (4 * KEPT**2 + 2 + 2))
+    one.count([EndedEpisode(0, True, 0.0, 5), EndedEpisode(0, True, 0.0, 5, start=2)])
+    assert one.rates().tolist() == other.rates().tolist(), "an episode of no start of these was counted"
+
+
+def test_a_start_that_is_never_solved_is_hardly_drawn_in_the_end() -> None:
+    curriculum = StartCurriculum(2, 1.0)
+    for number in range(100):
+        curriculum.count([*episodes(0, 0, 1), *episodes(1, number % 2, 1)])
+    assert curriculum.shares()[0] < 0.12
+    assert curriculum.figures()["curriculum/solved_sometimes"] == 0.5
 
 
 def test_its_state_goes_on_and_one_of_another_number_begins_anew() -> None:
@@ -74,6 +81,7 @@ def test_its_state_goes_on_and_one_of_another_number_begins_anew() -> None:
 def test_a_run_with_a_curriculum_that_is_stopped_and_gone_on_with_is_the_same_run(tmp_path: Path) -> None:
     run(config_of(DRAWN, 6), tmp_path / "whole")
     run(config_of(DRAWN, 3), tmp_path / "parts")
+    assert checkpoint.read_environments(tmp_path / "parts" / "checkpoints" / "000003")["base_step"].any()
     run(config_of(DRAWN, 6), tmp_path / "parts", resume=True)
     assert_same_run(tmp_path / "parts", tmp_path / "whole")
     kept = checkpoint.read_environments(tmp_path / "whole" / "checkpoints" / "000006")
@@ -84,7 +92,7 @@ def test_a_run_with_a_curriculum_that_is_stopped_and_gone_on_with_is_the_same_ru
         assert 1 <= row["curriculum/effective_starts/tabletop/reach_blue"] <= 5
 
 
-def test_without_a_curriculum_its_share_is_nothing_and_the_starts_are_drawn_alike(tmp_path: Path) -> None:
+def test_without_a_curriculum_no_start_is_drawn_and_nothing_is_counted(tmp_path: Path) -> None:
     settings = {**DRAWN, "rollout": {"decisions": 16}}
     run(config_of(settings, 1), tmp_path / "plain")
     assert not any(key.startswith("curriculum") for key in read(tmp_path / "plain")[0])
@@ -123,4 +131,4 @@ def test_a_rollout_draws_by_what_was_counted_before_it(tmp_path: Path) -> None:
 def test_what_cannot_be_drawn_is_refused_before_a_worker_starts(env: dict[str, Any], message: str) -> None:
     settings = {**DRAWN, "env": {**DRAWN["env"], **env}, "extra_tasks": []}
     with pytest.raises(UserError, match=message):
-        check_algorithm(config_of(settings, 3))
+        check_run(config_of(settings, 3))

@@ -143,6 +143,24 @@ def test_a_snapshot_from_before_starts_were_drawn_is_gone_on_from() -> None:
     assert_same(tail, {env: rows[5:] for env, rows in expected.items()}, "an old snapshot is another one")
 
 
+def test_what_was_executed_before_starts_were_drawn_is_replayed_where_it_happened() -> None:
+    """A run that is gone on with may have a curriculum that it did not have before."""
+    with closing(Farm.create(SPEC, InProcess())) as farm:
+        farm.reset(0)
+        farm.collect(0)
+        farm.submit(0, actions_for(farm, 0, 0))
+        before, kept = farm.collect(0), farm.snapshot()
+    under_way = before.episode_step > 0
+    assert under_way.any() and (kept["base_start"] == -1).all()
+    with closing(Farm.create(SPEC, InProcess())) as farm:
+        farm.restore(kept)
+        farm.draw_starts(0, one_hot(7))
+        farm.reset(0)
+        after = farm.collect(0)
+    assert np.array_equal(after.state[under_way], before.state[under_way])
+    assert (after.start == np.where(under_way, -1, 7)).all()
+
+
 @pytest.mark.parametrize("shares", [np.ones(7), np.zeros(8), -one_hot(1) + 0.5, np.full(8, np.nan)], ids=str)
 def test_shares_that_are_none_are_refused(shares: np.ndarray) -> None:
     with closing(Farm.create(SPEC, InProcess())) as farm, pytest.raises(FarmError, match="begins from 8 starts"):
