@@ -186,11 +186,12 @@ def work_of(config: Config) -> dict[str, str]:
 def in_todays_keys(fingerprint: Mapping[str, str]) -> dict[str, str]:
     """A profile's fingerprint as `work_of` would write it now, where an earlier version measured the profile."""
     work = {key.removeprefix("work."): json.loads(value) for key, value in fingerprint.items() if _of_work(key)}
-    if not work.keys() & set(OLD_SECTIONS):
-        each = {} if "extra_tasks" in work else {"work.extra_tasks": "[]"}  # a profile for each task had no need of it
-        return {**fingerprint, **each}
     rest = {key: value for key, value in fingerprint.items() if not _of_work(key)}
-    return rest | work_of(parse_config(migrate(work), "the profile"))
+    if work.keys() & set(OLD_SECTIONS):
+        return rest | work_of(parse_config(migrate(work), "the profile"))
+    # Keys that are newer than the profile have their defaults; one for each task had no need of extra_tasks.
+    known = {f"work.{name}" for name in (*work, "extra_tasks")}
+    return rest | {key: value for key, value in work_of(parse_config(work, "the profile")).items() if key in known}
 
 
 def _of_work(key: str) -> bool:

@@ -24,7 +24,7 @@ from embodied.commands.report import report_runs
 from embodied.commands.train import train_run
 from embodied.config import Config, all_keys, load_config, parse_config, save_config, saved_config
 from embodied.errors import UserError
-from embodied.planning.profiler import in_todays_keys
+from embodied.planning.profiler import in_todays_keys, work_of
 from embodied.planning.run_plans import checked_profile, sized_workflow
 from embodied.reporting.run_record import read_run
 from embodied.run_folder import settings_of
@@ -150,6 +150,15 @@ def test_an_old_profile_belongs_to_the_same_settings_and_to_no_others() -> None:
     with pytest.raises(UserError, match="other settings of optim:"):
         checked_profile(OLD_PLAN / "profile.json", reach(epochs=3), sized_workflow(config), any_hardware=True)
     assert in_todays_keys(profile.fingerprint) == profile.fingerprint
+
+
+def test_a_profile_from_before_a_key_was_there_belongs_to_its_default() -> None:
+    today = work_of(reach())
+    rollout = json.loads(today["work.rollout"])
+    before = {**today, "work.rollout": json.dumps({k: v for k, v in rollout.items() if k != "curriculum"})}
+    assert rollout.pop("curriculum") == 0 and in_todays_keys({"cpu": "x", **before}) == {"cpu": "x", **today}
+    without = {key: value for key, value in today.items() if key not in ("work.extra_tasks", "work.loss")}
+    assert in_todays_keys(without) == {key: value for key, value in today.items() if key != "work.loss"}
 
 
 def test_an_old_plan_is_read() -> None:
