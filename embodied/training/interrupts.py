@@ -1,22 +1,20 @@
-"""Deferred Ctrl-C: a section that must not be interrupted is finished first, if it takes a few seconds at most."""
+"""Deferred Ctrl-C: a section that must not be interrupted is finished first."""
 
 from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-GRACE_S = 5.0
-
 
 @contextmanager
-def deferred_interrupts() -> Iterator[None]:
+def deferred_interrupts(wait: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Raise `KeyboardInterrupt` for SIGINT or SIGTERM at the end of the block rather than within it.
 
-    A second signal, or `GRACE_S` seconds after the first, interrupts the block all the same. Outside the main
-    thread, where signals do not arrive, this does nothing.
+    `wait` is called at the first signal, to tell the user what is waited for. A second one interrupts the block all the
+    same. Outside the main thread, where signals do not arrive, this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -27,15 +25,12 @@ def deferred_interrupts() -> Iterator[None]:
         if pending:
             raise KeyboardInterrupt
         pending.append(number)
-        signal.setitimer(signal.ITIMER_REAL, GRACE_S)
+        wait()
 
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
-    before = {number: signal.signal(number, note) for number in numbers}
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        if pending:
-            signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in before.items():
             signal.signal(number, handler)
     if pending:

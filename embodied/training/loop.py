@@ -35,6 +35,7 @@ from embodied.workers.background import Written
 from embodied.workers.rollout_summary import RolloutSummary
 from embodied.workflows.sizes import tasks_of
 
+FINISHING = "interrupted: finishing the update, so that its iteration is kept; once more stops at once"
 RECENT = 100
 """Training episodes over which the success that is reported as `env/success_recent` is averaged."""
 
@@ -155,7 +156,7 @@ class _Loop:
         try:
             self._select(progress)  # a run that goes on may have been stopped in the middle of an evaluation
             while self.position.iteration < config.iterations:
-                row, iteration = self._iterate()
+                row, iteration = self._iterate(progress)
                 progress.row(row)
                 recent = row["env/success_recent"]
                 self._note_milestones(row)
@@ -207,13 +208,13 @@ class _Loop:
             progress.note(said)
             self._keep_newest()
 
-    def _iterate(self) -> tuple[dict[str, float], Iteration]:
+    def _iterate(self, progress: Progress) -> tuple[dict[str, float], Iteration]:
         """One iteration, and its row of metrics."""
         begin, number = time.monotonic_ns(), self.position.iteration
         if self.trace is not None:
             self.trace.iteration(number)
         summary, rolled = self.workers.rollout(number)
-        with deferred_interrupts():
+        with deferred_interrupts(lambda: progress.note(FINISHING)):
             self._consistent = False
             # What goes on from a checkpoint has no rollout that is ahead: nor has, then, what did not stop at it.
             learned, self._environments, spans = self.workers.learn(number, drain=self._saves_after(number + 1))

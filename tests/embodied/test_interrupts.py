@@ -1,0 +1,108 @@
+"""Ctrl-C in the middle of an update: the update is finished, unless it comes twice."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from embodied import checkpoint
+from embodied.reporting.metrics import read
+from embodied.training.interrupts import deferred_interrupts
+from embodied.training.loop import FINISHING
+
+NUMBERS = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+
+
+def interrupted(block: Callable[[], None], said: list[str]) -> None:
+    with pytest.raises(KeyboardInterrupt), deferred_interrupts(lambda: said.append("wait")):
+        block()
+
+
+@NUMBERS
+def test_a_block_is_finished_before_it_is_interrupted(number: signal.Signals) -> None:
+    before, said = signal.getsignal(number), list[str]()
+
+    def block() -> None:
+        signal.raise_signal(number)
+        said.append("done")
+
+    interrupted(block, said)
+    assert said == ["wait", "done"]
+    assert signal.getsignal(number) is before
+
+
+@NUMBERS
+def test_a_second_signal_does_not_wait(number: signal.Signals) -> None:
+    said = list[str]()
+
+    def block() -> None:
+        signal.raise_signal(number)
+        signal.raise_signal(signal.SIGINT)
+        said.append("done")
+
+    interrupted(block, said)
+    assert said == ["wait"]
+
+
+def test_without_a_signal_nothing_is_raised_and_other_threads_are_left_alone() -> None:
+    with deferred_interrupts():
+        pass
+    ran = []
+
+    def elsewhere() -> None:
+        with deferred_interrupts():
+            ran.append(True)
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert ran
+
+
+LONG = """
+import sys
+from embodied.cli import main
+from embodied.workers.learner import Learner
+import time
+
+finish = Learner.finish
+
+def slow(self, iteration):
+    if iteration == 2:
+        print("in the update", flush=True)
+        time.sleep(6)
+    return finish(self, iteration)
+
+Learner.finish = slow
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_an_update_that_takes_long_is_kept_by_one_interrupt(tmp_path: Path) -> None:
+    """It is the third of a run whose checkpoints are ten iterations apart."""
+    command = [sys.executable, "-c", LONG, "train", "reach", "--runs-dir", str(tmp_path), "--name", "run"]
+    command += ["--runtime.mode", "inline", "--iterations", "20", "--checkpoint-every", "10", "--eval.videos", "0"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "COLUMNS": "200"}
+    )
+    assert process.stdout is not None
+    said = ""
+    for line in process.stdout:
+        said += line
+        if "in the update" in line:
+            time.sleep(0.5)
+            process.send_signal(signal.SIGINT)
+            break
+    said += process.communicate(timeout=120)[0]
+    assert FINISHING in said and "iteration 3 is kept" in said, said
+    assert len(read(tmp_path / "run")) == 3
+    latest = checkpoint.latest(tmp_path / "run" / "checkpoints")
+    assert latest is not None and latest.name == "000003"
