@@ -153,7 +153,7 @@ def test_an_episode_that_is_left_out_is_named_with_its_task(pictures: Run) -> No
 
 def test_the_return_is_that_of_the_episodes_whose_rewards_are_finite(tmp_path: Path) -> None:
     class Broken(training._Loop):
-        def _iterate(self) -> Any:
+        def _iterate(self, progress: Any) -> Any:
             rollout = self.workers.rollout
 
             def with_one_broken(number: int) -> Any:
@@ -163,7 +163,7 @@ def test_the_return_is_that_of_the_episodes_whose_rewards_are_finite(tmp_path: P
                 return replace(summary, episodes=(replace(first, total_reward=math.nan), *rest)), spans
 
             self.workers.rollout = with_one_broken  # type: ignore[method-assign, assignment]
-            return super()._iterate()
+            return super()._iterate(progress)
 
     returns: list[list[float]] = []
     patch = pytest.MonkeyPatch()
