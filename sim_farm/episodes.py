@@ -7,6 +7,7 @@ begins from is a function of (environment, episode) too, and of shares that the 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -74,18 +75,10 @@ class Starts:
         return EpisodeSpec(seed, start) if self.init_states else EpisodeSpec(episode_seed(START, 0, 0, start))
 
 
-def _drawn(seed: int, cumulative: Float64) -> int:
-    """Where the seed, as a share of its range, falls."""
-    place = int(np.searchsorted(cumulative, seed / 2**31 * cumulative[-1], side="right"))
-    return min(place, len(cumulative) - 1)
+class TrainingEpisodes(ABC):
+    """Episodes that are determined by seeds of their own, and by the start where there are starts."""
 
-
-@dataclass(frozen=True)
-class EndlessEpisodes:
-    """Training: every environment goes on for ever, seeded by (run, env, episode)."""
-
-    run_seed: int
-    begin: Starts = Starts()
+    begin: Starts
 
     @property
     def starts(self) -> int:
@@ -95,14 +88,29 @@ class EndlessEpisodes:
         return self.begin.spec(self._seed(env, episode), start)
 
     def draw_start(self, env: int, episode: int, cumulative: Float64) -> int:
-        return _drawn(self._seed(env, episode), cumulative)
+        """Where the episode's seed, as a share of its range, falls."""
+        share = self._seed(env, episode) / 2**31
+        place = int(np.searchsorted(cumulative, share * cumulative[-1], side="right"))
+        return min(place, len(cumulative) - 1)
+
+    @abstractmethod
+    def _seed(self, env: int, episode: int) -> int:
+        """In [0, 2**31); equal for episodes that begin alike."""
+
+
+@dataclass(frozen=True)
+class EndlessEpisodes(TrainingEpisodes):
+    """Training: every environment goes on for ever, seeded by (run, env, episode)."""
+
+    run_seed: int
+    begin: Starts = Starts()
 
     def _seed(self, env: int, episode: int) -> int:
         return episode_seed(TRAINING, self.run_seed, env, episode)
 
 
 @dataclass(frozen=True)
-class GroupedEpisodes:
+class GroupedEpisodes(TrainingEpisodes):
     """Training on episode groups, whose episodes begin alike: `group_size` neighbouring environments run one together.
 
     The n-th episodes of the environments k x group_size .. (k + 1) x group_size - 1 are one episode group, seeded by
@@ -117,16 +125,6 @@ class GroupedEpisodes:
     def __post_init__(self) -> None:
         if self.group_size < 1:
             raise ValueError(f"an episode group has one member or more, not {self.group_size}")
-
-    @property
-    def starts(self) -> int:
-        return self.begin.number
-
-    def spec(self, env: int, episode: int, start: int = ANY) -> EpisodeSpec:
-        return self.begin.spec(self._seed(env, episode), start)
-
-    def draw_start(self, env: int, episode: int, cumulative: Float64) -> int:
-        return _drawn(self._seed(env, episode), cumulative)
 
     def _seed(self, env: int, episode: int) -> int:
         return episode_seed(GROUPED, self.run_seed, env // self.group_size, episode)

@@ -334,10 +334,8 @@ class PhysicsWorker(Worker):
         """
         slots, physics = self.slots, self._physics[env]
         pending = slots["simulated"][env] < slots["requested"][env]
-        number, steps, start = (
-            int(slots[f"base_{name}" if pending else full][env])
-            for name, full in (("episode", "episode"), ("step", "episode_step"), ("start", "start"))
-        )
+        keys = ("base_episode", "base_step", "base_start") if pending else ("episode", "episode_step", "start")
+        number, steps, start = (int(slots[key][env]) for key in keys)
         spec = self._episode(env, number, start)
         if pending:
             slots["episode"][env] = number

@@ -11,6 +11,7 @@ rollout recorded, and which way success goes; ten iterations are too few to tell
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -156,7 +157,8 @@ def _known(rows: list[dict[str, Any]], key: str) -> list[float]:
 
 
 def _slug(title: str) -> str:
-    return "-".join("".join(c if c.isalnum() else " " for c in title.lower()).split())
+    """A name for a folder: no slash, no space."""
+    return re.sub(r"\W+", "-", title.lower())
 
 
 def _show(found: dict[str, dict[str, Any]]) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from embodied.data.trajectories import StoredDecisions, Trajectories
 from embodied.data.trajectory_memory import TrajectoryMemory
+from sim_farm.episodes import ANY
 from sim_farm.observations import Observations
 
 
@@ -31,8 +32,8 @@ class EndedEpisode:
     length: int
     """Env steps."""
     task: int = 0
-    start: int = -1
-    """Which of its task's starts it began from; -1 where none was drawn."""
+    start: int = ANY
+    """Which of its task's starts it began from; `ANY` where none was drawn."""
 
 
 @dataclass(frozen=True)
