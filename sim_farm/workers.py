@@ -7,6 +7,7 @@ of the tickets, so that the group that was submitted first is answered first.
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 import traceback
@@ -20,7 +21,7 @@ from sim_farm.doorbell import Doorbell
 from sim_farm.frame_writer import FrameWriter
 from sim_farm.layout import FarmSpec
 from sim_farm.private_memory import give_back, private_bytes
-from sim_farm.registry import make_physics
+from sim_farm.registry import make_physics, resolve
 from sim_farm.render_devices import RenderDevice
 from sim_farm.worker_memory import MemoryAddress, WorkerMemory
 
@@ -81,6 +82,12 @@ class Worker:
     def serve(self) -> None:
         """Build the environments and work until the farm stops. Errors are written where the client finds them."""
         try:
+            self._report(layout.BUILDING)
+            resolve(self.setup.spec.task.name)  # imports the simulator
+            # What is imported lives as long as the process. ManiSkill collects garbage whenever it builds a scene, in
+            # some tasks at every reset, and would look at all of it each time.
+            gc.collect()
+            gc.freeze()
             self.build()
             while not self.slots["stop"][0]:
                 seen = self._mine.value()

@@ -41,11 +41,11 @@ from embodied.workers.microbatch import LossSums, count_units, count_values
 from embodied.workers.offload import Offload, Switch
 from embodied.workers.ranks import LOOPBACK, Ranks
 from embodied.workers.roles import CollectStatistics, TrainedBytes
-from embodied.workers.sharding import WholePolicy, held
 from embodied.workers.shared_work import SharedWork
 from embodied.workers.update_controls import UpdateControls
 from embodied.workers.update_record import keep_rows, metrics_of
 from embodied.workers.weight_ends import WeightsSource
+from embodied.workers.whole_policy import WholePolicy
 from embodied.workflows.algorithm_checks import check_algorithm
 from embodied.workflows.recipes import recipe_of
 from embodied.workflows.sizes import check_credit, check_ranks, groups_suffice, streams
@@ -147,6 +147,8 @@ class Learner(WeightsSource):
 
         Raises `PeerFailed` where they are not all there in time, and for whatever waits longer than `timeout_s` later.
         """
+        from embodied.workers.sharding import held  # takes a second, which one rank alone need not wait
+
         with self._affinity.applied():
             self.ranks.join(address, timeout_s)
             self._hold(held(self.policy, self._run, self.ranks))

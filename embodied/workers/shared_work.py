@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from embodied import progress
 from embodied.algorithms.estimators import Rows
@@ -19,7 +18,7 @@ from embodied.config import Config, LossConfig
 from embodied.data.trajectories import Trajectories
 from embodied.workers.devices import CPU, device_of
 from embodied.workers.microbatch import LossSums, MicroBatchLoss, add_gradient, read
-from embodied.workers.sharding import WholePolicy
+from embodied.workers.whole_policy import WholePolicy
 
 NOTHING = (math.inf, math.inf)
 """Denominators with which rows add nothing to a gradient."""
@@ -125,11 +124,7 @@ class SharedWork:
 
     def clip(self) -> Tensor:
         """Scale the gradient down to the bound. Its norm before that, on the device."""
-        norm = torch.nn.utils.clip_grad_norm_(self._policy.parameters(), self._config.optim.max_grad_norm)
-        if not isinstance(norm, DTensor):
-            return norm
-        with self._ranks.waiting("measure the gradient"):
-            return norm.full_tensor()
+        return self._held.clip(self._config.optim.max_grad_norm)
 
     def read(self, shares: Sequence[MicroBatchLoss], norm: Tensor | None = None) -> tuple[LossSums, float]:
         """The sums of all ranks' shares, and the gradient's norm (or NaN); waits for the device."""

@@ -30,7 +30,7 @@ from mani_skill.utils.registration import REGISTERED_ENVS
 from sim_farm.backends import maniskill_two_cubes as _registers_its_tasks  # noqa: F401
 from sim_farm.backends.maniskill_devices import drawn_by, make_on_device
 from sim_farm.backends.maniskill_instructions import INSTRUCTIONS
-from sim_farm.backends.maniskill_speed import frozen_poses, speed_up
+from sim_farm.backends.maniskill_speed import frozen_poses, short_collections, speed_up
 from sim_farm.contract import (
     Backend,
     EpisodeOver,
@@ -70,16 +70,17 @@ def _make(spec: TaskSpec, render: bool) -> Any:
     modes = (spec.control_mode,) if spec.control_mode else (DEFAULT_CONTROL_MODE, None)
     for mode in modes:
         try:
-            return make_on_device(
-                task,
-                num_envs=1,
-                sim_backend="physx_cpu",
-                render_backend="cpu" if render or task in NEEDS_RENDER_SCENE else "none",
-                obs_mode="rgb+state" if render else "state",
-                reward_mode=reward,
-                control_mode=mode,
-                sensor_configs={"width": spec.image_size, "height": spec.image_size},
-            )
+            with short_collections():
+                return make_on_device(
+                    task,
+                    num_envs=1,
+                    sim_backend="physx_cpu",
+                    render_backend="cpu" if render or task in NEEDS_RENDER_SCENE else "none",
+                    obs_mode="rgb+state" if render else "state",
+                    reward_mode=reward,
+                    control_mode=mode,
+                    sensor_configs={"width": spec.image_size, "height": spec.image_size},
+                )
         except AssertionError as error:
             # The agent asserts "MODE not in supported modes: ['...', ...]"; some robots lack our default.
             valid = re.findall(r"'(\w+)'", str(error).partition("not in supported modes: ")[2])
@@ -185,7 +186,8 @@ class ManiSkillPhysics:
         )
 
     def close(self) -> None:
-        self._env.close()
+        with short_collections():
+            self._env.close()
 
 
 class ManiSkillRenderer:

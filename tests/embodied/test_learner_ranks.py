@@ -580,11 +580,11 @@ def test_ranks_with_other_versions_of_torch_are_refused(monkeypatch: pytest.Monk
     ranks = [Ranks("learner", rank, 2) for rank in (0, 1)]
     address = ranks[0].listen()
     monkeypatch.setattr(torch, "__version__", "2.12.0")
-    other = threading.Thread(target=lambda: joined(ranks[1:], [address], 20.0))
+    other = threading.Thread(target=lambda: joined(ranks[1:], [address], 5.0))
     other.start()
     ranks[0]._store.wait(["rank 1"])  # type: ignore[union-attr]
     monkeypatch.setattr(torch, "__version__", "2.13.0")
-    (error,) = joined(ranks[:1], [address], 20.0)
+    (error,) = joined(ranks[:1], [address], 5.0)
     other.join()
     assert isinstance(error, UserError)
     assert "rank 0 at 127.0.0.1 has 2.13.0, rank 1 at 127.0.0.1 has 2.12.0" in str(error)

@@ -6,10 +6,12 @@ with is ManiSkill without our speed-ups. It builds a new environment for each ep
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -371,6 +373,24 @@ def test_split_frames_equal_stock_in_every_task(stock: Stock, spec: TaskSpec) ->
 
 
 # --- what the user can mend
+
+
+def test_building_and_closing_an_environment_collects_nothing_of_the_callers() -> None:
+    """ManiSkill collects garbage each time, which takes as long as the process has objects. Afterwards it is as before."""
+    make_physics(TaskSpec("maniskill/PushCube-v1")).close()  # what is imported and cached now is not made below
+    gc.collect()
+    gc.disable()
+    try:
+        garbage = type("Garbage", (), {})()
+        garbage.itself, known = garbage, weakref.ref(garbage)
+        del garbage
+        make_physics(TaskSpec("maniskill/PushCube-v1")).close()
+        assert known() is not None, "it was looked at"
+        assert not gc.get_freeze_count()
+        gc.collect()
+        assert known() is None, "it is never collected"
+    finally:
+        gc.enable()
 
 
 def test_unknown_task_shows_the_nearest() -> None:

@@ -6,9 +6,11 @@ processes and SIGKILL.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -232,6 +234,7 @@ def _replace_all(farm: Farm) -> None:
 
 def serve(setup: WorkerSetup) -> None:
     make_worker(setup).serve()
+    assert "numpy" in sys.modules and gc.get_freeze_count() > 10_000, "collections look at what was imported"
 
 
 class Processes:
@@ -284,6 +287,7 @@ class _ProcessHandle:
         if process.is_alive():
             process.kill()
             process.join(timeout=60)
+        assert process.exitcode in (0, -signal.SIGKILL), f"worker {self.index} ended with {process.exitcode}"
 
 
 @contextmanager
