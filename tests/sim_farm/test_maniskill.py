@@ -376,7 +376,7 @@ def test_split_frames_equal_stock_in_every_task(stock: Stock, spec: TaskSpec) ->
 
 
 def test_building_and_closing_an_environment_collects_nothing_of_the_callers() -> None:
-    """ManiSkill collects garbage each time, which takes longer the more objects there are. All is as before afterwards."""
+    """ManiSkill collects garbage each time, which takes longer the more objects there are."""
     make_physics(TaskSpec("maniskill/PushCube-v1")).close()  # what is imported and cached now is not made below
     gc.collect()
     gc.disable()
