@@ -2,7 +2,7 @@
 # for software Vulkan and OpenGL, into the system. The second time nothing is installed.
 #
 #   make train CONFIG=pushcube      trains with configs/pushcube.yaml
-#   make test ARGS="-k doctor"      lint, types, tests in two processes; ARGS go to pytest (-n 0: in one)
+#   make test ARGS="-k doctor"      lint, types, tests in three processes (11 GB of memory); ARGS go to pytest (-n 2: fewer, -n 0: one)
 #   make learn SEEDS="1 2 3"        a small VLA: demonstrations, supervised learning, PPO with these seeds (docs/learning.md)
 #   SYSTEM_PACKAGES=no make ...     leaves the system's packages alone and says what is missing
 #   PYTHON=python3.12 make ...      makes .venv with this Python
@@ -32,7 +32,7 @@ learn: setup
 	.venv/bin/embodied train openvla_small --policy.init learn-warm --name learn --seeds $(SEEDS) --resume auto
 
 test: lint
-	.venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	.venv/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: setup
 	.venv/bin/ruff check .

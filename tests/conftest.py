@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from sim_farm import memory
 # it to themselves.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+gc.disable()  # until `pytest_collection_finish`
+
 LONGEST = (
     "tests/sim_farm/test_maniskill.py",
     "tests/embodied/test_runtime.py",
@@ -24,7 +27,6 @@ LONGEST = (
     "tests/sim_farm/test_libero.py",
     # One after another, so that whoever is given several starts one Ray for them.
     "tests/embodied/test_executor.py",
-    "tests/embodied/test_lost_workers.py",
     "tests/embodied/test_worker_groups.py",
     "tests/embodied/test_learner_ranks.py",
     "tests/embodied/test_trajectory_memory.py",
@@ -38,6 +40,8 @@ LONGEST = (
     "tests/embodied/test_bench_policy.py",
     "tests/embodied/test_openvla_end_to_end.py",
     "tests/embodied/test_replanning.py",
+    "tests/embodied/test_interrupts.py",
+    "tests/test_gpu_command.py",
 )
 """Files that take longest. They begin first, so that no process of a run waits at its end for one that began late."""
 
@@ -45,6 +49,12 @@ LONGEST = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     rank = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(item.location[0], len(rank)))  # stable: else as pytest has them
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected is there to the end: looking at it again and again is a sixth of a run's time."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture

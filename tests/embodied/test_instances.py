@@ -60,7 +60,7 @@ def computed_here(settings: dict[str, Any], plan: Assignment, folder: Path) -> R
 @pytest.mark.parametrize(
     ("settings", "plan"),
     [
-        pytest.param({**STATES, **ENVS}, of(2, 2), id="apart"),
+        pytest.param({**STATES, **ENVS}, of(2, 2), id="apart", marks=pytest.mark.slow),
         pytest.param(
             with_optim({**STATES, **ENVS}, sharding="sharded"), of(2, 4), id="apart, shards", marks=pytest.mark.slow
         ),

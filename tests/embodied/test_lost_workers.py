@@ -48,17 +48,11 @@ VICTIMS = {
     "render": (PICTURES, 2, "render 0"),
     "fused": (FUSED, 1, "physics 1"),
 }
-BLOWS = [
-    ("physics", signal.SIGSTOP),
-    pytest.param("render", signal.SIGKILL, marks=pytest.mark.slow),
-    pytest.param("fused", signal.SIGKILL, marks=pytest.mark.slow),
-    pytest.param("physics", signal.SIGKILL, marks=pytest.mark.slow),
-    pytest.param("render", signal.SIGSTOP, marks=pytest.mark.slow),
-    pytest.param("fused", signal.SIGSTOP, marks=pytest.mark.slow),
-]
 
 
-@pytest.mark.parametrize(("kind", "blow"), BLOWS)
+@pytest.mark.slow
+@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("kind", VICTIMS)
 def test_a_lost_worker_is_named_and_replaced_and_its_episodes_replayed(
     kind: str,
     blow: signal.Signals,

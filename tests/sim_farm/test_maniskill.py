@@ -378,6 +378,7 @@ def test_split_frames_equal_stock_in_every_task(stock: Stock, spec: TaskSpec) ->
 def test_building_and_closing_an_environment_collects_nothing_of_the_callers() -> None:
     """ManiSkill collects garbage each time, which takes longer the more objects there are."""
     make_physics(TaskSpec("maniskill/PushCube-v1")).close()  # what is imported and cached now is not made below
+    gc.unfreeze()  # as in a process that did not freeze anything
     gc.collect()
     gc.disable()
     try:
@@ -391,6 +392,7 @@ def test_building_and_closing_an_environment_collects_nothing_of_the_callers() -
         assert known() is None, "it is never collected"
     finally:
         gc.enable()
+        gc.freeze()
 
 
 def test_unknown_task_shows_the_nearest() -> None:
