@@ -28,8 +28,8 @@ from embodied.data.trajectories import HeldDecisions
 from embodied.errors import UserError
 from embodied.reporting.live import steps
 from embodied.workers.devices import CPU, decide, device_of, release, to_host
-from embodied.workers.learner import make_optimizer
 from embodied.workers.microbatch import add_gradient, count_units, count_values, read
+from embodied.workers.update_steps import make_optimizer
 from policies.contract import Inputs
 from policies.openvla import sizes
 from policies.openvla.base import TokenPolicy

@@ -22,14 +22,11 @@ from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from embodied import checkpoint
 from embodied.algorithms.estimators import Rows, join_rows, rows_of
-from embodied.algorithms.ppo import behaviour_weight, reduce_to_unit
-from embodied.config import Config, OptimConfig
-from embodied.data.random_streams import permutation
+from embodied.config import Config
 from embodied.data.trajectories import StoredDecisions, Trajectories, join_columns, without_broken_episodes
 from embodied.data.trajectory_memory import FrameCounts, TrajectoryMemory
 from embodied.errors import UserError
@@ -37,42 +34,20 @@ from embodied.workers.affinity import Affinity
 from embodied.workers.background import BackgroundWriter, Written
 from embodied.workers.context import WorkerContext
 from embodied.workers.devices import await_devices, defines, device_of, forget_peak, peak_bytes
-from embodied.workers.microbatch import LossSums, count_units, count_values
+from embodied.workers.microbatch import LossSums
 from embodied.workers.offload import Offload, Switch
 from embodied.workers.ranks import LOOPBACK, Ranks
 from embodied.workers.roles import CollectStatistics, TrainedBytes
 from embodied.workers.shared_work import SharedWork
 from embodied.workers.update_controls import UpdateControls
-from embodied.workers.update_record import keep_rows, metrics_of
+from embodied.workers.update_record import metrics_of
+from embodied.workers.update_steps import UpdateSteps, make_optimizer
 from embodied.workers.weight_ends import WeightsSource
 from embodied.workers.whole_policy import WholePolicy
 from embodied.workflows.algorithm_checks import check_algorithm
 from embodied.workflows.recipes import recipe_of
 from embodied.workflows.sizes import check_credit, check_ranks, groups_suffice, streams
 from policies.contract import Policy
-
-BEHAVIOUR_BOUND = 2.0
-"""Truncation of the weight proximal / behaviour where the rollout is one update behind."""
-
-
-class OffPolicy(UserError):
-    """The learner does not reproduce the log-probs that the rollout recorded."""
-
-
-class NonFinite(UserError):
-    """Losses or gradients were not finite several steps in a row."""
-
-
-def make_optimizer(policy: Policy, settings: OptimConfig) -> torch.optim.Adam:
-    """Actor and value head with learning rates of their own."""
-    return torch.optim.Adam(
-        [
-            {"params": list(policy.actor_parameters()), "lr": settings.policy_lr, "name": "policy"},
-            {"params": list(policy.value_head.parameters()), "lr": settings.value_lr, "name": "value_head"},
-        ],
-        eps=settings.adam_eps,
-        fused=True,
-    )
 
 
 class Learner(WeightsSource):
@@ -95,15 +70,13 @@ class Learner(WeightsSource):
         self.ranks = ranks or Ranks()
         self._device = device_of(policy)
         self._recipe, self._run = recipe_of(config), config
-        self._hold(WholePolicy(policy, self.ranks))
-        self._unit, self._credit, self._config = config.loss.ratio_unit, config.advantage.credit, config.optim
+        self._run_dir = run_dir
         self._controls = UpdateControls(config)
+        self._hold(WholePolicy(policy, self.ranks))
         self._streams = streams(config)
         self._joins = not groups_suffice(config)
         """The estimator needs all parts of an iteration at once."""
-        self._run_dir = run_dir
         self._affinity = affinity or Affinity((), config.optim.threads or len(os.sched_getaffinity(0)))
-        self.optimizer = make_optimizer(policy, config.optim)
         forget_peak(device_of(policy))
         self._offload: Offload | None = None
         self._writer = BackgroundWriter()
@@ -114,13 +87,10 @@ class Learner(WeightsSource):
         self._parts: list[Rows] = []
         self._batches: list[Trajectories] = []
         self._unstreamed: list[Rows] = []
-        self._streamed = LossSums()
         self._lag = 0
         self._learn_s = 0.0
         self._broken = 0
         """Episodes of this iteration whose rewards were not finite."""
-        self._non_finite = 0
-        self._first_ratio_error = float("nan")
 
     @classmethod
     def check(cls, config: Config) -> None:
@@ -152,11 +122,11 @@ class Learner(WeightsSource):
         with self._affinity.applied():
             self.ranks.join(address, timeout_s)
             self._hold(held(self.policy, self._run, self.ranks))
-            if self._held.sharded:
-                self.optimizer = make_optimizer(self.policy, self._config)
 
     def _hold(self, part: WholePolicy) -> None:
         self._held, self._work = part, SharedWork(part, self._run, self._recipe.critic)
+        self.optimizer = make_optimizer(self.policy, self._run.optim)
+        self._steps = UpdateSteps(part, self._work, self.optimizer, self._controls, self._run, self._run_dir)
 
     def leave(self) -> None:
         """Close the connections to the other ranks, once what is being written is complete."""
@@ -287,10 +257,9 @@ class Learner(WeightsSource):
             sums, norms, stopped = LossSums(), list[float](), False
             if self._streams:
                 self._stream_waiting()
-                sums, self._streamed = self._streamed, LossSums()
-                norms = self._step_streamed(sums, rows, iteration) if len(rows) else []
+                sums, norms = self._steps.step_streamed(rows, iteration)
             elif len(rows):
-                sums, norms, stopped = self._epochs(rows, iteration)
+                sums, norms, stopped = self._steps.epochs(rows, iteration, self._lag > 0)
             if len(rows) and defines(self.policy, "observe"):
                 self.policy.observe(rows.decisions.inputs(self._device, frames=False))
             await_devices(self.policy.parameters())  # else the last step would count as the next rollout's time
@@ -300,7 +269,7 @@ class Learner(WeightsSource):
         if self._broken:
             metrics["learner/broken_episodes"] = float(self._broken)
         update_s = self._learn_s + time.monotonic() - begin
-        self._learn_s, self._lag, self._broken, self._first_ratio_error = 0.0, 0, 0, float("nan")
+        self._learn_s, self._lag, self._broken, self._steps.first_ratio_error = 0.0, 0, 0, float("nan")
         self._frames = FrameCounts()
         return {**metrics, "learner/update_s": update_s}
 
@@ -338,115 +307,10 @@ class Learner(WeightsSource):
         found = self.ranks.first_does("read the checkpoint", lambda: dict(checkpoint.read_state(folder).controls))
         self._controls.load(self.ranks.broadcast_plain(found))
 
-    def _epochs(self, rows: Rows, iteration: int) -> tuple[LossSums, list[float], bool]:
-        """Epochs of permuted minibatches; ends early at the KL bound."""
-        rows = self._proximal(self._precomputed(rows))
-        sums, norms = LossSums(), list[float]()
-        for epoch in range(self._config.epochs):
-            order = torch.from_numpy(permutation(self._run.seed, iteration, epoch, len(rows)))
-            for number, index in enumerate(order.split(self._config.minibatch or len(order))):
-                part, norm = self._step(rows, index, iteration, check=epoch == number == 0)
-                sums.add(part)
-                if norm is None:
-                    return sums, norms, True
-                norms.append(norm)
-        return sums, norms, False
-
-    def _precomputed(self, rows: Rows) -> Rows:
-        """The rows. If they are evaluated more than once, their traces also hold the result of `Policy.precompute`."""
-        evaluations = self._config.epochs + (self._lag > 0)
-        if evaluations == 1 or not defines(self.policy, "precompute"):
-            return rows
-        return replace(rows, precomputed=self._work.precomputed(rows))
-
-    def _proximal(self, rows: Rows) -> Rows:
-        """The rows with the log-probs that ratios are taken to: those of the policy that acted.
-
-        Where the rollout is an update behind, they are those of the present policy, and every unit is weighted by the
-        ratio of the present to the acting probability (the decoupled objective).
-        """
-        if self._lag == 0:
-            return rows
-        now = self._work.log_prob(rows)
-        unit = self._unit
-        proximal, _ = reduce_to_unit(now, rows.executed, unit)
-        behaviour, _ = reduce_to_unit(rows.log_prob, rows.executed, unit)
-        return replace(rows, log_prob=now, importance=behaviour_weight(proximal, behaviour, BEHAVIOUR_BOUND))
-
-    def _step(self, rows: Rows, index: Tensor, iteration: int, check: bool) -> tuple[LossSums, float | None]:
-        """One optimiser step on the rows `index`. The gradient norm, or None where the KL bound ends the update."""
-        self.optimizer.zero_grad(set_to_none=True)
-        executed, dims = rows.executed[index], rows.log_prob.shape[-1]
-        units, weights = count_units(executed, rows.weight[index], dims, self._unit)
-        values = count_values(executed, self._credit)
-        with self._held.critic_alone(iteration < self._config.critic_warmup):
-            shares = self._work.add_gradient(rows, index, self._controls.loss, weights, values)
-        sums, norm = self._work.read(shares, self._work.clip())
-        if check:
-            self._check_on_policy(sums.off_policy / units)
-        if self._config.target_kl is not None and sums.approx_kl / units > 1.5 * self._config.target_kl:
-            return sums, None
-        self._apply(rows, index, sums, norm, iteration)
-        return sums, norm
-
     def _stream_waiting(self) -> None:
         for rows in self._unstreamed:
-            self._stream(rows)
+            self._steps.stream(rows, self._lag > 0)
         self._unstreamed = []
-
-    def _stream(self, rows: Rows) -> None:
-        """Add a part's gradient; `finish` divides the sum by denominators that are known after the last part."""
-        first = self._streamed.rows == 0
-        if first:
-            self.optimizer.zero_grad(set_to_none=True)
-        rows = self._proximal(self._precomputed(rows))
-        every = torch.arange(len(rows))
-        part, _ = self._work.read(self._work.add_gradient(rows, every, self._controls.loss, 1.0, 1, more=True))
-        if first:
-            self._check_on_policy(part.off_policy / part.units)
-        self._streamed.add(part)
-
-    def _step_streamed(self, sums: LossSums, rows: Rows, iteration: int) -> list[float]:
-        """The one step of an update that was summed up part by part."""
-        self._work.sum_gradients(rows)
-        for parameter in self.policy.parameters():
-            if parameter.grad is not None:
-                parameter.grad /= sums.weights
-        norm = float(self._work.clip())
-        self._apply(rows, torch.arange(len(rows)), sums, norm, iteration)
-        return [norm]
-
-    def _apply(self, rows: Rows, index: Tensor, sums: LossSums, norm: float, iteration: int) -> None:
-        """Step, unless loss or gradient is not finite."""
-        loss = sums.policy_loss + sums.value_loss + sums.entropy
-        if np.isfinite(norm) and np.isfinite(loss):
-            self._non_finite = 0
-            self.optimizer.step()
-        else:
-            self._skip(rows.take(index), iteration, loss, norm)
-
-    def _check_on_policy(self, off_policy: float) -> None:
-        tolerance = self.policy.ratio_tolerance
-        if not off_policy <= tolerance:
-            raise OffPolicy(
-                f"at the first minibatch the mean |ratio - 1| is {off_policy:.2e}, above the policy's tolerance of "
-                f"{tolerance:.0e}: the learner does not compute the log-probs that the rollout recorded. Usual causes: "
-                "another sampling temperature, dropout, preprocessing, an adapter that is not loaded, or precision"
-            )
-        self._first_ratio_error = off_policy
-
-    def _skip(self, rows: Rows, iteration: int, loss: float, norm: float) -> None:
-        """Skip the step and keep the minibatch for inspection. Raises `NonFinite` after several in a row."""
-        self._non_finite += 1
-        folder = self._run_dir / "non_finite"
-        if self.ranks.first:
-            keep_rows(rows, folder, iteration)
-        if self._non_finite >= self._config.non_finite_limit:
-            raise NonFinite(
-                f"loss {loss} and gradient norm {norm} were not finite for {self._non_finite} optimiser steps in a "
-                f"row; the parameters were left as they were and the minibatches are in {folder}. A smaller "
-                "learning rate, or a look at the rewards and observations in there, is the usual way on"
-            )
 
     def _metrics(
         self, rows: Rows, sums: LossSums, norms: list[float], stopped: bool, iteration: int
@@ -457,7 +321,7 @@ class Learner(WeightsSource):
         return {
             **measured,
             **self._controls.note(measured, iteration),
-            "learner/first_ratio_error": self._first_ratio_error,
+            "learner/first_ratio_error": self._steps.first_ratio_error,
             "learner/stopped_by_kl": float(stopped),
             "learner/policy_lr": float(self.optimizer.param_groups[0]["lr"]),
         }

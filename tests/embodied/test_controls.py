@@ -205,7 +205,7 @@ def test_a_rate_that_is_too_great_falls(tmp_path: Path) -> None:
     rate = learner.update(make_batch(), 0)["learner/policy_lr"]
     learner._controls.set_learning_rates(learner.optimizer, 1)
     assert rate == 0.05 and learner.optimizer.param_groups[0]["lr"] == pytest.approx(0.05 / 1.5)
-    assert learner.optimizer.param_groups[1]["lr"] == learner._config.value_lr
+    assert learner.optimizer.param_groups[1]["lr"] == learner._run.optim.value_lr
 
 
 def test_a_run_that_goes_on_adapts_as_if_it_had_not_stopped(tmp_path: Path) -> None:

@@ -22,8 +22,9 @@ from embodied.execution.session import Session, open_session
 from embodied.runtime.ray_runtime import RayRuntime
 from embodied.workers.affinity import Affinity
 from embodied.workers.context import make_policy
-from embodied.workers.learner import Learner, OffPolicy
+from embodied.workers.learner import Learner
 from embodied.workers.roles import Decider, EpisodePart, Trainer
+from embodied.workers.update_steps import OffPolicy
 from embodied.workflows.recipes import GRPO, PPO
 from policies.contract import PolicySpec
 from tests import libero_assets
