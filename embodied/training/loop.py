@@ -2,7 +2,7 @@
 
 [ rollout -> update -> publish weights -> record ] x iterations -> checkpoint -> evaluation -> report
 
-With `eval.every`, a checkpoint and its evaluation come after so many iterations.
+With `eval.every`, a checkpoint and its evaluation come after so many iterations, beside the run where that leaves room.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,10 +28,12 @@ from embodied.planning.run_plans import place_run
 from embodied.reporting.live import Progress
 from embodied.reporting.metrics import MetricsWriter, read
 from embodied.tracing import Span, TraceWriter
+from embodied.training.beside import BesideError, room_beside
 from embodied.training.collapse import CollapseWatch
 from embodied.training.interrupts import deferred_interrupts
-from embodied.training.selection import Selection
+from embodied.training.selection import Candidate, Selection
 from embodied.workers.background import Written
+from embodied.workers.devices import accelerators
 from embodied.workers.rollout_summary import RolloutSummary
 from embodied.workflows.sizes import tasks_of
 
@@ -67,11 +69,12 @@ def train(config: Config, run_dir: Path, session: Session, resume_from: Path | N
     placed = place_run(config, session, run_dir)
     loop = _Loop(config, run_dir, Selection(config, run_dir, session))
     startup_s = 0.0
-    with loop.metrics:
+    with loop.metrics, closing(loop.selection):
         while True:
             building = time.monotonic()
             with executor(config, run_dir, session, placed.assignment) as workers:
                 show(workers.memory.describe())
+                loop.selection.move(room_beside(placed.assignment, session.cores, accelerators(config.policy.device)))
                 loop.begin(workers, resume_from)
                 save_config(config, run_dir / "config.yaml")  # a resumed run may have other settings, once they fit
                 built = time.monotonic()
@@ -154,6 +157,8 @@ class _Loop:
         """Iterate to the end; or, where there is a better plan, to a checkpoint from which the run goes on."""
         config = self.config
         try:
+            for candidate in self.selection.begun(self.position.iteration):
+                self._evaluate(progress, candidate)
             self._select(progress)  # a run that goes on may have been stopped in the middle of an evaluation
             while self.position.iteration < config.iterations:
                 row, iteration = self._iterate(progress)
@@ -167,12 +172,14 @@ class _Loop:
                 if self._saves_after(self.position.iteration):
                     self._save()
                     self._select(progress)
+                self._selected(progress)
                 if config.stop_at_success is not None and recent >= config.stop_at_success:
                     progress.note(f"success of the last {RECENT} episodes is {recent:.2f}: stopping as asked")
                     break
                 move = watch.see(iteration, config.iterations - self.position.iteration) if watch else None
                 if move is not None:
                     progress.note(f"planned again: {move.reason}")
+                    self._selected(progress, block=True)
                     self._save()
                     self._complete()
                     return move
@@ -199,12 +206,39 @@ class _Loop:
         )
 
     def _select(self, progress: Progress, last: bool = False) -> None:
-        """Evaluate the checkpoint of now, where that is due."""
-        position = self.position
-        if self.selection.due(position.iteration, last):
-            self._complete()
-            with progress.paused():
-                said = self.selection.evaluate(position.iteration, position.env_steps, position.wall_s)
+        """Evaluate the checkpoint of now, where that is due, or begin to; the last, and one before it, to the end."""
+        position, selection = self.position, self.selection
+        due = selection.due(position.iteration, last)
+        if due or last:
+            self._selected(progress, block=True)
+        if not due:
+            return
+        candidate = Candidate(position.iteration, position.env_steps, position.wall_s)
+        self._complete()
+        if selection.beside and not last:
+            selection.start(candidate)
+            return
+        self._evaluate(progress, candidate)
+
+    def _evaluate(self, progress: Progress, candidate: Candidate) -> None:
+        with progress.paused():
+            said = self.selection.evaluate(candidate)
+        progress.note(said)
+        self._keep_newest()
+
+    def _selected(self, progress: Progress, block: bool = False) -> None:
+        """Tell of the evaluation beside the run, if it has ended. Where its process is gone the run waits for it."""
+        pending = self.selection.pending
+        if pending is None:
+            return
+        try:
+            said = self.selection.finish(block)
+        except BesideError as error:
+            self.selection.close()
+            progress.note(f"evaluating iteration {pending.iteration} beside the run: {error}; the run waits for it now")
+            self._evaluate(progress, pending)
+            return
+        if said is not None:
             progress.note(said)
             self._keep_newest()
 
@@ -295,7 +329,7 @@ class _Loop:
         self._keep_newest()
 
     def _keep_newest(self) -> None:
-        if self.config.keep_checkpoints:
+        if self.config.keep_checkpoints and self.selection.pending is None:
             checkpoint.keep_newest(self._checkpoints, self.config.keep_checkpoints)
 
     def _note_stall(self, begin_ns: int, name: str) -> None:

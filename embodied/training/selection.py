@@ -2,14 +2,16 @@
 
 They are by the run's own protocol, on episodes of their own: from seeds that neither training nor the evaluation at the
 end draws, since a choice among many checkpoints flatters the chosen one on the episodes it was chosen by. Each is a
-folder below RUN/evals/selection, and a row of `selection.jsonl`.
+folder below RUN/evals/selection, and a row of `selection.jsonl`. They take place beside the run where it leaves room
+(`embodied/training/beside.py`), else the run waits. Their episodes are the same either way.
 """
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from embodied.evaluation.folder import Identity, read_identity
 from embodied.evaluation.protocol import Protocol, protocol_of
 from embodied.execution.session import Session
 from embodied.reporting.metrics import SELECTION, MetricsWriter, read
+from embodied.training.beside import BesideProcess, Room
 
 OTHER_SEEDS = 2**30
 """Turned over in the run's seed, which is below 2**31: the seed of these evaluations."""
@@ -35,8 +38,17 @@ def selection_protocol(config: Config) -> Protocol:
     return replace(protocol, name=None, trials=trials, init_states=None, env_seed=None, seed=seed)
 
 
+@dataclass(frozen=True)
+class Candidate:
+    """A checkpoint to be evaluated, and where the run was when it was written."""
+
+    iteration: int
+    env_steps: int
+    wall_s: float
+
+
 class Selection:
-    """Evaluates a run's checkpoints and keeps track of the best."""
+    """Evaluates a run's checkpoints, one at a time, and keeps track of the best."""
 
     def __init__(self, config: Config, run_dir: Path, session: Session) -> None:
         videos = config.eval.model_copy(update={"videos": 0})
@@ -45,6 +57,21 @@ class Selection:
         self._protocol = selection_protocol(config) if config.eval.every else None
         self._done: dict[int, float] = {}
         """Success of this protocol's evaluations, by iteration."""
+        self._room: Room | None = None
+        self._process: BesideProcess | None = None
+        self._pending: Candidate | None = None
+
+    def move(self, room: Room | None) -> None:
+        """Evaluate here from now on; None: while the run waits. Nothing is pending."""
+        self.close()
+        self._room = room if self._protocol is not None else None
+
+    def close(self) -> None:
+        """Give up what is pending; a run that goes on takes it up where it is."""
+        self._pending = self._room = None
+        if self._process is not None:
+            self._process.close()
+        self._process = None
 
     def begin(self, iteration: int) -> None:
         """Forget what came after the iteration that the run goes on from; where nothing is to be evaluated any more,
@@ -65,24 +92,69 @@ class Selection:
         }
         self._mark()
 
+    def begun(self, iteration: int) -> list[Candidate]:
+        """Checkpoints before this iteration whose evaluation an earlier session began beside the run and left."""
+        found = (int(folder.name) for folder in self._folder(0).parent.glob("[0-9]*") if folder.name.isdecimal())
+        numbers = [n for n in sorted(found) if n < iteration and n not in self._done and self._is_ours(n)]
+        states = [checkpoint.read_state(self._checkpoint(n)) for n in numbers if self._checkpoint(n).is_dir()]
+        return [Candidate(state.iteration, state.env_steps, state.wall_s) for state in states]
+
     def due(self, iteration: int, last: bool = False) -> bool:
         """Whether the checkpoint of the iteration is to be evaluated, and has not been; a run's last one always is."""
-        if self._protocol is None or not iteration or iteration in self._done:
+        pending = self._pending is not None and self._pending.iteration == iteration
+        if self._protocol is None or not iteration or iteration in self._done or pending:
             return False
         return last or iteration % self._config.eval.every == 0 or iteration == self._config.iterations
 
-    def evaluate(self, iteration: int, env_steps: int, wall_s: float) -> str:
-        """Evaluate the iteration's checkpoint, which is complete. Returns what to say of it."""
-        protocol, into = self._protocol, self._folder(iteration)
+    @property
+    def beside(self) -> bool:
+        """Whether checkpoints are evaluated while the run goes on."""
+        return self._room is not None
+
+    @property
+    def pending(self) -> Candidate | None:
+        """What is being evaluated beside the run, whose checkpoint must stay."""
+        return self._pending
+
+    def start(self, candidate: Candidate) -> None:
+        """Begin to evaluate a checkpoint, which is complete, beside the run. Nothing else is pending."""
+        assert self._room is not None and self._pending is None, "one at a time, where there is room"
+        config = self._room.applied(self._config)
+        if self._process is None:
+            self._process = BesideProcess(config, self._room.core, self._folder(0).parent / "beside.log")
+        self._process.begin(partial(_evaluated, *self._asked(candidate, config)))
+        self._pending = candidate
+
+    def finish(self, block: bool) -> str | None:
+        """What to say of the evaluation beside the run, once it has ended; None where it has not, or there is none.
+
+        Raises what ended it otherwise; `BesideError` where its process is gone.
+        """
+        if self._process is None or self._pending is None:
+            return None
+        candidate, found = self._pending, self._process.result(block)
+        if found is None:
+            return None
+        self._pending = None
+        return self._note(candidate, found)
+
+    def evaluate(self, candidate: Candidate) -> str:
+        """Evaluate a checkpoint, which is complete, while the run waits. Returns what to say of it."""
+        return self._note(candidate, _evaluated(*self._asked(candidate, self._config), self._session))
+
+    def _asked(self, candidate: Candidate, config: Config) -> tuple[Subject, Protocol, Path]:
+        protocol, into = self._protocol, self._folder(candidate.iteration)
         assert protocol is not None, "no evaluation is asked for"
-        folder = self._checkpoint(iteration)
-        subject = Subject(folder.name, self._config, folder, None, into.parent)
+        folder = self._checkpoint(candidate.iteration)
+        subject = Subject(folder.name, config, folder, None, into.parent)
         if _identity(into) != subject.identity(protocol):
             shutil.rmtree(into, ignore_errors=True)  # begun by other settings
-        with evaluation_folder(subject, protocol, into, resume=True) as opened:
-            found = evaluate(subject, protocol, self._session, opened)
+        return subject, protocol, into
+
+    def _note(self, candidate: Candidate, found: Mapping[str, Any]) -> str:
+        iteration = candidate.iteration
         with MetricsWriter(self._run_dir, file=SELECTION) as record:
-            record.write(iteration, env_steps, {"wall_s": wall_s, **_row(found)})
+            record.write(iteration, candidate.env_steps, {"wall_s": candidate.wall_s, **_row(found)})
         self._done[iteration] = found["success_rate"]
         self._mark()
         between = f"{found['success_low']:.1%} to {found['success_high']:.1%}"
@@ -107,6 +179,11 @@ class Selection:
         """Whether the iteration was evaluated by this protocol."""
         found = _identity(self._folder(iteration))
         return found is not None and found.protocol == self._protocol
+
+
+def _evaluated(subject: Subject, protocol: Protocol, into: Path, session: Session) -> dict[str, Any]:
+    with evaluation_folder(subject, protocol, into, resume=True) as opened:
+        return evaluate(subject, protocol, session, opened)
 
 
 def _identity(folder: Path) -> Identity | None:

@@ -1,0 +1,140 @@
+"""Evaluation beside a run: by a process on a core, and with a GPU where policies compute on one, that the run leaves
+free."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from embodied.config import Config
+from embodied.execution.assignment import HERE, Assignment
+from embodied.execution.session import Session, open_session
+from embodied.workers.devices import CPU
+
+Work = Callable[[Session], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a run leaves free of this machine."""
+
+    core: int
+    device: str | None = None
+    """`cuda:1`; None: policies compute on the CPU."""
+
+    def applied(self, config: Config) -> Config:
+        """The configuration in one process of this machine, with a policy on this device."""
+        policy = config.policy.model_copy(update={"device": self.device or config.policy.device})
+        runtime = config.runtime.model_copy(update={"mode": "inline"})
+        farm = config.farm.model_copy(update={"nodes": ()})
+        return config.model_copy(update={"policy": policy, "runtime": runtime, "farm": farm})
+
+
+def room_beside(assignment: Assignment, cores: Sequence[int], gpus: Sequence[torch.device]) -> Room | None:
+    """A core that no worker of the run is pinned to and no thread of it needs, and one of the GPUs that none uses
+    (where there are any); None where the run leaves no such thing.
+
+    Workers that the system places say nothing of cores: a run whose simulators are not pinned leaves none, and a
+    component on the CPU without cores of its own needs as many as it has threads.
+    """
+    physics = [
+        core for farm in assignment.farms for core, node in zip(farm.physics, farm.physics_nodes, strict=True)
+        if node == HERE
+    ]  # fmt: skip
+    if None in physics:
+        return None
+    computing = [place for places in assignment.components.values() for place in places if place.node == HERE]
+    used = {core for core in physics if core is not None}
+    used |= {core for farm in assignment.farms for core in farm.render if core is not None}
+    used |= {core for place in computing for core in place.cores}
+    on_cpu = [place for place in computing if not gpus or place.device == str(CPU)]
+    threads = max((place.threads for place in on_cpu if not place.cores), default=0)
+    spare = [core for core in cores if core not in used]
+    if not spare or threads >= len(cores):
+        return None
+    if not gpus:
+        return Room(spare[-1])
+    # A worker without a device of its own is on the first.
+    taken = {place.device or str(gpus[0]) for place in computing}
+    free = [str(gpu) for gpu in gpus if str(gpu) not in taken]
+    return Room(spare[-1], free[0]) if free else None
+
+
+class BesideError(Exception):
+    """The process ended before its work was done."""
+
+
+class BesideProcess:
+    """A process on one core, which does one piece of work at a time. It begins with the first, and ends with this one
+    whatever ends that."""
+
+    def __init__(self, config: Config, core: int, log: Path) -> None:
+        """`config` is of its session. What it prints, and would disturb a live table, goes to `log`."""
+        context = multiprocessing.get_context("spawn")
+        self._ours, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, config, core, log), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def begin(self, work: Work) -> None:
+        """Have `work`, which is pickled, done in the process's session. Its result is taken before the next begins."""
+        self._ours.send(work)
+
+    def result(self, block: bool) -> dict[str, Any] | None:
+        """What came of the work; None where it is not done yet and nobody is to wait.
+
+        Raises what the work raised, and `BesideError` where the process is gone.
+        """
+        if not block and not self._ours.poll():
+            return None
+        try:
+            found = self._ours.recv()
+        except (EOFError, ConnectionResetError) as error:
+            self._process.join(1)
+            raise BesideError(f"the process ended with exit status {self._process.exitcode}") from error
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+    def close(self) -> None:
+        """End the process, and what it is doing."""
+        self._process.kill()
+        self._process.join()
+        self._ours.close()
+
+
+def _serve(requests: Connection, config: Config, core: int, log: Path) -> None:
+    os.sched_setaffinity(0, {core})
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("a", buffering=1) as text:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+            os.dup2(text.fileno(), stream.fileno())
+        threading.Thread(target=_end_with_parent, daemon=True).start()
+        with open_session(config) as session:
+            while True:
+                try:
+                    work: Work = requests.recv()
+                except EOFError:
+                    return
+                try:
+                    requests.send(work(session))
+                except Exception as error:  # it is raised again where the result is waited for
+                    requests.send(error)
+
+
+def _end_with_parent() -> None:
+    """A run that was killed has nobody left to end its processes."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)

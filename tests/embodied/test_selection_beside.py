@@ -1,0 +1,146 @@
+"""Checkpoints are evaluated beside the run where it leaves room; whatever happens there, the results are the same."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from embodied import checkpoint
+from embodied.config import Config, parse_config
+from embodied.errors import UserError
+from embodied.execution.assignment import Assignment, FarmAssignment, configured
+from embodied.execution.session import Session
+from embodied.reporting.metrics import SELECTION, read
+from embodied.training import loop, selection
+from embodied.training.beside import BesideError, BesideProcess, Room, room_beside
+from embodied.workers.affinity import Affinity
+from tests.embodied.test_resume import assert_same_run, rewind, run
+from tests.embodied.test_selection import SETTINGS
+
+INLINE = {"mode": "inline", "trace": False}
+ONE_WORKER = {"farm": {"physics_workers": 1}, "runtime": {"mode": "ray", "trace": False}}
+"""It leaves all cores but one."""
+
+
+def config_of(every: int, **changes: object) -> Config:
+    evaluation = {"every": every, "every_episodes": 12, "videos": 0}
+    return parse_config({**SETTINGS, "iterations": 4, "eval": evaluation, **ONE_WORKER, **changes}, "test")
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    return [{k: v for k, v in row.items() if "wall_s" not in k} for row in read(folder, SELECTION)]
+
+
+@pytest.fixture(scope="module")
+def waited(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run that waits for its evaluations: everything is one process."""
+    folder = tmp_path_factory.mktemp("runs") / "waited"
+    run(config_of(1, runtime=INLINE), folder)
+    return folder
+
+
+def test_it_changes_nothing_of_run_and_evaluations(waited: Path, tmp_path: Path) -> None:
+    run(config_of(1), tmp_path / "beside")
+    assert (tmp_path / "beside" / "evals" / "selection" / "beside.log").exists(), "the run waited"
+    assert rows_of(tmp_path / "beside") == rows_of(waited) and len(rows_of(waited)) == 4
+    assert_same_run(tmp_path / "beside", waited)
+
+
+class Killed(BesideProcess):
+    """Its process is killed while it works."""
+
+    def begin(self, work: Any) -> None:
+        super().begin(work)
+        self._process.kill()
+
+
+def test_where_its_process_is_killed_the_run_waits(
+    waited: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(loop, "room_beside", lambda *_: Room(max(os.sched_getaffinity(0))))
+    monkeypatch.setattr(selection, "BesideProcess", Killed)
+    run(config_of(1, runtime=INLINE, checkpoint_every=1, keep_checkpoints=1), tmp_path / "killed")
+    assert rows_of(tmp_path / "killed") == rows_of(waited)
+    assert "evaluating iteration 1 beside the run" in capsys.readouterr().out
+    best = checkpoint.best(tmp_path / "killed" / "checkpoints")
+    kept = {path.name for path in (tmp_path / "killed" / "checkpoints").iterdir() if path.is_dir()}
+    assert best is not None and kept == {best.name, "000004"}
+
+
+def test_what_was_begun_beside_an_interrupted_run_is_completed(waited: Path, tmp_path: Path) -> None:
+    """The run had come to its third iteration while its second was evaluated."""
+    stopped = tmp_path / "stopped"
+    rewind(waited, stopped, 3)
+    folder = stopped / "evals" / "selection"
+    lines = (folder / "000002" / "episodes.jsonl").read_text().splitlines(keepends=True)
+    (folder / "000002" / "episodes.jsonl").write_text("".join(lines[:5]))
+    shutil.rmtree(folder / "000003")
+    rows = (stopped / SELECTION).read_text().splitlines(keepends=True)
+    (stopped / SELECTION).write_text("".join(rows[:1]))
+    run(config_of(1, runtime=INLINE, checkpoint_every=1), stopped, resume=True)
+    assert rows_of(stopped) == rows_of(waited)
+
+
+def _core(session: Session) -> dict[str, Any]:
+    return {"cores": sorted(os.sched_getaffinity(0)), "mode": session.config.runtime.mode, "process": os.getpid()}
+
+
+def _fail(text: str, session: Session) -> dict[str, Any]:
+    raise UserError(text)
+
+
+def _die(session: Session) -> dict[str, Any]:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("it is dead")
+
+
+def test_a_process_works_on_its_core_and_says_what_went_wrong(tmp_path: Path) -> None:
+    core = max(os.sched_getaffinity(0))
+    process = BesideProcess(Room(core).applied(config_of(1)), core, tmp_path / "beside.log")
+    process.begin(_core)
+    found = process.result(block=True)
+    assert found is not None and found["cores"] == [core] and found["mode"] == "inline"
+    assert process.result(block=False) is None
+    process.begin(partial(_fail, "no such task"))
+    with pytest.raises(UserError, match="no such task"):
+        process.result(block=True)
+    process.begin(_die)
+    with pytest.raises(BesideError, match="exit status -9"):
+        process.result(block=True)
+    process.close()
+
+
+def _assignment(physics: tuple[int | None, ...], **components: Affinity) -> Assignment:
+    farm = FarmAssignment(2, physics, ("",) * len(physics))
+    return Assignment("test", (farm,), {name: (place,) for name, place in components.items()})
+
+
+def test_room_is_what_no_worker_is_pinned_to_and_no_thread_needs() -> None:
+    cores, gpus = (0, 1, 2, 3), [torch.device("cuda", 0), torch.device("cuda", 1)]
+    one = _assignment((0, 1, 2), policy=Affinity(), learner=Affinity(threads=3))
+    assert room_beside(one, cores, []) == Room(3)
+    assert room_beside(_assignment((0, 1, 2, 3), policy=Affinity()), cores, []) is None
+    assert room_beside(_assignment((0, 1), learner=Affinity((2, 3), 2)), cores, []) is None
+    assert room_beside(_assignment((0,), learner=Affinity(threads=4)), cores, []) is None, "its threads are everywhere"
+    assert room_beside(_assignment((None,), policy=Affinity()), cores, []) is None, "nobody knows where they are"
+    with_gpus = _assignment((0, 1), policy=Affinity(device="cuda:0"), learner=Affinity(threads=4, device="cuda:0"))
+    assert room_beside(with_gpus, cores, gpus) == Room(3, "cuda:1")
+    assert room_beside(with_gpus, cores, gpus[:1]) is None, "the policy's GPU is the learner's"
+    unsaid = _assignment((0, 1), learner=Affinity(threads=4))
+    assert room_beside(unsaid, cores, gpus) == Room(3, "cuda:1"), "without a name it is the first"
+
+
+def test_a_configured_run_leaves_none_unless_it_is_told_to() -> None:
+    cores = (0, 1)
+    assert room_beside(configured(config_of(1, farm={}), cores), cores, []) is None
+    assert room_beside(configured(config_of(1), cores), cores, []) == Room(1)
+    assert room_beside(configured(config_of(1, farm={"physics_workers": 1, "pin": False}), cores), cores, []) is None
+    inline = config_of(1, runtime=INLINE)
+    assert room_beside(configured(inline, cores), cores, []) is None
