@@ -112,6 +112,10 @@ class RolloutConfig(Section):
     """Share of training episodes whose start (of env.init_states or env.start_seeds) is drawn in proportion to
     p (1 - p), p being how often its last 30 or so episodes were solved; the others are drawn evenly. 0: all are.
     Training success is then that of the starts that were drawn, and nearer to a half than that of all."""
+    task_curriculum: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of a task's `decisions` that its environments take in proportion to p (1 - p), p being how often its last
+    100 or so episodes were solved, over that of the task with the most: tasks that are always or never solved are
+    rolled out less (ppo, several tasks). 0: all alike."""
     episode_group: Annotated[int, Field(ge=2)] = 8
     """Episodes of an episode group (grpo): the same task, the same beginning."""
 

@@ -74,12 +74,14 @@ class EpisodeSums:
 
 
 def table_of_decisions(groups: Sequence[Sequence[Decision]], num_envs: int) -> tuple[np.ndarray, np.ndarray]:
-    """int64 [T, B] flat rows and bool [T, B]: decision t of every environment in row t. Where an environment rested,
-    the row repeats a decision that was taken and is not marked."""
-    table = np.zeros((len(groups[0]), num_envs), np.int64)
+    """int64 [T, B] flat rows and bool [T, B]: every environment's last decision in row T - 1, those before it in the
+    rows above. Where an environment rested, and above the first decision of one that took fewer than T, the row repeats
+    a decision that was taken and is not marked."""
+    count = max(map(len, groups))
+    table = np.zeros((count, num_envs), np.int64)
     mask = np.zeros(table.shape, np.bool_)
     for decisions in groups:
-        for t, decision in enumerate(decisions):
+        for t, decision in enumerate(decisions, start=count - len(decisions)):
             table[t, decision.envs] = decision.flat
             mask[t, decision.envs] = decision.active
     if mask.any():

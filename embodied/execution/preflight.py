@@ -13,7 +13,7 @@ from embodied.execution.farm_specs import farm_spec, observation_rows, run_specs
 from embodied.workers.context import task_spec
 from embodied.workers.makers import check_components
 from embodied.workflows.recipes import recipe_of
-from embodied.workflows.sizes import check_starts, episodes_of, tasks_of
+from embodied.workflows.sizes import check_starts, check_task_curriculum, episodes_of, tasks_of
 from policies import registry
 from sim_farm import memory
 from sim_farm.catalogue import check_task
@@ -32,6 +32,7 @@ def check_run(config: Config) -> None:
     check_components(config)
     check_policy(config)
     check_starts(config)
+    check_task_curriculum(config)
     for task in tasks_of(config):
         check_task(task.env.task)
         task_spec(task)

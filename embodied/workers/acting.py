@@ -47,6 +47,8 @@ class RolloutSettings:
     """Whether spans are made."""
     curriculum: float = 0.0
     """Share of episodes whose start a curriculum draws."""
+    task_curriculum: float = 0.0
+    """Share of decisions that a curriculum gives to tasks."""
 
     @classmethod
     def of(cls, context: WorkerContext) -> RolloutSettings:
@@ -59,6 +61,7 @@ class RolloutSettings:
             context.rounds,
             config.runtime.trace,
             config.rollout.curriculum,
+            config.rollout.task_curriculum,
         )
 
 

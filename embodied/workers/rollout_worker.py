@@ -31,6 +31,7 @@ from embodied.workers.rollout_loop import RolloutLoop
 from embodied.workers.rollout_summary import Clock, RolloutSummary
 from embodied.workers.shared_loop import SharedLoop
 from embodied.workers.start_curriculum import StartCurriculum
+from embodied.workers.task_curriculum import TaskCurriculum
 from policies.contract import Inputs
 from sim_farm.episodes import GroupedEpisodes
 from sim_farm.farm import Farm
@@ -61,6 +62,9 @@ class RolloutWorker:
         if settings.curriculum:
             starts = [spec.episodes.starts for spec in farm.specs]
             self._curricula = {i: StartCurriculum(each, settings.curriculum) for i, each in enumerate(starts)}
+        self._task_curriculum: TaskCurriculum | None = None
+        if settings.task_curriculum:
+            self._task_curriculum = TaskCurriculum(len(farm.specs), settings.task_curriculum)
         self._told: list[EndedEpisode] = []
         """Episodes of earlier rollouts that the curricula have not counted."""
         self._trajectories: Trajectories | None = None
@@ -104,6 +108,8 @@ class RolloutWorker:
             for task, curriculum in self._curricula.items():
                 prefix = _prefix(task)
                 curriculum.load({key: snapshot[prefix + key] for key in curriculum.state() if prefix + key in snapshot})
+            if self._task_curriculum is not None:
+                self._task_curriculum.load(snapshot)
         self._draw_starts()
         for group in self._loop.groups:
             self._loop.reset(group)
@@ -115,10 +121,10 @@ class RolloutWorker:
             mine, prefix = slice(first, self._loop.offsets[task + 1]), _prefix(task)
             found[f"{prefix}episode_return"] = self._loop.sums.total[mine].copy()
             found[f"{prefix}episode_solved"] = self._loop.sums.solved[mine].copy()
-        self._count_starts()
+        self._count()
         for task, curriculum in self._curricula.items():
             found |= {_prefix(task) + key: array for key, array in curriculum.state().items()}
-        return found
+        return found | ({} if self._task_curriculum is None else self._task_curriculum.state())
 
     def unload_renderers(self, deadline_s: float) -> Switch:
         """Let the farm's renderers and scene replicas leave the memory; `load_renderers` before the next rollout."""
@@ -133,7 +139,8 @@ class RolloutWorker:
     # --- rollouts
 
     def rollout(self, decisions: int, deadline_s: float = 600.0) -> RolloutSummary:
-        """Let every environment take `decisions` decisions; `trajectories` then hands them out.
+        """Let every environment take `decisions` decisions, or fewer where a curriculum over tasks says so;
+        `trajectories` then hands them out.
 
         Raises what `Farm.collect` raises. The observations that follow the last decision are kept: the next
         rollout begins with them.
@@ -141,12 +148,15 @@ class RolloutWorker:
         with self._affinity.applied():
             begin = self._begin_rollout()
             self._draw_starts()
+            counts = (decisions,) * len(self.farm.specs)
+            if self._task_curriculum is not None:
+                counts = self._task_curriculum.decisions(decisions)
             for group in self._loop.groups:
                 group.decisions = []
             with self._loop.rollout():
                 self._loop.serve(
-                    lambda group, seen: len(group.decisions) >= decisions,
-                    lambda group, seen: len(group.decisions) < decisions,
+                    lambda group, seen: len(group.decisions) >= counts[group.task],
+                    lambda group, seen: len(group.decisions) < counts[group.task],
                     deadline_s,
                 )
                 mark = time.monotonic_ns()
@@ -239,15 +249,17 @@ class RolloutWorker:
         rows = np.concatenate([group.flat(group.row, self._loop.width) for group in self._loop.groups])[order]
         return replace(inputs, frames=self.memory.frames_at(torch.from_numpy(rows)))
 
-    def _count_starts(self) -> None:
+    def _count(self) -> None:
         """Let the curricula count what has ended."""
+        if self._task_curriculum is not None:
+            self._task_curriculum.count(self._told)
         for task, curriculum in self._curricula.items():
             curriculum.count([episode for episode in self._told if episode.task == task])
         self._told = []
 
     def _draw_starts(self) -> None:
         """Draw the starts of an iteration's episodes by what is known of all before."""
-        self._count_starts()
+        self._count()
         for task, curriculum in self._curricula.items():
             self.farm.draw_starts(task, curriculum.shares())
 
@@ -269,6 +281,10 @@ class RolloutWorker:
         for task, curriculum in self._curricula.items():
             suffix = f"/{self.farm.specs[task].task.name}" if len(self.farm.specs) > 1 else ""
             found |= {key + suffix: value for key, value in curriculum.figures().items()}
+        if self._task_curriculum is not None:
+            decided = self._trajectories.mask.sum(0)
+            for spec, first in zip(self.farm.specs, self._loop.offsets[:-1], strict=True):
+                found[f"curriculum/decisions/{spec.task.name}"] = float(decided[first])
         self._told += ended
         return RolloutSummary(
             steps, self._loop.version, tuple(ended), self._loop.clock, wall_s, spans, wired, frames, found

@@ -113,6 +113,21 @@ def check_starts(config: Config) -> None:
             )
 
 
+def check_task_curriculum(config: Config) -> None:
+    """Raise `UserError` where a curriculum over tasks has nothing to deal out."""
+    share, tasks = config.rollout.task_curriculum, tasks_of(config)
+    if share and len(tasks) == 1:
+        raise UserError(
+            f"rollout.task_curriculum is {share}, and {tasks[0].env.task} is the run's one task: name others in "
+            "extra_tasks, or set rollout.task_curriculum to 0"
+        )
+    if share and recipe_of(config).rollout == "episodes":
+        raise UserError(
+            f"rollout.task_curriculum is {share}, and the workflow {config.workflow} rolls out whole episodes, as "
+            "many of every environment: set it to 0 (rollout.curriculum draws their starts), or workflow to ppo"
+        )
+
+
 def check_ranks(config: Config, ranks: int) -> None:
     """Raise `UserError` for more ranks than rows of a minibatch."""
     if config.optim.minibatch and ranks > config.optim.minibatch:
