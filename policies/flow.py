@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,19 +16,10 @@ from policies.encoders import CHANNELS, ENCODERS, Encoder, vector
 from policies.imitation import counted_mean, only_counted
 from policies.layers import checked_noise, checked_widths, mlp, orthogonal
 from policies.normalizer import Normalizer
+from policies.time_embedding import time_embedding
 
 TIME_DIM = 32
 """Width of the time embedding."""
-
-
-def time_embedding(t: Tensor, width: int) -> Tensor:
-    """[N] times in [0, 1] to float64 [N, width]: sines and cosines of periods from 0.004 to 4 (those of pi0).
-
-    float64, since at the shortest period a rounding of t by 1e-7 is a phase of 1e-4.
-    """
-    periods = 0.004 * 1000 ** torch.linspace(0, 1, width // 2, dtype=torch.float64)
-    phase = 2 * math.pi * t.double()[:, None] / periods
-    return torch.cat([phase.sin(), phase.cos()], -1)
 
 
 class VelocityNet(nn.Module):

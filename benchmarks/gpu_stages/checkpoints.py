@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from policies.openvla.files import SINGLE, write_tensors
+from policies.files import SINGLE, write_tensors
 from policies.openvla.model import build_empty, load_model
 from policies.openvla.sizes import write_random
 

@@ -29,9 +29,9 @@ from torch.nn import functional
 
 from embodied.reporting.live import steps
 from policies import Inputs, PolicySpec
+from policies.files import SINGLE, read_json, write_json
 from policies.openvla import sizes
 from policies.openvla.config import CONFIG
-from policies.openvla.files import SINGLE, read_json, write_json
 from policies.openvla.model import build_empty
 from policies.openvla.policy import OpenVLA
 from policies.openvla.statistics import DEMONSTRATIONS

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from policies.contract import Evaluation, Inputs, Policy, PolicyError, PolicySpec
+from policies.files import ADAPTER, ADAPTER_CONFIG, CONFIG, Shards, read_json
 from policies.imitation import counted_mean, only_counted
 from policies.layers import checked_widths
 from policies.openvla import lora
 from policies.openvla.actions import action_of, check_gripper, convert_gripper, read_gripper, token_of
 from policies.openvla.config import TOWERS
-from policies.openvla.files import ADAPTER, ADAPTER_CONFIG, CONFIG, Shards, read_json
 from policies.openvla.heads import ValueHead
 from policies.openvla.images import read_preprocessing
 from policies.openvla.model import Sequence as Tokens

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from policies.contract import PolicyError
-from policies.openvla.files import CONFIG, read_json
+from policies.files import CONFIG, read_json
 
 TOWERS = ("featurizer", "fused_featurizer")
 """Names of the two vision towers in the checkpoint: DINOv2 and SigLIP."""

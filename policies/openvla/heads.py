@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from policies.files import check_tensors, one_file, read_state
 from policies.layers import checked_widths
-from policies.openvla.files import check_tensors, one_file, read_state
 
 ACTION_HEAD = "action_head--*_checkpoint.pt"
 PROPRIO_PROJECTOR = "proprio_projector--*_checkpoint.pt"

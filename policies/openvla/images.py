@@ -1,21 +1,18 @@
 """Camera frames to the pixel values of both vision towers: batched, on the frames' device.
 
-B frames of H x W pixels, S the towers' image size. Resizing repeats Pillow's arithmetic for 8-bit images (coefficients
-with 22 fractional bits, each of the two passes rounded and clipped to a byte), as two matrix products in float64,
-in which every intermediate is a whole number below 2^53 and so exact: pixel values equal those of the reference
-processor, which uses Pillow image by image on the CPU, to the last bit and on any device. `backend="pillow"` uses
-Pillow itself.
+B frames of H x W pixels, S the towers' image size. Frames are resized as Pillow does (`policies.resampling`): pixel
+values equal those of the reference processor, which uses Pillow image by image on the CPU, to the last bit and on any
+device.
+`backend="pillow"` uses Pillow itself.
 
-Sources: prismatic/extern/hf/processing_prismatic.py (resizing strategies, normalisation), Pillow's
-src/libImaging/Resample.c (coefficients), experiments/robot/openvla_utils.py (centre crop), openvla/openvla.
+Sources: prismatic/extern/hf/processing_prismatic.py (resizing strategies, normalisation),
+experiments/robot/openvla_utils.py (centre crop), openvla/openvla.
 """
 
 from __future__ import annotations
 
-import functools
 import io
 import math
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +23,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from policies.contract import PolicyError
-from policies.openvla.files import read_json
+from policies.files import read_json
+from policies.resampling import Filter, along, matrix, pad, pillow_resize, resize, weights_of
 
 PREPROCESSOR = "preprocessor_config.json"
 STRATEGIES = ("resize-naive", "letterbox", "resize-crop")
@@ -34,8 +32,6 @@ BACKENDS = ("device", "pillow")
 CROP_AREA = 0.9
 """Share of the picture that the centre crop keeps: models trained on random crops of that area see it when acting."""
 JPEG_QUALITY = 95
-FRACTION_BITS = 22
-"""Of Pillow's fixed-point coefficients."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +96,7 @@ class Preprocessing:
     def _resize(self, frames: Tensor, height: int, width: int) -> Tensor:
         if tuple(frames.shape[1:3]) == (height, width):
             return frames
-        return (pillow_resize if self.backend == "pillow" else resize)(frames, height, width)
+        return (pillow_resize if self.backend == "pillow" else resize)(frames, height, width, "bicubic")
 
 
 def read_preprocessing(folder: Path, *, strategy: str | None = None, **options: Any) -> Preprocessing:
@@ -132,28 +128,6 @@ def read_preprocessing(folder: Path, *, strategy: str | None = None, **options: 
     return Preprocessing(sizes.pop(), means, stds, strategy or "", tuple(fill), **options)
 
 
-def resize(frames: Tensor, height: int, width: int) -> Tensor:
-    """uint8 [B, H, W, 3] to [B, height, width, 3]: Pillow's bicubic filter with its rounding."""
-    for axis, size in ((2, width), (1, height)):  # Pillow's order
-        if frames.shape[axis] != size:
-            matrix = _matrix(_fixed_point, frames.shape[axis], size, frames.device)
-            # A whole number over 2^22 rounds half up, as adding half and shifting does.
-            summed = _along(matrix, frames.double(), axis)
-            frames = (summed / (1 << FRACTION_BITS) + 0.5).floor().clamp(0, 255).to(torch.uint8)
-    return frames
-
-
-def pillow_resize(frames: Tensor, height: int, width: int) -> Tensor:
-    """The same with Pillow itself, frame by frame on the CPU."""
-    from PIL import Image
-
-    resized = [
-        np.asarray(Image.fromarray(frame).resize((width, height), Image.Resampling.BICUBIC))
-        for frame in frames.cpu().numpy()
-    ]
-    return torch.from_numpy(np.stack(resized)).to(frames.device)
-
-
 def jpeg(frames: Tensor) -> Tensor:
     """uint8 [B, H, W, 3] written as JPEG and read again, with the settings of TensorFlow's encoder.
 
@@ -177,7 +151,7 @@ def lanczos(frames: Tensor, size: int) -> Tensor:
     """
     values = frames.double()
     for axis in (1, 2):
-        values = _along(_matrix(_lanczos_weights, frames.shape[axis], size, frames.device), values, axis)
+        values = along(matrix(weights_of, frames.shape[axis], size, "lanczos", frames.device), values, axis)
     return values.round().clamp(0, 255).to(torch.uint8)
 
 
@@ -189,73 +163,11 @@ def center_crop(frames: Tensor, size: int) -> Tensor:
     """
     values = frames.float() / 255
     for axis in (1, 2):
-        values = _along(_matrix(_crop_weights, frames.shape[axis], size, frames.device), values, axis)
+        values = along(matrix(_crop_weights, frames.shape[axis], size, "bilinear", frames.device), values, axis)
     return values.clamp(0, 1)
 
 
-def pad(frames: Tensor, vertical: int, horizontal: int, fill: tuple[int, ...]) -> Tensor:
-    """The frames with so many pixels of one colour at both ends of each axis."""
-    rows, height, width, _ = frames.shape
-    padded = frames.new_tensor(fill).expand(rows, height + 2 * vertical, width + 2 * horizontal, 3).clone()
-    padded[:, vertical : vertical + height, horizontal : horizontal + width] = frames
-    return padded
-
-
-def _along(matrix: Tensor, values: Tensor, axis: int) -> Tensor:
-    """[out, in] times the axis 1 or 2 of [B, H, W, 3]."""
-    rows, height, width, channels = values.shape
-    if axis == 2:
-        return matrix.to(values.dtype) @ values
-    return (matrix.to(values.dtype) @ values.view(rows, height, -1)).view(rows, -1, width, channels)
-
-
-def _cubic(x: float) -> float:
-    x, a = abs(x), -0.5
-    if x < 1:
-        return ((a + 2) * x - (a + 3)) * x * x + 1
-    return (((x - 5) * x + 8) * x - 4) * a if x < 2 else 0.0
-
-
-def _lanczos(x: float) -> float:
-    return float(np.sinc(x) * np.sinc(x / 3)) if abs(x) < 3 else 0.0
-
-
-FILTERS: Mapping[str, tuple[Callable[[float], float], float]] = {"bicubic": (_cubic, 2.0), "lanczos": (_lanczos, 3.0)}
-"""Function and half width."""
-
-
-@functools.lru_cache(maxsize=32)
-def _matrix(make: Callable[[int, int], Tensor], size: int, out: int, device: torch.device) -> Tensor:
-    """float64 [out, size] on the device; made once, since every decision needs the same."""
-    return make(size, out).to(device)
-
-
-def _lanczos_weights(size: int, out: int) -> Tensor:
-    return _coefficients(size, out, "lanczos")
-
-
-def _coefficients(size: int, out: int, name: str) -> Tensor:
-    """float64 [out, size]: the weights of an antialiased filter, each row summing to one."""
-    function, support = FILTERS[name]
-    matrix = torch.zeros(out, size, dtype=torch.float64)
-    scale = size / out
-    stretch = max(scale, 1.0)
-    for row in range(out):
-        center = (row + 0.5) * scale
-        first = max(int(center - support * stretch + 0.5), 0)
-        last = min(int(center + support * stretch + 0.5), size)
-        weights = [function((column - center + 0.5) * (1.0 / stretch)) for column in range(first, last)]
-        matrix[row, first:last] = torch.tensor(weights, dtype=torch.float64) / sum(weights)
-    return matrix
-
-
-def _fixed_point(size: int, out: int) -> Tensor:
-    """The bicubic weights as Pillow rounds them: whole numbers, half away from zero."""
-    scaled = _coefficients(size, out, "bicubic") * (1 << FRACTION_BITS)
-    return torch.where(scaled < 0, scaled - 0.5, scaled + 0.5).trunc()
-
-
-def _crop_weights(size: int, out: int) -> Tensor:
+def _crop_weights(size: int, out: int, _: Filter) -> Tensor:
     """float64 [out, size]: bilinear samples of the middle part of an axis."""
     cut = (1 - math.sqrt(CROP_AREA)) / 2
     at = cut * (size - 1) + torch.arange(out, dtype=torch.float64) * (1 - 2 * cut) * (size - 1) / max(out - 1, 1)

@@ -17,8 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from policies.contract import PolicyError
-from policies.openvla.config import TOWERS
-from policies.openvla.files import (
+from policies.files import (
     ADAPTER,
     ADAPTER_CONFIG,
     check_shapes,
@@ -27,8 +26,9 @@ from policies.openvla.files import (
     write_json,
     write_tensors,
 )
+from policies.openvla.config import TOWERS
 from policies.openvla.model import OpenVLAModel, to_checkpoint
-from policies.openvla.torchvision_operators import import_torchvision
+from policies.torchvision_operators import import_torchvision
 
 PREFIX = "base_model.model."
 NAME = "default"

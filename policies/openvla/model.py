@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from policies.contract import PolicyError
+from policies.files import CONFIG, INDEX, SINGLE, Shards, copy_other_files, write_json
 from policies.openvla.config import ModelConfig, read_config
-from policies.openvla.files import CONFIG, INDEX, SINGLE, Shards, copy_other_files, write_json
 from policies.openvla.sizes import RANDOM_WEIGHTS, draw
-from policies.openvla.torchvision_operators import import_torchvision
 from policies.openvla.vision import Projector, VisionBackbone
+from policies.torchvision_operators import import_torchvision
 
 LAYER_SCALES = (".ls1.", ".ls2.")
 """Modules whose parameter timm calls gamma and the checkpoint scale_factor: Hugging Face's loader used to rename

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from policies.contract import Action, Evaluation, Inputs, PolicyError, PolicySpec
 from policies.encoders import vector
+from policies.files import check_tensors, one_file, read_state
 from policies.imitation import counted_mean
 from policies.layers import checked_noise
 from policies.openvla.base import TokenPolicy
-from policies.openvla.files import check_tensors, one_file, read_state
 from policies.openvla.heads import ACTION_HEAD, PROPRIO_PROJECTOR, ActionHead, ProprioProjector, write_side_file
 from policies.openvla.model import OpenVLAModel, Sequence
 from policies.openvla.sampling import choose, score

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from policies.contract import PolicyError
+from policies.files import write_json
 from policies.openvla.config import BINS, CONFIG, PUBLISHED_TOWERS
-from policies.openvla.files import write_json
 from policies.openvla.images import PREPROCESSOR
 from policies.openvla.prompts import TEMPLATE, TOKENIZER
 from policies.registry import nearest

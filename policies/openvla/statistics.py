@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from policies.contract import PolicyError
-from policies.openvla.files import CONFIG, read_json, write_json
+from policies.files import CONFIG, read_json, write_json
 
 STATISTICS = "dataset_statistics.json"
 DEMONSTRATIONS = "demonstrations"

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from policies.contract import PolicyError
 from policies.openvla.config import TOWERS, ModelConfig
-from policies.openvla.torchvision_operators import import_torchvision
+from policies.torchvision_operators import import_torchvision
 
 
 def build_tower(name: str, sizes: Any, image_size: int) -> Any:

@@ -10,10 +10,9 @@ from policies.openvla.images import (
     center_crop,
     jpeg,
     lanczos,
-    pillow_resize,
     read_preprocessing,
-    resize,
 )
+from policies.resampling import pillow_resize, resize
 from tests.policies.openvla.cases import GOLDEN, OPENVLA, error, golden
 
 LIBERO = golden(GOLDEN / "libero_images")
@@ -38,9 +37,11 @@ def preprocessing(**options) -> Preprocessing:
         ((64, 48), (28, 48)),
     ],
 )
-def test_batched_resize_equals_pillow_to_the_last_bit(size, target):
+@pytest.mark.parametrize("name", ["bicubic", "bilinear"])
+def test_batched_resize_equals_pillow_to_the_last_bit(size, target, name):
     pictures = frames(*size)
-    assert torch.equal(resize(pictures, *target), pillow_resize(pictures, *target))
+    height, width = target
+    assert torch.equal(resize(pictures, height, width, name), pillow_resize(pictures, height, width, name))
 
 
 @pytest.mark.parametrize("strategy", ["resize-naive", "letterbox", "resize-crop"])

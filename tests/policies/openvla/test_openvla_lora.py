@@ -11,7 +11,7 @@ from torch import nn
 
 import policies
 from policies import PolicyError
-from policies.openvla.files import ADAPTER_CONFIG
+from policies.files import ADAPTER_CONFIG
 from policies.openvla.lora import targets
 from policies.openvla.model import load_model
 from tests.policies import conformance

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from policies.files import INDEX, Shards, write_json
 from policies.openvla.config import CONFIG, read_config
-from policies.openvla.files import INDEX, Shards, write_json
 from policies.openvla.images import PREPROCESSOR
 from policies.openvla.model import OpenVLAModel, to_checkpoint
 from policies.openvla.prompts import TOKENIZER

@@ -12,7 +12,7 @@ import json
 import pickle
 import shutil
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,6 +107,15 @@ class Shards:
             found |= tensors
         return found
 
+    def empty(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Tensors of the shapes that these have, on the meta device. Raises `PolicyError` for a damaged file."""
+        found = {}
+        for name in names:
+            _names(self.folder / self.files[name])
+            with safe_open(self.folder / self.files[name], framework="pt") as shard:
+                found[name] = torch.empty(shard.get_slice(name).get_shape(), device="meta")
+        return found
+
     def write(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
         """Write the tensors into `folder`, in as many files as they are in here, with an index."""
         by_file: dict[str, dict[str, Tensor]] = defaultdict(dict)
@@ -130,14 +139,15 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a safetensors file, replacing an old one as a whole.
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], aliases: Mapping[str, str] | None = None) -> None:
+    """Write a safetensors file, replacing an old one as a whole. `aliases` are further names of tensors in it, by which
+    safetensors' `load_model` fills parameters that are tied.
 
     Tensors that were read are windows into their file: overwriting that in place would pull it from under them.
     """
     aside = path.with_name(f".{path.name}.partial")
     # Other readers of this layout ask the metadata which framework wrote it.
-    save_file(dict(tensors), aside, metadata={"format": "pt"})
+    save_file(dict(tensors), aside, metadata={"format": "pt", **(aliases or {})})
     aside.replace(path)
 
 

@@ -1,0 +1,110 @@
+"""What a checkpoint's config.json says of the network's sizes, in openpi's layout and LeRobot's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from policies.contract import PolicyError
+from policies.files import read_json
+from policies.pi0.mixture import StackSizes
+
+CONFIG = "config.json"
+ARCHITECTURE = "architecture"
+"""Object of config.json that has sizes where they are not the published ones."""
+VARIANTS = {
+    "gemma_2b": StackSizes(2048, 18, 16384, 8, 1, 256),
+    "gemma_300m": StackSizes(1024, 18, 4096, 8, 1, 256),
+}
+"""openpi's names (openpi/models/gemma.py)."""
+
+
+@dataclass(frozen=True)
+class VisionSizes:
+    """SigLIP's; the defaults are So400m/14 at 224 pixels."""
+
+    hidden_size: int = 1152
+    intermediate_size: int = 4304
+    num_hidden_layers: int = 27
+    num_attention_heads: int = 16
+    image_size: int = 224
+    patch_size: int = 14
+
+
+@dataclass(frozen=True)
+class Pi0Sizes:
+    """Of a whole network."""
+
+    vlm: StackSizes
+    expert: StackSizes
+    vision: VisionSizes
+    vocab_size: int
+    action_dim: int
+    """Numbers of an action and of a state, with the zeros that fill them up."""
+    horizon: int
+    """Actions that are predicted."""
+    prompt_len: int
+    """Tokens of a prompt, with those that fill it up."""
+    adaptive: bool
+    """pi0.5: time enters by adaptive norms, and there is no state token."""
+
+    @property
+    def patches(self) -> int:
+        """Tokens of an image."""
+        return (self.vision.image_size // self.vision.patch_size) ** 2
+
+
+def read_sizes(folder: Path, adaptive: bool) -> tuple[Pi0Sizes, Literal["openpi", "lerobot"]]:
+    """Sizes, and whose layout the folder has. `adaptive` is known from the weights: openpi's config does not say it.
+
+    Raises `PolicyError` for a config.json that is of neither, or that contradicts the weights.
+    """
+    raw = read_json(folder / CONFIG)
+    kind = raw.get("type")
+    if kind is None and "action_horizon" in raw:
+        layout: Literal["openpi", "lerobot"] = "openpi"
+        action_dim, horizon = raw.get("action_dim"), raw.get("action_horizon")
+    elif kind in ("pi0", "pi05"):
+        layout = "lerobot"
+        action_dim, horizon = raw.get("max_action_dim"), raw.get("chunk_size")
+        if adaptive != (kind == "pi05"):
+            has = "has" if adaptive else "has no"
+            raise PolicyError(f"{folder / CONFIG} says {kind}, and the checkpoint {has} time_mlp_in, as pi05 has")
+    else:
+        raise PolicyError(f"{folder / CONFIG} is of no pi0: neither openpi's (action_horizon) nor LeRobot's (type pi0)")
+    if not (isinstance(action_dim, int) and isinstance(horizon, int) and action_dim > 0 and horizon > 0):
+        raise PolicyError(f"{folder / CONFIG}: action dimensions {action_dim!r} and horizon {horizon!r} are no sizes")
+    own = raw.get(ARCHITECTURE, {})
+    prompt_len = own.get("max_token_len") or raw.get("tokenizer_max_length") or (200 if adaptive else 48)
+    return Pi0Sizes(
+        _stack(folder, raw, own, "vlm", "paligemma_variant"),
+        _stack(folder, raw, own, "expert", "action_expert_variant"),
+        VisionSizes(**_known(folder, own.get("vision", {}), VisionSizes)),
+        own.get("vocab_size", 257_152),
+        action_dim,
+        horizon,
+        prompt_len,
+        adaptive,
+    ), layout
+
+
+def _stack(folder: Path, raw: Mapping[str, Any], own: Mapping[str, Any], name: str, variant: str) -> StackSizes:
+    if name in own:
+        return StackSizes(**_known(folder, own[name], StackSizes))
+    if raw.get(variant) not in VARIANTS:
+        raise PolicyError(
+            f"{folder / CONFIG}: {variant} is {raw.get(variant)!r}; known are {', '.join(VARIANTS)}, others need their "
+            f"sizes in {ARCHITECTURE}.{name}"
+        )
+    return VARIANTS[raw[variant]]
+
+
+def _known(folder: Path, found: Mapping[str, Any], cls: type) -> dict[str, int]:
+    """Sizes by the names of the class's fields. Raises `PolicyError` for others."""
+    names = {f.name for f in fields(cls)}
+    wrong = sorted(set(found) - names)
+    if wrong or not all(isinstance(value, int) for value in found.values()):
+        raise PolicyError(f"{folder / CONFIG}: {ARCHITECTURE} has {wrong or dict(found)}; sizes are {sorted(names)}")
+    return dict(found)

@@ -1,0 +1,155 @@
+"""pi0's and pi0.5's network: from an observation and a noisy action chunk to the chunk's velocity.
+
+Time runs from t = 1 (noise) to t = 0 (actions), x_t = t e + (1 - t) a, and the velocity is dx/dt = e - a
+(openpi's pi0_pytorch.py). B rows, I images of S x S pixels, L tokens of the prompt, P = I * patches + L tokens of the
+prefix, H actions of a chunk, A numbers of an action.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from policies.pi0.config import Pi0Sizes, VisionSizes
+from policies.pi0.mixture import Cache, Mixture, blocks_seen, positions_of
+from policies.time_embedding import time_embedding
+from policies.torchvision_operators import import_torchvision
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What the network reads, preprocessed."""
+
+    pixels: Tensor
+    """[B, I, 3, S, S] float32 in -1..1."""
+    present: Tensor
+    """[B, I] bool: images of absent cameras keep their tokens, which nothing sees."""
+    tokens: Tensor
+    """[B, L] int64, the prompt, filled up."""
+    counted: Tensor
+    """[B, L] bool: the tokens that are the prompt's."""
+    state: Tensor
+    """[B, A] float32, normalised, filled up with zeros. pi0.5 has it in the prompt, if at all."""
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """What a suffix pass needs of images and prompt."""
+
+    cache: Cache
+    present: Tensor
+    """[B, P] bool."""
+    hidden: Tensor
+    """[B, P, W], the vision-language model's outputs. Those of absent tokens mean nothing."""
+
+
+class Pi0Network(nn.Module):
+    """Parameters have openpi's names below `mixture`, `vision`, `projector` and `embedding` (`files.py`)."""
+
+    unused: Tensor
+    """The expert's head of the checkpoint, on which nothing depends."""
+
+    def __init__(self, sizes: Pi0Sizes) -> None:
+        super().__init__()
+        self.sizes = sizes
+        width, inner, dims = sizes.vlm.width, sizes.expert.width, sizes.action_dim
+        self.vision = build_vision(sizes.vision)
+        self.projector = nn.Linear(sizes.vision.hidden_size, width)
+        self.embedding = nn.Embedding(sizes.vocab_size, width)
+        self.mixture = Mixture(sizes.vlm, sizes.expert, sizes.adaptive)
+        self.action_in_proj = nn.Linear(dims, inner)
+        self.action_out_proj = nn.Linear(inner, dims)
+        if sizes.adaptive:
+            self.time_mlp_in, self.time_mlp_out = nn.Linear(inner, inner), nn.Linear(inner, inner)
+        else:
+            self.state_proj = nn.Linear(dims, inner)
+            self.action_time_mlp_in, self.action_time_mlp_out = nn.Linear(2 * inner, inner), nn.Linear(inner, inner)
+
+    # --- the prefix
+
+    def embed_images(self, pixels: Tensor) -> Tensor:
+        """[B, I, 3, S, S] to [B, I * patches, W]. Unlike tokens, images are not scaled."""
+        seen = self.vision(pixels.flatten(0, 1)).last_hidden_state
+        return self.projector(seen).unflatten(0, pixels.shape[:2]).flatten(1, 2)
+
+    def embed_prefix(self, seen: Observation) -> tuple[Tensor, Tensor]:
+        """[B, P, W], and bool [B, P] which of them are present."""
+        words = self.embedding(seen.tokens) * math.sqrt(self.sizes.vlm.width)
+        images = seen.present.repeat_interleave(self.sizes.patches, 1)
+        return torch.cat([self.embed_images(seen.pixels), words], 1), torch.cat([images, seen.counted], 1)
+
+    def prefix(self, seen: Observation) -> Prefix:
+        """One pass over images and prompt, each token of which sees all that are present."""
+        x, present = self.embed_prefix(seen)
+        one_block = torch.zeros(x.shape[1], dtype=torch.bool, device=x.device)
+        hidden, cache = self.mixture.prefix(x, positions_of(present), blocks_seen(present, one_block))
+        return Prefix(cache, present, hidden)
+
+    # --- the suffix
+
+    def embed_suffix(self, state: Tensor, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor | None]:
+        """State [B, A] and a noisy chunk [B, H, A] at times [B] to tokens, [B, 1 + H, w] (pi0) or [B, H, w] (pi0.5),
+        and what pi0.5's norms are conditioned on [B, w]."""
+        actions = self.action_in_proj(x)
+        time = time_embedding(t, self.sizes.expert.width).to(actions.dtype)
+        if self.sizes.adaptive:
+            return actions, functional.silu(self.time_mlp_out(functional.silu(self.time_mlp_in(time))))
+        both = torch.cat([actions, time[:, None].expand_as(actions)], 2)
+        actions = self.action_time_mlp_out(functional.silu(self.action_time_mlp_in(both)))
+        return torch.cat([self.state_proj(state)[:, None], actions], 1), None
+
+    def suffix(self, prefix: Prefix, state: Tensor, x: Tensor, t: Tensor) -> Tensor:
+        """[B, H, w]: the expert's outputs for the chunk's actions."""
+        tokens, condition = self.embed_suffix(state, x, t)
+        present = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
+        own = blocks_seen(present, self._begins(tokens.shape[1], tokens.device))
+        before = prefix.present[:, None].expand(-1, tokens.shape[1], -1)
+        positions = prefix.present.sum(1, keepdim=True) + positions_of(present)
+        hidden = self.mixture.suffix(tokens, positions, torch.cat([before, own], 2), prefix.cache, condition)
+        return hidden[:, -self.sizes.horizon :]
+
+    def velocity_of(self, suffix: Tensor) -> Tensor:
+        """[B, H, A] float32 from the expert's outputs."""
+        return self.action_out_proj(suffix.to(self.action_out_proj.weight.dtype)).float()
+
+    def velocity(self, prefix: Prefix, state: Tensor, x: Tensor, t: Tensor) -> Tensor:
+        """[B, H, A] float32 at x [B, H, A] and times [B]."""
+        return self.velocity_of(self.suffix(prefix, state, x, t))
+
+    def joint_velocity(self, seen: Observation, x: Tensor, t: Tensor) -> Tensor:
+        """`velocity` in one pass over prefix and suffix, through which gradients reach both."""
+        first, present = self.embed_prefix(seen)
+        second, condition = self.embed_suffix(seen.state, x, t)
+        present = torch.cat([present, torch.ones(second.shape[:2], dtype=torch.bool, device=x.device)], 1)
+        begins = torch.zeros(present.shape[1], dtype=torch.bool, device=x.device)
+        begins[first.shape[1] :] = self._begins(second.shape[1], x.device)
+        _, hidden = self.mixture.joint(first, second, positions_of(present), blocks_seen(present, begins), condition)
+        return self.velocity_of(hidden[:, -self.sizes.horizon :])
+
+    def sample(self, prefix: Prefix, state: Tensor, noise: Tensor, steps: int) -> Tensor:
+        """The chunk [B, H, A] to which Euler's method takes the noise in so many steps."""
+        x = noise
+        for step in range(steps):
+            t = torch.full((len(x),), 1 - step / steps, device=x.device)
+            x = x - self.velocity(prefix, state, x, t) / steps
+        return x
+
+    def _begins(self, tokens: int, device: torch.device) -> Tensor:
+        """Where the suffix's blocks begin: with the state, and with the first action."""
+        begins = torch.zeros(tokens, dtype=torch.bool, device=device)
+        begins[0] = begins[tokens - self.sizes.horizon] = True
+        return begins
+
+
+def build_vision(sizes: VisionSizes) -> Any:
+    """transformers' SigLIP without its pooling head."""
+    import_torchvision()
+    from transformers import SiglipVisionConfig, SiglipVisionModel
+
+    config: dict[str, Any] = {f.name: getattr(sizes, f.name) for f in fields(sizes)}
+    return SiglipVisionModel(SiglipVisionConfig(**config, hidden_act="gelu_pytorch_tanh", vision_use_head=False))

@@ -1,0 +1,107 @@
+"""The units in which the network reads states and says actions: x' = (x - centre) / scale, number by number.
+
+    openpi, pi0      centre mean, scale std + 1e-6
+    openpi, pi0.5    centre and scale such that q01 is at -1 and q99 near 1: q99 - q01 + 1e-6 is two units
+    LeRobot          MEAN_STD: std + 1e-8; QUANTILES: q99 - q01, or 1e-8 where that is 0, is two units; IDENTITY
+
+(openpi/transforms.py, lerobot/processor/normalize_processor.py). In float64, as statistics are. D numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from policies.contract import PolicyError
+from policies.files import one_file, read_json, read_tensors
+
+Mode = Literal["z-score", "quantile", "identity"]
+MODES: Mapping[str, Mode] = {"MEAN_STD": "z-score", "QUANTILES": "quantile", "IDENTITY": "identity"}
+"""LeRobot's names."""
+OPENPI_EPS, LEROBOT_EPS = 1e-6, 1e-8
+
+
+@dataclass(frozen=True)
+class Units:
+    """Of a state or an action."""
+
+    centre: Tensor
+    """[D] float64."""
+    scale: Tensor
+    """[D] float64, none of them 0."""
+
+    def normalise(self, x: Tensor) -> Tensor:
+        """[.., D] to float64."""
+        return (x.double() - self.centre) / self.scale
+
+    def unnormalise(self, x: Tensor) -> Tensor:
+        """[.., D] to float64: the inverse."""
+        return x.double() * self.scale + self.centre
+
+
+@dataclass(frozen=True)
+class RobotUnits:
+    """Of a robot's state and actions."""
+
+    state: Units
+    action: Units
+
+
+def read_openpi(folder: Path, asset: str, quantile: bool) -> RobotUnits:
+    """From `assets/ASSET/norm_stats.json`, or `ASSET/norm_stats.json` as RLinf has it; without a name, of the only one.
+
+    Raises `PolicyError` where there is none, more than one, or no numbers.
+    """
+    found = sorted(path.parent for path in folder.glob("**/norm_stats.json"))
+    if asset:
+        found = [path for path in (folder / "assets" / asset, folder / asset) if (path / "norm_stats.json").is_file()]
+    if len(found) != 1:
+        named = ", ".join(str(path.relative_to(folder)) for path in found) or "none"
+        raise PolicyError(f"{folder}: norm_stats.json of {asset or 'one asset'} is wanted, found: {named}")
+    path = found[0] / "norm_stats.json"
+    raw = read_json(path).get("norm_stats", {})
+    mode: Mode = "quantile" if quantile else "z-score"
+    return RobotUnits(*(_units(path, raw.get(key), mode, OPENPI_EPS, OPENPI_EPS) for key in ("state", "actions")))
+
+
+def read_lerobot(folder: Path) -> RobotUnits:
+    """From the processors' state, in the modes that they name. Raises `PolicyError` for what they do not say."""
+    found = []
+    for which, name, key in (
+        ("pre", "normalizer_processor", "observation.state"),
+        ("post", "unnormalizer_processor", "action"),
+    ):
+        path = folder / f"policy_{which}processor.json"
+        step = next((s for s in read_json(path).get("steps", []) if s.get("registry_name") == name), None)
+        if step is None:
+            raise PolicyError(f"{path} has no step {name}")
+        kind = "STATE" if which == "pre" else "ACTION"
+        mode = MODES.get(step.get("config", {}).get("norm_map", {}).get(kind))
+        if mode is None:
+            raise PolicyError(f"{path}: norm_map.{kind} is none of {', '.join(MODES)}")
+        tensors = read_tensors(one_file(folder, f"policy_{which}processor_step_*_{name}.safetensors"))
+        statistics = {n.removeprefix(f"{key}."): t for n, t in tensors.items() if n.startswith(f"{key}.")}
+        found.append(_units(path, statistics, mode, LEROBOT_EPS, 0.0))
+    return RobotUnits(*found)
+
+
+def _units(path: Path, raw: Any, mode: Mode, std_eps: float, range_eps: float) -> Units:
+    names = ("mean", "std") if mode != "quantile" else ("q01", "q99")
+    try:
+        first, second = (torch.as_tensor(raw[name], dtype=torch.float64).flatten() for name in names)
+    except (KeyError, TypeError, ValueError) as error:
+        raise PolicyError(f"{path} has no {' and '.join(names)}, which {mode} takes: {error!r}") from error
+    if mode == "identity":
+        return Units(torch.zeros_like(first), torch.ones_like(first))
+    if first.shape != second.shape or not bool(first.isfinite().all() and second.isfinite().all()):
+        raise PolicyError(f"{path}: {' and '.join(names)} must be finite and as many, got {first} and {second}")
+    if mode == "z-score":
+        return Units(first, second + std_eps)
+    width = second - first + range_eps
+    width = torch.where(width == 0, LEROBOT_EPS, width)
+    return Units(first + width / 2, width / 2)
