@@ -15,6 +15,7 @@ from policies.contract import Policy, PolicyError, PolicySpec
 KINDS = {
     "flow": "policies.flow:FlowPolicy",
     "gaussian_mlp": "policies.gaussian_mlp:GaussianMLP",
+    "pi0": "policies.pi0.policy:Pi0",
     "openvla": "policies.openvla.policy:OpenVLA",
     "openvla_oft": "policies.openvla.oft:OpenVLAOFT",
     "random": "policies.random_actions:RandomActions",

@@ -11,6 +11,7 @@ from policies.contract import PolicyError
 from policies.files import read_json
 from policies.pi0.mixture import StackSizes
 
+Layout = Literal["openpi", "lerobot"]
 CONFIG = "config.json"
 ARCHITECTURE = "architecture"
 """Object of config.json that has sizes where they are not the published ones."""
@@ -56,7 +57,7 @@ class Pi0Sizes:
         return (self.vision.image_size // self.vision.patch_size) ** 2
 
 
-def read_sizes(folder: Path, adaptive: bool) -> tuple[Pi0Sizes, Literal["openpi", "lerobot"]]:
+def read_sizes(folder: Path, adaptive: bool) -> tuple[Pi0Sizes, Layout]:
     """Sizes, and whose layout the folder has. `adaptive` is known from the weights: openpi's config does not say it.
 
     Raises `PolicyError` for a config.json that is of neither, or that contradicts the weights.
@@ -64,7 +65,7 @@ def read_sizes(folder: Path, adaptive: bool) -> tuple[Pi0Sizes, Literal["openpi"
     raw = read_json(folder / CONFIG)
     kind = raw.get("type")
     if kind is None and "action_horizon" in raw:
-        layout: Literal["openpi", "lerobot"] = "openpi"
+        layout: Layout = "openpi"
         action_dim, horizon = raw.get("action_dim"), raw.get("action_horizon")
     elif kind in ("pi0", "pi05"):
         layout = "lerobot"

@@ -15,16 +15,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Literal
 
 import torch
 
 from policies.contract import PolicyError
 from policies.files import SINGLE, Shards, write_tensors
-from policies.pi0.config import read_sizes
+from policies.pi0.config import Layout, read_sizes
 from policies.pi0.network import Pi0Network
 
-Layout = Literal["openpi", "lerobot"]
 PALIGEMMA, EXPERT = "paligemma_with_expert.paligemma.", "paligemma_with_expert.gemma_expert."
 UNUSED = f"{EXPERT}lm_head.weight"
 ADAPTIVE = "time_mlp_in.weight"
@@ -78,7 +76,7 @@ def load_network(folder: str | Path, dtype: str = "checkpoint") -> Pi0Network:
         raise PolicyError(f"dtype must be one of checkpoint, {', '.join(DTYPES)}, got {dtype!r}")
     shards = Shards.find(folder)
     weights = {name: own_name(name) for name in shards.files if not STATISTICS.match(name)}
-    sizes, _ = read_sizes(folder, ADAPTIVE in weights.values())
+    sizes, layout = read_sizes(folder, ADAPTIVE in weights.values())
     with torch.device("meta"):
         network = Pi0Network(sizes)
         unused = torch.empty(sizes.vocab_size, sizes.expert.width)
@@ -91,7 +89,7 @@ def load_network(folder: str | Path, dtype: str = "checkpoint") -> Pi0Network:
     tensors = {own: found[names.get(own, own)] for own in expected}
     if dtype != "checkpoint":
         tensors = {own: tensor.to(DTYPES[dtype]) for own, tensor in tensors.items()}
-    network.unused = tensors.pop(UNUSED)
+    network.unused, network.layout = tensors.pop(UNUSED), layout
     network.load_state_dict(tensors, assign=True)
     fill_vision(network)
     return network.eval()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from policies.pi0.config import Pi0Sizes, VisionSizes
+from policies.pi0.config import Layout, Pi0Sizes, VisionSizes
 from policies.pi0.mixture import Cache, Mixture, blocks_seen, positions_of
 from policies.time_embedding import time_embedding
 from policies.torchvision_operators import import_torchvision
@@ -53,6 +53,8 @@ class Pi0Network(nn.Module):
 
     unused: Tensor
     """The expert's head of the checkpoint, on which nothing depends."""
+    layout: Layout
+    """Of the checkpoint."""
 
     def __init__(self, sizes: Pi0Sizes) -> None:
         super().__init__()

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from policies.contract import PolicyError
 from policies.files import one_file, read_json, read_tensors
@@ -24,6 +24,10 @@ Mode = Literal["z-score", "quantile", "identity"]
 MODES: Mapping[str, Mode] = {"MEAN_STD": "z-score", "QUANTILES": "quantile", "IDENTITY": "identity"}
 """LeRobot's names."""
 OPENPI_EPS, LEROBOT_EPS = 1e-6, 1e-8
+DEMONSTRATIONS = "demonstrations"
+"""The name of statistics that come from what is learned from."""
+MOVES = 1e-6
+"""A number whose deviation is below this has none."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,62 @@ class RobotUnits:
 
     state: Units
     action: Units
+
+
+class StoredUnits(nn.Module):
+    """A robot's units as buffers: they are saved with the policy, and go with it to its device."""
+
+    def __init__(self, units: RobotUnits) -> None:
+        super().__init__()
+        for name, tensor in _named(units).items():
+            self.register_buffer(name, tensor)
+
+    @property
+    def state(self) -> Units:
+        return Units(self.get_buffer("state_centre"), self.get_buffer("state_scale"))
+
+    @property
+    def action(self) -> Units:
+        return Units(self.get_buffer("action_centre"), self.get_buffer("action_scale"))
+
+    def fill(self, units: RobotUnits) -> None:
+        """Have these from now on."""
+        for name, tensor in _named(units).items():
+            self.get_buffer(name).copy_(tensor)
+
+
+def _named(units: RobotUnits) -> dict[str, Tensor]:
+    return {
+        f"{which}_{name}": getattr(getattr(units, which), name)
+        for which in ("state", "action")
+        for name in ("centre", "scale")
+    }
+
+
+def first_of(units: RobotUnits, state_dim: int, action_dim: int) -> RobotUnits:
+    """Of the robot's own numbers: files may have more, of what fills them up. Raises `PolicyError` for fewer."""
+    found = []
+    for what, of, size in (("proprioception", units.state, state_dim), ("an action", units.action, action_dim)):
+        if len(of.centre) < size:
+            raise PolicyError(f"the checkpoint's statistics are of {len(of.centre)} numbers, {what} has {size} here")
+        found.append(Units(of.centre[:size], of.scale[:size]))
+    return RobotUnits(*found)
+
+
+def identity(state_dim: int, action_dim: int) -> RobotUnits:
+    """Numbers as they are: until demonstrations say more."""
+    sizes = (state_dim, action_dim)
+    return RobotUnits(*(Units(torch.zeros(n, dtype=torch.float64), torch.ones(n, dtype=torch.float64)) for n in sizes))
+
+
+def demonstrated(state: Tensor, actions: Tensor) -> RobotUnits:
+    """Of demonstrations [N, P] and [N, D]: their means and standard deviations. What never changes has scale 1."""
+    found = []
+    for values in (state, actions):
+        centre = values.double().mean(0)
+        spread = (values.double() - centre).square().mean(0).sqrt()
+        found.append(Units(centre, torch.where(spread < MOVES, 1.0, spread + OPENPI_EPS)))
+    return RobotUnits(*found)
 
 
 def read_openpi(folder: Path, asset: str, quantile: bool) -> RobotUnits:

@@ -1,0 +1,205 @@
+"""pi0 and pi0.5 as policies: the laws of all, and what is theirs alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from policies import Inputs, Policy, PolicyError, PolicySpec, load, save
+from policies.pi0.files import load_network
+from tests.policies import conformance
+from tests.policies.pi0.cases import GOLDEN, NO_STATE, SPEC, inputs_of, make
+
+CASES: dict[str, tuple[str, PolicySpec, dict[str, Any]]] = {
+    "pi0": ("pi0", SPEC, {}),
+    "pi0, four of six actions": ("pi0", replace(SPEC, chunk=4), {}),
+    "pi0, every weight": ("pi0", SPEC, {"train": "all"}),
+    "pi0, differences to the state": ("pi0", SPEC, {"delta_dims": 6, "rotate_images": True}),
+    "pi0.5, no state": ("pi05", NO_STATE, {"resize": "interpolate"}),
+    "pi0.5, state in the prompt, every weight": ("pi05", SPEC, {"state_in_prompt": True, "train": "all"}),
+}
+
+
+def policy_of(case: str) -> tuple[Policy, Inputs]:
+    family, spec, options = CASES[case]
+    policy = make(family, spec, **options)
+    conformance.perturb(policy, 0.02, seed=6)
+    return policy, inputs_of(spec, 6, seed=7)
+
+
+DEVICE, DENSITY = conformance.law_all_is_computed_on_the_policys_device, "law_log_prob_is_the_density_that_act_samples"
+NOT_FOR = {"pi0, four of six actions", "pi0.5, state in the prompt, every weight"}
+"""The law of devices also imitates, which takes all actions; a state becomes words on the host."""
+OBEYS = [
+    # The density is counted over many samples: a minute for each policy.
+    pytest.param(case, law, id=f"{case}-{law.__name__}", marks=[pytest.mark.slow] * (law.__name__ == DENSITY))
+    for case in CASES
+    for law in conformance.LAWS
+    if law is not DEVICE or case not in NOT_FOR
+]
+
+
+def silent(policy: Any) -> list[str]:
+    """Parameters without a gradient: those that are frozen, and those that no output of `evaluate` depends on. Of the
+    last layer only keys and values reach the expert; the summary, through which the rest is seen, has no gradient."""
+    last = f"network.mixture.vlm.layers.{policy.sizes.vlm.depth - 1}."
+    parts = ("self_attn.q_proj", "self_attn.o_proj", "mlp.", "post_attention_layernorm")
+    names = [name for name, _ in policy.named_parameters()]
+    frozen = {name for name, parameter in policy.named_parameters() if not parameter.requires_grad}
+    idle = [n for n in names if n.startswith(tuple(last + part for part in parts)) or ".vlm.norm." in n]
+    return sorted(frozen.union(idle))
+
+
+@pytest.mark.parametrize(("case", "law"), OBEYS)
+def test_policy_obeys(case: str, law: Callable[..., None]) -> None:
+    policy, inputs = policy_of(case)
+    if law is conformance.law_gradients_reach_every_parameter:
+        law(policy, inputs, silent(policy))
+    else:
+        law(policy, inputs)
+
+
+@pytest.mark.parametrize("law", conformance.IMITATION_LAWS, ids=lambda law: law.__name__)
+@pytest.mark.parametrize("case", [case for case, (_, spec, _) in CASES.items() if spec.chunk == 6])
+def test_policy_imitates(case: str, law: Callable[..., None]) -> None:
+    policy, inputs = policy_of(case)
+    if law is conformance.law_imitation_brings_the_mode_to_the_demonstrations:
+        law(policy, inputs, steps=400, lr=1e-2, tolerance=0.2)
+    else:
+        law(policy, inputs)
+
+
+@pytest.mark.parametrize("family", ["pi0", "pi05"])
+def test_the_mode_is_what_openpi_samples_from_no_noise(family: str) -> None:
+    """Preprocessing, units and integration together, by the network's own parts."""
+    spec = SPEC if family == "pi0" else NO_STATE
+    policy, inputs = make(family, spec, steps=10), inputs_of(spec, 3, seed=2)
+    with torch.no_grad():
+        seen = policy._observation(inputs)
+        prefix = policy.network.prefix(seen)
+        x = policy.network.sample(prefix, seen.state, torch.zeros(3, 6, 8), 10)
+    expected = policy.units.action.unnormalise(x[..., :7]).float()
+    assert (policy.act(inputs, None).chunk - expected).abs().max() < 1e-5
+    assert seen.present.tolist() == [[True, True, False]] * 3, "the third image is of no camera"
+
+
+def test_what_is_precomputed_changes_nothing_and_spares_the_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, inputs = policy_of("pi0")
+    action = policy.act(inputs, conformance.random_noise(policy, 6, 1))
+    plain = policy.evaluate(inputs, action.trace)
+    known = {**action.trace, **policy.precompute(inputs)}
+
+    def forbidden(*_: object) -> None:
+        raise AssertionError("the prefix is computed again")
+
+    monkeypatch.setattr(policy.network, "prefix", forbidden)
+    spared = policy.evaluate(inputs, known)
+    for name in ("log_prob", "value"):
+        assert torch.equal(getattr(plain, name), getattr(spared, name))
+    whole, _ = policy_of("pi0, every weight")
+    assert whole.precompute(inputs) == {}
+
+
+def test_which_weights_are_trained() -> None:
+    expert = {n for n, p in make("pi05", NO_STATE).network.named_parameters() if p.requires_grad}
+    assert expert and all(n.startswith(("mixture.expert.", "action_", "time_mlp")) for n in expert)
+    assert all(p.requires_grad for p in make("pi05", NO_STATE, train="all").network.parameters())
+
+
+def test_every_step_is_drawn_for_some_row_and_scored_as_it_was_drawn() -> None:
+    policy = make("pi0")
+    inputs = inputs_of(SPEC, 40, seed=4)
+    action = policy.act(inputs, conformance.random_noise(policy, 40, 3))
+    steps = action.trace["step"]
+    assert set(steps.tolist()) == {0, 1, 2}
+    found = policy.evaluate(inputs, action.trace).log_prob
+    assert (found - action.log_prob).abs().max() < 1e-3 and (found - action.log_prob).abs().mean() < 1e-5
+
+
+def test_actions_are_differences_to_the_state_where_it_is_said() -> None:
+    plain, delta = make("pi0"), make("pi0", delta_dims=6)
+    inputs = inputs_of(SPEC, 3, seed=5)
+    assert inputs.proprio is not None
+    moved = delta.act(inputs, None).chunk - plain.act(inputs, None).chunk
+    assert (moved[..., :6] - inputs.proprio[:, None, :6]).abs().max() < 1e-6 and not moved[..., 6].any()
+
+
+def test_units_of_demonstrations_are_adopted_and_saved(tmp_path: Path) -> None:
+    policy = make("pi0", asset="demonstrations")
+    g = torch.Generator().manual_seed(1)
+    actions, proprio = 3 + 2 * torch.randn(500, 7, generator=g), torch.randn(500, 7, generator=g)
+    proprio[:, 6] = 4.0
+    policy.adopt_units(actions, proprio)
+    normalised = policy.units.action.normalise(actions)
+    assert normalised.mean().abs() < 1e-9 and (normalised.std(correction=0) - 1).abs() < 1e-3
+    assert not policy.units.state.normalise(proprio)[:, 6].any(), "what never changes became noise"
+    blind = make("pi05", NO_STATE, asset="demonstrations")
+    blind.adopt_units(actions, proprio)
+    assert torch.equal(blind.units.action.scale, policy.units.action.scale), "it reads no proprioception"
+    save(policy, tmp_path / "saved")
+    again: Any = load(tmp_path / "saved")
+    assert torch.equal(again.units.action.scale, policy.units.action.scale)
+    with pytest.raises(PolicyError, match="units are of its demonstrations"):
+        policy.export(tmp_path / "exported")
+
+
+@pytest.mark.parametrize("layout", ["checkpoint", "checkpoint_lerobot"])
+def test_an_exported_policy_is_a_checkpoint_of_its_project(layout: str, tmp_path: Path) -> None:
+    source = GOLDEN / "pi05" / layout
+    policy = make("pi05", NO_STATE, checkpoint=str(source))
+    conformance.perturb(policy, 0.02, seed=3)
+    policy.export(tmp_path / "out")
+    names = {path.relative_to(source) for path in source.rglob("*")}
+    assert {path.relative_to(tmp_path / "out") for path in (tmp_path / "out").rglob("*")} == names
+    again = load_network(tmp_path / "out")
+    assert all(torch.equal(again.state_dict()[n], t) for n, t in policy.network.state_dict().items())
+    stored, first = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out", source))
+    assert stored.keys() == first.keys()
+
+
+@pytest.mark.parametrize(
+    ("family", "spec", "options", "message"),
+    [
+        ("pi0", replace(SPEC, chunk=7), {}, "the checkpoint predicts 6 actions: policy.chunk is at most that, got 7"),
+        ("pi0", NO_STATE, {}, "the policy reads the robot's state: add 'proprio'"),
+        ("pi0", SPEC, {"state_in_prompt": True}, "the checkpoint is a pi0, which has the state beside the prompt"),
+        ("pi0", replace(SPEC, action_dim=9), {}, "the checkpoint has 8 numbers for actions and states"),
+        ("pi0", replace(SPEC, proprio_dim=8), {}, "statistics are of 7 numbers, proprioception has 8 here"),
+        ("pi0", replace(SPEC, cameras=()), {}, "pi0 takes one to 3 cameras"),
+        ("pi0", SPEC, {"steps": 0}, "pi0 needs steps >= 1"),
+        ("pi0", SPEC, {"delta_dims": 8}, "delta_dims of 0 to 7"),
+        ("pi0", SPEC, {"resize": "nearest"}, "pi0's resize must be one of pillow, interpolate"),
+        ("pi0", SPEC, {"prompt": "openvla"}, "pi0's prompt must be one of openpi, lerobot"),
+        ("pi0", SPEC, {"asset": "nowhere"}, "norm_stats.json of nowhere is wanted"),
+    ],
+)
+def test_what_does_not_fit_is_refused(family: str, spec: PolicySpec, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(PolicyError, match=message):
+        make(family, spec, **options)
+
+
+def test_inputs_that_lack_something_are_refused() -> None:
+    policy, inputs = make("pi0"), inputs_of(SPEC, 2, seed=1)
+    with pytest.raises(PolicyError, match="reads the camera 'wrist', the inputs have: front"):
+        policy.act(replace(inputs, frames={"front": inputs.frames["front"]}), None)
+    with pytest.raises(PolicyError, match="reads an instruction for each row: got 0 for 2"):
+        policy.act(replace(inputs, instruction=()), None)
+    short = make("pi0", replace(SPEC, chunk=4))
+    with pytest.raises(PolicyError, match="set policy.chunk to 6 to learn from them"):
+        short.imitate(inputs, torch.zeros(2, 4, 7), torch.ones(2, 4, dtype=torch.bool), torch.zeros(2, short.noise_dim))
+
+
+def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    for name, message in ((str(tmp_path / "no"), "is not a folder here; name one"), ("", "pi0 needs a checkpoint")):
+        with pytest.raises(PolicyError, match=message):
+            make("pi0", checkpoint=name)
+    (tmp_path / "config.json").write_text(json.dumps({"action_horizon": 6}))
+    with pytest.raises(PolicyError, match="no weights in"):
+        make("pi0", checkpoint=str(tmp_path))
