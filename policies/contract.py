@@ -109,8 +109,8 @@ class Policy(nn.Module):
     """Z: how many standard normal numbers one decision consumes."""
     value_head: nn.Module
     incidental: ClassVar[frozenset[str]] = frozenset()
-    """Entries of the architecture that no weight depends on: where things lie, how they are computed, and how actions
-    are drawn from what was computed."""
+    """Entries of the architecture, and `spec.NAME` of the spec, that no weight depends on: where things lie, how they
+    are computed, and how actions are drawn from what was computed."""
     pretrained: ClassVar[bool] = False
     """Whether a policy that was just built has learned already: it is made of somebody's weights."""
     ratio_tolerance: float = 1e-4

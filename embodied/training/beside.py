@@ -20,6 +20,7 @@ from embodied.execution.assignment import HERE, Assignment
 from embodied.execution.session import Session, open_session
 from embodied.workers.devices import CPU
 
+VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 Work = Callable[[Session], dict[str, Any]]
 
 
@@ -28,15 +29,21 @@ class Room:
     """What a run leaves free of this machine."""
 
     core: int
-    device: str | None = None
-    """`cuda:1`; None: policies compute on the CPU."""
+    gpu: int | None = None
+    """By this process's count; None: policies compute on the CPU."""
 
     def applied(self, config: Config) -> Config:
-        """The configuration in one process of this machine, with a policy on this device."""
-        policy = config.policy.model_copy(update={"device": self.device or config.policy.device})
+        """The configuration in one process of this machine. What an evaluation is identified by stays."""
         runtime = config.runtime.model_copy(update={"mode": "inline"})
         farm = config.farm.model_copy(update={"nodes": ()})
-        return config.model_copy(update={"policy": policy, "runtime": runtime, "farm": farm})
+        return config.model_copy(update={"runtime": runtime, "farm": farm})
+
+    def enter(self) -> None:
+        """Confine this process to the core and the GPU, before it has used any."""
+        os.sched_setaffinity(0, {self.core})
+        if self.gpu is not None:
+            visible = os.environ.get(VISIBLE_GPUS, "")
+            os.environ[VISIBLE_GPUS] = visible.split(",")[self.gpu] if visible else str(self.gpu)
 
 
 def room_beside(assignment: Assignment, cores: Sequence[int], gpus: Sequence[torch.device]) -> Room | None:
@@ -44,7 +51,8 @@ def room_beside(assignment: Assignment, cores: Sequence[int], gpus: Sequence[tor
     (where there are any); None where the run leaves no such thing.
 
     Workers that the system places say nothing of cores: a run whose simulators are not pinned leaves none, and a
-    component on the CPU without cores of its own needs as many as it has threads.
+    component on the CPU without cores of its own needs as many as it has threads. A GPU on which frames are drawn is
+    taken, and without a name it is the first.
     """
     physics = [
         core for farm in assignment.farms for core, node in zip(farm.physics, farm.physics_nodes, strict=True)
@@ -63,9 +71,10 @@ def room_beside(assignment: Assignment, cores: Sequence[int], gpus: Sequence[tor
         return None
     if not gpus:
         return Room(spare[-1])
-    # A worker without a device of its own is on the first.
     taken = {place.device or str(gpus[0]) for place in computing}
-    free = [str(gpu) for gpu in gpus if str(gpu) not in taken]
+    drawing = [device for farm in assignment.farms for device in farm.devices or (gpus[0].index,)]
+    taken |= {f"cuda:{device}" for device in drawing}
+    free = [gpu.index for gpu in gpus if str(gpu) not in taken]
     return Room(spare[-1], free[0]) if free else None
 
 
@@ -74,36 +83,45 @@ class BesideError(Exception):
 
 
 class BesideProcess:
-    """A process on one core, which does one piece of work at a time. It begins with the first, and ends with this one
-    whatever ends that."""
+    """A process in a room of its own, which does one piece of work at a time. It ends with this one, whatever ends
+    that."""
 
-    def __init__(self, config: Config, core: int, log: Path) -> None:
+    def __init__(self, config: Config, room: Room, log: Path) -> None:
         """`config` is of its session. What it prints, and would disturb a live table, goes to `log`."""
         context = multiprocessing.get_context("spawn")
         self._ours, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, config, core, log), daemon=True)
+        self._process = context.Process(target=_serve, args=(theirs, config, room, log), daemon=True)
         self._process.start()
         theirs.close()
 
     def begin(self, work: Work) -> None:
-        """Have `work`, which is pickled, done in the process's session. Its result is taken before the next begins."""
-        self._ours.send(work)
+        """Have `work`, which is pickled, done in the process's session. Its result is taken before the next begins.
+
+        Raises `BesideError` where the process is gone.
+        """
+        try:
+            self._ours.send(work)
+        except OSError as error:  # a broken pipe
+            raise self._gone() from error
 
     def result(self, block: bool) -> dict[str, Any] | None:
         """What came of the work; None where it is not done yet and nobody is to wait.
 
         Raises what the work raised, and `BesideError` where the process is gone.
         """
-        if not block and not self._ours.poll():
-            return None
         try:
+            if not block and not self._ours.poll():
+                return None
             found = self._ours.recv()
-        except (EOFError, ConnectionResetError) as error:
-            self._process.join(1)
-            raise BesideError(f"the process ended with exit status {self._process.exitcode}") from error
+        except (EOFError, OSError) as error:
+            raise self._gone() from error
         if isinstance(found, BaseException):
             raise found
         return found
+
+    def _gone(self) -> BesideError:
+        self._process.join(1)
+        return BesideError(f"the process ended with exit status {self._process.exitcode}")
 
     def close(self) -> None:
         """End the process, and what it is doing."""
@@ -112,8 +130,8 @@ class BesideProcess:
         self._ours.close()
 
 
-def _serve(requests: Connection, config: Config, core: int, log: Path) -> None:
-    os.sched_setaffinity(0, {core})
+def _serve(requests: Connection, config: Config, room: Room, log: Path) -> None:
+    room.enter()
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("a", buffering=1) as text:
         for stream in (sys.stdout, sys.stderr):

@@ -208,6 +208,7 @@ class _Loop:
     def _select(self, progress: Progress, last: bool = False) -> None:
         """Evaluate the checkpoint of now, where that is due, or begin to; the last, and one before it, to the end."""
         position, selection = self.position, self.selection
+        last = last or position.iteration == self.config.iterations
         due = selection.due(position.iteration, last)
         if due or last:
             self._selected(progress, block=True)
@@ -216,8 +217,11 @@ class _Loop:
         candidate = Candidate(position.iteration, position.env_steps, position.wall_s)
         self._complete()
         if selection.beside and not last:
-            selection.start(candidate)
-            return
+            try:
+                selection.start(candidate)
+                return
+            except BesideError as error:
+                self._alone(progress, candidate, error)
         self._evaluate(progress, candidate)
 
     def _evaluate(self, progress: Progress, candidate: Candidate) -> None:
@@ -234,13 +238,17 @@ class _Loop:
         try:
             said = self.selection.finish(block)
         except BesideError as error:
-            self.selection.close()
-            progress.note(f"evaluating iteration {pending.iteration} beside the run: {error}; the run waits for it now")
+            self._alone(progress, pending, error)
             self._evaluate(progress, pending)
             return
         if said is not None:
             progress.note(said)
             self._keep_newest()
+
+    def _alone(self, progress: Progress, candidate: Candidate, error: BesideError) -> None:
+        """Evaluate nothing beside the run from now on."""
+        self.selection.close()
+        progress.note(f"evaluating iteration {candidate.iteration} beside the run: {error}; the run waits for it now")
 
     def _iterate(self, progress: Progress) -> tuple[dict[str, float], Iteration]:
         """One iteration, and its row of metrics."""

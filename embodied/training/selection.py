@@ -117,11 +117,13 @@ class Selection:
         return self._pending
 
     def start(self, candidate: Candidate) -> None:
-        """Begin to evaluate a checkpoint, which is complete, beside the run. Nothing else is pending."""
+        """Begin to evaluate a checkpoint, which is complete, beside the run. Nothing else is pending.
+
+        Raises `BesideError` where the process is gone."""
         assert self._room is not None and self._pending is None, "one at a time, where there is room"
         config = self._room.applied(self._config)
         if self._process is None:
-            self._process = BesideProcess(config, self._room.core, self._folder(0).parent / "beside.log")
+            self._process = BesideProcess(config, self._room, self._folder(0).parent / "beside.log")
         self._process.begin(partial(_evaluated, *self._asked(candidate, config)))
         self._pending = candidate
 

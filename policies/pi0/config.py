@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -103,9 +103,14 @@ def _stack(folder: Path, raw: Mapping[str, Any], own: Mapping[str, Any], name: s
 
 
 def _known(folder: Path, found: Mapping[str, Any], cls: type) -> dict[str, int]:
-    """Sizes by the names of the class's fields. Raises `PolicyError` for others."""
-    names = {f.name for f in fields(cls)}
-    wrong = sorted(set(found) - names)
-    if wrong or not all(isinstance(value, int) for value in found.values()):
-        raise PolicyError(f"{folder / CONFIG}: {ARCHITECTURE} has {wrong or dict(found)}; sizes are {sorted(names)}")
+    """Sizes by the names of the class's fields. Raises `PolicyError` for others, and where one without a default is
+    missing."""
+    names = {f.name: f.default is MISSING for f in fields(cls)}
+    wrong = sorted(set(found) - set(names))
+    missing = sorted(name for name, needed in names.items() if needed and name not in found)
+    if wrong or missing or not all(type(value) is int and value > 0 for value in found.values()):
+        lacks = f" and lacks {', '.join(missing)}" if missing else ""
+        raise PolicyError(
+            f"{folder / CONFIG}: {ARCHITECTURE} has {wrong or dict(found)}{lacks}; sizes are {sorted(names)}"
+        )
     return dict(found)

@@ -26,7 +26,7 @@ class Observation:
     """What the network reads, preprocessed."""
 
     pixels: Tensor
-    """[B, I, 3, S, S] float32 in -1..1."""
+    """[B, I, 3, S, S] in -1..1. Absent cameras come after those that are present; they may be left out."""
     present: Tensor
     """[B, I] bool: images of absent cameras keep their tokens, which nothing sees."""
     tokens: Tensor
@@ -97,7 +97,7 @@ class Pi0Network(nn.Module):
     def embed_suffix(self, state: Tensor, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor | None]:
         """State [B, A] and a noisy chunk [B, H, A] at times [B] to tokens, [B, 1 + H, w] (pi0) or [B, H, w] (pi0.5),
         and what pi0.5's norms are conditioned on [B, w]."""
-        actions = self.action_in_proj(x)
+        actions = self.action_in_proj(x.to(self.action_in_proj.weight.dtype))
         time = time_embedding(t, self.sizes.expert.width).to(actions.dtype)
         if self.sizes.adaptive:
             return actions, functional.silu(self.time_mlp_out(functional.silu(self.time_mlp_in(time))))

@@ -37,7 +37,7 @@ from policies.pi0.units import (
 )
 
 SLOTS = 3
-"""Images that every checkpoint was trained with; absent cameras keep theirs."""
+"""Images that every checkpoint was trained with. Those of absent cameras nothing sees: they are not computed."""
 RESIZES, PROMPTS, TRAINED = ("pillow", "interpolate"), ("openpi", "lerobot", "lerobot-0.4"), ("expert", "all")
 BFLOAT16_TOLERANCE = 2e-2
 TIME_POWER, TIME_LOW = 1 / 1.5, 0.001
@@ -53,13 +53,16 @@ class Pi0(Policy):
     had been drawn. Entropy is constant, hence 0.
 
     `trace`: `x` [B, H, A] before step k, `x_next` [B, C, D] after it, `step` int64 [B]. Where the vision-language model
-    is frozen, `precompute` finds its keys and values, and an update runs the expert alone.
+    is frozen, `precompute` finds its keys and values, and an update runs the expert alone: 2 * layers * heads * P * d
+    numbers a row, which `cache_prefix` False spares.
 
     The value head reads the mean over the prefix's present tokens, and the normalised state. Its gradient stays there.
     """
 
     kind = "pi0"
-    incidental: ClassVar[frozenset[str]] = frozenset({"checkpoint"})
+    incidental: ClassVar[frozenset[str]] = frozenset(
+        {"checkpoint", "steps", "noise_level", "train", "cache_prefix", "spec.chunk"}
+    )
     pretrained = True
     transitions: Tensor
     """[N, 3]: of each stochastic step the mean's weights of x and of v, and the standard deviation."""
@@ -94,6 +97,7 @@ class Pi0(Policy):
         steps: int = 10,
         noise_level: float = 0.5,
         train: str = "expert",
+        cache_prefix: bool = True,
         dtype: str = "float32",
         value_widths: Sequence[int] = (512, 128),
     ) -> None:
@@ -110,27 +114,39 @@ class Pi0(Policy):
                 raise PolicyError(f"pi0's {name} must be one of {', '.join(valid)}, got {given!r}")
         if prompt and prompt not in PROMPTS:
             raise PolicyError(f"pi0's prompt must be one of {', '.join(PROMPTS)}, got {prompt!r}")
-        if steps < 1 or noise_level <= 0 or not 0 <= delta_dims <= spec.action_dim:
+        most = min(spec.action_dim, spec.proprio_dim)
+        if steps < 1 or noise_level <= 0 or not 0 <= delta_dims <= most:
             raise PolicyError(
-                f"pi0 needs steps >= 1, noise_level > 0 and delta_dims of 0 to {spec.action_dim}, got {steps}, "
-                f"{noise_level}, {delta_dims}"
+                f"pi0 needs steps >= 1, noise_level > 0 and delta_dims of 0 to {most}, which state and actions both "
+                f"have; got {steps}, {noise_level}, {delta_dims}"
+            )
+        if delta_dims and asset == DEMONSTRATIONS:
+            raise PolicyError(
+                "units of demonstrations are of actions, not of differences to the state: set delta_dims to 0, or name "
+                "the checkpoint's statistics by asset"
             )
         source = Path(checkpoint).resolve()
         self.source, self.spec, self.steps = source, spec, steps
         self._architecture: dict[str, Any] = dict(
             checkpoint=str(source), asset=asset, prompt=prompt, state_in_prompt=state_in_prompt, resize=resize,
             rotate_images=rotate_images, delta_dims=delta_dims, steps=steps, noise_level=float(noise_level),
-            train=train, dtype=dtype, value_widths=list(checked_widths("value_widths", value_widths)),
+            train=train, cache_prefix=cache_prefix, dtype=dtype,
+            value_widths=list(checked_widths("value_widths", value_widths)),
         )  # fmt: skip
         self.network = load_network(source, dtype)
         self.sizes, self.layout = self.network.sizes, self.network.layout
         self._check_spec(state_in_prompt)
         convention: Any = prompt or self.layout
+        if self.sizes.adaptive and not state_in_prompt and convention != "openpi":
+            raise PolicyError(
+                f"a pi0.5 with prompts of {convention} has the state in them: set state_in_prompt to true, or prompt "
+                "to openpi"
+            )
         self.prompts = Prompts(source, self.sizes.prompt_len, convention, self.sizes.action_dim)
         self.units = self._read_units(asset)
         self.resize: Any = resize
         self.rotate_images, self.delta_dims, self.state_in_prompt = rotate_images, delta_dims, state_in_prompt
-        self.trains_all = train == "all"
+        self.trains_all, self.cache_prefix = train == "all", cache_prefix
         for name, parameter in self.network.named_parameters():
             parameter.requires_grad_(
                 self.trains_all or not name.startswith(("vision.", "projector.", "embedding.", "mixture.vlm."))
@@ -183,8 +199,8 @@ class Pi0(Policy):
     @torch.no_grad()
     def precompute(self, inputs: Inputs) -> dict[str, Tensor]:
         """Keys and values [B, layers, heads, P, d] of the prefix, `present` bool [B, P] and `summary` [B, W]; nothing
-        where the vision-language model is trained."""
-        if self.trains_all:
+        where the vision-language model is trained, or `cache_prefix` is False."""
+        if self.trains_all or not self.cache_prefix:
             return {}
         prefix = self.network.prefix(self._observation(inputs))
         keys, values = (torch.stack(part, 1) for part in (prefix.cache.keys, prefix.cache.values))
@@ -199,7 +215,8 @@ class Pi0(Policy):
             )
         noise = checked_noise(noise, self.noise_dim)
         seen = self._observation(inputs)
-        wanted = self._normalised(only_counted(actions, counted), inputs)
+        # After it was normalised: what fills an episode's end up is the mean action, not one of raw zeros.
+        wanted = only_counted(self._normalised(actions, inputs), counted)
         x1 = noise[:, : self.numbers].view_as(wanted)
         uniform = torch.special.ndtr(noise[:, -1].double())
         t = (TIME_LOW + (1 - TIME_LOW) * uniform**TIME_POWER).float()
@@ -246,13 +263,9 @@ class Pi0(Policy):
             )
         said = state[:, : self.spec.proprio_dim].cpu() if self.state_in_prompt else None
         tokens, counted = self.prompts.batch(inputs.instruction, said)
-        absent = SLOTS - len(pixels)
-        pixels += [torch.full_like(pixels[0], -1.0)] * absent
-        present = torch.tensor([True] * (SLOTS - absent) + [False] * absent, device=state.device)
         device, dtype = state.device, self.network.projector.weight.dtype
-        return Observation(
-            torch.stack(pixels, 1).to(dtype), present.expand(rows, -1), tokens.to(device), counted.to(device), state
-        )
+        present = torch.ones(rows, len(pixels), dtype=torch.bool, device=device)
+        return Observation(torch.stack(pixels, 1).to(dtype), present, tokens.to(device), counted.to(device), state)
 
     def _state(self, inputs: Inputs) -> Tensor:
         """[B, A]: proprioception, normalised and filled up."""

@@ -4,8 +4,9 @@
     LeRobot, pi0                             encode(text + "\n"), whatever is in the text
     pi0.5 with a state                       encode("Task: text, State: 185 111 228;\nAction: ")
 
-openpi strips the text and writes spaces for `_` and line breaks, LeRobot's pi0 does not. States are numbered by 256
-bins of -1..1; below -1 the number is -1 (np.digitize). LeRobot 0.4 fills states up with zeros first, which are bin 128.
+A prompt with a state is written alike by both projects. The text is stripped, with spaces for `_` and line breaks, by
+openpi and in prompts with a state; LeRobot's pi0 leaves it as it is. States are numbered by 256 bins of -1..1; below -1
+the number is -1 (np.digitize). LeRobot 0.4 fills states up with zeros first, which are bin 128.
 Sources: openpi/models/tokenizer.py, lerobot/policies/pi0*/processor_pi0*.py.
 """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from embodied.execution.assignment import Assignment, FarmAssignment, configured
 from embodied.execution.session import Session
 from embodied.reporting.metrics import SELECTION, read
 from embodied.training import loop, selection
-from embodied.training.beside import BesideError, BesideProcess, Room, room_beside
+from embodied.training.beside import VISIBLE_GPUS, BesideError, BesideProcess, Room, room_beside
 from embodied.workers.affinity import Affinity
 from tests.embodied.test_resume import assert_same_run, rewind, run
 from tests.embodied.test_selection import SETTINGS
@@ -53,7 +54,7 @@ def test_it_changes_nothing_of_run_and_evaluations(waited: Path, tmp_path: Path)
     assert_same_run(tmp_path / "beside", waited)
 
 
-class Killed(BesideProcess):
+class KilledAtWork(BesideProcess):
     """Its process is killed while it works."""
 
     def begin(self, work: Any) -> None:
@@ -61,11 +62,25 @@ class Killed(BesideProcess):
         self._process.kill()
 
 
+class KilledBefore(BesideProcess):
+    """Its process is killed before it is asked for anything."""
+
+    def begin(self, work: Any) -> None:
+        self._process.kill()
+        self._process.join()
+        super().begin(work)
+
+
+@pytest.mark.parametrize("killed", [KilledAtWork, KilledBefore])
 def test_where_its_process_is_killed_the_run_waits(
-    waited: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    killed: type[BesideProcess],
+    waited: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(loop, "room_beside", lambda *_: Room(max(os.sched_getaffinity(0))))
-    monkeypatch.setattr(selection, "BesideProcess", Killed)
+    monkeypatch.setattr(selection, "BesideProcess", killed)
     run(config_of(1, runtime=INLINE, checkpoint_every=1, keep_checkpoints=1), tmp_path / "killed")
     assert rows_of(tmp_path / "killed") == rows_of(waited)
     assert "evaluating iteration 1 beside the run" in capsys.readouterr().out
@@ -103,7 +118,7 @@ def _die(session: Session) -> dict[str, Any]:
 
 def test_a_process_works_on_its_core_and_says_what_went_wrong(tmp_path: Path) -> None:
     core = max(os.sched_getaffinity(0))
-    process = BesideProcess(Room(core).applied(config_of(1)), core, tmp_path / "beside.log")
+    process = BesideProcess(Room(core).applied(config_of(1)), Room(core), tmp_path / "beside.log")
     process.begin(_core)
     found = process.result(block=True)
     assert found is not None and found["cores"] == [core] and found["mode"] == "inline"
@@ -131,10 +146,27 @@ def test_room_is_what_no_worker_is_pinned_to_and_no_thread_needs() -> None:
     assert room_beside(_assignment((0,), learner=Affinity(threads=4)), cores, []) is None, "its threads are everywhere"
     assert room_beside(_assignment((None,), policy=Affinity()), cores, []) is None, "nobody knows where they are"
     with_gpus = _assignment((0, 1), policy=Affinity(device="cuda:0"), learner=Affinity(threads=4, device="cuda:0"))
-    assert room_beside(with_gpus, cores, gpus) == Room(3, "cuda:1")
+    with_gpus = replace(with_gpus, farms=(replace(with_gpus.farms[0], devices=(0, "cpu")),))
+    assert room_beside(with_gpus, cores, gpus) == Room(3, 1)
     assert room_beside(with_gpus, cores, gpus[:1]) is None, "the policy's GPU is the learner's"
     unsaid = _assignment((0, 1), learner=Affinity(threads=4))
-    assert room_beside(unsaid, cores, gpus) == Room(3, "cuda:1"), "without a name it is the first"
+    assert room_beside(unsaid, cores, gpus) == Room(3, 1), "without a name it is the first"
+    drawing = replace(with_gpus, farms=(replace(with_gpus.farms[0], devices=(0, 1)),))
+    assert room_beside(drawing, cores, gpus) is None, "frames are drawn on the second"
+
+
+@pytest.mark.parametrize(("visible", "seen"), [("", "1"), ("4,6,7", "6"), ("GPU-a,GPU-b", "GPU-b")])
+def test_a_room_shows_its_process_one_gpu(visible: str, seen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A policy whose device is `auto` finds it there, and what an evaluation is identified by is that of the run."""
+    monkeypatch.setenv(VISIBLE_GPUS, visible)
+    before = os.sched_getaffinity(0)
+    try:
+        Room(max(before), 1).enter()
+    finally:
+        os.sched_setaffinity(0, before)
+    assert os.environ[VISIBLE_GPUS] == seen
+    config = config_of(1)
+    assert Room(1, 1).applied(config).policy == config.policy
 
 
 def test_a_configured_run_leaves_none_unless_it_is_told_to() -> None:

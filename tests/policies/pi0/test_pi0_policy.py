@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from policies import Inputs, Policy, PolicyError, PolicySpec, load, save
+from policies.checkpoint import load_into
 from policies.pi0.files import load_network
 from tests.policies import conformance
 from tests.policies.pi0.cases import GOLDEN, NO_STATE, SPEC, inputs_of, make
@@ -34,6 +35,7 @@ def policy_of(case: str) -> tuple[Policy, Inputs]:
     return policy, inputs_of(spec, 6, seed=7)
 
 
+LEROBOT = str(GOLDEN / "pi05" / "checkpoint_lerobot")
 DEVICE, DENSITY = conformance.law_all_is_computed_on_the_policys_device, "law_log_prob_is_the_density_that_act_samples"
 NOT_FOR = {"pi0, four of six actions", "pi0.5, state in the prompt, every weight"}
 """The law of devices also imitates, which takes all actions; a state becomes words on the host."""
@@ -87,7 +89,26 @@ def test_the_mode_is_what_openpi_samples_from_no_noise(family: str) -> None:
         x = policy.network.sample(prefix, seen.state, torch.zeros(3, 6, 8), 10)
     expected = policy.units.action.unnormalise(x[..., :7]).float()
     assert (policy.act(inputs, None).chunk - expected).abs().max() < 1e-5
-    assert seen.present.tolist() == [[True, True, False]] * 3, "the third image is of no camera"
+
+
+@pytest.mark.parametrize("family", ["pi0", "pi05"])
+def test_a_camera_that_is_left_out_is_one_that_is_masked(family: str) -> None:
+    spec = SPEC if family == "pi0" else NO_STATE
+    policy, inputs = make(family, spec), inputs_of(spec, 3, seed=2)
+    x, t = torch.randn(3, 6, 8, generator=torch.Generator().manual_seed(1)), torch.tensor([1.0, 0.6, 0.1])
+    with torch.no_grad():
+        two = policy._observation(inputs)
+        assert two.pixels.shape[1] == 2
+        absent = torch.full_like(two.pixels[:, :1], -1.0)
+        three = replace(
+            two,
+            pixels=torch.cat([two.pixels, absent], 1),
+            present=torch.tensor([[True, True, False]]).expand(3, -1),
+        )
+        left_out, masked = (
+            policy.network.velocity(policy.network.prefix(seen), two.state, x, t) for seen in (two, three)
+        )
+    assert (left_out - masked).abs().max() < 1e-5
 
 
 def test_what_is_precomputed_changes_nothing_and_spares_the_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,6 +144,58 @@ def test_every_step_is_drawn_for_some_row_and_scored_as_it_was_drawn() -> None:
     assert (found - action.log_prob).abs().max() < 1e-3 and (found - action.log_prob).abs().mean() < 1e-5
 
 
+def test_16_bits_compute_near_what_32_do() -> None:
+    inputs = inputs_of(SPEC, 4, seed=3)
+    whole, half = make("pi0"), make("pi0", dtype="bfloat16")
+    noise = conformance.random_noise(whole, 4, 1)
+    taken, rounded = whole.act(inputs, noise), half.act(inputs, noise)
+    assert rounded.chunk.dtype == torch.float32
+    near = (taken.chunk - rounded.chunk).abs().mean()
+    assert 0 < near < 0.05 * taken.chunk.std()
+    again = half.evaluate(inputs, {**rounded.trace, **half.precompute(inputs)})
+    assert (again.log_prob - rounded.log_prob).exp().sub(1).abs().mean() < half.ratio_tolerance
+    counted = torch.ones(4, 6, dtype=torch.bool)
+    losses = [float(p.imitate(inputs, taken.chunk, counted, noise).mean().detach()) for p in (whole, half)]
+    assert abs(losses[0] - losses[1]) < 0.05 * losses[0]
+
+
+def test_actions_that_fill_up_are_the_mean_action() -> None:
+    """What stands behind an episode's end is seen by the actions that are learned: its place is the units' centre."""
+    policy, inputs = make("pi0"), inputs_of(SPEC, 2, seed=3)
+    assert bool((policy.units.action.centre != 0).all())
+    counted = torch.tensor([[True] * 4 + [False] * 2] * 2)
+    actions = torch.zeros(2, 6, 7)
+    noise = conformance.random_noise(policy, 2, 1)
+    actions[:, 4:] = policy.units.action.centre
+    centred = policy.imitate(inputs, actions, torch.ones_like(counted), noise)
+    actions[:, 4:] = torch.nan
+    filled = policy.imitate(inputs, actions, counted, noise)
+    # Of the whole chunk's losses those of the actions that count, through a forward pass that is the same.
+    assert filled.isfinite().all() and centred.isfinite().all()
+    actions[:, 4:] = policy.units.action.centre
+    assert torch.equal(policy.imitate(inputs, actions, counted, noise), filled)
+
+
+def test_nothing_is_precomputed_where_that_is_said() -> None:
+    policy, inputs = make("pi0", cache_prefix=False), inputs_of(SPEC, 2, seed=3)
+    assert policy.precompute(inputs) == {}
+    action = policy.act(inputs, conformance.random_noise(policy, 2, 1))
+    policy.evaluate(inputs, action.trace).log_prob.sum().backward()
+    assert all(p.grad is None for p in policy.network.mixture.vlm.parameters())
+
+
+def test_what_no_weight_depends_on_may_differ(tmp_path: Path) -> None:
+    """Supervised learning takes whole chunks; reinforcement executes fewer actions of other integrations."""
+    save(make("pi0"), tmp_path / "saved")
+    other = make("pi0", replace(SPEC, chunk=3), steps=5, noise_level=0.3, train="all")
+    conformance.perturb(other, 0.1, seed=1)
+    load_into(other, tmp_path / "saved")
+    same = make("pi0", replace(SPEC, chunk=3), steps=5)
+    assert torch.equal(*(p.act(inputs_of(SPEC, 2, seed=1), None).chunk for p in (other, same)))
+    with pytest.raises(PolicyError, match="architecture.rotate_images"):
+        load_into(make("pi0", rotate_images=True), tmp_path / "saved")
+
+
 def test_actions_are_differences_to_the_state_where_it_is_said() -> None:
     plain, delta = make("pi0"), make("pi0", delta_dims=6)
     inputs = inputs_of(SPEC, 3, seed=5)
@@ -153,7 +226,7 @@ def test_units_of_demonstrations_are_adopted_and_saved(tmp_path: Path) -> None:
 @pytest.mark.parametrize("layout", ["checkpoint", "checkpoint_lerobot"])
 def test_an_exported_policy_is_a_checkpoint_of_its_project(layout: str, tmp_path: Path) -> None:
     source = GOLDEN / "pi05" / layout
-    policy = make("pi05", NO_STATE, checkpoint=str(source))
+    policy = make("pi05", NO_STATE, checkpoint=str(source), prompt="openpi")
     conformance.perturb(policy, 0.02, seed=3)
     policy.export(tmp_path / "out")
     names = {path.relative_to(source) for path in source.rglob("*")}
@@ -175,6 +248,9 @@ def test_an_exported_policy_is_a_checkpoint_of_its_project(layout: str, tmp_path
         ("pi0", replace(SPEC, cameras=()), {}, "pi0 takes one to 3 cameras"),
         ("pi0", SPEC, {"steps": 0}, "pi0 needs steps >= 1"),
         ("pi0", SPEC, {"delta_dims": 8}, "delta_dims of 0 to 7"),
+        ("pi05", NO_STATE, {"delta_dims": 6}, "delta_dims of 0 to 0"),
+        ("pi0", SPEC, {"delta_dims": 6, "asset": "demonstrations"}, "set delta_dims to 0, or name"),
+        ("pi05", NO_STATE, {"checkpoint": LEROBOT}, "has the state in them: set state_in_prompt to true, or prompt to"),
         ("pi0", SPEC, {"resize": "nearest"}, "pi0's resize must be one of pillow, interpolate"),
         ("pi0", SPEC, {"prompt": "openvla"}, "pi0's prompt must be one of openpi, lerobot"),
         ("pi0", SPEC, {"asset": "nowhere"}, "norm_stats.json of nowhere is wanted"),
