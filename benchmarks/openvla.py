@@ -24,7 +24,7 @@ from embodied.bench.machine import measure_machine, median, seconds_of
 from embodied.bench.models import build, describe, make_inputs
 from embodied.bench.results import show_and_write
 from embodied.bench.settings import BenchPolicy
-from policies.openvla import sizes
+from policies.random_weights import INSTRUCTION
 
 CPU = torch.device("cpu")
 
@@ -67,7 +67,7 @@ def on_processor(model: str, rows: int, rounds: int) -> dict[str, Any]:
             times[name].append(seconds_of(call, CPU))
     machine = machine.best(measure_machine(CPU, "float32"))
     ratios = {name: [a / b for a, b in zip(t, times["batched"], strict=True)] for name, t in times.items()}
-    passes = Costs(policy, len(policy.prompts.tokens(sizes.INSTRUCTION))).decision(rows)
+    passes = Costs(policy, len(policy.prompts.tokens(INSTRUCTION))).decision(rows)
     limit = rows / sum(machine.seconds(work.flops, work.nbytes) for work in passes)
     rate = rows / median(times["batched"])
     return describe(bench, policy, machine) | {

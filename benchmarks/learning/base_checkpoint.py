@@ -1,14 +1,15 @@
-"""A small OpenVLA's beginning: a vision-language model of one scene, which knows nothing of actions.
+"""The beginning of a small OpenVLA or pi0: a vision-language model of one scene, which knows nothing of actions.
 
 python benchmarks/learning/base_checkpoint.py --out assets/openvla_small
 python benchmarks/learning/base_checkpoint.py --world cubes --out assets/openvla_small_cubes
+python benchmarks/learning/base_checkpoint.py --model pi0 --out assets/pi0_small
 
 A vision-language-action model is made of a vision-language model that has seen pictures and can say where things are.
 This one learns that from pictures of a task (`benchmarks/learning/worlds.py`) at random places of gripper and objects:
 
 1. towers and projector: from the mean of the projected patches, by one linear layer, which is thrown away, the places;
-2. all weights: asked to point at an object or the gripper, or from the gripper to an object, it says where in three
-   tokens.
+2. all weights: asked to point at an object or the gripper, or from the gripper to an object, it says where, in three
+   tokens or as the end of an integration.
 
 What is to be done about what is seen is left to demonstrations and reinforcement.
 """
@@ -23,34 +24,31 @@ from typing import Literal
 
 import torch
 import tyro
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
 from embodied.reporting.live import steps
-from policies import Inputs, PolicySpec
-from policies.files import SINGLE, read_json, write_json
-from policies.openvla import sizes
-from policies.openvla.config import CONFIG
-from policies.openvla.model import build_empty
-from policies.openvla.policy import OpenVLA
-from policies.openvla.statistics import DEMONSTRATIONS
+from policies import Inputs, Policy
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from benchmarks.learning.students import STUDENTS, Student  # noqa: E402
 from benchmarks.learning.worlds import WORLDS, World  # noqa: E402
 
 FAR_M = 0.1
 """A way from the gripper that is longer is said as if it were so long, along each axis."""
 SEEING_LR, SPEAKING_LR, LAST_SHARE, WARM_UP = 3e-3, 1.5e-3, 0.05, 100
+COMPARED = 100
+"""Rows that are decided for together where it is seen what was learned."""
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """Write the small OpenVLA's checkpoint with towers that have seen the simulator."""
+    """Write a small policy's checkpoint whose vision-language model has seen the simulator."""
 
     out: Path = tyro.MISSING
     """Folder of the checkpoint."""
+    model: Literal["openvla", "pi0", "pi05"] = "openvla"
     world: Literal["table", "cubes"] = "table"
     pictures: int = 20_000
     seeing_steps: int = 2_500
@@ -77,79 +75,69 @@ def learn(title: str, parameters: list[nn.Parameter], lr: float, count: int, los
             bar.advance(1, f"loss {float(loss.detach()):.4f}")
 
 
-def learn_to_see(policy: OpenVLA, frames: Tensor, places: Tensor, args: Arguments) -> None:
+def learn_to_see(student: Student, frames: Tensor, places: Tensor, args: Arguments) -> None:
     """Train towers and projector on what is seen where. Objects lie on the table: their height is not asked for."""
-    model, held = policy.model, len(frames) // 20
+    held = len(frames) // 20
     wanted = torch.cat([places[:, 0], places[:, 1:, :2].flatten(1)], 1)
     centre, scale = wanted.mean(0), wanted.std(0)
-    head = nn.Linear(model.width, wanted.shape[1])
+    head = nn.Linear(student.width, wanted.shape[1])
     generator = torch.Generator().manual_seed(args.seed)
 
     def told(index: Tensor) -> Tensor:
-        return head(model.embed_images(policy.preprocessing(frames[index])[:, None]).mean(1))
+        return head(student.see(frames[index]).mean(1))
 
     def loss() -> Tensor:
         index = held + torch.randint(len(frames) - held, (args.seeing_batch,), generator=generator)
         return functional.smooth_l1_loss(told(index), (wanted[index] - centre) / scale, beta=0.1)
 
-    parameters = [p for part in (model.vision_backbone, model.projector, head) for p in part.parameters()]
+    parameters = [p for part in (*student.eyes, head) for p in part.parameters()]
     learn("Learning to see where things are", parameters, SEEING_LR, args.seeing_steps, loss)
     with torch.no_grad():
         error = (told(torch.arange(held)) * scale + centre - wanted[:held]).abs().mean()
     print(f"mean error of a coordinate on pictures that were not learned from: {1000 * float(error):.1f} mm")
 
 
-def learn_to_speak(policy: OpenVLA, world: World, frames: Tensor, places: Tensor, args: Arguments) -> None:
-    """Train all weights to answer the world's questions, each answer three numbers in -1..1."""
+def learn_to_speak(policy: Policy, world: World, frames: Tensor, places: Tensor, args: Arguments) -> None:
+    """Train all weights to answer the world's questions, each answer three numbers in -1..1, in every action of a
+    chunk."""
     low, high = torch.tensor((world.low, world.high), dtype=torch.float32)
     at = 2 * (places - low) / (high - low) - 1
     way = ((places[:, 1:] - places[:, :1]) / FAR_M).clamp(-1, 1)
     answers = torch.cat([at, way], 1)
-    policy.adopt_units(torch.tensor([[-1.0] * 3, [1.0] * 3]), None)
+    chunk, nothing = policy.spec.chunk, torch.zeros(len(frames), policy.spec.proprio_dim)
+    policy.adopt_units(torch.tensor([[-1.0] * 3, [1.0] * 3]), nothing)
     held, generator = len(frames) // 20, torch.Generator().manual_seed(args.seed + 1)
 
     def asked(index: Tensor) -> tuple[Inputs, Tensor]:
         which = torch.randint(len(world.questions), (len(index),), generator=generator)
         inputs = Inputs(
-            frames={world.camera: frames[index]}, instruction=tuple(world.questions[i] for i in which.tolist())
+            frames={world.camera: frames[index]},
+            instruction=tuple(world.questions[i] for i in which.tolist()),
+            proprio=nothing[index] if policy.spec.proprio_dim else None,
         )
-        return inputs, answers[index, which][:, None]
+        return inputs, answers[index, which][:, None].expand(-1, chunk, -1)
 
     def loss() -> Tensor:
         index = held + torch.randint(len(frames) - held, (args.speaking_batch,), generator=generator)
         inputs, answer = asked(index)
-        return policy.imitate(inputs, answer, torch.ones(len(index), 1, dtype=torch.bool), torch.empty(0)).mean()
+        noise = torch.randn(len(index), policy.noise_dim, generator=generator)
+        return policy.imitate(inputs, answer, torch.ones(len(index), chunk, dtype=torch.bool), noise).mean()
 
     learn("Learning to say where things are", list(policy.actor_parameters()), SPEAKING_LR, args.speaking_steps, loss)
     inputs, answer = asked(torch.arange(held))
-    said = torch.cat([policy.act(inputs.rows(rows), None).chunk for rows in torch.arange(held).split(100)])
+    said = torch.cat([policy.act(inputs.rows(rows), None).chunk for rows in torch.arange(held).split(COMPARED)])
     print(f"mean error of an answer: {float((said - answer).abs().mean()):.3f} of a range from -1 to 1")
 
 
 def main(args: Arguments) -> None:
     torch.manual_seed(args.seed)
     world = WORLDS[args.world]
-    folder = sizes.write_random(args.out, world.size, args.seed)
-    size = sizes.SIZES[sizes.find(world.size)[1]]["image_size"]
-    spec = PolicySpec(3, cameras=(world.camera,), image_size=size)
-    policy = OpenVLA(spec, checkpoint=str(folder), unnorm_key=DEMONSTRATIONS)
-    frames, places = world.draw(world.task, args.pictures, size, args.seed)
-    learn_to_see(policy, frames, places, args)
-    learn_to_speak(policy, world, frames, places, args)
-    save(policy, folder, args.seed)
-
-
-def save(policy: OpenVLA, folder: Path, seed: int) -> None:
-    """Write the weights, in 16 bits, beside what `sizes.write_random` wrote; those that no output depends on: drawn."""
-    model, generator = policy.model, torch.Generator().manual_seed(seed)
-    unused = {name: torch.empty(tensor.shape) for name, tensor in build_empty(model.config).unused.items()}
-    for name, tensor in unused.items():
-        sizes.draw(name, tensor, generator)
-    tensors = {name: t.detach().bfloat16().contiguous() for name, t in (model.checkpoint_state() | unused).items()}
-    save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
-    config = {name: value for name, value in read_json(folder / CONFIG).items() if name != sizes.RANDOM_WEIGHTS}
-    write_json(folder / CONFIG, config)
-    print(f"{folder}: {sum(p.numel() for p in model.parameters()):,} parameters")
+    student = STUDENTS[args.model](args.model, world, args.out, args.seed)
+    frames, places = world.draw(world.task, args.pictures, world.image_size, args.seed)
+    learn_to_see(student, frames, places, args)
+    learn_to_speak(student.policy, world, frames, places, args)
+    student.save()
+    print(f"{args.out}: {sum(p.numel() for p in student.policy.actor_parameters()):,} parameters")
 
 
 if __name__ == "__main__":

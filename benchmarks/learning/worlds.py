@@ -27,7 +27,8 @@ class World:
     task: str
     camera: str
     size: str
-    """The network's, in `policies.openvla.sizes`."""
+    """The network's: the end of its name in `policies.openvla.sizes` and `policies.pi0.sizes`."""
+    image_size: int
     objects: tuple[str, str]
     low: tuple[float, float, float]
     high: tuple[float, float, float]
@@ -100,11 +101,9 @@ def _draw_cubes(task: str, pictures: int, size: int, seed: int) -> tuple[Tensor,
     return torch.from_numpy(np.array(frames)), torch.from_numpy(np.array(places, np.float32))
 
 
-TABLE = World(
-    "tabletop/reach_red", "front", "openvla-small", ("red ball", "blue ball"), TABLE_LOW, TABLE_HIGH, _draw_table
-)
+TABLE = World("tabletop/reach_red", "front", "small", 56, ("red ball", "blue ball"), TABLE_LOW, TABLE_HIGH, _draw_table)
 CUBES = World(
-    "maniskill/PushRedCube-v1", "base_camera", "openvla-small-128", ("red cube", "green cube"),
+    "maniskill/PushRedCube-v1", "base_camera", "small-128", 128, ("red cube", "green cube"),
     (-0.20, -0.18, 0.0), (0.25, 0.18, 0.25), _draw_cubes,
 )  # fmt: skip
 WORLDS = {"table": TABLE, "cubes": CUBES}

@@ -31,8 +31,8 @@ from embodied.workers.devices import CPU, decide, device_of, release, to_host
 from embodied.workers.microbatch import add_gradient, count_units, count_values, read
 from embodied.workers.update_steps import make_optimizer
 from policies.contract import Inputs
-from policies.openvla import sizes
 from policies.openvla.base import TokenPolicy
+from policies.random_weights import INSTRUCTION
 
 ROUNDS = 3
 
@@ -122,7 +122,7 @@ def bench_learner(bench: BenchLearner) -> dict[str, Any]:
         raise UserError(f"lora-rank must be 0 (every weight is trained) or more, got {bench.lora_rank}")
     policy = build(bench, lora_rank=bench.lora_rank, gradient_checkpointing=True)
     device, dtype = device_of(policy), str(policy.model.dtype).removeprefix("torch.")
-    costs = Costs(policy, len(policy.prompts.tokens(sizes.INSTRUCTION)))
+    costs = Costs(policy, len(policy.prompts.tokens(INSTRUCTION)))
     update = Update(policy, minibatch, bench.seed)
     cached = (False, True) if update.rows[True] is not None else (False,)
     cases = [Case(m, again, c) for c in cached for again in (False, True) for m in micro_batches]

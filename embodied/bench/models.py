@@ -21,6 +21,7 @@ from policies.contract import Inputs, PolicySpec
 from policies.openvla import sizes
 from policies.openvla.base import TokenPolicy
 from policies.openvla.config import read_config
+from policies.random_weights import INSTRUCTION
 
 CAMERA = "camera"
 COARSE = 8
@@ -76,7 +77,7 @@ def make_inputs(policy: TokenPolicy, rows: int, seed: int, device: torch.device)
     coarse = torch.randint(0, 256, (rows, 3, COARSE, COARSE), generator=generator, device="cpu").float()
     size = policy.spec.image_size
     frames = torch.nn.functional.interpolate(coarse, size=(size, size)).permute(0, 2, 3, 1).to(torch.uint8)
-    return Inputs(frames={CAMERA: frames.contiguous().to(device)}, instruction=(sizes.INSTRUCTION,) * rows)
+    return Inputs(frames={CAMERA: frames.contiguous().to(device)}, instruction=(INSTRUCTION,) * rows)
 
 
 def describe(bench: BenchPolicy | BenchLearner, policy: TokenPolicy, machine: Machine) -> dict[str, Any]:
@@ -92,7 +93,7 @@ def describe(bench: BenchPolicy | BenchLearner, policy: TokenPolicy, machine: Ma
         "threads": torch.get_num_threads(),
         "parameters": sum(p.numel() for p in parameters),
         "patches": policy.model.config.patches,
-        "prompt_tokens": len(policy.prompts.tokens(sizes.INSTRUCTION)),
+        "prompt_tokens": len(policy.prompts.tokens(INSTRUCTION)),
         "action_tokens": policy.spec.chunk * policy.spec.action_dim,
         "matmul_flops_per_s": machine.flops_per_s,
         "memory_bytes_per_s": machine.bytes_per_s,

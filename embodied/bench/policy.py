@@ -22,10 +22,10 @@ from embodied.bench.settings import BenchPolicy
 from embodied.errors import UserError
 from embodied.reporting.live import steps
 from embodied.workers.devices import device_of, release
-from policies.openvla import sizes
 from policies.openvla.base import TokenPolicy
 from policies.openvla.policy import OpenVLA
 from policies.openvla.sampling import decode
+from policies.random_weights import INSTRUCTION
 
 ROUNDS = 3
 PEER_ROWS = 4
@@ -37,7 +37,7 @@ def bench_policy(bench: BenchPolicy) -> dict[str, Any]:
     batches = check_batches(bench.batches, "batches")
     policy = build(bench)
     device = device_of(policy)
-    costs = Costs(policy, len(policy.prompts.tokens(sizes.INSTRUCTION)))
+    costs = Costs(policy, len(policy.prompts.tokens(INSTRUCTION)))
     rates = Rates(policy, bench, batches, device)
     with steps("Measuring", ROUNDS) as bar:
         machine = measure_machine(device, str(policy.model.dtype).removeprefix("torch."))

@@ -26,7 +26,6 @@ from policies.openvla.model import Sequence as Tokens
 from policies.openvla.model import from_checkpoint, load_model, save_model
 from policies.openvla.prompts import Prompts
 from policies.openvla.sampling import score
-from policies.openvla.sizes import RANDOM_WEIGHTS
 from policies.openvla.statistics import (
     DEMONSTRATIONS,
     choose_statistics,
@@ -36,6 +35,7 @@ from policies.openvla.statistics import (
     with_adapters,
     write_statistics,
 )
+from policies.random_weights import RANDOM_WEIGHTS
 
 BFLOAT16_TOLERANCE = 2e-2
 """Largest mean |ratio - 1| of unchanged weights in 16-bit arithmetic."""

@@ -21,8 +21,8 @@ from torch.nn import functional
 from policies.contract import PolicyError
 from policies.files import CONFIG, INDEX, SINGLE, Shards, copy_other_files, write_json
 from policies.openvla.config import ModelConfig, read_config
-from policies.openvla.sizes import RANDOM_WEIGHTS, draw
 from policies.openvla.vision import Projector, VisionBackbone
+from policies.random_weights import RANDOM_WEIGHTS, draw
 from policies.torchvision_operators import import_torchvision
 
 LAYER_SCALES = (".ls1.", ".ls2.")

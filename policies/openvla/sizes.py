@@ -14,32 +14,19 @@ OpenVLA-OFT uses it.
 from __future__ import annotations
 
 import json
-import string
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from policies.contract import PolicyError
 from policies.files import write_json
 from policies.openvla.config import BINS, CONFIG, PUBLISHED_TOWERS
 from policies.openvla.images import PREPROCESSOR
 from policies.openvla.prompts import TEMPLATE, TOKENIZER
+from policies.random_weights import FURTHER_WORDS, INSTRUCTION, RANDOM_WEIGHTS, SINGLE
 from policies.registry import nearest
 
-RANDOM_WEIGHTS = "random_weights"
-"""Entry of config.json: the seed of the weights."""
 PAD_TO = 64
-INSTRUCTION = "pick up the black bowl between the plate and the ramekin and place it on the plate"
-"""What the bench asks for, from LIBERO-Spatial."""
-FURTHER_WORDS = (
-    "move push pull pick put place reach grasp lift bring touch open close turn take go gripper hand arm robot ball "
-    "cube block target goal peg drawer door cabinet stove bottle basket red green blue yellow white left right middle "
-    "top bottom front back onto into from on in of to at with near up down over behind beside point"
-)
-"""What else the tokenizer has as whole words: short prompts are fast."""
 ACTION_DIM = 7
 CHUNK = 8
 """Actions of OpenVLA-OFT's chunk on LIBERO."""
@@ -108,18 +95,6 @@ def write_random(folder: str | Path, name: str, seed: int = 0) -> Path:
     return folder
 
 
-def draw(name: str, tensor: Tensor, generator: torch.Generator) -> None:
-    """Fill a parameter in place, on its device.
-
-    Matrices keep activations of order one, scales are near one, biases near zero.
-    """
-    with torch.no_grad():
-        if tensor.dim() > 1:
-            tensor.normal_(0, tensor[0].numel() ** -0.5, generator=generator)
-        else:
-            tensor.normal_(0.0 if name.endswith("bias") else 1.0, 0.1, generator=generator)
-
-
 def _config(size: Mapping[str, Any], seed: int) -> dict[str, Any]:
     rows = size["llama"]["vocab_size"]
     percentiles = {"q01": [-1.0] * ACTION_DIM, "q99": [1.0] * ACTION_DIM, "mask": [True] * (ACTION_DIM - 1) + [False]}
@@ -174,7 +149,7 @@ def _tokenizer() -> dict[str, Any]:
     text = TEMPLATE.format(INSTRUCTION).replace("?\n", " ? ").replace(":", " : ")
     words = sorted({f"▁{word}" for word in text.split() if word.isalpha()} | {"Out"})
     words += [piece for piece in (f"▁{word}" for word in FURTHER_WORDS.split()) if piece not in words]
-    single = ["\n", "▁", *string.ascii_letters, *string.digits, *string.punctuation]
+    single = [SINGLE[0], "▁", *SINGLE[1:]]
     pieces = [(piece, 0.0) for piece in ("<unk>", "<s>", "</s>")]
     pieces += [(piece, -10.0) for piece in single] + [(word, -1.0) for word in words]
     tokenizer = Tokenizer(models.Unigram(pieces, unk_id=0))

@@ -13,8 +13,9 @@ from policies.pi0.mixture import StackSizes
 
 Layout = Literal["openpi", "lerobot"]
 CONFIG = "config.json"
-ARCHITECTURE = "architecture"
-"""Object of config.json that has sizes where they are not the published ones."""
+ARCHITECTURE, SIZES = "architecture", "sizes"
+"""Object of config.json that has sizes where they are not the published ones, and its name in this project's own
+checkpoints, whose architecture is that of a policy."""
 VARIANTS = {
     "gemma_2b": StackSizes(2048, 18, 16384, 8, 1, 256),
     "gemma_300m": StackSizes(1024, 18, 4096, 8, 1, 256),
@@ -77,7 +78,7 @@ def read_sizes(folder: Path, adaptive: bool) -> tuple[Pi0Sizes, Layout]:
         raise PolicyError(f"{folder / CONFIG} is of no pi0: neither openpi's (action_horizon) nor LeRobot's (type pi0)")
     if not (isinstance(action_dim, int) and isinstance(horizon, int) and action_dim > 0 and horizon > 0):
         raise PolicyError(f"{folder / CONFIG}: action dimensions {action_dim!r} and horizon {horizon!r} are no sizes")
-    own = raw.get(ARCHITECTURE, {})
+    own = raw.get(SIZES, raw.get(ARCHITECTURE, {}))
     prompt_len = own.get("max_token_len") or raw.get("tokenizer_max_length") or (200 if adaptive else 48)
     return Pi0Sizes(
         _stack(folder, raw, own, "vlm", "paligemma_variant"),

@@ -6,7 +6,6 @@ robot's, N denoising steps, P tokens of the prefix, W the vision-language model'
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,27 +17,32 @@ from policies import flow_sde
 from policies.contract import Action, Evaluation, Inputs, Policy, PolicyError, PolicySpec
 from policies.density import gaussian_log_prob
 from policies.encoders import vector
-from policies.files import CONFIG, Shards, read_json
+from policies.files import CONFIG, Shards, check_tensors, read_json, read_tensors, write_tensors
 from policies.imitation import counted_mean, only_counted
 from policies.layers import checked_noise, checked_widths, mlp
-from policies.pi0.files import DTYPES, load_network, save_network
+from policies.pi0.files import DTYPES, is_random, load_network, read_weights, save_directory
 from policies.pi0.images import pixel_values
 from policies.pi0.mixture import Cache
 from policies.pi0.network import Observation, Prefix
 from policies.pi0.prompts import Prompts
 from policies.pi0.units import (
     DEMONSTRATIONS,
+    RobotUnits,
     StoredUnits,
     demonstrated,
     first_of,
     identity,
     read_lerobot,
     read_openpi,
+    write_lerobot,
+    write_openpi,
 )
 
 SLOTS = 3
 """Images that every checkpoint was trained with. Those of absent cameras nothing sees: they are not computed."""
 RESIZES, PROMPTS, TRAINED = ("pillow", "interpolate"), ("openpi", "lerobot", "lerobot-0.4"), ("expert", "all")
+UNITS = "units.safetensors"
+"""The units of a policy that was saved, beside its weights."""
 BFLOAT16_TOLERANCE = 2e-2
 TIME_POWER, TIME_LOW = 1 / 1.5, 0.001
 """Imitation's times are 0.001 + 0.999 Beta(1.5, 1) (openpi): a uniform number to the power 1 / 1.5 is such a Beta."""
@@ -80,14 +84,15 @@ class Pi0(Policy):
             raise PolicyError(
                 f"policy.options.checkpoint: {folder} is not a folder here; name one of openpi's or LeRobot's"
             )
-        read_json(Path(folder) / CONFIG)
-        Shards.find(Path(folder))
+        if not is_random(Path(folder)):
+            Shards.find(Path(folder))
 
     def __init__(
         self,
         spec: PolicySpec,
         *,
         checkpoint: str = "",
+        weights: str = "",
         asset: str = "",
         prompt: str = "",
         state_in_prompt: bool = False,
@@ -101,14 +106,15 @@ class Pi0(Policy):
         dtype: str = "float32",
         value_widths: Sequence[int] = (512, 128),
     ) -> None:
-        """`checkpoint` is a directory of openpi's or LeRobot's. `asset` names openpi's statistics, where there are
-        several; `demonstrations`: those that are learned from (`adopt_units`). `prompt` is the project whose prompts
-        these are, "" that of the checkpoint's layout; `state_in_prompt` is for pi0.5. With `delta_dims` K the network
-        says the first K numbers as differences to the state's (6 for openpi's pi0_libero). `train`: `expert` freezes
-        the vision-language model, `all` trains every weight.
+        """`checkpoint` is a directory of openpi's or LeRobot's; `weights` is what such a policy was saved as, which
+        takes its place (`policies.load` sets it). `asset` names openpi's statistics, where there are several;
+        `demonstrations`: those that are learned from (`adopt_units`). `prompt` is the project whose prompts these are,
+        "" that of the checkpoint's layout; `state_in_prompt` is for pi0.5. With `delta_dims` K the network says the
+        first K numbers as differences to the state's (6 for openpi's pi0_libero). `train`: `expert` freezes the
+        vision-language model, `all` trains every weight.
         """
         super().__init__()
-        self.check_files({"checkpoint": checkpoint})
+        self.check_files({"checkpoint": weights or checkpoint})
         for name, given, valid in (("resize", resize, RESIZES), ("train", train, TRAINED), ("dtype", dtype, DTYPES)):
             if given not in valid:
                 raise PolicyError(f"pi0's {name} must be one of {', '.join(valid)}, got {given!r}")
@@ -125,15 +131,16 @@ class Pi0(Policy):
                 "units of demonstrations are of actions, not of differences to the state: set delta_dims to 0, or name "
                 "the checkpoint's statistics by asset"
             )
-        source = Path(checkpoint).resolve()
+        source = Path(weights or checkpoint).resolve()
         self.source, self.spec, self.steps = source, spec, steps
         self._architecture: dict[str, Any] = dict(
-            checkpoint=str(source), asset=asset, prompt=prompt, state_in_prompt=state_in_prompt, resize=resize,
-            rotate_images=rotate_images, delta_dims=delta_dims, steps=steps, noise_level=float(noise_level),
+            checkpoint=str(Path(checkpoint).resolve()), asset=asset, prompt=prompt,
+            state_in_prompt=state_in_prompt, resize=resize, rotate_images=rotate_images,
+            delta_dims=delta_dims, steps=steps, noise_level=float(noise_level),
             train=train, cache_prefix=cache_prefix, dtype=dtype,
             value_widths=list(checked_widths("value_widths", value_widths)),
         )  # fmt: skip
-        self.network = load_network(source, dtype)
+        self.network, self._config = load_network(source, dtype), read_json(source / CONFIG)
         self.sizes, self.layout = self.network.sizes, self.network.layout
         self._check_spec(state_in_prompt)
         convention: Any = prompt or self.layout
@@ -236,13 +243,31 @@ class Pi0(Policy):
         return dict(self._architecture)
 
     def export(self, folder: Path) -> None:
-        """Write a directory in the layout of the checkpoint's, with its configuration, tokenizer and statistics."""
+        """Write a directory in the layout of the checkpoint's, with its configuration and tokenizer, and its statistics
+        or those of the demonstrations."""
+        folder = Path(folder)
+        save_directory(self.network, self.source, folder, self._config, ours=False)
         if self._architecture["asset"] == DEMONSTRATIONS:
-            raise PolicyError("the policy's units are of its demonstrations, which the checkpoint's files do not have")
-        # The weights may be in several files, with an index.
-        weights = shutil.ignore_patterns("*.safetensors.index.json", "model*.safetensors")
-        shutil.copytree(self.source, folder, ignore=weights, dirs_exist_ok=True)
-        save_network(self.network, Path(folder), self.layout)
+            # Whoever reads the files wants statistics of a state, also where the policy reads none.
+            state = self.units.state if self.spec.proprio_dim else identity(self.sizes.action_dim, 0).state
+            units = RobotUnits(state, self.units.action)
+            (write_lerobot if self.layout == "lerobot" else write_openpi)(folder, units)
+
+    def write_actor(self, folder: Path) -> bool:
+        """Such a directory too, with the units to the last bit."""
+        save_directory(self.network, self.source, folder, self._config, ours=True)
+        write_tensors(folder / UNITS, self.units.state_dict())
+        return True
+
+    def read_actor(self, folder: Path) -> dict[str, Tensor]:
+        weights, units = read_weights(folder, self.network), read_tensors(folder / UNITS)
+        check_tensors(folder / UNITS, units, self.units.state_dict())
+        parts = {"network": weights, "units": units}
+        return {f"{part}.{name}": tensor for part, found in parts.items() for name, tensor in found.items()}
+
+    @classmethod
+    def restore_arguments(cls, folder: Path) -> dict[str, Any]:
+        return {"weights": str(folder)}
 
     # --- what the network reads
 
@@ -253,8 +278,7 @@ class Pi0(Policy):
             if frame is None:
                 given = ", ".join(inputs.frames) or "none"
                 raise PolicyError(f"the policy reads the camera {name!r}, the inputs have: {given}")
-            turned = frame.flip(1, 2) if self.rotate_images else frame
-            pixels.append(pixel_values(turned, self.sizes.vision.image_size, self.resize))
+            pixels.append(self.pixels(frame))
         rows, state = len(pixels[0]), self._state(inputs)
         if len(inputs.instruction) != rows:
             raise PolicyError(
@@ -266,6 +290,11 @@ class Pi0(Policy):
         device, dtype = state.device, self.network.projector.weight.dtype
         present = torch.ones(rows, len(pixels), dtype=torch.bool, device=device)
         return Observation(torch.stack(pixels, 1).to(dtype), present, tokens.to(device), counted.to(device), state)
+
+    def pixels(self, frames: Tensor) -> Tensor:
+        """A camera's uint8 [B, H, W, 3] to float32 [B, 3, S, S] in -1..1."""
+        turned = frames.flip(1, 2) if self.rotate_images else frames
+        return pixel_values(turned, self.sizes.vision.image_size, self.resize)
 
     def _state(self, inputs: Inputs) -> Tensor:
         """[B, A]: proprioception, normalised and filled up."""

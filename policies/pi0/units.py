@@ -18,12 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from policies.contract import PolicyError
-from policies.files import one_file, read_json, read_tensors
+from policies.files import one_file, read_json, read_tensors, write_json, write_tensors
 
 Mode = Literal["z-score", "quantile", "identity"]
 MODES: Mapping[str, Mode] = {"MEAN_STD": "z-score", "QUANTILES": "quantile", "IDENTITY": "identity"}
 """LeRobot's names."""
 OPENPI_EPS, LEROBOT_EPS = 1e-6, 1e-8
+NORMALIZERS = {"pre": "normalizer_processor", "post": "unnormalizer_processor"}
+"""LeRobot's steps that hold statistics, by processor."""
 DEMONSTRATIONS = "demonstrations"
 """The name of statistics that come from what is learned from."""
 MOVES = 1e-6
@@ -129,13 +131,39 @@ def read_openpi(folder: Path, asset: str, quantile: bool) -> RobotUnits:
     return RobotUnits(*(_units(path, raw.get(key), mode, OPENPI_EPS, OPENPI_EPS) for key in ("state", "actions")))
 
 
+def write_openpi(folder: Path, units: RobotUnits) -> None:
+    """As the only statistics of the folder, of which either mode makes these units but for rounding."""
+    for path in folder.glob("**/norm_stats.json"):
+        path.unlink()
+    target = folder / "assets" / "demonstrated" / "norm_stats.json"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    parts = {"state": units.state, "actions": units.action}
+    statistics = {key: _statistics(part, OPENPI_EPS, OPENPI_EPS) for key, part in parts.items()}
+    named = {key: {name: tensor.tolist() for name, tensor in found.items()} for key, found in statistics.items()}
+    write_json(target, {"norm_stats": named})
+
+
+def write_lerobot(folder: Path, units: RobotUnits) -> None:
+    """Into the processors' state, in place of what it has of states and actions."""
+    parts = {"observation.state": units.state, "action": units.action}
+    new = {f"{k}.{n}": t for k, part in parts.items() for n, t in _statistics(part, LEROBOT_EPS, 0.0).items()}
+    for which, name in NORMALIZERS.items():
+        path = one_file(folder, f"policy_{which}processor_step_*_{name}.safetensors")
+        others = {n: t for n, t in read_tensors(path).items() if n.rpartition(".")[0] not in parts}
+        write_tensors(path, others | new)
+
+
+def _statistics(units: Units, std_eps: float, range_eps: float) -> dict[str, Tensor]:
+    """float64 mean, std, q01 and q99: what `_units` reads."""
+    centre, scale = units.centre, units.scale
+    first = centre - scale
+    return {"mean": centre, "std": scale - std_eps, "q01": first, "q99": first + 2 * scale - range_eps}
+
+
 def read_lerobot(folder: Path) -> RobotUnits:
     """From the processors' state, in the modes that they name. Raises `PolicyError` for what they do not say."""
     found = []
-    for which, name, key in (
-        ("pre", "normalizer_processor", "observation.state"),
-        ("post", "unnormalizer_processor", "action"),
-    ):
+    for (which, name), key in zip(NORMALIZERS.items(), ("observation.state", "action"), strict=True):
         path = folder / f"policy_{which}processor.json"
         step = next((s for s in read_json(path).get("steps", []) if s.get("registry_name") == name), None)
         if step is None:

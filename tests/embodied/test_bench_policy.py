@@ -26,6 +26,7 @@ from policies.openvla import sizes
 from policies.openvla.base import TokenPolicy
 from policies.openvla.config import read_config
 from policies.openvla.model import build_empty, load_model
+from policies.random_weights import INSTRUCTION
 from tests.variants import often
 
 CPU = torch.device("cpu")
@@ -130,7 +131,7 @@ def counted(call: Any) -> tuple[float, float]:
 def test_the_work_of_a_decision_is_what_torch_counts(model: str) -> None:
     policy = tiny(model)
     inputs = make_inputs(policy, ROWS, 0, CPU)
-    costs = Costs(policy, len(policy.prompts.tokens(sizes.INSTRUCTION)))
+    costs = Costs(policy, len(policy.prompts.tokens(INSTRUCTION)))
     work, dense = (sum(costs.decision(ROWS, dense), Work()) for dense in (False, True))
     linear, attention = counted(lambda: policy.act(inputs, None))
     # The policy may or may not leave out the last layer's states that nothing reads.
@@ -155,7 +156,7 @@ def test_the_work_of_a_decision_is_what_torch_counts(model: str) -> None:
 def test_the_work_of_an_update_is_what_torch_counts(model: str, options: dict[str, Any]) -> None:
     policy = tiny(model, **options)
     inputs = make_inputs(policy, ROWS, 0, CPU)
-    costs = Costs(policy, len(policy.prompts.tokens(sizes.INSTRUCTION)))
+    costs = Costs(policy, len(policy.prompts.tokens(INSTRUCTION)))
     trace = policy.act(inputs, None).trace
 
     def update() -> None:

@@ -85,7 +85,7 @@ def assert_same_run(found: Path, expected: Path) -> None:
     assert last[0] is not None and last[1] is not None and last[0].name == last[1].name
     checkpoint.verify(last[0])
     files = [sorted(str(p.relative_to(folder)) for p in folder.rglob("*.safetensors")) for folder in last if folder]
-    assert files[0] == files[1] and len(files[0]) == 4
+    assert files[0] == files[1] and len(files[0]) >= 4
     for name in files[0]:
         tensors, others = load_file(last[0] / name), load_file(last[1] / name)
         assert tensors.keys() == others.keys(), name

@@ -18,7 +18,8 @@ from policies.openvla.config import CONFIG, read_config
 from policies.openvla.images import PREPROCESSOR
 from policies.openvla.model import OpenVLAModel, to_checkpoint
 from policies.openvla.prompts import TOKENIZER
-from policies.openvla.sizes import PAD_TO, draw, preprocessor, towers
+from policies.openvla.sizes import PAD_TO, preprocessor, towers
+from policies.random_weights import draw
 
 VOCAB = 512
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import policies
 from policies import Inputs, Policy, PolicyError, PolicySpec, load, save
 from policies.checkpoint import load_into
+from policies.pi0 import sizes
 from policies.pi0.files import load_network
 from tests.policies import conformance
 from tests.policies.pi0.cases import GOLDEN, NO_STATE, SPEC, inputs_of, make
@@ -219,8 +222,75 @@ def test_units_of_demonstrations_are_adopted_and_saved(tmp_path: Path) -> None:
     save(policy, tmp_path / "saved")
     again: Any = load(tmp_path / "saved")
     assert torch.equal(again.units.action.scale, policy.units.action.scale)
-    with pytest.raises(PolicyError, match="units are of its demonstrations"):
-        policy.export(tmp_path / "exported")
+
+
+@pytest.mark.parametrize("family", ["pi0", "pi05"])
+@pytest.mark.parametrize("layout", ["checkpoint", "checkpoint_lerobot"])
+def test_units_of_demonstrations_are_exported(family: str, layout: str, tmp_path: Path) -> None:
+    """In whichever mode the checkpoint has statistics."""
+    spec = SPEC if family == "pi0" else NO_STATE
+    options = {"checkpoint": str(GOLDEN / family / layout), "prompt": "openpi"}
+    policy = make(family, spec, asset="demonstrations", **options)
+    g = torch.Generator().manual_seed(1)
+    policy.adopt_units(3 + 2 * torch.randn(500, 7, generator=g), torch.randn(500, 7, generator=g))
+    policy.export(tmp_path / "exported")
+    again = make(family, spec, **{**options, "checkpoint": str(tmp_path / "exported")})
+    for name, tensor in policy.units.state_dict().items():
+        torch.testing.assert_close(again.units.get_buffer(name), tensor, rtol=0, atol=1e-12)
+    inputs = inputs_of(spec, 2, seed=1)
+    assert (policy.act(inputs, None).chunk - again.act(inputs, None).chunk).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("family", ["pi0", "pi05"])
+@pytest.mark.parametrize("layout", ["checkpoint", "checkpoint_lerobot"])
+def test_a_saved_policy_needs_nothing_of_what_it_began_with(family: str, layout: str, tmp_path: Path) -> None:
+    spec = SPEC if family == "pi0" else NO_STATE
+    shutil.copytree(GOLDEN / family / layout, tmp_path / "base")
+    policy = make(family, spec, checkpoint=str(tmp_path / "base"), prompt="openpi")
+    conformance.perturb(policy, 0.02, seed=3)
+    save(policy, tmp_path / "first")
+    shutil.rmtree(tmp_path / "base")
+    with pytest.raises(PolicyError, match="is gone, from which tokenizer and statistics"):
+        save(policy, tmp_path / "second")
+    again = load(tmp_path / "first")
+    save(again, tmp_path / "second")
+    save(load(tmp_path / "second"), tmp_path / "second")
+    shutil.rmtree(tmp_path / "first")
+    last = load(tmp_path / "second")
+    for name, tensor in policy.state_dict().items():
+        assert torch.equal(last.state_dict()[name], tensor), name
+    inputs, noise = inputs_of(spec, 2, seed=1), conformance.random_noise(policy, 2, 1)
+    assert torch.equal(last.act(inputs, noise).chunk, policy.act(inputs, noise).chunk)
+    last.export(tmp_path / "exported")
+    config, first = (
+        json.loads((f / "config.json").read_text()) for f in (tmp_path / "exported", GOLDEN / family / layout)
+    )
+    assert config == first, "entries of this project are in what other programs read"
+
+
+@pytest.mark.parametrize("name", ["pi0-tiny", "pi05-tiny"])
+def test_random_weights_are_those_of_their_seed(name: str, tmp_path: Path) -> None:
+    folders = [sizes.write_random(tmp_path / str(i), name, i // 2) for i in range(3)]
+    states = [load_network(folder).state_dict() for folder in folders]
+    same, other = (all(torch.equal(a[n], b[n]) for n in a) for a, b in (states[:2], states[1:]))
+    assert same and not other
+    spec = PolicySpec(3, 4, cameras=("front",), image_size=28, proprio_dim=5)
+    policy = policies.build("pi0", spec, seed=1, checkpoint=str(folders[0]), steps=2)
+    inputs = inputs_of(spec, 2, seed=1)
+    assert policy.act(inputs, None).chunk.isfinite().all()
+    save(policy, tmp_path / "saved")
+    again = load(tmp_path / "saved")
+    assert torch.equal(again.act(inputs, None).chunk, policy.act(inputs, None).chunk)
+
+
+def test_names_of_models_and_what_is_no_seed_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(PolicyError, match="unknown model 'pi-0'.*pi0"):
+        sizes.find("pi-0")
+    folder = sizes.write_random(tmp_path, "pi0-tiny")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "random_weights": "seven"}))
+    with pytest.raises(PolicyError, match="random_weights must be a seed, with pi05"):
+        load_network(folder)
 
 
 @pytest.mark.parametrize("layout", ["checkpoint", "checkpoint_lerobot"])
