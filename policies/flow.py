@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from policies import flow_sde
 from policies.contract import Action, Evaluation, Inputs, Policy, PolicyError, PolicySpec
-from policies.density import gaussian_log_prob
+from policies.denoising import Denoising, Field
 from policies.encoders import CHANNELS, ENCODERS, Encoder, vector
 from policies.imitation import counted_mean, only_counted
 from policies.layers import checked_noise, checked_widths, mlp, orthogonal
@@ -112,12 +112,6 @@ class FlowPolicy(Policy):
     """
 
     kind = "flow"
-    transitions: Tensor
-    """[N, 3]: for each stochastic step the mean's weights of x and of v, and the standard deviation."""
-    ode: Tensor
-    """[3]: the same of an ODE step."""
-    times: Tensor
-    """[N]: the time at which each step begins, from 1, the noise."""
 
     def __init__(
         self,
@@ -141,18 +135,14 @@ class FlowPolicy(Policy):
         super().__init__()
         if encoder not in ENCODERS:
             raise PolicyError(f"encoder must be one of {', '.join(ENCODERS)}, got {encoder!r}")
-        if steps < 1 or noise_level <= 0 or not 0 < start_std <= 1:
-            raise PolicyError(
-                "a flow policy needs steps >= 1, noise_level > 0 and 0 < start_std <= 1, "
-                f"got {steps}, {noise_level}, {start_std}"
-            )
+        if not 0 < start_std <= 1:
+            raise PolicyError(f"a flow policy needs 0 < start_std <= 1, got {start_std}")
         self.spec = spec
         self.size = spec.chunk * spec.action_dim
-        self.steps = steps
-        self.joint = joint
+        self.denoising = Denoising(self.size, steps, noise_level, "all" if joint else "one")
         self.critic_trains_encoder = critic_trains_encoder
         self.critic_reads_state = critic_reads_state
-        self.noise_dim = self.size * (1 + steps) if joint else self.size * 2 + 1
+        self.noise_dim = self.denoising.noise_dim
         (features,) = checked_widths("[features]", [features])
         widths = checked_widths("widths", widths)
         critic_widths = checked_widths("critic_widths", critic_widths)
@@ -171,27 +161,14 @@ class FlowPolicy(Policy):
             if critic_reads_state
             else mlp(self.encoder.size, critic_widths, 1, last_gain=1.0)
         )
-        table = [*flow_sde.mean_weights(steps, noise_level), flow_sde.stds(steps, noise_level)]
-        self.register_buffer("ode", torch.tensor([1.0, -1.0 / steps, 0.0]), persistent=False)
-        self.register_buffer("transitions", torch.stack(table, -1).float(), persistent=False)
-        self.register_buffer("times", flow_sde.timesteps(steps)[:-1].float(), persistent=False)
 
     @torch.no_grad()  # not inference_mode: what it returns may enter `evaluate`'s graph
     def act(self, inputs: Inputs, noise: Tensor | None) -> Action:
         features = self.encoder(inputs)
-        x, z, step, drawn = self._draws(noise, features)
-        weight_x, weight_v, std = torch.where(drawn[..., None], self.transitions, self.ode).split(1, -1)
-        shock = std * z
-        context = self.velocity.context(features, torch.arange(self.steps, device=x.device))
-        states, velocities = [x], []
-        for i in range(self.steps):
-            v = self.velocity(x, context[:, i], i)
-            x = weight_x[:, i] * x + weight_v[:, i] * v + shock[:, i]
-            states.append(x)
-            velocities.append(v)
-        row, state = torch.arange(len(x), device=x.device)[:, None], torch.stack(states, 1)
-        trace = {"x": state[row, step], "x_next": state[row, step + 1], "step": step}
-        log_prob = self._log_prob(trace, torch.stack(velocities, 1)[row, step])
+        context = self.velocity.context(features, torch.arange(self.denoising.steps, device=features.device))
+        draws = self.denoising.draws(noise, len(features))
+        x, trace, field = self.denoising.run(draws, lambda x, i: Field(self.velocity(x, context[:, i], i)))
+        log_prob = self._chunk(self.denoising.log_prob(trace, field))
         if self.critic_reads_state and inputs.state is None:
             return Action(self._chunk(x), log_prob, torch.full_like(x[:, 0], torch.nan), trace)
         return Action(self._chunk(x), log_prob, self._value(inputs, features), trace)
@@ -200,7 +177,7 @@ class FlowPolicy(Policy):
         features = self.encoder(inputs)
         step = trace["step"]
         v = self.velocity(trace["x"], self.velocity.context(features, step), step)
-        log_prob = self._log_prob(trace, v)
+        log_prob = self._chunk(self.denoising.log_prob(trace, Field(v)))
         return Evaluation(log_prob, torch.zeros_like(log_prob), self._value(inputs, features))
 
     def imitate(self, inputs: Inputs, actions: Tensor, counted: Tensor, noise: Tensor) -> Tensor:
@@ -210,8 +187,8 @@ class FlowPolicy(Policy):
         Of the noise, x_1 is what `act` would begin with, and the last number picks the time as it picks k.
         """
         noise = checked_noise(noise, self.noise_dim)
-        a, x1, step = only_counted(actions, counted).flatten(1), noise[:, : self.size], self._drawn_step(noise)
-        t = self.times[step]
+        a, x1, step = only_counted(actions, counted).flatten(1), noise[:, : self.size], self.denoising.step_of(noise)
+        t = self.denoising.times[step]
         context = self.velocity.context(self.encoder(inputs), step)
         v = self.velocity((t * x1 + (1 - t) * a)[:, None], context, step).squeeze(1)
         return counted_mean(self._chunk((v - (x1 - a)).square()), counted)
@@ -229,33 +206,6 @@ class FlowPolicy(Policy):
 
     def architecture(self) -> dict[str, Any]:
         return dict(self._architecture)
-
-    def _draws(self, noise: Tensor | None, features: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """x^(0) [B, D], the steps' normal numbers [B, N, D], scored steps [B, K], which are drawn [B, N]."""
-        rows = len(features)
-        every = torch.arange(self.steps, device=features.device).expand(rows, self.steps)
-        if noise is None:
-            x = features.new_zeros(rows, self.size)
-            step = every if self.joint else every[:, :1]
-            return x, x[:, None], step, torch.zeros_like(every, dtype=torch.bool)
-        noise = checked_noise(noise, self.noise_dim)
-        x = noise[:, : self.size]
-        if self.joint:
-            z = noise[:, self.size :].view(rows, self.steps, self.size)
-            return x, z, every, torch.ones_like(every, dtype=torch.bool)
-        k = self._drawn_step(noise)
-        return x, noise[:, None, self.size : -1], k, every == k
-
-    def _drawn_step(self, noise: Tensor) -> Tensor:
-        """int64 [B, 1], uniform in 0..N-1, from the last number of the noise."""
-        uniform = torch.special.ndtr(noise[:, -1:].double())
-        return (uniform * self.steps).long().clamp_(max=self.steps - 1)
-
-    def _log_prob(self, trace: Mapping[str, Tensor], v: Tensor) -> Tensor:
-        """[B, C, A]: log-densities of the scored transitions under velocities v [B, K, D], summed over K."""
-        weight_x, weight_v, std = self.transitions[trace["step"]].split(1, -1)
-        mean = weight_x * trace["x"] + weight_v * v
-        return self._chunk(gaussian_log_prob(trace["x_next"], mean, std.log()).sum(1))
 
     def _chunk(self, x: Tensor) -> Tensor:
         return x.view(-1, self.spec.chunk, self.spec.action_dim)

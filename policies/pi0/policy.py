@@ -1,4 +1,4 @@
-"""pi0 and pi0.5 as a policy: a chunk is the end of an integration, of which one step is drawn and scored (flow-SDE).
+"""pi0 and pi0.5 as a policy: a chunk is the end of an integration, of which steps are drawn and scored.
 
 B rows, H actions that the network predicts, C of them that are executed, A numbers of the network's action, D of the
 robot's, N denoising steps, P tokens of the prefix, W the vision-language model's width.
@@ -13,17 +13,17 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from policies import flow_sde
 from policies.contract import Action, Evaluation, Inputs, Policy, PolicyError, PolicySpec
-from policies.density import gaussian_log_prob
+from policies.denoising import Denoising, Field, stacked
 from policies.encoders import vector
 from policies.files import CONFIG, Shards, check_tensors, read_json, read_tensors, write_tensors
 from policies.imitation import counted_mean, only_counted
-from policies.layers import checked_noise, checked_widths, mlp
+from policies.layers import checked_widths, mlp
 from policies.pi0.files import DTYPES, is_random, load_network, read_weights, save_directory
 from policies.pi0.images import pixel_values
 from policies.pi0.mixture import Cache
 from policies.pi0.network import Observation, Prefix
+from policies.pi0.noise import NoiseNet
 from policies.pi0.prompts import Prompts
 from policies.pi0.units import (
     DEMONSTRATIONS,
@@ -41,8 +41,10 @@ from policies.pi0.units import (
 SLOTS = 3
 """Images that every checkpoint was trained with. Those of absent cameras nothing sees: they are not computed."""
 RESIZES, PROMPTS, TRAINED = ("pillow", "interpolate"), ("openpi", "lerobot", "lerobot-0.4"), ("expert", "all")
-UNITS = "units.safetensors"
-"""The units of a policy that was saved, beside its weights."""
+CRITICS = ("prefix", "suffix")
+EXTRAS = "units.safetensors"
+"""What a policy that was saved has beside a checkpoint's weights: its units, and its `NoiseNet`."""
+NOISE_WIDTHS = (128, 64)
 BFLOAT16_TOLERANCE = 2e-2
 TIME_POWER, TIME_LOW = 1 / 1.5, 0.001
 """Imitation's times are 0.001 + 0.999 Beta(1.5, 1) (openpi): a uniform number to the power 1 / 1.5 is such a Beta."""
@@ -51,29 +53,22 @@ TIME_POWER, TIME_LOW = 1 / 1.5, 0.001
 class Pi0(Policy):
     """Reads frames, the instruction and proprioception. Which of the two it is its weights say.
 
-    Of a row's N steps one, k, is stochastic (`policies.flow_sde`), drawn for each row by its noise: x^(0) [H * A], the
-    step's numbers [H * A], and one whose normal distribution function picks k. The log-prob is that of step k, of the
-    actions that are executed and the robot's numbers. The mode is the ODE from x^(0) = 0, scored as if its first step
-    had been drawn. Entropy is constant, hence 0.
+    How steps are drawn and scored is `policies.denoising`'s, with x of H * A numbers, of which the log-prob is of those
+    C * D that are executed. The trace is that of `Denoising.run`.
 
-    `trace`: `x` [B, H, A] before step k, `x_next` [B, C, D] after it, `step` int64 [B]. Where the vision-language model
-    is frozen, `precompute` finds its keys and values, and an update runs the expert alone: 2 * layers * heads * P * d
-    numbers a row, which `cache_prefix` False spares.
+    Where the vision-language model is frozen, `precompute` finds its keys and values, and an update runs the expert
+    alone: 2 * layers * heads * P * d numbers a row, which `cache_prefix` False spares.
 
-    The value head reads the mean over the prefix's present tokens, and the normalised state. Its gradient stays there.
+    The value head reads the normalised state, and the mean over the prefix's present tokens, or over the expert's
+    outputs for the actions at x = 0, t = 1: the same in rollout and update, whatever step is scored.
     """
 
     kind = "pi0"
     incidental: ClassVar[frozenset[str]] = frozenset(
-        {"checkpoint", "steps", "noise_level", "train", "cache_prefix", "spec.chunk"}
-    )
+        {"checkpoint", "steps", "noise_level", "scored", "step_reduction", "noise_bounds", "train",
+         "critic_trains_network", "cache_prefix", "spec.chunk"}
+    )  # fmt: skip
     pretrained = True
-    transitions: Tensor
-    """[N, 3]: of each stochastic step the mean's weights of x and of v, and the standard deviation."""
-    ode: Tensor
-    """[3]: the same of an ODE step."""
-    times: Tensor
-    """[N]: at which each step begins. The embedding of time tells 1e-7 apart: whoever scores reads the same numbers."""
 
     @classmethod
     def check_files(cls, architecture: Mapping[str, Any]) -> None:
@@ -101,9 +96,14 @@ class Pi0(Policy):
         delta_dims: int = 0,
         steps: int = 10,
         noise_level: float = 0.5,
+        scored: str = "one",
+        step_reduction: str = "sum",
+        noise_bounds: Sequence[float] = (0.08, 0.16),
         train: str = "expert",
         cache_prefix: bool = True,
         dtype: str = "float32",
+        critic: str = "prefix",
+        critic_trains_network: bool = False,
         value_widths: Sequence[int] = (512, 128),
     ) -> None:
         """`checkpoint` is a directory of openpi's or LeRobot's; `weights` is what such a policy was saved as, which
@@ -111,20 +111,21 @@ class Pi0(Policy):
         `demonstrations`: those that are learned from (`adopt_units`). `prompt` is the project whose prompts these are,
         "" that of the checkpoint's layout; `state_in_prompt` is for pi0.5. With `delta_dims` K the network says the
         first K numbers as differences to the state's (6 for openpi's pi0_libero). `train`: `expert` freezes the
-        vision-language model, `all` trains every weight.
+        vision-language model, `all` trains every weight. `noise_bounds` are the standard deviations between which
+        scored `learned` keeps. `critic` is what the value head reads, prefix or suffix.
         """
         super().__init__()
         self.check_files({"checkpoint": weights or checkpoint})
-        for name, given, valid in (("resize", resize, RESIZES), ("train", train, TRAINED), ("dtype", dtype, DTYPES)):
+        choices = ("resize", resize, RESIZES), ("train", train, TRAINED), ("critic", critic, CRITICS)
+        for name, given, valid in (*choices, ("dtype", dtype, DTYPES)):
             if given not in valid:
                 raise PolicyError(f"pi0's {name} must be one of {', '.join(valid)}, got {given!r}")
         if prompt and prompt not in PROMPTS:
             raise PolicyError(f"pi0's prompt must be one of {', '.join(PROMPTS)}, got {prompt!r}")
         most = min(spec.action_dim, spec.proprio_dim)
-        if steps < 1 or noise_level <= 0 or not 0 <= delta_dims <= most:
+        if not 0 <= delta_dims <= most:
             raise PolicyError(
-                f"pi0 needs steps >= 1, noise_level > 0 and delta_dims of 0 to {most}, which state and actions both "
-                f"have; got {steps}, {noise_level}, {delta_dims}"
+                f"pi0 needs delta_dims of 0 to {most}, which state and actions both have; got {delta_dims}"
             )
         if delta_dims and asset == DEMONSTRATIONS:
             raise PolicyError(
@@ -132,12 +133,13 @@ class Pi0(Policy):
                 "the checkpoint's statistics by asset"
             )
         source = Path(weights or checkpoint).resolve()
-        self.source, self.spec, self.steps = source, spec, steps
+        self.source, self.spec = source, spec
         self._architecture: dict[str, Any] = dict(
             checkpoint=str(Path(checkpoint).resolve()), asset=asset, prompt=prompt,
             state_in_prompt=state_in_prompt, resize=resize, rotate_images=rotate_images,
-            delta_dims=delta_dims, steps=steps, noise_level=float(noise_level),
-            train=train, cache_prefix=cache_prefix, dtype=dtype,
+            delta_dims=delta_dims, steps=steps, noise_level=float(noise_level), scored=scored,
+            step_reduction=step_reduction, noise_bounds=list(noise_bounds), train=train, cache_prefix=cache_prefix,
+            dtype=dtype, critic=critic, critic_trains_network=critic_trains_network,
             value_widths=list(checked_widths("value_widths", value_widths)),
         )  # fmt: skip
         self.network, self._config = load_network(source, dtype), read_json(source / CONFIG)
@@ -160,13 +162,15 @@ class Pi0(Policy):
             )
         if dtype != "float32":
             self.ratio_tolerance = BFLOAT16_TOLERANCE
-        self.numbers = self.sizes.horizon * self.sizes.action_dim
-        self.noise_dim = 2 * self.numbers + 1
-        self.value_head = mlp(self.sizes.vlm.width + self.sizes.action_dim, value_widths, 1, last_gain=1.0)
-        table = [*flow_sde.mean_weights(steps, noise_level), flow_sde.stds(steps, noise_level)]
-        self.register_buffer("transitions", torch.stack(table, -1).float(), persistent=False)
-        self.register_buffer("times", flow_sde.timesteps(steps)[:-1].float(), persistent=False)
-        self.register_buffer("ode", torch.tensor([1.0, -1.0 / steps, 0.0]), persistent=False)
+        inner, numbers = self.sizes.expert.width, self.sizes.horizon * self.sizes.action_dim
+        executed = self._executed(torch.arange(numbers).view(1, self.sizes.horizon, -1)).flatten().tolist()
+        self.denoising = Denoising(numbers, steps, noise_level, scored, step_reduction, executed)
+        self.noise_dim = self.denoising.noise_dim
+        learned = scored == "learned"
+        self.noise_net = NoiseNet(inner, self.sizes.action_dim, noise_bounds, NOISE_WIDTHS) if learned else None
+        self.reads_suffix, self.critic_trains_network = critic == "suffix", critic_trains_network
+        read = inner if self.reads_suffix else self.sizes.vlm.width
+        self.value_head = mlp(read + self.sizes.action_dim, value_widths, 1, last_gain=1.0)
 
     # --- the contract
 
@@ -174,44 +178,37 @@ class Pi0(Policy):
     def act(self, inputs: Inputs, noise: Tensor | None) -> Action:
         seen = self._observation(inputs)
         prefix = self.network.prefix(seen)
-        rows, shape = len(seen.state), (-1, self.sizes.horizon, self.sizes.action_dim)
-        x, z, scored = self._draws(noise, rows, seen.state.device)
-        drawn = noise is not None
-        x, z = x.view(shape), z.view(shape)
-        before, after, velocities = torch.empty_like(x), torch.empty_like(x), torch.empty_like(x)
-        for step in range(self.steps):
-            v = self.network.velocity(prefix, seen.state, x, self.times[step].expand(rows))
-            mine = (scored == step)[:, None, None]
-            w_x, w_v, std = torch.where(mine & drawn, self.transitions[step], self.ode).split(1, -1)
-            following = w_x * x + w_v * v + std * z
-            before, velocities = torch.where(mine, x, before), torch.where(mine, v, velocities)
-            after = torch.where(mine, following, after)
-            x = following
-        trace = {"x": before, "x_next": self._executed(after), "step": scored}
-        value = self._value_of(self._summary(prefix), seen.state)
-        return Action(self._actions(x, inputs), self._log_prob(trace, velocities), value, trace)
+        times = self.denoising.times.expand(len(seen.state), -1)
+        draws = self.denoising.draws(noise, len(seen.state))
+        x, trace, field = self.denoising.run(draws, lambda x, i: self._field(prefix, seen.state, x, times[:, i]))
+        log_prob = self._shaped(self.denoising.log_prob(trace, field))
+        value = self._value_of(self._summary(prefix, seen.state), seen.state)
+        return Action(self._actions(x, inputs), log_prob, value, trace)
 
     def evaluate(self, inputs: Inputs, trace: Mapping[str, Tensor]) -> Evaluation:
-        state = self._state(inputs)
-        prefix, summary = self._known(trace) or self._read(inputs)
-        v = self.network.velocity(prefix, state, trace["x"], self.times[trace["step"]])
-        log_prob = self._log_prob(trace, v)
-        return Evaluation(log_prob, torch.zeros_like(log_prob), self._value_of(summary, state))
+        state, times = self._state(inputs), self.denoising.times[trace["step"]]
+        prefix, summary = self._known(trace, state) or self._read(inputs)
+        found = [self._field(prefix, state, trace["x"][:, k], times[:, k]) for k in range(times.shape[1])]
+        field = stacked(found)
+        log_prob = self.denoising.log_prob(trace, field)
+        entropy = self.denoising.entropy(field, log_prob)
+        return Evaluation(self._shaped(log_prob), self._shaped(entropy), self._value_of(summary, state))
 
     @torch.no_grad()
     def value(self, inputs: Inputs) -> Tensor:
         seen = self._observation(inputs)
-        return self._value_of(self._summary(self.network.prefix(seen)), seen.state)
+        return self._value_of(self._summary(self.network.prefix(seen), seen.state), seen.state)
 
     @torch.no_grad()
     def precompute(self, inputs: Inputs) -> dict[str, Tensor]:
-        """Keys and values [B, layers, heads, P, d] of the prefix, `present` bool [B, P] and `summary` [B, W]; nothing
-        where the vision-language model is trained, or `cache_prefix` is False."""
+        """Keys and values [B, layers, heads, P, d] of the prefix, `present` bool [B, P], and `summary` [B, W] where the
+        critic reads it; nothing where the vision-language model is trained, or `cache_prefix` is False."""
         if self.trains_all or not self.cache_prefix:
             return {}
         prefix = self.network.prefix(self._observation(inputs))
         keys, values = (torch.stack(part, 1) for part in (prefix.cache.keys, prefix.cache.values))
-        return {"keys": keys, "values": values, "present": prefix.present, "summary": self._summary(prefix)}
+        found = {"keys": keys, "values": values, "present": prefix.present}
+        return found if self.reads_suffix else found | {"summary": _mean_of(prefix)}
 
     def imitate(self, inputs: Inputs, actions: Tensor, counted: Tensor, noise: Tensor) -> Tensor:
         """Flow matching at a time of each row's own, drawn by the noise's last number; its first are x^(0)."""
@@ -220,13 +217,12 @@ class Pi0(Policy):
                 f"pi0 learns all {self.sizes.horizon} actions that it predicts, and demonstrations are read in chunks "
                 f"of {self.spec.chunk}: set policy.chunk to {self.sizes.horizon} to learn from them"
             )
-        noise = checked_noise(noise, self.noise_dim)
+        draws, uniform = self.denoising.draws(noise, len(noise)), self.denoising.uniform_of(noise)
         seen = self._observation(inputs)
         # After it was normalised: what fills an episode's end up is the mean action, not one of raw zeros.
         wanted = only_counted(self._normalised(actions, inputs), counted)
-        x1 = noise[:, : self.numbers].view_as(wanted)
-        uniform = torch.special.ndtr(noise[:, -1].double())
-        t = (TIME_LOW + (1 - TIME_LOW) * uniform**TIME_POWER).float()
+        x1 = draws.x.view_as(wanted)
+        t = (TIME_LOW + (1 - TIME_LOW) * uniform[:, 0] ** TIME_POWER).float()
         v = self.network.joint_velocity(seen, t[:, None, None] * x1 + (1 - t[:, None, None]) * wanted, t)
         return counted_mean(self._executed((v - (x1 - wanted)).square()), counted)
 
@@ -256,14 +252,21 @@ class Pi0(Policy):
     def write_actor(self, folder: Path) -> bool:
         """Such a directory too, with the units to the last bit."""
         save_directory(self.network, self.source, folder, self._config, ours=True)
-        write_tensors(folder / UNITS, self.units.state_dict())
+        write_tensors(folder / EXTRAS, self._extras())
         return True
 
     def read_actor(self, folder: Path) -> dict[str, Tensor]:
-        weights, units = read_weights(folder, self.network), read_tensors(folder / UNITS)
-        check_tensors(folder / UNITS, units, self.units.state_dict())
-        parts = {"network": weights, "units": units}
-        return {f"{part}.{name}": tensor for part, found in parts.items() for name, tensor in found.items()}
+        weights, extras = read_weights(folder, self.network), read_tensors(folder / EXTRAS)
+        # How steps are drawn may differ, and with it whether a network for that was learned.
+        learned, expected = any(name.startswith("noise_net.") for name in extras), self._extras()
+        if learned != (self.noise_net is not None):
+            extras, expected = ({n: t for n, t in of.items() if n.startswith("units.")} for of in (extras, expected))
+        check_tensors(folder / EXTRAS, extras, expected)
+        return {f"network.{name}": tensor for name, tensor in weights.items()} | extras
+
+    def _extras(self) -> dict[str, Tensor]:
+        parts = {"units": self.units, "noise_net": self.noise_net}
+        return {f"{n}.{k}": t for n, part in parts.items() if part is not None for k, t in part.state_dict().items()}
 
     @classmethod
     def restore_arguments(cls, folder: Path) -> dict[str, Any]:
@@ -311,8 +314,8 @@ class Pi0(Policy):
         return nn.functional.pad(known, (0, self.sizes.action_dim - self.spec.action_dim)).float()
 
     def _actions(self, x: Tensor, inputs: Inputs) -> Tensor:
-        """The chunk [B, C, D] that is executed, in the environment's units, of x [B, H, A]."""
-        actions = self.units.action.unnormalise(self._executed(x))
+        """The chunk [B, C, D] that is executed, in the environment's units, of x [B, H * A]."""
+        actions = self.units.action.unnormalise(self._executed(self._latent(x)))
         return (actions + self._offset(inputs, actions)).float()
 
     def _offset(self, inputs: Inputs, like: Tensor) -> Tensor:
@@ -327,43 +330,45 @@ class Pi0(Policy):
         """[B, C, D] of [B, H, A]."""
         return x[:, : self.spec.chunk, : self.spec.action_dim]
 
-    # --- the integration
+    def _shaped(self, x: Tensor) -> Tensor:
+        """[B, C, D] of [B, C * D]."""
+        return x.view(-1, self.spec.chunk, self.spec.action_dim)
 
-    def _draws(self, noise: Tensor | None, rows: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """x^(0) [B, H * A], the stochastic step's numbers [B, H * A], and the scored steps int64 [B]."""
-        if noise is None:
-            zeros = torch.zeros(rows, self.numbers, device=device)
-            return zeros, zeros, torch.zeros(rows, dtype=torch.long, device=device)
-        noise = checked_noise(noise, self.noise_dim)
-        uniform = torch.special.ndtr(noise[:, -1].double())
-        step = (uniform * self.steps).long().clamp_(max=self.steps - 1)
-        return noise[:, : self.numbers], noise[:, self.numbers : -1], step
+    def _latent(self, x: Tensor) -> Tensor:
+        """[B, H, A] of [B, H * A]."""
+        return x.view(-1, self.sizes.horizon, self.sizes.action_dim)
 
-    def _log_prob(self, trace: Mapping[str, Tensor], v: Tensor) -> Tensor:
-        """[B, C, D]: of the scored steps under velocities v [B, H, A]."""
-        w_x, w_v, std = self.transitions[trace["step"]][:, None].split(1, -1)
-        mean = self._executed(w_x * trace["x"] + w_v * v)
-        return gaussian_log_prob(trace["x_next"], mean, std.log())
+    # --- suffix, prefix and critic
 
-    # --- prefix and critic
+    def _field(self, prefix: Prefix, state: Tensor, x: Tensor, t: Tensor) -> Field:
+        """At x [B, H * A] and times [B]."""
+        hidden = self.network.suffix(prefix, state, self._latent(x), t)
+        log_std = None if self.noise_net is None else self.noise_net(hidden).flatten(1)
+        return Field(self.network.velocity_of(hidden).flatten(1), log_std)
 
     def _read(self, inputs: Inputs) -> tuple[Prefix, Tensor]:
-        """The prefix and its summary, with gradients where the vision-language model is trained."""
+        """The prefix and the critic's summary, with gradients where the vision-language model is trained."""
         with torch.set_grad_enabled(self.trains_all and torch.is_grad_enabled()):
-            prefix = self.network.prefix(self._observation(inputs))
-        return prefix, self._summary(prefix)
+            seen = self._observation(inputs)
+            prefix = self.network.prefix(seen)
+        return prefix, self._summary(prefix, seen.state)
 
-    def _known(self, trace: Mapping[str, Tensor]) -> tuple[Prefix, Tensor] | None:
+    def _known(self, trace: Mapping[str, Tensor], state: Tensor) -> tuple[Prefix, Tensor] | None:
         """What `precompute` found."""
         if "keys" not in trace:
             return None
         cache = Cache(trace["keys"].unbind(1), trace["values"].unbind(1))
-        return Prefix(cache, trace["present"], torch.empty(0)), trace["summary"]
+        prefix = Prefix(cache, trace["present"], torch.empty(0))
+        return prefix, self._summary(prefix, state) if self.reads_suffix else trace["summary"]
 
-    def _summary(self, prefix: Prefix) -> Tensor:
-        """[B, W] float32: the mean output of the tokens that are present."""
-        counted = prefix.present[..., None]
-        return (prefix.hidden.detach().float() * counted).sum(1) / counted.sum(1)
+    def _summary(self, prefix: Prefix, state: Tensor) -> Tensor:
+        """[B, W] float32: what the critic reads beside the state."""
+        with torch.set_grad_enabled(self.critic_trains_network and torch.is_grad_enabled()):
+            if not self.reads_suffix:
+                return _mean_of(prefix)
+            rows = len(state)
+            x = torch.zeros(rows, self.sizes.horizon, self.sizes.action_dim, device=state.device)
+            return self.network.suffix(prefix, state, x, torch.ones(rows, device=state.device)).float().mean(1)
 
     def _value_of(self, summary: Tensor, state: Tensor) -> Tensor:
         return self.value_head(torch.cat([summary, state.float()], 1)).squeeze(-1)
@@ -400,3 +405,9 @@ class Pi0(Policy):
         else:
             units = read_openpi(self.source, asset, quantile=self.sizes.adaptive)
         return StoredUnits(first_of(units, spec.proprio_dim, spec.action_dim))
+
+
+def _mean_of(prefix: Prefix) -> Tensor:
+    """[B, W] float32: the mean output of the tokens that are present."""
+    counted = prefix.present[..., None]
+    return (prefix.hidden.float() * counted).sum(1) / counted.sum(1)

@@ -26,6 +26,9 @@ CASES: dict[str, tuple[str, PolicySpec, dict[str, Any]]] = {
     "pi0, four of six actions": ("pi0", replace(SPEC, chunk=4), {}),
     "pi0, every weight": ("pi0", SPEC, {"train": "all"}),
     "pi0, differences to the state": ("pi0", SPEC, {"delta_dims": 6, "rotate_images": True}),
+    "pi0, every step, critic on the suffix": ("pi0", SPEC, {"scored": "all", "critic": "suffix"}),
+    "pi0, flow-noise, four of six actions": ("pi0", replace(SPEC, chunk=4), {"scored": "learned", "critic": "suffix"}),
+    "pi0.5, every weight, also by the critic": ("pi05", NO_STATE, {"train": "all", "critic_trains_network": True}),
     "pi0.5, no state": ("pi05", NO_STATE, {"resize": "interpolate"}),
     "pi0.5, state in the prompt, every weight": ("pi05", SPEC, {"state_in_prompt": True, "train": "all"}),
 }
@@ -40,7 +43,7 @@ def policy_of(case: str) -> tuple[Policy, Inputs]:
 
 LEROBOT = str(GOLDEN / "pi05" / "checkpoint_lerobot")
 DEVICE, DENSITY = conformance.law_all_is_computed_on_the_policys_device, "law_log_prob_is_the_density_that_act_samples"
-NOT_FOR = {"pi0, four of six actions", "pi0.5, state in the prompt, every weight"}
+NOT_FOR = {case for case in CASES if "four of six" in case or "state in the prompt" in case}
 """The law of devices also imitates, which takes all actions; a state becomes words on the host."""
 OBEYS = [
     # The density is counted over many samples: a minute for each policy.
@@ -53,7 +56,10 @@ OBEYS = [
 
 def silent(policy: Any) -> list[str]:
     """Parameters without a gradient: those that are frozen, and those that no output of `evaluate` depends on. Of the
-    last layer only keys and values reach the expert; the summary, through which the rest is seen, has no gradient."""
+    last layer only keys and values reach the expert; the summary, through which the rest is seen, has no gradient
+    unless the critic trains the network."""
+    if policy.critic_trains_network:
+        return []
     last = f"network.mixture.vlm.layers.{policy.sizes.vlm.depth - 1}."
     parts = ("self_attn.q_proj", "self_attn.o_proj", "mlp.", "post_attention_layernorm")
     names = [name for name, _ in policy.named_parameters()]
@@ -142,7 +148,7 @@ def test_every_step_is_drawn_for_some_row_and_scored_as_it_was_drawn() -> None:
     inputs = inputs_of(SPEC, 40, seed=4)
     action = policy.act(inputs, conformance.random_noise(policy, 40, 3))
     steps = action.trace["step"]
-    assert set(steps.tolist()) == {0, 1, 2}
+    assert set(steps.flatten().tolist()) == {0, 1, 2}
     found = policy.evaluate(inputs, action.trace).log_prob
     assert (found - action.log_prob).abs().max() < 1e-3 and (found - action.log_prob).abs().mean() < 1e-5
 
@@ -185,6 +191,47 @@ def test_nothing_is_precomputed_where_that_is_said() -> None:
     action = policy.act(inputs, conformance.random_noise(policy, 2, 1))
     policy.evaluate(inputs, action.trace).log_prob.sum().backward()
     assert all(p.grad is None for p in policy.network.mixture.vlm.parameters())
+
+
+@pytest.mark.parametrize("scored", ["one", "all", "learned"])
+def test_every_scored_step_is_scored_as_it_was_drawn(scored: str) -> None:
+    """With what is precomputed too; the mean over steps is the sum by their number and one more."""
+    policy, inputs = make("pi0", scored=scored), inputs_of(SPEC, 5, seed=4)
+    noise = conformance.random_noise(policy, 5, 3)
+    action = policy.act(inputs, noise)
+    assert action.trace["x"].shape == (5, 1 if scored == "one" else 3, 6 * 8)
+    found = policy.evaluate(inputs, {**action.trace, **policy.precompute(inputs)})
+    assert (found.log_prob - action.log_prob).exp().sub(1).abs().mean() < 1e-4
+    assert (found.entropy != 0).all() == (scored == "learned")
+    mean = make("pi0", scored=scored, step_reduction="mean").act(inputs, noise)
+    assert (4 * mean.log_prob - action.log_prob).abs().max() < 1e-4
+    assert torch.equal(mean.chunk, action.chunk)
+
+
+def test_the_value_is_the_same_whatever_was_drawn() -> None:
+    policy, inputs = make("pi0", critic="suffix", scored="learned"), inputs_of(SPEC, 4, seed=4)
+    values = [policy.act(inputs, conformance.random_noise(policy, 4, seed)).value for seed in (1, 2)]
+    action = policy.act(inputs, conformance.random_noise(policy, 4, 3))
+    values += [policy.value(inputs), policy.evaluate(inputs, action.trace).value]
+    assert all((value - values[0]).abs().max() < 1e-5 for value in values)
+    conformance.perturb(policy, 0.1, seed=2)
+    assert (policy.value(inputs) - values[0]).abs().min() > 1e-4
+
+
+def test_a_network_for_the_noise_is_saved_and_may_be_new(tmp_path: Path) -> None:
+    """Supervised learning knows nothing of it."""
+    taught, learned = make("pi0"), make("pi0", scored="learned")
+    conformance.perturb(learned, 0.05, seed=2)
+    save(learned, tmp_path / "learned")
+    again: Any = load(tmp_path / "learned")
+    for name, tensor in learned.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor), name
+    before = {name: tensor.clone() for name, tensor in learned.noise_net.state_dict().items()}
+    save(taught, tmp_path / "taught")
+    load_into(learned, tmp_path / "taught")
+    assert all(torch.equal(learned.noise_net.state_dict()[name], tensor) for name, tensor in before.items())
+    assert torch.equal(learned.network.action_in_proj.weight, taught.network.action_in_proj.weight)
+    load_into(taught, tmp_path / "learned")
 
 
 def test_what_no_weight_depends_on_may_differ(tmp_path: Path) -> None:
@@ -316,7 +363,11 @@ def test_an_exported_policy_is_a_checkpoint_of_its_project(layout: str, tmp_path
         ("pi0", replace(SPEC, action_dim=9), {}, "the checkpoint has 8 numbers for actions and states"),
         ("pi0", replace(SPEC, proprio_dim=8), {}, "statistics are of 7 numbers, proprioception has 8 here"),
         ("pi0", replace(SPEC, cameras=()), {}, "pi0 takes one to 3 cameras"),
-        ("pi0", SPEC, {"steps": 0}, "pi0 needs steps >= 1"),
+        ("pi0", SPEC, {"steps": 0}, "needs steps >= 1"),
+        ("pi0", SPEC, {"scored": "some"}, "the scored steps must be one, all, learned"),
+        ("pi0", SPEC, {"step_reduction": "median"}, "their reduction sum, mean, got 'one', 'median'"),
+        ("pi0", SPEC, {"scored": "learned", "noise_bounds": [0.2, 0.1]}, "0 < least <= most"),
+        ("pi0", SPEC, {"critic": "state"}, "pi0's critic must be one of prefix, suffix"),
         ("pi0", SPEC, {"delta_dims": 8}, "delta_dims of 0 to 7"),
         ("pi05", NO_STATE, {"delta_dims": 6}, "delta_dims of 0 to 0"),
         ("pi0", SPEC, {"delta_dims": 6, "asset": "demonstrations"}, "set delta_dims to 0, or name"),

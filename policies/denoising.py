@@ -1,0 +1,171 @@
+"""From noise to actions in N steps, some of which are drawn and have a density. What every flow policy samples with.
+
+    scored "one"       one step k of each row is drawn, by flow-SDE, the others follow the ODE
+    scored "all"       every step is drawn, by flow-SDE
+    scored "learned"   every step is drawn: the ODE's mean, and a standard deviation that the policy has learned
+
+(pi-RL, arXiv 2510.25889; learned: flow-noise, also ReinFlow, arXiv 2505.22094). K steps of a row are scored: 1 with
+"one", else N. Their log-probs are summed, element by element, or with the reduction "mean" divided by N + 1, as RLinf
+does, which counts x^(0) among them. x^(0) itself is not scored: it is part of what is observed, and its density does
+not depend on the weights. A chunk has D numbers, of which all are scored, or those that `executed` names: E. B rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from policies import flow_sde
+from policies.contract import PolicyError
+from policies.density import gaussian_entropy, gaussian_log_prob
+from policies.layers import checked_noise
+
+SCORED, REDUCTIONS = ("one", "all", "learned"), ("sum", "mean")
+
+
+@dataclass(frozen=True)
+class Field:
+    """What a network says of a chunk that is not yet one."""
+
+    v: Tensor
+    """[.., D] velocity."""
+    log_std: Tensor | None = None
+    """[.., D] of a drawn step's result, where it is learned."""
+
+
+def stacked(fields: Sequence[Field]) -> Field:
+    """[B, K, D] of K times [B, D]."""
+    spreads = [field.log_std for field in fields if field.log_std is not None]
+    return Field(torch.stack([field.v for field in fields], 1), torch.stack(spreads, 1) if spreads else None)
+
+
+@dataclass(frozen=True)
+class Draws:
+    """A row's noise, and what it decides."""
+
+    x: Tensor
+    """[B, D]: x^(0)."""
+    z: Tensor
+    """[B, 1 or N, D]: of the drawn steps."""
+    step: Tensor
+    """int64 [B, K]: the scored steps."""
+    drawn: Tensor
+    """bool [B, N]."""
+
+
+class Denoising(nn.Module):
+    """The steps of an integration. Has no weights."""
+
+    transitions: Tensor
+    """[N, 3]: of a step by flow-SDE the mean's weights of x and of v, and the standard deviation."""
+    ode: Tensor
+    """[3]: the same of an ODE step."""
+    times: Tensor
+    """[N]: at which each step begins, from 1, the noise. Whoever scores reads the same numbers: an embedding of time
+    tells 1e-7 apart."""
+    executed: Tensor | None
+
+    def __init__(
+        self,
+        size: int,
+        steps: int,
+        noise_level: float,
+        scored: str = "one",
+        reduction: str = "sum",
+        executed: Sequence[int] | None = None,
+    ) -> None:
+        """`size` is D, `steps` N. Raises `PolicyError`."""
+        super().__init__()
+        if steps < 1 or noise_level <= 0:
+            raise PolicyError(f"a flow policy needs steps >= 1 and noise_level > 0, got {steps}, {noise_level}")
+        if scored not in SCORED or reduction not in REDUCTIONS:
+            raise PolicyError(
+                f"the scored steps must be {', '.join(SCORED)} and their reduction {', '.join(REDUCTIONS)}, got "
+                f"{scored!r}, {reduction!r}"
+            )
+        self.size, self.steps, self.scored = size, steps, scored
+        self.divisor = steps + 1 if reduction == "mean" else 1
+        table = [*flow_sde.mean_weights(steps, noise_level), flow_sde.stds(steps, noise_level)]
+        transitions, ode = torch.stack(table, -1).float(), torch.tensor([1.0, -1.0 / steps, 0.0])
+        if scored == "learned":
+            transitions = ode.expand(steps, 3).clone()
+        self.register_buffer("ode", ode, persistent=False)
+        self.register_buffer("transitions", transitions, persistent=False)
+        self.register_buffer("times", flow_sde.timesteps(steps)[:-1].float(), persistent=False)
+        kept = None if executed is None else torch.tensor(executed)
+        self.register_buffer("executed", kept, persistent=False)
+
+    @property
+    def one(self) -> bool:
+        return self.scored == "one"
+
+    @property
+    def noise_dim(self) -> int:
+        """x^(0) [D]; then the drawn step's [D] and a number whose normal distribution function picks it, or [N, D]."""
+        return 2 * self.size + 1 if self.one else self.size * (1 + self.steps)
+
+    def draws(self, noise: Tensor | None, rows: int) -> Draws:
+        """None: the ODE from x^(0) = 0, scored as if its first step, or all of them, had been drawn."""
+        every = torch.arange(self.steps, device=self.times.device).expand(rows, self.steps)
+        if noise is None:
+            x = torch.zeros(rows, self.size, device=self.times.device)
+            step = every[:, :1] if self.one else every
+            return Draws(x, x[:, None], step, torch.zeros_like(every, dtype=torch.bool))
+        noise = checked_noise(noise, self.noise_dim)
+        x = noise[:, : self.size]
+        if not self.one:
+            z = noise[:, self.size :].view(rows, self.steps, self.size)
+            return Draws(x, z, every, torch.ones_like(every, dtype=torch.bool))
+        k = self.step_of(noise)
+        return Draws(x, noise[:, None, self.size : -1], k, every == k)
+
+    def uniform_of(self, noise: Tensor) -> Tensor:
+        """float64 [B, 1] in 0..1, from the noise's last number."""
+        return torch.special.ndtr(noise[:, -1:].double())
+
+    def step_of(self, noise: Tensor) -> Tensor:
+        """int64 [B, 1], uniform in 0..N-1, from the noise's last number."""
+        return (self.uniform_of(noise) * self.steps).long().clamp_(max=self.steps - 1)
+
+    def run(self, draws: Draws, field: Callable[[Tensor, int], Field]) -> tuple[Tensor, dict[str, Tensor], Field]:
+        """The chunk [B, D]; the trace: `x` [B, K, D], `x_next` [B, K, E] float32, `step` int64 [B, K]; and what the
+        network said at the scored steps."""
+        weight_x, weight_v, std = torch.where(draws.drawn[..., None], self.transitions, self.ode).split(1, -1)
+        shock = std * draws.z
+        x, states, fields = draws.x, [draws.x], []
+        for i in range(self.steps):
+            found = field(x, i)
+            mean = weight_x[:, i] * x + weight_v[:, i] * found.v
+            if found.log_std is None:
+                x = mean + shock[:, i]
+            else:
+                z = draws.z[:, i if draws.z.shape[1] > 1 else 0]
+                x = torch.where(draws.drawn[:, i : i + 1], mean + found.log_std.exp() * z, mean)
+            states.append(x)
+            fields.append(found)
+        row, state = torch.arange(len(x), device=x.device)[:, None], torch.stack(states, 1)
+        after = state[row, draws.step + 1]
+        trace = {"x": state[row, draws.step], "x_next": self._kept(after), "step": draws.step}
+        said = stacked(fields)
+        spread = None if said.log_std is None else said.log_std[row, draws.step]
+        return x, trace, Field(said.v[row, draws.step], spread)
+
+    def log_prob(self, trace: Mapping[str, Tensor], field: Field) -> Tensor:
+        """[B, E] under what the network says of `trace["x"]`."""
+        weight_x, weight_v, std = self.transitions[trace["step"]].split(1, -1)
+        mean = self._kept(weight_x * trace["x"] + weight_v * field.v)
+        log_std = std.log() if field.log_std is None else self._kept(field.log_std)
+        return gaussian_log_prob(trace["x_next"], mean, log_std).sum(1) / self.divisor
+
+    def entropy(self, field: Field, log_prob: Tensor) -> Tensor:
+        """[B, E], reduced as log-probs are: 0 where the standard deviation is not learned, constant that it is."""
+        if field.log_std is None:
+            return torch.zeros_like(log_prob)
+        return gaussian_entropy(self._kept(field.log_std)).sum(1) / self.divisor
+
+    def _kept(self, x: Tensor) -> Tensor:
+        """[.., E] of [.., D]."""
+        return x if self.executed is None else x[..., self.executed]
