@@ -78,6 +78,9 @@ class PolicyConfig(Section):
     `episode` is for policies that replay recorded episodes."""
     chunk: Annotated[int, Field(ge=1)] = 1
     """Actions per decision, executed open loop."""
+    horizon: Annotated[int, Field(ge=0)] = 0
+    """Actions that a decision predicts, of which the first `chunk` are executed; 0: as many as are executed, or as the
+    policy's checkpoint says. Demonstrations are learned from in pieces of this length."""
     options: dict[str, Any] = {}
     """Arguments of the policy's own architecture (docs/adding-a-policy.md)."""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$")] = "auto"

@@ -27,6 +27,7 @@ ACTOR = Path("policy")
 CONFIG = ACTOR / "config.json"
 MODEL = ACTOR / "model.safetensors"
 VALUE_HEAD = Path("value_head.safetensors")
+SPEC_DEFAULTS = {field.name: field.default for field in fields(PolicySpec) if type(field.default) is int}
 
 
 def save(policy: Policy, folder: str | Path) -> None:
@@ -114,7 +115,7 @@ def _differences(found: dict[str, Any], expected: dict[str, Any], cls: type[Poli
         return [f"it holds a {there}, expected a {here}"]
     defaults = {name: list(v) if isinstance(v, tuple) else v for name, v in arguments_of(cls).items()}
     pairs = {
-        "spec": (found["spec"], expected["spec"]),
+        "spec": (SPEC_DEFAULTS | found["spec"], expected["spec"]),
         "architecture": (defaults | found["architecture"], defaults | expected["architecture"]),
     }
     return [

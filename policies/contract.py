@@ -88,11 +88,20 @@ class PolicySpec:
 
     action_dim: int
     chunk: int = 1
+    """C: actions of a decision that are executed."""
+    horizon: int = 0
+    """H: actions that a decision predicts, of which the first C are executed; 0: C, or as many as the policy's
+    checkpoint says."""
     state_dim: int = 0
     """0: the policy does not read the state."""
     proprio_dim: int = 0
     cameras: tuple[str, ...] = ()
     image_size: int = 128
+
+    @property
+    def predicted(self) -> int:
+        """H."""
+        return self.horizon or self.chunk
 
 
 class Policy(nn.Module):
@@ -111,6 +120,8 @@ class Policy(nn.Module):
     incidental: ClassVar[frozenset[str]] = frozenset()
     """Entries of the architecture, and `spec.NAME` of the spec, that no weight depends on: where things lie, how they
     are computed, and how actions are drawn from what was computed."""
+    predicts_more: ClassVar[bool] = False
+    """Whether a decision may predict more actions than are executed."""
     pretrained: ClassVar[bool] = False
     """Whether a policy that was just built has learned already: it is made of somebody's weights."""
     ratio_tolerance: float = 1e-4
@@ -145,7 +156,7 @@ class Policy(nn.Module):
     def imitate(self, inputs: Inputs, actions: Tensor, counted: Tensor, noise: Tensor) -> Tensor:
         """[B] float32 with gradients: the loss of taking the demonstrated actions; the likelier, the lower.
 
-        `actions` [B, C, A] float32 in the environment's units; `counted` [B, C] bool, the others lie beyond the
+        `actions` [B, H, A] float32 in the environment's units; `counted` [B, H] bool, the others lie beyond the
         episode's end; each row's loss is a mean over its counted elements. `noise` [B, Z] is standard normal, for
         losses that are drawn. Raises `PolicyError` for a policy that cannot be trained so.
         """
@@ -197,6 +208,12 @@ class Policy(nn.Module):
     @classmethod
     def check_files(cls, architecture: Mapping[str, Any]) -> None:
         """Raise `PolicyError` if files that the architecture's arguments name are missing. Quick: no tensor is read."""
+
+    @classmethod
+    def converts(cls, architecture: Mapping[str, Any]) -> Mapping[str, str]:
+        """Of the environment's conventions (`orientation`, `gripper`) those that the policy converts itself, and the
+        argument that says so: an environment that converts them too would do it twice."""
+        return {}
 
     @classmethod
     def restore_arguments(cls, folder: Path) -> dict[str, Any]:

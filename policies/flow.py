@@ -94,13 +94,15 @@ class FlowPolicy(Policy):
     x^(0) scored: it is part of what is observed, and its density does not depend on the weights. Entropy is
     constant, hence 0.
 
-    Noise of a row, D = C * A: x^(0) [D], then [D] for step k, then one number whose normal distribution
+    Of the H actions that are denoised the first C are executed and scored.
+
+    Noise of a row, D = H * A: x^(0) [D], then [D] for step k, then one number whose normal distribution
     function picks k uniformly from 0..N-1; with `joint`, x^(0) [D], then [N, D]. The mode is the ODE from
     x^(0) = 0; it is scored as if its first step (with `joint`: all steps) had been drawn.
 
-    `trace` holds the K scored transitions of each row, K = 1 or, with `joint`, N: `x`, `x_next` [B, K, D]
-    float32 and `step` [B, K] int64. The log-probs of `act` and of `evaluate` are one function of these and of
-    the velocity.
+    `trace` holds the K scored transitions of each row, K = 1 or, with `joint`, N: `x` [B, K, D], `x_next`
+    [B, K, C * A] float32 and `step` [B, K] int64. The log-probs of `act` and of `evaluate` are one function of
+    these and of the velocity.
 
     The encoder is shared: `value_head` is a small network on its features, and unless `critic_trains_encoder`
     is False the value loss trains the encoder too, with the actor's learning rate, since the encoder belongs
@@ -112,6 +114,7 @@ class FlowPolicy(Policy):
     """
 
     kind = "flow"
+    predicts_more = True
 
     def __init__(
         self,
@@ -138,8 +141,9 @@ class FlowPolicy(Policy):
         if not 0 < start_std <= 1:
             raise PolicyError(f"a flow policy needs 0 < start_std <= 1, got {start_std}")
         self.spec = spec
-        self.size = spec.chunk * spec.action_dim
-        self.denoising = Denoising(self.size, steps, noise_level, "all" if joint else "one")
+        self.size = spec.predicted * spec.action_dim
+        executed = None if spec.predicted == spec.chunk else range(spec.chunk * spec.action_dim)
+        self.denoising = Denoising(self.size, steps, noise_level, "all" if joint else "one", executed=executed)
         self.critic_trains_encoder = critic_trains_encoder
         self.critic_reads_state = critic_reads_state
         self.noise_dim = self.denoising.noise_dim
@@ -168,16 +172,16 @@ class FlowPolicy(Policy):
         context = self.velocity.context(features, torch.arange(self.denoising.steps, device=features.device))
         draws = self.denoising.draws(noise, len(features))
         x, trace, field = self.denoising.run(draws, lambda x, i: Field(self.velocity(x, context[:, i], i)))
-        log_prob = self._chunk(self.denoising.log_prob(trace, field))
+        log_prob, chunk = self._shaped(self.denoising.log_prob(trace, field)), self._shaped(x)[:, : self.spec.chunk]
         if self.critic_reads_state and inputs.state is None:
-            return Action(self._chunk(x), log_prob, torch.full_like(x[:, 0], torch.nan), trace)
-        return Action(self._chunk(x), log_prob, self._value(inputs, features), trace)
+            return Action(chunk, log_prob, torch.full_like(x[:, 0], torch.nan), trace)
+        return Action(chunk, log_prob, self._value(inputs, features), trace)
 
     def evaluate(self, inputs: Inputs, trace: Mapping[str, Tensor]) -> Evaluation:
         features = self.encoder(inputs)
         step = trace["step"]
         v = self.velocity(trace["x"], self.velocity.context(features, step), step)
-        log_prob = self._chunk(self.denoising.log_prob(trace, Field(v)))
+        log_prob = self._shaped(self.denoising.log_prob(trace, Field(v)))
         return Evaluation(log_prob, torch.zeros_like(log_prob), self._value(inputs, features))
 
     def imitate(self, inputs: Inputs, actions: Tensor, counted: Tensor, noise: Tensor) -> Tensor:
@@ -191,7 +195,7 @@ class FlowPolicy(Policy):
         t = self.denoising.times[step]
         context = self.velocity.context(self.encoder(inputs), step)
         v = self.velocity((t * x1 + (1 - t) * a)[:, None], context, step).squeeze(1)
-        return counted_mean(self._chunk((v - (x1 - a)).square()), counted)
+        return counted_mean(self._shaped((v - (x1 - a)).square()), counted)
 
     @torch.no_grad()
     def value(self, inputs: Inputs) -> Tensor:
@@ -207,8 +211,9 @@ class FlowPolicy(Policy):
     def architecture(self) -> dict[str, Any]:
         return dict(self._architecture)
 
-    def _chunk(self, x: Tensor) -> Tensor:
-        return x.view(-1, self.spec.chunk, self.spec.action_dim)
+    def _shaped(self, x: Tensor) -> Tensor:
+        """[B, H or C, A] of [B, H * A or C * A]."""
+        return x.view(len(x), -1, self.spec.action_dim)
 
     def _value(self, inputs: Inputs, features: Tensor) -> Tensor:
         if isinstance(self.value_head, StateCritic):

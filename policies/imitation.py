@@ -7,12 +7,12 @@ from torch import Tensor
 
 
 def only_counted(actions: Tensor, counted: Tensor) -> Tensor:
-    """[B, C, A] with zeros for the actions that are not counted [B, C], whatever stands there: NaN times zero, in a
+    """[B, H, A] with zeros for the actions that are not counted [B, H], whatever stands there: NaN times zero, in a
     backward pass, would still be NaN."""
     return torch.where(counted[..., None], actions, torch.zeros_like(actions))
 
 
 def counted_mean(losses: Tensor, counted: Tensor) -> Tensor:
-    """[B]: each row's mean of the losses [B, C, A] over its counted actions [B, C]; 0 for a row without any."""
+    """[B]: each row's mean of the losses [B, H, A] over its counted actions [B, H]; 0 for a row without any."""
     weights = counted[..., None].to(losses.dtype).expand_as(losses)
     return (losses * weights).sum((1, 2)) / weights.sum((1, 2)).clamp(min=1)

@@ -74,7 +74,7 @@ def evaluate_run(
     the folder of an evaluation by the same protocol. Returns the result as plain data.
     """
     subject, protocol = subject_of(run, config, folder, runs_dir), protocol_of(config)
-    check_evaluation(config, protocol.tasks)
+    check_evaluation(protocol.applied(config, protocol.tasks[0]), protocol.tasks)
     other = None if against is None else _other(against, subject, protocol, runs_dir)
     with evaluation_folder(subject, protocol, into, resume) as own, open_session(config) as session:
         result = evaluate(subject, protocol, session, own)

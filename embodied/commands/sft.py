@@ -50,7 +50,9 @@ def run(args: Arguments) -> dict[str, Any]:
 def sft_run(config: Config, source: str, runs_dir: Path, resume: bool) -> dict[str, Any]:
     """Learn from demonstrations, evaluate, film, report. Returns the result as plain data."""
     config = begun_from(config, runs_dir, resume)
-    check_evaluation(config, (config.env.task, *protocol_of(config).tasks))
+    check_evaluation(config, (config.env.task,))
+    protocol = protocol_of(config)
+    check_evaluation(protocol.applied(config, protocol.tasks[0]), protocol.tasks)
     info = InProcess().describe(task_spec(config))
     with open_run_folder(config, source, runs_dir, resume, STAGE) as (run_dir, found):
         if found is not None:

@@ -96,7 +96,8 @@ def train_run(config: Config, source: str, runs_dir: Path, resume: bool) -> dict
 def _check(config: Config) -> None:
     """Raise `UserError` for what is wrong with the run and can be known before a worker starts."""
     check_training(config)
-    check_evaluation(config, protocol_of(config).tasks)
+    protocol = protocol_of(config)
+    check_evaluation(protocol.applied(config, protocol.tasks[0]), protocol.tasks)
     if config.eval.every:
         selection_protocol(config)
     check_files(config)

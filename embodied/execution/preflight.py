@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
-from embodied.config import Config
+from embodied.config import Config, EnvConfig
+from embodied.errors import UserError
 from embodied.execution.acting_workers import check_replicas
 from embodied.execution.assignment import Assignment, configured
 from embodied.execution.executor import check_workflow
@@ -63,8 +64,17 @@ def check_evaluation(config: Config, tasks: Iterable[str]) -> None:
 
 
 def check_policy(config: Config) -> None:
-    """Check the policy's kind, its options, and that the files they name are there."""
-    registry.check(config.policy.kind, config.policy.architecture)
+    """Check the policy's kind, its options, that the files they name are there, and that no convention is converted
+    twice."""
+    kind, architecture = config.policy.kind, config.policy.architecture
+    registry.check(kind, architecture)
+    for setting, option in registry.policy_class(kind).converts(architecture).items():
+        plain, ours = EnvConfig.model_fields[setting].default, getattr(config.env, setting)
+        if ours != plain:
+            raise UserError(
+                f"env.{setting} is {ours} and policy.options.{option} is {architecture[option]}: both convert it, "
+                f"one after the other; set env.{setting} to {plain}, or leave the policy's option"
+            )
 
 
 def _check_frames(config: Config) -> None:

@@ -194,7 +194,10 @@ class Imitator:
         with self._affinity.applied(), torch.no_grad():
             for batch, share in self._shares(rows, 0):
                 said = self.policy.act(self._shown(batch), None).chunk.cpu()
-                off = (said - torch.from_numpy(batch.actions)).abs()[torch.from_numpy(~batch.padding)]
+                actions, padding = (
+                    torch.from_numpy(part[:, : said.shape[1]]) for part in (batch.actions, batch.padding)
+                )
+                off = (said - actions).abs()[~padding]
                 loss += float(share)
                 distance, count = distance + float(off.sum()), count + off.numel()
         return {"sft/held_out_loss": loss, "sft/held_out_distance": distance / count}
@@ -219,7 +222,7 @@ class Imitator:
         spec, size = self.policy.spec, self.config.optim.micro_batch or self._batch
         for first in range(0, len(rows), size):
             piece = rows[first : first + size]
-            for places, batch in self.demonstrations.batches(piece, spec.chunk, spec.cameras):
+            for places, batch in self.demonstrations.batches(piece, spec.predicted, spec.cameras):
                 yield first + places, batch
 
     def _shown(self, batch: Batch) -> Inputs:

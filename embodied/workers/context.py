@@ -80,6 +80,7 @@ def policy_spec(config: Config, info: TaskInfo) -> PolicySpec:
     return PolicySpec(
         action_dim=info.action_dim,
         chunk=config.policy.chunk,
+        horizon=config.policy.horizon,
         state_dim=info.state_dim if "state" in reads else 0,
         proprio_dim=info.proprio_dim if "proprio" in reads else 0,
         cameras=info.cameras if "images" in reads else (),

@@ -79,6 +79,11 @@ class TokenPolicy(Policy):
         if RANDOM_WEIGHTS not in read_json(Path(checkpoint) / CONFIG):
             Shards.find(Path(checkpoint))
 
+    @classmethod
+    def converts(cls, architecture: Mapping[str, Any]) -> Mapping[str, str]:
+        turned = {"orientation": "rotate_images"} if architecture.get("rotate_images") else {}
+        return turned | ({"gripper": "gripper"} if architecture.get("gripper", "raw") != "raw" else {})
+
     def __init__(
         self,
         spec: PolicySpec,

@@ -7,6 +7,7 @@ robot's, N denoising steps, P tokens of the prefix, W the vision-language model'
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -68,7 +69,7 @@ class Pi0(Policy):
         {"checkpoint", "steps", "noise_level", "scored", "step_reduction", "noise_bounds", "train",
          "critic_trains_network", "cache_prefix", "spec.chunk"}
     )  # fmt: skip
-    pretrained = True
+    pretrained = predicts_more = True
 
     @classmethod
     def check_files(cls, architecture: Mapping[str, Any]) -> None:
@@ -81,6 +82,10 @@ class Pi0(Policy):
             )
         if not is_random(Path(folder)):
             Shards.find(Path(folder))
+
+    @classmethod
+    def converts(cls, architecture: Mapping[str, Any]) -> Mapping[str, str]:
+        return {"orientation": "rotate_images"} if architecture.get("rotate_images") else {}
 
     def __init__(
         self,
@@ -145,6 +150,7 @@ class Pi0(Policy):
         self.network, self._config = load_network(source, dtype), read_json(source / CONFIG)
         self.sizes, self.layout = self.network.sizes, self.network.layout
         self._check_spec(state_in_prompt)
+        self.spec = spec = replace(spec, horizon=self.sizes.horizon)
         convention: Any = prompt or self.layout
         if self.sizes.adaptive and not state_in_prompt and convention != "openpi":
             raise PolicyError(
@@ -212,11 +218,6 @@ class Pi0(Policy):
 
     def imitate(self, inputs: Inputs, actions: Tensor, counted: Tensor, noise: Tensor) -> Tensor:
         """Flow matching at a time of each row's own, drawn by the noise's last number; its first are x^(0)."""
-        if self.spec.chunk != self.sizes.horizon:
-            raise PolicyError(
-                f"pi0 learns all {self.sizes.horizon} actions that it predicts, and demonstrations are read in chunks "
-                f"of {self.spec.chunk}: set policy.chunk to {self.sizes.horizon} to learn from them"
-            )
         draws, uniform = self.denoising.draws(noise, len(noise)), self.denoising.uniform_of(noise)
         seen = self._observation(inputs)
         # After it was normalised: what fills an episode's end up is the mean action, not one of raw zeros.
@@ -224,7 +225,7 @@ class Pi0(Policy):
         x1 = draws.x.view_as(wanted)
         t = (TIME_LOW + (1 - TIME_LOW) * uniform[:, 0] ** TIME_POWER).float()
         v = self.network.joint_velocity(seen, t[:, None, None] * x1 + (1 - t[:, None, None]) * wanted, t)
-        return counted_mean(self._executed((v - (x1 - wanted)).square()), counted)
+        return counted_mean((v - (x1 - wanted)).square()[..., : self.spec.action_dim], counted)
 
     def adopt_units(self, actions: Tensor, proprio: Tensor | None) -> None:
         if self._architecture["asset"] == DEMONSTRATIONS:
@@ -309,7 +310,7 @@ class Pi0(Policy):
         return nn.functional.pad(known, (0, self.sizes.action_dim - size)).to(dtype)
 
     def _normalised(self, actions: Tensor, inputs: Inputs) -> Tensor:
-        """[B, C, D] in the environment's units to [B, C, A]."""
+        """[B, H, D] in the environment's units to [B, H, A]."""
         known = self.units.action.normalise(actions.double() - self._offset(inputs, actions))
         return nn.functional.pad(known, (0, self.sizes.action_dim - self.spec.action_dim)).float()
 
@@ -379,9 +380,10 @@ class Pi0(Policy):
         spec, sizes = self.spec, self.sizes
         if not 1 <= len(spec.cameras) <= SLOTS:
             raise PolicyError(f"pi0 takes one to {SLOTS} cameras, the task gives {len(spec.cameras)}: set env.cameras")
-        if spec.chunk > sizes.horizon:
+        if spec.chunk > sizes.horizon or spec.horizon not in (0, sizes.horizon):
             raise PolicyError(
-                f"the checkpoint predicts {sizes.horizon} actions: policy.chunk is at most that, got {spec.chunk}"
+                f"the checkpoint predicts {sizes.horizon} actions: policy.horizon is that or 0, and policy.chunk at "
+                f"most that; got {spec.horizon}, {spec.chunk}"
             )
         if max(spec.action_dim, spec.proprio_dim) > sizes.action_dim:
             raise PolicyError(

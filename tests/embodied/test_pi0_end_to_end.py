@@ -26,7 +26,7 @@ SETTINGS: dict[str, Any] = {
     "env": {"task": "tabletop/reach_red", "cameras": 1, "image_size": 32, "num_envs": 4, "max_episode_steps": 12},
     "policy": {
         "kind": "pi0",
-        "chunk": 6,
+        "chunk": 4,
         "reads": ["images", "instruction"],
         "options": {"checkpoint": str(CHECKPOINT), "asset": "demonstrations", "steps": 3, "value_widths": [8]},
     },

@@ -153,3 +153,31 @@ def test_more_policy_replicas_than_groups_are_refused_before_ray_is_started(
     assert "set policy.replicas to 2 or less, or farm.groups to more" in said
     with pytest.raises(RayStarted):
         cli.main([*three, "--farm.groups", "4"])
+
+
+def edited(tmp_path: Path, name: str, **options: str | bool) -> str:
+    """A shipped configuration whose policy has further options."""
+    settings = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
+    settings["policy"]["options"] |= options
+    path = tmp_path / f"{name}_edited.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    return str(path)
+
+
+@pytest.mark.parametrize("verb", ["train", "sft"])
+@pytest.mark.parametrize(
+    "arguments",
+    [["--env.orientation", "rotated"], ["--eval.protocol", "openpi", "--eval.tasks", "libero/libero_goal/1"]],
+)
+def test_a_convention_is_not_converted_twice(
+    verb: str, arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the environments of the rollout, or by those of the protocol that the run is evaluated by."""
+    said = refusal(capsys, *command(verb, edited(tmp_path, "pi0_small", rotate_images=True), *arguments))
+    assert "env.orientation is rotated and policy.options.rotate_images is True" in said
+
+
+def test_a_gripper_is_not_converted_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = edited(tmp_path, "openvla_oft_tiny", gripper="libero")
+    said = refusal(capsys, *command("train", config, "--env.gripper", "inverted"))
+    assert "env.gripper is inverted and policy.options.gripper is libero" in said

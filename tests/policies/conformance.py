@@ -258,7 +258,7 @@ def law_imitation_is_a_loss_for_each_row(policy: Policy, inputs: Inputs) -> None
 def law_uncounted_actions_do_not_matter(policy: Policy, inputs: Inputs) -> None:
     rows = _rows(inputs)
     actions, _ = demonstrations(policy, rows)
-    counted = torch.arange(policy.spec.chunk) < torch.arange(rows)[:, None]  # row i: its first i actions
+    counted = torch.arange(policy.spec.predicted) < torch.arange(rows)[:, None]  # row i: its first i actions
     other = torch.where(counted[..., None], actions, torch.nan)
     noise = random_noise(policy, rows, 1)
     first, second = (policy.imitate(inputs, demonstrated, counted, noise) for demonstrated in (actions, other))
@@ -275,7 +275,7 @@ def law_each_counted_action_matters(policy: Policy, inputs: Inputs) -> None:
     rows = _rows(inputs)
     actions, counted = demonstrations(policy, rows)
     loss = _imitation(policy, inputs)
-    for c in range(policy.spec.chunk):
+    for c in range(policy.spec.predicted):
         moved = actions.clone()
         moved[:, c] = -moved[:, c]
         other = policy.imitate(inputs, moved, counted, random_noise(policy, rows, 1))
@@ -295,13 +295,14 @@ def law_imitation_brings_the_mode_to_the_demonstrations(
 ) -> None:
     few = inputs.rows(torch.arange(4))
     actions, counted = demonstrations(policy, 4)
-    before = float((policy.act(few, None).chunk - actions).abs().mean())
+    executed = actions[:, : policy.spec.chunk]
+    before = float((policy.act(few, None).chunk - executed).abs().mean())
     optimizer = torch.optim.Adam(policy.actor_parameters(), lr=lr)
     for step in range(steps):
         optimizer.zero_grad()
         policy.imitate(few, actions, counted, random_noise(policy, 4, step)).mean().backward()
         optimizer.step()
-    after = float((policy.act(few, None).chunk - actions).abs().mean())
+    after = float((policy.act(few, None).chunk - executed).abs().mean())
     assert after < tolerance, f"the mode was {before:.3f} from the demonstrations, after {steps} steps {after:.3f}"
 
 
@@ -335,8 +336,8 @@ def imitates(policy: Policy) -> bool:
 
 
 def demonstrations(policy: Policy, rows: int) -> tuple[Tensor, Tensor]:
-    """Actions [rows, C, A] that every policy can take, and that all of them count."""
-    shape = (rows, policy.spec.chunk, policy.spec.action_dim)
+    """Actions [rows, H, A] that every policy can take, and that all of them count."""
+    shape = (rows, policy.spec.predicted, policy.spec.action_dim)
     actions = torch.rand(shape, generator=torch.Generator().manual_seed(8)) * 0.9 - 0.45
     return actions, torch.ones(shape[:2], dtype=torch.bool)
 

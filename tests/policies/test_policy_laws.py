@@ -18,6 +18,16 @@ CASES: dict[str, tuple[str, PolicySpec, dict[str, Any]]] = {
     "gaussian_mlp": ("gaussian_mlp", STATE, SMALL),
     "gaussian_mlp, chunk of 4": ("gaussian_mlp", replace(STATE, chunk=4), SMALL),
     "flow, state": ("flow", STATE, {**SMALL, "features": 32}),
+    "flow, state, two of four actions": (
+        "flow",
+        replace(STATE, chunk=2, horizon=4),
+        {**SMALL, "features": 32, "steps": 3},
+    ),
+    "flow, state, two of four actions, every step": (
+        "flow",
+        replace(STATE, chunk=2, horizon=4),
+        {**SMALL, "features": 32, "steps": 3, "joint": True},
+    ),
     "flow, state, chunk of 4": ("flow", replace(STATE, chunk=4), {**SMALL, "features": 32, "steps": 10}),
     "flow, state, joint": ("flow", STATE, {**SMALL, "features": 32, "joint": True}),
     "flow, one step": ("flow", STATE, {**SMALL, "features": 32, "steps": 1}),

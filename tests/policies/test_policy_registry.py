@@ -82,6 +82,23 @@ def test_an_empty_action_is_refused():
         build(spec=replace(SPEC, chunk=0))
 
 
+def test_a_horizon_that_does_not_fit_is_refused():
+    with pytest.raises(PolicyError, match="horizon of 2: gaussian_mlp executes all that it predicts; .* is 4"):
+        build(spec=replace(SPEC, chunk=2, horizon=4))
+    with pytest.raises(PolicyError, match="need a horizon of at least that; policy.horizon is 1"):
+        build("flow", spec=replace(SPEC, chunk=2, horizon=1))
+
+
+def test_what_was_saved_before_there_was_a_horizon_is_loaded(tmp_path):
+    policy = build("flow", spec=replace(SPEC, chunk=2))
+    policies.save(policy, tmp_path)
+    config = json.loads((tmp_path / "policy/config.json").read_text())
+    del config["spec"]["horizon"]
+    (tmp_path / "policy/config.json").write_text(json.dumps(config))
+    policies.load_into(policy, tmp_path)
+    assert policies.load(tmp_path).spec == policy.spec
+
+
 def test_a_state_policy_needs_a_state():
     with pytest.raises(PolicyError, match="state_dim must be at least 1"):
         build(spec=PolicySpec(action_dim=3, cameras=("base",)))

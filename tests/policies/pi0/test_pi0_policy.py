@@ -43,8 +43,8 @@ def policy_of(case: str) -> tuple[Policy, Inputs]:
 
 LEROBOT = str(GOLDEN / "pi05" / "checkpoint_lerobot")
 DEVICE, DENSITY = conformance.law_all_is_computed_on_the_policys_device, "law_log_prob_is_the_density_that_act_samples"
-NOT_FOR = {case for case in CASES if "four of six" in case or "state in the prompt" in case}
-"""The law of devices also imitates, which takes all actions; a state becomes words on the host."""
+NOT_FOR = {case for case in CASES if "state in the prompt" in case}
+"""Of the law of devices: a state becomes words on the host."""
 OBEYS = [
     # The density is counted over many samples: a minute for each policy.
     pytest.param(case, law, id=f"{case}-{law.__name__}", marks=[pytest.mark.slow] * (law.__name__ == DENSITY))
@@ -78,7 +78,7 @@ def test_policy_obeys(case: str, law: Callable[..., None]) -> None:
 
 
 @pytest.mark.parametrize("law", conformance.IMITATION_LAWS, ids=lambda law: law.__name__)
-@pytest.mark.parametrize("case", [case for case, (_, spec, _) in CASES.items() if spec.chunk == 6])
+@pytest.mark.parametrize("case", CASES)
 def test_policy_imitates(case: str, law: Callable[..., None]) -> None:
     policy, inputs = policy_of(case)
     if law is conformance.law_imitation_brings_the_mode_to_the_demonstrations:
@@ -357,7 +357,14 @@ def test_an_exported_policy_is_a_checkpoint_of_its_project(layout: str, tmp_path
 @pytest.mark.parametrize(
     ("family", "spec", "options", "message"),
     [
-        ("pi0", replace(SPEC, chunk=7), {}, "the checkpoint predicts 6 actions: policy.chunk is at most that, got 7"),
+        (
+            "pi0",
+            replace(SPEC, chunk=7),
+            {},
+            "predicts 6 actions: policy.horizon is that or 0, .* at most that; got 0, 7",
+        ),
+        ("pi0", replace(SPEC, horizon=8), {}, "policy.horizon is that or 0, .* got 8, 6"),
+        ("pi0", replace(SPEC, horizon=2), {}, "chunks of 6 actions need a horizon of at least that; .* is 2"),
         ("pi0", NO_STATE, {}, "the policy reads the robot's state: add 'proprio'"),
         ("pi0", SPEC, {"state_in_prompt": True}, "the checkpoint is a pi0, which has the state beside the prompt"),
         ("pi0", replace(SPEC, action_dim=9), {}, "the checkpoint has 8 numbers for actions and states"),
@@ -388,9 +395,6 @@ def test_inputs_that_lack_something_are_refused() -> None:
         policy.act(replace(inputs, frames={"front": inputs.frames["front"]}), None)
     with pytest.raises(PolicyError, match="reads an instruction for each row: got 0 for 2"):
         policy.act(replace(inputs, instruction=()), None)
-    short = make("pi0", replace(SPEC, chunk=4))
-    with pytest.raises(PolicyError, match="set policy.chunk to 6 to learn from them"):
-        short.imitate(inputs, torch.zeros(2, 4, 7), torch.ones(2, 4, dtype=torch.bool), torch.zeros(2, short.noise_dim))
 
 
 def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
