@@ -119,7 +119,7 @@ class RolloutConfig(Section):
     """Share of a task's `decisions` that its environments take in proportion to p (1 - p), p being how often its last
     100 or so episodes were solved, over that of the task with the most: tasks that are always or never solved are
     rolled out less (ppo, several tasks). 0: all alike."""
-    episode_group: Annotated[int, Field(ge=2)] = 8
+    episode_group: Annotated[int, Field(ge=1)] = 8
     """Episodes of an episode group (grpo): the same task, the same beginning."""
 
 
@@ -177,6 +177,10 @@ class LossConfig(Section):
     entropy_target: float | None = None
     """Let the weight of the entropy bonus rise while the mean entropy is below this, in nats for each of what
     `ratio_unit` names, and fall while it is above; it begins as `entropy_coef`."""
+    contrast_scale: Annotated[float, Field(gt=0)] = 1.0
+    """How far beyond the present velocity the two that are contrasted lie, in its change (stepnft)."""
+    contrast_drift: Annotated[float, Field(ge=0)] = 1e-4
+    """Weight of the velocity's squared change since the rollout (stepnft)."""
     reference_kl: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the KL divergence to the frozen reference policy; read where the workflow has one (ppo_reference,
     grpo_reference, reinforce_reference)."""

@@ -71,6 +71,17 @@ class Action:
 
 
 @dataclass(frozen=True)
+class Contrast:
+    """How a flow policy's velocity has changed since it drew a step, and whether towards what it drew."""
+
+    drift: Tensor
+    """[B, C, A] float32: the velocity now, less that which acted."""
+    pull: Tensor
+    """[B, C, A] float32: what was drawn less its mean then, times the mean now less that then, over the step's variance
+    and 1e-4."""
+
+
+@dataclass(frozen=True)
 class Evaluation:
     """The same decisions under the present weights, with gradients."""
 
@@ -80,6 +91,8 @@ class Evaluation:
     """[B, C, A] float32; zero where it is constant in the parameters."""
     value: Tensor
     """[B] float32, or [B, C] where `act`'s are."""
+    contrast: Contrast | None = None
+    """Of policies that draw steps of a flow (`Policy.contrasts`)."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +133,8 @@ class Policy(nn.Module):
     incidental: ClassVar[frozenset[str]] = frozenset()
     """Entries of the architecture, and `spec.NAME` of the spec, that no weight depends on: where things lie, how they
     are computed, and how actions are drawn from what was computed."""
+    contrasts: ClassVar[bool] = False
+    """Whether `evaluate` says how velocities have changed (`Contrast`)."""
     predicts_more: ClassVar[bool] = False
     """Whether a decision may predict more actions than are executed."""
     pretrained: ClassVar[bool] = False

@@ -1,13 +1,15 @@
 """From noise to actions in N steps, some of which are drawn and have a density. What every flow policy samples with.
 
     scored "one"       one step k of each row is drawn, by flow-SDE, the others follow the ODE
+    scored "any"       every step is drawn, by flow-SDE, and one of them is scored
     scored "all"       every step is drawn, by flow-SDE
     scored "learned"   every step is drawn: the ODE's mean, and a standard deviation that the policy has learned
 
 (pi-RL, arXiv 2510.25889; learned: flow-noise, also ReinFlow, arXiv 2505.22094). K steps of a row are scored: 1 with
-"one", else N. Their log-probs are summed, element by element, or with the reduction "mean" divided by N + 1, as RLinf
-does, which counts x^(0) among them. x^(0) itself is not scored: it is part of what is observed, and its density does
-not depend on the weights. A chunk has D numbers, of which all are scored, or those that `executed` names: E. B rows.
+"one" and "any", else N. Their log-probs are summed, element by element, or with the reduction "mean" divided by N + 1,
+as RLinf does, which counts x^(0) among them. x^(0) itself is not scored: it is part of what is observed, and its
+density does not depend on the weights. A chunk has D numbers, of which all are scored, or those that `executed` names:
+E. B rows.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ from policies.contract import PolicyError
 from policies.density import gaussian_entropy, gaussian_log_prob
 from policies.layers import checked_noise
 
-SCORED, REDUCTIONS = ("one", "all", "learned"), ("sum", "mean")
+SCORED, REDUCTIONS = ("one", "any", "all", "learned"), ("sum", "mean")
+VARIANCE_EPS = 1e-4
+"""Added to a step's variance where velocities are contrasted (pi-StepNFT's code)."""
 
 
 @dataclass(frozen=True)
@@ -99,28 +103,28 @@ class Denoising(nn.Module):
         self.register_buffer("executed", kept, persistent=False)
 
     @property
-    def one(self) -> bool:
-        return self.scored == "one"
+    def picks(self) -> bool:
+        """Whether one step is scored."""
+        return self.scored in ("one", "any")
 
     @property
     def noise_dim(self) -> int:
-        """x^(0) [D]; then the drawn step's [D] and a number whose normal distribution function picks it, or [N, D]."""
-        return 2 * self.size + 1 if self.one else self.size * (1 + self.steps)
+        """x^(0) [D], what the drawn steps take [1 or N, D], and where one step is scored a number that picks it."""
+        return self.size * (1 + (1 if self.scored == "one" else self.steps)) + self.picks
 
     def draws(self, noise: Tensor | None, rows: int) -> Draws:
         """None: the ODE from x^(0) = 0, scored as if its first step, or all of them, had been drawn."""
         every = torch.arange(self.steps, device=self.times.device).expand(rows, self.steps)
         if noise is None:
             x = torch.zeros(rows, self.size, device=self.times.device)
-            step = every[:, :1] if self.one else every
+            step = every[:, :1] if self.picks else every
             return Draws(x, x[:, None], step, torch.zeros_like(every, dtype=torch.bool))
         noise = checked_noise(noise, self.noise_dim)
         x = noise[:, : self.size]
-        if not self.one:
-            z = noise[:, self.size :].view(rows, self.steps, self.size)
-            return Draws(x, z, every, torch.ones_like(every, dtype=torch.bool))
-        k = self.step_of(noise)
-        return Draws(x, noise[:, None, self.size : -1], k, every == k)
+        z = noise[:, self.size : -1 if self.picks else None].reshape(rows, -1, self.size)
+        step = self.step_of(noise) if self.picks else every
+        drawn = every == step if self.scored == "one" else torch.ones_like(every, dtype=torch.bool)
+        return Draws(x, z, step, drawn)
 
     def uniform_of(self, noise: Tensor) -> Tensor:
         """float64 [B, 1] in 0..1, from the noise's last number."""
@@ -131,8 +135,8 @@ class Denoising(nn.Module):
         return (self.uniform_of(noise) * self.steps).long().clamp_(max=self.steps - 1)
 
     def run(self, draws: Draws, field: Callable[[Tensor, int], Field]) -> tuple[Tensor, dict[str, Tensor], Field]:
-        """The chunk [B, D]; the trace: `x` [B, K, D], `x_next` [B, K, E] float32, `step` int64 [B, K]; and what the
-        network said at the scored steps."""
+        """The chunk [B, D]; the trace: `x` [B, K, D], `x_next` and `v` [B, K, E] float32, `step` int64 [B, K]; and what
+        the network said at the scored steps."""
         weight_x, weight_v, std = torch.where(draws.drawn[..., None], self.transitions, self.ode).split(1, -1)
         shock = std * draws.z
         x, states, fields = draws.x, [draws.x], []
@@ -148,10 +152,11 @@ class Denoising(nn.Module):
             fields.append(found)
         row, state = torch.arange(len(x), device=x.device)[:, None], torch.stack(states, 1)
         after = state[row, draws.step + 1]
-        trace = {"x": state[row, draws.step], "x_next": self._kept(after), "step": draws.step}
         said = stacked(fields)
         spread = None if said.log_std is None else said.log_std[row, draws.step]
-        return x, trace, Field(said.v[row, draws.step], spread)
+        field_there = Field(said.v[row, draws.step], spread)
+        trace = {"x": state[row, draws.step], "x_next": self._kept(after), "step": draws.step}
+        return x, trace | {"v": self._kept(field_there.v)}, field_there
 
     def log_prob(self, trace: Mapping[str, Tensor], field: Field) -> Tensor:
         """[B, E] under what the network says of `trace["x"]`."""
@@ -159,6 +164,16 @@ class Denoising(nn.Module):
         mean = self._kept(weight_x * trace["x"] + weight_v * field.v)
         log_std = std.log() if field.log_std is None else self._kept(field.log_std)
         return gaussian_log_prob(trace["x_next"], mean, log_std).sum(1) / self.divisor
+
+    def contrast(self, trace: Mapping[str, Tensor], field: Field) -> tuple[Tensor, Tensor]:
+        """[B, E] each: how far the velocity is from that of the trace, and how far that moves the mean towards what was
+        drawn, in the step's variance (`Contrast`); summed over scored steps."""
+        weight_x, weight_v, std = self.transitions[trace["step"]].split(1, -1)
+        variance = std.square() if field.log_std is None else self._kept(2 * field.log_std).exp().detach()
+        drift = self._kept(field.v) - trace["v"]
+        missed = trace["x_next"] - (self._kept(weight_x * trace["x"]) + weight_v * trace["v"])
+        pull = missed * weight_v * drift / (variance + VARIANCE_EPS)
+        return drift.sum(1), pull.sum(1)
 
     def entropy(self, field: Field, log_prob: Tensor) -> Tensor:
         """[B, E], reduced as log-probs are: 0 where the standard deviation is not learned, constant that it is."""

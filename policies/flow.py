@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from policies import flow_sde
-from policies.contract import Action, Evaluation, Inputs, Policy, PolicyError, PolicySpec
+from policies.contract import Action, Contrast, Evaluation, Inputs, Policy, PolicyError, PolicySpec
 from policies.denoising import Denoising, Field
 from policies.encoders import CHANNELS, ENCODERS, Encoder, vector
 from policies.imitation import counted_mean, only_counted
@@ -100,9 +100,8 @@ class FlowPolicy(Policy):
     function picks k uniformly from 0..N-1; with `joint`, x^(0) [D], then [N, D]. The mode is the ODE from
     x^(0) = 0; it is scored as if its first step (with `joint`: all steps) had been drawn.
 
-    `trace` holds the K scored transitions of each row, K = 1 or, with `joint`, N: `x` [B, K, D], `x_next`
-    [B, K, C * A] float32 and `step` [B, K] int64. The log-probs of `act` and of `evaluate` are one function of
-    these and of the velocity.
+    `trace` holds the K scored transitions of each row, K = 1 or, with `joint`, N (`Denoising.run`). The log-probs of
+    `act` and of `evaluate` are one function of these and of the velocity.
 
     The encoder is shared: `value_head` is a small network on its features, and unless `critic_trains_encoder`
     is False the value loss trains the encoder too, with the actor's learning rate, since the encoder belongs
@@ -114,7 +113,7 @@ class FlowPolicy(Policy):
     """
 
     kind = "flow"
-    predicts_more = True
+    predicts_more = contrasts = True
 
     def __init__(
         self,
@@ -182,7 +181,8 @@ class FlowPolicy(Policy):
         step = trace["step"]
         v = self.velocity(trace["x"], self.velocity.context(features, step), step)
         log_prob = self._shaped(self.denoising.log_prob(trace, Field(v)))
-        return Evaluation(log_prob, torch.zeros_like(log_prob), self._value(inputs, features))
+        contrast = Contrast(*map(self._shaped, self.denoising.contrast(trace, Field(v))))
+        return Evaluation(log_prob, torch.zeros_like(log_prob), self._value(inputs, features), contrast)
 
     def imitate(self, inputs: Inputs, actions: Tensor, counted: Tensor, noise: Tensor) -> Tensor:
         """Conditional flow matching (arXiv 2210.02747) at a time of the policy's own grid, one for each row: on the

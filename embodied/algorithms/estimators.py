@@ -226,6 +226,12 @@ def reinforce(batch: Trajectories, config: Config) -> Estimate:
     return Estimate(advantage, torch.zeros_like(reward), keep, _weights(batch, config))
 
 
+def binary(batch: Trajectories, config: Config) -> Estimate:
+    """1 for every decision of an episode that was solved, -1 for those of the others (pi-StepNFT, arXiv 2603.02083)."""
+    outcome = torch.where((batch.success & batch.mask).any(0), 1.0, -1.0)
+    return Estimate(rows_like(outcome, batch), torch.zeros_like(batch.reward), batch.mask, _weights(batch, config))
+
+
 def _divergence(batch: Trajectories) -> Tensor:
     """[T, B]: log(policy / reference) of each decision's executed actions (Schulman 2020, k1)."""
     assert batch.reference_log_prob is not None, "the workflow has no reference policy"
@@ -283,5 +289,10 @@ def rows_like(values: Tensor, batch: Trajectories) -> Tensor:
     return values[None].expand_as(batch.mask)
 
 
-ESTIMATORS: dict[str, Estimator] = {"gae": gae, "group_relative": group_relative, "reinforce": reinforce}
+ESTIMATORS: dict[str, Estimator] = {
+    "gae": gae,
+    "group_relative": group_relative,
+    "reinforce": reinforce,
+    "binary": binary,
+}
 """By the names that workflows use."""

@@ -124,7 +124,7 @@ class Learner(WeightsSource):
             self._hold(held(self.policy, self._run, self.ranks))
 
     def _hold(self, part: WholePolicy) -> None:
-        self._held, self._work = part, SharedWork(part, self._run, self._recipe.critic)
+        self._held, self._work = part, SharedWork(part, self._run, self._recipe.critic, self._recipe.loss())
         self.optimizer = make_optimizer(self.policy, self._run.optim)
         self._steps = UpdateSteps(part, self._work, self.optimizer, self._controls, self._run, self._run_dir)
 

@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 
 from embodied.algorithms.estimators import Rows
+from embodied.algorithms.objectives import Objective, ratio
 from embodied.algorithms.ppo import (
     Credit,
     RatioUnit,
-    advantage_of_units,
     alive_actions,
     k3,
-    policy_loss,
     reduce_to_unit,
     sum_units,
     unit_mask,
@@ -83,7 +82,14 @@ def read(shares: Sequence[MicroBatchLoss], norm: Tensor | None = None) -> tuple[
 
 
 def add_gradient(
-    policy: Policy, rows: Rows, settings: LossConfig, credit: Credit, critic: bool, weights: float, values: float
+    policy: Policy,
+    rows: Rows,
+    settings: LossConfig,
+    credit: Credit,
+    critic: bool,
+    weights: float,
+    values: float,
+    objective: Objective = ratio,
 ) -> MicroBatchLoss:
     """Add the gradient of these rows' share of a loss with the given denominators; `critic`: with the value's part.
 
@@ -97,12 +103,8 @@ def add_gradient(
     valued = _places(alive_actions(rows.executed, chunk), device) if credit == "action" else (...,)
     rows = rows.to(device)
     new = policy.evaluate(rows.inputs, rows.trace)
-    log_prob, old, entropy = (
-        reduce_to_unit(found, rows.executed, unit)[0] for found in (new.log_prob, rows.log_prob, new.entropy)
-    )
-    gain, high = advantage_of_units(rows.advantage, dims, unit), settings.clip_high or settings.clip
-    weight = rows.weight[:, None] * rows.importance
-    surrogate = policy_loss(log_prob, old, gain, places, settings.clip, high, settings.dual_clip, weight)
+    log_prob, entropy = (reduce_to_unit(found, rows.executed, unit)[0] for found in (new.log_prob, new.entropy))
+    surrogate = objective(new, rows, settings, places)
     spread = sum_units(entropy, places, rows.weight)
     loss = surrogate.loss / weights - settings.entropy_coef * spread / weights
     error, divergence = loss.new_zeros(()), loss.new_zeros(())

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from embodied import progress
 from embodied.algorithms.estimators import Rows
+from embodied.algorithms.objectives import Objective
 from embodied.config import Config, LossConfig
 from embodied.data.trajectories import Trajectories
 from embodied.workers.devices import CPU, device_of
@@ -27,10 +28,10 @@ NOTHING = (math.inf, math.inf)
 class SharedWork:
     """Passes of the policy that ranks hold."""
 
-    def __init__(self, held: WholePolicy, config: Config, critic: bool) -> None:
+    def __init__(self, held: WholePolicy, config: Config, critic: bool, objective: Objective) -> None:
         self._held, self._policy, self._ranks = held, held.policy, held.ranks
         self._device = device_of(held.policy)
-        self._config, self._critic = config, critic
+        self._config, self._critic, self._objective = config, critic, objective
 
     # --- without a gradient
 
@@ -135,4 +136,4 @@ class SharedWork:
         progress.report()
         credit = self._config.advantage.credit
         with self._ranks.waiting("update"):
-            return add_gradient(self._policy, rows, loss, credit, self._critic, weights, values)
+            return add_gradient(self._policy, rows, loss, credit, self._critic, weights, values, self._objective)

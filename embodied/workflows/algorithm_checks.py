@@ -6,6 +6,7 @@ from embodied.algorithms.estimators import overlong_limits
 from embodied.config import Config
 from embodied.errors import UserError
 from embodied.workflows.recipes import Recipe, recipe_of
+from policies.registry import policy_class
 
 
 def check_algorithm(config: Config) -> None:
@@ -15,6 +16,7 @@ def check_algorithm(config: Config) -> None:
     _check_controls(config, recipe)
     _check_critic(config, recipe)
     _check_episodes(config, recipe)
+    _check_contrast(config, recipe)
 
 
 def _check_reference(config: Config, recipe: Recipe) -> None:
@@ -83,6 +85,30 @@ def _check_episodes(config: Config, recipe: Recipe) -> None:
             f"rollout.max_episodes_per_env is {config.rollout.max_episodes_per_env}, and the workflow "
             f"{config.workflow} learns from every episode: leave it away, or set workflow to grpo"
         )
+
+
+def _check_contrast(config: Config, recipe: Recipe) -> None:
+    if recipe.objective == "contrast":
+        if not policy_class(config.policy.kind).contrasts:
+            raise UserError(
+                f"the workflow {config.workflow} contrasts velocities, which the policy {config.policy.kind} has not: "
+                "take a flow policy (flow, pi0), or another workflow"
+            )
+        if config.loss.ratio_unit != "action":
+            raise UserError(
+                f"the workflow {config.workflow} has a loss for each action, and loss.ratio_unit is "
+                f"{config.loss.ratio_unit}: set it to action"
+            )
+    size = config.rollout.episode_group
+    if size < 2 and recipe.rollout == "episodes" and (_compares(config, recipe)):
+        raise UserError(
+            f"rollout.episode_group is {size}, and the workflow {config.workflow} judges episodes of a group against "
+            "each other: set it to 2 or more"
+        )
+
+
+def _compares(config: Config, recipe: Recipe) -> bool:
+    return recipe.estimator == "group_relative" or config.advantage.baseline == "group"
 
 
 def _estimates(recipe: Recipe, name: str) -> bool:

@@ -1,9 +1,9 @@
-"""Declared workflows: PPO, GRPO, REINFORCE++ and their variants. Nothing that runs them knows their names or those of
-their components.
+"""Declared workflows: PPO, GRPO, REINFORCE++, StepNFT and their variants. Nothing that runs them knows their names or
+those of their components.
 
 A workflow says which components there are and which class of worker does each, what the edges between them carry and in
-which portions, what a rollout is, and which estimator turns trajectories into rows. A new one is a `Recipe` of your own
-(docs/workflows.md).
+which portions, what a rollout is, which estimator turns trajectories into rows, and what an update makes smaller. A new
+one is a `Recipe` of your own (docs/workflows.md).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from embodied.algorithms.estimators import ESTIMATORS, Estimator
+from embodied.algorithms.objectives import OBJECTIVES, Objective
 from embodied.config import Config
 from embodied.errors import UserError, nearest
 from schedulers.workflow import Edge
@@ -81,9 +82,14 @@ class Recipe:
     """A name in `embodied.algorithms.estimators.ESTIMATORS`, or a function like those there."""
     critic: bool
     """Whether a value function is trained."""
+    objective: str | Objective = "ratio"
+    """What an update makes smaller: a name in `embodied.algorithms.objectives.OBJECTIVES`, or a function like those."""
 
     def estimate(self) -> Estimator:
         return ESTIMATORS[self.estimator] if isinstance(self.estimator, str) else self.estimator
+
+    def loss(self) -> Objective:
+        return OBJECTIVES[self.objective] if isinstance(self.objective, str) else self.objective
 
     def component(self, name: str) -> WorkflowComponent:
         return next(component for component in self.components if component.name == name)
@@ -158,13 +164,14 @@ REINFORCE = replace(
     edges=(*_ROLLING, Edge("policy", "learner", "episodes", "barrier")),
     estimator="reinforce",
 )
+STEPNFT = replace(REINFORCE, name="stepnft", estimator="binary", objective="contrast")
 PPO_REFERENCE = passing(PPO, REFERENCE, "ppo_reference")
 GRPO_REFERENCE = passing(GRPO, REFERENCE, "grpo_reference")
 REINFORCE_REFERENCE = passing(REINFORCE, REFERENCE, "reinforce_reference")
 PPO_REWARD = passing(PPO, REWARD, "ppo_reward")
 RECIPES = {
     recipe.name: recipe
-    for recipe in (PPO, GRPO, REINFORCE, PPO_REFERENCE, GRPO_REFERENCE, REINFORCE_REFERENCE, PPO_REWARD)
+    for recipe in (PPO, GRPO, REINFORCE, STEPNFT, PPO_REFERENCE, GRPO_REFERENCE, REINFORCE_REFERENCE, PPO_REWARD)
 }
 
 

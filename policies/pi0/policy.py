@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from policies.contract import Action, Evaluation, Inputs, Policy, PolicyError, PolicySpec
+from policies.contract import Action, Contrast, Evaluation, Inputs, Policy, PolicyError, PolicySpec
 from policies.denoising import Denoising, Field, stacked
 from policies.encoders import vector
 from policies.files import CONFIG, Shards, check_tensors, read_json, read_tensors, write_tensors
@@ -69,7 +69,7 @@ class Pi0(Policy):
         {"checkpoint", "steps", "noise_level", "scored", "step_reduction", "noise_bounds", "train",
          "critic_trains_network", "cache_prefix", "spec.chunk"}
     )  # fmt: skip
-    pretrained = predicts_more = True
+    pretrained = predicts_more = contrasts = True
 
     @classmethod
     def check_files(cls, architecture: Mapping[str, Any]) -> None:
@@ -197,8 +197,9 @@ class Pi0(Policy):
         found = [self._field(prefix, state, trace["x"][:, k], times[:, k]) for k in range(times.shape[1])]
         field = stacked(found)
         log_prob = self.denoising.log_prob(trace, field)
-        entropy = self.denoising.entropy(field, log_prob)
-        return Evaluation(self._shaped(log_prob), self._shaped(entropy), self._value_of(summary, state))
+        entropy = self._shaped(self.denoising.entropy(field, log_prob))
+        contrast = Contrast(*map(self._shaped, self.denoising.contrast(trace, field)))
+        return Evaluation(self._shaped(log_prob), entropy, self._value_of(summary, state), contrast)
 
     @torch.no_grad()
     def value(self, inputs: Inputs) -> Tensor:

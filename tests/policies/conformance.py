@@ -93,6 +93,22 @@ def law_scores_agree(policy: Policy, inputs: Inputs) -> None:
     _assert_same({"value": action.value}, {"value": policy.value(inputs)}, ROWS_TOLERANCE, "value after act")
 
 
+def law_velocities_have_not_changed_since_they_acted(policy: Policy, inputs: Inputs) -> None:
+    """A policy that says how its velocities change says so of every decision."""
+    action = policy.act(inputs, random_noise(policy, _rows(inputs), 1))
+    contrast = policy.evaluate(inputs, action.trace).contrast
+    assert (contrast is not None) == policy.contrasts
+    if contrast is None:
+        return
+    chunk = action.chunk.shape
+    assert contrast.drift.shape == chunk and contrast.pull.shape == chunk
+    assert contrast.drift.abs().max() < 1e-4, "the velocity that acted is not what is evaluated"
+    other = copy.deepcopy(policy)
+    perturb(other, 0.05, seed=2)
+    moved = other.evaluate(inputs, action.trace).contrast
+    assert moved is not None and (moved.drift != 0).any() and (moved.pull != 0).any()
+
+
 def law_rows_are_independent(policy: Policy, inputs: Inputs) -> None:
     rows = _rows(inputs)
     noise = random_noise(policy, rows, 1)
@@ -311,6 +327,7 @@ LAWS: list[Callable[[Policy, Inputs], None]] = [
     law_noise_decides,
     law_mode_is_deterministic,
     law_scores_agree,
+    law_velocities_have_not_changed_since_they_acted,
     law_rows_are_independent,
     law_gradients_reach_every_parameter,
     law_act_leaves_no_graph,
@@ -353,10 +370,11 @@ def _rows(inputs: Inputs) -> int:
 
 
 def _tensors(result: Action | Evaluation) -> dict[str, Tensor]:
-    """Everything in the result, the trace's tensors included; each has B rows."""
+    """Everything in the result, the tensors of trace and contrast included; each has B rows."""
     found = dict(vars(result))
-    trace = found.pop("trace", {})
-    return found | {f"trace[{name!r}]": tensor for name, tensor in trace.items()}
+    trace, contrast = found.pop("trace", {}), found.pop("contrast", None)
+    parts = {f"trace[{name!r}]": tensor for name, tensor in trace.items()}
+    return found | parts | ({} if contrast is None else {f"contrast.{n}": t for n, t in vars(contrast).items()})
 
 
 def _rows_of(tensors: Mapping[str, Tensor], index: Tensor) -> dict[str, Tensor]:

@@ -98,7 +98,7 @@ def test_what_cannot_be_scored_is_refused() -> None:
     for arguments, message in (
         ((4, 0, 0.5), "steps >= 1"),
         ((4, 3, 0.0), "noise_level > 0"),
-        ((4, 3, 0.5, "two"), "one, all, learned"),
+        ((4, 3, 0.5, "two"), "one, any, all, learned"),
         ((4, 3, 0.5, "one", "max"), "sum, mean"),
     ):
         with pytest.raises(PolicyError, match=message):

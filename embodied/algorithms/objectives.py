@@ -1,0 +1,61 @@
+"""What an update makes smaller, of decisions under the present weights: the objectives that workflows name.
+
+Like the losses of `ppo.py`, each is a sum over units; the caller divides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from embodied.algorithms.estimators import Rows
+from embodied.algorithms.ppo import PolicyLoss, Units, advantage_of_units, policy_loss, reduce_to_unit, sum_units
+from embodied.config import LossConfig
+from policies.contract import Evaluation
+
+MAX_DRIFT = 0.5
+"""Norm of an action's change of velocity, beyond which it is shortened (pi-StepNFT's code)."""
+Objective = Callable[[Evaluation, Rows, LossConfig, Units], PolicyLoss]
+"""(decisions under the present weights, what is known of them, settings, the units that count) to the loss."""
+
+
+def ratio(new: Evaluation, rows: Rows, settings: LossConfig, places: Units) -> PolicyLoss:
+    """The clipped surrogate of the probabilities' ratio (`policy_loss`)."""
+    unit = settings.ratio_unit
+    log_prob, old = (reduce_to_unit(found, rows.executed, unit)[0] for found in (new.log_prob, rows.log_prob))
+    gain, high = advantage_of_units(rows.advantage, rows.log_prob.shape[-1], unit), settings.clip_high or settings.clip
+    weight = rows.weight[:, None] * rows.importance
+    return policy_loss(log_prob, old, gain, places, settings.clip, high, settings.dual_clip, weight)
+
+
+def contrast(new: Evaluation, rows: Rows, settings: LossConfig, places: Units) -> PolicyLoss:
+    """Step-wise negative-aware fine-tuning (pi-StepNFT, arXiv 2603.02083), per action, with y the advantage's sign:
+
+        softplus(1/2 y (E+ - E-)) + contrast_drift * mean (v - v_old)^2
+
+    E+ and E- are squared distances, in the drawn step's variance, of what was drawn from the means of two velocities,
+    v_old + b d and v_old - b d, with d = v - v_old no longer than `MAX_DRIFT` and b `contrast_scale`. The mean is
+    linear in the velocity, hence E+ - E- = -4 b sum(pull) (`Contrast`). No ratio and no value enters.
+    """
+    assert new.contrast is not None, "the policy draws no step that its velocity could be held against"
+    drift, pull = new.contrast.drift, new.contrast.pull
+    norm = (drift.square().sum(2) + 1e-16).sqrt()
+    shortened = (MAX_DRIFT / norm).clamp(max=1)
+    towards = settings.contrast_scale * (pull.sum(2) * shortened)
+    sign = torch.sign(rows.advantage)[:, None]
+    loss = functional.softplus(-2 * sign * towards) + settings.contrast_drift * drift.square().mean(2)
+    with torch.no_grad():
+        seen = ratio(new, rows, settings, places)
+    return replace(seen, loss=sum_units(loss, places, rows.weight), clipped=_count(norm > MAX_DRIFT, places))
+
+
+def _count(found: Tensor, places: Units) -> Tensor:
+    return found[places].sum()
+
+
+OBJECTIVES: dict[str, Objective] = {"ratio": ratio, "contrast": contrast}
+"""By the names that workflows use."""
