@@ -24,6 +24,7 @@ from embodied.bench.machine import measure_machine, median, seconds_of
 from embodied.bench.models import build, describe, make_inputs
 from embodied.bench.results import show_and_write
 from embodied.bench.settings import BenchPolicy
+from policies.openvla.base import TokenPolicy
 from policies.random_weights import INSTRUCTION
 
 CPU = torch.device("cpu")
@@ -47,6 +48,7 @@ def on_processor(model: str, rows: int, rounds: int) -> dict[str, Any]:
     """Decisions per second, in a batch and one at a time; medians, with intervals of the ratios round by round."""
     bench = BenchPolicy(model=model, random_weights=True, device="cpu", dtype="float32")
     policy = build(bench)
+    assert isinstance(policy, TokenPolicy)
     inputs = make_inputs(policy, rows, bench.seed, CPU)
     alone = rows_of(inputs)
     calls: dict[str, Callable[[], torch.Tensor]] = {

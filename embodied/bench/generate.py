@@ -55,6 +55,7 @@ def rows_of(inputs: Inputs) -> list[Inputs]:
     return [
         Inputs(
             frames={name: frame[row : row + 1] for name, frame in inputs.frames.items()},
+            proprio=None if inputs.proprio is None else inputs.proprio[row : row + 1],
             instruction=inputs.instruction[row : row + 1],
         )
         for row in range(len(inputs.instruction))

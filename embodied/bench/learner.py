@@ -19,9 +19,19 @@ from torch import Tensor, nn
 
 from embodied.algorithms.estimators import Rows
 from embodied.bench.flops import Costs, nbytes
+from embodied.bench.flow_flops import FlowCosts
 from embodied.bench.generate import rows_of
 from embodied.bench.machine import Machine, Peak, finish, measure_machine, median, peak_memory, repeat
-from embodied.bench.models import add_rates, build, check_batches, describe, make_inputs, measured_here, results_table
+from embodied.bench.models import (
+    add_rates,
+    build,
+    check_batches,
+    describe,
+    make_inputs,
+    measured_here,
+    network_of,
+    results_table,
+)
 from embodied.bench.settings import BenchLearner
 from embodied.config import LossConfig, OptimConfig
 from embodied.data.trajectories import HeldDecisions
@@ -30,9 +40,9 @@ from embodied.reporting.live import steps
 from embodied.workers.devices import CPU, decide, device_of, release, to_host
 from embodied.workers.microbatch import add_gradient, count_units, count_values, read
 from embodied.workers.update_steps import make_optimizer
-from policies.contract import Inputs
+from policies.contract import Inputs, Policy
 from policies.openvla.base import TokenPolicy
-from policies.random_weights import INSTRUCTION
+from policies.pi0 import sizes as pi0_sizes
 
 ROUNDS = 3
 
@@ -56,7 +66,7 @@ class Case:
 class Update:
     """The policy's PPO update on fixed samples."""
 
-    def __init__(self, policy: TokenPolicy, minibatch: int, seed: int) -> None:
+    def __init__(self, policy: Policy, minibatch: int, seed: int) -> None:
         self.policy, self.device = policy, device_of(policy)
         loss, settings = LossConfig(), OptimConfig()
         self._loss, self._max_grad_norm = loss, settings.max_grad_norm
@@ -95,7 +105,8 @@ class Update:
 
     def step(self, case: Case) -> None:
         """One optimiser step on all samples, as `Learner` takes it."""
-        self.policy.gradient_checkpointing = case.checkpointing
+        if isinstance(self.policy, TokenPolicy):
+            self.policy.gradient_checkpointing = case.checkpointing
         self.optimizer.zero_grad(set_to_none=True)
         rows, loss = self.rows[case.cached], self._loss
         assert rows is not None
@@ -120,12 +131,13 @@ def bench_learner(bench: BenchLearner) -> dict[str, Any]:
         raise UserError(f"minibatch {minibatch} is smaller than the micro-batch {max(micro_batches)}")
     if bench.lora_rank < 0:
         raise UserError(f"lora-rank must be 0 (every weight is trained) or more, got {bench.lora_rank}")
-    policy = build(bench, lora_rank=bench.lora_rank, gradient_checkpointing=True)
-    device, dtype = device_of(policy), str(policy.model.dtype).removeprefix("torch.")
-    costs = Costs(policy, len(policy.prompts.tokens(INSTRUCTION)))
+    policy = build(bench, **_options(bench))
+    device, network = device_of(policy), network_of(policy)
+    costs, dtype = network.costs, str(network.dtype).removeprefix("torch.")
     update = Update(policy, minibatch, bench.seed)
     cached = (False, True) if update.rows[True] is not None else (False,)
-    cases = [Case(m, again, c) for c in cached for again in (False, True) for m in micro_batches]
+    recomputed = (False, True) if isinstance(policy, TokenPolicy) else (False,)
+    cases = [Case(m, again, c) for c in cached for again in recomputed for m in micro_batches]
     machine = measure_machine(device, dtype)
     peaks = _warm_up(update, cases, device)
     times: dict[Case, list[float]] = {case: [] for case in cases if peaks[case] is not None}
@@ -138,7 +150,9 @@ def bench_learner(bench: BenchLearner) -> dict[str, Any]:
                 bar.advance()
     machine = machine.best(measure_machine(device, dtype))
     result = describe(bench, policy, machine)
-    result |= {"minibatch": minibatch, "lora_rank": bench.lora_rank, "off_policy": update.off_policy}
+    trained = "every weight" if all(p.requires_grad for p in policy.parameters()) else "what is not frozen"
+    rank = bench.lora_rank if isinstance(policy, TokenPolicy) else 0
+    result |= {"minibatch": minibatch, "lora_rank": rank, "trained": trained, "off_policy": update.off_policy}
     result["cases"] = [_case(case, times.get(case), peaks[case], minibatch, costs, machine) for case in cases]
     best = max((case for case in result["cases"] if "mfu" in case), key=lambda case: case["samples_per_s"])
     kept = ("micro_batch", "gradient_checkpointing", "cached_features", "samples_per_s", "limit_samples_per_s")
@@ -146,6 +160,11 @@ def bench_learner(bench: BenchLearner) -> dict[str, Any]:
     result["memory"] = memory(policy, update.optimizer, device)
     _show(result)
     return result
+
+
+def _options(bench: BenchLearner) -> dict[str, Any]:
+    """Of the policy: adapters are for OpenVLA; pi0's expert is trained, as published."""
+    return {} if bench.model in pi0_sizes.MODELS else {"lora_rank": bench.lora_rank, "gradient_checkpointing": True}
 
 
 def _warm_up(update: Update, cases: Iterable[Case], device: torch.device) -> dict[Case, Peak | None]:
@@ -165,7 +184,7 @@ def _warm_up(update: Update, cases: Iterable[Case], device: torch.device) -> dic
 
 
 def _case(
-    case: Case, times: list[float] | None, peak: Peak | None, minibatch: int, costs: Costs, machine: Machine
+    case: Case, times: list[float] | None, peak: Peak | None, minibatch: int, costs: Costs | FlowCosts, machine: Machine
 ) -> dict[str, Any]:
     named = {
         "micro_batch": case.micro_batch,
@@ -192,7 +211,7 @@ def _case(
     }
 
 
-def memory(policy: TokenPolicy, optimizer: torch.optim.Optimizer, device: torch.device) -> dict[str, int]:
+def memory(policy: Policy, optimizer: torch.optim.Optimizer, device: torch.device) -> dict[str, int]:
     """Bytes that rollout and learner hold between them, with one copy of the weights and with two.
 
     `resident` is what the device's allocator holds for all of it, where there is one to ask.
@@ -210,7 +229,7 @@ def memory(policy: TokenPolicy, optimizer: torch.optim.Optimizer, device: torch.
 
 
 def _show(result: dict[str, Any]) -> None:
-    what = f"LoRA rank {result['lora_rank']}" if result["lora_rank"] else "every weight"
+    what = f"LoRA rank {result['lora_rank']}" if result["lora_rank"] else result["trained"]
     table = results_table(f"{result['model']}, {what}, {result['dtype']}, {result['hardware']}", "samples/s")
     for found in result["cases"]:
         name = Case(found["micro_batch"], found["gradient_checkpointing"], found["cached_features"]).name

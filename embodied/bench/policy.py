@@ -15,19 +15,29 @@ from rich.console import Console
 from torch import Tensor
 
 from embodied.bench.flops import Costs, nbytes
+from embodied.bench.flow_flops import FlowCosts
 from embodied.bench.generate import LOOP, OneAtATime, ways
 from embodied.bench.machine import Machine, Peak, measure_machine, median, peak_memory, repeat
-from embodied.bench.models import add_rates, build, check_batches, describe, make_inputs, measured_here, results_table
+from embodied.bench.models import (
+    add_rates,
+    build,
+    check_batches,
+    describe,
+    make_inputs,
+    measured_here,
+    network_of,
+    results_table,
+)
 from embodied.bench.settings import BenchPolicy
 from embodied.errors import UserError
 from embodied.reporting.live import steps
 from embodied.workers.devices import device_of, release
+from policies.contract import Policy
 from policies.openvla.base import TokenPolicy
 from policies.openvla.policy import OpenVLA
 from policies.openvla.sampling import decode
-from policies.random_weights import INSTRUCTION
 
-ROUNDS = 3
+ROUNDS, FIRST = 3, "first token"
 PEER_ROWS = 4
 """Rows whose tokens are compared with the peer's."""
 
@@ -36,20 +46,20 @@ def bench_policy(bench: BenchPolicy) -> dict[str, Any]:
     """Measure every batch size and every way of the peer in turn, three rounds; medians count."""
     batches = check_batches(bench.batches, "batches")
     policy = build(bench)
-    device = device_of(policy)
-    costs = Costs(policy, len(policy.prompts.tokens(INSTRUCTION)))
+    device, network = device_of(policy), network_of(policy)
+    costs, dtype = network.costs, str(network.dtype).removeprefix("torch.")
     rates = Rates(policy, bench, batches, device)
     with steps("Measuring", ROUNDS) as bar:
-        machine = measure_machine(device, str(policy.model.dtype).removeprefix("torch."))
+        machine = measure_machine(device, dtype)
         for _ in range(ROUNDS):
             rates.measure()
             bar.advance()
-        machine = machine.best(measure_machine(device, str(policy.model.dtype).removeprefix("torch.")))
+        machine = machine.best(measure_machine(device, dtype))
     result = describe(bench, policy, machine) | _latency(rates, costs, machine)
     result["weights_bytes"] = nbytes(policy)
     result["batches"] = [_batch(rates, batch, costs, machine) for batch in batches]
     result |= _best(result["batches"], policy.spec.chunk)
-    if bench.peer:
+    if rates.peers:
         result["peers"] = {name: _peer(rates, name, result) for name in rates.peers}
         result |= {"peer": LOOP.name, "peer_decisions_per_s": result["peers"][LOOP.name]["decisions_per_s"]}
         result["ratio_to_peer"] = result["decisions_per_s"] / result["peer_decisions_per_s"]
@@ -60,7 +70,7 @@ def bench_policy(bench: BenchPolicy) -> dict[str, Any]:
 class Rates:
     """Seconds of each call, of everything that is measured."""
 
-    def __init__(self, policy: TokenPolicy, bench: BenchPolicy, batches: tuple[int, ...], device: torch.device) -> None:
+    def __init__(self, policy: Policy, bench: BenchPolicy, batches: tuple[int, ...], device: torch.device) -> None:
         self.policy, self.seconds, self.device = policy, bench.seconds, device
         self.inputs = {batch: make_inputs(policy, batch, bench.seed, device) for batch in {*batches, 1}}
         self.times: dict[str, list[float]] = {}
@@ -68,13 +78,18 @@ class Rates:
         self.batches = list(batches)
         """Those that fit into memory."""
         self._warm_up()
-        self.peers = {way.name: OneAtATime(policy, way) for way in ways(policy)} if bench.peer else {}
-        self.equal = self._compare(make_inputs(policy, min(max(self.batches), PEER_ROWS), bench.seed, device))
+        self.peers: dict[str, OneAtATime] = {}
+        self.equal: dict[str, float] = {}
+        if bench.peer and isinstance(policy, TokenPolicy):
+            self.peers = {way.name: OneAtATime(policy, way) for way in ways(policy)}
+            self.equal = self._compare(make_inputs(policy, min(max(self.batches), PEER_ROWS), bench.seed, device))
 
     def measure(self) -> None:
         """One round."""
         one = self.inputs[1]
-        self._time("first token", lambda: first_token(self.policy, self.inputs[1]))
+        if isinstance(self.policy, TokenPolicy):
+            token_policy = self.policy
+            self._time(FIRST, lambda: first_token(token_policy, self.inputs[1]))
         for batch in dict.fromkeys([1, *self.batches]):
             self._time(str(batch), lambda batch=batch: self.policy.act(self.inputs[batch], None))  # type: ignore[misc]
         for name, peer in self.peers.items():
@@ -102,7 +117,7 @@ class Rates:
         enough for all of them, and some differ."""
         ours = self.policy.act(inputs, None).trace["tokens"]
         equal = {name: share_of_equal_rows(ours, peer.tokens(inputs)) for name, peer in self.peers.items()}
-        if self.policy.model.dtype == torch.float32 and min(equal.values(), default=1.0) < 1.0:
+        if network_of(self.policy).dtype == torch.float32 and min(equal.values(), default=1.0) < 1.0:
             raise RuntimeError(
                 f"the policy and Hugging Face's loop say different tokens; shares of equal rows: {equal}"
             )
@@ -123,16 +138,17 @@ def first_token(policy: TokenPolicy, inputs: Any) -> None:
         policy.act(inputs, None)
 
 
-def _latency(rates: Rates, costs: Costs, machine: Machine) -> dict[str, float]:
+def _latency(rates: Rates, costs: Costs | FlowCosts, machine: Machine) -> dict[str, float]:
     limit = sum(machine.seconds(work.flops, work.nbytes) for work in costs.decision(1))
+    token = {"time_to_first_token_s": median(rates.times[FIRST])} if FIRST in rates.times else {}
     return {
-        "time_to_first_token_s": median(rates.times["first token"]),
+        **token,
         "time_to_first_action_s": median(rates.times["1"]),
         "limit_time_to_first_action_s": limit,
     }
 
 
-def _batch(rates: Rates, batch: int, costs: Costs, machine: Machine) -> dict[str, Any]:
+def _batch(rates: Rates, batch: int, costs: Costs | FlowCosts, machine: Machine) -> dict[str, Any]:
     """Figures of a batch size. Each pass waits for the one before, so the limit is a sum over passes."""
     if batch not in rates.batches:
         return {"batch": batch, "out_of_memory": True}
@@ -185,8 +201,9 @@ def _show(result: dict[str, Any]) -> None:
         table.add_row(name, f"{found['decisions_per_s']:,.2f}", f"{1 / max(times):,.2f}-{1 / min(times):,.2f}")
     console = Console()
     console.print(table)
-    token, action = (1e3 * result[f"time_to_first_{name}_s"] for name in ("token", "action"))
-    console.print(f"batch 1: first token after {token:,.0f} ms, first action after {action:,.0f} ms")
+    firsts = {name: result.get(f"time_to_first_{name}_s") for name in ("token", "action")}
+    said = ", ".join(f"first {name} after {1e3 * s:,.0f} ms" for name, s in firsts.items() if s is not None)
+    console.print(f"batch 1: {said}")
     console.print(measured_here(result))
     for name, found in peers.items():
         console.print(

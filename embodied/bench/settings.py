@@ -49,11 +49,13 @@ class BenchTransport:
 
 @dataclass(frozen=True)
 class BenchPolicy:
-    """Actions (OpenVLA) or chunks (OpenVLA-OFT) per second by batch size, time to the first action, memory and model
-    FLOPs utilisation, beside the hardware's limits and Hugging Face's loop, one row at a time, on the same weights."""
+    """Actions (OpenVLA) or chunks (OpenVLA-OFT, pi0) per second by batch size, time to the first action, memory and
+    model FLOPs utilisation, beside the hardware's limits and (OpenVLA) Hugging Face's loop, one row at a time, on the
+    same weights."""
 
     model: str = "openvla-7b"
-    """openvla- or openvla-oft-, and 7b, 100m, 100m-deep or tiny. With --checkpoint only the first part counts."""
+    """openvla- or openvla-oft-, and 7b, 100m, 100m-deep or tiny; pi0 or pi05, alone or with -small or -tiny. With
+    --checkpoint only the first part counts."""
     random_weights: bool = False
     """Draw the weights instead of reading a checkpoint: no value of theirs changes speed or memory."""
     checkpoint: Path | None = None
@@ -82,7 +84,8 @@ class BenchLearner:
     memory and model FLOPs utilisation, beside the hardware's limit; rollout and learner share the weights."""
 
     model: str = "openvla-7b"
-    """openvla- or openvla-oft-, and 7b, 100m, 100m-deep or tiny. With --checkpoint only the first part counts."""
+    """openvla- or openvla-oft-, and 7b, 100m, 100m-deep or tiny; pi0 or pi05, alone or with -small or -tiny. With
+    --checkpoint only the first part counts."""
     random_weights: bool = False
     """Draw the weights instead of reading a checkpoint: no value of theirs changes speed or memory."""
     checkpoint: Path | None = None
@@ -94,7 +97,7 @@ class BenchLearner:
     minibatch: int = 0
     """Samples per optimiser step; 0: the largest micro-batch."""
     lora_rank: int = 32
-    """Of the adapters, on language model and projector; 0 trains every weight."""
+    """Of the adapters, on language model and projector; 0 trains every weight. Of pi0 the expert is trained."""
     device: str = "auto"
     """cpu, cuda, cuda:1, ...; auto is the first GPU where there is one."""
     dtype: str = "auto"

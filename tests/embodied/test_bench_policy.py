@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from embodied.bench.flops import Costs, Work
+from embodied.bench.flow_flops import FlowCosts
 from embodied.bench.generate import OneAtATime, ways
 from embodied.bench.learner import Case, Update
 from embodied.bench.machine import Machine, measure_machine
@@ -26,6 +27,7 @@ from policies.openvla import sizes
 from policies.openvla.base import TokenPolicy
 from policies.openvla.config import read_config
 from policies.openvla.model import build_empty, load_model
+from policies.pi0.policy import Pi0
 from policies.random_weights import INSTRUCTION
 from tests.variants import often
 
@@ -53,7 +55,15 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def tiny(model: str, **options: Any) -> TokenPolicy:
-    return build(BenchPolicy(model=model, random_weights=True, device="cpu"), **options)
+    policy = build(BenchPolicy(model=model, random_weights=True, device="cpu"), **options)
+    assert isinstance(policy, TokenPolicy)
+    return policy
+
+
+def tiny_flow(model: str, **options: Any) -> Pi0:
+    policy = build(BenchPolicy(model=model, random_weights=True, device="cpu"), **options)
+    assert isinstance(policy, Pi0)
+    return policy
 
 
 @pytest.mark.parametrize("model", often(MODELS[:1], MODELS))
@@ -107,6 +117,44 @@ def test_the_measured_update_is_one_whatever_the_micro_batch_and_waits_once(
     assert reads == [ROWS, 1]
     assert float(gradients[0].norm()) > 0
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("model", ["pi0-tiny", "pi05-tiny"])
+def test_flow_policies_are_measured(model: str, tmp_path: Path) -> None:
+    """Acting, and the update with the prefix's keys and values given, and without."""
+    found = bench(tmp_path, "policy", "--model", model, "--random-weights", "--batches", "1", "3")
+    assert [batch["batch"] for batch in found["batches"]] == [1, 3]
+    assert all(batch["mfu"] <= batch["share_of_limit"] * (1 + 1e-9) for batch in found["batches"])
+    assert found["chunks_per_s"] > 0 and found["time_to_first_action_s"] > 0 and "peers" not in found
+    arguments = ("--model", model, "--random-weights", "--micro-batches", "2", "--minibatch", "3")
+    learned = bench(tmp_path, "learner", *arguments)
+    assert {case["cached_features"] for case in learned["cases"]} == {False, True}
+    assert learned["trained"] == "what is not frozen" and learned["off_policy"] < 1e-4
+    plain, cached = (case["model_flops"] for case in learned["cases"])
+    assert cached < plain, "the prefix is counted where it is given"
+
+
+@pytest.mark.parametrize("model", ["pi0-tiny", "pi05-tiny"])
+@pytest.mark.parametrize("options", [{}, {"train": "all"}, {"scored": "all"}, {"critic": "suffix"}], ids=str)
+def test_the_work_of_a_flow_policy_is_what_torch_counts(model: str, options: dict[str, Any]) -> None:
+    policy = tiny_flow(model, **options)
+    inputs = make_inputs(policy, ROWS, 0, CPU)
+    costs, trace = FlowCosts(policy), policy.act(inputs, None).trace
+
+    def update(given: dict[str, torch.Tensor]) -> None:
+        new = policy.evaluate(inputs, {**trace, **given})
+        (new.log_prob.sum() + new.value.sum()).backward()
+
+    calls: list[tuple[Any, Work]] = [(lambda: policy.act(inputs, None), sum(costs.decision(ROWS), Work()))]
+    calls.append((lambda: update({}), costs.update(ROWS, cached=False, dense=True)))
+    if features := policy.precompute(inputs):
+        calls.append((lambda: update(features), costs.update(ROWS, cached=True, dense=True)))
+        assert costs.update(ROWS, cached=True).attention < 0.9 * calls[-1][1].attention
+    for call, work in calls:
+        linear, attention = counted(call)
+        # What keeps them apart: rotary frequencies, which are a product too.
+        assert work.linear == pytest.approx(linear, rel=1e-3)
+        assert work.attention == pytest.approx(attention, rel=0.02)
 
 
 def test_the_machines_limits_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
