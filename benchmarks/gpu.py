@@ -30,7 +30,10 @@ from benchmarks.gpu_stages.runner import Runner, look_at_machine  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 README = ROOT / "benchmarks" / "README.md"
-MODELS = {"cuda": ("openvla-7b", "openvla-oft-7b"), "cpu": ("openvla-tiny", "openvla-oft-tiny")}
+MODELS = {
+    "cuda": ("openvla-7b", "openvla-oft-7b", "pi0", "pi05"),
+    "cpu": ("openvla-tiny", "openvla-oft-tiny", "pi0-tiny", "pi05-tiny"),
+}
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -47,7 +50,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--only", nargs="+", default=[], metavar="STAGE", help="stages or parts, also if measured already"
     )
     parser.add_argument(
-        "--model", nargs="+", default=[], help="default: openvla-7b openvla-oft-7b; on a CPU the tiny ones"
+        "--model", nargs="+", default=[], help="default: openvla-7b openvla-oft-7b pi0 pi05; on a CPU the tiny ones"
     )
     parser.add_argument("--cpu", action="store_true", help="tiny models on the CPU (also where torch sees no GPU)")
     parser.add_argument("--json", type=Path, help="default: benchmarks/results/gpu.json; on a CPU gpu_on_cpu.json")

@@ -17,7 +17,7 @@ class Work:
     variant: str
     """What follows the stage's name: a model, a task, a way. Empty where a stage has one part."""
     model: str
-    """A name of `policies.openvla.sizes`: `openvla-7b`."""
+    """A name of `policies.openvla.sizes` or `policies.pi0.sizes`: `openvla-7b`."""
     device: str
     """`cuda` or `cpu`."""
     scratch: Path

@@ -13,11 +13,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from policies import lora
 from policies.contract import Evaluation, Inputs, Policy, PolicyError, PolicySpec
 from policies.files import ADAPTER, ADAPTER_CONFIG, CONFIG, Shards, read_json
 from policies.imitation import counted_mean, only_counted
 from policies.layers import checked_widths
-from policies.openvla import lora
+from policies.openvla import adapters
 from policies.openvla.actions import action_of, check_gripper, convert_gripper, read_gripper, token_of
 from policies.openvla.config import TOWERS
 from policies.openvla.heads import ValueHead
@@ -162,9 +163,9 @@ class TokenPolicy(Policy):
                 f"task takes {spec.action_dim}"
             )
         if saved is not None:
-            lora.attach_saved(self.model, saved)
+            adapters.attach_saved(self.model, saved)
         elif lora_rank:
-            lora.attach(self.model, lora_rank, float(lora_alpha) or lora_rank, lora_parts)
+            adapters.attach(self.model, lora_rank, float(lora_alpha) or lora_rank, lora_parts)
         # What `precompute` covers stays the same while gradients are switched off for a pass.
         self._trains_towers = _is_trained(self.model.vision_backbone)
         self._trains_projector = _is_trained(self.model.projector)

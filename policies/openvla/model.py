@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from policies.contract import PolicyError
 from policies.files import CONFIG, INDEX, SINGLE, Shards, copy_other_files, write_json
+from policies.lora import AdaptedModel
 from policies.openvla.config import ModelConfig, read_config
 from policies.openvla.vision import Projector, VisionBackbone
 from policies.random_weights import RANDOM_WEIGHTS, draw
@@ -73,8 +74,15 @@ class Sequence:
         return (((key <= query) & keys) | (key == query))[:, None]
 
 
-class OpenVLAModel(nn.Module):
+class OpenVLAModel(AdaptedModel):
     """Vision towers, projector and Llama under the checkpoint's names."""
+
+    digested = (
+        "projector.fc3.weight",
+        "language_model.model.norm.weight",
+        "language_model.model.layers.0.self_attn.q_proj.weight",
+        "language_model.model.layers.0.mlp.down_proj.weight",
+    )
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -91,10 +99,6 @@ class OpenVLAModel(nn.Module):
         """The checkpoint's tensors that no output depends on, kept on the CPU to be saved again."""
         self.shards: Shards | None = None
         """Where the tensors came from."""
-        self.adapter_config: dict[str, Any] = {}
-        """PEFT's, if adapters hang on the model."""
-        self.unused_adapter: dict[str, Tensor] = {}
-        """Adapters of tensors in `unused`, on the CPU, to be saved again."""
 
     @property
     def width(self) -> int:
@@ -194,6 +198,13 @@ class OpenVLAModel(nn.Module):
         """float32 [..]: of the tokens int64 [..] among the whole vocabulary, after the states [.., D]."""
         logits = self.language_model.lm_head(hidden).float()
         return functional.cross_entropy(logits.flatten(0, -2), tokens.flatten(), reduction="none").view(tokens.shape)
+
+    @property
+    def base_folder(self) -> Path | None:
+        return None if self.shards is None else self.shards.folder
+
+    def checkpoint_name(self, name: str) -> str:
+        return to_checkpoint(name)
 
     def checkpoint_state(self) -> dict[str, Tensor]:
         """All tensors of the checkpoint under its names, those that nothing depends on too."""

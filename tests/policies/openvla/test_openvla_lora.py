@@ -12,7 +12,7 @@ from torch import nn
 import policies
 from policies import PolicyError
 from policies.files import ADAPTER_CONFIG
-from policies.openvla.lora import targets
+from policies.openvla.adapters import targets
 from policies.openvla.model import load_model
 from tests.policies import conformance
 from tests.policies.openvla.cases import CHUNK, ONE_ACTION, error, make, random_inputs
