@@ -1,11 +1,4 @@
-"""Checkpoints of pi0 and pi0.5: openpi's directories and LeRobot's, by one set of names.
-
-The network's own names are openpi's with short prefixes. Layouts differ in levels that libraries added and removed:
-
-    openpi               paligemma_with_expert.paligemma.model.language_model.layers.0...
-    LeRobot              model. before that
-    LeRobot, mid-2025    model.paligemma_with_expert.paligemma.language_model.model.layers.0...
-    newer transformers   ...vision_tower.embeddings... instead of ...vision_tower.vision_model.embeddings...
+"""Checkpoints of pi0 and pi0.5: openpi's directories and LeRobot's, by one set of names (`names.py`).
 
 The token embedding is stored once, as its tied `lm_head`. The expert's `lm_head` is in every checkpoint and has no part
 in anything: it is kept aside, and written again.
@@ -13,7 +6,6 @@ in anything: it is kept aside, and written again.
 
 from __future__ import annotations
 
-import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,55 +15,20 @@ import torch
 
 from policies.contract import PolicyError
 from policies.files import CONFIG, INDEX, SINGLE, Shards, read_json, write_json, write_tensors
+from policies.lora import merged_state
 from policies.pi0.config import ARCHITECTURE, SIZES, Layout, read_sizes
+from policies.pi0.names import PALIGEMMA, STATISTICS, UNUSED, in_layout, own_name, stored_name
 from policies.pi0.network import Pi0Network
 from policies.pi0.sizes import draw_weights
 from policies.random_weights import RANDOM_WEIGHTS
 
-PALIGEMMA, EXPERT = "paligemma_with_expert.paligemma.", "paligemma_with_expert.gemma_expert."
-UNUSED = f"{EXPERT}lm_head.weight"
 ADAPTIVE = "time_mlp_in.weight"
 """A tensor that pi0.5 alone has."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 COPIED = ("*.json", "*.model", "*.md", "policy_*processor_step_*.safetensors")
 """Files that go with the weights wherever these go."""
-NAMES = (
-    (r"model\.(?=paligemma_with_expert\.|action_|state_proj|time_mlp)", ""),
-    (re.escape(PALIGEMMA) + r"(model\.)?vision_tower\.(vision_model\.)?", "vision."),
-    (re.escape(PALIGEMMA) + r"(model\.)?multi_modal_projector\.linear\.", "projector."),
-    (re.escape(PALIGEMMA) + r"((model\.)?language_model\.)?lm_head\.", "embedding."),
-    (re.escape(PALIGEMMA) + r"(model\.)?language_model\.(model\.)?embed_tokens\.", "embedding."),
-    (re.escape(PALIGEMMA) + r"(model\.)?language_model\.(model\.)?", "mixture.vlm."),
-    (re.escape(EXPERT) + r"model\.", "mixture.expert."),
-)
-"""What a stored name begins with, and what takes its place, in this order."""
-STORED = {
-    "vision.": f"{PALIGEMMA}model.vision_tower.vision_model.",
-    "projector.": f"{PALIGEMMA}model.multi_modal_projector.linear.",
-    "embedding.": f"{PALIGEMMA}lm_head.",
-    "mixture.vlm.": f"{PALIGEMMA}model.language_model.",
-    "mixture.expert.": f"{EXPERT}model.",
-}
-"""What the network's names begin with, in openpi's layout."""
 OWN = ("kind", "spec", RANDOM_WEIGHTS, "pi05")
 """Entries of config.json that are this project's alone."""
-STATISTICS = re.compile(r"(model\.)?(un)?normalize_(inputs|targets|outputs)\.")
-"""LeRobot's checkpoints of mid-2025 have statistics among the weights."""
-
-
-def own_name(stored: str) -> str:
-    """The network's name of a stored tensor; that of `UNUSED` without LeRobot's prefix."""
-    for pattern, replacement in NAMES:
-        stored = re.sub(f"^{pattern}", replacement, stored)
-    return stored
-
-
-def stored_name(name: str, layout: Layout) -> str:
-    """The name of the network's tensor in a checkpoint."""
-    for prefix, replacement in STORED.items():
-        if name.startswith(prefix):
-            name = replacement + name.removeprefix(prefix)
-    return f"model.{name}" if layout == "lerobot" else name
 
 
 def load_network(folder: str | Path, dtype: str = "checkpoint") -> Pi0Network:
@@ -93,7 +50,7 @@ def load_network(folder: str | Path, dtype: str = "checkpoint") -> Pi0Network:
     tensors = _read(shards, network)
     if dtype != "checkpoint":
         tensors = {own: tensor.to(DTYPES[dtype]) for own, tensor in tensors.items()}
-    network.unused, network.layout = tensors.pop(UNUSED), layout
+    network.unused, network.layout, network.folder = tensors.pop(UNUSED), layout, folder
     network.load_state_dict(tensors, assign=True)
     fill_vision(network)
     return network.eval()
@@ -136,13 +93,14 @@ def _drawn(folder: Path, dtype: str) -> Pi0Network:
     with torch.device("meta"):
         network = Pi0Network(sizes)
     network = draw_weights(network, seed, DTYPES[named])
-    network.layout = layout
+    network.layout, network.folder = layout, folder
     fill_vision(network)
     return network.eval()
 
 
 def save_directory(network: Pi0Network, source: Path, folder: Path, config: Mapping[str, Any], ours: bool) -> None:
-    """Write a directory in the layout of `source`, whose tokenizer and statistics are copied, with its `config`.
+    """Write a directory in the layout of `source`, whose tokenizer and statistics are copied, with its `config`. An
+    adapter is added to the weights.
 
     `ours`: the configuration is to get the entries of this project's own checkpoints. Raises `PolicyError` where the
     source is gone.
@@ -162,14 +120,13 @@ def save_directory(network: Pi0Network, source: Path, folder: Path, config: Mapp
 
 
 def save_network(network: Pi0Network, folder: Path, layout: Layout) -> None:
-    """Write the weights as openpi or LeRobot have them, in one file."""
-    tensors = {stored_name(name, layout): tensor.detach().cpu() for name, tensor in network.state_dict().items()}
-    tensors[stored_name(UNUSED, layout)] = network.unused
+    """Write the weights, an adapter added to them, as openpi or LeRobot have them, in one file."""
+    state = merged_state(network) if network.adapter_config else network.checkpoint_state()
+    tensors = {in_layout(name, layout): tensor.detach().cpu().contiguous() for name, tensor in sorted(state.items())}
+    tensors[stored_name(UNUSED, layout)] = network.unused.cpu()
     tied = stored_name("embedding.weight", layout)
     second = tied.replace(f"{PALIGEMMA}lm_head.", f"{PALIGEMMA}model.language_model.embed_tokens.")
-    write_tensors(
-        folder / SINGLE, {name: tensor.contiguous() for name, tensor in sorted(tensors.items())}, {second: tied}
-    )
+    write_tensors(folder / SINGLE, tensors, {second: tied})
 
 
 def fill_vision(network: Pi0Network) -> None:

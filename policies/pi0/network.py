@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from policies.lora import AdaptedModel
 from policies.pi0.config import Layout, Pi0Sizes, VisionSizes
 from policies.pi0.mixture import Cache, Mixture, blocks_seen, positions_of
+from policies.pi0.names import stored
 from policies.time_embedding import time_embedding
 from policies.torchvision_operators import import_torchvision
 
@@ -48,13 +51,19 @@ class Prefix:
     """[B, P, W], the vision-language model's outputs. Those of absent tokens mean nothing."""
 
 
-class Pi0Network(nn.Module):
+class Pi0Network(AdaptedModel):
     """Parameters have openpi's names below `mixture`, `vision`, `projector` and `embedding` (`files.py`)."""
 
     unused: Tensor
     """The expert's head of the checkpoint, on which nothing depends."""
     layout: Layout
     """Of the checkpoint."""
+    folder: Path | None = None
+    """Where the tensors came from."""
+    digested: ClassVar[tuple[str, ...]] = tuple(
+        map(stored, ("projector.weight", "action_out_proj.weight", "mixture.vlm.layers.0.mlp.down_proj.weight",
+                     "mixture.expert.layers.0.self_attn.q_proj.weight"))
+    )  # fmt: skip
 
     def __init__(self, sizes: Pi0Sizes) -> None:
         super().__init__()
@@ -71,6 +80,17 @@ class Pi0Network(nn.Module):
         else:
             self.state_proj = nn.Linear(dims, inner)
             self.action_time_mlp_in, self.action_time_mlp_out = nn.Linear(2 * inner, inner), nn.Linear(inner, inner)
+
+    @property
+    def base_folder(self) -> Path | None:
+        return self.folder
+
+    def checkpoint_name(self, name: str) -> str:
+        """openpi's; LeRobot's checkpoints have `model.` before it."""
+        return stored(name)
+
+    def checkpoint_state(self) -> dict[str, Tensor]:
+        return {stored(name): tensor for name, tensor in self.state_dict().items()}
 
     # --- the prefix
 

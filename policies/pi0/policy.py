@@ -7,6 +7,7 @@ robot's, N denoising steps, P tokens of the prefix, W the vision-language model'
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,13 +15,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from policies import lora
 from policies.contract import Action, Contrast, Evaluation, Inputs, Policy, PolicyError, PolicySpec
 from policies.denoising import Denoising, Field, stacked
 from policies.encoders import vector
-from policies.files import CONFIG, Shards, check_tensors, read_json, read_tensors, write_tensors
+from policies.files import CONFIG, Shards, read_json
 from policies.imitation import counted_mean, only_counted
 from policies.layers import checked_widths, mlp
-from policies.pi0.files import DTYPES, is_random, load_network, read_weights, save_directory
+from policies.pi0 import saving
+from policies.pi0.adapters import attach
+from policies.pi0.files import DTYPES, is_random, load_network
 from policies.pi0.images import pixel_values
 from policies.pi0.mixture import Cache
 from policies.pi0.network import Observation, Prefix
@@ -28,23 +32,18 @@ from policies.pi0.noise import NoiseNet
 from policies.pi0.prompts import Prompts
 from policies.pi0.units import (
     DEMONSTRATIONS,
-    RobotUnits,
     StoredUnits,
     demonstrated,
     first_of,
     identity,
     read_lerobot,
     read_openpi,
-    write_lerobot,
-    write_openpi,
 )
 
 SLOTS = 3
 """Images that every checkpoint was trained with. Those of absent cameras nothing sees: they are not computed."""
 RESIZES, PROMPTS, TRAINED = ("pillow", "interpolate"), ("openpi", "lerobot", "lerobot-0.4"), ("expert", "all")
 CRITICS = ("prefix", "suffix")
-EXTRAS = "units.safetensors"
-"""What a policy that was saved has beside a checkpoint's weights: its units, and its `NoiseNet`."""
 NOISE_WIDTHS = (128, 64)
 BFLOAT16_TOLERANCE = 2e-2
 TIME_POWER, TIME_LOW = 1 / 1.5, 0.001
@@ -107,6 +106,9 @@ class Pi0(Policy):
         train: str = "expert",
         cache_prefix: bool = True,
         dtype: str = "float32",
+        lora_rank: int = 0,
+        lora_alpha: float = 0.0,
+        lora_parts: Sequence[str] = ("vlm", "expert"),
         critic: str = "prefix",
         critic_trains_network: bool = False,
         value_widths: Sequence[int] = (512, 128),
@@ -117,9 +119,12 @@ class Pi0(Policy):
         "" that of the checkpoint's layout; `state_in_prompt` is for pi0.5. With `delta_dims` K the network says the
         first K numbers as differences to the state's (6 for openpi's pi0_libero). `train`: `expert` freezes the
         vision-language model, `all` trains every weight. `noise_bounds` are the standard deviations between which
-        scored `learned` keeps. `critic` is what the value head reads, prefix or suffix.
+        scored `learned` keeps. With `lora_rank` adapters on `lora_parts` (vlm, expert, vision) are all of the network
+        that is trained; `lora_alpha` 0: as the rank. `critic` is what the value head reads, prefix or suffix.
         """
         super().__init__()
+        if weights and saving.is_adapter(Path(weights)):
+            weights = ""
         self.check_files({"checkpoint": weights or checkpoint})
         choices = ("resize", resize, RESIZES), ("train", train, TRAINED), ("critic", critic, CRITICS)
         for name, given, valid in (*choices, ("dtype", dtype, DTYPES)):
@@ -144,10 +149,11 @@ class Pi0(Policy):
             state_in_prompt=state_in_prompt, resize=resize, rotate_images=rotate_images,
             delta_dims=delta_dims, steps=steps, noise_level=float(noise_level), scored=scored,
             step_reduction=step_reduction, noise_bounds=list(noise_bounds), train=train, cache_prefix=cache_prefix,
-            dtype=dtype, critic=critic, critic_trains_network=critic_trains_network,
+            dtype=dtype, lora_rank=lora_rank, lora_alpha=float(lora_alpha), lora_parts=list(lora_parts),
+            critic=critic, critic_trains_network=critic_trains_network,
             value_widths=list(checked_widths("value_widths", value_widths)),
         )  # fmt: skip
-        self.network, self._config = load_network(source, dtype), read_json(source / CONFIG)
+        self.network, self.config = load_network(source, dtype), read_json(source / CONFIG)
         self.sizes, self.layout = self.network.sizes, self.network.layout
         self._check_spec(state_in_prompt)
         self.spec = spec = replace(spec, horizon=self.sizes.horizon)
@@ -162,10 +168,13 @@ class Pi0(Policy):
         self.resize: Any = resize
         self.rotate_images, self.delta_dims, self.state_in_prompt = rotate_images, delta_dims, state_in_prompt
         self.trains_all, self.cache_prefix = train == "all", cache_prefix
-        for name, parameter in self.network.named_parameters():
-            parameter.requires_grad_(
-                self.trains_all or not name.startswith(("vision.", "projector.", "embedding.", "mixture.vlm."))
-            )
+        if lora_rank:
+            attach(self.network, lora_rank, float(lora_alpha) or lora_rank, lora_parts)
+            self.trains_all = bool({"vlm", "vision"} & set(lora_parts))
+        else:
+            for name, parameter in self.network.named_parameters():
+                frozen = name.startswith(("vision.", "projector.", "embedding.", "mixture.vlm."))
+                parameter.requires_grad_(self.trains_all or not frozen)
         if dtype != "float32":
             self.ratio_tolerance = BFLOAT16_TOLERANCE
         inner, numbers = self.sizes.expert.width, self.sizes.horizon * self.sizes.action_dim
@@ -240,35 +249,30 @@ class Pi0(Policy):
     def architecture(self) -> dict[str, Any]:
         return dict(self._architecture)
 
+    @property
+    def adapted(self) -> bool:
+        """Whether an adapter is trained, and the network frozen."""
+        return bool(self.network.adapter_config)
+
+    @property
+    def has_new_adapter(self) -> bool:
+        adapter = set(lora.adapter_parameters(self.network))
+        return self.adapted and adapter.issuperset(self.actor_parameters()) and lora.is_neutral(self.network)
+
+    def without_adapter(self) -> AbstractContextManager[None]:
+        return lora.switched_off(self.network) if self.adapted else super().without_adapter()
+
     def export(self, folder: Path) -> None:
-        """Write a directory in the layout of the checkpoint's, with its configuration and tokenizer, and its statistics
-        or those of the demonstrations."""
-        folder = Path(folder)
-        save_directory(self.network, self.source, folder, self._config, ours=False)
-        if self._architecture["asset"] == DEMONSTRATIONS:
-            # Whoever reads the files wants statistics of a state, also where the policy reads none.
-            state = self.units.state if self.spec.proprio_dim else identity(self.sizes.action_dim, 0).state
-            units = RobotUnits(state, self.units.action)
-            (write_lerobot if self.layout == "lerobot" else write_openpi)(folder, units)
+        """Write a directory in the layout of the checkpoint's, adapter added, with its configuration and tokenizer, and
+        its statistics or those of the demonstrations."""
+        saving.export(self, Path(folder))
 
     def write_actor(self, folder: Path) -> bool:
-        """Such a directory too, with the units to the last bit."""
-        save_directory(self.network, self.source, folder, self._config, ours=True)
-        write_tensors(folder / EXTRAS, self._extras())
+        saving.write(self, folder)
         return True
 
     def read_actor(self, folder: Path) -> dict[str, Tensor]:
-        weights, extras = read_weights(folder, self.network), read_tensors(folder / EXTRAS)
-        # How steps are drawn may differ, and with it whether a network for that was learned.
-        learned, expected = any(name.startswith("noise_net.") for name in extras), self._extras()
-        if learned != (self.noise_net is not None):
-            extras, expected = ({n: t for n, t in of.items() if n.startswith("units.")} for of in (extras, expected))
-        check_tensors(folder / EXTRAS, extras, expected)
-        return {f"network.{name}": tensor for name, tensor in weights.items()} | extras
-
-    def _extras(self) -> dict[str, Tensor]:
-        parts = {"units": self.units, "noise_net": self.noise_net}
-        return {f"{n}.{k}": t for n, part in parts.items() if part is not None for k, t in part.state_dict().items()}
+        return saving.read(self, folder)
 
     @classmethod
     def restore_arguments(cls, folder: Path) -> dict[str, Any]:

@@ -50,6 +50,19 @@ def test_it_is_trained_by_what_it_acted_with(workflow: str, tmp_path: Path) -> N
     assert rows[-1]["learner/approx_kl"] > 0, "nothing was learned: nothing is shown"
 
 
+def test_an_adapter_is_trained_beside_the_policy_that_it_began_as(tmp_path: Path) -> None:
+    """The frozen reference is the same weights without the adapter."""
+    options = {**SETTINGS["policy"]["options"], "lora_rank": 2, "steps": 2}
+    policy = {**SETTINGS["policy"], "options": options}
+    settings = {**SETTINGS, "policy": policy, "workflow": "ppo_reference", "loss": {"reference_kl": 0.1}}
+    run(parse_config(settings, "test"), tmp_path / "run")
+    rows = read(tmp_path / "run")
+    assert rows[0]["learner/first_ratio_error"] < 1e-4
+    assert all(row["learner/reference_kl"] > 0 for row in rows), "the reference learns too"
+    folder = checkpoint.latest(tmp_path / "run" / "checkpoints")
+    assert folder is not None and not (folder / "policy" / "model.safetensors").exists()
+
+
 def test_a_run_that_is_stopped_and_gone_on_with_is_the_same_run(tmp_path: Path) -> None:
     run(parse_config(SETTINGS, "test"), tmp_path / "whole")
     run(parse_config({**SETTINGS, "iterations": 1}, "test"), tmp_path / "parts")

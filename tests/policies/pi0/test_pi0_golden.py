@@ -14,9 +14,10 @@ from torch import Tensor
 from policies import flow_sde
 from policies.contract import PolicyError
 from policies.density import gaussian_log_prob
-from policies.pi0.files import UNUSED, load_network, own_name, save_network, stored_name
+from policies.pi0.files import load_network, save_network
 from policies.pi0.images import pixel_values
 from policies.pi0.mixture import positions_of
+from policies.pi0.names import UNUSED, own_name, stored_name
 from policies.pi0.network import Observation, Pi0Network, Prefix
 from policies.pi0.prompts import Prompts
 from policies.pi0.units import read_lerobot, read_openpi
