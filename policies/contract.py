@@ -92,7 +92,7 @@ class Evaluation:
     value: Tensor
     """[B] float32, or [B, C] where `act`'s are."""
     contrast: Contrast | None = None
-    """Of policies that draw steps of a flow (`Policy.contrasts`)."""
+    """Of policies that score one drawn step of a flow (`Policy.can_contrast`)."""
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,8 @@ class PolicySpec:
     chunk: int = 1
     """C: actions of a decision that are executed."""
     horizon: int = 0
-    """H: actions that a decision predicts, of which the first C are executed; 0: C, or as many as the policy's
-    checkpoint says."""
+    """Actions that a decision predicts, of which the first C are executed; 0: C, or as many as the policy's checkpoint
+    says."""
     state_dim: int = 0
     """0: the policy does not read the state."""
     proprio_dim: int = 0
@@ -113,7 +113,7 @@ class PolicySpec:
 
     @property
     def predicted(self) -> int:
-        """H."""
+        """Actions that a decision predicts."""
         return self.horizon or self.chunk
 
 
@@ -131,10 +131,8 @@ class Policy(nn.Module):
     """Z: how many standard normal numbers one decision consumes."""
     value_head: nn.Module
     incidental: ClassVar[frozenset[str]] = frozenset()
-    """Entries of the architecture, and `spec.NAME` of the spec, that no weight depends on: where things lie, how they
-    are computed, and how actions are drawn from what was computed."""
-    contrasts: ClassVar[bool] = False
-    """Whether `evaluate` says how velocities have changed (`Contrast`)."""
+    """Entries of the architecture, and `spec.NAME` of the spec, that no saved weight depends on: where things lie, how
+    they are computed, and how actions are drawn from what was computed (with new weights, where that takes some)."""
     predicts_more: ClassVar[bool] = False
     """Whether a decision may predict more actions than are executed."""
     pretrained: ClassVar[bool] = False
@@ -171,9 +169,9 @@ class Policy(nn.Module):
     def imitate(self, inputs: Inputs, actions: Tensor, counted: Tensor, noise: Tensor) -> Tensor:
         """[B] float32 with gradients: the loss of taking the demonstrated actions; the likelier, the lower.
 
-        `actions` [B, H, A] float32 in the environment's units; `counted` [B, H] bool, the others lie beyond the
-        episode's end; each row's loss is a mean over its counted elements. `noise` [B, Z] is standard normal, for
-        losses that are drawn. Raises `PolicyError` for a policy that cannot be trained so.
+        `actions` [B, P, A] float32 in the environment's units, P = `spec.predicted`; `counted` [B, P] bool, the others
+        lie beyond the episode's end; each row's loss is a mean over its counted elements. `noise` [B, Z] is standard
+        normal, for losses that are drawn. Raises `PolicyError` for a policy that cannot be trained so.
         """
         raise PolicyError(f"the policy {self.kind} cannot learn from demonstrations")
 
@@ -225,10 +223,16 @@ class Policy(nn.Module):
         """Raise `PolicyError` if files that the architecture's arguments name are missing. Quick: no tensor is read."""
 
     @classmethod
-    def converts(cls, architecture: Mapping[str, Any]) -> Mapping[str, str]:
-        """Of the environment's conventions (`orientation`, `gripper`) those that the policy converts itself, and the
-        argument that says so: an environment that converts them too would do it twice."""
+    def converts(cls, architecture: Mapping[str, Any]) -> Mapping[str, tuple[str, str]]:
+        """Of the environment's conventions (`orientation`, `gripper`) those that the policy converts itself: the
+        argument that says so, and the convention that it converts from. With another one the network would see or say
+        what it was never trained with."""
         return {}
+
+    @classmethod
+    def can_contrast(cls, architecture: Mapping[str, Any]) -> bool:
+        """Whether `evaluate` says how velocities have changed (`Contrast`)."""
+        return False
 
     @classmethod
     def restore_arguments(cls, folder: Path) -> dict[str, Any]:

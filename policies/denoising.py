@@ -6,10 +6,10 @@
     scored "learned"   every step is drawn: the ODE's mean, and a standard deviation that the policy has learned
 
 (pi-RL, arXiv 2510.25889; learned: flow-noise, also ReinFlow, arXiv 2505.22094). K steps of a row are scored: 1 with
-"one" and "any", else N. Their log-probs are summed, element by element, or with the reduction "mean" divided by N + 1,
-as RLinf does, which counts x^(0) among them. x^(0) itself is not scored: it is part of what is observed, and its
-density does not depend on the weights. A chunk has D numbers, of which all are scored, or those that `executed` names:
-E. B rows.
+"one" and "any", else N. The log-probs of N steps are summed, element by element, or with the reduction "mean" divided
+by N + 1, as RLinf does, which counts x^(0) among them. x^(0) itself is not scored: it is part of what is observed, and
+its density does not depend on the weights. A chunk has D numbers, of which all are scored, or those that `executed`
+names: E. B rows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from policies.contract import PolicyError
 from policies.density import gaussian_entropy, gaussian_log_prob
 from policies.layers import checked_noise
 
-SCORED, REDUCTIONS = ("one", "any", "all", "learned"), ("sum", "mean")
+PICKING, REDUCTIONS = ("one", "any"), ("sum", "mean")
+SCORED = (*PICKING, "all", "learned")
 VARIANCE_EPS = 1e-4
 """Added to a step's variance where velocities are contrasted (pi-StepNFT's code)."""
 
@@ -91,7 +92,7 @@ class Denoising(nn.Module):
                 f"{scored!r}, {reduction!r}"
             )
         self.size, self.steps, self.scored = size, steps, scored
-        self.divisor = steps + 1 if reduction == "mean" else 1
+        self.divisor = 1 if reduction == "sum" or self.picks else steps + 1
         table = [*flow_sde.mean_weights(steps, noise_level), flow_sde.stds(steps, noise_level)]
         transitions, ode = torch.stack(table, -1).float(), torch.tensor([1.0, -1.0 / steps, 0.0])
         if scored == "learned":
@@ -105,7 +106,7 @@ class Denoising(nn.Module):
     @property
     def picks(self) -> bool:
         """Whether one step is scored."""
-        return self.scored in ("one", "any")
+        return self.scored in PICKING
 
     @property
     def noise_dim(self) -> int:
@@ -166,14 +167,14 @@ class Denoising(nn.Module):
         return gaussian_log_prob(trace["x_next"], mean, log_std).sum(1) / self.divisor
 
     def contrast(self, trace: Mapping[str, Tensor], field: Field) -> tuple[Tensor, Tensor]:
-        """[B, E] each: how far the velocity is from that of the trace, and how far that moves the mean towards what was
-        drawn, in the step's variance (`Contrast`); summed over scored steps."""
+        """[B, E] each, of the one scored step: how far the velocity is from that of the trace, and how far that moves
+        the mean towards what was drawn, in the step's variance (`Contrast`)."""
+        assert self.picks, "velocities of several steps do not add up"
         weight_x, weight_v, std = self.transitions[trace["step"]].split(1, -1)
-        variance = std.square() if field.log_std is None else self._kept(2 * field.log_std).exp().detach()
         drift = self._kept(field.v) - trace["v"]
         missed = trace["x_next"] - (self._kept(weight_x * trace["x"]) + weight_v * trace["v"])
-        pull = missed * weight_v * drift / (variance + VARIANCE_EPS)
-        return drift.sum(1), pull.sum(1)
+        pull = missed * weight_v * drift / (std.square() + VARIANCE_EPS)
+        return drift[:, 0], pull[:, 0]
 
     def entropy(self, field: Field, log_prob: Tensor) -> Tensor:
         """[B, E], reduced as log-probs are: 0 where the standard deviation is not learned, constant that it is."""

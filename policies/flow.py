@@ -113,7 +113,7 @@ class FlowPolicy(Policy):
     """
 
     kind = "flow"
-    predicts_more = contrasts = True
+    predicts_more = True
 
     def __init__(
         self,
@@ -181,7 +181,8 @@ class FlowPolicy(Policy):
         step = trace["step"]
         v = self.velocity(trace["x"], self.velocity.context(features, step), step)
         log_prob = self._shaped(self.denoising.log_prob(trace, Field(v)))
-        contrast = Contrast(*map(self._shaped, self.denoising.contrast(trace, Field(v))))
+        moved = self.denoising.contrast(trace, Field(v)) if self.denoising.picks else None
+        contrast = None if moved is None else Contrast(*map(self._shaped, moved))
         return Evaluation(log_prob, torch.zeros_like(log_prob), self._value(inputs, features), contrast)
 
     def imitate(self, inputs: Inputs, actions: Tensor, counted: Tensor, noise: Tensor) -> Tensor:
@@ -207,6 +208,10 @@ class FlowPolicy(Policy):
         self.encoder.observe(inputs)
         if isinstance(self.value_head, StateCritic):
             self.value_head.observe(inputs)
+
+    @classmethod
+    def can_contrast(cls, architecture: Mapping[str, Any]) -> bool:
+        return not architecture.get("joint", False)
 
     def architecture(self) -> dict[str, Any]:
         return dict(self._architecture)

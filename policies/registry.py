@@ -6,6 +6,7 @@ import difflib
 import importlib
 import inspect
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -42,6 +43,8 @@ def build(kind: str, spec: PolicySpec, seed: int, **architecture: Any) -> Policy
     cls = _checked_class(kind, architecture)
     if spec.action_dim < 1 or spec.chunk < 1:
         raise PolicyError(f"spec.action_dim and spec.chunk must be at least 1, got {spec.action_dim}, {spec.chunk}")
+    if spec.horizon == spec.chunk:
+        spec = replace(spec, horizon=0)  # the same, said once
     if spec.predicted < spec.chunk or (spec.predicted > spec.chunk and not cls.predicts_more):
         allowed = "of at least that" if cls.predicts_more else f"of {spec.chunk}: {kind} executes all that it predicts"
         raise PolicyError(f"chunks of {spec.chunk} actions need a horizon {allowed}; policy.horizon is {spec.horizon}")

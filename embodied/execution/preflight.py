@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
-from embodied.config import Config, EnvConfig
+from embodied.config import Config
 from embodied.errors import UserError
 from embodied.execution.acting_workers import check_replicas
 from embodied.execution.assignment import Assignment, configured
@@ -64,17 +64,19 @@ def check_evaluation(config: Config, tasks: Iterable[str]) -> None:
 
 
 def check_policy(config: Config) -> None:
-    """Check the policy's kind, its options, that the files they name are there, and that no convention is converted
-    twice."""
+    """Check the policy's kind, its options, that the files they name are there, and that the environments have the
+    conventions that it converts from."""
     kind, architecture = config.policy.kind, config.policy.architecture
     registry.check(kind, architecture)
-    for setting, option in registry.policy_class(kind).converts(architecture).items():
-        plain, ours = EnvConfig.model_fields[setting].default, getattr(config.env, setting)
-        if ours != plain:
-            raise UserError(
-                f"env.{setting} is {ours} and policy.options.{option} is {architecture[option]}: both convert it, "
-                f"one after the other; set env.{setting} to {plain}, or leave the policy's option"
-            )
+    for setting, (option, wanted) in registry.policy_class(kind).converts(architecture).items():
+        for task in tasks_of(config):
+            found = getattr(task.env, setting)
+            if found != wanted:
+                raise UserError(
+                    f"policy.options.{option} is {architecture[option]}, which converts from env.{setting} {wanted}, "
+                    f"and {task.env.task} has {found}: set env.{setting} to {wanted}, or leave the policy's option "
+                    "away and let the environment convert"
+                )
 
 
 def _check_frames(config: Config) -> None:

@@ -35,7 +35,9 @@ class Room:
     def applied(self, config: Config) -> Config:
         """The configuration in one process of this machine. What an evaluation is identified by stays."""
         runtime = config.runtime.model_copy(update={"mode": "inline"})
-        farm = config.farm.model_copy(update={"nodes": ()})
+        # Its one GPU is the first that it sees.
+        devices = (0,) if self.gpu is not None and isinstance(config.farm.devices, tuple) else config.farm.devices
+        farm = config.farm.model_copy(update={"nodes": (), "devices": devices if config.farm.devices else ()})
         return config.model_copy(update={"runtime": runtime, "farm": farm})
 
     def enter(self) -> None:

@@ -73,14 +73,19 @@ def _check_critic(config: Config, recipe: Recipe) -> None:
 
 def _check_episodes(config: Config, recipe: Recipe) -> None:
     if config.advantage.overlong_margin is not None:
-        if recipe.rollout != "episodes":
+        if recipe.rollout != "episodes" or recipe.estimator == "binary":
             raise UserError(
                 f"advantage.overlong_margin is {config.advantage.overlong_margin}, and the workflow {config.workflow} "
                 "has no outcome of an episode that it could be taken off: set workflow to grpo or reinforce, or leave "
                 "it away"
             )
         overlong_limits(config)
-    if config.rollout.max_episodes_per_env is not None and recipe.estimator == "reinforce":
+    if config.advantage.outcome != "success" and recipe.estimator == "binary":
+        raise UserError(
+            f"advantage.outcome is {config.advantage.outcome}, and the workflow {config.workflow} knows solved "
+            "episodes and others: leave it away, or set workflow to grpo or reinforce"
+        )
+    if config.rollout.max_episodes_per_env is not None and recipe.estimator in ("reinforce", "binary"):
         raise UserError(
             f"rollout.max_episodes_per_env is {config.rollout.max_episodes_per_env}, and the workflow "
             f"{config.workflow} learns from every episode: leave it away, or set workflow to grpo"
@@ -89,10 +94,11 @@ def _check_episodes(config: Config, recipe: Recipe) -> None:
 
 def _check_contrast(config: Config, recipe: Recipe) -> None:
     if recipe.objective == "contrast":
-        if not policy_class(config.policy.kind).contrasts:
+        if not policy_class(config.policy.kind).can_contrast(config.policy.architecture):
             raise UserError(
-                f"the workflow {config.workflow} contrasts velocities, which the policy {config.policy.kind} has not: "
-                "take a flow policy (flow, pi0), or another workflow"
+                f"the workflow {config.workflow} contrasts the velocities of one drawn step, which the policy "
+                f"{config.policy.kind} has not as it is: take a flow policy (flow, pi0) that scores one step of a "
+                "decision, or another workflow"
             )
         if config.loss.ratio_unit != "action":
             raise UserError(
@@ -108,7 +114,8 @@ def _check_contrast(config: Config, recipe: Recipe) -> None:
 
 
 def _compares(config: Config, recipe: Recipe) -> bool:
-    return recipe.estimator == "group_relative" or config.advantage.baseline == "group"
+    baseline = recipe.estimator == "reinforce" and config.advantage.baseline == "group"
+    return recipe.estimator == "group_relative" or baseline
 
 
 def _estimates(recipe: Recipe, name: str) -> bool:

@@ -81,9 +81,9 @@ class TokenPolicy(Policy):
             Shards.find(Path(checkpoint))
 
     @classmethod
-    def converts(cls, architecture: Mapping[str, Any]) -> Mapping[str, str]:
-        turned = {"orientation": "rotate_images"} if architecture.get("rotate_images") else {}
-        return turned | ({"gripper": "gripper"} if architecture.get("gripper", "raw") != "raw" else {})
+    def converts(cls, architecture: Mapping[str, Any]) -> Mapping[str, tuple[str, str]]:
+        turned = {"orientation": ("rotate_images", "stock")} if architecture.get("rotate_images") else {}
+        return turned | ({"gripper": ("gripper", "simulator")} if architecture.get("gripper", "raw") != "raw" else {})
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ from policies.pi0.mixture import StackSizes
 
 Layout = Literal["openpi", "lerobot"]
 CONFIG = "config.json"
-ARCHITECTURE, SIZES = "architecture", "sizes"
+ARCHITECTURE, OWN_SIZES = "architecture", "sizes"
 """Object of config.json that has sizes where they are not the published ones, and its name in this project's own
 checkpoints, whose architecture is that of a policy."""
 VARIANTS = {
@@ -78,7 +78,7 @@ def read_sizes(folder: Path, adaptive: bool) -> tuple[Pi0Sizes, Layout]:
         raise PolicyError(f"{folder / CONFIG} is of no pi0: neither openpi's (action_horizon) nor LeRobot's (type pi0)")
     if not (isinstance(action_dim, int) and isinstance(horizon, int) and action_dim > 0 and horizon > 0):
         raise PolicyError(f"{folder / CONFIG}: action dimensions {action_dim!r} and horizon {horizon!r} are no sizes")
-    own = raw.get(SIZES, raw.get(ARCHITECTURE, {}))
+    own = own_sizes(raw) or {}
     prompt_len = own.get("max_token_len") or raw.get("tokenizer_max_length") or (200 if adaptive else 48)
     return Pi0Sizes(
         _stack(folder, raw, own, "vlm", "paligemma_variant"),
@@ -90,6 +90,12 @@ def read_sizes(folder: Path, adaptive: bool) -> tuple[Pi0Sizes, Layout]:
         prompt_len,
         adaptive,
     ), layout
+
+
+def own_sizes(raw: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Sizes that are not the published ones; None where there are none. In this project's checkpoints, which say their
+    policy's kind, `architecture` is something else."""
+    return raw.get(OWN_SIZES if "kind" in raw else ARCHITECTURE)
 
 
 def _stack(folder: Path, raw: Mapping[str, Any], own: Mapping[str, Any], name: str, variant: str) -> StackSizes:

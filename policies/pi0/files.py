@@ -16,8 +16,8 @@ import torch
 from policies.contract import PolicyError
 from policies.files import CONFIG, INDEX, SINGLE, Shards, read_json, write_json, write_tensors
 from policies.lora import merged_state
-from policies.pi0.config import ARCHITECTURE, SIZES, Layout, read_sizes
-from policies.pi0.names import PALIGEMMA, STATISTICS, UNUSED, in_layout, own_name, stored_name
+from policies.pi0.config import ARCHITECTURE, OWN_SIZES, Layout, own_sizes, read_sizes
+from policies.pi0.names import PALIGEMMA, STATISTICS, UNUSED, dtype_of, in_layout, own_name, stored_name
 from policies.pi0.network import Pi0Network
 from policies.pi0.sizes import draw_weights
 from policies.random_weights import RANDOM_WEIGHTS
@@ -34,9 +34,10 @@ OWN = ("kind", "spec", RANDOM_WEIGHTS, "pi05")
 def load_network(folder: str | Path, dtype: str = "checkpoint") -> Pi0Network:
     """The network of a directory, on the CPU. pi0.5 is known by its tensors. Raises `PolicyError`.
 
-    `dtype` is float32, bfloat16, float16, or checkpoint: as stored. Every tensor of the files is one of the network's,
-    the expert's unused head, or a statistic of LeRobot's, and the other way round. Where there are none and config.json
-    asks for random weights (`sizes`), they are drawn, on torch's default device.
+    `dtype` is float32, bfloat16, float16 (but for what openpi keeps in 32 bits), or checkpoint: as stored. Every tensor
+    of the files is one of the network's, the expert's unused head, or a statistic of LeRobot's, and the other way
+    round. Where there are none and config.json asks for random weights (`sizes`), they are drawn, on torch's default
+    device.
     """
     folder = Path(folder)
     if dtype not in (*DTYPES, "checkpoint"):
@@ -49,7 +50,7 @@ def load_network(folder: str | Path, dtype: str = "checkpoint") -> Pi0Network:
         network = Pi0Network(sizes)
     tensors = _read(shards, network)
     if dtype != "checkpoint":
-        tensors = {own: tensor.to(DTYPES[dtype]) for own, tensor in tensors.items()}
+        tensors = {own: tensor.to(dtype_of(own, DTYPES[dtype])) for own, tensor in tensors.items()}
     network.unused, network.layout, network.folder = tensors.pop(UNUSED), layout, folder
     network.load_state_dict(tensors, assign=True)
     fill_vision(network)
@@ -113,9 +114,9 @@ def save_directory(network: Pi0Network, source: Path, folder: Path, config: Mapp
                 target = folder / path.relative_to(source)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, target)
-    sizes = config.get(SIZES, config.get(ARCHITECTURE))
-    kept = {name: value for name, value in config.items() if name not in (*OWN, ARCHITECTURE, SIZES)}
-    write_json(folder / CONFIG, kept | ({SIZES if ours else ARCHITECTURE: sizes} if sizes else {}))
+    sizes = own_sizes(config)
+    kept = {name: value for name, value in config.items() if name not in (*OWN, ARCHITECTURE, OWN_SIZES)}
+    write_json(folder / CONFIG, kept | ({OWN_SIZES if ours else ARCHITECTURE: sizes} if sizes else {}))
     save_network(network, folder, network.layout)
 
 

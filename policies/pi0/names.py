@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import re
 
+import torch
+
 from policies.pi0.config import Layout
 
 PALIGEMMA, EXPERT = "paligemma_with_expert.paligemma.", "paligemma_with_expert.gemma_expert."
@@ -34,8 +36,17 @@ STORED = {
     "mixture.expert.": f"{EXPERT}model.",
 }
 """What the network's names begin with, in openpi's layout."""
+KEPT = re.compile(
+    r"(action_|state_|time_|vision\.embeddings\.|mixture\.(vlm|expert)\.(layers\.\d+\.\w+layernorm|norm)\.)"
+)
+"""Beginnings of the network's names that openpi keeps in 32 bits (gemma_pytorch.py)."""
 STATISTICS = re.compile(r"(model\.)?(un)?normalize_(inputs|targets|outputs)\.")
 """LeRobot's checkpoints of mid-2025 have statistics among the weights."""
+
+
+def dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
+    """Of the network's tensor of this name, where the network is to have that dtype."""
+    return torch.float32 if KEPT.match(name) else dtype
 
 
 def own_name(stored: str) -> str:

@@ -1,5 +1,7 @@
 """pi0's and pi0.5's network: from an observation and a noisy action chunk to the chunk's velocity.
 
+In 16 bits the layers around the expert, norms and the embedding of patches stay in 32 (`names.KEPT`), as openpi has it.
+
 Time runs from t = 1 (noise) to t = 0 (actions), x_t = t e + (1 - t) a, and the velocity is dx/dt = e - a
 (openpi's pi0_pytorch.py). B rows, I images of S x S pixels, L tokens of the prompt, P = I * patches + L tokens of the
 prefix, H actions of a chunk, A numbers of an action.
@@ -96,7 +98,8 @@ class Pi0Network(AdaptedModel):
 
     def embed_images(self, pixels: Tensor) -> Tensor:
         """[B, I, 3, S, S] to [B, I * patches, W]. Unlike tokens, images are not scaled."""
-        seen = self.vision(pixels.flatten(0, 1)).last_hidden_state
+        patches = self.vision.embeddings(pixels.flatten(0, 1)).to(self.projector.weight.dtype)
+        seen = self.vision.post_layernorm(self.vision.encoder(inputs_embeds=patches).last_hidden_state)
         return self.projector(seen).unflatten(0, pixels.shape[:2]).flatten(1, 2)
 
     def embed_prefix(self, seen: Observation) -> tuple[Tensor, Tensor]:
@@ -123,7 +126,7 @@ class Pi0Network(AdaptedModel):
             return actions, functional.silu(self.time_mlp_out(functional.silu(self.time_mlp_in(time))))
         both = torch.cat([actions, time[:, None].expand_as(actions)], 2)
         actions = self.action_time_mlp_out(functional.silu(self.action_time_mlp_in(both)))
-        return torch.cat([self.state_proj(state)[:, None], actions], 1), None
+        return torch.cat([self.state_proj(state.to(actions.dtype))[:, None], actions], 1), None
 
     def suffix(self, prefix: Prefix, state: Tensor, x: Tensor, t: Tensor) -> Tensor:
         """[B, H, w]: the expert's outputs for the chunk's actions."""
@@ -132,7 +135,8 @@ class Pi0Network(AdaptedModel):
         own = blocks_seen(present, self._begins(tokens.shape[1], tokens.device))
         before = prefix.present[:, None].expand(-1, tokens.shape[1], -1)
         positions = prefix.present.sum(1, keepdim=True) + positions_of(present)
-        hidden = self.mixture.suffix(tokens, positions, torch.cat([before, own], 2), prefix.cache, condition)
+        tokens, seen = tokens.to(prefix.cache.keys[0].dtype), torch.cat([before, own], 2)
+        hidden = self.mixture.suffix(tokens, positions, seen, prefix.cache, condition)
         return hidden[:, -self.sizes.horizon :]
 
     def velocity_of(self, suffix: Tensor) -> Tensor:
@@ -147,6 +151,7 @@ class Pi0Network(AdaptedModel):
         """`velocity` in one pass over prefix and suffix, through which gradients reach both."""
         first, present = self.embed_prefix(seen)
         second, condition = self.embed_suffix(seen.state, x, t)
+        second = second.to(first.dtype)
         present = torch.cat([present, torch.ones(second.shape[:2], dtype=torch.bool, device=x.device)], 1)
         begins = torch.zeros(present.shape[1], dtype=torch.bool, device=x.device)
         begins[first.shape[1] :] = self._begins(second.shape[1], x.device)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from policies import lora
 from policies.contract import Action, Contrast, Evaluation, Inputs, Policy, PolicyError, PolicySpec
-from policies.denoising import Denoising, Field, stacked
+from policies.denoising import PICKING, Denoising, Field, stacked
 from policies.encoders import vector
 from policies.files import CONFIG, Shards, read_json
 from policies.imitation import counted_mean, only_counted
@@ -66,9 +66,9 @@ class Pi0(Policy):
     kind = "pi0"
     incidental: ClassVar[frozenset[str]] = frozenset(
         {"checkpoint", "steps", "noise_level", "scored", "step_reduction", "noise_bounds", "train",
-         "critic_trains_network", "cache_prefix", "spec.chunk"}
+         "critic_trains_network", "cache_prefix", "spec.chunk", "spec.horizon"}
     )  # fmt: skip
-    pretrained = predicts_more = contrasts = True
+    pretrained = predicts_more = True
 
     @classmethod
     def check_files(cls, architecture: Mapping[str, Any]) -> None:
@@ -83,8 +83,12 @@ class Pi0(Policy):
             Shards.find(Path(folder))
 
     @classmethod
-    def converts(cls, architecture: Mapping[str, Any]) -> Mapping[str, str]:
-        return {"orientation": "rotate_images"} if architecture.get("rotate_images") else {}
+    def converts(cls, architecture: Mapping[str, Any]) -> Mapping[str, tuple[str, str]]:
+        return {"orientation": ("rotate_images", "stock")} if architecture.get("rotate_images") else {}
+
+    @classmethod
+    def can_contrast(cls, architecture: Mapping[str, Any]) -> bool:
+        return architecture.get("scored", "one") in PICKING
 
     def __init__(
         self,
@@ -207,7 +211,8 @@ class Pi0(Policy):
         field = stacked(found)
         log_prob = self.denoising.log_prob(trace, field)
         entropy = self._shaped(self.denoising.entropy(field, log_prob))
-        contrast = Contrast(*map(self._shaped, self.denoising.contrast(trace, field)))
+        moved = self.denoising.contrast(trace, field) if self.denoising.picks else None
+        contrast = None if moved is None else Contrast(*map(self._shaped, moved))
         return Evaluation(self._shaped(log_prob), entropy, self._value_of(summary, state), contrast)
 
     @torch.no_grad()
@@ -296,9 +301,9 @@ class Pi0(Policy):
             )
         said = state[:, : self.spec.proprio_dim].cpu() if self.state_in_prompt else None
         tokens, counted = self.prompts.batch(inputs.instruction, said)
-        device, dtype = state.device, self.network.projector.weight.dtype
+        device = state.device
         present = torch.ones(rows, len(pixels), dtype=torch.bool, device=device)
-        return Observation(torch.stack(pixels, 1).to(dtype), present, tokens.to(device), counted.to(device), state)
+        return Observation(torch.stack(pixels, 1), present, tokens.to(device), counted.to(device), state)
 
     def pixels(self, frames: Tensor) -> Tensor:
         """A camera's uint8 [B, H, W, 3] to float32 [B, 3, S, S] in -1..1."""
@@ -307,12 +312,12 @@ class Pi0(Policy):
 
     def _state(self, inputs: Inputs) -> Tensor:
         """[B, A]: proprioception, normalised and filled up."""
-        size, dtype = self.spec.proprio_dim, self.network.projector.weight.dtype
+        size = self.spec.proprio_dim
         if not size:  # pi0.5 without a state
             some = next(iter(inputs.frames.values()))
-            return torch.zeros(len(some), self.sizes.action_dim, dtype=dtype, device=some.device)
+            return torch.zeros(len(some), self.sizes.action_dim, device=some.device)
         known = self.units.state.normalise(vector(inputs, "proprio", size))
-        return nn.functional.pad(known, (0, self.sizes.action_dim - size)).to(dtype)
+        return nn.functional.pad(known, (0, self.sizes.action_dim - size)).float()
 
     def _normalised(self, actions: Tensor, inputs: Inputs) -> Tensor:
         """[B, H, D] in the environment's units to [B, H, A]."""

@@ -21,6 +21,7 @@ from policies.contract import PolicyError
 from policies.files import write_json
 from policies.pi0.config import ARCHITECTURE, CONFIG, VisionSizes
 from policies.pi0.mixture import StackSizes
+from policies.pi0.names import dtype_of
 from policies.pi0.network import Pi0Network
 from policies.pi0.prompts import TOKENIZER
 from policies.random_weights import FURTHER_WORDS, INSTRUCTION, RANDOM_WEIGHTS, SINGLE, draw
@@ -80,7 +81,10 @@ def write_random(folder: str | Path, name: str, seed: int = 0) -> Path:
 def draw_weights(network: Pi0Network, seed: int, dtype: torch.dtype) -> Pi0Network:
     """Give an empty network random weights, on torch's default device."""
     device = torch.get_default_device()
-    network = network.to(dtype).to_empty(device=device)
+    network = network.to(dtype)
+    for name, parameter in network.named_parameters():
+        parameter.data = parameter.data.to(dtype_of(name, dtype))
+    network = network.to_empty(device=device)
     generator = torch.Generator(device).manual_seed(seed)
     for name, tensor in network.state_dict().items():
         # The mixture's norms scale by one and their weight.

@@ -148,9 +148,21 @@ def write_lerobot(folder: Path, units: RobotUnits) -> None:
     parts = {"observation.state": units.state, "action": units.action}
     new = {f"{k}.{n}": t for k, part in parts.items() for n, t in _statistics(part, LEROBOT_EPS, 0.0).items()}
     for which, name in NORMALIZERS.items():
+        _say_mode(folder / f"policy_{which}processor.json", name)
         path = one_file(folder, f"policy_{which}processor_step_*_{name}.safetensors")
         others = {n: t for n, t in read_tensors(path).items() if n.rpartition(".")[0] not in parts}
         write_tensors(path, others | new)
+
+
+def _say_mode(path: Path, name: str) -> None:
+    """Have a processor that takes numbers as they are normalise them by mean and deviation."""
+    raw = read_json(path)
+    for step in raw.get("steps", []):
+        norm_map = step.get("config", {}).get("norm_map", {})
+        for kind in ("STATE", "ACTION"):
+            if step.get("registry_name") == name and norm_map.get(kind) == "IDENTITY":
+                norm_map[kind] = "MEAN_STD"
+    write_json(path, raw)
 
 
 def _statistics(units: Units, std_eps: float, range_eps: float) -> dict[str, Tensor]:

@@ -167,6 +167,9 @@ def test_a_room_shows_its_process_one_gpu(visible: str, seen: str, monkeypatch: 
     assert os.environ[VISIBLE_GPUS] == seen
     config = config_of(1)
     assert Room(1, 1).applied(config).policy == config.policy
+    drawing = config_of(1, farm={"physics_workers": 1, "devices": [2]})
+    assert Room(1, 1).applied(drawing).farm.devices == (0,), "it sees no third"
+    assert Room(1).applied(drawing).farm.devices == (2,)
 
 
 def test_a_configured_run_leaves_none_unless_it_is_told_to() -> None:

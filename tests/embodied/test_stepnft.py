@@ -33,9 +33,9 @@ LOSS = LossConfig(ratio_unit="action", contrast_scale=1.5, contrast_drift=0.3)
 ROWS = 12
 
 
-def flow_and_rows(joint: bool = False) -> tuple[Any, Rows]:
+def flow_and_rows() -> tuple[Any, Rows]:
     """Decisions that a flow policy took, some of them cut short, and that policy."""
-    policy = policies.build("flow", SPEC, 1, steps=3, widths=[16], critic_widths=[8], features=16, joint=joint)
+    policy = policies.build("flow", SPEC, 1, steps=3, widths=[16], critic_widths=[8], features=16)
     conformance.perturb(policy, 0.1, seed=1)
     inputs: Inputs = conformance.random_inputs(SPEC, ROWS, 2)
     action = policy.act(inputs, conformance.random_noise(policy, ROWS, 3))
@@ -146,7 +146,15 @@ def test_a_run_learns_from_episodes(scored: str, tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"loss": {}}, "has a loss for each action, and loss.ratio_unit is chunk: set it to action"),
-        ({"policy": {"kind": "gaussian_mlp"}}, "contrasts velocities, which the policy gaussian_mlp has not"),
+        ({"policy": {"kind": "gaussian_mlp"}}, "velocities of one drawn step, which the policy gaussian_mlp has not"),
+        ({"policy": {"kind": "flow", "options": {"joint": True}}}, "which the policy flow has not as it is"),
+        ({"policy": {"kind": "pi0", "options": {"scored": "learned"}}}, "which the policy pi0 has not as it is"),
+        ({"advantage": {"outcome": "return"}}, "knows solved episodes and others"),
+        (
+            {"advantage": {"overlong_margin": 2}, "env": {"max_episode_steps": 8}},
+            "overlong_margin is 2, and",
+        ),
+        ({"rollout": {"max_episodes_per_env": 4}}, "learns from every episode"),
         ({"workflow": "grpo"}, "judges episodes of a group against each other: set it to 2 or more"),
     ],
 )

@@ -18,9 +18,11 @@ import policies
 from policies import Inputs, Policy, PolicyError, PolicySpec, load, save
 from policies.checkpoint import load_into
 from policies.pi0 import sizes
-from policies.pi0.files import load_network
+from policies.pi0.config import own_sizes
+from policies.pi0.files import load_network, save_directory
 from tests.policies import conformance
 from tests.policies.pi0.cases import GOLDEN, NO_STATE, SPEC, inputs_of, make
+from tests.variants import often
 
 CASES: dict[str, tuple[str, PolicySpec, dict[str, Any]]] = {
     "pi0": ("pi0", SPEC, {}),
@@ -49,9 +51,16 @@ LEROBOT = str(GOLDEN / "pi05" / "checkpoint_lerobot")
 DEVICE, DENSITY = conformance.law_all_is_computed_on_the_policys_device, "law_log_prob_is_the_density_that_act_samples"
 NOT_FOR = {case for case in CASES if "state in the prompt" in case}
 """Of the law of devices: a state becomes words on the host."""
+OFTEN = ("pi0", "pi0, flow-noise, four of six actions", "pi0.5, every weight, also by the critic", "pi0, adapters")
+"""Between them all ways of drawing, scoring and training but one."""
 OBEYS = [
     # The density is counted over many samples: a minute for each policy.
-    pytest.param(case, law, id=f"{case}-{law.__name__}", marks=[pytest.mark.slow] * (law.__name__ == DENSITY))
+    pytest.param(
+        case,
+        law,
+        id=f"{case}-{law.__name__}",
+        marks=[pytest.mark.slow] * (law.__name__ == DENSITY or case not in OFTEN),
+    )
     for case in CASES
     for law in conformance.LAWS
     if law is not DEVICE or case not in NOT_FOR
@@ -82,7 +91,7 @@ def test_policy_obeys(case: str, law: Callable[..., None]) -> None:
 
 
 @pytest.mark.parametrize("law", conformance.IMITATION_LAWS, ids=lambda law: law.__name__)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", often(OFTEN[:3], CASES))
 def test_policy_imitates(case: str, law: Callable[..., None]) -> None:
     policy, inputs = policy_of(case)
     if law is conformance.law_imitation_brings_the_mode_to_the_demonstrations:
@@ -160,6 +169,11 @@ def test_every_step_is_drawn_for_some_row_and_scored_as_it_was_drawn() -> None:
 def test_16_bits_compute_near_what_32_do() -> None:
     inputs = inputs_of(SPEC, 4, seed=3)
     whole, half = make("pi0"), make("pi0", dtype="bfloat16")
+    kept = {name for name, p in half.network.named_parameters() if p.dtype == torch.float32}
+    assert all(".self_attn." not in name and ".mlp." not in name for name in kept)
+    for part in ("action_in_proj.weight", "vision.embeddings.position_embedding.weight", "mixture.expert.norm.weight"):
+        assert part in kept, "openpi keeps it in 32 bits"
+    assert any("post_attention_layernorm" in name for name in kept) and "projector.weight" not in kept
     noise = conformance.random_noise(whole, 4, 1)
     taken, rounded = whole.act(inputs, noise), half.act(inputs, noise)
     assert rounded.chunk.dtype == torch.float32
@@ -172,7 +186,7 @@ def test_16_bits_compute_near_what_32_do() -> None:
     assert abs(losses[0] - losses[1]) < 0.05 * losses[0]
 
 
-def test_actions_that_fill_up_are_the_mean_action() -> None:
+def test_actions_that_fill_up_are_the_mean_action(monkeypatch: pytest.MonkeyPatch) -> None:
     """What stands behind an episode's end is seen by the actions that are learned: its place is the units' centre."""
     policy, inputs = make("pi0"), inputs_of(SPEC, 2, seed=3)
     assert bool((policy.units.action.centre != 0).all())
@@ -180,13 +194,18 @@ def test_actions_that_fill_up_are_the_mean_action() -> None:
     actions = torch.zeros(2, 6, 7)
     noise = conformance.random_noise(policy, 2, 1)
     actions[:, 4:] = policy.units.action.centre
-    centred = policy.imitate(inputs, actions, torch.ones_like(counted), noise)
+    read = []
+    velocity = policy.network.joint_velocity
+
+    def seen(observation: Any, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        read.append(x)
+        return velocity(observation, x, t)
+
+    monkeypatch.setattr(policy.network, "joint_velocity", seen)
+    policy.imitate(inputs, actions, torch.ones_like(counted), noise)
     actions[:, 4:] = torch.nan
-    filled = policy.imitate(inputs, actions, counted, noise)
-    # Of the whole chunk's losses those of the actions that count, through a forward pass that is the same.
-    assert filled.isfinite().all() and centred.isfinite().all()
-    actions[:, 4:] = policy.units.action.centre
-    assert torch.equal(policy.imitate(inputs, actions, counted, noise), filled)
+    assert policy.imitate(inputs, actions, counted, noise).isfinite().all()
+    assert (read[0] - read[1]).abs().max() < 1e-6
 
 
 def test_nothing_is_precomputed_where_that_is_said() -> None:
@@ -208,7 +227,8 @@ def test_every_scored_step_is_scored_as_it_was_drawn(scored: str) -> None:
     assert (found.log_prob - action.log_prob).exp().sub(1).abs().mean() < 1e-4
     assert (found.entropy != 0).all() == (scored == "learned")
     mean = make("pi0", scored=scored, step_reduction="mean").act(inputs, noise)
-    assert (4 * mean.log_prob - action.log_prob).abs().max() < 1e-4
+    divisor = 1 if scored == "one" else 4
+    assert (divisor * mean.log_prob - action.log_prob).abs().max() < 1e-4
     assert torch.equal(mean.chunk, action.chunk)
 
 
@@ -368,6 +388,29 @@ def test_random_weights_are_those_of_their_seed(name: str, tmp_path: Path) -> No
     save(policy, tmp_path / "saved")
     again = load(tmp_path / "saved")
     assert torch.equal(again.act(inputs, None).chunk, policy.act(inputs, None).chunk)
+
+
+def test_a_network_of_published_size_says_no_sizes(tmp_path: Path) -> None:
+    """What a policy was built with is not what its network's sizes are."""
+    policy = make("pi0")
+    config = {"action_dim": 8, "action_horizon": 6, "kind": "pi0", "spec": {}, "architecture": {"checkpoint": "here"}}
+    for ours in (False, True):
+        save_directory(policy.network, policy.source, tmp_path, config, ours)
+        assert json.loads((tmp_path / "config.json").read_text()) == {"action_dim": 8, "action_horizon": 6}
+    assert own_sizes(config) is None and own_sizes({**config, "sizes": {"vocab_size": 3}}) == {"vocab_size": 3}
+
+
+def test_units_of_demonstrations_replace_no_units(tmp_path: Path) -> None:
+    """LeRobot's IDENTITY is a mode in which statistics are not read."""
+    shutil.copytree(GOLDEN / "pi05" / "checkpoint_lerobot", tmp_path / "base")
+    for path in (tmp_path / "base").glob("policy_*processor.json"):
+        path.write_text(re.sub(r'"(STATE|ACTION)": "[A-Z_]+"', r'"\1": "IDENTITY"', path.read_text()))
+    options = {"checkpoint": str(tmp_path / "base"), "prompt": "openpi"}
+    policy = make("pi05", NO_STATE, asset="demonstrations", **options)
+    policy.adopt_units(3 + 2 * torch.randn(50, 7, generator=torch.Generator().manual_seed(1)), None)
+    policy.export(tmp_path / "exported")
+    again = make("pi05", NO_STATE, **{**options, "checkpoint": str(tmp_path / "exported")})
+    torch.testing.assert_close(again.units.action.scale, policy.units.action.scale, rtol=0, atol=1e-6)
 
 
 def test_names_of_models_and_what_is_no_seed_are_refused(tmp_path: Path) -> None:
