@@ -76,6 +76,14 @@ CASES = (
         },
         warm=True,
     ),
+    # The second task cannot be solved in three env steps.
+    Case(
+        "rollout.task_curriculum", 0.8, "env/success_once/tabletop/reach_red",
+        {
+            "env.task": "tabletop/reach_red", "extra_tasks": ({"task": "tabletop/reach_blue", "max_episode_steps": 3},),
+            "eval.tasks": ("tabletop/reach_red",), "advantage.normalise": "task", "iterations": 60,
+        },
+    ),
 )  # fmt: skip
 
 
