@@ -79,6 +79,24 @@ def test_only_what_is_executed_is_scored(scored: str) -> None:
     assert torch.equal(scores[0][:, [0, 1, 3]], scores[1])
 
 
+@pytest.mark.parametrize("executed", [None, [0, 1, 3]])
+@pytest.mark.parametrize("scored", ["one", "any", "all", "learned"])
+def test_log_probs_are_of_what_is_drawn(scored: str, executed: list[int] | None) -> None:
+    """E[p'(a) / p(a)] = 1 for decisions that are drawn under p, and p' of another velocity and deviation."""
+    denoising, draws = Denoising(6, 3, 0.5, scored, executed=executed), 20_000
+    noise = torch.randn(draws, denoising.noise_dim, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+    def of(x: Tensor, scale: float) -> Field:
+        # A deviation that is learned is small, and its own change counts as the mean's does.
+        return Field(scale * torch.sin(x), 0.3 * (scale - 1) * x - 1.5 if scored == "learned" else None)
+
+    _, trace, said = denoising.run(denoising.draws(noise, draws), lambda x, _: of(x, 1.0))
+    log_ratio = (denoising.log_prob(trace, of(trace["x"], 1.2)) - denoising.log_prob(trace, said)).sum(1)
+    assert 0.05 < log_ratio.std() < 1, "the density hardly depends on the velocity"
+    ratio = log_ratio.exp()
+    assert abs(float(ratio.mean()) - 1) < 4.5 * float(ratio.std()) / draws**0.5
+
+
 def test_the_mode_is_the_ode_and_is_scored_as_if_it_were_drawn() -> None:
     for scored, count in (("one", 1), ("all", 3), ("learned", 3)):
         denoising = Denoising(4, 3, 0.5, scored)
