@@ -102,14 +102,14 @@ class PolicySpec:
     action_dim: int
     chunk: int = 1
     """C: actions of a decision that are executed."""
-    horizon: int = 0
-    """Actions that a decision predicts, of which the first C are executed; 0: C, or as many as the policy's checkpoint
-    says."""
     state_dim: int = 0
     """0: the policy does not read the state."""
     proprio_dim: int = 0
     cameras: tuple[str, ...] = ()
     image_size: int = 128
+    horizon: int = 0
+    """Actions that a decision predicts, of which the first C are executed; 0: C, or as many as the policy's checkpoint
+    says."""
 
     @property
     def predicted(self) -> int:

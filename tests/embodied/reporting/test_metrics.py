@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from pathlib import Path
 
 import numpy as np
@@ -74,6 +75,8 @@ def test_a_run_without_a_record_has_no_rows(tmp_path: Path) -> None:
 
 def test_tensorboard_shows_the_rows_and_forgets_the_repeated_ones(tmp_path: Path) -> None:
     write_rows(tmp_path, range(1, 8), success=0.5, tensorboard=True)
+    # Files are read in the order of their names: the second, then a count of this process's in which 10 is before 9.
+    time.sleep(1.1)
     with MetricsWriter(tmp_path) as writer:
         writer.truncate(after_iteration=4)
         writer.write(5, 500, {"wall_s": 11.0, "env/success_once": 0.75})
