@@ -9,14 +9,14 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from policies.contract import PolicyError
+from policies.contract import Policy, PolicyError
 from policies.files import (
     ADAPTER,
     ADAPTER_CONFIG,
@@ -63,6 +63,32 @@ class AdaptedModel(nn.Module):
     def checkpoint_state(self) -> dict[str, Tensor]:
         """The tensors by the checkpoint's names."""
         raise NotImplementedError
+
+
+class AdaptedPolicy(Policy):
+    """A policy on whose network adapters may hang."""
+
+    @property
+    def adaptable(self) -> AdaptedModel:
+        """The network."""
+        raise NotImplementedError
+
+    @property
+    def adapted(self) -> bool:
+        """Whether an adapter is trained, and the network frozen."""
+        return bool(self.adaptable.adapter_config)
+
+    @property
+    def has_new_adapter(self) -> bool:
+        adapter = set(adapter_parameters(self.adaptable))
+        return self.adapted and adapter.issuperset(self.actor_parameters()) and is_neutral(self.adaptable)
+
+    def without_adapter(self) -> AbstractContextManager[None]:
+        return switched_off(self.adaptable) if self.adapted else super().without_adapter()
+
+    def actor_parameters(self) -> Iterator[nn.Parameter]:
+        """Those that are trained: a base is frozen."""
+        return (p for p in super().actor_parameters() if p.requires_grad)
 
 
 def load_adapter(model: AdaptedModel, folder: Path) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 from torch.nn import functional
 
 from embodied.algorithms.estimators import Rows
@@ -50,11 +49,7 @@ def contrast(new: Evaluation, rows: Rows, settings: LossConfig, places: Units) -
     loss = functional.softplus(-2 * sign * towards) + settings.contrast_drift * drift.square().mean(2)
     with torch.no_grad():
         seen = ratio(new, rows, settings, places)
-    return replace(seen, loss=sum_units(loss, places, rows.weight), clipped=_count(norm > MAX_DRIFT, places))
-
-
-def _count(found: Tensor, places: Units) -> Tensor:
-    return found[places].sum()
+    return replace(seen, loss=sum_units(loss, places, rows.weight), clipped=(norm > MAX_DRIFT)[places].sum())
 
 
 OBJECTIVES: dict[str, Objective] = {"ratio": ratio, "contrast": contrast}

@@ -133,11 +133,11 @@ class Costs:
         if self.oft is not None:
             columns = self.columns
             llama = self.llama(columns, columns if dense else self.tokens, columns**2)
-            return [_batched(before + llama + self.head(self.tokens), rows)]
+            return [batched(before + llama + self.head(self.tokens), rows)]
         prefill = self.llama(self.before, self.before if dense else 1, causal_pairs(self.before))
-        passes = [_batched(before + prefill + self.head(1), rows)]
+        passes = [batched(before + prefill + self.head(1), rows)]
         for keys in range(self.before + 1, self.before + self.tokens):
-            step = _batched(self.llama(1, 1, keys) + self.head(1), rows)
+            step = batched(self.llama(1, 1, keys) + self.head(1), rows)
             cache = 2.0 * rows * keys * self.key_width * len(self.layers) * self.element
             passes.append(step + Work(cache_bytes=cache))
         return passes
@@ -162,7 +162,7 @@ class Costs:
             if early:
                 work += self._vision_backward()
         # The layers' weights are read in the backward pass too.
-        return _batched(work + Work(weight_bytes=llama.weight_bytes), rows)
+        return batched(work + Work(weight_bytes=llama.weight_bytes), rows)
 
     def _head_update(self) -> Work:
         head = self.head(self.tokens)
@@ -199,6 +199,6 @@ def backward(module: nn.Module, tokens: int, before: bool, first: set[str]) -> f
     return total
 
 
-def _batched(work: Work, rows: int) -> Work:
+def batched(work: Work, rows: int) -> Work:
     """The work of one row for many: weights are read once."""
     return Work(rows * work.linear, rows * work.attention, work.weight_bytes, rows * work.cache_bytes)

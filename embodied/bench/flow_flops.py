@@ -10,12 +10,10 @@ from __future__ import annotations
 
 from torch import nn
 
-from embodied.bench.flops import Work, backward, nbytes, trains, weight_count
+from embodied.bench.flops import FIRST, Work, backward, batched, nbytes, trains, weight_count
 from policies.pi0.mixture import Attention
 from policies.pi0.policy import Pi0
 
-FIRST = {f"0.self_attn.{name}_proj" for name in "qkv"}
-"""Layers of a stack that read its input."""
 HEADS = ("action_", "state_", "time_")
 """Beginnings of the names of layers around the expert."""
 
@@ -85,7 +83,7 @@ class FlowCosts:
         before = self.prefix() + self.critic()
         extra = [self._critics_suffix()] if self.policy.reads_suffix else []
         steps = [self.suffix()] * self.policy.denoising.steps
-        return [_batched(work, rows) for work in (before, *extra, *steps)]
+        return [batched(work, rows) for work in (before, *extra, *steps)]
 
     def update(self, rows: int, cached: bool, dense: bool = False) -> Work:
         """Forward and backward of one micro-batch; `cached`: the prefix's keys and values are given.
@@ -107,7 +105,7 @@ class FlowCosts:
             work += self._critics_suffix()
         if not cached:
             work += self.prefix()
-        return _batched(work + self._prefix_backward() if trained else work, rows)
+        return batched(work + self._prefix_backward() if trained else work, rows)
 
     def _critic_update(self) -> Work:
         """Its first layer's input has no gradient unless the critic trains the network."""
@@ -129,8 +127,3 @@ class FlowCosts:
         seen = self.images * 4 * sizes.hidden_size * self.sizes.patches**2 * sizes.num_hidden_layers
         pairs = 4 * self.attention_width * tokens**2 * (self.depth - 1)
         return Work(linear, 2 * (seen + pairs), self.prefix().weight_bytes)
-
-
-def _batched(work: Work, rows: int) -> Work:
-    """The work of one row for many: weights are read once."""
-    return Work(rows * work.linear, rows * work.attention, work.weight_bytes, rows * work.cache_bytes)

@@ -36,8 +36,10 @@ class Room:
         """The configuration in one process of this machine. What an evaluation is identified by stays."""
         runtime = config.runtime.model_copy(update={"mode": "inline"})
         # Its one GPU is the first that it sees.
-        devices = (0,) if self.gpu is not None and isinstance(config.farm.devices, tuple) else config.farm.devices
-        farm = config.farm.model_copy(update={"nodes": (), "devices": devices if config.farm.devices else ()})
+        devices = config.farm.devices
+        if self.gpu is not None and devices and devices != "cpu":
+            devices = (0,)
+        farm = config.farm.model_copy(update={"nodes": (), "devices": devices})
         return config.model_copy(update={"runtime": runtime, "farm": farm})
 
     def enter(self) -> None:

@@ -5,8 +5,7 @@ B rows, C actions of a chunk, A action dimensions, K = C * A tokens, D the langu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from policies import lora
-from policies.contract import Evaluation, Inputs, Policy, PolicyError, PolicySpec
+from policies.contract import Evaluation, Inputs, PolicyError, PolicySpec
 from policies.files import ADAPTER, ADAPTER_CONFIG, CONFIG, Shards, read_json
 from policies.imitation import counted_mean, only_counted
 from policies.layers import checked_widths
@@ -46,7 +45,7 @@ SCALING = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
 """Entries of adapter_config.json that an adapter's matrices are multiplied by."""
 
 
-class TokenPolicy(Policy):
+class TokenPolicy(lora.AdaptedPolicy):
     """A policy that says its actions in tokens of OpenVLA's network. Reads frames and the instruction.
 
     Each token is drawn from the action tokens alone, at `temperature`, with one number of the noise; the mode is
@@ -211,17 +210,8 @@ class TokenPolicy(Policy):
             self.statistics.adopt(read_gripper(actions, self.gripper), proprio, gripper=self.gripper != "raw")
 
     @property
-    def adapted(self) -> bool:
-        """Whether an adapter is trained, and the network frozen."""
-        return bool(self.model.adapter_config)
-
-    @property
-    def has_new_adapter(self) -> bool:
-        adapter = set(lora.adapter_parameters(self.model))
-        return self.adapted and adapter.issuperset(self.actor_parameters()) and lora.is_neutral(self.model)
-
-    def without_adapter(self) -> AbstractContextManager[None]:
-        return lora.switched_off(self.model) if self.adapted else super().without_adapter()
+    def adaptable(self) -> lora.AdaptedModel:
+        return self.model
 
     def shards(self) -> Sequence[Sequence[nn.Module]]:
         """Each block of the towers, and each layer of the language model but the last, of which `OpenVLAModel.states`
@@ -229,9 +219,6 @@ class TokenPolicy(Policy):
         towers = [getattr(self.model.vision_backbone, tower) for tower in TOWERS]
         layers = self.model.language_model.model.layers
         return [[module] for module in (*(block for tower in towers for block in tower.blocks), *layers[:-1])]
-
-    def actor_parameters(self) -> Iterator[nn.Parameter]:
-        return (p for p in super().actor_parameters() if p.requires_grad)
 
     def architecture(self) -> dict[str, Any]:
         return dict(self._architecture)

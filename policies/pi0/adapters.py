@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from policies import lora
 from policies.contract import PolicyError
@@ -19,17 +19,17 @@ def attach(network: Pi0Network, rank: int, alpha: float, parts: Sequence[str]) -
     if unknown or not parts:
         raise PolicyError(f"lora_parts must be some of {', '.join(PARTS)}, got {list(parts)}")
     config = {"r": rank, "lora_alpha": alpha}
-    lora.attach(network, config | {"target_modules": _targets(network, parts, "")})
+    lora.attach(network, config | {"target_modules": _targets(network, parts, str)})
     # What PEFT's own readers look for are the checkpoint's names.
-    network.adapter_config["target_modules"] = _targets(network, parts, "stored")
+    network.adapter_config["target_modules"] = _targets(network, parts, stored)
 
 
-def _targets(network: Pi0Network, parts: Sequence[str], names: str) -> str:
-    """PEFT's regular expression, by the network's names or by those of openpi's layout. Of the vision-language model's
-    last layer only keys and values reach the expert: nothing else there could learn."""
+def _targets(network: Pi0Network, parts: Sequence[str], named: Callable[[str], str]) -> str:
+    """PEFT's regular expression, by what the network's names are called there. Of the vision-language model's last
+    layer only keys and values reach the expert: nothing else there could learn."""
 
     def prefix(name: str) -> str:
-        return (stored(name) if names else name).replace(".", r"\.")
+        return named(name).replace(".", r"\.")
 
     every, depth = [], network.sizes.vlm.depth
     if "vlm" in parts:

@@ -6,8 +6,7 @@ robot's, N denoising steps, P tokens of the prefix, W the vision-language model'
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,13 +14,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from policies import lora
-from policies.contract import Action, Contrast, Evaluation, Inputs, Policy, PolicyError, PolicySpec
+from policies.contract import Action, Contrast, Evaluation, Inputs, PolicyError, PolicySpec
 from policies.denoising import PICKING, Denoising, Field, stacked
 from policies.encoders import vector
 from policies.files import CONFIG, Shards, read_json
 from policies.imitation import counted_mean, only_counted
 from policies.layers import checked_widths, mlp
+from policies.lora import AdaptedModel, AdaptedPolicy
 from policies.pi0 import saving
 from policies.pi0.adapters import attach
 from policies.pi0.files import DTYPES, is_random, load_network
@@ -50,7 +49,7 @@ TIME_POWER, TIME_LOW = 1 / 1.5, 0.001
 """Imitation's times are 0.001 + 0.999 Beta(1.5, 1) (openpi): a uniform number to the power 1 / 1.5 is such a Beta."""
 
 
-class Pi0(Policy):
+class Pi0(AdaptedPolicy):
     """Reads frames, the instruction and proprioception. Which of the two it is its weights say.
 
     How steps are drawn and scored is `policies.denoising`'s, with x of H * A numbers, of which the log-prob is of those
@@ -248,24 +247,12 @@ class Pi0(Policy):
             state = proprio if proprio is not None and self.spec.proprio_dim else nothing
             self.units.fill(demonstrated(state, actions))
 
-    def actor_parameters(self) -> Iterator[nn.Parameter]:
-        return (p for p in super().actor_parameters() if p.requires_grad)
-
     def architecture(self) -> dict[str, Any]:
         return dict(self._architecture)
 
     @property
-    def adapted(self) -> bool:
-        """Whether an adapter is trained, and the network frozen."""
-        return bool(self.network.adapter_config)
-
-    @property
-    def has_new_adapter(self) -> bool:
-        adapter = set(lora.adapter_parameters(self.network))
-        return self.adapted and adapter.issuperset(self.actor_parameters()) and lora.is_neutral(self.network)
-
-    def without_adapter(self) -> AbstractContextManager[None]:
-        return lora.switched_off(self.network) if self.adapted else super().without_adapter()
+    def adaptable(self) -> AdaptedModel:
+        return self.network
 
     def export(self, folder: Path) -> None:
         """Write a directory in the layout of the checkpoint's, adapter added, with its configuration and tokenizer, and
