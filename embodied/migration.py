@@ -12,8 +12,9 @@ from typing import Any
 
 from embodied.errors import UserError
 
-VERSION = 2
-"""Of the keys. It is saved with each configuration; those of version 1 were saved without."""
+VERSION = 3
+"""Of the keys. It is saved with each configuration; those of version 1 were saved without. Version 2 said in options of
+their own what a policy's `transforms` are now."""
 
 RENAMED = {
     "ppo.decisions": "rollout.decisions",
@@ -72,6 +73,12 @@ def migrate(data: Mapping[str, Any]) -> dict[str, Any]:
         for name in OLD_SECTIONS:
             if found.get(name) == {}:
                 del found[name]
+    policy = found.get("policy")
+    if isinstance(policy, dict) and isinstance(policy.get("options"), Mapping):
+        # It comes with torch, for which a command line that asks for help does not wait.
+        from policies.transforms import upgraded
+
+        policy["options"] = upgraded(policy["options"])
     return found | {"version": VERSION}
 
 

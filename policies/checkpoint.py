@@ -22,6 +22,7 @@ from torch import Tensor
 from policies.contract import Policy, PolicyError, PolicySpec, spec_to_dict
 from policies.finite import check_finite
 from policies.registry import arguments_of, build, nearest, policy_class
+from policies.transforms import upgraded
 
 ACTOR = Path("policy")
 CONFIG = ACTOR / "config.json"
@@ -82,7 +83,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     parts = {"kind": str, "spec": dict, "architecture": dict}
     if not isinstance(config, dict) or not all(isinstance(config.get(k), t) for k, t in parts.items()):
         raise PolicyError(f"{path} must hold kind (text), spec and architecture (objects)")
-    return config
+    return config | {"architecture": upgraded(config["architecture"])}
 
 
 def _hint(folder: Path) -> str:

@@ -224,8 +224,8 @@ class Policy(nn.Module):
 
     @classmethod
     def converts(cls, architecture: Mapping[str, Any]) -> Mapping[str, tuple[str, str]]:
-        """Of the environment's conventions (`orientation`, `gripper`) those that the policy converts itself: the
-        argument that says so, and the convention that it converts from. With another one the network would see or say
+        """Of the environment's conventions (`orientation`, `gripper`) those that the policy converts itself: what of
+        its arguments says so, and the convention that it converts from. With another one the network would see or say
         what it was never trained with."""
         return {}
 

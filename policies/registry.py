@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from policies.contract import Policy, PolicyError, PolicySpec
+from policies.transforms import instead_of
 
 KINDS = {
     "flow": "policies.flow:FlowPolicy",
@@ -43,8 +44,8 @@ def build(kind: str, spec: PolicySpec, seed: int, **architecture: Any) -> Policy
     cls = _checked_class(kind, architecture)
     if spec.action_dim < 1 or spec.chunk < 1:
         raise PolicyError(f"spec.action_dim and spec.chunk must be at least 1, got {spec.action_dim}, {spec.chunk}")
-    if spec.horizon == spec.chunk:
-        spec = replace(spec, horizon=0)  # the same, said once
+    if spec.horizon == spec.chunk and not (cls.predicts_more and cls.pretrained):
+        spec = replace(spec, horizon=0)  # the same, said once; where a checkpoint has a horizon, 0 is that
     if spec.predicted < spec.chunk or (spec.predicted > spec.chunk and not cls.predicts_more):
         allowed = "of at least that" if cls.predicts_more else f"of {spec.chunk}: {kind} executes all that it predicts"
         raise PolicyError(f"chunks of {spec.chunk} actions need a horizon {allowed}; policy.horizon is {spec.horizon}")
@@ -66,7 +67,9 @@ def _checked_class(kind: str, architecture: Mapping[str, Any]) -> type[Policy]:
     known = arguments_of(cls)
     for name, value in architecture.items():
         if name not in known:
-            raise PolicyError(f"{kind} has no architecture argument {name!r}{nearest(name, list(known))}")
+            moved = instead_of(name, value) if "transforms" in known else None
+            said = f": {moved}" if moved else nearest(name, list(known))
+            raise PolicyError(f"{kind} has no architecture argument {name!r}{said}")
         if not _fits(value, known[name]):
             raise PolicyError(f"{kind}'s {name} is of the kind of {known[name]!r}, got {value!r}")
     return cls

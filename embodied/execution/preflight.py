@@ -68,14 +68,14 @@ def check_policy(config: Config) -> None:
     conventions that it converts from."""
     kind, architecture = config.policy.kind, config.policy.architecture
     registry.check(kind, architecture)
-    for setting, (option, wanted) in registry.policy_class(kind).converts(architecture).items():
+    for setting, (said, wanted) in registry.policy_class(kind).converts(architecture).items():
         for task in tasks_of(config):
             found = getattr(task.env, setting)
             if found != wanted:
                 raise UserError(
-                    f"policy.options.{option} is {architecture[option]}, which converts from env.{setting} {wanted}, "
-                    f"and {task.env.task} has {found}: set env.{setting} to {wanted}, or leave the policy's option "
-                    "away and let the environment convert"
+                    f"policy.options.{said}, which converts from env.{setting} {wanted}, and {task.env.task} has "
+                    f"{found}: set env.{setting} to {wanted}, or leave the policy's entry away and let the environment "
+                    "convert"
                 )
 
 

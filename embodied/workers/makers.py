@@ -38,14 +38,17 @@ def make_loop(component: WorkflowComponent, context: WorkerContext, names: Seque
     return component.worker_class().make_loop(context, names)
 
 
-def make_evaluator(config: Config, spec: PolicySpec, farm: Farm | FarmAddress, checkpoint: Path | None) -> Evaluator:
-    """An evaluator that has begun the configuration's task."""
+def make_evaluator(
+    config: Config, spec: PolicySpec, farm: Farm | FarmAddress, checkpoint: Path | None, disturbance: float = 0.0
+) -> Evaluator:
+    """An evaluator that has begun the configuration's task. `disturbance`: see `Evaluator`."""
     evaluator = Evaluator(
         lambda sizes: _finished_policy(config, sizes, checkpoint),
         config.policy.reads,
         config.seed,
         config.eval.greedy is not False,
         config.eval.instruction,
+        disturbance,
     )
     evaluator.begin(config.env.task, spec, farm)
     return evaluator

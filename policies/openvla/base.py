@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from policies import lora
 from policies.contract import Evaluation, Inputs, PolicyError, PolicySpec
+from policies.encoders import vector
 from policies.files import ADAPTER, ADAPTER_CONFIG, CONFIG, Shards, read_json
 from policies.imitation import counted_mean, only_counted
 from policies.layers import checked_widths
 from policies.openvla import adapters
-from policies.openvla.actions import action_of, check_gripper, convert_gripper, read_gripper, token_of
+from policies.openvla.actions import action_of, token_of
 from policies.openvla.config import TOWERS
 from policies.openvla.heads import ValueHead
 from policies.openvla.images import read_preprocessing
@@ -36,6 +37,7 @@ from policies.openvla.statistics import (
     write_statistics,
 )
 from policies.random_weights import RANDOM_WEIGHTS
+from policies.transforms import Gripper, Transforms
 
 BFLOAT16_TOLERANCE = 2e-2
 """Largest mean |ratio - 1| of unchanged weights in 16-bit arithmetic."""
@@ -64,6 +66,7 @@ class TokenPolicy(lora.AdaptedPolicy):
 
     @classmethod
     def check_files(cls, architecture: Mapping[str, Any]) -> None:
+        Transforms(architecture.get("transforms", ()))
         checkpoint = architecture.get("checkpoint")
         if not checkpoint:
             raise PolicyError(f"{cls.kind} needs a checkpoint: set policy.options.checkpoint to its directory")
@@ -81,8 +84,7 @@ class TokenPolicy(lora.AdaptedPolicy):
 
     @classmethod
     def converts(cls, architecture: Mapping[str, Any]) -> Mapping[str, tuple[str, str]]:
-        turned = {"orientation": ("rotate_images", "stock")} if architecture.get("rotate_images") else {}
-        return turned | ({"gripper": ("gripper", "simulator")} if architecture.get("gripper", "raw") != "raw" else {})
+        return Transforms(architecture.get("transforms", ())).conventions()
 
     def __init__(
         self,
@@ -93,8 +95,7 @@ class TokenPolicy(lora.AdaptedPolicy):
         unnorm_key: str = "",
         prompt: str = "openvla",
         temperature: float = 1.0,
-        gripper: str = "raw",
-        rotate_images: bool = False,
+        transforms: Sequence[Mapping[str, Any]] = (),
         environment_jpeg: bool = False,
         environment_resize: bool = False,
         center_crop: bool = False,
@@ -111,11 +112,16 @@ class TokenPolicy(lora.AdaptedPolicy):
         """`checkpoint` is a Hugging Face directory; `weights` is what such a policy was saved as, of which tensors are
         taken instead of those of `checkpoint` or `adapter` (`policies.load` sets it). `unnorm_key` names the dataset
         whose statistics give actions their unit, where there are several; `demonstrations` are those that the policy
-        learns from (`adopt_units`). `adapter` is a PEFT directory; with `lora_rank` a new adapter is made, on
-        `lora_parts`; without either every weight is trained. `lora_alpha` 0: as the rank.
+        learns from (`adopt_units`). `transforms` are entries of `policies.transforms`. `adapter` is a PEFT directory;
+        with `lora_rank` a new adapter is made, on `lora_parts`; without either every weight is trained. `lora_alpha` 0:
+        as the rank.
         """
         super().__init__()
         self.check_spec(spec)
+        self.transforms = Transforms(transforms)
+        self.shown = self.transforms.spec(spec)
+        if unnorm_key == DEMONSTRATIONS:
+            self.transforms.check_demonstrated_units()
         if not checkpoint:
             raise PolicyError(f"{self.kind} needs a checkpoint: set policy.options.checkpoint to its directory")
         if temperature <= 0:
@@ -128,7 +134,7 @@ class TokenPolicy(lora.AdaptedPolicy):
         source = Path(checkpoint if saved_adapter or not weights else weights).resolve()
         self._architecture = dict(
             checkpoint=str(Path(checkpoint).resolve()), unnorm_key=unnorm_key, prompt=prompt,
-            temperature=float(temperature), gripper=check_gripper(gripper), rotate_images=rotate_images,
+            temperature=float(temperature), transforms=self.transforms.as_data(),
             environment_jpeg=environment_jpeg, environment_resize=environment_resize, center_crop=center_crop,
             image_backend=image_backend, dtype=dtype, adapter=str(Path(adapter).resolve()) if adapter else "",
             lora_rank=lora_rank, lora_alpha=float(lora_alpha), lora_parts=list(lora_parts),
@@ -138,7 +144,6 @@ class TokenPolicy(lora.AdaptedPolicy):
         self.spec = spec
         self.source = source
         self.temperature = float(temperature)
-        self.gripper = gripper
         self.gradient_checkpointing = gradient_checkpointing
         self.noise_dim = spec.chunk * spec.action_dim
         self.model = load_model(source, dtype)
@@ -148,12 +153,12 @@ class TokenPolicy(lora.AdaptedPolicy):
         if saved is not None:
             self._datasets = with_adapters(self._datasets, saved)
         self.statistics = (
-            identity(spec.action_dim, spec.proprio_dim)
+            identity(spec.action_dim, self.shown.proprio_dim)
             if unnorm_key == DEMONSTRATIONS and unnorm_key not in self._datasets
             else choose_statistics(source, self._datasets, unnorm_key)
         )
         self.preprocessing = read_preprocessing(
-            source, rotate=rotate_images, environment_jpeg=environment_jpeg, environment_resize=environment_resize,
+            source, environment_jpeg=environment_jpeg, environment_resize=environment_resize,
             center_crop=center_crop, backend=image_backend,
         )  # fmt: skip
         if len(self.statistics.low) != spec.action_dim:
@@ -200,14 +205,17 @@ class TokenPolicy(lora.AdaptedPolicy):
 
     def imitate(self, inputs: Inputs, actions: Tensor, counted: Tensor, noise: Tensor) -> Tensor:
         config = self.model.config
-        tokens = token_of(self.normalised(actions, counted), config.action_vocab, config.bins).flatten(1)
+        wanted = self.normalised(actions, counted, self.given_state(inputs))
+        tokens = token_of(wanted, config.action_vocab, config.bins).flatten(1)
         losses = self.model.negative_log_probs(self.states(inputs, tokens), tokens)
         return counted_mean(self._shaped(losses), counted)
 
     def adopt_units(self, actions: Tensor, proprio: Tensor | None) -> None:
         # Where the checkpoint has them, it has learned in them.
         if self.statistics.key == DEMONSTRATIONS and DEMONSTRATIONS not in self._datasets:
-            self.statistics.adopt(read_gripper(actions, self.gripper), proprio, gripper=self.gripper != "raw")
+            said = self.transforms.demonstrated(actions[:, None], proprio)[:, 0]
+            state = None if proprio is None else self.transforms.state(proprio)
+            self.statistics.adopt(said, state, gripper=self.transforms.has(Gripper))
 
     @property
     def adaptable(self) -> lora.AdaptedModel:
@@ -268,18 +276,23 @@ class TokenPolicy(lora.AdaptedPolicy):
         ids, lengths = self.prompts.batch(inputs.instruction, room, images.device)
         return self.model.sequence(images, ids, lengths)
 
-    def chunk_of(self, tokens: Tensor) -> Tensor:
-        """int64 [B, K] token ids to actions float32 [B, C, A] in the environment's units."""
-        return self.in_units(action_of(tokens, self.model.config.action_vocab, self.model.config.bins))
+    def chunk_of(self, tokens: Tensor, state: Tensor | None) -> Tensor:
+        """int64 [B, K] token ids to actions float32 [B, C, A] in the environment's units, in states [B, P]."""
+        return self.in_units(action_of(tokens, self.model.config.action_vocab, self.model.config.bins), state)
 
-    def in_units(self, normalised: Tensor) -> Tensor:
+    def in_units(self, normalised: Tensor, state: Tensor | None) -> Tensor:
         """[B, K] or [B, C, A] in -1..1 to float32 [B, C, A] in the environment's units."""
         actions = self.statistics.unnormalise(self._shaped(normalised), self.range_eps)
-        return convert_gripper(actions, self.gripper).float()
+        return self.transforms.executed(actions, state).float()
 
-    def normalised(self, actions: Tensor, counted: Tensor) -> Tensor:
+    def normalised(self, actions: Tensor, counted: Tensor, state: Tensor | None) -> Tensor:
         """The inverse: demonstrated actions [B, C, A] to float64 in -1..1; those not counted [B, C] to anything."""
-        return self.statistics.normalise(read_gripper(only_counted(actions, counted), self.gripper), self.range_eps)
+        said = self.transforms.demonstrated(only_counted(actions, counted), state)
+        return self.statistics.normalise(said, self.range_eps)
+
+    def given_state(self, inputs: Inputs) -> Tensor | None:
+        """[B, P] as the environment gives it, where it is read."""
+        return vector(inputs, "proprio", self.spec.proprio_dim) if self.spec.proprio_dim else None
 
     def _pixels(self, inputs: Inputs) -> Tensor:
         """[B, I, 6, S, S]: the cameras' pictures, in the order of the spec."""
@@ -289,8 +302,12 @@ class TokenPolicy(lora.AdaptedPolicy):
             if frame is None:
                 given = ", ".join(inputs.frames) or "none"
                 raise PolicyError(f"the policy reads the camera {name!r}, the inputs have: {given}")
-            pixels.append(self.preprocessing(frame))
+            pixels.append(self.pixels(frame))
         return torch.stack(pixels, 1)
+
+    def pixels(self, frames: Tensor) -> Tensor:
+        """A camera's uint8 [B, H, W, 3] to float32 [B, 6, S, S]."""
+        return self.preprocessing(self.transforms.frames(frames))
 
     def _images(self, inputs: Inputs, features: Tensor | None) -> Tensor:
         """[B, I * patches, D]: the cameras' patches, of which `precompute` may have found the features."""

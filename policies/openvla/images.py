@@ -47,12 +47,10 @@ class Preprocessing:
     """`resize-naive` changes the aspect ratio, `letterbox` pads to a square first, `resize-crop` crops one out."""
     fill: tuple[int, ...] = (127, 127, 127)
     """Colour of letterbox's padding: for both towers the last tower's mean."""
-    rotate: bool = False
-    """Turn frames by 180 degrees first, as in LIBERO's training data."""
     environment_jpeg: bool = False
-    """Then write and read frames as JPEG, as the training data were stored: on the CPU, frame by frame."""
+    """First write and read frames as JPEG, as the training data were stored: on the CPU, frame by frame."""
     environment_resize: bool = False
-    """Resize frames to S with Lanczos's filter first, as the training data were, instead of by `strategy`."""
+    """Then resize frames to S with Lanczos's filter, as the training data were, instead of by `strategy`."""
     center_crop: bool = False
     """Keep the middle `CROP_AREA` of the picture, and resize that to S."""
     backend: str = "device"
@@ -61,8 +59,6 @@ class Preprocessing:
         """uint8 [B, H, W, 3] to float32 [B, 6, S, S]: three channels normalised for each tower."""
         if frames.dtype != torch.uint8 or frames.dim() != 4 or frames.shape[-1] != 3:
             raise PolicyError(f"frames must be uint8 [B, H, W, 3], got {frames.dtype} {list(frames.shape)}")
-        if self.rotate:
-            frames = frames.flip(1, 2)
         if self.environment_jpeg:
             frames = jpeg(frames)
         if self.environment_resize:

@@ -74,8 +74,9 @@ class OpenVLAOFT(TokenPolicy):
         self.action_head: ActionHead | None = None
         dtype = self.model.dtype
         if proprio:
-            self.statistics.normalise_proprio(torch.zeros(1, spec.proprio_dim))  # are they of this size?
-            self.proprio_projector = ProprioProjector.read(self.source, spec.proprio_dim, self.model.width).to(dtype)
+            self.statistics.normalise_proprio(torch.zeros(1, self.shown.proprio_dim))  # are they of this size?
+            size = self.shown.proprio_dim
+            self.proprio_projector = ProprioProjector.read(self.source, size, self.model.width).to(dtype)
         if head == "l1":
             self.noise_dim = 0
             self.action_head = ActionHead.read(self.source, spec.action_dim, self.model.width).to(dtype)
@@ -89,13 +90,14 @@ class OpenVLAOFT(TokenPolicy):
         states = self.states(inputs)
         value = self.value_head(states[:, 0])
         if self.action_head is not None:
-            chunk = self.in_units(self.action_head(states))
+            chunk = self.in_units(self.action_head(states), self.given_state(inputs))
             return Action(chunk, torch.zeros_like(chunk), value, {"chunk": chunk})
         logits = self.model.action_logits(states)
         choice = choose(logits, noise if noise is None else checked_noise(noise, self.noise_dim), self.temperature)
         tokens = choice + self.model.config.first_action_token
         log_prob, _ = score(logits, choice, self.temperature)
-        return Action(self.chunk_of(tokens), self._shaped(log_prob), value, {"tokens": tokens})
+        chunk = self.chunk_of(tokens, self.given_state(inputs))
+        return Action(chunk, self._shaped(log_prob), value, {"tokens": tokens})
 
     def evaluate(self, inputs: Inputs, trace: Mapping[str, Tensor]) -> Evaluation:
         if self.action_head is not None:
@@ -107,7 +109,8 @@ class OpenVLAOFT(TokenPolicy):
         if self.action_head is None:
             return super().imitate(inputs, actions, counted, noise)
         said = self.action_head(self.states(inputs)).float()
-        return counted_mean((said - self.normalised(actions, counted).float()).abs(), counted)
+        wanted = self.normalised(actions, counted, self.given_state(inputs)).float()
+        return counted_mean((said - wanted).abs(), counted)
 
     def adopt_units(self, actions: Tensor, proprio: Tensor | None) -> None:
         if self.proprio_projector is not None and proprio is None and self.statistics.key == DEMONSTRATIONS:
@@ -147,7 +150,8 @@ class OpenVLAOFT(TokenPolicy):
         images = super()._images(inputs, features)
         if self.proprio_projector is None:
             return images
-        proprio = self.statistics.normalise_proprio(vector(inputs, "proprio", self.spec.proprio_dim))
+        state = self.transforms.state(vector(inputs, "proprio", self.spec.proprio_dim))
+        proprio = self.statistics.normalise_proprio(state)
         token = self.proprio_projector(proprio.to(images.dtype))
         return torch.cat([images, token[:, None]], 1)
 

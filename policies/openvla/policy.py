@@ -35,7 +35,8 @@ class OpenVLA(TokenPolicy):
         sequence = self.prepare(inputs, self.spec.action_dim)
         said = decode(self.model, sequence, self.spec.action_dim, noise, self.temperature)
         value = self.value_head(said.state)
-        return Action(self.chunk_of(said.tokens), self._shaped(said.log_prob), value, {"tokens": said.tokens})
+        chunk = self.chunk_of(said.tokens, self.given_state(inputs))
+        return Action(chunk, self._shaped(said.log_prob), value, {"tokens": said.tokens})
 
     def states(self, inputs: Inputs, tokens: Tensor, features: Tensor | None = None) -> Tensor:
         sequence = self.prepare(inputs, self.spec.action_dim, features)

@@ -121,6 +121,12 @@ class Layer(nn.Module):
         self.post_attention_layernorm = norm(sizes.width)
         self.mlp = MLP(sizes)
 
+    @property
+    def halves(self) -> tuple[list[nn.Module], list[nn.Module]]:
+        """What is called before the attention, one after the other, and what is called after it."""
+        before: list[nn.Module] = [self.input_layernorm, *self.self_attn.projections]
+        return before, [self.self_attn.o_proj, self.post_attention_layernorm, self.mlp]
+
     def finish(self, x: Tensor, attended: Tensor, gate: Tensor | None, condition: Tensor | None) -> Tensor:
         """The layer's output [B, L, W] of its input x, given what its tokens attended to [B, L, N * D]."""
         x = _gated(x, self.self_attn.o_proj(attended), gate)
@@ -145,6 +151,11 @@ class Mixture(nn.Module):
         super().__init__()
         self.vlm = Stack(vlm, adaptive=False)
         self.expert = Stack(expert, adaptive=adaptive_expert)
+
+    @property
+    def layers(self) -> list[Layer]:
+        """Of both stacks."""
+        return [layer for stack in (self.vlm, self.expert) for layer in stack.layers]  # type: ignore[misc]
 
     def prefix(self, x: Tensor, positions: Tensor, seen: Tensor) -> tuple[Tensor, Cache]:
         """Tokens [B, P, W] at positions int64 [B, P], of which each sees those that `seen` bool [B, P, P] says: their

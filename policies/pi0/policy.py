@@ -23,6 +23,7 @@ from policies.layers import checked_widths, mlp
 from policies.lora import AdaptedModel, AdaptedPolicy
 from policies.pi0 import saving
 from policies.pi0.adapters import attach
+from policies.pi0.config import with_horizon
 from policies.pi0.files import DTYPES, is_random, load_network
 from policies.pi0.images import pixel_values
 from policies.pi0.mixture import Cache
@@ -38,6 +39,7 @@ from policies.pi0.units import (
     read_lerobot,
     read_openpi,
 )
+from policies.transforms import Transforms
 
 SLOTS = 3
 """Images that every checkpoint was trained with. Those of absent cameras nothing sees: they are not computed."""
@@ -71,6 +73,7 @@ class Pi0(AdaptedPolicy):
 
     @classmethod
     def check_files(cls, architecture: Mapping[str, Any]) -> None:
+        Transforms(architecture.get("transforms", ()))
         folder = architecture.get("checkpoint")
         if not folder:
             raise PolicyError("pi0 needs a checkpoint: set policy.options.checkpoint to its directory")
@@ -83,7 +86,7 @@ class Pi0(AdaptedPolicy):
 
     @classmethod
     def converts(cls, architecture: Mapping[str, Any]) -> Mapping[str, tuple[str, str]]:
-        return {"orientation": ("rotate_images", "stock")} if architecture.get("rotate_images") else {}
+        return Transforms(architecture.get("transforms", ())).conventions()
 
     @classmethod
     def can_contrast(cls, architecture: Mapping[str, Any]) -> bool:
@@ -99,8 +102,7 @@ class Pi0(AdaptedPolicy):
         prompt: str = "",
         state_in_prompt: bool = False,
         resize: str = "pillow",
-        rotate_images: bool = False,
-        delta_dims: int = 0,
+        transforms: Sequence[Mapping[str, Any]] = (),
         steps: int = 10,
         noise_level: float = 0.5,
         scored: str = "one",
@@ -119,8 +121,8 @@ class Pi0(AdaptedPolicy):
         """`checkpoint` is a directory of openpi's or LeRobot's; `weights` is what such a policy was saved as, which
         takes its place (`policies.load` sets it). `asset` names openpi's statistics, where there are several;
         `demonstrations`: those that are learned from (`adopt_units`). `prompt` is the project whose prompts these are,
-        "" that of the checkpoint's layout; `state_in_prompt` is for pi0.5. With `delta_dims` K the network says the
-        first K numbers as differences to the state's (6 for openpi's pi0_libero). `train`: `expert` freezes the
+        "" that of the checkpoint's layout; `state_in_prompt` is for pi0.5. `transforms` are
+        entries of `policies.transforms` (delta_actions of 6 for openpi's pi0_libero). `train`: `expert` freezes the
         vision-language model, `all` trains every weight. `noise_bounds` are the standard deviations between which
         scored `learned` keeps. With `lora_rank` adapters on `lora_parts` (vlm, expert, vision) are all of the network
         that is trained; `lora_alpha` 0: as the rank. `critic` is what the value head reads, prefix or suffix.
@@ -135,28 +137,24 @@ class Pi0(AdaptedPolicy):
                 raise PolicyError(f"pi0's {name} must be one of {', '.join(valid)}, got {given!r}")
         if prompt and prompt not in PROMPTS:
             raise PolicyError(f"pi0's prompt must be one of {', '.join(PROMPTS)}, got {prompt!r}")
-        most = min(spec.action_dim, spec.proprio_dim)
-        if not 0 <= delta_dims <= most:
-            raise PolicyError(
-                f"pi0 needs delta_dims of 0 to {most}, which state and actions both have; got {delta_dims}"
-            )
-        if delta_dims and asset == DEMONSTRATIONS:
-            raise PolicyError(
-                "units of demonstrations are of actions, not of differences to the state: set delta_dims to 0, or name "
-                "the checkpoint's statistics by asset"
-            )
+        self.transforms = Transforms(transforms)
+        if asset == DEMONSTRATIONS:
+            self.transforms.check_demonstrated_units()
         source = Path(weights or checkpoint).resolve()
-        self.source, self.spec = source, spec
+        self.source, self.spec, self.shown = source, spec, self.transforms.spec(spec)  # shown: to the network
         self._architecture: dict[str, Any] = dict(
             checkpoint=str(Path(checkpoint).resolve()), asset=asset, prompt=prompt,
-            state_in_prompt=state_in_prompt, resize=resize, rotate_images=rotate_images,
-            delta_dims=delta_dims, steps=steps, noise_level=float(noise_level), scored=scored,
+            state_in_prompt=state_in_prompt, resize=resize,
+            transforms=self.transforms.as_data(), steps=steps, noise_level=float(noise_level), scored=scored,
             step_reduction=step_reduction, noise_bounds=list(noise_bounds), train=train, cache_prefix=cache_prefix,
             dtype=dtype, lora_rank=lora_rank, lora_alpha=float(lora_alpha), lora_parts=list(lora_parts),
             critic=critic, critic_trains_network=critic_trains_network,
             value_widths=list(checked_widths("value_widths", value_widths)),
         )  # fmt: skip
         self.network, self.config = load_network(source, dtype), read_json(source / CONFIG)
+        if spec.horizon:  # no weight depends on it
+            self.network.sizes = replace(self.network.sizes, horizon=spec.horizon)
+            self.config = with_horizon(self.config, spec.horizon)
         self.sizes, self.layout = self.network.sizes, self.network.layout
         self._check_spec(state_in_prompt)
         self.spec = spec = replace(spec, horizon=self.sizes.horizon)
@@ -169,7 +167,7 @@ class Pi0(AdaptedPolicy):
         self.prompts = Prompts(source, self.sizes.prompt_len, convention, self.sizes.action_dim)
         self.units = self._read_units(asset)
         self.resize: Any = resize
-        self.rotate_images, self.delta_dims, self.state_in_prompt = rotate_images, delta_dims, state_in_prompt
+        self.state_in_prompt = state_in_prompt
         self.trains_all, self.cache_prefix = train == "all", cache_prefix
         if lora_rank:
             attach(self.network, lora_rank, float(lora_alpha) or lora_rank, lora_parts)
@@ -244,8 +242,9 @@ class Pi0(AdaptedPolicy):
     def adopt_units(self, actions: Tensor, proprio: Tensor | None) -> None:
         if self._architecture["asset"] == DEMONSTRATIONS:
             nothing = torch.zeros(1, 0)  # proprioception may be recorded that the policy does not read
-            state = proprio if proprio is not None and self.spec.proprio_dim else nothing
-            self.units.fill(demonstrated(state, actions))
+            state = self.transforms.state(proprio) if proprio is not None and self.spec.proprio_dim else nothing
+            said = self.transforms.demonstrated(actions[:, None], proprio)[:, 0]
+            self.units.fill(demonstrated(state, said))
 
     def architecture(self) -> dict[str, Any]:
         return dict(self._architecture)
@@ -253,6 +252,13 @@ class Pi0(AdaptedPolicy):
     @property
     def adaptable(self) -> AdaptedModel:
         return self.network
+
+    def shards(self) -> Sequence[Sequence[nn.Module]]:
+        """Each block of SigLIP, the words, and of each layer of either stack what comes before the attention and what
+        comes after it. A layer of the vision-language model and the expert's beside it are apart: in `evaluate` they
+        belong to two passes, and a pair would stay gathered from one to the other."""
+        halves = [half for layer in self.network.mixture.layers for half in layer.halves]
+        return [*([block] for block in self.network.vision.encoder.layers), [self.network.embedding], *halves]
 
     def export(self, folder: Path) -> None:
         """Write a directory in the layout of the checkpoint's, adapter added, with its configuration and tokenizer, and
@@ -286,7 +292,7 @@ class Pi0(AdaptedPolicy):
                 f"pi0 reads an instruction for each row: got {len(inputs.instruction)} for {rows}; add 'instruction' "
                 "to policy.reads"
             )
-        said = state[:, : self.spec.proprio_dim].cpu() if self.state_in_prompt else None
+        said = state[:, : self.shown.proprio_dim].cpu() if self.state_in_prompt else None
         tokens, counted = self.prompts.batch(inputs.instruction, said)
         device = state.device
         present = torch.ones(rows, len(pixels), dtype=torch.bool, device=device)
@@ -294,35 +300,30 @@ class Pi0(AdaptedPolicy):
 
     def pixels(self, frames: Tensor) -> Tensor:
         """A camera's uint8 [B, H, W, 3] to float32 [B, 3, S, S] in -1..1."""
-        turned = frames.flip(1, 2) if self.rotate_images else frames
-        return pixel_values(turned, self.sizes.vision.image_size, self.resize)
+        return pixel_values(self.transforms.frames(frames), self.sizes.vision.image_size, self.resize)
 
     def _state(self, inputs: Inputs) -> Tensor:
         """[B, A]: proprioception, normalised and filled up."""
-        size = self.spec.proprio_dim
-        if not size:  # pi0.5 without a state
+        given = self._given(inputs)
+        if given is None:  # pi0.5 without a state
             some = next(iter(inputs.frames.values()))
             return torch.zeros(len(some), self.sizes.action_dim, device=some.device)
-        known = self.units.state.normalise(vector(inputs, "proprio", size))
-        return nn.functional.pad(known, (0, self.sizes.action_dim - size)).float()
+        known = self.units.state.normalise(self.transforms.state(given))
+        return nn.functional.pad(known, (0, self.sizes.action_dim - known.shape[1])).float()
+
+    def _given(self, inputs: Inputs) -> Tensor | None:
+        """[B, P] as the environment gives it, where it is read."""
+        return vector(inputs, "proprio", self.spec.proprio_dim) if self.spec.proprio_dim else None
 
     def _normalised(self, actions: Tensor, inputs: Inputs) -> Tensor:
         """[B, H, D] in the environment's units to [B, H, A]."""
-        known = self.units.action.normalise(actions.double() - self._offset(inputs, actions))
+        known = self.units.action.normalise(self.transforms.demonstrated(actions.double(), self._given(inputs)))
         return nn.functional.pad(known, (0, self.sizes.action_dim - self.spec.action_dim)).float()
 
     def _actions(self, x: Tensor, inputs: Inputs) -> Tensor:
         """The chunk [B, C, D] that is executed, in the environment's units, of x [B, H * A]."""
         actions = self.units.action.unnormalise(self._executed(self._latent(x)))
-        return (actions + self._offset(inputs, actions)).float()
-
-    def _offset(self, inputs: Inputs, like: Tensor) -> Tensor:
-        """[B, 1, D]: of the state, what actions are differences to."""
-        offset = torch.zeros(len(like), 1, self.spec.action_dim, dtype=torch.float64, device=like.device)
-        if self.delta_dims:
-            proprio = vector(inputs, "proprio", self.spec.proprio_dim)
-            offset[:, 0, : self.delta_dims] = proprio[:, : self.delta_dims].double()
-        return offset
+        return self.transforms.executed(actions, self._given(inputs)).float()
 
     def _executed(self, x: Tensor) -> Tensor:
         """[B, C, D] of [B, H, A]."""
@@ -374,13 +375,13 @@ class Pi0(AdaptedPolicy):
     # --- what is built
 
     def _check_spec(self, state_in_prompt: bool) -> None:
-        spec, sizes = self.spec, self.sizes
+        spec, sizes = self.shown, self.sizes
         if not 1 <= len(spec.cameras) <= SLOTS:
             raise PolicyError(f"pi0 takes one to {SLOTS} cameras, the task gives {len(spec.cameras)}: set env.cameras")
-        if spec.chunk > sizes.horizon or spec.horizon not in (0, sizes.horizon):
+        if spec.chunk > sizes.horizon:
             raise PolicyError(
-                f"the checkpoint predicts {sizes.horizon} actions: policy.horizon is that or 0, and policy.chunk at "
-                f"most that; got {spec.horizon}, {spec.chunk}"
+                f"the checkpoint predicts {sizes.horizon} actions, and policy.chunk is {spec.chunk}: at most that, or "
+                "set policy.horizon for a policy that learns from demonstrations to predict so many"
             )
         if max(spec.action_dim, spec.proprio_dim) > sizes.action_dim:
             raise PolicyError(
@@ -396,7 +397,7 @@ class Pi0(AdaptedPolicy):
             raise PolicyError("the policy reads the robot's state: add 'proprio' to policy.reads")
 
     def _read_units(self, asset: str) -> StoredUnits:
-        spec = self.spec
+        spec = self.shown
         if asset == DEMONSTRATIONS:
             return StoredUnits(identity(spec.proprio_dim, spec.action_dim))
         if self.layout == "lerobot":

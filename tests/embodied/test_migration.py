@@ -82,6 +82,14 @@ def test_a_configuration_of_today_is_not_changed(tmp_path: Path) -> None:
     assert saved_config(tmp_path / "config.yaml") == load_config("reach_grpo")
 
 
+@pytest.mark.parametrize("version", [1, 2])
+def test_conventions_of_a_policy_become_transforms(version: int) -> None:
+    old = {"rotate_images": True, "gripper": "libero", "checkpoint": "here"}
+    found = migration.migrate({"version": version, "policy": {"kind": "openvla", "options": old}})
+    turned, gripper = {"kind": "turn_images"}, {"kind": "gripper", "convention": "libero"}
+    assert found["policy"]["options"] == {"checkpoint": "here", "transforms": [turned, gripper]}
+
+
 def test_what_is_given_is_not_changed_in_place() -> None:
     data = {"ppo": {"clip": 0.1}, "farm": {"stages": 3}}
     migration.migrate(data)

@@ -161,7 +161,7 @@ def test_more_policy_replicas_than_groups_are_refused_before_ray_is_started(
         cli.main([*three, "--farm.groups", "4"])
 
 
-def edited(tmp_path: Path, name: str, **options: str | bool) -> str:
+def edited(tmp_path: Path, name: str, **options: Any) -> str:
     """A shipped configuration whose policy has further options."""
     settings = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
     settings["policy"]["options"] |= options
@@ -187,12 +187,14 @@ def test_pictures_are_turned_once_from_what_the_simulator_gives(
     verb: str, arguments: list[str], found: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """LIBERO's own pictures are upside down: `upright` has turned them already, and not as the training data were."""
-    said = refusal(capsys, *command(verb, edited(tmp_path, "pi0_small", rotate_images=True), *arguments))
-    assert f"rotate_images is True, which converts from env.orientation stock, and {found}" in said
+    said = refusal(
+        capsys, *command(verb, edited(tmp_path, "pi0_small", transforms=[{"kind": "turn_images"}]), *arguments)
+    )
+    assert f"transforms has turn_images, which converts from env.orientation stock, and {found}" in said
 
 
 def test_the_conventions_of_every_task_are_looked_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = Path(edited(tmp_path, "pi0_small", rotate_images=True))
+    path = Path(edited(tmp_path, "pi0_small", transforms=[{"kind": "turn_images"}]))
     settings = yaml.safe_load(path.read_text())
     settings["env"]["orientation"] = "stock"
     settings["extra_tasks"][0]["orientation"] = "rotated"
@@ -201,6 +203,6 @@ def test_the_conventions_of_every_task_are_looked_at(tmp_path: Path, capsys: pyt
 
 
 def test_a_gripper_is_not_converted_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = edited(tmp_path, "openvla_oft_tiny", gripper="libero")
+    config = edited(tmp_path, "openvla_oft_tiny", transforms=[{"kind": "gripper", "convention": "libero"}])
     said = refusal(capsys, *command("train", config, "--env.gripper", "inverted"))
-    assert "gripper is libero, which converts from env.gripper simulator, and tabletop/reach has inverted" in said
+    assert "transforms has gripper, which converts from env.gripper simulator, and tabletop/reach has inverted" in said

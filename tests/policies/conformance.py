@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import policies
@@ -207,19 +207,24 @@ def law_log_prob_is_the_density_that_act_samples(policy: Policy, inputs: Inputs)
     standard deviation, a forgotten factor all break it. One row, many draws; the mean lies within 4.5
     standard errors, and the ratios vary enough for that to mean something.
     """
-    draws = 4000
+    draws, tried = 4000, 400
     many = inputs.rows(torch.zeros(draws, dtype=torch.int64))
     action = policy.act(many, random_noise(policy, draws, 3))
-    log_p = action.log_prob.double().sum((1, 2))
+
+    def log_ratio_of(other: Policy, rows: int) -> Tensor:
+        trace = {name: tensor[:rows] for name, tensor in action.trace.items()}
+        with torch.no_grad():
+            found = other.evaluate(many.rows(torch.arange(rows)), trace).log_prob
+        return (found.double() - action.log_prob[:rows].double()).sum((1, 2))
+
     scale = 0.1
-    while True:
+    while True:  # other weights, but not so far away that a few rows count for all
         other = copy.deepcopy(policy)
         perturb(other, scale, seed=4)
-        with torch.no_grad():
-            log_ratio = other.evaluate(many, action.trace).log_prob.double().sum((1, 2)) - log_p
-        if log_ratio.std() < 0.6:
+        if log_ratio_of(other, tried).std() < 0.6:
             break
         scale *= 0.8
+    log_ratio = log_ratio_of(other, draws)
     assert log_ratio.std() > 0.2, "the density hardly depends on the weights"
     ratio = log_ratio.exp()
     error, allowed = abs(float(ratio.mean()) - 1), 4.5 * float(ratio.std()) / draws**0.5
@@ -256,6 +261,36 @@ def law_all_is_computed_on_the_policys_device(policy: Policy, inputs: Inputs) ->
             found["imitation"] = policy.imitate(inputs, actions, counted, noise)
     for name, tensor in found.items():
         assert tensor.device == device, f"{name} is on {tensor.device}, the policy is on another device"
+
+
+def law_what_shards_names_is_used_by_being_called(policy: Policy, inputs: Inputs) -> None:
+    """Weights that are there only while their module is called, as where ranks hold shards: the same comes out."""
+    action = policy.act(inputs, random_noise(policy, _rows(inputs), 1))
+    modules = [module for group in policy.shards() for module in group]
+    weights = {p: p.data for module in modules for p in module.parameters()}
+    called = set()
+
+    def gather(module: nn.Module, *_: Any) -> None:
+        called.add(module)
+        for p in module.parameters():
+            p.data = weights[p]
+
+    def free(module: nn.Module, *_: Any) -> None:
+        for p in module.parameters():
+            p.data = torch.full_like(weights[p], torch.nan)
+
+    with torch.no_grad():
+        expected = _tensors(policy.evaluate(inputs, action.trace))
+        hooks = [h for m in modules for h in (m.register_forward_pre_hook(gather), m.register_forward_hook(free))]
+        for module in modules:
+            free(module)
+        found = _tensors(policy.evaluate(inputs, action.trace))
+        _assert_same(expected, found, 0.0, "weights are read while nobody calls their module")
+    for hook in hooks:
+        hook.remove()
+    for p, data in weights.items():
+        p.data = data
+    assert called == set(modules), "some of what is named is never called"
 
 
 def law_imitation_is_a_loss_for_each_row(policy: Policy, inputs: Inputs) -> None:
@@ -337,6 +372,7 @@ LAWS: list[Callable[[Policy, Inputs], None]] = [
     law_weights_that_are_not_finite_are_refused,
     law_log_prob_is_the_density_that_act_samples,
     law_all_is_computed_on_the_policys_device,
+    law_what_shards_names_is_used_by_being_called,
 ]
 IMITATION_LAWS: list[Callable[..., None]] = [
     law_imitation_is_a_loss_for_each_row,
@@ -385,7 +421,8 @@ def _assert_same(expected: dict[str, Tensor], got: dict[str, Tensor], tolerance:
     assert expected.keys() == got.keys()
     for name, tensor in expected.items():
         error = float((tensor.detach().double() - got[name].detach().double()).abs().max())
-        assert error <= tolerance, f"{what}: {name} differs by {error:.2g}, allowed {tolerance:.2g}"
+        allowed = tolerance * max(1.0, float(tensor.detach().double().abs().max()))
+        assert error <= allowed, f"{what}: {name} differs by {error:.2g}, allowed {allowed:.2g}"
 
 
 def _assert_scored_alike(policy: Policy, inputs: Inputs, action: Action) -> None:

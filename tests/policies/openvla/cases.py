@@ -43,6 +43,11 @@ def make(kind: str, spec: PolicySpec, checkpoint: Path, **options: Any) -> Any:
     return policy
 
 
+def gripper_of(convention: str) -> list[dict[str, str]]:
+    """The transforms of an option that names a gripper's convention; `raw`: as the network says it."""
+    return [] if convention == "raw" else [{"kind": "gripper", "convention": convention}]
+
+
 def error(found: Tensor, expected: Tensor) -> float:
     """Largest absolute difference."""
     assert found.shape == expected.shape, f"{list(found.shape)}, expected {list(expected.shape)}"

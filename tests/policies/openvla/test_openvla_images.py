@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from policies import PolicyError
-from policies.openvla.actions import convert_gripper
 from policies.openvla.images import (
     Preprocessing,
     center_crop,
@@ -79,21 +78,10 @@ def test_center_crop_is_the_training_datas():
 
 def test_options_are_applied_in_the_order_of_the_training_data():
     zeros, ones = ((0.0,) * 3,) * 2, ((1.0,) * 3,) * 2
-    whole = Preprocessing(
-        224, zeros, ones, rotate=True, environment_jpeg=True, environment_resize=True, center_crop=True
-    )
-    by_hand = center_crop(lanczos(jpeg(LIBERO["frame"][None].flip(1, 2)), 224), 224)
+    whole = Preprocessing(224, zeros, ones, environment_jpeg=True, environment_resize=True, center_crop=True)
+    by_hand = center_crop(lanczos(jpeg(LIBERO["frame"][None]), 224), 224)
     by_hand = (by_hand * 255.5).to(torch.uint8).permute(0, 3, 1, 2).float() / 255
     assert torch.equal(whole(LIBERO["frame"][None]), torch.cat([by_hand, by_hand], 1))
-
-
-def test_gripper_conventions():
-    actions = LIBERO["gripper.in"]
-    assert error(convert_gripper(actions, "libero"), LIBERO["gripper.env"]) == 0
-    assert torch.equal(convert_gripper(actions, "raw"), actions)
-    simpler = convert_gripper(actions, "maniskill")
-    assert torch.equal(simpler[:, :-1], actions[:, :-1])
-    assert torch.equal(simpler[:, -1], torch.where(actions[:, -1] > 0.5, 1.0, -1.0).double())
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 
 import policies
 from policies import Inputs, PolicySpec
-from policies.openvla.actions import action_of, convert_gripper, read_gripper, token_of
+from policies.openvla.actions import action_of, token_of
 from policies.openvla.config import BINS
 from tests.policies import conformance
 from tests.policies.openvla.cases import (
@@ -20,6 +20,7 @@ from tests.policies.openvla.cases import (
     OPENVLA,
     error,
     golden,
+    gripper_of,
     make,
     random_inputs,
 )
@@ -44,7 +45,7 @@ def policy(case, tiny) -> Any:
 
 
 def bin_centres(policy: Any, tokens: torch.Tensor) -> torch.Tensor:
-    return policy.in_units(action_of(tokens, policy.model.config.action_vocab))
+    return policy.in_units(action_of(tokens, policy.model.config.action_vocab), None)
 
 
 @pytest.mark.parametrize("law", conformance.IMITATION_LAWS, ids=lambda law: law.__name__)
@@ -59,11 +60,11 @@ def test_policy_obeys(policy, law):
 @pytest.mark.parametrize(("kind", "spec"), [("openvla", ONE_ACTION), ("openvla_oft", CHUNK)])
 def test_an_action_is_demonstrated_by_the_token_that_says_it(tiny, kind, spec, gripper):
     """Of every dimension with a unit and every token but the last, which says the same as the last but one."""
-    policy = make(kind, spec, tiny, gripper=gripper)
+    policy = make(kind, spec, tiny, transforms=gripper_of(gripper))
     vocab, first = policy.model.config.action_vocab, policy.model.config.first_action_token
     tokens = torch.arange(first + 1, vocab)[:, None].expand(-1, policy.noise_dim)
     actions = bin_centres(policy, tokens)
-    again = token_of(policy.normalised(actions, torch.ones(actions.shape[:2], dtype=torch.bool)), vocab)
+    again = token_of(policy.normalised(actions, torch.ones(actions.shape[:2], dtype=torch.bool), None), vocab)
     said = tokens.view(again.shape)
     assert torch.equal(again[..., :-1], said[..., :-1])
     if gripper != "raw":  # 1 or 0, open or closed
@@ -71,23 +72,11 @@ def test_an_action_is_demonstrated_by_the_token_that_says_it(tiny, kind, spec, g
     assert torch.equal(again[..., -1], said[..., -1])
 
 
-@pytest.mark.parametrize("convention", ["raw", "libero", "maniskill"])
-def test_gripper_commands_are_read_as_they_are_given(convention):
-    raw = torch.tensor([[0.3, 0.0], [0.3, 1.0]])
-    assert torch.equal(read_gripper(convert_gripper(raw, convention), convention), raw)
-
-
-def test_a_gripper_command_between_the_ends_is_the_end_that_it_leans_to():
-    commands = torch.tensor([[-0.2], [0.2]])
-    assert read_gripper(commands, "libero").flatten().tolist() == [1, 0]
-    assert read_gripper(commands, "maniskill").flatten().tolist() == [0, 1]
-
-
 def test_actions_beyond_the_percentiles_are_clipped_and_constant_ones_are_zero(tiny):
     policy = make("openvla", ONE_ACTION, tiny)
     policy.statistics.high[1] = policy.statistics.low[1]
     far = torch.tensor([[[9.0, 9.0, -9.0, 9.0, 9.0, 9.0, 0.25]]])
-    normalised = policy.normalised(far, torch.ones(1, 1, dtype=torch.bool)).flatten().tolist()
+    normalised = policy.normalised(far, torch.ones(1, 1, dtype=torch.bool), None).flatten().tolist()
     assert normalised == [1, 0, -1, 1, 1, 1, 0.25]
 
 
@@ -98,8 +87,8 @@ def test_the_loss_is_the_references():
     policy: Any = policies.build("openvla", PolicySpec(7, cameras=("base",)), 0, **options)
     counted = torch.ones(2, 1, dtype=torch.bool)
     # Only an action at the upper end is the last token's: its bin's centre is that of the last but one.
-    actions = policy.in_units(torch.where(tokens == 256, 1.5, action_of(tokens, 512)))
-    assert torch.equal(token_of(policy.normalised(actions, counted), 512).flatten(1), tokens)
+    actions = policy.in_units(torch.where(tokens == 256, 1.5, action_of(tokens, 512)), None)
+    assert torch.equal(token_of(policy.normalised(actions, counted, None), 512).flatten(1), tokens)
     expected = -GOLDEN["given.logits"].log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1).mean(1)
     for row in (0, 1):  # the pictures are of two sizes
         inputs = Inputs(frames={"base": GOLDEN[f"image.{row}.rgb"][None]}, instruction=INSTRUCTIONS[row : row + 1])

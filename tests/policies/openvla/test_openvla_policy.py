@@ -10,15 +10,23 @@ import policies
 from policies import Policy, PolicyError, PolicySpec
 from policies.openvla.sampling import choose, score
 from tests.policies import conformance
-from tests.policies.openvla.cases import CHUNK, ONE_ACTION, error, make, random_inputs
+from tests.policies.openvla.cases import CHUNK, ONE_ACTION, error, gripper_of, make, random_inputs
 from tests.variants import often
 
 WITH_PROPRIO = replace(CHUNK, proprio_dim=8)
 LORA = {"lora_rank": 4, "lora_parts": ["language", "projector", "vision"]}
 CASES: dict[str, tuple[str, PolicySpec, dict[str, Any]]] = {
     "openvla": ("openvla", ONE_ACTION, {}),
-    "openvla, temperature": ("openvla", ONE_ACTION, {"temperature": 1.6, "center_crop": True, "rotate_images": True}),
-    "openvla, demonstrations": ("openvla", ONE_ACTION, {"unnorm_key": "demonstrations", "gripper": "maniskill"}),
+    "openvla, temperature": (
+        "openvla",
+        ONE_ACTION,
+        {"temperature": 1.6, "center_crop": True, "transforms": [{"kind": "turn_images"}]},
+    ),
+    "openvla, demonstrations": (
+        "openvla",
+        ONE_ACTION,
+        {"unnorm_key": "demonstrations", "transforms": gripper_of("maniskill")},
+    ),
     "openvla, adapter, checkpointing": ("openvla", ONE_ACTION, {**LORA, "gradient_checkpointing": True}),
     "oft": ("openvla_oft", CHUNK, {"temperature": 1.6}),
     "oft, no stop token": ("openvla_oft", replace(CHUNK, cameras=("base",)), {"convention": "rlinf"}),
@@ -170,7 +178,7 @@ def test_gradient_checkpointing_changes_no_gradient(tiny):
 def test_gripper_is_converted_for_the_environment(tiny):
     inputs = random_inputs(ONE_ACTION, 6, seed=3)
     raw, libero, maniskill = (
-        make("openvla", ONE_ACTION, tiny, gripper=gripper).act(inputs, None).chunk
+        make("openvla", ONE_ACTION, tiny, transforms=gripper_of(gripper)).act(inputs, None).chunk
         for gripper in ("raw", "libero", "maniskill")
     )
     assert torch.equal(raw[..., :-1], libero[..., :-1]) and torch.equal(raw[..., :-1], maniskill[..., :-1])
@@ -219,7 +227,12 @@ def test_two_datasets_need_a_key(tiny, tmp_path):
         ("openvla_oft", WITH_PROPRIO, {"proprio": True}, r"one file proprio_projector--\*_checkpoint.pt, found: none"),
         ("openvla_oft", CHUNK, {"proprio": True}, r"are of 8 numbers, got \[1, 0\]"),
         ("openvla", ONE_ACTION, {"prompt": "vicuna"}, "prompt must be one of openvla, openvla-v01, got 'vicuna'"),
-        ("openvla", ONE_ACTION, {"gripper": "robotiq"}, "gripper must be one of raw, libero, maniskill"),
+        (
+            "openvla",
+            ONE_ACTION,
+            {"transforms": [{"kind": "gripper", "convention": "robotiq"}]},
+            "entry 0: gripper.convention: .*'libero' or 'maniskill'",
+        ),
         ("openvla", ONE_ACTION, {"temperature": 0.0}, "temperature must be greater than 0"),
         ("openvla", ONE_ACTION, {"dtype": "int8"}, "dtype must be one of checkpoint, float32, bfloat16, float16"),
         ("openvla", ONE_ACTION, {"lora_rank": -1}, "give lora_rank"),

@@ -13,10 +13,11 @@ import torch
 import policies
 from policies import PolicyError
 from policies.openvla.statistics import DEMONSTRATIONS, STATISTICS
-from tests.policies.openvla.cases import CHUNK, OFT, ONE_ACTION, error, make, random_inputs
+from tests.policies.openvla.cases import CHUNK, OFT, ONE_ACTION, error, gripper_of, make, random_inputs
 from tests.policies.openvla.tiny import write_tiny
 
 LORA = {"lora_rank": 3}
+LIBERO = gripper_of("libero")
 WAYS: dict[str, dict[str, Any]] = {"adapter": LORA, "whole": {}}
 
 
@@ -29,7 +30,7 @@ def actions(seed: int = 1, rows: int = 501) -> torch.Tensor:
 
 def tuned(checkpoint: Path, **options: Any) -> Any:
     """A policy that has adopted the units of demonstrations."""
-    policy = make("openvla", ONE_ACTION, checkpoint, **{"unnorm_key": DEMONSTRATIONS, "gripper": "libero", **options})
+    policy = make("openvla", ONE_ACTION, checkpoint, **{"unnorm_key": DEMONSTRATIONS, "transforms": LIBERO, **options})
     policy.adopt_units(actions(), None)
     return policy
 
@@ -42,13 +43,13 @@ def same(a: Any, b: Any) -> bool:
 def test_before_there_are_demonstrations_units_are_the_networks(tiny):
     policy = make("openvla", ONE_ACTION, tiny, unnorm_key=DEMONSTRATIONS)
     normalised = torch.linspace(-0.9, 0.9, 7)[None]
-    assert error(policy.in_units(normalised)[0], normalised) <= 1e-7
+    assert error(policy.in_units(normalised, None)[0], normalised) <= 1e-7
     assert policy.statistics.mask.all()
 
 
 @pytest.mark.parametrize(("gripper", "mask"), [("raw", [True] * 7), ("libero", [True] * 6 + [False])])
 def test_units_are_the_percentiles_of_the_demonstrations(tiny, gripper, mask):
-    statistics = tuned(tiny, gripper=gripper).statistics
+    statistics = tuned(tiny, transforms=gripper_of(gripper)).statistics
     low, high = np.quantile(actions().double().numpy(), (0.01, 0.99), axis=0)
     dims = 7 if gripper == "raw" else 6
     assert statistics.low.tolist()[:dims] == low.tolist()[:dims]
@@ -78,7 +79,7 @@ def test_units_are_saved_with_the_policy(tiny, tmp_path, way):
     policy = tuned(tiny, **WAYS[way])
     policies.save(policy, tmp_path)
     inputs = random_inputs(ONE_ACTION, 3, seed=1)
-    other = make("openvla", ONE_ACTION, tiny, unnorm_key=DEMONSTRATIONS, gripper="libero", **WAYS[way])
+    other = make("openvla", ONE_ACTION, tiny, unnorm_key=DEMONSTRATIONS, transforms=LIBERO, **WAYS[way])
     other.adopt_units(actions(seed=2), None)
     assert not same(policy, other)
     policies.load_into(other, tmp_path)
@@ -89,7 +90,7 @@ def test_units_are_saved_with_the_policy(tiny, tmp_path, way):
 
 def test_units_go_where_the_weights_go(tiny):
     policy = tuned(tiny)
-    worker = make("openvla", ONE_ACTION, tiny, unnorm_key=DEMONSTRATIONS, gripper="libero")
+    worker = make("openvla", ONE_ACTION, tiny, unnorm_key=DEMONSTRATIONS, transforms=LIBERO)
     worker.load_state_dict({name: tensor.clone() for name, tensor in policy.state_dict().items()})
     assert same(policy, worker)
 
@@ -129,7 +130,7 @@ def test_an_exported_checkpoint_says_what_its_units_are(tmp_path, way):
     entry = written[DEMONSTRATIONS]["action"]
     assert entry["q01"] == policy.statistics.low.tolist() and entry["mask"] == [True] * 6 + [False]
     exported = policies.build(
-        "openvla", ONE_ACTION, 0, checkpoint=str(tmp_path / "out"), unnorm_key=DEMONSTRATIONS, gripper="libero"
+        "openvla", ONE_ACTION, 0, checkpoint=str(tmp_path / "out"), unnorm_key=DEMONSTRATIONS, transforms=LIBERO
     )
     assert same(policy, exported)
     shared = policies.build("openvla", ONE_ACTION, 0, checkpoint=str(tmp_path / "out"), unnorm_key="bridge")

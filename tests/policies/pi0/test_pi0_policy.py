@@ -24,11 +24,12 @@ from tests.policies import conformance
 from tests.policies.pi0.cases import GOLDEN, NO_STATE, SPEC, inputs_of, make
 from tests.variants import often
 
+TURNED, DELTA = {"kind": "turn_images"}, {"kind": "delta_actions", "dims": 6}
 CASES: dict[str, tuple[str, PolicySpec, dict[str, Any]]] = {
     "pi0": ("pi0", SPEC, {}),
     "pi0, four of six actions": ("pi0", replace(SPEC, chunk=4), {}),
     "pi0, every weight": ("pi0", SPEC, {"train": "all"}),
-    "pi0, differences to the state": ("pi0", SPEC, {"delta_dims": 6, "rotate_images": True}),
+    "pi0, differences to the state": ("pi0", SPEC, {"transforms": [TURNED, DELTA]}),
     "pi0, one of all that are drawn": ("pi0", SPEC, {"scored": "any"}),
     "pi0, every step, critic on the suffix": ("pi0", SPEC, {"scored": "all", "critic": "suffix"}),
     "pi0, flow-noise, four of six actions": ("pi0", replace(SPEC, chunk=4), {"scored": "learned", "critic": "suffix"}),
@@ -53,6 +54,7 @@ NOT_FOR = {case for case in CASES if "state in the prompt" in case}
 """Of the law of devices: a state becomes words on the host."""
 OFTEN = ("pi0", "pi0, flow-noise, four of six actions", "pi0.5, every weight, also by the critic", "pi0, adapters")
 """Between them all ways of drawing, scoring and training but one."""
+MODE = conformance.law_imitation_brings_the_mode_to_the_demonstrations
 OBEYS = [
     # The density is counted over many samples: a minute for each policy.
     pytest.param(
@@ -90,11 +92,16 @@ def test_policy_obeys(case: str, law: Callable[..., None]) -> None:
         law(policy, inputs)
 
 
-@pytest.mark.parametrize("law", conformance.IMITATION_LAWS, ids=lambda law: law.__name__)
-@pytest.mark.parametrize("case", often(OFTEN[:3], CASES))
+# Hundreds of steps, once for all: sampler and imitation are one code for every case.
+IMITATED = [(case, law) for case in OFTEN[:3] for law in conformance.IMITATION_LAWS if law is not MODE or case == "pi0"]
+
+
+@pytest.mark.parametrize(
+    ("case", "law"), often(IMITATED, [(case, law) for case in CASES for law in conformance.IMITATION_LAWS])
+)
 def test_policy_imitates(case: str, law: Callable[..., None]) -> None:
     policy, inputs = policy_of(case)
-    if law is conformance.law_imitation_brings_the_mode_to_the_demonstrations:
+    if law is MODE:
         law(policy, inputs, steps=400, lr=1e-2, tolerance=0.3 if "adapters" in case else 0.2)
     else:
         law(policy, inputs)
@@ -302,12 +309,26 @@ def test_what_no_weight_depends_on_may_differ(tmp_path: Path) -> None:
     load_into(other, tmp_path / "saved")
     same = make("pi0", replace(SPEC, chunk=3), steps=5)
     assert torch.equal(*(p.act(inputs_of(SPEC, 2, seed=1), None).chunk for p in (other, same)))
-    with pytest.raises(PolicyError, match="architecture.rotate_images"):
-        load_into(make("pi0", rotate_images=True), tmp_path / "saved")
+    with pytest.raises(PolicyError, match="architecture.transforms"):
+        load_into(make("pi0", transforms=[TURNED]), tmp_path / "saved")
+
+
+def test_a_policy_that_an_earlier_version_saved_converts_as_it_did(tmp_path: Path) -> None:
+    policy, inputs = make("pi0", transforms=[TURNED, DELTA]), inputs_of(SPEC, 2, seed=1)
+    save(policy, tmp_path / "saved")
+    path = tmp_path / "saved" / "policy" / "config.json"
+    config = json.loads(path.read_text())
+    del config["architecture"]["transforms"]
+    config["architecture"] |= {"rotate_images": True, "delta_dims": 6}
+    path.write_text(json.dumps(config))
+    assert torch.equal(load(tmp_path / "saved").act(inputs, None).chunk, policy.act(inputs, None).chunk)
+    load_into(policy, tmp_path / "saved")
+    with pytest.raises(PolicyError, match="architecture.transforms"):
+        load_into(make("pi0"), tmp_path / "saved")
 
 
 def test_actions_are_differences_to_the_state_where_it_is_said() -> None:
-    plain, delta = make("pi0"), make("pi0", delta_dims=6)
+    plain, delta = make("pi0"), make("pi0", transforms=[DELTA])
     inputs = inputs_of(SPEC, 3, seed=5)
     assert inputs.proprio is not None
     moved = delta.act(inputs, None).chunk - plain.act(inputs, None).chunk
@@ -346,6 +367,42 @@ def test_units_of_demonstrations_are_exported(family: str, layout: str, tmp_path
         torch.testing.assert_close(again.units.get_buffer(name), tensor, rtol=0, atol=1e-12)
     inputs = inputs_of(spec, 2, seed=1)
     assert (policy.act(inputs, None).chunk - again.act(inputs, None).chunk).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("layout", ["checkpoint", "checkpoint_lerobot"])
+@pytest.mark.parametrize("horizon", [3, 9])
+def test_another_horizon_may_be_learned_with_the_same_weights(layout: str, horizon: int, tmp_path: Path) -> None:
+    """Fewer or more actions than the checkpoint predicts: all are learned, the first are executed, and what is saved
+    and exported says how many."""
+    options = {"checkpoint": str(GOLDEN / "pi0" / layout), "prompt": "openpi", "train": "all"}
+    spec = replace(SPEC, chunk=3, horizon=horizon)
+    policy, inputs = make("pi0", spec, **options), inputs_of(SPEC, 2, seed=1)
+    assert (
+        policy.spec.predicted == horizon
+        and policy.network.state_dict().keys() == make("pi0").network.state_dict().keys()
+    )
+    noise = conformance.random_noise(policy, 2, 1)
+    action = policy.act(inputs, noise)
+    assert action.chunk.shape == (2, 3, 7)
+    assert (policy.evaluate(inputs, action.trace).log_prob - action.log_prob).abs().max() < 1e-4
+    counted = torch.ones(2, horizon, dtype=torch.bool)
+    losses = [policy.imitate(inputs, wanted, counted, noise) for wanted in _but_for_the_last(horizon)]
+    assert (losses[0] - losses[1]).abs().min() > 1e-3, "the last of the predicted actions is not learned"
+    save(policy, tmp_path / "saved")
+    again = load(tmp_path / "saved")
+    policy.export(tmp_path / "exported")
+    exported = make("pi0", replace(spec, horizon=0), **options | {"checkpoint": str(tmp_path / "exported")})
+    for other in (again, exported):
+        assert other.spec.predicted == horizon
+        assert torch.equal(other.act(inputs, None).chunk, policy.act(inputs, None).chunk)
+
+
+def _but_for_the_last(horizon: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Demonstrated chunks that differ in their last action."""
+    first = torch.zeros(2, horizon, 7)
+    second = first.clone()
+    second[:, -1] = 3.0
+    return first, second
 
 
 @pytest.mark.parametrize("family", ["pi0", "pi05"])
@@ -444,9 +501,8 @@ def test_an_exported_policy_is_a_checkpoint_of_its_project(layout: str, tmp_path
             "pi0",
             replace(SPEC, chunk=7),
             {},
-            "predicts 6 actions: policy.horizon is that or 0, .* at most that; got 0, 7",
+            "the checkpoint predicts 6 actions, and policy.chunk is 7: at most that, or set policy.horizon",
         ),
-        ("pi0", replace(SPEC, horizon=8), {}, "policy.horizon is that or 0, .* got 8, 6"),
         ("pi0", replace(SPEC, horizon=2), {}, "chunks of 6 actions need a horizon of at least that; .* is 2"),
         ("pi0", NO_STATE, {}, "the policy reads the robot's state: add 'proprio'"),
         ("pi0", SPEC, {"state_in_prompt": True}, "the checkpoint is a pi0, which has the state beside the prompt"),
@@ -459,9 +515,9 @@ def test_an_exported_policy_is_a_checkpoint_of_its_project(layout: str, tmp_path
         ("pi0", SPEC, {"scored": "learned", "noise_bounds": [0.2, 0.1]}, "0 < least <= most"),
         ("pi0", SPEC, {"lora_rank": 2, "lora_parts": ["language"]}, "lora_parts must be some of vlm, expert, vision"),
         ("pi0", SPEC, {"critic": "state"}, "pi0's critic must be one of prefix, suffix"),
-        ("pi0", SPEC, {"delta_dims": 8}, "delta_dims of 0 to 7"),
-        ("pi05", NO_STATE, {"delta_dims": 6}, "delta_dims of 0 to 0"),
-        ("pi0", SPEC, {"delta_dims": 6, "asset": "demonstrations"}, "set delta_dims to 0, or name"),
+        ("pi0", SPEC, {"transforms": [DELTA | {"dims": 8}]}, "delta_actions has dims of 1 to 7, .* got 8"),
+        ("pi05", NO_STATE, {"transforms": [DELTA]}, "delta_actions has dims of 1 to 0"),
+        ("pi0", SPEC, {"transforms": [DELTA], "asset": "demonstrations"}, "leave delta_actions out"),
         ("pi05", NO_STATE, {"checkpoint": LEROBOT}, "has the state in them: set state_in_prompt to true, or prompt to"),
         ("pi0", SPEC, {"resize": "nearest"}, "pi0's resize must be one of pillow, interpolate"),
         ("pi0", SPEC, {"prompt": "openvla"}, "pi0's prompt must be one of openpi, lerobot"),
