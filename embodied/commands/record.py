@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -52,6 +53,9 @@ class Arguments:
     instructions: tuple[str, ...] = ()
     """Wordings of the task, recorded in turn, episode by episode, in place of its own instruction: who learns from
     several understands more. The policy that acts is told the task's own."""
+    disturb: float = 0.0
+    """Standard deviation of what is added to every number of an action before it is executed. What is recorded is the
+    action without it: episodes then show how to come back from off the way (DART, arXiv 1703.09327)."""
     runs_dir: Path = RUNS
     """Folder of the runs."""
     json: Path | None = None
@@ -62,7 +66,7 @@ def run(args: Arguments) -> dict[str, Any]:
     settings = with_init(args.settings, args.runs_dir, required=False)
     return record_run(
         args.run, settings, args.checkpoint, args.out, args.episodes, args.only_successes, args.runs_dir,
-        args.instructions,
+        args.instructions, args.disturb,
     )  # fmt: skip
 
 
@@ -89,16 +93,19 @@ def record_run(
     only_successes: bool,
     runs_dir: Path,
     instructions: Sequence[str] = (),
+    disturb: float = 0.0,
 ) -> dict[str, Any]:
     """Let the checkpoint `folder`, or the one that `run` ends with, act in `episodes` episodes; record them in `out`.
 
     Where `run` is a configuration and no checkpoint is named, its policy must need no training. With
     `only_successes` the episodes that it failed are left out. The cameras are those of `env.cameras`, whether the
-    policy reads them or not. `instructions` are recorded in turn in place of the task's own. Returns the result as
-    plain data; raises `UserError`.
+    policy reads them or not. `instructions` are recorded in turn in place of the task's own. Actions are executed with
+    noise of standard deviation `disturb`, and recorded without. Returns the result as plain data; raises `UserError`.
     """
     if episodes < 1:
         raise UserError(f"--episodes is at least 1, got {episodes}")
+    if not 0 <= disturb < math.inf:
+        raise UserError(f"--disturb is a standard deviation of at least 0, got {disturb}")
     if config.eval.instruction is not None:
         raise UserError("--eval.instruction is for evaluations: what is recorded is told each task's own instruction")
     if not all(text.strip() for text in instructions):
@@ -119,9 +126,10 @@ def record_run(
             "episodes_run": episodes,
             "only_successes": only_successes,
             "instructions": list(instructions),
+            "disturb": disturb,
         }
         writer = DatasetWriter(aside, info, provenance)
-        results = _act(config, session, folder, episodes)
+        results = _act(config, session, folder, episodes, disturb)
         wanted = [result for result in results if result.success or not only_successes]
         if not wanted:
             raise UserError(f"none of the {episodes} episodes was solved: run more, or leave out --only-successes")
@@ -152,12 +160,13 @@ def _show(result: dict[str, Any]) -> None:
         show(f"{result['not_reproduced']} episodes came out otherwise when they were replayed, and were left out")
 
 
-def _act(config: Config, session: Session, folder: Path | None, episodes: int) -> list[EpisodeResult]:
+def _act(config: Config, session: Session, folder: Path | None, episodes: int, disturb: float) -> list[EpisodeResult]:
     """The policy's episodes, as actions, in the order of trials. No frame is drawn that the policy does not read."""
     specs = demonstration_episodes(config.seed, episodes, config.eval.init_states)
     with session.farm(trials_farm(config, session, specs, range(episodes))) as farm:
         sizes = policy_spec(config, farm.infos[0])
-        worker = session.runtime.place("evaluator", make_evaluator, config, sizes, session.reach(farm), folder)
+        reach = session.reach(farm)
+        worker = session.runtime.place("evaluator", make_evaluator, config, sizes, reach, folder, disturb)
         deadline_s = worker.deadline.inner().seconds
         with steps(f"Running {config.policy.kind} on {config.env.task}", episodes) as bar:
             results = run_to_end(
@@ -185,6 +194,8 @@ def _write(
     with steps("Recording", len(results)) as bar:
         for result, replay in in_order(replayers, results, _begin_replay):
             if (replay.steps, bool(replay.success.any())) == (result.length, result.success):
+                if result.decided is not None:
+                    replay = replace(replay, actions=result.decided)
                 if instructions:
                     replay = replace(replay, instruction=instructions[result.trial % len(instructions)])
                 writer.add(result.spec, replay)

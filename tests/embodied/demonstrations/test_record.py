@@ -25,6 +25,7 @@ from embodied.demonstrations.writer import new_folder
 from embodied.errors import UserError
 from embodied.runtime.inline import InlineRuntime
 from embodied.workers.evaluator import EpisodeResult
+from policies.waypoints import tabletop
 from sim_farm.contract import EpisodeSpec, TaskInfo
 from sim_farm.episodes import evaluation_episodes
 from sim_farm.registry import make_physics, make_renderer
@@ -142,6 +143,37 @@ def test_wordings_are_recorded_in_turn_in_place_of_the_tasks_own(recording: Data
     assert (found.column("action") == recording.column("action")).all(), "who acts was told something else"
     with pytest.raises(UserError, match="--instructions"):
         record_run("test", config, None, tmp_path / "other", 1, False, Path("no-runs"), ("", "go"))
+
+
+def test_disturbed_episodes_show_what_the_policy_would_have_done_where_it_came_to_be(tmp_path: Path) -> None:
+    """Executed is something else: the recorded actions are the script's answers to the recorded states, and do not
+    lead from one of them to the next."""
+    config = load_config("tabletop_scripted").model_copy(update={"runtime": RuntimeConfig(mode="inline")})
+    for name in ("once", "again"):
+        record_run("test", config, None, tmp_path / name, 4, False, Path("no-runs"), disturb=0.7)
+    once, again = Dataset(tmp_path / "once"), Dataset(tmp_path / "again")
+    assert once.provenance is not None and once.provenance["disturb"] == 0.7
+    for column in ("action", "observation.environment_state"):
+        assert np.array_equal(once.column(column), again.column(column)), "another stream of disturbances"
+    rows = once.batch(list(range(len(once))))
+    assert rows.state is not None
+    said = [
+        tabletop.act(state.astype(np.float64), text) for state, text in zip(rows.state, rows.instruction, strict=True)
+    ]
+    assert np.array_equal(rows.actions[:, 0], np.array(said, np.float32))
+    task, (first, *_) = once.task, once.episodes
+    assert task is not None and first.spec is not None
+    with closing(make_physics(task)) as physics:
+        seen = physics.reset(first.spec)
+        assert np.array_equal(rows.state[0], seen.state)
+        seen = physics.step(rows.actions[0])
+        assert not np.allclose(rows.state[1], seen.state, atol=1e-4)
+
+
+@pytest.mark.parametrize("disturb", [-0.1, float("nan"), float("inf")])
+def test_a_disturbance_that_is_no_deviation_is_refused(disturb: float, out: Path) -> None:
+    with pytest.raises(UserError, match="--disturb is a standard deviation"):
+        record_run("test", configuration("tabletop/push"), None, out, 1, False, Path("no-runs"), disturb=disturb)
 
 
 def test_an_episode_that_comes_out_otherwise_is_left_out_and_counted(
