@@ -29,6 +29,7 @@ LONGEST = (
     "tests/embodied/test_executor.py",
     "tests/embodied/test_worker_groups.py",
     "tests/embodied/test_learner_ranks.py",
+    "tests/embodied/test_large_policies_on_ranks.py",
     "tests/embodied/test_trajectory_memory.py",
     "tests/policies/openvla/test_openvla_policy.py",
     "tests/sim_farm/test_workers.py",

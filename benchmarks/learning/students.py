@@ -57,7 +57,7 @@ def openvla(model: str, world: World, folder: Path, seed: int) -> Student:
         _forget(folder, RANDOM_WEIGHTS)
 
     def see(frames: Tensor) -> Tensor:
-        return network.embed_images(policy.preprocessing(frames)[:, None])
+        return network.embed_images(policy.pixels(frames)[:, None])
 
     return Student(policy, see, (network.vision_backbone, network.projector), network.width, save)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
+from rich import print as show
 
 from embodied.commands.finish import finish_run
 from embodied.config import Config
@@ -61,6 +62,8 @@ def sft_run(config: Config, source: str, runs_dir: Path, resume: bool) -> dict[s
                 given, known = (", ".join(map(str, paths)) for paths in (config.sft.data, recorded))
                 raise UserError(f"{run_dir} learns from {known}, not {given}: begin another run with --policy.init")
             config = config.model_copy(update={"sft": config.sft.model_copy(update={"data": recorded})})
+        if config.eval.every:
+            show("[yellow]eval.every is of reinforcement: this training is evaluated at its end[/]")
         result = imitate(config, info, run_dir, found)
         release()  # the evaluator, in a process of its own, needs the device's memory
         with open_session(config) as session:

@@ -111,8 +111,7 @@ def evaluate(subject: Subject, protocol: Protocol, session: Session, folder: Eva
     write_result(folder.path, result)
     if subject.config.eval.videos:
         _film(subject, protocol, session, folder, worth_seeing(outcomes, subject.config.eval.videos))
-    if subject.run_dir is not None:
-        _show_in_run(folder.path, subject.run_dir)
+    _show_in_run(folder.path, subject)
     return result
 
 
@@ -160,8 +159,7 @@ def film_differences(
     shown += [Shown(o, first.actions(o), f"{below}, episode {o.trial}") for o, _ in pairs]
     if shown:
         write_film(path, session, shown, lambda task: task_spec(protocol.applied(subject.config, task)), len(pairs))
-    if subject.run_dir is not None:
-        _show_in_run(first.path, subject.run_dir)
+    _show_in_run(first.path, subject)
 
 
 def write_result(folder: Path, result: dict[str, Any]) -> None:
@@ -250,8 +248,12 @@ def _film(
     write_film(path, session, shown, lambda task: task_spec(protocol.applied(subject.config, task)))
 
 
-def _show_in_run(folder: Path, run_dir: Path) -> None:
-    """The run's page shows the newest evaluation, and no film of an older one."""
+def _show_in_run(folder: Path, subject: Subject) -> None:
+    """The run's page shows the newest evaluation, and no film of an older one. One that was told another instruction
+    than the tasks' own says something else than what the run has reached: it is in its folder alone."""
+    run_dir = subject.run_dir
+    if run_dir is None or subject.config.eval.instruction is not None:
+        return
     for name in ("eval.json", "eval.md", "videos/evaluation.mp4", "videos/against.mp4"):
         if (folder / name).is_file():
             (run_dir / name).parent.mkdir(exist_ok=True)

@@ -38,6 +38,16 @@ class Filmer:
         return self._replayer.film(episode, actions, every)
 
 
+def stride(length: int) -> int:
+    """Every how many env steps an episode of so many is filmed."""
+    return max(1, length // FRAMES)
+
+
+def filmed_steps(length: int) -> list[int]:
+    """The env steps after which the frames of `Filmer.film` were taken."""
+    return [*range(0, length, stride(length)), length]
+
+
 def worth_seeing(outcomes: Sequence[EpisodeOutcome], count: int) -> list[EpisodeOutcome]:
     """At most `count`: failures first, the first of each task before the second of any."""
     turns: dict[tuple[str, bool], int] = defaultdict(int)
@@ -87,7 +97,7 @@ def write_film(
 
     def begin(filmer: Handle[Filmer], place: int) -> list[UInt8]:
         outcome = episodes[place].outcome
-        every = max(1, outcome.length // FRAMES)
+        every = stride(outcome.length)
         return filmer.submit(Filmer.film, task_of(outcome.task), outcome.spec, episodes[place].actions, every)
 
     films: dict[int, list[UInt8]] = {}
@@ -99,7 +109,7 @@ def write_film(
         for filmer in filmers:
             filmer.end()
     tiles = [
-        EpisodeFrames(one.outcome.task, films[place], one.outcome.success, one.label)
+        EpisodeFrames(one.outcome.task, films[place], one.outcome.success, one.label, filmed_steps(one.outcome.length))
         for place, one in enumerate(episodes)
     ]
     write_tiled(path, tiles, 15, columns)

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from embodied import progress
-from embodied.data.random_streams import EVALUATION, SamplingNoise
+from embodied.data.random_streams import DISTURBANCE, EVALUATION, SamplingNoise
 from embodied.data.trajectories import to_inputs
 from embodied.statistics import wilson
 from embodied.workers.devices import decide
@@ -59,6 +59,8 @@ class EpisodeResult(EpisodeOutcome):
 
     actions: Float32
     """[length, A] as executed."""
+    decided: Float32 | None = None
+    """[length, A] as the policy said them, where something was added to them."""
 
 
 def deal_out(spec: FarmSpec, specs: tuple[EpisodeSpec, ...], left: Sequence[int]) -> FarmSpec:
@@ -83,11 +85,13 @@ class Evaluator:
         seed: int,
         greedy: bool,
         instruction: str | None = None,
+        disturbance: float = 0.0,
     ) -> None:
         """`make` gives the policy for a task's sizes; tasks of the same sizes share one. `instruction` is what it is
-        told in place of the tasks' own."""
+        told in place of the tasks' own. `disturbance` is the standard deviation of what is added to every number of
+        its actions before they are executed."""
         self._make, self._reads, self._seed, self._greedy = make, tuple(reads), seed, greedy
-        self._instruction = instruction
+        self._instruction, self._disturbance = instruction, disturbance
         self._policy: Policy | None = None
         self._task: _Task | None = None
 
@@ -99,7 +103,9 @@ class Evaluator:
                 self._policy = self._make(sizes)
             except PolicyError as error:
                 raise PolicyError(f"{name}: {error}") from error
-        self._task = _Task(name, self._policy, farm, self._reads, self._seed, self._greedy, self._instruction)
+        self._task = _Task(
+            name, self._policy, farm, self._reads, self._seed, self._greedy, self._instruction, self._disturbance
+        )
 
     def advance(self, budget_s: float, deadline_s: float) -> list[EpisodeResult]:
         """Run until episodes have ended, or for about `budget_s` seconds, and return those that ended."""
@@ -125,19 +131,22 @@ class _Task:
         seed: int,
         greedy: bool,
         instruction: str | None,
+        disturbance: float,
     ) -> None:
         self._name, self._policy, self._reads, self._greedy = name, policy, reads, greedy
-        self._instruction = instruction
+        self._instruction, self._disturbance = instruction, disturbance
         self._attached = isinstance(farm, FarmAddress)
         self._farm = Farm.attach(farm) if isinstance(farm, FarmAddress) else farm
         episodes = self._farm.specs[0].episodes
         assert isinstance(episodes, ListedEpisodes)
         self._episodes = episodes
         self._noise = SamplingNoise(seed, policy.noise_dim, EVALUATION)
+        self._disturbances = SamplingNoise(seed, policy.spec.chunk * policy.spec.action_dim, DISTURBANCE)
         self._key = zlib.crc32(name.encode())
         num_envs = self._farm.specs[0].num_envs
         self._return, self._solved = np.zeros(num_envs), np.zeros(num_envs, np.bool_)
         self._actions: list[list[Float32]] = [[] for _ in range(num_envs)]
+        self._decided: list[list[Float32]] = [[] for _ in range(num_envs)]
         self._submitted = [True] * self._farm.specs[0].groups
         for group in range(self._farm.specs[0].groups):
             self._farm.reset(group)
@@ -170,18 +179,24 @@ class _Task:
         if not seen.active.all():
             rows = np.where(seen.active, np.arange(len(seen.active)), np.argmax(seen.active))
             inputs = inputs.rows(torch.from_numpy(rows))
-        chunk = decide(self._policy, inputs, None if self._greedy else self._draw(seen)).chunk.numpy()
+        noise = None if self._greedy else torch.from_numpy(self._draw(seen, self._noise))
+        decided = decide(self._policy, inputs, noise).chunk.numpy()
+        chunk = decided
+        if self._disturbance:
+            chunk = decided + self._disturbance * self._draw(seen, self._disturbances).reshape(decided.shape)
         for row in np.flatnonzero(seen.active).tolist():
             self._actions[int(seen.envs[row])].append(chunk[row])
+            if self._disturbance:
+                self._decided[int(seen.envs[row])].append(decided[row])
         self._farm.submit(group, chunk)
         return ended
 
-    def _draw(self, seen: Observations) -> torch.Tensor:
+    def _draw(self, seen: Observations, noise: SamplingNoise) -> Float32:
         """Noise keyed by (seed, task, trial, env step), so that it does not depend on how trials are dealt out."""
         trials = np.array(
             [self._episodes.trial(e, k) for e, k in zip(seen.envs.tolist(), seen.episode.tolist(), strict=True)]
         )
-        return torch.from_numpy(self._noise.draw(trials, np.full_like(trials, self._key), seen.episode_step))
+        return noise.draw(trials, np.full_like(trials, self._key), seen.episode_step)
 
     def _note(self, seen: Observations) -> list[EpisodeResult]:
         self._return[seen.envs] += seen.reward.sum(1)
@@ -189,8 +204,9 @@ class _Task:
         finished = []
         for row in np.flatnonzero(seen.terminated | seen.truncated).tolist():
             env, episode = int(seen.envs[row]), int(seen.episode[row]) - 1
+            unused = self._farm.specs[0].chunk - int(seen.steps[row])
             actions = np.concatenate(self._actions[env])
-            actions = actions[: len(actions) - (self._farm.specs[0].chunk - int(seen.steps[row]))]
+            length = len(actions) - unused
             trial = self._episodes.trial(env, episode)
             finished.append(
                 EpisodeResult(
@@ -199,12 +215,13 @@ class _Task:
                     self._episodes.specs[trial],
                     bool(self._solved[env]),
                     float(self._return[env]),
-                    len(actions),
+                    length,
                     self._farm.infos[0].max_episode_steps,
-                    actions,
+                    actions[:length],
+                    np.concatenate(self._decided[env])[:length] if self._disturbance else None,
                 )
             )
-            self._actions[env] = []
+            self._actions[env], self._decided[env] = [], []
             self._return[env], self._solved[env] = 0, False
         return finished
 

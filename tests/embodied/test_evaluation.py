@@ -26,8 +26,8 @@ from embodied.commands.evaluate import evaluate_run
 from embodied.commands.train import train_run
 from embodied.config import Config, load_config, parse_config
 from embodied.errors import UserError
-from embodied.evaluation.evaluate import Subject, evaluate
-from embodied.evaluation.films import differing, worth_seeing
+from embodied.evaluation.evaluate import Subject, evaluate, evaluation_folder
+from embodied.evaluation.films import FRAMES, Filmer, differing, filmed_steps, stride, worth_seeing
 from embodied.evaluation.folder import EvalFolder, open_folder, read_folder
 from embodied.evaluation.protocol import protocol_of
 from embodied.execution.session import open_session
@@ -152,6 +152,32 @@ def test_a_policy_acts_on_what_it_is_told(tmp_path: Path) -> None:
         "told the task's own words it acts otherwise"
     )
     assert any(not np.array_equal(a, b) for a, b in zip(own, other, strict=True)), "what it is told does not matter"
+
+
+@pytest.mark.parametrize("length", [1, 59, 119, 121, 160])
+def test_a_long_film_says_at_which_step_each_frame_was_taken(length: int) -> None:
+    """The last is the episode's end, whatever lies between two frames."""
+    task, episode = TaskSpec("tabletop/push", max_episode_steps=length), EpisodeSpec(3)
+    frames = Filmer().film(task, episode, np.zeros((length, 3), np.float32), stride(length))
+    said = filmed_steps(length)
+    assert len(said) == len(frames) and said[0] == 0 and said[-1] == length
+    assert len(frames) <= 2 * FRAMES + 1
+
+
+def test_a_run_shows_what_it_reached_by_the_tasks_own_words(tmp_path: Path) -> None:
+    tiny = load_config("openvla_tiny").model_dump(mode="json")
+    short: dict[str, Any] = {"env": {"max_episode_steps": 4}, "runtime": {"mode": "inline", "trace": False}}
+    run = tmp_path / "run"
+    run.mkdir()
+    shown: list[int] = []
+    for told in (None, "reach the ball", None):
+        asked = {"episodes": 2 + len(shown), "num_envs": 2, "videos": 0, "instruction": told}
+        subject = Subject("run", config(tiny, eval=asked, **short), None, run, run / "evals")
+        protocol = protocol_of(subject.config)
+        with evaluation_folder(subject, protocol, None, False) as folder, open_session(subject.config) as session:
+            evaluate(subject, protocol, session, folder)
+        shown.append(json.loads((run / "eval.json").read_text())["episodes"])
+    assert shown == [2, 2, 4] and len(list((run / "evals").iterdir())) == 3
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4])

@@ -7,7 +7,6 @@ import re
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,15 +14,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
-import policies
 from embodied import checkpoint
 from embodied.algorithms.estimators import Estimate, gae, group_relative
-from embodied.checkpoint import RunState
 from embodied.config import Config, parse_config
-from embodied.data.trajectories import HeldDecisions, Trajectories
+from embodied.data.trajectories import Trajectories
 from embodied.errors import PeerFailed, UserError
 from embodied.execution.assignment import Assignment, configured
 from embodied.execution.executor import Executor, executor
@@ -36,15 +31,11 @@ from embodied.workers.learner import Learner
 from embodied.workers.ranks import Ranks
 from embodied.workers.roles import Trainer
 from embodied.workflows.recipes import GRPO, LEARNER, PPO, Recipe
-from policies.contract import Inputs, Policy, PolicySpec
 from sim_farm.farm import WorkerFailed
 from tests.embodied import test_executor
+from tests.embodied.ranks_alone import Counted, alone, assert_near, config_of, connected, state_at, weights_of
 from tests.embodied.test_executor import CORES, ITERATIONS, Run, assert_was_a_test, assigned, inline
-from tests.embodied.test_learner import make_batch, make_policy
-
-TOLERANCE = 1e-5
-"""Of every parameter after three iterations: sums over ranks round differently."""
-
+from tests.embodied.test_learner import make_batch
 
 # --- whole runs: every rank keeps what it was given, in a folder of its own
 
@@ -149,13 +140,6 @@ def assert_same(found: Run, expected: Run) -> None:
     assert_near(found.parameters, expected.parameters)
 
 
-def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = TOLERANCE) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        worst = float((found[name].double() - tensor.double()).abs().max()) if tensor.numel() else 0.0
-        assert worst <= tolerance, f"{name} differs by {worst:.1e}"
-
-
 @pytest.mark.parametrize(
     ("settings", "sharding", "ranks"),
     [
@@ -232,84 +216,6 @@ def test_ranks_may_leave_the_memory(sharding: str, ray: Session, reference: Any,
 
 
 # --- ranks alone
-
-
-def config_of(**optim: Any) -> Config:
-    settings = {"epochs": 2, "minibatch": 8, "threads": 1, "policy_lr": 3e-3, "value_lr": 3e-3, **optim}
-    return parse_config({"seed": 5, "iterations": 10, "optim": settings}, "test")
-
-
-class Counted(Learner):
-    """Counts floating-point operations."""
-
-    def counted_update(self, batch: Trajectories, iteration: int) -> int:
-        with FlopCounterMode(display=False) as counter:
-            self.update(batch, iteration)
-        return counter.get_total_flops()
-
-    def held_numbers(self) -> int:
-        """Of parameters and moments, in this process."""
-        found = [*self.policy.parameters(), *(t for s in self.optimizer.state.values() for t in s.values() if t.ndim)]
-        return sum(getattr(t, "to_local", lambda t=t: t)().numel() for t in found)
-
-    def loss_of(self, batch: Trajectories) -> dict[str, float]:
-        return self.update(batch, 0)
-
-
-def small_policy() -> Policy:
-    return make_policy()
-
-
-def tiny_policy(**options: Any) -> Policy:
-    """OpenVLA at a toy's size."""
-    spec = PolicySpec(action_dim=3, cameras=("front",), image_size=56)
-    options = {"checkpoint": "assets/openvla_tiny", "unnorm_key": "demonstrations", **options}
-    return policies.build("openvla", spec, seed=1, **options)
-
-
-def tiny_batch(policy: Policy, rows: int = 12) -> Trajectories:
-    """What it would have gathered from a world of noise."""
-    g = torch.Generator().manual_seed(0)
-    frames = torch.randint(0, 256, (rows, 56, 56, 3), generator=g, dtype=torch.uint8)
-    inputs = Inputs(frames={"front": frames}, instruction=("reach the ball",) * rows)
-    action = policy.act(inputs, torch.randn(rows, policy.noise_dim, generator=g))
-    shape = (rows // 2, 2)
-    none = torch.zeros(shape, dtype=torch.bool)
-    return Trajectories(
-        HeldDecisions(inputs, action.trace), action.log_prob.view(*shape, 1, 3), action.value.view(shape).float(),
-        torch.randn(shape, generator=g), none, torch.ones(shape, dtype=torch.int64), ~none, none, none,
-        torch.zeros(shape), torch.zeros(2), 0,
-    )  # fmt: skip
-
-
-def make_rank(make: Any, options: dict[str, Any], config: Config, folder: Path, rank: int, ranks: int) -> Counted:
-    return Counted(make(**options), config, folder, Affinity(), Ranks("learner", rank, ranks))
-
-
-@contextmanager
-def connected(
-    runtime: RayRuntime, ranks: int, config: Config, folder: Path, make: Any = small_policy, **options: Any
-) -> Iterator[WorkerGroup[Counted]]:
-    group = runtime.place_group("learner", make_rank, ranks, lambda rank: (make, options, config, folder, rank, ranks))
-    if ranks > 1:
-        group.call_all(Learner.join, group.call_one(0, Learner.listen), 60.0)
-    yield group
-    group.call_all(Learner.leave)
-    group.end()
-
-
-def alone(config: Config, folder: Path, make: Any = small_policy, **options: Any) -> Counted:
-    return make_rank(make, options, config, folder, 0, 1)
-
-
-def weights_of(group: WorkerGroup[Counted]) -> dict[str, Tensor]:
-    first, *others = group.call_all(Learner.weights)
-    assert not any(others), "only rank 0 hands out weights"
-    return {name: tensor.clone() for name, tensor in first.items()}
-
-
-def state_at(iteration: int) -> RunState:
-    return RunState(iteration, 0, 0.0, ())
 
 
 @pytest.mark.parametrize(
@@ -413,65 +319,6 @@ def test_a_checkpoint_that_cannot_be_read_is_one_message(ray_runtime: RayRuntime
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sharding", ["whole", "sharded"])
-@pytest.mark.parametrize(
-    "options",
-    [{"lora_rank": 4}, {}, {"gradient_checkpointing": True}, {"lora_rank": 4, "lora_parts": ["language"]}],
-    ids=["lora", "full", "recomputed", "lora, projector precomputed"],
-)
-def test_openvla_on_ranks(options: dict[str, Any], sharding: str, ray_runtime: RayRuntime, tmp_path: Path) -> None:
-    config = parse_config(
-        {
-            "seed": 5, "iterations": 10, "policy": {"reads": ["images", "instruction"]},
-            "optim": {"epochs": 2, "minibatch": 6, "micro_batch": 2, "threads": 1, "sharding": sharding},
-        }, "test",
-    )  # fmt: skip
-    one = alone(config, tmp_path, tiny_policy, **options)
-    batch = tiny_batch(one.policy)
-    for number in range(3):
-        one.update(replace(batch, version=number - min(number, 1)), number)
-    expected = {name: tensor.clone() for name, tensor in one.weights().items()}
-    for ranks in (2, 4):
-        with connected(ray_runtime, ranks, config, tmp_path, tiny_policy, **options) as group:
-            for number in range(3):
-                group.call_all(Learner.update, replace(batch, version=number - min(number, 1)), number)
-            assert_near(weights_of(group), expected)
-            group.call_all(Learner.save, tmp_path / str(ranks), state_at(3), {})
-        other = alone(config, tmp_path, tiny_policy, **options)
-        other.load(tmp_path / str(ranks) / "000003")
-        assert_near(dict(other.weights()), expected)
-
-
-@pytest.mark.slow
-def test_sixteen_bits_are_sharded_with_masters(ray_runtime: RayRuntime, tmp_path: Path) -> None:
-    """Steps that vanish in bfloat16 add up in the masters, which a checkpoint keeps."""
-    config = parse_config(
-        {
-            "seed": 5, "policy": {"reads": ["images", "instruction"]},
-            "optim": {"epochs": 1, "minibatch": 6, "threads": 1, "sharding": "sharded", "policy_lr": 1e-6},
-        }, "test",
-    )  # fmt: skip
-    one = alone(config, tmp_path, tiny_policy, dtype="bfloat16")
-    batch = tiny_batch(one.policy)
-    with connected(ray_runtime, 2, config, tmp_path, tiny_policy, dtype="bfloat16") as group:
-        group.call_all(Learner.update, batch, 0)
-        weights = weights_of(group)
-        assert {tensor.dtype for name, tensor in weights.items() if name.startswith("model.")} == {torch.bfloat16}
-        group.call_all(Learner.save, tmp_path / "two", state_at(1), {})
-    saved = checkpoint.OptimizerState.read(tmp_path / "two" / "000001").tensors
-    name = "model.language_model.lm_head.weight"
-    assert saved[f"master.{name}"].dtype == torch.float32
-    moved = (saved[f"master.{name}"] - dict(one.policy.named_parameters())[name].float()).abs()
-    assert 0 < moved.max() < 1e-5
-    with connected(ray_runtime, 2, config, tmp_path, tiny_policy, dtype="bfloat16") as group:
-        group.call_all(Learner.load, tmp_path / "two" / "000001")
-        group.call_all(Learner.save, tmp_path / "again", state_at(1), {})
-    again = checkpoint.OptimizerState.read(tmp_path / "again" / "000001").tensors
-    assert again.keys() == saved.keys()
-    assert all(torch.equal(again[key], tensor) for key, tensor in saved.items())
-    one.load(tmp_path / "two" / "000001")  # without masters, and without complaint
-
-
 # --- bad input
 
 
