@@ -32,7 +32,7 @@ class SharedRay:
         from embodied.runtime.ray_cluster import RayCluster
 
         if self._runtime is None:
-            self._runtime = ray_runtime.RayRuntime("local", 120.0)
+            self._runtime = ray_runtime.RayRuntime("local", 240.0)
             self._patch.setattr(ray_runtime, "SPARE", 8)  # as many as most tests need at once: to start one takes long
             start = RayCluster.__init__
 

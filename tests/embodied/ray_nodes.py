@@ -86,6 +86,6 @@ def started(*names: str, patient: bool = False) -> Iterator[Machines]:
         for member in family:
             if member.is_running():
                 member.kill()
-        _, alive = psutil.wait_procs(family, timeout=60)
+        _, alive = psutil.wait_procs(family, timeout=240)
         shutil.rmtree(folder, ignore_errors=True)
     assert not [member for member in alive if member.status() != psutil.STATUS_ZOMBIE]

@@ -64,11 +64,9 @@ def machines() -> Iterator[Machines]:
 @contextmanager
 def built(spec: FarmSpec, host: RayHost, machines: Machines) -> Iterator[Farm]:
     with closing(Farm.create(spec, host)) as farm:
-        deadline = time.monotonic() + 120
         while farm.built() < spec.num_envs:
-            farm.check()
+            farm.check()  # raises where a worker is not built within the runtime's deadline
             machines.runtime.watch()
-            assert time.monotonic() < deadline, "not built within two minutes"
             time.sleep(0.02)
         yield farm
         memories = [FOLDER / name for name in (*farm.address.slots, farm.address.bell)]
@@ -351,11 +349,11 @@ def test_a_far_process_that_is_lost_is_replaced_and_its_episodes_replayed(
             if number == 6:
                 os.kill(pids[1], blow)
                 if blow is signal.SIGKILL:
-                    psutil.wait_procs([psutil.Process(pids[1])], timeout=60)
+                    psutil.wait_procs([psutil.Process(pids[1])], timeout=240)
     assert_same(expected, trace, "a far process that was lost changes results")
     assert host.restarts == {index: restarts.get(index, 0) + 1 for index in (0, 1)}
     left = [process for pid in pids[:2] if psutil.pid_exists(pid) and (process := psutil.Process(pid))]
-    assert not psutil.wait_procs(left, timeout=60)[1], "a stopped process is left behind"
+    assert not psutil.wait_procs(left, timeout=240)[1], "a stopped process is left behind"
 
 
 class BrokenEpisodes(EndlessEpisodes):
@@ -416,7 +414,7 @@ def test_a_lost_node_is_named_with_its_workers_within_the_deadline(
     with built(spec, host, machines) as farm:
         player = machines.runtime.place("player", Player, farm.address)
         playing = player.submit(Player.play)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240
         while farm.tasks[0].slots["requested"].max() < 40:
             assert time.monotonic() < deadline, "the player does not play"
             time.sleep(1e-3)

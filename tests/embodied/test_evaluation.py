@@ -211,11 +211,11 @@ def test_an_interrupted_evaluation_goes_on_to_the_same_result(how: signal.Signal
     arguments = [str(COMMAND), "eval", "run", "--runs-dir", str(runs_dir), "--eval.episodes", "200"]
     arguments += ["--eval.greedy", "False", "--resume", "auto"]
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as begun:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 240
         while time.monotonic() < deadline and sum(map(line_count, folders(runs_dir))) < 30:
             time.sleep(0.002)  # a few episodes' time, so that it is interrupted well before the 200th
         os.kill(begun.pid, how)
-        said = begun.communicate(timeout=60)[0]
+        said = begun.communicate(timeout=240)[0]
     (folder,) = folders(runs_dir)
     kept = len(read_folder(folder).outcomes)
     assert 30 <= kept < 200, f"not interrupted on the way: {said}"

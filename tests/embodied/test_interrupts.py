@@ -99,7 +99,7 @@ def test_an_update_that_takes_long_is_kept_by_one_interrupt(tmp_path: Path) -> N
         if "in the update" in line:
             process.send_signal(signal.SIGINT)
             break
-    said += process.communicate(timeout=120)[0]
+    said += process.communicate(timeout=240)[0]
     assert FINISHING in said and "iteration 3 is kept" in said, said
     assert len(read(tmp_path / "run")) == 3
     latest = checkpoint.latest(tmp_path / "run" / "checkpoints")

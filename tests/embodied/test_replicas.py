@@ -179,8 +179,8 @@ def pid_of(group: WorkerGroup[Any], rank: int) -> int:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    """Wait for it, for a minute at most."""
-    end = time.monotonic() + 60
+    """Wait for it; a busy machine takes minutes."""
+    end = time.monotonic() + 240
     while not condition():
         assert time.monotonic() < end, "it has not come about"
         time.sleep(0.01)  # other processes bring it about

@@ -265,7 +265,7 @@ def late(*arguments):
 
 services.get_node = late
 from embodied.runtime.ray_runtime import RayRuntime
-runtime = RayRuntime("local", 60.0)
+runtime = RayRuntime("local", 240.0)
 assert len(runtime.nodes()) == 1
 names = [process.name() for process in psutil.Process().children(recursive=True)]
 assert names.count("gcs_server") == names.count("raylet") == 1, names
@@ -378,7 +378,7 @@ def family_of(pid: int) -> list[psutil.Process]:
 
 
 def assert_gone(family: list[psutil.Process], blocks: set[Path]) -> None:
-    _, alive = psutil.wait_procs(family, timeout=30)
+    _, alive = psutil.wait_procs(family, timeout=240)
     assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
     assert blocks, "no shared memory was found that could be left behind"
     assert not [path for path in blocks if path.exists()], "shared memory is left behind"
@@ -395,7 +395,7 @@ def test_an_interrupted_run_ends_with_a_checkpoint_of_its_last_iteration(tmp_pat
         assert len(family) >= 6, "gcs_server, raylet, two physics workers, policy and learner"
         blocks = mapped(member.pid for member in family)
         os.killpg(process.pid, signal.SIGINT)
-        said, _ = process.communicate(timeout=120)
+        said, _ = process.communicate(timeout=240)
         assert process.returncode != 0 and "KeyboardInterrupt" in said
         assert_gone(family, blocks)
     rows = read(folder)

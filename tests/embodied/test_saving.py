@@ -41,7 +41,7 @@ from tests.embodied.test_learner_ranks import config_of, connected
 from tests.embodied.test_resume import STATES
 from tests.embodied.test_resume import config_of as run_config
 
-WAIT_S = 60.0
+WAIT_S = 240.0
 ENVIRONMENTS = {"base_step": np.arange(4, dtype=np.int32)}
 
 

@@ -283,7 +283,7 @@ def test_tasks_may_run_ahead(ahead: Run, states: Run) -> None:
 @pytest.mark.slow
 def test_processes_that_run_ahead_compute_the_same(ahead: Run, tmp_path: Path) -> None:
     config = config_of(STATES, iterations=3, runtime={"deadline_s": 120, "trace": False})
-    runtime = RayRuntime("local", 120.0)
+    runtime = RayRuntime("local", 240.0)
     try:
         found = run_by(config, Session(config, runtime, (CORE,)), tmp_path, AHEAD)
     finally:
@@ -304,7 +304,7 @@ def test_tasks_may_have_different_numbers_of_groups(here: Session, states: Run, 
 @pytest.mark.slow
 def test_workers_in_processes_compute_the_same(pictures: Run, tmp_path: Path) -> None:
     config = config_of(SETTINGS, runtime={"deadline_s": 120, "trace": False})
-    runtime = RayRuntime("local", 120.0)
+    runtime = RayRuntime("local", 240.0)
     try:
         found = run_by(config, Session(config, runtime, (CORE,)), tmp_path, placed(True))
     finally:

@@ -301,7 +301,7 @@ def run_python(code: str, variables: dict[str, str]) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=120,
+        timeout=240,
         cwd=Path(__file__).resolve().parents[2],
     )
     return done.stdout

@@ -434,7 +434,7 @@ else:
     raise AssertionError("an environment without Vulkan")
 """
     hidden = dict.fromkeys(("VK_ICD_FILENAMES", "VK_DRIVER_FILES"), str(tmp_path))
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, cwd=ROOT, env=os.environ | hidden)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=240, cwd=ROOT, env=os.environ | hidden)
 
 
 def test_actions_of_two_robots_lie_one_after_the_other() -> None:

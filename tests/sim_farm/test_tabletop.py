@@ -89,7 +89,7 @@ def test_split_frames_equal_native_frames(spec: TaskSpec, tmp_path: Path) -> Non
     np.savez(episode, qpos=start[:end], marks=start[end:].reshape(-1, 3), actions=actions)
     scene = ROOT / "assets/tabletop" / f"{task.scene}.xml"
     command = [sys.executable, "-c", NATIVE, str(scene), str(episode), str(native), str(spec.image_size)]
-    subprocess.run(command, check=True, timeout=120, env=os.environ | {"MUJOCO_GL": gl.platform()})
+    subprocess.run(command, check=True, timeout=240, env=os.environ | {"MUJOCO_GL": gl.platform()})
     assert np.array_equal(split, np.load(native)), "a split frame differs from MuJoCo's own"
 
 
@@ -108,7 +108,7 @@ loaded = {name.partition(".")[0] for name in sys.modules} & {"OpenGL", "glfw"}
 assert not loaded, loaded
 """
     plain = {key: value for key, value in os.environ.items() if key not in ("MUJOCO_GL", "PYOPENGL_PLATFORM")}
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, cwd=ROOT, env=plain)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=240, cwd=ROOT, env=plain)
 
 
 def test_drawing_without_opengl_says_what_to_do() -> None:
@@ -125,7 +125,7 @@ else:
     raise AssertionError("a picture without OpenGL")
 """
     forbidden = os.environ | {"MUJOCO_GL": "disable"}
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, cwd=ROOT, env=forbidden)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=240, cwd=ROOT, env=forbidden)
 
 
 # --- the tasks can be solved: controllers that see the state, one action at a time

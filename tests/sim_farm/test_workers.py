@@ -268,7 +268,7 @@ class Processes:
     def replace_worker(self, index: int) -> None:
         """SIGKILL, and another with the same setup."""
         self.signal(index, signal.SIGKILL)
-        self.processes[index].join(timeout=60)
+        self.processes[index].join(timeout=240)
         assert self.processes[index].exitcode == -signal.SIGKILL
         self._start(index)
 
@@ -286,7 +286,7 @@ class _ProcessHandle:
         process.join(timeout=deadline_s)
         if process.is_alive():
             process.kill()
-            process.join(timeout=60)
+            process.join(timeout=240)
         assert process.exitcode in (0, -signal.SIGKILL), f"worker {self.index} ended with {process.exitcode}"
 
 
@@ -299,7 +299,7 @@ def processes(spec: FarmSpec) -> Iterator[tuple[Farm, Processes]]:
 
 def until(condition: Callable[[], Any]) -> None:
     """Look every 0.2 ms, and give up after a minute."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while not condition():
         assert time.monotonic() < deadline, "it did not happen within a minute"
         time.sleep(2e-4)
@@ -364,7 +364,7 @@ def test_processes_give_what_one_process_gives_and_leave_nothing() -> None:
         assert_same(run(spec), drive(farm), "processes change results")
         farm.stop()
         for process in host.processes.values():
-            process.join(timeout=60)
+            process.join(timeout=240)
             assert process.exitcode == 0, "a worker did not end when the farm was stopped"
     assert not (FOLDER / name).exists(), "the farm's memory is still there"
 
@@ -411,5 +411,5 @@ def test_a_workers_error_reaches_the_client_with_its_message() -> None:
                     request(farm, number)
                     farm.collect(0, deadline_s=60)
             assert farm.tasks[0].slots["phase"][0] == FAILED
-            host.processes[0].join(timeout=60)
+            host.processes[0].join(timeout=240)
             assert host.processes[0].exitcode == 0
