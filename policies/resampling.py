@@ -22,8 +22,13 @@ FRACTION_BITS = 22
 
 
 def resize(frames: Tensor, height: int, width: int, name: Filter) -> Tensor:
-    """uint8 [B, H, W, 3] to [B, height, width, 3]: Pillow's filter of that name, with its rounding."""
-    for axis, size in ((2, width), (1, height)):  # Pillow's order
+    """uint8 [B, H, W, 3] to [B, height, width, 3]: Pillow's filter of that name, with its rounding.
+
+    The order of the two passes is that of Pillow 13 (python-pillow/Pillow#9549); before, width always came first.
+    """
+    narrowed, lowered = frames.shape[2] - width, frames.shape[1] - height
+    passes = (1, height), (2, width)
+    for axis, size in passes if lowered > max(2 * narrowed, 0) else reversed(passes):
         if frames.shape[axis] != size:
             weights = matrix(_fixed_point, frames.shape[axis], size, name, frames.device)
             # A whole number over 2^22 rounds half up, as adding half and shifting does.

@@ -48,11 +48,21 @@ def tiny_batch(policy: Policy, rows: int = 12) -> Trajectories:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("sharding", ["whole", "sharded"])
+PROJECTOR_PRECOMPUTED = {"lora_rank": 4, "lora_parts": ["language"]}
+
+
 @pytest.mark.parametrize(
-    "options",
-    [{"lora_rank": 4}, {}, {"gradient_checkpointing": True}, {"lora_rank": 4, "lora_parts": ["language"]}],
-    ids=["lora", "full", "recomputed", "lora, projector precomputed"],
+    ("options", "sharding"),
+    [
+        pytest.param({"lora_rank": 4}, "whole", id="lora, whole"),
+        pytest.param({"lora_rank": 4}, "sharded", id="lora, sharded", marks=pytest.mark.slow),
+        pytest.param({}, "whole", id="full, whole", marks=pytest.mark.slow),
+        pytest.param({}, "sharded", id="full, sharded"),
+        pytest.param({"gradient_checkpointing": True}, "whole", id="recomputed, whole", marks=pytest.mark.slow),
+        pytest.param({"gradient_checkpointing": True}, "sharded", id="recomputed, sharded"),
+        pytest.param(PROJECTOR_PRECOMPUTED, "whole", id="lora, projector precomputed, whole", marks=pytest.mark.slow),
+        pytest.param(PROJECTOR_PRECOMPUTED, "sharded", id="lora, projector precomputed, sharded"),
+    ],
 )
 def test_openvla_on_ranks(options: dict[str, Any], sharding: str, ray_runtime: RayRuntime, tmp_path: Path) -> None:
     config = parse_config(
