@@ -223,8 +223,10 @@ def _pieces(problem: Problem, cost: Costs) -> list[list[tuple[int, dict[str, flo
             batch = problem.environments[visit.loop] / loop.groups
             alone = {name: _alone(problem, cost, name, batch, visit.placement) for name in visit.components}
             # Where the components were measured together, each has its share of that.
-            scale = next(seconds) / sum(alone.values()) if sum(alone.values()) else 1.0
-            calls.append({name: seconds * scale for name, seconds in alone.items()})
+            own, visited = sum(alone.values()), next(seconds)
+            calls.append(
+                {name: time * (visited / own) if own else visited / len(alone) for name, time in alone.items()}
+            )
         if loop.ways:
             ways = [{"link": way} for way in loop.ways]
             calls = [call for pair in zip(ways, calls, strict=True) for call in pair]

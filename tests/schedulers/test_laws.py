@@ -14,11 +14,13 @@ from schedulers import (
     Component,
     DeviceRange,
     Edge,
+    Mode,
     Node,
     Phase,
     Placement,
     Plan,
     Profile,
+    Together,
     Workflow,
     alternatives,
     predict,
@@ -121,6 +123,32 @@ def test_prediction_equals_simulation_of_the_best_plans(seed: int) -> None:
         played = simulate(plan, workflow, profile, cluster)
         assert predict(plan, workflow, profile, cluster).iteration_s == pytest.approx(played.seconds, rel=1e-9)
         assert max(event.end_s for event in played.events) == pytest.approx(played.seconds, rel=1e-9)
+
+
+@pytest.mark.parametrize("free", [("physics",), ("render",), ("policy",), ("physics", "render")])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_component_that_takes_no_time_leaves_that_of_the_others(mode: Mode, free: tuple[str, ...]) -> None:
+    """A line through two measured batches is cut off at zero: steep ones say so of small batches."""
+    workflow, profile = ppo(), ppo_profile()
+    nothing = measured("cores", {(1, 1): 0.0})
+    profile = replace(profile, components={**profile.components, **dict.fromkeys(free, nothing)})
+    plan = alternatives(workflow, profile, TWO_CORES)[mode]
+    played = simulate(plan, workflow, profile)
+    assert played.seconds == pytest.approx(predict(plan, workflow, profile).iteration_s, rel=1e-9)
+    assert {event.component for event in played.events if event.end_s > event.start_s}.isdisjoint(free)
+
+
+@pytest.mark.parametrize("free", [(), ("physics",), ("physics", "render", "policy")])
+def test_what_was_measured_together_is_played_whole(free: tuple[str, ...]) -> None:
+    workflow, profile = ppo(), ppo_profile()
+    nothing = measured("cores", {(1, 1): 0.0})
+    both = Together(("physics", "render", "policy"), 16, 2, 1, 0.5, 0.5, 0.5)
+    profile = replace(profile, components={**profile.components, **dict.fromkeys(free, nothing)}, together=(both,))
+    everything = Placement(workflow.names, (DeviceRange("node0", "cores", 0, 2),))
+    plan = Plan("ppo", "collocated", (Phase((everything,), 16),))
+    played = simulate(plan, workflow, profile).seconds
+    assert played == pytest.approx(predict(plan, workflow, profile).iteration_s, rel=1e-9)
+    assert played > 20 * 0.5
 
 
 def test_transfers_between_nodes_cost_what_the_link_says() -> None:
