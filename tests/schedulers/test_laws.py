@@ -23,6 +23,7 @@ from schedulers import (
     Together,
     Workflow,
     alternatives,
+    expected_seconds,
     predict,
     simulate,
     validate,
@@ -136,6 +137,10 @@ def test_a_component_that_takes_no_time_leaves_that_of_the_others(mode: Mode, fr
     played = simulate(plan, workflow, profile)
     assert played.seconds == pytest.approx(predict(plan, workflow, profile).iteration_s, rel=1e-9)
     assert {event.component for event in played.events if event.end_s > event.start_s}.isdisjoint(free)
+    assert expected_seconds(plan, workflow, profile) == pytest.approx(played.seconds, rel=1e-9)
+    varied = {name: replace(component, variation=1e-3) for name, component in profile.components.items()}
+    drawn = expected_seconds(plan, workflow, replace(profile, components=varied))
+    assert drawn == pytest.approx(played.seconds, rel=0.01), "what the choice between modes goes by"
 
 
 @pytest.mark.parametrize("free", [(), ("physics",), ("physics", "render", "policy")])
