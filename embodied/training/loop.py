@@ -7,12 +7,10 @@ With `eval.every`, a checkpoint and its evaluation come after so many iterations
 
 from __future__ import annotations
 
-import math
 import time
-from collections import deque
 from collections.abc import Mapping
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,33 +29,13 @@ from embodied.tracing import Span, TraceWriter
 from embodied.training.beside import BesideError, room_beside
 from embodied.training.collapse import CollapseWatch
 from embodied.training.interrupts import deferred_interrupts
+from embodied.training.iteration_row import iteration_row, left_out
+from embodied.training.position import RECENT, Position
 from embodied.training.selection import Candidate, Selection
 from embodied.workers.background import Written
 from embodied.workers.devices import accelerators
-from embodied.workers.rollout_summary import RolloutSummary
-from embodied.workflows.sizes import tasks_of
 
 FINISHING = "interrupted: finishing the update, so that its iteration is kept; once more stops at once"
-RECENT = 100
-"""Training episodes over which the success that is reported as `env/success_recent` is averaged."""
-
-
-@dataclass
-class Position:
-    """Where a run is between two iterations: everything but weights and environments."""
-
-    iteration: int = 0
-    env_steps: int = 0
-    wall_s: float = 0.0
-    recent: deque[bool] = field(default_factory=lambda: deque(maxlen=RECENT))
-    """Outcomes of the last training episodes, oldest first."""
-
-    def state(self) -> checkpoint.RunState:
-        return checkpoint.RunState(self.iteration, self.env_steps, self.wall_s, tuple(self.recent))
-
-    @classmethod
-    def of(cls, state: checkpoint.RunState) -> Position:
-        return cls(state.iteration, state.env_steps, state.wall_s, deque(state.recent_success, maxlen=RECENT))
 
 
 def train(config: Config, run_dir: Path, session: Session, resume_from: Path | None) -> dict[str, Any]:
@@ -166,7 +144,7 @@ class _Loop:
                 recent = row["env/success_recent"]
                 self._note_milestones(row)
                 if broken := row.get("learner/broken_episodes"):
-                    progress.note(_left_out(int(broken), iteration.summary, config))
+                    progress.note(left_out(int(broken), iteration.summary, config))
                 if (fallen := self._collapse.see(row)) is not None:
                     progress.note(fallen)
                 if self._saves_after(self.position.iteration):
@@ -267,39 +245,11 @@ class _Loop:
             self.position.wall_s += wall_s
             self.position.recent.extend(episode.success for episode in summary.episodes)
             self._consistent = True
-            row = self._row(summary, learned, wall_s)
+            row = iteration_row(self.config, self.position, summary, learned, wall_s, self._checkpoint.taken())
             self.metrics.write(self.position.iteration, self.position.env_steps, row)
         if self.trace is not None:
             self.trace.add([*summary.spans, *rolled, *spans])
         return row, iteration
-
-    def _row(self, summary: RolloutSummary, learned: dict[str, float], wall_s: float) -> dict[str, float]:
-        episodes, position = summary.episodes, self.position
-        returns = [e.total_reward for e in episodes if np.isfinite(e.total_reward)]
-        nothing = float("nan")
-        return {
-            "iteration": position.iteration,
-            "env_steps": position.env_steps,
-            "wall_s": position.wall_s,
-            "env/episodes": len(episodes),
-            "env/success_once": float(np.mean([e.success for e in episodes])) if episodes else nothing,
-            "env/success_recent": float(np.mean(position.recent)) if len(position.recent) == RECENT else nothing,
-            **_of_tasks(summary, self.config),
-            **summary.curriculum,
-            "env/return": float(np.mean(returns)) if returns else nothing,
-            "env/episode_len": float(np.mean([e.length for e in episodes])) if episodes else nothing,
-            "farm/env_steps_per_s": summary.env_steps / wall_s,
-            "farm/rollout_env_steps_per_s": summary.env_steps / summary.wall_s,
-            "farm/physics_busy_s": summary.clock.physics_busy,
-            "farm/render_busy_s": summary.clock.render_busy,
-            "farm/wire_bytes_per_env_step": summary.wire_bytes / max(summary.env_steps, 1),
-            **_frame_copies(summary, learned),
-            "lag/updates": position.iteration - 1 - summary.version,
-            "time/iteration_s": wall_s,
-            **self._checkpoint.taken(),
-            **_shares(summary, learned["learner/update_s"], wall_s),
-            **learned,
-        }
 
     def _note_milestones(self, row: Mapping[str, Any]) -> None:
         recent = row["env/success_recent"]
@@ -354,50 +304,3 @@ class _Loop:
             self._complete()
         kept = f"iteration {self._saved} is kept" if self._saved >= 0 else "no iteration was finished"
         return f"{kept}; go on with: embodied train ... --name {self.run_dir.name} --resume auto"
-
-
-def _of_tasks(summary: RolloutSummary, config: Config) -> dict[str, float]:
-    """Success of each task of a run that has several; of one of which no episode ended it is not known."""
-    tasks = [own.env.task for own in tasks_of(config)]
-    if len(tasks) == 1:
-        return {}
-    solved: dict[str, list[bool]] = {task: [] for task in tasks}
-    for episode in summary.episodes:
-        solved[tasks[episode.task]].append(episode.success)
-    return {f"env/success_once/{task}": float(np.mean(found)) if found else math.nan for task, found in solved.items()}
-
-
-def _left_out(count: int, summary: RolloutSummary, config: Config) -> str:
-    """What to say of episodes in which a reward was not finite: the learner leaves out what a rollout has of them."""
-    tasks = tasks_of(config)
-    ended = [episode for episode in summary.episodes if not np.isfinite(episode.total_reward)]
-    places = ", ".join(f"column {episode.env}, {tasks[episode.task].env.task}" for episode in ended)
-    return f"left out {count} episodes in which a reward was not finite" + (f" ({places})" if places else "")
-
-
-def _frame_copies(summary: RolloutSummary, learned: Mapping[str, float]) -> dict[str, float]:
-    """Copies of frames between renderer and device, per frame that was read from the trajectory memory."""
-    read = summary.frames.read + learned.get("learner/frames_read", 0)
-    copied = summary.frames.copied + learned.get("learner/frame_copies", 0)
-    return {"farm/frame_copies": copied / read} if read else {}
-
-
-def _shares(summary: RolloutSummary, update_s: float, wall_s: float) -> dict[str, float]:
-    """Shares of the iteration's wall time, as seen from its critical path; they add up to one, or to more
-    where a rollout runs beside the update.
-
-    The policy worker either infers, moves data, or waits for the farm; waiting is physics and render in the
-    proportion in which their workers were busy. What neither rollout nor update explains is idle.
-    """
-    clock = summary.clock
-    busy = clock.physics_busy + clock.render_busy
-    drawing = clock.render_busy / busy if busy else 0.0
-    parts = {
-        "physics": clock.waiting * (1 - drawing),
-        "render": clock.waiting * drawing,
-        "policy": clock.acting,
-        "learner": update_s,
-        "transport": clock.transport,
-    }
-    shares = {f"time/{name}": seconds / wall_s for name, seconds in parts.items()}
-    return {**shares, "time/idle": max(0.0, 1 - sum(shares.values()))}
