@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sim_farm import layout, render_devices
+from sim_farm import faults, health, layout, render_devices
 from sim_farm.contract import EpisodeSpec, FarmError, Physics, PhysicsResult, TaskInfo
 from sim_farm.doorbell import Doorbell
 from sim_farm.frame_writer import FrameWriter
@@ -152,6 +152,8 @@ class Worker:
         # The time first: who sees the new phase must not take the old one's beginning for it.
         self._progress()
         self.slots["phase"][self.setup.index] = phase
+        if phase in health.BUSY:
+            faults.point(self.setup.name, layout.PHASES[phase])
 
     def _progress(self) -> None:
         """Record progress: the worker has finished something, or begins something else."""

@@ -59,19 +59,21 @@ class MetricsWriter:
     def truncate(self, after_iteration: int) -> None:
         """Drop the rows of iterations later than this one: those that a resumed run will repeat.
 
-        To be called before the first `write`: TensorBoard is told to forget the same points.
+        TensorBoard is told to forget the same points.
         """
-        if self._summary is not None:
-            raise RuntimeError("truncate() must come before the first write(): TensorBoard's file is open")
         rows = read(self._run_dir, self._name)
         kept = [row for row in rows if row["iteration"] <= after_iteration]
+        if len(kept) == len(rows):
+            return
         aside = self._run_dir / (self._name + ".partial")
         aside.write_text("".join(json.dumps(row) + "\n" for row in kept))
         self._file.close()
         aside.replace(self._path)
         self._file = self._path.open("a")
-        if len(kept) < len(rows):
-            self._purge_step = rows[len(kept)]["env_steps"]
+        self._purge_step = rows[len(kept)]["env_steps"]
+        if self._summary is not None:  # a file says at its beginning what it replaces
+            self._summary.close()
+            self._summary = None
 
     def close(self) -> None:
         self._file.close()

@@ -81,6 +81,10 @@ class Runtime(Protocol):
         """
         ...
 
+    def end_workers(self) -> None:
+        """End every worker that was placed, within seconds, whatever it does; the farm's hosts stay."""
+        ...
+
     def close(self) -> None:
         """End every worker, within seconds."""
         ...

@@ -91,5 +91,8 @@ class InlineRuntime:
                 handles.append(self.place(mine, make, *its_args))
         return WorkerGroup(name, tuple(handles))
 
+    def end_workers(self) -> None:
+        return None
+
     def close(self) -> None:
         return None

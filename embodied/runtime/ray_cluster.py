@@ -24,6 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from embodied.errors import UserError
 from embodied.runtime.deadlines import Deadline, Wait
 from embodied.runtime.nodes import NodeInfo
+from sim_farm import faults
 from sim_farm.farm import WorkerFailed, WorkerTimeout
 
 HERE = ""
@@ -99,6 +100,8 @@ class RayCluster:
         """A new actor, on this machine or the node with that id, ended by `close`; with `threads`, so many of its calls
         run side by side."""
         place = NodeAffinitySchedulingStrategy(node or self.here, soft=False)
+        if faults.VARIABLE in os.environ:
+            env = {**env, faults.VARIABLE: os.environ[faults.VARIABLE]}
         options: dict[str, Any] = {"scheduling_strategy": place, "runtime_env": {"env_vars": env}}
         if threads:
             options["max_concurrency"] = threads

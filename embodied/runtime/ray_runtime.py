@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import ray
+from ray.exceptions import RayError
 
 from embodied.runtime.contract import Args, args_of, check_group
 from embodied.runtime.groups import WorkerGroup, rank_names
@@ -24,6 +25,10 @@ _Kind = tuple[tuple[str, ...], tuple[RenderDevice, ...], int]
 """Of a farm's task: the nodes of its workers, what they draw on, and how many only draw where that matters."""
 SPARE = 2
 """Processes that wait for workers: as many as a run's policy worker and learner need when they are placed anew."""
+
+
+DROP_S = 1.0
+"""How long processes may take to forget their workers; one that is dead, stopped or busy is ended."""
 
 
 class RayRuntime(RayCluster):
@@ -150,6 +155,14 @@ class RayRuntime(RayCluster):
             raise
         return group
 
+    def end_workers(self) -> None:
+        used = [process for process in self._processes if process not in self._spare]
+        asked = {process.actor.drop_all.remote(): process for process in used if process.of_use}
+        answered = ray.wait(list(asked), num_returns=len(asked), timeout=DROP_S)[0] if asked else []
+        kept = [process for reference, process in asked.items() if reference in answered and _may_serve(reference)]
+        for process in used:
+            self._give_back(process, process in kept)
+
     def close(self) -> None:
         taking = [process.take_back() for process in self._processes if isinstance(process, FarProcess)]
         if taking:
@@ -178,3 +191,11 @@ class RayRuntime(RayCluster):
             if process in self._spare:
                 self._spare.remove(process)
             process.kill()
+
+
+def _may_serve(answered: Any) -> bool:
+    """Whether the process that has answered lives and may serve other workers."""
+    try:
+        return bool(ray.get(answered))
+    except RayError:
+        return False

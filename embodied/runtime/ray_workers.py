@@ -26,7 +26,7 @@ from embodied.workers.caller import Caller
 from embodied.workers.devices import release, to_host
 from embodied.workers.lent_tensors import Lender, LentTensors
 from embodied.workers.ranks import is_bound
-from sim_farm import memory
+from sim_farm import faults, memory
 from sim_farm.farm import WorkerTimeout
 from sim_farm.memory import Block, Field
 
@@ -61,16 +61,17 @@ class _WorkerProcess:
     def make(self, name: str, make: Callable[..., Any], args: tuple[Any, ...]) -> None:
         # Not in the constructor: Ray would wrap its exception into the news of the actor's death.
         self._report()
+        faults.point(name, "make")
         self._workers[name] = make(*args)
 
     def run(self, name: str, method: str, *args: Any, **kwargs: Any) -> Any:
         # Arguments are spread out so that Ray replaces references by their values.
         self._report()  # a call that has waited for its turn begins now
-        return _portable(getattr(self._workers[name], method)(*args, **kwargs))
+        return _portable(self._of(name, method)(*args, **kwargs))
 
     def lend(self, name: str, method: str) -> Any:
         self._report()
-        result = getattr(self._workers[name], method)()
+        result = self._of(name, method)()
         return self._lender.lend(result) if _has_tensors(result) else result
 
     def lent_part(self, ticket: int, first: int, last: int) -> Any:
@@ -86,8 +87,8 @@ class _WorkerProcess:
 
     def pipe(self, source: str, produce: str, name: str, method: str, *args: Any, **kwargs: Any) -> Any:
         self._report()
-        made = getattr(self._workers[source], produce)()
-        return _portable(getattr(self._workers[name], method)(made, *args, **kwargs))
+        made = self._of(source, produce)()
+        return _portable(self._of(name, method)(made, *args, **kwargs))
 
     def drop(self, name: str) -> tuple[int, bool]:
         """Forget a worker, if it was made. How many are left, and whether the process may serve others."""
@@ -96,6 +97,17 @@ class _WorkerProcess:
         if not self._workers:
             self._lender.close()
         return len(self._workers), not is_bound()
+
+    def _of(self, name: str, method: str) -> Any:
+        """A worker's method, which is called now."""
+        faults.point(name, method)
+        return getattr(self._workers[name], method)
+
+    def drop_all(self) -> bool:
+        """Forget every worker; whether the process may serve others."""
+        for name in list(self._workers):
+            self.drop(name)
+        return not is_bound()
 
     def _report(self) -> None:
         self._memory.arrays["last_ns"][0] = time.monotonic_ns()

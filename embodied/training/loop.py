@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 from rich import print as show
+from rich.markup import escape
 
 from embodied import checkpoint
 from embodied.config import Config, save_config
@@ -31,6 +32,7 @@ from embodied.training.collapse import CollapseWatch
 from embodied.training.interrupts import deferred_interrupts
 from embodied.training.iteration_row import iteration_row, left_out
 from embodied.training.position import RECENT, Position
+from embodied.training.recovery import FILE, Recovery
 from embodied.training.selection import Candidate, Selection
 from embodied.workers.background import Written
 from embodied.workers.devices import accelerators
@@ -46,19 +48,32 @@ def train(config: Config, run_dir: Path, session: Session, resume_from: Path | N
     begin = time.monotonic()
     placed = place_run(config, session, run_dir)
     loop = _Loop(config, run_dir, Selection(config, run_dir, session))
-    startup_s = 0.0
+    recovery = Recovery(run_dir)
+    first, startup_s = resume_from, 0.0
     with loop.metrics, closing(loop.selection):
         while True:
             building = time.monotonic()
-            with executor(config, run_dir, session, placed.assignment) as workers:
-                show(workers.memory.describe())
-                loop.selection.move(room_beside(placed.assignment, session.cores, accelerators(config.policy.device)))
-                loop.begin(workers, resume_from)
-                save_config(config, run_dir / "config.yaml")  # a resumed run may have other settings, once they fit
-                built = time.monotonic()
-                startup_s = startup_s or built - begin
-                with Progress(run_dir.name, config.iterations, config.stop_at_success) as progress:
-                    move = loop.run(progress, placed.watch(built - building))
+            try:
+                with executor(config, run_dir, session, placed.assignment) as workers:
+                    show(workers.memory.describe())
+                    loop.selection.move(
+                        room_beside(placed.assignment, session.cores, accelerators(config.policy.device))
+                    )
+                    loop.begin(workers, resume_from)
+                    save_config(config, run_dir / "config.yaml")  # a resumed run may have other settings that fit
+                    built = time.monotonic()
+                    startup_s = startup_s or built - begin
+                    with Progress(run_dir.name, config.iterations, config.stop_at_success) as progress:
+                        move = loop.run(progress, placed.watch(built - building))
+            except Exception as error:
+                # What cannot even begin is no accident, and in one process there is nobody else to be lost.
+                if not startup_s or config.runtime.mode == "inline":
+                    raise
+                if not recovery.goes_on(error, loop.position.iteration):
+                    raise
+                session.runtime.end_workers()
+                resume_from = loop.go_back(error, first)
+                continue
             if move is None:
                 break
             # The checkpoint that was just written is all that the new workers need: they go on from it.
@@ -74,6 +89,7 @@ def train(config: Config, run_dir: Path, session: Session, resume_from: Path | N
         "wall_s": position.wall_s,
         "startup_s": startup_s,
         "success_recent": float(np.mean(position.recent)) if position.recent else None,
+        **({"recoveries": len(recovery.losses)} if recovery.losses else {}),
         **({} if loop.selection.best is None else {"best_iteration": loop.selection.best}),
         "env_steps_per_s": position.env_steps / max(position.wall_s, 1e-9),
         **loop.milestones,
@@ -121,15 +137,34 @@ class _Loop:
         if resume_from is not None:
             self.workers.load(resume_from)
             environments = checkpoint.read_environments(resume_from)
-            self.position = Position.of(checkpoint.read_state(resume_from))
-            self._saved = self.position.iteration
-            if not self._environments:  # else the run has moved, from a checkpoint of its last iteration
-                self.metrics.truncate(self.position.iteration)
+        self.position = Position() if resume_from is None else Position.of(checkpoint.read_state(resume_from))
+        self._saved = -1 if resume_from is None else self.position.iteration
+        self._environments, self._consistent = environments or {}, True
+        self._collapse, self.milestones = CollapseWatch(RECENT), {}
+        self.metrics.truncate(self.position.iteration)
         self.selection.begin(self.position.iteration)
         for row in read(self.run_dir):
             self._note_milestones(row)
             self._collapse.see(row)
         self.workers.begin(environments, self.position.iteration)
+
+    def go_back(self, error: Exception, first: Path | None) -> Path | None:
+        """The checkpoint from which the run goes on after a loss: its newest that is whole; where it has none, that
+        with which it began, if there was one. Raises `CheckpointError` where none of its own is whole."""
+        done = self.position.iteration
+        if self.selection.pending is not None:
+            try:
+                show(self.selection.finish(block=True))
+            except BesideError:  # it is evaluated when the run goes on
+                self.selection.close()
+        found, damaged = checkpoint.recover(self._checkpoints)
+        for one in damaged:
+            show(escape(f"{one}"))
+        folder = found or first
+        begun = 0 if folder is None else checkpoint.read_state(folder).iteration
+        again = f", and computes {done - begun} again" if done > begun else ""
+        show(escape(f"lost: {error}\nthe run goes on from iteration {begun}{again}; see {self.run_dir / FILE}"))
+        return folder
 
     def run(self, progress: Progress, watch: Watch | None) -> Decision | None:
         """Iterate to the end; or, where there is a better plan, to a checkpoint from which the run goes on."""

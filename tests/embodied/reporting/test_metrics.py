@@ -87,8 +87,13 @@ def test_tensorboard_shows_the_rows_and_forgets_the_repeated_ones(tmp_path: Path
     ]
 
 
-def test_truncating_after_writing_is_refused(tmp_path: Path) -> None:
+def test_a_record_may_go_back_while_it_is_written(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path) as writer:
-        writer.write(1, 100, {})
-        with pytest.raises(RuntimeError, match="before the first write"):
-            writer.truncate(after_iteration=0)
+        for number in (1, 2, 3):
+            writer.write(number, 100 * number, {"env/success_once": 0.5})
+        time.sleep(1.1)  # as above
+        writer.truncate(after_iteration=1)
+        writer.write(2, 200, {"env/success_once": 0.75})
+    assert [(row["iteration"], row["env/success_once"]) for row in read(tmp_path)] == [(1, 0.5), (2, 0.75)]
+    scalars = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("env/success_once")
+    assert [(scalar.step, scalar.value) for scalar in scalars] == [(100, 0.5), (200, 0.75)]

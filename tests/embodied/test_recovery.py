@@ -1,0 +1,156 @@
+"""A run that loses a worker goes on, and ends with the parameters of one that has lost none: bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from embodied.config import Config, parse_config
+from embodied.errors import PeerFailed, UserError
+from embodied.execution.session import open_session
+from embodied.run_folder import prepare_run
+from embodied.training.loop import train
+from embodied.training.recovery import AT_MOST, FILE, WITHIN_S, Recovery
+from sim_farm import faults
+from sim_farm.contract import FarmError
+from sim_farm.farm import WorkerFailed, WorkerTimeout
+from tests.embodied.test_resume import STATES, assert_same_run
+
+DEADLINE_S = 12.0
+"""Long enough for workers to import while two cores are busy; a stopped one costs so much, twice."""
+FAULTS = {
+    "learner": {"worker": "learner", "phase": "finish", "kind": "kill", "nth": 3},
+    "policy": {"worker": "policy", "phase": "rollout", "kind": "raise", "nth": 4},
+    "physics": {"worker": "physics 1", "phase": "working", "kind": "raise", "nth": 20},
+}
+MORE = [
+    {"worker": worker, "phase": phase, "kind": kind, "nth": nth}
+    for worker, phase, nth in (
+        ("learner", "collect", 2), ("learner", "finish", 5), ("learner", "save", 1), ("policy", "rollout", 2),
+        ("policy", "snapshot", 4), ("physics 0", "working", 9), ("physics 1", "working", 50),
+    )
+    for kind in ("kill", "stop", "raise")
+]  # fmt: skip
+
+
+def config_of(mode: str, deadline_s: float = 240.0) -> Config:
+    runtime = {"mode": mode, "trace": False, "deadline_s": deadline_s}
+    settings = {**STATES, "iterations": 5, "checkpoint_every": 2, "runtime": runtime, "farm": {"physics_workers": 2}}
+    return parse_config(settings, "test")
+
+
+def run(config: Config, folder: Path) -> dict[str, Any]:
+    prepare_run(config, folder, False)
+    with open_session(config) as session:
+        return train(config, folder, session, None)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """In one process."""
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    run(config_of("inline"), folder)
+    return folder
+
+
+def disturbed(
+    found: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deadline_s: float = 240.0
+) -> tuple[Path, dict[str, Any]]:
+    file = tmp_path / "faults.json"
+    file.write_text(json.dumps(found))
+    monkeypatch.setenv(faults.VARIABLE, str(file))
+    result = run(config_of("ray", deadline_s), tmp_path / "run")
+    for number in range(len(found)):
+        assert Path(f"{file}.fired-{number}").exists(), "the fault has not struck"
+    return tmp_path / "run", result
+
+
+def test_a_run_that_loses_workers_ends_as_one_that_lost_none(
+    undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, result = disturbed(list(FAULTS.values()), tmp_path, monkeypatch)
+    assert_same_run(folder, undisturbed)
+    assert result["recoveries"] == len(FAULTS)
+    rows = [json.loads(line) for line in (folder / FILE).read_text().splitlines()]
+    assert [row["outcome"] for row in rows] == ["the run goes on"] * len(FAULTS)
+    for name, fault in FAULTS.items():
+        assert any(str(fault["worker"]) in row["error"] for row in rows), f"{name} is not named: {rows}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", MORE, ids=lambda fault: "-".join(str(value) for value in fault.values()))
+def test_whatever_befalls_a_worker(
+    fault: dict[str, Any], undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = disturbed([fault], tmp_path, monkeypatch, DEADLINE_S if fault["kind"] == "stop" else 240.0)
+    assert_same_run(folder, undisturbed)
+
+
+def test_an_error_that_comes_again_at_the_same_iteration_ends_the_run(tmp_path: Path) -> None:
+    recovery = Recovery(tmp_path)
+    assert recovery.goes_on(WorkerFailed("learner died"), 3)
+    assert recovery.goes_on(WorkerFailed("learner died"), 4)
+    assert not recovery.goes_on(WorkerFailed("learner died"), 4)
+    rows = [json.loads(line) for line in (tmp_path / FILE).read_text().splitlines()]
+    assert [row["outcome"] for row in rows] == ["the run goes on", "the run goes on", "the run ends"]
+
+
+def test_losses_without_progress_end_the_run(tmp_path: Path) -> None:
+    recovery = Recovery(tmp_path)
+    assert [recovery.goes_on(WorkerFailed(f"the {n}th"), 7) for n in range(3)] == [True, True, False]
+
+
+def test_many_losses_within_a_minute_end_the_run_and_over_a_longer_time_do_not(tmp_path: Path) -> None:
+    for seconds, goes_on in ((WITHIN_S / AT_MOST / 2, False), (WITHIN_S / AT_MOST * 2, True)):
+        now = [0.0]
+        recovery = Recovery(tmp_path, lambda now=now: now[0])  # type: ignore[misc]
+        found = []
+        for number in range(AT_MOST):
+            found.append(recovery.goes_on(WorkerTimeout(f"the {number}th"), number))
+            now[0] += seconds
+        assert found == [True] * (AT_MOST - 1) + [goes_on]
+
+
+@pytest.mark.parametrize(
+    ("error", "goes_on"),
+    [
+        (WorkerFailed("died"), True),
+        (WorkerTimeout("late"), True),
+        (PeerFailed("gone"), True),
+        (RuntimeError("whatever a simulator raises"), True),
+        (UserError("a setting is wrong"), False),
+        (FarmError("a task is wrong"), False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_a_user_must_change_is_not_tried_again(error: Exception, goes_on: bool, tmp_path: Path) -> None:
+    assert Recovery(tmp_path).goes_on(error, 1) is goes_on
+    assert (tmp_path / FILE).exists() is goes_on
+
+
+def test_a_fault_strikes_once_at_its_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "faults.json"
+    worker = f"worker of {os.getpid()}"
+    file.write_text(json.dumps([{"worker": worker, "phase": "save", "kind": "raise", "nth": 2}]))
+    monkeypatch.setenv(faults.VARIABLE, str(file))
+    faults.point(worker, "save")
+    faults.point(worker, "load")
+    with pytest.raises(faults.InjectedFault, match="'save'"):
+        faults.point(worker, "save")
+    faults._seen.clear()  # as in a process that has taken its place
+    faults.point(worker, "save")
+    faults.point(worker, "save")
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[1]", '[{"worker": "a"}]', '[{"worker": "a", "phase": "b", "kind": "explode"}]']
+)
+def test_a_file_that_is_no_list_of_faults_is_refused(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "faults.json"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=r"faults.json is not a list of faults"):
+        faults.read(file)
