@@ -21,12 +21,42 @@ from rich import print as show
 from rich.markup import escape
 
 from embodied import checkpoint
+from embodied.checkpoint import CheckpointError
 from embodied.config import Config, load_config, save_config, saved_config
 from embodied.errors import UserError
 
 RUNS = Path("runs")
 """Where runs are, unless --runs-dir says otherwise."""
 METRICS, OWNER = "metrics.jsonl", ".owner"
+
+
+def lasting_root(run_dir: Path) -> Path:
+    """Where a run's checkpoints are that stay."""
+    return run_dir / "checkpoints"
+
+
+def interim_root(run_dir: Path) -> Path:
+    """Where its interim checkpoint is (`embodied/training/checkpoints.py`)."""
+    return run_dir / "checkpoints" / "interim"
+
+
+def newest_whole(run_dir: Path) -> tuple[Path | None, list[CheckpointError]]:
+    """The newest checkpoint of a run that is whole, lasting or interim, or None; and what is wrong with newer ones.
+
+    The caller owns the run. Raises `CheckpointError` where there are lasting checkpoints and nothing is whole.
+    """
+    try:
+        interim, damages = checkpoint.recover(interim_root(run_dir))
+    except CheckpointError as error:
+        interim, damages = None, [error]
+    try:
+        lasting, more = checkpoint.recover(lasting_root(run_dir))
+    except CheckpointError as error:
+        if interim is None:
+            raise
+        lasting, more = None, [error]
+    found = [folder for folder in (interim, lasting) if folder is not None]
+    return max(found, key=lambda folder: int(folder.name), default=None), damages + more
 
 
 def settings_of(run: str, runs_dir: Path) -> Config:
@@ -92,7 +122,8 @@ def begun_from(config: Config, runs_dir: Path, resume: bool) -> Config:
     It needs nothing of that any more, unless it is drawn towards it: raises `UserError` where that is gone.
     """
     run_dir = runs_dir / (config.name or "")
-    if not (resume and config.name and checkpoint.latest(run_dir / "checkpoints")):
+    begun = any(checkpoint.latest(root(run_dir)) for root in (lasting_root, interim_root))
+    if not (resume and config.name and begun):
         return with_init(config, runs_dir)
     recorded = settings_of(str(run_dir), runs_dir).policy.init
     kept = recorded if recorded is not None and recorded.exists() else None
@@ -175,7 +206,7 @@ def prepare_run(config: Config, run_dir: Path, resume: bool, stage: str = "rl") 
 
 
 def _checkpoint_to_go_on_from(run_dir: Path) -> Path | None:
-    found, damages = checkpoint.recover(run_dir / "checkpoints")
+    found, damages = newest_whole(run_dir)
     for damage in damages:
         show(f"[yellow]{escape(str(damage))}. It is kept as NAME.damaged, and the run goes on from {found}[/]")
     if found is None and (record := _set_record_aside(run_dir)) is not None:
@@ -201,7 +232,7 @@ def _has_rows(record: Path) -> bool:
 def has_content(run_dir: Path) -> bool:
     """Whether the folder holds anything of a run that would be lost."""
     recorded = any(_has_rows(record) for record in run_dir.glob(f"{METRICS}*"))
-    return recorded or checkpoint.latest(run_dir / "checkpoints") is not None
+    return recorded or any(checkpoint.latest(root(run_dir)) for root in (lasting_root, interim_root))
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from sim_farm import layout
 
 Slots = Mapping[str, npt.NDArray[Any]]
 
-BUSY = (layout.BUILDING, layout.WORKING, layout.OPENING, layout.CLOSING)
+BUSY = (layout.BUILDING, layout.WORKING, layout.OPENING, layout.CLOSING, layout.REPLAYING)
 """Phases in which a worker is expected to make progress, whatever is requested of it."""
 
 
@@ -57,6 +57,12 @@ def restarted(slots: Slots, worker: int) -> None:
     """Call this when a worker is replaced: the time of its successor begins now."""
     slots["since_ns"][worker] = time.monotonic_ns()
     slots["phase"][worker] = layout.STARTING
+
+
+def done_by(slots: Slots, worker: int) -> int:
+    """What the worker has done for this farm: grows with every ticket that it serves for the first time."""
+    simulated = slots["simulated"][slots["physics_of"] == worker].sum()
+    return int(simulated + slots["drawn"][slots["renderer_of"] == worker].sum())
 
 
 def name_of(slots: Slots, worker: int) -> str:

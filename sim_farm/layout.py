@@ -27,10 +27,10 @@ from sim_farm.render_devices import RenderDevice
 
 STEP, RESET = 0, 1
 PHYSICS_START, PHYSICS_END, RENDER_START, RENDER_END = range(4)
-STARTING, BUILDING, WAITING, WORKING, FAILED, OPENING, CLOSING = range(7)
+STARTING, BUILDING, WAITING, WORKING, FAILED, OPENING, CLOSING, REPLAYING = range(8)
 PHASES = (
     "starting", "building its environments", "waiting for work", "working", "failed", "starting its renderer",
-    "freeing its renderer",
+    "freeing its renderer", "replaying the episodes of a lost one",
 )  # fmt: skip
 MESSAGE_BYTES = 4096
 FINAL_FRAMES = ("never", "truncated", "ended")

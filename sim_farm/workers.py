@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sim_farm import faults, health, layout, render_devices
+from sim_farm import faults, layout, render_devices
 from sim_farm.contract import EpisodeSpec, FarmError, Physics, PhysicsResult, TaskInfo
 from sim_farm.doorbell import Doorbell
 from sim_farm.frame_writer import FrameWriter
@@ -138,12 +138,14 @@ class Worker:
 
     def _open_frame_writer(self) -> None:
         self._report(layout.OPENING)
+        self._strike("open")
         assert self.memory.frames is not None, "a worker that draws has a frame memory"
         self._frame_writer = FrameWriter(self.setup.spec.task, self.slots, self.memory.frames)
 
     def _close_frame_writer(self) -> None:
         assert self._frame_writer is not None
         self._report(layout.CLOSING)
+        self._strike("close")
         self._frame_writer.close()
         self._frame_writer = None
         give_back()
@@ -152,8 +154,10 @@ class Worker:
         # The time first: who sees the new phase must not take the old one's beginning for it.
         self._progress()
         self.slots["phase"][self.setup.index] = phase
-        if phase in health.BUSY:
-            faults.point(self.setup.name, layout.PHASES[phase])
+
+    def _strike(self, phase: str) -> None:
+        """A point at which a fault may be injected."""
+        faults.point(self.setup.name, phase)
 
     def _progress(self) -> None:
         """Record progress: the worker has finished something, or begins something else."""
@@ -199,6 +203,7 @@ class PhysicsWorker(Worker):
     def build(self) -> None:
         """Build every environment, and bring the episodes of a lost predecessor to the state in which it left them."""
         self._report(layout.BUILDING)
+        self._strike("start")
         render_devices.ask(self.setup.device)
         for env in self._envs:
             self._physics[env] = make_physics(self.setup.spec.task)
@@ -206,10 +211,7 @@ class PhysicsWorker(Worker):
             self._progress()
             self._client.ring()
         self._place_renderer()
-        for env in self._envs:
-            if self.slots["simulated"][env]:
-                self._replay(env)
-                self._progress()
+        self._replay_all()
         self._report_memory()
         self._report(layout.WAITING)
 
@@ -237,8 +239,10 @@ class PhysicsWorker(Worker):
         times = slots["times_ns"][env]
         times[layout.PHYSICS_START] = time.monotonic_ns()
         if slots["op"][env] == layout.RESET:
+            self._strike("reset")
             self._begin(env, int(slots["base_episode"][env]))
         else:
+            self._strike("step")
             self._step(env)
         times[layout.PHYSICS_END] = time.monotonic_ns()
         drawn_here = self._frame_writer is not None or not self._draws
@@ -335,6 +339,15 @@ class PhysicsWorker(Worker):
         slots["instruction"][env] = 0
         slots["instruction"][env, : len(text)] = np.frombuffer(text, np.uint8)
 
+    def _replay_all(self) -> None:
+        begun = [env for env in self._envs if self.slots["simulated"][env]]
+        if begun:
+            self._report(layout.REPLAYING)
+        for env in begun:
+            self._strike("replay")
+            self._replay(env)
+            self._progress()
+
     def _replay(self, env: int) -> None:
         """Bring a new environment to the state of a lost worker's: the episode's seed and actions determine it.
 
@@ -367,6 +380,7 @@ class RenderWorker(Worker):
 
     def build(self) -> None:
         self._report(layout.BUILDING)
+        self._strike("start")
         render_devices.ask(self.setup.device)
         self._place_renderer()
         self._report_memory()
@@ -382,6 +396,7 @@ class RenderWorker(Worker):
         for env in pending:
             ticket = self.slots["simulated"][env]
             assert self._frame_writer is not None, "nothing is submitted while renderers are away"
+            self._strike("draw")
             self._frame_writer.draw(env)
             self.slots["drawn"][env] = ticket
             self._progress()

@@ -164,6 +164,10 @@ class Executor:
             self._unload_trainer()
         return before
 
+    def saving(self) -> bool:
+        """Whether a checkpoint is being written at the moment."""
+        return any(self.trainer.call_all(Trainer.saving))
+
     def saved(self) -> Written | None:
         """Wait until the last checkpoint is complete; when it was written. Raises `CheckpointError` where it could not
         be."""

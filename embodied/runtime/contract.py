@@ -9,6 +9,7 @@ from embodied.runtime.deadlines import Deadline
 from embodied.runtime.groups import WorkerGroup
 from embodied.runtime.handles import Handle
 from embodied.runtime.nodes import Link, NodeInfo
+from embodied.runtime.supervision import Replaced
 from sim_farm.hosts import Host
 from sim_farm.render_devices import RenderDevice
 
@@ -79,6 +80,10 @@ class Runtime(Protocol):
         node with the id `nodes[r]` ('' or none: this one). When one cannot be made, its exception is raised with its
         name, and none is left. Raises `ValueError` for a size below 1 and for a `beside` of another length.
         """
+        ...
+
+    def take_replaced(self) -> list[Replaced]:
+        """Farm workers that were lost and serve again, of which this has not told before."""
         ...
 
     def end_workers(self) -> None:

@@ -12,6 +12,7 @@ from embodied.runtime.deadlines import Deadline
 from embodied.runtime.groups import WorkerGroup, naming, rank_names
 from embodied.runtime.handles import Handle
 from embodied.runtime.nodes import Link, NodeInfo
+from embodied.runtime.supervision import Replaced
 from sim_farm.hosts import Host, InProcess
 from sim_farm.render_devices import RenderDevice
 
@@ -90,6 +91,9 @@ class InlineRuntime:
             with naming(mine, name):
                 handles.append(self.place(mine, make, *its_args))
         return WorkerGroup(name, tuple(handles))
+
+    def take_replaced(self) -> list[Replaced]:
+        return []
 
     def end_workers(self) -> None:
         return None

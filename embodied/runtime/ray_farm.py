@@ -18,9 +18,11 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from embodied.runtime.nodes import NodeInfo, require_software, software
 from embodied.runtime.ray_cluster import HERE, RayCluster, cannot_start
 from embodied.runtime.relay import FarLost, FarPhysics, Relay
+from embodied.runtime.supervision import Event, Replaced, State, Supervised
+from sim_farm import layout
 from sim_farm.contract import FarmError, TaskInfo, TaskSpec
 from sim_farm.farm import WorkerFailed
-from sim_farm.health import hung, restarted
+from sim_farm.health import done_by, hung, restarted
 from sim_farm.hosts import WorkerHandle, make_worker
 from sim_farm.memory import Block
 from sim_farm.worker_memory import WorkerMemory
@@ -28,8 +30,6 @@ from sim_farm.workers import WorkerSetup
 
 _log = logging.getLogger(__name__)
 
-MAX_RESTARTS = 3
-"""Replacements of one worker after which its death ends the run: then it is not an accident."""
 NODE_CHECK_S = 1.0
 """How often it is looked whether the nodes of far workers are still there; asking takes a millisecond or two."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "LP_NUM_THREADS": "1"}
@@ -76,6 +76,7 @@ class _FarmActor:
 
 class RayHost:
     """The farm's workers as actors. One that died or hangs is replaced; its successor finds all it needs in the slots.
+    One that is lost again and again without doing anything new is given up (`supervision`).
 
     The worker of index i is on `nodes[i]`; None is the client's node. A physics worker on another node is reached
     through a relay, and needs render workers here if there are cameras. A node that is lost raises `WorkerFailed`.
@@ -91,9 +92,15 @@ class RayHost:
         # Of the farm that they serve: a worker's setup, its slots and process, the call in which it serves.
         self._setups: dict[int, WorkerSetup] = {}
         self._blocks: dict[int, Block] = {}
+        self._memories: dict[int, Block] = {}
         self._pids: dict[int, Any] = {}
         self._serving: dict[int, Any] = {}
         self._relays: dict[int, threading.Thread] = {}
+        self._workers: dict[int, Supervised] = {}
+        self._why: dict[int, str] = {}
+        """Of those that were lost and whose successors do not serve yet."""
+        self.replaced: list[Replaced] = []
+        """Since it was last emptied by who tells of them."""
         self._checked = time.monotonic()
         # A worker is given less time than who collects from the farm, who is given less than a call.
         self._deadline = cluster.deadline.inner().inner()
@@ -107,6 +114,7 @@ class RayHost:
     def launch(self, setup: WorkerSetup, memory: WorkerMemory) -> WorkerHandle:
         """Raises `FarmError` where a physics worker on another node would have to draw."""
         index, node = setup.index, self._nodes[setup.index]
+        self._workers[index], self._memories[index] = Supervised(), memory.slots
         if node is None:
             self._setups[index], self._blocks[index] = setup, memory.slots
             self._serve(index)
@@ -131,7 +139,7 @@ class RayHost:
         for index, reference in list(self._serving.items()):
             done, _ = ray.wait([reference], timeout=0)
             if not done:
-                self._replace_if_hung(index)
+                self._look_at(index)
                 continue
             try:
                 ray.get(reference)
@@ -207,15 +215,17 @@ class RayHost:
     def _start_again(self, index: int, why: str) -> None:
         """A new process in the place of one that was lost, and a line in the log."""
         self.restarts[index] = self.restarts.get(index, 0) + 1
-        lost = f"{self.who(index)} was lost and is replaced: {why}"
-        if self.restarts[index] > MAX_RESTARTS:
+        slots = self._memories[index].arrays
+        worker = self._workers[index].lost(time.monotonic(), done_by(slots, index) if slots else 0)
+        if worker.hopeless:
             raise WorkerFailed(
                 f"{self.who(index)} was lost {self.restarts[index]} times, at last because {why}; see the system's log "
                 "for the reason"
             )
-        _log.warning("%s", lost)
+        _log.warning("%s", f"{self.who(index)} was lost and is replaced: {why}")
         self._cluster.kill(self._actors[index])  # a far one may only have been out of reach
         self._actors[index] = self._start(index)
+        self._workers[index], self._why[index] = worker.after(Event.STARTED, time.monotonic()), why
 
     def _replace(self, index: int, why: str) -> None:
         self._start_again(index, why)
@@ -223,12 +233,41 @@ class RayHost:
             restarted(slots, index)
         self._serve(index)
 
-    def _replace_if_hung(self, index: int) -> None:
+    def _look_at(self, index: int) -> None:
+        """Note what the worker's slots say of its state, and replace it if it hangs."""
         slots = self._blocks[index].arrays
-        doing = hung(slots, index, self._deadline.seconds) if slots else None
-        if doing is not None:
+        if not slots:
+            return
+        deadline_s = self._deadline.seconds
+        if (doing := hung(slots, index, deadline_s)) is not None:
             self._kill_process(index)
             self._replace(index, doing)
+            return
+        late = hung(slots, index, deadline_s / 2)
+        if late is not None and self._workers[index].state is State.HEALTHY:
+            _log.warning("%s", f"{late}; it is replaced after {deadline_s:g} s")
+        self._note(index, Event.LATE if late is not None else Event.PROGRESS)
+        phase = int(slots["phase"][index])
+        if self._workers[index].state is State.RESTARTING and phase not in (layout.STARTING, layout.BUILDING):
+            self._note(index, Event.BUILT)
+        if self._workers[index].state is State.STALE and phase != layout.REPLAYING:
+            self._serves_again(index)
+
+    def _note(self, index: int, event: Event) -> None:
+        self._workers[index] = self._workers[index].after(event, time.monotonic())
+
+    def opened(self, index: int) -> None:
+        """A far worker is built, and has replayed what its predecessor had begun."""
+        if self._workers[index].state is State.RESTARTING:
+            self._note(index, Event.BUILT)
+            self._serves_again(index)
+
+    def _serves_again(self, index: int) -> None:
+        """The successor of a lost worker has the episodes of its predecessor."""
+        self._note(index, Event.CURRENT)
+        down_s = self._workers[index].down_s
+        assert down_s is not None
+        self.replaced.append(Replaced(self.who(index), self._why.pop(index), down_s))
 
     def _kill_process(self, index: int) -> None:
         """End a worker's process on this machine that lives: where it is stopped, it does not hear Ray."""
@@ -248,7 +287,9 @@ class _RayFar:
     index: int
 
     def open(self, opening: bytes) -> Future[None]:
-        return _future(self.host.open(self.index, opening), self.host.who(self.index))
+        opened = _future(self.host.open(self.index, opening), self.host.who(self.index))
+        opened.add_done_callback(lambda done: self.host.opened(self.index) if done.exception() is None else None)
+        return opened
 
     def exchange(self, request: bytes) -> Future[bytes]:
         return _future(self.host.ask(self.index, "exchange", request), self.host.who(self.index))

@@ -16,6 +16,7 @@ from embodied.runtime.ray_cluster import HERE, RayCluster
 from embodied.runtime.ray_farm import RayHost
 from embodied.runtime.ray_links import slowest_link
 from embodied.runtime.ray_workers import TAKE_BACK_S, FarProcess, RayHandle, WorkerProcess, start_worker
+from embodied.runtime.supervision import Replaced
 from sim_farm.contract import FarmError
 from sim_farm.render_devices import RenderDevice
 
@@ -154,6 +155,12 @@ class RayRuntime(RayCluster):
                     handle.process.actor.drop.remote(handle.name)
             raise
         return group
+
+    def take_replaced(self) -> list[Replaced]:
+        found = [one for _, host in self._hosts for one in host.replaced]
+        for _, host in self._hosts:
+            host.replaced.clear()
+        return found
 
     def end_workers(self) -> None:
         used = [process for process in self._processes if process not in self._spare]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from contextlib import closing, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +25,17 @@ from embodied.planning.replanning import Decision, Watch
 from embodied.planning.run_plans import place_run
 from embodied.reporting.live import Progress
 from embodied.reporting.metrics import MetricsWriter, read
-from embodied.tracing import Span, TraceWriter
+from embodied.run_folder import lasting_root, newest_whole
+from embodied.runtime.contract import Runtime
+from embodied.tracing import TraceWriter
 from embodied.training.beside import BesideError, room_beside
+from embodied.training.checkpoints import RunCheckpoints
 from embodied.training.collapse import CollapseWatch
 from embodied.training.interrupts import deferred_interrupts
 from embodied.training.iteration_row import iteration_row, left_out
 from embodied.training.position import RECENT, Position
 from embodied.training.recovery import FILE, Recovery
 from embodied.training.selection import Candidate, Selection
-from embodied.workers.background import Written
 from embodied.workers.devices import accelerators
 
 FINISHING = "interrupted: finishing the update, so that its iteration is kept; once more stops at once"
@@ -47,27 +48,29 @@ def train(config: Config, run_dir: Path, session: Session, resume_from: Path | N
     """
     begin = time.monotonic()
     placed = place_run(config, session, run_dir)
-    loop = _Loop(config, run_dir, Selection(config, run_dir, session))
     recovery = Recovery(run_dir)
+    loop = _Loop(config, run_dir, Selection(config, run_dir, session), recovery, session.runtime)
     first, startup_s = resume_from, 0.0
     with loop.metrics, closing(loop.selection):
         while True:
             building = time.monotonic()
+            recovery.started()
             try:
                 with executor(config, run_dir, session, placed.assignment) as workers:
+                    recovery.built()
                     show(workers.memory.describe())
                     loop.selection.move(
                         room_beside(placed.assignment, session.cores, accelerators(config.policy.device))
                     )
                     loop.begin(workers, resume_from)
+                    recovery.current(loop.position.iteration)
                     save_config(config, run_dir / "config.yaml")  # a resumed run may have other settings that fit
                     built = time.monotonic()
                     startup_s = startup_s or built - begin
                     with Progress(run_dir.name, config.iterations, config.stop_at_success) as progress:
                         move = loop.run(progress, placed.watch(built - building))
             except Exception as error:
-                # What cannot even begin is no accident, and in one process there is nobody else to be lost.
-                if not startup_s or config.runtime.mode == "inline":
+                if config.runtime.mode == "inline":  # there is nobody else to be lost
                     raise
                 if not recovery.goes_on(error, loop.position.iteration):
                     raise
@@ -89,27 +92,12 @@ def train(config: Config, run_dir: Path, session: Session, resume_from: Path | N
         "wall_s": position.wall_s,
         "startup_s": startup_s,
         "success_recent": float(np.mean(position.recent)) if position.recent else None,
-        **({"recoveries": len(recovery.losses)} if recovery.losses else {}),
+        **({"recoveries": recovery.recoveries} if recovery.recoveries else {}),
+        **({"replaced": recovery.replaced} if recovery.replaced else {}),
         **({} if loop.selection.best is None else {"best_iteration": loop.selection.best}),
         "env_steps_per_s": position.env_steps / max(position.wall_s, 1e-9),
         **loop.milestones,
     }
-
-
-@dataclass
-class _CheckpointTimes:
-    """Of checkpoints since the last row of metrics."""
-
-    stall_s: float = 0.0
-    """How long the run stood still for them."""
-    write_s: float = 0.0
-    """How long those that are known to be complete were written, while the run went on."""
-
-    def taken(self) -> dict[str, float]:
-        """As metrics; from now on they are counted anew."""
-        found = {"time/checkpoint_stall_s": self.stall_s, "time/checkpoint_write_s": self.write_s}
-        self.stall_s = self.write_s = 0.0
-        return found
 
 
 class _Loop:
@@ -117,15 +105,17 @@ class _Loop:
 
     workers: Executor
 
-    def __init__(self, config: Config, run_dir: Path, selection: Selection) -> None:
+    def __init__(
+        self, config: Config, run_dir: Path, selection: Selection, recovery: Recovery, runtime: Runtime
+    ) -> None:
         self.config, self.run_dir, self.selection = config, run_dir, selection
+        self._recovery, self._runtime = recovery, runtime
         self.position = Position()
         self.metrics = MetricsWriter(run_dir)
         self.trace = TraceWriter(run_dir / "trace.json") if config.runtime.trace else None
         self.milestones: dict[str, float] = {}
         self._environments: dict[str, np.ndarray] = {}
-        self._saved = -1
-        self._checkpoint = _CheckpointTimes()
+        self._checkpoints = RunCheckpoints(config, run_dir, selection, self.trace)
         self._collapse = CollapseWatch(RECENT)
         self._consistent = True
         """Whether learner, environments and position are those of the same iteration, so that they may be saved."""
@@ -138,7 +128,7 @@ class _Loop:
             self.workers.load(resume_from)
             environments = checkpoint.read_environments(resume_from)
         self.position = Position() if resume_from is None else Position.of(checkpoint.read_state(resume_from))
-        self._saved = -1 if resume_from is None else self.position.iteration
+        self._checkpoints.begin(workers, self._kept_at(resume_from))
         self._environments, self._consistent = environments or {}, True
         self._collapse, self.milestones = CollapseWatch(RECENT), {}
         self.metrics.truncate(self.position.iteration)
@@ -147,6 +137,11 @@ class _Loop:
             self._note_milestones(row)
             self._collapse.see(row)
         self.workers.begin(environments, self.position.iteration)
+
+    def _kept_at(self, begun_from: Path | None) -> int:
+        """The iteration of the checkpoint with which it begins, if that stays; else -1."""
+        stays = begun_from is not None and begun_from.parent == lasting_root(self.run_dir)
+        return self.position.iteration if stays else -1
 
     def go_back(self, error: Exception, first: Path | None) -> Path | None:
         """The checkpoint from which the run goes on after a loss: its newest that is whole; where it has none, that
@@ -157,7 +152,7 @@ class _Loop:
                 show(self.selection.finish(block=True))
             except BesideError:  # it is evaluated when the run goes on
                 self.selection.close()
-        found, damaged = checkpoint.recover(self._checkpoints)
+        found, damaged = newest_whole(self.run_dir)
         for one in damaged:
             show(escape(f"{one}"))
         folder = found or first
@@ -178,13 +173,17 @@ class _Loop:
                 progress.row(row)
                 recent = row["env/success_recent"]
                 self._note_milestones(row)
+                for lost in self._runtime.take_replaced():
+                    progress.note(self._recovery.note_replaced(lost, self.position.iteration))
                 if broken := row.get("learner/broken_episodes"):
                     progress.note(left_out(int(broken), iteration.summary, config))
                 if (fallen := self._collapse.see(row)) is not None:
                     progress.note(fallen)
-                if self._saves_after(self.position.iteration):
-                    self._save()
+                if self._checkpoints.lasts(self.position.iteration):
+                    self._checkpoints.save(self.position, self._environments)
                     self._select(progress)
+                else:
+                    self._checkpoints.save_between(self.position, self._environments)
                 self._selected(progress)
                 if config.stop_at_success is not None and recent >= config.stop_at_success:
                     progress.note(f"success of the last {RECENT} episodes is {recent:.2f}: stopping as asked")
@@ -193,30 +192,23 @@ class _Loop:
                 if move is not None:
                     progress.note(f"planned again: {move.reason}")
                     self._selected(progress, block=True)
-                    self._save()
-                    self._complete()
+                    self._checkpoints.save(self.position, self._environments)
+                    self._checkpoints.complete()
                     return move
-            self._save()
-            self._complete()
+            self._checkpoints.save(self.position, self._environments)
+            self._checkpoints.complete()
             self._select(progress, last=True)
         except KeyboardInterrupt:
             progress.note(f"interrupted; {self._keep()}")
             raise
         except Exception:
             with suppress(Exception):  # what ends the run says more
-                self._complete()  # a worker's failure must not take along what was computed before it
+                self._checkpoints.complete()  # a worker's failure must not take along what was computed before it
             raise
         finally:
             if self.trace is not None:
                 self.trace.write()
         return None
-
-    def _saves_after(self, iteration: int) -> bool:
-        return (
-            iteration % self.config.checkpoint_every == 0
-            or iteration == self.config.iterations
-            or self.selection.due(iteration)
-        )
 
     def _select(self, progress: Progress, last: bool = False) -> None:
         """Evaluate the checkpoint of now, where that is due, or begin to; the last, and one before it, to the end."""
@@ -228,7 +220,7 @@ class _Loop:
         if not due:
             return
         candidate = Candidate(position.iteration, position.env_steps, position.wall_s)
-        self._complete()
+        self._checkpoints.complete()
         if selection.beside and not last:
             try:
                 selection.start(candidate)
@@ -241,7 +233,7 @@ class _Loop:
         with progress.paused():
             said = self.selection.evaluate(candidate)
         progress.note(said)
-        self._keep_newest()
+        self._checkpoints.keep_newest()
 
     def _selected(self, progress: Progress, block: bool = False) -> None:
         """Tell of the evaluation beside the run, if it has ended. Where its process is gone the run waits for it."""
@@ -256,7 +248,7 @@ class _Loop:
             return
         if said is not None:
             progress.note(said)
-            self._keep_newest()
+            self._checkpoints.keep_newest()
 
     def _alone(self, progress: Progress, candidate: Candidate, error: BesideError) -> None:
         """Evaluate nothing beside the run from now on."""
@@ -272,7 +264,7 @@ class _Loop:
         with deferred_interrupts(lambda: progress.note(FINISHING)):
             self._consistent = False
             # What goes on from a checkpoint has no rollout that is ahead: nor has, then, what did not stop at it.
-            learned, self._environments, spans = self.workers.learn(number, drain=self._saves_after(number + 1))
+            learned, self._environments, spans = self.workers.learn(number, drain=self._checkpoints.lasts(number + 1))
             iteration = Iteration(summary, learned, self._environments, begin, time.monotonic_ns(), ())
             wall_s = iteration.wall_s
             self.position.iteration += 1
@@ -280,7 +272,7 @@ class _Loop:
             self.position.wall_s += wall_s
             self.position.recent.extend(episode.success for episode in summary.episodes)
             self._consistent = True
-            row = iteration_row(self.config, self.position, summary, learned, wall_s, self._checkpoint.taken())
+            row = iteration_row(self.config, self.position, summary, learned, wall_s, self._checkpoints.taken())
             self.metrics.write(self.position.iteration, self.position.env_steps, row)
         if self.trace is not None:
             self.trace.add([*summary.spans, *rolled, *spans])
@@ -296,46 +288,11 @@ class _Loop:
                 self.milestones[f"{key}_wall_s"] = row["wall_s"]
                 self.milestones[f"{key}_env_steps"] = row["env_steps"]
 
-    def _save(self) -> None:
-        if self._saved != self.position.iteration:
-            begin = time.monotonic_ns()
-            self._note_written(self.workers.save(self._checkpoints, self.position.state(), self._environments))
-            self._saved = self.position.iteration
-            self._note_stall(begin, "copy for a checkpoint")
-
-    def _complete(self) -> None:
-        """Wait until the last checkpoint is."""
-        begin = time.monotonic_ns()
-        self._note_written(self.workers.saved())
-        self._note_stall(begin, "complete the checkpoint")
-
-    @property
-    def _checkpoints(self) -> Path:
-        return self.run_dir / "checkpoints"
-
-    def _note_written(self, written: Written | None) -> None:
-        if written is None:
-            return
-        self._checkpoint.write_s += written.seconds
-        if self.trace is not None:
-            self.trace.add([Span("checkpoint", "write", written.begin_ns, written.end_ns)])
-        self._keep_newest()
-
-    def _keep_newest(self) -> None:
-        if self.config.keep_checkpoints and self.selection.pending is None:
-            checkpoint.keep_newest(self._checkpoints, self.config.keep_checkpoints)
-
-    def _note_stall(self, begin_ns: int, name: str) -> None:
-        end_ns = time.monotonic_ns()
-        self._checkpoint.stall_s += (end_ns - begin_ns) / 1e9
-        if self.trace is not None:
-            self.trace.add([Span("driver", name, begin_ns, end_ns)])
-
     def _keep(self) -> str:
         """After an interruption: save the last finished iteration if the learner still holds it."""
         if self._consistent and self._environments:
-            self._save()
-        if self._saved >= 0:
-            self._complete()
-        kept = f"iteration {self._saved} is kept" if self._saved >= 0 else "no iteration was finished"
+            self._checkpoints.save(self.position, self._environments)
+        if (saved := self._checkpoints.kept) >= 0:
+            self._checkpoints.complete()
+        kept = f"iteration {saved} is kept" if saved >= 0 else "no iteration was finished"
         return f"{kept}; go on with: embodied train ... --name {self.run_dir.name} --resume auto"

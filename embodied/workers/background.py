@@ -38,6 +38,11 @@ class BackgroundWriter:
 
         self._writing = self._threads.submit(timed)
 
+    @property
+    def busy(self) -> bool:
+        """Whether it is writing at the moment."""
+        return self._writing is not None and not self._writing.done()
+
     def settle(self) -> None:
         """Wait until nothing is being written; `wait` will say what became of it."""
         if self._writing is not None:

@@ -292,6 +292,10 @@ class Learner(WeightsSource):
         state = replace(state, controls=self._controls.numbers())
         self._writer.begin(self._held.stage(root, state, self.optimizer, environments))
 
+    def saving(self) -> bool:
+        """Whether what `save` began is still being written."""
+        return self._writer.busy
+
     def saved(self) -> Written | None:
         """Wait for what `save` began; when it was written, None where nothing was.
 

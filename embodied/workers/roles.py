@@ -211,6 +211,10 @@ class Trainer(Protocol):
         """Begin to write a checkpoint of what is, which what follows does not change."""
         ...
 
+    def saving(self) -> bool:
+        """Whether it is still being written."""
+        ...
+
     def saved(self) -> Written | None:
         """Wait until it is complete."""
         ...

@@ -30,6 +30,7 @@ from embodied.run_folder import prepare_run
 from embodied.runtime.ray_runtime import RayRuntime
 from embodied.tracing import load
 from embodied.training import loop as training
+from embodied.training.checkpoints import RunCheckpoints
 from embodied.workers.affinity import Affinity
 from embodied.workers.background import BackgroundWriter
 from embodied.workers.learner import Learner
@@ -68,6 +69,12 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     monkeypatch.setattr(checkpoint, "begin", held)
     yield opened
     opened.set()
+
+
+@pytest.fixture
+def only_lasting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No interim checkpoints."""
+    monkeypatch.setattr(RunCheckpoints, "save_between", lambda *_: None)
 
 
 # --- one rank
@@ -169,7 +176,9 @@ def test_a_full_disk_is_told_at_the_next_checkpoint_and_that_one_is_written(tmp_
     assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {"000001", "000003"}, "something was left"
 
 
-def test_a_full_disk_at_the_end_is_told_at_the_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_full_disk_at_the_end_is_told_at_the_end(
+    only_lasting: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     config, save = run_config(STATES, 3), Executor.save
 
     def out_of_room(workers: Executor, *args: Any) -> Any:
@@ -188,7 +197,7 @@ def test_a_full_disk_at_the_end_is_told_at_the_end(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_run_that_fails_keeps_the_checkpoint_that_was_being_written(
-    gate: threading.Event, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    only_lasting: None, gate: threading.Event, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     finish, saved = Learner.finish, Executor.saved
 
@@ -212,7 +221,7 @@ def test_a_run_that_fails_keeps_the_checkpoint_that_was_being_written(
     assert found is not None and found.name == "000003"
 
 
-def test_a_run_says_how_long_it_stood_still_and_how_long_was_written(tmp_path: Path) -> None:
+def test_a_run_says_how_long_it_stood_still_and_how_long_was_written(only_lasting: None, tmp_path: Path) -> None:
     config = run_config({**STATES, "runtime": {"mode": "inline"}}, 7)
     prepare_run(config, tmp_path, False)
     with open_session(config) as session:

@@ -1,0 +1,131 @@
+"""A run's checkpoints: when one is written, where, how long the run stands still for it, and from which it goes on.
+
+    RUN/checkpoints/000120/            every `checkpoint_every` iterations, where one is evaluated, and at the end
+    RUN/checkpoints/interim/000127/    in between, as often as `SHARE` of the run's time allows; the newest alone
+
+What a run loses with a worker, or by being killed, is what came after the newest of both. An interim checkpoint is
+removed once a later one is complete.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from embodied import checkpoint
+from embodied.config import Config
+from embodied.execution.executor import Executor
+from embodied.run_folder import interim_root, lasting_root
+from embodied.tracing import Span, TraceWriter
+from embodied.training.position import Position
+from embodied.training.selection import Selection
+from embodied.workers.background import Written
+
+SHARE = 0.02
+"""Of a run's time, what interim checkpoints may take: the run standing still, and a thread writing."""
+
+
+@dataclass
+class RunCheckpoints:
+    """The checkpoints of one run while it trains."""
+
+    config: Config
+    run_dir: Path
+    selection: Selection
+    trace: TraceWriter | None
+    kept: int = -1
+    """The iteration of the newest that stays, as far as it was begun; -1: none."""
+    _workers: Executor | None = None
+    _stall_s: float = 0.0
+    """How long the run stood still for checkpoints since the last row of metrics."""
+    _write_s: float = 0.0
+    """How long those were written that are known to be complete since then, while the run went on."""
+    _begun_s: float = field(default_factory=time.monotonic)
+    """When the last one was begun."""
+    _copied_s: float = 0.0
+    """How long the run stood still for it."""
+    _cost_s: float = 0.0
+    """What the last one took that is known to be complete."""
+    _in_flight: bool = False
+
+    def begin(self, workers: Executor, iteration: int) -> None:
+        """From now on checkpoints are those of these workers. They go on from one of that iteration; -1: from none."""
+        self._workers, self._in_flight, self.kept = workers, False, iteration
+
+    def lasts(self, iteration: int) -> bool:
+        """Whether a checkpoint of that iteration is to be written, and to stay."""
+        every = iteration % self.config.checkpoint_every == 0
+        return every or iteration == self.config.iterations or self.selection.due(iteration)
+
+    def save(self, position: Position, environments: dict[str, np.ndarray]) -> None:
+        """Begin to write one that stays, unless it is there. Raises `CheckpointError` where the one before it could
+        not be written."""
+        if self.kept != position.iteration:
+            self._save(lasting_root(self.run_dir), position, environments)
+            self.kept = position.iteration
+
+    def save_between(self, position: Position, environments: dict[str, np.ndarray]) -> None:
+        """Begin to write an interim one, if the run has the time for it.
+
+        Not where rollouts run ahead: a run that goes on has none that is ahead, and would compute something else.
+        """
+        if self.workers.assignment.ahead or (self._in_flight and self.workers.saving()):
+            return
+        if self._in_flight:
+            self.complete()
+        if time.monotonic() - self._begun_s >= self._cost_s / SHARE:
+            self._save(interim_root(self.run_dir), position, environments)
+
+    def complete(self) -> None:
+        """Wait until the last one is. Raises `CheckpointError` where it could not be written."""
+        begin = time.monotonic_ns()
+        self._note_written(self.workers.saved())
+        self._note_stall(begin, "complete the checkpoint")
+
+    def taken(self) -> dict[str, float]:
+        """What checkpoints took, as metrics; from now on it is counted anew."""
+        found = {"time/checkpoint_stall_s": self._stall_s, "time/checkpoint_write_s": self._write_s}
+        self._stall_s = self._write_s = 0.0
+        return found
+
+    def keep_newest(self) -> None:
+        """Remove what is not to be kept, unless it is being evaluated, and what a later one makes useless."""
+        lasting, interim = lasting_root(self.run_dir), interim_root(self.run_dir)
+        if self.config.keep_checkpoints and self.selection.pending is None:
+            checkpoint.keep_newest(lasting, self.config.keep_checkpoints)
+        newest, between = checkpoint.latest(lasting), checkpoint.latest(interim)
+        if between is not None:
+            of_use = newest is None or int(newest.name) < int(between.name)
+            checkpoint.keep_newest(interim, 1) if of_use else shutil.rmtree(interim)
+
+    @property
+    def workers(self) -> Executor:
+        assert self._workers is not None, "begin() comes first"
+        return self._workers
+
+    def _save(self, root: Path, position: Position, environments: dict[str, np.ndarray]) -> None:
+        begin = time.monotonic_ns()
+        self._note_written(self.workers.save(root, position.state(), environments))
+        self._begun_s, self._in_flight = begin / 1e9, True
+        self._copied_s = self._note_stall(begin, "copy for a checkpoint")
+
+    def _note_written(self, written: Written | None) -> None:
+        if written is None:
+            return
+        self._in_flight = False
+        self._write_s += written.seconds
+        self._cost_s = self._copied_s + written.seconds
+        if self.trace is not None:
+            self.trace.add([Span("checkpoint", "write", written.begin_ns, written.end_ns)])
+        self.keep_newest()
+
+    def _note_stall(self, begin_ns: int, name: str) -> float:
+        end_ns = time.monotonic_ns()
+        self._stall_s += (end_ns - begin_ns) / 1e9
+        if self.trace is not None:
+            self.trace.add([Span("driver", name, begin_ns, end_ns)])
+        return (end_ns - begin_ns) / 1e9
