@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -24,6 +25,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from embodied.errors import UserError
 from embodied.runtime.deadlines import Deadline, Wait
 from embodied.runtime.nodes import NodeInfo
+from embodied.runtime.ray_processes import RayProcesses
 from sim_farm import faults
 from sim_farm.farm import WorkerFailed, WorkerTimeout
 
@@ -54,6 +56,8 @@ class RayCluster:
         self.watchers: list[Callable[[], None]] = []
         """Called by `watch`; each looks after some workers, and raises what ends the run."""
         self._actors: list[Any] = []
+        self._looked_s = 0.0
+        self.ray_processes = RayProcesses()
         options: dict[str, Any] = {"address": address, "logging_level": logging.ERROR, "log_to_driver": False}
         if address == "local":
             # One logical CPU: our actors ask for none, and Ray would start an idle worker for each.
@@ -76,7 +80,8 @@ class RayCluster:
         terminated = signal.getsignal(signal.SIGTERM)
         try:
             _require_listener(address)
-            _start(options)
+            with self.ray_processes.noted():
+                _start(options)
         except OSError as error:
             raise UserError(
                 f"no Ray cluster with this machine as a node answers at {address!r}: start it with `ray start --head`, "
@@ -85,7 +90,25 @@ class RayCluster:
             ) from error
         # Ray installs a handler of its own, which would leave our shared memory and its own helpers behind.
         signal.signal(signal.SIGTERM, terminated)
+        self._options = options
         self.here: str = ray.get_runtime_context().get_node_id()
+
+    def require_ray(self) -> None:
+        """Raise `WorkerFailed` where Ray's own processes do not live any more: then all others end too, or cannot be
+        reached."""
+        if (lost := self.ray_processes.lost()) is not None:
+            raise WorkerFailed(f"{lost}, and with it Ray and all workers")
+
+    def start_ray_again(self) -> None:
+        """End what is left of Ray and of every process that it has started, and start it anew. Raises `UserError`."""
+        self._actors.clear()
+        self.ray_processes.end()
+        terminated = signal.getsignal(signal.SIGTERM)
+        ray.shutdown()
+        with self.ray_processes.noted():
+            _start(self._options)
+        signal.signal(signal.SIGTERM, terminated)
+        self.here = ray.get_runtime_context().get_node_id()
 
     def nodes(self) -> tuple[NodeInfo, ...]:
         """The cluster's living machines, this one first; where several have one name, with their ids in it."""
@@ -112,10 +135,13 @@ class RayCluster:
     def kill(self, actor: Any) -> None:
         """End an actor's process."""
         self._actors.remove(actor)
-        ray.kill(actor)
+        if self.ray_processes.lost() is None:  # else nobody would answer
+            ray.kill(actor)
 
     def watch(self) -> None:
-        """Look after the workers that nobody waits for at the moment."""
+        """Look after Ray, and after the workers that nobody waits for at the moment."""
+        self._looked_s = time.monotonic()
+        self.require_ray()
         for look in self.watchers:
             look()
 
@@ -125,9 +151,10 @@ class RayCluster:
         Looks after the other workers meanwhile. Raises `WorkerTimeout` naming worker and work once the wait is late.
         """
         done, _ = ray.wait([reference], timeout=timeout_s)
+        if not done or time.monotonic() - self._looked_s > LOOK_S:  # also where every answer comes soon
+            self.watch()
         if done:
             return True
-        self.watch()
         if wait.late():
             raise WorkerTimeout(
                 f"{name} did not finish {what!r}: no progress for {wait.silent_s():.1f} s, with a deadline of "
@@ -147,6 +174,9 @@ class RayCluster:
         deadline_s = self.deadline.inner().seconds  # who waits for this has waited for the worker before
         try:
             return value_within(deadline_s, reference, name, what)
+        except WorkerFailed:
+            self.require_ray()  # whose loss is the reason
+            raise
         except GetTimeoutError as error:
             raise WorkerTimeout(
                 f"the result of {name}'s {what!r} is there and could not be fetched within {deadline_s:g} s"
@@ -154,8 +184,11 @@ class RayCluster:
 
     def close(self) -> None:
         """End every process, and Ray with them where it was started here."""
-        for actor in self._actors:
-            ray.kill(actor)
+        if self.ray_processes.lost() is not None:
+            self.ray_processes.end()
+        else:
+            for actor in self._actors:
+                ray.kill(actor)
         self._actors.clear()
         ray.shutdown()
 

@@ -158,6 +158,10 @@ class RayHost:
 
     def end(self, index: int, deadline_s: float) -> None:
         """The worker leaves its farm; its process stays, with its simulator imported, for the next farm."""
+        if self._cluster.ray_processes.lost() is not None:
+            self._serving.pop(index, None)  # it is gone
+            self._blocks.pop(index, None)
+            return
         if index in self._relays:
             self._relays.pop(index).join(deadline_s)
             serving = self._actors[index].leave.remote()

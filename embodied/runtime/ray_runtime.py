@@ -163,6 +163,9 @@ class RayRuntime(RayCluster):
         return found
 
     def end_workers(self) -> None:
+        if self.ray_processes.lost() is not None:
+            self._begin_anew()
+            return
         used = [process for process in self._processes if process not in self._spare]
         asked = {process.actor.drop_all.remote(): process for process in used if process.of_use}
         answered = ray.wait(list(asked), num_returns=len(asked), timeout=DROP_S)[0] if asked else []
@@ -179,6 +182,14 @@ class RayRuntime(RayCluster):
             process.forget()
         self._processes.clear()
         self._spare.clear()
+
+    def _begin_anew(self) -> None:
+        """Without any of the processes that there were."""
+        for process in self._processes:
+            process.forget()
+        for everything in (self._processes, self._spare, self._hosts, self.watchers):
+            everything.clear()
+        self.start_ray_again()
 
     def _process(self, node: str = HERE) -> WorkerProcess:
         self._processes.append(WorkerProcess(self) if node == HERE else FarProcess(self, node))
