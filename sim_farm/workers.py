@@ -12,8 +12,10 @@ import os
 import time
 import traceback
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from sim_farm import faults, layout, render_devices
 from sim_farm.contract import EpisodeSpec, FarmError, Physics, PhysicsResult, TaskInfo
@@ -155,9 +157,9 @@ class Worker:
         self._progress()
         self.slots["phase"][self.setup.index] = phase
 
-    def _strike(self, phase: str) -> None:
+    def _strike(self, phase: str, data: npt.NDArray[Any] | None = None) -> None:
         """A point at which a fault may be injected."""
-        faults.point(self.setup.name, phase)
+        faults.point(self.setup.name, phase, data)
 
     def _progress(self) -> None:
         """Record progress: the worker has finished something, or begins something else."""
@@ -296,6 +298,7 @@ class PhysicsWorker(Worker):
             return
         base, action = int(slots["base_step"][env]), slots["action"][env]
         result = self._physics[env].step(action)
+        self._strike("state", result.state)
         steps = result.steps
         slots["history"][env, base : base + steps] = action[:steps]
         slots["steps"][env] = steps

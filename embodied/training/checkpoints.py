@@ -24,6 +24,7 @@ from embodied.tracing import Span, TraceWriter
 from embodied.training.position import Position
 from embodied.training.selection import Selection
 from embodied.workers.background import Written
+from sim_farm import faults
 
 SHARE = 0.02
 """Of a run's time, what interim checkpoints may take: the run standing still, and a thread writing."""
@@ -108,6 +109,7 @@ class RunCheckpoints:
         return self._workers
 
     def _save(self, root: Path, position: Position, environments: dict[str, np.ndarray]) -> None:
+        faults.point("driver", "save")
         begin = time.monotonic_ns()
         self._note_written(self.workers.save(root, position.state(), environments))
         self._begun_s, self._in_flight = begin / 1e9, True

@@ -37,6 +37,7 @@ from embodied.training.position import RECENT, Position
 from embodied.training.recovery import FILE, Recovery
 from embodied.training.selection import Candidate, Selection
 from embodied.workers.devices import accelerators
+from sim_farm import faults
 
 FINISHING = "interrupted: finishing the update, so that its iteration is kept; once more stops at once"
 
@@ -56,6 +57,7 @@ def train(config: Config, run_dir: Path, session: Session, resume_from: Path | N
             building = time.monotonic()
             recovery.started()
             try:
+                faults.point("driver", "start")
                 with executor(config, run_dir, session, placed.assignment) as workers:
                     recovery.built()
                     show(workers.memory.describe())
@@ -260,7 +262,9 @@ class _Loop:
         begin, number = time.monotonic_ns(), self.position.iteration
         if self.trace is not None:
             self.trace.iteration(number)
+        faults.point("driver", "rollout")
         summary, rolled = self.workers.rollout(number)
+        faults.point("driver", "update")
         with deferred_interrupts(lambda: progress.note(FINISHING)):
             self._consistent = False
             # What goes on from a checkpoint has no rollout that is ahead: nor has, then, what did not stop at it.
