@@ -219,13 +219,14 @@ def _remove(folder: Path) -> None:
 
 def _bring_back(root: Path) -> None:
     """Give a checkpoint its place again that was to be replaced, if it came no further, and take away what was left
-    half removed."""
-    for replaced in root.glob(".*.replaced"):
+    half written and half removed."""
+    for replaced in root.glob(".[0-9]*.replaced"):
         final = root / replaced.name.split(".")[1]
         if not final.exists():
             replaced.rename(final)
-    for left in (*root.glob(".*.replaced"), *root.glob(".*.removed")):
-        shutil.rmtree(left, ignore_errors=True)
+    for ending in ("replaced", "partial", "removed"):
+        for left in root.glob(f".[0-9]*.{ending}"):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def mark_best(root: Path, folder: Path | None) -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +38,7 @@ from tests.embodied.test_learner import make_batch, make_policy
 from tests.embodied.test_learner_ranks import config_of, connected
 from tests.embodied.test_resume import STATES
 from tests.embodied.test_resume import config_of as run_config
+from tests.full_disk import full_disk
 
 WAIT_S = 240.0
 ENVIRONMENTS = {"base_step": np.arange(4, dtype=np.int32)}
@@ -134,16 +133,6 @@ def test_one_thing_is_written_at_a_time() -> None:
     second.join(WAIT_S)
     writer.wait()
     assert order == ["first", "second"]
-
-
-@contextmanager
-def full_disk(room: int = 1000) -> Iterator[None]:
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))  # no file may grow larger than this
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_a_full_disk_is_told_at_the_next_checkpoint_and_that_one_is_written(tmp_path: Path) -> None:

@@ -1,0 +1,199 @@
+"""No damage of a checkpoint goes unnoticed, and no edit of it ends in a traceback."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+
+from embodied import checkpoint
+from embodied.algorithms.controls import Controls
+from embodied.checkpoint import RunState
+from embodied.config import Config
+from embodied.errors import UserError
+from embodied.workers.success_counts import SuccessCounts
+from policies.contract import PolicyError
+from sim_farm import EndlessEpisodes, Farm, FarmError, FarmSpec, InProcess, TaskSpec
+from tests.embodied.test_checkpoint import content, make_optimizer, make_policy, step, write
+from tests.variants import often
+
+REACH = FarmSpec(TaskSpec("tabletop/reach", max_episode_steps=7), EndlessEpisodes(5), num_envs=3, chunk=2)
+
+
+# --- damage
+
+
+@pytest.mark.parametrize(("flips", "cuts"), often([(30, 6)], [(30, 6), (1000, 100)]))
+def test_flipped_bits_and_truncations_are_all_recognised_and_the_one_before_is_used(
+    flips: int, cuts: int, tmp_path: Path
+) -> None:
+    drawn = random.Random(flips)
+    earlier, newest = write(tmp_path, 1), write(tmp_path, 2)
+    whole = content(newest)
+    for number in range(flips + cuts):
+        sizes = [len(data) for data in whole.values()]
+        name = drawn.choices(list(whole), sizes if number % 2 else None)[0]  # small files as often as large ones
+        data = bytearray(whole[name])
+        if number < flips:
+            at = drawn.randrange(8 * len(data))
+            data[at // 8] ^= 1 << at % 8
+        else:
+            del data[drawn.randrange(len(data)) :]
+        (newest / name).write_bytes(data)
+        found, damages = checkpoint.recover(tmp_path)
+        assert found == earlier and len(damages) == 1, f"change {number} of {name} is not recognised"
+        (tmp_path / "000002.damaged").rename(newest)
+        (newest / name).write_bytes(whole[name])
+    checkpoint.verify(newest)
+
+
+# --- edits: what was changed has a manifest that agrees with it
+
+
+EDITED = ("state.json", "manifest.json", "environments.safetensors", "optimizer.safetensors", "policy/config.json")
+NASTY: tuple[Any, ...] = (
+    None, True, -1, 0, 1.5, 10**30, 2**63, -1e308, 1e999, float("nan"), "", "x", "../../etc", "/etc/passwd", "nan",
+    [], [[]], {}, {"a": {}}, [True, 1], "0" * 64, "\udcff", "a" * 5000,
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """So little work is not worth the others."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def farm() -> Iterator[Farm]:
+    with closing(Farm.create(REACH, InProcess())) as made:
+        made.reset(0)
+        for number in range(2):
+            made.collect(0)
+            made.submit(0, np.full((3, 2, 3), 0.1 * number, np.float32))
+        made.collect(0)
+        yield made
+
+
+@pytest.fixture
+def folder(farm: Farm, tmp_path: Path) -> Path:
+    """A checkpoint as a run writes them, with episodes under way."""
+    policy = make_policy()
+    optimizer = make_optimizer(policy)
+    step(policy, optimizer)
+    environments = farm.snapshot() | {"start_tried": np.ones(4), "start_solved": np.ones(4)}
+    assert environments["base_step"].all()
+    state = RunState(3, 384, 1.5, (True, False), "rl", {"lr_share": 0.5, "return_mean": -1.0})
+    return checkpoint.write(tmp_path / "checkpoints", state, policy, optimizer, environments)
+
+
+def read_all(folder: Path, farm: Farm) -> None:
+    """What a run that goes on reads, in its order."""
+    policy = make_policy(1)
+    optimizer = make_optimizer(policy)
+    checkpoint.verify(folder)
+    checkpoint.load_weights(folder, policy)
+    checkpoint.load_optimizer(folder, policy, optimizer)
+    state = checkpoint.read_state(folder)
+    Controls.read(state.controls, Config())
+    environments = checkpoint.read_environments(folder)
+    farm.restore(environments)
+    SuccessCounts(4, 0.9, "start").load(environments)
+    step(policy, optimizer)
+    for tensor in policy.state_dict().values():
+        assert tensor.isfinite().all(), "it was taken and is of no use"
+
+
+def certify(folder: Path, name: str) -> None:
+    """Have the manifest agree with a changed file."""
+    listed = json.loads((folder / "manifest.json").read_text())
+    listed[name] = hashlib.sha256((folder / name).read_bytes()).hexdigest()
+    (folder / "manifest.json").write_text(json.dumps(listed))
+
+
+def edit_bytes(data: bytes, drawn: random.Random) -> bytes:
+    at, length = drawn.randrange(len(data) + 1), drawn.choice((1, 1, 2, 8, 64))
+    other = drawn.choice(
+        (drawn.randbytes(length), b"\0" * length, b"[" * 20000, data[at:], b"1" * 5000, b'"', b"}", b"-")
+    )
+    return data[:at] + other + data[at + drawn.choice((0, length)) :]
+
+
+def edit_json(value: Any, drawn: random.Random) -> Any:
+    """The value with one thing in it changed, at a random depth."""
+    if not isinstance(value, dict | list) or not value or drawn.random() < 0.1:
+        return drawn.choice(NASTY)
+    keys = list(value) if isinstance(value, dict) else list(range(len(value)))
+    key, how = drawn.choice(keys), drawn.randrange(5)
+    if how == 0:
+        del value[key]
+    elif how == 1 and isinstance(value, dict):
+        value[drawn.choice(["x", "../x", "/x", "", "a/../b", "optimizer.step", "manifest.json", "x\0"])] = value[key]
+    elif how == 2 and isinstance(value, dict):
+        value[f"{key}x"] = value.pop(key)
+    else:
+        value[key] = edit_json(value[key], drawn)
+    return value
+
+
+def edit_arrays(arrays: dict[str, np.ndarray], drawn: random.Random) -> dict[str, np.ndarray]:
+    """One array changed: gone, renamed, of another type or shape, or with a value that cannot be."""
+    name = drawn.choice(sorted(arrays))
+    array, how = arrays.pop(name).copy(), drawn.randrange(5)
+    if how == 1:
+        arrays[name + "x"] = array
+    elif how == 2:
+        types = (np.float32, np.int64, np.uint8, np.float16, np.bool_, np.complex64)
+        with np.errstate(all="ignore"):
+            arrays[name] = array.astype(drawn.choice(types))
+    elif how == 3:
+        arrays[name] = drawn.choice((array[:-1], array[None], array.reshape(-1)[:0], array.reshape(-1)))
+    elif how == 4 and array.size:
+        value = drawn.choice((np.nan, np.inf, -1e30, 2**62, -1, 0, 9e9, -(2**62)))
+        with np.errstate(all="ignore"):
+            array.reshape(-1)[drawn.randrange(array.size)] = np.array(value).astype(array.dtype)
+        arrays[name] = array
+    return arrays
+
+
+def edit(folder: Path, name: str, drawn: random.Random) -> None:
+    path = folder / name
+    if drawn.random() < 0.4:
+        path.write_bytes(edit_bytes(path.read_bytes(), drawn))
+    elif name.endswith(".json"):
+        path.write_text(json.dumps(edit_json(json.loads(path.read_text()), drawn)), errors="surrogateescape")
+    else:
+        save_file(edit_arrays(load_file(path), drawn), path)
+    if name != "manifest.json":
+        certify(folder, name)
+
+
+@pytest.mark.parametrize("number", often([60], [60, 10_000]))
+@pytest.mark.parametrize("name", EDITED)
+def test_an_edited_checkpoint_is_used_or_refused_with_a_message(
+    name: str, number: int, folder: Path, farm: Farm
+) -> None:
+    """Ten thousand edits, in the long run of each file that is read."""
+    whole, refused, drawn = content(folder), 0, random.Random(number)
+    for _ in range(number):
+        edit(folder, name, drawn)
+        try:
+            read_all(folder, farm)
+        except (UserError, PolicyError, FarmError) as error:
+            refused += 1
+            assert len(str(error)) > 20 and "\n" not in str(error)
+        for changed in (name, "manifest.json"):
+            (folder / changed).write_bytes(whole[changed])
+    read_all(folder, farm)
+    assert refused > number / 3, "hardly an edit was seen"
