@@ -17,11 +17,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich import print as show
-from rich.markup import escape
-
 from embodied.errors import UserError
 from embodied.files import Lines, read_lines, write_whole
+from embodied.reporting.live import tell
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -47,7 +45,7 @@ class MetricsWriter:
         run_dir: str | os.PathLike[str],
         tensorboard: bool = True,
         file: str = FILE,
-        say: Callable[[str], None] = lambda text: show(escape(text)),
+        say: Callable[[str], None] = tell,
     ) -> None:
         if tensorboard and importlib.util.find_spec("tensorboard") is None:
             raise ModuleNotFoundError("TensorBoard is missing: `pip install tensorboard`, or turn it off")

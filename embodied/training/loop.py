@@ -24,7 +24,7 @@ from embodied.execution.executor import Executor, Iteration, executor
 from embodied.execution.session import Session
 from embodied.planning.replanning import Decision, Watch
 from embodied.planning.run_plans import place_run
-from embodied.reporting.live import Progress
+from embodied.reporting.live import Progress, tell
 from embodied.reporting.metrics import MetricsWriter, read
 from embodied.tracing import Span, TraceWriter
 from embodied.training.beside import BesideError, room_beside
@@ -34,6 +34,7 @@ from embodied.training.iteration_row import iteration_row, left_out
 from embodied.training.position import RECENT, Position
 from embodied.training.recovery import FILE, Recovery
 from embodied.training.selection import Candidate, Selection
+from embodied.training.unwritten import Unwritten
 from embodied.workers.background import Written
 from embodied.workers.devices import accelerators
 
@@ -124,7 +125,9 @@ class _Loop:
         self.trace = TraceWriter(run_dir / "trace.json") if config.runtime.trace else None
         self.milestones: dict[str, float] = {}
         self._environments: dict[str, np.ndarray] = {}
-        self._saved = -1
+        self._saved = self._whole = -1
+        """Iterations of the last checkpoint that was begun, and of the last that is complete."""
+        self._unwritten = Unwritten()
         self._checkpoint = _CheckpointTimes()
         self._collapse = CollapseWatch(RECENT)
         self._consistent = True
@@ -138,7 +141,7 @@ class _Loop:
             self.workers.load(resume_from)
             environments = checkpoint.read_environments(resume_from)
         self.position = Position() if resume_from is None else Position.of(checkpoint.read_state(resume_from))
-        self._saved = -1 if resume_from is None else self.position.iteration
+        self._saved = self._whole = -1 if resume_from is None else self.position.iteration
         self._environments, self._consistent = environments or {}, True
         self._collapse, self.milestones = CollapseWatch(RECENT), {}
         self.metrics.truncate(self.position.iteration)
@@ -195,9 +198,9 @@ class _Loop:
                     self._selected(progress, block=True)
                     self._save()
                     self._complete()
-                    return move
-            self._save()
-            self._complete()
+                    if self._whole == self.position.iteration:
+                        return move
+            self._finish()
             self._select(progress, last=True)
         except KeyboardInterrupt:
             progress.note(f"interrupted; {self._keep()}")
@@ -207,9 +210,15 @@ class _Loop:
                 self._complete()  # a worker's failure must not take along what was computed before it
             raise
         finally:
+            self._write_trace()
+        return None
+
+    def _write_trace(self) -> None:
+        try:
             if self.trace is not None:
                 self.trace.write()
-        return None
+        except OSError as error:  # it must not hide what ends the run
+            tell(f"cannot write {self.run_dir / 'trace.json'} ({error.strerror}): the run is without a timeline")
 
     def _saves_after(self, iteration: int) -> bool:
         return (
@@ -229,6 +238,9 @@ class _Loop:
             return
         candidate = Candidate(position.iteration, position.env_steps, position.wall_s)
         self._complete()
+        if self._whole != position.iteration:
+            progress.note(f"iteration {position.iteration} is not evaluated: its checkpoint could not be written")
+            return
         if selection.beside and not last:
             try:
                 selection.start(candidate)
@@ -297,17 +309,41 @@ class _Loop:
                 self.milestones[f"{key}_env_steps"] = row["env_steps"]
 
     def _save(self) -> None:
-        if self._saved != self.position.iteration:
-            begin = time.monotonic_ns()
-            self._note_written(self.workers.save(self._checkpoints, self.position.state(), self._environments))
+        """Begin the checkpoint of now. Where one cannot be written the run goes on, and the next is tried."""
+        if self._saved == self.position.iteration:
+            return
+        begin = time.monotonic_ns()
+        self._settle()
+        self.metrics.sync()  # a checkpoint that counts after a crash has its rows
+        with self._unwritten.noted():
+            self.workers.save(self._checkpoints, self.position.state(), self._environments)
             self._saved = self.position.iteration
-            self._note_stall(begin, "copy for a checkpoint")
+        self._note_stall(begin, "copy for a checkpoint")
 
     def _complete(self) -> None:
-        """Wait until the last checkpoint is."""
+        """Wait until the last checkpoint is, or could not be written."""
         begin = time.monotonic_ns()
-        self._note_written(self.workers.saved())
+        self._settle()
         self._note_stall(begin, "complete the checkpoint")
+
+    def _settle(self) -> None:
+        with self._unwritten.noted():
+            written = self.workers.saved()
+            if self._whole != self._saved:
+                self._unwritten.over()
+            self._whole = self._saved
+            self._note_written(written)
+        self._saved = self._whole
+
+    def _finish(self) -> None:
+        """Write the last checkpoint, without which a run has not ended. Raises `CheckpointError` where that cannot be,
+        also when it is tried again."""
+        for _ in range(2):
+            self._save()
+            self._complete()
+            if self._whole == self.position.iteration:
+                return
+        raise self._unwritten.error()
 
     @property
     def _checkpoints(self) -> Path:
@@ -337,5 +373,5 @@ class _Loop:
             self._save()
         if self._saved >= 0:
             self._complete()
-        kept = f"iteration {self._saved} is kept" if self._saved >= 0 else "no iteration was finished"
+        kept = f"iteration {self._whole} is kept" if self._whole >= 0 else "no iteration is kept"
         return f"{kept}; go on with: embodied train ... --name {self.run_dir.name} --resume auto"
