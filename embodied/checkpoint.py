@@ -131,12 +131,16 @@ def write(root: Path, state: RunState, policy: Policy, optimizer: torch.optim.Op
 
 
 def write_state(root: Path, state: RunState, policy: Policy, optimizer: OptimizerState, environments: Arrays) -> Path:
-    """`write` with what is known of the optimiser."""
+    """`write` with what is known of the optimiser. Raises `CheckpointError`; then nothing is left of it."""
     partial = begin(root, state)
-    with writing(root, state):
-        write_run(partial, state, policy, optimizer.steps, environments)
-        write_optimizer(partial, optimizer.tensors)
-        return complete(partial)
+    try:
+        with writing(root, state):
+            write_run(partial, state, policy, optimizer.steps, environments)
+            write_optimizer(partial, optimizer.tensors)
+            return complete(partial)
+    except BaseException:
+        discard(root, state)
+        raise
 
 
 def begin(root: Path, state: RunState) -> Path:
