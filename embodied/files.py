@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -25,6 +26,11 @@ def write_whole(path: Path, text: str) -> None:
         aside.unlink(missing_ok=True)
         raise
     sync(path.parent)
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether this is what a disk says that has no room, or a user who may have no more of it."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def sync(path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import math
 import time
 from collections import deque
@@ -26,6 +25,8 @@ from rich.progress import Progress as Bars
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
+
+from embodied.files import is_full
 
 ROWS = 12
 _WIDE_ENOUGH_FOR_RETURN = 88
@@ -250,7 +251,7 @@ def _line(console: Console, text: str) -> None:
     try:
         console.print(Text(text), soft_wrap=True)
     except OSError as error:
-        if error.errno != errno.ENOSPC:  # of a log on a full disk: what is printed is not what a run is for
+        if not is_full(error):  # a log on a full disk: what is printed is not what a run is for
             raise
 
 

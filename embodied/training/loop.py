@@ -22,6 +22,7 @@ from embodied import checkpoint
 from embodied.config import Config, save_config
 from embodied.execution.executor import Executor, Iteration, executor
 from embodied.execution.session import Session
+from embodied.files import is_full
 from embodied.planning.replanning import Decision, Watch
 from embodied.planning.run_plans import place_run
 from embodied.reporting.live import Progress, tell
@@ -250,8 +251,13 @@ class _Loop:
         self._evaluate(progress, candidate)
 
     def _evaluate(self, progress: Progress, candidate: Candidate) -> None:
-        with progress.paused():
-            said = self.selection.evaluate(candidate)
+        try:
+            with progress.paused():
+                said = self.selection.evaluate(candidate)
+        except OSError as error:
+            if not is_full(error):
+                raise
+            said = f"iteration {candidate.iteration} is not evaluated: {error}"
         progress.note(said)
         self._keep_newest()
 
@@ -262,7 +268,9 @@ class _Loop:
             return
         try:
             said = self.selection.finish(block)
-        except BesideError as error:
+        except (BesideError, OSError) as error:
+            if not (isinstance(error, BesideError) or is_full(error)):
+                raise
             self._alone(progress, pending, error)
             self._evaluate(progress, pending)
             return
@@ -270,7 +278,7 @@ class _Loop:
             progress.note(said)
             self._keep_newest()
 
-    def _alone(self, progress: Progress, candidate: Candidate, error: BesideError) -> None:
+    def _alone(self, progress: Progress, candidate: Candidate, error: Exception) -> None:
         """Evaluate nothing beside the run from now on."""
         self.selection.close()
         progress.note(f"evaluating iteration {candidate.iteration} beside the run: {error}; the run waits for it now")
@@ -299,7 +307,7 @@ class _Loop:
         return row, iteration
 
     def _note_milestones(self, row: Mapping[str, Any]) -> None:
-        recent = row["env/success_recent"]
+        recent = row.get("env/success_recent")
         if recent is None:  # how the record writes NaN
             return
         for level in (0.5, 0.9, 0.95):

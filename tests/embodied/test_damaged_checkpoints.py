@@ -15,9 +15,9 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from embodied import checkpoint
+from embodied import checkpoint, manifest
 from embodied.algorithms.controls import Controls
-from embodied.checkpoint import RunState
+from embodied.checkpoint import OptimizerState, RunState
 from embodied.config import Config
 from embodied.errors import UserError
 from embodied.workers.success_counts import SuccessCounts
@@ -196,4 +196,53 @@ def test_an_edited_checkpoint_is_used_or_refused_with_a_message(
         for changed in (name, "manifest.json"):
             (folder / changed).write_bytes(whole[changed])
     read_all(folder, farm)
+    assert refused > number / 3, "hardly an edit was seen"
+
+
+# --- shards of an optimiser
+
+
+def edit_header(data: bytes, drawn: random.Random) -> bytes:
+    """A safetensors file with one thing changed in its header, or in what torch says there of a shard's place."""
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+    places = json.loads(header["__metadata__"]["DCP_SHARDING_INFO"])
+    if drawn.random() < 0.5:
+        header["__metadata__"]["DCP_SHARDING_INFO"] = json.dumps(edit_json(places, drawn))
+    else:
+        header = edit_json(header, drawn)
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data[end:]
+
+
+@pytest.mark.parametrize("number", often([40], [40, 2000]))
+def test_edited_shards_are_used_or_refused_with_a_message(number: int, folder: Path, farm: Farm) -> None:
+    """Two ranks' halves of every tensor."""
+    tensors = load_file(folder / "optimizer.safetensors")
+    (folder / "optimizer.safetensors").unlink()
+    (folder / "optimizer").mkdir()
+    names = [f"optimizer/shard-0000{rank}-model-00001-of-00001.safetensors" for rank in (1, 2)]
+    for rank, name in enumerate(names):
+        rows = {key: -(-len(array) // 2) * rank for key, array in tensors.items()}
+        halves = {key: array[rows[key] :] if rank else array[: -(-len(array) // 2)] for key, array in tensors.items()}
+        info = {key: {"saved_offsets": [rows[key]] + [0] * (array.ndim - 1)} for key, array in tensors.items()}
+        save_file(halves, folder / name, metadata={"DCP_SHARDING_INFO": json.dumps(info), "DCP_VERSION": "1.0"})
+    manifest.write(folder)
+    read_all(folder, farm)
+    expected = {key: torch.from_numpy(array) for key, array in tensors.items()}
+    found = OptimizerState.read(folder).tensors
+    assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
+    whole, refused, drawn = content(folder), 0, random.Random(number)
+    for _ in range(number):
+        name = drawn.choice(names)
+        change = edit_header if drawn.random() < 0.7 else edit_bytes
+        (folder / name).write_bytes(change(whole[name], drawn))
+        certify(folder, name)
+        try:
+            read_all(folder, farm)
+        except UserError as error:
+            refused += 1
+            assert "optimizer" in str(error)
+        for changed in (name, "manifest.json"):
+            (folder / changed).write_bytes(whole[changed])
     assert refused > number / 3, "hardly an edit was seen"

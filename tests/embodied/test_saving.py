@@ -29,6 +29,7 @@ from embodied.run_folder import prepare_run
 from embodied.runtime.ray_runtime import RayRuntime
 from embodied.tracing import load
 from embodied.training import loop as training
+from embodied.training.selection import Candidate, Selection
 from embodied.workers.affinity import Affinity
 from embodied.workers.background import BackgroundWriter
 from embodied.workers.learner import Learner
@@ -219,6 +220,24 @@ def test_a_checkpoint_that_has_no_room_is_not_evaluated(
     with open_session(config) as session:
         training.train(config, tmp_path, session, None)
     assert "iteration 1 is not evaluated" in capsys.readouterr().out
+    assert [row["iteration"] for row in read(tmp_path, "selection.jsonl")] == [2]
+
+
+@pytest.mark.slow
+def test_an_evaluation_that_has_no_room_does_not_end_a_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    config, evaluate = run_config({**STATES, "eval": {"every": 1, "every_episodes": 2}}, 2), Selection.evaluate
+
+    def out_of_room(selection: Selection, candidate: Candidate) -> str:
+        with full_disk(64 if candidate.iteration == 1 else 1 << 40):
+            return evaluate(selection, candidate)
+
+    monkeypatch.setattr(Selection, "evaluate", out_of_room)
+    prepare_run(config, tmp_path, False)
+    with open_session(config) as session:
+        training.train(config, tmp_path, session, None)
+    assert "iteration 1 is not evaluated: " in capsys.readouterr().out
     assert [row["iteration"] for row in read(tmp_path, "selection.jsonl")] == [2]
 
 
