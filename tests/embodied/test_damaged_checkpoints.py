@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 from embodied import checkpoint, manifest
 from embodied.algorithms.controls import Controls
-from embodied.checkpoint import OptimizerState, RunState
+from embodied.checkpoint import CheckpointError, OptimizerState, RunState
 from embodied.config import Config
 from embodied.errors import UserError
 from embodied.workers.success_counts import SuccessCounts
@@ -197,6 +197,99 @@ def test_an_edited_checkpoint_is_used_or_refused_with_a_message(
             (folder / changed).write_bytes(whole[changed])
     read_all(folder, farm)
     assert refused > number / 3, "hardly an edit was seen"
+
+
+STATE = "state.json"
+WRONG_STATES: tuple[tuple[tuple[str, ...], Any, str], ...] = (
+    (("iteration",), -1, "iteration must be a finite number from 0 on, not -1"),
+    (("iteration",), float("nan"), "iteration must be a finite number from 0 on, not nan"),
+    (("env_steps",), 1.5, "env_steps must be a whole number"),
+    (("env_steps",), True, "env_steps must be a finite number"),
+    (("wall_s",), "long", "wall_s must be a finite number from 0 on, not 'long'"),
+    (("recent_success",), [1], "recent_success must be a list of true and false"),
+    (("stage",), "rt", "stage must be rl or sft, not 'rt'"),
+    (("controls",), [], "controls must be an object"),
+    (("controls", "return_mean"), float("inf"), r"controls\.return_mean must be a finite number, not inf"),
+    (("controls", "lr_shore"), 1.0, "a control 'lr_shore'; did you mean lr_share"),
+    (("iterations",), 3, "unknown key 'iterations'; did you mean iteration"),
+    (("optimizer",), {}, r"optimizer\.step must be an object, not None"),
+    (("optimizer", "step", "value_head.weight"), 1, "value_head.weight is in state.json alone"),
+)
+BIAS = "exp_avg_sq.value_head.2.bias"
+
+
+@pytest.mark.parametrize(("keys", "value", "message"), WRONG_STATES, ids=lambda one: str(one)[:40])
+def test_counters_that_cannot_be_are_refused(
+    keys: tuple[str, ...], value: Any, message: str, folder: Path, farm: Farm
+) -> None:
+    data = json.loads((folder / STATE).read_text())
+    inner = data
+    for key in keys[:-1]:
+        inner = inner[key]
+    inner[keys[-1]] = value
+    (folder / STATE).write_text(json.dumps(data))
+    certify(folder, STATE)
+    with pytest.raises(UserError, match=message):
+        read_all(folder, farm)
+
+
+def changed(array: np.ndarray, at: Any, value: Any) -> np.ndarray:
+    array = array.copy()
+    array[at] = value
+    return array
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("base_step", lambda a: changed(a, 1, 7), "base_step of environment 1 is 7, and can be 0 to 6"),
+        ("base_episode", lambda a: changed(a, 2, -1), "base_episode of environment 2 is -1"),
+        ("base_episode", lambda a: a.astype(np.float32), "base_episode holds float32, and int64 was written"),
+        ("base_start", lambda a: changed(a, 0, -2), "base_start of environment 0 is -2"),
+        ("history", lambda a: changed(a, (1, 3, 0), np.nan), "history of environment 1 has no finite .* step 3"),
+        ("history", lambda a: a[:, :-1], "history of tabletop/reach has shape"),
+        ("start_solved", lambda a: a * 2, "counts of starts cannot be"),
+        ("start_tried", lambda a: a * np.nan, "counts of starts cannot be"),
+    ],
+    ids=lambda one: one[:30] if isinstance(one, str) else "",
+)  # fmt: skip
+def test_environments_that_cannot_be_are_refused(
+    name: str, change: Callable[[np.ndarray], np.ndarray], message: str, folder: Path, farm: Farm
+) -> None:
+    file, before = "environments.safetensors", farm.snapshot()
+    arrays = load_file(folder / file)
+    save_file({**arrays, name: np.ascontiguousarray(change(arrays[name]))}, folder / file)
+    certify(folder, file)
+    with pytest.raises((UserError, FarmError), match=message):
+        read_all(folder, farm)
+    for key, array in farm.snapshot().items():
+        assert np.array_equal(array, before[key], equal_nan=True), "a part of it was taken"
+
+
+@pytest.mark.parametrize(
+    ("edit_moments", "message"),
+    [
+        (lambda a: {**a, BIAS: a[BIAS] * np.nan}, rf"'{BIAS}' has numbers that are not finite"),
+        (lambda a: {**a, BIAS: -1 - a[BIAS]}, f"{BIAS} is a mean of squares and holds negative"),
+        (lambda a: {**a, BIAS: a[BIAS].astype(np.int64)}, f"{BIAS} holds torch.int64"),
+        (lambda a: {**a, BIAS: a[BIAS].astype(np.float16)}, rf"{BIAS}' is float16 \[1\], the parameter float32 \[1\]"),
+        (lambda a: {**a, BIAS: np.zeros(2, np.float32)}, rf"{BIAS}' is float32 \[2\], the parameter float32 \[1\]"),
+        (lambda a: {key: array for key, array in a.items() if key != BIAS}, f"{BIAS} is in state.json alone"),
+        (lambda a: {**a, "exp_avg.other": a[BIAS]}, "exp_avg.other is not in state.json"),
+        (lambda a: {**a, "master.other": a[BIAS]}, "'master.other' is of no parameter"),
+    ],
+)
+def test_moments_that_cannot_be_are_refused_and_change_nothing(
+    edit_moments: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]], message: str, folder: Path
+) -> None:
+    file, policy = "optimizer.safetensors", make_policy(1)
+    optimizer = make_optimizer(policy)
+    save_file(edit_moments(load_file(folder / file)), folder / file)
+    certify(folder, file)
+    checkpoint.verify(folder)
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint.load_optimizer(folder, policy, optimizer)
+    assert not optimizer.state
 
 
 # --- shards of an optimiser
