@@ -12,20 +12,19 @@
       latest                       text: the newest one's name, for people and scripts; nothing here reads it
       best                         text: the name of the best by evaluations during training, where there were any
       000140.damaged/              what a resumed run found damaged and did not go on from
+      .000140.partial/             what is being written
+      .000140.replaced/            what that takes the place of; whole, and put back where that did not happen
 
 A checkpoint is written aside and renamed, so that a crash leaves none or a whole one. Before a tensor of it
-is read, every file is compared with the manifest.
+is read, every file is compared with the manifest; what is read is checked before any of it is used.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -36,36 +35,28 @@ from safetensors.numpy import save_file as save_numpy
 from safetensors.torch import load_file, save_file
 
 import policies
-from embodied.errors import UserError
-from policies.contract import Policy
+from embodied import manifest, run_state
+from embodied.errors import CheckpointError as CheckpointError
+from embodied.errors import unreadable
+from embodied.files import sync, write_whole
+from embodied.manifest import MANIFEST as MANIFEST
+from embodied.manifest import verify as verify
+from embodied.run_state import RunState as RunState
+from policies.contract import Policy, PolicyError
+from policies.files import layout
+from policies.finite import check_finite
 
-MANIFEST = "manifest.json"
-BEST = "best"
+LATEST, BEST = "latest", "best"
 SHARDS = "optimizer"
 """The folder that several ranks write instead of `optimizer.safetensors`."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """What Adam keeps of each parameter, beside its steps."""
+MASTER = "master."
+"""Begins the name of a parameter's float32 copy, where ranks that hold shards train it in 16 bits."""
+REAL = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+UNREADABLE = (OSError, SafetensorError, ValueError, KeyError, TypeError, RuntimeError)
+"""What readers of safetensors raise for a file that is none, or holds what they do not know."""
 Arrays = dict[str, np.ndarray]
-
-
-class CheckpointError(UserError):
-    """A checkpoint is missing, damaged, or of something else."""
-
-
-@dataclass(frozen=True)
-class RunState:
-    """What besides weights a run needs to go on."""
-
-    iteration: int
-    """Iterations done."""
-    env_steps: int
-    wall_s: float
-    recent_success: tuple[bool, ...]
-    """Outcome of the last training episodes, oldest first."""
-    stage: str = "rl"
-    """What was learned from: simulation (`rl`) or demonstrations (`sft`, whose iterations are optimiser steps)."""
-    controls: Mapping[str, float] = field(default_factory=dict)
-    """What has adapted itself from update to update (`embodied.algorithms.controls`)."""
 
 
 @dataclass(frozen=True)
@@ -89,13 +80,49 @@ class OptimizerState:
 
     @classmethod
     def read(cls, folder: Path) -> OptimizerState:
-        """From a verified checkpoint."""
-        steps = read_steps(folder)
+        """From a verified checkpoint. Raises `CheckpointError` for numbers that no optimiser has."""
+        steps, path = read_steps(folder), folder / "optimizer.safetensors"
         if (shards := folder / SHARDS).is_dir():
             from embodied import optimizer_shards  # takes a second, and only ranks write shards
 
-            return cls(optimizer_shards.read(shards), steps)
-        return cls(load_file(folder / "optimizer.safetensors"), steps)
+            found = cls(optimizer_shards.read(shards), steps)
+            found._check(shards)
+            return found
+        try:
+            found = cls(load_file(path), steps)
+        except UNREADABLE as error:
+            raise unreadable(path, error) from error
+        found._check(path)
+        return found
+
+    def _check(self, path: Path) -> None:
+        known = {f"{key}.{name}" for name in self.steps for key in MOMENTS}
+        found = {name for name in self.tensors if not name.startswith(MASTER)}
+        if known != found:
+            name = min(known ^ found)
+            raise unreadable(path, f"{name} is {'in state.json alone' if name in known else 'not in state.json'}")
+        for name, tensor in self.tensors.items():
+            if tensor.dtype not in REAL:
+                raise unreadable(path, f"{name} holds {tensor.dtype}, and no real numbers")
+        try:
+            check_finite(path, self.tensors)
+        except PolicyError as error:
+            raise CheckpointError(str(error)) from error
+        for name, tensor in self.tensors.items():
+            if name.startswith(f"{MOMENTS[1]}.") and (tensor < 0).any():
+                raise unreadable(path, f"{name} is a mean of squares and holds negative numbers")
+
+    def check_fits(self, folder: Path, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Raise `CheckpointError` unless it is of a policy with these parameters, by name, shape and type."""
+        for name in self.steps:
+            if name not in parameters:
+                raise unreadable(folder, f"its optimiser knows {name!r}, and this run's policy has no such parameter")
+        for name, tensor in self.tensors.items():
+            own = parameters.get(name.partition(".")[2])
+            if own is None:
+                raise unreadable(folder, f"the optimiser's {name!r} is of no parameter of this run's policy")
+            if own.shape != tensor.shape or tensor.dtype not in (own.dtype, torch.float32):
+                raise unreadable(folder, f"the optimiser's {name!r} is {layout(tensor)}, the parameter {layout(own)}")
 
 
 def write(root: Path, state: RunState, policy: Policy, optimizer: torch.optim.Optimizer, environments: Arrays) -> Path:
@@ -104,12 +131,16 @@ def write(root: Path, state: RunState, policy: Policy, optimizer: torch.optim.Op
 
 
 def write_state(root: Path, state: RunState, policy: Policy, optimizer: OptimizerState, environments: Arrays) -> Path:
-    """`write` with what is known of the optimiser."""
+    """`write` with what is known of the optimiser. Raises `CheckpointError`; then nothing is left of it."""
     partial = begin(root, state)
-    with writing(root, state):
-        write_run(partial, state, policy, optimizer.steps, environments)
-        write_optimizer(partial, optimizer.tensors)
-        return complete(partial)
+    try:
+        with writing(root, state):
+            write_run(partial, state, policy, optimizer.steps, environments)
+            write_optimizer(partial, optimizer.tensors)
+            return complete(partial)
+    except BaseException:
+        discard(root, state)
+        raise
 
 
 def begin(root: Path, state: RunState) -> Path:
@@ -126,8 +157,7 @@ def write_run(partial: Path, state: RunState, policy: Policy, steps: Mapping[str
     policies.save(policy, partial)
     arrays = {key: np.ascontiguousarray(array) for key, array in environments.items()}
     save_numpy(arrays, partial / "environments.safetensors")
-    data = {**state.__dict__, "recent_success": list(state.recent_success), "optimizer": {"step": dict(steps)}}
-    (partial / "state.json").write_text(json.dumps(data, indent=1))
+    run_state.write(partial, state, steps)
 
 
 def write_optimizer(partial: Path, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -141,20 +171,24 @@ def partial_folder(root: Path, state: RunState) -> Path:
 
 
 def complete(partial: Path) -> Path:
-    """Make a checkpoint of which every file has been written the latest. Returns its folder."""
+    """Make a checkpoint of which every file has been written the latest. Returns its folder.
+
+    One of the same name, written before a resume, stays whole until the new one is there.
+    """
     root, name = partial.parent, partial.name.split(".")[1]
-    final = root / name
-    (partial / MANIFEST).write_text(json.dumps(_hashes(partial), indent=1))
-    _flush(partial)
-    if final.exists():  # written again after a resume; it stays whole until the new one is there
-        replaced = root / f".{name}.replaced"
-        shutil.rmtree(replaced, ignore_errors=True)
+    final, replaced = root / name, root / f".{name}.replaced"
+    manifest.write(partial)
+    if final.exists():
+        _remove(replaced)
         final.rename(replaced)
+    try:
         partial.rename(final)
-        shutil.rmtree(replaced, ignore_errors=True)
-    else:
-        partial.rename(final)
-    _point(root, name)
+    except OSError:
+        _bring_back(root)
+        raise
+    sync(root)
+    _remove(replaced)
+    _mark_latest(root, name)
     return final
 
 
@@ -173,12 +207,30 @@ def keep_newest(root: Path, count: int) -> None:
     """Remove all but the newest checkpoints and the best. What was found damaged stays."""
     kept = best(root)
     for folder in _newest_first(root)[count:]:
-        if folder == kept:
-            continue
-        # Renamed first: a half-removed folder would be taken for a damaged checkpoint.
-        gone = root / f".{folder.name}.replaced"
+        if folder != kept:
+            with suppress(OSError):  # the next time, then
+                _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    """Renamed first: a half-removed folder would be taken for a damaged checkpoint."""
+    if folder.exists():
+        gone = folder.with_name(f".{folder.name.strip('.').partition('.')[0]}.removed")
+        shutil.rmtree(gone, ignore_errors=True)
         folder.rename(gone)
         shutil.rmtree(gone, ignore_errors=True)
+
+
+def _bring_back(root: Path) -> None:
+    """Give a checkpoint its place again that was to be replaced, if it came no further, and take away what was left
+    half written and half removed."""
+    for replaced in root.glob(".[0-9]*.replaced"):
+        final = root / replaced.name.split(".")[1]
+        if not final.exists():
+            replaced.rename(final)
+    for ending in ("replaced", "partial", "removed"):
+        for left in root.glob(f".[0-9]*.{ending}"):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def mark_best(root: Path, folder: Path | None) -> None:
@@ -186,7 +238,7 @@ def mark_best(root: Path, folder: Path | None) -> None:
     if folder is None:
         (root / BEST).unlink(missing_ok=True)
     else:
-        _point(root, folder.name, BEST)
+        write_whole(root / BEST, folder.name + "\n")
 
 
 def best(root: Path) -> Path | None:
@@ -207,9 +259,11 @@ def latest(root: Path) -> Path | None:
 def recover(root: Path) -> tuple[Path | None, list[CheckpointError]]:
     """The newest checkpoint below `root` that is whole, or None, and what is wrong with each newer one.
 
-    The damaged newer ones are renamed NAME.damaged, so that `latest` is the one that was found. The caller owns the
-    run. Raises `CheckpointError`, and changes nothing, if there are checkpoints and none of them is whole.
+    The damaged newer ones are renamed NAME.damaged, so that `latest` is the one that was found. One that a crash kept
+    from being replaced counts again. The caller owns the run. Raises `CheckpointError`, and changes nothing else, if
+    there are checkpoints and none of them is whole.
     """
+    _bring_back(root)
     damages: dict[Path, CheckpointError] = {}
     for folder in _newest_first(root):
         try:
@@ -221,7 +275,7 @@ def recover(root: Path) -> tuple[Path | None, list[CheckpointError]]:
             aside = damaged.with_name(f"{damaged.name}.damaged")
             shutil.rmtree(aside, ignore_errors=True)
             damaged.rename(aside)
-        _point(root, folder.name)
+        _mark_latest(root, folder.name)
         return folder, list(damages.values())
     if damages:
         said = "; ".join(str(error) for error in damages.values())
@@ -238,41 +292,23 @@ def _newest_first(root: Path) -> list[Path]:
     return sorted(folders, key=lambda path: int(path.name), reverse=True)
 
 
-def verify(folder: Path) -> None:
-    """Raise `CheckpointError` unless every file is there and is what was written."""
-    try:
-        expected = json.loads((folder / MANIFEST).read_text())
-        if not isinstance(expected, dict) or not expected:
-            raise ValueError("it lists no files")
-    except (OSError, ValueError) as error:  # ValueError: not JSON, or not even text
-        raise CheckpointError(
-            f"{folder} is not a complete checkpoint: its {MANIFEST} cannot be read ({error})"
-        ) from error
-    found = _hashes(folder)
-    for name, digest in expected.items():
-        if name not in found:
-            raise CheckpointError(f"the checkpoint {folder} is damaged: {name} is missing; use an earlier one")
-        if found[name] != digest:
-            raise CheckpointError(
-                f"the checkpoint {folder} is damaged: {name} is not what was written; use an earlier one"
-            )
-
-
 def read_state(folder: Path) -> RunState:
     """The run's counters. The checkpoint must have been verified."""
-    data = json.loads((folder / "state.json").read_text())
-    data.pop("optimizer")
-    return RunState(**{**data, "recent_success": tuple(data["recent_success"])})
+    return run_state.read(folder)[0]
 
 
 def read_steps(folder: Path) -> dict[str, float]:
     """The optimiser's step counts, by parameter name."""
-    steps: dict[str, float] = json.loads((folder / "state.json").read_text())["optimizer"]["step"]
-    return steps
+    return run_state.read(folder)[1]
 
 
-def read_environments(folder: Path) -> dict[str, np.ndarray]:
-    return load_numpy(folder / "environments.safetensors")
+def read_environments(folder: Path) -> Arrays:
+    """Where the environments were. Whether they are of this run the farm knows, which takes them."""
+    path = folder / "environments.safetensors"
+    try:
+        return load_numpy(path)
+    except UNREADABLE as error:
+        raise unreadable(path, error) from error
 
 
 def load_weights(folder: Path, policy: Policy) -> None:
@@ -281,8 +317,9 @@ def load_weights(folder: Path, policy: Policy) -> None:
 
 
 def load_optimizer(folder: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
-    """The optimiser's tensors and step counts."""
+    """The optimiser's tensors and step counts; of another policy they are refused, and nothing is changed."""
     found = OptimizerState.read(folder)
+    found.check_fits(folder, dict(policy.named_parameters()))
     names = _names(policy)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -299,32 +336,11 @@ def _names(policy: Policy) -> dict[int, str]:
     return {id(parameter): name for name, parameter in policy.named_parameters()}
 
 
-def _hashes(folder: Path) -> dict[str, str]:
-    files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST)
-    return {str(p.relative_to(folder)): _hash(p) for p in files}
-
-
-def _hash(path: Path) -> str:
-    with path.open("rb") as file:  # piece by piece: a file may be larger than the memory
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _flush(folder: Path) -> None:
-    """Have the files on the disk before the rename makes them count."""
-    for path in (*folder.rglob("*"), folder):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
 def discard(root: Path, state: RunState) -> None:
     """Remove what was written of a checkpoint that could not be completed."""
     shutil.rmtree(partial_folder(root, state), ignore_errors=True)
 
 
-def _point(root: Path, name: str, pointer: str = "latest") -> None:
-    aside = root / f".{pointer}.partial"
-    aside.write_text(name + "\n")
-    aside.replace(root / pointer)
+def _mark_latest(root: Path, name: str) -> None:
+    with suppress(OSError):  # the checkpoint itself is there: this is for people and scripts
+        write_whole(root / LATEST, name + "\n")

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from embodied import migration
 from embodied.errors import UserError, nearest
+from embodied.files import write_whole
 from sim_farm.contract import Gripper, Orientation
 
 HERE = Path(__file__).parent
@@ -402,7 +403,7 @@ def save_config(config: Config, path: Path) -> None:
     """The resolved configuration: every key, so that a later default cannot change what the run was, and which version
     of the keys they are."""
     data = {"version": migration.VERSION, **config.model_dump(mode="json")}
-    path.write_text(yaml.safe_dump(data, sort_keys=False))
+    write_whole(path, yaml.safe_dump(data, sort_keys=False))
 
 
 def saved_config(path: Path) -> Config:

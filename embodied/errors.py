@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import difflib
+from pathlib import Path
 
 
 class UserError(Exception):
     """A mistake that the user can mend: shown as one message, exit status 2."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint is missing, damaged, of something else, or cannot be written."""
+
+
+def unreadable(path: Path, wrong: object) -> CheckpointError:
+    """That a file or folder of a checkpoint cannot be used, and what to do."""
+    return CheckpointError(f"{path} cannot be used: {wrong}; use an earlier checkpoint")
 
 
 class PeerFailed(UserError):

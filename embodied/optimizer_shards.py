@@ -19,7 +19,7 @@ from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorage
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from embodied.errors import PeerFailed
+from embodied.errors import PeerFailed, unreadable
 
 
 def write(folder: Path, shards: Mapping[str, Tensor], writers: dist.ProcessGroup) -> None:
@@ -40,17 +40,21 @@ def write(folder: Path, shards: Mapping[str, Tensor], writers: dist.ProcessGroup
 
 def require_whole(folder: Path, shapes: Mapping[str, torch.Size]) -> None:
     """Raise `OSError` unless the folder has every number of these tensors. Their values are not read."""
-    known = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    known = _known(HuggingFaceStorageReader(str(folder)))
     for name, shape in shapes.items():
-        found = known.get(name)
-        numbers = sum(c.sizes.numel() for c in found.chunks) if isinstance(found, TensorStorageMetadata) else 0
+        numbers = _numbers(known[name]) if name in known else 0
         if numbers != shape.numel():
             raise OSError(f"{folder} has {numbers} of {shape.numel()} numbers of {name}: it lacks a rank's file")
 
 
 def read_shards(folder: Path, into: Mapping[str, Tensor]) -> None:
-    """Fill this rank's shards from a folder that any number of ranks has written. Every rank has to be asked."""
-    dcp.load(_of_something(into), storage_reader=HuggingFaceStorageReader(str(folder)))
+    """Fill this rank's shards from a folder that any number of ranks has written. Every rank has to be asked. Raises
+    `CheckpointError`, on all of them."""
+    try:
+        dcp.load(_of_something(into), storage_reader=HuggingFaceStorageReader(str(folder)))
+    except CheckpointException as error:
+        rank, (failure, _) = next(iter(error.failures.items()))
+        raise unreadable(folder, f"rank {rank}: {failure}") from error
 
 
 def _of_something(shards: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -63,15 +67,27 @@ def _of_something(shards: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def read(folder: Path) -> dict[str, Tensor]:
-    """The whole tensors, in the host's memory, by one process alone."""
+    """The whole tensors, in the host's memory, by one process alone. Raises `CheckpointError`."""
     reader = HuggingFaceStorageReader(str(folder))
-    known = reader.read_metadata().state_dict_metadata
-    found = {
-        name: torch.empty(each.size, dtype=each.properties.dtype)
-        for name, each in known.items()
-        if isinstance(each, TensorStorageMetadata)
-    }
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # which is meant
-        dcp.load(dict(found), storage_reader=reader, no_dist=True)
+    try:
+        known = _known(reader)
+        for name, each in known.items():  # before a tensor of that size is made
+            if _numbers(each) != each.size.numel():
+                raise ValueError(f"it has {_numbers(each)} of {each.size.numel()} numbers of {name}")
+        # What no file fills stays what is refused.
+        found = {name: torch.full(each.size, torch.nan, dtype=each.properties.dtype) for name, each in known.items()}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # which is meant
+            dcp.load(dict(found), storage_reader=reader, no_dist=True)
+    except (Exception, CheckpointException) as error:  # whatever a part of the reader raises
+        raise unreadable(folder, error) from error
     return found
+
+
+def _known(reader: HuggingFaceStorageReader) -> dict[str, TensorStorageMetadata]:
+    known = reader.read_metadata().state_dict_metadata
+    return {name: each for name, each in known.items() if isinstance(each, TensorStorageMetadata)}
+
+
+def _numbers(tensor: TensorStorageMetadata) -> int:
+    return sum(chunk.sizes.numel() for chunk in tensor.chunks)

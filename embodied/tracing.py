@@ -18,6 +18,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from embodied.files import write_whole
+
 COMPONENTS: dict[str, str] = {
     "physics": "#3b76c4",
     "render": "#1f9e8f",
@@ -120,12 +122,10 @@ class TraceWriter:
                 current.dropped += 1
 
     def write(self) -> None:
-        """Write what is kept. A reader finds the old file or the new one, whole."""
+        """Write what is kept. A reader finds the old file or the new one, whole. Raises `OSError`."""
         spans = [span for part in (self._setup, *self._iterations) for span in part.marked()]
-        aside = self.path.with_name(self.path.name + ".partial")
-        aside.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_text(json.dumps(_to_json(spans), default=str, separators=(",", ":")))
-        aside.replace(self.path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(self.path, json.dumps(_to_json(spans), default=str, separators=(",", ":")))
 
 
 def load(path: str | os.PathLike[str]) -> list[Span]:

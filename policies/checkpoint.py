@@ -78,7 +78,7 @@ def _read_config(path: Path) -> dict[str, Any]:
         config = json.loads(path.read_text())
     except FileNotFoundError:
         raise PolicyError(f"no policy here: {path} is missing{_hint(path.parents[1])}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # the last: nested too deeply
         raise PolicyError(f"{path} cannot be read: {error}") from error
     parts = {"kind": str, "spec": dict, "architecture": dict}
     if not isinstance(config, dict) or not all(isinstance(config.get(k), t) for k, t in parts.items()):

@@ -39,7 +39,7 @@ def read_json(path: Path) -> dict[str, Any]:
         data = json.loads(path.read_text())
     except FileNotFoundError:
         raise PolicyError(f"incomplete checkpoint: {path} is missing") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # the last: nested too deeply
         raise PolicyError(f"{path} cannot be read: {error}") from error
     if not isinstance(data, dict):
         raise PolicyError(f"{path} must hold an object, it holds a {type(data).__name__}")

@@ -7,7 +7,7 @@ schedulers.save(best, "plan.json")
 
 from schedulers.check import check_profile
 from schedulers.cluster import Cluster, Node
-from schedulers.data import from_data, load, save, to_data
+from schedulers.data import from_data, load, save, text_of, to_data
 from schedulers.errors import PlanError
 from schedulers.plan import MODES, DeviceRange, Mode, Phase, Placement, Plan, Prediction
 from schedulers.planner import alternatives, plan
@@ -55,6 +55,7 @@ __all__ = [
     "save",
     "scaling",
     "simulate",
+    "text_of",
     "to_data",
     "validate",
 ]

@@ -65,9 +65,14 @@ def from_data(kind: type[T], data: Any) -> T:
     return value
 
 
+def text_of(value: Workflow | Profile | Cluster | Plan) -> str:
+    """As JSON, which `load` reads from a file."""
+    return json.dumps(to_data(value), indent=1, ensure_ascii=False) + "\n"
+
+
 def save(value: Workflow | Profile | Cluster | Plan, path: str | Path) -> None:
     """Writes JSON."""
-    Path(path).write_text(json.dumps(to_data(value), indent=1, ensure_ascii=False) + "\n")
+    Path(path).write_text(text_of(value))
 
 
 def load(kind: type[T], path: str | Path) -> T:

@@ -27,9 +27,9 @@ from sim_farm.hosts import Host
 from sim_farm.layout import FarmSpec, slot_fields
 from sim_farm.memory import Block, require, size_of
 from sim_farm.observations import Int, Observations
+from sim_farm.snapshots import SNAPSHOT
 from sim_farm.task_farm import (
     RENDERER_START_S,
-    SNAPSHOT,
     GroupError,
     GroupState,
     TaskFarm,

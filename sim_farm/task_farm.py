@@ -20,13 +20,12 @@ from sim_farm.group_slots import GroupSlots
 from sim_farm.hosts import Host, WorkerHandle
 from sim_farm.layout import FINAL_FRAMES, FarmSpec
 from sim_farm.observations import Int, Observations, read
+from sim_farm.snapshots import SNAPSHOT, check_snapshot
 from sim_farm.worker_memory import WorkerMemory
 from sim_farm.workers import WorkerSetup
 
 RENDERER_START_S = 120.0
 """Longest start of a renderer: an EGL driver that hangs does so silently and for ever."""
-SNAPSHOT = ("base_episode", "base_step", "base_start", "history")
-"""Arrays that say where every environment is: its episode, that one's start, and the actions executed in it."""
 
 
 class GroupState(enum.Enum):
@@ -222,16 +221,8 @@ class TaskFarm:
         return {key: self.slots[key].copy() for key in SNAPSHOT}
 
     def check_snapshot(self, snapshot: Mapping[str, np.ndarray]) -> None:
-        """Raise `FarmError` where the snapshot is not of this farm's sizes."""
-        for key in SNAPSHOT:
-            if key not in snapshot and key == "base_start":
-                continue  # written before starts could be drawn
-            found = snapshot[key].shape if key in snapshot else None
-            if found != self.slots[key].shape:
-                raise FarmError(
-                    f"the snapshot's {key} of {self.spec.task.name} has shape {found}, this farm's has "
-                    f"{self.slots[key].shape}: resume with the same environments, tasks and chunk"
-                )
+        """Raise `FarmError` where the snapshot is not of this farm's sizes, or says what cannot be."""
+        check_snapshot(snapshot, self.slots, self.spec.task)
 
     def restore(self, snapshot: Mapping[str, np.ndarray]) -> None:
         """Make the next `reset` continue from a checked snapshot."""

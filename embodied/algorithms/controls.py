@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
 from embodied.config import Config, LossConfig
+from embodied.errors import UserError, nearest
 
 KEPT = 0.9
 """Of the statistics of earlier returns, where those of an iteration join them."""
@@ -45,7 +46,12 @@ class Controls:
 
     @classmethod
     def read(cls, numbers: Mapping[str, float], config: Config) -> Controls:
-        """What `numbers` wrote; what the configuration does not adapt is as it says now."""
+        """What `numbers` wrote; what the configuration does not adapt is as it says now. Raises `UserError` for names
+        of nothing that adapts itself."""
+        known = list(asdict(cls.of(config)))
+        for name in numbers:
+            if name not in known:
+                raise UserError(f"the checkpoint has a control {name!r}{nearest(name, known)}; use an earlier one")
         found = cls(**{**asdict(cls.of(config)), **numbers})
         if config.loss.reference_kl_target is None:
             found = replace(found, reference_kl=config.loss.reference_kl)

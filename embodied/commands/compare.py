@@ -22,6 +22,7 @@ from embodied.execution.assignment import HOME, assign
 from embodied.execution.executor import Iteration, executor
 from embodied.execution.preflight import check_run
 from embodied.execution.session import Session, open_session
+from embodied.files import write_whole
 from embodied.planning.clusters import run_cluster
 from embodied.planning.comparison_page import comparison_table, write_comparison
 from embodied.planning.components import planned_for
@@ -87,7 +88,7 @@ def compare_command(config: Config, name: str, out: Path, profile: Path | None, 
         if measured is None:
             show("measuring the workflow's components ...")
             measured = profile_config(config, session, out)
-            schedulers.save(measured, out / PROFILE)
+            write_whole(out / PROFILE, schedulers.text_of(measured))
         cluster = run_cluster(session)
         workflow = planned_for(workflow, measured, cluster)
         ahead = config.plan.ahead

@@ -16,6 +16,7 @@ from rich import print as show
 import schedulers
 from embodied.config import Config
 from embodied.execution.assignment import HOME
+from embodied.files import write_whole
 from embodied.planning.clusters import read_cluster
 from embodied.planning.components import planned_for
 from embodied.planning.run_plans import (
@@ -66,7 +67,7 @@ def plan_command(config: Config, profile: Path, cluster: str, out: Path) -> dict
     modes = schedulers.alternatives(workflow, measured, target, ahead=config.plan.ahead)
     best = schedulers.plan(workflow, measured, target, mode_of(config), ahead=config.plan.ahead)
     make_folder(out)
-    schedulers.save(best, out / PLAN)
+    write_whole(out / PLAN, schedulers.text_of(best))
     simulation = schedulers.simulate(best, workflow, measured, target)
     (out / TIMELINE).write_text(json.dumps(schedulers.chrome_trace(simulation)))
     draw_plan(out / PICTURE, {f"{best.mode} (best)": simulation, **_others(modes, best, workflow, measured, target)})

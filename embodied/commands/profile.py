@@ -14,6 +14,7 @@ import schedulers
 from embodied.config import Config
 from embodied.execution.preflight import check_run
 from embodied.execution.session import open_session
+from embodied.files import write_whole
 from embodied.planning.profiler import profile_config
 from embodied.planning.run_plans import make_folder
 from embodied.run_folder import RUNS, with_init
@@ -44,7 +45,7 @@ def profile_command(config: Config, out: Path) -> dict[str, Any]:
     make_folder(out.resolve().parent)  # before minutes of measuring
     with open_session(config) as session:
         profile = profile_config(config, session, out.resolve().parent)
-    schedulers.save(profile, out)
+    write_whole(out, schedulers.text_of(profile))
     show(_profile_table(profile, ", ".join(task.env.task for task in tasks_of(config))))
     show("\n".join(_memory_lines(profile)))
     show(f"profile: [bold]{out}[/]")

@@ -26,6 +26,7 @@ from embodied.evaluation.protocol import Protocol, as_data, suite_of
 from embodied.execution.assignment import configured
 from embodied.execution.farm_specs import farm_spec
 from embodied.execution.session import Session
+from embodied.files import write_whole
 from embodied.reporting.live import duration, steps
 from embodied.reporting.tables import evaluation_table
 from embodied.runtime.handles import Handle
@@ -165,9 +166,7 @@ def film_differences(
 def write_result(folder: Path, result: dict[str, Any]) -> None:
     """`eval.json` and `eval.md`, each complete or absent."""
     for name, text in (("eval.json", json.dumps(result, indent=1) + "\n"), ("eval.md", evaluation_table(result))):
-        aside = folder / f".{name}.partial"
-        aside.write_text(text)
-        aside.replace(folder / name)
+        write_whole(folder / name, text)
 
 
 def _run_episodes(subject: Subject, protocol: Protocol, session: Session, folder: EvalFolder) -> None:

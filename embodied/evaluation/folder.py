@@ -17,19 +17,19 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
 from embodied.config import Config, save_config
 from embodied.errors import UserError
 from embodied.evaluation.protocol import Protocol, as_data, from_data
+from embodied.files import Lines, read_lines, write_whole
 from embodied.workers.evaluator import EpisodeOutcome, EpisodeResult
 from sim_farm.contract import EpisodeSpec, Float32
 
@@ -56,7 +56,7 @@ class EvalFolder:
     identity: Identity
     outcomes: dict[tuple[str, int], EpisodeOutcome] = field(default_factory=dict)
     """The episodes that have ended, by (task, trial)."""
-    _lines: IO[str] | None = None
+    _lines: Lines | None = None
 
     def left(self, task: str) -> list[int]:
         """The task's trials that have not ended."""
@@ -70,10 +70,9 @@ class EvalFolder:
         path.parent.mkdir(parents=True, exist_ok=True)
         np.save(path, result.actions)
         if self._lines is None:
-            self._lines = (self.path / EPISODES).open("a")
+            self._lines = Lines(self.path / EPISODES)
         line = _to_line(result)
-        self._lines.write(json.dumps(line) + "\n")
-        self._lines.flush()
+        self._lines.append(json.dumps(line))
         self.outcomes[key] = _from_line(line)
 
     def actions(self, outcome: EpisodeOutcome) -> Float32:
@@ -111,7 +110,7 @@ def open_folder(path: Path, identity: Identity, config: Config, resume: bool) ->
                     "--resume auto, or evaluate into another --folder"
                 )
             _refuse_another(path, identity)
-            folder = EvalFolder(path, identity, _read_outcomes(path, mend=True))
+            folder = EvalFolder(path, identity, _read_outcomes(path))
             try:
                 yield folder
             finally:
@@ -185,9 +184,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 def _begin(path: Path, identity: Identity, config: Config) -> None:
     save_config(config, path / "config.yaml")
-    aside = path / f".{PROTOCOL}.partial"
-    aside.write_text(json.dumps(identity.as_data(), indent=1) + "\n")
-    aside.replace(path / PROTOCOL)
+    write_whole(path / PROTOCOL, json.dumps(identity.as_data(), indent=1) + "\n")
 
 
 def _refuse_another(path: Path, identity: Identity) -> None:
@@ -232,17 +229,14 @@ def _from_line(line: Mapping[str, Any]) -> EpisodeOutcome:
     )
 
 
-def _read_outcomes(path: Path, mend: bool = False) -> dict[tuple[str, int], EpisodeOutcome]:
-    """The episodes of the folder; `mend` also takes away a line that was not finished."""
+def _read_outcomes(path: Path) -> dict[tuple[str, int], EpisodeOutcome]:
+    """The episodes of the folder. Of a line that was not finished nothing is read, and nothing stays once another is
+    written."""
     file = path / EPISODES
     if not file.is_file():
         return {}
-    data = file.read_bytes()
-    whole = data[: data.rfind(b"\n") + 1]
-    if mend and len(whole) < len(data):
-        os.truncate(file, len(whole))
     outcomes: dict[tuple[str, int], EpisodeOutcome] = {}
-    for number, line in enumerate(whole.splitlines(), start=1):
+    for number, line in enumerate(read_lines(file), start=1):
         try:
             outcome = _from_line(json.loads(line))
         except (ValueError, KeyError, TypeError) as error:

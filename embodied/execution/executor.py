@@ -35,7 +35,6 @@ from embodied.execution.session import Session
 from embodied.execution.trainer_ranks import (
     collected_by_ranks,
     ranks_of,
-    save_ranks,
     saved_by_ranks,
     switch_of_ranks,
     update_of_ranks,
@@ -151,18 +150,20 @@ class Executor:
         """Give the trainer a verified checkpoint."""
         self.trainer.call_all(Trainer.load, folder)
 
-    def save(self, root: Path, state: checkpoint.RunState, environments: dict[str, np.ndarray]) -> Written | None:
-        """Begin to write a checkpoint of what is now, once the one before is complete; when that was written.
+    def save(self, root: Path, state: checkpoint.RunState, environments: dict[str, np.ndarray]) -> None:
+        """Begin to write a checkpoint of what is now, once the one before is complete.
 
-        Where the one before could not be written, this one is waited for, and then `CheckpointError` raised.
+        Raises `CheckpointError` where it cannot be begun; or where the one before could not be written, which `saved`
+        tells first if it is asked.
         """
         unloads = self.assignment.unload
         if unloads:
             self.trainer.call_all(Trainer.load_back)
-        before = save_ranks(self.trainer, root, state, environments)
-        if unloads:
-            self._unload_trainer()
-        return before
+        try:
+            self.trainer.call_all(Trainer.save, root, state, environments)
+        finally:
+            if unloads:
+                self._unload_trainer()
 
     def saving(self) -> bool:
         """Whether a checkpoint is being written at the moment."""

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
-import numpy as np
-
-from embodied.checkpoint import CheckpointError, RunState
 from embodied.config import Config
 from embodied.execution.assignment import HERE, Assignment
 from embodied.execution.session import Session
@@ -56,25 +52,6 @@ def _meeting_host(session: Session, nodes: Sequence[str]) -> str:
         return LOOPBACK
     there = {HERE if node.is_here else node.id: node.address for node in session.runtime.nodes()}
     return there[nodes[0]]
-
-
-def save_ranks(
-    trainer: WorkerGroup[Trainer], root: Path, state: RunState, environments: dict[str, np.ndarray]
-) -> Written | None:
-    """Begin to write a checkpoint of what is now, when the one before has been written; when that was.
-
-    Raises the failure of the one before, and not before this one is complete: what is computed is not lost with it.
-    """
-    before, failure = None, None
-    try:
-        before = saved_by_ranks(trainer)
-    except CheckpointError as error:
-        failure = error
-    trainer.call_all(Trainer.save, root, state, environments)
-    if failure is not None:
-        saved_by_ranks(trainer)
-        raise failure
-    return before
 
 
 def saved_by_ranks(trainer: WorkerGroup[Trainer]) -> Written | None:

@@ -15,6 +15,7 @@ from embodied.doctor.hardware import fingerprint
 from embodied.errors import UserError
 from embodied.execution.assignment import Assignment, assign, configured
 from embodied.execution.session import Session
+from embodied.files import write_whole
 from embodied.planning.clusters import local_cluster, run_cluster, with_stand_ins
 from embodied.planning.components import leaving_home, planned_for
 from embodied.planning.profiler import in_todays_keys, profile_config, work_of
@@ -108,7 +109,7 @@ class Placed:
     def moved(self, decision: Decision) -> Placed:
         """The run by another plan, which its folder keeps."""
         assert self.planned is not None
-        schedulers.save(decision.plan, self.run_dir / PLAN)
+        write_whole(self.run_dir / PLAN, schedulers.text_of(decision.plan))
         assignment = assign(decision.plan, self.config, self.session.cores, self.session.nodes)
         planned = replace(self.planned, plan=decision.plan, profile=decision.profile)
         return replace(self, assignment=assignment, planned=planned)
@@ -139,7 +140,7 @@ def place_run(config: Config, session: Session, run_dir: Path) -> Placed:
         get_console().print("\n".join(plan.why), markup=False, highlight=False, soft_wrap=True)
     if profile is not None:
         plan = replace(plan, prediction=schedulers.predict(plan, workflow, profile, cluster))
-    schedulers.save(plan, run_dir / PLAN)
+    write_whole(run_dir / PLAN, schedulers.text_of(plan))
     assignment = assign(plan, config, session.cores, session.nodes)
     return Placed(config, run_dir, session, assignment, Planned(plan, workflow, cluster, profile))
 
@@ -191,7 +192,7 @@ def _profile_of(config: Config, session: Session, run_dir: Path, workflow: Workf
         show("measuring the workflow's components ...")
         profile = profile_config(config, session, run_dir)
     if found != own:
-        schedulers.save(profile, own)
+        write_whole(own, schedulers.text_of(profile))
     return profile
 
 

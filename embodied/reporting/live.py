@@ -26,6 +26,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from embodied.files import is_full
+
 ROWS = 12
 _WIDE_ENOUGH_FOR_RETURN = 88
 _WIDE_ENOUGH_FOR_BAR = 112
@@ -239,9 +241,18 @@ def _is_animated(console: Console) -> bool:
     return console.is_terminal and not console.is_dumb_terminal
 
 
+def tell(text: str) -> None:
+    """Print a line that stays: above the table, where there is one."""
+    _line(get_console(), text)
+
+
 def _line(console: Console, text: str) -> None:
     # Not wrapped: a line in a log file is one line, and a program may read it.
-    console.print(Text(text), soft_wrap=True)
+    try:
+        console.print(Text(text), soft_wrap=True)
+    except OSError as error:
+        if not is_full(error):  # a log on a full disk: what is printed is not what a run is for
+            raise
 
 
 def _shown(column: _Column, values: Mapping[str, float]) -> str:

@@ -12,9 +12,14 @@ import importlib.util
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from embodied.errors import UserError
+from embodied.files import Lines, read_lines, write_whole
+from embodied.reporting.live import tell
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -24,14 +29,24 @@ SELECTION = "selection.jsonl"
 """Of evaluations during training."""
 
 
-class MetricsError(Exception):
+class MetricsError(UserError):
     """A record that cannot be read, with a message that names the line."""
 
 
 class MetricsWriter:
-    """Appends rows to a run's record. A row that `write` has returned from survives the process's death."""
+    """Appends rows to a run's record. A row that `write` has returned from survives the process's death.
 
-    def __init__(self, run_dir: str | os.PathLike[str], tensorboard: bool = True, file: str = FILE) -> None:
+    Where a row cannot be written, as on a full disk, that is said once and the run goes on: the row is kept in memory
+    and written before the next one. TensorBoard's files, which repeat the record, then end.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | os.PathLike[str],
+        tensorboard: bool = True,
+        file: str = FILE,
+        say: Callable[[str], None] = tell,
+    ) -> None:
         if tensorboard and importlib.util.find_spec("tensorboard") is None:
             raise ModuleNotFoundError("TensorBoard is missing: `pip install tensorboard`, or turn it off")
         self._run_dir = Path(run_dir)
@@ -40,45 +55,87 @@ class MetricsWriter:
         self._tensorboard = tensorboard
         self._summary: SummaryWriter | None = None
         self._purge_step: int | None = None
-        _drop_torn_line(self._path)
-        self._file = self._path.open("a")
+        self._say = say
+        self._unwritten: list[dict[str, Any]] = []
+        self._lines = Lines(self._path)
 
     def write(self, iteration: int, env_steps: int, values: Mapping[str, float]) -> None:
         """Append one row; numbers that are not finite are written as null. `values` holds `wall_s` too."""
         counts = {"iteration": int(iteration), "env_steps": int(env_steps)}
         numbers = {name: _number(value) for name, value in values.items() if name not in counts}
-        row = {**counts, "wall_s": None, **numbers}
-        self._file.write(json.dumps(row, allow_nan=False) + "\n")
-        self._file.flush()
-        if self._tensorboard:
+        self._unwritten.append({**counts, "wall_s": None, **numbers})
+        self._catch_up()
+        if self._tensorboard and not self._unwritten:
+            self._repeat(values, int(env_steps))
+
+    def _catch_up(self) -> None:
+        """Write the rows that wait."""
+        behind = len(self._unwritten) > 1
+        try:
+            while self._unwritten:
+                self._lines.append(json.dumps(self._unwritten[0], allow_nan=False))
+                del self._unwritten[0]
+        except OSError as error:
+            if not behind:
+                self._say(
+                    f"cannot write {self._path} ({error.strerror}): the run goes on, and its rows are written as soon "
+                    "as that is possible; free some room on that disk"
+                )
+            return
+        if behind:
+            self._say(f"{self._path} is written again, and has all rows")
+
+    def _repeat(self, values: Mapping[str, float], env_steps: int) -> None:
+        try:
             summary = self._summary_writer()
             for name, value in values.items():
-                summary.add_scalar(name, float(value), global_step=int(env_steps))
+                summary.add_scalar(name, float(value), global_step=env_steps)
             summary.flush()
+        except OSError as error:
+            self._tensorboard = False
+            self._close_summary()
+            self._say(
+                f"cannot write {self._run_dir / 'tensorboard'} ({error.strerror}): TensorBoard's files end here, "
+                f"{self._name} goes on"
+            )
+
+    def sync(self) -> None:
+        """Have the rows on the disk, as far as there is room: before something counts that is said to come after
+        them."""
+        with suppress(OSError):
+            self._lines.sync()
 
     def truncate(self, after_iteration: int) -> None:
         """Drop the rows of iterations later than this one: those that a resumed run will repeat.
 
-        TensorBoard is told to forget the same points.
+        TensorBoard is told to forget the same points. Raises `MetricsError`; then all rows are still there.
         """
+        self._unwritten = [row for row in self._unwritten if row["iteration"] <= after_iteration]
         rows = read(self._run_dir, self._name)
         kept = [row for row in rows if row["iteration"] <= after_iteration]
         if len(kept) == len(rows):
             return
-        aside = self._run_dir / (self._name + ".partial")
-        aside.write_text("".join(json.dumps(row) + "\n" for row in kept))
-        self._file.close()
-        aside.replace(self._path)
-        self._file = self._path.open("a")
+        self._lines.close()
+        try:
+            write_whole(self._path, "".join(json.dumps(row) + "\n" for row in kept))
+        except OSError as error:
+            raise MetricsError(f"cannot write {self._path} ({error.strerror}): free some room on that disk") from error
+        finally:
+            self._lines = Lines(self._path)
         self._purge_step = rows[len(kept)]["env_steps"]
-        if self._summary is not None:  # a file says at its beginning what it replaces
-            self._summary.close()
-            self._summary = None
+        self._close_summary()  # a file says at its beginning what it replaces
+
+    def _close_summary(self) -> None:
+        summary, self._summary = self._summary, None
+        if summary is not None:
+            with suppress(OSError):  # of what is still to be written: there is no room for it
+                summary.close()
 
     def close(self) -> None:
-        self._file.close()
-        if self._summary is not None:
-            self._summary.close()
+        if self._unwritten:
+            self._catch_up()
+        self._lines.close()
+        self._close_summary()
 
     def __enter__(self) -> MetricsWriter:
         return self
@@ -99,21 +156,27 @@ class MetricsWriter:
 def read(run_dir: str | os.PathLike[str], file: str = FILE) -> list[dict[str, Any]]:
     """The rows of a run's record, in the order of their iterations; none if there is no record yet.
 
-    A last line without its end is what a process killed while writing leaves behind: it is not a row.
-    Any other line that is not one raises `MetricsError`.
+    What a crash has left of a last line is not a row. Any other line that is not one raises `MetricsError`.
     """
     path = Path(run_dir) / file
     if not path.exists():
         return []
-    *lines, _torn = path.read_text().split("\n")
     rows = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(read_lines(path), 1):
         try:
-            row = json.loads(line)
-            rows.append({**row, "iteration": int(row["iteration"]), "env_steps": int(row["env_steps"])})
-        except (ValueError, KeyError, TypeError) as error:
-            raise MetricsError(f"{path}, line {number} is not a row of metrics: {line[:80]!r}") from error
+            rows.append(_row(line))
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+            raise MetricsError(
+                f"{path}, line {number} is not a row of metrics: {line[:80]!r}; delete the line to go on without it"
+            ) from error
     return sorted(rows, key=lambda row: row["iteration"])
+
+
+def _row(line: bytes) -> dict[str, Any]:
+    row = json.loads(line)
+    if not all(value is None or isinstance(value, int | float) for value in row.values()):
+        raise TypeError("a metric is a number, or null")
+    return {**row, "iteration": int(row["iteration"]), "env_steps": int(row["env_steps"])}
 
 
 def _number(value: float) -> float | int | None:
@@ -121,10 +184,3 @@ def _number(value: float) -> float | int | None:
         return value
     value = float(value)  # whatever has one: NumPy's scalars, a tensor's element
     return value if math.isfinite(value) else None
-
-
-def _drop_torn_line(path: Path) -> None:
-    """Cut off what a killed process left of a line, lest the next row be glued to it."""
-    if path.exists():
-        content = path.read_bytes()
-        os.truncate(path, content.rfind(b"\n") + 1)

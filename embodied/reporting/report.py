@@ -17,6 +17,7 @@ from pathlib import Path
 from string import Template
 from urllib.parse import quote
 
+from embodied.files import write_whole
 from embodied.reporting import charts, timeline
 from embodied.reporting import page_pieces as pieces
 from embodied.reporting.live import duration
@@ -54,9 +55,7 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
     body = "\n".join(section(run) for section in (*learning, _evaluation, _videos, _config, _protocol))
     template = Template(PAGE.read_text())
     target = run.path / "report.html"
-    aside = target.with_name(target.name + ".partial")
-    aside.write_text(template.substitute(title=escape(run.path.resolve().name), body=body))
-    aside.replace(target)
+    write_whole(target, template.substitute(title=escape(run.path.resolve().name), body=body))
     return target
 
 

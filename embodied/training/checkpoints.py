@@ -19,10 +19,12 @@ import numpy as np
 from embodied import checkpoint
 from embodied.config import Config
 from embodied.execution.executor import Executor
+from embodied.reporting.metrics import MetricsWriter
 from embodied.run_folder import interim_root, lasting_root
 from embodied.tracing import Span, TraceWriter
 from embodied.training.position import Position
 from embodied.training.selection import Selection
+from embodied.training.unwritten import Unwritten
 from embodied.workers.background import Written
 from sim_farm import faults
 
@@ -32,14 +34,15 @@ SHARE = 0.02
 
 @dataclass
 class RunCheckpoints:
-    """The checkpoints of one run while it trains."""
+    """The checkpoints of one run while it trains. Where one cannot be written the run goes on and tries the next."""
 
     config: Config
     run_dir: Path
     selection: Selection
+    metrics: MetricsWriter
     trace: TraceWriter | None
-    kept: int = -1
-    """The iteration of the newest that stays, as far as it was begun; -1: none."""
+    whole: int = -1
+    """The iteration of the newest that stays and is complete; -1: none."""
     _workers: Executor | None = None
     _stall_s: float = 0.0
     """How long the run stood still for checkpoints since the last row of metrics."""
@@ -51,11 +54,13 @@ class RunCheckpoints:
     """How long the run stood still for it."""
     _cost_s: float = 0.0
     """What the last one took that is known to be complete."""
-    _in_flight: bool = False
+    _in_flight: tuple[Path, int] | None = None
+    """Where the one that is being written will be, and its iteration."""
+    _unwritten: Unwritten = field(default_factory=Unwritten)
 
     def begin(self, workers: Executor, iteration: int) -> None:
         """From now on checkpoints are those of these workers. They go on from one of that iteration; -1: from none."""
-        self._workers, self._in_flight, self.kept = workers, False, iteration
+        self._workers, self._in_flight, self.whole = workers, None, iteration
 
     def lasts(self, iteration: int) -> bool:
         """Whether a checkpoint of that iteration is to be written, and to stay."""
@@ -63,29 +68,38 @@ class RunCheckpoints:
         return every or iteration == self.config.iterations or self.selection.due(iteration)
 
     def save(self, position: Position, environments: dict[str, np.ndarray]) -> None:
-        """Begin to write one that stays, unless it is there. Raises `CheckpointError` where the one before it could
-        not be written."""
-        if self.kept != position.iteration:
-            self._save(lasting_root(self.run_dir), position, environments)
-            self.kept = position.iteration
+        """Begin to write one that stays, unless it is there."""
+        root = lasting_root(self.run_dir)
+        if self.whole != position.iteration and self._in_flight != (root, position.iteration):
+            self._save(root, position, environments)
 
     def save_between(self, position: Position, environments: dict[str, np.ndarray]) -> None:
         """Begin to write an interim one, if the run has the time for it.
 
         Not where rollouts run ahead: a run that goes on has none that is ahead, and would compute something else.
         """
-        if self.workers.assignment.ahead or (self._in_flight and self.workers.saving()):
+        if self.workers.assignment.ahead or (self._in_flight is not None and self.workers.saving()):
             return
-        if self._in_flight:
+        if self._in_flight is not None:
             self.complete()
         if time.monotonic() - self._begun_s >= self._cost_s / SHARE:
             self._save(interim_root(self.run_dir), position, environments)
 
     def complete(self) -> None:
-        """Wait until the last one is. Raises `CheckpointError` where it could not be written."""
+        """Wait until the last one is, or could not be written."""
         begin = time.monotonic_ns()
-        self._note_written(self.workers.saved())
+        self._settle()
         self._note_stall(begin, "complete the checkpoint")
+
+    def finish(self, position: Position, environments: dict[str, np.ndarray]) -> None:
+        """Write the last one, without which a run has not ended. Raises `CheckpointError` where that cannot be, also
+        when it is tried again."""
+        for _ in range(2):
+            self.save(position, environments)
+            self.complete()
+            if self.whole == position.iteration:
+                return
+        raise self._unwritten.error()
 
     def taken(self) -> dict[str, float]:
         """What checkpoints took, as metrics; from now on it is counted anew."""
@@ -111,14 +125,27 @@ class RunCheckpoints:
     def _save(self, root: Path, position: Position, environments: dict[str, np.ndarray]) -> None:
         faults.point("driver", "save")
         begin = time.monotonic_ns()
-        self._note_written(self.workers.save(root, position.state(), environments))
-        self._begun_s, self._in_flight = begin / 1e9, True
+        self._settle()
+        self.metrics.sync()  # a checkpoint that counts after a crash has its rows
+        with self._unwritten.noted():
+            self.workers.save(root, position.state(), environments)
+            self._in_flight = (root, position.iteration)
+        self._begun_s = begin / 1e9
         self._copied_s = self._note_stall(begin, "copy for a checkpoint")
 
-    def _note_written(self, written: Written | None) -> None:
-        if written is None:
+    def _settle(self) -> None:
+        if self._in_flight is None:
             return
-        self._in_flight = False
+        (root, iteration), self._in_flight = self._in_flight, None
+        with self._unwritten.noted():
+            written = self.workers.saved()
+            self._unwritten.over()
+            if root == lasting_root(self.run_dir):
+                self.whole = iteration
+            if written is not None:
+                self._note_written(written)
+
+    def _note_written(self, written: Written) -> None:
         self._write_s += written.seconds
         self._cost_s = self._copied_s + written.seconds
         if self.trace is not None:

@@ -21,9 +21,10 @@ from embodied import checkpoint
 from embodied.config import Config, save_config
 from embodied.execution.executor import Executor, Iteration, executor
 from embodied.execution.session import Session
+from embodied.files import is_full
 from embodied.planning.replanning import Decision, Watch
 from embodied.planning.run_plans import place_run
-from embodied.reporting.live import Progress
+from embodied.reporting.live import Progress, tell
 from embodied.reporting.metrics import MetricsWriter, read
 from embodied.run_folder import lasting_root, newest_whole
 from embodied.runtime.contract import Runtime
@@ -117,7 +118,7 @@ class _Loop:
         self.trace = TraceWriter(run_dir / "trace.json") if config.runtime.trace else None
         self.milestones: dict[str, float] = {}
         self._environments: dict[str, np.ndarray] = {}
-        self._checkpoints = RunCheckpoints(config, run_dir, selection, self.trace)
+        self._checkpoints = RunCheckpoints(config, run_dir, selection, self.metrics, self.trace)
         self._collapse = CollapseWatch(RECENT)
         self._consistent = True
         """Whether learner, environments and position are those of the same iteration, so that they may be saved."""
@@ -196,9 +197,9 @@ class _Loop:
                     self._selected(progress, block=True)
                     self._checkpoints.save(self.position, self._environments)
                     self._checkpoints.complete()
-                    return move
-            self._checkpoints.save(self.position, self._environments)
-            self._checkpoints.complete()
+                    if self._checkpoints.whole == self.position.iteration:
+                        return move
+            self._checkpoints.finish(self.position, self._environments)
             self._select(progress, last=True)
         except KeyboardInterrupt:
             progress.note(f"interrupted; {self._keep()}")
@@ -208,9 +209,15 @@ class _Loop:
                 self._checkpoints.complete()  # a worker's failure must not take along what was computed before it
             raise
         finally:
+            self._write_trace()
+        return None
+
+    def _write_trace(self) -> None:
+        try:
             if self.trace is not None:
                 self.trace.write()
-        return None
+        except OSError as error:  # it must not hide what ends the run
+            tell(f"cannot write {self.run_dir / 'trace.json'} ({error.strerror}): the run is without a timeline")
 
     def _select(self, progress: Progress, last: bool = False) -> None:
         """Evaluate the checkpoint of now, where that is due, or begin to; the last, and one before it, to the end."""
@@ -223,6 +230,9 @@ class _Loop:
             return
         candidate = Candidate(position.iteration, position.env_steps, position.wall_s)
         self._checkpoints.complete()
+        if self._checkpoints.whole != position.iteration:
+            progress.note(f"iteration {position.iteration} is not evaluated: its checkpoint could not be written")
+            return
         if selection.beside and not last:
             try:
                 selection.start(candidate)
@@ -232,8 +242,13 @@ class _Loop:
         self._evaluate(progress, candidate)
 
     def _evaluate(self, progress: Progress, candidate: Candidate) -> None:
-        with progress.paused():
-            said = self.selection.evaluate(candidate)
+        try:
+            with progress.paused():
+                said = self.selection.evaluate(candidate)
+        except OSError as error:
+            if not is_full(error):
+                raise
+            said = f"iteration {candidate.iteration} is not evaluated: {error}"
         progress.note(said)
         self._checkpoints.keep_newest()
 
@@ -244,7 +259,9 @@ class _Loop:
             return
         try:
             said = self.selection.finish(block)
-        except BesideError as error:
+        except (BesideError, OSError) as error:
+            if not (isinstance(error, BesideError) or is_full(error)):
+                raise
             self._alone(progress, pending, error)
             self._evaluate(progress, pending)
             return
@@ -252,7 +269,7 @@ class _Loop:
             progress.note(said)
             self._checkpoints.keep_newest()
 
-    def _alone(self, progress: Progress, candidate: Candidate, error: BesideError) -> None:
+    def _alone(self, progress: Progress, candidate: Candidate, error: Exception) -> None:
         """Evaluate nothing beside the run from now on."""
         self.selection.close()
         progress.note(f"evaluating iteration {candidate.iteration} beside the run: {error}; the run waits for it now")
@@ -283,7 +300,7 @@ class _Loop:
         return row, iteration
 
     def _note_milestones(self, row: Mapping[str, Any]) -> None:
-        recent = row["env/success_recent"]
+        recent = row.get("env/success_recent")
         if recent is None:  # how the record writes NaN
             return
         for level in (0.5, 0.9, 0.95):
@@ -296,7 +313,7 @@ class _Loop:
         """After an interruption: save the last finished iteration if the learner still holds it."""
         if self._consistent and self._environments:
             self._checkpoints.save(self.position, self._environments)
-        if (saved := self._checkpoints.kept) >= 0:
-            self._checkpoints.complete()
-        kept = f"iteration {saved} is kept" if saved >= 0 else "no iteration was finished"
+        self._checkpoints.complete()
+        whole = self._checkpoints.whole
+        kept = f"iteration {whole} is kept" if whole >= 0 else "no iteration is kept"
         return f"{kept}; go on with: embodied train ... --name {self.run_dir.name} --resume auto"

@@ -10,11 +10,13 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from embodied.errors import PeerFailed, UserError
+from embodied.files import Lines
 from embodied.runtime.supervision import Event, Replaced, State, Supervised
 from sim_farm.contract import FarmError
 from sim_farm.farm import WorkerFailed, WorkerTimeout
@@ -79,8 +81,8 @@ class Recovery:
 
     def _write(self, iteration: int, outcome: str, **more: Any) -> None:
         row = {"time": time.time(), "iteration": iteration, "outcome": outcome, **more}
-        with (self.run_dir / FILE).open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        with suppress(OSError), Lines(self.run_dir / FILE) as lines:  # without room the loss itself is what counts
+            lines.append(json.dumps(row))
 
 
 def _is_loss(error: Exception) -> bool:

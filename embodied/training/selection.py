@@ -83,12 +83,12 @@ class Selection:
         for folder in self._folder(0).parent.glob("[0-9]*"):
             if folder.name.isdecimal() and int(folder.name) > iteration:
                 shutil.rmtree(folder)
-        rates = {row["iteration"]: row["eval/success_rate"] for row in read(self._run_dir, SELECTION)}
+        rates = {row["iteration"]: row.get("eval/success_rate") for row in read(self._run_dir, SELECTION)}
         # What keep_checkpoints has removed, or an evaluation by other settings, is no candidate.
         self._done = {
             number: rate
             for number, rate in rates.items()
-            if self._checkpoint(number).is_dir() and self._is_ours(number)
+            if rate is not None and self._checkpoint(number).is_dir() and self._is_ours(number)
         }
         self._mark()
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from embodied.evaluation.protocol import expand
 from embodied.reporting.live import steps
 from embodied.reporting.metrics import MetricsWriter
 from embodied.training.interrupts import deferred_interrupts
+from embodied.training.unwritten import Unwritten
 from embodied.workers.affinity import Affinity
 from embodied.workers.context import make_policy, policy_spec
 from embodied.workers.devices import device_of
@@ -260,8 +261,10 @@ def imitate(config: Config, info: TaskInfo, run_dir: Path, resume_from: Path | N
     save_config(config, run_dir / "config.yaml")
     try:
         measured = _learn(imitator, config, log)
-    finally:  # also of an interrupted run, or one whose loss went astray
+    except BaseException:  # of an interrupted run, or one whose loss went astray
         log.save(imitator)
+        raise
+    log.finish(imitator)
     return {
         "run": str(run_dir),
         "steps": imitator.done,
@@ -280,16 +283,27 @@ class _Log:
     """As if it had never been stopped."""
     saved: int = 0
     """Steps that the newest checkpoint has."""
+    unwritten: Unwritten = field(default_factory=Unwritten)
 
     @property
     def wall_s(self) -> float:
         return time.monotonic() - self.began_s
 
     def save(self, imitator: Imitator) -> None:
+        """Write a checkpoint of what is now. Where that cannot be, the training goes on, and the next is tried."""
         if imitator.done > self.saved:
             state = checkpoint.RunState(imitator.done, imitator.rows_seen, self.wall_s, (), STAGE)
-            checkpoint.write(self.run_dir / "checkpoints", state, imitator.policy, imitator.optimizer, {})
-            self.saved = imitator.done
+            with self.unwritten.noted():
+                checkpoint.write(self.run_dir / "checkpoints", state, imitator.policy, imitator.optimizer, {})
+                self.saved = imitator.done
+                self.unwritten.over()
+
+    def finish(self, imitator: Imitator) -> None:
+        """Write the last one. Raises `CheckpointError` where that cannot be, also when it is tried again."""
+        for _ in range(2):
+            self.save(imitator)
+        if imitator.done > self.saved:
+            raise self.unwritten.error()
 
 
 def _learn(imitator: Imitator, config: Config, log: _Log) -> dict[str, float]:
@@ -306,6 +320,7 @@ def _learn(imitator: Imitator, config: Config, log: _Log) -> dict[str, float]:
                 metrics.write(imitator.done, imitator.rows_seen, {"wall_s": log.wall_s, **row})
                 losses.clear()
             if imitator.done % config.sft.checkpoint_every == 0:
+                metrics.sync()
                 log.save(imitator)
             bar.advance(1, f"loss {row['sft/loss']:.4g}" if row else "")
     return row

@@ -22,6 +22,7 @@ from embodied.data.assembly import EndedEpisode, assemble, table_of_decisions, t
 from embodied.data.far_frames import FrameReader
 from embodied.data.trajectories import Trajectories, join_columns, join_inputs, to_inputs
 from embodied.data.trajectory_memory import FrameCounts, TrajectoryMemory
+from embodied.errors import CheckpointError
 from embodied.workers.acting import EnvironmentGroup, RolloutSettings
 from embodied.workers.affinity import Affinity
 from embodied.workers.desks import Desks
@@ -95,16 +96,18 @@ class RolloutWorker:
     def begin(self, snapshot: Mapping[str, np.ndarray] | None = None, rest: bool = False) -> None:
         """Start every environment's first episode, or continue from a snapshot; with `rest`, at the next episode.
 
-        Raises `FarmError` for a snapshot of another farm.
+        Raises `FarmError` for a snapshot of another farm, `CheckpointError` for numbers that none ever held.
         """
+        if snapshot is not None:
+            self.farm.restore(snapshot)  # which looks at it first
         if rest:
             self._episode = 0 if snapshot is None else int(snapshot["base_episode"].min())
             self.farm.hold(self._episode)
         if snapshot is not None:
-            self.farm.restore(snapshot)
-            self._loop.sums.total[:] = _of_all_tasks(snapshot, "episode_return")
-            self._loop.sums.solved[:] = _of_all_tasks(snapshot, "episode_solved")
-            self._loop.sums.length[:] = _of_all_tasks(snapshot, "base_step")
+            sums = self._loop.sums
+            sums.total[:] = _of_all_tasks(snapshot, "episode_return", sums.total)
+            sums.solved[:] = _of_all_tasks(snapshot, "episode_solved", sums.solved)
+            sums.length[:] = _of_all_tasks(snapshot, "base_step", sums.length)
             for task, curriculum in self._curricula.items():
                 prefix = _prefix(task)
                 curriculum.load({key: snapshot[prefix + key] for key in curriculum.state() if prefix + key in snapshot})
@@ -302,9 +305,21 @@ def _prefix(task: int) -> str:
     return f"{task}." if task else ""
 
 
-def _of_all_tasks(snapshot: Mapping[str, np.ndarray], key: str) -> np.ndarray:
-    """An array of the run's environments; of several tasks it may be kept in parts, the second's as `1.KEY`."""
-    parts = [snapshot[key]]
-    while f"{len(parts)}.{key}" in snapshot:
-        parts.append(snapshot[f"{len(parts)}.{key}"])
-    return np.concatenate(parts)
+def _of_all_tasks(snapshot: Mapping[str, np.ndarray], key: str, like: np.ndarray) -> np.ndarray:
+    """An array of the run's environments; of several tasks it may be kept in parts, the second's as `1.KEY`.
+
+    Raises `CheckpointError` unless it has the shape of `like` and finite numbers.
+    """
+    names = [key]
+    while f"{len(names)}.{key}" in snapshot:
+        names.append(f"{len(names)}.{key}")
+    parts = [snapshot[name] for name in names if name in snapshot]
+    shapes = [part.shape for part in parts]
+    if not parts or any(len(shape) != 1 for shape in shapes) or sum(shape[0] for shape in shapes) != len(like):
+        raise CheckpointError(
+            f"the checkpoint's {key} has shapes {shapes}, this run has {len(like)} environments: use an earlier one"
+        )
+    found = np.concatenate(parts)
+    if found.dtype.kind not in "fiub" or not np.isfinite(found).all():
+        raise CheckpointError(f"the checkpoint's {key} holds what are no finite numbers: use an earlier one")
+    return found

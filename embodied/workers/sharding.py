@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from embodied import checkpoint, optimizer_shards
+from embodied.checkpoint import MASTER, CheckpointError
 from embodied.config import Config
 from embodied.errors import UserError
 from embodied.workers.devices import CPU, copies, defines
@@ -31,8 +32,6 @@ from policies.contract import Policy
 
 SHORT = (torch.bfloat16, torch.float16)
 """Types in which small steps are lost."""
-MASTER = "master."
-"""Of a parameter's float32 copy, in a checkpoint of the optimiser."""
 WRITE_S = 1800.0
 """Longest time between the first rank that has written its part of a checkpoint and the last."""
 
@@ -179,6 +178,7 @@ class ShardedPolicy(WholePolicy):
             moments = checkpoint.OptimizerState({}, checkpoint.read_steps(folder))
             if not shared:
                 moments = checkpoint.OptimizerState.read(folder)
+            moments.check_fits(folder, dict(self.policy.named_parameters()))
 
         self.ranks.first_does("read the checkpoint", read)
         parameters = dict(self.policy.named_parameters())
@@ -203,10 +203,18 @@ class ShardedPolicy(WholePolicy):
         if shared:
             with self.ranks.waiting("read their shards"):
                 optimizer_shards.read_shards(folder / checkpoint.SHARDS, shards)
+            self._check_finite(folder / checkpoint.SHARDS, shards)
             return
         for name, shard in shards.items():
             if not name.startswith(MASTER):
                 self._spread(moments.tensors.get(name), shard)
+
+    def _check_finite(self, folder: Path, shards: Mapping[str, Tensor]) -> None:
+        """Raise `CheckpointError` on all ranks where one of them has read a number that is not finite."""
+        wrong = {name: float(not torch.isfinite(_local(shard)).all()) for name, shard in shards.items()}
+        for name, ranks in (self.ranks.sum_numbers(wrong) if wrong else {}).items():
+            if ranks:
+                raise CheckpointError(f"{folder}: {name!r} has numbers that are not finite; use an earlier checkpoint")
 
     def _optimizer_shards(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         """This rank's, by the names that a checkpoint has; with the masters of a policy of 16 bits."""
@@ -296,6 +304,10 @@ def held(policy: Policy, config: Config, ranks: Ranks) -> WholePolicy:
 
 def _parameters(modules: list[nn.Module]) -> dict[str, nn.Parameter]:
     return {f"{i}.{name}": p for i, module in enumerate(modules) for name, p in module.named_parameters()}
+
+
+def _local(shard: Tensor) -> Tensor:
+    return shard.to_local() if isinstance(shard, DTensor) else shard
 
 
 def _check_scalars(policy: Policy) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from embodied.errors import CheckpointError
 from sim_farm.episodes import Float64
 
 
@@ -43,7 +44,13 @@ class SuccessCounts:
         return {f"{self._name}_tried": self.tried.copy(), f"{self._name}_solved": self._solved.copy()}
 
     def load(self, state: Mapping[str, np.ndarray]) -> None:
-        """Go on from `state`. A checkpoint of another number of things, or without any, begins anew."""
+        """Go on from `state`. A checkpoint of another number of things, or without any, begins anew. Raises
+        `CheckpointError` for what are no counts."""
         tried, solved = (state.get(key) for key in self.state())
-        if tried is not None and solved is not None and tried.shape == self.tried.shape:
-            self.tried, self._solved = tried.copy(), solved.copy()
+        if tried is None or solved is None or tried.shape != self.tried.shape:
+            return
+        if solved.shape != tried.shape or {tried.dtype.kind, solved.dtype.kind} != {"f"}:
+            raise CheckpointError(f"the checkpoint's counts of {self._name}s do not fit each other: use an earlier one")
+        if not np.isfinite(tried).all() or not ((solved >= 0) & (solved <= tried)).all():
+            raise CheckpointError(f"the checkpoint's counts of {self._name}s cannot be: use an earlier one")
+        self.tried, self._solved = tried.astype(np.float64), solved.astype(np.float64)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
-import resource
 import shutil
 import signal
 import sys
@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 import policies
-from embodied import checkpoint
+from embodied import checkpoint, manifest
 from embodied.checkpoint import CheckpointError, RunState
 from embodied.errors import UserError
 from policies.contract import Inputs, Policy, PolicyError, PolicySpec
+from tests.full_disk import full_disk
 
 STATE = RunState(iteration=3, env_steps=384, wall_s=1.5, recent_success=(True, False, True))
 ENVIRONMENTS = {"base_step": np.arange(4, dtype=np.int32), "history": np.full((4, 5, 2), np.nan, np.float32)}
@@ -178,6 +179,39 @@ def test_a_missing_or_broken_manifest_is_recognised(tmp_path: Path) -> None:
     assert "not a complete checkpoint" in refusal(folder)
 
 
+@pytest.mark.parametrize(
+    "added", ["optimizer/", "policy/adapter_model.safetensors", "policy/extra/", "notes.txt", "link"]
+)
+def test_what_was_put_there_later_is_recognised(added: str, tmp_path: Path) -> None:
+    """Readers look at what is there: shards of an optimiser go before its one file, an adapter is read with a base."""
+    folder = write(tmp_path)
+    path = folder / added
+    if added.endswith("/"):
+        path.mkdir()
+    elif added == "link":
+        path.symlink_to(tmp_path)
+    else:
+        path.write_bytes((folder / "value_head.safetensors").read_bytes())
+    assert f"{added.rstrip('/')} is not in its manifest.json" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    "name", ["../000002/state.json", "/etc/hostname", "policy/../state.json", "./state.json", "", ".", "manifest.json"]
+)
+def test_a_manifest_lists_files_of_its_own_folder(name: str, tmp_path: Path) -> None:
+    folder = write(tmp_path)
+    listed = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps({**listed, name: listed["state.json"]}))
+    assert f"{name!r} is no name of a file in the folder" in refusal(folder)
+
+
+def test_a_manifest_is_no_larger_than_one_can_be(tmp_path: Path) -> None:
+    folder = write(tmp_path)
+    path = folder / "manifest.json"
+    path.write_bytes(path.read_bytes() + b" " * manifest.MOST_BYTES)
+    assert f"larger than {manifest.MOST_BYTES} bytes" in refusal(folder)
+
+
 def test_a_folder_that_is_not_there_is_recognised(tmp_path: Path) -> None:
     assert "not a complete checkpoint" in refusal(tmp_path / "000009")
 
@@ -280,6 +314,10 @@ def test_what_a_crash_left_aside_is_no_checkpoint_and_in_nobodys_way(tmp_path: P
     folder = write(tmp_path, 3)
     assert files_of(folder) == LAYOUT and not aside.exists()
     checkpoint.verify(folder)
+    for number in (3, 4, 5):
+        shutil.copytree(folder, tmp_path / f".00000{number}.{('replaced', 'partial', 'removed')[number - 3]}")
+    assert checkpoint.recover(tmp_path) == (folder, [])
+    assert {path.name for path in tmp_path.iterdir()} == {"000002", "000003", "latest"}, "a disk fills up"
 
 
 def write_and_die(root: Path, event: str, ending: str) -> None:
@@ -322,16 +360,48 @@ def test_a_process_killed_while_writing_leaves_the_earlier_checkpoint(event: str
     assert checkpoint.latest(tmp_path) == tmp_path / "000002"
 
 
+@pytest.mark.parametrize(
+    ("event", "ending", "new"),
+    [
+        ("os.rename", ".000002.partial", False),  # between the two renames
+        ("os.rename", ".000002.replaced", True),
+        ("shutil.rmtree", ".000002.removed", True),
+    ],
+)
+def test_a_process_killed_while_it_writes_one_again_leaves_the_old_one_or_the_new_one(
+    event: str, ending: str, new: bool, tmp_path: Path
+) -> None:
+    write(tmp_path, 1)
+    old = content(write(tmp_path, 2, make_policy(seed=1)))
+    write_and_die(tmp_path, event, ending)
+    assert checkpoint.recover(tmp_path) == (tmp_path / "000002", [])
+    assert (content(tmp_path / "000002") != old) == new
+    written = content(write(tmp_path, 2, make_policy(seed=2)))
+    assert written != old and content(tmp_path / "000002") == written
+    assert {path.name for path in tmp_path.iterdir()} == {"000001", "000002", "latest"}, "something was left"
+
+
+def test_a_checkpoint_that_cannot_take_its_place_leaves_the_old_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    old, rename = content(write(tmp_path, 2, make_policy(seed=1))), Path.rename
+
+    def full(path: Path, target: Path) -> Path:
+        if path.name == ".000002.partial":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", full)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        write(tmp_path, 2, make_policy(seed=2))
+    assert checkpoint.latest(tmp_path) == tmp_path / "000002" and content(tmp_path / "000002") == old
+
+
 @pytest.mark.parametrize("room", [64, 2000])
 def test_a_full_disk_is_a_message_and_leaves_the_earlier_checkpoint(room: int, tmp_path: Path) -> None:
     """With room for 2000 bytes, JSON is written and tensors are not."""
     write(tmp_path, 2)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))  # no file may grow larger than this
-        with pytest.raises(CheckpointError, match="cannot write the checkpoint .*000003.* Earlier checkpoints"):
-            write(tmp_path, 3)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with full_disk(room), pytest.raises(CheckpointError, match="cannot write the checkpoint .*000003.* Earlier checkp"):
+        write(tmp_path, 3)
     assert checkpoint.latest(tmp_path) == tmp_path / "000002"
     checkpoint.verify(tmp_path / "000002")

@@ -16,6 +16,7 @@ from safetensors.numpy import load_file
 
 import policies
 from embodied import checkpoint
+from embodied.checkpoint import CheckpointError
 from embodied.commands.sft import sft_run
 from embodied.commands.train import train_run
 from embodied.config import Config, parse_config, save_config
@@ -29,6 +30,7 @@ from policies.gaussian_mlp import GaussianMLP
 from sim_farm.contract import TaskInfo
 from sim_farm.registry import make_physics
 from tests.embodied.expert import record_reach
+from tests.full_disk import full_disk
 
 EPISODES = 24
 STATES: dict[str, Any] = {
@@ -160,6 +162,36 @@ def test_a_killed_training_has_a_checkpoint_of_not_long_ago(demos: Dataset, tmp_
     found = prepare_run(config, tmp_path / "killed", True, STAGE)
     assert found is not None
     assert checkpoint.read_state(found).iteration % 20 == 0
+
+
+def test_a_full_disk_does_not_end_a_training_before_its_end(
+    demos: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write, full = checkpoint.write, {4}
+
+    def out_of_room(root: Path, state: checkpoint.RunState, *others: Any) -> Path:
+        with full_disk(1000 if state.iteration in full else 1 << 40):
+            return write(root, state, *others)
+
+    monkeypatch.setattr(checkpoint, "write", out_of_room)
+    config = config_of(STATES, demos, steps=6, checkpoint_every=2)
+    assert imitate(config, info_of(config), tmp_path / "run", None)["steps"] == 6
+    assert {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()} == {"000002", "000006", "latest"}
+    said = capsys.readouterr().out
+    assert said.count("cannot write the checkpoint") == said.count("checkpoints are written again") == 1
+    full.add(6)
+    with pytest.raises(CheckpointError, match=r"cannot write .*000006: .*\. The first that .*000004"):
+        imitate(config, info_of(config), tmp_path / "other", None)
+    step = Imitator.step
+
+    def astray(imitator: Imitator) -> float:
+        if imitator.done == 4:
+            raise UserError("the loss went astray")
+        return step(imitator)
+
+    monkeypatch.setattr(Imitator, "step", astray)
+    with pytest.raises(UserError, match="went astray"):  # what was first, not what follows from it
+        imitate(config, info_of(config), tmp_path / "third", None)
 
 
 def test_what_has_learned_keeps_its_units_and_its_beginning(warm: dict[str, Any], demos: Dataset) -> None:

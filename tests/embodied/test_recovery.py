@@ -20,6 +20,7 @@ from sim_farm import faults
 from sim_farm.contract import FarmError
 from sim_farm.farm import WorkerFailed, WorkerTimeout
 from tests.embodied.test_resume import STATES, assert_same_run
+from tests.full_disk import full_disk
 
 DEADLINE_S = 12.0
 """Long enough for workers to import while two cores are busy; a stopped one costs so much, twice."""
@@ -156,3 +157,11 @@ def test_a_file_that_is_no_list_of_faults_is_refused(text: str, tmp_path: Path) 
     file.write_text(text)
     with pytest.raises(ValueError, match=r"faults.json is not a list of faults"):
         faults.read(file)
+
+
+def test_a_loss_is_a_line_whatever_a_crash_left_of_the_one_before(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_bytes(b'{"iteration": 1}\n{"iterat\0\0')
+    assert Recovery(tmp_path).goes_on(RuntimeError("lost"), 2)
+    assert [json.loads(line)["iteration"] for line in (tmp_path / FILE).read_text().splitlines()] == [1, 2]
+    with full_disk(1):  # and whether there is room for it decides nothing
+        assert Recovery(tmp_path).goes_on(RuntimeError("lost"), 2)

@@ -8,7 +8,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,8 @@ from embodied.runtime.ray_runtime import RayRuntime
 from embodied.tracing import load
 from embodied.training import loop as training
 from embodied.training.checkpoints import RunCheckpoints
+from embodied.training.selection import Candidate, Selection
+from embodied.training.unwritten import Unwritten
 from embodied.workers.affinity import Affinity
 from embodied.workers.background import BackgroundWriter
 from embodied.workers.learner import Learner
@@ -41,6 +42,7 @@ from tests.embodied.test_learner import make_batch, make_policy
 from tests.embodied.test_learner_ranks import config_of, connected
 from tests.embodied.test_resume import STATES
 from tests.embodied.test_resume import config_of as run_config
+from tests.full_disk import full_disk
 
 WAIT_S = 240.0
 ENVIRONMENTS = {"base_step": np.arange(4, dtype=np.int32)}
@@ -143,17 +145,7 @@ def test_one_thing_is_written_at_a_time() -> None:
     assert order == ["first", "second"]
 
 
-@contextmanager
-def full_disk(room: int = 1000) -> Iterator[None]:
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))  # no file may grow larger than this
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
-def test_a_full_disk_is_told_at_the_next_checkpoint_and_that_one_is_written(tmp_path: Path) -> None:
+def test_a_checkpoint_that_has_no_room_is_told_and_the_next_is_written(tmp_path: Path) -> None:
     config = run_config(STATES, 3)
     with (
         open_session(config) as session,
@@ -169,28 +161,119 @@ def test_a_full_disk_is_told_at_the_next_checkpoint_and_that_one_is_written(tmp_
         assert checkpoint.latest(tmp_path) == tmp_path / "000001"
         environments = workers.iterate(2).environments
         with pytest.raises(CheckpointError, match="cannot write the checkpoint .*000002.*File too large"):
-            workers.save(tmp_path, state_at(3), environments)
-        assert checkpoint.latest(tmp_path) == tmp_path / "000003", "what was computed is lost"
-        checkpoint.verify(tmp_path / "000003")
-        assert workers.saved() is None, "it is told once"
+            workers.saved()
+        workers.save(tmp_path, state_at(3), environments)
+        assert workers.saved() is not None and workers.saved() is None, "it is told once"
+    checkpoint.verify(tmp_path / "000003")
     assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {"000001", "000003"}, "something was left"
 
 
-def test_a_full_disk_at_the_end_is_told_at_the_end(
-    only_lasting: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    config, save = run_config(STATES, 3), Executor.save
+def run_out_of_room(monkeypatch: pytest.MonkeyPatch, iterations: tuple[int, ...], rooms: tuple[int, ...] = ()) -> None:
+    """Have no room for the checkpoints of these iterations, whenever they are tried; `rooms`: of each try, in turn."""
+    save, left = Executor.save, list(rooms)
 
-    def out_of_room(workers: Executor, *args: Any) -> Any:
-        with full_disk():
-            found = save(workers, *args)
+    def out_of_room(workers: Executor, root: Path, state: RunState, environments: checkpoint.Arrays) -> None:
+        if state.iteration not in iterations:
+            return save(workers, root, state, environments)
+        with full_disk(left.pop(0) if left else 1000):
+            save(workers, root, state, environments)
             workers.trainer.handles[0].worker._writer.settle()  # type: ignore[attr-defined]
-            return found
 
     monkeypatch.setattr(Executor, "save", out_of_room)
+
+
+def test_a_run_goes_on_where_a_checkpoint_has_no_room(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    config = run_config({**STATES, "checkpoint_every": 1}, 5)
+    run_out_of_room(monkeypatch, (2, 3))
     prepare_run(config, tmp_path, False)
-    with open_session(config) as session, pytest.raises(CheckpointError, match="cannot write the checkpoint .*000003"):
+    with open_session(config) as session:
+        result = training.train(config, tmp_path, session, None)
+    said = capsys.readouterr().out
+    assert said.count("cannot write the checkpoint") == 1, "it is said once"
+    assert "000002: " in said and "File too large" in said and "--keep-checkpoints" in said
+    assert said.count("checkpoints are written again") == 1
+    assert result["iterations"] == 5 and len(read(tmp_path)) == 5
+    root = tmp_path / "checkpoints"
+    assert {path.name for path in root.iterdir()} == {"000001", "000004", "000005", "latest"}
+    assert checkpoint.recover(root) == (root / "000005", [])
+
+
+@pytest.mark.parametrize("rooms", [(1000, 1 << 30), (1000, 64)], ids=["the second time", "never"])
+def test_a_run_ends_with_its_last_checkpoint_or_with_the_error(
+    rooms: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = run_config(STATES, 2)
+    run_out_of_room(monkeypatch, (2,), rooms)
+    prepare_run(config, tmp_path, False)
+    with open_session(config) as session:
+        if rooms[1] > 1000:
+            training.train(config, tmp_path, session, None)
+            checkpoint.verify(tmp_path / "checkpoints" / "000002")
+            return
+        with pytest.raises(CheckpointError, match="cannot write .*000002"):
+            training.train(config, tmp_path, session, None)
+    assert len(read(tmp_path)) == 2 and checkpoint.latest(tmp_path / "checkpoints") is None
+
+
+def test_what_ends_a_run_does_not_hide_what_came_first() -> None:
+    unwritten = Unwritten()
+    for text in ("no room", "no folder"):
+        with unwritten.noted():
+            raise CheckpointError(text)
+    assert str(unwritten.error()) == "no folder. The first that could not be written was another: no room"
+
+
+def test_a_checkpoint_that_has_no_room_is_not_evaluated(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    config = run_config({**STATES, "eval": {"every": 1, "every_episodes": 2}}, 2)
+    run_out_of_room(monkeypatch, (1,))
+    prepare_run(config, tmp_path, False)
+    with open_session(config) as session:
         training.train(config, tmp_path, session, None)
+    assert "iteration 1 is not evaluated" in capsys.readouterr().out
+    assert [row["iteration"] for row in read(tmp_path, "selection.jsonl")] == [2]
+
+
+@pytest.mark.slow
+def test_an_evaluation_that_has_no_room_does_not_end_a_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    config, evaluate = run_config({**STATES, "eval": {"every": 1, "every_episodes": 2}}, 2), Selection.evaluate
+
+    def out_of_room(selection: Selection, candidate: Candidate) -> str:
+        with full_disk(64 if candidate.iteration == 1 else 1 << 40):
+            return evaluate(selection, candidate)
+
+    monkeypatch.setattr(Selection, "evaluate", out_of_room)
+    prepare_run(config, tmp_path, False)
+    with open_session(config) as session:
+        training.train(config, tmp_path, session, None)
+    assert "iteration 1 is not evaluated: " in capsys.readouterr().out
+    assert [row["iteration"] for row in read(tmp_path, "selection.jsonl")] == [2]
+
+
+def test_a_run_without_room_for_its_timeline_ends_as_it_would(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    finish = Learner.finish
+
+    def failing(learner: Learner, iteration: int) -> dict[str, float]:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        if iteration == 1:
+            raise UserError("nothing can be learned from it")
+        return finish(learner, iteration)
+
+    monkeypatch.setattr(Learner, "finish", failing)
+    config = run_config({**STATES, "runtime": {"mode": "inline"}}, 3)
+    prepare_run(config, tmp_path, False)
+    with full_disk(1 << 40), open_session(config) as session:
+        with pytest.raises(UserError, match="nothing can be learned from it"):
+            training.train(config, tmp_path, session, None)
+    said = capsys.readouterr().out
+    assert "the run is without a timeline" in said and not (tmp_path / "trace.json").exists()
 
 
 # --- a run
@@ -247,6 +330,10 @@ def numbers(folder: Path) -> dict[str, bytes]:
 
 
 class Held(Learner):
+    def limit(self, room: int) -> None:
+        """Let no file of this process grow beyond that."""
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
     def hold(self, gate: str) -> None:
         """Write no shard before there is such a file."""
         write = HuggingFaceStorageWriter.write_data
@@ -294,6 +381,30 @@ def test_ranks_learn_on_while_they_write(ray_runtime: RayRuntime, tmp_path: Path
         with pytest.raises(Exception, match="learner 1 died during 'saved'"):
             ranks.call_all(Learner.saved)
         assert checkpoint.recover(second) == (second / "000001", [])
+    finally:
+        ranks.abandon()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("room", [64, 1000])
+def test_ranks_go_on_where_one_of_them_has_no_room(
+    rank: int, room: int, ray_runtime: RayRuntime, tmp_path: Path
+) -> None:
+    config, batch = config_of(sharding="sharded"), make_batch()
+    ranks = ray_runtime.place_group("learner", make_held, 2, lambda rank: (config, tmp_path, rank))
+    try:
+        ranks.call_all(Learner.join, ranks.call_one(0, Learner.listen), 60.0)
+        ranks.call_all(Learner.update, batch, 0)
+        ranks.call_one(rank, Held.limit, room)
+        ranks.call_all(Learner.save, tmp_path, state_at(1), ENVIRONMENTS)
+        with pytest.raises(CheckpointError, match="cannot write the checkpoint .*000001.*large"):
+            ranks.call_all(Learner.saved)
+        ranks.call_one(rank, Held.limit, 1 << 40)
+        ranks.call_all(Learner.update, replace(batch, version=-1), 1)
+        ranks.call_all(Learner.save, tmp_path, state_at(2), ENVIRONMENTS)
+        assert all(ranks.call_all(Learner.saved))
+        assert checkpoint.recover(tmp_path) == (tmp_path / "000002", [])
     finally:
         ranks.abandon()
 

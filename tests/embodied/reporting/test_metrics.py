@@ -12,6 +12,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from embodied.reporting.metrics import MetricsError, MetricsWriter, read
+from tests.full_disk import full_disk
 
 
 def write_rows(run_dir: Path, iterations: range, success: float = 0.5, tensorboard: bool = False) -> None:
@@ -52,20 +53,82 @@ def test_a_resumed_run_repeats_the_rows_after_its_checkpoint(tmp_path: Path) -> 
     assert read(tmp_path)[-1]["env/success_once"] == 0.9
 
 
-def test_a_line_torn_by_a_killed_process_is_not_a_row(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "torn", [b'{"iteration": 3, "env_st', b"\0" * 5000, b'{"iteration": 3\0\0', b"\xff\xfe{"], ids=repr
+)
+def test_a_line_torn_by_a_crash_is_not_a_row(torn: bytes, tmp_path: Path) -> None:
+    """Some file systems leave zeros of what was never written."""
     write_rows(tmp_path, range(1, 3))
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"iteration": 3, "env_st')
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(torn)
     assert len(read(tmp_path)) == 2
     write_rows(tmp_path, range(3, 4))  # and the next row is not glued to it
     assert [row["iteration"] for row in read(tmp_path)] == [1, 2, 3]
+    assert b"\0" not in (tmp_path / "metrics.jsonl").read_bytes()
 
 
-def test_a_damaged_line_is_named(tmp_path: Path) -> None:
+def test_zeros_before_a_row_are_no_part_of_it(tmp_path: Path) -> None:
     write_rows(tmp_path, range(1, 3))
     path = tmp_path / "metrics.jsonl"
-    path.write_text(path.read_text().replace('{"iteration": 2', "?"))
-    with pytest.raises(MetricsError, match="line 2"):
+    first, second, _ = path.read_bytes().split(b"\n")
+    path.write_bytes(first + b"\n" + b"\0" * 99 + second + b"\n" + b"\0" * 9 + b"\n")
+    assert [row["iteration"] for row in read(tmp_path)] == [1, 2]
+
+
+def test_a_full_disk_is_told_once_and_no_row_is_lost(tmp_path: Path) -> None:
+    said: list[str] = []
+    with MetricsWriter(tmp_path, say=said.append) as writer:
+
+        def add(number: int) -> None:
+            writer.write(number, number, {"a": 1.0 / number})
+
+        add(1)
+        size = (tmp_path / "metrics.jsonl").stat().st_size
+        with full_disk(size + 20):  # room for half of a row
+            for number in (2, 3, 4):
+                add(number)
+            assert (tmp_path / "metrics.jsonl").stat().st_size == size, "half a row is left"
+        assert [row["iteration"] for row in read(tmp_path)] == [1]
+        add(5)
+    assert [row["iteration"] for row in read(tmp_path)] == [1, 2, 3, 4, 5]
+    assert len(said) == 2 and "File too large" in said[0] and "free some room" in said[0] and "has all rows" in said[1]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard writes in a thread
+def test_tensorboard_that_has_no_room_does_not_end_a_run(tmp_path: Path) -> None:
+    said: list[str] = []
+    with MetricsWriter(tmp_path, say=said.append) as writer:
+        with full_disk(1000):
+            for number in range(1, 5):
+                writer.write(
+                    number, number, {f"a long name of a metric {n}": 0.5 for n in range(5 if number > 1 else 1)}
+                )
+        assert [row["iteration"] for row in read(tmp_path)] == [1, 2, 3, 4]
+    assert len(said) == 1 and "TensorBoard's files end here" in said[0]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_record_that_cannot_go_back_keeps_its_rows(tmp_path: Path) -> None:
+    write_rows(tmp_path, range(1, 30))
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        with full_disk(100), pytest.raises(MetricsError, match="free some room"):
+            writer.truncate(after_iteration=20)
+        assert len(read(tmp_path)) == 29
+        writer.truncate(after_iteration=20)
+    assert len(read(tmp_path)) == 20
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    ["?", "[]", "{}", '{"iteration": 1e999}', '{"iteration": 2, "env_steps": 1, "a": "x"}', "[" * 50000],
+    ids=lambda text: text[:20],
+)
+def test_a_damaged_line_is_named(damaged: str, tmp_path: Path) -> None:
+    write_rows(tmp_path, range(1, 4))
+    path = tmp_path / "metrics.jsonl"
+    first, _, last, _ = path.read_text().split("\n")
+    path.write_text("\n".join([first, damaged, last, ""]))
+    with pytest.raises(MetricsError, match="line 2 .* delete the line"):
         read(tmp_path)
 
 

@@ -1,0 +1,104 @@
+"""Files that a crash leaves whole: written aside and renamed; records of lines, of which it costs at most the last."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+MOST_JSON = 64 * 2**20
+"""Bytes of a JSON file that is read: so large a one is nothing that this project has written."""
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write the file aside, have it on the disk and rename it: who reads, also after a crash, finds the old file or the
+    new one. Raises `OSError`; then the old one stays, and nothing is left of the new one."""
+    aside = path.with_name(f".{path.name}.partial")
+    try:
+        with aside.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether this is what a disk says that has no room, or a user who may have no more of it."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def sync(path: Path) -> None:
+    """Have a file's content, or a folder's entries, on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_json(path: Path, most_bytes: int = MOST_JSON) -> Any:
+    """What the file holds. Raises `OSError`, or `ValueError` for what is no JSON, too large, or nested too deeply."""
+    with path.open("rb") as file:
+        data = file.read(most_bytes + 1)
+    if len(data) > most_bytes:
+        raise ValueError(f"it is larger than {most_bytes} bytes")
+    try:
+        return json.loads(data)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+class Lines:
+    """A record of lines: each is appended as a whole, or not at all.
+
+    What a crash has left of a last line is taken away when the record is opened, lest the next one be glued to it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """The file is made where there is none. Raises `OSError`."""
+        self._file = path.open("ab", buffering=0)
+        content = path.read_bytes()
+        self._end = content.rfind(b"\n") + 1
+        if self._end < len(content):
+            self._file.truncate(self._end)
+
+    def append(self, line: str) -> None:
+        """Raises `OSError`, as of a full disk; then the record is as it was."""
+        data = memoryview(line.encode() + b"\n")
+        try:
+            left = data
+            while left:
+                left = left[self._file.write(left) :]
+        except OSError:
+            self._file.truncate(self._end)
+            raise
+        self._end += len(data)
+
+    def sync(self) -> None:
+        """Have the lines on the disk."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Lines:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_lines(path: Path) -> list[bytes]:
+    """The whole lines of a record.
+
+    A last one without its end is not a line. Nor are zeros: what some file systems leave of a write that a crash cut
+    off, at the end or, where the record went on, before a line.
+    """
+    *lines, _torn = path.read_bytes().split(b"\n")
+    return [line.strip(b"\0") for line in lines if line.strip(b"\0")]
