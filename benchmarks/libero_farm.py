@@ -86,7 +86,7 @@ def physics(task: str) -> dict[str, float]:
             times["stock"].append(_timed(lambda a=action: env.step(a)))  # type: ignore[misc]
             times["ours"].append(_timed(lambda a=action: ours.step(a[None])))  # type: ignore[misc]
         gc.enable()
-        equal = ours._env.sim.data.qpos.tobytes() == env.sim.data.qpos.tobytes()  # type: ignore[attr-defined]
+        equal = ours.backend._env.sim.data.qpos.tobytes() == env.sim.data.qpos.tobytes()  # type: ignore[attr-defined]
     step = {name: float(np.median(values)) for name, values in times.items()}
     return {
         "control_step_ms": step["ours"],

@@ -8,6 +8,7 @@ again = embodied.evaluate(result["run"])
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,11 +18,14 @@ if TYPE_CHECKING:
 # Nothing heavy is imported here: `embodied doctor` must run where the packages it looks for are missing.
 
 
-def load_config(reference: str) -> Config:
-    """The configuration of that name in `configs/`, or in the YAML file of that path."""
+def load_config(reference: str, code: Collection[str] = ()) -> Config:
+    """The configuration of that name in `configs/`, or in the YAML file of that path.
+
+    `code`: what it may name as `package.module:NAME` where it is that of a run's folder, which may come from elsewhere.
+    """
     from embodied import config
 
-    return config.load_config(reference)
+    return config.load_config(reference, code)
 
 
 def train(config: Config, runs_dir: str | Path = "runs", resume: bool = False) -> dict[str, Any]:
@@ -31,16 +35,19 @@ def train(config: Config, runs_dir: str | Path = "runs", resume: bool = False) -
     return train_run(config, config.name or "run", Path(runs_dir), resume)
 
 
-def evaluate(run: str | Path, checkpoint: str | Path | None = None, **settings: Any) -> dict[str, Any]:
+def evaluate(
+    run: str | Path, checkpoint: str | Path | None = None, code: Collection[str] = (), **settings: Any
+) -> dict[str, Any]:
     """Evaluate the checkpoint that a run ends with (or another) as `embodied eval` does.
 
     `settings` are keys of `eval` (`protocol="openpi"`, `tasks=("libero/libero_goal",)`); the run's own otherwise.
+    `code`: what the run's configuration may name as `package.module:NAME`.
     """
     from embodied.commands.evaluate import evaluate_run
     from embodied.config import parse_config
     from embodied.run_folder import settings_of
 
-    data = settings_of(str(run), Path(".")).model_dump(mode="json")
+    data = settings_of(str(run), Path("."), code).model_dump(mode="json")
     data["eval"] |= settings
     config = parse_config(data, "embodied.evaluate")
     return evaluate_run(str(run), config, None if checkpoint is None else Path(checkpoint), Path("."))

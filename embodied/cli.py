@@ -110,13 +110,16 @@ def _parse(verb: str, kind: Any, named: str, arguments: list[str]) -> Any:
 
 
 def _settings(named: str, arguments: list[str], may_be_a_run: bool) -> Any:
+    from embodied.named_code import KEYS
+
+    code = [str(_option(arguments, f"--{key}", "")) for key in KEYS]
     if may_be_a_run:
         from embodied.run_folder import settings_of
 
-        return settings_of(named, _option(arguments, "--runs-dir", "runs"))
+        return settings_of(named, _option(arguments, "--runs-dir", "runs"), code)
     from embodied.config import load_config
 
-    return load_config(named)
+    return load_config(named, code)
 
 
 def _refuse_old_keys(arguments: list[str]) -> None:

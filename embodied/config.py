@@ -8,24 +8,51 @@ from __future__ import annotations
 
 import itertools
 import textwrap
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from embodied import migration
-from embodied.errors import UserError, nearest
+from embodied.errors import UserError, nearest, shown
 from embodied.files import write_whole
+from embodied.named_code import KEYS, refuse_code
+from embodied.yaml_files import read_yaml
 from sim_farm.contract import Gripper, Orientation
 
 HERE = Path(__file__).parent
 """In the source tree `configs` and `assets` are links in this folder, so that an installed package has copies."""
 CONFIGS = HERE / "configs"
+LARGEST = 2**31 - 1
+"""Of the whole numbers in a configuration."""
+MOST_PROBLEMS = 5
+"""That one message names."""
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+        ser_json_inf_nan="constants",  # what may be infinite is saved so, and not as null
+    )
+
+    @field_validator("*")
+    @classmethod
+    def _not_too_large(cls, value: Any) -> Any:
+        items = value if isinstance(value, tuple) else (value,)
+        if any(isinstance(item, int) and abs(item) > LARGEST for item in items):
+            raise ValueError(f"a whole number can be at most {LARGEST}")
+        return value
+
+
+def _below_runs(name: str) -> str:
+    if Path(name).is_absolute() or ".." in Path(name).parts or len(name) > 200:
+        raise ValueError("a run's name is that of a folder below runs/: it does not lead out, and is not too long")
+    return name
 
 
 class EnvConfig(Section):
@@ -51,7 +78,7 @@ class EnvConfig(Section):
     """Of frames: `upright`; `stock`, as the simulator returns them; `rotated`, that turned by 180 degrees."""
     gripper: Gripper = "simulator"
     """The last action element: the `simulator`'s own, its sign (`binary`), or 1 opens and 0 closes (`inverted`)."""
-    num_envs: Annotated[int, Field(ge=1)] = 16
+    num_envs: Annotated[int, Field(ge=1, le=65536)] = 16
     """Environments that run side by side."""
 
 
@@ -212,8 +239,8 @@ class OptimConfig(Section):
     adam_eps: Annotated[float, Field(gt=0)] = 1e-5
     """Added to the root of Adam's second moment: smaller gradients count for less. Those of 7e9 weights of norm 1
     are as small as 1e-5 itself; there 1e-8 is usual."""
-    max_grad_norm: float = 0.5
-    """Gradients are scaled down to this norm."""
+    max_grad_norm: Annotated[float, Field(ge=0, allow_inf_nan=True)] = 0.5
+    """Gradients are scaled down to this norm; `.inf` leaves them as they are."""
     non_finite_limit: int = 3
     """Consecutive skipped steps (loss or gradient not finite) after which the run ends."""
     lr_kl: Annotated[float, Field(gt=0)] | None = None
@@ -327,7 +354,7 @@ class PlanConfig(Section):
 class Config(Section):
     """One training run."""
 
-    name: str | None = None
+    name: Annotated[str, AfterValidator(_below_runs)] | None = None
     """Folder of the run below `runs/`; None makes it from the configuration's name and the time."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Everything random in the run is a function of it."""
@@ -358,6 +385,12 @@ class Config(Section):
     plan: PlanConfig = PlanConfig()
     runtime: RuntimeConfig = RuntimeConfig()
 
+    @property
+    def named_code(self) -> dict[str, str]:
+        """By the setting's key, the code that is named; what comes with the project is none."""
+        found = zip(KEYS, (self.workflow, self.reward.function), strict=True)
+        return {key: name for key, name in found if name is not None and ":" in name}
+
 
 def shipped_configs() -> dict[str, str]:
     """The configurations of the project by name, with the first sentence of the comment that each begins with."""
@@ -369,9 +402,9 @@ def shipped_configs() -> dict[str, str]:
     return found
 
 
-def load_config(reference: str) -> Config:
+def load_config(reference: str, code: Collection[str] = ()) -> Config:
     """The configuration called `reference` in `configs/`, or in the YAML file of that path, which may be what a run
-    saved in its folder. Raises `UserError`."""
+    saved in its folder: that one may name only the `code` that is allowed here. Raises `UserError`."""
     path = Path(reference)
     if path.suffix not in (".yaml", ".yml"):
         path = CONFIGS / f"{reference}.yaml"
@@ -379,7 +412,9 @@ def load_config(reference: str) -> Config:
         known = sorted(p.stem for p in CONFIGS.glob("*.yaml"))
         raise UserError(f"no configuration {reference!r}{nearest(reference, known)}")
     if path.name == "config.yaml" and (path.parent / "checkpoints").is_dir():
-        return saved_config(path)
+        saved = saved_config(path)
+        refuse_code(saved.named_code, path, code)
+        return saved
     return parse_config(_mapping(path), str(path))
 
 
@@ -396,7 +431,7 @@ def parse_config(data: dict[str, Any], source: str) -> Config:
     except UserError as error:
         raise UserError(f"{source}: {error}") from error
     except ValidationError as error:
-        raise UserError(f"{source}: " + "; ".join(_explain(item) for item in error.errors())) from error
+        raise UserError(f"{source}: {_explained(error)}") from error
 
 
 def save_config(config: Config, path: Path) -> None:
@@ -433,17 +468,22 @@ def all_keys() -> list[str]:
 
 
 def _mapping(path: Path) -> dict[str, Any]:
-    try:
-        data = yaml.safe_load(path.read_text()) or {}
-    except yaml.YAMLError as error:
-        raise UserError(f"{path} is not valid YAML: {error}") from error
+    data = read_yaml(path) or {}
     if not isinstance(data, dict):
         raise UserError(f"{path} must hold keys and values, not {type(data).__name__}")
     return data
 
 
+def _explained(error: ValidationError) -> str:
+    """What is wrong; of very many things the first."""
+    every = error.errors(include_url=False)
+    more = f"; and {len(every) - MOST_PROBLEMS} more" if len(every) > MOST_PROBLEMS else ""
+    return "; ".join(_explain(item) for item in every[:MOST_PROBLEMS]) + more
+
+
 def _explain(item: Any) -> str:
     key = ".".join(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden":
-        return migration.renamed(key, item["input"]) or f"unknown key {key!r}{nearest(key, all_keys())}"
-    return f"{key}: {item['msg']} (got {item['input']!r})"
+        known = migration.renamed(key, item["input"])
+        return known or f"unknown key {shown(key)}{nearest(key[:100], all_keys())}"
+    return f"{key[:100]}: {item['msg'][:300]} (got {shown(item['input'])})"

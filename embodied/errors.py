@@ -1,4 +1,4 @@
-"""Mistakes that the user can mend, and the nearest valid names for their messages."""
+"""Mistakes that the user can mend, and what their messages show: values, cut, and the nearest valid names."""
 
 from __future__ import annotations
 
@@ -21,6 +21,15 @@ def unreadable(path: Path, wrong: object) -> CheckpointError:
 
 class PeerFailed(UserError):
     """A worker could not go on since another one of its group failed: that one's error, if it has one, says more."""
+
+
+def shown(value: object, longest: int = 100) -> str:
+    """A value in a message, in which it has limited room; a number may have too many digits to be written at all."""
+    try:
+        text = repr(value)
+    except ValueError:
+        return "a number of thousands of digits"
+    return text if len(text) <= longest else text[:longest] + "..."
 
 
 def nearest(given: str, valid: list[str]) -> str:

@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
-from embodied.errors import UserError
+from embodied.errors import UserError, shown
 
 VERSION = 3
 """Of the keys. It is saved with each configuration; those of version 1 were saved without. Version 2 said in options of
@@ -53,7 +53,7 @@ RENAMED = {
 }
 """Keys of version 1, and what each is called now."""
 
-_VALUES = {"ppo.normalise_advantages": {True: "task", False: "none"}}
+_VALUES: dict[str, dict[Any, Any]] = {"ppo.normalise_advantages": {True: "task", False: "none"}}
 """Values of version 1 that are said otherwise now."""
 
 OLD_SECTIONS = ("ppo", "group", "learner")
@@ -86,8 +86,8 @@ def check_version(version: Any) -> None:
     """Raise `UserError` for a version of the keys that this program does not know."""
     if version not in range(1, VERSION + 1):
         raise UserError(
-            f"version {version!r} of the configuration is not known here, only 1 to {VERSION}; a newer one takes a "
-            "newer version of this program"
+            f"version {shown(version)} of the configuration is not known here, only 1 to {VERSION}; a newer one "
+            "takes a newer version of this program"
         )
 
 
@@ -125,4 +125,5 @@ def _move(data: dict[str, Any], old: str, new: str) -> None:
     value = source.pop(name)
     section, _, name = new.rpartition(".")
     target = data.setdefault(section, {}) if section else data
-    target[name] = _VALUES[old].get(value, value) if old in _VALUES else value
+    if isinstance(target, dict):  # else the configuration's own check says what it should be
+        target[name] = next((new for said, new in _VALUES.get(old, {}).items() if said == value), value)

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from itertools import count
@@ -24,10 +24,11 @@ from embodied import checkpoint
 from embodied.checkpoint import CheckpointError
 from embodied.config import Config, load_config, save_config, saved_config
 from embodied.errors import UserError
+from embodied.named_code import refuse_code
 
 RUNS = Path("runs")
 """Where runs are, unless --runs-dir says otherwise."""
-METRICS, OWNER = "metrics.jsonl", ".owner"
+CONFIG, METRICS, OWNER = "config.yaml", "metrics.jsonl", ".owner"
 
 
 def lasting_root(run_dir: Path) -> Path:
@@ -59,21 +60,37 @@ def newest_whole(run_dir: Path) -> tuple[Path | None, list[CheckpointError]]:
     return max(found, key=lambda folder: int(folder.name), default=None), damages + more
 
 
-def settings_of(run: str, runs_dir: Path) -> Config:
-    """The configuration of a run's folder, or, where there is no such run, of a configuration called so."""
+def settings_of(run: str, runs_dir: Path, code: Collection[str] = ()) -> Config:
+    """The configuration of a run's folder, or, where there is no such run, of a configuration called so.
+
+    Raises `UserError` where there is neither, and where a run's names other `code` than is allowed here: its folder may
+    come from elsewhere.
+    """
     folder = find_run(run, runs_dir)
     if folder is None:
         try:
-            return load_config(run)
+            return load_config(run, code)
         except UserError as error:
             raise UserError(f"no run {run!r} here or below {runs_dir}/, and {error}") from error
-    return saved_config(folder / "config.yaml")
+    saved = saved_config(folder / CONFIG)
+    refuse_code(saved.named_code, folder / CONFIG, code)
+    return saved
+
+
+def recorded_settings(run_dir: Path) -> Config:
+    """The configuration that a run has saved, to look up values: nobody has allowed to run the code that it names.
+
+    Raises `UserError` where there is none.
+    """
+    if not (run_dir / CONFIG).is_file():
+        raise UserError(f"{run_dir} has no {CONFIG}, which every run saves: bring it back, or choose another --name")
+    return saved_config(run_dir / CONFIG)
 
 
 def find_run(run: str, runs_dir: Path) -> Path | None:
     """The run's folder: `run` itself, or below `runs_dir`. None if neither holds a run."""
     for folder in (Path(run), runs_dir / run):
-        if (folder / "config.yaml").is_file():
+        if (folder / CONFIG).is_file():
             return folder
     return None
 
@@ -125,7 +142,7 @@ def begun_from(config: Config, runs_dir: Path, resume: bool) -> Config:
     begun = any(checkpoint.latest(root(run_dir)) for root in (lasting_root, interim_root))
     if not (resume and config.name and begun):
         return with_init(config, runs_dir)
-    recorded = settings_of(str(run_dir), runs_dir).policy.init
+    recorded = recorded_settings(run_dir).policy.init
     kept = recorded if recorded is not None and recorded.exists() else None
     if kept != recorded and (config.loss.reference_kl or config.advantage.reward_kl):
         raise UserError(
@@ -189,8 +206,8 @@ def prepare_run(config: Config, run_dir: Path, resume: bool, stage: str = "rl") 
         raise UserError(f"the run folder {run_dir} exists: go on with it by --resume auto, or choose another --name")
     try:
         (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
-        if not (run_dir / "config.yaml").exists():
-            save_config(config, run_dir / "config.yaml")
+        if not (run_dir / CONFIG).exists():
+            save_config(config, run_dir / CONFIG)
         found = _checkpoint_to_go_on_from(run_dir)
     except OSError as error:
         raise _unwritable(run_dir, error) from error

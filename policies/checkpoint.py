@@ -15,12 +15,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from policies.contract import Policy, PolicyError, PolicySpec, spec_to_dict
-from policies.finite import check_finite
+from policies.files import layout, layouts, read_json, read_tensors, shown
 from policies.registry import arguments_of, build, nearest, policy_class
 from policies.transforms import upgraded
 
@@ -48,8 +48,18 @@ def load(folder: str | Path) -> Policy:
     folder = Path(folder)
     config = _read_config(folder / CONFIG)
     spec = _spec(config["spec"], folder / CONFIG)
-    arguments = config["architecture"] | policy_class(config["kind"]).restore_arguments(folder / ACTOR)
-    policy = build(config["kind"], spec, seed=0, **arguments)
+    try:
+        cls = policy_class(config["kind"])
+        arguments = config["architecture"] | cls.restore_arguments(folder / ACTOR)
+        if _has_plain_files(cls):
+            # Sizes are somebody's text: no memory is taken before the tensors are seen to have them.
+            with torch.device("meta"):
+                empty = build(config["kind"], spec, seed=0, **arguments)
+            _check_layouts(folder / MODEL, _actor_state(empty))
+            _check_layouts(folder / VALUE_HEAD, empty.value_head.state_dict())
+        policy = build(config["kind"], spec, seed=0, **arguments)
+    except PolicyError as error:
+        raise PolicyError(f"{folder / CONFIG}: {str(error)[:2000]}") from error  # it may show somebody's long text
     _fill(policy, folder)
     return policy
 
@@ -74,15 +84,15 @@ def _config(policy: Policy) -> dict[str, Any]:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise PolicyError(f"no policy here: {path} is missing{_hint(path.parents[1])}") from None
-    except (OSError, ValueError, RecursionError) as error:  # the last: nested too deeply
-        raise PolicyError(f"{path} cannot be read: {error}") from error
+    if not path.exists():
+        raise PolicyError(f"no policy here: {path} is missing{_hint(path.parents[1])}")
+    config = read_json(path)
     parts = {"kind": str, "spec": dict, "architecture": dict}
-    if not isinstance(config, dict) or not all(isinstance(config.get(k), t) for k, t in parts.items()):
+    if not all(isinstance(config.get(k), t) for k, t in parts.items()):
         raise PolicyError(f"{path} must hold kind (text), spec and architecture (objects)")
+    reserved = {"kind", "spec", "seed"} & config["architecture"].keys()
+    if reserved:
+        raise PolicyError(f"{path}: architecture has {min(reserved)!r}, which is no argument of a network")
     return config | {"architecture": upgraded(config["architecture"])}
 
 
@@ -96,10 +106,10 @@ def _spec(saved: dict[str, Any], path: Path) -> PolicySpec:
     known = [f.name for f in fields(PolicySpec)]
     for name, value in saved.items():
         if name not in known:
-            raise PolicyError(f"{path}: spec has no field {name!r}{nearest(name, known)}")
+            raise PolicyError(f"{path}: spec has no field {shown(name)}{nearest(name[:100], known)}")
         texts = isinstance(value, list) and all(isinstance(item, str) for item in value)
         if not (texts if name == "cameras" else type(value) is int):
-            raise PolicyError(f"{path}: spec.{name} cannot be {value!r}")
+            raise PolicyError(f"{path}: spec.{name} cannot be {shown(value)}")
     if "action_dim" not in saved:
         raise PolicyError(f"{path}: spec.action_dim is missing")
     values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in saved.items()}
@@ -138,7 +148,7 @@ def _on_cpu(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _fill(policy: Policy, folder: Path) -> None:
     """Copy everything into the policy, after all of it is known to be whole and to fit."""
-    own = type(policy).read_actor is Policy.read_actor
+    own = _has_plain_files(type(policy))
     actor = _read_tensors(folder / MODEL, _actor_state(policy)) if own else policy.read_actor(folder / ACTOR)
     critic = _read_tensors(folder / VALUE_HEAD, policy.value_head.state_dict())
     tensors = actor | {f"value_head.{name}": tensor for name, tensor in critic.items()}
@@ -146,25 +156,25 @@ def _fill(policy: Policy, folder: Path) -> None:
     policy.load_state_dict(tensors, strict=own)
 
 
-def _read_tensors(path: Path, expected: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of the file, which must be exactly those expected, by name, shape and dtype, and finite."""
-    try:
-        found = load_file(path)
-    except FileNotFoundError:
-        raise PolicyError(f"incomplete policy: {path} is missing") from None
-    except (OSError, SafetensorError) as error:
-        raise PolicyError(f"{path} is damaged or no safetensors file: {error}") from error
+def _has_plain_files(cls: type[Policy]) -> bool:
+    """Whether the policy is in this project's own layout."""
+    return cls.read_actor is Policy.read_actor
+
+
+def _check_layouts(path: Path, expected: dict[str, Tensor]) -> None:
+    """Raise `PolicyError` unless the file holds exactly those expected, by name, shape and dtype. Reads no tensor."""
+    found = layouts(path)
     for name, tensor in expected.items():
         if name not in found:
             raise PolicyError(f"{path} lacks the tensor {name!r}")
-        if _layout(found[name]) != _layout(tensor):
-            raise PolicyError(f"{path}: {name!r} is {_layout(found[name])}, expected {_layout(tensor)}")
+        if found[name] != layout(tensor):
+            raise PolicyError(f"{path}: {name!r} is {found[name]}, expected {layout(tensor)}")
     for name in found:
         if name not in expected:
-            raise PolicyError(f"{path} has a tensor that this policy has not: {name!r}")
-    check_finite(path, found)
-    return found
+            raise PolicyError(f"{path} has a tensor that this policy has not: {shown(name)}")
 
 
-def _layout(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+def _read_tensors(path: Path, expected: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of the file, which must be exactly those expected, and finite."""
+    _check_layouts(path, expected)
+    return read_tensors(path)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from policies.contract import Inputs, PolicyError, PolicySpec
-from policies.layers import HIDDEN_GAIN, mlp, orthogonal
+from policies.layers import HIDDEN_GAIN, MOST_LAYERS, checked_widths, mlp, orthogonal
 from policies.normalizer import Normalizer
 
 CHANNELS = (32, 48, 64)
@@ -77,7 +77,8 @@ class CnnEncoder(Encoder):
     ) -> None:
         """`extra_layers` 3 x 3 convolutions follow at each level."""
         super().__init__()
-        if len(channels) != len(CONVOLUTIONS) or extra_layers < 0:
+        channels = checked_widths("channels", channels)
+        if len(channels) != len(CONVOLUTIONS) or not 0 <= extra_layers <= MOST_LAYERS:
             raise PolicyError(
                 f"the CNN has {len(CONVOLUTIONS)} levels: give as many channels and no negative extra_layers, "
                 f"got {list(channels)} and {extra_layers}"

@@ -15,9 +15,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from pydantic import BaseModel, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -31,19 +32,56 @@ SINGLE = "model.safetensors"
 ADAPTER = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
+          "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool"}  # fmt: skip
+"""safetensors' names, and torch's."""
+LARGEST_JSON = 2**27
+"""Bytes; a tokenizer has some millions."""
+SHOWN_ERROR = 500
+"""Characters of a library's message."""
+WEIGHTS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in the file. Raises `PolicyError` if there is none."""
     try:
-        data = json.loads(path.read_text())
+        size = path.stat().st_size
+        if size > LARGEST_JSON:
+            raise PolicyError(f"{path} has {size} bytes; at most {LARGEST_JSON} are read")
+        data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise PolicyError(f"incomplete checkpoint: {path} is missing") from None
-    except (OSError, ValueError, RecursionError) as error:  # the last: nested too deeply
+    except RecursionError:
+        raise PolicyError(f"{path} cannot be read: it is nested too deeply") from None
+    except (OSError, ValueError) as error:
         raise PolicyError(f"{path} cannot be read: {error}") from error
     if not isinstance(data, dict):
         raise PolicyError(f"{path} must hold an object, it holds a {type(data).__name__}")
     return data
+
+
+M = TypeVar("M", bound=BaseModel)
+
+
+def shown(value: object, longest: int = 100) -> str:
+    """A value of somebody's file in a message, in which it has limited room."""
+    try:
+        text = repr(value)
+    except ValueError:
+        return "a number of thousands of digits"
+    return text if len(text) <= longest else text[:longest] + "..."
+
+
+def checked(path: Path, schema: type[M], raw: Mapping[str, Any]) -> M:
+    """What the file said, as the schema has it. Raises `PolicyError`, which names the first entry that is not."""
+    try:
+        return schema.model_validate(raw)
+    except ValidationError as error:
+        found = error.errors(include_url=False)[0]
+        where, what = ".".join(str(part) for part in found["loc"]), found["msg"][:SHOWN_ERROR]
+        raise PolicyError(
+            f"{path} lacks an entry or has one of the wrong type: {shown(where)}: {what} (got {shown(found['input'])})"
+        ) from None
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
@@ -73,8 +111,8 @@ class Shards:
                 raise PolicyError(f"{folder / INDEX} has no weight_map from tensors to files")
             for file in set(files.values()):
                 # An index is somebody else's text: it must not lead out of its folder.
-                if Path(file).name != file or not file.endswith(".safetensors"):
-                    raise PolicyError(f"{folder / INDEX} names {file!r}, which is no safetensors file beside it")
+                if Path(file).name != file or not file.endswith(".safetensors") or "\0" in file:
+                    raise PolicyError(f"{folder / INDEX} names {shown(file)}, which is no safetensors file beside it")
             return cls(folder, files)
         if not (folder / SINGLE).exists():
             pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
@@ -100,8 +138,7 @@ class Shards:
                 name = min(stored ^ set(names))
                 where = "is in the index, but not in it" if name in names else "is in it, but not in the index"
                 raise PolicyError(f"{path} and the index disagree: {name!r} {where}")
-            with safe_open(path, framework="pt") as shard:
-                tensors = {name: shard.get_tensor(name) for name in names}
+            tensors = _tensors(path, names)
             check_shapes(self.folder, tensors, {name: expected[name] for name in names})
             check_finite(path, tensors)
             found |= tensors
@@ -111,8 +148,10 @@ class Shards:
         """Tensors of the shapes that these have, on the meta device. Raises `PolicyError` for a damaged file."""
         found = {}
         for name in names:
-            _names(self.folder / self.files[name])
-            with safe_open(self.folder / self.files[name], framework="pt") as shard:
+            path = self.folder / self.files[name]
+            if name not in _names(path):
+                raise PolicyError(f"{path} and the index disagree: {shown(name)} is in the index, but not in it")
+            with safe_open(path, framework="pt") as shard:
                 found[name] = torch.empty(shard.get_slice(name).get_shape(), device="meta")
         return found
 
@@ -132,11 +171,17 @@ class Shards:
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """Every tensor of one safetensors file, finite. Raises `PolicyError`."""
-    names = _names(path)
-    with safe_open(path, framework="pt") as file:
-        tensors = {name: file.get_tensor(name) for name in names}
+    tensors = _tensors(path, _names(path))
     check_finite(path, tensors)
     return tensors
+
+
+def layouts(path: Path) -> dict[str, str]:
+    """Of each tensor of a safetensors file, as `layout` says it: none is read. Raises `PolicyError`."""
+    names = _names(path)
+    with safe_open(path, framework="pt") as file:
+        slices = {name: file.get_slice(name) for name in names}
+        return {name: f"{DTYPES.get(s.get_dtype(), s.get_dtype())} {s.get_shape()}" for name, s in slices.items()}
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], aliases: Mapping[str, str] | None = None) -> None:
@@ -162,9 +207,11 @@ def read_state(path: Path) -> dict[str, Tensor]:
         raise PolicyError(f"incomplete checkpoint: {path} is missing") from None
     except pickle.UnpicklingError as error:
         raise PolicyError(f"{path} holds more than tensors, and is not read: {str(error).splitlines()[0]}") from error
-    except (OSError, RuntimeError, EOFError, ValueError) as error:
-        raise PolicyError(f"{path} is damaged: {error}") from error
-    if not isinstance(state, dict) or not all(isinstance(t, Tensor) for t in state.values()):
+    except (
+        Exception
+    ) as error:  # an archive of a program for a machine of its own: what is damaged in it raises anything
+        raise PolicyError(f"{path} is damaged: {str(error)[:SHOWN_ERROR]}") from error
+    if not isinstance(state, dict) or not all(isinstance(n, str) and isinstance(t, Tensor) for n, t in state.items()):
         raise PolicyError(f"{path} is not a state dict: it must map names to tensors")
     check_finite(path, state)
     return {name.removeprefix("module."): tensor for name, tensor in state.items()}
@@ -190,7 +237,7 @@ def check_shapes(source: Path, found: Mapping[str, Tensor], expected: Mapping[st
         if found[name].shape != tensor.shape:
             shapes = f"{list(found[name].shape)}, expected {list(tensor.shape)}"
             raise PolicyError(f"{source}: {name!r} is {shapes}: the tensors are of another model than config.json says")
-        if not found[name].is_floating_point():
+        if found[name].dtype not in WEIGHTS:
             raise PolicyError(f"{source}: {name!r} is {layout(found[name])}; quantised weights are not supported")
 
 
@@ -209,14 +256,30 @@ def _names(path: Path) -> list[str]:
     except FileNotFoundError:
         raise PolicyError(f"incomplete checkpoint: {path} is missing") from None
     except (OSError, SafetensorError) as error:
-        raise PolicyError(f"{path} is damaged or no safetensors file: {error}") from error
+        raise PolicyError(f"{path} is damaged or no safetensors file: {str(error)[:SHOWN_ERROR]}") from error
+
+
+def _tensors(path: Path, names: Iterable[str]) -> dict[str, Tensor]:
+    """These of the file's tensors. Raises `PolicyError`."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in names}
+    except (
+        OSError,
+        SafetensorError,
+        AttributeError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:  # strange types, sizes
+        raise PolicyError(f"{path} is damaged: {str(error)[:SHOWN_ERROR]}") from error
 
 
 def _check_names(source: Path, found: set[str], expected: set[str]) -> None:
     missing, unexpected = sorted(expected - found), sorted(found - expected)
     if missing or unexpected:
         parts = [
-            f"{len(names)} {what}: {', '.join(repr(name) for name in names[:3])}{', ...' if len(names) > 3 else ''}"
+            f"{len(names)} {what}: {', '.join(shown(name) for name in names[:3])}{', ...' if len(names) > 3 else ''}"
             for names, what in ((missing, "missing"), (unexpected, "unexpected"))
             if names
         ]

@@ -16,10 +16,12 @@ def check_finite(path: Path, tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         if not tensor.is_floating_point() or not tensor.numel():
             continue
+        if tensor.element_size() < 2:  # of 8 bits, of which torch knows no extremes
+            tensor = tensor.float()
         # The extremes take one pass and no memory; NaN is both of them wherever there is one.
         low, high = torch.aminmax(tensor)
         if not (low.isfinite() and high.isfinite()):
             raise PolicyError(
-                f"{path}: {name!r} has numbers that are not finite: a policy cannot act with it. Use an earlier "
+                f"{path}: {name[:200]!r} has numbers that are not finite: a policy cannot act with it. Use an earlier "
                 "checkpoint, or train again (a smaller learning rate is the usual remedy)"
             )

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from policies.contract import PolicyError
 
 HIDDEN_GAIN = math.sqrt(2)
+MOST_LAYERS, WIDEST = 64, 2**16
 
 
 def orthogonal(layer: nn.Linear | nn.Conv2d, gain: float = HIDDEN_GAIN) -> nn.Linear | nn.Conv2d:
@@ -38,8 +39,15 @@ def mlp(
 
 def checked_widths(name: str, widths: Sequence[int]) -> tuple[int, ...]:
     """The widths as a tuple of positive whole numbers, or a `PolicyError` that names the argument."""
-    if not isinstance(widths, (list, tuple)) or not all(isinstance(width, int) and width > 0 for width in widths):
-        raise PolicyError(f"{name} is a list of positive layer widths such as [256, 256], got {widths!r}")
+    if (
+        not isinstance(widths, (list, tuple))
+        or len(widths) > MOST_LAYERS
+        or not all(isinstance(width, int) and 0 < width <= WIDEST for width in widths)
+    ):
+        raise PolicyError(
+            f"{name} is a list of positive layer widths such as [256, 256] (at most {MOST_LAYERS}, of at most "
+            f"{WIDEST}), got {widths!r:.100}"
+        )
     return tuple(widths)
 
 

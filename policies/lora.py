@@ -12,17 +12,21 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
+from pydantic import BaseModel, Field
 from torch import Tensor, nn
 
 from policies.contract import Policy, PolicyError
 from policies.files import (
     ADAPTER,
     ADAPTER_CONFIG,
+    SHOWN_ERROR,
     check_shapes,
+    checked,
     read_json,
     read_tensors,
+    shown,
     write_json,
     write_tensors,
 )
@@ -31,11 +35,30 @@ from policies.torchvision_operators import import_torchvision
 PREFIX = "base_model.model."
 NAME = "default"
 """PEFT's name of the only adapter."""
-UNSUPPORTED = ("modules_to_save", "use_dora", "layer_replication", "trainable_token_indices")
+UNSUPPORTED = ("modules_to_save", "use_dora", "layer_replication", "trainable_token_indices", "megatron_config")
+"""Entries that may not be set. With the last PEFT imports a module that the file names."""
 INITIALISATIONS = (True, False, "gaussian")
 """Those that leave the base as it is: the others (pissa, olora, ...) move part of it into the adapter."""
 BASE = "base_digest"
 """Entry of adapter_config.json that says of which base the adapter is. PEFT's own reader passes over it."""
+
+
+PATTERN = r"[\w.^$\\-]+"
+"""Of names of modules, which PEFT takes for regular expressions: those of strangers may take for ever."""
+Rank = Annotated[int, Field(strict=True, ge=0, le=2**16)]
+Alpha = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
+
+
+class _Said(BaseModel, extra="allow"):
+    """adapter_config.json, as far as it counts here; whatever else is there PEFT judges."""
+
+    r: Rank = 8
+    lora_alpha: Alpha = 8
+    use_rslora: bool | None = False
+    rank_pattern: dict[str, Rank] = {}
+    alpha_pattern: dict[str, Alpha] = {}
+    exclude_modules: list[str] | str | None = None
+    layers_pattern: list[str] | str | None = None
 
 
 class AdaptedModel(nn.Module):
@@ -199,8 +222,9 @@ def attach(model: AdaptedModel, config: dict[str, Any]) -> None:
         # Dropout would make the second look at a decision differ from the first.
         ready = LoraConfig(**({"init_lora_weights": "gaussian"} | _known(config) | {"lora_dropout": 0.0}))
         inject_adapter_in_model(ready, model, adapter_name=NAME)
-    except (TypeError, ValueError) as error:
-        raise PolicyError(f"an adapter of r={config.get('r')!r} cannot be made: {error}") from error
+    except Exception as error:  # a configuration of somebody's: PEFT raises anything for what it has not thought of
+        what = str(error)[:SHOWN_ERROR] or type(error).__name__
+        raise PolicyError(f"an adapter of r={shown(config.get('r'))} cannot be made: {what}") from error
     # Small steps would be lost in bfloat16's eight bits.
     cast_adapter_dtype(model, NAME, autocast_adapter_dtype=True)
     model.adapter_config = dict(config)
@@ -222,8 +246,15 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     for name in UNSUPPORTED:
         if config.get(name):
             raise PolicyError(f"{path}: {name} is not supported")
+    said = checked(path, _Said, config)
+    given = [said.exclude_modules, said.layers_pattern, list(said.rank_pattern), list(said.alpha_pattern)]
+    for pattern in (one for each in given for one in ([each] if isinstance(each, str) else each or [])):
+        if not re.fullmatch(PATTERN, pattern):
+            raise PolicyError(f"{path}: the pattern {shown(pattern)} is not the name of a module")
     if config.get("init_lora_weights", True) not in INITIALISATIONS:
-        raise PolicyError(f"{path}: init_lora_weights {config['init_lora_weights']!r} changes the base: merge it first")
+        raise PolicyError(
+            f"{path}: init_lora_weights {shown(config['init_lora_weights'])} changes the base: merge it first"
+        )
     if config.get("bias", "none") != "none":
         raise PolicyError(f"{path}: adapters with biases are not supported")
     return config

@@ -5,10 +5,15 @@ gigabytes are neither written nor read; and the words of their tokenizers.
 from __future__ import annotations
 
 import string
+from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from policies.contract import PolicyError
+
+MOST_WEIGHTS = 10**11
+"""Of a network: a config.json that says more is not meant."""
 RANDOM_WEIGHTS = "random_weights"
 """Entry of config.json: the seed of the weights."""
 INSTRUCTION = "pick up the black bowl between the plate and the ramekin and place it on the plate"
@@ -21,6 +26,13 @@ FURTHER_WORDS = (
 """What else the tokenizers have as whole words: for speed a prompt's length is what counts."""
 SINGLE = ("\n", *string.ascii_letters, *string.digits, *string.punctuation)
 """Characters with which they spell other words."""
+
+
+def check_weights(source: Path, network: nn.Module) -> None:
+    """Raise `PolicyError`, which names the source, if a network on the meta device has more than there can be."""
+    count = sum(tensor.numel() for tensor in network.state_dict().values())
+    if count > MOST_WEIGHTS:
+        raise PolicyError(f"{source} describes a network of {count} numbers; at most {MOST_WEIGHTS} can be read")
 
 
 def draw(name: str, tensor: Tensor, generator: torch.Generator, scale: float = 1.0) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 from policies.contract import Policy, PolicyError, PolicySpec
+from policies.files import shown
 from policies.transforms import instead_of
 
 KINDS = {
@@ -27,10 +29,14 @@ KINDS = {
 """Kind to module:class. A module is imported when its kind is asked for."""
 
 
+LARGEST, LARGEST_IMAGE = 2**16, 4096
+"""Of the sizes in a spec, and of the whole numbers in an architecture: a file may say anything."""
+
+
 def policy_class(kind: str) -> type[Policy]:
     """The class of `kind`. Raises `PolicyError` with the nearest kinds if there is none."""
     if kind not in KINDS:
-        raise PolicyError(f"unknown policy {kind!r}{nearest(kind, list(KINDS))}")
+        raise PolicyError(f"unknown policy {shown(kind)}{nearest(kind[:100], list(KINDS))}")
     module, name = KINDS[kind].split(":")
     return getattr(importlib.import_module(module), name)
 
@@ -44,6 +50,10 @@ def build(kind: str, spec: PolicySpec, seed: int, **architecture: Any) -> Policy
     cls = _checked_class(kind, architecture)
     if spec.action_dim < 1 or spec.chunk < 1:
         raise PolicyError(f"spec.action_dim and spec.chunk must be at least 1, got {spec.action_dim}, {spec.chunk}")
+    for name, size in vars(spec).items():
+        largest = LARGEST_IMAGE if name == "image_size" else LARGEST
+        if type(size) is int and not 0 <= size <= largest:
+            raise PolicyError(f"spec.{name} is of 0 to {largest}, got {shown(size)}")
     if spec.horizon == spec.chunk and not (cls.predicts_more and cls.pretrained):
         spec = replace(spec, horizon=0)  # the same, said once; where a checkpoint has a horizon, 0 is that
     if spec.predicted < spec.chunk or (spec.predicted > spec.chunk and not cls.predicts_more):
@@ -68,10 +78,10 @@ def _checked_class(kind: str, architecture: Mapping[str, Any]) -> type[Policy]:
     for name, value in architecture.items():
         if name not in known:
             moved = instead_of(name, value) if "transforms" in known else None
-            said = f": {moved}" if moved else nearest(name, list(known))
-            raise PolicyError(f"{kind} has no architecture argument {name!r}{said}")
+            said = f": {moved}" if moved else nearest(name[:100], list(known))
+            raise PolicyError(f"{kind} has no architecture argument {shown(name)}{said}")
         if not _fits(value, known[name]):
-            raise PolicyError(f"{kind}'s {name} is of the kind of {known[name]!r}, got {value!r}")
+            raise PolicyError(f"{kind}'s {name} is of the kind of {known[name]!r}, got {shown(value)}")
     return cls
 
 
@@ -88,11 +98,18 @@ def arguments_of(cls: type[Policy]) -> dict[str, Any]:
 
 
 def _fits(value: Any, default: Any) -> bool:
-    """Whether the value is of the default's type; a list passes for a tuple, a whole number for a real."""
+    """Whether the value is of the default's type, and a number of a size that can be; a list passes for a tuple, whose
+    items fit the default's, and a whole number for a real."""
     if default is None:
         return True
     accepted = {float: (float, int), tuple: (list, tuple)}.get(type(default), (type(default),))
-    return type(value) in accepted
+    if type(value) not in accepted:
+        return False
+    if isinstance(value, (list, tuple)):
+        return all(_fits(item, default[0]) for item in value) if default else True
+    if type(value) is int:
+        return abs(value) <= LARGEST
+    return math.isfinite(value) if type(value) is float else True
 
 
 def nearest(given: str, valid: list[str]) -> str:

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from policies.contract import Action, Evaluation, Inputs, Policy, PolicyError, PolicySpec
+from policies.files import read_tensors
 
 FORMAT = {"actions": (3, torch.float32), "lengths": (1, torch.int64), "episodes": (2, torch.int64)}
 """Dimensions and dtype of a recording's tensors."""
@@ -116,12 +116,9 @@ def _episode(inputs: Inputs) -> Tensor:
 
 
 def _read(path: Path) -> dict[str, Tensor]:
-    try:
-        tensors = load_file(path)
-    except FileNotFoundError:
-        raise PolicyError(f"no recording here: {path} is missing") from None
-    except (OSError, SafetensorError) as error:
-        raise PolicyError(f"{path} is damaged or no safetensors file: {error}") from error
+    if not path.exists():
+        raise PolicyError(f"no recording here: {path} is missing")
+    tensors = read_tensors(path)
     _check(tensors, path)
     return tensors
 

@@ -21,11 +21,19 @@ from schedulers.graph import graph_of
 from schedulers.layout import range_from, range_text
 from schedulers.plan import DeviceRange, Plan
 from schedulers.profile import Profile
-from schedulers.validation import check_cluster
+from schedulers.validation import MOST_NODES, check_cluster
 from schedulers.workflow import Workflow
 
 FORMAT = 1
 """Of the files; a reader refuses those of another format."""
+LARGEST_FILE = 2**26
+"""Bytes of a file that is read."""
+LARGEST = 2**31 - 1
+"""Of the whole numbers in a file."""
+SHOWN = 100
+"""Characters of a wrong value in a message."""
+LONGEST_MESSAGE = 2000
+"""Characters; names in a file may be as long as it likes."""
 
 T = TypeVar("T", Workflow, Profile, Cluster, Plan)
 KINDS: dict[type, str] = {Workflow: "workflow", Profile: "profile", Cluster: "cluster", Plan: "plan"}
@@ -51,15 +59,18 @@ def from_data(kind: type[T], data: Any) -> T:
     data = dict(data)
     found = data.pop("kind", what)
     if found != what:
-        raise PlanError(f"a {what} is expected here, not a {found}")
+        raise PlanError(f"a {what} is expected here, not a {found if found in KINDS.values() else _shown(found)}")
     version = data.pop("format", FORMAT)
     if version != FORMAT:
-        raise PlanError(f"this {what} has format {version!r}; this version reads format {FORMAT}")
+        raise PlanError(f"this {what} has format {_shown(version)}; this version reads format {FORMAT}")
     if kind is Cluster:
         data = _with_equal_nodes(data)
     if kind is Plan and isinstance(data.get("groups"), int):
         data["groups"] = [data["groups"]]
-    value = _read(kind, data, what)
+    try:
+        value = _read(kind, data, what)
+    except RecursionError:
+        raise PlanError(f"the {what} is nested too deeply") from None
     assert isinstance(value, kind)
     _check(value)
     return value
@@ -79,15 +90,36 @@ def load(kind: type[T], path: str | Path) -> T:
     """Reads what `save` or a person wrote; raises `PlanError` that names the file."""
     what = KINDS[kind]
     try:
-        data = json.loads(Path(path).read_text())
+        data = json.loads(_text(Path(path)), object_pairs_hook=_once_each)
     except FileNotFoundError:
         raise PlanError(f"there is no {what} file {str(path)!r}") from None
     except (OSError, ValueError) as error:
-        raise PlanError(f"{str(path)!r} cannot be read as JSON: {error}") from None
+        raise PlanError(f"{str(path)!r} cannot be read as JSON: {str(error)[:LONGEST_MESSAGE]}") from None
+    except RecursionError:
+        raise PlanError(f"{str(path)!r} cannot be read as JSON: it is nested too deeply") from None
     try:
         return from_data(kind, data)
     except PlanError as error:
-        raise PlanError(f"{path}: {error}") from None
+        raise PlanError(f"{path}: {str(error)[:LONGEST_MESSAGE]}") from None
+
+
+def _text(path: Path) -> str:
+    """What the file says. Raises `OSError`, also for what is no file or too large a one, or `ValueError`."""
+    size = path.stat().st_size
+    if not path.is_file() or size > LARGEST_FILE:
+        what = f"{size} bytes are more than the {LARGEST_FILE} that are read" if path.is_file() else "it is no file"
+        raise OSError(what)
+    return path.read_text(encoding="utf-8")
+
+
+def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, in which no key stands twice: one of the two would be read over."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in found if keys.count(key) > 1)
+        raise ValueError(f"the key {_shown(twice)} stands there twice")
+    return found
 
 
 def _plain(value: Any) -> Any:
@@ -123,13 +155,16 @@ def _with_equal_nodes(data: dict[str, Any]) -> dict[str, Any]:
         node = dict(node)
         count = node.pop("count", None)
         if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
-            raise PlanError(f"cluster: the count of nodes is a whole number of at least 1, not {count!r}")
+            raise PlanError(f"cluster: the count of nodes is a whole number of at least 1, not {_shown(count)}")
+        if count is not None and len(result) + count > MOST_NODES:
+            raise PlanError(f"cluster: {_shown(len(result) + count)} nodes are more than the {MOST_NODES} that can be")
         name = node.pop("name", None)
         if count is None:
             result.append({"name": f"node{len(result)}" if name is None else name, **node})
         else:
             first = len(result) if name is None else 0
-            result += [{"name": f"{name or 'node'}{first + i}", **node} for i in range(count)]
+            begins = "node" if name is None else _read(str, name, "cluster: the name of equal nodes")
+            result += [{"name": f"{begins or 'node'}{first + i}", **node} for i in range(count)]
     return {**data, "nodes": result}
 
 
@@ -150,7 +185,7 @@ def _read(hint: Any, value: Any, where: str) -> Any:
         return _read(next(argument for argument in arguments if argument is not NoneType), value, where)
     if origin is Literal:
         if value not in arguments:
-            raise PlanError(f"{where} is {value!r}{nearest(str(value), map(str, arguments))}")
+            raise PlanError(f"{where} is {_shown(value)}{nearest(_shown(value), map(str, arguments))}")
         return value
     if origin is tuple:
         if not isinstance(value, (list, tuple)):
@@ -159,18 +194,24 @@ def _read(hint: Any, value: Any, where: str) -> Any:
     if origin is not None:  # A mapping.
         if not isinstance(value, Mapping):
             raise PlanError(f"{where} is a mapping of keys to values, not {_type(value)}")
-        return {key: _read(arguments[1], item, f"{where}.{key}") for key, item in value.items()}
+        return {
+            _read(str, key, f"a key of {where}"): _read(arguments[1], value[key], f"{where}.{key}") for key in value
+        }
     return _read_plain(hint, value, where)
 
 
 def _read_plain(hint: type, value: Any, where: str) -> Any:
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
+        value = float(value) if abs(value) < 2**1023 else math.inf
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
         words = {float: "a number", int: "a whole number", str: "a text", bool: "true or false"}
-        raise PlanError(f"{where} is {words[hint]}, not {_type(value)} {value!r}")
+        raise PlanError(f"{where} is {words[hint]}, not {_type(value)} {_shown(value)}")
     if isinstance(value, (int, float)) and not value >= 0:
-        raise PlanError(f"{where} is {value!r}; it cannot be less than 0")
+        raise PlanError(f"{where} is {_shown(value)}; it cannot be less than 0")
+    if isinstance(value, int) and value > LARGEST:
+        raise PlanError(f"{where} is {_shown(value)}; it can be at most {LARGEST}")
+    if isinstance(value, str) and not _can_be_said(value):
+        raise PlanError(f"{where} is {_shown(value)}, which is no text: it has half a character")
     return value
 
 
@@ -180,11 +221,15 @@ def _read_fields(kind: type, value: Any, where: str) -> Any:
     known = {field.name: field for field in fields(kind)}
     for key in value:
         if key not in known:
-            raise PlanError(f"{where} has an unknown key {key!r}{nearest(str(key), known)}")
+            raise PlanError(f"{where} has an unknown key {_shown(key)}{nearest(str(key)[:SHOWN], known)}")
     for name, field in known.items():
         if name not in value and field.default is MISSING and field.default_factory is MISSING:
             raise PlanError(f"{where} lacks {name!r}")
-    return kind(**{name: _read(_hints(kind)[name], item, f"{where}.{name}") for name, item in value.items()})
+    read = {name: _read(_hints(kind)[name], item, f"{where}.{name}") for name, item in value.items()}
+    for name, item in read.items():
+        if item == math.inf and known[name].default != math.inf:
+            raise PlanError(f"{where}.{name} is infinite, or nearly; it is a finite number")
+    return kind(**read)
 
 
 def _check(value: Any) -> None:
@@ -220,6 +265,20 @@ def check_numbers(profile: Profile) -> None:
     shares = profile.arrivals
     if shares and (list(shares) != sorted(shares) or abs(shares[-1] - 1) > 1e-6):
         raise PlanError("profile: arrivals are shares of the loop's time in rising order, the last of them 1")
+
+
+def _can_be_said(text: str) -> bool:
+    """JSON can write half of a pair of surrogates, which no file or terminal takes."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
+def _shown(value: Any) -> str:
+    """A value in a message, in which it has limited room; a number may have too many digits to be written at all."""
+    try:
+        text = repr(value)
+    except ValueError:
+        return "a number of thousands of digits"
+    return text if len(text) <= SHOWN else text[:SHOWN] + "..."
 
 
 def _type(value: Any) -> str:

@@ -83,9 +83,9 @@ def range_text(part: DeviceRange) -> str:
 
 def range_from(text: object) -> DeviceRange:
     """The range that `range_text` wrote; raises `PlanError` for anything else."""
-    found = re.fullmatch(r"(.+):([a-z]+):(\d+)(?:-(\d+))?", text) if isinstance(text, str) else None
+    found = re.fullmatch(r"(.+):([a-z]+):([0-9]{1,9})(?:-([0-9]{1,9}))?", text) if isinstance(text, str) else None
     if not found:
-        raise PlanError(f"devices are given as node:pool:first-last, for example node0:cores:0-3, not {text!r}")
+        raise PlanError(f"devices are given as node:pool:first-last, for example node0:cores:0-3, not {text!r:.100}")
     node, pool, first, last = found.groups()
     if pool not in POOLS:
         raise PlanError(f"{text!r} names a pool {pool!r} that does not exist{nearest(pool, POOLS)}")

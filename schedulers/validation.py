@@ -18,6 +18,9 @@ from schedulers.shaping import shape_of
 from schedulers.times import Problem, resident_bytes, working_bytes
 from schedulers.workflow import Workflow
 
+MOST_NODES, MOST_DEVICES = 10_000, 1_000_000
+"""Of a cluster, and of one pool of it: planning looks at each, and takes seconds at this size."""
+
 
 def validate(plan: Plan, workflow: Workflow, cluster: Cluster, profile: Profile | None = None) -> None:
     """Raises `PlanError` unless the plan can run: it is the workflow's, its mode is what it says, every component
@@ -46,12 +49,21 @@ def validate(plan: Plan, workflow: Workflow, cluster: Cluster, profile: Profile 
 def check_cluster(cluster: Cluster) -> None:
     """Raises `PlanError` for a cluster without nodes, without devices, with two nodes of one name, or with links
     that cannot be."""
-    if not cluster.nodes:
-        raise PlanError("the cluster has no nodes; give at least one, with its cores")
-    names = [node.name for node in cluster.nodes]
+    if not 0 < len(cluster.nodes) <= MOST_NODES:
+        if not cluster.nodes:
+            raise PlanError("the cluster has no nodes; give at least one, with its cores")
+        raise PlanError(f"the cluster has {len(cluster.nodes)} nodes; at most {MOST_NODES} can be planned for")
+    for pool, size in (
+        ("cores", sum(node.cores for node in cluster.nodes)),
+        ("accelerators", sum(node.accelerators for node in cluster.nodes)),
+    ):
+        if size > MOST_DEVICES:
+            raise PlanError(f"the cluster has {size} {pool}; at most {MOST_DEVICES} can be planned for")
+    names = set[str]()
     for node in cluster.nodes:
-        if names.count(node.name) > 1:
+        if node.name in names:
             raise PlanError(f"the cluster has two nodes named {node.name!r}")
+        names.add(node.name)
         if node.cores < 0 or node.accelerators < 0 or node.cores + node.accelerators < 1:
             raise PlanError(
                 f"node {node.name!r} has {node.cores} cores and {node.accelerators} accelerators; it needs at least one"
@@ -178,13 +190,13 @@ def _check_groups(plan: Plan, workflow: Workflow, number: int, first: str) -> No
     items, groups = workflow.environments(number), plan.groups_of(number)
     of = f" of {workflow.task(number)}" if workflow.task(number) else ""
     if groups < 1 or items % groups:
-        allowed = [str(n) for n in range(1, items + 1) if items % n == 0]
+        allowed = [str(n) for n in _divisors(items)]
         raise PlanError(
             f"{groups} groups do not divide the {items} items of the loop{of}; nearest: {_closest(groups, allowed)}"
         )
     for placement in (placement for phase in plan.phases for placement in phase.placements):
         if first in placement.components and (items // groups) % placement.count:
-            allowed = [str(n) for n in range(1, items + 1) if (items // groups) % n == 0]
+            allowed = [str(n) for n in _divisors(items // groups)]
             raise PlanError(
                 f"the {items // groups} items of each group{of} do not divide among the {placement.count} devices "
                 f"of {first!r}; nearest: {_closest(placement.count, allowed)}"
@@ -195,7 +207,7 @@ def _check_micro_batch(phase: Phase, workflow: Workflow, graph: Graph) -> None:
     inside = set(phase.components)
     edges = [edge for edge in graph.edges if edge.flow == "micro_batch" and {edge.source, edge.target} & inside]
     unit = math.lcm(*(edge.unit for edge in edges))
-    allowed = [str(m) for m in range(unit, workflow.items + 1, unit) if workflow.items % m == 0]
+    allowed = [str(m) for m in _divisors(workflow.items) if m % unit == 0]
     if phase.micro_batch < 1 or workflow.items % phase.micro_batch:
         raise PlanError(
             f"micro-batches of {phase.micro_batch} do not divide the {workflow.items} items of an iteration"
@@ -207,6 +219,12 @@ def _check_micro_batch(phase: Phase, workflow: Workflow, graph: Graph) -> None:
                 f"micro-batches of {phase.micro_batch} split the units of {edge.unit} items that "
                 f"{edge.source}>{edge.target} carries whole; nearest: {_closest(phase.micro_batch, allowed)}"
             )
+
+
+def _divisors(number: int) -> list[int]:
+    """All of them, in order."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
 
 
 def _closest(given: int, allowed: list[str]) -> str:

@@ -71,11 +71,13 @@ class TaskInfo:
     max_episode_steps: int
     control_hz: float
     rest_action: tuple[float, ...] = ()
-    """The action that leaves the robot where it is; empty where there is none."""
+    """The action that leaves the robot where it is; empty where there is none. Physics that has one can settle."""
     init_states: int = 0
     """How many recorded initial states the task has; 0: episodes begin from their seed alone."""
     stock_upside_down: bool = False
     """Whether row 0 of the simulator's own frames is the lowest."""
+    stream: bool = False
+    """Whether a seed's random stream can run on over resets: episodes may have `resets` and `unseeded_resets`."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,11 @@ class EpisodeSpec:
     """In [0, 2**31): every random draw of the episode, its geometry included, comes from it."""
     init_state: int | None = None
     """Index of a recorded initial state, in tasks that have them; None draws one from the seed."""
+    resets: int = 0
+    """Resets between the simulator's seeding and the episode's own, which draw from the seed's stream before it does:
+    some published evaluations seed once and let the stream run on over their trials."""
+    unseeded_resets: int = 0
+    """Resets of the simulator before it was seeded. They draw nothing from the seed's stream, and can leave traces."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +144,16 @@ class Physics(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class SettlingPhysics(Physics, Protocol):
+    """Physics of a task that has a rest action."""
+
+    def settle(self, steps: int) -> PhysicsResult:
+        """Execute `steps` env steps of the rest action, right after a reset. They end nothing, are not counted, and are
+        rewarded by nothing: the result has n = 0."""
+        ...
 
 
 @runtime_checkable

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from sim_farm.contract import FarmError
 
-FOLDER = Path("/dev/shm")
+FOLDER = Path("/dev/shm")  # noqa: S108 - files in it are made new, for this user alone
 PREFIX = "embodied-"
 MAGIC = 0xA5
 """Every byte of a fresh block. A frame that was not drawn shows as uniform grey-violet (165, 165, 165)."""

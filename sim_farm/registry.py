@@ -7,7 +7,8 @@ import importlib
 from dataclasses import replace
 
 from sim_farm.contract import Backend, FarmError, Physics, Renderer, TaskSpec
-from sim_farm.conventions import conventional_physics, conventional_renderer, plain
+from sim_farm.conventions import TaskPhysics, TaskRenderer, plain
+from sim_farm.limits import check_task
 
 BACKENDS = {
     "libero": "sim_farm.backends.libero",
@@ -43,15 +44,17 @@ def resolve(task: str) -> tuple[Backend, str]:
 
 
 def make_physics(spec: TaskSpec) -> Physics:
-    """One environment of the task, without pictures."""
+    """One environment of the task, without pictures. Raises `FarmError` for a task that cannot be."""
     found = resolve(spec.name)[0]
-    return conventional_physics(spec, found.make_physics(_requested(spec, found)))
+    check_task(spec)
+    return TaskPhysics(spec, found.make_physics(_requested(spec, found)))
 
 
 def make_renderer(spec: TaskSpec) -> Renderer:
-    """A renderer of the task's scenes."""
+    """A renderer of the task's scenes. Raises `FarmError` for a task that cannot be."""
     found = resolve(spec.name)[0]
-    return conventional_renderer(spec, found.make_renderer(_requested(spec, found)))
+    check_task(spec)
+    return TaskRenderer(spec, found.make_renderer(_requested(spec, found)))
 
 
 def _requested(spec: TaskSpec, found: Backend) -> TaskSpec:

@@ -195,6 +195,8 @@ class PhysicsWorker(Worker):
         self._envs = range(spec.num_envs)[self._owned]
         self._physics: dict[int, Physics] = {}
         self._draws = bool(setup.info.cameras)
+        self._broken: set[int] = set()
+        """Environments whose episode began with an observation that is not finite."""
         bells = self.slots["bells"]
         self._next = {
             env: Doorbell(bells, spec.physics_workers + spec.renderer_of(env))
@@ -280,7 +282,12 @@ class PhysicsWorker(Worker):
         if base:
             result = physics.step(slots["history"][env, :base])
             slots["episode_step"][env] = base
+        self._note_beginning(env, result)
         self._observe(env, result)
+
+    def _note_beginning(self, env: int, result: PhysicsResult) -> None:
+        """An episode that begins with an observation that is not finite ends with its first chunk, as a broken one."""
+        (self._broken.discard if _finite(result) else self._broken.add)(env)
 
     def _episode(self, env: int, number: int, start: int) -> EpisodeSpec | None:
         """The spec of the environment's episode of that number; None where there is none, or none yet."""
@@ -299,33 +306,36 @@ class PhysicsWorker(Worker):
         base, action = int(slots["base_step"][env]), slots["action"][env]
         result = self._physics[env].step(action)
         self._strike("state", result.state)
-        steps = result.steps
+        steps, broken = result.steps, env in self._broken or not _finite(result)
         slots["history"][env, base : base + steps] = action[:steps]
         slots["steps"][env] = steps
         for key, values in (("reward", result.reward), ("success", result.success)):
             row = slots[key][env]
             row[:steps] = values
             row[steps:] = 0
-        slots["terminated"][env] = result.terminated[-1]
-        slots["truncated"][env] = result.truncated[-1]
+        slots["terminated"][env] = result.terminated[-1] or broken
+        slots["truncated"][env] = result.truncated[-1] and not broken
         slots["episode_step"][env] = base + steps
-        if not result.ended:
+        if not result.ended and not broken:
             slots["draw_final"][env] = 0
             self._observe(env, result)
             return
-        slots["final_state"][env] = result.state
-        slots["final_proprio"][env] = result.proprio
+        if broken:  # a reward that is not finite leaves the episode out; nothing else of it is shown
+            slots["reward"][env, steps - 1], slots["success"][env] = np.nan, False
+        slots["final_state"][env] = 0 if broken else result.state
+        slots["final_proprio"][env] = 0 if broken else result.proprio
         slots["final_instruction"][env] = slots["instruction"][env]
-        if self._draws:
+        if self._draws and not broken:
             slots["final_scene"][env] = result.scene
         wanted = self.setup.spec.final_frames
-        slots["draw_final"][env] = wanted == "ended" or (wanted == "truncated" and bool(result.truncated[-1]))
+        wanted_now = wanted == "ended" or (wanted == "truncated" and bool(result.truncated[-1]))
+        slots["draw_final"][env] = wanted_now and not broken
         self._begin(env, int(slots["episode"][env]) + 1)
 
     def _observe(self, env: int, result: PhysicsResult) -> None:
         slots = self.slots
-        slots["state"][env] = result.state
-        slots["proprio"][env] = result.proprio
+        slots["state"][env] = 0 if env in self._broken else result.state
+        slots["proprio"][env] = 0 if env in self._broken else result.proprio
         if self._draws:
             slots["scene"][env] = result.scene
         if slots["episode_step"][env] == 0 or slots["op"][env] == layout.RESET:
@@ -368,9 +378,15 @@ class PhysicsWorker(Worker):
             slots["active"][env] = spec is not None
         if spec is None:
             return
-        physics.reset(spec)
+        result = physics.reset(spec)
         if steps:
-            physics.step(slots["history"][env, :steps])
+            result = physics.step(slots["history"][env, :steps])
+        self._note_beginning(env, result)
+
+
+def _finite(result: PhysicsResult) -> bool:
+    """Whether a policy may see it."""
+    return bool(np.isfinite(result.state).all() and np.isfinite(result.proprio).all())
 
 
 class RenderWorker(Worker):

@@ -31,7 +31,7 @@ LAYERS = (
     {"algorithms", "reporting"},
     {"data"},
     {"doctor", "run_folder", "checkpoint", "config", "migration", "errors", "tracing", "statistics", "progress"}
-    | {"optimizer_shards", "manifest", "run_state", "files"},
+    | {"optimizer_shards", "manifest", "run_state", "files", "named_code", "yaml_files"},
 )
 """Of `embodied`, from the top down."""
 

@@ -99,7 +99,7 @@ def _other(against: str, subject: Subject, protocol: Protocol, runs_dir: Path) -
     folder = Path(against)
     if (folder / PROTOCOL).is_file():
         found = read_folder(folder)
-        if found.identity.protocol != protocol:
+        if not found.identity.protocol.same_episodes(protocol):
             raise UserError(
                 f"{folder} is an evaluation by another protocol ({found.identity.protocol.line()}) than asked for "
                 f"({protocol.line()}): ask for the same, or name its run or checkpoint with --against"
@@ -118,13 +118,15 @@ def _other(against: str, subject: Subject, protocol: Protocol, runs_dir: Path) -
     own = subject.config
     evaluation = own.eval.model_copy(update={"num_envs": own.eval.num_envs or own.env.num_envs, "videos": 0})
     same = {"eval": evaluation, "farm": own.farm, "runtime": own.runtime}
-    return subject_of(str(folder), settings_of(str(folder), runs_dir).model_copy(update=same), named, runs_dir)
+    theirs = settings_of(str(folder), runs_dir, own.named_code.values())
+    return subject_of(str(folder), theirs.model_copy(update=same), named, runs_dir)
 
 
 def _evaluated(other: Subject | EvalFolder, protocol: Protocol, session: Session) -> EvalFolder:
     """The other's episodes, those that are there and those that are not yet."""
     if isinstance(other, EvalFolder):
         return other
+    protocol = protocol.shown_to(other.config)
     with evaluation_folder(other, protocol, None, resume=True) as folder:
         evaluate(replace(other, run_dir=None), protocol, session, folder)  # its page stays as it is
         return folder

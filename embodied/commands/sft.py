@@ -15,7 +15,7 @@ from embodied.errors import UserError
 from embodied.evaluation.protocol import protocol_of
 from embodied.execution.preflight import check_evaluation
 from embodied.execution.session import open_session
-from embodied.run_folder import RUNS, begun_from, open_run_folder, settings_of
+from embodied.run_folder import RUNS, begun_from, open_run_folder, recorded_settings
 from embodied.training.sft import STAGE, imitate
 from embodied.workers.context import task_spec
 from embodied.workers.devices import release
@@ -57,7 +57,7 @@ def sft_run(config: Config, source: str, runs_dir: Path, resume: bool) -> dict[s
     info = InProcess().describe(task_spec(config))
     with open_run_folder(config, source, runs_dir, resume, STAGE) as (run_dir, found):
         if found is not None:
-            recorded = settings_of(str(run_dir), runs_dir).sft.data
+            recorded = recorded_settings(run_dir).sft.data
             if config.sft.data not in ((), recorded):
                 given, known = (", ".join(map(str, paths)) for paths in (config.sft.data, recorded))
                 raise UserError(f"{run_dir} learns from {known}, not {given}: begin another run with --policy.init")

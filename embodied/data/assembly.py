@@ -7,6 +7,7 @@ the plan.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,8 +28,9 @@ class EndedEpisode:
     env: int
     """Column of the run's environments: those of the first task come first."""
     success: bool
-    """Solved at any env step."""
+    """Solved at any env step; not where a number of the simulator's was not finite."""
     total_reward: float
+    """Not finite where a reward was not, or an observation."""
     length: int
     """Env steps."""
     task: int = 0
@@ -67,7 +69,8 @@ class EpisodeSums:
         over = seen.terminated | seen.truncated
         for env, start in sorted(zip(columns[over].tolist(), seen.last_start[over].tolist(), strict=True)):
             total, length = float(self.total[env]), int(self.length[env])
-            ended.append(EndedEpisode(env, bool(self.solved[env]), total, length, task, start))
+            solved = bool(self.solved[env]) and math.isfinite(total)
+            ended.append(EndedEpisode(env, solved, total, length, task, start))
             self.total[env] = self.length[env] = 0
             self.solved[env] = False
         return ended

@@ -182,7 +182,8 @@ class Trajectories:
 
 
 def without_broken_episodes(batch: Trajectories, before: int = 0) -> tuple[Trajectories, int]:
-    """The trajectories without episodes in which a reward is not finite, and how many these are.
+    """The trajectories without episodes in which a reward is not finite, and how many these are. A physics worker makes
+    the reward so where an observation is not.
 
     Their decisions are not marked, their rewards are zero, and they are of no episode group: one that lacks a member
     is not complete, and not learned from. `before` counts the environments of parts that came earlier, so that these do

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import io
-import json
 import math
 import weakref
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,12 +15,12 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from PIL import Image
 
-from embodied.demonstrations import layout
+from embodied.demonstrations import layout, metadata
 from embodied.demonstrations.layout import DatasetError, Feature
+from embodied.demonstrations.metadata import AGAIN
 from embodied.demonstrations.video import VideoReader
 from policies.contract import Inputs
 from sim_farm.contract import EpisodeSpec, TaskSpec
@@ -30,6 +29,19 @@ Rows = Sequence[int] | npt.NDArray[np.int64]
 
 _OPEN_VIDEOS = 32
 """Video files held open; opening one means reading its table of frames."""
+READ_AND_DONE = (layout.PROPRIO, layout.STATE, layout.ACTION)
+"""What a policy reads and does: columns of finite numbers."""
+EPISODE_COLUMNS: Mapping[str, metadata.Kind] = {
+    **dict.fromkeys(
+        ("episode_index", "dataset_from_index", "dataset_to_index", "data/chunk_index", "data/file_index"),
+        "whole number",
+    ),
+    "tasks": "list of texts",
+}
+OUR_COLUMNS: Mapping[str, metadata.Kind] = {"seed": "whole number", "init_state": "whole number", "success": "truth"}
+"""Further ones, in recordings of ours."""
+CHANNELS = (1, 3, 4)
+"""Of a picture, and so the last number of its shape, or the first."""
 KEPT_BYTES = 2**30
 """Up to so many bytes of pictures a process keeps once they were decoded, of all its datasets."""
 
@@ -99,12 +111,11 @@ class Dataset:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        self.info = self._json(layout.INFO)
+        self.info = metadata.read_json(self.folder / layout.INFO)
         self._check_version()
-        self.fps = float(self.info["fps"])
-        self.features = {
-            name: Feature(feature["dtype"], tuple(feature["shape"])) for name, feature in self.info["features"].items()
-        }
+        self._said = metadata.read_info(self.folder / layout.INFO, self.info)
+        self.fps = self._said.fps
+        self.features = {name: Feature(entry.dtype, entry.shape) for name, entry in self._said.features.items()}
         """Every column and camera that the dataset has, whatever its name."""
         self.cameras = {
             name.removeprefix(layout.IMAGES): name for name, feature in self.features.items() if feature.is_camera
@@ -126,25 +137,22 @@ class Dataset:
 
     @cached_property
     def statistics(self) -> dict[str, dict[str, npt.NDArray[Any]]]:
-        """`meta/stats.json`: for each feature its min, max, mean, std, count and quantiles."""
-        found = self._json(layout.STATS)
-        return {name: {key: np.array(value) for key, value in values.items()} for name, values in found.items()}
+        """`meta/stats.json`: for each feature its min, max, mean, std, count and quantiles, all of them finite."""
+        path = self.folder / layout.STATS
+        return metadata.read_statistics(path, metadata.read_json(path))
 
     @cached_property
     def provenance(self) -> dict[str, Any] | None:
         """`meta/embodied.json`: task and actor of a recording of ours; None in other datasets."""
-        return self._json(layout.PROVENANCE) if (self.folder / layout.PROVENANCE).is_file() else None
+        path = self.folder / layout.PROVENANCE
+        return metadata.read_json(path) if path.exists() else None
 
     @property
     def task(self) -> TaskSpec | None:
         """The task that a recording of ours was made of, with its conventions; None in other datasets."""
         if self.provenance is None:
             return None
-        found = self.provenance["task"]
-        unknown = set(found) - {field.name for field in fields(TaskSpec)}
-        if unknown:
-            raise DatasetError(f"{self.folder} is of a later version than this program: what is {min(unknown)!r}?")
-        return TaskSpec(**{**found, "cameras": tuple(found["cameras"])})
+        return metadata.read_task(self.folder / layout.PROVENANCE, self.provenance)
 
     def batch(self, indices: Rows, chunk: int = 1, cameras: Sequence[str] | None = None) -> Batch:
         """The rows `indices` with `chunk` actions each, and the frames of `cameras` (None: of all)."""
@@ -157,7 +165,7 @@ class Dataset:
             proprio=self._vectors(layout.PROPRIO, rows) if layout.PROPRIO in self.features else None,
             state=self._vectors(layout.STATE, rows) if layout.STATE in self.features else None,
             frames={name: self.frames(name, rows) for name in names},
-            instruction=tuple(self.tasks[index] for index in self.column("task_index")[rows].tolist()),
+            instruction=tuple(self._instruction(index) for index in self.column("task_index")[rows].tolist()),
             actions=self._vectors(layout.ACTION, np.minimum(ahead, ends[:, None] - 1).ravel()).reshape(
                 *ahead.shape, -1
             ),
@@ -170,7 +178,7 @@ class Dataset:
             valid = ", ".join(key for key, feature in self.features.items() if not feature.is_camera)
             raise DatasetError(f"{self.folder} has no column {name!r}; it has: {valid}")
         if name not in self._columns:
-            self._columns[name] = layout.to_numpy(self._raw(name), self.features[name])
+            self._columns[name] = self._numbers(name)
         return self._columns[name]
 
     def frames(self, camera: str, indices: Rows) -> npt.NDArray[np.uint8]:
@@ -198,7 +206,7 @@ class Dataset:
         """uint8 [B, H, W, 3]: a camera feature's pictures at these rows, decoded now."""
         if self.features[name].dtype == "image":
             packed = self._raw(name).take(pa.array(rows)).to_pylist()
-            return np.stack([np.asarray(Image.open(io.BytesIO(item["bytes"])).convert("RGB")) for item in packed])
+            return np.stack([self._picture(name, item) for item in packed])
         wanted: dict[Path, list[tuple[float, int]]] = defaultdict(list)
         for position, (row, number) in enumerate(zip(rows.tolist(), self.episode_of(rows).tolist(), strict=True)):
             path, begin_s = self._video_of(self.episodes[number], name)
@@ -206,9 +214,31 @@ class Dataset:
         found: list[npt.NDArray[np.uint8]] = [np.empty(0, np.uint8)] * len(rows)
         for path, places in wanted.items():
             places.sort()
-            for (_, position), frame in zip(places, self._video(path).at([time for time, _ in places]), strict=True):
+            for (_, position), frame in zip(
+                places, self._video(name, path).at([time for time, _ in places]), strict=True
+            ):
                 found[position] = frame
         return np.stack(found)
+
+    def _picture(self, name: str, item: Any) -> npt.NDArray[np.uint8]:
+        """uint8 [H, W, 3] of an encoded picture."""
+        try:
+            picture = Image.open(io.BytesIO(item["bytes"]))
+            self._check_size(name, picture.height, picture.width)
+            return np.asarray(picture.convert("RGB"))
+        except DatasetError:
+            raise
+        except Exception as error:  # Pillow's decoders raise all kinds
+            raise DatasetError(f"{self.folder}/data: {name!r} has a picture that is none ({error}); {AGAIN}") from error
+
+    def _check_size(self, name: str, height: int, width: int) -> None:
+        """Raise `DatasetError` unless a picture is as large as `info.json` says, channels first or last."""
+        shape = self.features[name].shape
+        if (height, width) != (shape[:2] if shape[2] in CHANNELS else shape[1:]):
+            raise DatasetError(
+                f"{self.folder}: {name!r} has pictures of {height} x {width}, and {layout.INFO} says {list(shape)}; "
+                f"{AGAIN}"
+            )
 
     def episode_of(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """For each row, the position in `episodes` of its episode."""
@@ -223,13 +253,47 @@ class Dataset:
     def _vectors(self, name: str, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
         return self.column(name)[rows].reshape(len(rows), -1).astype(np.float32, copy=False)
 
+    def _instruction(self, index: int) -> str:
+        if index not in self.tasks:
+            raise DatasetError(f"{self.folder}/data: task_index {index} is none of {layout.TASKS}; {AGAIN}")
+        return self.tasks[index]
+
+    def _numbers(self, name: str) -> npt.NDArray[Any]:
+        """A column as `info.json` describes it: of its shape, of numbers where it says so. What policies read and do is
+        finite, also as float32."""
+        feature, raw = self.features[name], self._raw(name)
+        try:
+            found = layout.to_numpy(raw, feature)
+        except (ValueError, TypeError, pa.ArrowException) as error:
+            raise DatasetError(
+                f"{self.folder}/data: {name!r} is not of shape {list(feature.shape)}: {error}"
+            ) from error
+        numeric = found.dtype.kind in "biuf"
+        if numeric != (feature.dtype != "string") or (found.dtype.kind == "f" and name.endswith("_index")):
+            raise DatasetError(f"{self.folder}/data: {name!r} is of {raw.type}, and {layout.INFO} says {feature.dtype}")
+        if name in READ_AND_DONE:
+            with np.errstate(over="ignore"):
+                finite = np.isfinite(found.astype(np.float32)).reshape(len(found), -1).all(1)
+            if not finite.all():
+                row = int(finite.argmin())
+                episode = int(self.episode_of(np.array([row]))[0])
+                raise DatasetError(
+                    f"{self.folder}/data: {name!r} has numbers that are not finite, first in row {row} (episode "
+                    f"{episode}): a policy cannot learn from them; record that episode again, or leave it out"
+                )
+        return found
+
     def _raw(self, name: str) -> pa.ChunkedArray:
         """A column of the data files, in the order of the dataset."""
         places = sorted({(e.row["data/chunk_index"], e.row["data/file_index"]) for e in self.episodes})
-        parts = []
+        parts: list[pa.ChunkedArray] = []
         for chunk, file in places:
-            path = self.folder / self.info["data_path"].format(chunk_index=chunk, file_index=file)
-            parts.append(_table(path, [name])[name])
+            path = metadata.path_of(self.folder, self._said.data_path, chunk_index=chunk, file_index=file)
+            parts.append(metadata.read_table(path, [name])[name])
+            if parts[-1].type != parts[0].type:
+                raise DatasetError(f"{path}: {name!r} is of {parts[-1].type}, and of {parts[0].type} in the first file")
+        if not parts:
+            raise DatasetError(f"{self.folder} has no episodes")
         column = pa.chunked_array([piece for part in parts for piece in part.chunks], parts[0].type)
         if len(column) != len(self):
             raise DatasetError(
@@ -241,14 +305,16 @@ class Dataset:
     def _video_of(self, episode: RecordedEpisode, name: str) -> tuple[Path, float]:
         """The file that holds the episode's frames, and when in it they begin."""
         place = {key: episode.row[f"videos/{name}/{key}"] for key in ("chunk_index", "file_index")}
-        path = self.folder / self.info["video_path"].format(video_key=name, **place)
+        path = metadata.path_of(self.folder, self._said.video_path or "", video_key=name, **place)
         return path, episode.row[f"videos/{name}/from_timestamp"]
 
-    def _video(self, path: Path) -> VideoReader:
+    def _video(self, name: str, path: Path) -> VideoReader:
         if path not in self._videos:
             if len(self._videos) >= _OPEN_VIDEOS:
                 self._videos.pop(next(iter(self._videos))).close()
-            self._videos[path] = VideoReader(path, self.fps)
+            video = VideoReader(path, self.fps)
+            self._check_size(name, video.height, video.width)
+            self._videos[path] = video
         return self._videos[path]
 
     def _check_version(self) -> None:
@@ -262,45 +328,45 @@ class Dataset:
 
     def _tasks(self) -> dict[int, str]:
         """Instructions by their index. Their column has no fixed name: it is pandas' index."""
-        table = _table(self.folder / layout.TASKS)
-        texts = next(name for name in table.column_names if name != "task_index")
+        path = self.folder / layout.TASKS
+        table = metadata.read_table(path)
+        texts = next((name for name in table.column_names if name != "task_index"), "task")
+        metadata.check_column(path, table, "task_index", "whole number")
+        metadata.check_column(path, table, texts, "text")
         return dict(zip(table["task_index"].to_pylist(), table[texts].to_pylist(), strict=True))
 
     def _episodes(self) -> tuple[RecordedEpisode, ...]:
         paths = sorted((self.folder / "meta/episodes").glob("*/*.parquet"))
         if not paths:
             raise DatasetError(f"{self.folder}/meta/episodes holds no parquet file: the dataset is not complete")
-        rows = []
+        rows: list[dict[str, Any]] = []
         for path in paths:
-            names = [n for n in _schema(path).names if not n.startswith("stats/")]
-            rows += _table(path, names).to_pylist()
+            table = metadata.read_table(path, [n for n in metadata.names_in(path) if not n.startswith("stats/")])
+            for name, kind in self._episode_columns().items():
+                metadata.check_column(path, table, name, kind)
+            for name, kind in OUR_COLUMNS.items():
+                if name in table.column_names:
+                    metadata.check_column(path, table, name, kind, optional=name == "init_state")
+            rows += table.to_pylist()
         rows.sort(key=lambda row: row["episode_index"])
-        return tuple(
+        found = tuple(
             RecordedEpisode(row["dataset_from_index"], row["dataset_to_index"], tuple(row["tasks"]), row)
             for row in rows
         )
+        for before, episode in zip((None, *found), found, strict=False):
+            if episode.begin != (before.end if before else 0) or episode.length < 1:
+                raise DatasetError(
+                    f"{self.folder}/meta/episodes: episode {episode.row['episode_index']} has the rows "
+                    f"{episode.begin} to {episode.end}, which do not follow those before it; {AGAIN}"
+                )
+        return found
 
-    def _json(self, name: str) -> dict[str, Any]:
-        path = self.folder / name
-        try:
-            return json.loads(path.read_text())
-        except FileNotFoundError as error:
-            raise DatasetError(f"{self.folder} is no complete LeRobot dataset: {path} is missing") from error
-        except ValueError as error:
-            raise DatasetError(f"{path} is not valid JSON ({error}); copy or record the dataset again") from error
-
-
-def _table(path: Path, columns: list[str] | None = None) -> pa.Table:
-    try:
-        return pq.ParquetFile(path).read(columns)
-    except FileNotFoundError as error:
-        raise DatasetError(f"{path} is missing: the dataset is not complete; copy or record it again") from error
-    except (pa.ArrowException, OSError) as error:
-        raise DatasetError(f"{path} is not a whole parquet file ({error}); copy or record the dataset again") from error
-
-
-def _schema(path: Path) -> pa.Schema:
-    try:
-        return pq.read_schema(path)
-    except (pa.ArrowException, OSError) as error:
-        raise DatasetError(f"{path} is not a whole parquet file ({error}); copy or record the dataset again") from error
+    def _episode_columns(self) -> dict[str, metadata.Kind]:
+        """Columns that `meta/episodes` has in every dataset, and what they are of."""
+        videos = [name for name, feature in self.features.items() if feature.dtype == "video"]
+        places = [f"videos/{name}/{key}" for name in videos for key in ("chunk_index", "file_index")]
+        return {
+            **EPISODE_COLUMNS,
+            **dict.fromkeys(places, "whole number"),
+            **{f"videos/{name}/from_timestamp": "number" for name in videos},
+        }

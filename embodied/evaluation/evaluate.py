@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -127,7 +128,7 @@ def trials_farm(config: Config, session: Session, specs: tuple[EpisodeSpec, ...]
 
 def compare(result: dict[str, Any], first: EvalFolder, second: EvalFolder, against: str) -> dict[str, Any]:
     """The result with its difference to another evaluation of the same episodes. Raises `UserError` if they differ."""
-    if first.identity.protocol != second.identity.protocol:
+    if not first.identity.protocol.same_episodes(second.identity.protocol):
         raise UserError(f"{second.path} is an evaluation by another protocol: its episodes cannot be paired")
     ours, theirs = first.in_order(), second.in_order()
     if [(o.task, o.trial, o.spec) for o in ours] != [(o.task, o.trial, o.spec) for o in theirs]:
@@ -202,6 +203,11 @@ def _run_task(worker: Handle[Evaluator], folder: EvalFolder, episodes: int, titl
     with steps(title, episodes) as bar:
         for result in as_they_end(lambda budget_s: worker.call(Evaluator.advance, budget_s, deadline_s), episodes):
             folder.add(result)
+            if not math.isfinite(result.total_reward):
+                _say(
+                    f"{result.task}, trial {result.trial}: after {result.length} env steps a number of the "
+                    "simulator's was not finite; the episode counts as failed"
+                )
             bar.advance()
     worker.call(Evaluator.end)
 

@@ -188,7 +188,14 @@ def _begin(path: Path, identity: Identity, config: Config) -> None:
 
 
 def _refuse_another(path: Path, identity: Identity) -> None:
-    there, here = _flat(read_identity(path)), _flat(identity)
+    found = read_identity(path)
+    if found.protocol.version != identity.protocol.version:
+        raise UserError(
+            f"{path} holds an evaluation by version {found.protocol.version} of protocols, today's is "
+            f"{identity.protocol.version} (docs/evaluating.md says what is else): its results can be read and compared "
+            "with their like, not gone on with. Evaluate into another --folder"
+        )
+    there, here = _flat(found), _flat(identity)
     differ = [key for key in sorted(there.keys() | here.keys()) if there.get(key) != here.get(key)]
     if differ:
         said = "; ".join(f"{key} is {there.get(key)}, asked for is {here.get(key)}" for key in differ)
@@ -210,6 +217,8 @@ def _to_line(outcome: EpisodeOutcome) -> dict[str, Any]:
         "trial": outcome.trial,
         "seed": outcome.spec.seed,
         "init_state": outcome.spec.init_state,
+        "resets": outcome.spec.resets,
+        "unseeded_resets": outcome.spec.unseeded_resets,
         "success": outcome.success,
         "length": outcome.length,
         "return": outcome.total_reward,
@@ -221,7 +230,7 @@ def _from_line(line: Mapping[str, Any]) -> EpisodeOutcome:
     return EpisodeOutcome(
         task=line["task"],
         trial=line["trial"],
-        spec=EpisodeSpec(line["seed"], line["init_state"]),
+        spec=EpisodeSpec(line["seed"], line["init_state"], line.get("resets", 0), line.get("unseeded_resets", 0)),
         success=line["success"],
         total_reward=line["return"],
         length=line["length"],

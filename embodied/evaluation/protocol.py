@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from embodied.config import Config
 from embodied.errors import UserError, nearest
@@ -14,6 +14,14 @@ from sim_farm.catalogue import task_names
 from sim_farm.contract import EpisodeSpec, Gripper, Orientation, TaskInfo
 from sim_farm.episodes import evaluation_episodes
 from sim_farm.registry import BACKENDS
+
+VERSION = 2
+"""Of protocols. Those of version 1 were written without it, had one placement of the fixtures for all trials of a
+published protocol, and did not say which cameras the policy saw and how often it decided."""
+
+Seeding = Literal["each", "rising", "once"]
+"""How the simulator is seeded. `each`: every trial with the same seed; `rising`: trial i with the seed + i; `once`:
+before trial 0 alone, so that trial i begins with what i resets have left of the seed's stream."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +33,12 @@ class Preset:
     """Env steps of an episode after settling, by suite."""
     gripper: Gripper
     greedy: bool
-    env_seed: int | None
-    """The simulator's seed in every episode; None: one for each trial."""
+    env_seed: int
+    seeding: Seeding
+    chunk: int | None
+    """Env steps from one decision to the next; None: as the policy says."""
+    cameras: tuple[str, ...] = ("agentview", "robot0_eye_in_hand")
+    unseeded_resets: int = 0
     trials: int = 50
     settle_steps: int = 10
     orientation: Orientation = "rotated"
@@ -45,6 +57,8 @@ PRESETS = {
         gripper="inverted",
         greedy=True,
         env_seed=0,
+        seeding="once",
+        chunk=8,
     ),
     "openpi": Preset(
         "github.com/Physical-Intelligence/openpi, examples/libero",
@@ -52,20 +66,30 @@ PRESETS = {
         gripper="simulator",
         greedy=False,
         env_seed=7,
+        seeding="once",
+        chunk=5,
     ),
     "lerobot": Preset(
+        # An environment for each trial (`eval.batch_size` as many as `eval.n_episodes`), as its pages advise.
         "github.com/huggingface/lerobot, src/lerobot/envs/libero.py",
         _limits(280, 280, 300, 520, 400),
         gripper="simulator",
         greedy=False,
-        env_seed=None,
+        env_seed=1000,
+        seeding="rising",
+        unseeded_resets=1,
+        chunk=None,
     ),
     "simplevla-rl": Preset(
         "github.com/PRIME-RL/SimpleVLA-RL, verl/workers/rollout/rob_rollout.py",
+        # A new process for each trial.
         _limits(512, 512, 512, 512, 512),
         gripper="inverted",
         greedy=True,
         env_seed=0,
+        seeding="each",
+        chunk=8,
+        cameras=("agentview",),
     ),
 }
 """Published protocols by name. `greedy` is what the project's own evaluation does: flow policies draw their noise."""
@@ -84,7 +108,7 @@ class Protocol:
     init_states: tuple[int, ...] | None
     """Trial i begins from recorded state `init_states[i % len]`; None: from its seed alone."""
     env_seed: int | None
-    """The simulator's seed in every episode; None: trial i has its own, from a stream that no training run draws."""
+    """The simulator's seed (`seeding`); None: trial i has its own, from a stream that no training run draws."""
     settle_steps: int
     orientation: Orientation
     image_size: int
@@ -96,6 +120,14 @@ class Protocol:
     seed: int
     instruction: str | None = None
     """What the policy is told; None: each task's own instruction."""
+    seeding: Seeding = "each"
+    unseeded_resets: int = 0
+    """Resets of the simulator before it is seeded."""
+    cameras: int | tuple[str, ...] | None = 0
+    """What the policy sees: names, or how many of the task's; None in version 1: its own."""
+    chunk: int | None = 1
+    """Env steps from one decision to the next; None in version 1: the policy's."""
+    version: int = VERSION
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -109,12 +141,29 @@ class Protocol:
 
     def episodes(self) -> tuple[EpisodeSpec, ...]:
         """The episode of each trial; the same for every task."""
-        specs = evaluation_episodes(self.seed, self.trials)
         states = self.init_states or (None,)
         return tuple(
-            EpisodeSpec(spec.seed if self.env_seed is None else self.env_seed, states[trial % len(states)])
-            for trial, spec in enumerate(specs)
+            EpisodeSpec(
+                self._env_seed(trial, spec.seed),
+                states[trial % len(states)],
+                resets=trial if self.env_seed is not None and self.seeding == "once" else 0,
+                unseeded_resets=self.unseeded_resets,
+            )
+            for trial, spec in enumerate(evaluation_episodes(self.seed, self.trials))
         )
+
+    def _env_seed(self, trial: int, own: int) -> int:
+        if self.env_seed is None:
+            return own
+        return self.env_seed + trial if self.seeding == "rising" else self.env_seed
+
+    def shown_to(self, config: Config) -> Protocol:
+        """The same episodes for the configuration's policy, which sees and decides as it does."""
+        return replace(self, cameras=_cameras(config), chunk=config.policy.chunk)
+
+    def same_episodes(self, other: Protocol) -> bool:
+        """Whether episodes of the two can be paired, whatever their policies see and how often they decide."""
+        return replace(self, cameras=0, chunk=1) == replace(other, cameras=0, chunk=1)
 
     def applied(self, config: Config, task: str) -> Config:
         """The configuration as this protocol has it for one of its tasks."""
@@ -130,8 +179,13 @@ class Protocol:
                 "gripper": self.gripper,
             }
         )
+        policy = config.policy
+        if self.cameras:
+            env = env.model_copy(update={"cameras": self.cameras})
+        if self.chunk is not None:
+            policy = policy.model_copy(update={"chunk": self.chunk})
         evaluation = config.eval.model_copy(update={"greedy": self.greedy, "instruction": self.instruction})
-        return config.model_copy(update={"env": env, "eval": evaluation, "seed": self.seed})
+        return config.model_copy(update={"env": env, "policy": policy, "eval": evaluation, "seed": self.seed})
 
     def check(self, task: str, info: TaskInfo) -> None:
         """Raise `UserError` if the task lacks an initial state that a trial begins from."""
@@ -152,7 +206,7 @@ class Protocol:
         trials = f"{self.trials} trials a task"
         if published is not None and self.trials != published.trials:
             trials += f" (published: {published.trials})"
-        seeds = "seeds that no training draws" if self.env_seed is None else f"simulator seed {self.env_seed}"
+        seeds = self._said_of_seeds()
         if self.init_states is not None:
             seeds = f"initial states {_ranges(self.init_states[: self.trials])}, {seeds}"
         told = "" if self.instruction is None else f", told {self.instruction!r}"
@@ -162,8 +216,38 @@ class Protocol:
             f"{self.name or 'own'} (sha256 {self.sha256[:12]}): {trials} from {seeds}; maximum steps "
             f"{longest}, {self.settle_steps} settling steps, {self.orientation} "
             f"{self.image_size} x {self.image_size} images, gripper {self.gripper}, "
-            f"{'greedy' if self.greedy else 'sampled'}, seed {self.seed}{told}; success: solved at any env step"
+            f"{'greedy' if self.greedy else 'sampled'}, seed {self.seed}{told}{self._said_of_policy(published)}; "
+            "success: solved at any env step"
         )
+
+    def _said_of_seeds(self) -> str:
+        before = f" after {self.unseeded_resets} unseeded" if self.unseeded_resets else ""
+        if self.env_seed is None:
+            return "seeds that no training draws" + before
+        seeds = {
+            "each": "simulator seed {}",
+            "rising": "simulator seeds {} and up",
+            "once": "one stream of simulator seed {}",
+        }
+        return seeds[self.seeding].format(self.env_seed) + before
+
+    def _said_of_policy(self, published: Preset | None) -> str:
+        """What it sees and how often it decides, beside what was published where that is something else."""
+        if self.chunk is None:
+            return f"; version {self.version} of protocols"
+        said = f", a decision every {self.chunk} env steps"
+        if published is not None and published.chunk not in (None, self.chunk):
+            said += f" (published: {published.chunk})"
+        if self.cameras:
+            said += f", cameras {self.cameras if isinstance(self.cameras, int) else ', '.join(self.cameras)}"
+            if published is not None and self.cameras != published.cameras:
+                said += f" (published: {', '.join(published.cameras)})"
+        return said
+
+
+def _cameras(config: Config) -> int | tuple[str, ...]:
+    """What the configuration's policy sees."""
+    return config.env.cameras if "images" in config.policy.reads else 0
 
 
 def protocol_of(config: Config) -> Protocol:
@@ -186,6 +270,8 @@ def protocol_of(config: Config) -> Protocol:
         greedy=True if asked.greedy is None else asked.greedy,
         seed=config.seed,
         instruction=asked.instruction,
+        cameras=_cameras(config),
+        chunk=config.policy.chunk,
     )
     if asked.instruction is not None and "instruction" not in config.policy.reads:
         raise UserError(
@@ -220,12 +306,20 @@ def _published(own: Protocol, name: str, config: Config) -> Protocol:
         trials=config.eval.episodes or preset.trials,
         init_states=config.eval.init_states or tuple(range(preset.trials)),
         env_seed=preset.env_seed,
+        seeding=preset.seeding,
+        unseeded_resets=preset.unseeded_resets,
+        cameras=_named(own.cameras, preset.cameras),
         settle_steps=preset.settle_steps,
         orientation=preset.orientation,
         image_size=preset.image_size,
         gripper=preset.gripper,
         greedy=preset.greedy if config.eval.greedy is None else config.eval.greedy,
     )
+
+
+def _named(cameras: int | tuple[str, ...] | None, published: tuple[str, ...]) -> int | tuple[str, ...] | None:
+    """The cameras by name, where they are counted and the protocol names so many."""
+    return published[:cameras] if isinstance(cameras, int) and 0 < cameras <= len(published) else cameras
 
 
 def expand(patterns: Sequence[str]) -> tuple[str, ...]:
@@ -272,13 +366,24 @@ def as_data(protocol: Protocol) -> dict[str, Any]:
 
 
 def _as_dict(protocol: Protocol) -> dict[str, Any]:
-    """Its fields; without the instruction where there is none, as before protocols had one."""
-    data = asdict(protocol)
-    return data if protocol.instruction is not None else {k: v for k, v in data.items() if k != "instruction"}
+    """Its fields; without those that protocols did not have when it was written."""
+    absent = () if protocol.instruction is not None else ("instruction",)
+    if protocol.version == 1:
+        absent = (*absent, *_FIRST)
+    return {key: value for key, value in asdict(protocol).items() if key not in absent}
+
+
+_FIRST: dict[str, Any] = {"seeding": "each", "unseeded_resets": 0, "cameras": None, "chunk": None, "version": 1}
+"""What version 1 did not say."""
 
 
 def from_data(data: Mapping[str, Any]) -> Protocol:
-    """The protocol that `as_data` wrote. Raises `UserError` if it is not what was hashed."""
+    """The protocol that `as_data` wrote, or that of version 1. Raises `UserError` if it is not what was hashed."""
+    version = data.get("version", 1)
+    if version not in (1, VERSION):
+        raise UserError(f"version {version!r} of protocols is not known here, only 1 and {VERSION}")
+    if version == 1:
+        data = {**_FIRST, **data}
     fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
     try:
         written = fields.pop("sha256")

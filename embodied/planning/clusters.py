@@ -8,13 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 import schedulers
 from embodied.errors import UserError, nearest
 from embodied.execution.assignment import HOME
 from embodied.execution.session import Session
 from embodied.workers.devices import accelerators, memory_bytes
+from embodied.yaml_files import read_yaml
 from schedulers import Cluster, DeviceRange, Node, Plan, PlanError
 
 
@@ -75,14 +74,11 @@ def read_cluster(reference: str, device: str) -> Cluster:
     path = Path(reference)
     if not path.is_file():
         raise UserError(f"there is no cluster file {reference!r}{nearest(reference, ['local'])}")
-    try:
-        data = _numbers(yaml.safe_load(path.read_text()))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not valid YAML: {error}") from error
+    data = _numbers(read_yaml(path))
     try:
         return schedulers.from_data(Cluster, data)
     except PlanError as error:
-        raise UserError(f"{path}: {error}") from error
+        raise UserError(f"{path}: {str(error)[:2000]}") from error
 
 
 def _numbers(data: Any) -> Any:

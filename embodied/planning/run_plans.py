@@ -42,7 +42,12 @@ def sized_workflow(config: Config) -> Workflow:
 def checked_profile(path: Path, config: Config, workflow: Workflow, any_hardware: bool) -> Profile:
     """A profile from a file. Raises `UserError` or `PlanError` for one that does not belong to what is planned here."""
     profile = schedulers.load(Profile, path)
-    profile = replace(profile, fingerprint=in_todays_keys(profile.fingerprint))
+    try:
+        profile = replace(profile, fingerprint=in_todays_keys(profile.fingerprint))
+    except (RecursionError, ValueError) as error:
+        raise UserError(f"{path}: what it was measured with is not JSON ({error}): measure again") from error
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
     work = {key: value for key, value in profile.fingerprint.items() if key.startswith("work.")}
     differs = [key.removeprefix("work.") for key, value in work_of(config).items() if work.get(key, value) != value]
     if differs:

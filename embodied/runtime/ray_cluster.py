@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,6 +27,7 @@ from embodied.errors import UserError
 from embodied.runtime.deadlines import Deadline, Wait
 from embodied.runtime.nodes import NodeInfo
 from embodied.runtime.ray_processes import RayProcesses
+from embodied.runtime.ray_session import RaySession
 from sim_farm import faults
 from sim_farm.farm import WorkerFailed, WorkerTimeout
 
@@ -58,14 +60,16 @@ class RayCluster:
         self._actors: list[Any] = []
         self._looked_s = 0.0
         self.ray_processes = RayProcesses()
+        self._session = RaySession() if address == "local" else None
         options: dict[str, Any] = {"address": address, "logging_level": logging.ERROR, "log_to_driver": False}
-        if address == "local":
+        if self._session is not None:
             # One logical CPU: our actors ask for none, and Ray would start an idle worker for each.
             options |= {
                 "include_dashboard": False,
                 "num_cpus": 1,
                 "object_store_memory": OBJECT_STORE_BYTES,
                 "_node_ip_address": LOOPBACK,
+                "_temp_dir": str(self._session.folder),
             }
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -77,17 +81,22 @@ class RayCluster:
             # Ray replaces a loopback address by one that other machines reach, except where it knows that there
             # are none (as on macOS). Told so, all its servers listen on the loopback interface alone.
             ray_constants.ENABLE_RAY_CLUSTER = False
-        terminated = signal.getsignal(signal.SIGTERM)
+        terminated, before = signal.getsignal(signal.SIGTERM), _family()
         try:
             _require_listener(address)
             with self.ray_processes.noted():
                 _start(options)
-        except OSError as error:
+        except BaseException as error:
+            self._leave()
+            if not isinstance(error, OSError):
+                raise
             raise UserError(
                 f"no Ray cluster with this machine as a node answers at {address!r}: start it with `ray start --head`, "
                 "join it here with `ray start --address HOST:PORT`, and name that HOST:PORT; if it was started with "
                 "RAY_AUTH_MODE=token, set that here too"
             ) from error
+        if self._session is not None:
+            self._session.watch(process.pid for process in _family() - before)
         # Ray installs a handler of its own, which would leave our shared memory and its own helpers behind.
         signal.signal(signal.SIGTERM, terminated)
         self._options = options
@@ -105,8 +114,11 @@ class RayCluster:
         self.ray_processes.end()
         terminated = signal.getsignal(signal.SIGTERM)
         ray.shutdown()
+        before = _family()
         with self.ray_processes.noted():
             _start(self._options)
+        if self._session is not None:
+            self._session.watch(process.pid for process in _family() - before)
         signal.signal(signal.SIGTERM, terminated)
         self.here = ray.get_runtime_context().get_node_id()
 
@@ -191,6 +203,13 @@ class RayCluster:
                 ray.kill(actor)
         self._actors.clear()
         ray.shutdown()
+        self._leave()
+
+    def _leave(self) -> None:
+        """Remove what the Ray that was started here has on this machine; its logs stay where something has failed."""
+        if self._session is not None:
+            self._session.close(keep=isinstance(sys.exception(), Exception))
+            self._session = None
 
 
 def value_within(timeout_s: float, reference: Any, name: str, what: str) -> Any:
@@ -214,6 +233,11 @@ def cannot_start(who: str, error: RayActorError) -> WorkerFailed:
     )
 
 
+def _family() -> set[psutil.Process]:
+    """All processes that descend from this one."""
+    return set(psutil.Process().children(recursive=True))
+
+
 def _start(options: dict[str, Any]) -> None:
     """`ray.init`, and once more where Ray's own processes were not up within the 30 s that it gives them, as on a
     machine that is busy just then."""
@@ -230,10 +254,10 @@ def _start(options: dict[str, Any]) -> None:
         for process in left:
             process.kill()
         psutil.wait_procs(left, timeout=10)
+    folder = options.get("_temp_dir", "/tmp/ray")  # noqa: S108 - Ray's own, where another has started the cluster
     raise UserError(
         f"Ray's own processes were not up within 30 s, {STARTS} times: wait until the machine is less busy, or do "
-        "without them, with --runtime.mode inline; the reason is in Ray's logs, session_latest/logs in /tmp/ray or "
-        "in RAY_TMPDIR"
+        f"without them, with --runtime.mode inline; the reason is in Ray's logs, {folder}/session_latest/logs"
     )
 
 

@@ -62,11 +62,14 @@ def _of_tasks(summary: RolloutSummary, config: Config) -> dict[str, float]:
 
 
 def left_out(count: int, summary: RolloutSummary, config: Config) -> str:
-    """What to say of episodes in which a reward was not finite: the learner leaves out what a rollout has of them."""
+    """What to say of episodes in which a reward or an observation was not finite: the learner leaves out what a rollout
+    has of them."""
     tasks = tasks_of(config)
     ended = [episode for episode in summary.episodes if not np.isfinite(episode.total_reward)]
     places = ", ".join(f"column {episode.env}, {tasks[episode.task].env.task}" for episode in ended)
-    return f"left out {count} episodes in which a reward was not finite" + (f" ({places})" if places else "")
+    return f"left out {count} episodes in which a reward or an observation was not finite" + (
+        f" ({places})" if places else ""
+    )
 
 
 def _frame_copies(summary: RolloutSummary, learned: Mapping[str, float]) -> dict[str, float]:

@@ -35,7 +35,8 @@ def selection_protocol(config: Config) -> Protocol:
     evaluation = config.eval.model_copy(update={"episodes": None, "init_states": None})
     protocol = protocol_of(config.model_copy(update={"eval": evaluation}))
     seed, trials = config.seed ^ OTHER_SEEDS, config.eval.every_episodes
-    return replace(protocol, name=None, trials=trials, init_states=None, env_seed=None, seed=seed)
+    one = replace(protocol, name=None, trials=trials, seed=seed, init_states=None, env_seed=None)
+    return replace(one, seeding="each", unseeded_resets=0)
 
 
 @dataclass(frozen=True)

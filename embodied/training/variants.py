@@ -8,10 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from embodied.config import Config, all_keys, parse_config
 from embodied.errors import UserError, nearest
+from embodied.yaml_files import parse_yaml
 
 
 def variants(config: Config, source: str, seeds: Sequence[int], sweep: Sequence[str]) -> list[Config]:
@@ -43,8 +42,8 @@ def _choices(entry: str) -> tuple[str, list[Any]]:
     if key in ("seed", "name"):
         raise UserError(f"--sweep does not take {key}: --seeds 1 2 3 does, and names follow")
     try:
-        return key, yaml.safe_load(f"[{values}]")
-    except yaml.YAMLError as error:
+        return key, parse_yaml(f"[{values}]", "what was given")
+    except UserError as error:
         raise UserError(f"--sweep: {values!r} are no values with commas between: {error}") from error
 
 

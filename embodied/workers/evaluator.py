@@ -15,6 +15,7 @@ episode it has no instruction). Its action is not executed.
 
 from __future__ import annotations
 
+import math
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -45,8 +46,9 @@ class EpisodeOutcome:
     trial: int
     spec: EpisodeSpec
     success: bool
-    """Solved at any env step."""
+    """Solved at any env step; not where a number of the simulator's was not finite."""
     total_reward: float
+    """Not finite where a reward was not, or an observation."""
     length: int
     """Env steps."""
     limit: int
@@ -213,7 +215,7 @@ class _Task:
                     self._name,
                     trial,
                     self._episodes.specs[trial],
-                    bool(self._solved[env]),
+                    bool(self._solved[env]) and bool(np.isfinite(self._return[env])),
                     float(self._return[env]),
                     length,
                     self._farm.infos[0].max_episode_steps,
@@ -247,7 +249,9 @@ def run_to_end(
 
 
 def summarise(outcomes: Sequence[EpisodeOutcome]) -> dict[str, float]:
-    """Success with its 95% Wilson interval, mean length and return."""
+    """Success with its 95% Wilson interval, mean length, mean return of those whose numbers are finite, and how many
+    are broken: they count as failed."""
+    returns = [outcome.total_reward for outcome in outcomes if math.isfinite(outcome.total_reward)]
     solved = sum(outcome.success for outcome in outcomes)
     low, high = wilson(solved, len(outcomes))
     return {
@@ -256,5 +260,6 @@ def summarise(outcomes: Sequence[EpisodeOutcome]) -> dict[str, float]:
         "success_low": low,
         "success_high": high,
         "episode_len": float(np.mean([outcome.length for outcome in outcomes])),
-        "return": float(np.mean([outcome.total_reward for outcome in outcomes])),
+        "return": float(np.mean(returns)) if returns else 0.0,
+        **({"broken_episodes": len(outcomes) - len(returns)} if len(returns) < len(outcomes) else {}),
     }

@@ -12,15 +12,17 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from pydantic import BaseModel, Field
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from embodied.errors import UserError
-from policies.contract import Inputs, PolicySpec
+from policies.contract import Inputs, PolicyError, PolicySpec
 from policies.encoders import CnnEncoder
+from policies.files import check_tensors, checked, read_json, read_tensors
 
 DESCRIPTION, WEIGHTS = "classifier.json", "classifier.safetensors"
 FEATURES, WORD_FEATURES, HIDDEN = 64, 16, 64
@@ -36,6 +38,14 @@ class Looks:
     image_size: int
     orientation: str
     """As `env.orientation`."""
+
+
+class _Said(BaseModel):
+    """The description of a classifier, as far as it is read."""
+
+    cameras: Annotated[tuple[str, ...], Field(min_length=1, max_length=16)]
+    image_size: Annotated[int, Field(ge=16, le=1024)]
+    orientation: str
 
 
 class SuccessClassifier(nn.Module):
@@ -72,16 +82,18 @@ class SuccessClassifier(nn.Module):
     @classmethod
     def load(cls, folder: Path) -> SuccessClassifier:
         """The classifier in the folder, on the CPU. Raises `UserError` where there is none, or a damaged one."""
-        try:
-            found = json.loads((folder / DESCRIPTION).read_text())
-            looks = Looks(tuple(found["cameras"]), int(found["image_size"]), str(found["orientation"]))
-            classifier = cls(looks)
-            classifier.load_state_dict(load_file(folder / WEIGHTS))
-        except FileNotFoundError as error:
+        if not (folder / DESCRIPTION).exists() or not (folder / WEIGHTS).exists():
             raise UserError(
                 f"there is no success classifier in {folder}: train one with `embodied reward DATA --out {folder}`"
-            ) from error
-        except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+            )
+        try:
+            said = checked(folder / DESCRIPTION, _Said, read_json(folder / DESCRIPTION))
+            with torch.device("meta"):  # no memory is taken before the tensors are seen to fit
+                classifier = cls(Looks(said.cameras, said.image_size, said.orientation))
+            found = read_tensors(folder / WEIGHTS)
+            check_tensors(folder / WEIGHTS, found, classifier.state_dict())
+            classifier.load_state_dict({name: tensor.clone() for name, tensor in found.items()}, assign=True)
+        except PolicyError as error:
             raise UserError(f"the success classifier in {folder} is damaged ({error}): train it again") from error
         return classifier
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field
 
 from policies.contract import PolicyError
-from policies.files import CONFIG, read_json
+from policies.files import CONFIG, checked, read_json, shown
 
 TOWERS = ("featurizer", "fused_featurizer")
 """Names of the two vision towers in the checkpoint: DINOv2 and SigLIP."""
@@ -21,6 +23,45 @@ BINS = 256
 """Of an action dimension, in the published checkpoints."""
 OWN_ENTRIES = ("kind", "spec", "architecture")
 """What `policies.save` adds to a config.json: no part of the model's configuration."""
+Size = Annotated[int, Field(strict=True, gt=0, le=2**20)]
+Layers = Annotated[int, Field(strict=True, gt=0, le=512)]
+
+
+class _Language(BaseModel, extra="allow"):
+    """Sizes among LlamaConfig's arguments; whatever else is there transformers judges."""
+
+    model_type: str = "llama"
+    hidden_size: Size = 4096
+    intermediate_size: Size = 11008
+    num_hidden_layers: Layers = 32
+    num_attention_heads: Size = 32
+    num_key_value_heads: Size | None = None
+    head_dim: Size | None = None
+    vocab_size: Size = 32064
+    max_position_embeddings: Size | None = None
+
+
+class _Tower(BaseModel, extra="allow"):
+    """Sizes among the arguments of timm's VisionTransformer."""
+
+    embed_dim: Size = 768
+    depth: Layers = 12
+    num_heads: Size = 12
+    patch_size: Annotated[int, Field(strict=True, gt=0, le=1024)] = 16
+    reg_tokens: Annotated[int, Field(strict=True, ge=0, le=1024)] = 0
+    mlp_ratio: Annotated[float, Field(gt=0, le=64, allow_inf_nan=False)] = 4.0
+
+
+class _Said(BaseModel):
+    """config.json, as far as it is read."""
+
+    text_config: _Language
+    image_sizes: Annotated[list[Annotated[int, Field(strict=True, gt=0, le=4096)]], Field(min_length=1, max_length=2)]
+    timm_model_ids: tuple[str, str] = PUBLISHED_TOWERS
+    timm_model_kwargs: tuple[_Tower, _Tower] | None = None
+    pad_token_id: Annotated[int, Field(strict=True, ge=0, le=2**20)] = 32000
+    pad_to_multiple_of: Annotated[int, Field(strict=True, ge=0, le=2**20)] = 64
+    llm_max_length: Size = 2048
 
 
 @dataclass(frozen=True)
@@ -64,35 +105,36 @@ def read_config(folder: Path) -> ModelConfig:
     path = folder / CONFIG
     raw = {name: value for name, value in read_json(path).items() if name not in OWN_ENTRIES}
     if raw.get("model_type") != "openvla":
-        raise PolicyError(f"{path} is not OpenVLA's: its model_type is {raw.get('model_type')!r}, not 'openvla'")
+        raise PolicyError(f"{path} is not OpenVLA's: its model_type is {shown(raw.get('model_type'))}, not 'openvla'")
     if not raw.get("use_fused_vision_backbone", True):
         raise PolicyError(f"{path}: only the fused vision backbone (DINOv2 and SigLIP) is supported")
     bins = raw.get("n_action_bins", BINS)
-    if not isinstance(bins, int) or not 2 <= bins <= BINS:
-        raise PolicyError(f"{path}: n_action_bins is a number from 2 to {BINS}, it is {bins!r}")
-    try:
-        text = dict(raw["text_config"])
-        text.pop("torch_dtype", None)
-        text.pop("dtype", None)
-        if text.pop("model_type", "llama") != "llama":
-            raise PolicyError(f"{path}: the language model must be a llama, it is {raw['text_config']['model_type']!r}")
-        sizes = raw.get("timm_model_kwargs")
-        heights = {int(size) for size in raw["image_sizes"]}
-        if len(heights) != 1:
-            raise PolicyError(f"{path}: both towers must take images of one size, they take {sorted(heights)}")
-        return ModelConfig(
-            raw=raw,
-            image_size=heights.pop(),
-            towers=_pair(raw.get("timm_model_ids", PUBLISHED_TOWERS)),
-            tower_sizes=None if sizes is None else _pair(sizes),
-            llama=text,
-            pad_token=int(raw.get("pad_token_id", 32000)),
-            action_vocab=int(text.get("vocab_size", 32064)) - int(raw.get("pad_to_multiple_of", 64)),
-            bins=bins,
-            max_tokens=int(text.get("max_position_embeddings", raw.get("llm_max_length", 2048))),
+    if type(bins) is not int or not 2 <= bins <= BINS:
+        raise PolicyError(f"{path}: n_action_bins is a number from 2 to {BINS}, it is {shown(bins)}")
+    said = checked(path, _Said, raw)
+    if said.text_config.model_type != "llama":
+        raise PolicyError(f"{path}: the language model must be a llama, it is {shown(said.text_config.model_type)}")
+    heights = set(said.image_sizes)
+    if len(heights) != 1:
+        raise PolicyError(f"{path}: both towers must take images of one size, they take {sorted(heights)}")
+    text = {k: v for k, v in raw["text_config"].items() if k not in ("model_type", "torch_dtype", "dtype")}
+    rows, vocabulary = said.text_config.vocab_size, said.text_config.vocab_size - said.pad_to_multiple_of
+    if vocabulary < bins or said.pad_token_id >= rows:
+        raise PolicyError(
+            f"{path}: a vocabulary of {vocabulary} tokens in {rows} rows has no room for {bins} action tokens "
+            f"and the padding {said.pad_token_id}"
         )
-    except (KeyError, TypeError, ValueError) as error:
-        raise PolicyError(f"{path} lacks an entry or has one of the wrong type: {error!r}") from error
+    return ModelConfig(
+        raw=raw,
+        image_size=heights.pop(),
+        towers=said.timm_model_ids,
+        tower_sizes=None if said.timm_model_kwargs is None else _pair(raw["timm_model_kwargs"]),
+        llama=text,
+        pad_token=said.pad_token_id,
+        action_vocab=vocabulary,
+        bins=bins,
+        max_tokens=said.text_config.max_position_embeddings or said.llm_max_length,
+    )
 
 
 def _pair(values: Any) -> tuple[Any, Any]:

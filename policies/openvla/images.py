@@ -15,15 +15,16 @@ import io
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
+from pydantic import BaseModel, Field
 from torch import Tensor
 from torch.nn import functional
 
 from policies.contract import PolicyError
-from policies.files import read_json
+from policies.files import checked, read_json
 from policies.resampling import Filter, along, matrix, pad, pillow_resize, resize, weights_of
 
 PREPROCESSOR = "preprocessor_config.json"
@@ -32,6 +33,10 @@ BACKENDS = ("device", "pillow")
 CROP_AREA = 0.9
 """Share of the picture that the centre crop keeps: models trained on random crops of that area see it when acting."""
 JPEG_QUALITY = 95
+_Size = Annotated[int, Field(gt=0, le=4096)]
+_Level = Annotated[int, Field(ge=0, le=255)]
+_Number = Annotated[float, Field(ge=-1e6, le=1e6, allow_inf_nan=False)]
+_Positive = Annotated[float, Field(ge=1e-6, le=1e6, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True)
@@ -95,6 +100,28 @@ class Preprocessing:
         return (pillow_resize if self.backend == "pillow" else resize)(frames, height, width, "bicubic")
 
 
+Channels = tuple[_Number, _Number, _Number]
+
+
+class _Tower(BaseModel):
+    """How a tower's pixels are normalised."""
+
+    mean: Channels
+    std: tuple[_Positive, _Positive, _Positive]
+
+
+class _Said(BaseModel):
+    """preprocessor_config.json, as far as it is read."""
+
+    input_sizes: Annotated[list[tuple[_Size, _Size, _Size]], Field(min_length=2, max_length=2)]
+    interpolations: list[Literal["bicubic"]] = ["bicubic"]
+    means: list[Channels] = []
+    stds: list[tuple[_Positive, _Positive, _Positive]] = []
+    tvf_normalize_params: list[_Tower] | None = None
+    tvf_letterbox_fill: tuple[_Level, _Level, _Level] | None = None
+    image_resize_strategy: str
+
+
 def read_preprocessing(folder: Path, *, strategy: str | None = None, **options: Any) -> Preprocessing:
     """The preprocessing of a checkpoint. `strategy` and `options`, fields of `Preprocessing`, replace what it says.
 
@@ -103,25 +130,20 @@ def read_preprocessing(folder: Path, *, strategy: str | None = None, **options: 
     numbers there: those are what the models were run with.
     """
     path = folder / PREPROCESSOR
-    raw = read_json(path)
-    try:
-        sizes = {int(size) for shape in raw["input_sizes"] for size in shape[1:]}
-        if len(sizes) != 1 or len(raw["input_sizes"]) != 2:
-            raise PolicyError(f"{path}: two towers with square images of one size are supported")
-        if set(raw.get("interpolations", ["bicubic"])) != {"bicubic"}:
-            raise PolicyError(f"{path}: interpolations must be bicubic, they are {raw['interpolations']}")
-        normalize = raw.get("tvf_normalize_params") or [
-            {"mean": mean, "std": std} for mean, std in zip(raw["means"], raw["stds"], strict=True)
-        ]
-        means, stds = (tuple(tuple(map(float, tower[key])) for tower in normalize) for key in ("mean", "std"))
-        strategy = strategy or raw["image_resize_strategy"]
-        fill = raw.get("tvf_letterbox_fill") or [int(255 * mean) for mean in raw["means"][-1]]
-    except (KeyError, TypeError, ValueError) as error:
-        raise PolicyError(f"{path} lacks an entry or has one of the wrong type: {error!r}") from error
+    said = checked(path, _Said, read_json(path))
+    towers = said.tvf_normalize_params or [
+        _Tower(mean=mean, std=std) for mean, std in zip(said.means, said.stds, strict=False)
+    ]
+    sizes = {size for shape in said.input_sizes for size in shape[1:]}
+    if len(sizes) != 1 or len(towers) != 2 or not said.means:
+        raise PolicyError(f"{path}: two towers with square images of one size are supported")
+    strategy = strategy or said.image_resize_strategy
+    fill = said.tvf_letterbox_fill or tuple(int(255 * mean) for mean in said.means[-1])
     for name, value, valid in (("strategy", strategy, STRATEGIES), ("backend", options.get("backend"), BACKENDS)):
         if value is not None and value not in valid:
             raise PolicyError(f"the image {name} must be one of {', '.join(valid)}, got {value!r}")
-    return Preprocessing(sizes.pop(), means, stds, strategy or "", tuple(fill), **options)
+    means, stds = tuple(tower.mean for tower in towers), tuple(tower.std for tower in towers)
+    return Preprocessing(sizes.pop(), means, stds, strategy, fill, **options)
 
 
 def jpeg(frames: Tensor) -> Tensor:

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from policies.contract import PolicyError
-from policies.files import CONFIG, INDEX, SINGLE, Shards, copy_other_files, write_json
+from policies.files import CONFIG, INDEX, SHOWN_ERROR, SINGLE, Shards, copy_other_files, shown, write_json
 from policies.lora import AdaptedModel
 from policies.openvla.config import ModelConfig, read_config
 from policies.openvla.vision import Projector, VisionBackbone
-from policies.random_weights import RANDOM_WEIGHTS, draw
+from policies.random_weights import RANDOM_WEIGHTS, check_weights, draw
 from policies.torchvision_operators import import_torchvision
 
 LAYER_SCALES = (".ls1.", ".ls2.")
@@ -243,8 +243,10 @@ def load_model(folder: str | Path, dtype: str = "checkpoint") -> OpenVLAModel:
     config = read_config(folder)
     try:
         model = build_empty(config)
-    except (TypeError, ValueError, AssertionError) as error:
-        raise PolicyError(f"{folder / CONFIG} does not describe a model that can be built: {error}") from error
+    except Exception as error:  # transformers and timm raise anything for what they have not thought of
+        what = str(error)[:SHOWN_ERROR] or type(error).__name__
+        raise PolicyError(f"{folder / CONFIG} does not describe a model that can be built: {what}") from error
+    check_weights(folder / CONFIG, model)
     if RANDOM_WEIGHTS in config.raw and not any((folder / name).exists() for name in (INDEX, SINGLE)):
         return _draw(model, dtype)
     shards = Shards.find(folder)
@@ -283,9 +285,12 @@ def save_model(model: OpenVLAModel, folder: str | Path, tensors: dict[str, Tenso
 
 def _draw(model: OpenVLAModel, dtype: str) -> OpenVLAModel:
     """The empty network with random weights, made where and as they are wanted: nothing is made twice."""
-    named, seed = model.config.raw["torch_dtype"] if dtype == "checkpoint" else dtype, model.config.raw[RANDOM_WEIGHTS]
-    if named not in DTYPES or type(seed) is not int:
-        raise PolicyError(f"{CONFIG}: {RANDOM_WEIGHTS} must be a seed, with a torch_dtype; got {seed!r}, {named!r}")
+    named = model.config.raw.get("torch_dtype") if dtype == "checkpoint" else dtype
+    seed = model.config.raw[RANDOM_WEIGHTS]
+    if named not in (*DTYPES,) or type(seed) is not int or not 0 <= seed < 2**63:
+        raise PolicyError(
+            f"{CONFIG}: {RANDOM_WEIGHTS} must be a seed, with a torch_dtype; got {shown(seed)}, {shown(named)}"
+        )
     device = torch.get_default_device()
     model = model.to(DTYPES[named]).to_empty(device=device)
     generator = torch.Generator(device).manual_seed(seed)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from policies.contract import PolicyError
+from policies.files import SHOWN_ERROR
 from policies.openvla.config import ModelConfig
 
 TOKENIZER = "tokenizer.json"
@@ -42,13 +43,16 @@ class Prompts:
         try:
             self._tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises nothing narrower
-            raise PolicyError(f"{path} is no tokenizer: {error}") from error
+            raise PolicyError(f"{path} is no tokenizer: {str(error)[:SHOWN_ERROR]}") from error
         # A file may ask for truncation or padding of its own.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         bos, empty = (self._tokenizer.token_to_id(piece) for piece in (BOS, EMPTY))
         if bos is None or empty is None:
             raise PolicyError(f"{path} is not Llama's tokenizer: it lacks {BOS!r} or {EMPTY!r}")
+        rows = int(config.llama.get("vocab_size", 32064))
+        if max(self._tokenizer.get_vocab().values()) >= rows:
+            raise PolicyError(f"{path} has more tokens than the model, which knows {rows}")
         self.bos, self.empty = bos, empty
         self._template = TEMPLATES[template]
         self._pad = config.pad_token

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from policies.contract import PolicyError
-from policies.files import CONFIG, read_json, write_json
+from policies.files import CONFIG, SHOWN_ERROR, read_json, shown, write_json
 
 STATISTICS = "dataset_statistics.json"
 DEMONSTRATIONS = "demonstrations"
@@ -136,12 +136,16 @@ def choose_statistics(source: Path, datasets: Mapping[str, Any], key: str = "") 
         raise PolicyError(f"no statistics in {source}: neither {STATISTICS} nor norm_stats in config.json")
     if not key:
         if len(datasets) != 1:
-            raise PolicyError(f"{source} has several datasets: set unnorm_key to one of {', '.join(sorted(datasets))}")
+            raise PolicyError(
+                f"{source} has several datasets: set unnorm_key to one of {', '.join(sorted(datasets)[:20])}"
+            )
         key = next(iter(datasets))
     short = key.removesuffix(SUFFIX)
     found = next((name for name in (key, short, short + SUFFIX) if name in datasets), None)
     if found is None:
-        raise PolicyError(f"unknown unnorm_key {key!r}; {source} has: {', '.join(sorted(datasets))}")
+        raise PolicyError(
+            f"unknown unnorm_key {shown(key)}; {source} has: {', '.join(map(shown, sorted(datasets)[:20]))}"
+        )
     try:
         action, proprio = datasets[found]["action"], datasets[found].get("proprio")
         low, high = _numbers(action["q01"]), _numbers(action["q99"])
@@ -149,8 +153,11 @@ def choose_statistics(source: Path, datasets: Mapping[str, Any], key: str = "") 
         if not low.shape == high.shape == mask.shape:
             raise ValueError("q01, q99 and mask are of different lengths")
         percentiles = None if proprio is None else (_numbers(proprio["q01"]), _numbers(proprio["q99"]))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise PolicyError(f"{source}: {found!r} has no usable q01, q99 and mask: {error!r}") from error
+        if percentiles and percentiles[0].shape != percentiles[1].shape:
+            raise ValueError("q01 and q99 of proprio are of different lengths")
+    except (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError) as error:
+        what = f"{type(error).__name__}: {str(error)[:SHOWN_ERROR]}"
+        raise PolicyError(f"{source}: {shown(found)} has no usable q01, q99 and mask: {what}") from error
     return Statistics(found, low, high, mask, percentiles)
 
 
@@ -193,6 +200,6 @@ def _percentiles(what: str, values: Tensor, size: int) -> dict[str, Tensor]:
 
 def _numbers(values: Any) -> Tensor:
     tensor = torch.tensor(values, dtype=torch.float64)
-    if tensor.dim() != 1 or not tensor.isfinite().all():
-        raise ValueError(f"expected a list of finite numbers, got {values!r}")
+    if tensor.dim() != 1 or not tensor.float().isfinite().all():
+        raise ValueError(f"expected a list of finite numbers, got {shown(values)}")
     return tensor

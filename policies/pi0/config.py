@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from policies.contract import PolicyError
-from policies.files import read_json
+from policies.files import read_json, shown
 from policies.pi0.mixture import StackSizes
 
 Layout = Literal["openpi", "lerobot"]
@@ -21,6 +21,8 @@ VARIANTS = {
     "gemma_300m": StackSizes(1024, 18, 4096, 8, 1, 256),
 }
 """openpi's names (openpi/models/gemma.py)."""
+LARGEST, MOST_LAYERS = 2**20, 512
+"""Of sizes: config.json is somebody's text."""
 
 
 @dataclass(frozen=True)
@@ -76,18 +78,28 @@ def read_sizes(folder: Path, adaptive: bool) -> tuple[Pi0Sizes, Layout]:
             raise PolicyError(f"{folder / CONFIG} says {kind}, and the checkpoint {has} time_mlp_in, as pi05 has")
     else:
         raise PolicyError(f"{folder / CONFIG} is of no pi0: neither openpi's (action_horizon) nor LeRobot's (type pi0)")
-    if not (isinstance(action_dim, int) and isinstance(horizon, int) and action_dim > 0 and horizon > 0):
-        raise PolicyError(f"{folder / CONFIG}: action dimensions {action_dim!r} and horizon {horizon!r} are no sizes")
     own = own_sizes(raw) or {}
+    if not isinstance(own, dict):
+        raise PolicyError(f"{folder / CONFIG}: {ARCHITECTURE} is {shown(own)}, and is an object with sizes")
     prompt_len = own.get("max_token_len") or raw.get("tokenizer_max_length") or (200 if adaptive else 48)
+    vocab_size = own.get("vocab_size", 257_152)
+    said: dict[str, Any] = {
+        "action dimensions": action_dim,
+        "horizon": horizon,
+        "prompt": prompt_len,
+        "vocabulary": vocab_size,
+    }
+    if not all(_is_size(value) for value in said.values()):
+        raise PolicyError(f"{folder / CONFIG}: one of these is no size of 1 to {LARGEST}: {shown(said, 200)}")
+    dims, predicted, words, rows = said.values()
     return Pi0Sizes(
         _stack(folder, raw, own, "vlm", "paligemma_variant"),
         _stack(folder, raw, own, "expert", "action_expert_variant"),
         VisionSizes(**_known(folder, own.get("vision", {}), VisionSizes)),
-        own.get("vocab_size", 257_152),
-        action_dim,
-        horizon,
-        prompt_len,
+        rows,
+        dims,
+        predicted,
+        words,
         adaptive,
     ), layout
 
@@ -109,23 +121,32 @@ def own_sizes(raw: Mapping[str, Any]) -> Mapping[str, Any] | None:
 def _stack(folder: Path, raw: Mapping[str, Any], own: Mapping[str, Any], name: str, variant: str) -> StackSizes:
     if name in own:
         return StackSizes(**_known(folder, own[name], StackSizes))
-    if raw.get(variant) not in VARIANTS:
+    if raw.get(variant) not in (*VARIANTS,):
         raise PolicyError(
-            f"{folder / CONFIG}: {variant} is {raw.get(variant)!r}; known are {', '.join(VARIANTS)}, others need their "
-            f"sizes in {ARCHITECTURE}.{name}"
+            f"{folder / CONFIG}: {variant} is {shown(raw.get(variant))}; known are {', '.join(VARIANTS)}, others need "
+            f"their sizes in {ARCHITECTURE}.{name}"
         )
     return VARIANTS[raw[variant]]
 
 
-def _known(folder: Path, found: Mapping[str, Any], cls: type) -> dict[str, int]:
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 < value <= LARGEST
+
+
+def _known(folder: Path, found: Any, cls: type) -> dict[str, int]:
     """Sizes by the names of the class's fields. Raises `PolicyError` for others, and where one without a default is
     missing."""
+    if not isinstance(found, dict):
+        raise PolicyError(f"{folder / CONFIG}: {ARCHITECTURE} has {shown(found)} in place of sizes")
     names = {f.name: f.default is MISSING for f in fields(cls)}
     wrong = sorted(set(found) - set(names))
     missing = sorted(name for name, needed in names.items() if needed and name not in found)
-    if wrong or missing or not all(type(value) is int and value > 0 for value in found.values()):
+    if wrong or missing or not all(_is_size(value) for value in found.values()):
         lacks = f" and lacks {', '.join(missing)}" if missing else ""
         raise PolicyError(
-            f"{folder / CONFIG}: {ARCHITECTURE} has {wrong or dict(found)}{lacks}; sizes are {sorted(names)}"
+            f"{folder / CONFIG}: {ARCHITECTURE} has {shown(wrong or found, 300)}{lacks}; sizes of 1 to {LARGEST} are "
+            f"{sorted(names)}"
         )
-    return dict(found)
+    if max(found.get("depth", 1), found.get("num_hidden_layers", 1)) > MOST_LAYERS:
+        raise PolicyError(f"{folder / CONFIG}: {ARCHITECTURE} has {found}; at most {MOST_LAYERS} layers can be")
+    return found

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from policies.contract import PolicyError
-from policies.files import CONFIG, INDEX, SINGLE, Shards, read_json, write_json, write_tensors
+from policies.files import CONFIG, INDEX, SINGLE, Shards, read_json, shown, write_json, write_tensors
 from policies.lora import merged_state
-from policies.pi0.config import ARCHITECTURE, OWN_SIZES, Layout, own_sizes, read_sizes
+from policies.pi0.config import ARCHITECTURE, OWN_SIZES, Layout, Pi0Sizes, own_sizes, read_sizes
 from policies.pi0.names import PALIGEMMA, STATISTICS, UNUSED, dtype_of, in_layout, own_name, stored_name
 from policies.pi0.network import Pi0Network
 from policies.pi0.sizes import draw_weights
-from policies.random_weights import RANDOM_WEIGHTS
+from policies.random_weights import RANDOM_WEIGHTS, check_weights
 
 ADAPTIVE = "time_mlp_in.weight"
 """A tensor that pi0.5 alone has."""
@@ -46,8 +46,7 @@ def load_network(folder: str | Path, dtype: str = "checkpoint") -> Pi0Network:
         return _drawn(folder, dtype)
     shards = Shards.find(folder)
     sizes, layout = read_sizes(folder, ADAPTIVE in {own_name(name) for name in shards.files})
-    with torch.device("meta"):
-        network = Pi0Network(sizes)
+    network = _empty(folder, sizes)
     tensors = _read(shards, network)
     if dtype != "checkpoint":
         tensors = {own: tensor.to(dtype_of(own, DTYPES[dtype])) for own, tensor in tensors.items()}
@@ -77,6 +76,19 @@ def _read(shards: Shards, network: Pi0Network) -> dict[str, torch.Tensor]:
     return {own: found[names.get(own, own)] for own in expected}
 
 
+def _empty(folder: Path, sizes: Pi0Sizes) -> Pi0Network:
+    """The network on the meta device. Raises `PolicyError` where its parts do not fit together."""
+    try:
+        with torch.device("meta"):
+            network = Pi0Network(sizes)
+    except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
+        raise PolicyError(
+            f"{folder / CONFIG} does not describe a network that can be built: {str(error)[:500]}"
+        ) from error
+    check_weights(folder / CONFIG, network)
+    return network
+
+
 def is_random(folder: Path) -> bool:
     """Whether the folder has no weights, and says from which seed they are drawn."""
     return RANDOM_WEIGHTS in read_json(folder / CONFIG) and not any((folder / n).exists() for n in (INDEX, SINGLE))
@@ -85,14 +97,14 @@ def is_random(folder: Path) -> bool:
 def _drawn(folder: Path, dtype: str) -> Pi0Network:
     raw = read_json(folder / CONFIG)
     named, seed = raw.get("precision") if dtype == "checkpoint" else dtype, raw[RANDOM_WEIGHTS]
-    if named not in DTYPES or type(seed) is not int or type(raw.get("pi05")) is not bool:
+    seeded = type(seed) is int and 0 <= seed < 2**63
+    if named not in (*DTYPES,) or not seeded or type(raw.get("pi05")) is not bool:
         raise PolicyError(
             f"{folder / CONFIG}: {RANDOM_WEIGHTS} must be a seed, with pi05 (true or false) and a precision; got "
-            f"{seed!r}, {raw.get('pi05')!r}, {named!r}"
+            f"{shown(seed)}, {shown(raw.get('pi05'))}, {shown(named)}"
         )
     sizes, layout = read_sizes(folder, raw["pi05"])
-    with torch.device("meta"):
-        network = Pi0Network(sizes)
+    network = _empty(folder, sizes)
     network = draw_weights(network, seed, DTYPES[named])
     network.layout, network.folder = layout, folder
     fill_vision(network)

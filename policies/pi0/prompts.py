@@ -40,8 +40,8 @@ class Prompts:
             raise PolicyError(f"incomplete checkpoint: {path} is missing, PaliGemma's SentencePiece model")
         try:
             self._tokenizer: Any = SentencePieceProcessor(model_file=str(path))
-        except (OSError, RuntimeError) as error:
-            raise PolicyError(f"{path} is no SentencePiece model: {error}") from error
+        except (OSError, RuntimeError, ValueError) as error:
+            raise PolicyError(f"{path} is no SentencePiece model: {str(error)[:500]}") from error
         self._length, self._convention, self._state_dim = length, convention, state_dim
 
     def text(self, instruction: str, state: Tensor | None) -> str:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from policies.contract import PolicyError
-from policies.files import one_file, read_json, read_tensors, write_json, write_tensors
+from policies.files import one_file, read_json, read_tensors, shown, write_json, write_tensors
 
 Mode = Literal["z-score", "quantile", "identity"]
 MODES: Mapping[str, Mode] = {"MEAN_STD": "z-score", "QUANTILES": "quantile", "IDENTITY": "identity"}
@@ -126,7 +126,7 @@ def read_openpi(folder: Path, asset: str, quantile: bool) -> RobotUnits:
         named = ", ".join(str(path.relative_to(folder)) for path in found) or "none"
         raise PolicyError(f"{folder}: norm_stats.json of {asset or 'one asset'} is wanted, found: {named}")
     path = found[0] / "norm_stats.json"
-    raw = read_json(path).get("norm_stats", {})
+    raw = _object(path, read_json(path).get("norm_stats", {}), "norm_stats")
     mode: Mode = "quantile" if quantile else "z-score"
     return RobotUnits(*(_units(path, raw.get(key), mode, OPENPI_EPS, OPENPI_EPS) for key in ("state", "actions")))
 
@@ -157,12 +157,31 @@ def write_lerobot(folder: Path, units: RobotUnits) -> None:
 def _say_mode(path: Path, name: str) -> None:
     """Have a processor that takes numbers as they are normalise them by mean and deviation."""
     raw = read_json(path)
-    for step in raw.get("steps", []):
-        norm_map = step.get("config", {}).get("norm_map", {})
+    for step in _steps(path, raw):
+        norm_map = _norm_map(path, step)
         for kind in ("STATE", "ACTION"):
             if step.get("registry_name") == name and norm_map.get(kind) == "IDENTITY":
                 norm_map[kind] = "MEAN_STD"
     write_json(path, raw)
+
+
+def _object(path: Path, found: Any, what: str) -> dict[str, Any]:
+    if not isinstance(found, dict):
+        raise PolicyError(f"{path}: {what} is {shown(found)} in place of an object")
+    return found
+
+
+def _steps(path: Path, raw: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Of one of LeRobot's processors."""
+    steps = raw.get("steps", [])
+    if not isinstance(steps, list):
+        raise PolicyError(f"{path}: steps is {shown(steps)} in place of a list")
+    return [_object(path, step, "a step") for step in steps]
+
+
+def _norm_map(path: Path, step: Mapping[str, Any]) -> dict[str, Any]:
+    config = _object(path, step.get("config", {}), "a step's config")
+    return _object(path, config.get("norm_map", {}), "norm_map")
 
 
 def _statistics(units: Units, std_eps: float, range_eps: float) -> dict[str, Tensor]:
@@ -177,11 +196,12 @@ def read_lerobot(folder: Path) -> RobotUnits:
     found = []
     for (which, name), key in zip(NORMALIZERS.items(), ("observation.state", "action"), strict=True):
         path = folder / f"policy_{which}processor.json"
-        step = next((s for s in read_json(path).get("steps", []) if s.get("registry_name") == name), None)
+        step = next((s for s in _steps(path, read_json(path)) if s.get("registry_name") == name), None)
         if step is None:
             raise PolicyError(f"{path} has no step {name}")
         kind = "STATE" if which == "pre" else "ACTION"
-        mode = MODES.get(step.get("config", {}).get("norm_map", {}).get(kind))
+        said = _norm_map(path, step).get(kind)
+        mode = MODES.get(said) if isinstance(said, str) else None
         if mode is None:
             raise PolicyError(f"{path}: norm_map.{kind} is none of {', '.join(MODES)}")
         tensors = read_tensors(one_file(folder, f"policy_{which}processor_step_*_{name}.safetensors"))
@@ -192,16 +212,31 @@ def read_lerobot(folder: Path) -> RobotUnits:
 
 def _units(path: Path, raw: Any, mode: Mode, std_eps: float, range_eps: float) -> Units:
     names = ("mean", "std") if mode != "quantile" else ("q01", "q99")
-    try:
-        first, second = (torch.as_tensor(raw[name], dtype=torch.float64).flatten() for name in names)
-    except (KeyError, TypeError, ValueError) as error:
-        raise PolicyError(f"{path} has no {' and '.join(names)}, which {mode} takes: {error!r}") from error
+    found = _object(path, raw, "the statistics of a state or an action")
+    first, second = (_numbers(path, name, found.get(name), mode) for name in names)
+    if first.shape != second.shape:
+        raise PolicyError(f"{path}: {' and '.join(names)} must be as many, got {len(first)} and {len(second)} numbers")
     if mode == "identity":
         return Units(torch.zeros_like(first), torch.ones_like(first))
-    if first.shape != second.shape or not bool(first.isfinite().all() and second.isfinite().all()):
-        raise PolicyError(f"{path}: {' and '.join(names)} must be finite and as many, got {first} and {second}")
     if mode == "z-score":
-        return Units(first, second + std_eps)
-    width = second - first + range_eps
-    width = torch.where(width == 0, LEROBOT_EPS, width)
-    return Units(first + width / 2, width / 2)
+        units = Units(first, second + std_eps)
+    else:
+        width = second - first + range_eps
+        width = torch.where(width == 0, LEROBOT_EPS, width)
+        units = Units(first + width / 2, width / 2)
+    if not (units.scale > 0).all() or not torch.cat([units.centre, units.scale]).float().isfinite().all():
+        raise PolicyError(
+            f"{path}: {' and '.join(names)} give no unit: {shown(first.tolist())}, {shown(second.tolist())}"
+        )
+    return units
+
+
+def _numbers(path: Path, name: str, values: Any, mode: Mode) -> Tensor:
+    """float64 [D], finite."""
+    try:
+        found = torch.as_tensor(values, dtype=torch.float64).flatten()
+    except (OverflowError, RuntimeError, TypeError, ValueError) as error:
+        raise PolicyError(f"{path} has no {name} of numbers, which {mode} takes: {shown(values)}") from error
+    if not found.isfinite().all():
+        raise PolicyError(f"{path}: {name!r} has numbers that are not finite: {shown(values)}")
+    return found

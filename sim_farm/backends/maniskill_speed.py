@@ -91,15 +91,26 @@ def speed_up(env: Any) -> None:
     """Install the quicker equivalents on one environment; to be repeated when it has rebuilt its scene."""
     for articulation in env.scene.articulations.values():
         articulation.set_joint_drive_targets = MethodType(_set_joint_drive_targets, articulation)
-    agents = env.agent.agents if isinstance(env.agent, MultiAgent) else [env.agent]
-    for agent in agents:
+    for agent in _agents(env):
         # The agent's own method only adds a check for NaN, which the caller has made for the whole chunk.
         agent.set_action = agent.controller.set_action
-        for controller in getattr(agent.controller, "controllers", {"": agent.controller}).values():
-            # Controllers of the end effector's pose scale in a way of their own.
-            usual = type(controller)._clip_and_scale_action is BaseController._clip_and_scale_action
-            if usual and hasattr(controller, "action_space_low"):
-                _scale_with_constants(controller)
+    for controller in controllers(env):
+        # Controllers of the end effector's pose scale in a way of their own.
+        usual = type(controller)._clip_and_scale_action is BaseController._clip_and_scale_action
+        if usual and hasattr(controller, "action_space_low"):
+            _scale_with_constants(controller)
+
+
+def controllers(env: Any) -> list[Any]:
+    """Those that the robots' actions go to: of the arm, of the gripper."""
+    found: list[Any] = []
+    for agent in _agents(env):
+        found += getattr(agent.controller, "controllers", {"": agent.controller}).values()
+    return found
+
+
+def _agents(env: Any) -> list[Any]:
+    return env.agent.agents if isinstance(env.agent, MultiAgent) else [env.agent]
 
 
 def _set_joint_drive_targets(self: Any, targets: Any, joints: Any = None, joint_indices: Any = None) -> None:

@@ -53,6 +53,7 @@ from tests.embodied.test_policies_elsewhere import learned_alike_apart
 from tests.embodied.test_relay import CHUNKS, PICTURES, STATES
 from tests.embodied.test_runtime import config_of, session_of, train
 from tests.sim_farm.driving import Trace, actions_for, append, assert_same, drive, run
+from tests.variants import often
 
 
 @pytest.fixture(scope="module")
@@ -88,9 +89,7 @@ def test_nodes_of_one_name_are_told_apart(machines: Machines, monkeypatch: pytes
     assert {node.name for node in machines.runtime.nodes()} == {f"twin-{entry['NodeID'][:8]}" for entry in entries}
 
 
-@pytest.mark.parametrize(
-    ("spec", "far"), [pytest.param(STATES, 2, marks=pytest.mark.slow), (PICTURES, 2), (PICTURES, 1)]
-)
+@pytest.mark.parametrize(("spec", "far"), often([(PICTURES, 1)], [(STATES, 2), (PICTURES, 2), (PICTURES, 1)]))
 def test_physics_on_another_node_gives_what_one_process_gives(spec: FarmSpec, far: int, machines: Machines) -> None:
     """Observations, rewards and frames to the last bit, over episodes that end and begin."""
     expected = run(spec, chunks=CHUNKS)

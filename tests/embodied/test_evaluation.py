@@ -28,8 +28,8 @@ from embodied.config import Config, load_config, parse_config
 from embodied.errors import UserError
 from embodied.evaluation.evaluate import Subject, evaluate, evaluation_folder
 from embodied.evaluation.films import FRAMES, Filmer, differing, filmed_steps, stride, worth_seeing
-from embodied.evaluation.folder import EvalFolder, open_folder, read_folder
-from embodied.evaluation.protocol import protocol_of
+from embodied.evaluation.folder import EvalFolder, Identity, open_folder, read_folder
+from embodied.evaluation.protocol import as_data, protocol_of
 from embodied.execution.session import open_session
 from embodied.reporting.run_record import read_run
 from embodied.run_folder import settings_of
@@ -292,6 +292,39 @@ def test_a_folder_of_another_protocol_is_refused_and_left_alone(resume: bool, tm
     assert "--folder" in said
     assert not resume or "protocol.trials is 3, asked for is 5" in said
     assert_same_episodes(read_folder(tmp_path / "e"), kept)
+
+
+def test_a_folder_by_the_first_version_of_protocols_is_read_and_not_gone_on_with(tmp_path: Path) -> None:
+    settings = config(eval={"episodes": 3})
+    kept = evaluated(tmp_path / "e", settings)
+    first = replace(protocol_of(settings), cameras=None, chunk=None, version=1)
+    data = {"protocol": as_data(first), "policy": dict(kept.identity.policy)}
+    assert "version" not in data["protocol"]
+    (tmp_path / "e" / "protocol.json").write_text(json.dumps(data))
+    lines = [json.loads(line) for line in (tmp_path / "e" / "episodes.jsonl").read_text().splitlines()]
+    old = [{key: line[key] for key in line if key not in ("resets", "unseeded_resets")} for line in lines]
+    (tmp_path / "e" / "episodes.jsonl").write_text("".join(json.dumps(line) + "\n" for line in old))
+    assert_same_episodes(read_folder(tmp_path / "e"), kept)
+    said = refusal(tmp_path / "e", settings, resume=True)
+    assert "version 1 of protocols" in said and "--folder" in said
+    assert "another protocol" in refusal(tmp_path / "f", settings, against=str(tmp_path / "e"))
+
+
+def test_resets_before_an_episode_are_kept_with_it(tmp_path: Path) -> None:
+    settings = config()
+    with open_folder(tmp_path / "e", Identity(protocol_of(settings), {}), settings, resume=False) as folder:
+        spec = EpisodeSpec(7, 4, resets=4, unseeded_resets=1)
+        actions = np.zeros((2, 3), np.float32)
+        folder.add(EpisodeResult("tabletop/reach", 0, spec, True, 1.0, 2, 50, actions))
+    assert [outcome.spec for outcome in read_folder(tmp_path / "e").in_order()] == [spec]
+
+
+def test_policies_that_decide_at_other_intervals_are_compared_on_the_same_episodes(tmp_path: Path) -> None:
+    evaluated(tmp_path / "two", config(eval={"episodes": 4}))
+    one = config(eval={"episodes": 4}, policy={"chunk": 1})
+    result = evaluate_run("untrained", one, None, tmp_path, into=tmp_path / "one", against=str(tmp_path / "two"))
+    assert result["comparison"]["episodes"] == 4
+    assert read_folder(tmp_path / "one").identity.protocol != read_folder(tmp_path / "two").identity.protocol
 
 
 def test_a_folder_of_another_policy_is_refused(tmp_path: Path) -> None:

@@ -57,6 +57,7 @@ def test_equal_settings_have_equal_hashes_and_any_other_setting_another() -> Non
         "name": "x", "limits": {"tabletop/push": None}, "trials": 7, "init_states": (1,), "env_seed": 3,
         "settle_steps": 2, "orientation": "stock", "image_size": 99, "gripper": "binary", "control_mode": "m",
         "reward": "sparse", "greedy": False, "seed": 5, "instruction": "wave",
+        "seeding": "once", "unseeded_resets": 1, "cameras": 2, "chunk": 3, "version": 1,
     }  # fmt: skip
     assert others.keys() == {f.name for f in fields(Protocol)}
     hashes = {replace(base, **{name: value}).sha256 for name, value in others.items()} | {base.sha256}
@@ -138,7 +139,9 @@ def test_presets_say_what_was_published(name: str, steps: tuple[int, ...], gripp
 
 def test_a_preset_overrides_the_training_s_conventions_in_the_simulator_alone() -> None:
     trained = parse_config({"env": {"task": LIBERO, "max_episode_steps": 99}, "policy": {"chunk": 8}}, "test")
-    applied = published("openvla-oft").applied(trained, LIBERO)
+    applied = protocol_of(
+        parse_config({"env": {"task": LIBERO}, "policy": {"chunk": 8}, "eval": {"protocol": "openvla-oft"}}, "test")
+    ).applied(trained, LIBERO)
     env = applied.env
     assert (env.max_episode_steps, env.settle_steps, env.orientation, env.gripper) == (220, 10, "rotated", "inverted")
     assert applied.policy == trained.policy and env.cameras == trained.env.cameras
@@ -146,7 +149,65 @@ def test_a_preset_overrides_the_training_s_conventions_in_the_simulator_alone() 
 
 def test_fewer_trials_than_published_are_said_to_be() -> None:
     assert "10 trials a task (published: 50) from initial states 0 to 9" in published("openvla-oft", episodes=10).line()
-    assert "published" not in published("openvla-oft").line()
+    as_theirs = {"reads": ["images"], "chunk": 8}
+    whole = parse_config(
+        {"env": {"task": LIBERO, "cameras": 2}, "policy": as_theirs, "eval": {"protocol": "openvla-oft"}}, "test"
+    )
+    assert "published" not in protocol_of(whole).line()
+    assert "cameras agentview, robot0_eye_in_hand" in protocol_of(whole).line()
+
+
+def test_what_a_policy_sees_and_how_often_it_decides_belongs_to_the_protocol() -> None:
+    def of(cameras: Any, chunk: int, name: str = "openpi") -> Protocol:
+        data = {
+            "env": {"task": LIBERO, "cameras": cameras},
+            "policy": {"reads": ["images"], "chunk": chunk},
+            "eval": {"protocol": name},
+        }
+        return protocol_of(parse_config(data, "test"))
+
+    base = of(2, 5)
+    assert of(("agentview", "robot0_eye_in_hand"), 5) == base, "counted and named cameras are the same"
+    assert len({base.sha256, of(1, 5).sha256, of(2, 10).sha256}) == 3
+    assert "every 10 env steps (published: 5)" in of(2, 10).line()
+    assert "cameras agentview (published: agentview, robot0_eye_in_hand)" in of(1, 5).line()
+    assert "published" not in of(1, 8, "simplevla-rl").line() and "published" not in of(2, 50, "lerobot").line()
+    assert of(3, 5).cameras == 3, "a camera that a policy sees is left out"
+    assert base.same_episodes(of(1, 10)) and not base.same_episodes(of(2, 5, "lerobot"))
+    other = parse_config({"env": {"task": LIBERO, "cameras": 1}, "policy": {"chunk": 2}}, "test")
+    assert (base.shown_to(other).chunk, base.shown_to(other).cameras) == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "seeds", "resets", "unseeded"),
+    [
+        ("openvla-oft", (0, 0, 0), (0, 1, 2), 0),
+        ("openpi", (7, 7, 7), (0, 1, 2), 0),
+        ("lerobot", (1000, 1001, 1002), (0, 0, 0), 1),
+        ("simplevla-rl", (0, 0, 0), (0, 0, 0), 0),
+    ],
+)
+def test_the_simulator_is_seeded_as_in_the_published_evaluation(
+    name: str, seeds: tuple[int, ...], resets: tuple[int, ...], unseeded: int
+) -> None:
+    specs = published(name, episodes=3).episodes()
+    assert tuple(spec.seed for spec in specs) == seeds and tuple(spec.resets for spec in specs) == resets
+    assert all(spec.unseeded_resets == unseeded for spec in specs)
+
+
+def test_a_protocol_of_the_first_version_is_read_and_differs() -> None:
+    """As the version before wrote it: with its hash, and without what protocols say now."""
+    now = published("openpi", episodes=3)
+    first = replace(now, seeding="each", unseeded_resets=0, cameras=None, chunk=None, version=1)
+    data = as_data(first)
+    assert not {"version", "seeding", "unseeded_resets", "cameras", "chunk"} & data.keys()
+    assert data["sha256"] == "952294cab9e97905393db1f01c95ce80f7da9f99fd9c5a06504f75814510ff05"
+    assert from_data(data) == first != now and not first.same_episodes(now)
+    assert "version 1" in first.line() and {spec.resets for spec in first.episodes()} == {0}
+    with pytest.raises(UserError, match="changed"):
+        from_data({**data, "trials": 9})
+    with pytest.raises(UserError, match="version 3 of protocols is not known"):
+        from_data({**as_data(now), "version": 3})
 
 
 def test_more_trials_than_initial_states_are_refused() -> None:

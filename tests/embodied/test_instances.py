@@ -83,7 +83,7 @@ def test_replicas_and_ranks_learn_what_one_process_learns(
     ("policy", "learner", "hosts", "path"),
     [
         pytest.param((1, 1), (0, 2), (1,), "the same policy", id="some ranks act"),
-        pytest.param((0, 2), (1, 1), (None, 0), "; the same policy for 1", id="all ranks act"),
+        pytest.param((0, 2), (1, 1), (None, 0), "; the same policy for 1", id="all ranks act", marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_that_waits_acts_with_its_own_policy(

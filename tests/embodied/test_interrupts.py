@@ -16,6 +16,8 @@ from embodied import checkpoint
 from embodied.reporting.metrics import read
 from embodied.training.interrupts import deferred_interrupts
 from embodied.training.loop import FINISHING
+from embodied.workers.learner import Learner
+from tests.embodied.test_cli import here
 
 NUMBERS = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 
@@ -85,10 +87,47 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+def command_in(folder: Path) -> list[str]:
+    """A run whose checkpoints are ten iterations apart."""
+    command = ["train", "reach", "--runs-dir", str(folder), "--name", "run"]
+    return [
+        *command,
+        "--runtime.mode",
+        "inline",
+        "--iterations",
+        "20",
+        "--checkpoint-every",
+        "10",
+        "--eval.videos",
+        "0",
+    ]
+
+
+def assert_third_is_kept(said: str, folder: Path) -> None:
+    said = " ".join(said.split())
+    assert FINISHING in said and "iteration 3 is kept" in said, said
+    assert len(read(folder / "run")) == 3
+    latest = checkpoint.latest(folder / "run" / "checkpoints")
+    assert latest is not None and latest.name == "000003"
+
+
+def test_an_update_is_kept_by_an_interrupt_within_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    finish = Learner.finish
+
+    def interrupted_in_the_third(learner: Learner, iteration: int) -> dict[str, float]:
+        if iteration == 2:
+            signal.raise_signal(signal.SIGINT)
+        return finish(learner, iteration)
+
+    monkeypatch.setattr(Learner, "finish", interrupted_in_the_third)
+    status, said = here(*command_in(tmp_path))
+    assert status == 130, said
+    assert_third_is_kept(said, tmp_path)
+
+
+@pytest.mark.slow
 def test_an_update_that_takes_long_is_kept_by_one_interrupt(tmp_path: Path) -> None:
-    """It is the third of a run whose checkpoints are ten iterations apart."""
-    command = [sys.executable, "-c", LONG, "train", "reach", "--runs-dir", str(tmp_path), "--name", "run"]
-    command += ["--runtime.mode", "inline", "--iterations", "20", "--checkpoint-every", "10", "--eval.videos", "0"]
+    command = [sys.executable, "-c", LONG, *command_in(tmp_path)]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "COLUMNS": "200"}
     )
@@ -100,7 +139,4 @@ def test_an_update_that_takes_long_is_kept_by_one_interrupt(tmp_path: Path) -> N
             process.send_signal(signal.SIGINT)
             break
     said += process.communicate(timeout=240)[0]
-    assert FINISHING in said and "iteration 3 is kept" in said, said
-    assert len(read(tmp_path / "run")) == 3
-    latest = checkpoint.latest(tmp_path / "run" / "checkpoints")
-    assert latest is not None and latest.name == "000003"
+    assert_third_is_kept(said, tmp_path)

@@ -18,6 +18,7 @@ from embodied.workers.learner import Learner
 from policies.contract import Inputs, Policy, PolicySpec
 from policies.pi0 import sizes as pi0_sizes
 from tests.embodied.ranks_alone import Counted, alone, assert_near, connected, state_at, weights_of
+from tests.variants import often
 
 
 def tiny_policy(**options: Any) -> Policy:
@@ -49,22 +50,23 @@ def tiny_batch(policy: Policy, rows: int = 12) -> Trajectories:
 
 
 PROJECTOR_PRECOMPUTED = {"lora_rank": 4, "lora_parts": ["language"]}
+TRAINED: dict[str, dict[str, Any]] = {
+    "lora": {"lora_rank": 4},
+    "full": {},
+    "recomputed": {"gradient_checkpointing": True},
+    "lora, projector precomputed": PROJECTOR_PRECOMPUTED,
+    "lora, projector precomputed, recomputed": {**PROJECTOR_PRECOMPUTED, "gradient_checkpointing": True},
+}
+EVERY = [(options, sharding, (2, 4)) for options in TRAINED for sharding in ("whole", "sharded")]
+ALL_AT_ONCE = ("lora, projector precomputed, recomputed", "sharded", (2,))
+"""What runs always; `test_learner_ranks.py` has 4 ranks, and weights that are all learned."""
 
 
-@pytest.mark.parametrize(
-    ("options", "sharding"),
-    [
-        pytest.param({"lora_rank": 4}, "whole", id="lora, whole"),
-        pytest.param({"lora_rank": 4}, "sharded", id="lora, sharded", marks=pytest.mark.slow),
-        pytest.param({}, "whole", id="full, whole", marks=pytest.mark.slow),
-        pytest.param({}, "sharded", id="full, sharded"),
-        pytest.param({"gradient_checkpointing": True}, "whole", id="recomputed, whole", marks=pytest.mark.slow),
-        pytest.param({"gradient_checkpointing": True}, "sharded", id="recomputed, sharded"),
-        pytest.param(PROJECTOR_PRECOMPUTED, "whole", id="lora, projector precomputed, whole", marks=pytest.mark.slow),
-        pytest.param(PROJECTOR_PRECOMPUTED, "sharded", id="lora, projector precomputed, sharded"),
-    ],
-)
-def test_openvla_on_ranks(options: dict[str, Any], sharding: str, ray_runtime: RayRuntime, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("trained", "sharding", "numbers"), often([ALL_AT_ONCE], [*EVERY, ALL_AT_ONCE]), ids=str)
+def test_openvla_on_ranks(
+    trained: str, sharding: str, numbers: tuple[int, ...], ray_runtime: RayRuntime, tmp_path: Path
+) -> None:
+    options = TRAINED[trained]
     config = parse_config(
         {
             "seed": 5, "iterations": 10, "policy": {"reads": ["images", "instruction"]},
@@ -76,7 +78,7 @@ def test_openvla_on_ranks(options: dict[str, Any], sharding: str, ray_runtime: R
     for number in range(3):
         one.update(replace(batch, version=number - min(number, 1)), number)
     expected = {name: tensor.clone() for name, tensor in one.weights().items()}
-    for ranks in (2, 4):
+    for ranks in numbers:
         with connected(ray_runtime, ranks, config, tmp_path, tiny_policy, **options) as group:
             for number in range(3):
                 group.call_all(Learner.update, replace(batch, version=number - min(number, 1)), number)

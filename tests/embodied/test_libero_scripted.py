@@ -69,7 +69,13 @@ def test_three_suites_have_scripts_for_nearly_all_of_their_tasks() -> None:
     assert len(SCRIPTED) == len(SCRIPTS) == 29
 
 
-@pytest.mark.parametrize("task", [BOWL, "libero/libero_spatial/0", *(t for t in SCRIPTED if "object" in t)])
+@pytest.mark.parametrize(
+    "task",
+    often(
+        [BOWL, "libero/libero_spatial/0", "libero/libero_object/1"],
+        [BOWL, "libero/libero_spatial/0", *(task for task in SCRIPTED if "object" in task)],
+    ),
+)
 def test_a_layout_is_that_of_its_task(task: str) -> None:
     with closing(LiberoPhysics(TaskSpec(task))) as physics:
         layout = find_script(find_task(task).instruction).layout
@@ -80,7 +86,7 @@ def test_a_layout_is_that_of_its_task(task: str) -> None:
 
 @pytest.mark.parametrize(
     "task",
-    often((STOVE, BOWL), (DRAWER, PLATE, STOVE, BOWL, "libero/libero_spatial/4", "libero/libero_object/1")),
+    often([STOVE], (DRAWER, PLATE, STOVE, BOWL, "libero/libero_spatial/4", "libero/libero_object/1")),
 )
 def test_scripts_solve_their_tasks(task: str, tmp_path: Path) -> None:
     folder = evaluated(scripted([task], 3, init_states=[0, 24, 49]), tmp_path / "e")
@@ -163,7 +169,7 @@ def test_a_replay_in_longer_chunks_gives_the_same_episodes(recorded: EvalFolder,
 
 
 def test_a_replay_of_libero_solves_what_was_solved(tmp_path: Path) -> None:
-    settings = scripted([DRAWER], 3, init_states=[4, 5, 6])
+    settings = scripted([DRAWER], 2, init_states=[4, 5])
     solved = evaluated(settings, tmp_path / "scripted")
     path = record(solved, tmp_path / "actions.safetensors")
     data = settings.model_dump(mode="json")

@@ -54,16 +54,6 @@ IMAGES: dict[str, Any] = {
 }
 
 
-class Reusing(RayRuntime):
-    """Keeps processes that have no worker left for the next one: to start one takes seconds."""
-
-    def prepare(self, workers: int) -> None:
-        super().prepare(max(0, workers - len(self._spare)))
-
-    def end(self, actor: Any) -> None:
-        self._spare.append(actor)
-
-
 @pytest.fixture(scope="module", autouse=True)
 def few_iterations() -> Iterator[None]:
     """Measure as little as can be: these tests ask what is measured, not how well."""
@@ -73,14 +63,10 @@ def few_iterations() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def profile(few_iterations: None) -> Profile:
+def profile(few_iterations: None, ray_runtime: RayRuntime) -> Profile:
     """Measured as `embodied profile` does, by workers in processes of their own."""
     config = parse_config({**SETTINGS, "runtime": {"deadline_s": 120}}, "test")
-    runtime = Reusing("local", 120.0)
-    try:
-        return profile_config(config, Session(config, runtime, tuple(CORES)), Path())
-    finally:
-        runtime.close()
+    return profile_config(config, Session(config, ray_runtime, tuple(CORES)), Path())
 
 
 @pytest.fixture

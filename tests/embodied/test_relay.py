@@ -24,6 +24,7 @@ from sim_farm.layout import FarmSpec
 from sim_farm.worker_memory import WorkerMemory
 from sim_farm.workers import WorkerSetup
 from tests.sim_farm.driving import Trace, assert_same, drive, run
+from tests.variants import often
 
 REACH = TaskSpec("tabletop/reach", max_episode_steps=7)
 STATES = FarmSpec(REACH, EndlessEpisodes(3), num_envs=8, chunk=3, groups=2, physics_workers=2)
@@ -144,9 +145,15 @@ def test_a_group_in_parts_gives_the_same(spec: FarmSpec, monkeypatch: pytest.Mon
     assert len(host.fars[0].requests) == 4 * (CHUNKS + 1), "of a worker's four environments each is a part"
 
 
-@EVERY_SHAPE
-@pytest.mark.parametrize("when", [pytest.param("before", marks=pytest.mark.slow), "after"])
-def test_a_far_end_that_is_lost_at_any_exchange_changes_nothing(spec: FarmSpec, when: str) -> None:
+@pytest.mark.parametrize(
+    ("shape", "when"),
+    often(
+        [("pictures", "after"), ("drawn starts", "after"), ("states", "after")],
+        [(shape, when) for shape in SHAPES for when in ("before", "after")],
+    ),
+)
+def test_a_far_end_that_is_lost_at_any_exchange_changes_nothing(shape: str, when: str) -> None:
+    spec = SHAPES[shape]
     expected = run(spec, chunks=CHUNKS)
     for numbers in ({0}, {1, 2}, {5, 6, 9}, {12}, {2 * CHUNKS + 1}):
         host = Relays(numbers) if when == "before" else Relays(dies_after=numbers)

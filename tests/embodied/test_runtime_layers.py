@@ -12,7 +12,8 @@ import embodied.runtime
 FOLDER = Path(embodied.runtime.__file__).parent
 ORDER = (
     "deadlines", "nodes", "handles", "groups", "supervision", "contract", "inline", "relay",
-    "ray_processes", "ray_cluster", "ray_lending", "ray_links", "ray_farm", "ray_workers", "ray_runtime",
+    "ray_guard", "ray_session", "ray_processes", "ray_cluster", "ray_lending", "ray_links", "ray_farm", "ray_workers",
+    "ray_runtime",
 )  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from embodied.training.beside import VISIBLE_GPUS, BesideError, BesideProcess, R
 from embodied.workers.affinity import Affinity
 from tests.embodied.test_resume import assert_same_run, rewind, run
 from tests.embodied.test_selection import SETTINGS
+from tests.variants import often
 
 INLINE = {"mode": "inline", "trace": False}
 ONE_WORKER = {"farm": {"physics_workers": 1}, "runtime": {"mode": "ray", "trace": False}}
@@ -47,8 +48,14 @@ def waited(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_it_changes_nothing_of_run_and_evaluations(waited: Path, tmp_path: Path) -> None:
-    run(config_of(1), tmp_path / "beside")
+@pytest.mark.parametrize("mode", often(["inline"], ["inline", "ray"]))
+def test_it_changes_nothing_of_run_and_evaluations(
+    mode: str, waited: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With workers in processes; or in this one, which leaves no core of its own accord."""
+    if mode == "inline":
+        monkeypatch.setattr(loop, "room_beside", lambda *_: Room(max(os.sched_getaffinity(0))))
+    run(config_of(1, **({"runtime": INLINE} if mode == "inline" else {})), tmp_path / "beside")
     assert (tmp_path / "beside" / "evals" / "selection" / "beside.log").exists(), "the run waited"
     assert rows_of(tmp_path / "beside") == rows_of(waited) and len(rows_of(waited)) == 4
     assert_same_run(tmp_path / "beside", waited)

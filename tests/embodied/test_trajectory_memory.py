@@ -229,11 +229,8 @@ def test_a_memory_that_does_not_fit_is_refused_with_the_remedy(own_memory: Calla
 
 
 @pytest.fixture(scope="module")
-def ray(ray_runtime: RayRuntime) -> Iterator[Session]:
-    """Workers have new processes, whose memory no other module has filled."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ray_runtime, "_spare", [])
-        yield Session(config_of(runtime={"mode": "ray"}), ray_runtime, tuple(CORES))
+def ray(ray_runtime: RayRuntime) -> Session:
+    return Session(config_of(runtime={"mode": "ray"}), ray_runtime, tuple(CORES))
 
 
 def blocks_of(workers: Executor) -> list[Path]:
@@ -353,10 +350,11 @@ class AnonymousPeak:
 
 @pytest.mark.slow
 def test_policy_worker_and_learner_take_a_fifth_of_a_rollouts_bytes_for_themselves(
-    ray: Session, tmp_path: Path
+    ray: Session, ray_runtime: RayRuntime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some 100 MB of frames. A short rollout before it fills PyTorch's own pools. No episode is truncated: all final
     observations are valued in one forward pass, whose activations are no frames."""
+    monkeypatch.setattr(ray_runtime, "_spare", [])  # new processes, whose memory no other test has filled
     config = config_of(
         84,
         env={"task": "tabletop/reach", "num_envs": 8, "cameras": 1, "image_size": 224, "max_episode_steps": 500},

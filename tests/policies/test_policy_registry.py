@@ -177,7 +177,7 @@ def test_tensors_that_do_not_fit_are_named(saved, change, message):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ("[]", "must hold kind"),
+        ("[]", "must hold an object"),
         ("{", "cannot be read"),
         ({"kind": 3}, "must hold kind"),
         ({"kind": "flo"}, "unknown policy 'flo'; did you mean flow"),

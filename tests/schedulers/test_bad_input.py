@@ -185,6 +185,11 @@ def test_profile_of_another_workflow_or_hardware() -> None:
         ({"nodes": [{"cores": 1}], "link_bytes_per_s": 0}, "link_bytes_per_s is 0.0; it is more than 0"),
         ({"nodes": [{"cores": 1}], "link_s": -1}, "link_s is -1.0; it cannot be less than 0"),
         ({}, "lacks 'nodes'"),
+        ({"nodes": [{"cores": 1, "count": 2**31}]}, "2147483648 nodes are more than the 10000"),
+        ({"nodes": [{"cores": 2**30, "name": "a"}]}, "has 1073741824 cores; at most 1000000"),
+        ({"nodes": [{"cores": 10**30}]}, "it can be at most 2147483647"),
+        ({"nodes": [{"cores": 1}], "link_s": 10**400}, "is infinite, or nearly"),
+        ({"nodes": [{"cores": 1}], "home": "\ud800"}, "half a character"),
         ([], "not a list"),
         ({"format": 9, "nodes": []}, "format 9"),
         ({"kind": "plan", "nodes": []}, "a cluster is expected here, not a plan"),
@@ -254,9 +259,17 @@ def test_files_give_back_what_was_written(seed: int, tmp_path: Path) -> None:
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="no plan file"):
         load(Plan, tmp_path / "none.json")
-    (tmp_path / "broken.json").write_text("{")
-    with pytest.raises(PlanError, match="cannot be read as JSON"):
-        load(Plan, tmp_path / "broken.json")
+    for text, message in (
+        ("{", "cannot be read as JSON"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"groups": 1, "groups": 2}', "'groups' stands there twice"),
+        ("9" * 5000, "cannot be read as JSON"),
+    ):
+        (tmp_path / "broken.json").write_text(text)
+        with pytest.raises(PlanError, match=rf"broken\.json.*{message}"):
+            load(Plan, tmp_path / "broken.json")
+    with pytest.raises(PlanError, match="it is no file"):
+        load(Plan, tmp_path)
 
 
 def test_times_that_no_measurement_gives() -> None:

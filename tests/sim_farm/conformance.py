@@ -223,6 +223,81 @@ def wrong_control_mode_is_refused(spec: TaskSpec) -> None:
         assert name in message, f"the refusal of a control mode does not name {name}: {message}"
 
 
+def impossible_actions_are_refused(spec: TaskSpec) -> None:
+    """Actions of another shape or kind, or not finite, are refused, not broadcast; the episode goes on unharmed."""
+    with physics_of(spec) as physics, physics_of(spec) as other:
+        size, actions = physics.info.action_dim, random_actions(physics.info, 6)
+        physics.reset(ONE)
+        other.reset(ONE)
+        wrong: list[Any] = [np.zeros(shape, np.float32) for shape in ((size,), (2, size + 1), (2, size - 1), (2, 1))]
+        wrong += [np.zeros(shape, np.float32) for shape in ((1, 2, size), (0, size), ())]
+        wrong += [np.zeros((2, size), np.int64), np.zeros((2, size), np.bool_), [[0.0] * size], None]
+        for given in wrong:
+            message = refusal(partial(physics.step, given), f"actions {given!r}")
+            assert f"[C, {size}]" in message, f"the refusal does not name the shape: {message}"
+        for bad in (np.nan, np.inf, -np.inf):
+            spoiled: Any = actions.astype(np.float64)
+            spoiled[4, size - 1] = bad
+            message = refusal(partial(physics.step, spoiled), f"an action of {bad}")
+            assert f"actions[4, {size - 1}]" in message, f"the refusal of {bad} does not name its index: {message}"
+        spoiled = np.full((1, size), 1e300)
+        refusal(partial(physics.step, spoiled), "an action that is infinite as float32")
+        assert_equal(physics.step(actions), other.step(actions), "refused actions changed the episode")
+
+
+def impossible_episodes_are_refused(spec: TaskSpec) -> None:
+    """A seed, an initial state or a number of resets that the task has not is refused, and the reset is not begun."""
+    with physics_of(spec) as physics, physics_of(spec) as other:
+        actions, states = random_actions(physics.info, 3), physics.info.init_states
+        physics.reset(ONE)
+        other.reset(ONE)
+        seeds: tuple[Any, ...] = (-1, 2**31, 2**64, 1.0, True, None, "1")
+        indices: tuple[Any, ...] = (-1, states, 0.0, False, "0")
+        wrong = [EpisodeSpec(seed) for seed in seeds] + [EpisodeSpec(0, index) for index in indices]
+        counts: tuple[Any, ...] = (-1, 1.0, *(() if physics.info.stream else (1,)))
+        wrong += [EpisodeSpec(0, resets=n) for n in counts] + [EpisodeSpec(0, unseeded_resets=n) for n in counts]
+        for episode in wrong:
+            refusal(partial(physics.reset, episode), f"{episode}")
+        assert_equal(physics.step(actions), other.step(actions), "a refused episode ended the one under way")
+
+
+def impossible_tasks_are_refused(spec: TaskSpec) -> None:
+    """Sizes, limits, cameras and conventions out of their range are refused by name, by both halves."""
+    wrong: dict[str, tuple[Any, ...]] = {
+        "image_size": (0, -1, 1 << 20, 64.0, True, None),
+        "max_episode_steps": (0, -1, 1 << 40, 2.5, True),
+        "settle_steps": (-1, 1.0, None),
+        "cameras": (-1, 1.0, True, ("camera", "camera"), (1,), None),
+        "orientation": ("sideways", None),
+        "gripper": ("left", None),
+        "reward": ("loud",),
+    }
+    for name, values in wrong.items():
+        for value in values:
+            for make in (make_physics, make_renderer):
+                message = refusal(partial(make, replace(spec, **{name: value})), f"{name}={value!r}")
+                assert name in message, f"the refusal of {name}={value!r} does not name it: {message}"
+
+
+def settling_ends_nothing(spec: TaskSpec) -> None:
+    """Settling is not counted and gives no reward; where a task has no rest action it is refused."""
+    with physics_of(spec) as physics:
+        can = bool(physics.info.rest_action)
+    settling = replace(spec, settle_steps=LIMIT + 2, max_episode_steps=LIMIT)
+    if not can:
+        refusal(partial(make_physics, settling), "settling without a rest action")
+        return
+    with physics_of(settling) as physics, physics_of(spec) as other:
+        first = physics.reset(ONE)
+        check_result(first, physics.info, steps=0)
+        other.reset(ONE)
+        rested = other.step(np.array([other.info.rest_action] * (LIMIT + 2), np.float32))
+        assert_equal(first, rested, "settling is something else than env steps of the rest action", AFTER_LAST)
+        result = physics.step(random_actions(physics.info, LIMIT + 1))
+        assert result.steps == LIMIT or result.terminated[-1], f"{result.steps} steps of {LIMIT}: settling was counted"
+        assert_equal(physics.reset(ONE), first, "settling twice differs")
+
+
 # --- rendering
 
 
@@ -329,6 +404,18 @@ def wrong_camera_is_refused(spec: TaskSpec) -> None:
             assert valid in message, f"the refusal of {what} does not name the valid {valid!r}: {message}"
 
 
+def impossible_scenes_are_refused(spec: TaskSpec) -> None:
+    """A scene of another size or kind, or a camera that was not asked for, is refused."""
+    scene = some_scenes(spec)[0]
+    with renderer_of(spec) as renderer:
+        cameras = renderer.info.cameras
+        wrong: list[Any] = [scene[:-1], np.append(scene, scene[:1]), scene[None], scene.view(np.int8), scene[:0]]
+        for given in wrong:
+            refusal(partial(renderer.render, [scene, given], cameras), f"a scene of shape {given.shape}")
+        message = refusal(partial(renderer.render, [scene], ("no_such_camera",)), "a camera that was not asked for")
+        assert cameras[0] in message, f"the refusal of a camera names none that there is: {message}"
+
+
 PHYSICS_LAWS: list[Law] = [
     info_matches_results,
     physics_is_a_function_of_seed_and_actions,
@@ -343,6 +430,10 @@ PHYSICS_LAWS: list[Law] = [
     rewards_are_normalised,
     reward_kind_changes_nothing_else,
     wrong_control_mode_is_refused,
+    impossible_actions_are_refused,
+    impossible_episodes_are_refused,
+    impossible_tasks_are_refused,
+    settling_ends_nothing,
 ]
 
 RENDER_LAWS: list[Law] = [
@@ -354,4 +445,5 @@ RENDER_LAWS: list[Law] = [
     renderers_share_nothing,
     observing_changes_no_physics,
     wrong_camera_is_refused,
+    impossible_scenes_are_refused,
 ]

@@ -34,6 +34,7 @@ from tests.sim_farm.conformance import (
     name_of,
     random_actions,
 )
+from tests.sim_farm.histories import pushing_action
 from tests.variants import often
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -328,27 +329,12 @@ def push(physics: Any, episode: Push) -> Float32:
     """The states [n, S] of the episode: the gripper goes behind the cube, pushes it and lets it come to rest."""
     states = [physics.reset(EpisodeSpec(episode.seed)).state]
     for step in range(physics.info.max_episode_steps):
-        chosen = _pushing_action(states[-1], episode.short) if step >= episode.wait else np.array([0, 0, 0, -1])
+        chosen = pushing_action(states[-1], episode.short) if step >= episode.wait else np.array([0, 0, 0, -1])
         result = physics.step(chosen.astype(np.float32)[None])
         states.append(result.state)
         if result.ended:
             break
     return np.stack(states)
-
-
-def _pushing_action(state: Float32, short: float) -> np.ndarray:
-    """Displacement of the gripper, proportional to its distance from where it should be."""
-    gripper, goal, cube = state[18:21], state[25:28], state[28:31]
-    behind = gripper[0] < cube[0] - 0.05
-    if cube[0] > goal[0] - short:
-        aim = gripper - (0.05, 0, 0)
-    elif abs(gripper[1] - cube[1]) < 0.01 and gripper[2] < 0.04 and gripper[0] < cube[0]:
-        aim = gripper + (0.03, 0, 0)
-    elif behind or gripper[2] < 0.03:
-        aim = np.array([cube[0] - 0.06, cube[1], 0.02])
-    else:
-        aim = np.array([cube[0] - 0.07, cube[1], 0.1])
-    return np.append(np.clip((aim - gripper) * 20, -1, 1), -1)
 
 
 def test_a_reused_environment_equals_a_new_one_after_bodies_came_to_rest() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +18,7 @@ from sim_farm.backends.tabletop.tasks import TASKS
 from sim_farm.contract import EpisodeSpec, FarmError, PhysicsResult, TaskSpec
 from sim_farm.registry import make_physics, make_renderer
 from tests.sim_farm.conformance import PHYSICS_LAWS, RENDER_LAWS, Law, name_of, random_actions
+from tests.sim_farm.tabletop_controllers import Controller, pick_and_place, push, reach
 
 ROOT = Path(__file__).resolve().parents[2]
 REACH = TaskSpec("tabletop/reach", cameras=3, image_size=48)
@@ -128,54 +129,13 @@ else:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=240, cwd=ROOT, env=forbidden)
 
 
-# --- the tasks can be solved: controllers that see the state, one action at a time
-
-STEP = 0.03
-OPEN, CLOSED = 1.0, -1.0
-
-
-def reach(state: np.ndarray) -> np.ndarray:
-    return state[13:16] / STEP
-
-
-def push(state: np.ndarray) -> np.ndarray:
-    """Over the cube to the point behind it, down, and forward along the line through cube and goal."""
-    tcp, cube, goal = state[:3], state[5:8], state[23:26]
-    ahead = (goal - cube)[:2] / np.linalg.norm((goal - cube)[:2])
-    offset = (tcp - cube)[:2]
-    along = offset @ ahead
-    aside = offset - along * ahead
-    if along < -0.02 and np.linalg.norm(aside) < 0.012:
-        target = [*(tcp[:2] + 0.02 * ahead - aside), 0.02]
-    else:
-        arrived = np.linalg.norm(offset + 0.05 * ahead) < 0.02
-        target = [*(cube[:2] - 0.05 * ahead), 0.02 if arrived else 0.07]
-    return (target - tcp) / STEP
-
-
-def pick_and_place(state: np.ndarray) -> np.ndarray:
-    """Over the cube, down, close, up, over the pedestal, down, open."""
-    tcp, fingers, cube, goal = state[:3], state[3] + state[4], state[5:8], state[23:26]
-    if fingers < 0.046 and np.linalg.norm(tcp - cube) < 0.02:
-        dx, dy, dz = goal - cube
-        if np.hypot(dx, dy) < 0.015:
-            return np.array([dx, dy, dz, 0]) / STEP + [0, 0, 0, OPEN if dz > -0.004 else CLOSED]
-        rise = 0.095 - cube[2]
-        sideways = 0.0 if rise > 0.015 else 0.8
-        return np.array([sideways * dx / STEP, sideways * dy / STEP, 0.8 * rise / STEP, CLOSED])
-    dx, dy, dz = cube - tcp
-    if np.hypot(dx, dy) > 0.01:
-        dz = 0.09 - tcp[2]
-    grip = CLOSED if np.linalg.norm((dx, dy, dz)) < 0.008 else OPEN
-    return np.array([dx / STEP, dy / STEP, dz / STEP, grip])
-
+# --- the tasks can be solved
 
 CONTROLLED = pytest.mark.parametrize(
     ("spec", "controller"),
     [(REACH, reach), (REACH_RED, reach), (REACH_BLUE, reach), (PUSH, push), (PICK_AND_PLACE, pick_and_place)],
     ids=("reach", "reach_red", "reach_blue", "push", "pick_and_place"),
 )
-Controller = Callable[[np.ndarray], np.ndarray]
 
 
 def episodes(spec: TaskSpec, controller: Controller, seeds: range) -> Iterator[list[PhysicsResult]]:
@@ -250,15 +210,6 @@ def test_two_tasks_differ_in_their_instruction_alone() -> None:
             assert other.terminated[-1] and not other.success[-1] and not other.truncated[-1] and other.reward[-1] < 0.5
 
 
-def test_wrong_requests_are_refused_with_the_valid_ones() -> None:
-    with closing(make_physics(REACH)) as physics:
-        physics.reset(EpisodeSpec(0))
-        for actions in (np.zeros(3), np.zeros((1, 4)), np.full((1, 3), np.nan)):
-            with pytest.raises(FarmError, match=r"shape \[C, 3\] without NaN"):
-                physics.step(actions.astype(np.float32))
-        with pytest.raises(FarmError, match="no recorded initial states"):
-            physics.reset(EpisodeSpec(0, init_state=1))
+def test_a_mistyped_task_is_refused_with_the_nearest() -> None:
     with pytest.raises(FarmError, match="did you mean tabletop/reach"):
         make_physics(TaskSpec("tabletop/reahc"))
-    with pytest.raises(FarmError, match="at least 1"):
-        make_physics(replace(REACH, max_episode_steps=0))

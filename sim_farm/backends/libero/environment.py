@@ -15,6 +15,7 @@ import copy
 import functools
 import importlib
 import io
+import itertools
 import types
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from sim_farm.backends.libero.package import assets, prepare
+from sim_farm.backends.libero.stream import callers_generator
 from sim_farm.backends.libero.tasks import LiberoTask
 from sim_farm.backends.mujoco_gl import mujoco
 from sim_farm.contract import FarmError
@@ -107,34 +109,44 @@ def _build(task: LiberoTask, compile_model: Callable[[str], mujoco.MjModel]) -> 
         env.sim.forward()
         env.initialize_time(env.control_freq)
 
-    kind = domain.TASK_MAPPING[problem]
-    env = kind.__new__(kind)
-    env._initialize_sim = types.MethodType(initialise, env)
+    def build() -> Any:
+        env = domain.TASK_MAPPING[problem].__new__(domain.TASK_MAPPING[problem])
+        env._initialize_sim = types.MethodType(initialise, env)
+        env.__init__(
+            str(task.bddl),
+            robots=["Panda"],
+            controller_configs=suite.load_controller_config(default_controller="OSC_POSE"),
+            gripper_types="default",
+            initialization_noise=None,
+            use_camera_obs=False,
+            has_renderer=False,
+            has_offscreen_renderer=False,
+            control_freq=20,
+            horizon=1000,
+            ignore_done=True,
+            hard_reset=False,
+            renderer="mujoco",
+        )
+        return env
+
     try:
-        with contextlib.redirect_stdout(io.StringIO()):  # it reports every duplicate name
-            env.__init__(
-                str(task.bddl),
-                robots=["Panda"],
-                controller_configs=suite.load_controller_config(default_controller="OSC_POSE"),
-                gripper_types="default",
-                initialization_noise=None,
-                use_camera_obs=False,
-                has_renderer=False,
-                has_offscreen_renderer=False,
-                control_freq=20,
-                horizon=1000,
-                ignore_done=True,
-                hard_reset=False,
-                renderer="mujoco",
-            )
+        with contextlib.redirect_stdout(io.StringIO()), callers_generator():  # it reports every duplicate name
+            return _drawn(build)
     except (FileNotFoundError, OSError, ValueError) as error:
         raise FarmError(
             f"{task.suite} {task.index} cannot be built, an asset in {assets()} is missing or damaged: {error}"
         ) from error
-    # A stock environment loads its model twice before its first episode, and this list grows at each load: the
-    # articulated fixtures' positions are drawn twice, and the second draw counts.
-    env.object_property_initializers = list(env.object_property_initializers) * 2
-    return env
+
+
+def _drawn(build: Callable[[], Any]) -> Any:
+    """What `build` makes. It draws a beginning that nobody asked for, for which there must be room."""
+    no_room = importlib.import_module("robosuite.utils.errors").RandomizationError
+    for seed in itertools.count():
+        np.random.seed(seed)
+        try:
+            return build()
+        except no_room:
+            continue
 
 
 def camera_names(model: mujoco.MjModel) -> tuple[str, ...]:

@@ -23,6 +23,7 @@ from sim_farm.backends.libero.environment import (
     visual_states,
 )
 from sim_farm.backends.libero.scene import SceneLayout
+from sim_farm.backends.libero.stream import Position, callers_generator, stream_of
 from sim_farm.backends.libero.tasks import LiberoTask, find_task, initial_states
 from sim_farm.backends.mujoco_gl import mujoco
 from sim_farm.contract import EpisodeOver, EpisodeSpec, FarmError, Float32, PhysicsResult, TaskInfo, TaskSpec
@@ -55,6 +56,7 @@ class LiberoPhysics:
         self._data: Any = self._env.sim.data._data
         self._visible = [(shown, dict(shown)) for shown in visual_states(self._env)]
         """For each part its sites that the task's logic shows or hides, and how they begin."""
+        self._samplers = list(self._env.object_property_initializers)
         self._layout = SceneLayout(self._user.shared) if self.info.cameras else None
         self._sensors: _Sensors | None = _Sensors(self._env)
         self._clock = ObservationClock()
@@ -63,17 +65,12 @@ class LiberoPhysics:
         self._seen: PhysicsResult | None = None
 
     def reset(self, episode: EpisodeSpec) -> PhysicsResult:
-        recorded = self._initial(episode.init_state)
-        self._user.restore()
-        state = np.random.get_state()  # LIBERO draws from NumPy's global generator, which is the caller's
-        np.random.seed(episode.seed)
-        try:
-            self._reset_environment()
-        finally:
-            np.random.set_state(state)
+        self._user.take()
+        with callers_generator():
+            self._draw(episode)
         self._observe_forced()
-        if recorded is not None:
-            self._begin_at(recorded)
+        if episode.init_state is not None:
+            self._begin_at(initial_states(self._task)[episode.init_state])
         self._control = Control(self._env)
         self._steps_left = self.info.max_episode_steps
         return self._result([], False, False)
@@ -84,7 +81,7 @@ class LiberoPhysics:
         rewards: list[float] = []
         solved = False
         self._user.take()
-        for action in self._checked(actions):
+        for action in np.clip(actions, -1.0, 1.0).astype(np.float64):
             self._advance(self._control, action)
             solved = bool(self._env._check_success())
             self._env._post_process()
@@ -97,6 +94,16 @@ class LiberoPhysics:
             self._steps_left = 0
         return self._result(rewards, solved, truncated)
 
+    def settle(self, steps: int) -> PhysicsResult:
+        assert self._control is not None, "settle follows a reset"
+        self._user.take()
+        rest = np.array(self.info.rest_action)
+        for _ in range(steps):
+            self._advance(self._control, rest)
+            self._env._check_success()
+            self._env._post_process()
+        return self._result([], False, False)
+
     def close(self) -> None:
         """Free MuJoCo's data now: robosuite's objects refer to each other, and the garbage collector, which would
         free them some time, does not see how much memory hangs on them."""
@@ -107,35 +114,39 @@ class LiberoPhysics:
             self._env.__dict__.clear()
         self._env = self._data = self._sensors = self._seen = None
 
-    def _initial(self, index: int | None) -> npt.NDArray[np.float64] | None:
-        if index is None:
-            return None
-        states = initial_states(self._task)
-        if not 0 <= index < len(states):
-            raise FarmError(f"{self.info.spec.name} has recorded initial states 0 to {len(states) - 1}, got {index}")
-        return states[index]
+    def _draw(self, episode: EpisodeSpec) -> None:
+        """Draw the episode's beginning from where its seed's stream has run to."""
+        stream = stream_of(self._task, episode.seed, episode.unseeded_resets)
+        while len(stream) <= episode.resets:
+            stream.append(self._reset_environment(stream[-1]))
+        self._reset_environment(stream[episode.resets])
 
-    def _reset_environment(self) -> None:
-        """What robosuite's hard reset does after it has compiled the model anew, on the model that is there."""
+    def _reset_environment(self, begin: Position) -> Position:
+        """What robosuite's hard reset does after it has compiled the model anew, on the model that is there, and with
+        what it draws at this position of the stream. Returns the position after it."""
         env, sim = self._env, self._env.sim
-        sim.reset()
+        np.random.set_state(begin.generator)
         gripper = env.robots[0].gripper
         gripper.current_action = np.zeros(len(gripper.actuators))
         for shown, original in self._visible:
             shown.clear()
             shown.update(original)
+        loads = begin.loads
         while True:
+            loads += 1
+            # LIBERO adds these samplers to its list at every load of the model; the last of them counts.
+            env.object_property_initializers = self._samplers * loads
+            self._user.restore()
+            sim.reset()
             try:
                 env._reset_internal()
                 break
             except importlib.import_module("robosuite.utils.errors").RandomizationError:
-                # No room for an object: LIBERO draws again, from a rebuilt environment.
-                self._user.restore()
-                sim.reset()
-                sim.forward()
+                continue  # no room for an object: LIBERO draws again, from a rebuilt environment
         sim.forward()
         env.visualize(vis_settings={name: False for name in env._visualizations})
         self._clock.reset()
+        return Position(np.random.get_state(), loads)
 
     def _begin_at(self, recorded: npt.NDArray[np.float64]) -> None:
         """LIBERO's `set_init_state`."""
@@ -175,14 +186,6 @@ class LiberoPhysics:
             scene=np.zeros(0, np.uint8) if self._layout is None else self._layout.pack(kinematics),
             instruction=self._task.instruction,
         )
-
-    def _checked(self, actions: Float32) -> npt.NDArray[np.float64]:
-        if actions.ndim != 2 or actions.shape[1] != ACTION_DIM or np.isnan(actions).any():
-            raise FarmError(
-                f"{self.info.spec.name} takes actions of shape [C, {ACTION_DIM}] without NaN, "
-                f"got shape {list(actions.shape)}: {actions!r:.200}"
-            )
-        return np.clip(actions, -1.0, 1.0).astype(np.float64)
 
     def _result(self, rewards: list[float], solved: bool, truncated: bool) -> PhysicsResult:
         assert self._seen is not None
@@ -250,8 +253,6 @@ def describe(spec: TaskSpec, task: LiberoTask, shared: SharedModel) -> TaskInfo:
     if spec.reward not in (None, "sparse"):
         raise FarmError(f"{spec.name} has no {spec.reward} reward; valid: sparse")
     limit = task.limit if spec.max_episode_steps is None else spec.max_episode_steps
-    if limit < 1:
-        raise FarmError(f"max_episode_steps is at least 1, got {limit}")
     cameras = _cameras(spec, shared.model)
     return TaskInfo(
         spec=replace(spec, control_mode=mode, reward="sparse", max_episode_steps=limit, cameras=cameras),
@@ -267,6 +268,7 @@ def describe(spec: TaskSpec, task: LiberoTask, shared: SharedModel) -> TaskInfo:
         rest_action=(0.0,) * 6 + (-1.0,),
         init_states=len(initial_states(task)),
         stock_upside_down=True,
+        stream=True,
     )
 
 

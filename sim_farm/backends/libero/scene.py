@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from sim_farm.backends.libero.environment import ModelUser, SharedModel
 from sim_farm.backends.mujoco_gl import mujoco
-from sim_farm.contract import FarmError, UInt8
+from sim_farm.contract import UInt8
 
 
 class SceneLayout:
@@ -36,8 +36,6 @@ class SceneLayout:
 
     def unpack(self, scene: UInt8, user: ModelUser, data: mujoco.MjData) -> None:
         """Put the user's model and `data` into the scene, up to all that a picture needs."""
-        if scene.nbytes != self.nbytes:
-            raise FarmError(f"a scene of this task has {self.nbytes} bytes, got {scene.nbytes}")
         model = self._shared.model
         raw = np.ascontiguousarray(scene)
         floats = np.frombuffer(raw[: 8 * self._floats].tobytes(), np.float64)

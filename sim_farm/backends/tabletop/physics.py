@@ -12,7 +12,7 @@ import numpy as np
 
 from sim_farm.backends.mujoco_gl import mujoco
 from sim_farm.backends.tabletop.tasks import CONTROL_HZ, Marks, Task, describe, load_model
-from sim_farm.contract import EpisodeOver, EpisodeSpec, FarmError, Float32, PhysicsResult, TaskSpec
+from sim_farm.contract import EpisodeOver, EpisodeSpec, Float32, PhysicsResult, TaskSpec
 
 STEP = 0.03
 """Metres by which an action of 1 moves the tool centre point's set point away from where it is."""
@@ -44,8 +44,6 @@ class TabletopPhysics:
         self._steps_left = 0
 
     def reset(self, episode: EpisodeSpec) -> PhysicsResult:
-        if episode.init_state is not None:
-            raise FarmError(f"{self.info.spec.name} has no recorded initial states; leave init_state None")
         mujoco.mj_resetData(self._model, self._data)
         start, self._marks = self._task.begin(np.random.default_rng(episode.seed))
         self._goal = self._marks[self._task.goal]
@@ -60,7 +58,8 @@ class TabletopPhysics:
         if self._steps_left == 0:
             raise EpisodeOver(f"the episode of {self.info.spec.name} is over or never began: call reset")
         rewards, solved, over = [], False, False
-        for action in self._checked(actions):
+        # Python's floats are faster than arrays of three.
+        for action in np.clip(actions, -1.0, 1.0).tolist():
             reward, solved = self._advance(action)
             rewards.append(reward)
             self._steps_left -= 1
@@ -72,17 +71,13 @@ class TabletopPhysics:
             self._steps_left = 0
         return self._result(_Executed(rewards, solved, over, truncated))
 
+    def settle(self, steps: int) -> PhysicsResult:
+        for _ in range(steps):
+            self._advance(list(self.info.rest_action))
+        return self._result(_Executed([], False, False, False))
+
     def close(self) -> None:
         self._steps_left = 0
-
-    def _checked(self, actions: Float32) -> list[list[float]]:
-        """The actions within their bounds, as lists: Python's floats are faster than arrays of three."""
-        if actions.ndim != 2 or actions.shape[1] != self.info.action_dim or np.isnan(actions).any():
-            raise FarmError(
-                f"{self.info.spec.name} takes actions of shape [C, {self.info.action_dim}] without NaN, "
-                f"got shape {list(actions.shape)}: {actions!r:.200}"
-            )
-        return np.clip(actions, -1.0, 1.0).tolist()
 
     def _advance(self, action: list[float]) -> tuple[float, bool]:
         """One env step: its reward and whether the task is solved after it."""

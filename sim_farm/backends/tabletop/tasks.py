@@ -76,8 +76,6 @@ def describe(spec: TaskSpec) -> tuple[Task, TaskInfo]:
     if spec.reward not in ("dense", "sparse"):
         raise FarmError(f"{spec.name} has no reward {spec.reward!r}; valid: dense, sparse")
     limit = task.max_episode_steps if spec.max_episode_steps is None else spec.max_episode_steps
-    if limit < 1 or spec.image_size < 1:
-        raise FarmError(f"max_episode_steps and image_size are at least 1, got {limit} and {spec.image_size}")
     cameras = _cameras(spec)
     nq, nv = (12, 11) if task.has_cube else (5, 5)
     info = TaskInfo(

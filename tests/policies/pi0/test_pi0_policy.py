@@ -61,7 +61,8 @@ OBEYS = [
         case,
         law,
         id=f"{case}-{law.__name__}",
-        marks=[pytest.mark.slow] * (law.__name__ == DENSITY or case not in OFTEN),
+        marks=[pytest.mark.slow]
+        * (law.__name__ == DENSITY or case not in (OFTEN if law is not DEVICE else ("pi0", OFTEN[2]))),
     )
     for case in CASES
     for law in conformance.LAWS

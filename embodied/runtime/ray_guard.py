@@ -1,0 +1,46 @@
+"""A small process beside a Ray that was started here. It outlives the one that started it, by a moment, and cleans up.
+
+Ray's processes die with the one that started them, even where that is killed, but for two: the agents notice that and
+then report it for 60 s to a server that is gone. Its folder stays for good. What is to be ended is written to this
+process's standard input, a line for each; the end of the input is the end of the one that started Ray.
+
+It is run as a file, with nothing but the standard library: it lives as long as the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+KEEP = "keep"
+"""The line that lets the folder stay, with Ray's logs in it."""
+REMOVING_S = 5.0
+"""How long it is tried to remove the folder: Ray's workers end within two seconds, and write into it until then."""
+
+
+def main(folder: Path) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    kept, watched = False, []
+    for line in sys.stdin:
+        if line.strip() == KEEP:
+            kept = True
+            continue
+        with contextlib.suppress(OSError):  # it has ended already
+            watched.append(os.pidfd_open(int(line)))  # a number could be another process's by then
+    for process in watched:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(process, signal.SIGKILL)
+    until = time.monotonic() + REMOVING_S
+    while not kept and folder.exists() and time.monotonic() < until:
+        shutil.rmtree(folder, ignore_errors=True)
+        time.sleep(0.1)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

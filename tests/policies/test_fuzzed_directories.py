@@ -1,0 +1,94 @@
+"""Damaged directories of models and policies: refused by name, or a policy that acts in finite numbers."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import policies
+from policies import Policy, PolicyError, PolicySpec
+from policies.registry import check
+from policies.replay import save_recording
+from tests.fuzzing.folders import Damaged
+from tests.fuzzing.law import holds
+from tests.policies.openvla.cases import CHUNK, OFT, ONE_ACTION, OPENVLA, random_inputs
+from tests.policies.pi0.cases import GOLDEN, SPEC
+
+STATES = PolicySpec(action_dim=3, chunk=2, state_dim=5)
+IMAGES = PolicySpec(action_dim=3, chunk=2, state_dim=5, proprio_dim=4, cameras=("front",), image_size=32)
+SMALL = {"value_widths": [8]}
+UNITS = {"unnorm_key": "toy_spatial_no_noops", **SMALL}
+ADAPTED = {**SMALL, "lora_rank": 2}
+Case = tuple[str, PolicySpec, dict[str, Any]]
+SAVED: dict[str, Case] = {
+    "gaussian_mlp": ("gaussian_mlp", STATES, {"widths": [8, 8]}),
+    "flow": ("flow", IMAGES, {"encoder": "cnn", "widths": [8, 8], "features": 8}),
+    "openvla, adapter": ("openvla", ONE_ACTION, {"checkpoint": str(OPENVLA / "checkpoint"), **UNITS, **ADAPTED}),
+    "pi0": ("pi0", SPEC, {"checkpoint": str(GOLDEN / "pi0/checkpoint"), **SMALL}),
+    "pi0, adapter": ("pi0", SPEC, {"checkpoint": str(GOLDEN / "pi0/checkpoint"), "lora_parts": ["expert"], **ADAPTED}),
+}
+PUBLISHED: dict[str, Case] = {
+    "openvla": ("openvla", ONE_ACTION, {"checkpoint": str(OPENVLA / "checkpoint"), **UNITS}),
+    "openvla_oft": (
+        "openvla_oft", replace(CHUNK, proprio_dim=8),
+        {"checkpoint": str(OFT / "checkpoint"), "head": "l1", "proprio": True, **UNITS},
+    ),
+    "pi0, openpi": ("pi0", SPEC, {"checkpoint": str(GOLDEN / "pi0/checkpoint"), **SMALL}),
+    "pi0.5, lerobot": (
+        "pi0", SPEC, {"checkpoint": str(GOLDEN / "pi05/checkpoint_lerobot"), "state_in_prompt": True, **SMALL},
+    ),
+}  # fmt: skip
+
+
+def many(few: int) -> pytest.MarkDecorator:
+    cases = [range(few), pytest.param(range(10_000), marks=pytest.mark.slow)]
+    return pytest.mark.parametrize("cases", cases, ids=["few", "all"])
+
+
+@pytest.mark.parametrize("case", SAVED)
+@many(12)
+def test_damaged_policies(case: str, cases: range, tmp_path: Path) -> None:
+    kind, spec, options = SAVED[case]
+    policies.save(policies.build(kind, spec, seed=0, **options), tmp_path / "whole")
+    holds(
+        cases, Damaged(tmp_path / "whole", tmp_path / "policy"), lambda path: acts(policies.load(path)), (PolicyError,)
+    )
+
+
+@pytest.mark.parametrize("case", PUBLISHED)
+@many(12)
+def test_damaged_checkpoints_of_others(case: str, cases: range, tmp_path: Path) -> None:
+    kind, spec, options = PUBLISHED[case]
+
+    def read(path: Path) -> None:
+        given = {**options, "checkpoint": str(path)}
+        check(kind, given)
+        acts(policies.build(kind, spec, seed=0, **given))
+
+    holds(cases, Damaged(Path(options["checkpoint"]), tmp_path / "checkpoint"), read, (PolicyError,))
+
+
+@many(40)
+def test_damaged_recordings(cases: range, tmp_path: Path) -> None:
+    (tmp_path / "whole").mkdir()
+    actions = [np.full((length, 3), length, np.float32) for length in (2, 5)]
+    save_recording(tmp_path / "whole/played.safetensors", [(0, None), (1, 2)], actions)
+    damaged = Damaged(tmp_path / "whole", tmp_path / "recording")
+
+    def read(path: Path) -> None:
+        policies.build("replay", PolicySpec(action_dim=3, chunk=2), 0, recording=str(path / "played.safetensors"))
+
+    holds(cases, damaged, read, (PolicyError,))
+
+
+def acts(policy: Policy) -> None:
+    """What was accepted is whole: every tensor is finite, and it decides, or says why it cannot."""
+    for name, tensor in policy.state_dict().items():
+        assert not tensor.is_floating_point() or tensor.isfinite().all(), name
+    with suppress(PolicyError):
+        policy.act(random_inputs(policy.spec, 1, seed=0, texts=("pick",)), None)
