@@ -1,9 +1,9 @@
 """What becomes of a run that loses a worker? `python benchmarks/faults.py --json FILE`.
 
-Every cell is a short run on a built-in scene, into which one fault is injected: a role's process is killed or stopped,
-or raises, in one of its phases. It is recovered where the run comes to its end by itself (a killed driver's: once it is
-started again with `--resume auto`), and equal where its checkpoints and metrics are, to the last bit, those of the same
-run without a fault.
+Every cell is a short run, most on a built-in scene, into which one fault is injected: a role's process is killed or
+stopped, or raises, in one of its phases. It is recovered where the run comes to its end by itself (a killed driver's:
+once it is started again with `--resume auto`), and equal where its checkpoints and metrics are, to the last bit, those
+of the same run without a fault.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from safetensors.numpy import load_file
 from embodied import checkpoint
 from embodied.bench.results import show_and_write
 from embodied.config import Config, parse_config, save_config
+from embodied.execution.recovery import FILE
 from embodied.execution.session import Session, open_session
 from embodied.reporting.metrics import read
 from embodied.run_folder import prepare_run
 from embodied.training.loop import train
-from embodied.training.recovery import FILE
 from sim_farm import faults
 from sim_farm.faults import Fault
 
 ITERATIONS = 5
-PATIENT_S, IMPATIENT_S = 240.0, 20.0
-"""Deadlines of a call: an impatient one is waited for where something is stopped."""
+PATIENT_S, IMPATIENT_S, SLOW_S = 240.0, 20.0, 40.0
+"""Deadlines of a call. Where something is stopped an impatient one is waited for; `SLOW_S` with a slow simulator."""
 STATES: dict[str, Any] = {
     "seed": 4,
     "iterations": ITERATIONS,
@@ -66,14 +66,23 @@ SEVERAL: dict[str, Any] = {
     "policy": {**STATES["policy"], "replicas": 2},
     "optim": {**STATES["optim"], "ranks": 2},
 }
-WORKLOADS = {"states": STATES, "pictures": PICTURES, "several": SEVERAL}
+SIMULATORS = {"maniskill": "maniskill/PushCube-v1", "libero": "libero/libero_spatial/0"}
+WORKLOADS = {
+    "states": STATES,
+    "pictures": PICTURES,
+    "several": SEVERAL,
+    **{name: {**PICTURES, "env": {**PICTURES["env"], "task": task}} for name, task in SIMULATORS.items()},
+}
+DRAWN = {"start": 1, "open": 1, "draw": 12}
 PHASES = {
     ("states", "physics 1"): {"start": 1, "reset": 1, "step": 40},
-    ("pictures", "render 0"): {"start": 1, "open": 1, "draw": 12},
+    ("pictures", "render 0"): DRAWN,
     ("states", "policy"): {"make": 1, "begin": 1, "rollout": 3, "load_weights": 3},
     ("states", "learner"): {"make": 1, "collect": 3, "finish": 3, "weights": 2, "save": 2},
     ("several", "policy 1"): {"make": 1, "load_weights": 3, "serve": 3},
     ("several", "learner 1"): {"make": 1, "join": 1, "collect": 3, "finish": 3, "weights": 2, "save": 2},
+    **{(name, "physics 0"): {"start": 1, "reset": 1, "step": 40} for name in SIMULATORS},
+    **{(name, "render 0"): DRAWN for name in SIMULATORS},
 }
 """Of a worker in a workload the phases in which a fault strikes, and how often they were reached then."""
 DRIVER = {"start": 1, "rollout": 3, "update": 3, "save": 2}
@@ -94,7 +103,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        return f"{self.victim}, {self.fault.phase}, {self.fault.kind}"
+        return f"{self.workload}, {self.victim}, {self.fault.phase}, {self.fault.kind}"
 
     @property
     def ends_the_process(self) -> bool:
@@ -103,7 +112,9 @@ class Cell:
 
     @property
     def deadline_s(self) -> float:
-        return IMPATIENT_S if self.fault.kind == "stop" else PATIENT_S
+        if self.fault.kind != "stop":
+            return PATIENT_S
+        return SLOW_S if self.workload in SIMULATORS else IMPATIENT_S
 
 
 def matrix() -> list[Cell]:
@@ -191,13 +202,13 @@ class Lab:
         expected = self.undisturbed(cell.workload, session)
         folder, mark, begin = self._place(cell), Path(f"{file}.fired-0"), time.monotonic()
         mark.unlink(missing_ok=True)
-        _write(file, [cell.fault])
+        write_faults(file, [cell.fault])
         error = None
         try:
             _train(_config(cell.workload, cell.deadline_s), folder, session)
         except Exception as found:
             error = f"{type(found).__name__}: {found}"
-        _write(file, [])
+        write_faults(file, [])
         return _outcome(cell, folder, expected, mark.exists(), time.monotonic() - begin, error)
 
     def _by_itself(self, cell: Cell) -> Outcome:
@@ -206,7 +217,7 @@ class Lab:
         file = self.folder / "own.json"
         mark, begin = Path(f"{file}.fired-0"), time.monotonic()
         mark.unlink(missing_ok=True)
-        _write(file, [cell.fault])
+        write_faults(file, [cell.fault])
         save_config(_config(cell.workload, PATIENT_S), self.folder / "own.yaml")
         command = [
             sys.executable, "-m", "embodied.cli", "train", str(self.folder / "own.yaml"), "--name", folder.name,
@@ -242,7 +253,7 @@ def _train(config: Config, folder: Path, session: Session) -> None:
     train(config, folder, session, None)
 
 
-def _write(file: Path, found: list[Fault]) -> None:
+def write_faults(file: Path, found: list[Fault]) -> None:
     aside = file.with_suffix(".new")
     aside.write_text(json.dumps([asdict(fault) for fault in found]))
     aside.replace(file)
@@ -309,7 +320,7 @@ def main(settings: Faults) -> None:
             down = ", ".join(f"{seconds:.1f} s" for seconds in outcome.down_s) or "-"
             said = "recovered" if outcome.good else f"NOT RECOVERED: {outcome.difference}, named {outcome.named}"
             print(
-                f"{len(outcomes):3}/{len(cells)}  {outcome.cell:40} {said}  down {down}  {outcome.wall_s:.0f} s",
+                f"{len(outcomes):3}/{len(cells)}  {outcome.cell:48} {said}  down {down}  {outcome.wall_s:.0f} s",
                 flush=True,
             )
     down_s = sorted(seconds for outcome in outcomes for seconds in outcome.down_s)

@@ -26,7 +26,7 @@ def check_snapshot(snapshot: Mapping[str, np.ndarray], slots: Mapping[str, np.nd
                 f"the snapshot's {key} of {task.name} has shape {found}, this farm's has {slots[key].shape}: resume "
                 "with the same environments, tasks and chunk"
             )
-        if snapshot[key].dtype != slots[key].dtype:
+        if not np.can_cast(snapshot[key].dtype, slots[key].dtype):  # older ones have narrower integers
             raise _wrong(task, f"{key} holds {snapshot[key].dtype}, and {slots[key].dtype} was written")
     steps, history = snapshot["base_step"], snapshot["history"]
     # A start may be none of this run's: episodes under way may be of other settings.

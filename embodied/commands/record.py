@@ -133,9 +133,7 @@ def record_run(
         sound = [result for result in results if math.isfinite(result.total_reward)]  # what a dataset may hold
         wanted = [result for result in sound if result.success or not only_successes]
         if not wanted:
-            raise UserError(
-                f"none of the {episodes} episodes was solved: run more, or leave out --only-successes"
-            )
+            raise UserError(f"none of the {episodes} episodes was solved: run more, or leave out --only-successes")
         not_reproduced = _write(writer, _replayers(replayer, task, session, len(wanted)), wanted, instructions)
     solved = sum(result.success for result in results)
     result = {

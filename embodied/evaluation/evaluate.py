@@ -26,6 +26,7 @@ from embodied.evaluation.folder import EvalFolder, Identity, newest_of, open_fol
 from embodied.evaluation.protocol import Protocol, as_data, suite_of
 from embodied.execution.assignment import configured
 from embodied.execution.farm_specs import farm_spec
+from embodied.execution.recovery import Recovery, until_done
 from embodied.execution.session import Session
 from embodied.files import write_whole
 from embodied.reporting.live import duration, steps
@@ -87,8 +88,14 @@ def evaluate(subject: Subject, protocol: Protocol, session: Session, folder: Eva
     total = len(protocol.tasks) * protocol.trials
     if before:
         _say(f"{folder.path}: {before} of {total} episodes are there already")
+    recovery = Recovery(folder.path, "episodes")
     try:
-        _run_episodes(subject, protocol, session, folder)
+        until_done(
+            lambda: _run_episodes(subject, protocol, session, folder, recovery),
+            recovery,
+            session,
+            lambda: len(folder.outcomes),
+        )
     except KeyboardInterrupt:
         _say(f"{len(folder.outcomes)} of {total} episodes are kept in {folder.path}; --resume auto goes on with them")
         raise
@@ -112,7 +119,8 @@ def evaluate(subject: Subject, protocol: Protocol, session: Session, folder: Eva
     }
     write_result(folder.path, result)
     if subject.config.eval.videos:
-        _film(subject, protocol, session, folder, worth_seeing(outcomes, subject.config.eval.videos))
+        seen = worth_seeing(outcomes, subject.config.eval.videos)
+        until_done(lambda: _film(subject, protocol, session, folder, seen), recovery, session, lambda: total)
     _show_in_run(folder.path, subject)
     return result
 
@@ -170,7 +178,9 @@ def write_result(folder: Path, result: dict[str, Any]) -> None:
         write_whole(folder / name, text)
 
 
-def _run_episodes(subject: Subject, protocol: Protocol, session: Session, folder: EvalFolder) -> None:
+def _run_episodes(
+    subject: Subject, protocol: Protocol, session: Session, folder: EvalFolder, recovery: Recovery
+) -> None:
     """Task by task, on a farm each; one worker holds the policy for all of them."""
     unfinished = [task for task in protocol.tasks if folder.left(task)]
     ahead, done, begin = sum(len(folder.left(task)) for task in unfinished), 0, time.monotonic()
@@ -189,7 +199,10 @@ def _run_episodes(subject: Subject, protocol: Protocol, session: Session, folder
                 worker = session.runtime.place("evaluator", make_evaluator, config, sizes, reach, subject.checkpoint)
             else:
                 worker.call(Evaluator.begin, task, sizes, reach)
+            recovery.serving(len(folder.outcomes))
             _run_task(worker, folder, len(left), title, worker.deadline.inner().seconds)
+            for lost in session.runtime.take_replaced():
+                _say(recovery.note_replaced(lost, len(folder.outcomes)))
         done += len(left)
     if worker is not None:
         worker.end()

@@ -262,6 +262,8 @@ class Call:
     method: str
     processes: tuple[WorkerProcess, ...]
     """Whose progress is the call's: the worker's own, and of those whose results it was given."""
+    name: str
+    """Of the worker that is called, for messages."""
     wait: Wait | None = None
     """Begins when somebody first waits for it."""
 
@@ -283,18 +285,20 @@ class RayHandle(Handle[T]):
     def get(self, reference: Any) -> Any:
         while not self.poll(reference, LOOK_S):
             pass
-        return self.cluster.value(reference.reference, self.name, reference.method)
+        return self.cluster.value(reference.reference, reference.name, reference.method)
 
     def poll(self, reference: Any, timeout_s: float) -> bool:
         if reference.wait is None:
             reference.wait = Wait(self.deadline, reference.last_ns)
-        return self.cluster.poll(reference.reference, reference.wait, self.name, reference.method, timeout_s)
+        return self.cluster.poll(reference.reference, reference.wait, reference.name, reference.method, timeout_s)
 
     def pipe(self, method: Any, source: Handle[Any], produce: Any, *args: Any, **kwargs: Any) -> Any:
         if not self._beside(source):
             return super().pipe(method, source, produce, *args, **kwargs)
         names = (source.name, produce.__name__, self.name, method.__name__)
-        return self._call(self.process.actor.pipe, method.__name__, names, args, kwargs)
+        call = self._call(self.process.actor.pipe, method.__name__, names, args, kwargs)
+        call.name = f"{source.name} and {self.name}, which share a process,"  # either may be what has failed
+        return call
 
     def lend(self, produce: Any, takers: Sequence[Handle[Any]]) -> list[Any]:
         made = self._call(self.process.actor.lend, produce.__name__, (self.name, produce.__name__), (), {})
@@ -336,7 +340,7 @@ class RayHandle(Handle[T]):
         given = [value for value in (*args, *kwargs.values()) if isinstance(value, Call)]
         processes = dict.fromkeys([self.process, *(process for call in given for process in call.processes)])
         reference = remote.remote(*names, *map(_ray, args), **{key: _ray(value) for key, value in kwargs.items()})
-        return Call(reference, method, tuple(processes))
+        return Call(reference, method, tuple(processes), self.name)
 
 
 def start_worker(
@@ -350,7 +354,7 @@ def start_worker(
 ) -> tuple[RayHandle[Any], Call]:
     """A handle, and the call that makes its worker in the process."""
     handle: RayHandle[Any] = RayHandle(name, cluster.deadline, cluster=cluster, process=process, spare=spare, kill=kill)
-    return handle, Call(process.actor.make.remote(name, make, args), "start", (process,))
+    return handle, Call(process.actor.make.remote(name, make, args), "start", (process,), name)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from rich.markup import escape
 from embodied import checkpoint
 from embodied.config import Config, save_config
 from embodied.execution.executor import Executor, Iteration, executor
+from embodied.execution.recovery import FILE, Recovery
 from embodied.execution.session import Session
 from embodied.files import is_full
 from embodied.planning.replanning import Decision, Watch
@@ -35,7 +36,6 @@ from embodied.training.collapse import CollapseWatch
 from embodied.training.interrupts import deferred_interrupts
 from embodied.training.iteration_row import iteration_row, left_out
 from embodied.training.position import RECENT, Position
-from embodied.training.recovery import FILE, Recovery
 from embodied.training.selection import Candidate, Selection
 from embodied.workers.devices import accelerators
 from sim_farm import faults

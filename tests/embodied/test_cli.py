@@ -164,7 +164,7 @@ def test_a_read_only_folder_is_refused_before_anything_starts() -> None:
 
 
 def test_a_full_shared_memory_says_how_much_is_missing(tmp_path: Path) -> None:
-    pixels = ["--env.cameras", "1", "--env.image-size", "1024", "--env.num-envs", "400000", "--policy.kind", "flow"]
+    pixels = ["--env.cameras", "1", "--env.image-size", "1024", "--env.num-envs", "60000", "--policy.kind", "flow"]
     reads = ["--policy.reads", "proprio", "images", "--runtime.mode", "ray", "--farm.physics-workers", "1"]
     config = tmp_path / "big.yaml"
     config.write_text("env: {task: tabletop/reach}\npolicy: {kind: flow, options: {encoder: cnn}}\n")

@@ -30,11 +30,13 @@ from embodied.evaluation.evaluate import Subject, evaluate, evaluation_folder
 from embodied.evaluation.films import FRAMES, Filmer, differing, filmed_steps, stride, worth_seeing
 from embodied.evaluation.folder import EvalFolder, Identity, open_folder, read_folder
 from embodied.evaluation.protocol import as_data, protocol_of
+from embodied.execution import recovery
 from embodied.execution.session import open_session
 from embodied.reporting.run_record import read_run
 from embodied.run_folder import settings_of
 from embodied.workers.evaluator import EpisodeResult, deal_out
 from policies.contract import PolicyError
+from sim_farm import faults
 from sim_farm.contract import EpisodeSpec, FarmError, TaskSpec
 from sim_farm.episodes import ListedEpisodes, evaluation_episodes
 from sim_farm.layout import FarmSpec
@@ -232,6 +234,27 @@ def test_an_interrupted_evaluation_goes_on_to_the_same_result(how: signal.Signal
     evaluate_run(str(run), settings, None, tmp_path, into=tmp_path / "whole")
     assert_same_episodes(read_folder(tmp_path / "whole"), read_folder(folder))
     assert tables(tmp_path / "whole") == tables(folder)
+
+
+def test_an_evaluation_that_loses_its_workers_goes_on_to_the_same_result(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained_as = settings_of(str(run), tmp_path).model_dump(mode="json") | {"runtime": {"mode": "inline"}}
+    settings = config(trained_as, eval={"episodes": 40, "greedy": False, "videos": 1})
+    evaluate_run(str(run), settings, None, tmp_path, into=tmp_path / "whole")
+    file = tmp_path / "faults.json"
+    found = [("evaluator", "advance", "kill", 3), ("physics 0", "step", "kill", 30)]
+    names = ("worker", "phase", "kind", "nth")
+    file.write_text(json.dumps([dict(zip(names, fault, strict=True)) for fault in found]))
+    monkeypatch.setenv(faults.VARIABLE, str(file))
+    away = settings.model_copy(update={"runtime": settings.runtime.model_copy(update={"mode": "ray"})})
+    evaluate_run(str(run), away, None, tmp_path, into=tmp_path / "lost")
+    assert_same_episodes(read_folder(tmp_path / "whole"), read_folder(tmp_path / "lost"))
+    assert (tmp_path / "lost" / "videos" / "evaluation.mp4").is_file()
+    rows = [json.loads(line) for line in (tmp_path / "lost" / recovery.FILE).read_text().splitlines()]
+    assert {row["outcome"] for row in rows} == {"the run goes on", "the run is back", "it was replaced"}
+    for worker, *_ in found:
+        assert any(worker in row.get("error", "") and "episodes" in row for row in rows), f"{worker}: {rows}"
 
 
 def folders(runs_dir: Path) -> list[Path]:

@@ -41,10 +41,15 @@ on. What is counted (steps, ends, episodes) is equal all the same."""
 # --- what is gathered is kept beside the run, by an estimator of our own: it works in the learner's process
 
 
+def kept_in(folder: Path, config: Config) -> Config:
+    """The configuration, whose name tells `keep` the folder: without its slash, for a run's name is no path from it."""
+    return config.model_copy(update={"name": str(folder).removeprefix("/")})
+
+
 def keep(batch: Trajectories, config: Config) -> None:
     """Write the trajectories where the test that gave the run its name finds them."""
     assert config.name is not None
-    folder = Path(config.name)
+    folder = Path("/", config.name)
     named = {name: value for name, value in vars(batch).items() if isinstance(value, Tensor)}
     named |= {f"trace.{key}": value for key, value in batch.trace.items()}
     named |= {f"frames.{key}": value for key, value in batch.inputs.frames.items()}
@@ -188,7 +193,7 @@ def run(
 ) -> Run:  # fmt: skip
     """Three iterations by the assignment; `drains`: those after which no rollout is ahead."""
     (folder / "gathered").mkdir(parents=True)
-    config = parse_config({**settings, "name": str(folder / "gathered")}, "test")
+    config = kept_in(folder / "gathered", parse_config(settings, "test"))
     with executor(config, folder, session, assignment) as workers:
         workers.begin(None, 0)
         iterations = [workers.iterate(i, drain=i in drains or i == ITERATIONS - 1) for i in range(ITERATIONS)]
@@ -417,7 +422,7 @@ def gathered(settings: dict[str, Any], session: Session, folder: Path) -> tuple[
     """A rollout, or an episode of every environment, of a new policy; learned from in one step over all rows."""
     optim = {**settings["optim"], "epochs": 1, "minibatch": 0, "max_grad_norm": 1e9}
     (folder / "gathered").mkdir(parents=True)
-    config = parse_config({**settings, "optim": optim, "name": str(folder / "gathered")}, "test")
+    config = kept_in(folder / "gathered", parse_config({**settings, "optim": optim}, "test"))
     with executor(config, folder, session, inline(assigned())) as workers:
         workers.begin(None, 0)
         if settings is GROUPS:

@@ -34,7 +34,7 @@ from embodied.workflows.recipes import GRPO, LEARNER, PPO, Recipe
 from sim_farm.farm import WorkerFailed
 from tests.embodied import test_executor
 from tests.embodied.ranks_alone import Counted, alone, assert_near, config_of, connected, state_at, weights_of
-from tests.embodied.test_executor import CORES, ITERATIONS, Run, assert_was_a_test, assigned, inline
+from tests.embodied.test_executor import CORES, ITERATIONS, Run, assert_was_a_test, assigned, inline, kept_in
 from tests.embodied.test_learner import make_batch
 
 # --- whole runs: every rank keeps what it was given, in a folder of its own
@@ -42,9 +42,9 @@ from tests.embodied.test_learner import make_batch
 
 def keep(batch: Trajectories, config: Config) -> None:
     assert config.name is not None
-    folder = Path(config.name) / str(os.getpid())
+    folder = Path("/", config.name) / str(os.getpid())
     folder.mkdir(exist_ok=True)
-    test_executor.keep(batch, config.model_copy(update={"name": str(folder)}))
+    test_executor.keep(batch, kept_in(folder, config))
 
 
 def kept_gae(batch: Trajectories, config: Config) -> Estimate:
@@ -73,7 +73,7 @@ def run(
 ) -> Run:
     """Three iterations by the assignment, and a look at the workers. Every rank is given the same trajectories."""
     (folder / "gathered").mkdir(parents=True)
-    config = parse_config({**settings, "name": str(folder / "gathered")}, "test")
+    config = kept_in(folder / "gathered", parse_config(settings, "test"))
     with executor(config, folder, session, assignment) as workers:
         workers.begin(None, 0)
         iterations = [workers.iterate(i, drain=i == ITERATIONS - 1) for i in range(ITERATIONS)]
@@ -442,7 +442,7 @@ def test_the_metrics_of_ranks_are_one_updates() -> None:
 @pytest.mark.slow
 def test_a_run_that_is_resumed_on_other_ranks(ray: Session, reference: Any, tmp_path: Path) -> None:
     """Through the executor: two iterations on 4 ranks, the third on 2."""
-    config = parse_config({**STATES, "name": str(tmp_path / "gathered")}, "test")
+    config = kept_in(tmp_path / "gathered", parse_config(STATES, "test"))
     (tmp_path / "gathered").mkdir()
     with executor(config, tmp_path, ray, of_ranks(4)) as workers:
         workers.begin(None, 0)

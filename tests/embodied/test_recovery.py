@@ -11,11 +11,11 @@ import pytest
 
 from embodied.config import Config, parse_config
 from embodied.errors import PeerFailed, UserError
+from embodied.execution.recovery import FILE, Recovery
 from embodied.execution.session import open_session
 from embodied.run_folder import prepare_run
 from embodied.runtime.supervision import OFTEN, WITHIN_S
 from embodied.training.loop import train
-from embodied.training.recovery import FILE, Recovery
 from sim_farm import faults
 from sim_farm.contract import FarmError
 from sim_farm.farm import WorkerFailed, WorkerTimeout
@@ -110,7 +110,7 @@ def test_losses_without_progress_end_the_run(tmp_path: Path) -> None:
 def test_many_losses_within_a_minute_end_the_run_and_over_a_longer_time_do_not(tmp_path: Path) -> None:
     for seconds, goes_on in ((WITHIN_S / OFTEN / 2, False), (WITHIN_S / OFTEN * 2, True)):
         now = [0.0]
-        recovery = Recovery(tmp_path, lambda now=now: now[0])  # type: ignore[misc]
+        recovery = Recovery(tmp_path, clock=lambda now=now: now[0])  # type: ignore[misc]
         found = []
         for number in range(OFTEN):
             found.append(recovery.goes_on(WorkerTimeout(f"the {number}th"), number))

@@ -208,7 +208,7 @@ def test_two_datasets_need_a_key(tiny, tmp_path):
     folder = write_tiny(tmp_path / "two", datasets=("libero_spatial", "bridge_no_noops"))
     with pytest.raises(PolicyError, match="several datasets: set unnorm_key to one of bridge_no_noops, libero_spatial"):
         make("openvla", ONE_ACTION, folder)
-    with pytest.raises(PolicyError, match="unknown unnorm_key 'bridg'; .* has: bridge_no_noops, libero_spatial"):
+    with pytest.raises(PolicyError, match="unknown unnorm_key 'bridg'; .* has: 'bridge_no_noops', 'libero_spatial'"):
         make("openvla", ONE_ACTION, folder, unnorm_key="bridg")
     named = [make("openvla", ONE_ACTION, folder, unnorm_key=key) for key in ("bridge", "libero_spatial_no_noops")]
     assert [policy.statistics.key for policy in named] == ["bridge_no_noops", "libero_spatial"]

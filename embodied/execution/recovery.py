@@ -1,0 +1,120 @@
+"""What becomes of a run or an evaluation that has lost a worker: it goes on, or it ends and says why.
+
+A run goes on from its newest checkpoint, an evaluation with the episodes that are left. Its workers but those of the
+farm are supervised as one (`embodied.runtime.supervision`): they are built again together, and serve once they have the
+checkpoint's weights. What is computed again is the same, bit for bit, as what was lost. A loss is a line of
+faults.jsonl, also that of a farm's worker, which the runtime has replaced by itself.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from embodied.errors import PeerFailed, UserError
+from embodied.execution.session import Session
+from embodied.files import Lines
+from embodied.reporting.live import tell
+from embodied.runtime.supervision import Event, Replaced, State, Supervised
+from sim_farm.contract import FarmError
+from sim_farm.farm import WorkerFailed, WorkerTimeout
+
+R = TypeVar("R")
+
+FILE = "faults.jsonl"
+
+
+@dataclass
+class Recovery:
+    """The losses of one run or evaluation, and whether it goes on after the next."""
+
+    folder: Path
+    counted: str = "iteration"
+    """What it counts its work in, as in the record."""
+    clock: Callable[[], float] = time.monotonic
+    workers: Supervised = field(default_factory=Supervised)
+    recoveries: int = 0
+    """Losses after which the run has gone on."""
+    replaced: int = 0
+    """Farm workers that were replaced meanwhile."""
+    _errors: set[tuple[int, str]] = field(default_factory=set)
+
+    def goes_on(self, error: Exception, done: int) -> bool:
+        """Note the loss, with so many iterations (or what is counted) done; whether to go on after it.
+
+        It ends with the user's mistakes, which another try would only repeat; with an error that has come before with
+        as much done; and where too many losses follow on each other.
+        """
+        if not _is_loss(error):
+            return False
+        self.workers = self.workers.lost(self.clock(), done)
+        found = (done, f"{type(error).__name__}: {error}")
+        ends = found in self._errors or self.workers.hopeless
+        self._errors.add(found)
+        self.recoveries += not ends
+        self._write(done, "the run ends" if ends else "the run goes on", error=found[1])
+        return not ends
+
+    def started(self) -> None:
+        """Workers are being placed; call this also where none was lost."""
+        self._note(State.DEAD, Event.STARTED)
+
+    def built(self) -> None:
+        """Workers were placed."""
+        self._note(State.RESTARTING, Event.BUILT)
+
+    def current(self, done: int) -> None:
+        """All who act have the current weights, with so much done."""
+        if self._note(State.STALE, Event.CURRENT):
+            self._write(done, "the run is back", down_s=self.workers.down_s)
+
+    def serving(self, done: int) -> None:
+        """Workers were placed that have the current weights from the beginning."""
+        self.built()
+        self.current(done)
+
+    def note_replaced(self, found: Replaced, done: int) -> str:
+        """Note a worker of the farm that was replaced; what to say of it."""
+        self.replaced += 1
+        why = f"{found.worker} was lost: {found.why}"
+        self._write(done, "it was replaced", error=why, down_s=found.down_s)
+        return f"{why}; replaced within {found.down_s:.1f} s"
+
+    def _note(self, state: State, event: Event) -> bool:
+        if self.workers.state is not state:
+            return False
+        self.workers = self.workers.after(event, self.clock())
+        return True
+
+    def _write(self, done: int, outcome: str, **more: Any) -> None:
+        row = {"time": time.time(), self.counted: done, "outcome": outcome, **more}
+        with suppress(OSError), Lines(self.folder / FILE) as lines:  # without room the loss itself is what counts
+            lines.append(json.dumps(row))
+
+
+def until_done(work: Callable[[], R], recovery: Recovery, session: Session, done: Callable[[], int]) -> R:
+    """Do the work; after each loss what is left of it, on workers that are built anew. `done` says how much is.
+
+    Raises what ends it, as `Recovery.goes_on` says; in one process everything: there is nobody else to be lost.
+    """
+    while True:
+        recovery.started()
+        try:
+            return work()
+        except Exception as error:
+            if session.config.runtime.mode == "inline" or not recovery.goes_on(error, done()):
+                raise
+            tell(f"lost: {error}\nwhat is left is done again; see {recovery.folder / FILE}")
+            session.runtime.end_workers()
+
+
+def _is_loss(error: Exception) -> bool:
+    """Whether a worker was lost, or failed by something that is nobody's mistake in the configuration."""
+    if isinstance(error, WorkerFailed | WorkerTimeout | PeerFailed):
+        return True
+    return not isinstance(error, UserError | FarmError)
