@@ -107,6 +107,8 @@ def until_done(work: Callable[[], R], recovery: Recovery, session: Session, done
         try:
             return work()
         except Exception as error:
+            for lost in session.runtime.take_replaced():
+                tell(recovery.note_replaced(lost, done()))
             if session.config.runtime.mode == "inline" or not recovery.goes_on(error, done()):
                 raise
             tell(f"lost: {error}\nwhat is left is done again; see {recovery.folder / FILE}")

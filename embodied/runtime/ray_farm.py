@@ -158,6 +158,9 @@ class RayHost:
 
     def end(self, index: int, deadline_s: float) -> None:
         """The worker leaves its farm; its process stays, with its simulator imported, for the next farm."""
+        if (why := self._why.pop(index, None)) is not None:  # lost, and its successor has not served
+            down_s = time.monotonic() - self._workers[index].losses[-1].at_s
+            self.replaced.append(Replaced(self.who(index), why, down_s))
         if self._cluster.ray_processes.lost() is not None:
             self._serving.pop(index, None)  # it is gone
             self._blocks.pop(index, None)

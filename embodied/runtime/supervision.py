@@ -100,4 +100,4 @@ class Replaced:
     worker: str
     why: str
     down_s: float
-    """From the moment in which the loss was seen until its successor served."""
+    """From the moment in which the loss was seen until its successor served, or until there was no farm to serve."""

@@ -75,6 +75,8 @@ def train(config: Config, run_dir: Path, session: Session, resume_from: Path | N
             except Exception as error:
                 if config.runtime.mode == "inline":  # there is nobody else to be lost
                     raise
+                for lost in session.runtime.take_replaced():
+                    tell(recovery.note_replaced(lost, loop.position.iteration))
                 if not recovery.goes_on(error, loop.position.iteration):
                     raise
                 session.runtime.end_workers()
