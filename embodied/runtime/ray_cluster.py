@@ -217,6 +217,8 @@ def value_within(timeout_s: float, reference: Any, name: str, what: str) -> Any:
     try:
         return ray.get(reference, timeout=timeout_s)
     except RayTaskError as error:
+        if isinstance(error.cause, RayActorError):  # the call was to have the result of another, whose worker is gone
+            raise WorkerFailed(f"a worker died before {name} had its result for {what!r}") from error
         raise (error.cause if isinstance(error.cause, Exception) else error) from None
     except RayActorError as error:
         if error.actor_init_failed:

@@ -27,7 +27,7 @@ from embodied.workers.devices import release, to_host
 from embodied.workers.lent_tensors import Lender, LentTensors
 from embodied.workers.ranks import is_bound
 from sim_farm import faults, memory
-from sim_farm.farm import WorkerTimeout
+from sim_farm.farm import WorkerFailed, WorkerTimeout
 from sim_farm.memory import Block, Field
 
 T = TypeVar("T")
@@ -264,6 +264,8 @@ class Call:
     """Whose progress is the call's: the worker's own, and of those whose results it was given."""
     name: str
     """Of the worker that is called, for messages."""
+    given: tuple[Call, ...] = ()
+    """Those whose results it was given."""
     wait: Wait | None = None
     """Begins when somebody first waits for it."""
 
@@ -285,7 +287,12 @@ class RayHandle(Handle[T]):
     def get(self, reference: Any) -> Any:
         while not self.poll(reference, LOOK_S):
             pass
-        return self.cluster.value(reference.reference, reference.name, reference.method)
+        try:
+            return self.cluster.value(reference.reference, reference.name, reference.method)
+        except WorkerFailed:
+            for call in reference.given:  # where one of them has failed, that is the reason
+                self.cluster.value(call.reference, call.name, call.method)
+            raise
 
     def poll(self, reference: Any, timeout_s: float) -> bool:
         if reference.wait is None:
@@ -340,7 +347,7 @@ class RayHandle(Handle[T]):
         given = [value for value in (*args, *kwargs.values()) if isinstance(value, Call)]
         processes = dict.fromkeys([self.process, *(process for call in given for process in call.processes)])
         reference = remote.remote(*names, *map(_ray, args), **{key: _ray(value) for key, value in kwargs.items()})
-        return Call(reference, method, tuple(processes), self.name)
+        return Call(reference, method, tuple(processes), self.name, tuple(given))
 
 
 def start_worker(

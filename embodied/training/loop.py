@@ -8,7 +8,7 @@ With `eval.every`, a checkpoint and its evaluation come after so many iterations
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -75,14 +75,14 @@ def train(config: Config, run_dir: Path, session: Session, resume_from: Path | N
             except Exception as error:
                 if config.runtime.mode == "inline":  # there is nobody else to be lost
                     raise
-                for lost in session.runtime.take_replaced():
-                    tell(recovery.note_replaced(lost, loop.position.iteration))
+                loop.note_replaced(tell)
                 if not recovery.goes_on(error, loop.position.iteration):
                     raise
                 session.runtime.end_workers()
                 resume_from = loop.go_back(error, first)
                 continue
             if move is None:
+                loop.note_replaced(tell)  # what was lost at the very end
                 break
             # The checkpoint that was just written is all that the new workers need: they go on from it.
             placed = placed.moved(move)
@@ -166,6 +166,11 @@ class _Loop:
         show(escape(f"lost: {error}\nthe run goes on from iteration {begun}{again}; see {self.run_dir / FILE}"))
         return folder
 
+    def note_replaced(self, say: Callable[[str], None]) -> None:
+        """Note the workers of the farm that were replaced, and say it."""
+        for lost in self._runtime.take_replaced():
+            say(self._recovery.note_replaced(lost, self.position.iteration))
+
     def run(self, progress: Progress, watch: Watch | None) -> Decision | None:
         """Iterate to the end; or, where there is a better plan, to a checkpoint from which the run goes on."""
         config = self.config
@@ -178,8 +183,7 @@ class _Loop:
                 progress.row(row)
                 recent = row["env/success_recent"]
                 self._note_milestones(row)
-                for lost in self._runtime.take_replaced():
-                    progress.note(self._recovery.note_replaced(lost, self.position.iteration))
+                self.note_replaced(progress.note)
                 if broken := row.get("learner/broken_episodes"):
                     progress.note(left_out(int(broken), iteration.summary, config))
                 if (fallen := self._collapse.see(row)) is not None:
