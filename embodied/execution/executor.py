@@ -54,6 +54,8 @@ PARTS_AHEAD = 2
 """Parts of an iteration that may wait for the trainer; the rollout then waits too, so that memory is bounded."""
 LOOK_S = 0.5
 """How soon a replica that died during a rollout is noticed."""
+ANSWER_S = 5.0
+"""Longest wait for a rank to say, after a loss, whether it still writes."""
 
 
 @dataclass(frozen=True)
@@ -168,6 +170,11 @@ class Executor:
     def saving(self) -> bool:
         """Whether a checkpoint is being written at the moment."""
         return any(self.trainer.call_all(Trainer.saving))
+
+    def saves_on(self) -> bool:
+        """After a loss: whether the trainer's ranks answer, and a checkpoint that they write will be complete. A rank
+        whose peer has failed waits for that one, and answers nobody. Raises the failure of one that is gone."""
+        return self.trainer.answers(self.trainer.submit_all(Trainer.saving), ANSWER_S)
 
     def saved(self) -> Written | None:
         """Wait until the last checkpoint is complete; when it was written. Raises `CheckpointError` where it could not

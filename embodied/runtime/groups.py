@@ -152,6 +152,17 @@ class WorkerGroup(Generic[T]):
         with self._naming(rank):
             return self.handles[rank].get(reference)
 
+    def answers(self, references: Sequence[Any], timeout_s: float) -> bool:
+        """Whether all started calls end within the time. Raises the failure of one that has ended with one."""
+        until = time.monotonic() + timeout_s
+        for rank, reference in enumerate(references):
+            with self._naming(rank):
+                while not self.handles[rank].poll(reference, POLL_S):
+                    if time.monotonic() > until:
+                        return False
+                self.handles[rank].get(reference)
+        return True
+
     def check(self, references: Sequence[Any]) -> None:
         """Raise the failure of a rank whose started call has ended with one; waits for nobody."""
         for rank, reference in enumerate(references):

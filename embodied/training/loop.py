@@ -212,7 +212,8 @@ class _Loop:
             raise
         except Exception:
             with suppress(Exception):  # what ends the run says more
-                self._checkpoints.complete()  # a worker's failure must not take along what was computed before it
+                if self.workers.saves_on():  # a worker's failure must not take along what was computed before it
+                    self._checkpoints.complete()
             raise
         finally:
             self._write_trace()

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from embodied.config import Config, parse_config
 from embodied.errors import PeerFailed, UserError
@@ -15,6 +18,7 @@ from embodied.execution.recovery import FILE, Recovery
 from embodied.execution.session import open_session
 from embodied.run_folder import prepare_run
 from embodied.runtime.supervision import OFTEN, WITHIN_S
+from embodied.training import checkpoints
 from embodied.training.loop import train
 from sim_farm import faults
 from sim_farm.contract import FarmError
@@ -28,6 +32,7 @@ FAULTS = {
     "learner": {"worker": "learner", "phase": "finish", "kind": "kill", "nth": 3},
     "policy": {"worker": "policy", "phase": "rollout", "kind": "raise", "nth": 4},
     "physics": {"worker": "physics 1", "phase": "step", "kind": "raise", "nth": 40},
+    "Ray": {"worker": "driver", "phase": "rollout", "kind": "kill", "nth": 6, "child": "raylet"},
 }
 MORE = [
     {"worker": worker, "phase": phase, "kind": kind, "nth": nth}
@@ -60,12 +65,12 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def disturbed(
-    found: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deadline_s: float = 240.0
+    found: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: Config
 ) -> tuple[Path, dict[str, Any]]:
     file = tmp_path / "faults.json"
     file.write_text(json.dumps(found))
     monkeypatch.setenv(faults.VARIABLE, str(file))
-    result = run(config_of("ray", deadline_s), tmp_path / "run")
+    result = run(config, tmp_path / "run")
     for number in range(len(found)):
         assert Path(f"{file}.fired-{number}").exists(), "the fault has not struck"
     return tmp_path / "run", result
@@ -74,14 +79,32 @@ def disturbed(
 def test_a_run_that_loses_workers_ends_as_one_that_lost_none(
     undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, result = disturbed(list(FAULTS.values()), tmp_path, monkeypatch)
+    folder, result = disturbed(list(FAULTS.values()), tmp_path, monkeypatch, config_of("ray"))
     assert_same_run(folder, undisturbed)
     assert result["recoveries"] == len(FAULTS)
     rows = [json.loads(line) for line in (folder / FILE).read_text().splitlines()]
     assert [row["outcome"] for row in rows] == ["the run goes on", "the run is back"] * len(FAULTS)
     assert all(row["down_s"] > 0 for row in rows[1::2])
     for name, fault in FAULTS.items():
-        assert any(str(fault["worker"]) in row["error"] for row in rows[::2]), f"{name} is not named: {rows}"
+        named = fault.get("child", fault["worker"])
+        assert any(str(named) in row["error"] for row in rows[::2]), f"{name} is not named: {rows}"
+
+
+def test_a_loss_costs_one_iteration_where_checkpoints_are_cheap(
+    undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(checkpoints, "SHARE", float("inf"))  # of any time they may take what they take
+    lost = {"worker": "learner", "phase": "finish", "kind": "raise", "nth": 5}
+    config = config_of("ray").model_copy(update={"checkpoint_every": 100})
+    folder, _ = disturbed([lost], tmp_path, monkeypatch, config)
+    row = json.loads((folder / FILE).read_text().splitlines()[0])
+    assert row["iteration"] == 4
+    (begun,) = re.findall(r"goes on from iteration (\d)", capsys.readouterr().out)
+    assert int(begun) in (3, 4), "the last one, or that before it where the last was still being written"
+    expected, found = (load_file(run / "checkpoints/000005/policy/model.safetensors") for run in (undisturbed, folder))
+    assert expected.keys() == found.keys()
+    assert all(np.array_equal(expected[name], found[name]) for name in expected)
+    assert not (folder / "checkpoints" / "interim").exists(), "of no use once there is a later one"
 
 
 @pytest.mark.slow
@@ -89,7 +112,9 @@ def test_a_run_that_loses_workers_ends_as_one_that_lost_none(
 def test_whatever_befalls_a_worker(
     fault: dict[str, Any], undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, _ = disturbed([fault], tmp_path, monkeypatch, DEADLINE_S if fault["kind"] == "stop" else 240.0)
+    folder, _ = disturbed(
+        [fault], tmp_path, monkeypatch, config_of("ray", DEADLINE_S if fault["kind"] == "stop" else 240.0)
+    )
     assert_same_run(folder, undisturbed)
 
 
