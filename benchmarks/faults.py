@@ -67,8 +67,11 @@ SEVERAL: dict[str, Any] = {
     "optim": {**STATES["optim"], "ranks": 2},
 }
 SIMULATORS = {"maniskill": "maniskill/PushCube-v1", "libero": "libero/libero_spatial/0"}
+LONG: dict[str, Any] = {**STATES, "iterations": 100, "checkpoint_every": 20}
+"""Workers that run need Ray's own processes seldom: in a short run nobody would miss one that is stopped."""
 WORKLOADS = {
     "states": STATES,
+    "long": LONG,
     "pictures": PICTURES,
     "several": SEVERAL,
     **{name: {**PICTURES, "env": {**PICTURES["env"], "task": task}} for name, task in SIMULATORS.items()},
@@ -129,7 +132,7 @@ def matrix() -> list[Cell]:
     cells += [Cell("states", Fault("driver", phase, kind, nth)) for phase, nth in DRIVER.items() for kind in kinds]
     for child in ("raylet", "gcs_server"):
         for phase in STEADY:
-            cells += [Cell("states", Fault("driver", phase, kind, DRIVER[phase], child=child)) for kind in kinds[:2]]
+            cells += [Cell("long", Fault("driver", phase, kind, DRIVER[phase], child=child)) for kind in kinds[:2]]
     return cells
 
 

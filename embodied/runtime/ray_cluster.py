@@ -12,10 +12,13 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil  # type: ignore[import-untyped]
 import ray
@@ -36,6 +39,8 @@ HERE = ""
 LOOPBACK = "127.0.0.1"
 JOIN_S = 10.0
 """Longest wait for the first sign of life of a cluster."""
+T = TypeVar("T")
+
 LOOK_S = 0.5
 """How often, during a wait, it is looked after the other workers."""
 STARTS = 2
@@ -123,8 +128,11 @@ class RayCluster:
         self.here = ray.get_runtime_context().get_node_id()
 
     def nodes(self) -> tuple[NodeInfo, ...]:
-        """The cluster's living machines, this one first; where several have one name, with their ids in it."""
-        found = [NodeInfo.of(entry, self.here) for entry in ray.nodes() if entry["Alive"]]
+        """The cluster's living machines, this one first; where several have one name, with their ids in it.
+
+        Raises `WorkerFailed` where Ray's own processes do not live: they would never answer.
+        """
+        found = [NodeInfo.of(entry, self.here) for entry in self._answered(ray.nodes) if entry["Alive"]]
         names = [node.name for node in found]
         found = [n if names.count(n.name) < 2 else replace(n, name=f"{n.name}-{n.id[:8]}") for n in found]
         return tuple(sorted(found, key=lambda node: (not node.is_here, node.address, node.name, node.id)))
@@ -144,10 +152,25 @@ class RayCluster:
         self._actors.append(actor)
         return actor
 
+    def _answered(self, ask: Callable[[], T]) -> T:
+        """What Ray's own processes answer. Raises `WorkerFailed` once they cannot."""
+        answer: Future[T] = Future()
+
+        def find() -> None:
+            try:
+                answer.set_result(ask())
+            except Exception as error:
+                answer.set_exception(error)
+
+        threading.Thread(target=find, daemon=True).start()
+        while not wait_for([answer], timeout=LOOK_S).done:
+            self.require_ray()
+        return answer.result()
+
     def kill(self, actor: Any) -> None:
         """End an actor's process."""
         self._actors.remove(actor)
-        if self.ray_processes.lost() is None:  # else nobody would answer
+        if self.ray_processes.lost(stopped_s=0) is None:  # else nobody would answer
             ray.kill(actor)
 
     def watch(self) -> None:
@@ -196,7 +219,7 @@ class RayCluster:
 
     def close(self) -> None:
         """End every process, and Ray with them where it was started here."""
-        if self.ray_processes.lost() is not None:
+        if self.ray_processes.lost(stopped_s=0) is not None:
             self.ray_processes.end()
         else:
             for actor in self._actors:

@@ -36,8 +36,8 @@ class RayProcesses:
         self.names = {one.pid: one.name() for one in self.started if one.name() in NEEDED}
         self._stopped.clear()
 
-    def lost(self) -> str | None:
-        """Which of them died, or was stopped for too long, in words; None where all live."""
+    def lost(self, stopped_s: float = STOPPED_S) -> str | None:
+        """Which of them died, or was stopped for so long, in words; None where all live."""
         for process in self.started:
             name, now = self.names.get(process.pid), time.monotonic()
             if name is None:
@@ -47,7 +47,7 @@ class RayProcesses:
                 return f"Ray's {name} died"
             if status != psutil.STATUS_STOPPED:
                 self._stopped.pop(process.pid, None)
-            elif now - self._stopped.setdefault(process.pid, now) > STOPPED_S:
+            elif now - self._stopped.setdefault(process.pid, now) >= stopped_s:
                 return f"Ray's {name} has been stopped for {now - self._stopped[process.pid]:.1f} s"
         return None
 

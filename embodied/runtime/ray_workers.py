@@ -297,7 +297,14 @@ class RayHandle(Handle[T]):
     def poll(self, reference: Any, timeout_s: float) -> bool:
         if reference.wait is None:
             reference.wait = Wait(self.deadline, reference.last_ns)
-        return self.cluster.poll(reference.reference, reference.wait, reference.name, reference.method, timeout_s)
+        try:
+            return self.cluster.poll(reference.reference, reference.wait, reference.name, reference.method, timeout_s)
+        except WorkerTimeout as error:
+            late = [call for call in reference.given if not ray.wait([call.reference], timeout=0)[0]]
+            if not late:
+                raise
+            whose = " and ".join(f"{call.name}'s {call.method!r}" for call in late)
+            raise WorkerTimeout(f"{error}; it was to have the result of {whose} first") from error
 
     def pipe(self, method: Any, source: Handle[Any], produce: Any, *args: Any, **kwargs: Any) -> Any:
         if not self._beside(source):

@@ -67,9 +67,9 @@ class Ranks:
         """Whether this is the rank that speaks for all: it writes checkpoints and hands out weights."""
         return self.rank == 0
 
-    def called(self, rank: int, short: bool = False) -> str:
-        """What a message calls that rank."""
-        return f"rank {rank}" if short else f"{self.name} rank {rank}"
+    def called(self, rank: int) -> str:
+        """What a message calls that rank: as the runtime calls its worker."""
+        return f"{self.name} {rank}"
 
     # --- connecting
 
@@ -157,20 +157,22 @@ class Ranks:
             if missing and time.monotonic() > until:
                 raise PeerFailed(
                     f"{self.called(self.rank)} at {mine} waited {connect_s:g} s at {address} for "
-                    f"{', '.join(self.called(names.index(name), short=True) for name in missing)}: not there"
+                    f"{', '.join(self.called(names.index(name)) for name in missing)}: not there"
                 )
             time.sleep(LOOK_S)
         found = [json.loads(self._store.get(name)) for name in names]
         self.addresses = tuple(where for where, _ in found)
         versions = {version for _, version in found}
         if len(versions) > 1:
-            each = ", ".join(f"rank {rank} at {where} has {version}" for rank, (where, version) in enumerate(found))
+            each = ", ".join(
+                f"{self.called(rank)} at {where} has {version}" for rank, (where, version) in enumerate(found)
+            )
             raise UserError(
                 f"the ranks of the {self.name} have different versions of torch: {each}; install the same everywhere"
             )
 
     def _others(self) -> list[str]:
-        return [f"{self.called(r, True)} at {where}" for r, where in enumerate(self.addresses) if r != self.rank]
+        return [f"{self.called(r)} at {where}" for r, where in enumerate(self.addresses) if r != self.rank]
 
     # --- shares of rows
 
@@ -259,7 +261,7 @@ class Ranks:
         if error is not None:
             raise error
         if failed:
-            raise PeerFailed(f"{self.name} rank 0 failed to {what}")
+            raise PeerFailed(f"{self.called(0)} failed to {what}")
         return result
 
     def barrier(self) -> None:
@@ -277,7 +279,7 @@ class Ranks:
                 raise
             self.leave()
             raise PeerFailed(
-                f"{self.called(self.rank, True)} of {self.size} lost the others ({', '.join(self._others())}) "
+                f"{self.called(self.rank)} of {self.size} lost the others ({', '.join(self._others())}) "
                 f"while they were to {what}: {_first_line(error)}"
             ) from error
 

@@ -44,7 +44,7 @@ class WeightsGroup(Ranks):
     _group: Any = field(default=None, repr=False)
     _limit: timedelta = timedelta(0)
 
-    def called(self, rank: int, short: bool = False) -> str:
+    def called(self, rank: int) -> str:
         return self.names[rank]
 
     def leave(self) -> None:

@@ -408,13 +408,13 @@ def test_a_rank_that_is_not_there_is_named(tmp_path: Path) -> None:
     address = ranks[0].listen()
     for rank, error in enumerate(joined(ranks, [address] * 2, 1.0)):
         assert isinstance(error, PeerFailed)
-        assert re.search(rf"learner rank {rank} .*waited 1 s at {address} for rank 2", str(error)), str(error)
+        assert re.search(rf"learner {rank} .*waited 1 s at {address} for learner 2", str(error)), str(error)
     assert not torch.distributed.is_initialized()
     nobody = Ranks("learner", 1, 2)
     (error,) = joined([nobody], [address], 1.0)
     assert isinstance(error, PeerFailed)
     assert re.search(
-        rf"learner rank 1 of 2 on .* did not connect to learner rank 0 at {address} within 1 s", str(error)
+        rf"learner 1 of 2 on .* did not connect to learner 0 at {address} within 1 s", str(error)
     )
 
 
@@ -429,7 +429,7 @@ def test_ranks_with_other_versions_of_torch_are_refused(monkeypatch: pytest.Monk
     (error,) = joined(ranks[:1], [address], 5.0)
     other.join()
     assert isinstance(error, UserError)
-    assert "rank 0 at 127.0.0.1 has 2.13.0, rank 1 at 127.0.0.1 has 2.12.0" in str(error)
+    assert "learner 0 at 127.0.0.1 has 2.13.0, learner 1 at 127.0.0.1 has 2.12.0" in str(error)
 
 
 def test_the_metrics_of_ranks_are_one_updates() -> None:
