@@ -50,7 +50,7 @@ class Chaos:
     """So long faults are injected; the run then goes on to its end without any."""
     every: float = 10.0
     """Seconds from one fault to the next."""
-    iterations: int = 600
+    iterations: int = 3000
     seed: int = 0
     json: Path | None = None
     """Write the result to this file."""
@@ -171,7 +171,13 @@ def main(settings: Chaos) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         runtime = {"mode": "ray", "trace": False, "deadline_s": DEADLINE_S}
-        data = {**STATES, "iterations": settings.iterations, "checkpoint_every": 20, "runtime": runtime}
+        data = {
+            **STATES,
+            "iterations": settings.iterations,
+            "checkpoint_every": 20,
+            "keep_checkpoints": 3,
+            "runtime": runtime,
+        }
         save_config(parse_config(data, "benchmarks/chaos.py"), folder / "chaos.yaml")
         begin = time.monotonic()
         calm = Trainer(folder, "undisturbed", dict(os.environ))
@@ -195,7 +201,7 @@ def main(settings: Chaos) -> None:
             "difference": difference_of(trainer.run, calm.run),
         }
         if settings.json is not None:
-            kept = settings.json.with_suffix(".log")
+            kept = settings.json.with_suffix(".run.log")
             kept.write_bytes((folder / f"{trainer.name}.log").read_bytes())
         show_and_write({**figures, "json": None}, settings.json)
 

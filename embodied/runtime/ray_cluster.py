@@ -34,13 +34,13 @@ from embodied.runtime.ray_session import RaySession
 from sim_farm import faults
 from sim_farm.farm import WorkerFailed, WorkerTimeout
 
+T = TypeVar("T")
+
 HERE = ""
 """The client's node, where a placement names one."""
 LOOPBACK = "127.0.0.1"
 JOIN_S = 10.0
 """Longest wait for the first sign of life of a cluster."""
-T = TypeVar("T")
-
 LOOK_S = 0.5
 """How often, during a wait, it is looked after the other workers."""
 STARTS = 2

@@ -38,6 +38,9 @@ class RayProcesses:
 
     def lost(self, stopped_s: float = STOPPED_S) -> str | None:
         """Which of them died, or was stopped for so long, in words; None where all live."""
+        missing = [name for name in NEEDED if name not in self.names.values()]
+        if self.started and missing:  # it died, and was reaped, before it could be noted
+            return f"Ray's {missing[0]} died"
         for process in self.started:
             name, now = self.names.get(process.pid), time.monotonic()
             if name is None:

@@ -413,9 +413,7 @@ def test_a_rank_that_is_not_there_is_named(tmp_path: Path) -> None:
     nobody = Ranks("learner", 1, 2)
     (error,) = joined([nobody], [address], 1.0)
     assert isinstance(error, PeerFailed)
-    assert re.search(
-        rf"learner 1 of 2 on .* did not connect to learner 0 at {address} within 1 s", str(error)
-    )
+    assert re.search(rf"learner 1 of 2 on .* did not connect to learner 0 at {address} within 1 s", str(error))
 
 
 def test_ranks_with_other_versions_of_torch_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ import ray
 
 from embodied.errors import UserError
 from embodied.runtime import ray_session
+from embodied.runtime.ray_processes import RayProcesses
 from embodied.runtime.ray_session import LOCK, LONGEST, RaySession, private_folder
 
 NOBODY = 65534
@@ -168,3 +169,14 @@ def test_a_path_that_is_too_long_for_sockets_is_refused(base: Path, monkeypatch:
     monkeypatch.setenv("RAY_TMPDIR", str(base / ("x" * LONGEST)))
     with pytest.raises(UserError, match="set RAY_TMPDIR to a shorter one"):
         private_folder()
+
+
+def test_a_ray_that_lost_a_process_while_it_started_is_lost() -> None:
+    processes = RayProcesses()
+    with processes.noted():
+        other = subprocess.Popen(["sleep", "60"])
+    try:
+        assert processes.lost() == "Ray's gcs_server died"
+    finally:
+        processes.end()
+    assert other.wait(timeout=10) == -signal.SIGKILL and processes.lost() is None
