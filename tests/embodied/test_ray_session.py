@@ -174,9 +174,9 @@ def test_a_path_that_is_too_long_for_sockets_is_refused(base: Path, monkeypatch:
 def test_a_ray_that_lost_a_process_while_it_started_is_lost() -> None:
     processes = RayProcesses()
     with processes.noted():
-        other = subprocess.Popen(["sleep", "60"])
+        subprocess.Popen(["sleep", "60"])
     try:
         assert processes.lost() == "Ray's gcs_server died"
     finally:
         processes.end()
-    assert other.wait(timeout=10) == -signal.SIGKILL and processes.lost() is None
+    assert processes.lost() is None, "nothing is Ray's any more"
