@@ -61,5 +61,9 @@ pip install -c constraints.txt --upgrade pip
 # torch by itself: the extra index must serve nothing else.
 # shellcheck disable=SC2046 # no option or two words
 pip install -c constraints.txt $(torch_options) torch
-pip install -c constraints.txt -e '.[all,dev,bench]'
+pip install -c constraints.txt torchvision
+# All else by its hashes, which the project itself, coming from no index, cannot have.
+.venv/bin/python setup/requirements.py >.venv/requirements.txt
+pip install --require-hashes -c constraints.txt -c setup/hashes.txt -r .venv/requirements.txt
+pip install -c constraints.txt --no-deps -e .
 pip check

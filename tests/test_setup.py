@@ -20,6 +20,7 @@ from sim_farm.registry import BACKENDS
 
 ROOT = Path(__file__).resolve().parents[1]
 OWN = "embodied-farm"
+HASHES = ROOT / "setup" / "hashes.txt"
 
 
 def project() -> dict[str, Any]:
@@ -38,6 +39,14 @@ def requirements() -> list[Requirement]:
     extras = project()["optional-dependencies"].values()
     texts = [*project()["dependencies"], *(text for extra in extras for text in extra)]
     return [found for text in texts if (found := Requirement(text)).name != OWN]
+
+
+def test_every_pin_has_hashes_of_its_version() -> None:
+    entries = re.findall(r"^(\S+)==(\S+)((?: \\\n    --hash=sha256:[0-9a-f]{64})+)$", HASHES.read_text(), re.MULTILINE)
+    found = {name: version for name, version, _ in entries}
+    assert found == {name: version for name, version in pins().items() if name not in ("torch", "torchvision")}, (
+        "run setup/lock.py after a pin has changed"
+    )
 
 
 def run(command: list[str], cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
