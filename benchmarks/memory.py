@@ -38,7 +38,7 @@ class Memory:
 
     task: str = "tabletop/reach"
     episodes: int = 10_000
-    steps: int = 10
+    steps: int = 50
     """Of an episode, at most."""
     num_envs: int = 32
     cameras: int = 0
