@@ -50,7 +50,8 @@ class Chaos:
     """So long faults are injected; the run then goes on to its end without any."""
     every: float = 10.0
     """Seconds from one fault to the next."""
-    iterations: int = 3000
+    iterations: int = 6000
+    """Enough that the run lasts longer than its faults."""
     seed: int = 0
     json: Path | None = None
     """Write the result to this file."""
@@ -121,6 +122,8 @@ class Adversary:
     drawn: random.Random
     injected: Counter[str] = field(default_factory=Counter)
     _stopped: list[tuple[float, psutil.Process]] = field(default_factory=list)
+    _waiting: str | None = None
+    """The exception that is to strike next."""
 
     def strike(self) -> None:
         kind = self.drawn.choice(("kill", "stop", "raise"))
@@ -144,8 +147,6 @@ class Adversary:
         self.injected[f"{role}, {kind}"] += 1
         if role == "driver" and kind == "stop":  # as from a terminal, which lets it go on
             self._stopped.append((time.monotonic() + 2.0, victim))
-
-    _waiting: str | None = None
 
     def _note_raised(self) -> None:
         """Count the last exception if it has struck."""

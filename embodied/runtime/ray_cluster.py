@@ -161,10 +161,10 @@ class RayCluster:
         def find() -> None:
             try:
                 answer.set_result(ask())
-            except Exception as error:
+            except Exception as error:  # whatever it is, it is raised where the answer is waited for
                 answer.set_exception(error)
 
-        threading.Thread(target=find, daemon=True).start()
+        threading.Thread(target=find, daemon=True).start()  # not of a pool, which a process that ends waits for
         while not wait_for([answer], timeout=LOOK_S).done:
             self.require_ray()
         return answer.result()

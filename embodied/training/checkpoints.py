@@ -91,6 +91,12 @@ class RunCheckpoints:
         self._settle()
         self._note_stall(begin, "complete the checkpoint")
 
+    def complete_after_loss(self) -> None:
+        """Wait until the last one is, where the workers that write it answer: a failure must not take along what was
+        computed before it, nor wait for ranks that wait for the one that failed."""
+        if self._in_flight is not None and self.workers.saves_on():
+            self.complete()
+
     def finish(self, position: Position, environments: dict[str, np.ndarray]) -> None:
         """Write the last one, without which a run has not ended. Raises `CheckpointError` where that cannot be, also
         when it is tried again."""

@@ -212,8 +212,7 @@ class _Loop:
             raise
         except Exception:
             with suppress(Exception):  # what ends the run says more
-                if self.workers.saves_on():  # a worker's failure must not take along what was computed before it
-                    self._checkpoints.complete()
+                self._checkpoints.complete_after_loss()
             raise
         finally:
             self._write_trace()

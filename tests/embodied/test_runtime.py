@@ -180,7 +180,8 @@ def test_a_worker_that_waits_for_anothers_result_is_not_late_while_that_one_repo
     waiting.deadline = Deadline(1.5)
     assert waiting.get(waiting.pipe(Clumsy.take, clumsy, Clumsy.long_work)) == 12
     assert waiting.get(waiting.submit(Clumsy.take, clumsy.submit(Clumsy.work, 12, 0.2))) == 12
-    with pytest.raises(WorkerTimeout, match="^waiting did not finish 'take': no progress for"):
+    said = "^waiting did not finish 'take': no progress for .*; it was to have the result of clumsy's 'work' first$"
+    with pytest.raises(WorkerTimeout, match=said):
         waiting.get(waiting.submit(Clumsy.take, clumsy.submit(Clumsy.work, 1, 4.0)))
     waiting.deadline = Deadline(60.0)
     waiting.end()
@@ -227,6 +228,15 @@ def test_a_worker_that_dies_is_named(cluster: RayRuntime) -> None:
     handle = cluster.place("mortal", Clumsy)
     with pytest.raises(WorkerFailed, match="^mortal died during 'die'"):
         handle.call(Clumsy.die)
+
+
+def test_a_worker_that_dies_is_named_also_where_another_was_to_have_its_result(cluster: RayRuntime) -> None:
+    mortal, other = cluster.place("mortal", Clumsy), cluster.place("other", Clumsy)
+    with pytest.raises(WorkerFailed, match="^mortal died during 'die'"):
+        other.get(other.submit(Clumsy.take, mortal.submit(Clumsy.die)))
+    beside = cluster.place("beside", Clumsy, beside=other)
+    with pytest.raises(WorkerFailed, match="^other and beside, which share a process, died during 'take'"):
+        beside.get(beside.pipe(Clumsy.take, other, Clumsy.die))
 
 
 def test_a_ray_that_is_slow_to_start_is_started_once_more_and_then_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -240,6 +240,17 @@ def test_a_killed_rank_is_named_while_the_others_wait_for_it(ray_runtime: RayRun
         group.call_one(1, Member.add, 0)
 
 
+def test_a_rank_that_is_stuck_is_not_waited_for_to_know_whether_all_answer(ray_runtime: RayRuntime) -> None:
+    group = members(ray_runtime, 2)
+    stuck = group.submit_one(1, Member.hang, 1)
+    assert not group.answers(group.submit_all(Member.add, 0), 0.1)
+    group.get_one(1, stuck)
+    assert group.answers(group.submit_all(Member.add, 0), 60.0)
+    with pytest.raises(UserError, match="^member 1: gone$"):
+        group.answers(group.submit_all(Member.fail, 1, "gone"), 60.0)
+    group.end()
+
+
 def test_a_late_rank_is_named_and_is_of_use_again(ray_runtime: RayRuntime) -> None:
     group = members(ray_runtime, 3)
     with pytest.raises(WorkerTimeout, match=r"^member 1 did not finish 'hang': no progress for .* deadline of 1 s$"):
