@@ -41,9 +41,10 @@ def _overlap(plan: Plan, problem: Problem) -> str:
     known = (plan, problem.workflow, problem.profile, problem.cluster)
     together, after = predict(*known).iteration_s, predict_sequential(*known).iteration_s
     gain = 1 - together / after if after else 0.0
+    effect = f"saves {gain:.0%}" if gain >= 0 else f"costs {-gain:.0%}"
     return (
         f"The {len(problem.graph.loops)} tasks are rolled out at the same time: one after the other, with the same "
-        f"placements, an iteration would take {in_words(after)}, so overlapping saves {gain:.0%}."
+        f"placements, an iteration would take {in_words(after)}, so overlapping {effect}."
     )
 
 

@@ -562,9 +562,12 @@ def test_a_run_of_several_tasks_has_one_plan_that_says_what_overlapping_gains(
     plan, result = schedulers.load(Plan, "plan/plan.json"), json.loads(Path("result.json").read_text())
     assert sorted(path.name for path in Path("plan").iterdir()) == ["plan.json", "predicted.json", "predicted.png"]
     assert len(plan.groups) == 2 and all(sentence in said for sentence in plan.why)
-    assert "one after the other" in said and "overlapping saves" in said
+    assert "one after the other" in said
     assert sum("task 1" in sentence.lower() for sentence in plan.why) >= 1, "why the second task is where it is"
-    assert 0 < result["iteration_s"] <= result["tasks_in_turn_iteration_s"] * (1 + 1e-9)
+    # Where components slow each other down at the same time, as measured, overlapping may cost something.
+    together, in_turn = result["iteration_s"], result["tasks_in_turn_iteration_s"]
+    effect = f"saves {1 - together / in_turn:.0%}" if together <= in_turn else f"costs {together / in_turn - 1:.0%}"
+    assert together > 0 and f"overlapping {effect}" in said
 
 
 def test_a_run_of_several_tasks_keeps_one_plan_and_computes_the_same(mixed: Profile, files: Path) -> None:

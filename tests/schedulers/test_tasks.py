@@ -36,7 +36,9 @@ from schedulers import (
     to_data,
     validate,
 )
+from schedulers.explain_tasks import tasks_explained
 from schedulers.graph import graph_of
+from schedulers.prediction import problem_of
 from tests.schedulers.baselines import GROUPS, PARTS, Exhaustive
 from tests.schedulers.instances import (
     NEAR,
@@ -256,6 +258,16 @@ def test_reasons_name_each_task_what_it_waits_for_and_what_overlapping_gains() -
     for words in ("one after the other", "overlapping saves", "Task 0 (task0)", "Task 1 (task1)", "waits for most"):
         assert words in text, text
     assert "Fused: split, on the same devices" in text or "Split: fused, on the same devices" in text, text
+
+
+def test_reasons_say_so_where_overlapping_costs_more_than_it_saves() -> None:
+    """Each component was measured to be three times as slow beside others."""
+    workflow, profile = libero_tasks(2, policy_s=0.01)
+    slowed = {name: replace(found, beside=3.0) for name, found in profile.components.items()}
+    known = (own_cores((1, 1)), workflow, replace(profile, components=slowed), OWN)
+    together, after = predict(*known).iteration_s, predict_sequential(*known).iteration_s
+    assert together > after
+    assert f"so overlapping costs {together / after - 1:.0%}." in tasks_explained(known[0], problem_of(*known))[0]
 
 
 def refused(found: Plan, *words: str, **changes: Any) -> None:
