@@ -25,7 +25,7 @@ import tyro
 
 from benchmarks.faults import STATES, difference_of, write_faults
 from embodied.bench.results import show_and_write
-from embodied.config import parse_config, save_config
+from embodied.config_files import parse_config, save_config
 from embodied.execution.recovery import FILE
 from embodied.reporting.metrics import read
 from sim_farm import faults

@@ -26,7 +26,8 @@ from safetensors.numpy import load_file
 
 from embodied import checkpoint
 from embodied.bench.results import show_and_write
-from embodied.config import Config, parse_config, save_config
+from embodied.config import Config
+from embodied.config_files import parse_config, save_config
 from embodied.execution.recovery import FILE
 from embodied.execution.session import Session, open_session
 from embodied.reporting.metrics import read

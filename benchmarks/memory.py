@@ -21,7 +21,7 @@ import tyro
 from scipy import stats  # type: ignore[import-untyped]
 
 from embodied.bench.results import show_and_write
-from embodied.config import parse_config
+from embodied.config_files import parse_config
 from embodied.execution.session import open_session
 from embodied.run_folder import prepare_run
 from embodied.training.loop import train

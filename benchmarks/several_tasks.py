@@ -17,7 +17,8 @@ from typing import Any
 import tyro
 
 from embodied.bench.results import show_and_write
-from embodied.config import Config, parse_config
+from embodied.config import Config
+from embodied.config_files import parse_config
 from embodied.execution.assignment import configured
 from embodied.execution.executor import Executor, executor
 from embodied.execution.session import open_session

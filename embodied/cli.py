@@ -117,7 +117,7 @@ def _settings(named: str, arguments: list[str], may_be_a_run: bool) -> Any:
         from embodied.run_folder import settings_of
 
         return settings_of(named, _option(arguments, "--runs-dir", "runs"), code)
-    from embodied.config import load_config
+    from embodied.config_files import load_config
 
     return load_config(named, code)
 
@@ -157,7 +157,7 @@ def _usage(verb: str, first: str) -> str:
     text = f"usage: embodied {verb} {first} {options}   (`embodied {verb} --help` says which)"
     if "CONFIG" not in first:
         return text
-    from embodied.config import shipped_configs
+    from embodied.config_files import shipped_configs
 
     lines = [f"  {name:30} {about}" for name, about in shipped_configs().items()]
     run = "RUN is a run's folder, or its name below --runs-dir. " if "RUN" in first else ""

@@ -22,7 +22,8 @@ from rich.markup import escape
 
 from embodied import checkpoint
 from embodied.checkpoint import CheckpointError
-from embodied.config import Config, load_config, save_config, saved_config
+from embodied.config import Config
+from embodied.config_files import load_config, save_config, saved_config
 from embodied.errors import UserError
 from embodied.named_code import refuse_code
 

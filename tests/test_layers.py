@@ -30,7 +30,18 @@ LAYERS = (
     {"workflows"},
     {"algorithms", "reporting"},
     {"data"},
-    {"doctor", "run_folder", "checkpoint", "config", "migration", "errors", "tracing", "statistics", "progress"}
+    {
+        "doctor",
+        "run_folder",
+        "checkpoint",
+        "config",
+        "config_files",
+        "migration",
+        "errors",
+        "tracing",
+        "statistics",
+        "progress",
+    }
     | {"optimizer_shards", "manifest", "run_state", "files", "named_code", "yaml_files"},
 )
 """Of `embodied`, from the top down."""

@@ -24,7 +24,8 @@ from torch import Tensor
 from benchmarks.gpu_stages.runs import Runtime, on_one_core
 from benchmarks.gpu_stages.work import Figures, Work
 from embodied import checkpoint
-from embodied.config import Config, parse_config
+from embodied.config import Config
+from embodied.config_files import parse_config
 from embodied.execution.executor import Executor, executor
 from embodied.execution.session import Session, open_session
 from embodied.workers.roles import Decider

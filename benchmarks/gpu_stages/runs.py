@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.gpu_stages.work import Work
-from embodied.config import Config, parse_config
+from embodied.config import Config
+from embodied.config_files import parse_config
 from embodied.execution.assignment import HERE, Assignment, FarmAssignment
 from embodied.workers.affinity import Affinity
 from policies.openvla.sizes import CHUNK, find

@@ -26,7 +26,8 @@ from typing import Any
 
 import numpy as np
 
-from embodied.config import Config, save_config
+from embodied.config import Config
+from embodied.config_files import save_config
 from embodied.errors import UserError
 from embodied.evaluation.protocol import Protocol, as_data, from_data
 from embodied.files import Lines, read_lines, write_whole

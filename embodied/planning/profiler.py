@@ -17,7 +17,8 @@ from statistics import fmean, median, stdev
 
 import numpy as np
 
-from embodied.config import Config, parse_config
+from embodied.config import Config
+from embodied.config_files import parse_config
 from embodied.doctor.hardware import fingerprint
 from embodied.errors import UserError
 from embodied.execution.assignment import Assignment

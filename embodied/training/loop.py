@@ -18,7 +18,8 @@ from rich import print as show
 from rich.markup import escape
 
 from embodied import checkpoint
-from embodied.config import Config, save_config
+from embodied.config import Config
+from embodied.config_files import save_config
 from embodied.execution.executor import Executor, Iteration, executor
 from embodied.execution.recovery import FILE, Recovery
 from embodied.execution.session import Session

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from embodied import checkpoint
-from embodied.config import Config, save_config
+from embodied.config import Config
+from embodied.config_files import save_config
 from embodied.data.random_streams import IMITATION, generator, permutation
 from embodied.demonstrations import Batch, Dataset
 from embodied.errors import UserError

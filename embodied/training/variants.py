@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from embodied.config import Config, all_keys, parse_config
+from embodied.config import Config
+from embodied.config_files import all_keys, parse_config
 from embodied.errors import UserError, nearest
 from embodied.yaml_files import parse_yaml
 

@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from embodied.config import Config, parse_config
+from embodied.config import Config
+from embodied.config_files import parse_config
 from embodied.errors import UserError
 from embodied.workflows.recipes import Recipe, WorkflowComponent, recipe_of
 from schedulers.workflow import Component, Edge, Loop, Workflow

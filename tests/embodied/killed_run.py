@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from embodied.config import parse_config
+from embodied.config_files import parse_config
 from embodied.execution.session import open_session
 from embodied.run_folder import open_run_folder
 from embodied.training.loop import train

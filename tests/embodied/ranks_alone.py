@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from embodied.checkpoint import RunState
-from embodied.config import Config, parse_config
+from embodied.config import Config
+from embodied.config_files import parse_config
 from embodied.data.trajectories import Trajectories
 from embodied.runtime.groups import WorkerGroup
 from embodied.runtime.ray_runtime import RayRuntime

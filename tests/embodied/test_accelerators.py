@@ -12,7 +12,8 @@ import torch
 
 import schedulers
 from embodied import checkpoint
-from embodied.config import Config, parse_config
+from embodied.config import Config
+from embodied.config_files import parse_config
 from embodied.doctor.hardware import fingerprint
 from embodied.errors import UserError
 from embodied.execution.assignment import assign

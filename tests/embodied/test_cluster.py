@@ -21,7 +21,8 @@ import pytest
 from torch import Tensor
 
 import schedulers
-from embodied.config import Config, parse_config
+from embodied.config import Config
+from embodied.config_files import parse_config
 from embodied.doctor.hardware import fingerprint
 from embodied.errors import UserError
 from embodied.execution import row_delivery

@@ -10,7 +10,8 @@ import pytest
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from embodied.config import CONFIGS, Config, all_keys, load_config, parse_config, save_config
+from embodied.config import Config
+from embodied.config_files import CONFIGS, all_keys, load_config, parse_config, save_config
 from embodied.errors import UserError
 
 PINNED_KEYS = Path(__file__).parent / "config_keys.txt"

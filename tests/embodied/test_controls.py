@@ -12,7 +12,8 @@ import torch
 
 from embodied import checkpoint
 from embodied.algorithms.controls import ENTROPY_RATE, LEAST_DEVIATION, Controls, adapted_share, adapted_weight
-from embodied.config import AdvantageConfig, Config, LossConfig, parse_config
+from embodied.config import AdvantageConfig, Config, LossConfig
+from embodied.config_files import parse_config
 from embodied.errors import UserError
 from embodied.workers.update_controls import UpdateControls
 from embodied.workflows.algorithm_checks import check_algorithm

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from embodied.algorithms.estimators import gae, rows_of
 from embodied.algorithms.ppo import action_advantages, alive_actions, generalised_advantages
-from embodied.config import Config, parse_config
+from embodied.config import Config
+from embodied.config_files import parse_config
 from embodied.data.trajectories import HeldDecisions, Trajectories, join_columns
 from embodied.data.trajectory_memory import TrajectoryMemory
 from embodied.errors import UserError

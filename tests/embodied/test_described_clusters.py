@@ -10,7 +10,8 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 import schedulers
-from embodied.config import Config, parse_config
+from embodied.config import Config
+from embodied.config_files import parse_config
 from embodied.execution.assignment import assign
 from embodied.execution.executor import Executor, Iteration
 from embodied.execution.session import Session

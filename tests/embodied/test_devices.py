@@ -16,7 +16,8 @@ from torch import Tensor
 
 import policies
 from embodied import checkpoint
-from embodied.config import Config, parse_config
+from embodied.config import Config
+from embodied.config_files import parse_config
 from embodied.data.trajectories import HeldDecisions, Trajectories
 from embodied.data.trajectory_memory import MemoryLayout, MemoryShape, TrajectoryMemory
 from embodied.errors import UserError

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from embodied.algorithms.estimators import Estimate, Rows, gae, group_relative, join_rows, outcomes, rows_of
 from embodied.algorithms.ppo import generalised_advantages
-from embodied.config import Config, load_config, parse_config
+from embodied.config import Config
+from embodied.config_files import load_config, parse_config
 from embodied.data.trajectories import HeldDecisions, Trajectories
 from embodied.errors import UserError
 from embodied.execution.session import open_session

@@ -24,7 +24,8 @@ from safetensors.torch import load_file, save_file
 from embodied import checkpoint, cli
 from embodied.commands.evaluate import evaluate_run
 from embodied.commands.train import train_run
-from embodied.config import Config, load_config, parse_config
+from embodied.config import Config
+from embodied.config_files import load_config, parse_config
 from embodied.errors import UserError
 from embodied.evaluation.evaluate import Subject, evaluate, evaluation_folder
 from embodied.evaluation.films import FRAMES, Filmer, differing, filmed_steps, stride, worth_seeing

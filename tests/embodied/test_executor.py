@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from embodied.algorithms.estimators import Estimate, gae, group_relative
-from embodied.config import Config, parse_config
+from embodied.config import Config
+from embodied.config_files import parse_config
 from embodied.data.trajectories import Trajectories
 from embodied.execution.assignment import HERE, Assignment, FarmAssignment
 from embodied.execution.executor import Iteration, executor

@@ -15,7 +15,8 @@ import pytest
 import yaml
 
 import schedulers
-from embodied.config import CONFIGS, HERE, Config, load_config, parse_config, save_config
+from embodied.config import HERE, Config
+from embodied.config_files import CONFIGS, load_config, parse_config, save_config
 from embodied.errors import UserError
 from embodied.planning.clusters import read_cluster
 from embodied.planning.run_plans import checked_profile, sized_workflow

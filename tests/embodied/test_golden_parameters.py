@@ -19,7 +19,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from embodied import checkpoint
-from embodied.config import Config, load_config, parse_config
+from embodied.config import Config
+from embodied.config_files import load_config, parse_config
 from embodied.execution.session import open_session
 from embodied.run_folder import prepare_run
 from embodied.training import loop as training

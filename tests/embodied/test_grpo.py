@@ -18,7 +18,8 @@ from torch import Tensor
 from embodied.algorithms.episode_groups import differing, group_advantages
 from embodied.algorithms.estimators import Estimate, group_relative, outcomes
 from embodied.checkpoint import RunState
-from embodied.config import Config, parse_config
+from embodied.config import Config
+from embodied.config_files import parse_config
 from embodied.data.trajectories import HeldDecisions, Trajectories, join_columns
 from embodied.errors import UserError
 from embodied.execution.assignment import configured

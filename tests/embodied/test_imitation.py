@@ -19,7 +19,8 @@ from embodied import checkpoint
 from embodied.checkpoint import CheckpointError
 from embodied.commands.sft import sft_run
 from embodied.commands.train import train_run
-from embodied.config import Config, parse_config, save_config
+from embodied.config import Config
+from embodied.config_files import parse_config, save_config
 from embodied.demonstrations import Dataset
 from embodied.errors import UserError
 from embodied.reporting.metrics import read

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from embodied.config import Config, parse_config
+from embodied.config import Config
+from embodied.config_files import parse_config
 from embodied.execution.assignment import Assignment, assign
 from embodied.execution.executor import Iteration, executor
 from embodied.execution.session import Session, open_session

@@ -11,7 +11,7 @@ import torch
 
 import policies
 from embodied import checkpoint
-from embodied.config import parse_config
+from embodied.config_files import parse_config
 from embodied.data.trajectories import HeldDecisions, Trajectories
 from embodied.runtime.ray_runtime import RayRuntime
 from embodied.workers.learner import Learner

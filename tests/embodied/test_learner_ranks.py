@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 
 from embodied import checkpoint
 from embodied.algorithms.estimators import Estimate, gae, group_relative
-from embodied.config import Config, parse_config
+from embodied.config import Config
+from embodied.config_files import parse_config
 from embodied.data.trajectories import Trajectories
 from embodied.errors import PeerFailed, UserError
 from embodied.execution.assignment import Assignment, configured

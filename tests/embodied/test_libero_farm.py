@@ -12,7 +12,8 @@ import pytest
 from torch import nn
 
 import embodied
-from embodied.config import Config, load_config, parse_config
+from embodied.config import Config
+from embodied.config_files import load_config, parse_config
 from embodied.execution.assignment import HERE, Assignment, FarmAssignment
 from embodied.execution.executor import executor
 from embodied.execution.session import Session, open_session

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from embodied.commands.evaluate import evaluate_run
-from embodied.config import Config, load_config, parse_config
+from embodied.config import Config
+from embodied.config_files import load_config, parse_config
 from embodied.evaluation.folder import EvalFolder, read_folder
 from policies.contract import PolicyError
 from policies.replay import save_recording

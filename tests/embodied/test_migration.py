@@ -22,7 +22,8 @@ from embodied.commands.evaluate import evaluate_run
 from embodied.commands.export import export_run
 from embodied.commands.report import report_runs
 from embodied.commands.train import train_run
-from embodied.config import Config, all_keys, load_config, parse_config, save_config, saved_config
+from embodied.config import Config
+from embodied.config_files import all_keys, load_config, parse_config, save_config, saved_config
 from embodied.errors import UserError
 from embodied.planning.profiler import in_todays_keys, work_of
 from embodied.planning.run_plans import checked_profile, sized_workflow

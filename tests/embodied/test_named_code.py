@@ -11,7 +11,7 @@ import pytest
 
 import embodied
 from embodied.cli import main
-from embodied.config import load_config, parse_config, save_config
+from embodied.config_files import load_config, parse_config, save_config
 from embodied.errors import UserError
 from embodied.named_code import KEYS
 from embodied.run_folder import settings_of

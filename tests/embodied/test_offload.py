@@ -14,7 +14,8 @@ from safetensors.numpy import load_file
 from torch import Tensor, nn
 
 from embodied import checkpoint
-from embodied.config import Config, parse_config
+from embodied.config import Config
+from embodied.config_files import parse_config
 from embodied.execution.assignment import HERE, Assignment, FarmAssignment
 from embodied.execution.executor import Executor, Iteration, executor
 from embodied.execution.session import Session, open_session

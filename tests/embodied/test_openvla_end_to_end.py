@@ -16,7 +16,8 @@ from embodied.commands.evaluate import evaluate_run
 from embodied.commands.export import export_run
 from embodied.commands.sft import sft_run
 from embodied.commands.train import train_run
-from embodied.config import Config, load_config, parse_config, save_config
+from embodied.config import Config
+from embodied.config_files import load_config, parse_config, save_config
 from embodied.demonstrations import Dataset
 from embodied.errors import UserError
 from embodied.reporting.metrics import read

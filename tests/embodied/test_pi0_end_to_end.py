@@ -12,7 +12,7 @@ from embodied import checkpoint
 from embodied.commands.record import record_run
 from embodied.commands.sft import sft_run
 from embodied.commands.train import train_run
-from embodied.config import load_config, parse_config
+from embodied.config_files import load_config, parse_config
 from embodied.reporting.metrics import read
 from embodied.training.variants import with_settings
 from policies import load

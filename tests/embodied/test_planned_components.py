@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 import schedulers
-from embodied.config import Config, parse_config
+from embodied.config import Config
+from embodied.config_files import parse_config
 from embodied.data.trajectories import Trajectories
 from embodied.execution.assignment import assign
 from embodied.execution.executor import Iteration, executor

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 
 import schedulers
 from embodied import checkpoint, cli
-from embodied.config import parse_config
+from embodied.config_files import parse_config
 from embodied.errors import UserError
 from embodied.execution.session import Session, open_session
 from embodied.planning import clusters

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from embodied.config import Config, parse_config
+from embodied.config import Config
+from embodied.config_files import parse_config
 from embodied.execution.session import Session, open_session
 from embodied.workers.affinity import Affinity
 from tests import libero_assets

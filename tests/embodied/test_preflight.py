@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from embodied import cli
-from embodied.config import CONFIGS, load_config, shipped_configs
+from embodied.config_files import CONFIGS, load_config, shipped_configs
 from embodied.workflows.recipes import RECIPES
 from tests import libero_assets
 

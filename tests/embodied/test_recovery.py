@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from embodied.config import Config, parse_config
+from embodied.config import Config
+from embodied.config_files import parse_config
 from embodied.errors import PeerFailed, UserError
 from embodied.execution.recovery import FILE, Recovery
 from embodied.execution.session import open_session

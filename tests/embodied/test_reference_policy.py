@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 import policies
 from embodied.algorithms.estimators import rows_of
-from embodied.config import CONFIGS, Config, LossConfig, load_config, parse_config
+from embodied.config import Config, LossConfig
+from embodied.config_files import CONFIGS, load_config, parse_config
 from embodied.data.trajectories import Trajectories
 from embodied.errors import UserError
 from embodied.execution.assignment import configured

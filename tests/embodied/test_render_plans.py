@@ -14,7 +14,8 @@ import pytest
 import torch
 
 import schedulers
-from embodied.config import Config, parse_config
+from embodied.config import Config
+from embodied.config_files import parse_config
 from embodied.errors import UserError
 from embodied.execution.assignment import Assignment, assign, configured
 from embodied.execution.executor import executor

@@ -15,7 +15,8 @@ from safetensors.numpy import load_file
 
 import schedulers
 from embodied import checkpoint
-from embodied.config import Config, parse_config
+from embodied.config import Config
+from embodied.config_files import parse_config
 from embodied.doctor.hardware import fingerprint
 from embodied.execution.executor import Iteration, executor
 from embodied.execution.session import open_session

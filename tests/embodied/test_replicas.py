@@ -14,7 +14,8 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 import torch
 
-from embodied.config import Config, parse_config
+from embodied.config import Config
+from embodied.config_files import parse_config
 from embodied.errors import UserError
 from embodied.execution.assignment import Assignment
 from embodied.execution.executor import Executor, executor

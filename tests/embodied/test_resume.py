@@ -19,7 +19,8 @@ from safetensors.numpy import load_file
 
 from embodied import checkpoint
 from embodied.checkpoint import CheckpointError
-from embodied.config import Config, parse_config
+from embodied.config import Config
+from embodied.config_files import parse_config
 from embodied.errors import UserError
 from embodied.execution.session import Session, open_session
 from embodied.reporting.metrics import FILE, read
@@ -236,7 +237,7 @@ def test_a_run_without_a_whole_checkpoint_is_refused_before_it_begins_and_keeps_
 OWN = """
 import sys, time
 from pathlib import Path
-from embodied.config import parse_config
+from embodied.config_files import parse_config
 from embodied.run_folder import open_run_folder
 config = parse_config({"name": "run"}, "test")
 with open_run_folder(config, "test", Path(sys.argv[1]), False, "rl"):

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from embodied.commands import reward as command
-from embodied.config import Config, load_config, parse_config
+from embodied.config import Config
+from embodied.config_files import load_config, parse_config
 from embodied.data.trajectories import Trajectories
 from embodied.demonstrations import Dataset
 from embodied.errors import UserError

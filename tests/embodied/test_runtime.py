@@ -19,7 +19,8 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from embodied import checkpoint, progress
-from embodied.config import Config, parse_config
+from embodied.config import Config
+from embodied.config_files import parse_config
 from embodied.errors import UserError
 from embodied.execution.session import Session
 from embodied.reporting.metrics import read
@@ -233,7 +234,7 @@ def test_a_worker_that_dies_is_named(cluster: RayRuntime) -> None:
 def test_a_worker_that_dies_is_named_also_where_another_was_to_have_its_result(cluster: RayRuntime) -> None:
     mortal, other = cluster.place("mortal", Clumsy), cluster.place("other", Clumsy)
     with pytest.raises(WorkerFailed, match="^mortal died during 'die'"):
-        other.get(other.submit(Clumsy.take, mortal.submit(Clumsy.die)))
+        other.get(other.submit(Clumsy.take, mortal.submit(Clumsy.die)))  # type: ignore[arg-type]
     beside = cluster.place("beside", Clumsy, beside=other)
     with pytest.raises(WorkerFailed, match="^other and beside, which share a process, died during 'take'"):
         beside.get(beside.pipe(Clumsy.take, other, Clumsy.die))

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from embodied import checkpoint
-from embodied.config import Config, load_config, parse_config
+from embodied.config import Config
+from embodied.config_files import load_config, parse_config
 from embodied.evaluation.protocol import protocol_of
 from embodied.reporting.metrics import SELECTION, read
 from embodied.run_folder import whole_checkpoint

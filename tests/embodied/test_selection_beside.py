@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from embodied import checkpoint
-from embodied.config import Config, parse_config
+from embodied.config import Config
+from embodied.config_files import parse_config
 from embodied.errors import UserError
 from embodied.execution.assignment import Assignment, FarmAssignment, configured
 from embodied.execution.session import Session

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from embodied.algorithms.estimators import gae
-from embodied.config import Config, parse_config
+from embodied.config import Config
+from embodied.config_files import parse_config
 from embodied.errors import UserError
 from embodied.execution.assignment import HERE, Assignment, FarmAssignment
 from embodied.execution.executor import Iteration, executor

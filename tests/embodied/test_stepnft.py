@@ -15,7 +15,8 @@ import policies
 from embodied.algorithms.estimators import Rows, binary
 from embodied.algorithms.objectives import MAX_DRIFT, contrast
 from embodied.algorithms.ppo import unit_mask
-from embodied.config import LossConfig, parse_config
+from embodied.config import LossConfig
+from embodied.config_files import parse_config
 from embodied.data.trajectories import HeldDecisions
 from embodied.errors import UserError
 from embodied.reporting.metrics import read

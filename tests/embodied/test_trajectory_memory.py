@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from embodied.config import Config, parse_config
+from embodied.config import Config
+from embodied.config_files import parse_config
 from embodied.data.trajectories import Trajectories
 from embodied.data.trajectory_memory import MemoryLayout, MemoryShape, TrajectoryMemory
 from embodied.execution.assignment import HERE, Assignment, FarmAssignment

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 import policies
-from embodied.config import Config, parse_config
+from embodied.config import Config
+from embodied.config_files import parse_config
 from embodied.errors import PeerFailed, UserError
 from embodied.execution import hand_over
 from embodied.execution.assignment import Assignment

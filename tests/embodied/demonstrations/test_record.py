@@ -19,7 +19,8 @@ import policies
 from embodied import checkpoint, cli
 from embodied.commands import record as recording_module
 from embodied.commands.record import demonstration_episodes, record_run
-from embodied.config import Config, RuntimeConfig, load_config, parse_config, save_config
+from embodied.config import Config, RuntimeConfig
+from embodied.config_files import load_config, parse_config, save_config
 from embodied.demonstrations import Dataset, DatasetError, DatasetWriter
 from embodied.demonstrations.writer import new_folder
 from embodied.errors import UserError
