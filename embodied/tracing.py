@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from embodied.files import write_whole
+from embodied.files import read_json, write_whole
 
 COMPONENTS: dict[str, str] = {
     "physics": "#3b76c4",
@@ -33,6 +33,10 @@ COMPONENTS: dict[str, str] = {
 ITERATIONS = "iteration"
 """The track that `TraceWriter.iteration` fills: one span per iteration, with `iteration` and `complete` in
 its args. An iteration is complete once the next one has begun."""
+
+LARGEST_NS = 2**63
+MOST_BYTES = 2**30
+"""Of a trace that is read: `TraceWriter` bounds the number of spans."""
 
 _PROCESS_ORDER = (ITERATIONS, "driver", *COMPONENTS)
 
@@ -134,10 +138,11 @@ def load(path: str | os.PathLike[str]) -> list[Span]:
     Numbers of arrows that lost one end with an iteration that was not kept are gone.
     """
     try:
-        content = json.loads(Path(path).read_text())
+        content = read_json(Path(path), MOST_BYTES)
         return _from_json(content["traceEvents"], content["otherData"]["origin_ns"])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise TraceError(f"{path} is not a trace that this project wrote: {error!r}") from error
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
+        said = f"{type(error).__name__}: {error}"[:200]
+        raise TraceError(f"{path} is not a trace that this project wrote: {said}") from error
 
 
 def natural_order(text: str) -> list[tuple[int, str]]:
@@ -223,15 +228,18 @@ def _span_events(span: Span, where: dict[str, int], origin_ns: int, flows: set[i
 
 
 def _from_json(events: Sequence[dict[str, Any]], origin_ns: int) -> list[Span]:
-    tracks = {e["tid"]: e["args"]["track"] for e in events if e["name"] == "thread_name"}
+    tracks = {e["tid"]: str(e["args"]["track"]) for e in events if e["name"] == "thread_name"}
     spans: list[Span] = []
     for event in events:
         if event["ph"] == "X":
             start_ns = origin_ns + round(event["ts"] * 1e3)
             end_ns = start_ns + round(event["dur"] * 1e3)
-            spans.append(Span(tracks[event["tid"]], event["name"], start_ns, end_ns, event["args"]))
+            if not -LARGEST_NS < start_ns <= end_ns < LARGEST_NS:
+                raise ValueError(f"a span from {start_ns:.3g} to {end_ns:.3g} ns")
+            args = {str(key): value for key, value in event["args"].items()}
+            spans.append(Span(tracks[event["tid"]], str(event["name"]), start_ns, end_ns, args))
         elif event["ph"] in "sf":  # follows its span
-            span, number = spans[-1], event["id"]
+            span, number = spans[-1], int(event["id"])
             if event["ph"] == "s":
                 spans[-1] = replace(span, flow_to=(*span.flow_to, number))
             else:

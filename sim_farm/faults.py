@@ -81,7 +81,7 @@ def read(path: Path) -> list[Fault]:
     """The faults of a file. Raises `ValueError` for what is not a list of faults."""
     try:
         return [Fault(**entry) for entry in json.loads(path.read_text())]
-    except (OSError, TypeError, ValueError) as error:
+    except (OSError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{VARIABLE}={path} is not a list of faults: {error}") from error
 
 

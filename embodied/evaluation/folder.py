@@ -25,14 +25,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from embodied.config import Config
 from embodied.config_files import save_config
 from embodied.errors import UserError
 from embodied.evaluation.protocol import Protocol, as_data, from_data
-from embodied.files import Lines, read_lines, write_whole
+from embodied.files import Lines, read_json, read_lines, write_whole
 from embodied.workers.evaluator import EpisodeOutcome, EpisodeResult
 from sim_farm.contract import EpisodeSpec, Float32
+from sim_farm.limits import MAX_SEED
 
 PROTOCOL, EPISODES, LOCK = "protocol.json", "episodes.jsonl", "lock"
 
@@ -74,11 +76,18 @@ class EvalFolder:
             self._lines = Lines(self.path / EPISODES)
         line = _to_line(result)
         self._lines.append(json.dumps(line))
-        self.outcomes[key] = _from_line(line)
+        self.outcomes[key] = _Line.model_validate(line).outcome()
 
     def actions(self, outcome: EpisodeOutcome) -> Float32:
-        """[length, A] as executed."""
-        return np.load(self._actions(outcome), allow_pickle=False)
+        """[length, A] as executed. Raises `UserError` where the file is not what was written."""
+        path = self._actions(outcome)
+        try:
+            found = np.load(path, mmap_mode="r", allow_pickle=False)  # a header may claim more than there is
+        except Exception as error:  # NumPy lets through whatever Python's parser says of a header
+            raise UserError(f"{path} cannot be read ({str(error)[:200]}): {_AGAIN}") from error
+        if not isinstance(found, np.ndarray) or found.dtype != np.float32 or found.shape[:-1] != (outcome.length,):
+            raise UserError(f"{path} does not hold the {outcome.length} actions of its episode: {_AGAIN}")
+        return np.array(found)
 
     def in_order(self) -> list[EpisodeOutcome]:
         """By task, as the protocol lists them, and trial."""
@@ -91,6 +100,9 @@ class EvalFolder:
 
     def _actions(self, outcome: EpisodeOutcome) -> Path:
         return self.path / "actions" / outcome.task / f"{outcome.trial}.npy"
+
+
+_AGAIN = f"delete the episode's line in {EPISODES} to evaluate it again"
 
 
 @contextmanager
@@ -106,12 +118,13 @@ def open_folder(path: Path, identity: Identity, config: Config, resume: bool) ->
             if not (path / PROTOCOL).is_file():
                 _begin(path, identity, config)
             elif not resume:
+                there = len(_read_outcomes(path, identity.protocol))
                 raise UserError(
-                    f"{path} holds an evaluation of {len(_read_outcomes(path))} episodes: go on with it with "
-                    "--resume auto, or evaluate into another --folder"
+                    f"{path} holds an evaluation of {there} episodes: go on with it with --resume auto, or evaluate "
+                    "into another --folder"
                 )
             _refuse_another(path, identity)
-            folder = EvalFolder(path, identity, _read_outcomes(path))
+            folder = EvalFolder(path, identity, _read_outcomes(path, identity.protocol))
             try:
                 yield folder
             finally:
@@ -124,16 +137,17 @@ def open_folder(path: Path, identity: Identity, config: Config, resume: bool) ->
 def read_folder(path: Path) -> EvalFolder:
     """A folder's results, to look at; another process may be adding to it. Raises `UserError`."""
     identity = read_identity(path)
-    return EvalFolder(path, identity, _read_outcomes(path))
+    return EvalFolder(path, identity, _read_outcomes(path, identity.protocol))
 
 
 def read_identity(path: Path) -> Identity:
     """What the folder's episodes are of. Raises `UserError`."""
     try:
-        data = json.loads((path / PROTOCOL).read_text())
-        return Identity(from_data(data["protocol"]), data["policy"])
+        data = read_json(path / PROTOCOL)
+        return Identity(from_data(data["protocol"]), dict(data["policy"]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path / PROTOCOL} cannot be read ({error}): evaluate into another --folder") from error
+        said = str(error)[:200]
+        raise UserError(f"{path / PROTOCOL} cannot be read ({said}): evaluate into another --folder") from error
     except UserError as error:
         raise UserError(f"{path / PROTOCOL}: {error}; evaluate into another --folder") from error
 
@@ -227,19 +241,35 @@ def _to_line(outcome: EpisodeOutcome) -> dict[str, Any]:
     }
 
 
-def _from_line(line: Mapping[str, Any]) -> EpisodeOutcome:
-    return EpisodeOutcome(
-        task=line["task"],
-        trial=line["trial"],
-        spec=EpisodeSpec(line["seed"], line["init_state"], line.get("resets", 0), line.get("unseeded_resets", 0)),
-        success=line["success"],
-        total_reward=line["return"],
-        length=line["length"],
-        limit=line["max_episode_steps"],
-    )
+class _Line(BaseModel):
+    """What `_to_line` makes, now and in earlier versions."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    task: str
+    trial: int
+    seed: int = Field(ge=0, le=MAX_SEED)
+    init_state: int | None = Field(ge=0, lt=2**31)
+    resets: int = Field(0, ge=0, lt=2**31)
+    unseeded_resets: int = Field(0, ge=0, lt=2**31)
+    success: bool
+    length: int = Field(ge=0, lt=2**31)
+    total_reward: float = Field(alias="return")
+    limit: int = Field(alias="max_episode_steps", ge=0, lt=2**31)
+
+    def outcome(self) -> EpisodeOutcome:
+        spec = EpisodeSpec(self.seed, self.init_state, self.resets, self.unseeded_resets)
+        return EpisodeOutcome(self.task, self.trial, spec, self.success, self.total_reward, self.length, self.limit)
 
 
-def _read_outcomes(path: Path) -> dict[tuple[str, int], EpisodeOutcome]:
+def _said(error: Exception) -> str:
+    if isinstance(error, ValidationError):
+        first = error.errors(include_url=False)[0]
+        return f"{'.'.join(map(str, first['loc'])) or 'the line'}: {first['msg']}"[:200]
+    return str(error)[:200]
+
+
+def _read_outcomes(path: Path, protocol: Protocol) -> dict[tuple[str, int], EpisodeOutcome]:
     """The episodes of the folder. Of a line that was not finished nothing is read, and nothing stays once another is
     written."""
     file = path / EPISODES
@@ -248,11 +278,13 @@ def _read_outcomes(path: Path) -> dict[tuple[str, int], EpisodeOutcome]:
     outcomes: dict[tuple[str, int], EpisodeOutcome] = {}
     for number, line in enumerate(read_lines(file), start=1):
         try:
-            outcome = _from_line(json.loads(line))
-        except (ValueError, KeyError, TypeError) as error:
+            outcome = _Line.model_validate(json.loads(line)).outcome()
+        except (ValueError, RecursionError) as error:
             raise UserError(
-                f"line {number} of {file} is no episode ({error}): delete the line to evaluate it again"
+                f"line {number} of {file} is no episode ({_said(error)}): delete the line to evaluate it again"
             ) from error
+        if outcome.task not in protocol.limits or not 0 <= outcome.trial < protocol.trials:
+            raise UserError(f"line {number} of {file} is an episode that the protocol does not have: delete the line")
         if (outcome.task, outcome.trial) in outcomes:
             raise UserError(f"line {number} of {file} is an episode that was there before: delete the line")
         outcomes[outcome.task, outcome.trial] = outcome

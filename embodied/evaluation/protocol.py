@@ -8,6 +8,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+from pydantic import TypeAdapter
+
 from embodied.config import Config
 from embodied.errors import UserError, nearest
 from sim_farm.catalogue import task_names
@@ -384,12 +386,12 @@ def from_data(data: Mapping[str, Any]) -> Protocol:
         raise UserError(f"version {version!r} of protocols is not known here, only 1 and {VERSION}")
     if version == 1:
         data = {**_FIRST, **data}
-    fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
+    fields = dict(data)
     try:
-        written = fields.pop("sha256")
-        protocol = Protocol(**fields)
-    except (KeyError, TypeError) as error:
-        raise UserError(f"not an evaluation's protocol: {error}") from error
+        written = str(fields.pop("sha256"))
+        protocol = TypeAdapter(Protocol).validate_python(fields, extra="forbid")
+    except (KeyError, ValueError) as error:
+        raise UserError(f"not an evaluation's protocol: {str(error)[:300]}") from error
     if protocol.sha256 != written:
         raise UserError(f"the protocol's hash is {protocol.sha256[:12]}, written is {written[:12]}: it was changed")
     return protocol

@@ -7,13 +7,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from embodied.config import Config
+from embodied.errors import UserError
 from embodied.execution.assignment import FarmAssignment, configured
 from embodied.reporting.live import steps
 from embodied.runtime.contract import Runtime
 from embodied.runtime.inline import InlineRuntime
 from embodied.workers.devices import find_device
+from sim_farm import faults
 from sim_farm.contract import TaskInfo
 from sim_farm.farm import Farm, FarmAddress
 from sim_farm.layout import FarmSpec
@@ -75,9 +78,15 @@ class Session:
 def open_session(config: Config) -> Iterator[Session]:
     """Start the runtime that the configuration names; whatever happens in the block, no worker outlives it.
 
-    Raises `UserError` where the policy's device is not there: workers would say so too, but only after minutes.
+    Raises `UserError` where the policy's device is not there, or the faults to be injected cannot be read: workers
+    would say so too, but only after minutes.
     """
     find_device(config.policy.device)
+    if named := os.environ.get(faults.VARIABLE):
+        try:
+            faults.read(Path(named))
+        except ValueError as error:
+            raise UserError(str(error)) from error
     cores = tuple(sorted(os.sched_getaffinity(0)))
     runtime: Runtime
     if config.runtime.mode == "inline":

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 FILE = "metrics.jsonl"
 SELECTION = "selection.jsonl"
 """Of evaluations during training."""
+MOST = 2**53
+"""Iterations or env steps: a JSON number holds no more exactly."""
 
 
 class MetricsError(UserError):
@@ -174,9 +176,12 @@ def read(run_dir: str | os.PathLike[str], file: str = FILE) -> list[dict[str, An
 
 def _row(line: bytes) -> dict[str, Any]:
     row = json.loads(line)
-    if not all(value is None or isinstance(value, int | float) for value in row.values()):
-        raise TypeError("a metric is a number, or null")
-    return {**row, "iteration": int(row["iteration"]), "env_steps": int(row["env_steps"])}
+    if not all(value is None or (isinstance(value, int | float) and math.isfinite(value)) for value in row.values()):
+        raise TypeError("a metric is a finite number, or null")
+    counts = {name: int(row[name]) for name in ("iteration", "env_steps")}
+    if not all(0 <= count < MOST for count in counts.values()):
+        raise ValueError("more than can be counted")
+    return {**row, **counts}
 
 
 def _number(value: float) -> float | int | None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from embodied.reporting.run_record import RunFolder
+from embodied.files import read_json
+from embodied.reporting.run_record import LARGEST, RunFolder
 from embodied.tracing import natural_order
 
 
@@ -50,7 +50,7 @@ def _kept(run: RunFolder, paths: list[Path]) -> str:
 def _predicted(data: dict[str, Any] | None) -> float | None:
     prediction = (data or {}).get("prediction")
     value = prediction.get("iteration_s") if isinstance(prediction, dict) else None
-    return float(value) if isinstance(value, (int, float)) else None
+    return float(value) if isinstance(value, (int, float)) and 0 <= value < LARGEST else None
 
 
 def _wire(run: RunFolder) -> str:
@@ -63,7 +63,7 @@ def _wire(run: RunFolder) -> str:
 
 def _read(path: Path) -> dict[str, Any] | None:
     try:
-        data = json.loads(path.read_text())
+        data = read_json(path)
     except (OSError, ValueError):
         return None
     return data if isinstance(data, dict) else None

@@ -53,10 +53,16 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
     run = read_run(Path(run_dir))
     learning = (_header, _figures, _success, _imitation, _learner, _time, plan_section, _timeline)
     body = "\n".join(section(run) for section in (*learning, _evaluation, _videos, _config, _protocol))
-    template = Template(PAGE.read_text())
     target = run.path / "report.html"
-    write_whole(target, template.substitute(title=escape(run.path.resolve().name), body=body))
+    write_page(target, run.path.resolve().name, body)
     return target
+
+
+def write_page(path: Path, title: str, body: str) -> None:
+    """Write a self-contained page. `title` is plain text, `body` HTML; half a character, which no file holds, is
+    written as its number."""
+    text = Template(PAGE.read_text()).substitute(title=escape(title), body=body)
+    write_whole(path, text.encode("utf-8", "backslashreplace").decode())
 
 
 # The sections, from top to bottom
@@ -106,8 +112,9 @@ def _success_figure(run: RunFolder) -> tuple[str, str, str, str]:
     rate, note = statistics.fmean(rates), f"mean of the last {len(rates)} iterations"
     counts = [value for value in run.column("env/episodes")[-SMOOTHING:] if value is not None]
     if counts:
-        episodes = round(sum(counts))
-        note = f"{pieces.interval(*wilson(round(rate * episodes), episodes))}, {note}"
+        episodes = max(round(sum(counts)), 0)
+        solved = min(max(round(rate * episodes), 0), episodes)
+        note = f"{pieces.interval(*wilson(solved, episodes))}, {note}"
     return "Success in training", charts.percent(rate), note, ""
 
 
@@ -133,9 +140,9 @@ def _success(run: RunFolder) -> str:
     raw = run.column("env/success_once")
     mean = charts.trailing_mean(raw, SMOOTHING)
     heads, steps = _heads(run), [float(row["env_steps"]) for row in run.rows]
-    chosen = [run.selection.get(row["iteration"], {}) for row in run.rows]
-    evaluated = [row.get("eval/success_rate") for row in chosen]
-    between = [(row["eval/success_low"], row["eval/success_high"]) if row else None for row in chosen]
+    evaluated = run.selected("eval/success_rate")
+    ends = zip(run.selected("eval/success_low"), run.selected("eval/success_high"), strict=True)
+    between = [None if low is None or high is None else (low, high) for low, high in ends]
 
     def chart(x: Sequence[float], keep: Sequence[int], label: str) -> str:
         curves = [

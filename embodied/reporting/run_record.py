@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
-
 from embodied.errors import UserError
+from embodied.files import read_json
 from embodied.migration import migrate
-from embodied.reporting.metrics import SELECTION, MetricsError
+from embodied.reporting.metrics import SELECTION
 from embodied.reporting.metrics import read as read_metrics
 from embodied.statistics import wilson
 from embodied.tracing import Span, TraceError, load, natural_order
+from embodied.yaml_files import read_yaml
 
 _T = TypeVar("_T")
 SUCCESS_RECENT = "env/success_recent"
 """The metric: success of the last 100 training episodes."""
+LARGEST = 1e100
+"""What is drawn: no curve needs more, and differences of twice as much are still numbers."""
+MOST_EPISODES = 10**9
 _FILES = ("config.yaml", "metrics.jsonl", "eval.json")
 
 
@@ -60,8 +62,11 @@ class RunFolder:
 
     def column(self, key: str) -> list[float | None]:
         """A metric's value in each row; None where there is none, or none that can be drawn."""
-        values = (row.get(key) for row in self.rows)
-        return [v if isinstance(v, (int, float)) and math.isfinite(v) else None for v in values]
+        return [_drawable(row.get(key)) for row in self.rows]
+
+    def selected(self, key: str) -> list[float | None]:
+        """In each row, the metric of the evaluation after its iteration; None where there was none."""
+        return [_drawable(self.selection.get(row["iteration"], {}).get(key)) for row in self.rows]
 
     def evaluated(self) -> tuple[float, int]:
         """Success over the episodes of all tasks that were evaluated, and how many these are; 0 of 0 without any."""
@@ -77,7 +82,7 @@ class RunFolder:
     @property
     def target(self) -> float:
         value = find(self.config, "stop_at_success")
-        return float(value) if isinstance(value, (int, float)) else 0.9
+        return float(value) if isinstance(value, (int, float)) and 0 <= value <= 1 else 0.9
 
 
 def read_run(path: Path) -> RunFolder:
@@ -98,7 +103,10 @@ def read_run(path: Path) -> RunFolder:
     run.selection = _load(run, SELECTION, train, _by_iteration, {})
     run.spans = _load(run, "trace.json", train, load, [])
     run.evals = _load(run, "eval.json", evaluate, _evals, [])
-    run.videos = [file for file in (path / "videos").glob("*.mp4") if not file.name.startswith(".")]
+    if not run.evals:
+        run.missing.setdefault("eval.json", f"eval.json has no task: `{evaluate}` writes a new one.")
+    files = (file for file in (path / "videos").glob("*.mp4") if file.is_file())
+    run.videos = [file for file in files if not file.name.startswith(".")]
     run.videos.sort(key=lambda file: ("fail" not in file.name.lower(), natural_order(file.name)))
     if not run.videos:
         run.missing["videos"] = f"There are no videos yet: `{evaluate}` makes them."
@@ -111,9 +119,13 @@ def _load(run: RunFolder, name: str, command: str, read: Callable[[Path], _T], o
         return read(run.path / name)
     except FileNotFoundError:
         run.missing[name] = f"{name} is missing: `{command}` writes it."
-    except (OSError, ValueError, yaml.YAMLError, UserError, MetricsError, TraceError) as error:
-        run.missing[name] = f"{name} cannot be read ({error}): `{command}` writes a new one."
+    except (OSError, ValueError, UserError, TraceError) as error:
+        run.missing[name] = f"{name} cannot be read ({str(error)[:500]}): `{command}` writes a new one."
     return otherwise
+
+
+def _drawable(value: Any) -> float | None:
+    return float(value) if isinstance(value, (int, float)) and abs(value) < LARGEST else None
 
 
 def _by_iteration(path: Path) -> dict[int, dict[str, Any]]:
@@ -122,17 +134,18 @@ def _by_iteration(path: Path) -> dict[int, dict[str, Any]]:
 
 def _yaml_mapping(path: Path) -> Mapping[str, Any]:
     """A saved configuration in today's keys."""
-    value = yaml.safe_load(path.read_text())
+    path.read_bytes()  # a file that is missing is no mistake of who wrote it
+    value = read_yaml(path)
     if not isinstance(value, Mapping):
         raise ValueError("it is not a mapping")
     return migrate(value)
 
 
 def _evals(path: Path) -> list[Evaluation]:
-    value = json.loads(path.read_text())
+    value = read_json(path)
     try:
         return [_evaluation(row) for item in (value if isinstance(value, list) else [value]) for row in _rows(item)]
-    except (AttributeError, KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError, OverflowError) as error:
         raise ValueError(f"not the result of an evaluation: {error!r}") from error
 
 
@@ -143,14 +156,16 @@ def _rows(item: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _evaluation(item: Mapping[str, Any]) -> Evaluation:
-    rate, episodes = float(item["success_rate"]), int(item["episodes"])
+    rate, episodes = _rate(item["success_rate"]), int(item["episodes"])
+    if not 0 <= episodes <= MOST_EPISODES:
+        raise ValueError(f"of {episodes:.3g} episodes")
     low, high = wilson(round(rate * episodes), episodes)
     return Evaluation(
         task=named(item.get("task")),
         episodes=episodes,
         success_rate=rate,
-        success_low=float(item.get("success_low", low)),
-        success_high=float(item.get("success_high", high)),
+        success_low=_rate(item.get("success_low", low)),
+        success_high=_rate(item.get("success_high", high)),
         episode_len=_optional(item, "episode_len"),
         mean_return=_optional(item, "return"),
         wall_s=_optional(item, "wall_s"),
@@ -159,7 +174,18 @@ def _evaluation(item: Mapping[str, Any]) -> Evaluation:
 
 
 def _optional(item: Mapping[str, Any], key: str) -> float | None:
-    return None if item.get(key) is None else float(item[key])
+    if item.get(key) is None:
+        return None
+    value = float(item[key])
+    if not abs(value) < LARGEST:
+        raise ValueError(f"{key} {value}")
+    return value
+
+
+def _rate(value: Any) -> float:
+    if not 0 <= (rate := float(value)) <= 1:
+        raise ValueError(f"a success rate of {rate}")
+    return rate
 
 
 def named(value: Any) -> str:

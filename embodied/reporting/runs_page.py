@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from datetime import datetime
 from html import escape
 from pathlib import Path
-from string import Template
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ import numpy as np
 from embodied.reporting import charts
 from embodied.reporting import page_pieces as pieces
 from embodied.reporting.live import duration
-from embodied.reporting.report import PAGE
+from embodied.reporting.report import write_page
 from embodied.reporting.run_record import SUCCESS_RECENT, ReportError, RunFolder, read_run
 from embodied.statistics import mean_interval
 
@@ -70,7 +69,7 @@ def write_runs_page(folders: Sequence[Path], out: Path) -> dict[str, Any]:
     groups = alike(runs)
     body = "\n".join((_header(groups), _curves(groups), _table(groups), _differences(groups)))
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(Template(PAGE.read_text()).substitute(title="Runs compared", body=body))
+    write_page(out, "Runs compared", body)
     return {"report": str(out), "groups": [_data(group) for group in groups]}
 
 
@@ -202,7 +201,9 @@ def _table(groups: Sequence[Alike]) -> str:
 
 def _protocol_line(protocol: Mapping[str, Any]) -> str:
     """What determines an evaluation, in a line."""
-    parts = {"tasks": ", ".join(protocol.get("limits", {})), "told": protocol.get("instruction")}
+    limits = protocol.get("limits")
+    tasks = ", ".join(limits) if isinstance(limits, Mapping) else limits
+    parts = {"tasks": tasks, "told": protocol.get("instruction")}
     parts |= {name: protocol.get(name) for name in ("name", "trials", "greedy")}
     return "; ".join(f"{name} {value}" for name, value in parts.items() if value not in (None, ""))
 

@@ -206,3 +206,17 @@ def test_a_gripper_is_not_converted_twice(tmp_path: Path, capsys: pytest.Capture
     config = edited(tmp_path, "openvla_oft_tiny", transforms=[{"kind": "gripper", "convention": "libero"}])
     said = refusal(capsys, *command("train", config, "--env.gripper", "inverted"))
     assert "transforms has gripper, which converts from env.gripper simulator, and tabletop/reach has inverted" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "says"), [(None, "No such file"), ("[" * 100_000, "recursion"), ('[{"worker": "policy"}]', "'phase'")]
+)
+def test_faults_that_cannot_be_read_are_refused(
+    text: str | None, says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "faults.json"
+    if text is not None:
+        file.write_text(text)
+    monkeypatch.setenv("EMBODIED_FAULTS", str(file))
+    said = refusal(capsys, "train", "reach", "--runs-dir", str(tmp_path / "runs"))
+    assert f"EMBODIED_FAULTS={file} is not a list of faults" in said and says in said
