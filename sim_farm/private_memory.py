@@ -8,10 +8,11 @@ import os
 from pathlib import Path
 
 
-def private_bytes() -> int:
-    """What this process has in memory and no other process has too; 0 where the system does not say."""
+def private_bytes(pid: int | None = None) -> int:
+    """What a process, this one or another of the machine, has in memory and no other process has too; 0 where the
+    system does not say, also of one that has ended."""
     try:
-        pages = Path("/proc/self/statm").read_text().split()
+        pages = Path(f"/proc/{pid or 'self'}/statm").read_text().split()
     except OSError:
         return 0
     return (int(pages[1]) - int(pages[2])) * os.sysconf("SC_PAGE_SIZE")

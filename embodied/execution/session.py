@@ -95,7 +95,7 @@ def open_session(config: Config) -> Iterator[Session]:
         from embodied.runtime.ray_runtime import RayRuntime
 
         with steps("Starting Ray", None):
-            runtime = RayRuntime(config.runtime.address, config.runtime.deadline_s)
+            runtime = RayRuntime(config.runtime.address, config.runtime.deadline_s, config.runtime.worker_gb)
     try:
         yield Session(config, runtime, cores)
     finally:

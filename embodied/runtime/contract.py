@@ -86,6 +86,11 @@ class Runtime(Protocol):
         """Farm workers that were lost and serve again, of which this has not told before."""
         ...
 
+    def too_large(self) -> Exception | None:
+        """What is wrong with a worker outside the farm that holds more memory than it may; None where none does. Its
+        process ends with `end_workers`. Processes on other machines are not looked at."""
+        ...
+
     def end_workers(self) -> None:
         """End every worker that was placed, within seconds, whatever it does; the farm's hosts stay."""
         ...

@@ -63,6 +63,9 @@ class InlineRuntime:
     def link(self) -> Link:
         return Link(0.0, math.inf)
 
+    def too_large(self) -> Exception | None:
+        return None  # this process cannot be replaced
+
     def watch(self) -> None:
         """Nothing dies apart from this process."""
 

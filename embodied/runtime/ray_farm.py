@@ -9,12 +9,14 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from embodied.runtime.memory_budget import BudgetTooSmall, MemoryBudget
 from embodied.runtime.nodes import NodeInfo, require_software, software
 from embodied.runtime.ray_cluster import HERE, RayCluster, cannot_start
 from embodied.runtime.relay import FarLost, FarPhysics, Relay
@@ -84,8 +86,8 @@ class RayHost:
 
     shared = True
 
-    def __init__(self, cluster: RayCluster, nodes: list[NodeInfo | None]) -> None:
-        self._cluster = cluster
+    def __init__(self, cluster: RayCluster, nodes: list[NodeInfo | None], budget: MemoryBudget) -> None:
+        self._cluster, self._budget = cluster, budget
         self._nodes = nodes
         # All at once: importing a simulator takes seconds, and they do it side by side.
         self._actors = [self._start(index) for index in range(len(nodes))]
@@ -95,6 +97,8 @@ class RayHost:
         self._memories: dict[int, Block] = {}
         self._pids: dict[int, Any] = {}
         self._serving: dict[int, Any] = {}
+        self._since: dict[int, float] = {}
+        """When the process was given what it serves."""
         self._relays: dict[int, threading.Thread] = {}
         self._workers: dict[int, Supervised] = {}
         self._why: dict[int, str] = {}
@@ -132,9 +136,10 @@ class RayHost:
         return _RayFarmHandle(self, index)
 
     def watch(self) -> None:
-        """Replace workers whose process died, and those on this machine that have made no progress for too long.
+        """Replace workers whose process died, and those on this machine that have made no progress for too long, or
+        hold too much memory.
 
-        Raises `WorkerFailed` when one is lost again and again, or with its node.
+        Raises `WorkerFailed` when one is lost again and again, or with its node, and `BudgetTooSmall`.
         """
         for index, reference in list(self._serving.items()):
             done, _ = ray.wait([reference], timeout=0)
@@ -218,6 +223,7 @@ class RayHost:
         # Asked first: as long as it serves it answers nothing.
         self._pids[index] = self._actors[index].pid.remote()
         self._serving[index] = self._actors[index].serve.remote(self._setups[index])
+        self._since[index] = time.monotonic()
 
     def _start_again(self, index: int, why: str) -> None:
         """A new process in the place of one that was lost, and a line in the log."""
@@ -250,6 +256,10 @@ class RayHost:
             self._kill_process(index)
             self._replace(index, doing)
             return
+        if (large := self._too_large(index)) is not None:
+            self._kill_process(index)
+            self._replace(index, large)
+            return
         late = hung(slots, index, deadline_s / 2)
         if late is not None and self._workers[index].state is State.HEALTHY:
             _log.warning("%s", f"{late}; it is replaced after {deadline_s:g} s")
@@ -259,6 +269,13 @@ class RayHost:
             self._note(index, Event.BUILT)
         if self._workers[index].state is State.STALE and phase != layout.REPLAYING:
             self._serves_again(index)
+
+    def _too_large(self, index: int) -> str | None:
+        pid = self._pid(index)
+        wrong = self._budget.exceeded(self.who(index), pid, time.monotonic() - self._since[index])
+        if isinstance(wrong, BudgetTooSmall):
+            raise wrong
+        return None if wrong is None else str(wrong)
 
     def _note(self, index: int, event: Event) -> None:
         self._workers[index] = self._workers[index].after(event, time.monotonic())
@@ -278,12 +295,23 @@ class RayHost:
 
     def _kill_process(self, index: int) -> None:
         """End a worker's process on this machine that lives: where it is stopped, it does not hear Ray."""
-        answered, _ = ray.wait([self._pids[index]], timeout=0)
-        if answered:
-            try:
-                os.kill(ray.get(answered[0]), signal.SIGKILL)
-            except (ProcessLookupError, RayActorError):
-                pass  # it has died meanwhile
+        if pid := self._pid(index):
+            with suppress(ProcessLookupError):  # it has died meanwhile
+                os.kill(pid, signal.SIGKILL)
+
+    def _pid(self, index: int) -> int:
+        """Of a worker's process on this machine; 0 until it has said it, and where it has died before."""
+        known = self._pids[index]
+        if isinstance(known, int):
+            return known
+        answered, _ = ray.wait([known], timeout=0)
+        if not answered:
+            return 0
+        try:
+            self._pids[index] = found = int(ray.get(answered[0]))
+        except RayActorError:
+            return 0
+        return found
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from ray.exceptions import RayError
 from embodied.runtime.contract import Args, args_of, check_group
 from embodied.runtime.groups import WorkerGroup, rank_names
 from embodied.runtime.handles import Handle
+from embodied.runtime.memory_budget import MemoryBudget
 from embodied.runtime.nodes import Link, NodeInfo
 from embodied.runtime.ray_cluster import HERE, RayCluster
 from embodied.runtime.ray_farm import RayHost
@@ -38,7 +39,9 @@ class RayRuntime(RayCluster):
     During every wait it looks twice a second whether a worker of a farm has died or hangs, and replaces it.
     """
 
-    def __init__(self, address: str, deadline_s: float) -> None:
+    def __init__(self, address: str, deadline_s: float, worker_gb: float | None = None) -> None:
+        """`worker_gb`: memory that a worker's process may hold by itself (`memory_budget`)."""
+        self._budget = MemoryBudget(worker_gb)
         self._processes: list[WorkerProcess] = []
         self._spare: list[WorkerProcess] = []
         self._hosts: list[tuple[_Kind, RayHost]] = []
@@ -69,7 +72,7 @@ class RayRuntime(RayCluster):
             if other == kind and not host.taken:
                 host.taken = True
                 return host
-        host = RayHost(self, [known.get(place) for place in shape])
+        host = RayHost(self, [known.get(place) for place in shape], self._budget)
         host.taken = True
         self._hosts.append((kind, host))
         self.watchers.append(host.watch)
@@ -152,6 +155,7 @@ class RayRuntime(RayCluster):
                 self._end(process)
             for handle, _ in started:
                 if handle.process not in new:
+                    handle.process.workers.remove(handle.name)
                     handle.process.actor.drop.remote(handle.name)
             raise
         return group
@@ -161,6 +165,14 @@ class RayRuntime(RayCluster):
         for _, host in self._hosts:
             host.replaced.clear()
         return found
+
+    def too_large(self) -> Exception | None:
+        for process in self._processes:
+            names = " and ".join(process.workers) or "a process without workers"
+            if (wrong := self._budget.exceeded(names, process.pid, process.age_s)) is not None:
+                process.of_use = False
+                return wrong
+        return None
 
     def end_workers(self) -> None:
         if self.ray_processes.lost() is not None:
@@ -198,6 +210,7 @@ class RayRuntime(RayCluster):
     def _give_back(self, process: WorkerProcess, of_use: bool) -> None:
         """A process without workers waits for the next ones, its packages imported. More than a few are ended, and
         those that are of no use to others."""
+        process.workers.clear()
         if of_use and len(self._spare) < SPARE and process.of_use:
             self._spare.append(process)
         else:

@@ -168,7 +168,9 @@ class WorkerProcess:
 
     def __init__(self, cluster: RayCluster, threads: int = 0) -> None:
         """`threads`: so many calls of others run side by side, where there are any."""
-        self._cluster = cluster
+        self._cluster, self._began = cluster, time.monotonic()
+        self.workers: list[str] = []
+        """Names of those that it has now."""
         self.of_use = not threads
         """Whether it may serve other workers later."""
         self._memory = Block.create(PROGRESS, shared=True)
@@ -187,6 +189,10 @@ class WorkerProcess:
     def pid(self) -> int:
         """The system's number of the process; 0 until it has begun."""
         return int(self._pid[0])
+
+    @property
+    def age_s(self) -> float:
+        return time.monotonic() - self._began
 
     def forget(self) -> None:
         """Remove the memory, and what it lent; the process has ended, or is about to.
@@ -210,7 +216,8 @@ class FarProcess(WorkerProcess):
     of_use = False
 
     def __init__(self, cluster: RayCluster, node: str) -> None:
-        self._cluster, self.node = cluster, node
+        self._cluster, self._began, self.node = cluster, time.monotonic(), node
+        self.workers = []
         self._known_ns = 0
         self.actor = cluster.actor(_FarActor, _environment(), node, (software(),))
         self._asked = self.actor.silent_ns.remote()
@@ -227,6 +234,10 @@ class FarProcess(WorkerProcess):
                 self._known_ns = max(self._known_ns, time.monotonic_ns() - silent_ns)
             self._asked = self.actor.silent_ns.remote()
         return self._known_ns
+
+    @property
+    def pid(self) -> int:
+        return 0  # no number of this machine's
 
     def take_back(self) -> Any:
         """Start to remove what it has lent, which nobody else on its machine would do once it is killed."""
@@ -336,6 +347,7 @@ class RayHandle(Handle[T]):
 
     def end(self) -> None:
         left, of_use = self.get(self._call(self.process.actor.drop, "end", (self.name,), (), {}))
+        self.process.workers.remove(self.name)
         if not left:
             self.spare(self.process, of_use)
 
@@ -367,6 +379,7 @@ def start_worker(
     args: tuple[Any, ...],
 ) -> tuple[RayHandle[Any], Call]:
     """A handle, and the call that makes its worker in the process."""
+    process.workers.append(name)
     handle: RayHandle[Any] = RayHandle(name, cluster.deadline, cluster=cluster, process=process, spare=spare, kill=kill)
     return handle, Call(process.actor.make.remote(name, make, args), "start", (process,), name)
 

@@ -123,6 +123,8 @@ class _Loop:
         self._environments: dict[str, np.ndarray] = {}
         self._checkpoints = RunCheckpoints(config, run_dir, selection, self.metrics, self.trace)
         self._collapse = CollapseWatch(RECENT)
+        self._large: Exception | None = None
+        """What is wrong with a worker that holds too much memory."""
         self._consistent = True
         """Whether learner, environments and position are those of the same iteration, so that they may be saved."""
 
@@ -206,6 +208,8 @@ class _Loop:
                     self._checkpoints.complete()
                     if self._checkpoints.whole == self.position.iteration:
                         return move
+                if self.position.iteration < config.iterations:
+                    self._replace_large()
             self._checkpoints.finish(self.position, self._environments)
             self._select(progress, last=True)
         except KeyboardInterrupt:
@@ -218,6 +222,15 @@ class _Loop:
         finally:
             self._write_trace()
         return None
+
+    def _replace_large(self) -> None:
+        """Raise what makes the run go on with new workers, from a checkpoint of now, if one holds too much memory."""
+        if self._large is not None:
+            large, self._large = self._large, None
+            if self._checkpoints.whole != self.position.iteration:
+                self._checkpoints.save(self.position, self._environments)
+                self._checkpoints.complete()
+            raise large
 
     def _write_trace(self) -> None:
         try:
@@ -288,11 +301,13 @@ class _Loop:
             self.trace.iteration(number)
         faults.point("driver", "rollout")
         summary, rolled = self.workers.rollout(number)
+        self._large = self._runtime.too_large()
         faults.point("driver", "update")
         with deferred_interrupts(lambda: progress.note(FINISHING)):
             self._consistent = False
             # What goes on from a checkpoint has no rollout that is ahead: nor has, then, what did not stop at it.
-            learned, self._environments, spans = self.workers.learn(number, drain=self._checkpoints.lasts(number + 1))
+            drain = self._checkpoints.lasts(number + 1) or self._large is not None
+            learned, self._environments, spans = self.workers.learn(number, drain=drain)
             iteration = Iteration(summary, learned, self._environments, begin, time.monotonic_ns(), ())
             wall_s = iteration.wall_s
             self.position.iteration += 1

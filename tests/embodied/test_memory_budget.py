@@ -1,0 +1,103 @@
+"""A worker that holds more memory than it may is replaced, and the run ends as one without a limit: bit for bit."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from embodied.errors import UserError
+from embodied.execution.recovery import FILE
+from embodied.runtime import memory_budget
+from embodied.runtime.memory_budget import FRESH_S, BudgetTooSmall, MemoryBudget, WorkerTooLarge
+from embodied.runtime.ray_runtime import RayRuntime
+from sim_farm.farm import Farm
+from sim_farm.hosts import InProcess
+from tests.embodied.test_lost_workers import Player
+from tests.embodied.test_recovery import config_of, run
+from tests.embodied.test_relay import CHUNKS, PICTURES
+from tests.embodied.test_resume import assert_same_run
+from tests.sim_farm.driving import assert_same, drive
+
+SMALL = MemoryBudget(1e-3)
+
+
+def test_a_process_is_measured_from_outside() -> None:
+    hold = "import sys; held = b'x' * 300_000_000; print(flush=True); sys.stdin.read()"
+    process = subprocess.Popen([sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()
+    assert MemoryBudget(0.5).exceeded("worker", process.pid, 2 * FRESH_S) is None
+    wrong = MemoryBudget(0.25).exceeded("worker", process.pid, 2 * FRESH_S)
+    assert isinstance(wrong, WorkerTooLarge)
+    assert str(wrong).startswith("worker has 0.3") and "runtime.worker_gb is 0.25" in str(wrong)
+    process.communicate()
+    assert MemoryBudget(0.25).exceeded("worker", process.pid, 2 * FRESH_S) is None, "it has ended"
+
+
+def test_no_limit_is_none_and_a_process_that_has_not_begun_holds_nothing() -> None:
+    assert MemoryBudget(None).exceeded("worker", os.getpid(), 2 * FRESH_S) is None
+    assert SMALL.exceeded("worker", 0, 2 * FRESH_S) is None
+
+
+def test_what_a_new_worker_needs_is_the_users_to_give() -> None:
+    wrong = SMALL.exceeded("learner", os.getpid(), FRESH_S / 2)
+    assert isinstance(wrong, BudgetTooSmall) and isinstance(wrong, UserError)
+    assert "set runtime.worker_gb higher" in str(wrong)
+
+
+def test_a_run_whose_workers_are_replaced_ends_as_one_without_a_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch alone takes more than the limit: policy worker or learner is replaced after every iteration."""
+    run(config_of("inline"), tmp_path / "whole")
+    monkeypatch.setattr(memory_budget, "FRESH_S", 0.0)
+    config = config_of("ray")
+    limited = config.model_copy(update={"runtime": config.runtime.model_copy(update={"worker_gb": 0.15})})
+    result = run(limited, tmp_path / "run")
+    assert result["recoveries"] == config.iterations - 1 and "replaced" not in result, "simulators are smaller"
+    lost = (tmp_path / "run" / FILE).read_text()
+    assert "in memory by itself, and runtime.worker_gb is 0.15" in lost
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
+
+
+def test_a_run_without_enough_memory_ends_with_a_checkpoint_of_what_it_has_done(tmp_path: Path) -> None:
+    config = config_of("ray")
+    limited = config.model_copy(update={"runtime": config.runtime.model_copy(update={"worker_gb": 0.15})})
+    with pytest.raises(UserError, match=r"(policy|learner) has .* set runtime\.worker_gb higher"):
+        run(limited, tmp_path / "run")
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir() if path.is_dir()] == ["000001"]
+
+
+class Once(MemoryBudget):
+    """Too small for one worker, until that was replaced."""
+
+    asked = 0
+
+    def exceeded(self, who: str, pid: int, age_s: float) -> WorkerTooLarge | BudgetTooSmall | None:
+        if who != "physics 1" or not pid or Once.asked:
+            return None
+        Once.asked += 1
+        return super().exceeded(who, pid, age_s)
+
+
+def test_a_simulator_that_has_grown_is_replaced_and_its_episodes_replayed(
+    ray_runtime: RayRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_budget, "FRESH_S", 0.0)
+    monkeypatch.setattr(ray_runtime, "_hosts", [])
+    monkeypatch.setattr(ray_runtime, "_budget", Once(1e-3))
+    host = ray_runtime.farm_host(PICTURES.physics_workers, PICTURES.render_workers)
+    with closing(Farm.create(PICTURES, host)) as farm:
+        player = ray_runtime.place("player", Player, farm.address)
+        found = player.call(Player.play, 60.0)
+        player.end()
+    assert host.restarts == {1: 1}
+    (replaced,) = host.replaced
+    assert replaced.worker == "physics 1" and "in memory by itself" in replaced.why
+    with closing(Farm.create(PICTURES, InProcess())) as farm:
+        assert_same(found, drive(farm, end=CHUNKS), "a replaced worker changes nothing")
