@@ -7,14 +7,16 @@ Without `--tasks` it takes all of tabletop and ManiSkill and ten of LIBERO, for 
 Each task's episodes (tests/sim_farm/histories.py: solved by an expert, disturbed, left midway, rich in contacts) run in
 a new environment each, and then in one that is reused for all of them, in three orders. Every bit of every state,
 scene, reward and flag is compared, and the picture of each episode's last scene.
+
+With `--evaluation FOLDER` the episodes are those of an evaluation, by their recorded actions: a trained policy's.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,11 @@ import numpy as np
 import tyro
 
 from embodied.bench.results import show_and_write
+from embodied.config_files import load_config
+from embodied.evaluation.folder import read_folder
+from embodied.workers.context import task_spec
 from sim_farm.catalogue import task_names
-from sim_farm.contract import PhysicsResult, Renderer, TaskSpec
+from sim_farm.contract import EpisodeSpec, Float32, Physics, PhysicsResult, Renderer, TaskSpec
 from sim_farm.registry import make_physics, make_renderer
 from tests.sim_farm.histories import History, digest, histories, played, task_of
 
@@ -47,6 +52,8 @@ class Arguments:
     libero: int = 200
     tasks: tuple[str, ...] = ()
     """Only these; none: all of `tabletop` and ManiSkill, ten of LIBERO."""
+    evaluation: Path | None = None
+    """The folder of an evaluation of one task, whose episodes are run instead."""
     json: Path | None = None
     """Write the result to this file."""
 
@@ -57,26 +64,59 @@ def orders(count: int) -> list[list[int]]:
     return [forwards, forwards[::-1], np.random.default_rng(0).permutation(count).tolist()]
 
 
-def measure(name: str, count: int) -> dict[str, Any]:
-    """The task's row."""
+@dataclass(frozen=True)
+class Recorded:
+    """An episode and the actions [T, A] of somebody who has seen it."""
+
+    episode: EpisodeSpec
+    actions: Float32
+
+    def __str__(self) -> str:
+        return f"{self.episode}, {len(self.actions)} env steps"
+
+
+Episode = History | Recorded
+
+
+def scripted(name: str, count: int) -> tuple[TaskSpec, Sequence[Episode]]:
+    """A task, and episodes of all kinds."""
     steps = STEPS[name.partition("/")[0]]
-    spec, chosen, before = (
-        task_of(name, steps, cameras=1, image_size=64),
-        histories(name, count, steps),
-        time.process_time(),
-    )
+    return task_of(name, steps, cameras=1, image_size=64), histories(name, count, steps)
+
+
+def evaluated(path: Path) -> tuple[TaskSpec, Sequence[Episode]]:
+    """The first task of an evaluation, and its episodes."""
+    folder = read_folder(path)
+    protocol = folder.identity.protocol
+    name = protocol.tasks[0]
+    spec = task_spec(protocol.applied(load_config(str(path / "config.yaml")), name))
+    outcomes = [outcome for outcome in folder.in_order() if outcome.task == name]
+    chosen = [Recorded(outcome.spec, folder.actions(outcome)) for outcome in outcomes]
+    return replace(spec, cameras=1, image_size=64), chosen
+
+
+def run(physics: Physics, episode: Episode) -> list[PhysicsResult]:
+    """The beginning, and what each env step brought."""
+    if isinstance(episode, History):
+        return played(physics, episode)
+    return [physics.reset(episode.episode), *(physics.step(action[None]) for action in episode.actions)]
+
+
+def measure(spec: TaskSpec, chosen: Sequence[Episode]) -> dict[str, Any]:
+    """The task's row."""
+    count, before = len(chosen), time.process_time()
     with closing(make_renderer(spec)) as renderer:
         new = [_once(spec, renderer, history) for history in chosen]
         differ: list[str] = []
         with closing(make_physics(spec)) as physics:
             for number, order in enumerate(orders(count)):
                 for place in order:
-                    results = played(physics, chosen[place])
+                    results = run(physics, chosen[place])
                     found = digest(results), _picture(renderer, results)
                     if found != new[place][:2]:
                         differ.append(f"order {number}, {chosen[place]}: {_where(found, new[place])}")
     return {
-        "task": name,
+        "task": spec.name,
         "episodes": 3 * count,
         "episodes_that_differ": len(differ),
         "solved": sum(row[2] for row in new) / count,
@@ -86,10 +126,10 @@ def measure(name: str, count: int) -> dict[str, Any]:
     }
 
 
-def _once(spec: TaskSpec, renderer: Renderer, history: History) -> tuple[str, bytes, bool, int]:
+def _once(spec: TaskSpec, renderer: Renderer, episode: Episode) -> tuple[str, bytes, bool, int]:
     """In a new environment: the digest, the last picture, whether it was solved, and its env steps."""
     with closing(make_physics(spec)) as physics:
-        results = played(physics, history)
+        results = run(physics, episode)
     return digest(results), _picture(renderer, results), bool(results[-1].success.any()), len(results) - 1
 
 
@@ -104,18 +144,21 @@ def _where(found: tuple[str, bytes], new: tuple[str, bytes, bool, int]) -> str:
     )
 
 
-def names(arguments: Arguments) -> Iterator[tuple[str, int]]:
-    """The tasks with their numbers of episodes."""
+def asked(arguments: Arguments) -> Iterator[tuple[TaskSpec, Sequence[Episode]]]:
+    """The tasks with their episodes."""
+    if arguments.evaluation is not None:
+        yield evaluated(arguments.evaluation)
+        return
     every = [f"{sim}/{task}" for sim in ("tabletop", "maniskill") for task in task_names(sim)] + list(LIBERO)
     for name in arguments.tasks or every:
-        yield name, getattr(arguments, name.partition("/")[0])
+        yield scripted(name, getattr(arguments, name.partition("/")[0]))
 
 
 def main() -> None:
     arguments = tyro.cli(Arguments)
     rows: list[dict[str, Any]] = []
-    for name, count in names(arguments):
-        rows.append(measure(name, count))
+    for spec, chosen in asked(arguments):
+        rows.append(measure(spec, chosen))
         figures = {
             key: sum(row[key] for row in rows) for key in ("episodes", "episodes_that_differ", "env_steps", "cpu_s")
         }

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from sim_farm.contract import TaskInfo, TaskSpec
+from sim_farm.physics_worker import PhysicsWorker
 from sim_farm.registry import make_physics
+from sim_farm.render_worker import RenderWorker
 from sim_farm.worker_memory import WorkerMemory
-from sim_farm.workers import PhysicsWorker, RenderWorker, Worker, WorkerSetup
+from sim_farm.workers import Worker, WorkerSetup
 
 
 class WorkerHandle(Protocol):

@@ -30,8 +30,9 @@ from sim_farm.doorbell import Doorbell
 from sim_farm.farm import WorkerTimeout
 from sim_farm.layout import FarmSpec, slot_fields
 from sim_farm.memory import Field
+from sim_farm.physics_worker import PhysicsWorker
 from sim_farm.worker_memory import WorkerMemory
-from sim_farm.workers import PhysicsWorker, Worker, WorkerSetup
+from sim_farm.workers import Worker, WorkerSetup
 
 Slots = dict[str, np.ndarray]
 Int = np.ndarray

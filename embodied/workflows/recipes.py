@@ -47,8 +47,8 @@ class WorkflowComponent:
             raise UserError(f"the worker {self.worker!r} of {self.name} cannot be imported: {error}") from error
 
 
-PHYSICS = WorkflowComponent("physics", "steps the environments", "sim_farm.workers:PhysicsWorker", travels=True)
-RENDER = WorkflowComponent("render", "draws the frames that the policy looks at", "sim_farm.workers:RenderWorker")
+PHYSICS = WorkflowComponent("physics", "steps the environments", "sim_farm.physics_worker:PhysicsWorker", travels=True)
+RENDER = WorkflowComponent("render", "draws the frames that the policy looks at", "sim_farm.render_worker:RenderWorker")
 POLICY = WorkflowComponent(
     "policy", "turns observations into action chunks", "embodied.workers.policy_worker:PolicyWorker"
 )
