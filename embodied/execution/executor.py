@@ -12,7 +12,7 @@ afterwards; the next rollout begins after the update, or one update ahead of it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,18 +31,17 @@ from embodied.execution.farm_specs import frame_rows, run_specs
 from embodied.execution.hand_over import HandOver, hand_over_of
 from embodied.execution.placement import check_workflow, place_workers, processes_here
 from embodied.execution.row_delivery import RowDelivery, place_delivery
+from embodied.execution.run_offload import RunOffload
 from embodied.execution.session import Session
 from embodied.execution.trainer_ranks import (
     collected_by_ranks,
     ranks_of,
     saved_by_ranks,
-    switch_of_ranks,
     update_of_ranks,
 )
 from embodied.runtime.groups import WorkerGroup
 from embodied.tracing import Span
 from embodied.workers.background import Written
-from embodied.workers.offload import Switch
 from embodied.workers.roles import Acting, CollectStatistics, Decider, EpisodePart, Passer, Replica, Trainer
 from embodied.workers.rollout_summary import RolloutSummary
 from embodied.workers.shared_loop import ReplicaFailed
@@ -106,9 +105,9 @@ class Executor:
     workers: Mapping[str, WorkerGroup[Any]]
     """Of each component that is no simulator, by its name."""
     memory: TrajectoryMemory
-    run_dir: Path
     hand_over: HandOver
     delivery: RowDelivery
+    offload: RunOffload
     farm_deadline_s: float
     """The decider's deadline for its farm. It is shorter than the deadline of the call, whose message could not name
     the late worker of the farm."""
@@ -118,9 +117,6 @@ class Executor:
     """The rollout that runs ahead of the update, where there is one."""
     _published: int = -1
     """Updates that the decider's weights have seen."""
-    _renderers_away: bool = False
-    _switched_s: float = 0.0
-    """Seconds that the iteration's switches took."""
     _returns: list[Span] = field(default_factory=list)
     """The switches with which the iteration began: of renderers that came back."""
     _passed_s: dict[str, float] = field(default_factory=dict)
@@ -165,7 +161,7 @@ class Executor:
             self.trainer.call_all(Trainer.save, root, state, environments)
         finally:
             if unloads:
-                self._unload_trainer()
+                self.offload.unload_trainer()
 
     def saving(self) -> bool:
         """Whether a checkpoint is being written at the moment."""
@@ -183,8 +179,8 @@ class Executor:
 
     def rollout(self, iteration: int) -> tuple[RolloutSummary, list[Span]]:
         """The iteration's rollout, on its way to the trainer. May be interrupted."""
-        self._switched_s = 0.0
-        self._returns = self._draw_again()
+        self.offload.seconds = 0.0
+        self._returns = self.offload.draw_again()
         self._passed_s = {}
         spans: list[Span] = []
         if self._by_episodes:
@@ -200,7 +196,7 @@ class Executor:
         ahead = self.assignment.ahead > 0 and not drain
         sent = None if self._by_episodes else self._send(iteration)
         environments = self.decider.call(Decider.snapshot)
-        switches = self._to_trainer() if self.assignment.unload else []
+        switches = self.offload.to_trainer() if self.assignment.unload else []
         spans: list[Span] = []
         if ahead:
             if self._published < iteration:
@@ -213,13 +209,13 @@ class Executor:
         update_ns = int(learned["learner/update_s"] * 1e9)
         self._mark(spans, "driver", "update", begin, updated, trajectories=self.trajectories_path)
         self._mark(spans, self.trainer.name, "update", updated - update_ns, updated)
-        if self.assignment.unload and self._apart.size:
-            switches += self._switch(self.acting.name, partial(self._apart.call_all, Acting.load_back))
+        if self.assignment.unload:
+            switches += self.offload.acting_back()
         if not ahead:
             self._hand_over_weights(iteration + 1, spans)
         if self.assignment.unload:
-            switches += self._switch(self.trainer.name, self._unload_trainer)
-        learned["time/switch_s"] = self._switched_s
+            switches += self.offload.trainer_leaves()
+        learned["time/switch_s"] = self.offload.seconds
         learned |= {f"time/{name}_s": seconds for name, seconds in self._passed_s.items()}
         if self._by_episodes:
             learned["learner/teaching_groups"] = float(self._taught)
@@ -233,23 +229,6 @@ class Executor:
         every = (*summary.spans, *spans, *more)
         return Iteration(summary, learned, environments, begin, time.monotonic_ns(), every)
 
-    def switches(self) -> dict[str, tuple[Switch, Switch]]:
-        """Let the trainer with its weights, the decider, and the renderers leave the memory and come back, once."""
-        decider, acting, trainer, s = self.decider, self.acting, self.trainer, self.farm_deadline_s
-        found = {
-            trainer.name: (
-                switch_of_ranks(trainer.call_all(Trainer.unload, True)),
-                switch_of_ranks(trainer.call_all(Trainer.load_back)),
-            ),
-            acting.name: (
-                switch_of_ranks(acting.call_all(Acting.unload, self._spill)),
-                switch_of_ranks(acting.call_all(Acting.load_back)),
-            ),
-        }
-        if self._draws:
-            found["render"] = (decider.call(Decider.unload_renderers, s), decider.call(Decider.load_renderers, s))
-        return found
-
     @property
     def weights_path(self) -> str:
         """How weights travel from trainer to who acts."""
@@ -259,19 +238,6 @@ class Executor:
     def trajectories_path(self) -> str:
         """How trajectories travel."""
         return self.delivery.path
-
-    @property
-    def _apart(self) -> WorkerGroup[Acting]:
-        """Those who act with a policy of their own."""
-        return self.acting.some(self.assignment.apart)
-
-    @property
-    def _draws(self) -> bool:
-        return bool(self.farm.infos[0].cameras)
-
-    @property
-    def _spill(self) -> Path:
-        return self.run_dir / f"unloaded-{self.acting.name}.safetensors"
 
     @property
     def _environments(self) -> int:
@@ -361,41 +327,6 @@ class Executor:
             self._passed_s[name] = self._passed_s.get(name, 0.0) + sum(self.workers[name].get(references))
         return collected_by_ranks(self.trainer.get(sent.collecting))
 
-    def _to_trainer(self) -> list[Span]:
-        """The decider and the renderers leave the device's memory, and the trainer comes back to it."""
-        spans: list[Span] = []
-        if self._apart.size:
-            spans += self._switch(self.acting.name, partial(self._apart.call_all, Acting.unload, self._spill))
-        if self._draws:
-            self._renderers_away = True
-            spans += self._switch_renderers(Decider.unload_renderers)
-        return [*spans, *self._switch(self.trainer.name, partial(self.trainer.call_all, Trainer.load_back))]
-
-    def _unload_trainer(self) -> list[Switch]:
-        """The trainer leaves: of ranks that somebody acts beside the optimiser alone, without the weights."""
-        hosts = set(self.assignment.hosts)
-        return self.trainer.scatter(Trainer.unload, [(rank not in hosts,) for rank in range(self.trainer.size)])
-
-    def _draw_again(self) -> list[Span]:
-        """The renderers come back. Only before the rollout: until then a checkpoint may need the room."""
-        if not self._renderers_away:
-            return []
-        self._renderers_away = False
-        return self._switch_renderers(Decider.load_renderers)
-
-    def _switch_renderers(self, method: Any) -> list[Span]:
-        tasks = ", ".join(dict.fromkeys(spec.task.name for spec in self.farm.specs))
-        return self._switch(f"renderers of {tasks}", partial(self.decider.call_all, method, self.farm_deadline_s))
-
-    def _switch(self, who: str, make: Callable[[], list[Switch]]) -> list[Span]:
-        """Have a switch made; its span."""
-        begin = time.monotonic_ns()
-        switched = switch_of_ranks(make())
-        end, spans = time.monotonic_ns(), list[Span]()
-        self._switched_s += (end - begin) / 1e9
-        self._mark(spans, "driver", "switch", begin, end, worker=who, bytes=switched.bytes)
-        return spans
-
     def _mark(
         self, spans: list[Span], track: str, name: str, begin_ns: int, end_ns: int | None = None, **args: Any
     ) -> None:
@@ -442,8 +373,12 @@ def executor(config: Config, run_dir: Path, session: Session, assignment: Assign
         delivery = place_delivery(session, placed.assignment, acts.loop or acts.workers, trained, farm)
         memory = TrajectoryMemory.create(layout, farm.frames, not farm.in_process)
         hand_over = hand_over_of(trained, acts.workers, placed.assignment, farm_deadline_s)
+        offload = RunOffload(
+            farm, acts.loop or acts.workers, acts.workers, placed.assignment, trained, run_dir, farm_deadline_s,
+            config.runtime.trace,
+        )  # fmt: skip
         run = Executor(
-            config, recipe, placed.assignment, farm, workers, memory, run_dir, hand_over, delivery, farm_deadline_s,
+            config, recipe, placed.assignment, farm, workers, memory, hand_over, delivery, offload, farm_deadline_s,
             acts.loop,
         )  # fmt: skip
         try:

@@ -142,7 +142,7 @@ def _probe(config: Config, session: Session, scratch: Path) -> Probed:
         with executor(changed, scratch, session, assignment) as workers:
             infos = workers.farm.infos
             taken[name] = measure(changed, workers)
-            switches = switches or workers.switches()
+            switches = switches or workers.offload.measured()
             peak = peak or max(workers.trainer.call_all(Trainer.peak_bytes))
             trained = workers.trainer.call_one(0, Trainer.trained_bytes)
             if name == "drawn":
