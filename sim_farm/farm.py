@@ -22,11 +22,12 @@ import numpy as np
 
 from sim_farm.contract import FarmError, Float32, TaskInfo
 from sim_farm.episodes import Float64
-from sim_farm.frame_memory import FrameAddress, FrameMemory, nbytes_of
+from sim_farm.frame_memory import FrameAddress, FrameMemory
 from sim_farm.hosts import Host
 from sim_farm.layout import FarmSpec, slot_fields
-from sim_farm.memory import Block, require, size_of
+from sim_farm.memory import Block
 from sim_farm.observations import Int, Observations
+from sim_farm.reservation import check_alike, check_lengths, reserve
 from sim_farm.snapshots import SNAPSHOT
 from sim_farm.task_farm import (
     RENDERER_START_S,
@@ -118,13 +119,13 @@ class Farm:
         if not specs:
             raise FarmError("a farm has one task or more; give a FarmSpec for each")
         hosts = tuple(host) if isinstance(host, Sequence) else (host,) * len(specs)
-        _check_lengths(len(specs), hosts, cores)
+        check_lengths(len(specs), hosts, cores)
         for spec in specs:
             check_spec(spec)
         infos = tuple(each.describe(spec.task) for each, spec in zip(hosts, specs, strict=True))
-        _check_alike(infos)
+        check_alike(infos)
         rows = frame_rows(infos) if callable(frame_rows) else frame_rows
-        farm = cls._reserve(specs, infos, hosts[0].shared, rows)
+        farm = cls(specs, infos, *reserve(specs, infos, hosts[0].shared, rows))
         try:
             for task, each, pinned in zip(farm.tasks, hosts, cores or ((),) * len(specs), strict=True):
                 task.launch(each, pinned)
@@ -132,25 +133,6 @@ class Farm:
             farm.close()
             raise
         return farm
-
-    @classmethod
-    def _reserve(
-        cls, specs: tuple[FarmSpec, ...], infos: tuple[TaskInfo, ...], shared: bool, frame_rows: int | None
-    ) -> Farm:
-        """A farm without workers: its memory, all of which must fit before any of it is taken."""
-        cameras, size = len(infos[0].cameras), infos[0].spec.image_size
-        rows = 2 * sum(spec.num_envs for spec in specs) if frame_rows is None else frame_rows
-        fields = [slot_fields(spec, info) for spec, info in zip(specs, infos, strict=True)]
-        if shared:
-            needs = {"the farm's slots": sum(size_of(each) for each in fields)}
-            if cameras:
-                needs[f"the frame memory ({rows:,} rows of {cameras} x {size} x {size} pixels)"] = nbytes_of(
-                    rows, cameras, size
-                )
-            require(needs)
-        frames = FrameMemory.create(rows, cameras, size, shared) if cameras else None
-        blocks = [Block.create(each, shared) for each in fields]
-        return cls(specs, infos, blocks, Block.create(BELL, shared), frames)
 
     @classmethod
     def attach(cls, address: FarmAddress) -> Farm:
@@ -424,29 +406,3 @@ class Farm:
 
 def _prefix(task: int) -> str:
     return f"{task}." if task else ""
-
-
-def _check_lengths(tasks: int, hosts: Sequence[Host], cores: Sequence[tuple[int | None, ...]]) -> None:
-    if len(hosts) != tasks or (cores and len(cores) != tasks):
-        raise FarmError(
-            f"a farm of {tasks} tasks takes one host or {tasks}, and cores for none or for each task; got "
-            f"{len(hosts)} hosts and cores for {len(cores)} tasks"
-        )
-    if len({host.shared for host in hosts}) > 1:
-        raise FarmError("the workers of a farm are all in this process, or none is: give hosts of one kind")
-
-
-def _check_alike(infos: Sequence[TaskInfo]) -> None:
-    """Raise `FarmError` where the tasks cannot share one policy and one frame memory."""
-    first = infos[0]
-    for other in infos[1:]:
-        for what, one, two, remedy in (
-            ("actions of size", first.action_dim, other.action_dim, "choose a control mode with as many in both"),
-            ("cameras:", len(first.cameras), len(other.cameras), "name as many cameras for both"),
-            ("an image size of", first.spec.image_size, other.spec.image_size, "give both the same image_size"),
-        ):
-            if one != two:
-                raise FarmError(
-                    f"{first.spec.name} has {what} {one} and {other.spec.name} has {what} {two}, and the tasks of one "
-                    f"farm share them: {remedy}, or train the tasks in runs of their own"
-                )
