@@ -16,7 +16,8 @@ from embodied.runtime.nodes import Link, NodeInfo
 from embodied.runtime.ray_cluster import HERE, RayCluster
 from embodied.runtime.ray_farm import RayHost
 from embodied.runtime.ray_links import slowest_link
-from embodied.runtime.ray_workers import TAKE_BACK_S, FarProcess, RayHandle, WorkerProcess, start_worker
+from embodied.runtime.ray_worker_process import TAKE_BACK_S, FarProcess, WorkerProcess
+from embodied.runtime.ray_workers import RayHandle, start_worker
 from embodied.runtime.supervision import Replaced
 from sim_farm.contract import FarmError
 from sim_farm.render_devices import RenderDevice

@@ -24,7 +24,7 @@ from embodied.errors import UserError
 from embodied.execution.assignment import HERE, Assignment, FarmAssignment
 from embodied.execution.executor import executor
 from embodied.execution.session import open_session
-from embodied.runtime.ray_workers import _portable
+from embodied.runtime.ray_worker_process import _portable
 from embodied.workers.acting import RolloutSettings
 from embodied.workers.affinity import Affinity
 from embodied.workers.context import make_policy

@@ -11,9 +11,9 @@ import embodied.runtime
 
 FOLDER = Path(embodied.runtime.__file__).parent
 ORDER = (
-    "deadlines", "nodes", "handles", "groups", "supervision", "contract", "inline", "relay",
-    "ray_guard", "ray_session", "ray_processes", "ray_cluster", "ray_lending", "ray_links", "ray_farm", "ray_workers",
-    "ray_runtime",
+    "deadlines", "nodes", "handles", "groups", "supervision", "contract", "memory_budget", "inline", "relay",
+    "ray_guard", "ray_session", "ray_processes", "ray_cluster", "ray_lending", "ray_links", "ray_farm",
+    "ray_worker_process", "ray_workers", "ray_runtime",
 )  # fmt: skip
 
 
