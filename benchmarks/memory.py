@@ -103,6 +103,7 @@ def growth(samples: list[Sample], begin_s: float, end_s: float, episodes: int) -
         "mb_per_1000_episodes": float(line.slope),
         "interval": [float(line.slope) - half, float(line.slope) + half],
         "grows": bool(line.slope - half > 0),
+        "parts_mb": [round(float(memory[part].mean()), 2) for part in parts],
         "descriptors": [kept[0].descriptors, kept[-1].descriptors],
     }
 
