@@ -92,6 +92,8 @@ def evaluated(path: Path) -> tuple[TaskSpec, Sequence[Episode]]:
     spec = task_spec(protocol.applied(load_config(str(path / "config.yaml")), name))
     outcomes = [outcome for outcome in folder.in_order() if outcome.task == name]
     chosen = [Recorded(outcome.spec, folder.actions(outcome)) for outcome in outcomes]
+    if not chosen:
+        raise SystemExit(f"{path} has no episode of {name} yet")
     return replace(spec, cameras=1, image_size=64), chosen
 
 

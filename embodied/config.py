@@ -320,8 +320,9 @@ class RuntimeConfig(Section):
     """Longest time that a worker may go without progress while it is waited for; a message names the late one.
     Half of it is what a worker waits for its simulators, a quarter what one of them is given before it is replaced."""
     worker_gb: Annotated[float, Field(gt=0)] | None = None
-    """Gigabytes (1e9 bytes) that a worker's process may hold in memory by itself. One that grows beyond it is replaced,
-    with the same result: a simulator's at once, another from a checkpoint that is written for it. None: no limit."""
+    """Gigabytes (1e9 bytes) that a worker's process, of Ray's on this machine, may hold in memory by itself. One that
+    grows beyond it is replaced, with the same result: a simulator's at once, another from a checkpoint that is written
+    for it. None: no limit."""
     trace: bool = True
     """Record a trace of the first and the last iterations."""
 

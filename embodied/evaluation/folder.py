@@ -118,7 +118,7 @@ def open_folder(path: Path, identity: Identity, config: Config, resume: bool) ->
             if not (path / PROTOCOL).is_file():
                 _begin(path, identity, config)
             elif not resume:
-                there = len(_read_outcomes(path, identity.protocol))
+                there = len(_read_outcomes(path, read_identity(path).protocol))
                 raise UserError(
                     f"{path} holds an evaluation of {there} episodes: go on with it with --resume auto, or evaluate "
                     "into another --folder"

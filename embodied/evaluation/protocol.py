@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from dataclasses import fields as dataclass_fields
 from typing import Any, Literal
 
 from pydantic import TypeAdapter
@@ -379,6 +380,9 @@ _FIRST: dict[str, Any] = {"seeding": "each", "unseeded_resets": 0, "cameras": No
 """What version 1 did not say."""
 
 
+_PROTOCOL = TypeAdapter(Protocol)
+
+
 def from_data(data: Mapping[str, Any]) -> Protocol:
     """The protocol that `as_data` wrote, or that of version 1. Raises `UserError` if it is not what was hashed."""
     version = data.get("version", 1)
@@ -389,7 +393,9 @@ def from_data(data: Mapping[str, Any]) -> Protocol:
     fields = dict(data)
     try:
         written = str(fields.pop("sha256"))
-        protocol = TypeAdapter(Protocol).validate_python(fields, extra="forbid")
+        if unknown := fields.keys() - {field.name for field in dataclass_fields(Protocol)}:
+            raise ValueError(f"unknown {', '.join(map(repr, sorted(unknown)))}")
+        protocol = _PROTOCOL.validate_python(fields)
     except (KeyError, ValueError) as error:
         raise UserError(f"not an evaluation's protocol: {str(error)[:300]}") from error
     if protocol.sha256 != written:

@@ -8,8 +8,6 @@ from embodied.errors import UserError
 from sim_farm.farm import WorkerFailed
 from sim_farm.private_memory import private_bytes
 
-FRESH_S = 60.0
-"""A process that has too much so soon after its start is not one that grows: another one would have as much."""
 GB = 1e9
 
 
@@ -21,21 +19,37 @@ class BudgetTooSmall(UserError):
     """A new worker needs more than its budget."""
 
 
+@dataclass
+class Watched:
+    """A process of this machine, as often as it is looked at."""
+
+    settles: int
+    """Looks at a new process in which it may still grow to what it needs: a learner's optimiser comes with the first
+    update."""
+    within: int = 0
+    """Looks at which it had no more than it may."""
+
+
 @dataclass(frozen=True)
 class MemoryBudget:
     """Of each worker's process; None: as much as it takes."""
 
     gb: float | None
 
-    def exceeded(self, who: str, pid: int, age_s: float) -> WorkerTooLarge | BudgetTooSmall | None:
-        """What is wrong with a process of this machine that has served for `age_s` seconds; not raised here. None where
-        nothing is, and where the process has not begun (`pid` 0)."""
+    def exceeded(self, who: str, pid: int, watched: Watched) -> WorkerTooLarge | BudgetTooSmall | None:
+        """Look at a process; what is wrong with it, which is not raised here. None where nothing is, and where it has
+        not begun (`pid` 0).
+
+        A process that has settled within its budget, and now has more, has grown. Another one has as much as any new
+        one would have.
+        """
         if self.gb is None or not pid:
             return None
         has = private_bytes(pid) / GB
         if has <= self.gb:
+            watched.within += 1
             return None
         said = f"{who} has {has:.2f} GB in memory by itself, and runtime.worker_gb is {self.gb:g}"
-        if age_s > FRESH_S:
+        if watched.within >= watched.settles:
             return WorkerTooLarge(said)
         return BudgetTooSmall(f"{said}; it is new, and another would have as much: set runtime.worker_gb higher")

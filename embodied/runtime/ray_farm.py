@@ -16,7 +16,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from embodied.runtime.memory_budget import BudgetTooSmall, MemoryBudget
+from embodied.runtime.memory_budget import BudgetTooSmall, MemoryBudget, Watched
 from embodied.runtime.nodes import NodeInfo, require_software, software
 from embodied.runtime.ray_cluster import HERE, RayCluster, cannot_start
 from embodied.runtime.relay import FarLost, FarPhysics, Relay
@@ -89,6 +89,8 @@ class RayHost:
     def __init__(self, cluster: RayCluster, nodes: list[NodeInfo | None], budget: MemoryBudget) -> None:
         self._cluster, self._budget = cluster, budget
         self._nodes = nodes
+        self._watched: dict[int, Watched] = {}
+        """Of each process, its memory."""
         # All at once: importing a simulator takes seconds, and they do it side by side.
         self._actors = [self._start(index) for index in range(len(nodes))]
         # Of the farm that they serve: a worker's setup, its slots and process, the call in which it serves.
@@ -97,8 +99,6 @@ class RayHost:
         self._memories: dict[int, Block] = {}
         self._pids: dict[int, Any] = {}
         self._serving: dict[int, Any] = {}
-        self._since: dict[int, float] = {}
-        """When the process was given what it serves."""
         self._relays: dict[int, threading.Thread] = {}
         self._workers: dict[int, Supervised] = {}
         self._why: dict[int, str] = {}
@@ -217,13 +217,13 @@ class RayHost:
 
     def _start(self, index: int) -> Any:
         node = self._nodes[index]
+        self._watched[index] = Watched(settles=1)  # what it needs it has when it is built
         return self._cluster.actor(_FarmActor, ONE_THREAD, HERE if node is None else node.id)
 
     def _serve(self, index: int) -> None:
         # Asked first: as long as it serves it answers nothing.
         self._pids[index] = self._actors[index].pid.remote()
         self._serving[index] = self._actors[index].serve.remote(self._setups[index])
-        self._since[index] = time.monotonic()
 
     def _start_again(self, index: int, why: str) -> None:
         """A new process in the place of one that was lost, and a line in the log."""
@@ -256,10 +256,6 @@ class RayHost:
             self._kill_process(index)
             self._replace(index, doing)
             return
-        if (large := self._too_large(index)) is not None:
-            self._kill_process(index)
-            self._replace(index, large)
-            return
         late = hung(slots, index, deadline_s / 2)
         if late is not None and self._workers[index].state is State.HEALTHY:
             _log.warning("%s", f"{late}; it is replaced after {deadline_s:g} s")
@@ -269,10 +265,13 @@ class RayHost:
             self._note(index, Event.BUILT)
         if self._workers[index].state is State.STALE and phase != layout.REPLAYING:
             self._serves_again(index)
+        built = phase not in (layout.STARTING, layout.BUILDING, layout.REPLAYING)
+        if built and (large := self._too_large(index)) is not None:
+            self._kill_process(index)
+            self._replace(index, large)
 
     def _too_large(self, index: int) -> str | None:
-        pid = self._pid(index)
-        wrong = self._budget.exceeded(self.who(index), pid, time.monotonic() - self._since[index])
+        wrong = self._budget.exceeded(self.who(index), self._pid(index), self._watched[index])
         if isinstance(wrong, BudgetTooSmall):
             raise wrong
         return None if wrong is None else str(wrong)

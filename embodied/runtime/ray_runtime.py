@@ -168,11 +168,14 @@ class RayRuntime(RayCluster):
         return found
 
     def too_large(self) -> Exception | None:
-        for process in self._processes:
-            names = " and ".join(process.workers) or "a process without workers"
-            if (wrong := self._budget.exceeded(names, process.pid, process.age_s)) is not None:
+        for process in list(self._processes):
+            wrong = self._budget.exceeded(" and ".join(process.workers), process.pid, process.watched)
+            if wrong is None:
+                continue
+            if process.workers:
                 process.of_use = False
                 return wrong
+            self._end(process)  # a spare one, which the next worker would grow
         return None
 
     def end_workers(self) -> None:

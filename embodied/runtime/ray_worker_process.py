@@ -16,6 +16,7 @@ from ray.exceptions import RayError
 from torch import Tensor
 
 from embodied import progress
+from embodied.runtime.memory_budget import Watched
 from embodied.runtime.nodes import require_software, software
 from embodied.runtime.ray_cluster import HERE, RayCluster
 from embodied.runtime.ray_lending import parts_of
@@ -35,6 +36,8 @@ PROGRESS = {
 """When the process last reported progress, by the machine's monotonic clock, which all its processes share; and its
 number."""
 
+SETTLES = 2
+"""Looks at a process's memory, one in each iteration, of which the first comes before the first update."""
 TAKE_BACK_S = 1.0
 """How long processes on other machines are waited for, to remove what they have lent."""
 
@@ -160,9 +163,10 @@ class WorkerProcess:
 
     def __init__(self, cluster: RayCluster, threads: int = 0) -> None:
         """`threads`: so many calls of others run side by side, where there are any."""
-        self._cluster, self._began = cluster, time.monotonic()
+        self._cluster = cluster
         self.workers: list[str] = []
         """Names of those that it has now."""
+        self.watched = Watched(SETTLES)
         self.of_use = not threads
         """Whether it may serve other workers later."""
         self._memory = Block.create(PROGRESS, shared=True)
@@ -181,10 +185,6 @@ class WorkerProcess:
     def pid(self) -> int:
         """The system's number of the process; 0 until it has begun."""
         return int(self._pid[0])
-
-    @property
-    def age_s(self) -> float:
-        return time.monotonic() - self._began
 
     def forget(self) -> None:
         """Remove the memory, and what it lent; the process has ended, or is about to.
@@ -208,8 +208,8 @@ class FarProcess(WorkerProcess):
     of_use = False
 
     def __init__(self, cluster: RayCluster, node: str) -> None:
-        self._cluster, self._began, self.node = cluster, time.monotonic(), node
-        self.workers = []
+        self._cluster, self.node = cluster, node
+        self.workers, self.watched = [], Watched(SETTLES)
         self._known_ns = 0
         self.actor = cluster.actor(_FarActor, _environment(), node, (software(),))
         self._asked = self.actor.silent_ns.remote()

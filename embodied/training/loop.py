@@ -224,12 +224,18 @@ class _Loop:
         return None
 
     def _replace_large(self) -> None:
-        """Raise what makes the run go on with new workers, from a checkpoint of now, if one holds too much memory."""
-        if self._large is not None:
-            large, self._large = self._large, None
-            if self._checkpoints.whole != self.position.iteration:
-                self._checkpoints.save(self.position, self._environments)
-                self._checkpoints.complete()
+        """Raise what makes the run go on with new workers, from a checkpoint of now, if one holds too much memory.
+
+        Where rollouts run ahead that waits for a checkpoint that the configuration asks for: a run that goes on from
+        another would act with other weights. Where none can be written the run goes on as it is.
+        """
+        number = self.position.iteration
+        if self._large is None or (self.workers.assignment.ahead and not self._checkpoints.lasts(number)):
+            return
+        large, self._large = self._large, None
+        self._checkpoints.save(self.position, self._environments)
+        self._checkpoints.complete()
+        if self._checkpoints.whole == number:
             raise large
 
     def _write_trace(self) -> None:
@@ -301,13 +307,12 @@ class _Loop:
             self.trace.iteration(number)
         faults.point("driver", "rollout")
         summary, rolled = self.workers.rollout(number)
-        self._large = self._runtime.too_large()
+        self._large = self._large or self._runtime.too_large()
         faults.point("driver", "update")
         with deferred_interrupts(lambda: progress.note(FINISHING)):
             self._consistent = False
             # What goes on from a checkpoint has no rollout that is ahead: nor has, then, what did not stop at it.
-            drain = self._checkpoints.lasts(number + 1) or self._large is not None
-            learned, self._environments, spans = self.workers.learn(number, drain=drain)
+            learned, self._environments, spans = self.workers.learn(number, drain=self._checkpoints.lasts(number + 1))
             iteration = Iteration(summary, learned, self._environments, begin, time.monotonic_ns(), ())
             wall_s = iteration.wall_s
             self.position.iteration += 1

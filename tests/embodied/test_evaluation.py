@@ -309,12 +309,13 @@ def refusal(folder: Path, settings: Config, kind: type[Exception] = UserError, *
     return str(caught.value)
 
 
+@pytest.mark.parametrize("episodes", [2, 5])
 @pytest.mark.parametrize("resume", [False, True])
-def test_a_folder_of_another_protocol_is_refused_and_left_alone(resume: bool, tmp_path: Path) -> None:
+def test_a_folder_of_another_protocol_is_refused_and_left_alone(resume: bool, episodes: int, tmp_path: Path) -> None:
     kept = evaluated(tmp_path / "e", config(eval={"episodes": 3}))
-    said = refusal(tmp_path / "e", config(eval={"episodes": 5}), resume=resume)
-    assert "--folder" in said
-    assert not resume or "protocol.trials is 3, asked for is 5" in said
+    said = refusal(tmp_path / "e", config(eval={"episodes": episodes}), resume=resume)
+    assert "--folder" in said and "delete" not in said
+    assert f"protocol.trials is 3, asked for is {episodes}" in said if resume else "an evaluation of 3 episodes" in said
     assert_same_episodes(read_folder(tmp_path / "e"), kept)
 
 

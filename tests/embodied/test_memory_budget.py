@@ -6,15 +6,18 @@ import os
 import subprocess
 import sys
 from contextlib import closing
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
+import schedulers
 from embodied.errors import UserError
 from embodied.execution.recovery import FILE
-from embodied.runtime import memory_budget
-from embodied.runtime.memory_budget import FRESH_S, BudgetTooSmall, MemoryBudget, WorkerTooLarge
+from embodied.runtime import ray_worker_process
+from embodied.runtime.memory_budget import BudgetTooSmall, MemoryBudget, Watched, WorkerTooLarge
 from embodied.runtime.ray_runtime import RayRuntime
+from schedulers import DeviceRange, Phase, Placement, Plan
 from sim_farm.farm import Farm
 from sim_farm.hosts import InProcess
 from tests.embodied.test_lost_workers import Player
@@ -31,23 +34,26 @@ def test_a_process_is_measured_from_outside() -> None:
     process = subprocess.Popen([sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdout is not None
     process.stdout.readline()
-    assert MemoryBudget(0.5).exceeded("worker", process.pid, 2 * FRESH_S) is None
-    wrong = MemoryBudget(0.25).exceeded("worker", process.pid, 2 * FRESH_S)
+    watched = Watched(settles=1)
+    assert MemoryBudget(0.5).exceeded("worker", process.pid, watched) is None and watched.within == 1
+    wrong = MemoryBudget(0.25).exceeded("worker", process.pid, watched)
     assert isinstance(wrong, WorkerTooLarge)
     assert str(wrong).startswith("worker has 0.3") and "runtime.worker_gb is 0.25" in str(wrong)
     process.communicate()
-    assert MemoryBudget(0.25).exceeded("worker", process.pid, 2 * FRESH_S) is None, "it has ended"
+    assert MemoryBudget(0.25).exceeded("worker", process.pid, watched) is None, "it has ended"
 
 
 def test_no_limit_is_none_and_a_process_that_has_not_begun_holds_nothing() -> None:
-    assert MemoryBudget(None).exceeded("worker", os.getpid(), 2 * FRESH_S) is None
-    assert SMALL.exceeded("worker", 0, 2 * FRESH_S) is None
+    assert MemoryBudget(None).exceeded("worker", os.getpid(), Watched(0)) is None
+    assert SMALL.exceeded("worker", 0, Watched(0)) is None
 
 
 def test_what_a_new_worker_needs_is_the_users_to_give() -> None:
-    wrong = SMALL.exceeded("learner", os.getpid(), FRESH_S / 2)
-    assert isinstance(wrong, BudgetTooSmall) and isinstance(wrong, UserError)
-    assert "set runtime.worker_gb higher" in str(wrong)
+    for within in (0, 1):
+        wrong = SMALL.exceeded("learner", os.getpid(), Watched(settles=2, within=within))
+        assert isinstance(wrong, BudgetTooSmall) and isinstance(wrong, UserError)
+        assert "set runtime.worker_gb higher" in str(wrong)
+    assert isinstance(SMALL.exceeded("learner", os.getpid(), Watched(settles=2, within=2)), WorkerTooLarge)
 
 
 def test_a_run_whose_workers_are_replaced_ends_as_one_without_a_limit(
@@ -55,13 +61,29 @@ def test_a_run_whose_workers_are_replaced_ends_as_one_without_a_limit(
 ) -> None:
     """PyTorch alone takes more than the limit: policy worker or learner is replaced after every iteration."""
     run(config_of("inline"), tmp_path / "whole")
-    monkeypatch.setattr(memory_budget, "FRESH_S", 0.0)
+    monkeypatch.setattr(ray_worker_process, "SETTLES", 0)
     config = config_of("ray")
     limited = config.model_copy(update={"runtime": config.runtime.model_copy(update={"worker_gb": 0.15})})
     result = run(limited, tmp_path / "run")
     assert result["recoveries"] == config.iterations - 1 and "replaced" not in result, "simulators are smaller"
     lost = (tmp_path / "run" / FILE).read_text()
     assert "in memory by itself, and runtime.worker_gb is 0.15" in lost
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
+
+
+def test_where_rollouts_run_ahead_a_replacement_waits_for_a_checkpoint_of_the_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that goes on from another checkpoint would act with other weights."""
+    core = [DeviceRange("here", "cores", number, 1) for number in (0, 1)]
+    phase = Phase((Placement(("physics", "policy"), (core[0],)), Placement(("learner",), (core[1],))), 4)
+    schedulers.save(Plan("ppo", "disaggregated", (phase,), ahead=1), tmp_path / "plan.json")
+    config = config_of("ray")
+    config = config.model_copy(update={"plan": config.plan.model_copy(update={"file": tmp_path / "plan.json"})})
+    run(config, tmp_path / "whole")
+    monkeypatch.setattr(ray_worker_process, "SETTLES", 0)
+    limited = config.model_copy(update={"runtime": config.runtime.model_copy(update={"worker_gb": 0.15})})
+    assert run(limited, tmp_path / "run")["recoveries"] == 2, "after iterations 2 and 4 of 5"
     assert_same_run(tmp_path / "run", tmp_path / "whole")
 
 
@@ -73,22 +95,23 @@ def test_a_run_without_enough_memory_ends_with_a_checkpoint_of_what_it_has_done(
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir() if path.is_dir()] == ["000001"]
 
 
+@dataclass(frozen=True)
 class Once(MemoryBudget):
-    """Too small for one worker, until that was replaced."""
+    """Too small for one worker, from the second look at it until it was replaced."""
 
-    asked = 0
+    looks: list[int] = field(default_factory=list)
 
-    def exceeded(self, who: str, pid: int, age_s: float) -> WorkerTooLarge | BudgetTooSmall | None:
-        if who != "physics 1" or not pid or Once.asked:
+    def exceeded(self, who: str, pid: int, watched: Watched) -> WorkerTooLarge | BudgetTooSmall | None:
+        if who != "physics 1" or not pid:
             return None
-        Once.asked += 1
-        return super().exceeded(who, pid, age_s)
+        self.looks.append(pid)
+        budget = self if len(self.looks) == 2 else MemoryBudget(100.0)
+        return MemoryBudget.exceeded(budget, who, pid, watched)
 
 
 def test_a_simulator_that_has_grown_is_replaced_and_its_episodes_replayed(
     ray_runtime: RayRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_budget, "FRESH_S", 0.0)
     monkeypatch.setattr(ray_runtime, "_hosts", [])
     monkeypatch.setattr(ray_runtime, "_budget", Once(1e-3))
     host = ray_runtime.farm_host(PICTURES.physics_workers, PICTURES.render_workers)

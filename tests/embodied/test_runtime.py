@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -288,6 +289,43 @@ def test_a_second_start_of_ray_leaves_nothing_of_the_first() -> None:
     subprocess.run([sys.executable, "-c", LATE], cwd=ROOT, check=True, timeout=240)
 
 
+ORPHAN = """
+import os, sys, time
+from pathlib import Path
+import psutil
+from embodied.runtime.ray_runtime import RayRuntime
+from sim_farm.farm import WorkerFailed
+from tests.embodied.test_runtime import Clumsy
+
+runtime = RayRuntime("local", 60.0)
+runtime.place("before", Clumsy).call(Clumsy.work, 1, 0.0)
+(raylet,) = [p for p in psutil.Process().children(recursive=True) if p.name() == "raylet"]
+raylet.kill()
+raylet.wait()
+try:
+    while True:
+        runtime.watch()
+        time.sleep(0.1)
+except WorkerFailed:
+    runtime.end_workers()
+assert runtime.place("after", Clumsy).call(Clumsy.work, 1, 0.0) == 1
+runtime.close()
+Path(sys.argv[1]).write_text(str(os.getppid()))
+"""
+
+
+def test_a_process_without_a_parent_outlives_its_raylet(tmp_path: Path) -> None:
+    """As after `nohup`: Ray takes the raylet's death for that of a process whose parent is process 1."""
+    script = tmp_path / "orphan.py"
+    script.write_text(ORPHAN)
+    command = f"{shlex.quote(sys.executable)} {script} {tmp_path / 'done'} > {tmp_path / 'said'} 2>&1 &"
+    subprocess.run(["sh", "-c", command], cwd=ROOT, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    until = time.monotonic() + 120
+    while not (tmp_path / "done").exists() and time.monotonic() < until:
+        time.sleep(0.2)
+    assert (tmp_path / "done").exists(), (tmp_path / "said").read_text()[-2000:]
+
+
 # --- a physics worker that is killed or stopped
 
 
@@ -324,7 +362,9 @@ def test_training_in_which_a_physics_worker_is_lost_equals_training_without_a_lo
     assert host.restarts == {**before, 0: before.get(0, 0) + 1}, "it was not lost, or was replaced more than once"
     said = [record.getMessage() for record in caplog.records if record.name.startswith("embodied.runtime")]
     why = "its process died" if blow is signal.SIGKILL else r"physics 0 has been .* for \d+\.\d s without progress.*"
-    assert len(said) == 1 and re.fullmatch(f"physics 0 was lost and is replaced: {why}", said[0]), said
+    *late, lost = said
+    assert re.fullmatch(f"physics 0 was lost and is replaced: {why}", lost), said
+    assert len(late) == (blow is signal.SIGSTOP) and all("; it is replaced after" in one for one in late), said
     assert found == undisturbed
 
 
