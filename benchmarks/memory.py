@@ -1,8 +1,11 @@
 """Does a process of a run grow? `python benchmarks/memory.py --task tabletop/reach --json FILE`.
 
 Trains on Ray until so many episodes have ended, and notes once a second what memory every process of the run has to
-itself (Linux's USS) and how many descriptors it has open. Growth is the slope of a straight line through the means of
-`BLOCKS` equal parts, without the first third, in which caches fill. It is none where zero is in its 95% interval.
+itself (Linux's USS) and how many descriptors it has open. Growth is the mean step between the means of `BLOCKS` equal
+parts, without the first third, in which caches fill. It is none where zero is in its 95% interval.
+
+Steps, and not a line through the parts: memory is the sum of what was taken and given back, so its parts depend on each
+other, and a line's interval would be too narrow. A leak's steps are alike, and so their interval is narrow.
 """
 
 from __future__ import annotations
@@ -18,12 +21,12 @@ from typing import Any
 import numpy as np
 import psutil  # type: ignore[import-untyped]
 import tyro
-from scipy import stats  # type: ignore[import-untyped]
 
 from embodied.bench.results import show_and_write
 from embodied.config_files import parse_config
 from embodied.execution.session import open_session
 from embodied.run_folder import prepare_run
+from embodied.statistics import mean_interval
 from embodied.training.loop import train
 
 BLOCKS = 12
@@ -96,14 +99,15 @@ def growth(samples: list[Sample], begin_s: float, end_s: float, episodes: int) -
     done = np.array([(sample.at_s - begin_s) / (end_s - begin_s) * episodes / 1000 for sample in kept])
     memory = np.array([sample.uss_mb for sample in kept])
     parts = np.array_split(np.arange(len(kept)), BLOCKS)
-    line = stats.linregress([done[part].mean() for part in parts], [memory[part].mean() for part in parts])
-    half = float(line.stderr * stats.t.ppf(0.975, BLOCKS - 2))
+    means = np.array([memory[part].mean() for part in parts])
+    steps = np.diff(means) / np.diff([done[part].mean() for part in parts])
+    mean, low, high = mean_interval(steps.tolist())
     return {
         "uss_mb": float(memory[-1]),
-        "mb_per_1000_episodes": float(line.slope),
-        "interval": [float(line.slope) - half, float(line.slope) + half],
-        "grows": bool(line.slope - half > 0),
-        "parts_mb": [round(float(memory[part].mean()), 2) for part in parts],
+        "mb_per_1000_episodes": mean,
+        "interval": [low, high],
+        "grows": low > 0,
+        "parts_mb": np.round(means, 2).tolist(),
         "descriptors": [kept[0].descriptors, kept[-1].descriptors],
     }
 
