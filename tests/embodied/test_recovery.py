@@ -18,7 +18,7 @@ from embodied.errors import PeerFailed, UserError
 from embodied.execution.recovery import FILE, Recovery
 from embodied.execution.session import open_session
 from embodied.run_folder import prepare_run
-from embodied.runtime.supervision import OFTEN, WITHIN_S
+from embodied.runtime.supervision import FRUITLESS, OFTEN, WITHIN_S
 from embodied.training import checkpoints
 from embodied.training.loop import train
 from sim_farm import faults
@@ -138,7 +138,8 @@ def test_an_error_that_comes_again_at_the_same_iteration_ends_the_run(tmp_path: 
 
 def test_losses_without_progress_end_the_run(tmp_path: Path) -> None:
     recovery = Recovery(tmp_path)
-    assert [recovery.goes_on(WorkerFailed(f"the {n}th"), 7) for n in range(3)] == [True, True, False]
+    found = [recovery.goes_on(WorkerFailed(f"the {n}th"), 7) for n in range(FRUITLESS)]
+    assert found == [True] * (FRUITLESS - 1) + [False]
 
 
 def test_many_losses_within_a_minute_end_the_run_and_over_a_longer_time_do_not(tmp_path: Path) -> None:
