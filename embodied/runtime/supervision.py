@@ -15,8 +15,8 @@ import enum
 from dataclasses import dataclass, replace
 
 FRUITLESS = 5
-"""Losses in a row, with nothing done between them that had not been done before, after which a worker is given up. Three
-came by chance where Ray took ten seconds to start again and every ten seconds something else was lost."""
+"""Losses in a row, with nothing done between them that had not been done before, after which a worker is given up.
+Three came by chance, where Ray took ten seconds to start again and every ten seconds something else was lost."""
 OFTEN, WITHIN_S = 10, 60.0
 """So many losses within so many seconds are no accident either."""
 
