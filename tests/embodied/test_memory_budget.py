@@ -71,6 +71,7 @@ def test_a_run_whose_workers_are_replaced_ends_as_one_without_a_limit(
     assert_same_run(tmp_path / "run", tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_where_rollouts_run_ahead_a_replacement_waits_for_a_checkpoint_of_the_configuration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,6 +88,7 @@ def test_where_rollouts_run_ahead_a_replacement_waits_for_a_checkpoint_of_the_co
     assert_same_run(tmp_path / "run", tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_a_run_without_enough_memory_ends_with_a_checkpoint_of_what_it_has_done(tmp_path: Path) -> None:
     config = config_of("ray")
     limited = config.model_copy(update={"runtime": config.runtime.model_copy(update={"worker_gb": 0.15})})
