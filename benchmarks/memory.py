@@ -26,6 +26,7 @@ from embodied.bench.results import show_and_write
 from embodied.config_files import parse_config
 from embodied.execution.session import open_session
 from embodied.run_folder import prepare_run
+from embodied.runtime.ray_runtime import RayRuntime
 from embodied.statistics import mean_interval
 from embodied.training.loop import train
 
@@ -60,6 +61,7 @@ class Sample:
 class Sampler:
     """Notes the memory of this process and all that it has started, from a thread."""
 
+    runtime: RayRuntime
     samples: dict[tuple[int, str], list[Sample]] = field(default_factory=lambda: defaultdict(list))
     _end: threading.Event = field(default_factory=threading.Event)
 
@@ -76,9 +78,10 @@ class Sampler:
         me = psutil.Process()
         while not self._end.wait(EVERY_S):
             now = time.monotonic()
+            names = {process.pid: " and ".join(process.workers) for process in self.runtime._processes}
             for process in (me, *me.children(recursive=True)):
                 try:
-                    title = "driver" if process == me else _title(process)
+                    title = "driver" if process == me else names.get(process.pid) or _title(process)
                     sample = Sample(now, process.memory_full_info().uss / 2**20, process.num_fds())
                 except psutil.Error:  # it has ended
                     continue
@@ -87,7 +90,8 @@ class Sampler:
 
 def _title(process: psutil.Process) -> str:
     words: list[str] = process.cmdline()
-    return next((word for word in words if word.startswith("ray::")), process.name())
+    # Ray's titles change with what a process does: `ray::_FarmActor`, `ray::_FarmActor.serve`.
+    return next((word.partition(".")[0] for word in words if word.startswith("ray::")), process.name())
 
 
 def growth(samples: list[Sample], begin_s: float, end_s: float, episodes: int) -> dict[str, Any] | None:
@@ -130,11 +134,13 @@ def main(settings: Memory) -> None:
         "runtime": {"mode": "ray", "trace": False},
     }  # fmt: skip
     config = parse_config(data, "benchmarks/memory.py")
-    with tempfile.TemporaryDirectory() as folder, open_session(config) as session, Sampler() as sampler:
+    with tempfile.TemporaryDirectory() as folder, open_session(config) as session:
+        assert isinstance(session.runtime, RayRuntime)
         run = Path(folder) / "run"
         prepare_run(config, run, False)
-        result = train(config, run, session, None)
-        end_s = time.monotonic()
+        with Sampler(session.runtime) as sampler:
+            result = train(config, run, session, None)
+            end_s = time.monotonic()
     episodes = -(-settings.episodes // settings.num_envs) * settings.num_envs
     begin_s = end_s - result["wall_s"]
     processes = {

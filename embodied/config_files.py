@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from embodied import migration
 from embodied.config import HERE, Config
@@ -85,9 +86,9 @@ def saved_config(path: Path) -> Config:
     return parse_config(data, str(path))
 
 
-def all_keys() -> list[str]:
-    """Every key as it is written on the command line: `loss.clip`."""
-    keys: list[str] = []
+def all_settings() -> dict[str, FieldInfo]:
+    """Every setting by its key as it is written on the command line: `loss.clip`."""
+    found: dict[str, FieldInfo] = {}
 
     def walk(model: type[BaseModel], prefix: str) -> None:
         for name, field in model.model_fields.items():
@@ -95,10 +96,10 @@ def all_keys() -> list[str]:
             if isinstance(kind, type) and issubclass(kind, BaseModel):
                 walk(kind, f"{prefix}{name}.")
             else:
-                keys.append(f"{prefix}{name}")
+                found[f"{prefix}{name}"] = field
 
     walk(Config, "")
-    return keys
+    return found
 
 
 def _mapping(path: Path) -> dict[str, Any]:
@@ -119,5 +120,5 @@ def _explain(item: Any) -> str:
     key = ".".join(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden":
         known = migration.renamed(key, item["input"])
-        return known or f"unknown key {shown(key)}{nearest(key[:100], all_keys())}"
+        return known or f"unknown key {shown(key)}{nearest(key[:100], list(all_settings()))}"
     return f"{key[:100]}: {item['msg'][:300]} (got {shown(item['input'])})"

@@ -134,7 +134,7 @@ def _by_iteration(path: Path) -> dict[int, dict[str, Any]]:
 
 def _yaml_mapping(path: Path) -> Mapping[str, Any]:
     """A saved configuration in today's keys."""
-    path.read_bytes()  # a file that is missing is no mistake of who wrote it
+    path.stat()  # of a file that is not there the page says something else than of one that cannot be read
     value = read_yaml(path)
     if not isinstance(value, Mapping):
         raise ValueError("it is not a mapping")

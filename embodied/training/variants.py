@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from embodied.config import Config
-from embodied.config_files import all_keys, parse_config
+from embodied.config_files import all_settings, parse_config
 from embodied.errors import UserError, nearest
 from embodied.yaml_files import parse_yaml
 
@@ -38,8 +38,8 @@ def _choices(entry: str) -> tuple[str, list[Any]]:
     key = key.strip().lstrip("-").replace("-", "_")
     if not equals or not values:
         raise UserError(f"--sweep takes KEY=VALUE,VALUE (optim.policy_lr=1e-4,3e-4), got {entry!r}")
-    if key not in all_keys():
-        raise UserError(f"--sweep: unknown key {key!r}{nearest(key, all_keys())}")
+    if key not in all_settings():
+        raise UserError(f"--sweep: unknown key {key!r}{nearest(key, list(all_settings()))}")
     if key in ("seed", "name"):
         raise UserError(f"--sweep does not take {key}: --seeds 1 2 3 does, and names follow")
     try:

@@ -23,7 +23,7 @@ from embodied.commands.export import export_run
 from embodied.commands.report import report_runs
 from embodied.commands.train import train_run
 from embodied.config import Config
-from embodied.config_files import all_keys, load_config, parse_config, save_config, saved_config
+from embodied.config_files import all_settings, load_config, parse_config, save_config, saved_config
 from embodied.errors import UserError
 from embodied.planning.profiler import in_todays_keys, work_of
 from embodied.planning.run_plans import checked_profile, sized_workflow
@@ -34,7 +34,7 @@ from schedulers import Plan
 
 HERE = Path(__file__).parent
 OLD_RUN, OLD_PLAN = HERE / "old_run", HERE / "old_plan"
-KNOWN = all_keys()
+KNOWN = list(all_settings())
 
 
 def with_value(key: str, value: Any) -> dict[str, Any]:

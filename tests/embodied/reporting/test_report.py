@@ -191,6 +191,36 @@ def test_a_damaged_file_is_reported_and_not_fatal(run_dir: Path, tmp_path: Path,
     assert "<b>\n" not in html and "<i>" not in html
 
 
+def line(**values: float) -> str:
+    return json.dumps({"iteration": 1, "env_steps": 10, "wall_s": 1.0, "env/success_once": 0.5, **values}) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("metrics.jsonl", line(**{"env/success_once": 1.7, "env/episodes": 8}), "170%"),
+        ("metrics.jsonl", line(**{"learner/policy_loss": 10**30}), "learner/policy_loss"),
+        ("metrics.jsonl", line(**{"learner/policy_loss": 1e300}), "Success in training"),
+        ("metrics.jsonl", line(env_steps=10**20), "is not a row of metrics"),
+        ("eval.json", "[]", "eval.json has no task"),
+        ("eval.json", json.dumps({"episodes": 4, "success_rate": 1.5}), "a success rate of 1.5"),
+        ("eval.json", json.dumps({"episodes": 4, "success_rate": 0.5, "task": "a\ud800b"}), "a\\ud800b"),
+        ("config.yaml", "stop_at_success: 1.0e+300\n", "Time to success 0.9"),
+        ("config.yaml", "a: &a [*a]\n", "config.yaml cannot be read"),
+        ("trace.json", "[" * 100_000, "trace.json is not a trace"),
+    ],
+    ids=lambda value: str(value)[:24],
+)
+def test_what_cannot_be_is_said_or_left_out(name: str, content: str, says: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    files = {"metrics.jsonl": line(), name: content}
+    for file, text in files.items():
+        (run / file).write_text(text)
+    text = write_report(run).read_text()
+    assert says in " ".join(Page(text).text), " ".join(Page(text).text)
+
+
 def test_without_an_evaluation_the_training_success_has_an_interval(run_dir: Path, tmp_path: Path) -> None:
     page = Page(write_report(without(run_dir, tmp_path, "eval.json")).read_text())
     assert page.says("Success in training")
