@@ -8,15 +8,19 @@ import sys
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 import pytest
 
 import schedulers
 from embodied.errors import UserError
 from embodied.execution.recovery import FILE
 from embodied.runtime import ray_worker_process
+from embodied.runtime.handles import Handle
 from embodied.runtime.memory_budget import BudgetTooSmall, MemoryBudget, Watched, WorkerTooLarge
 from embodied.runtime.ray_runtime import RayRuntime
+from embodied.runtime.ray_workers import RayHandle
 from schedulers import DeviceRange, Phase, Placement, Plan
 from sim_farm.farm import Farm
 from sim_farm.hosts import InProcess
@@ -95,6 +99,43 @@ def test_a_run_without_enough_memory_ends_with_a_checkpoint_of_what_it_has_done(
     with pytest.raises(UserError, match=r"(policy|learner) has .* set runtime\.worker_gb higher"):
         run(limited, tmp_path / "run")
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir() if path.is_dir()] == ["000001"]
+
+
+def test_a_process_that_waits_for_workers_is_ended_and_one_that_has_some_is_named() -> None:
+    """The next worker would be placed in the first one, and be too large at once."""
+    runtime = RayRuntime("local", 60.0, SMALL.gb)
+    try:
+        spare = placed(runtime, "first", end=True)
+        assert psutil.pid_exists(spare)
+        assert runtime.too_large() is None
+        held = placed(runtime, "held", end=False)
+        assert held != spare and not lives(spare)
+        assert str(runtime.too_large()).startswith("held has")
+        runtime.end_workers()
+        assert not lives(held), "it would serve again"
+    finally:
+        runtime.close()
+
+
+def placed(runtime: RayRuntime, name: str, end: bool) -> int:
+    """Number of the process of a worker that is placed, and perhaps ended at once."""
+    handle: Handle[Any] = runtime.place(name, list)
+    assert isinstance(handle, RayHandle)
+    pid = handle.process.pid
+    if end:
+        handle.end()
+    return pid
+
+
+def lives(pid: int) -> bool:
+    """Whether the process is there, after the time that one may take to end."""
+    try:
+        psutil.Process(pid).wait(20)
+    except psutil.TimeoutExpired:
+        return True
+    except psutil.NoSuchProcess:
+        pass
+    return False
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,8 @@ from embodied.execution.executor import Executor, executor
 from embodied.execution.session import open_session
 from embodied.reporting.metrics import read
 from embodied.run_folder import prepare_run
+from embodied.runtime.inline import InlineRuntime
+from embodied.runtime.memory_budget import WorkerTooLarge
 from embodied.runtime.ray_runtime import RayRuntime
 from embodied.tracing import load
 from embodied.training import loop as training
@@ -274,6 +276,20 @@ def test_a_run_without_room_for_its_timeline_ends_as_it_would(
             training.train(config, tmp_path, session, None)
     said = capsys.readouterr().out
     assert "the run is without a timeline" in said and not (tmp_path / "trace.json").exists()
+
+
+def test_a_worker_that_is_too_large_stays_where_no_checkpoint_can_be_written_for_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its replacement would go on from an earlier one, and compute again what was computed."""
+    run_out_of_room(monkeypatch, (2,))
+    found = iter([None, WorkerTooLarge("learner has grown"), None, WorkerTooLarge("learner has grown"), None])
+    monkeypatch.setattr(InlineRuntime, "too_large", lambda runtime: next(found))
+    config = run_config({**STATES, "checkpoint_every": 100, "runtime": {"mode": "inline"}}, 5)
+    prepare_run(config, tmp_path, False)
+    with open_session(config) as session, pytest.raises(WorkerTooLarge):
+        training.train(config, tmp_path, session, None)
+    assert read(tmp_path)[-1]["iteration"] == 4, "the second time there was room"
 
 
 # --- a run
