@@ -20,6 +20,7 @@ from embodied.errors import PeerFailed, UserError
 from embodied.execution.session import Session
 from embodied.files import Lines
 from embodied.reporting.live import tell
+from embodied.runtime.contract import RuntimeLost
 from embodied.runtime.supervision import Event, Replaced, State, Supervised
 from sim_farm.contract import FarmError
 from sim_farm.farm import WorkerFailed, WorkerTimeout
@@ -48,13 +49,14 @@ class Recovery:
         """Note the loss, with so many iterations (or what is counted) done; whether to go on after it.
 
         It ends with the user's mistakes, which another try would only repeat; with an error that has come before with
-        as much done; and where too many losses follow on each other.
+        as much done, unless no worker can have caused it; and where too many losses follow on each other.
         """
         if not _is_loss(error):
             return False
         self.workers = self.workers.lost(self.clock(), done)
         found = (done, f"{type(error).__name__}: {error}")
-        ends = found in self._errors or self.workers.hopeless
+        again = found in self._errors and not isinstance(error, RuntimeLost)
+        ends = again or self.workers.hopeless
         self._errors.add(found)
         self.recoveries += not ends
         self._write(done, "the run ends" if ends else "the run goes on", error=found[1])

@@ -10,6 +10,7 @@ from embodied.runtime.groups import WorkerGroup
 from embodied.runtime.handles import Handle
 from embodied.runtime.nodes import Link, NodeInfo
 from embodied.runtime.supervision import Replaced
+from sim_farm.farm import WorkerFailed
 from sim_farm.hosts import Host
 from sim_farm.render_devices import RenderDevice
 
@@ -17,6 +18,10 @@ T = TypeVar("T")
 
 Args = tuple[Any, ...] | Callable[[int], tuple[Any, ...]]
 """Arguments of a group's workers: the same for all, or made from the rank."""
+
+
+class RuntimeLost(WorkerFailed):
+    """The runtime's own processes do not live, and with them no worker: by nothing that a worker computes."""
 
 
 class Runtime(Protocol):

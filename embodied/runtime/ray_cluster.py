@@ -27,6 +27,7 @@ from ray.exceptions import ActorUnschedulableError, GetTimeoutError, RayActorErr
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from embodied.errors import UserError
+from embodied.runtime.contract import RuntimeLost
 from embodied.runtime.deadlines import Deadline, Wait
 from embodied.runtime.nodes import NodeInfo
 from embodied.runtime.ray_processes import RayProcesses
@@ -110,10 +111,10 @@ class RayCluster:
         self.here: str = ray.get_runtime_context().get_node_id()
 
     def require_ray(self) -> None:
-        """Raise `WorkerFailed` where Ray's own processes do not live any more: then all others end too, or cannot be
+        """Raise `RuntimeLost` where Ray's own processes do not live any more: then all others end too, or cannot be
         reached."""
         if (lost := self.ray_processes.lost()) is not None:
-            raise WorkerFailed(f"{lost}, and with it Ray and all workers")
+            raise RuntimeLost(f"{lost}, and with it Ray and all workers")
 
     def start_ray_again(self) -> None:
         """End what is left of Ray and of every process that it has started, and start it anew. Raises `UserError`."""
@@ -132,7 +133,7 @@ class RayCluster:
     def nodes(self) -> tuple[NodeInfo, ...]:
         """The cluster's living machines, this one first; where several have one name, with their ids in it.
 
-        Raises `WorkerFailed` where Ray's own processes do not live: they would never answer.
+        Raises `RuntimeLost` where Ray's own processes do not live: they would never answer.
         """
         found = [NodeInfo.of(entry, self.here) for entry in self._answered(ray.nodes) if entry["Alive"]]
         names = [node.name for node in found]

@@ -18,6 +18,7 @@ from embodied.errors import PeerFailed, UserError
 from embodied.execution.recovery import FILE, Recovery
 from embodied.execution.session import open_session
 from embodied.run_folder import prepare_run
+from embodied.runtime.contract import RuntimeLost
 from embodied.runtime.supervision import FRUITLESS, OFTEN, WITHIN_S
 from embodied.training import checkpoints
 from embodied.training.loop import train
@@ -134,6 +135,12 @@ def test_an_error_that_comes_again_at_the_same_iteration_ends_the_run(tmp_path: 
     assert not recovery.goes_on(WorkerFailed("learner died"), 4)
     rows = [json.loads(line) for line in (tmp_path / FILE).read_text().splitlines()]
     assert [row["outcome"] for row in rows] == ["the run goes on", "the run goes on", "the run ends"]
+
+
+def test_a_runtime_that_is_lost_again_at_the_same_iteration_is_an_accident(tmp_path: Path) -> None:
+    recovery = Recovery(tmp_path)
+    found = [recovery.goes_on(RuntimeLost("Ray's raylet died"), 4) for _ in range(FRUITLESS)]
+    assert found == [True] * (FRUITLESS - 1) + [False]
 
 
 def test_losses_without_progress_end_the_run(tmp_path: Path) -> None:
