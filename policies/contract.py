@@ -93,6 +93,8 @@ class Evaluation:
     """[B] float32, or [B, C] where `act`'s are."""
     contrast: Contrast | None = None
     """Of policies that score one drawn step of a flow (`Policy.can_contrast`)."""
+    auxiliary: Tensor | None = None
+    """[B] float32: a further loss of each row, of the policy's own, which an update makes smaller too."""
 
 
 @dataclass(frozen=True)

@@ -79,10 +79,14 @@ class StateCritic(nn.Module):
         self.net = mlp(spec.state_dim, widths, 1, last_gain=1.0)
 
     def forward(self, inputs: Inputs) -> Tensor:
-        return self.net(self.normalizer(vector(inputs, "state", self.state_dim))).squeeze(-1)
+        return self.net(self.seen(inputs)).squeeze(-1)
 
     def observe(self, inputs: Inputs) -> None:
         self.normalizer.observe(vector(inputs, "state", self.state_dim))
+
+    def seen(self, inputs: Inputs) -> Tensor:
+        """[B, S] the state in its deviations, as the network reads it."""
+        return self.normalizer(vector(inputs, "state", self.state_dim))
 
 
 class FlowPolicy(Policy):
@@ -109,7 +113,10 @@ class FlowPolicy(Policy):
 
     With `critic_reads_state` the critic has its own network on the simulator's state, which it needs in
     training only (asymmetric actor-critic, Pinto et al., arXiv 1710.06542). The actor never reads it: where
-    no state is given, `act` decides as ever and its values are NaN.
+    no state is given, `act` decides as ever and its values are NaN. `state_loss` weighs an auxiliary loss beside it:
+    the squared error of the normalised state, predicted by one hidden layer from the encoder's features, mean over
+    the state's numbers. An encoder of pictures so learns where things are from every row, and not from the advantage
+    alone (auxiliary targets from the simulator: Jaderberg et al., arXiv 1611.05397).
     """
 
     kind = "flow"
@@ -127,6 +134,7 @@ class FlowPolicy(Policy):
         critic_widths: Sequence[int] = (256,),
         critic_trains_encoder: bool = True,
         critic_reads_state: bool = False,
+        state_loss: float = 0.0,
         steps: int = 4,
         noise_level: float = 0.5,
         start_std: float = 0.3,
@@ -139,12 +147,18 @@ class FlowPolicy(Policy):
             raise PolicyError(f"encoder must be one of {', '.join(ENCODERS)}, got {encoder!r}")
         if not 0 < start_std <= 1:
             raise PolicyError(f"a flow policy needs 0 < start_std <= 1, got {start_std}")
+        if state_loss < 0 or (state_loss and not critic_reads_state):
+            raise PolicyError(
+                f"state_loss is a weight of at least 0 and takes critic_reads_state, got {state_loss} with "
+                f"critic_reads_state {critic_reads_state}"
+            )
         self.spec = spec
         self.size = spec.predicted * spec.action_dim
         executed = None if spec.predicted == spec.chunk else range(spec.chunk * spec.action_dim)
         self.denoising = Denoising(self.size, steps, noise_level, "all" if joint else "one", executed=executed)
         self.critic_trains_encoder = critic_trains_encoder
         self.critic_reads_state = critic_reads_state
+        self.state_loss = state_loss
         self.noise_dim = self.denoising.noise_dim
         (features,) = checked_widths("[features]", [features])
         widths = checked_widths("widths", widths)
@@ -154,8 +168,8 @@ class FlowPolicy(Policy):
         self._architecture = dict(
             encoder=encoder, features=features, channels=list(channels), extra_layers=extra_layers,
             widths=list(widths), critic_widths=list(critic_widths),
-            critic_trains_encoder=critic_trains_encoder, critic_reads_state=critic_reads_state, steps=steps,
-            noise_level=noise_level, start_std=start_std, joint=joint,
+            critic_trains_encoder=critic_trains_encoder, critic_reads_state=critic_reads_state,
+            state_loss=float(state_loss), steps=steps, noise_level=noise_level, start_std=start_std, joint=joint,
         )  # fmt: skip
         self.encoder: Encoder = ENCODERS[encoder](spec, features, channels, extra_layers)
         self.velocity = VelocityNet(self.size, self.encoder.size, widths, steps, start_std)
@@ -164,6 +178,8 @@ class FlowPolicy(Policy):
             if critic_reads_state
             else mlp(self.encoder.size, critic_widths, 1, last_gain=1.0)
         )
+        # Last, so that all other weights begin as they do without it.
+        self.state_head = mlp(self.encoder.size, [features], spec.state_dim, last_gain=0.1) if state_loss else None
 
     @torch.no_grad()  # not inference_mode: what it returns may enter `evaluate`'s graph
     def act(self, inputs: Inputs, noise: Tensor | None) -> Action:
@@ -183,7 +199,8 @@ class FlowPolicy(Policy):
         log_prob = self._shaped(self.denoising.log_prob(trace, Field(v)))
         moved = self.denoising.contrast(trace, Field(v)) if self.denoising.picks else None
         contrast = None if moved is None else Contrast(*map(self._shaped, moved))
-        return Evaluation(log_prob, torch.zeros_like(log_prob), self._value(inputs, features), contrast)
+        value, missed = self._value(inputs, features), self._state_error(inputs, features)
+        return Evaluation(log_prob, torch.zeros_like(log_prob), value, contrast, missed)
 
     def imitate(self, inputs: Inputs, actions: Tensor, counted: Tensor, noise: Tensor) -> Tensor:
         """Conditional flow matching (arXiv 2210.02747) at a time of the policy's own grid, one for each row: on the
@@ -219,6 +236,12 @@ class FlowPolicy(Policy):
     def _shaped(self, x: Tensor) -> Tensor:
         """[B, H or C, A] of [B, H * A or C * A]."""
         return x.view(len(x), -1, self.spec.action_dim)
+
+    def _state_error(self, inputs: Inputs, features: Tensor) -> Tensor | None:
+        """[B] by how much the features miss the state, weighted; None where that is not asked for."""
+        if self.state_head is None or not isinstance(self.value_head, StateCritic):
+            return None
+        return self.state_loss * (self.state_head(features) - self.value_head.seen(inputs)).square().mean(1)
 
     def _value(self, inputs: Inputs, features: Tensor) -> Tensor:
         if isinstance(self.value_head, StateCritic):

@@ -322,6 +322,8 @@ class Learner(WeightsSource):
         measured = metrics_of(rows, sums, norms)
         if self._run.loss.reference_kl:
             measured["learner/reference_kl"] = sums.reference_kl / max(sums.units, 1)
+        if sums.auxiliary:
+            measured["learner/auxiliary_loss"] = sums.auxiliary / sums.weights
         return {
             **measured,
             **self._controls.note(measured, iteration),

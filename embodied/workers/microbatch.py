@@ -41,6 +41,7 @@ class LossSums:
     clipped: float = 0.0
     off_policy: float = 0.0
     reference_kl: float = 0.0
+    auxiliary: float = 0.0
     units: int = 0
     weights: float = 0.0
     """Of the units: what the policy's loss is divided by."""
@@ -107,7 +108,10 @@ def add_gradient(
     surrogate = objective(new, rows, settings, places)
     spread = sum_units(entropy, places, rows.weight)
     loss = surrogate.loss / weights - settings.entropy_coef * spread / weights
-    error, divergence = loss.new_zeros(()), loss.new_zeros(())
+    error, divergence, further = (loss.new_zeros(()) for _ in range(3))
+    if new.auxiliary is not None:
+        further = sum_units(new.auxiliary[:, None].expand_as(entropy), places, rows.weight)
+        loss = loss + further / weights
     if settings.reference_kl and rows.reference_log_prob is not None:
         reference = reduce_to_unit(rows.reference_log_prob, rows.executed, unit)[0]
         per_unit = k3(log_prob, reference)
@@ -125,6 +129,7 @@ def add_gradient(
         "clipped": surrogate.clipped,
         "off_policy": surrogate.off_policy,
         "reference_kl": divergence.detach(),
+        "auxiliary": further.detach(),
     }
     return MicroBatchLoss(measured, count)
 

@@ -128,7 +128,8 @@ def law_gradients_reach_every_parameter(policy: Policy, inputs: Inputs, without:
     action = policy.act(inputs, random_noise(policy, _rows(inputs), 1))
     evaluation = policy.evaluate(inputs, action.trace)
     policy.zero_grad()
-    (evaluation.log_prob.mean() + evaluation.entropy.mean() + evaluation.value.mean()).backward()
+    parts = (evaluation.log_prob, evaluation.entropy, evaluation.value, evaluation.auxiliary)
+    torch.stack([part.mean() for part in parts if part is not None]).sum().backward()
     idle = {name for name, p in policy.named_parameters() if p.grad is None or not p.grad.any()}
     assert idle == set(without), f"parameters without gradient: {sorted(idle)}, expected {sorted(without)}"
 
@@ -407,7 +408,7 @@ def _rows(inputs: Inputs) -> int:
 
 def _tensors(result: Action | Evaluation) -> dict[str, Tensor]:
     """Everything in the result, the tensors of trace and contrast included; each has B rows."""
-    found = dict(vars(result))
+    found = {name: part for name, part in vars(result).items() if part is not None}
     trace, contrast = found.pop("trace", {}), found.pop("contrast", None)
     parts = {f"trace[{name!r}]": tensor for name, tensor in trace.items()}
     return found | parts | ({} if contrast is None else {f"contrast.{n}": t for n, t in vars(contrast).items()})

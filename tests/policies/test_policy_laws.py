@@ -37,6 +37,11 @@ CASES: dict[str, tuple[str, PolicySpec, dict[str, Any]]] = {
         replace(IMAGE, state_dim=5),
         {**SMALL, "encoder": "cnn", "features": 32, "critic_reads_state": True},
     ),
+    "flow, one camera, and the state is predicted": (
+        "flow",
+        replace(IMAGE, state_dim=5),
+        {**SMALL, "encoder": "cnn", "features": 32, "critic_reads_state": True, "state_loss": 1.0},
+    ),
     "flow, two cameras, joint": (
         "flow",
         replace(IMAGE, cameras=("base", "wrist"), proprio_dim=0),
