@@ -181,6 +181,11 @@ def run_peer(seed: int, pixels: bool, limit_s: float) -> dict[str, float]:
     }
 
 
+def _finite(run: dict[str, float]) -> dict[str, float | None]:
+    """What was not reached is null: JSON knows no infinity."""
+    return {key: number if np.isfinite(number) else None for key, number in run.items()}
+
+
 def main() -> None:
     arguments = tyro.cli(Arguments)
     if arguments.peer_seed is not None:
@@ -204,7 +209,7 @@ def main() -> None:
         "peer": "stable-baselines3 PPO, 8 processes",
         "peer_time_to_target_s": peer_s if reached[1] else None,
         "ratio_to_peer": ours_s / peer_s if reached.all() else None,
-        "runs": {"ours": ours, "peer": peer},
+        "runs": {"ours": [_finite(run) for run in ours], "peer": [_finite(run) for run in peer]},
     }
     show_and_write(figures, arguments.json)
 
