@@ -81,17 +81,20 @@ class Denoising(nn.Module):
         scored: str = "one",
         reduction: str = "sum",
         executed: Sequence[int] | None = None,
+        start_noise: float = 1.0,
     ) -> None:
-        """`size` is D, `steps` N. Raises `PolicyError`."""
+        """`size` is D, `steps` N, `start_noise` the standard deviation of x^(0). Raises `PolicyError`."""
         super().__init__()
         if steps < 1 or noise_level <= 0:
             raise PolicyError(f"a flow policy needs steps >= 1 and noise_level > 0, got {steps}, {noise_level}")
+        if not 0 <= start_noise <= 1:
+            raise PolicyError(f"a flow policy needs 0 <= start_noise <= 1, got {start_noise}")
         if scored not in SCORED or reduction not in REDUCTIONS:
             raise PolicyError(
                 f"the scored steps must be {', '.join(SCORED)} and their reduction {', '.join(REDUCTIONS)}, got "
                 f"{scored!r}, {reduction!r}"
             )
-        self.size, self.steps, self.scored = size, steps, scored
+        self.size, self.steps, self.scored, self.start_noise = size, steps, scored, start_noise
         self.divisor = 1 if reduction == "sum" or self.picks else steps + 1
         table = [*flow_sde.mean_weights(steps, noise_level), flow_sde.stds(steps, noise_level)]
         transitions, ode = torch.stack(table, -1).float(), torch.tensor([1.0, -1.0 / steps, 0.0])
@@ -121,7 +124,7 @@ class Denoising(nn.Module):
             step = every[:, :1] if self.picks else every
             return Draws(x, x[:, None], step, torch.zeros_like(every, dtype=torch.bool))
         noise = checked_noise(noise, self.noise_dim)
-        x = noise[:, : self.size]
+        x = self.start_noise * noise[:, : self.size]
         z = noise[:, self.size : -1 if self.picks else None].reshape(rows, -1, self.size)
         step = self.step_of(noise) if self.picks else every
         drawn = every == step if self.scored == "one" else torch.ones_like(every, dtype=torch.bool)

@@ -66,7 +66,7 @@ class Pi0(AdaptedPolicy):
 
     kind = "pi0"
     incidental: ClassVar[frozenset[str]] = frozenset(
-        {"checkpoint", "steps", "noise_level", "scored", "step_reduction", "noise_bounds", "train",
+        {"checkpoint", "steps", "noise_level", "start_noise", "scored", "step_reduction", "noise_bounds", "train",
          "critic_trains_network", "cache_prefix", "spec.chunk", "spec.horizon"}
     )  # fmt: skip
     pretrained = predicts_more = True
@@ -105,6 +105,7 @@ class Pi0(AdaptedPolicy):
         transforms: Sequence[Mapping[str, Any]] = (),
         steps: int = 10,
         noise_level: float = 0.5,
+        start_noise: float = 1.0,
         scored: str = "one",
         step_reduction: str = "sum",
         noise_bounds: Sequence[float] = (0.08, 0.16),
@@ -145,7 +146,8 @@ class Pi0(AdaptedPolicy):
         self._architecture: dict[str, Any] = dict(
             checkpoint=str(Path(checkpoint).resolve()), asset=asset, prompt=prompt,
             state_in_prompt=state_in_prompt, resize=resize,
-            transforms=self.transforms.as_data(), steps=steps, noise_level=float(noise_level), scored=scored,
+            transforms=self.transforms.as_data(), steps=steps, noise_level=float(noise_level),
+            start_noise=float(start_noise), scored=scored,
             step_reduction=step_reduction, noise_bounds=list(noise_bounds), train=train, cache_prefix=cache_prefix,
             dtype=dtype, lora_rank=lora_rank, lora_alpha=float(lora_alpha), lora_parts=list(lora_parts),
             critic=critic, critic_trains_network=critic_trains_network,
@@ -180,7 +182,7 @@ class Pi0(AdaptedPolicy):
             self.ratio_tolerance = BFLOAT16_TOLERANCE
         inner, numbers = self.sizes.expert.width, self.sizes.horizon * self.sizes.action_dim
         executed = self._executed(torch.arange(numbers).view(1, self.sizes.horizon, -1)).flatten().tolist()
-        self.denoising = Denoising(numbers, steps, noise_level, scored, step_reduction, executed)
+        self.denoising = Denoising(numbers, steps, noise_level, scored, step_reduction, executed, start_noise)
         self.noise_dim = self.denoising.noise_dim
         learned = scored == "learned"
         self.noise_net = NoiseNet(inner, self.sizes.action_dim, noise_bounds, NOISE_WIDTHS) if learned else None
@@ -230,11 +232,11 @@ class Pi0(AdaptedPolicy):
 
     def imitate(self, inputs: Inputs, actions: Tensor, counted: Tensor, noise: Tensor) -> Tensor:
         """Flow matching at a time of each row's own, drawn by the noise's last number; its first are x^(0)."""
-        draws, uniform = self.denoising.draws(noise, len(noise)), self.denoising.uniform_of(noise)
+        uniform = self.denoising.uniform_of(noise)
         seen = self._observation(inputs)
         # After it was normalised: what fills an episode's end up is the mean action, not one of raw zeros.
         wanted = only_counted(self._normalised(actions, inputs), counted)
-        x1 = draws.x.view_as(wanted)
+        x1 = noise[:, : self.denoising.size].view_as(wanted)
         t = (TIME_LOW + (1 - TIME_LOW) * uniform[:, 0] ** TIME_POWER).float()
         v = self.network.joint_velocity(seen, t[:, None, None] * x1 + (1 - t[:, None, None]) * wanted, t)
         return counted_mean((v - (x1 - wanted)).square()[..., : self.spec.action_dim], counted)

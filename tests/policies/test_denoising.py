@@ -112,10 +112,21 @@ def test_the_mode_is_the_ode_and_is_scored_as_if_it_were_drawn() -> None:
         assert denoising.log_prob(trace, said).isfinite().all()
 
 
+@pytest.mark.parametrize("scored", ["one", "any", "all", "learned"])
+def test_less_noise_at_the_start_is_a_smaller_beginning_and_nothing_else(scored: str) -> None:
+    whole, less = (Denoising(4, 3, 0.5, scored, start_noise=start) for start in (1.0, 0.25))
+    noise = torch.randn(6, whole.noise_dim, generator=torch.Generator().manual_seed(0))
+    one, other = whole.draws(noise, 6), less.draws(noise, 6)
+    assert whole.noise_dim == less.noise_dim and torch.equal(other.x, one.x / 4)
+    for name in ("z", "step", "drawn"):
+        assert torch.equal(getattr(one, name), getattr(other, name))
+
+
 def test_what_cannot_be_scored_is_refused() -> None:
     for arguments, message in (
         ((4, 0, 0.5), "steps >= 1"),
         ((4, 3, 0.0), "noise_level > 0"),
+        ((4, 3, 0.5, "one", "sum", None, 1.5), "start_noise <= 1"),
         ((4, 3, 0.5, "two"), "one, any, all, learned"),
         ((4, 3, 0.5, "one", "max"), "sum, mean"),
     ):

@@ -5,6 +5,7 @@
     environment.py  builds robosuite's environment of a task, without a renderer, around a shared model
     control.py      one control step: the same arithmetic as robosuite's, without what does not change the result
     physics.py      resets and steps an environment
+    progress.py     how much of the goal is done: the dense reward
     scene.py        what a picture depends on, as bytes
     renderer.py     draws scenes
 
@@ -18,4 +19,6 @@ from sim_farm.backends.libero.tasks import task_names
 from sim_farm.backends.mujoco_gl import drawn_by
 from sim_farm.contract import Backend
 
-BACKEND = Backend("libero", LiberoPhysics, LiberoRenderer, tasks=task_names, rewards=("sparse",), drawn_by=drawn_by)
+BACKEND = Backend(
+    "libero", LiberoPhysics, LiberoRenderer, tasks=task_names, rewards=("sparse", "dense"), drawn_by=drawn_by
+)

@@ -22,6 +22,7 @@ from sim_farm.backends.libero.environment import (
     shared_model,
     visual_states,
 )
+from sim_farm.backends.libero.progress import Progress
 from sim_farm.backends.libero.scene import SceneLayout
 from sim_farm.backends.libero.stream import Position, callers_generator, stream_of
 from sim_farm.backends.libero.tasks import LiberoTask, find_task, initial_states
@@ -38,7 +39,8 @@ class LiberoPhysics:
     """One environment of a LIBERO task.
 
     Actions are [dx, dy, dz, rx, ry, rz, grip] in [-1, 1]: 5 cm and 0.5 rad of the end effector's goal, -1
-    opens the gripper, 1 closes it. The reward is 1 where the task is solved, which ends the episode.
+    opens the gripper, 1 closes it. The reward is 1 where the task is solved, which ends the episode; elsewhere 0, or,
+    dense, what the goal's progress has gained in the env step (progress.py).
 
     Proprioception is end effector position (3) and axis-angle (3) and finger positions (2): what VLA policies
     read. The state is end effector position and quaternion (x, y, z, w), finger positions, joint positions and
@@ -59,6 +61,9 @@ class LiberoPhysics:
         self._samplers = list(self._env.object_property_initializers)
         self._layout = SceneLayout(self._user.shared) if self.info.cameras else None
         self._sensors: _Sensors | None = _Sensors(self._env)
+        self._progress = Progress(self._env) if self.info.spec.reward == "dense" else None
+        self._done = 0.0
+        """The goal's progress after the last env step, where the reward is dense."""
         self._clock = ObservationClock()
         self._control: Control | None = None
         self._steps_left = 0
@@ -73,6 +78,7 @@ class LiberoPhysics:
             self._begin_at(initial_states(self._task)[episode.init_state])
         self._control = Control(self._env)
         self._steps_left = self.info.max_episode_steps
+        self._gain()
         return self._result([], False, False)
 
     def step(self, actions: Float32) -> PhysicsResult:
@@ -85,7 +91,8 @@ class LiberoPhysics:
             self._advance(self._control, action)
             solved = bool(self._env._check_success())
             self._env._post_process()
-            rewards.append(float(solved))
+            gain = self._gain()
+            rewards.append(1.0 if solved else gain)
             self._steps_left -= 1
             if solved or self._steps_left == 0:
                 break
@@ -102,6 +109,7 @@ class LiberoPhysics:
             self._advance(self._control, rest)
             self._env._check_success()
             self._env._post_process()
+        self._gain()
         return self._result([], False, False)
 
     def close(self) -> None:
@@ -112,7 +120,12 @@ class LiberoPhysics:
             self._env.robots[0].controller.__dict__.clear()
             self._env.sim.data._data = None
             self._env.__dict__.clear()
-        self._env = self._data = self._sensors = self._seen = None
+        self._env = self._data = self._sensors = self._progress = self._seen = None
+
+    def _gain(self) -> float:
+        """What the goal's progress has gained since the last call; 0 where the reward is sparse."""
+        before, self._done = self._done, 0.0 if self._progress is None else self._progress()
+        return self._done - before
 
     def _draw(self, episode: EpisodeSpec) -> None:
         """Draw the episode's beginning from where its seed's stream has run to."""
@@ -246,16 +259,14 @@ def _xyzw(quaternion: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 
 def describe(spec: TaskSpec, task: LiberoTask, shared: SharedModel) -> TaskInfo:
-    """All sizes of the task; raises `FarmError` for a control mode, reward or camera that it has not."""
+    """All sizes of the task; raises `FarmError` for a control mode or camera that it has not."""
     mode = CONTROL_MODES[0] if spec.control_mode is None else spec.control_mode
     if mode not in CONTROL_MODES:
         raise FarmError(f"{spec.name} has no control mode {mode!r}; valid: {', '.join(CONTROL_MODES)}")
-    if spec.reward not in (None, "sparse"):
-        raise FarmError(f"{spec.name} has no {spec.reward} reward; valid: sparse")
     limit = task.limit if spec.max_episode_steps is None else spec.max_episode_steps
     cameras = _cameras(spec, shared.model)
     return TaskInfo(
-        spec=replace(spec, control_mode=mode, reward="sparse", max_episode_steps=limit, cameras=cameras),
+        spec=replace(spec, control_mode=mode, reward=spec.reward or "sparse", max_episode_steps=limit, cameras=cameras),
         action_dim=ACTION_DIM,
         action_low=(-1.0,) * ACTION_DIM,
         action_high=(1.0,) * ACTION_DIM,

@@ -28,7 +28,7 @@ TURNED, DELTA = {"kind": "turn_images"}, {"kind": "delta_actions", "dims": 6}
 CASES: dict[str, tuple[str, PolicySpec, dict[str, Any]]] = {
     "pi0": ("pi0", SPEC, {}),
     "pi0, four of six actions": ("pi0", replace(SPEC, chunk=4), {}),
-    "pi0, every weight": ("pi0", SPEC, {"train": "all"}),
+    "pi0, every weight, less noise at the start": ("pi0", SPEC, {"train": "all", "start_noise": 0.3}),
     "pi0, differences to the state": ("pi0", SPEC, {"transforms": [TURNED, DELTA]}),
     "pi0, one of all that are drawn": ("pi0", SPEC, {"scored": "any"}),
     "pi0, every step, critic on the suffix": ("pi0", SPEC, {"scored": "all", "critic": "suffix"}),
@@ -154,7 +154,7 @@ def test_what_is_precomputed_changes_nothing_and_spares_the_prefix(monkeypatch: 
     spared = policy.evaluate(inputs, known)
     for name in ("log_prob", "value"):
         assert torch.equal(getattr(plain, name), getattr(spared, name))
-    whole, _ = policy_of("pi0, every weight")
+    whole, _ = policy_of("pi0, every weight, less noise at the start")
     assert whole.precompute(inputs) == {}
 
 
@@ -238,6 +238,16 @@ def test_every_scored_step_is_scored_as_it_was_drawn(scored: str) -> None:
     divisor = 1 if scored == "one" else 4
     assert (divisor * mean.log_prob - action.log_prob).abs().max() < 1e-4
     assert torch.equal(mean.chunk, action.chunk)
+
+
+def test_noise_at_the_start_is_acted_with_and_not_imitated() -> None:
+    whole, less = (make("pi0", start_noise=start) for start in (1.0, 0.25))
+    inputs, noise = inputs_of(SPEC, 4, seed=3), conformance.random_noise(whole, 4, 1)
+    actions, counted = torch.zeros(4, 6, 7), torch.ones(4, 6, dtype=torch.bool)
+    assert torch.equal(*(policy.imitate(inputs, actions, counted, noise) for policy in (whole, less)))
+    greedy = whole.act(inputs, None).chunk
+    far, near = (float((policy.act(inputs, noise).chunk - greedy).abs().mean()) for policy in (whole, less))
+    assert near < 0.6 * far
 
 
 def test_the_value_is_the_same_whatever_was_drawn() -> None:
