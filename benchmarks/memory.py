@@ -78,7 +78,7 @@ class Sampler:
         me = psutil.Process()
         while not self._end.wait(EVERY_S):
             now = time.monotonic()
-            names = {process.pid: " and ".join(process.workers) for process in self.runtime._processes}
+            names = {pid: " and ".join(workers) for pid, workers in self.runtime.workers_by_process().items()}
             for process in (me, *me.children(recursive=True)):
                 try:
                     title = "driver" if process == me else names.get(process.pid) or _title(process)

@@ -178,6 +178,10 @@ class RayRuntime(RayCluster):
             self._end(process)  # a spare one, which the next worker would grow
         return None
 
+    def workers_by_process(self) -> dict[int, tuple[str, ...]]:
+        """The workers that each process holds, by its number."""
+        return {process.pid: tuple(process.workers) for process in list(self._processes)}
+
     def end_workers(self) -> None:
         if self.ray_processes.lost() is not None:
             self._begin_anew()

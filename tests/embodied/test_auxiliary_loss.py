@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ import policies
 from embodied.algorithms.estimators import Rows
 from embodied.config import LossConfig
 from embodied.data.trajectories import HeldDecisions
+from embodied.reporting.metrics import read as metrics_of
 from embodied.workers.microbatch import LossSums, add_gradient, count_units, read
 from policies.contract import Policy, PolicyError, PolicySpec
+from tests.embodied.test_resume import IMAGES, config_of, run
 from tests.policies import conformance
 
 SPEC = PolicySpec(action_dim=2, chunk=2, state_dim=3, proprio_dim=2, cameras=("base",), image_size=16)
@@ -116,3 +119,12 @@ def test_without_a_critic_on_states_it_is_refused() -> None:
         make_policy(state_loss=1.0, critic_reads_state=False)
     with pytest.raises(PolicyError, match="at least 0"):
         make_policy(state_loss=-1.0)
+
+
+@pytest.mark.parametrize("weight", [0.0, 1.0])
+def test_a_run_says_the_loss(weight: float, tmp_path: Path) -> None:
+    options = {**IMAGES["policy"]["options"], "critic_reads_state": True, "state_loss": weight}
+    policy = {**IMAGES["policy"], "reads": ["state", "proprio", "images"], "options": options}
+    run(config_of({**IMAGES, "policy": policy}, 2), tmp_path)
+    found = [row.get("learner/auxiliary_loss", 0.0) for row in metrics_of(tmp_path)]
+    assert len(found) == 2 and all((loss > 0.0) == (weight > 0.0) for loss in found)
