@@ -50,8 +50,8 @@ class EnvConfig(Section):
     control_mode: str | None = None
     """One of the task's control modes; None is the simulator's default."""
     reward: Literal["dense", "sparse"] | None = None
-    """Shaped and normalised to at most 1 per env step, or 1 where the task is solved; None: the usual one, which is sparse
-    in LIBERO and dense elsewhere."""
+    """Shaped and normalised to at most 1 per env step, or 1 where the task is solved; None: the usual one,
+    sparse in LIBERO and dense elsewhere."""
     max_episode_steps: Annotated[int, Field(ge=1)] | None = None
     """Env steps after which an episode is truncated; None is the task's own limit."""
     cameras: Annotated[int, Field(ge=0)] | tuple[str, ...] = 0

@@ -43,9 +43,9 @@ def stride(length: int) -> int:
     return max(1, length // FRAMES)
 
 
-def filmed_steps(length: int) -> list[int]:
+def filmed_steps(length: int, every: int) -> list[int]:
     """The env steps after which the frames of `Filmer.film` were taken."""
-    return [*range(0, length, stride(length)), length]
+    return [*range(0, length, every), length]
 
 
 def worth_seeing(outcomes: Sequence[EpisodeOutcome], count: int) -> list[EpisodeOutcome]:
@@ -89,15 +89,15 @@ def write_film(
     columns: int | None = None,
 ) -> None:
     """Replay the episodes and tile them into one video, in rows of `columns` or with failures first; the work is dealt
-    out to as many filmers as cores."""
+    out to as many filmers as cores. All are as fast as the longest, so that one can be compared with another."""
     # Episodes of a task next to each other: a filmer builds a task's scene once.
     ordered = sorted(range(len(episodes)), key=lambda place: episodes[place].outcome.task)
     count = worker_count(session, len(ordered))
     session.runtime.prepare(count)
+    every = stride(max((one.outcome.length for one in episodes), default=0))
 
     def begin(filmer: Handle[Filmer], place: int) -> list[UInt8]:
         outcome = episodes[place].outcome
-        every = stride(outcome.length)
         return filmer.submit(Filmer.film, task_of(outcome.task), outcome.spec, episodes[place].actions, every)
 
     films: dict[int, list[UInt8]] = {}
@@ -109,7 +109,9 @@ def write_film(
         for filmer in filmers:
             filmer.end()
     tiles = [
-        EpisodeFrames(one.outcome.task, films[place], one.outcome.success, one.label, filmed_steps(one.outcome.length))
+        EpisodeFrames(
+            one.outcome.task, films[place], one.outcome.success, one.label, filmed_steps(one.outcome.length, every)
+        )
         for place, one in enumerate(episodes)
     ]
     write_tiled(path, tiles, 15, columns)

@@ -19,7 +19,7 @@ from policies.denoising import PICKING, Denoising, Field, stacked
 from policies.encoders import vector
 from policies.files import CONFIG, Shards, read_json
 from policies.imitation import counted_mean, only_counted
-from policies.layers import checked_widths, mlp
+from policies.layers import checked_noise, checked_widths, mlp
 from policies.lora import AdaptedModel, AdaptedPolicy
 from policies.pi0 import saving
 from policies.pi0.adapters import attach
@@ -232,6 +232,7 @@ class Pi0(AdaptedPolicy):
 
     def imitate(self, inputs: Inputs, actions: Tensor, counted: Tensor, noise: Tensor) -> Tensor:
         """Flow matching at a time of each row's own, drawn by the noise's last number; its first are x^(0)."""
+        noise = checked_noise(noise, self.noise_dim)
         uniform = self.denoising.uniform_of(noise)
         seen = self._observation(inputs)
         # After it was normalised: what fills an episode's end up is the mean action, not one of raw zeros.

@@ -123,8 +123,9 @@ def test_without_a_critic_on_states_it_is_refused() -> None:
 
 @pytest.mark.parametrize("weight", [0.0, 1.0])
 def test_a_run_says_the_loss(weight: float, tmp_path: Path) -> None:
-    options = {**IMAGES["policy"]["options"], "critic_reads_state": True, "state_loss": weight}
-    policy = {**IMAGES["policy"], "reads": ["state", "proprio", "images"], "options": options}
-    run(config_of({**IMAGES, "policy": policy}, 2), tmp_path)
+    images: dict[str, Any] = dict(IMAGES)
+    options = {**images["policy"]["options"], "critic_reads_state": True, "state_loss": weight}
+    policy = {**images["policy"], "reads": ["state", "proprio", "images"], "options": options}
+    run(config_of({**images, "policy": policy}, 2), tmp_path)
     found = [row.get("learner/auxiliary_loss", 0.0) for row in metrics_of(tmp_path)]
     assert len(found) == 2 and all((loss > 0.0) == (weight > 0.0) for loss in found)

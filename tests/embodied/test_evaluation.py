@@ -162,7 +162,7 @@ def test_a_long_film_says_at_which_step_each_frame_was_taken(length: int) -> Non
     """The last is the episode's end, whatever lies between two frames."""
     task, episode = TaskSpec("tabletop/push", max_episode_steps=length), EpisodeSpec(3)
     frames = Filmer().film(task, episode, np.zeros((length, 3), np.float32), stride(length))
-    said = filmed_steps(length)
+    said = filmed_steps(length, stride(length))
     assert len(said) == len(frames) and said[0] == 0 and said[-1] == length
     assert len(frames) <= 2 * FRAMES + 1
 
