@@ -27,15 +27,17 @@ from embodied.commands.train import train_run
 from embodied.config import Config
 from embodied.config_files import load_config, parse_config
 from embodied.errors import UserError
+from embodied.evaluation import films
 from embodied.evaluation.evaluate import Subject, evaluate, evaluation_folder
-from embodied.evaluation.films import FRAMES, Filmer, differing, filmed_steps, stride, worth_seeing
+from embodied.evaluation.films import FRAMES, Filmer, Shown, differing, filmed_steps, stride, worth_seeing
 from embodied.evaluation.folder import EvalFolder, Identity, open_folder, read_folder
 from embodied.evaluation.protocol import as_data, protocol_of
 from embodied.execution import recovery
 from embodied.execution.session import open_session
 from embodied.reporting.run_record import read_run
+from embodied.reporting.video import EpisodeFrames
 from embodied.run_folder import settings_of
-from embodied.workers.evaluator import EpisodeResult, deal_out
+from embodied.workers.evaluator import EpisodeOutcome, EpisodeResult, deal_out
 from policies.contract import PolicyError
 from sim_farm import faults
 from sim_farm.contract import EpisodeSpec, FarmError, TaskSpec
@@ -165,6 +167,19 @@ def test_a_long_film_says_at_which_step_each_frame_was_taken(length: int) -> Non
     said = filmed_steps(length, stride(length))
     assert len(said) == len(frames) and said[0] == 0 and said[-1] == length
     assert len(frames) <= 2 * FRAMES + 1
+
+
+def test_episodes_of_a_film_are_equally_fast(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tiles: list[EpisodeFrames] = []
+    monkeypatch.setattr(films, "write_tiled", lambda path, shown, fps, columns: tiles.extend(shown))
+    task, lengths = TaskSpec("tabletop/push", max_episode_steps=3 * FRAMES), (5, 3 * FRAMES)
+    outcomes = [EpisodeOutcome(task.name, i, EpisodeSpec(3), False, 0.0, n, n) for i, n in enumerate(lengths)]
+    episodes = [Shown(one, np.zeros((one.length, 3), np.float32), "") for one in outcomes]
+    with open_session(config()) as session:
+        films.write_film(tmp_path / "film.mp4", session, episodes, lambda name: task)
+    said = [list(tile.steps or ()) for tile in tiles]
+    assert said == [[*range(0, length, 3), length] for length in lengths]
+    assert [len(one) for one in said] == [len(tile.frames) for tile in tiles]
 
 
 def test_a_run_shows_what_it_reached_by_the_tasks_own_words(tmp_path: Path) -> None:

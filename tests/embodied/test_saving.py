@@ -282,7 +282,8 @@ def test_a_worker_that_is_too_large_stays_where_no_checkpoint_can_be_written_for
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Its replacement would go on from an earlier one, and compute again what was computed."""
-    run_out_of_room(monkeypatch, (2,))  # of iteration 2, at which the learner is first found too large
+    # No room for the checkpoint of iteration 2: the one that is due because the learner is first found too large there.
+    run_out_of_room(monkeypatch, (2,))
     found = iter([None, WorkerTooLarge("learner has grown"), None, WorkerTooLarge("learner has grown"), None])
     # Inline nothing is measured: what a process holds is no part of this law.
     monkeypatch.setattr(InlineRuntime, "too_large", lambda runtime: next(found))

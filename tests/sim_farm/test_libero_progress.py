@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from policies.waypoints import hand
-from sim_farm.backends.libero import progress, tasks
+from sim_farm.backends.libero import tasks
 from sim_farm.backends.libero.physics import LiberoPhysics
 from sim_farm.contract import EpisodeSpec, PhysicsResult, TaskSpec
 from tests import libero_assets
@@ -68,14 +68,30 @@ def test_a_hand_that_goes_away_loses() -> None:
 def test_a_grasp_is_what_robosuite_calls_one() -> None:
     with closing(dense(PLATE)) as physics:
         env: Any = physics._env
-        del env.check_contact  # robosuite's own again, which takes names too
-        bowl = env.get_object("akita_black_bowl_1")
-        held = progress._grasp_check(env, bowl)
+        fast, bowl = env.check_contact, env.get_object("akita_black_bowl_1")
         seen = []
         for _ in scripted(physics, seed=0):
-            seen.append(held())
+            seen.append(env._check_grasp(env.robots[0].gripper, bowl))
+            del env.check_contact  # robosuite's own again
             assert seen[-1] == env._check_grasp(env.robots[0].gripper, bowl)
+            env.check_contact = fast
     assert any(seen) and not all(seen)
+
+
+@pytest.mark.parametrize("episode", [EpisodeSpec(3), EpisodeSpec(3, init_state=7)])
+def test_what_settling_gains_is_not_the_policys(episode: EpisodeSpec) -> None:
+    away = np.array([[1.0, 0.0, -1.0, 0.0, 0.0, 0.0, -1.0]] * 5, np.float32)
+    with closing(dense(PLATE)) as physics:
+        physics.reset(EpisodeSpec(0))
+        physics.step(away)
+        for settled in (0, 4):
+            physics.reset(episode)
+            physics.step(away)
+            physics.reset(episode)
+            physics.settle(settled)
+            begun = progress_of(physics)
+            rewards = physics.step(away).reward
+            assert float(rewards.sum()) == pytest.approx(progress_of(physics) - begun, abs=1e-6) != 0.0
 
 
 @pytest.mark.parametrize("task", [DRAWER, KNOB, CLOSE, TURN_OFF])

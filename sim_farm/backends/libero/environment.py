@@ -168,19 +168,22 @@ def visual_states(env: Any) -> list[dict[str, Any]]:
 
 
 def fast_contact_check(env: Any) -> Callable[..., bool]:
-    """`env.check_contact(model, model)` with the same answer, over arrays instead of a Python loop.
+    """`env.check_contact` of two models, or lists of geoms, with the same answer, over arrays instead of a Python loop.
 
-    Predicates ask it in every env step about two models, each of which is a fixed set of geoms.
+    Predicates ask it in every env step about two models, each of which is a fixed set of geoms; robosuite's
+    `_check_grasp` asks about the geoms themselves.
     """
     model, data = env.sim.model._model, env.sim.data._data
-    masks: dict[str, np.ndarray] = {}
+    masks: dict[str | tuple[str, ...], np.ndarray] = {}
 
     def mask(part: Any) -> np.ndarray:
-        if part.name not in masks:
+        key = tuple(part) if isinstance(part, list) else part.name
+        if key not in masks:
             found = np.zeros(model.ngeom, np.bool_)
-            found[[env.sim.model.geom_name2id(name) for name in part.contact_geoms]] = True
-            masks[part.name] = found
-        return masks[part.name]
+            names = part if isinstance(part, list) else part.contact_geoms
+            found[[env.sim.model.geom_name2id(name) for name in names]] = True
+            masks[key] = found
+        return masks[key]
 
     def check_contact(one: Any, two: Any) -> bool:
         pairs = data.contact.geom[: data.ncon]

@@ -91,8 +91,7 @@ class LiberoPhysics:
             self._advance(self._control, action)
             solved = bool(self._env._check_success())
             self._env._post_process()
-            gain = self._gain()
-            rewards.append(1.0 if solved else gain)
+            rewards.append(1.0 if solved else self._gain())
             self._steps_left -= 1
             if solved or self._steps_left == 0:
                 break

@@ -59,31 +59,16 @@ def _placing(env: Any, predicate: list[str], moved: Any, target: Any) -> Term:
     """`on`, `in`: the hand comes to the object, holds it, and brings it to the target."""
     data = env.sim.data._data
     site, body = env.robots[0].eef_site_id, env.obj_body_id[moved.object_name]
-    held = _grasp_check(env, env.get_object(moved.object_name))
+    gripper, thing = env.robots[0].gripper, env.get_object(moved.object_name)
 
     def progress() -> float:
         if env._eval_predicate(predicate):
             return 1.0
         position = data.xpos[body]
         reach, place = near(data.site_xpos[site], position), near(position, target.get_geom_state()["pos"])
-        return REACH * reach + HELD * held() + PLACE * place
+        return REACH * reach + HELD * env._check_grasp(gripper, thing) + PLACE * place
 
     return progress
-
-
-def _grasp_check(env: Any, moved: Any) -> Callable[[], bool]:
-    """Whether both finger pads touch the object (robosuite's `_check_grasp`), over arrays."""
-    model, data = env.sim.model._model, env.sim.data._data
-    pads = env.robots[0].gripper.important_geoms
-    kind = np.zeros(model.ngeom, np.int8)
-    for code, names in ((1, pads["left_fingerpad"]), (2, pads["right_fingerpad"]), (4, moved.contact_geoms)):
-        kind[[env.sim.model.geom_name2id(name) for name in names]] = code
-
-    def held() -> bool:
-        touching = kind[data.contact.geom[: data.ncon]].sum(axis=1)
-        return bool((touching == 5).any() and (touching == 6).any())
-
-    return held
 
 
 def _moving(env: Any, part: Any, ranges: str) -> Term:
