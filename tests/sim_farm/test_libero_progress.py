@@ -12,6 +12,7 @@ import pytest
 from policies.waypoints import hand
 from sim_farm.backends.libero import tasks
 from sim_farm.backends.libero.physics import LiberoPhysics
+from sim_farm.backends.libero.progress import HELD
 from sim_farm.contract import EpisodeSpec, PhysicsResult, TaskSpec
 from tests import libero_assets
 from tests.variants import often
@@ -65,17 +66,21 @@ def test_a_hand_that_goes_away_loses() -> None:
         assert sum(float(physics.step(UP).reward[0]) for _ in range(10)) < -0.01
 
 
-def test_a_grasp_is_what_robosuite_calls_one() -> None:
+def test_reaching_grasping_and_carrying_are_rewarded_one_after_the_other() -> None:
+    """A grasp is what robosuite calls one, by its own contacts as by the fast ones."""
     with closing(dense(PLATE)) as physics:
         env: Any = physics._env
         fast, bowl = env.check_contact, env.get_object("akita_black_bowl_1")
-        seen = []
-        for _ in scripted(physics, seed=0):
+        seen, rewards = [], []
+        for result in scripted(physics, seed=0):
+            rewards.append(float(result.reward[0]))
             seen.append(env._check_grasp(env.robots[0].gripper, bowl))
             del env.check_contact  # robosuite's own again
             assert seen[-1] == env._check_grasp(env.robots[0].gripper, bowl)
             env.check_contact = fast
-    assert any(seen) and not all(seen)
+    grasped = seen.index(True)
+    reaching, grasping, carrying = sum(rewards[:grasped]), rewards[grasped], sum(rewards[grasped + 1 : -1])
+    assert reaching > 0.05 and grasping == pytest.approx(HELD, abs=0.05) and carrying > 0.1
 
 
 @pytest.mark.parametrize("episode", [EpisodeSpec(3), EpisodeSpec(3, init_state=7)])
