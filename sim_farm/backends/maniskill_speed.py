@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from mani_skill.agents.controllers.base_controller import BaseController
+from mani_skill.agents.controllers.pd_joint_pos import PDJointPosController, PDJointPosMimicController
 from mani_skill.agents.multi_agent import MultiAgent
 from mani_skill.utils.structs.actor import Actor
 from mani_skill.utils.structs.link import Link
@@ -99,6 +100,8 @@ def speed_up(env: Any) -> None:
         usual = type(controller)._clip_and_scale_action is BaseController._clip_and_scale_action
         if usual and hasattr(controller, "action_space_low"):
             _scale_with_constants(controller)
+            if type(controller) in (PDJointPosController, PDJointPosMimicController):
+                _set_action_in_numpy(controller)
 
 
 def controllers(env: Any) -> list[Any]:
@@ -125,3 +128,48 @@ def _scale_with_constants(controller: Any) -> None:
     low, high = controller.action_space_low, controller.action_space_high
     middle, half = 0.5 * (high + low), 0.5 * (high - low)
     controller._clip_and_scale_action = lambda action: middle + half * torch.clip(action, -1, 1)
+
+
+def _set_action_in_numpy(controller: Any) -> None:
+    """`set_action` of the joint position controllers for one environment, without tensors between action and drives.
+
+    The same float32 operations in the same order. The controller's `_start_qpos` is left alone: only an interpolating
+    controller, which keeps ManiSkill's own `set_action`, reads it.
+    """
+    config = controller.config
+    if config.interpolate or config.use_target:
+        return
+    robot = controller.articulation._objs[0]
+    active = controller.active_joint_indices.numpy()
+    target = np.zeros(len(active), np.float32)
+    shared = torch.from_numpy(target[None])
+    drives = [(joint._objs[0], target[i : i + 1]) for i, joint in enumerate(controller.joints)]
+    mimics = isinstance(controller, PDJointPosMimicController)
+    driven = controller.control_joint_indices.numpy() if mimics else slice(None)
+    scale = _scale_in_numpy(controller)
+    if mimics:
+        follower, leader = controller.mimic_joint_indices.numpy(), controller.mimic_control_joint_indices.numpy()
+        multiplier, offset = controller._multiplier.numpy(), controller._offset.numpy()
+
+    def set_action(action: torch.Tensor) -> None:
+        if controller._target_qpos is not shared:
+            target[:] = controller._target_qpos[0].numpy()
+            controller._target_qpos = shared
+        scaled = scale(action[0].numpy())
+        target[driven] = robot.qpos[active][driven] + scaled if config.use_delta else scaled
+        if mimics:
+            target[follower] = target[leader] * multiplier + offset
+        for drive, aim in drives:
+            drive.drive_target = aim
+
+    controller.set_action = set_action
+
+
+def _scale_in_numpy(controller: Any) -> Any:
+    """`_clip_and_scale_action` of one action [A], where the controller scales at all."""
+    if not controller._normalize_action:
+        return lambda action: action
+    low, high = controller.action_space_low, controller.action_space_high
+    middle, half = (0.5 * (high + low)).numpy(), (0.5 * (high - low)).numpy()
+    one = np.float32(1)
+    return lambda action: middle + half * np.minimum(np.maximum(action, -one), one)
