@@ -106,7 +106,12 @@ def _parse(verb: str, kind: Any, named: str, arguments: list[str]) -> Any:
     names = {field.name for field in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set()
     if "settings" in names:
         options["default"] = kind(named, settings=_settings(named, arguments, "run" in names)) if named else kind("")
-    return tyro.cli(kind, args=arguments, prog=f"embodied {verb}", **options)
+    try:
+        return tyro.cli(kind, args=arguments, prog=f"embodied {verb}", **options)
+    except BrokenPipeError:
+        # Whoever read the help, `head` for example, has seen enough. What is still buffered has no reader either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(0) from None
 
 
 def _settings(named: str, arguments: list[str], may_be_a_run: bool) -> Any:

@@ -208,6 +208,16 @@ def test_help_is_generated_from_the_configuration() -> None:
     assert "--loss.clip" in shown and "Clip range of the ratio" in shown
 
 
+def test_help_may_be_read_in_part() -> None:
+    """As by `embodied train --help | head`."""
+    command = [str(Path(sys.executable).parent / "embodied"), "train", "--help"]
+    shown = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert shown.stdout is not None and shown.stderr is not None
+    assert shown.stdout.readline().startswith("usage: embodied train")
+    shown.stdout.close()
+    assert not shown.stderr.read() and shown.wait() == 0
+
+
 @pytest.mark.parametrize("verb", ["train", "sft", "eval", "record", "profile", "plan", "compare"])
 @pytest.mark.parametrize("options", [(), ("--iterations", "1")])
 def test_without_a_configuration_usage_and_configurations_are_shown(
