@@ -65,7 +65,7 @@ def train_ours(config: str, seed: int) -> dict[str, float]:
     return {
         **{name: found.get(key, float("inf")) for name, key in keys.items()},
         "startup_s": found["startup_s"],
-        "training_s": found["training_wall_s"],
+        "training_s": found["env_steps"] / found["env_steps_per_s"],
         "eval_success_rate": found["success_rate"],
     }
 

@@ -109,3 +109,16 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendDevice]:
 def place_of(group: Any) -> torch.device:
     """Of a group of tensors that C++ believes on the CPU."""
     return next(tensor.device for tensor in group[0] if tensor is not None)
+
+
+@pytest.fixture(scope="module")
+def here() -> Iterator[Any]:
+    """A `Session` in this process, with as many threads as a worker begins with."""
+    from embodied.config_files import parse_config
+    from embodied.execution.session import open_session
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with open_session(parse_config({"runtime": {"mode": "inline"}}, "test")) as session:
+        yield session
+    torch.set_num_threads(threads)

@@ -49,7 +49,7 @@ from sim_farm.layout import FarmSpec
 from sim_farm.memory import FOLDER
 from tests.embodied import test_learner_ranks
 from tests.embodied.ray_nodes import Machines, started
-from tests.embodied.test_executor import assert_equal
+from tests.embodied.runs import assert_equal
 from tests.embodied.test_policies_elsewhere import learned_alike_apart
 from tests.embodied.test_relay import CHUNKS, PICTURES, STATES
 from tests.embodied.test_runtime import config_of, session_of, train

@@ -22,7 +22,7 @@ from embodied.workflows.sizes import workflow_of
 from schedulers import Cluster, ComponentProfile, DeviceRange, Node, Phase, Placement, Plan, Point, Profile
 from sim_farm.layout import FarmSpec
 from tests.embodied.ray_nodes import Machines, started
-from tests.embodied.test_executor import CORES
+from tests.embodied.runs import CORES
 from tests.embodied.test_instances import acting, assert_learned_alike, computed_here
 from tests.embodied.test_learner_ranks import STATES, run
 

@@ -32,6 +32,8 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
         "pushcube",
         {
             "env": {"num_envs": 8},
+            "farm": {"groups": 2},
+            "rollout": {"decisions": 64},
             "iterations": 3,
             "advantage": {"gamma": 0.9, "lam": 0.95, "normalise_returns": False},
         },

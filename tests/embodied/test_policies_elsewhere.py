@@ -15,9 +15,9 @@ from embodied.config_files import parse_config
 from embodied.execution.session import Session, open_session
 from embodied.workers.affinity import Affinity
 from tests import libero_assets
-from tests.embodied import test_executor
+from tests.embodied import runs
 from tests.embodied.ray_nodes import Machines, started
-from tests.embodied.test_executor import Run, assigned, inline
+from tests.embodied.runs import Run, assigned, inline
 from tests.embodied.test_instances import assert_learned_alike
 from tests.embodied.test_learner_ranks import IMAGES, STATES, of_ranks, run, with_optim
 
@@ -41,7 +41,7 @@ CASES = {
     "openvla, adapter, shards": openvla("sharded", lora_rank=4),
     "openvla, all weights": openvla("whole"),
     "openvla, all weights, shards": openvla("sharded"),
-    "libero": {**test_executor.LIBERO, "env": {**test_executor.LIBERO["env"], "num_envs": 4}},
+    "libero": {**runs.LIBERO, "env": {**runs.LIBERO["env"], "num_envs": 4}},
 }
 
 

@@ -31,7 +31,7 @@ from embodied.workers.roles import TrainedBytes
 from embodied.workflows.sizes import workflow_of
 from schedulers import Plan
 from tests.embodied.pretend_device import PretendDevice
-from tests.embodied.test_executor import IMAGES, assert_equal, assert_was_a_test, inline, run
+from tests.embodied.runs import IMAGES, assert_equal, assert_was_a_test, inline, run
 from tests.variants import often
 
 CORES = tuple(sorted(os.sched_getaffinity(0))[:2])

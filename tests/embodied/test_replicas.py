@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from embodied.config_files import parse_config
 from embodied.errors import UserError
 from embodied.execution.assignment import Assignment
 from embodied.execution.executor import Executor, executor
-from embodied.execution.session import Session, open_session
+from embodied.execution.session import Session
 from embodied.runtime.deadlines import Deadline
 from embodied.runtime.groups import WorkerGroup
 from embodied.runtime.ray_runtime import RayRuntime
@@ -31,10 +31,10 @@ from embodied.workers.policy_worker import PolicyWorker
 from embodied.workflows.recipes import PPO, Recipe
 from policies.contract import Action, Inputs
 from sim_farm.contract import FarmError
-from tests.embodied import test_executor as runs
+from tests.embodied import runs
 from tests.embodied.conftest import SharedRay
+from tests.embodied.runs import GROUPS, IMAGES, STATES, Run, assert_equal, assert_was_a_test, assigned, inline
 from tests.embodied.shared_blocks import mapped
-from tests.embodied.test_executor import GROUPS, IMAGES, STATES, Run, assert_equal, assert_was_a_test, assigned, inline
 
 ENVS = 8
 TOLERANCE = 1e-5
@@ -57,15 +57,6 @@ def shared(replicas: int, like: Assignment | None = None, **options: Any) -> Ass
 def ray(ray_runtime: RayRuntime) -> Session:
     ray_runtime.prepare(2)
     return Session(Config(), ray_runtime, tuple(runs.CORES))
-
-
-@pytest.fixture(scope="module")
-def here() -> Iterator[Session]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with open_session(parse_config({"runtime": {"mode": "inline"}}, "test")) as session:
-        yield session
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

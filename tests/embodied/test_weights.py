@@ -43,8 +43,8 @@ from embodied.workflows.recipes import PPO, Recipe
 from policies.contract import Inputs, Policy, PolicySpec
 from sim_farm.farm import WorkerFailed
 from sim_farm.memory import FOLDER, PREFIX
-from tests.embodied import test_executor as runs
-from tests.embodied.test_executor import STATES, assigned, inline
+from tests.embodied import runs
+from tests.embodied.runs import STATES, assigned, inline
 from tests.embodied.test_policy_worker import worker
 from tests.embodied.test_replicas import of, shared
 from tests.variants import often

@@ -13,6 +13,7 @@ from tests.policies import conformance
 GOLDEN = Path(__file__).parents[2] / "golden"
 SPEC = PolicySpec(action_dim=7, chunk=6, proprio_dim=7, cameras=("front", "wrist"), image_size=32)
 NO_STATE = replace(SPEC, proprio_dim=0)
+TURNED, DELTA = {"kind": "turn_images"}, {"kind": "delta_actions", "dims": 6}
 TEXTS = ("pick up the black bowl", "open the drawer")
 
 
