@@ -28,12 +28,11 @@ from embodied.workers.desk_relay import AnswerMessage, AskedMessage
 from embodied.workers.lent_tensors import Lender, LentOver
 from policies.contract import Action, Inputs
 from sim_farm.contract import FarmError
-from tests.embodied import test_executor as runs
+from tests.embodied import runs, test_replicas, test_weights
 from tests.embodied import test_learner_ranks as ranked
-from tests.embodied import test_replicas, test_weights
 from tests.embodied.ray_nodes import Machines, started
+from tests.embodied.runs import CORES, GROUPS, IMAGES, STATES, assert_equal, assert_was_a_test
 from tests.embodied.shared_blocks import mapped
-from tests.embodied.test_executor import CORES, GROUPS, IMAGES, STATES, assert_equal, assert_was_a_test
 from tests.embodied.test_replicas import EACH_BLOW, of, shared, until
 
 

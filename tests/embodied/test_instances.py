@@ -18,7 +18,7 @@ from embodied.runtime.groups import rank_names
 from embodied.runtime.ray_runtime import RayRuntime
 from embodied.workers.affinity import Affinity
 from schedulers.plan import DeviceRange, Phase, Placement, Plan
-from tests.embodied.test_executor import CORES, assigned, inline
+from tests.embodied.runs import CORES, assigned, inline
 from tests.embodied.test_learner_ranks import GROUPS, STATES, Run, assert_near, run, with_optim
 
 APART = assigned("disaggregated", 4, (0, 1), policy=(), one_process=False)

@@ -33,9 +33,9 @@ from embodied.workers.ranks import Ranks
 from embodied.workers.roles import Trainer
 from embodied.workflows.recipes import GRPO, LEARNER, PPO, Recipe
 from sim_farm.farm import WorkerFailed
-from tests.embodied import test_executor
+from tests.embodied import runs
 from tests.embodied.ranks_alone import Counted, alone, assert_near, config_of, connected, state_at, weights_of
-from tests.embodied.test_executor import CORES, ITERATIONS, Run, assert_was_a_test, assigned, inline, kept_in
+from tests.embodied.runs import CORES, ITERATIONS, Run, assert_was_a_test, assigned, inline, kept_in
 from tests.embodied.test_learner import make_batch
 
 # --- whole runs: every rank keeps what it was given, in a folder of its own
@@ -45,7 +45,7 @@ def keep(batch: Trajectories, config: Config) -> None:
     assert config.name is not None
     folder = Path("/", config.name) / str(os.getpid())
     folder.mkdir(exist_ok=True)
-    test_executor.keep(batch, kept_in(folder, config))
+    runs.keep(batch, kept_in(folder, config))
 
 
 def kept_gae(batch: Trajectories, config: Config) -> Estimate:
@@ -60,9 +60,9 @@ def kept_group_relative(batch: Trajectories, config: Config) -> Estimate:
 
 KEPT_PPO = replace(PPO, estimator=kept_gae)
 KEPT_GRPO = replace(GRPO, estimator=kept_group_relative)
-STATES = {**test_executor.STATES, "workflow": f"{__name__}:KEPT_PPO"}
-GROUPS = {**test_executor.GROUPS, "workflow": f"{__name__}:KEPT_GRPO"}
-IMAGES = {**test_executor.IMAGES, "workflow": "ppo"}
+STATES = {**runs.STATES, "workflow": f"{__name__}:KEPT_PPO"}
+GROUPS = {**runs.GROUPS, "workflow": f"{__name__}:KEPT_GRPO"}
+IMAGES = {**runs.IMAGES, "workflow": "ppo"}
 
 
 def run(
