@@ -141,9 +141,7 @@ def _set_action_in_numpy(controller: Any) -> None:
         return
     robot = controller.articulation._objs[0]
     active = controller.active_joint_indices.numpy()
-    target = np.zeros(len(active), np.float32)
-    shared = torch.from_numpy(target[None])
-    drives = [(joint._objs[0], target[i : i + 1]) for i, joint in enumerate(controller.joints)]
+    drives = [joint._objs[0] for joint in controller.joints]
     mimics = isinstance(controller, PDJointPosMimicController)
     driven = controller.control_joint_indices.numpy() if mimics else slice(None)
     scale = _scale_in_numpy(controller)
@@ -152,15 +150,15 @@ def _set_action_in_numpy(controller: Any) -> None:
         multiplier, offset = controller._multiplier.numpy(), controller._offset.numpy()
 
     def set_action(action: torch.Tensor) -> None:
-        if controller._target_qpos is not shared:
-            target[:] = controller._target_qpos[0].numpy()
-            controller._target_qpos = shared
+        # New for each action: an array that is kept would outlive its episode.
+        target = controller._target_qpos[0].numpy().copy()
         scaled = scale(action[0].numpy())
         target[driven] = robot.qpos[active][driven] + scaled if config.use_delta else scaled
         if mimics:
             target[follower] = target[leader] * multiplier + offset
-        for drive, aim in drives:
-            drive.drive_target = aim
+        controller._target_qpos = torch.from_numpy(target[None])
+        for i, drive in enumerate(drives):
+            drive.drive_target = target[i : i + 1]
 
     controller.set_action = set_action
 
