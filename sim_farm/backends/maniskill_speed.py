@@ -142,19 +142,20 @@ def _set_action_in_numpy(controller: Any) -> None:
     robot = controller.articulation._objs[0]
     active = controller.active_joint_indices.numpy()
     drives = [joint._objs[0] for joint in controller.joints]
-    mimics = isinstance(controller, PDJointPosMimicController)
-    driven = controller.control_joint_indices.numpy() if mimics else slice(None)
     scale = _scale_in_numpy(controller)
-    if mimics:
-        follower, leader = controller.mimic_joint_indices.numpy(), controller.mimic_control_joint_indices.numpy()
-        multiplier, offset = controller._multiplier.numpy(), controller._offset.numpy()
+    driven, mimic = slice(None), None
+    if isinstance(controller, PDJointPosMimicController):
+        driven = controller.control_joint_indices.numpy()
+        parts = controller.mimic_joint_indices, controller.mimic_control_joint_indices
+        mimic = [part.numpy() for part in (*parts, controller._multiplier, controller._offset)]
 
     def set_action(action: torch.Tensor) -> None:
         # New for each action: an array that is kept would outlive its episode.
         target = controller._target_qpos[0].numpy().copy()
         scaled = scale(action[0].numpy())
         target[driven] = robot.qpos[active][driven] + scaled if config.use_delta else scaled
-        if mimics:
+        if mimic:
+            follower, leader, multiplier, offset = mimic
             target[follower] = target[leader] * multiplier + offset
         controller._target_qpos = torch.from_numpy(target[None])
         for i, drive in enumerate(drives):
