@@ -26,7 +26,7 @@ LONGEST = (
     "tests/sim_farm/test_libero.py",
     # One after another, so that whoever is given several starts one Ray for them.
     "tests/embodied/test_learner_ranks.py",
-    "tests/embodied/runs.py",
+    "tests/embodied/test_executor.py",
     "tests/embodied/test_planning.py",
     "tests/embodied/test_large_policies_on_ranks.py",
     "tests/embodied/test_instances.py",

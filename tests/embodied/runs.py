@@ -57,10 +57,7 @@ def kept_group_relative(batch: Trajectories, config: Config) -> Estimate:
 
 
 KEPT_PPO = replace(PPO, estimator=kept_gae)
-
-
 KEPT_GRPO = replace(GRPO, estimator=kept_group_relative)
-
 
 STATES: dict[str, Any] = {
     "workflow": f"{__name__}:KEPT_PPO",
@@ -72,8 +69,6 @@ STATES: dict[str, Any] = {
     "optim": {"epochs": 2, "minibatch": 16, "threads": 1, "policy_lr": 3e-3, "value_lr": 3e-3},
     "runtime": {"deadline_s": 120},
 }
-
-
 IMAGES: dict[str, Any] = {
     **STATES,
     "env": {**STATES["env"], "cameras": 1, "image_size": 32},
@@ -85,8 +80,6 @@ IMAGES: dict[str, Any] = {
     },
     "rollout": {"decisions": 6},
 }
-
-
 GROUPS: dict[str, Any] = {
     **STATES,
     "workflow": f"{__name__}:KEPT_GRPO",
@@ -94,14 +87,10 @@ GROUPS: dict[str, Any] = {
     "advantage": {"outcome": "return"},
     "optim": {**STATES["optim"], "epochs": 1, "minibatch": 0},
 }
-
-
 MANISKILL: dict[str, Any] = {
     **STATES,
     "env": {"task": "maniskill/PushCube-v1", "num_envs": 4, "max_episode_steps": 9, "start_seeds": 6},
 }
-
-
 LIBERO: dict[str, Any] = {
     **IMAGES,
     "env": {
