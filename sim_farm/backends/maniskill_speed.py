@@ -131,18 +131,17 @@ def _scale_with_constants(controller: Any) -> None:
 
 
 def _set_action_in_numpy(controller: Any) -> None:
-    """`set_action` of the joint position controllers for one environment, without tensors between action and drives.
+    """`set_action` of the joint position controllers for one environment: between ManiSkill's own scaling of the action
+    and the drives, the same float32 operations in the same order, in numpy.
 
-    The same float32 operations in the same order. The controller's `_start_qpos` is left alone: only an interpolating
-    controller, which keeps ManiSkill's own `set_action`, reads it.
+    The controller's `_start_qpos` is left alone: only an interpolating controller, which keeps ManiSkill's own
+    `set_action`, reads it.
     """
     config = controller.config
     if config.interpolate or config.use_target:
         return
     robot = controller.articulation._objs[0]
     active = controller.active_joint_indices.numpy()
-    drives = [joint._objs[0] for joint in controller.joints]
-    scale = _scale_in_numpy(controller)
     driven, mimic = slice(None), None
     if isinstance(controller, PDJointPosMimicController):
         driven = controller.control_joint_indices.numpy()
@@ -150,25 +149,14 @@ def _set_action_in_numpy(controller: Any) -> None:
         mimic = [part.numpy() for part in (*parts, controller._multiplier, controller._offset)]
 
     def set_action(action: torch.Tensor) -> None:
+        scaled = controller._preprocess_action(action)[0].numpy()
         # New for each action: an array that is kept would outlive its episode.
         target = controller._target_qpos[0].numpy().copy()
-        scaled = scale(action[0].numpy())
         target[driven] = robot.qpos[active][driven] + scaled if config.use_delta else scaled
         if mimic:
             follower, leader, multiplier, offset = mimic
             target[follower] = target[leader] * multiplier + offset
         controller._target_qpos = torch.from_numpy(target[None])
-        for i, drive in enumerate(drives):
-            drive.drive_target = target[i : i + 1]
+        controller.set_drive_targets(controller._target_qpos)
 
     controller.set_action = set_action
-
-
-def _scale_in_numpy(controller: Any) -> Any:
-    """`_clip_and_scale_action` of one action [A], where the controller scales at all."""
-    if not controller._normalize_action:
-        return lambda action: action
-    low, high = controller.action_space_low, controller.action_space_high
-    middle, half = (0.5 * (high + low)).numpy(), (0.5 * (high - low)).numpy()
-    one = np.float32(1)
-    return lambda action: middle + half * np.minimum(np.maximum(action, -one), one)
