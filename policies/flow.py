@@ -114,9 +114,11 @@ class FlowPolicy(Policy):
     With `critic_reads_state` the critic has its own network on the simulator's state, which it needs in
     training only (asymmetric actor-critic, Pinto et al., arXiv 1710.06542). The actor never reads it: where
     no state is given, `act` decides as ever and its values are NaN. `state_loss` weighs an auxiliary loss beside it:
-    the squared error of the normalised state, predicted by one hidden layer from the encoder's features, mean over
-    the state's numbers. An encoder of pictures so learns where things are from every row, and not from the advantage
-    alone (auxiliary targets from the simulator: Jaderberg et al., arXiv 1611.05397).
+    the error e of the normalised state, predicted by one hidden layer from the encoder's features, mean over the
+    state's numbers. It is e^2 up to a deviation and 2 |e| - 1 from there on (twice Huber's loss): numbers that hardly
+    ever move, such as the tilt of an object, are many deviations away when they do. An encoder of pictures so learns
+    where things are from every row, and not from the advantage alone (auxiliary targets from the simulator: Jaderberg
+    et al., arXiv 1611.05397).
     """
 
     kind = "flow"
@@ -241,7 +243,8 @@ class FlowPolicy(Policy):
         """[B] by how much the features miss the state, weighted; None where that is not asked for."""
         if self.state_head is None or not isinstance(self.value_head, StateCritic):
             return None
-        return self.state_loss * (self.state_head(features) - self.value_head.seen(inputs)).square().mean(1)
+        huber = functional.huber_loss(self.state_head(features), self.value_head.seen(inputs), reduction="none")
+        return self.state_loss * 2 * huber.mean(1)
 
     def _value(self, inputs: Inputs, features: Tensor) -> Tensor:
         if isinstance(self.value_head, StateCritic):

@@ -30,6 +30,7 @@ from mani_skill.utils.registration import REGISTERED_ENVS
 from sim_farm.backends import maniskill_two_cubes as _registers_its_tasks  # noqa: F401
 from sim_farm.backends.maniskill_devices import drawn_by, make_on_device
 from sim_farm.backends.maniskill_instructions import INSTRUCTIONS
+from sim_farm.backends.maniskill_shader import light_cameras
 from sim_farm.backends.maniskill_speed import controllers, frozen_poses, short_collections, speed_up
 from sim_farm.contract import (
     Backend,
@@ -70,7 +71,7 @@ def _make(spec: TaskSpec, render: bool) -> Any:
     modes = (spec.control_mode,) if spec.control_mode else (DEFAULT_CONTROL_MODE, None)
     for mode in modes:
         try:
-            with short_collections():
+            with short_collections(), light_cameras():
                 return make_on_device(
                     task,
                     num_envs=1,
@@ -235,7 +236,8 @@ class ManiSkillRenderer:
             env = self._replicas.popitem(last=False)[1]
         else:
             env = _make(self._spec, render=True)
-        env.reset(seed=max(geometry - 1, 0))
+        with light_cameras():
+            env.reset(seed=max(geometry - 1, 0))
         return env
 
     def close(self) -> None:

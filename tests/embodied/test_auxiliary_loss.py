@@ -15,6 +15,7 @@ from embodied.data.trajectories import HeldDecisions
 from embodied.reporting.metrics import read as metrics_of
 from embodied.workers.microbatch import LossSums, add_gradient, count_units, read
 from policies.contract import Policy, PolicyError, PolicySpec
+from policies.flow import FlowPolicy, StateCritic
 from tests.embodied.test_resume import IMAGES, config_of, run
 from tests.policies import conformance
 
@@ -95,6 +96,21 @@ def test_it_reaches_the_encoder_and_changes_nothing_else() -> None:
     assert sums.auxiliary == 0.0
     changed = {name for name, gradient in without.items() if not torch.allclose(gradient, found[name], atol=1e-7)}
     assert changed and all(name.startswith("encoder.") for name in changed)
+
+
+@pytest.mark.parametrize(("by", "loss"), [(0.5, 0.25), (1.0, 1.0), (9.0, 17.0)])
+def test_it_grows_with_the_square_of_small_errors_only(by: float, loss: float) -> None:
+    """A number of the state that hardly ever moves does not outweigh all others when it does."""
+    policy = make_policy(state_loss=3.0)
+    rows = make_rows(policy)
+    assert isinstance(policy, FlowPolicy) and isinstance(policy.value_head, StateCritic)
+    assert policy.state_head is not None and rows.inputs.state is not None
+    rows.inputs.state[:] = policy.value_head.normalizer.mean
+    for parameter in policy.state_head.parameters():
+        parameter.data.zero_()
+    policy.state_head.get_parameter("2.bias").data.fill_(by)
+    missed = policy.evaluate(rows.inputs, rows.trace).auxiliary
+    torch.testing.assert_close(missed, torch.full((ROWS,), 3.0 * loss))
 
 
 def test_the_state_is_learned_from_pictures() -> None:

@@ -20,8 +20,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import sapien
 from mani_skill.utils.registration import REGISTERED_ENVS
 
+from sim_farm.backends import maniskill_shader
 from sim_farm.backends.maniskill import INSTRUCTIONS
 from sim_farm.contract import EpisodeSpec, FarmError, Float32, PhysicsResult, TaskInfo, TaskSpec
 from sim_farm.registry import make_physics, make_renderer
@@ -379,6 +381,28 @@ def test_building_and_closing_an_environment_collects_nothing_of_the_callers() -
     finally:
         gc.enable()
         gc.freeze()
+
+
+def test_the_installed_shader_is_the_one_that_is_rewritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For cameras that are made within the block; one that asks for another shader has that."""
+    before = sapien.render.get_camera_shader_dir()
+    chosen: list[str] = []
+    monkeypatch.setattr(sapien.render, "set_camera_shader_dir", chosen.append)
+    with maniskill_shader.light_cameras():
+        for name in ("minimal", "default"):
+            sapien.render.set_camera_shader_dir(name)
+    light = Path(chosen[0])
+    assert chosen[1:] == ["default", before] and light.name == "minimal" and light.is_absolute()
+    for name in ("gbuffer.vert", "gbuffer.frag"):
+        vectors = [line for line in (light / name).read_text().splitlines() if line.startswith("layout(location")]
+        handed_on = [line for line in vectors if (" out " if name.endswith("vert") else " in ") in line]
+        assert len(handed_on) == 4
+
+
+@pytest.mark.parametrize("text", ["", "an old part", "an old part, an old part"])
+def test_an_unknown_shader_is_not_rewritten(text: str) -> None:
+    found = maniskill_shader._rewritten(text, {"an old part": "a new one"})
+    assert found == ("a new one" if text == "an old part" else None)
 
 
 def test_unknown_task_shows_the_nearest() -> None:
