@@ -1,10 +1,9 @@
 """ManiSkill's pictures with fewer vectors per vertex: the same pixels, drawn in software in less time.
 
-A Panda has 400,000 vertices, most of whose triangles are smaller than a pixel, and in software a draw's time goes by
-how many vectors each vertex hands to its triangles' pixels. SAPIEN's shader `minimal` hands on seven: position, texture
-coordinates, segmentation, the object's own coordinates, tangent, bitangent, normal. Four are enough. The texture's two
-coordinates fill up those of tangent and bitangent, the segmentation is one for a whole object, and nothing reads the
-object's own coordinates.
+A Panda has 400,000 vertices, and in software a draw's time goes by how many vectors each hands to its triangles.
+SAPIEN's shader `minimal` hands on seven: position, texture coordinates, segmentation, the object's own coordinates,
+tangent, bitangent, normal. Four are enough. The texture's two coordinates fill up those of tangent and bitangent, the
+segmentation is one for a whole object, and nothing reads the object's own coordinates.
 
 The shader is SAPIEN's own, read where it is installed, with that rewritten. Where its text is not the one that is known
 here, SAPIEN's is used. `tests/sim_farm/test_maniskill.py` compares pictures bit for bit with stock ManiSkill's.
@@ -12,14 +11,17 @@ here, SAPIEN's is used. `tests/sim_farm/test_maniskill.py` compares pictures bit
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 
 import sapien
+
+from sim_farm.cache_folder import cache
 
 STOCK = "minimal"
 
@@ -76,19 +78,41 @@ def light_cameras() -> Iterator[None]:
         choose(before)
 
 
-@cache
+@functools.cache
 def _light() -> str:
-    """The folder of the rewritten shader, which lasts as long as the process; `minimal` where SAPIEN's is unknown."""
+    """The folder of the rewritten shader, in the project's cache: worker processes that are killed leave nothing
+    behind. `minimal` where SAPIEN's text is unknown, or nothing can be written there."""
     stock = Path(sapien.__file__).parent / "vulkan_shader"
-    texts = {name: _rewritten((stock / STOCK / name).read_text(), new) for name, new in REPLACED.items()}
-    if None in texts.values():
+    texts = {}
+    for name, replaced in REPLACED.items():
+        text = _rewritten((stock / STOCK / name).read_text(), replaced)
+        if text is None:
+            return STOCK
+        texts[name] = text
+    digest = hashlib.sha256("".join([sapien.__version__, *texts.values()]).encode()).hexdigest()[:12]
+    folder = cache() / f"sapien-shader-{digest}"
+    try:
+        if not folder.is_dir():
+            _write(folder, stock, texts)
+    except OSError:
         return STOCK
-    root = Path(_kept().name)
-    for part in ("common", STOCK):  # the one includes files of the other
-        shutil.copytree(stock / part, root / part)
-    for name, text in texts.items():
-        (root / STOCK / name).write_text(text or "")
-    return str(root / STOCK)
+    return str(folder / STOCK)
+
+
+def _write(folder: Path, stock: Path, texts: Mapping[str, str]) -> None:
+    """Complete or not at all, also when several workers write. Raises `OSError`."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as begun:
+        part = Path(begun) / "whole"
+        for name in ("common", STOCK):  # the one includes files of the other
+            shutil.copytree(stock / name, part / name)
+        for name, text in texts.items():
+            (part / STOCK / name).write_text(text)
+        try:
+            part.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # else another worker was faster
+                raise
 
 
 def _rewritten(text: str, replaced: Mapping[str, str]) -> str | None:
@@ -98,8 +122,3 @@ def _rewritten(text: str, replaced: Mapping[str, str]) -> str | None:
             return None
         text = text.replace(old, new)
     return text
-
-
-@cache
-def _kept() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="embodied-shader-")

@@ -399,6 +399,17 @@ def test_the_installed_shader_is_the_one_that_is_rewritten(monkeypatch: pytest.M
         assert len(handed_on) == 4
 
 
+def test_without_a_cache_folder_pictures_are_drawn_as_sapien_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "embodied").write_text("no folder")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert maniskill_shader._light.__wrapped__() == "minimal"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))
+    light = Path(maniskill_shader._light.__wrapped__())
+    assert light.name == "minimal" and [folder.name for folder in light.parents[1].iterdir()] == [light.parent.name]
+
+
 @pytest.mark.parametrize("text", ["", "an old part", "an old part, an old part"])
 def test_an_unknown_shader_is_not_rewritten(text: str) -> None:
     found = maniskill_shader._rewritten(text, {"an old part": "a new one"})

@@ -20,6 +20,7 @@ from typing import Any
 
 import yaml
 
+from sim_farm.cache_folder import cache
 from sim_farm.contract import FarmError
 
 ASSETS_VARIABLE = "EMBODIED_LIBERO_ASSETS"
@@ -28,11 +29,6 @@ ARCHIVES = (SOURCE_TREE / "assets" / "libero-assets.tar.xz", SOURCE_TREE.parent 
 """Where an archive of the assets is looked for when no setting names one."""
 PROBES = ("scenes", "articulated_objects", "stable_hope_objects", "stable_scanned_objects", "turbosquid_objects")
 """Folders that a complete set of assets has."""
-
-
-def cache() -> Path:
-    """The project's cache folder: `$XDG_CACHE_HOME/embodied`, usually `~/.cache/embodied`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "embodied"
 
 
 @functools.cache

@@ -16,7 +16,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from sim_farm.backends.libero.package import cache, prepare
+from sim_farm.backends.libero.package import prepare
+from sim_farm.cache_folder import cache
 from sim_farm.contract import FarmError
 
 SUITES = ("libero_spatial", "libero_object", "libero_goal", "libero_10", "libero_90")
