@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
 import json
 import os
 import shutil
@@ -11,83 +9,34 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import imageio.v2 as imageio
 import numpy as np
 import pytest
-from safetensors.torch import load_file, save_file
 
-from embodied import checkpoint, cli
+from embodied import cli
 from embodied.commands.evaluate import evaluate_run
-from embodied.commands.train import train_run
-from embodied.config import Config
-from embodied.config_files import load_config, parse_config
-from embodied.errors import UserError
+from embodied.config_files import load_config
 from embodied.evaluation import films
 from embodied.evaluation.evaluate import Subject, evaluate, evaluation_folder
-from embodied.evaluation.films import FRAMES, Filmer, Shown, differing, filmed_steps, stride, worth_seeing
-from embodied.evaluation.folder import EvalFolder, Identity, open_folder, read_folder
-from embodied.evaluation.protocol import as_data, protocol_of
+from embodied.evaluation.films import FRAMES, Filmer, Shown, filmed_steps, stride
+from embodied.evaluation.folder import read_folder
+from embodied.evaluation.protocol import protocol_of
 from embodied.execution import recovery
 from embodied.execution.session import open_session
-from embodied.reporting.run_record import read_run
 from embodied.reporting.video import EpisodeFrames
 from embodied.run_folder import settings_of
-from embodied.workers.evaluator import EpisodeOutcome, EpisodeResult, deal_out
-from policies.contract import PolicyError
+from embodied.workers.evaluator import EpisodeOutcome, deal_out
 from sim_farm import faults
-from sim_farm.contract import EpisodeSpec, FarmError, TaskSpec
+from sim_farm.contract import EpisodeSpec, TaskSpec
 from sim_farm.episodes import ListedEpisodes, evaluation_episodes
 from sim_farm.layout import FarmSpec
+from tests.embodied import evaluations
+from tests.embodied.evaluations import assert_same_episodes, config, evaluated
 
 COMMAND = Path(sys.executable).parent / "embodied"
-RANDOM: dict[str, Any] = {
-    "env": {"task": "tabletop/reach", "num_envs": 8},
-    "policy": {"kind": "random", "chunk": 2},
-    "farm": {"physics_workers": 1},
-    "eval": {"greedy": False, "videos": 0},
-    "runtime": {"mode": "inline"},
-}
-
-
-def config(base: dict[str, Any] = RANDOM, **sections: dict[str, Any]) -> Config:
-    """`base` with some keys of some sections replaced."""
-    return parse_config(base | {name: base.get(name, {}) | own for name, own in sections.items()}, "test")
-
-
-def evaluated(folder: Path, settings: Config, **how: Any) -> EvalFolder:
-    evaluate_run("untrained", settings, None, folder.parent, into=folder, **how)
-    return read_folder(folder)
-
-
-def assert_same_episodes(a: EvalFolder, b: EvalFolder) -> None:
-    assert a.in_order() == b.in_order()
-    for outcome in a.in_order():
-        assert np.array_equal(a.actions(outcome), b.actions(outcome)), f"other actions in {outcome}"
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A run whose policy multiplies matrices, trained for an iteration: its rounding shows the shape of a batch."""
-    yield trained(tmp_path_factory.mktemp("runs"), "run", seed=1)
-
-
-def trained(runs_dir: Path, name: str, seed: int, iterations: int = 1, **optim: Any) -> Path:
-    small = {"iterations": iterations, "name": name, "seed": seed, "stop_at_success": None, "optim": optim}
-    sections = {
-        **small,
-        "env": {"task": "tabletop/reach", "num_envs": 8},
-        "policy": {"options": {"widths": [64, 64]}},
-        "rollout": {"decisions": 16},
-        "farm": {"physics_workers": 1},
-        "eval": {"episodes": 4, "videos": 0},
-        "runtime": {"mode": "inline"},
-    }
-    return Path(train_run(parse_config(sections, "test"), "reach", runs_dir, False)["report"]).parent
+run = evaluations.run  # the fixture
 
 
 # --- the result does not depend on who does the work
@@ -313,238 +262,3 @@ def test_resume_without_a_folder_finds_the_same_evaluation_or_begins_one(tmp_pat
     again = evaluate_run("untrained", three, None, tmp_path, resume=True)["folder"]
     anew = evaluate_run("untrained", three, None, tmp_path)["folder"]
     assert first == again and len({first, other, anew}) == 3
-
-
-# --- what is refused, and nothing lost by it
-
-
-def refusal(folder: Path, settings: Config, kind: type[Exception] = UserError, **how: Any) -> str:
-    with pytest.raises(kind) as caught:
-        evaluated(folder, settings, **how)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("episodes", [2, 5])
-@pytest.mark.parametrize("resume", [False, True])
-def test_a_folder_of_another_protocol_is_refused_and_left_alone(resume: bool, episodes: int, tmp_path: Path) -> None:
-    kept = evaluated(tmp_path / "e", config(eval={"episodes": 3}))
-    said = refusal(tmp_path / "e", config(eval={"episodes": episodes}), resume=resume)
-    assert "--folder" in said and "delete" not in said
-    assert f"protocol.trials is 3, asked for is {episodes}" in said if resume else "an evaluation of 3 episodes" in said
-    assert_same_episodes(read_folder(tmp_path / "e"), kept)
-
-
-def test_a_folder_by_the_first_version_of_protocols_is_read_and_not_gone_on_with(tmp_path: Path) -> None:
-    settings = config(eval={"episodes": 3})
-    kept = evaluated(tmp_path / "e", settings)
-    first = replace(protocol_of(settings), cameras=None, chunk=None, version=1)
-    data = {"protocol": as_data(first), "policy": dict(kept.identity.policy)}
-    assert "version" not in data["protocol"]
-    (tmp_path / "e" / "protocol.json").write_text(json.dumps(data))
-    lines = [json.loads(line) for line in (tmp_path / "e" / "episodes.jsonl").read_text().splitlines()]
-    old = [{key: line[key] for key in line if key not in ("resets", "unseeded_resets")} for line in lines]
-    (tmp_path / "e" / "episodes.jsonl").write_text("".join(json.dumps(line) + "\n" for line in old))
-    assert_same_episodes(read_folder(tmp_path / "e"), kept)
-    said = refusal(tmp_path / "e", settings, resume=True)
-    assert "version 1 of protocols" in said and "--folder" in said
-    assert "another protocol" in refusal(tmp_path / "f", settings, against=str(tmp_path / "e"))
-
-
-def test_resets_before_an_episode_are_kept_with_it(tmp_path: Path) -> None:
-    settings = config()
-    with open_folder(tmp_path / "e", Identity(protocol_of(settings), {}), settings, resume=False) as folder:
-        spec = EpisodeSpec(7, 4, resets=4, unseeded_resets=1)
-        actions = np.zeros((2, 3), np.float32)
-        folder.add(EpisodeResult("tabletop/reach", 0, spec, True, 1.0, 2, 50, actions))
-    assert [outcome.spec for outcome in read_folder(tmp_path / "e").in_order()] == [spec]
-
-
-def test_policies_that_decide_at_other_intervals_are_compared_on_the_same_episodes(tmp_path: Path) -> None:
-    evaluated(tmp_path / "two", config(eval={"episodes": 4}))
-    one = config(eval={"episodes": 4}, policy={"chunk": 1})
-    result = evaluate_run("untrained", one, None, tmp_path, into=tmp_path / "one", against=str(tmp_path / "two"))
-    assert result["comparison"]["episodes"] == 4
-    assert read_folder(tmp_path / "one").identity.protocol != read_folder(tmp_path / "two").identity.protocol
-
-
-def test_a_folder_of_another_policy_is_refused(tmp_path: Path) -> None:
-    evaluated(tmp_path / "e", config(eval={"episodes": 3}))
-    said = refusal(tmp_path / "e", config(eval={"episodes": 3}, policy={"chunk": 1}), resume=True)
-    assert "policy.chunk is 2, asked for is 1" in said
-
-
-def test_a_folder_that_holds_an_evaluation_is_refused_unless_it_is_gone_on_with(tmp_path: Path) -> None:
-    evaluated(tmp_path / "e", config(eval={"episodes": 3}))
-    said = refusal(tmp_path / "e", config(eval={"episodes": 3}))
-    assert "3 episodes" in said and "--resume auto" in said and "--folder" in said
-
-
-def test_two_evaluations_into_one_folder_at_a_time_are_refused(tmp_path: Path) -> None:
-    evaluated(tmp_path / "e", config(eval={"episodes": 3}))
-    with (tmp_path / "e" / "lock").open() as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        said = refusal(tmp_path / "e", config(eval={"episodes": 3}), resume=True)
-    assert "another process" in said and "--folder" in said
-
-
-def test_a_folder_with_something_else_in_it_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "thesis").mkdir()
-    (tmp_path / "thesis" / "chapter.txt").write_text("precious")
-    assert "--folder" in refusal(tmp_path / "thesis", config())
-    assert [p.name for p in (tmp_path / "thesis").iterdir()] == ["chapter.txt"]
-
-
-def test_a_folder_that_cannot_be_made_is_refused() -> None:
-    assert "cannot be written" in refusal(Path("/sys/evaluation"), config())
-
-
-def test_initial_states_that_a_task_lacks_are_refused(tmp_path: Path) -> None:
-    said = refusal(tmp_path / "e", config(eval={"init_states": [0, 1], "episodes": 2}))
-    assert "tabletop/reach has no initial state 0, 1" in said and "no recorded initial states" in said
-    assert not (tmp_path / "e").exists(), "an evaluation that never began must leave no folder"
-
-
-def test_a_camera_that_a_task_lacks_is_refused_with_those_it_has(tmp_path: Path) -> None:
-    settings = config(env={"cameras": ["ceiling"]}, policy={"reads": ["images"]})
-    said = refusal(tmp_path / "e", settings, FarmError)
-    assert "ceiling" in said and "wrist" in said
-
-
-@pytest.mark.parametrize("tensor", ["log_std", "normalizer.var"])
-def test_weights_that_are_not_finite_are_refused_wherever_they_enter(run: Path, tensor: str, tmp_path: Path) -> None:
-    spoiled = Path(shutil.copytree(run, tmp_path / "spoiled"))
-    newest = checkpoint.latest(spoiled / "checkpoints")
-    assert newest is not None
-    tensors = load_file(newest / "policy" / "model.safetensors")
-    (name,) = [name for name in tensors if name.endswith(tensor)]
-    tensors[name].view(-1)[-1] = float("nan")
-    save_file(tensors, newest / "policy" / "model.safetensors")
-    manifest = json.loads((newest / checkpoint.MANIFEST).read_text())
-    digest = hashlib.sha256((newest / "policy" / "model.safetensors").read_bytes()).hexdigest()
-    (newest / checkpoint.MANIFEST).write_text(json.dumps(manifest | {"policy/model.safetensors": digest}))
-    settings = settings_of(str(spoiled), tmp_path)
-    message = f"model.safetensors: '{name}' has numbers that are not finite.*earlier checkpoint"
-    with pytest.raises(PolicyError, match=message):
-        evaluate_run(str(spoiled), settings, None, tmp_path, into=tmp_path / "of a run")
-    with pytest.raises(PolicyError, match=message):
-        evaluate_run("reach", settings, newest, tmp_path, into=tmp_path / "of a checkpoint")
-    begun = settings.model_copy(update={"policy": settings.policy.model_copy(update={"init": spoiled}), "name": "next"})
-    with pytest.raises(PolicyError, match=message):
-        train_run(begun, "test", tmp_path, False)
-    assert not (tmp_path / "next").exists()
-
-
-def test_a_policy_of_another_action_size_is_refused_with_the_task(run: Path, tmp_path: Path) -> None:
-    base = settings_of(str(run), tmp_path).model_dump(mode="json")
-    with pytest.raises(PolicyError) as caught:
-        settings = config(base, eval={"tasks": ["tabletop/reach", "tabletop/pick_and_place"], "episodes": 2})
-        evaluate_run(str(run), settings, None, tmp_path, into=tmp_path / "e")
-    said = str(caught.value)
-    assert "tabletop/pick_and_place" in said and "action_dim is 3, expected 4" in said
-    assert {task for task, _ in read_folder(tmp_path / "e").outcomes} == {"tabletop/reach"}, "what was done is kept"
-
-
-def test_the_size_of_pictures_that_a_policy_never_sees_does_not_matter_to_it(run: Path, tmp_path: Path) -> None:
-    base = settings_of(str(run), tmp_path).model_dump(mode="json")
-    subject = Subject(
-        "run", config(base, env={"image_size": 64}), checkpoint.latest(run / "checkpoints"), None, tmp_path
-    )
-    protocol = replace(protocol_of(config(base, eval={"episodes": 2})), image_size=256)
-    with (
-        open_session(subject.config) as session,
-        open_folder(tmp_path / "e", subject.identity(protocol), subject.config, resume=False) as folder,
-    ):
-        assert evaluate(subject, protocol, session, folder)["episodes"] == 2
-
-
-def test_a_policy_that_has_to_be_trained_is_not_evaluated_without_a_checkpoint(tmp_path: Path) -> None:
-    said = refusal(tmp_path / "e", config(policy={"kind": "gaussian_mlp"}))
-    assert "--checkpoint" in said and "gaussian_mlp" in said
-
-
-# --- what is recorded
-
-
-def test_replaying_the_kept_actions_gives_the_recorded_episode(tmp_path: Path) -> None:
-    from sim_farm.registry import make_physics
-
-    kept = evaluated(tmp_path / "e", config(eval={"tasks": ["tabletop/push"], "episodes": 5}))
-    physics = make_physics(TaskSpec("tabletop/push"))
-    for outcome in kept.in_order():
-        physics.reset(outcome.spec)
-        result = physics.step(kept.actions(outcome))
-        assert result.ended and result.steps == outcome.length and bool(result.success.any()) == outcome.success
-        assert float(result.reward.sum()) == pytest.approx(outcome.total_reward, abs=1e-5)
-
-
-def test_the_files_of_a_result_agree(tmp_path: Path) -> None:
-    kept = evaluated(tmp_path / "e", config(eval={"tasks": ["tabletop"], "episodes": 4}))
-    result = json.loads((tmp_path / "e" / "eval.json").read_text())
-    assert [row.task for row in read_run(tmp_path / "e").evals] == list(kept.identity.protocol.tasks)
-    assert result["episodes"] == len(kept.outcomes) == 4 * len(result["tasks"])
-    assert result["success_rate"] == np.mean([o.success for o in kept.outcomes.values()])
-    assert result["protocol"]["sha256"] == kept.identity.protocol.sha256
-    assert result["episode_len"] == pytest.approx(np.mean([row["episode_len"] for row in result["tasks"]]))
-    table = (tmp_path / "e" / "eval.md").read_text()
-    assert kept.identity.protocol.sha256[:12] in table and "**tabletop**" in table
-    assert all(f"| {row['task']} " in table for row in result["tasks"])
-
-
-def test_videos_show_failures_first_and_each_task_s_first() -> None:
-    def outcome(task: str, trial: int, success: bool) -> EpisodeResult:
-        return EpisodeResult(task, trial, EpisodeSpec(0), success, 0.0, 1, 1, np.zeros((1, 1), np.float32))
-
-    listed = [outcome(task, trial, trial == 0) for task in "ab" for trial in range(3)]
-    shown = [(o.task, o.trial) for o in worth_seeing(listed, 5)]
-    assert shown == [("a", 1), ("b", 1), ("a", 2), ("b", 2), ("a", 0)]
-
-
-def test_a_film_of_differences_has_what_the_first_alone_solved_first() -> None:
-    def outcomes(solved: dict[str, list[int]]) -> list[EpisodeResult]:
-        return [
-            EpisodeResult(task, trial, EpisodeSpec(0), bool(success), 0.0, 1, 1, np.zeros((1, 1), np.float32))
-            for task, successes in solved.items()
-            for trial, success in enumerate(successes)
-        ]
-
-    first, second = outcomes({"a": [1, 0, 1, 1], "b": [1, 1, 0, 0]}), outcomes({"a": [1, 1, 0, 0], "b": [0, 1, 0, 1]})
-    pairs = differing(first, second, 9)
-    assert [(mine.task, mine.trial) for mine, _ in pairs] == [("a", 2), ("b", 0), ("a", 3), ("a", 1), ("b", 3)]
-    assert all((mine.task, mine.trial) == (other.task, other.trial) for mine, other in pairs)
-    assert differing(first, second, 2) == pairs[:2] and differing(first, first, 9) == []
-
-
-def test_a_comparison_pairs_the_same_episodes(run: Path, tmp_path: Path) -> None:
-    other = trained(tmp_path, "other", seed=2, iterations=2, policy_lr=1e-2, minibatch=32)  # it solves some
-    base = settings_of(str(run), tmp_path).model_dump(mode="json")
-    settings = config(base, eval={"episodes": 30})
-    result = evaluate_run(str(run), settings, None, tmp_path, into=tmp_path / "e", against=str(other))
-    found = result["comparison"]
-    ours, theirs = read_folder(tmp_path / "e"), read_folder(Path(found["folder"]))
-    assert ours.identity.protocol == theirs.identity.protocol and ours.identity.policy != theirs.identity.policy
-    pairs = [(a.success, b.success) for a, b in zip(ours.in_order(), theirs.in_order(), strict=True)]
-    assert found["difference"] == pytest.approx(np.mean([a for a, _ in pairs]) - np.mean([b for _, b in pairs]))
-    assert found["first_only"] == sum(a and not b for a, b in pairs)
-    assert found["difference_low"] < found["difference"] < found["difference_high"]
-
-    unlike = found["first_only"] + found["second_only"]
-    film = tmp_path / "e" / "videos" / "against.mp4"
-    assert unlike and not film.exists(), "no film was asked for"
-    filmed = config(base, eval={"episodes": 30, "videos": 2})
-    evaluate_run(str(run), filmed, None, tmp_path, into=tmp_path / "e", resume=True, against=str(other))
-    reader: Any = imageio.get_reader(film)
-    width, height = reader.get_meta_data()["size"]
-    columns = min(unlike, 2)
-    assert abs(width / columns - 260) < 8 and height > 2 * 256, "a column for each episode, a row for each policy"
-    assert (run / "videos" / "against.mp4").is_file()
-
-    there = evaluate_run(str(run), settings, None, tmp_path, into=tmp_path / "f", against=found["folder"])
-    assert not (run / "videos" / "against.mp4").exists(), "the page would show a film of another evaluation"
-    assert {**there["comparison"], "against": ""} == {**found, "against": ""}, "recorded results are as good"
-
-
-def test_a_comparison_with_results_by_another_protocol_is_refused(tmp_path: Path) -> None:
-    evaluated(tmp_path / "three", config(eval={"episodes": 3}))
-    said = refusal(tmp_path / "four", config(eval={"episodes": 4}), against=str(tmp_path / "three"))
-    assert "another protocol" in said and not (tmp_path / "four").exists()
-    assert "neither a run" in refusal(tmp_path / "four", config(), against="nothing")

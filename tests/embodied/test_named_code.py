@@ -15,7 +15,7 @@ from embodied.config_files import load_config, parse_config, save_config
 from embodied.errors import UserError
 from embodied.named_code import KEYS
 from embodied.run_folder import settings_of
-from tests.embodied.test_evaluation import trained
+from tests.embodied.evaluations import trained
 
 EVIL = """
 import pathlib

@@ -15,15 +15,15 @@ from embodied.data.trajectories import Trajectories, join_columns
 from embodied.errors import UserError
 from embodied.planning.run_plans import check_files
 from embodied.reporting.metrics import read
-from tests.embodied import test_grpo
-from tests.embodied.test_grpo import LIMIT, SIZE, episodes_in_parts
+from tests.embodied import episode_parts
+from tests.embodied.episode_parts import LIMIT, SIZE, episodes_in_parts
 from tests.embodied.test_resume import run as train
 
-skilled = test_grpo.skilled  # the fixture: a policy that solves some episodes
+skilled = episode_parts.skilled  # the fixture: a policy that solves some episodes
 
 
 def config_of(**changes: Any) -> Config:
-    return test_grpo.config_of(**{"workflow": "reinforce", **changes})
+    return episode_parts.config_of(**{"workflow": "reinforce", **changes})
 
 
 @pytest.fixture(scope="module")
