@@ -28,6 +28,7 @@ LONGEST = (
     "tests/embodied/test_learner_ranks.py",
     "tests/embodied/test_executor.py",
     "tests/embodied/test_planning.py",
+    "tests/embodied/test_plans_in_runs.py",
     "tests/embodied/test_large_policies_on_ranks.py",
     "tests/embodied/test_instances.py",
     "tests/embodied/test_weights.py",
