@@ -1,4 +1,4 @@
-"""LIBERO's own environments, to compare with: built as its evaluation scripts build them."""
+"""LIBERO's own environments, to compare with: built as its evaluation scripts build them. What comparisons share."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from typing import Any
 import numpy as np
 
 from sim_farm.backends import mujoco_gl
+from sim_farm.backends.libero.environment import FIELDS
 from sim_farm.backends.libero.package import assets, prepare
 from sim_farm.backends.libero.tasks import find_task, initial_states
+
+SIZE = 64
 
 
 def stock_environment(task: str, size: int | None = None, cameras: tuple[str, ...] = ()) -> Any:
@@ -53,3 +56,35 @@ def _lend_opengl() -> None:
         name = mujoco_gl.platform()
         module: Any = importlib.import_module(f"robosuite.renderers.context.{name}_context")
         binding.GLContext = getattr(module, {"egl": "EGLGLContext", "osmesa": "OSMesaGLContext"}[name])
+
+
+def random_actions(count: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).uniform(-1, 1, (count, 7)).astype(np.float32)
+
+
+def backend_of(physics: Any) -> Any:
+    """LIBERO's physics, without the check and the conventions around it."""
+    return getattr(physics, "backend", physics)
+
+
+def simulator(physics: Any) -> Any:
+    """robosuite's simulation behind our physics."""
+    return backend_of(physics)._env.sim
+
+
+def assert_states_equal(env: Any, physics: Any, when: str) -> None:
+    for name in ("qpos", "qvel", "qacc_warmstart", "ctrl"):
+        ours, theirs = getattr(simulator(physics).data._data, name), getattr(env.sim.data._data, name)
+        assert ours.tobytes() == theirs.tobytes(), f"{name} differs {when}"
+
+
+def assert_models_equal(env: Any, physics: Any) -> None:
+    """Every array of the model, not only those that we know to change, is what the stock environment's is."""
+    user = backend_of(physics)._user
+    user.take()
+    theirs, ours, compiled = env.sim.model._model, simulator(physics).model._model, user.shared.pristine
+    arrays = [name for name in dir(theirs) if isinstance(getattr(theirs, name, None), np.ndarray)]
+    assert len(arrays) > 200
+    for name in arrays:
+        assert getattr(ours, name).tobytes() == getattr(theirs, name).tobytes(), f"the model's {name} differs"
+    assert set(compiled) == set(FIELDS)

@@ -17,18 +17,23 @@ import torch
 from scipy.stats import linregress
 
 from sim_farm.backends.libero import package, tasks
-from sim_farm.backends.libero.environment import FIELDS
 from sim_farm.backends.libero.physics import LiberoPhysics
 from sim_farm.contract import EpisodeSpec, FarmError, TaskSpec
 from sim_farm.registry import make_physics, make_renderer
 from tests import libero_assets
 from tests.sim_farm import libero_stock as stock
 from tests.sim_farm.conformance import PHYSICS_LAWS, RENDER_LAWS, name_of
+from tests.sim_farm.libero_stock import (
+    SIZE,
+    assert_models_equal,
+    assert_states_equal,
+    random_actions,
+    simulator,
+)
 from tests.variants import often
 
 libero_assets.require()
 
-SIZE = 64
 CAMERAS = ("agentview", "robot0_eye_in_hand")
 ALL = [f"libero/{name}" for name in tasks.task_names()]
 SOME = [
@@ -38,26 +43,6 @@ SOME = [
 ]
 """Tasks of several kinds of room; among them drawers and a microwave. The slow run has all 130."""
 DRAWER, STOVE, BOWL = "libero/libero_goal/0", "libero/libero_goal/7", "libero/libero_spatial/0"
-
-
-def random_actions(count: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).uniform(-1, 1, (count, 7)).astype(np.float32)
-
-
-def backend_of(physics: Any) -> Any:
-    """LIBERO's physics, without the check and the conventions around it."""
-    return getattr(physics, "backend", physics)
-
-
-def simulator(physics: Any) -> Any:
-    """robosuite's simulation behind our physics."""
-    return backend_of(physics)._env.sim
-
-
-def assert_states_equal(env: Any, physics: Any, when: str) -> None:
-    for name in ("qpos", "qvel", "qacc_warmstart", "ctrl"):
-        ours, theirs = getattr(simulator(physics).data._data, name), getattr(env.sim.data._data, name)
-        assert ours.tobytes() == theirs.tobytes(), f"{name} differs {when}"
 
 
 def assert_observed(seen: dict[str, np.ndarray], state: np.ndarray, when: str) -> None:
@@ -116,18 +101,6 @@ def compare_with_native(task: str, steps: int) -> None:
                 assert_models_equal(env, physics)
             finally:
                 stock.close(env)
-
-
-def assert_models_equal(env: Any, physics: Any) -> None:
-    """Every array of the model, not only those that we know to change, is what the stock environment's is."""
-    user = backend_of(physics)._user
-    user.take()
-    theirs, ours, compiled = env.sim.model._model, simulator(physics).model._model, user.shared.pristine
-    arrays = [name for name in dir(theirs) if isinstance(getattr(theirs, name, None), np.ndarray)]
-    assert len(arrays) > 200
-    for name in arrays:
-        assert getattr(ours, name).tobytes() == getattr(theirs, name).tobytes(), f"the model's {name} differs"
-    assert set(compiled) == set(FIELDS)
 
 
 @pytest.mark.parametrize("task", often((DRAWER,), SOME))

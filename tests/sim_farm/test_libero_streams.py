@@ -14,7 +14,7 @@ from sim_farm.contract import EpisodeSpec, TaskSpec
 from sim_farm.registry import make_physics, make_renderer
 from tests import libero_assets
 from tests.sim_farm import libero_stock as stock
-from tests.sim_farm.test_libero import SIZE, assert_models_equal, assert_states_equal, backend_of, random_actions
+from tests.sim_farm.libero_stock import SIZE, assert_models_equal, assert_states_equal, backend_of, random_actions
 from tests.variants import often
 
 libero_assets.require()
