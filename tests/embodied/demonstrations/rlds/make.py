@@ -25,7 +25,8 @@ LENGTHS = (4, 6, 5)
 def pictures(rng: np.random.Generator, episode: int, step: int) -> np.ndarray:
     """Smooth, so that JPEG keeps it: uint8 [16, 16, 3]."""
     y, x = np.mgrid[:16, :16]
-    return np.stack([60 * episode + 8 * x, 10 * step + 8 * y, rng.integers(0, 8) + 12 * x], -1).clip(0, 255).astype(np.uint8)
+    channels = np.stack([60 * episode + 8 * x, 10 * step + 8 * y, rng.integers(0, 8) + 12 * x], -1)
+    return channels.clip(0, 255).astype(np.uint8)
 
 
 class LiberoTinyNoNoops(tfds.core.GeneratorBasedBuilder):
