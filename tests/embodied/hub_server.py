@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
+from typing import Any
 from urllib.parse import unquote, urlparse
 
 
@@ -91,7 +92,7 @@ def serving(hub: Hub) -> Iterator[str]:
         def _refuse(self, code: str) -> None:
             self._send(b"", 0, status=404, **{"X-Error-Code": code, "X-Error-Message": code})
 
-        def _send(self, data: bytes, length: int, status: int = 200, **headers: str) -> None:
+        def _send(self, data: bytes, length: int, status: int = 200, **headers: Any) -> None:
             self.send_response(status)
             for key, value in {**headers, "Content-Length": str(length)}.items():
                 self.send_header(key, value)
