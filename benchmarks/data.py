@@ -4,9 +4,9 @@
 
 Datasets of 200 and of 20,000 frames of 256 x 256 are written in LeRobot's layout: PNGs in parquet, with row groups as
 LeRobot and `datasets` write them (an episode, 100 rows, a file of about 100 MB), and video. Each is read in a process
-of its own: the same number of random minibatches, read ahead by threads as `embodied sft` reads them. Small and large are
-read in turn, `rounds` times; the ratio is of the medians. Memory is the most that the process ever held, interpreter
-and libraries included.
+of its own: the same number of random minibatches, read ahead by threads as `embodied sft` reads them. Small and large
+are read in turn, `rounds` times; the ratio is of the medians. Memory is the most that the process ever held,
+interpreter and libraries included.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import os
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ Index = npt.NDArray[np.int64]
 
 LONG_S = 2.0
 """Work that takes longer shows a progress bar."""
+KEPT_BYTES = 2**30
+"""Of encoded pictures from parquet, that a process holds in memory, of all its datasets."""
 _PICTURES_AT_ONCE = 64
 """Rows of encoded pictures in memory while a row group is read."""
 _BUFFER = 2**20
@@ -180,15 +183,20 @@ class Pictures:
     """Encoded pictures of one feature. Threads may share it.
 
     Parquet has no way to read one row: a row group is unpacked as a whole. So each is unpacked once, when one of its
-    rows is first asked for, into a temporary file without a name (in TMPDIR), from which any picture is read alone.
-    Memory holds the pictures that are asked for and `_PICTURES_AT_ONCE` more.
+    rows is first asked for, and kept: in memory up to `KEPT_BYTES`, beyond that in a temporary file without a name (in
+    TMPDIR), from which any picture is read alone.
     """
+
+    _kept = 0
+    """Bytes of encoded pictures that the process's datasets hold in memory."""
 
     def __init__(self, data: DataFiles, name: str) -> None:
         self._data, self._name = data, name
-        self._begins = np.full(len(data), -1, np.int64)
-        """[places] where each picture begins in the temporary file; -1: it was not unpacked, or the row has none."""
-        self._sizes = np.zeros(len(data), np.int64)
+        self._source = np.full(len(data), -1, np.int64)
+        """[places] which of the buffers holds each picture; -1: it was not unpacked, or the row has none."""
+        self._begins, self._sizes = np.zeros(len(data), np.int64), np.zeros(len(data), np.int64)
+        self._buffers: list[memoryview | None] = []
+        """None: the temporary file."""
         self._done: set[tuple[int, int]] = set()
         self._lock = threading.Lock()
         self._file: Any = None
@@ -198,10 +206,12 @@ class Pictures:
         """The encoded picture of each row. Raises `DatasetError` for one that has none."""
         places = self._data.places[rows]
         self._unpack(places)
-        for row, begin, size in zip(rows.tolist(), self._begins[places].tolist(), self._sizes[places], strict=True):
-            if begin < 0:
+        parts = (self._source[places], self._begins[places], self._sizes[places])
+        for row, source, begin, size in zip(rows.tolist(), *(part.tolist() for part in parts), strict=True):
+            if source < 0:
                 raise DatasetError(f"{self._data.where(row)}: {self._name!r} has no picture; {AGAIN}")
-            yield os.pread(self._file.fileno(), size, begin)
+            held = self._buffers[source]
+            yield os.pread(self._file.fileno(), size, begin) if held is None else bytes(held[begin : begin + size])
 
     def first(self) -> bytes | None:
         """The first picture that lies in the files; None where there is none."""
@@ -228,24 +238,40 @@ class Pictures:
                             self._done.add((number, group))
 
     def _unpack_group(self, path: Path, group: int, first: int) -> None:
+        for array in self._arrays(path, group, _PICTURES_AT_ONCE):
+            encoded, sizes = self._encoded(path, array)
+            begin = self._keep(path, encoded)
+            rows = slice(first, first + len(sizes))
+            self._sizes[rows] = sizes
+            self._begins[rows] = begin + np.cumsum(sizes) - sizes
+            self._source[rows] = np.where(sizes > 0, len(self._buffers) - 1, -1)
+            first += len(sizes)
+
+    def _keep(self, path: Path, encoded: memoryview) -> int:
+        """Add a buffer; where in it the pictures begin."""
+        if Pictures._kept + len(encoded) <= KEPT_BYTES:
+            Pictures._kept += len(encoded)
+            weakref.finalize(self, Pictures._give_back, len(encoded))
+            self._buffers.append(encoded)
+            return 0
         try:
             if self._file is None:
-                self._file = tempfile.TemporaryFile()  # noqa: SIM115 (closed when the dataset is dropped)
-            for array in self._arrays(path, group, _PICTURES_AT_ONCE):
-                encoded, sizes = self._encoded(path, array)
-                self._file.seek(self._end)
-                self._file.write(encoded)
-                rows = slice(first, first + len(sizes))
-                self._sizes[rows] = sizes
-                self._begins[rows] = np.where(sizes > 0, self._end + np.cumsum(sizes) - sizes, -1)
-                self._end += len(encoded)
-                first += len(sizes)
-            self._file.flush()
+                self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 (closed when the dataset is dropped)
+            begin = self._end
+            while encoded:
+                written = os.pwrite(self._file.fileno(), encoded, self._end)
+                self._end, encoded = self._end + written, encoded[written:]
         except OSError as error:
             raise DatasetError(
                 f"the pictures of {path} cannot be unpacked into {tempfile.gettempdir()} ({error.strerror}): make room "
                 "there, or name another folder by the environment's TMPDIR"
             ) from error
+        self._buffers.append(None)
+        return begin
+
+    @staticmethod
+    def _give_back(size: int) -> None:
+        Pictures._kept -= size
 
     def _arrays(self, path: Path, group: int, rows: int) -> Iterator[pa.Array]:
         """The column of a row group, so many rows at once."""
@@ -255,7 +281,7 @@ class Pictures:
                     raise DatasetError(f"{path} has not one column {self._name!r}, which {layout.INFO} names; {AGAIN}")
                 yield layout.plain(batch.column(batch.schema.names.index(self._name)))
 
-    def _encoded(self, path: Path, array: pa.Array) -> tuple[bytes | memoryview, npt.NDArray[np.int64]]:
+    def _encoded(self, path: Path, array: pa.Array) -> tuple[memoryview, npt.NDArray[np.int64]]:
         """The pictures of some rows, one after the other, and the size of each in bytes (0: there is none)."""
         if pa.types.is_struct(array.type):
             parts = zip(array.type, array.flatten(), strict=True)
@@ -282,7 +308,7 @@ class Pictures:
             self._beside(path, None if paths is None else paths[n].as_py()) if lacks else held[n].as_py()
             for n, lacks in enumerate(missing.tolist())
         ]
-        return b"".join(pictures), np.array([len(picture) for picture in pictures], np.int64)
+        return memoryview(b"".join(pictures)), np.array([len(picture) for picture in pictures], np.int64)
 
     def _beside(self, path: Path, relative: Any) -> bytes:
         """The picture in a file of its own, which the data name by its path below the dataset's folder."""

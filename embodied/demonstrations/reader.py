@@ -125,6 +125,8 @@ class Dataset:
         self.features = {name: own[there] for name, there in self._own.items() if there in own}
         """Every column and camera that the dataset has, whatever its name."""
         self._notes: list[str] = []
+        self._odd_files: dict[str, dict[Path, str]] = {}
+        """What is odd in files of frames: in which, and how much."""
         self.tasks = metadata.read_tasks(self.folder, self._numbers)
         """Instructions by their `task_index`."""
         entries = metadata.read_episodes(self.folder, self._numbers)
@@ -155,7 +157,12 @@ class Dataset:
     @property
     def notes(self) -> tuple[str, ...]:
         """What was odd in the dataset and was resolved, in sentences; those about frames come when a file is opened."""
-        return tuple(self._notes)
+        about_files = [
+            f"{path}: {odd} ({said}{f'; {len(files) - 1} other files too' if len(files) > 1 else ''})"
+            for odd, files in self._odd_files.items()
+            for path, said in [next(iter(files.items()))]
+        ]
+        return (*self._notes, *about_files)
 
     @cached_property
     def statistics(self) -> dict[str, dict[str, npt.NDArray[Any]]]:
@@ -280,7 +287,10 @@ class Dataset:
     def _cameras(self) -> dict[str, str]:
         found: dict[str, str] = {}
         for name, feature in self.features.items():
-            if feature.is_camera and not self._depth(name):
+            why = self._depth(name) if feature.is_camera else None
+            if why is not None:
+                self._notes.append(f"{self.folder}: {name!r} is not among the RGB cameras: {why}")
+            elif feature.is_camera:
                 short = name.removeprefix(layout.IMAGES)
                 if short in self.features and short != name and self.features[short].is_camera:
                     self._notes.append(f"{name!r} is no camera {short!r}, since another feature is called so")
@@ -395,7 +405,7 @@ class Dataset:
             "the metadata gives it other rows than the data's own `index`, which is used": (
                 None not in said and said != (index[0], index[-1] + 1)
             ),
-            "its rows lie in another file than the metadata says, or the metadata does not say": not there,
+            "its rows lie in another file than the metadata says": not there,
             "the metadata names other tasks than its rows have, whose are used": (
                 entry.tasks is not None and set(entry.tasks) != set(texts)
             ),
@@ -448,11 +458,11 @@ class Dataset:
             with np.errstate(invalid="ignore"):
                 gaps = np.diff(self._data.timestamp)[within]
             if len(gaps) and np.isfinite(gaps).all() and np.median(gaps) > 0:
-                rate = 1 / float(np.median(gaps))
-                if abs(rate - self.fps) > 0.02 * self.fps:
+                rates = 1 / float(np.median(gaps)), len(gaps) / float(gaps.sum())
+                if min(abs(rate - self.fps) for rate in rates) > 0.02 * self.fps:
                     self._notes.append(
                         f"{self.folder / layout.INFO} says {self.fps:g} frames per second, and the rows' `timestamp` "
-                        f"runs at {rate:.4g}"
+                        f"runs at {rates[0]:.4g}"
                     )
         recorded = any({"seed", "init_state"} & set(episode.row) for episode in self.episodes)
         is_ours = recorded or all(name in self.features for name in OURS)
@@ -597,8 +607,8 @@ class Dataset:
         match = match_frames(table, np.concatenate(seconds), numbers, self.fps)
         with self._lock:
             frame_of[np.concatenate(rows)] = match.numbers
-            if match.note is not None and match.note not in self._notes:
-                self._notes.append(match.note)
+            if match.odd is not None:
+                self._odd_files.setdefault(match.odd, {})[path] = match.said
 
     def _times(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         """Seconds since the episode's begin, as the rows say; where they say nothing, by count."""

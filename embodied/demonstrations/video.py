@@ -33,7 +33,7 @@ _CONTAINERS = {".mkv": "matroska", ".webm": "matroska", ".avi": "avi"}
 TOLERANCE_S = 1e-4
 """Between a row's time and its frame's: LeRobot's default, `tolerance_s` of `LeRobotDataset`."""
 _FRACTION = 0.25
-"""Of a frame, by which a frame may be away if it is the next one by count, too."""
+"""Of a frame, by which a frame may be away in a file that has more frames than rows."""
 
 
 class VideoWriter:
@@ -167,8 +167,10 @@ class Match:
 
     numbers: npt.NDArray[np.int64]
     """[m] frame of each row."""
-    note: str | None
-    """What is odd, and was resolved."""
+    odd: str | None
+    """What is odd, and was resolved: for each kind the same words."""
+    said: str
+    """How much it is in this file."""
 
 
 def match_frames(
@@ -178,9 +180,10 @@ def match_frames(
 
     `seconds` [m]: when a row's frame is shown, by `from_timestamp` and the row's `timestamp`. `episodes` [m]: names of
     the rows' episodes, for messages; the rows of one lie together, in order. As LeRobot does, the nearest frame is
-    taken if it is at most `TOLERANCE_S` away. Up to `_FRACTION` of a frame it is taken too, where time and count
-    agree: each next row has the next frame. Raises `DatasetError` that names file, episode and deviation for all else,
-    and where two rows have one frame, which LeRobot does not notice.
+    taken if it is at most `TOLERANCE_S` away. Farther away it is taken where time and count agree: where the nearest
+    frames are all frames of the file, in order, or, of a file that has more, the next frame for each next row of an
+    episode and at most `_FRACTION` of a frame away. Raises `DatasetError` that names file, episode and deviation for
+    all else, and where two rows have one frame, which LeRobot does not notice.
     """
     if not np.isfinite(seconds).all():
         episode = int(episodes[int((~np.isfinite(seconds)).argmax())])
@@ -189,30 +192,32 @@ def match_frames(
             "from_timestamp in meta/episodes); copy or record the dataset again"
         )
     numbers, off = _nearest(table, seconds)
-    note = None
+    odd, said = None, ""
     # A single-precision number of that size is rounded by as much.
     allowed = TOLERANCE_S + np.spacing(np.float32(seconds.max()))
     if off.max() > allowed and abs(table.seconds[0]) > TOLERANCE_S and len(table) == len(seconds):
         shifted, now_off = _nearest(table, seconds + table.seconds[0])
         if now_off.max() <= allowed and (np.diff(np.sort(shifted)) == 1).all():
             numbers, off = shifted, now_off
-            note = f"{table.path} begins at {table.seconds[0]:.4f} s: its first frame is taken for time 0"
+            odd, said = "the first frame is taken for time 0", f"is shown at {table.seconds[0]:.4f} s"
     counts = f"the file has {len(table)} frames, and {len(seconds)} rows refer to it"
     if off.max() > allowed:
         worst = int(off.argmax())
         late, episode = float(off[worst]), int(episodes[worst])
-        said = f"{late:.4f} s ({late * fps:.2f} of a frame)"
-        inside = np.diff(episodes) == 0
-        if late * fps > _FRACTION or (np.diff(numbers)[inside] != 1).any():
+        far = f"{late:.4f} s ({late * fps:.2f} of a frame)"
+        in_order = (np.diff(numbers)[np.diff(episodes) == 0] == 1).all()
+        each_has_one = len(table) == len(seconds) and (numbers == np.arange(len(seconds))).all()
+        if not each_has_one and (late * fps > _FRACTION or not in_order):
             raise DatasetError(
-                f"{table.path}: the frames of episode {episode} are up to {said} away from the times of its rows: "
+                f"{table.path}: the frames of episode {episode} are up to {far} away from the times of its rows: "
                 f"frames and rows do not belong together, or from_timestamp in meta/episodes is wrong; {counts}. "
                 f"LeRobot accepts {TOLERANCE_S} s. Leave the episode out, or record it again"
             )
-        note = (
-            f"{table.path}: frames are up to {said} away from the times of the rows (episode {episode}); each next row "
-            "has the next frame, so they are taken in order. LeRobot refuses them by default (tolerance_s)"
+        odd = (
+            "frames are not shown at the times of their rows; each next row has the next frame, so they are taken in "
+            "order, as LeRobot does with a larger tolerance_s"
         )
+        said = f"up to {far} in episode {episode}"
     order = np.argsort(numbers, kind="stable")
     twice = np.flatnonzero(np.diff(numbers[order]) == 0)
     if len(twice):
@@ -222,9 +227,9 @@ def match_frames(
             f"episodes {first} and {second}: from_timestamp in meta/episodes, or `timestamp` in the data, is wrong; "
             f"{counts}"
         )
-    if note is None and len(table) != len(seconds):
-        note = f"{table.path}: {counts}: the other frames are not used"
-    return Match(numbers, note)
+    if odd is None and len(table) != len(seconds):
+        odd, said = "frames to which no row refers are not used", counts
+    return Match(numbers, odd, said)
 
 
 def _nearest(
