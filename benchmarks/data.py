@@ -82,7 +82,7 @@ def write(folder: Path, frames: int, kind: Kind) -> None:
         **{name: Feature("int64", (1,)) for name in ("frame_index", "episode_index", "index", "task_index")},
     }
     index = np.arange(frames)
-    columns = {
+    columns: dict[str, np.ndarray] = {
         layout.PROPRIO: np.random.default_rng(1).random((frames, 8), np.float32),
         layout.ACTION: np.random.default_rng(2).random((frames, 7), np.float32),
         "timestamp": (index % EPISODE / FPS).astype(np.float32),

@@ -71,7 +71,6 @@ class DataFiles:
         self._ends = np.cumsum([file.rows for file in self.files], dtype=np.int64)
         found = {name: self._joined(opened, name) for name in layout.BOOKKEEPING}
         episode = found["episode_index"]
-        self.notes: list[str] = []
         assert episode is not None
         frame, index = found["frame_index"], found["index"]
         within = frame if frame is not None else index
@@ -79,17 +78,25 @@ class DataFiles:
         self.is_in_order = bool((np.diff(order) == 1).all())
         self.places: Index = order
         """[rows] where the row lies: its number, counted through the files."""
-        columns = [None if column is None else column[order] for column in found.values()]
-        self.index, self.episode, self.frame, self.task, self.timestamp = columns
+        self.episode: Index = episode[order]
+        self.index, self.frame, self.task, self.timestamp = (
+            None if column is None else column[order]
+            for column in (index, frame, found["task_index"], found["timestamp"])
+        )
         self._check_order()
 
     def __len__(self) -> int:
         return len(self.places)
 
+    def path_of(self, row: int) -> Path:
+        """The file that holds a row."""
+        return self.files[int(np.searchsorted(self._ends, self.places[row], side="right"))].path
+
     def where(self, row: int) -> str:
         """The file that holds a row, and its number there, for messages."""
-        file, place = self._at(int(self.places[row]))
-        return f"{self.files[file].path}, row {place}"
+        number = int(np.searchsorted(self._ends, self.places[row], side="right"))
+        begin = int(self._ends[number]) - self.files[number].rows
+        return f"{self.files[number].path}, row {int(self.places[row]) - begin}"
 
     def columns(self, features: dict[str, Feature]) -> dict[str, npt.NDArray[Any]]:
         """All rows of some features, by their names in the files. Raises `DatasetError` that names file and row."""
@@ -108,10 +115,6 @@ class DataFiles:
             joined = np.concatenate([part[name] for part in parts])
             found[name] = joined if self.is_in_order else joined[self.places]
         return found
-
-    def pictures(self, name: str) -> Pictures:
-        """The encoded pictures of a feature."""
-        return Pictures(self, name)
 
     def _converted(self, path: Path, column: pa.ChunkedArray, name: str, feature: Feature) -> npt.NDArray[Any]:
         try:
@@ -151,10 +154,6 @@ class DataFiles:
                     f"{self.where(row)} and {self.where(row + 1)} {what}: files of two datasets may lie together; "
                     f"{AGAIN}"
                 )
-
-    def _at(self, place: int) -> tuple[int, int]:
-        file = int(np.searchsorted(self._ends, place, side="right"))
-        return file, place - (int(self._ends[file - 1]) if file else 0)
 
 
 def _open(path: Path) -> _Opened:

@@ -30,6 +30,8 @@ _SKIP = 8
 _MOST_FRAMES = 2**26
 """Of a file: hundreds of hours."""
 _CONTAINERS = {".mkv": "matroska", ".webm": "matroska", ".avi": "avi"}
+_LATEST_S = 1e9
+"""Decades."""
 TOLERANCE_S = 1e-4
 """Between a row's time and its frame's: LeRobot's default, `tolerance_s` of `LeRobotDataset`."""
 _FRACTION = 0.25
@@ -185,8 +187,9 @@ def match_frames(
     episode and at most `_FRACTION` of a frame away. Raises `DatasetError` that names file, episode and deviation for
     all else, and where two rows have one frame, which LeRobot does not notice.
     """
-    if not np.isfinite(seconds).all():
-        episode = int(episodes[int((~np.isfinite(seconds)).argmax())])
+    is_time = np.abs(seconds) < _LATEST_S  # not NaN either
+    if not is_time.all():
+        episode = int(episodes[int(is_time.argmin())])
         raise DatasetError(
             f"{table.path}: no time is said for frames of episode {episode} (`timestamp` of its rows, or "
             "from_timestamp in meta/episodes); copy or record the dataset again"

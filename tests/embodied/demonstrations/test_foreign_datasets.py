@@ -20,6 +20,7 @@ import pytest
 from PIL import Image
 
 from embodied.demonstrations import Dataset, DatasetError, data_files
+from embodied.demonstrations.camera_frames import PictureFrames
 from embodied.demonstrations.loader import read_ahead
 from tests.embodied.demonstrations.examples import FOREIGN
 from tests.embodied.demonstrations.foreign import (
@@ -45,7 +46,7 @@ def assert_same(found: Dataset, expected: Dataset, cameras: bool = True) -> None
     ]
     ours, theirs = (each.batch(range(len(each)), 3, None if cameras else ()) for each in (found, expected))
     assert ours.instruction == theirs.instruction and np.array_equal(ours.padding, theirs.padding)
-    assert ours.proprio is not None and np.array_equal(ours.proprio, theirs.proprio)
+    assert ours.proprio is not None and theirs.proprio is not None and np.array_equal(ours.proprio, theirs.proprio)
     assert np.array_equal(ours.actions, theirs.actions)
     assert ours.frames.keys() == theirs.frames.keys()
     for camera, frames in ours.frames.items():
@@ -556,7 +557,9 @@ def test_a_minibatch_unpacks_the_row_groups_that_it_needs(
     for path in (folder / "data").rglob("*.parquet"):
         pq.write_table(pq.ParquetFile(path).read(), path, row_group_size=2)
     dataset, expected = Dataset(folder), Dataset(FOREIGN)
-    pictures = dataset._pictures_of("observation.still")
+    still = dataset._frames["observation.still"]
+    assert isinstance(still, PictureFrames)
+    pictures = still._pictures
     dataset.frames("observation.still", [5, 4])
     assert pictures._done == {(1, 0)}
     for rows in ([4, 10], range(15), [14, 3, 3]):

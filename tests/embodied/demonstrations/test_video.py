@@ -33,7 +33,7 @@ def encode(
     """A video of `FRAMES` shades, shown at the `times` in units."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with av.open(str(path), "w") as container:
-        stream = container.add_stream(codec, rate=10, options=options)
+        stream: Any = container.add_stream(codec, rate=10, options=options)
         stream.width = stream.height = 64
         stream.pix_fmt, stream.thread_count, stream.codec_context.time_base = "yuv420p", 1, unit
         for number, shade in enumerate(SHADES):
@@ -245,7 +245,8 @@ def test_a_file_per_episode_is_compared_too(frames: int, tmp_path: Path) -> None
     kept = kept[:frames] if frames < 0 else [*kept, kept[-1]]
     with av.open(str(video), "w") as container:
         stream = container.add_stream("libx264", rate=int(dataset.fps))
-        stream.height, stream.width, stream.pix_fmt = *kept[0].shape[:2], "yuv420p"
+        stream.height, stream.width = kept[0].shape[:2]
+        stream.pix_fmt = "yuv420p"
         for picture in kept:
             container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
         container.mux(stream.encode(None))
