@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -297,15 +297,15 @@ class Pictures:
                 f"{path}: {self._name!r} is of {array.type}, and encoded pictures are needed (bytes, or a struct of "
                 f"bytes and path); {AGAIN}"
             )
-        missing = np.ones(len(array), np.bool_) if held is None else held.is_null().to_numpy(zero_copy_only=False)
-        if held is not None and not missing.any() and len(held):
+        if held is not None and not held.null_count and len(held):
             kind = np.int64 if pa.types.is_large_binary(held.type) else np.int32
             offsets = np.frombuffer(held.buffers()[1], kind)[held.offset : held.offset + len(held) + 1].astype(np.int64)
             data = memoryview(held.buffers()[2] or b"")[int(offsets[0]) : int(offsets[-1])]
             return data, np.diff(offsets)
+        told, names = ([None] * len(array) if part is None else part.to_pylist() for part in (held, paths))
         pictures = [
-            self._beside(path, None if paths is None else paths[n].as_py()) if lacks else held[n].as_py()
-            for n, lacks in enumerate(missing.tolist())
+            self._beside(path, name) if encoded is None else encoded
+            for encoded, name in zip(told, names, strict=True)
         ]
         return memoryview(b"".join(pictures)), np.array([len(picture) for picture in pictures], np.int64)
 
@@ -326,12 +326,12 @@ class Pictures:
             ) from error
 
 
-def shown_if_long(title: str, results: Iterator[T], total: int) -> Iterator[T]:
-    """The results; with a progress bar from the moment on when they have taken `LONG_S`."""
+def shown_if_long(title: str, items: Iterable[T], total: int) -> Iterator[T]:
+    """The items; with a progress bar from the moment on when working on them has taken `LONG_S`."""
     began_s, bar = time.monotonic(), None
     with ExitStack() as stack:
-        for done, result in enumerate(results, 1):
-            yield result
+        for done, item in enumerate(items, 1):
+            yield item
             if bar is not None:
                 bar.advance()
             elif time.monotonic() - began_s > LONG_S:

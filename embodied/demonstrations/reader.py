@@ -204,9 +204,8 @@ class Dataset:
         file, episode and deviation."""
         chosen = [self._frames[self._camera(camera)] for camera in (self.cameras if cameras is None else cameras)]
         files = [(camera, path) for camera in chosen if isinstance(camera, VideoFrames) for path in camera.files]
-        checks = (camera.compare(path) for camera, path in files)
-        for _ in shown_if_long(f"Checking the videos of {self.folder.name}", checks, len(files)):
-            pass
+        for camera, path in shown_if_long(f"Checking the videos of {self.folder.name}", files, len(files)):
+            camera.compare(path)
 
     def episode_of(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """For each row, the position in `episodes` of its episode."""

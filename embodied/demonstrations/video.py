@@ -118,8 +118,8 @@ class VideoReader:
 
     def frames(self, numbers: Sequence[int]) -> Iterator[Frames]:
         """Frames uint8 [H, W, 3] of the numbers, which must rise."""
-        table, shown = self.table, iter(())
-        reached = -1
+        table, reached = self.table, -1
+        shown: Iterator[av.VideoFrame] = iter(())
         try:
             for number in numbers:
                 key = int(table.keys[number])
@@ -157,7 +157,7 @@ class VideoReader:
         if not len(ticks) or (np.diff(ticks) == 0).any():
             raise self._damaged("its frames have no times of their own" if len(ticks) else "it has no frames")
         keys = np.maximum.accumulate(np.where(marks, np.arange(len(ticks)), -1))
-        return FrameTable(self._path, ticks * unit, ticks, keys, seeks)
+        return FrameTable(self._path, ticks.astype(np.float64) * unit, ticks, keys, seeks)
 
     def _damaged(self, error: object) -> DatasetError:
         return DatasetError(f"{self._path} is not a whole video ({error}); copy or record the dataset again")

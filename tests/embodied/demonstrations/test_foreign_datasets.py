@@ -455,9 +455,7 @@ def test_pictures_in_files_of_their_own_lie_in_the_datasets_folder(tmp_path: Pat
     (folder / "images/3.png").unlink()
     assert re.search(r"'images/3.png', which cannot be read", refusal(folder))
     for path in ("/etc/passwd", "../data/meta/info.json"):
-        change_tables(
-            folder / "data", with_column("observation.still", lambda v, p=path: [{"bytes": None, "path": p}] * len(v))
-        )
+        change_tables(folder / "data", stored(lambda p: pa.array([{"bytes": None, "path": path}] * len(p))))
         assert "which leads out of the dataset's folder" in refusal(folder)
 
 
