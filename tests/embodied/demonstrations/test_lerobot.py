@@ -86,9 +86,7 @@ def test_depth_maps_and_annotations_are_left_alone() -> None:
 
 def test_a_video_of_which_a_part_cannot_be_decoded_is_refused_and_not_guessed() -> None:
     """LeRobot's merge appends packets: an H.264 video with AV1 behind it. LeRobot's loader fails on the second part."""
-    dataset, whole = Dataset(FOLDER / "ours_and_cut"), Dataset(FOLDER / "ours_merged")
-    first = np.arange(22)
-    assert np.array_equal(dataset.frames("front", first), whole.frames("front", first))
+    dataset = Dataset(FOLDER / "ours_and_cut")
     for row in (22, 30, len(dataset) - 1):
         with pytest.raises(DatasetError, match=r"observation\.images\.front/chunk-000/file-000\.mp4"):
             dataset.frames("front", [row])
