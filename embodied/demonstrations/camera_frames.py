@@ -28,7 +28,9 @@ Index = npt.NDArray[np.int64]
 LARGEST_PICTURE = 2**26
 """Pixels."""
 _OPEN_VIDEOS = 32
-"""Video files held open; opening one anew takes a millisecond."""
+"""Video files of a camera held open; opening one anew takes a millisecond."""
+_TABLES = 2**22
+"""Frames of a camera of which it is remembered where in their files they are, 20 bytes each."""
 _DEEP = ("I", "I;16", "I;16B", "I;16L", "I;16N", "F")
 """Pillow's modes of pictures with more than 8 bits of grey."""
 
@@ -157,6 +159,7 @@ class OpenVideos:
     def __init__(self) -> None:
         self._free: list[tuple[Path, VideoReader]] = []
         self._tables: dict[Path, FrameTable] = {}
+        self._frames = 0
         self._lock = threading.Lock()
 
     @contextmanager
@@ -173,11 +176,18 @@ class OpenVideos:
             video.close()
             raise
         with self._lock:
-            self._tables[path] = video.table
+            self._remember(path, video.table)
             self._free.append((path, video))
             old = self._free.pop(0)[1] if len(self._free) > _OPEN_VIDEOS else None
         if old is not None:
             old.close()
+
+    def _remember(self, path: Path, table: FrameTable) -> None:
+        if path not in self._tables:
+            self._tables[path] = table
+            self._frames += len(table)
+            while self._frames > _TABLES and len(self._tables) > 1:
+                self._frames -= len(self._tables.pop(next(iter(self._tables))))
 
 
 def _check_size(where: str, feature: Feature, height: int, width: int) -> None:

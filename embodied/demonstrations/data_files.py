@@ -66,7 +66,11 @@ class DataFiles:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         paths = metadata.files_below(folder / "data", ".parquet")
-        opened = list(shown_if_long(f"Opening {folder.name}", read_ahead(_open, paths, depth=8), len(paths)))
+        opened = [
+            each
+            for each in shown_if_long(f"Opening {folder.name}", read_ahead(_open, paths, depth=8), len(paths))
+            if each.file.rows
+        ]
         self.files = tuple(each.file for each in opened)
         self._ends = np.cumsum([file.rows for file in self.files], dtype=np.int64)
         found = {name: self._joined(opened, name) for name in layout.BOOKKEEPING}
@@ -215,10 +219,9 @@ class Pictures:
     def first(self) -> bytes | None:
         """The first picture that lies in the files; None where there is none."""
         for file in self._data.files:
-            if file.rows:
-                for array in self._arrays(file.path, int((file.group_ends > 0).argmax()), 1):
-                    encoded, _ = self._encoded(file.path, array.slice(0, 1))
-                    return bytes(encoded) or None
+            for array in self._arrays(file.path, int((file.group_ends > 0).argmax()), 1):
+                encoded, _ = self._encoded(file.path, array.slice(0, 1))
+                return bytes(encoded) or None
         return None
 
     def _unpack(self, places: Index) -> None:

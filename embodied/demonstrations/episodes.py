@@ -81,6 +81,11 @@ def join(said: Metadata, data: DataFiles) -> Joined:
     for what, episodes in odd.items():
         others = f" and {len(episodes) - 1} others" if len(episodes) > 1 else ""
         notes.append(f"{said.folder}: {what} (episode {episodes[0]}{others})")
+    if not said.is_old and list(said.tasks) != list(range(len(said.tasks))):
+        notes.append(
+            f"{said.folder / layout.TASKS} is not in the order of its `task_index`, which is used; LeRobot's own "
+            "loader takes the row with that number instead"
+        )
     for name, count in (("total_episodes", len(found)), ("total_frames", len(data))):
         if said.total(name) not in (None, count):
             notes.append(f"{said.folder / layout.INFO} says {name} {said.total(name)}, and the data have {count}")

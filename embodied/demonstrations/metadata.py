@@ -100,12 +100,17 @@ class Metadata:
         return whole_number(self.raw.get(name))
 
     def data_path(self, episode: EpisodeEntry) -> Path | None:
-        """The file in which an episode's rows are said to lie; None where it is not said."""
+        """The file in which an episode's rows are said to lie; None where it is not said. Nothing is read from it."""
+        place: dict[str, Any] = {key: episode.row.get(f"data/{key}") for key in ("chunk_index", "file_index")}
         if self.is_old:
-            return path_of(self.folder, self.info.data_path or layout.OLD_DATA_PATH, **self._old_place(episode.index))
-        place = {key: episode.row.get(f"data/{key}") for key in ("chunk_index", "file_index")}
-        numbers = {key: value for key, value in place.items() if isinstance(value, int)}
-        return path_of(self.folder, self.info.data_path or layout.DATA_PATH, **numbers) if len(numbers) == 2 else None
+            place = self._old_place(episode.index)
+        if None in place.values():
+            return None
+        try:
+            default = layout.OLD_DATA_PATH if self.is_old else layout.DATA_PATH
+            return path_of(self.folder, self.info.data_path or default, **place)
+        except DatasetError:
+            return None
 
     def video_path(self, index: int, camera: str) -> Path:
         """The file in which the frames of an episode lie. Raises `DatasetError` where it is not said."""
@@ -161,14 +166,38 @@ def read_json(path: Path) -> dict[str, Any]:
             raise DatasetError(f"{path} is larger than the {LARGEST_JSON} bytes that are read")
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise DatasetError(f"{path.parents[1]} is no complete LeRobot dataset: {path} is missing") from error
+        raise _missing(path) from error
     except RecursionError:
         raise DatasetError(f"{path} is not valid JSON: it is nested too deeply; {AGAIN}") from None
     except (OSError, ValueError) as error:
-        raise DatasetError(f"{path} is not valid JSON ({error}); {AGAIN}") from error
+        raise DatasetError(f"{path} is not valid JSON ({error}); {way_on(path)}") from error
     if not isinstance(found, dict):
         raise DatasetError(f"{path} holds {shown(found)} in place of keys and values; {AGAIN}")
     return found
+
+
+def _missing(path: Path) -> DatasetError:
+    """That a file of the metadata is not there, and what the folder may be instead."""
+    folder = path.parents[1]
+    said = f"{folder} is no complete LeRobot dataset: {path} is missing"
+    if path.name != Path(layout.INFO).name:
+        return DatasetError(f"{said}; {AGAIN}")
+    inside = sorted(found.parents[1].name for found in folder.glob(f"*/{layout.INFO}"))
+    if inside:
+        return DatasetError(f"{said}; there are datasets in it: {_listed(inside)}")
+    if any(found.suffix in (".h5", ".hdf5") or ".tfrecord" in found.name for found in folder.glob("*")):
+        return DatasetError(f"{said}; `embodied import {folder} --out FOLDER` converts recordings in HDF5 and RLDS")
+    return DatasetError(f"{said}; name the folder that holds meta/ and data/")
+
+
+def way_on(path: Path) -> str:
+    """What to do about a file that cannot be read."""
+    try:
+        with path.open("rb") as file:
+            is_pointer = file.read(24) == b"version https://git-lfs."
+    except OSError:
+        is_pointer = False
+    return "it is a pointer of Git LFS: fetch the file itself with `git lfs pull`" if is_pointer else AGAIN
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -185,7 +214,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
                     raise DatasetError(f"{path}, line {number} holds {shown(found)}, not keys and values; {AGAIN}")
                 yield found
     except FileNotFoundError as error:
-        raise DatasetError(f"{path.parents[1]} is no complete LeRobot dataset: {path} is missing") from error
+        raise _missing(path) from error
     except RecursionError:
         raise DatasetError(f"{path} is not valid JSON: it is nested too deeply; {AGAIN}") from None
     except (OSError, ValueError) as error:
@@ -248,7 +277,8 @@ def _read_tasks(folder: Path, version: tuple[int, int]) -> dict[int, str]:
         table = read_table(path)
         column = _text_column(path, table)
         indices = whole_column(path, table, "task_index").tolist()
-        texts = _python(table[column])
+        with parquet_errors(path):
+            texts = _python(table[column])
     found: dict[int, str] = {}
     for number, (index, text) in enumerate(zip(indices, texts, strict=True)):
         index = whole_number(index)
@@ -457,9 +487,10 @@ def path_of(folder: Path, template: str, **place: int | str) -> Path:
 
 def files_below(folder: Path, suffix: str) -> list[Path]:
     """The files of a kind in a folder and the folders in it, sorted; not those that file managers hide."""
+    # Unlike the second, the first goes into folders that are links, as LeRobot does.
     return sorted(
         path
-        for path in folder.rglob(f"*{suffix}")
+        for path in {*folder.glob(f"*/*{suffix}"), *folder.rglob(f"*{suffix}")}
         if path.is_file() and not any(part.startswith(".") for part in path.relative_to(folder).parts)
     )
 
@@ -473,7 +504,7 @@ def parquet_errors(path: Path) -> Iterator[None]:
         raise DatasetError(f"{path} is missing: the dataset is not complete; copy or record it again") from error
     # Some of Arrow's errors are Python's own as well, and a name in the file may be no text.
     except (pa.ArrowException, OSError, ValueError, LookupError, TypeError, NotImplementedError, MemoryError) as error:
-        raise DatasetError(f"{path} is not a whole parquet file ({str(error)[:300]}); {AGAIN}") from error
+        raise DatasetError(f"{path} is not a whole parquet file ({str(error)[:300]}); {way_on(path)}") from error
 
 
 def read_table(path: Path, columns: Sequence[str] | None = None) -> pa.Table:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from av.video.stream import VideoStream
 
 from embodied.demonstrations.layout import DatasetError
+from embodied.demonstrations.metadata import AGAIN, way_on
 
 Frames = npt.NDArray[np.uint8]
 
@@ -74,14 +75,19 @@ class FrameTable:
     """The frames of a video file in the order in which they are shown, without having decoded any."""
 
     path: Path
-    seconds: npt.NDArray[np.float64]
-    """[n] when each is shown."""
+    unit_s: float
+    """Seconds of the stream's unit of time."""
     ticks: npt.NDArray[np.int64]
-    """[n] the same in the stream's units."""
-    keys: npt.NDArray[np.int64]
+    """[n] when each is shown, in units."""
+    keys: npt.NDArray[np.int32]
     """[n] for each frame, the number of the last one before it, or itself, that decoding can begin with; -1: none."""
     seeks: npt.NDArray[np.int64]
-    """[n] decoding time of each frame, in the stream's units: what a file is searched by."""
+    """[n] decoding time of each frame, in units: what a file is searched by."""
+
+    @property
+    def seconds(self) -> npt.NDArray[np.float64]:
+        """[n] when each is shown."""
+        return self.ticks.astype(np.float64) * self.unit_s
 
     def __len__(self) -> int:
         return len(self.ticks)
@@ -112,7 +118,7 @@ class VideoReader:
                 raise DatasetError(f"{path} holds pictures of {pixels}, more than 8 bits of grey: a depth map, not RGB")
             self.table = table if table is not None else self._read_table()
         except FileNotFoundError as error:
-            raise DatasetError(f"{path} is missing: the dataset is not complete; copy or record it again") from error
+            raise DatasetError(f"{path} is missing: the dataset is not complete; {AGAIN}") from error
         except (av.FFmpegError, IndexError, OSError) as error:
             raise self._damaged(error) from error
 
@@ -124,16 +130,16 @@ class VideoReader:
             for number in numbers:
                 key = int(table.keys[number])
                 if key < 0:
-                    raise self._damaged(f"nothing before {table.seconds[number]:.3f} s stands alone")
+                    raise self._damaged(f"nothing before {table.ticks[number] * table.unit_s:.3f} s stands alone")
                 if reached < 0 or key > reached + _SKIP or reached >= number:
                     self._container.seek(int(table.seeks[key]), stream=self._stream)
                     shown = self._container.decode(self._stream)
                 wanted = int(table.ticks[number])
                 frame = next((f for f in shown if f.pts is not None and f.pts >= wanted), None)
                 if frame is None or frame.pts != wanted:
-                    raise self._damaged(f"the frame at {table.seconds[number]:.3f} s cannot be decoded")
+                    raise self._damaged(f"the frame at {table.ticks[number] * table.unit_s:.3f} s cannot be decoded")
                 if (frame.height, frame.width) != (self.height, self.width):
-                    raise self._damaged(f"the frame at {table.seconds[number]:.3f} s is of another size")
+                    raise self._damaged(f"the frame at {table.ticks[number] * table.unit_s:.3f} s is of another size")
                 reached = number
                 yield np.asarray(frame.to_ndarray(format="rgb24"), np.uint8)
         except (av.FFmpegError, ValueError) as error:
@@ -151,16 +157,16 @@ class VideoReader:
             if len(found) > _MOST_FRAMES:
                 raise self._damaged(f"more than {_MOST_FRAMES} frames")
         found.sort()
-        unit = float(self._stream.time_base or Fraction(1))
+        unit_s = float(self._stream.time_base or Fraction(1))
         ticks, seeks = (np.array([each[column] for each in found], np.int64) for column in (0, 1))
         marks = np.array([each[2] for each in found], np.bool_)
         if not len(ticks) or (np.diff(ticks) == 0).any():
             raise self._damaged("its frames have no times of their own" if len(ticks) else "it has no frames")
         keys = np.maximum.accumulate(np.where(marks, np.arange(len(ticks)), -1))
-        return FrameTable(self._path, ticks.astype(np.float64) * unit, ticks, keys, seeks)
+        return FrameTable(self._path, unit_s, ticks, keys.astype(np.int32), seeks)
 
     def _damaged(self, error: object) -> DatasetError:
-        return DatasetError(f"{self._path} is not a whole video ({error}); copy or record the dataset again")
+        return DatasetError(f"{self._path} is not a whole video ({error}); {way_on(self._path)}")
 
 
 @dataclass(frozen=True)

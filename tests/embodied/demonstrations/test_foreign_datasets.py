@@ -270,6 +270,39 @@ def test_what_cannot_be_resolved_is_refused_by_name(harm: Callable[[Path], None]
     assert re.search(REFUSED[harm], refusal(folder))
 
 
+@pytest.mark.parametrize("part", ["data/chunk-000/file-001.parquet", "meta/info.json",
+                                  "videos/observation.images.top/chunk-000/file-000.mp4"])  # fmt: skip
+def test_a_pointer_of_git_lfs_is_said(part: str, tmp_path: Path) -> None:
+    folder = copy(tmp_path / "data")
+    (folder / part).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 10\n")
+    assert re.search(rf"{Path(part).name} .*pointer of Git LFS.*`git lfs pull`", refusal(folder))
+
+
+def test_a_folder_that_is_no_dataset_says_what_it_may_be(tmp_path: Path) -> None:
+    assert "name the folder that holds meta/ and data/" in refusal(tmp_path)
+    (tmp_path / "trajectory.h5").write_bytes(b"")
+    assert f"`embodied import {tmp_path} --out FOLDER`" in refusal(tmp_path)
+    copy(tmp_path / "inside")
+    assert "there are datasets in it: 'inside'" in refusal(tmp_path)
+
+
+def test_folders_of_files_may_be_links_and_files_may_be_empty(tmp_path: Path) -> None:
+    folder = copy(tmp_path / "data")
+    (folder / "data/chunk-001").rename(tmp_path / "elsewhere")
+    (folder / "data/chunk-001").symlink_to(tmp_path / "elsewhere")
+    first = folder / "data/chunk-000/file-000.parquet"
+    pq.write_table(pq.ParquetFile(first).read().slice(0, 0), first.with_name("file-002.parquet"))
+    assert_same(Dataset(folder), Dataset(FOREIGN))
+
+
+def test_a_template_of_the_data_is_not_needed(tmp_path: Path) -> None:
+    folder = copy(tmp_path / "data")
+    change_info(folder, lambda info: info.update(data_path="../{x}"))
+    assert_same(Dataset(folder), Dataset(FOREIGN))
+    change_info(folder, lambda info: [info.pop(key) for key in ("data_path", "video_path", "chunks_size")])
+    assert_same(Dataset(folder), Dataset(FOREIGN))
+
+
 # --- instructions
 
 
@@ -298,6 +331,15 @@ def test_the_instruction_is_the_tasks_however_the_file_was_written(case: str, tm
     folder = copy(tmp_path / "data")
     change_tables(folder / "meta/tasks.parquet", TASKS[case])
     assert Dataset(folder).tasks == {0: "task 0", 1: "task 1"}
+
+
+def test_tasks_in_another_order_are_noted(tmp_path: Path) -> None:
+    """LeRobot's loader takes the text in the row whose number is the task's, whatever `task_index` says there."""
+    folder = copy(tmp_path / "data")
+    change_tables(folder / "meta/tasks.parquet", lambda table: table.take([1, 0]))
+    dataset = Dataset(folder)
+    assert_same(dataset, Dataset(FOREIGN))
+    assert len(dataset.notes) == 1 and "tasks.parquet is not in the order of its `task_index`" in dataset.notes[0]
 
 
 @pytest.mark.parametrize(

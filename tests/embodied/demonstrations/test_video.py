@@ -93,9 +93,9 @@ def test_a_depth_video_is_no_rgb(tmp_path: Path) -> None:
 
 
 def table(seconds: Any) -> FrameTable:
-    seconds = np.asarray(seconds, np.float64)
-    whole = np.arange(len(seconds))
-    return FrameTable(Path("file.mp4"), seconds, whole, whole, whole)
+    ticks = np.round(np.asarray(seconds, np.float64) * 10**6).astype(np.int64)
+    numbers = np.arange(len(ticks))
+    return FrameTable(Path("file.mp4"), 1e-6, ticks, numbers.astype(np.int32), numbers)
 
 
 EPISODES = np.repeat([3, 4, 5], [5, 8, 7])
@@ -260,7 +260,7 @@ def test_a_file_per_episode_is_compared_too(frames: int, tmp_path: Path) -> None
 
 
 def test_whatever_lerobot_wrote_has_its_frames() -> None:
-    for name in json.loads((LEROBOT / "written.json").read_text()):
+    for name in set(json.loads((LEROBOT / "written.json").read_text())) - {"ours_and_cut"}:
         dataset = Dataset(LEROBOT / name)
         dataset.check_frames()
         assert not any("no row refers" in note for note in dataset.notes), dataset.notes
