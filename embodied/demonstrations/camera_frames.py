@@ -1,6 +1,7 @@
 """Frames of one camera at given rows: from encoded pictures in the data, or from video files.
 
-Both have `at(rows)`, which yields a frame uint8 [H, W, 3] for each of the rows, which rise. Threads may share them.
+Both have `at(rows)`, which yields a frame uint8 [H, W, 3] for each of the rows, which do not fall. Threads may share
+them.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ class VideoFrames:
             end = next((n for n in range(begin, len(rows)) if paths[n] != path), len(rows))
             self.compare(path)
             with self._reader(path) as video:
-                # Frames of a row and the next rise; where an episode lies before another one, they do not.
+                # Episodes of a file need not lie there in their order.
                 wanted = self._frame_of[rows[begin:end]]
                 order = np.argsort(wanted, kind="stable")
                 frames = dict(zip(order.tolist(), video.frames(wanted[order].tolist()), strict=True))

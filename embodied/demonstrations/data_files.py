@@ -6,13 +6,14 @@ The rows' own columns are the truth about their order: `episode_index` and `fram
 
 from __future__ import annotations
 
+import mmap
 import os
 import tempfile
 import threading
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -40,6 +41,8 @@ _PICTURES_AT_ONCE = 64
 """Rows of encoded pictures in memory while a row group is read."""
 _BUFFER = 2**20
 """Bytes of a file that are read at once."""
+_BUFFER_OF_PICTURES = 2**26
+"""Bytes of memory that are taken at once; what is not filled is not used."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,7 @@ class DataFiles:
 
         def read(file: DataFile) -> dict[str, npt.NDArray[Any]]:
             table = metadata.read_table(file.path, list(features))
+            _check_rows(file.path, table.num_rows, file.rows)
             return {name: self._converted(file.path, table[name], name, features[name]) for name in features}
 
         title = f"Reading {', '.join(features)}"
@@ -166,12 +170,18 @@ def _open(path: Path) -> _Opened:
         sizes = [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
         names = [name for name in layout.BOOKKEEPING if file.schema_arrow.names.count(name)]
         table = file.read(names)
+    _check_rows(path, table.num_rows if names else sum(sizes), sum(sizes))
     columns: dict[str, npt.NDArray[Any]] = {
         name: metadata.whole_column(path, table, name) for name in names if name != "timestamp"
     }
     if "timestamp" in names:
         columns["timestamp"] = _timestamps(path, table)
     return _Opened(DataFile(path, np.cumsum(sizes, dtype=np.int64)), columns)
+
+
+def _check_rows(path: Path, found: int, said: int) -> None:
+    if found != said:
+        raise DatasetError(f"{path} is not a whole parquet file ({found} of {said} rows can be read); {AGAIN}")
 
 
 def _timestamps(path: Path, table: pa.Table) -> npt.NDArray[np.float64]:
@@ -198,8 +208,10 @@ class Pictures:
         self._source = np.full(len(data), -1, np.int64)
         """[places] which of the buffers holds each picture; -1: it was not unpacked, or the row has none."""
         self._begins, self._sizes = np.zeros(len(data), np.int64), np.zeros(len(data), np.int64)
-        self._buffers: list[memoryview | None] = []
-        """None: the temporary file."""
+        self._buffers: list[mmap.mmap | None] = [None]
+        """Memory, but the first: that is the temporary file."""
+        self._filled = 0
+        """Bytes of the last buffer."""
         self._done: set[tuple[int, int]] = set()
         self._lock = threading.Lock()
         self._file: Any = None
@@ -214,7 +226,7 @@ class Pictures:
             if source < 0:
                 raise DatasetError(f"{self._data.where(row)}: {self._name!r} has no picture; {AGAIN}")
             held = self._buffers[source]
-            yield os.pread(self._file.fileno(), size, begin) if held is None else bytes(held[begin : begin + size])
+            yield os.pread(self._file.fileno(), size, begin) if held is None else held[begin : begin + size]
 
     def first(self) -> bytes | None:
         """The first picture that lies in the files; None where there is none."""
@@ -236,26 +248,41 @@ class Pictures:
                     with self._lock:
                         if (number, group) not in self._done:
                             first = begin + (int(file.group_ends[group - 1]) if group else 0)
-                            self._unpack_group(file.path, group, first)
+                            self._unpack_group(file.path, group, first, begin + int(file.group_ends[group]))
                             self._done.add((number, group))
 
-    def _unpack_group(self, path: Path, group: int, first: int) -> None:
+    def _unpack_group(self, path: Path, group: int, first: int, end: int) -> None:
+        """Unpack a row group, which holds the places `first` to `end`."""
+        begin_of_group = first
         for array in self._arrays(path, group, _PICTURES_AT_ONCE):
             encoded, sizes = self._encoded(path, array)
-            begin = self._keep(path, encoded)
+            _check_rows(path, min(first + len(sizes), end), first + len(sizes))
+            source, begin = self._keep(path, encoded)
             rows = slice(first, first + len(sizes))
             self._sizes[rows] = sizes
             self._begins[rows] = begin + np.cumsum(sizes) - sizes
-            self._source[rows] = np.where(sizes > 0, len(self._buffers) - 1, -1)
+            self._source[rows] = np.where(sizes > 0, source, -1)
             first += len(sizes)
+        _check_rows(path, first - begin_of_group, end - begin_of_group)
 
-    def _keep(self, path: Path, encoded: memoryview) -> int:
-        """Add a buffer; where in it the pictures begin."""
-        if Pictures._kept + len(encoded) <= KEPT_BYTES:
-            Pictures._kept += len(encoded)
-            weakref.finalize(self, Pictures._give_back, len(encoded))
-            self._buffers.append(encoded)
-            return 0
+    def _keep(self, path: Path, encoded: memoryview) -> tuple[int, int]:
+        """Keep encoded pictures: the buffer, and where in it they begin."""
+        size = len(encoded)
+        if Pictures._kept + size <= KEPT_BYTES:
+            if len(self._buffers) == 1 or self._filled + size > len(self._buffers[-1] or b""):
+                # In large pages: the machine hands out memory in small ones more slowly than parquet is unpacked.
+                memory = mmap.mmap(-1, max(size, _BUFFER_OF_PICTURES))
+                with suppress(OSError):  # some kernels have none
+                    memory.madvise(mmap.MADV_HUGEPAGE)
+                self._buffers.append(memory)
+                self._filled = 0
+            memory, begin = self._buffers[-1], self._filled
+            assert memory is not None
+            memory[begin : begin + size] = encoded
+            self._filled += size
+            Pictures._kept += size
+            weakref.finalize(self, Pictures._give_back, size)
+            return len(self._buffers) - 1, begin
         try:
             if self._file is None:
                 self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 (closed when the dataset is dropped)
@@ -268,8 +295,7 @@ class Pictures:
                 f"the pictures of {path} cannot be unpacked into {tempfile.gettempdir()} ({error.strerror}): make room "
                 "there, or name another folder by the environment's TMPDIR"
             ) from error
-        self._buffers.append(None)
-        return begin
+        return 0, begin
 
     @staticmethod
     def _give_back(size: int) -> None:

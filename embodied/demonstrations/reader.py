@@ -191,12 +191,12 @@ class Dataset:
     def frames(self, camera: str, indices: Rows) -> npt.NDArray[np.uint8]:
         """uint8 [B, H, W, 3]: the camera's pictures at these rows, decoded now."""
         rows, name = self._checked(indices), self._camera(camera)
-        unique, places = np.unique(rows, return_inverse=True)
+        order = np.argsort(rows, kind="stable")
         height, width, _ = self.features[name].picture
-        frames = np.empty((len(unique), height, width, 3), np.uint8)
-        for place, frame in enumerate(self._frames[name].at(unique)):
+        frames = np.empty((len(rows), height, width, 3), np.uint8)
+        for place, frame in zip(order.tolist(), self._frames[name].at(rows[order]), strict=True):
             frames[place] = frame
-        return frames if np.array_equal(places, np.arange(len(unique))) else frames[places]
+        return frames
 
     def check_frames(self, cameras: Sequence[str] | None = None) -> None:
         """Open every video file of these cameras (None: of all) and compare its frames with the rows that refer to it,

@@ -123,15 +123,19 @@ class VideoReader:
             raise self._damaged(error) from error
 
     def frames(self, numbers: Sequence[int]) -> Iterator[Frames]:
-        """Frames uint8 [H, W, 3] of the numbers, which must rise."""
+        """Frames uint8 [H, W, 3] of the numbers, which must not fall."""
         table, reached = self.table, -1
         shown: Iterator[av.VideoFrame] = iter(())
+        found = np.empty(0, np.uint8)
         try:
             for number in numbers:
+                if number == reached:
+                    yield found
+                    continue
                 key = int(table.keys[number])
                 if key < 0:
                     raise self._damaged(f"nothing before {table.ticks[number] * table.unit_s:.3f} s stands alone")
-                if reached < 0 or key > reached + _SKIP or reached >= number:
+                if reached < 0 or key > reached + _SKIP or reached > number:
                     self._container.seek(int(table.seeks[key]), stream=self._stream)
                     shown = self._container.decode(self._stream)
                 wanted = int(table.ticks[number])
@@ -140,8 +144,8 @@ class VideoReader:
                     raise self._damaged(f"the frame at {table.ticks[number] * table.unit_s:.3f} s cannot be decoded")
                 if (frame.height, frame.width) != (self.height, self.width):
                     raise self._damaged(f"the frame at {table.ticks[number] * table.unit_s:.3f} s is of another size")
-                reached = number
-                yield np.asarray(frame.to_ndarray(format="rgb24"), np.uint8)
+                found, reached = np.asarray(frame.to_ndarray(format="rgb24"), np.uint8), number
+                yield found
         except (av.FFmpegError, ValueError) as error:
             raise self._damaged(error) from error
 
