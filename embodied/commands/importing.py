@@ -50,8 +50,8 @@ class Arguments:
     only_successes: bool = False
     """Leave out the episodes that do not end solved."""
     tolerance: float | None = None
-    """Largest deviation of a position (m) or joint (rad) from the recording; an episode beyond it is left out. None: the
-    format's own."""
+    """Largest deviation of a position (m) or joint (rad) from the recording; an episode beyond it is left out. None:
+    the format's own."""
     runtime: RuntimeConfig = RuntimeConfig()
     json: Path | None = None
     """Write the result to this file."""

@@ -34,7 +34,7 @@ def _hdf5(kind: str) -> Callable[[Path], bool]:
 FORMATS = (
     Format("ManiSkill's trajectories (.h5 with its .json)", _hdf5("maniskill"), "embodied.demonstrations.importer"),
     Format("LIBERO's demonstrations (.hdf5)", _hdf5("libero"), "embodied.demonstrations.importer"),
-    Format("robomimic's demonstrations of LIBERO tasks (.hdf5)", _hdf5("robomimic"), "embodied.demonstrations.importer"),
+    Format("robomimic's demonstrations of LIBERO's (.hdf5)", _hdf5("robomimic"), "embodied.demonstrations.importer"),
 )
 """Tried in this order."""
 
