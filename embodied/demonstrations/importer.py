@@ -268,7 +268,8 @@ def _show(result: Mapping[str, Any]) -> None:
     )
     show(
         f"{result['reproduced']} of {result['replayed']} episodes came out as recorded, "
-        f"{result['reproduced_exactly']} of them bit for bit (largest deviation {result['largest_deviation']:.3g}, allowed {result['tolerance']:g})"
+        f"{result['reproduced_exactly']} of them bit for bit (largest deviation {result['largest_deviation']:.3g}, "
+        f"allowed {result['tolerance']:g})"
     )
     if result["idle_steps_left_out"]:
         show(f"{result['idle_steps_left_out']} idle env steps were left out")

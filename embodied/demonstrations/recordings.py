@@ -15,13 +15,11 @@ Recorded pictures are not read: they are drawn anew.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, Protocol
-from xml.etree import ElementTree
 
 import h5py
 import numpy as np
@@ -257,11 +255,11 @@ class RobosuiteFile:
         if solved is not None:
             # LIBERO's script writes a reward of 1 at the last step alone, whenever the task was solved.
             success[-1] = solved
-        from sim_farm.backends.libero.recordings import GRIP, STATE
+        from sim_farm.backends.libero.recordings import GRIP, MODEL, STATE
 
         start: dict[str, npt.NDArray[Any]] = {STATE: states[0], GRIP: actions[0, -1:].astype(np.float64)}
         if model is not None:
-            start |= body_poses(self.path, name, model)
+            start[MODEL] = np.frombuffer(model.encode(errors="replace"), np.uint8)
         return Recording(EpisodeSpec(0), start, actions, {STATE: states[1:]}, success)
 
 
@@ -283,32 +281,6 @@ def task_of_bddl(path: Path, bddl: str) -> str:
         f"{path} is a recording of {shown(name)}, which is none of LIBERO's 130 tasks"
         f"{nearest(name, sorted({task.bddl.name for task in tasks.values()}))}"[:600]
     )
-
-
-def body_poses(path: Path, name: str, model: str) -> Iterator[tuple[str, npt.NDArray[np.float64]]]:
-    """Places and orientations of all named bodies in a MuJoCo model's XML, as `sim_farm.backends.libero.recordings`
-    names them. Raises `DatasetError` for what is no such XML; nothing that it names is opened."""
-    from sim_farm.backends.libero.recordings import POSITION, QUATERNION
-
-    if "<!DOCTYPE" in model or "<!ENTITY" in model:
-        raise DatasetError(f"{path}: the model_file of {name} declares entities, which no MuJoCo model needs")
-    try:
-        root = ElementTree.fromstring(model)  # noqa: S314  without entities it can do no harm
-    except (ElementTree.ParseError, ValueError, RecursionError) as error:
-        raise DatasetError(f"{path}: the model_file of {name} is no XML ({error})") from error
-    for body in root.iterfind("worldbody//body"):
-        called = body.get("name")
-        if called is None:
-            continue
-        for key, attribute, default in ((POSITION, "pos", (0.0, 0, 0)), (QUATERNION, "quat", (1.0, 0, 0, 0))):
-            try:
-                values = np.array((body.get(attribute) or "").split() or default, np.float64)
-            except ValueError as error:
-                raise DatasetError(f"{path}: {name}: the body {shown(called)} has no {attribute} of numbers") from error
-            length = float(np.linalg.norm(values))
-            if values.shape != (len(default),) or not math.isfinite(length) or (attribute == "quat" and not length):
-                raise DatasetError(f"{path}: {name}: the {attribute} of {shown(called)} is not {len(default)} numbers")
-            yield key + called, values / length if attribute == "quat" else values
 
 
 def _check_task(path: Path, task: str, simulator: str) -> None:
@@ -347,11 +319,12 @@ def _check_robot(path: Path, kwargs: Mapping[str, Any]) -> None:
 
 def _same(one: Any, other: Any) -> bool:
     """Equal, numbers and lists of the same number alike (robosuite widens what it is given)."""
-    try:
-        a, b = np.asarray(one, np.float64), np.asarray(other, np.float64)
-        return bool(np.array_equal(*np.broadcast_arrays(a, b)))
-    except (TypeError, ValueError):
+    if one is None or other is None or isinstance(one, str | bool) or isinstance(other, str | bool):
         return bool(one == other)
+    try:
+        return bool(np.array_equal(*np.broadcast_arrays(np.asarray(one, np.float64), np.asarray(other, np.float64))))
+    except (TypeError, ValueError):
+        return False
 
 
 def _same_task_file(task: str, content: str) -> bool:

@@ -23,7 +23,7 @@ from sim_farm.backends.libero.environment import (
     visual_states,
 )
 from sim_farm.backends.libero.progress import Progress
-from sim_farm.backends.libero.recordings import STATE, place_fixtures, state_deviation, take_grip
+from sim_farm.backends.libero.recordings import STATE, RecordedModel, continue_control, state_deviation
 from sim_farm.backends.libero.scene import SceneLayout
 from sim_farm.backends.libero.stream import Position, callers_generator, stream_of
 from sim_farm.backends.libero.tasks import LiberoTask, find_task, initial_states
@@ -79,11 +79,13 @@ class LiberoPhysics:
         self._steps_left = 0
         self._recorded = False
         """Whether a recording is followed: to its end, solved or not."""
+        self._recorded_model = RecordedModel(self._env)
         self._seen: PhysicsResult | None = None
 
     def reset(self, episode: EpisodeSpec) -> PhysicsResult:
         self._recorded = False
         self._user.take()
+        self._recorded_model.restore()
         with callers_generator():
             self._draw(episode)
         self._observe_forced()
@@ -98,10 +100,10 @@ class LiberoPhysics:
         self._user.take()
         self._recorded = True
         if start:
-            place_fixtures(self._env, start)
+            self._recorded_model.take(start)
             self._begin_at(start[STATE])
             self._control = Control(self._env)
-            take_grip(self._env, start)
+            continue_control(self._env, start)
         self._gain()
         return self._result([], [], False)
 
