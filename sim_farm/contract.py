@@ -156,6 +156,28 @@ class SettlingPhysics(Physics, Protocol):
         ...
 
 
+SimulatorState = Mapping[str, npt.NDArray[np.generic]]
+"""The simulator's own state as its own recorders write it, by names that the backend knows."""
+
+
+@runtime_checkable
+class RecordedPhysics(Physics, Protocol):
+    """Physics that can follow a recording which the simulator's own recorder made."""
+
+    def begin_at(self, start: SimulatorState) -> PhysicsResult:
+        """Right after a reset: continue from the recorded state `start`, or where the reset led if it is empty.
+
+        The episode ends where its recording does: until `max_episode_steps` it goes on, solved or not. The result has
+        n = 0. Raises `FarmError` that names what of the state the task's scene has not.
+        """
+        ...
+
+    def deviation(self, recorded: SimulatorState) -> float:
+        """Largest distance of a position (m), joint (rad) or orientation (element of the quaternion) from `recorded`,
+        now; 0.0 means that all are equal bit for bit."""
+        ...
+
+
 @runtime_checkable
 class Renderer(Protocol):
     """Draws scenes of one task. Holds replicas of scenes, and drops the oldest when there are too many."""

@@ -3,19 +3,20 @@ episodes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from sim_farm.contract import (
     Bool,
     EpisodeSpec,
     FarmError,
     Float32,
-    Physics,
     PhysicsResult,
     Renderer,
+    SimulatorState,
     TaskInfo,
     TaskSpec,
     UInt8,
@@ -48,11 +49,47 @@ class ReplayedEpisode:
         return len(self.reward)
 
 
+@dataclass(frozen=True)
+class Recording:
+    """An episode of n env steps as the simulator's own recorder wrote it."""
+
+    spec: EpisodeSpec
+    """Seed of the reset before it, as far as it is known: the scene's geometry is drawn from it."""
+    start: SimulatorState
+    """State before the first action; empty: the one that the reset leads to."""
+    actions: Float32
+    """[n, A] in the task's convention."""
+    states: Mapping[str, npt.NDArray[np.generic]]
+    """Arrays [m, ...] of the states after the first m actions, m at most n, by the names that the backend knows."""
+    success: npt.NDArray[np.int8]
+    """[n] 1 where the recording says that the task is solved after the step, 0 where it says it is not, else -1."""
+
+    def state(self, step: int) -> SimulatorState:
+        """The recorded state after the action `step`; empty where there is none."""
+        return {name: rows[step] for name, rows in self.states.items() if step < len(rows)}
+
+
+@dataclass(frozen=True)
+class Followed:
+    """How a recording came out when its actions were executed again."""
+
+    replay: ReplayedEpisode | None
+    """The episode, to the recording's end; None where it came out otherwise, or was not wanted."""
+    deviation: float
+    """Largest deviation of a state from the recorded one (`sim_farm.contract.RecordedPhysics.deviation`)."""
+    reproduced: bool
+    """Success and states were as recorded, at every step that the recording says them of."""
+    why_not: str
+    """What came out otherwise, or why the episode is not wanted; else empty."""
+    from_seed: bool = False
+    """Whether the seed alone leads to the recorded first state."""
+
+
 class Replayer:
     """Replays episodes of one task: to the record of everything that a policy would have seen, or to a film."""
 
     def __init__(self, task: TaskSpec) -> None:
-        self._physics: Physics = make_physics(task)
+        self._physics = make_physics(task)
         self._renderer: Renderer | None = make_renderer(task) if self._physics.info.cameras else None
 
     def describe(self) -> TaskInfo:
@@ -60,7 +97,9 @@ class Replayer:
 
     def replay(self, episode: EpisodeSpec, actions: Float32) -> ReplayedEpisode:
         """The episode under `actions` [n, A], n at least 1; the actions after its end are left out."""
-        seen = self._run(episode, actions)
+        return self._record(self._run(episode, actions), actions)
+
+    def _record(self, seen: Sequence[PhysicsResult], actions: Float32) -> ReplayedEpisode:
         before, after = seen[:-1], seen[1:]
         cameras = self._physics.info.cameras
         return ReplayedEpisode(
@@ -73,6 +112,53 @@ class Replayer:
             done=np.concatenate([result.terminated | result.truncated for result in after]),
             instruction=seen[0].instruction,
         )
+
+    def follow(
+        self, recording: Recording, tolerance: float, keep: Bool | None = None, only_solved: bool = False
+    ) -> Followed:
+        """Execute the recording's actions and compare success and states with it after every step.
+
+        `tolerance` bounds the deviation. Where `keep` [n] is given, the episode that is returned executes only those of
+        the actions, from the same start, and must end as the whole does. With `only_solved` it must end solved.
+        """
+        try:
+            seen, from_seed = self._begin(recording)
+        except FarmError as error:
+            return Followed(None, float("inf"), False, str(error))
+        furthest = 0.0
+        for step, action in enumerate(recording.actions):
+            seen.append(self._physics.step(action[None]))
+            said, solved = int(recording.success[step]), bool(seen[-1].success[-1])
+            if said >= 0 and bool(said) != solved:
+                words = ("solved", "not solved") if said else ("not solved", "solved")
+                return Followed(None, furthest, False, f"step {step}: recorded as {words[0]}, replayed as {words[1]}")
+            if state := recording.state(step):
+                furthest = max(furthest, self._physics.deviation(state))
+                if not furthest <= tolerance:
+                    why = f"step {step}: a state is {furthest:.3g} from the recorded one"
+                    return Followed(None, furthest, False, why)
+        if only_solved and not seen[-1].success[-1]:
+            return Followed(None, furthest, True, "it does not end solved")
+        actions = recording.actions
+        if keep is not None and not keep.all():
+            solved = bool(seen[-1].success[-1])
+            actions = actions[keep]
+            if not len(actions):
+                return Followed(None, furthest, True, "all of its actions are idle")
+            seen, _ = self._begin(recording)
+            seen += [self._physics.step(action[None]) for action in actions]
+            if bool(seen[-1].success[-1]) != solved:
+                return Followed(None, furthest, True, f"without its idle actions it ends {'un' * solved}solved")
+        replay = self._record(seen, actions)
+        ends = np.arange(replay.steps) == replay.steps - 1  # where the recording ends, whatever the task says
+        return Followed(replace(replay, done=ends), furthest, True, "", from_seed)
+
+    def _begin(self, recording: Recording) -> tuple[list[PhysicsResult], bool]:
+        """The result at the recording's start, and whether the seed alone leads there."""
+        self._physics.reset(recording.spec)
+        from_seed = not recording.start or self._physics.deviation(recording.start) == 0
+        first = self._physics.begin_at(recording.start)
+        return [first], from_seed
 
     def film(self, episode: EpisodeSpec, actions: Float32, every: int = 1) -> list[UInt8]:
         """Frames uint8 [H, W, 3] of the task's first camera: at the start, after every `every`-th of the actions

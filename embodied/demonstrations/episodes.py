@@ -45,10 +45,11 @@ class RecordedEpisode:
 
     @property
     def spec(self) -> EpisodeSpec | None:
-        """With `Dataset.task` and the actions, all it takes to replay an episode of ours; None in other datasets."""
-        return (
-            EpisodeSpec(self.row["seed"], self.row["init_state"]) if {"seed", "init_state"} <= set(self.row) else None
-        )
+        """With `Dataset.task` and the actions, all it takes to replay an episode of ours; None in other datasets, and
+        where the episode begins from a recorded state."""
+        if self.row.get("seed") is None or "init_state" not in self.row:
+            return None
+        return EpisodeSpec(self.row["seed"], self.row["init_state"])
 
 
 @dataclass(frozen=True)

@@ -86,8 +86,11 @@ class DatasetWriter:
         self._rows_writer: pq.ParquetWriter | None = None
         self.episodes = self.frames = 0
 
-    def add(self, spec: EpisodeSpec, replay: ReplayedEpisode) -> None:
-        """Append the episode: its steps, its frames, and the row that says where they are and how to replay it."""
+    def add(self, spec: EpisodeSpec | None, replay: ReplayedEpisode) -> None:
+        """Append the episode: its steps, its frames, and the row that says where they are and how to replay it.
+
+        `spec` is None where the episode begins from a state that neither a seed nor an initial state leads to.
+        """
         columns = self._columns(replay)
         try:
             row = {
@@ -98,8 +101,8 @@ class DatasetWriter:
                 "dataset_to_index": self.frames + replay.steps,
                 "meta/episodes/chunk_index": 0,
                 "meta/episodes/file_index": 0,
-                "seed": spec.seed,
-                "init_state": spec.init_state,
+                "seed": None if spec is None else spec.seed,
+                "init_state": None if spec is None else spec.init_state,
                 "success": bool(replay.success.any()),
                 **self._data.add(columns, replay.steps),
             }
@@ -162,8 +165,9 @@ class DatasetWriter:
             return
         if self._rows_writer is None:
             inferred = pa.Table.from_pylist(self._rows).schema
-            where = inferred.get_field_index("init_state")  # a column of None has no type of its own
-            self._rows_schema = inferred.set(where, pa.field("init_state", pa.int64()))
+            for name in ("seed", "init_state"):  # a column of None has no type of its own
+                inferred = inferred.set(inferred.get_field_index(name), pa.field(name, pa.int64()))
+            self._rows_schema = inferred
             path = self._folder / layout.EPISODES_PATH.format(chunk_index=0, file_index=0)
             path.parent.mkdir(parents=True, exist_ok=True)
             self._rows_writer = pq.ParquetWriter(path, self._rows_schema)

@@ -23,11 +23,21 @@ from sim_farm.backends.libero.environment import (
     visual_states,
 )
 from sim_farm.backends.libero.progress import Progress
+from sim_farm.backends.libero.recordings import STATE, RecordedModel, continue_control, state_deviation
 from sim_farm.backends.libero.scene import SceneLayout
 from sim_farm.backends.libero.stream import Position, callers_generator, stream_of
 from sim_farm.backends.libero.tasks import LiberoTask, find_task, initial_states
 from sim_farm.backends.mujoco_gl import mujoco
-from sim_farm.contract import EpisodeOver, EpisodeSpec, FarmError, Float32, PhysicsResult, TaskInfo, TaskSpec
+from sim_farm.contract import (
+    EpisodeOver,
+    EpisodeSpec,
+    FarmError,
+    Float32,
+    PhysicsResult,
+    SimulatorState,
+    TaskInfo,
+    TaskSpec,
+)
 
 CONTROL_MODES = ("osc_pose",)
 ACTION_DIM = 7
@@ -67,10 +77,15 @@ class LiberoPhysics:
         self._clock = ObservationClock()
         self._control: Control | None = None
         self._steps_left = 0
+        self._recorded = False
+        """Whether a recording is followed: to its end, solved or not."""
+        self._recorded_model = RecordedModel(self._env)
         self._seen: PhysicsResult | None = None
 
     def reset(self, episode: EpisodeSpec) -> PhysicsResult:
+        self._recorded = False
         self._user.take()
+        self._recorded_model.restore()
         with callers_generator():
             self._draw(episode)
         self._observe_forced()
@@ -79,26 +94,43 @@ class LiberoPhysics:
         self._control = Control(self._env)
         self._steps_left = self.info.max_episode_steps
         self._gain()
-        return self._result([], False, False)
+        return self._result([], [], False)
+
+    def begin_at(self, start: SimulatorState) -> PhysicsResult:
+        self._user.take()
+        self._recorded = True
+        if start:
+            self._recorded_model.take(start)
+            self._begin_at(start[STATE])
+            self._control = Control(self._env)
+            continue_control(self._env, start)
+        self._gain()
+        return self._result([], [], False)
+
+    def deviation(self, recorded: SimulatorState) -> float:
+        return state_deviation(self._data, recorded)
 
     def step(self, actions: Float32) -> PhysicsResult:
         if self._steps_left == 0 or self._control is None:
             raise EpisodeOver(f"the episode of {self.info.spec.name} is over or never began: call reset")
         rewards: list[float] = []
-        solved = False
+        success: list[bool] = []
+        over = False
         self._user.take()
         for action in np.clip(actions, -1.0, 1.0).astype(np.float64):
             self._advance(self._control, action)
             solved = bool(self._env._check_success())
             self._env._post_process()
             rewards.append(1.0 if solved else self._gain())
+            success.append(solved)
             self._steps_left -= 1
-            if solved or self._steps_left == 0:
+            over = solved and not self._recorded
+            if over or self._steps_left == 0:
                 break
-        truncated = self._steps_left == 0 and not solved
-        if solved:
+        truncated = self._steps_left == 0 and not over
+        if over:
             self._steps_left = 0
-        return self._result(rewards, solved, truncated)
+        return self._result(rewards, success, truncated)
 
     def settle(self, steps: int) -> PhysicsResult:
         assert self._control is not None, "settle follows a reset"
@@ -109,7 +141,7 @@ class LiberoPhysics:
             self._env._check_success()
             self._env._post_process()
         self._gain()
-        return self._result([], False, False)
+        return self._result([], [], False)
 
     def close(self) -> None:
         """Free MuJoCo's data now: robosuite's objects refer to each other, and the garbage collector, which would
@@ -199,12 +231,12 @@ class LiberoPhysics:
             instruction=self._task.instruction,
         )
 
-    def _result(self, rewards: list[float], solved: bool, truncated: bool) -> PhysicsResult:
+    def _result(self, rewards: list[float], success: list[bool], truncated: bool) -> PhysicsResult:
         assert self._seen is not None
-        n = len(rewards)
-        flags = np.zeros((3, n), np.bool_)
-        if n:
-            flags[:, -1] = solved, solved, truncated
+        flags = np.zeros((3, len(rewards)), np.bool_)
+        if rewards:
+            flags[0] = success
+            flags[1:, -1] = success[-1] and not self._recorded, truncated
         seen = self._seen
         return replace(
             seen,
