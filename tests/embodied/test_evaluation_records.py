@@ -50,7 +50,7 @@ def test_the_files_of_a_result_agree(tmp_path: Path) -> None:
 
 def test_videos_show_failures_first_and_each_task_s_first() -> None:
     def outcome(task: str, trial: int, success: bool) -> EpisodeResult:
-        return EpisodeResult(task, trial, EpisodeSpec(0), success, 0.0, 1, 1, np.zeros((1, 1), np.float32))
+        return EpisodeResult(task, trial, EpisodeSpec(0), success, success, 0.0, 1, 1, np.zeros((1, 1), np.float32))
 
     listed = [outcome(task, trial, trial == 0) for task in "ab" for trial in range(3)]
     shown = [(o.task, o.trial) for o in worth_seeing(listed, 5)]
@@ -60,7 +60,7 @@ def test_videos_show_failures_first_and_each_task_s_first() -> None:
 def test_a_film_of_differences_has_what_the_first_alone_solved_first() -> None:
     def outcomes(solved: dict[str, list[int]]) -> list[EpisodeResult]:
         return [
-            EpisodeResult(task, trial, EpisodeSpec(0), bool(success), 0.0, 1, 1, np.zeros((1, 1), np.float32))
+            EpisodeResult(task, trial, EpisodeSpec(0), bool(success), bool(success), 0.0, 1, 1, np.zeros((1, 1), np.float32))
             for task, successes in solved.items()
             for trial, success in enumerate(successes)
         ]
