@@ -45,8 +45,8 @@ class Identity:
 
     protocol: Protocol
     policy: Mapping[str, Any]
-    """Plain JSON: kind, options, what it reads, chunk, the sha256 of its checkpoint's manifest, and digests of the files
-    that its options name."""
+    """Plain JSON: kind, options, what it reads, chunk, the sha256 of its checkpoint's manifest, and the digests of the
+    files that its options name."""
 
     def as_data(self) -> dict[str, Any]:
         return {"protocol": as_data(self.protocol), "policy": dict(self.policy)}

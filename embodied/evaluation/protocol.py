@@ -280,8 +280,8 @@ def _cameras(config: Config) -> int | tuple[str, ...]:
 
 
 def protocol_of(config: Config) -> Protocol:
-    """The protocol that the configuration asks for. Raises `UserError`, or `FarmError` where a task's files are not to be
-    had."""
+    """The protocol that the configuration asks for. Raises `UserError`, or `FarmError` where files of a task are
+    missing."""
     asked, env = config.eval, config.env
     # A single task is looked up by the farm that simulates it.
     tasks = expand(asked.tasks) if asked.tasks else (env.task,)

@@ -122,8 +122,8 @@ def check_recorded_starts(config: Config, info: TaskInfo) -> None:
     if largest >= info.init_states:
         there = f"0 to {info.init_states - 1}" if info.init_states else "none"
         raise UserError(
-            f"{config.env.task}: env.init_states is {config.env.init_states}, and the task's recorded initial states are "
-            f"{there}: set env.init_states to {info.init_states} or less, or to ranges within them"
+            f"{config.env.task}: env.init_states is {config.env.init_states}, and the task's recorded initial states "
+            f"are {there}: set env.init_states to {info.init_states} or less, or to ranges within them"
         )
 
 

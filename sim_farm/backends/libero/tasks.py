@@ -26,7 +26,8 @@ LIMITS = {"libero_spatial": 220, "libero_object": 280, "libero_goal": 300, "libe
 """Env steps of an episode where the user says nothing: those of OpenVLA-OFT and openpi."""
 PUBLISHED = Path(__file__).with_name("published.json")
 """LIBERO's own tasks as hf-libero 0.1.4 has them: for `<suite>/<index>` the sha256 of the task file, of the initial
-states, and of all (`TaskFiles.digest`). The files equal those of github.com/Lifelong-Robot-Learning/LIBERO (8f1084e)."""
+states, and of all (`TaskFiles.digest`). The files equal those of
+github.com/Lifelong-Robot-Learning/LIBERO (8f1084e)."""
 
 
 @dataclass(frozen=True)
