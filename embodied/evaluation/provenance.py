@@ -196,11 +196,11 @@ def lineage(folder: Path | None, policy: PolicyConfig) -> Lineage:
     begun = policy.init if folder is None else folder
     while begun is not None and begun.resolve() not in seen:
         seen.add(begun.resolve())
-        run_dir, begun = _run_and_checkpoint(begun)
-        if run_dir is None or begun is None:
-            return found + Lineage(unknown=(str(folder or policy.init),))
+        run_dir, whole = _run_and_checkpoint(begun)
+        if run_dir is None or whole is None:
+            return found + Lineage(unknown=(str(begun),))
         try:
-            config, stage = recorded_settings(run_dir), checkpoint.read_state(begun).stage
+            config, stage = recorded_settings(run_dir), checkpoint.read_state(whole).stage
         except (UserError, CheckpointError):
             return found + Lineage(unknown=(str(begun),))
         found += _imitated(config.sft.data) if stage == "sft" else Lineage(reinforced=(config,))

@@ -159,10 +159,11 @@ def _evals(path: Path) -> list[Evaluation]:
 
 
 def _rows(item: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """A row per task; the protocol of all of them is each one's."""
+    """A row per task; the protocol and the notes of all of them are each one's."""
     tasks = item.get("tasks", ())
-    shared = {"protocol": item["protocol"], "notes": item.get("notes", ())}
-    return [{**row, **shared} for row in tasks] if len(tasks) > 1 else [item]
+    if len(tasks) <= 1:
+        return [item]
+    return [{**row, "protocol": item["protocol"], "notes": item.get("notes")} for row in tasks]
 
 
 def _evaluation(item: Mapping[str, Any]) -> Evaluation:
