@@ -6,13 +6,13 @@ it (`--loss.clip 0.1`).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
-from embodied import ranges
 from embodied.named_code import KEYS
 from sim_farm.contract import Gripper, Orientation
 
@@ -20,6 +20,8 @@ HERE = Path(__file__).parent
 """In the source tree `configs` and `assets` are links in this folder, so that an installed package has copies."""
 LARGEST = 2**31 - 1
 """Of the whole numbers in a configuration."""
+LARGEST_INDEX = 99_999
+"""The largest number that a range may name."""
 
 
 class Section(BaseModel):
@@ -46,11 +48,31 @@ def _below_runs(name: str) -> str:
     return name
 
 
+def indices_of(text: str) -> tuple[int, ...]:
+    """The numbers that ranges such as `0-24,30` name, in their order. Raises `ValueError` for another text, and where a
+    number is named twice."""
+    numbers: list[int] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"\s*([0-9]{1,9})\s*(?:-\s*([0-9]{1,9})\s*)?", part, re.ASCII)
+        if found is None:
+            raise ValueError(f"{text[:100]!r} is no list of ranges such as 0-24,30")
+        first, last = int(found[1]), int(found[2] or found[1])
+        if last < first:
+            raise ValueError(f"the range {part.strip()} goes down: write {last}-{first}")
+        if last > LARGEST_INDEX:
+            raise ValueError(f"the range {part.strip()} names numbers beyond {LARGEST_INDEX}")
+        numbers += range(first, last + 1)
+    if len(set(numbers)) < len(numbers):
+        twice = next(number for number in numbers if numbers.count(number) > 1)
+        raise ValueError(f"{text[:100]} names {twice} twice")
+    return tuple(numbers)
+
+
 def _first_or_ranges(states: int | str) -> int | str:
     if isinstance(states, str) and states.strip().isdecimal():  # as the command line reads it
         states = int(states)
     if isinstance(states, str):
-        ranges.parse(states)
+        indices_of(states)
     elif states < 0:
         raise ValueError("the number of recorded initial states cannot be below 0")
     return states
@@ -65,7 +87,7 @@ def _indices(states: tuple[int | str, ...] | None) -> tuple[int | str, ...] | No
         raise ValueError("the recorded initial states are counted from 0")
     for part in states or ():
         if isinstance(part, str):
-            ranges.parse(part)
+            indices_of(part)
     return states
 
 
@@ -100,7 +122,7 @@ class EnvConfig(Section):
     @property
     def recorded_starts(self) -> Sequence[int]:
         """Indices of the recorded initial states that training episodes begin from; empty: from seeds alone."""
-        return range(self.init_states) if isinstance(self.init_states, int) else ranges.parse(self.init_states)
+        return range(self.init_states) if isinstance(self.init_states, int) else indices_of(self.init_states)
 
 
 class FarmConfig(Section):
@@ -350,7 +372,7 @@ class EvalConfig(Section):
     @property
     def recorded_states(self) -> tuple[int, ...] | None:
         """Indices of the recorded initial states that the trials begin from, in turn; None where none are named."""
-        parts = [(part,) if isinstance(part, int) else ranges.parse(part) for part in self.init_states or ()]
+        parts = [(part,) if isinstance(part, int) else indices_of(part) for part in self.init_states or ()]
         return tuple(index for part in parts for index in part) or None
 
 

@@ -175,5 +175,5 @@ class ListedEpisodes:
 
 
 def evaluation_episodes(run_seed: int, count: int) -> tuple[EpisodeSpec, ...]:
-    """`count` episodes whose seeds no training run draws: they come from a stream of their own."""
+    """`count` episodes whose seeds come from a stream of their own, which training does not draw from."""
     return tuple(EpisodeSpec(episode_seed(EVALUATION, run_seed, 0, trial)) for trial in range(count))

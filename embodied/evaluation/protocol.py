@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
-from embodied import ranges
 from embodied.config import Config
 from embodied.errors import UserError, nearest
 from sim_farm.catalogue import foreign_suite, task_files, task_names
@@ -113,7 +112,7 @@ class Protocol:
     init_states: tuple[int, ...] | None
     """Trial i begins from recorded state `init_states[i % len]`; None: from its seed alone."""
     env_seed: int | None
-    """The simulator's seed (`seeding`); None: trial i has its own, from a stream that no training run draws."""
+    """The simulator's seed (`seeding`); None: trial i has its own, from a stream that training does not draw from."""
     settle_steps: int
     orientation: Orientation
     image_size: int
@@ -229,7 +228,7 @@ class Protocol:
             trials += f" (published: {published.trials})"
         seeds = self._said_of_seeds()
         if self.init_states is not None:
-            seeds = f"initial states {ranges.shown(self.init_states[: self.trials])}, {seeds}"
+            seeds = f"initial states {_ranges(self.init_states[: self.trials])}, {seeds}"
         told = "" if self.instruction is None else f", told {self.instruction!r}"
         known = sorted(set(limits or (n for n in self.limits.values() if n is not None)))
         longest = "/".join(map(str, known)) or "the task's own"
@@ -381,9 +380,23 @@ def _matching(name: str) -> list[str]:
     suite = suite_of(name)
     siblings = [task.rpartition("/")[2] for task in tasks if suite_of(task) == suite]
     if siblings and all(sibling.isdecimal() for sibling in siblings):
-        raise UserError(f"no task {name!r}: {suite} has the tasks {ranges.shown(sorted(map(int, siblings)))}")
+        raise UserError(f"no task {name!r}: {suite} has the tasks {_ranges(sorted(map(int, siblings)))}")
     suites = list(dict.fromkeys(suite_of(task) for task in tasks))
     raise UserError(f"no task or suite {name!r}{foreign_suite(name) or nearest(name, sorted(suites + tasks))}")
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """`0 to 24, 30`: three consecutive numbers or more as a range."""
+    parts: list[str] = []
+    place = 0
+    while place < len(numbers):
+        end = place
+        while end + 1 < len(numbers) and numbers[end + 1] == numbers[end] + 1:
+            end += 1
+        run = numbers[place : end + 1]
+        parts += [f"{run[0]} to {run[-1]}"] if len(run) > 2 else [str(number) for number in run]
+        place = end + 1
+    return ", ".join(parts)
 
 
 def as_data(protocol: Protocol) -> dict[str, Any]:

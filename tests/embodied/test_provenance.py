@@ -82,7 +82,8 @@ def test_the_runs_that_a_run_began_from_count_too(run: Path, tmp_path: Path) -> 
     found = lineage(second, PLAIN)
     starts = found.starts(SPATIAL, EVERY)
     assert trained_sentence(starts, found.unknown) == (
-        f"at least 10 of 50 initial states were trained on: nothing is recorded of the starts that {first} was trained on"
+        "at least 10 of 50 initial states were trained on: nothing is recorded of the starts that "
+        f"{first} was trained on"
     )
 
 
