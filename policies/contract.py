@@ -232,6 +232,12 @@ class Policy(nn.Module):
         return {}
 
     @classmethod
+    def statistics_name(cls, architecture: Mapping[str, Any]) -> str | None:
+        """Name of the dataset whose statistics give actions their unit; None where a checkpoint's files give them no
+        name, or they are of what the policy itself has learned from. Reads no tensor."""
+        return None
+
+    @classmethod
     def can_contrast(cls, architecture: Mapping[str, Any]) -> bool:
         """Whether `evaluate` says how velocities have changed (`Contrast`)."""
         return False

@@ -235,10 +235,16 @@ def _timeline(run: RunFolder) -> str:
 def _evaluation(run: RunFolder) -> str:
     if not run.evals:
         return pieces.section("Evaluation", _notice(run, "eval.json"))
-    names = ("task", "success", "0 to 100%", "episodes", "length", "return", "wall time")
+    names = (
+        "task", "success once", "0 to 100%", "success at end", "starts trained on", "episodes", "length", "return",
+        "wall time",
+    )  # fmt: skip
     head = "".join(f"<th>{name}</th>" for name in names)
     rows = "".join(_evaluation_row(item) for item in run.evals)
-    return pieces.section("Evaluation", f'<div class="card scroll"><table><tr>{head}</tr>{rows}</table></div>')
+    table = f'<div class="card scroll"><table><tr>{head}</tr>{rows}</table></div>'
+    notes = dict.fromkeys(note for item in run.evals for note in item.notes)
+    said = "".join(f'<p class="notice">{escape(note)}.</p>' for note in notes)
+    return pieces.section("Evaluation", table + said)
 
 
 def _evaluation_row(item: Evaluation) -> str:
@@ -247,8 +253,12 @@ def _evaluation_row(item: Evaluation) -> str:
         f'<div class="range"><i style="left:{low:.2%};width:{high - low:.2%}"></i><b style="left:{rate:.2%}"></b></div>'
     )
     success = f"{charts.percent(rate)} <small>{pieces.interval(low, high)}</small>"
+    end = "–"
+    if item.at_end is not None:
+        end = f"{charts.percent(item.at_end[0])} <small>{pieces.interval(*item.at_end[1:])}</small>"
     wall = "–" if item.wall_s is None else duration(item.wall_s)
-    cells = (success, bar, item.episodes, _number(item.episode_len), _number(item.mean_return), wall)
+    numbers = item.episodes, _number(item.episode_len), _number(item.mean_return)
+    cells = (success, bar, end, escape(item.trained_on or "–"), *numbers, wall)
     return f"<tr><td>{escape(item.task)}</td>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
 
 

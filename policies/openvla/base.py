@@ -86,6 +86,16 @@ class TokenPolicy(lora.AdaptedPolicy):
     def converts(cls, architecture: Mapping[str, Any]) -> Mapping[str, tuple[str, str]]:
         return Transforms(architecture.get("transforms", ())).conventions()
 
+    @classmethod
+    def statistics_name(cls, architecture: Mapping[str, Any]) -> str | None:
+        key = str(architecture.get("unnorm_key", ""))
+        if not key:
+            folder, adapter = (str(architecture.get(name, "")) for name in ("checkpoint", "adapter"))
+            datasets = read_datasets(Path(folder), read_json(Path(folder) / CONFIG))
+            datasets = with_adapters(datasets, Path(adapter)) if adapter else datasets
+            key = next(iter(datasets)) if len(datasets) == 1 else ""
+        return None if key in ("", DEMONSTRATIONS) else key
+
     def __init__(
         self,
         spec: PolicySpec,

@@ -33,6 +33,7 @@ from policies.pi0.prompts import Prompts
 from policies.pi0.units import (
     DEMONSTRATIONS,
     StoredUnits,
+    dataset_of,
     demonstrated,
     first_of,
     identity,
@@ -87,6 +88,11 @@ class Pi0(AdaptedPolicy):
     @classmethod
     def converts(cls, architecture: Mapping[str, Any]) -> Mapping[str, tuple[str, str]]:
         return Transforms(architecture.get("transforms", ())).conventions()
+
+    @classmethod
+    def statistics_name(cls, architecture: Mapping[str, Any]) -> str | None:
+        name = architecture.get("asset") or dataset_of(Path(architecture.get("checkpoint", "")))
+        return None if name == DEMONSTRATIONS else name
 
     @classmethod
     def can_contrast(cls, architecture: Mapping[str, Any]) -> bool:

@@ -28,6 +28,8 @@ NORMALIZERS = {"pre": "normalizer_processor", "post": "unnormalizer_processor"}
 """LeRobot's steps that hold statistics, by processor."""
 DEMONSTRATIONS = "demonstrations"
 """The name of statistics that come from what is learned from."""
+DEMONSTRATED = "demonstrated"
+"""The asset's name under which those are written."""
 MOVES = 1e-6
 """A number whose deviation is below this has none."""
 
@@ -131,11 +133,24 @@ def read_openpi(folder: Path, asset: str, quantile: bool) -> RobotUnits:
     return RobotUnits(*(_units(path, raw.get(key), mode, OPENPI_EPS, OPENPI_EPS) for key in ("state", "actions")))
 
 
+def dataset_of(folder: Path) -> str | None:
+    """Name of the dataset whose statistics a checkpoint has: openpi's only asset, or `dataset.repo_id` of LeRobot's
+    train_config.json. None where neither says one, or where they are of what the policy has learned from."""
+    found = list(folder.glob("**/norm_stats.json"))
+    if len(found) == 1:
+        name = found[0].parent.relative_to(folder).as_posix().removeprefix("assets/")
+        return None if name in (".", DEMONSTRATED) else name
+    path = folder / "train_config.json"
+    dataset = read_json(path).get("dataset") if path.is_file() else None
+    name = dataset.get("repo_id") if isinstance(dataset, dict) else None
+    return name if isinstance(name, str) and name else None
+
+
 def write_openpi(folder: Path, units: RobotUnits) -> None:
     """As the only statistics of the folder, of which either mode makes these units but for rounding."""
     for path in folder.glob("**/norm_stats.json"):
         path.unlink()
-    target = folder / "assets" / "demonstrated" / "norm_stats.json"
+    target = folder / "assets" / DEMONSTRATED / "norm_stats.json"
     target.parent.mkdir(parents=True, exist_ok=True)
     parts = {"state": units.state, "actions": units.action}
     statistics = {key: _statistics(part, OPENPI_EPS, OPENPI_EPS) for key, part in parts.items()}
