@@ -177,8 +177,11 @@ def write_lerobot(folder: Path, units: RobotUnits) -> None:
     config = read_json(path)
     processors = read_processors(folder, config)
     parts = {STATE: units.state, ACTION: units.action}
-    modes: dict[str, str] = {}
-    for file, name in ((PRE, "normalizer_processor"), (POST, "unnormalizer_processor")):
+    before, after = ((PRE, "normalizer_processor"), (POST, "unnormalizer_processor"))
+    learned = processors.needed(*before, Normaliser)[1]
+    modes = {kind: learned.norm_map.get(kind, "IDENTITY") for kind in ("STATE", "ACTION")}
+    modes = {kind: "MEAN_STD" if mode == "IDENTITY" else mode for kind, mode in modes.items()}
+    for file, name in (before, after):
         step, said = processors.needed(file, name, Normaliser)
         new = {
             f"{key}.{statistic}": tensor
@@ -191,15 +194,22 @@ def write_lerobot(folder: Path, units: RobotUnits) -> None:
         entry = raw["steps"][step.place]
         entry["state_file"] = f"{Path(file).stem}_step_{step.place}_{name}.safetensors"
         write_tensors(folder / entry["state_file"], others | new)
-        modes |= {
-            kind: "MEAN_STD" if said.norm_map.get(kind, "IDENTITY") == "IDENTITY" else said.norm_map[kind]
-            for kind in ("STATE", "ACTION")
-        }
-        entry.setdefault("config", {}).setdefault("norm_map", {}).update(modes)
+        entry["config"] = _normalising(entry.get("config") or {}, modes, units, file == PRE)
         write_json(folder / file, raw)
     if config.get("normalization_mapping"):
         config["normalization_mapping"] |= modes
         write_json(path, config)
+
+
+def _normalising(config: Mapping[str, Any], modes: Mapping[str, str], units: RobotUnits, reads: bool) -> dict[str, Any]:
+    """A normaliser's parameters with these modes; one that `reads` observations normalises the state, too."""
+    found = {**config, "norm_map": {**config.get("norm_map", {}), **modes}}
+    if reads:
+        state = {"type": "STATE", "shape": [len(units.state.centre)]}
+        found["features"] = {STATE: state} | config.get("features", {})
+        if config.get("normalize_observation_keys") is not None:
+            found["normalize_observation_keys"] = sorted({*config["normalize_observation_keys"], STATE})
+    return found
 
 
 def _object(path: Path, found: Any, what: str) -> dict[str, Any]:
