@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
 from torch import Tensor, nn
@@ -64,8 +64,10 @@ class _Said(BaseModel, extra="allow"):
 class AdaptedModel(nn.Module):
     """A network on which adapters may hang. Names of modules and tensors differ between it and its checkpoint."""
 
-    digested: ClassVar[tuple[str, ...]]
-    """Tensors of the checkpoint, of which any fine-tuning changes at least one."""
+    @property
+    def digested(self) -> tuple[str, ...]:
+        """Tensors of the checkpoint, of which any fine-tuning changes at least one."""
+        raise NotImplementedError
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,6 +84,10 @@ class AdaptedModel(nn.Module):
     def checkpoint_name(self, name: str) -> str:
         """The checkpoint's name of a tensor, or of an adapter's."""
         raise NotImplementedError
+
+    def adapter_name(self, name: str) -> str:
+        """The checkpoint's name of an adapter's tensor, which other programs may call something else."""
+        return name
 
     def checkpoint_state(self) -> dict[str, Tensor]:
         """The tensors by the checkpoint's names."""
@@ -123,7 +129,8 @@ def load_adapter(model: AdaptedModel, folder: Path) -> None:
 def read_adapter(model: AdaptedModel, folder: Path) -> dict[str, Tensor]:
     """The adapter's tensors under the names of the model's state dict, checked against it, which stays as it is."""
     check_base(model, folder, read_adapter_config(folder))
-    found = {name: t for name, t in read_adapter_file(folder).items() if name not in model.unused_adapter}
+    stored = {model.adapter_name(name): tensor for name, tensor in read_adapter_file(folder).items()}
+    found = {name: tensor for name, tensor in stored.items() if name not in model.unused_adapter}
     own = {_plain(model, name): name for name in adapter_names(model)}
     state = model.state_dict()
     if found.keys() != own.keys():

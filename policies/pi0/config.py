@@ -25,7 +25,7 @@ VARIANTS = {
 DEFAULT_VARIANTS = {"paligemma_variant": "gemma_2b", "action_expert_variant": "gemma_300m"}
 LARGEST, MOST_LAYERS = 2**20, 512
 """Of sizes: config.json is somebody's text."""
-OURS = {"kind", "spec", OWN_SIZES, ARCHITECTURE, RANDOM_WEIGHTS, "pi05", "value_head"}
+OURS = {"kind", "spec", OWN_SIZES, ARCHITECTURE, RANDOM_WEIGHTS, "pi05"}
 """Entries that this project writes."""
 READ: Mapping[Layout, set[str]] = {
     "openpi": {
@@ -101,19 +101,20 @@ def read_sizes(folder: Path, adaptive: bool) -> tuple[Pi0Sizes, Layout]:
     Raises `PolicyError` for a config.json that is of neither, or that contradicts the weights.
     """
     raw = read_json(folder / CONFIG)
-    kind = raw.get("type")
-    if kind is None and "action_horizon" in raw:
-        layout: Layout = "openpi"
+    layout = layout_of(folder, raw)
+    if layout == "openpi":
         action_dim, horizon = raw.get("action_dim"), raw.get("action_horizon")
-    elif kind in ("pi0", "pi05"):
-        layout = "lerobot"
-        action_dim, horizon = raw.get("max_action_dim", 32), raw.get("chunk_size", 50)
-        if adaptive != (kind == "pi05"):
-            has = "has" if adaptive else "has no"
-            raise PolicyError(f"{folder / CONFIG} says {kind}, and the checkpoint {has} time_mlp_in, as pi05 has")
     else:
-        raise PolicyError(f"{folder / CONFIG} is of no pi0: neither openpi's (action_horizon) nor LeRobot's (type pi0)")
-    check_entries(folder / CONFIG, raw, layout)
+        action_dim, horizon = raw.get("max_action_dim", 32), raw.get("chunk_size", 50)
+        if adaptive != (raw["type"] == "pi05"):
+            has = "has" if adaptive else "has no"
+            said = raw["type"]
+            raise PolicyError(f"{folder / CONFIG} says {said}, and the checkpoint {has} time_mlp_in, as pi05 has")
+        if not adaptive and raw.get("max_state_dim", action_dim) != action_dim:
+            raise PolicyError(
+                f"{folder / CONFIG}: max_state_dim is {shown(raw['max_state_dim'])} and max_action_dim "
+                f"{shown(action_dim)}; states and actions are filled up to the same number here"
+            )
     if layout == "openpi" and raw.get("pi05") not in (None, adaptive):
         has = "has" if adaptive else "has no"
         raise PolicyError(f"{folder / CONFIG}: pi05 is {shown(raw['pi05'])}, and the checkpoint {has} time_mlp_in")
@@ -123,15 +124,15 @@ def read_sizes(folder: Path, adaptive: bool) -> tuple[Pi0Sizes, Layout]:
     told = raw.get("tokenizer_max_length" if layout == "lerobot" else "max_token_len")
     prompt_len = own.get("max_token_len") or told or (200 if adaptive else 48)
     vocab_size = own.get("vocab_size", 257_152)
-    said: dict[str, Any] = {
+    numbers: dict[str, Any] = {
         "action dimensions": action_dim,
         "horizon": horizon,
         "prompt": prompt_len,
         "vocabulary": vocab_size,
     }
-    if not all(_is_size(value) for value in said.values()):
-        raise PolicyError(f"{folder / CONFIG}: one of these is no size of 1 to {LARGEST}: {shown(said, 200)}")
-    dims, predicted, words, rows = said.values()
+    if not all(_is_size(value) for value in numbers.values()):
+        raise PolicyError(f"{folder / CONFIG}: one of these is no size of 1 to {LARGEST}: {shown(numbers, 200)}")
+    dims, predicted, words, rows = numbers.values()
     return Pi0Sizes(
         _stack(folder, raw, own, "vlm", "paligemma_variant"),
         _stack(folder, raw, own, "expert", "action_expert_variant"),
@@ -142,6 +143,16 @@ def read_sizes(folder: Path, adaptive: bool) -> tuple[Pi0Sizes, Layout]:
         words,
         adaptive,
     ), layout
+
+
+def layout_of(folder: Path, raw: Mapping[str, Any]) -> Layout:
+    """Whose the directory with this config.json is. Raises `PolicyError` where it is of neither."""
+    kind = raw.get("type")
+    if kind is None and "action_horizon" in raw:
+        return "openpi"
+    if kind in ("pi0", "pi05"):
+        return "lerobot"
+    raise PolicyError(f"{folder / CONFIG} is of no pi0: neither openpi's (action_horizon) nor LeRobot's (type pi0)")
 
 
 def check_entries(path: Path, raw: Mapping[str, Any], layout: Layout) -> None:

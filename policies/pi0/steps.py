@@ -21,7 +21,6 @@ from policies.files import CONFIG, checked, read_json, shown
 
 PRE, POST = "policy_preprocessor.json", "policy_postprocessor.json"
 STATE, ACTION = "observation.state", "action"
-IMAGES = "observation.images."
 TOKENIZERS = "google/paligemma-"
 """Beginning of the names of tokenizers that are one: PaliGemma's."""
 
@@ -226,14 +225,6 @@ def read_processors(folder: Path, raw: Mapping[str, Any]) -> Processors:
     _check_words(found, raw)
     _check_renamed(found, raw)
     return found
-
-
-def features(folder: Path, raw: Mapping[str, Any], name: str) -> dict[str, Feature]:
-    """config.json's `input_features` or `output_features`, in their order. Raises `PolicyError`."""
-    said = raw.get(name) or {}
-    if not isinstance(said, dict) or not all(isinstance(each, dict) for each in said.values()):
-        raise PolicyError(f"{folder / CONFIG}: {name} is {shown(said)} in place of features by name")
-    return {key: checked(folder / CONFIG, Feature, each) for key, each in said.items()}
 
 
 def check_modes(found: Processors, raw: Mapping[str, Any]) -> None:

@@ -158,6 +158,11 @@ def normalisations(statistics: Mapping[str, Any]) -> list[Normalisation]:
     return [way for way, names in needed.items() if all(part.get(n) is not None for part in parts for n in names)]
 
 
+def openpi_default(adaptive: bool) -> Normalisation:
+    """What openpi takes where a training's configuration says nothing else: quantiles for pi0.5, z-scores for pi0."""
+    return "quantile" if adaptive else "z-score"
+
+
 def write_openpi(folder: Path, units: RobotUnits) -> None:
     """As the only statistics of the folder, of which either mode makes these units but for rounding."""
     for path in folder.glob("**/norm_stats.json"):
