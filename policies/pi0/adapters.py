@@ -6,7 +6,6 @@ Names in an adapter's file are those of the checkpoint's project: PEFT wraps LeR
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,14 @@ from torch import nn
 
 from policies import lora
 from policies.contract import PolicyError
-from policies.files import ADAPTER
-from policies.pi0.names import UNUSED, own_name
+from policies.files import ADAPTER, ADAPTER_CONFIG, read_json, shown
+from policies.pi0.config import Layout
+from policies.pi0.names import UNUSED, own_name, stored_name
 from policies.pi0.network import Pi0Network
 
 PARTS = ("vlm", "expert", "vision")
+SCALING = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
+"""Entries of adapter_config.json that an adapter's matrices are multiplied by."""
 LAYER = r"(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)"
 
 
@@ -34,37 +36,50 @@ def attach(network: Pi0Network, rank: int, alpha: float, parts: Sequence[str]) -
     network.adapter_config["target_modules"] = _targets(network, parts, network.checkpoint_name)
 
 
-def attach_saved(network: Pi0Network, folder: Path) -> None:
+def attach_saved(network: Pi0Network, folder: Path, *, any_base: bool = False) -> None:
     """The same with the adapter of a PEFT directory, each layer with the rank and scale that it has there.
 
-    Raises `PolicyError`, also if it is of another base, or has tensors of which no output depends on any.
+    Raises `PolicyError` where it has tensors of no layer here, and, unless `any_base` is given, if it is of another
+    base, or was merged into this one already.
     """
     config, tensors = lora.read_adapter_config(folder), lora.read_adapter_file(folder)
     modules = {_module(name): name.rsplit(".lora_", 1)[0] for name in tensors}
     if 2 * len(modules) != len(tensors):
         raise PolicyError(f"{folder / ADAPTER} has half an adapter, or one twice under names of several layouts")
-    known = {name for name, module in network.named_modules() if isinstance(module, (nn.Linear, nn.Conv2d))}
+    known = {name: module for name, module in network.named_modules() if isinstance(module, (nn.Linear, nn.Conv2d))}
     unused = UNUSED.removesuffix(".weight")
-    strange = sorted(modules.keys() - known - {unused})
-    if strange or not modules.keys() & known:
+    strange = sorted(modules.keys() - known.keys() - {unused})
+    if strange or not modules.keys() & known.keys():
         what = f"it adapts {modules[strange[0]]!r}, which this model has not" if strange else "it adapts nothing of it"
         raise PolicyError(f"{folder} is an adapter of another base: {what}")
-    lora.check_base(network, folder, config)
-    adapted = {name: _said(config, modules[name]) for name in sorted(modules.keys() & known)}
-    ranks, alphas = ({name: said[i] for name, said in adapted.items()} for i in (0, 1))
-    shared = {name: config[name] for name in ("r", "lora_alpha", "use_rslora", "peft_type") if name in config}
-    lora.attach(
-        network, {**shared, "target_modules": sorted(adapted), "rank_pattern": ranks, "alpha_pattern": alphas}
+    layout: Layout = "lerobot" if all(name.startswith("model.") for name in modules.values()) else "openpi"
+    linear = {name: _named(name, layout) for name, module in known.items() if isinstance(module, nn.Linear)}
+    lora.check_whole(folder, config, (_named(name, layout) for name in modules), linear.values())
+    ranks, alphas = (
+        {name: _said(config, modules[name], *keys) for name in sorted(modules.keys() & known.keys())}
+        for keys in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha"))
     )
-    network.unused_adapter = {network.adapter_name(n): t for n, t in tensors.items() if _module(n) == unused}
-    named = {name: network.checkpoint_name(name) for name in adapted}
-    network.adapter_config = {
+    shared = {name: config[name] for name in ("r", "lora_alpha", "use_rslora", "peft_type") if name in config}
+    named = {name: _named(name, network.layout) for name in ranks}
+    renamed = {
         **shared,
         "target_modules": sorted(named.values()),
         "rank_pattern": {named[name]: rank for name, rank in ranks.items()},
         "alpha_pattern": {named[name]: alpha for name, alpha in alphas.items()},
     }
-    lora.load_adapter(network, folder)
+    if not any_base:
+        lora.check_not_merged(network, folder, renamed, {network.adapter_name(n): t for n, t in tensors.items()})
+        lora.check_base(network, folder, config)
+    targets = {"target_modules": sorted(ranks), "rank_pattern": ranks, "alpha_pattern": alphas}
+    lora.attach(network, shared | targets)
+    network.unused_adapter = {network.adapter_name(n): t for n, t in tensors.items() if _module(n) == unused}
+    network.adapter_config = renamed
+    lora.load_adapter(network, folder, any_base=any_base)
+
+
+def _named(module: str, layout: Layout) -> str:
+    """A module's name in a checkpoint."""
+    return stored_name(f"{module}.weight", layout).removesuffix(".weight")
 
 
 def _module(name: str) -> str:
@@ -72,15 +87,24 @@ def _module(name: str) -> str:
     return own_name(name.rsplit(".lora_", 1)[0] + ".").removesuffix(".")
 
 
-def _said(config: Mapping[str, Any], module: str) -> tuple[int, float]:
-    """Rank and alpha of a layer, by the name under which it was trained. PEFT's rule: the first pattern that is the
-    name or an end of it."""
-    found = []
-    for pattern, name, default in (("rank_pattern", "r", 8), ("alpha_pattern", "lora_alpha", 8)):
-        said = config.get(pattern) or {}
-        key = next((key for key in said if re.match(rf"(.*\.)?({key})$", module)), None)
-        found.append(config.get(name, default) if key is None else said[key])
-    return found[0], found[1]
+def _said(config: Mapping[str, Any], module: str, pattern: str, otherwise: str) -> Any:
+    """Rank or alpha of a layer, by the name under which it was trained."""
+    from peft.utils.other import get_pattern_key
+
+    said = config.get(pattern) or {}
+    return said.get(get_pattern_key(list(said), module), config.get(otherwise, 8))
+
+
+def check_scaling(network: Pi0Network, folder: Path) -> None:
+    """Raise `PolicyError` if the directory's adapter counts for more or less than the network's."""
+    found = read_json(folder / ADAPTER_CONFIG)
+    for name in SCALING:
+        # PEFT writes what is off as false or as an empty table, others not at all.
+        if (found.get(name) or None) != (network.adapter_config.get(name) or None):
+            raise PolicyError(
+                f"{folder} is another adapter: {name} is {shown(found.get(name))}, expected "
+                f"{shown(network.adapter_config.get(name))}"
+            )
 
 
 def _targets(network: Pi0Network, parts: Sequence[str], named: Callable[[str], str]) -> str:

@@ -106,8 +106,8 @@ class Pi0(AdaptedPolicy):
 
     kind = "pi0"
     incidental: ClassVar[frozenset[str]] = frozenset(
-        {"checkpoint", "adapter", "normalisation", "steps", "noise_level", "start_noise", "scored", "step_reduction",
-         "noise_bounds", "train", "critic_trains_network", "cache_prefix", "spec.chunk", "spec.horizon"}
+        {"checkpoint", "adapter", "any_base", "normalisation", "steps", "noise_level", "start_noise", "scored",
+         "step_reduction", "noise_bounds", "train", "critic_trains_network", "cache_prefix", "spec.chunk", "spec.horizon"}
     )  # fmt: skip
     pretrained = predicts_more = True
 
@@ -162,6 +162,7 @@ class Pi0(AdaptedPolicy):
         *,
         checkpoint: str = "",
         adapter: str = "",
+        any_base: bool = False,
         weights: str = "",
         asset: str = "",
         normalisation: str = AUTO,
@@ -186,7 +187,8 @@ class Pi0(AdaptedPolicy):
         value_widths: Sequence[int] = (512, 128),
     ) -> None:
         """`checkpoint` is a directory of openpi's or LeRobot's, `adapter` one of PEFT's that was trained on it, which
-        is trained further (`checkpoint` may be the adapter's own, if that names a base which is here); `weights` is
+        is trained further (`checkpoint` may be the adapter's own, if that names a base which is here); `any_base` takes
+        one that says it is of another base, or that seems to be merged into this one already. `weights` is
         what such a policy was saved as, which takes its place (`policies.load` sets it). `asset` names openpi's
         statistics, where there are several; `demonstrations`: those that are learned from (`adopt_units`).
         `normalisation` is how openpi's training took them: z-score, quantile, or auto, which is what the statistics
@@ -220,7 +222,7 @@ class Pi0(AdaptedPolicy):
             self.transforms.check_demonstrated_units()
         self.spec, self.shown = spec, self.transforms.spec(spec)  # shown: to the network
         self._architecture: dict[str, Any] = dict(
-            checkpoint=str(source.weights), adapter=str(source.adapter or ""), asset=asset,
+            checkpoint=str(source.weights), adapter=str(source.adapter or ""), any_base=any_base, asset=asset,
             normalisation=normalisation, prompt=prompt, state_in_prompt=state_in_prompt, resize=resize,
             transforms=said.as_data(), steps=steps, noise_level=float(noise_level),
             start_noise=float(start_noise), scored=scored,
@@ -255,7 +257,7 @@ class Pi0(AdaptedPolicy):
         self.state_in_prompt = state_in_prompt
         self.trains_all, self.cache_prefix = train == "all", cache_prefix
         if source.adapter is not None:
-            attach_saved(self.network, source.adapter)
+            attach_saved(self.network, source.adapter, any_base=any_base)
             trained = {name for name, parameter in self.network.named_parameters() if parameter.requires_grad}
             self.trains_all = any(name.startswith(OF_THE_VLM) for name in trained)
         elif lora_rank:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from policies import lora
 from policies.files import ADAPTER, ADAPTER_CONFIG, SINGLE, check_tensors, read_tensors, write_tensors
+from policies.pi0.adapters import check_scaling
 from policies.pi0.files import read_weights, save_description, save_directory
 from policies.pi0.sources import EXTRAS
 from policies.pi0.units import DEMONSTRATIONS, RobotUnits, identity, write_lerobot, write_openpi
@@ -42,7 +43,11 @@ def write(policy: Pi0, folder: Path) -> None:
 def read(policy: Pi0, folder: Path) -> dict[str, Tensor]:
     """What `write` wrote, under the names of the policy's tensors. Raises `PolicyError`."""
     network = policy.network
-    weights = lora.read_adapter(network, folder) if policy.adapted else read_weights(folder, network)
+    if policy.adapted:
+        weights = lora.read_adapter(network, folder)
+        check_scaling(network, folder)
+    else:
+        weights = read_weights(folder, network)
     extras, expected = read_tensors(folder / EXTRAS), _extras(policy)
     # How steps are drawn may differ, and with it whether a network for that was learned.
     if any(name.startswith("noise_net.") for name in extras) != (policy.noise_net is not None):
