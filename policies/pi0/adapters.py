@@ -55,12 +55,13 @@ def attach_saved(network: Pi0Network, folder: Path, *, any_base: bool = False) -
     layout: Layout = "lerobot" if all(name.startswith("model.") for name in modules.values()) else "openpi"
     linear = {name: _named(name, layout) for name, module in known.items() if isinstance(module, nn.Linear)}
     lora.check_whole(folder, config, (_named(name, layout) for name in modules), linear.values())
+    adapted = sorted(modules.keys() & known.keys())
     ranks, alphas = (
-        {name: _said(config, modules[name], *keys) for name in sorted(modules.keys() & known.keys())}
+        {name: _said(config, modules[name], *keys) for name in adapted}
         for keys in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha"))
     )
-    shared = {name: config[name] for name in ("r", "lora_alpha", "use_rslora", "peft_type") if name in config}
-    named = {name: _named(name, network.layout) for name in ranks}
+    shared: dict[str, Any] = {n: config[n] for n in ("r", "lora_alpha", "use_rslora", "peft_type") if n in config}
+    named = {name: _named(name, network.layout) for name in adapted}
     renamed = {
         **shared,
         "target_modules": sorted(named.values()),
@@ -70,7 +71,7 @@ def attach_saved(network: Pi0Network, folder: Path, *, any_base: bool = False) -
     if not any_base:
         lora.check_not_merged(network, folder, renamed, {network.adapter_name(n): t for n, t in tensors.items()})
         lora.check_base(network, folder, config)
-    targets = {"target_modules": sorted(ranks), "rank_pattern": ranks, "alpha_pattern": alphas}
+    targets = {"target_modules": adapted, "rank_pattern": ranks, "alpha_pattern": alphas}
     lora.attach(network, shared | targets)
     network.unused_adapter = {network.adapter_name(n): t for n, t in tensors.items() if _module(n) == unused}
     network.adapter_config = renamed

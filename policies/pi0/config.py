@@ -208,7 +208,7 @@ def _stack(folder: Path, raw: Mapping[str, Any], own: Mapping[str, Any], name: s
     if name in own:
         return StackSizes(**_known(folder, own[name], StackSizes))
     if raw.get("type") in ("pi0", "pi05"):  # what LeRobot fills in where the entry is missing
-        raw = DEFAULT_VARIANTS | raw
+        raw = {**DEFAULT_VARIANTS, **raw}
     if raw.get(variant) not in (*VARIANTS,):
         raise PolicyError(
             f"{folder / CONFIG}: {variant} is {shown(raw.get(variant))}; known are {', '.join(VARIANTS)}, others need "

@@ -107,7 +107,8 @@ class Pi0(AdaptedPolicy):
     kind = "pi0"
     incidental: ClassVar[frozenset[str]] = frozenset(
         {"checkpoint", "adapter", "any_base", "normalisation", "steps", "noise_level", "start_noise", "scored",
-         "step_reduction", "noise_bounds", "train", "critic_trains_network", "cache_prefix", "spec.chunk", "spec.horizon"}
+         "step_reduction", "noise_bounds", "train", "critic_trains_network", "cache_prefix", "spec.chunk",
+         "spec.horizon"}
     )  # fmt: skip
     pretrained = predicts_more = True
 
@@ -222,7 +223,7 @@ class Pi0(AdaptedPolicy):
             self.transforms.check_demonstrated_units()
         self.spec, self.shown = spec, self.transforms.spec(spec)  # shown: to the network
         self._architecture: dict[str, Any] = dict(
-            checkpoint=str(source.weights), adapter=str(source.adapter or ""), any_base=any_base, asset=asset,
+            **_named(source, checkpoint, adapter, weights), any_base=any_base, asset=asset,
             normalisation=normalisation, prompt=prompt, state_in_prompt=state_in_prompt, resize=resize,
             transforms=said.as_data(), steps=steps, noise_level=float(noise_level),
             start_noise=float(start_noise), scored=scored,
@@ -504,6 +505,13 @@ class Pi0(AdaptedPolicy):
         self._architecture["normalisation"] = normalisation
         units = read_openpi(source.described, asset, quantile=normalisation == "quantile")
         return StoredUnits(first_of(units, spec.proprio_dim, spec.action_dim))
+
+
+def _named(source: Sources, checkpoint: str, adapter: str, saved: str) -> dict[str, str]:
+    """The options that name the folders again: those that were given, but for an adapter's that names its base."""
+    if source.adapter is not None and not adapter and not saved:
+        return {"checkpoint": str(source.weights), "adapter": str(source.adapter)}
+    return {"checkpoint": str(Path(checkpoint).resolve()), "adapter": str(Path(adapter).resolve()) if adapter else ""}
 
 
 def _steps(source: Sources) -> int:

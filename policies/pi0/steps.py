@@ -28,11 +28,11 @@ Mode = Literal["MEAN_STD", "MIN_MAX", "QUANTILES", "QUANTILE10", "IDENTITY"]
 Text = Annotated[str, Field(max_length=1000)]
 
 
-class _Step(BaseModel, extra="forbid", frozen=True):
+class _Step(BaseModel, extra="forbid"):
     """A step's parameters. LeRobot's own constructors refuse others too."""
 
 
-class Feature(BaseModel, extra="ignore", frozen=True):
+class Feature(BaseModel, extra="ignore"):
     """A feature as config.json and normalisers have it."""
 
     type: Text
