@@ -136,7 +136,7 @@ def read_sizes(folder: Path, adaptive: bool) -> tuple[Pi0Sizes, Layout]:
     return Pi0Sizes(
         _stack(folder, raw, own, "vlm", "paligemma_variant"),
         _stack(folder, raw, own, "expert", "action_expert_variant"),
-        VisionSizes(**_picture_size(folder, raw) | _known(folder, own.get("vision", {}), VisionSizes)),
+        _vision(folder, raw, own.get("vision", {})),
         rows,
         dims,
         predicted,
@@ -179,15 +179,25 @@ def check_entries(path: Path, raw: Mapping[str, Any], layout: Layout) -> None:
         )
 
 
-def _picture_size(folder: Path, raw: Mapping[str, Any]) -> dict[str, int]:
-    """`image_size` of the vision tower, where the configuration says to which square pictures are brought."""
+def _vision(folder: Path, raw: Mapping[str, Any], own: Any) -> VisionSizes:
+    """Sizes of the vision tower, whose pictures are of the size to which the configuration brings them."""
+    known, asked = _known(folder, own, VisionSizes), _picture_size(folder, raw)
+    if known.get("image_size", asked) != asked and asked is not None:
+        raise PolicyError(
+            f"{folder / CONFIG}: pictures are brought to {asked} pixels, and {ARCHITECTURE} has {known['image_size']}"
+        )
+    return VisionSizes(**({} if asked is None else {"image_size": asked}) | known)
+
+
+def _picture_size(folder: Path, raw: Mapping[str, Any]) -> int | None:
+    """Pixels of the square to which LeRobot's configuration brings pictures."""
     for name in ("image_resolution", "resize_imgs_with_padding"):
         said = raw.get(name)
         if said is not None:
             if not isinstance(said, list) or len(said) != 2 or said[0] != said[1] or not _is_size(said[0]):
                 raise PolicyError(f"{folder / CONFIG}: {name} is {shown(said)}; pictures are brought to a square")
-            return {"image_size": said[0]}
-    return {}
+            return int(said[0])
+    return None
 
 
 def with_horizon(raw: Mapping[str, Any], horizon: int) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from policies.pi0.network import Observation, Prefix
 from policies.pi0.noise import NoiseNet
 from policies.pi0.prompts import Prompts
 from policies.pi0.sources import Sources, find_sources, is_random
-from policies.pi0.steps import PRE
+from policies.pi0.steps import ACTION, PRE, STATE
 from policies.pi0.units import (
     DEMONSTRATIONS,
     NORMALISATIONS,
@@ -485,6 +485,10 @@ class Pi0(AdaptedPolicy):
             raise PolicyError(
                 "the checkpoint is a pi0, which has the state beside the prompt: set state_in_prompt to false"
             )
+        said = self.config.get("discrete_state_input")
+        if sizes.adaptive and said is not None and said != state_in_prompt:
+            config = self.source.described / CONFIG
+            raise PolicyError(f"{config}: discrete_state_input is {shown(said)}: set state_in_prompt to the same")
         if reads_state and not spec.proprio_dim:
             raise PolicyError("the policy reads the robot's state: add 'proprio' to policy.reads")
 
@@ -498,7 +502,15 @@ class Pi0(AdaptedPolicy):
         if asset == DEMONSTRATIONS:
             return StoredUnits(identity(spec.proprio_dim, spec.action_dim))
         if self.layout == "lerobot":
-            return StoredUnits(first_of(read_lerobot(source.described), spec.proprio_dim, spec.action_dim))
+            units = read_lerobot(source.described)
+            for key, of, size in ((STATE, units.state, spec.proprio_dim), (ACTION, units.action, spec.action_dim)):
+                if of.centre.dim() and size and len(of.centre) != size:
+                    raise PolicyError(
+                        f"{source.described}: the processors' statistics of {key} are of {len(of.centre)} numbers, the "
+                        f"task's has {size}: take a checkpoint of this robot, choose numbers with "
+                        f"policy.options.transforms, or set policy.options.asset to {DEMONSTRATIONS}"
+                    )
+            return StoredUnits(first_of(units, spec.proprio_dim, spec.action_dim))
         if normalisation == AUTO:
             possible = normalisations(openpi_statistics(source.described, asset)[1])
             normalisation = possible[0] if len(possible) == 1 else openpi_default(self.sizes.adaptive)

@@ -216,6 +216,13 @@ class Processors:
 def read_processors(folder: Path, raw: Mapping[str, Any]) -> Processors:
     """Both files' steps, of a directory whose config.json is `raw`. Raises `PolicyError` for a step that is not applied
     here, for steps that contradict each other, and where config.json says something else."""
+    for file in (PRE, POST):
+        if not (folder / file).is_file():
+            raise PolicyError(
+                f"incomplete checkpoint: {folder / file} is missing, which says how numbers are normalised. "
+                "Checkpoints of LeRobot 0.3 have that among their weights: convert them with LeRobot's "
+                "processor/migrate_policy_normalization.py"
+            )
     found = Processors(folder, {file: _steps(folder / file) for file in (PRE, POST)})
     for steps in found.steps.values():
         _check_order(steps)
