@@ -57,9 +57,7 @@ def check_named_base(adapter: Path, named: str, base: Path, state: Mapping[str, 
     )
 
 
-def is_merged(
-    state: Mapping[str, Tensor], adapter: Mapping[str, Tensor], config: Mapping[str, Any]
-) -> bool | None:
+def is_merged(state: Mapping[str, Tensor], adapter: Mapping[str, Tensor], config: Mapping[str, Any]) -> bool | None:
     """Whether an adapter is in the base's tensors already; None where they cannot tell.
 
     With the singular vectors u, v and values d of s B A, u' W v has d in it once the adapter is merged. The share of d

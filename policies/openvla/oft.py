@@ -74,7 +74,7 @@ class OpenVLAOFT(TokenPolicy):
         head: str | None = None,
         proprio: bool | None = None,
         film: bool | None = None,
-        step: int | str = "",
+        step: int | str | None = None,
         **options: Any,
     ) -> None:
         """`convention` names the project that trained the checkpoint. `head` (`tokens`, the default, or `l1`),
@@ -87,7 +87,7 @@ class OpenVLAOFT(TokenPolicy):
         super().__init__(spec, files, **options)
         self._architecture |= {"convention": convention, "head": head or "tokens", "proprio": bool(proprio)}
         # What an older version did not write is the default.
-        self._architecture |= {name: said[name] for name in ("film", "step") if said[name] not in (None, "")}
+        self._architecture |= {name: said[name] for name in ("film", "step") if said[name] is not None}
         self.stop = CONVENTIONS[convention]
         self.proprio_projector: ProprioProjector | None = None
         self.action_head: ActionHead | None = None
@@ -102,10 +102,10 @@ class OpenVLAOFT(TokenPolicy):
 
     @classmethod
     def side_files(cls, architecture: Mapping[str, Any]) -> dict[str, Path]:
-        head, step = architecture.get("head"), architecture.get("step", "")
+        head, step = architecture.get("head"), architecture.get("step")
         if head not in (None, *HEADS):
             raise PolicyError(f"head must be one of {', '.join(HEADS)}, got {head!r}")
-        if type(step) not in (int, str):
+        if type(step) not in (int, str, type(None)):
             raise PolicyError(f"step must be a number or a text, got {step!r}")
         for name in ("proprio", "film"):
             if architecture.get(name) not in (None, False, True):

@@ -74,7 +74,7 @@ def step_of(path: Path) -> str:
 
 
 def choose_side_files(
-    folders: Sequence[Path], wanted: Mapping[str, bool | None], step: int | str = ""
+    folders: Sequence[Path], wanted: Mapping[str, bool | None], step: int | str | None = None
 ) -> dict[str, Path]:
     """The file of each component that is wanted, from the first folder that has one.
 
@@ -98,7 +98,11 @@ def choose_side_files(
     ]
     if silent:
         raise PolicyError("; ".join(silent))
-    chosen = {name: _one(folders, found.get(name, []), name, str(step)) for name, used in wanted.items() if used}
+    chosen = {
+        name: _one(folders, found.get(name, []), name, "" if step is None else str(step))
+        for name, used in wanted.items()
+        if used
+    }
     for folder in folders:
         here = [path for path in chosen.values() if path.parent == folder]
         if len({step_of(path) for path in here}) > 1:
