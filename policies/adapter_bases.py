@@ -82,7 +82,8 @@ def is_merged(state: Mapping[str, Tensor], adapter: Mapping[str, Tensor], config
         u, d, v = _directions(a.float().cpu(), b.float().cpu(), scaling(config, layer, len(a)))
         found = u.T @ w.float().cpu() @ v
         off = found[~torch.eye(len(found), dtype=torch.bool)]
-        spread = off.pow(2).mean() if len(off) else w.float().pow(2).mean().cpu()
+        # Of a low rank there are few numbers off the diagonal, which may all be small: no less than the matrix's own.
+        spread = torch.stack([each.float().cpu().pow(2).mean() for each in (off, w) if each.numel()]).max()
         if not spread > 0 or not d.any():
             continue
         here = float((d * d).sum() / spread)

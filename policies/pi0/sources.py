@@ -133,7 +133,7 @@ def _base_of(adapter: Path) -> Path:
 def _describes(adapter: Path) -> bool:
     """Whether an adapter's folder says, too, what its inputs and outputs are."""
     if not (adapter / CONFIG).is_file():
-        if (adapter / PRE).exists() or any(adapter.rglob(NORM_STATS)):
+        if (adapter / PRE).exists() or (adapter / POST).exists() or any(adapter.rglob(NORM_STATS)):
             raise PolicyError(f"{adapter} has processors or statistics and no {CONFIG}: copy the base's there")
         return False
     return read_json(adapter / CONFIG).keys() >= {"type"} or "action_horizon" in read_json(adapter / CONFIG)

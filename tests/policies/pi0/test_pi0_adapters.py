@@ -255,7 +255,7 @@ def test_an_adapter_whose_base_is_not_here_says_what_to_set(tmp_path: Path) -> N
 
 def test_an_adapter_is_not_added_twice(tmp_path: Path) -> None:
     base = GOLDEN / "pi0" / "checkpoint"
-    config = {"target_modules": LISTED, "r": 4}
+    config = {"target_modules": LISTED, "r": 4, "lora_alpha": 80}
     matrices = peft_adapter(base, tmp_path / "adapter", **config)
     merged = merged_checkpoint(base, matrices, tmp_path / "merged")
     edit(tmp_path / "adapter" / "adapter_config.json", lambda c: c.update(base_model_name_or_path=None))
