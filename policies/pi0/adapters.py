@@ -72,7 +72,10 @@ def attach_saved(network: Pi0Network, folder: Path, *, any_base: bool = False) -
         lora.check_not_merged(network, folder, renamed, {network.adapter_name(n): t for n, t in tensors.items()})
         lora.check_base(network, folder, config)
     targets = {"target_modules": adapted, "rank_pattern": ranks, "alpha_pattern": alphas}
-    lora.attach(network, shared | targets)
+    try:
+        lora.attach(network, shared | targets)
+    except PolicyError as error:
+        raise PolicyError(f"{folder / ADAPTER_CONFIG}: {error}") from error
     network.unused_adapter = {network.adapter_name(n): t for n, t in tensors.items() if _module(n) == unused}
     network.adapter_config = renamed
     lora.load_adapter(network, folder, any_base=any_base)
