@@ -225,6 +225,12 @@ class Policy(nn.Module):
         """Raise `PolicyError` if files that the architecture's arguments name are missing. Quick: no tensor is read."""
 
     @classmethod
+    def assumed(cls, architecture: Mapping[str, Any]) -> Sequence[str]:
+        """What the files that the arguments name leave open, and a wrong guess of which would fail silently: a sentence
+        for each, with what was taken and the option that says otherwise. Quick: no tensor is read."""
+        return ()
+
+    @classmethod
     def converts(cls, architecture: Mapping[str, Any]) -> Mapping[str, tuple[str, str]]:
         """Of the environment's conventions (`orientation`, `gripper`) those that the policy converts itself: what of
         its arguments says so, and the convention that it converts from. With another one the network would see or say
