@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,11 @@ import tyro
 
 from embodied.config import RuntimeConfig
 from embodied.demonstrations.sources import recognised
+from embodied.errors import UserError
 from sim_farm.contract import Gripper, Orientation
+
+EVERY = ("source", "out", "json")
+"""Options that every format takes."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +56,22 @@ class Arguments:
     tolerance: float | None = None
     """Largest deviation of a position (m) or joint (rad) from the recording; an episode beyond it is left out. None:
     the format's own."""
+    fps: int | None = None
+    """Steps per second of an RLDS dataset, which does not say it; None: that of the published datasets whose rate is
+    known (LIBERO, Bridge, RT-1's fractal, DROID)."""
+    action: tuple[str, ...] = ()
+    """Features of an RLDS dataset's steps that are joined, in this order, to the action; none: `action`."""
     runtime: RuntimeConfig = RuntimeConfig()
     json: Path | None = None
     """Write the result to this file."""
 
 
 def run(args: Arguments) -> dict[str, Any]:
-    importer = importlib.import_module(recognised(args.source).importer)
-    return importer.import_source(args)
+    known = recognised(args.source)
+    for field in fields(args):
+        if field.name not in (*EVERY, *known.options) and getattr(args, field.name) != field.default:
+            raise UserError(
+                f"--{field.name.replace('_', '-')} is not for {args.source}, which is in the format {known.name}; what "
+                f"can be given is: {', '.join('--' + name.replace('_', '-') for name in known.options)}"
+            )
+    return importlib.import_module(known.importer).import_source(args)

@@ -9,6 +9,9 @@ from pathlib import Path
 
 from embodied.errors import UserError
 
+REPLAYED = ("task", "env", "episodes", "drop_idle", "only_successes", "tolerance", "runtime")
+"""Options of a recording that is replayed in the farm."""
+
 
 @dataclass(frozen=True)
 class Format:
@@ -21,6 +24,8 @@ class Format:
     importer: str
     """Module with the function `import_source(args)`, which takes the verb's `Arguments` and returns its result as
     plain data. It is imported when a source of this format is imported."""
+    options: tuple[str, ...] = REPLAYED
+    """Names of the `Arguments` that the importer takes, beside `source`, `out` and `json`."""
 
 
 def _hdf5(kind: str) -> Callable[[Path], bool]:
@@ -31,10 +36,17 @@ def _hdf5(kind: str) -> Callable[[Path], bool]:
     return recognises
 
 
+def _rlds(path: Path) -> bool:
+    return importlib.import_module("embodied.demonstrations.rlds").recognises(path)
+
+
 FORMATS = (
     Format("ManiSkill's trajectories (.h5 with its .json)", _hdf5("maniskill"), "embodied.demonstrations.importer"),
     Format("LIBERO's demonstrations (.hdf5)", _hdf5("libero"), "embodied.demonstrations.importer"),
-    Format("robomimic's demonstrations of LIBERO's (.hdf5)", _hdf5("robomimic"), "embodied.demonstrations.importer"),
+    Format("robomimic's demonstrations of LIBERO tasks (.hdf5)", _hdf5("robomimic"),
+           "embodied.demonstrations.importer"),
+    Format("RLDS (a folder with dataset_info.json and features.json)", _rlds, "embodied.demonstrations.rlds_importer",
+           ("episodes", "drop_idle", "only_successes", "fps", "action")),
 )
 """Tried in this order."""
 

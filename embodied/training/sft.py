@@ -26,6 +26,7 @@ from embodied.data.random_streams import IMITATION, generator, permutation
 from embodied.demonstrations import Batch, Dataset
 from embodied.errors import UserError
 from embodied.evaluation.protocol import expand
+from embodied.hub import dataset_folder
 from embodied.reporting.live import steps
 from embodied.reporting.metrics import MetricsWriter
 from embodied.training.interrupts import deferred_interrupts
@@ -80,7 +81,7 @@ def read_demonstrations(config: Config, info: TaskInfo) -> Demonstrations:
     """The datasets of `sft.data`. Raises `UserError` where one does not fit the run's task."""
     if not config.sft.data:
         raise UserError("no demonstrations are named: --data FOLDER (a dataset, as `embodied record` writes them)")
-    datasets = tuple(Dataset(folder) for folder in config.sft.data)
+    datasets = tuple(Dataset(dataset_folder(name, fetch=False)) for name in config.sft.data)
     for dataset in datasets:
         _check_fits(dataset, config, info)
     lengths = [episode.length for dataset in datasets for episode in dataset.episodes]

@@ -95,6 +95,10 @@ class TokenPolicy(lora.AdaptedPolicy):
         return {}
 
     @classmethod
+    def reads(cls, config: Mapping[str, Any]) -> bool:
+        return config.get("model_type") == "openvla"
+
+    @classmethod
     def converts(cls, architecture: Mapping[str, Any]) -> Mapping[str, tuple[str, str]]:
         return Transforms(architecture.get("transforms", ())).conventions()
 
