@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -109,13 +110,19 @@ class Dataset:
     def _give_back(size: int) -> None:
         Dataset._promised -= size
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, *, rename: Mapping[str, str] = {}) -> None:
         self.folder = Path(folder)
+        self._rename = dict(rename)
+        self._lock = threading.RLock()
+        self._theirs = {ours: key for key, ours in rename.items()}
         self.info = metadata.read_json(self.folder / layout.INFO)
         self._check_version()
         self._said = metadata.read_info(self.folder / layout.INFO, self.info)
         self.fps = self._said.fps
-        self.features = {name: Feature(entry.dtype, entry.shape) for name, entry in self._said.features.items()}
+        self.features = {
+            self._rename.get(name, name): Feature(entry.dtype, entry.shape)
+            for name, entry in self._said.features.items()
+        }
         """Every column and camera that the dataset has, whatever its name."""
         self.cameras = {
             name.removeprefix(layout.IMAGES): name for name, feature in self.features.items() if feature.is_camera
@@ -156,7 +163,10 @@ class Dataset:
 
     def batch(self, indices: Rows, chunk: int = 1, cameras: Sequence[str] | None = None) -> Batch:
         """The rows `indices` with `chunk` actions each, and the frames of `cameras` (None: of all)."""
-        rows = self._checked(indices)
+        with self._lock:
+            return self._batch(self._checked(indices), chunk, cameras)
+
+    def _batch(self, rows: npt.NDArray[np.int64], chunk: int, cameras: Sequence[str] | None) -> Batch:
         episodes = self.episode_of(rows)
         ends = np.array([episode.end for episode in self.episodes])[episodes]
         ahead = rows[:, None] + np.arange(chunk)
@@ -289,7 +299,7 @@ class Dataset:
         parts: list[pa.ChunkedArray] = []
         for chunk, file in places:
             path = metadata.path_of(self.folder, self._said.data_path, chunk_index=chunk, file_index=file)
-            parts.append(metadata.read_table(path, [name])[name])
+            parts.append(metadata.read_table(path, [self._theirs.get(name, name)])[self._theirs.get(name, name)])
             if parts[-1].type != parts[0].type:
                 raise DatasetError(f"{path}: {name!r} is of {parts[-1].type}, and of {parts[0].type} in the first file")
         if not parts:
@@ -304,6 +314,7 @@ class Dataset:
 
     def _video_of(self, episode: RecordedEpisode, name: str) -> tuple[Path, float]:
         """The file that holds the episode's frames, and when in it they begin."""
+        name = self._theirs.get(name, name)
         place = {key: episode.row[f"videos/{name}/{key}"] for key in ("chunk_index", "file_index")}
         path = metadata.path_of(self.folder, self._said.video_path or "", video_key=name, **place)
         return path, episode.row[f"videos/{name}/from_timestamp"]
@@ -363,7 +374,7 @@ class Dataset:
 
     def _episode_columns(self) -> dict[str, metadata.Kind]:
         """Columns that `meta/episodes` has in every dataset, and what they are of."""
-        videos = [name for name, feature in self.features.items() if feature.dtype == "video"]
+        videos = [self._theirs.get(name, name) for name, f in self.features.items() if f.dtype == "video"]
         places = [f"videos/{name}/{key}" for name in videos for key in ("chunk_index", "file_index")]
         return {
             **EPISODE_COLUMNS,
