@@ -221,7 +221,7 @@ class Inspection:
             )
 
 
-def inspect(demonstrations: Demonstrations, config: Config | None, environment: Environment | None) -> Inspection:
+def inspected(demonstrations: Demonstrations, config: Config | None, environment: Environment | None) -> Inspection:
     """The table of the demonstrations. Without an environment, nothing is compared."""
     begins = [len(source.rows(source.train)) for source in demonstrations.sources]
     weights = np.array(demonstrations.weights or begins, float)

@@ -27,7 +27,7 @@ from embodied.config_files import save_config
 from embodied.data.random_streams import IMITATION, generator, permutation
 from embodied.demonstrations import Batch, Dataset, layout
 from embodied.demonstrations.feature_names import Needed, check_features
-from embodied.demonstrations.inspection import inspect, observed
+from embodied.demonstrations.inspection import inspected, observed
 from embodied.demonstrations.inspection_table import table, text
 from embodied.demonstrations.loader import read_ahead
 from embodied.demonstrations.mixture import Demonstrations, Index, gripper_map, open_sources
@@ -269,9 +269,9 @@ def imitate(config: Config, info: TaskInfo, run_dir: Path, resume_from: Path | N
     Interrupted, the last finished step is kept as a checkpoint.
     """
     demonstrations = read_demonstrations(config, info)
-    understood = inspect(demonstrations, config, observed(task_spec(config)))
+    understood = inspected(demonstrations, config, observed(task_spec(config)))
     if understood.refused:
-        show(table(understood))
+        show(table(replace(understood, findings=understood.warnings)))
         understood.raise_refusals()
     imitator = Imitator(config, info, demonstrations)
     understood = understood.with_policy(imitator.policy, config.policy.init)
