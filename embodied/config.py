@@ -319,9 +319,9 @@ class SFTConfig(Section):
     weights: Annotated[tuple[Annotated[float, Field(gt=0)], ...], BeforeValidator(_each)] = ()
     """How often rows of each dataset are drawn, relative to the other datasets; rows of one dataset are drawn alike,
     with repetition. None: an epoch visits every row of every dataset once, so that every row counts alike."""
-    gripper: Literal["as_is", "from_0_1", "from_1_0", "negated"] = "as_is"
+    gripper: Literal["as_is", "from_0_1", "from_1_0", "from_minus_plus", "from_plus_minus"] = "as_is"
     """How the datasets' last action element becomes that of env.gripper: `from_0_1`: 0 and 1 become the lower and the
-    upper end of its range; `from_1_0`: 1 and 0 do; `negated`: it is mirrored about the middle of its range."""
+    upper end of its range; `from_1_0`: 1 and 0 do; `from_minus_plus`: -1 and 1; `from_plus_minus`: 1 and -1."""
     insist: Annotated[tuple[Check, ...], BeforeValidator(_each)] = ()
     """Checks of the data whose refusals become warnings (docs/demonstrations.md)."""
     steps: Annotated[int, Field(ge=1)] = 1000

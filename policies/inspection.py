@@ -22,9 +22,8 @@ PROCESSORS = ("policy_preprocessor.json", "policy_postprocessor.json")
 OPENPI_STATISTICS = "norm_stats.json"
 USED = (
     CONFIG, INDEX, SINGLE, ADAPTER, ADAPTER_CONFIG, STATISTICS, OPENPI_STATISTICS, *PROCESSORS, "model-*.safetensors",
-    "value_head.safetensors", "optimizer.safetensors", "manifest.json", "state.json", "tokenizer*", "special_tokens_map.json",
-    "added_tokens.json", "preprocessor_config.json", "processor_config.json", "generation_config.json", "*processor.safetensors",
-    "README.md", ".git*", "policy_*processor_step_*.safetensors", "train_config.json",
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "preprocessor_config.json", "processor_config.json",
+    "generation_config.json", "policy_*processor_step_*.safetensors", "README.md", ".git*", "train_config.json",
 )  # fmt: skip
 """Files that belong to a layout; others are named."""
 CODE = ("*.py", "*.pt", "*.pth", "*.bin", "*.ckpt", "*.pkl")
@@ -110,7 +109,7 @@ def inspect_checkpoint(folder: Path) -> Checkpoint:
     ]
     trained = [name for name in beside if any(fnmatch.fnmatch(name, pattern) for pattern in CODE[1:])]
     if trained:
-        warnings.append(f"beside the weights lie {', '.join(trained)}: parts that the weights may not be complete without")
+        warnings.append(f"beside the weights lie {', '.join(trained)}: perhaps they are not complete without")
     if not found:
         warnings.append("there are no weights in safetensors here")
     if adapter and not (actor / CONFIG).exists() and not adapter["base"]:
@@ -138,8 +137,8 @@ def _kind(raw: Mapping[str, Any], adapter: Mapping[str, Any]) -> str:
 SIZES = (
     "action_dim", "max_action_dim", "max_state_dim", "action_horizon", "chunk_size", "n_action_steps", "image_sizes",
     "image_resolution", "image_size", "tokenizer_max_length", "n_action_bins", "llm_max_length", "paligemma_variant",
-    "action_expert_variant", "arch_specifier", "vision_backbone_id", "llm_backbone_id", "torch_dtype", "dtype", "precision",
-    "use_relative_actions", "normalization_mapping", "input_features", "output_features", "spec",
+    "action_expert_variant", "arch_specifier", "vision_backbone_id", "llm_backbone_id", "torch_dtype", "dtype",
+    "precision", "use_relative_actions", "normalization_mapping", "input_features", "output_features", "spec",
 )  # fmt: skip
 
 
@@ -191,7 +190,9 @@ def _statistics(folder: Path, raw: Mapping[str, Any]) -> Iterator[Range]:
         for key, tensor in read_tensors(path).items():
             vector, _, statistic = key.rpartition(".")
             entry.setdefault(vector, {})[statistic] = tensor.flatten().tolist()
-        yield from _ranges(path.name, {key.removeprefix("observation."): value for key, value in entry.items()})
+        yield from _ranges(
+            "normalizer_processor", {key.removeprefix("observation."): value for key, value in entry.items()}
+        )
 
 
 def _ranges(dataset: str, entry: Any) -> Iterator[Range]:

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 import tyro
 from rich import print as show
 from rich.markup import escape
-from rich.table import Table
 
 from embodied.checkpoint import latest
 from embodied.config import Config, EnvConfig
@@ -18,7 +17,7 @@ from embodied.config_files import parse_config
 from embodied.demonstrations import Dataset, layout
 from embodied.demonstrations.inspection import Environment, inspected, names_of, observed
 from embodied.demonstrations.inspection_pictures import contact_sheet, histograms
-from embodied.demonstrations.inspection_table import table, text
+from embodied.demonstrations.inspection_table import show_table, text
 from embodied.demonstrations.mixture import Demonstrations, GripperMap, gripper_map, open_sources
 from embodied.files import write_whole
 from embodied.training.sft import DATA, read_demonstrations
@@ -79,7 +78,7 @@ def _inspect_data(args: Arguments) -> dict[str, Any]:
         gripper = GripperMap() if environment is None else gripper_map(sft.gripper, environment.info)
         demonstrations = Demonstrations(sources, gripper)
     understood = inspected(demonstrations, config, environment)
-    show(table(understood))
+    show_table(understood)
     if environment is None:
         show("[dim]compared with nothing: name the training that it is for with --config[/]")
     out = args.out or Path(f"inspect-{Path(args.path).resolve().name}")
@@ -121,21 +120,15 @@ def _draw(demonstrations: Demonstrations, environment: Environment | None, out: 
 
 
 def _show_checkpoint(found: Checkpoint) -> None:
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="dim", no_wrap=True)
-    grid.add_column()
-    rows = {"checkpoint": found.folder, "kind": found.kind}
-    rows |= {name: str(value) for name, value in found.sizes.items()}
     types = ", ".join(f"{count} {dtype}" for dtype, count in found.dtypes.items()) or "none"
-    rows["tensors"] = f"{found.tensors} ({types}), {found.parameters:,} numbers"
-    rows |= {f"adapter {name}": str(value) for name, value in found.adapter.items()}
-    rows |= {f"step {number}": step for number, step in enumerate(found.steps, start=1)}
-    for entry in found.statistics:
-        rows[f"{entry.dataset} {entry.vector}"] = f"{entry.ends}: {_numbers(entry)}"
-    rows["beside"] = ", ".join(found.beside) or "nothing"
-    for name, value in rows.items():
-        grid.add_row(escape(name), escape(value))
-    show(grid)
+    lines = [("checkpoint", found.folder), ("kind", found.kind), *found.sizes.items()]
+    lines.append(("tensors", f"{found.tensors} ({types}), {found.parameters:,} numbers"))
+    lines += [(f"adapter {name}", value) for name, value in found.adapter.items()]
+    lines += [(f"step {number}", step) for number, step in enumerate(found.steps, start=1)]
+    lines += [(f"{entry.dataset}: {entry.vector}", f"{entry.ends} {_numbers(entry)}") for entry in found.statistics]
+    lines.append(("beside", ", ".join(found.beside) or "nothing"))
+    for name, value in lines:
+        show(f"[dim]{escape(name)}[/]  {escape(str(value))}")
     for warning in found.warnings:
         show(f"[yellow]warning: {escape(warning)}[/]")
 
@@ -144,4 +137,3 @@ def _numbers(entry: Range) -> str:
     pairs = [f"{low:.3g} to {high:.3g}" for low, high in zip(entry.low, entry.high, strict=True)]
     more = f", and {len(pairs) - MOST_NUMBERS} more" if len(pairs) > MOST_NUMBERS else ""
     return ", ".join(pairs[:MOST_NUMBERS]) + more
-

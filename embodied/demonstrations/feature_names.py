@@ -167,7 +167,12 @@ def fitting(features: Mapping[str, Feature], needed: Sequence[Needed]) -> str | 
 
 def check_features(dataset: Dataset, needed: Sequence[Needed], by: str) -> None:
     """Raise `UserError` for a dataset that lacks a feature; it shows the mapping that would fit. `by` needs them."""
-    missing = [need for need in needed if need.name not in dataset.features]
+    short = {name.removeprefix(layout.IMAGES) for name in dataset.cameras}
+    missing = [
+        need
+        for need in needed
+        if need.name not in dataset.features and (need.size or need.name.removeprefix(layout.IMAGES) not in short)
+    ]
     if not missing:
         return
     names = ", ".join(need.name for need in missing)
@@ -191,9 +196,6 @@ def option(entry: str | Mapping[str, str]) -> str:
     return f"--sft.features {text.replace(chr(10), '')}"
 
 
-BOOKKEEPING = ("timestamp", "frame_index", "episode_index", "index", "task_index")
-"""Features of every dataset that nothing reads or does."""
-
-
 def _listed(features: Mapping[str, Feature]) -> str:
-    return ", ".join(f"{name} {list(f.shape)}" for name, f in features.items() if name not in BOOKKEEPING) or "nothing"
+    listed = [f"{name} {list(f.shape)}" for name, f in features.items() if name not in layout.BOOKKEEPING]
+    return ", ".join(listed) or "nothing"

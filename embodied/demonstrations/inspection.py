@@ -52,6 +52,8 @@ RESETS = 4
 """Beginnings of episodes that the data is compared with."""
 GRIP_STEPS = 8
 """Env steps over which the gripper is moved to see what its two ends do."""
+UNTOLD = "nothing says by which control mode, gripper, orientation and image size it was recorded"
+"""Note on a dataset that is no recording of ours."""
 SHOWN = 6
 """Instructions and dimensions that a line lists."""
 
@@ -136,8 +138,9 @@ class Facts:
     features: str | Mapping[str, str] | None
     episodes: int
     """In the dataset."""
-    learned_from: int
-    held_out: int
+    learned_from: tuple[int, ...]
+    """Numbers (episode_index) of the episodes that are learned from."""
+    held_out: tuple[int, ...]
     copies: int
     rows: int
     """Of the episodes that are used."""
@@ -150,6 +153,8 @@ class Facts:
     """Height and width of each camera's frames."""
     instructions: Mapping[str, int]
     """Episodes that are told each."""
+    sizes: Mapping[str, int]
+    """Numbers of each vector that the dataset has."""
     action: tuple[Dimension, ...]
     proprio: tuple[Dimension, ...]
     state: tuple[Dimension, ...]
@@ -227,17 +232,24 @@ def inspected(demonstrations: Demonstrations, config: Config | None, environment
     weights = np.array(demonstrations.weights or begins, float)
     shares = weights / max(weights.sum(), 1e-9)
     facts, findings = [], list[Finding]()
+    reads = ("state", "proprio") if config is None else config.policy.reads
     for source, share in zip(demonstrations.sources, shares.tolist(), strict=True):
         own = _Numbers.of(source, demonstrations.gripper)
-        facts.append(_facts(source, share, own, environment))
+        found = _facts(source, share, own, environment)
+        known = {"proprio": found.proprio, "state": found.state}
+        facts.append(replace(found, **{name: () for name in known if name not in reads}))
         findings += _oddities(source, own)
         if environment is not None and config is not None:
             findings += _compared(source, own, config, environment)
-    found = Inspection(tuple(facts), tuple(dict.fromkeys(findings)))
+    if environment is not None and config is not None and "instruction" in config.policy.reads:
+        # A run of several tasks has datasets of each.
+        groups = [demonstrations.sources] if config.extra_tasks else [(source,) for source in demonstrations.sources]
+        findings += [finding for group in groups for finding in _of_instructions(group, environment)]
+    table = Inspection(tuple(facts), tuple(dict.fromkeys(findings)))
     if environment is None or config is None:
-        return found
+        return table
     return replace(
-        found,
+        table,
         task=environment.info.spec.name,
         control_hz=environment.info.control_hz,
         image_size=environment.info.spec.image_size if "images" in config.policy.reads else None,
@@ -303,11 +315,11 @@ def _facts(source: Source, share: float, own: _Numbers, environment: Environment
     proprio = dimensions(layout.PROPRIO, own.proprio, beginnings(layout.PROPRIO))
     return Facts(
         folder=str(dataset.folder),
-        version=str(dataset.info.get("codebase_version")),
+        version=dataset.version,
         features=source.features,
         episodes=len(dataset.episodes),
-        learned_from=len(source.train),
-        held_out=len(source.held_out),
+        learned_from=tuple(dataset.episodes[i].index for i in source.train),
+        held_out=tuple(dataset.episodes[i].index for i in source.held_out),
         copies=source.copies,
         rows=len(own.action),
         solved=None if None in outcomes else sum(map(bool, outcomes)),
@@ -315,17 +327,23 @@ def _facts(source: Source, share: float, own: _Numbers, environment: Environment
         fps=float(dataset.fps),
         cameras={name: frame_size(dataset, name) for name in dataset.cameras},
         instructions=dict(told.most_common()),
+        sizes={
+            name: math.prod(dataset.features[name].shape)
+            for name in (layout.ACTION, layout.PROPRIO, layout.STATE)
+            if name in dataset.features
+        },
         action=dimensions(layout.ACTION, own.action, limits),
         proprio=tuple(replace(d, beyond=None) for d in proprio),
         state=tuple(replace(d, beyond=None) for d in state),
-        notes=() if dataset.task is not None else ("nothing says by which conventions it was recorded",),
+        notes=dataset.notes
+        if dataset.task is not None or any(layout.PROVENANCE in n for n in dataset.notes)
+        else (*dataset.notes, UNTOLD),
     )
 
 
 def frame_size(dataset: Dataset, camera: str) -> tuple[int, int]:
     """Height and width of a camera's frames, as info.json has them."""
-    shape = dataset.features[dataset.cameras[camera]].shape
-    return (shape[0], shape[1]) if shape[2] in (1, 3, 4) else (shape[1], shape[2])
+    return dataset.features[dataset.cameras[camera]].picture[:2]
 
 
 def names_of(dataset: Dataset, feature: str, count: int) -> tuple[str, ...]:
@@ -407,17 +425,22 @@ def _compared(source: Source, own: _Numbers, config: Config, environment: Enviro
                     f"{source.dataset.folder}: frames of {camera} are {found[0]} x {found[1]}, and those that the "
                     f"policy acts on {size} x {size}{square}"
                 )
+    if _is_of(source.dataset, environment.info) is False:
+        return  # of another task of the run
     if "proprio" in config.policy.reads:
         yield from _of_state(source.dataset, layout.PROPRIO, own.proprio, environment.proprio)
     if "state" in config.policy.reads:
         yield from _of_state(source.dataset, layout.STATE, own.state, environment.state)
-    if "instruction" in config.policy.reads:
-        yield from _of_instructions(source, environment)
+
+
+def _is_of(dataset: Dataset, info: TaskInfo) -> bool | None:
+    """Whether a recording of ours is of this task; None: it does not say."""
+    return None if dataset.task is None else dataset.task.name == info.spec.name
 
 
 def _of_actions(dataset: Dataset, own: _Numbers, environment: Environment) -> Iterator[Finding]:
     info = environment.info
-    ours = dataset.task is not None and dataset.task.name == info.spec.name
+    ours = dataset.task is not None
     labels, wrong, beyond, reached = names_of(dataset, layout.ACTION, own.action.shape[1]), [], [], []
     for i, limits in enumerate(zip(info.action_low, info.action_high, strict=True)):
         if not np.isfinite(limits).all():
@@ -487,36 +510,31 @@ def _of_gripper(dataset: Dataset, own: _Numbers, config: Config, environment: En
     limits = (info.action_low[-1], info.action_high[-1])
     ends, agrees = _two_valued(grip), _agreement(own, environment)
     where = f"{dataset.folder}: the last action (the gripper's)"
-    turned = "it moves the gripper as the environment's does" if agrees > 0 else "it moves the gripper the other way"
-    if ends is not None and _is(ends, (0, 1)) and _is(limits, (-1, 1)):
-        straight, other = (
-            "--sft.gripper from_0_1",
-            "--sft.gripper from_1_0 (or --env.gripper inverted, as OpenVLA has it)",
-        )
+    takes = f"env.gripper {info.spec.gripper} takes {limits[0]:g} or {limits[1]:g}"
+    told = {1: "it moves the gripper as the environment's does", -1: "it moves the gripper the other way", 0: ""}[
+        agrees
+    ]
+
+    def ways(straight: str, other: str) -> str:
         if agrees:
-            way = f"{turned} (so the robot's state says): {straight if agrees > 0 else other}"
-        else:
-            way = f"{straight} where 1 does what the environment's 1 does, {other} where 0 does"
-        yield Finding(f"{where} is 0 or 1, and env.gripper {info.spec.gripper} takes -1 or 1; {way}", "gripper")
+            return f"{told} (so the robot's state says): {straight if agrees > 0 else other}"
+        return f"{straight} where the larger one does what the environment's {limits[1]:g} does, else {other}"
+
+    if ends is not None and _is(ends, (0, 1)) and _is(limits, (-1, 1)):
+        other = "--sft.gripper from_1_0 (or --env.gripper inverted, as OpenVLA has it in LIBERO)"
+        yield Finding(f"{where} is 0 or 1, and {takes}; {ways('--sft.gripper from_0_1', other)}", "gripper")
     elif ends is not None and _is(ends, (-1, 1)) and _is(limits, (0, 1)):
-        yield Finding(
-            f"{where} is -1 or 1, and env.gripper {info.spec.gripper} takes 0 or 1: --env.gripper simulator", "gripper"
-        )
+        straight, other = "--sft.gripper from_minus_plus", "--sft.gripper from_plus_minus (or --env.gripper simulator)"
+        yield Finding(f"{where} is -1 or 1, and {takes}; {ways(straight, other)}", "gripper")
     elif ends is not None and agrees < 0:
-        yield Finding(
-            f"{where} moves the gripper the other way than the environment's (so the robot's state says): "
-            "--sft.gripper negated, if that is right"
-        )
+        turned = "from_plus_minus" if _is(ends, (-1, 1)) else "from_1_0"
+        yield Finding(f"{where}: {told} (so the robot's state says): --sft.gripper {turned}, if that is right")
     elif (
-        ends is None
-        and environment.grip.any()
-        and _is(limits, (-1, 1))
-        and 0 <= grip.min() < 0.1
-        and 0.5 < grip.max() <= 1.02
+        ends is None and environment.grip.any() and _is(limits, (-1, 1)) and 0 <= grip.min() < 0.1 and grip.max() > 0.5
     ):
         yield Finding(
-            f"{where} is within {grip.min():.3g} to {grip.max():.3g}, the upper half of the environment's -1 to 1: is "
-            "it an opening of 0 to 1? --sft.gripper from_0_1 (or from_1_0) stretches it"
+            f"{where} is within {grip.min():.3g} to {grip.max():.3g}, the upper half of what the environment takes (-1 to "
+            "1): is it an opening of 0 to 1? --sft.gripper from_0_1 (or from_1_0) stretches it"
         )
 
 
@@ -594,16 +612,19 @@ def _of_state(dataset: Dataset, name: str, values: Float32, begun: Float32) -> I
         )
 
 
-def _of_instructions(source: Source, environment: Environment) -> Iterator[Finding]:
-    told = {text for i in source.episodes for text in source.dataset.episodes[i].instructions}
+def _of_instructions(sources: Sequence[Source], environment: Environment) -> Iterator[Finding]:
+    where = " and ".join(str(source.dataset.folder) for source in sources)
+    told = {text for source in sources for i in source.episodes for text in source.dataset.episodes[i].instructions}
+    if all(_is_of(source.dataset, environment.info) is False for source in sources):
+        return
     if told and environment.instruction not in told:
         some = ", ".join(shown(text) for text in sorted(told)[:SHOWN])
         yield Finding(
-            f"{source.dataset.folder}: none of its instructions is {shown(environment.instruction)}, which "
-            f"{environment.info.spec.name} gives the policy; it has {len(told)}: {some}"
+            f"{where}: no instruction is {shown(environment.instruction)}, which "
+            f"{environment.info.spec.name} gives the policy; there are {len(told)}: {some}"
         )
     elif "" in told:
-        yield Finding(f"{source.dataset.folder}: some episodes have no instruction")
+        yield Finding(f"{where}: some episodes have no instruction")
 
 
 def _transforms(demonstrations: Demonstrations, config: Config) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator, Sequence
 
+from rich import get_console
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -15,6 +16,15 @@ ROWS = 16
 """Dimensions of a state that are listed; data.json has all."""
 WIDTH = 118
 """Columns of the text."""
+
+
+def show_table(found: Inspection) -> None:
+    """Print it: in a terminal at its width, elsewhere as `text`."""
+    console = get_console()
+    if console.is_terminal:
+        console.print(table(found))
+    else:
+        console.print(Text(text(found).rstrip()), soft_wrap=True)
 
 
 def table(found: Inspection) -> RenderableType:
@@ -45,18 +55,17 @@ def _summary(facts: Facts, found: Inspection) -> Table:
     grid.add_column()
     solved = "" if facts.solved is None else f", {facts.solved} of them solved"
     copies = f", {facts.copies} copies of these left out" if facts.copies else ""
-    used = facts.learned_from + facts.held_out
+    used = len(facts.learned_from) + len(facts.held_out)
     rows = {
         "dataset": f"{facts.folder} ({facts.version}), {100 * facts.share:.3g}% of the samples",
-        "episodes": f"{facts.episodes}; {used} used{solved}: {facts.learned_from} learned from, {facts.held_out} held "
-        f"out{copies}; {facts.rows} env steps",
+        "episodes": f"{facts.episodes}; {used} used{solved}: {len(facts.learned_from)} learned from, {len(facts.held_out)} "
+        f"held out{copies}; {facts.rows} env steps",
         "instructions": _told(facts) + _against(found.instruction, "the task's own"),
         "frames": (", ".join(f"{name} {h} x {w}" for name, (h, w) in facts.cameras.items()) or "none")
         + _against(found.image_size, "env.image_size")
         + _against(found.network_image_size, "the network is shown"),
         "rate": f"{facts.fps:g} frames per second" + _against(found.control_hz, "env steps per second"),
-        "numbers": f"action {len(facts.action)}, observation.state {len(facts.proprio)}, "
-        f"observation.environment_state {len(facts.state)}",
+        "numbers": ", ".join(f"{name} {size}" for name, size in facts.sizes.items()) or "none",
     }
     for name, value in rows.items():
         grid.add_row(name, Text(value))
@@ -80,7 +89,7 @@ def _against(value: object, name: str) -> str:
 def _dimensions(facts: Facts) -> Iterator[Table]:
     if facts.action:
         yield _listed("action", facts.action, "environment takes")
-    for name, dimensions in (("state", facts.proprio), ("environment_state", facts.state)):
+    for name, dimensions in (("state", facts.proprio), ("full state", facts.state)):
         if dimensions:
             yield _listed(name, dimensions, "at a reset")
 
@@ -104,9 +113,9 @@ def _listed(title: str, dimensions: Sequence[Dimension], compared: str) -> Table
         found.add_column(head, justify="right", no_wrap=True)
     found.add_column("")
     for d in dimensions[:ROWS]:
-        cells = [f"{value:.4g}" for value in (d.low, d.q01, d.mean, d.std, d.q99, d.high)]
+        cells = [f"{value:.3g}" for value in (d.low, d.q01, d.mean, d.std, d.q99, d.high)]
         if ranged:
-            cells.append("" if d.environment is None else " to ".join(f"{end:.4g}" for end in d.environment))
+            cells.append("" if d.environment is None else " to ".join(f"{end:.3g}" for end in d.environment))
         if beyond:
             cells.append("" if d.beyond is None else f"{100 * d.beyond:.3g}%")
         found.add_row(d.name, *cells, Text(d.remark, style="yellow"))

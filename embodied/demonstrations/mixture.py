@@ -46,14 +46,15 @@ class GripperMap:
 
 
 def gripper_map(name: str, info: TaskInfo) -> GripperMap:
-    """The conversion that `sft.gripper` names."""
+    """The conversion that `sft.gripper` names: which values of the data become the ends of the environment's range."""
+    if name == "as_is":
+        return GripperMap()
     low, high = info.action_low[-1], info.action_high[-1]
-    return {
-        "as_is": GripperMap(),
-        "from_0_1": GripperMap(high - low, low),
-        "from_1_0": GripperMap(low - high, high),
-        "negated": GripperMap(-1.0, low + high),
-    }[name]
+    lower, upper = {"from_0_1": (0, 1), "from_1_0": (1, 0), "from_minus_plus": (-1, 1), "from_plus_minus": (1, -1)}[
+        name
+    ]
+    scale = (high - low) / (upper - lower)
+    return GripperMap(scale, low - scale * lower)
 
 
 @dataclass(frozen=True)
@@ -203,26 +204,30 @@ def succeeded(dataset: Dataset, episode: RecordedEpisode) -> bool | None:
     return None
 
 
-def numbers_in(text: str, count: int, where: str) -> list[int]:
-    """The episodes that an entry of `sft.episodes` names, ascending, of `count`. Raises `UserError`."""
+def numbers_in(text: str, dataset: Dataset) -> list[int]:
+    """Positions in `dataset.episodes` of those that an entry of `sft.episodes` names by their episode_index, ascending.
+    Raises `UserError`."""
+    places = {episode.index: place for place, episode in enumerate(dataset.episodes)}
     if text.strip() == "all":
-        return list(range(count))
+        return list(places.values())
     found: set[int] = set()
     for part in filter(None, (piece.strip() for piece in text.split(","))):
         ends = re.fullmatch(r"(\d{1,10})(?:\s*-\s*(\d{1,10}))?", part)
         if ends is None:
             raise UserError(f"sft.episodes: {shown(part)} is no number or range, as in 0-49,60 (or all)")
         first, last = int(ends[1]), int(ends[2] or ends[1])
-        if last < first or last >= count:
-            raise UserError(f"sft.episodes: {where} has the episodes 0 to {count - 1}, got {part}")
-        found |= set(range(first, last + 1))
+        if last < first or first not in places or last not in places:
+            raise UserError(
+                f"sft.episodes: {dataset.folder} has {len(places)} episodes, {min(places)} to {max(places)}, got {part}"
+            )
+        found |= {place for number, place in places.items() if first <= number <= last}
     if not found:
         raise UserError(f"sft.episodes: {shown(text)} names no episode")
     return sorted(found)
 
 
 def _chosen(dataset: Dataset, text: str, only_successes: bool) -> list[int]:
-    numbers = numbers_in(text, len(dataset.episodes), str(dataset.folder))
+    numbers = numbers_in(text, dataset)
     if not only_successes:
         return numbers
     outcomes = [succeeded(dataset, dataset.episodes[i]) for i in numbers]

@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich import print as show
 from torch import Tensor
 
 from embodied import checkpoint
@@ -28,7 +27,7 @@ from embodied.data.random_streams import IMITATION, generator, permutation
 from embodied.demonstrations import Batch, Dataset, layout
 from embodied.demonstrations.feature_names import Needed, check_features
 from embodied.demonstrations.inspection import inspected, observed
-from embodied.demonstrations.inspection_table import table, text
+from embodied.demonstrations.inspection_table import show_table, text
 from embodied.demonstrations.loader import read_ahead
 from embodied.demonstrations.mixture import Demonstrations, Index, gripper_map, open_sources
 from embodied.errors import UserError
@@ -79,6 +78,7 @@ def _check_fits(dataset: Dataset, config: Config, info: TaskInfo) -> None:
             f"the actions in {dataset.folder} have {size} numbers, those of {config.env.task} {info.action_dim}: "
             "choose the control mode that they are of (--env.control-mode), or another feature (--sft.features)"
         )
+    dataset.check_frames(info.cameras if "images" in reads else ())
     for need in needed[1:]:
         size = math.prod(dataset.features[need.name].shape)
         if need.size and size != need.size:
@@ -271,11 +271,11 @@ def imitate(config: Config, info: TaskInfo, run_dir: Path, resume_from: Path | N
     demonstrations = read_demonstrations(config, info)
     understood = inspected(demonstrations, config, observed(task_spec(config)))
     if understood.refused:
-        show(table(replace(understood, findings=understood.warnings)))
+        show_table(replace(understood, findings=understood.warnings))
         understood.raise_refusals()
     imitator = Imitator(config, info, demonstrations)
     understood = understood.with_policy(imitator.policy, config.policy.init)
-    show(table(understood))
+    show_table(understood)
     log = _Log(run_dir, time.monotonic())
     if resume_from is None:
         imitator.begin()
