@@ -412,7 +412,7 @@ def _oddities(source: Source, own: _Numbers) -> Iterator[Finding]:
 def _compared(source: Source, own: _Numbers, config: Config, environment: Environment) -> Iterator[Finding]:
     """What the environment contradicts."""
     yield from _of_actions(source.dataset, own, environment)
-    yield from _of_gripper(source.dataset, own, config, environment)
+    yield from _of_gripper(source.dataset, own, environment)
     yield from _of_rate(source, environment.info)
     if "images" in config.policy.reads:
         yield from _of_orientation(source, config)
@@ -505,15 +505,13 @@ def _is(ends: tuple[float, float], wanted: tuple[float, float]) -> bool:
     return bool(np.allclose(ends, wanted, atol=0.02 * (wanted[1] - wanted[0])))
 
 
-def _of_gripper(dataset: Dataset, own: _Numbers, config: Config, environment: Environment) -> Iterator[Finding]:
+def _of_gripper(dataset: Dataset, own: _Numbers, environment: Environment) -> Iterator[Finding]:
     info, grip = environment.info, own.action[:, -1]
     limits = (info.action_low[-1], info.action_high[-1])
     ends, agrees = _two_valued(grip), _agreement(own, environment)
     where = f"{dataset.folder}: the last action (the gripper's)"
     takes = f"env.gripper {info.spec.gripper} takes {limits[0]:g} or {limits[1]:g}"
-    told = {1: "it moves the gripper as the environment's does", -1: "it moves the gripper the other way", 0: ""}[
-        agrees
-    ]
+    told = f"it moves the gripper {'as the environment does' if agrees > 0 else 'the other way'}"
 
     def ways(straight: str, other: str) -> str:
         if agrees:
@@ -533,8 +531,8 @@ def _of_gripper(dataset: Dataset, own: _Numbers, config: Config, environment: En
         ends is None and environment.grip.any() and _is(limits, (-1, 1)) and 0 <= grip.min() < 0.1 and grip.max() > 0.5
     ):
         yield Finding(
-            f"{where} is within {grip.min():.3g} to {grip.max():.3g}, the upper half of what the environment takes (-1 to "
-            "1): is it an opening of 0 to 1? --sft.gripper from_0_1 (or from_1_0) stretches it"
+            f"{where} is within {grip.min():.3g} to {grip.max():.3g}, the upper half of what the environment "
+            "takes (-1 to 1): is it an opening of 0 to 1? --sft.gripper from_0_1 (or from_1_0) stretches it"
         )
 
 

@@ -55,11 +55,11 @@ def _summary(facts: Facts, found: Inspection) -> Table:
     grid.add_column()
     solved = "" if facts.solved is None else f", {facts.solved} of them solved"
     copies = f", {facts.copies} copies of these left out" if facts.copies else ""
-    used = len(facts.learned_from) + len(facts.held_out)
+    learned, held = len(facts.learned_from), len(facts.held_out)
     rows = {
         "dataset": f"{facts.folder} ({facts.version}), {100 * facts.share:.3g}% of the samples",
-        "episodes": f"{facts.episodes}; {used} used{solved}: {len(facts.learned_from)} learned from, {len(facts.held_out)} "
-        f"held out{copies}; {facts.rows} env steps",
+        "episodes": f"{facts.episodes}; {learned + held} used{solved}: {learned} learned from, {held} held out{copies}; "
+        f"{facts.rows} env steps",
         "instructions": _told(facts) + _against(found.instruction, "the task's own"),
         "frames": (", ".join(f"{name} {h} x {w}" for name, (h, w) in facts.cameras.items()) or "none")
         + _against(found.image_size, "env.image_size")
