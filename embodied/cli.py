@@ -26,6 +26,7 @@ VERBS = {
     "sft": ("sft", "CONFIG"),
     "eval": ("evaluate", "RUN|CONFIG"),
     "record": ("record", "RUN|CONFIG"),
+    "import": ("importing", "SOURCE"),
     "profile": ("profile", "CONFIG"),
     "plan": ("plan", "CONFIG"),
     "compare": ("compare", "CONFIG"),

@@ -97,8 +97,18 @@ class Feature:
         return self.shape[0], self.shape[1], self.shape[2]
 
 
+OWN = {
+    "timestamp": Feature("float32", (1,)),
+    "frame_index": Feature("int64", (1,)),
+    "episode_index": Feature("int64", (1,)),
+    "index": Feature("int64", (1,)),
+    "task_index": Feature("int64", (1,)),
+}
+"""Columns that every dataset of the layout has, whatever it is of."""
+
+
 def features_of(info: TaskInfo) -> dict[str, Feature]:
-    """The features of a recording of this task, in the order of the data's columns."""
+    """The features of a recording of this task, in the order of the data's columns, before the layout's own."""
     size = info.spec.image_size
     return {
         PROPRIO: Feature("float32", (info.proprio_dim,)),
@@ -108,18 +118,14 @@ def features_of(info: TaskInfo) -> dict[str, Feature]:
         REWARD: Feature("float32", (1,)),
         SUCCESS: Feature("bool", (1,)),
         DONE: Feature("bool", (1,)),
-        "timestamp": Feature("float32", (1,)),
-        "frame_index": Feature("int64", (1,)),
-        "episode_index": Feature("int64", (1,)),
-        "index": Feature("int64", (1,)),
-        "task_index": Feature("int64", (1,)),
     }
 
 
 def feature_json(feature: Feature, fps: int) -> dict[str, Any]:
     """The feature's entry in `info.json`."""
     if feature.dtype != "video":
-        return {"dtype": feature.dtype, "shape": list(feature.shape), "names": None}
+        names = ["height", "width", "channels"] if feature.is_camera else None
+        return {"dtype": feature.dtype, "shape": list(feature.shape), "names": names}
     height, width, channels = feature.shape
     video = {"height": height, "width": width, "codec": "h264", "pix_fmt": "yuv420p", "is_depth_map": False}
     return {
@@ -132,20 +138,30 @@ def feature_json(feature: Feature, fps: int) -> dict[str, Any]:
 
 
 def data_schema(features: Mapping[str, Feature]) -> pa.Schema:
-    """Columns of the data files: scalars for shape (1,), lists of fixed size for other vectors, no cameras."""
-    fields = []
-    for name, feature in features.items():
-        if not feature.is_camera:
-            element = pa.from_numpy_dtype(np.dtype(feature.dtype))
-            fields.append(pa.field(name, element if feature.shape == (1,) else pa.list_(element, feature.shape[0])))
-    return pa.schema(fields)
+    """Columns of the data files: scalars for shape (1,), lists of fixed size for other shapes, encoded pictures; no
+    video."""
+    return pa.schema([pa.field(name, _type(feature)) for name, feature in features.items() if feature.dtype != "video"])
+
+
+def _type(feature: Feature) -> pa.DataType:
+    if feature.dtype == "image":
+        return pa.struct({"bytes": pa.binary(), "path": pa.string()})
+    found = pa.string() if feature.dtype == "string" else pa.from_numpy_dtype(np.dtype(feature.dtype))
+    for size in () if feature.shape == (1,) else reversed(feature.shape):
+        found = pa.list_(found, size)
+    return found
 
 
 def to_arrow(values: npt.NDArray[Any], field: pa.Field) -> pa.Array:
-    """A column from an array [n] or [n, d]."""
-    if not pa.types.is_fixed_size_list(field.type):
-        return pa.array(values.reshape(-1), field.type)
-    return pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1), field.type.value_type), field.type.list_size)
+    """A column from an array [n] or [n, *shape]."""
+    sizes, kind = [], field.type
+    while pa.types.is_fixed_size_list(kind):
+        sizes.append(kind.list_size)
+        kind = kind.value_type
+    found = pa.array(values.reshape(-1), kind)
+    for size in reversed(sizes):
+        found = pa.FixedSizeListArray.from_arrays(found, size)
+    return found
 
 
 def to_numpy(column: pa.ChunkedArray, feature: Feature) -> npt.NDArray[Any]:
