@@ -358,8 +358,8 @@ class Dataset:
             rows = sum(entry.length or 0 for entry in entries.values())
             named = "meta/episodes" if self._numbers >= (3, 0) else layout.OLD_EPISODES
             raise DatasetError(
-                f"{self.folder}/data holds {len(self._data)} rows and {named} names {rows}: episode {missing[0]} has none"
-                f"{missed}; a file is missing or of another recording; copy or record the dataset again"
+                f"{self.folder}/data holds {len(self._data)} rows and {named} names {rows}: episode {missing[0]} has "
+                f"none{missed}; a file is missing or of another recording; copy or record the dataset again"
             )
         unknown = sorted(set(held) - set(entries))
         if unknown:
