@@ -96,7 +96,8 @@ def renames(entry: str | Mapping[str, str], features: Mapping[str, Feature], whe
                 "written as '{image: observation.images.front}'"
             )
         names = {key: ours for key, ours in SHIPPED[entry].names.items() if key in features}
-        if not names and not set(SHIPPED[entry].names.values()) & set(features):
+        cameras = {ours for ours in SHIPPED[entry].names.values() if ours.startswith(layout.IMAGES)}
+        if not names and not cameras & set(features):  # else the tool has named them as we do
             raise UserError(
                 f"sft.features {entry}: {where} has none of its keys ({', '.join(SHIPPED[entry].names)}); it has: "
                 f"{_listed(features)}"

@@ -304,7 +304,7 @@ def _facts(source: Source, share: float, own: _Numbers, environment: Environment
         names = names_of(dataset, name, values.shape[1])
         fits = ranges if ranges is not None and len(ranges) == values.shape[1] else [None] * values.shape[1]
         return tuple(
-            _dimension(label, values[:, i], limit) for i, (label, limit) in enumerate(zip(names, fits, strict=True))
+            dimension(label, values[:, i], limit) for i, (label, limit) in enumerate(zip(names, fits, strict=True))
         )
 
     def beginnings(name: str) -> list[tuple[float, float]] | None:
@@ -357,7 +357,8 @@ def names_of(dataset: Dataset, feature: str, count: int) -> tuple[str, ...]:
     return tuple(map(str, range(count)))
 
 
-def _dimension(name: str, values: Float32, limits: tuple[float, float] | None) -> Dimension:
+def dimension(name: str, values: Float32, limits: tuple[float, float] | None) -> Dimension:
+    """The numbers of one dimension, values [N]."""
     wide = values.astype(np.float64)
     q01, q99 = np.quantile(wide, (0.01, 0.99)).tolist()
     found = Dimension(
@@ -394,7 +395,7 @@ def _oddities(source: Source, own: _Numbers) -> Iterator[Finding]:
     dataset = source.dataset
     for name, values in ((layout.ACTION, own.action), (layout.PROPRIO, own.proprio)):
         labels = names_of(dataset, name, values.shape[1])
-        odd = [_dimension(label, values[:, i], None) for i, label in enumerate(labels)]
+        odd = [dimension(label, values[:, i], None) for i, label in enumerate(labels)]
         two = name == layout.ACTION and values.shape[1] and _two_valued(values[:, -1]) is not None
         remarks = [(d.name, d.remark) for d in (odd[:-1] if two else odd) if d.remark and d.remark != "constant"]
         if remarks:
@@ -487,9 +488,13 @@ def _of_actions(dataset: Dataset, own: _Numbers, environment: Environment) -> It
 def _followed(own: _Numbers, info: TaskInfo) -> list[int]:
     """Dimensions of the actions that equal the state's number of the same place, nearly; none unless most do."""
     count = min(own.action.shape[1], own.proprio.shape[1])
+    rows = np.flatnonzero(own.follows)
     a, s = (values[:, :count].astype(np.float64) for values in (own.action, own.proprio))
-    moves = s.std(0) > 1e-3
-    near = moves & (np.abs(a - s).mean(0) < FOLLOWS * s.std(0))
+    if not len(rows):
+        return []
+    # A target is where the robot is, or where it is an env step later.
+    distance = np.minimum(np.abs(a[rows] - s[rows]).mean(0), np.abs(a[rows] - s[rows + 1]).mean(0))
+    near = (s.std(0) > 1e-3) & (distance < FOLLOWS * s.std(0))
     return np.flatnonzero(near).tolist() if near.sum() >= max(2, math.ceil(0.5 * info.action_dim)) else []
 
 
@@ -544,8 +549,8 @@ def _agreement(own: _Numbers, environment: Environment) -> int:
         return 0
     upper = grip > (grip.min() + grip.max()) / 2
     rows = np.flatnonzero(own.follows)
-    change = own.proprio[rows + 1].astype(np.float64) - own.proprio[rows]
-    groups = change[upper[rows]], change[~upper[rows]]
+    after = own.proprio[rows + 1].astype(np.float64)
+    groups = after[upper[rows]], after[~upper[rows]]
     if min(map(len, groups)) < 10:
         return 0
     spread = np.sqrt(sum(group.var(0) / len(group) for group in groups))

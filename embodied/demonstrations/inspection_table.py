@@ -58,8 +58,8 @@ def _summary(facts: Facts, found: Inspection) -> Table:
     learned, held = len(facts.learned_from), len(facts.held_out)
     rows = {
         "dataset": f"{facts.folder} ({facts.version}), {100 * facts.share:.3g}% of the samples",
-        "episodes": f"{facts.episodes}; {learned + held} used{solved}: {learned} learned from, {held} held out{copies}; "
-        f"{facts.rows} env steps",
+        "episodes": f"{facts.episodes}; {learned + held} used{solved}: {learned} learned from, {held} held out{copies}",
+        "env steps": f"{facts.rows} in the episodes that are used",
         "instructions": _told(facts) + _against(found.instruction, "the task's own"),
         "frames": (", ".join(f"{name} {h} x {w}" for name, (h, w) in facts.cameras.items()) or "none")
         + _against(found.image_size, "env.image_size")

@@ -22,6 +22,7 @@ from embodied.data.random_streams import permutation
 from embodied.demonstrations import layout
 from embodied.demonstrations.feature_names import renames
 from embodied.demonstrations.reader import Batch, Dataset, RecordedEpisode
+from embodied.demonstrations.sources import format_of, import_command
 from embodied.errors import UserError, shown
 from sim_farm.contract import TaskInfo
 
@@ -145,6 +146,10 @@ class Demonstrations:
 def open_dataset(path: Path, features: str | Mapping[str, str] | None = None) -> Dataset:
     """The dataset at `path`, its features renamed. Raises `UserError` for what has to be converted first, and
     `DatasetError` for what is no dataset."""
+    if not (path / layout.INFO).exists():
+        known, command = format_of(path), import_command(path)
+        if known is not None:
+            raise UserError(f"{path} is {known.name}, which is converted first: {command}")
     if features is None:
         return Dataset(path)
     return Dataset(path, rename=renames(features, Dataset(path).features, str(path)))
