@@ -10,7 +10,8 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,8 @@ Index = npt.NDArray[np.int64]
 
 LONG_S = 2.0
 """Work that takes longer shows a progress bar."""
+KEPT_BYTES = 2**30
+"""Of encoded pictures from parquet, that a process holds in memory, of all its datasets."""
 _PICTURES_AT_ONCE = 64
 """Rows of encoded pictures in memory while a row group is read."""
 _BUFFER = 2**20
@@ -63,12 +66,15 @@ class DataFiles:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         paths = metadata.files_below(folder / "data", ".parquet")
-        opened = list(shown_if_long(f"Opening {folder.name}", read_ahead(_open, paths, depth=8), len(paths)))
+        opened = [
+            each
+            for each in shown_if_long(f"Opening {folder.name}", read_ahead(_open, paths, depth=8), len(paths))
+            if each.file.rows
+        ]
         self.files = tuple(each.file for each in opened)
         self._ends = np.cumsum([file.rows for file in self.files], dtype=np.int64)
         found = {name: self._joined(opened, name) for name in layout.BOOKKEEPING}
         episode = found["episode_index"]
-        self.notes: list[str] = []
         assert episode is not None
         frame, index = found["frame_index"], found["index"]
         within = frame if frame is not None else index
@@ -76,17 +82,25 @@ class DataFiles:
         self.is_in_order = bool((np.diff(order) == 1).all())
         self.places: Index = order
         """[rows] where the row lies: its number, counted through the files."""
-        columns = [None if column is None else column[order] for column in found.values()]
-        self.index, self.episode, self.frame, self.task, self.timestamp = columns
+        self.episode: Index = episode[order]
+        self.index, self.frame, self.task, self.timestamp = (
+            None if column is None else column[order]
+            for column in (index, frame, found["task_index"], found["timestamp"])
+        )
         self._check_order()
 
     def __len__(self) -> int:
         return len(self.places)
 
+    def path_of(self, row: int) -> Path:
+        """The file that holds a row."""
+        return self.files[int(np.searchsorted(self._ends, self.places[row], side="right"))].path
+
     def where(self, row: int) -> str:
         """The file that holds a row, and its number there, for messages."""
-        file, place = self._at(int(self.places[row]))
-        return f"{self.files[file].path}, row {place}"
+        number = int(np.searchsorted(self._ends, self.places[row], side="right"))
+        begin = int(self._ends[number]) - self.files[number].rows
+        return f"{self.files[number].path}, row {int(self.places[row]) - begin}"
 
     def columns(self, features: dict[str, Feature]) -> dict[str, npt.NDArray[Any]]:
         """All rows of some features, by their names in the files. Raises `DatasetError` that names file and row."""
@@ -105,10 +119,6 @@ class DataFiles:
             joined = np.concatenate([part[name] for part in parts])
             found[name] = joined if self.is_in_order else joined[self.places]
         return found
-
-    def pictures(self, name: str) -> Pictures:
-        """The encoded pictures of a feature."""
-        return Pictures(self, name)
 
     def _converted(self, path: Path, column: pa.ChunkedArray, name: str, feature: Feature) -> npt.NDArray[Any]:
         try:
@@ -149,10 +159,6 @@ class DataFiles:
                     f"{AGAIN}"
                 )
 
-    def _at(self, place: int) -> tuple[int, int]:
-        file = int(np.searchsorted(self._ends, place, side="right"))
-        return file, place - (int(self._ends[file - 1]) if file else 0)
-
 
 def _open(path: Path) -> _Opened:
     """Row groups and bookkeeping columns of a file."""
@@ -180,15 +186,20 @@ class Pictures:
     """Encoded pictures of one feature. Threads may share it.
 
     Parquet has no way to read one row: a row group is unpacked as a whole. So each is unpacked once, when one of its
-    rows is first asked for, into a temporary file without a name (in TMPDIR), from which any picture is read alone.
-    Memory holds the pictures that are asked for and `_PICTURES_AT_ONCE` more.
+    rows is first asked for, and kept: in memory up to `KEPT_BYTES`, beyond that in a temporary file without a name (in
+    TMPDIR), from which any picture is read alone.
     """
+
+    _kept = 0
+    """Bytes of encoded pictures that the process's datasets hold in memory."""
 
     def __init__(self, data: DataFiles, name: str) -> None:
         self._data, self._name = data, name
-        self._begins = np.full(len(data), -1, np.int64)
-        """[places] where each picture begins in the temporary file; -1: it was not unpacked, or the row has none."""
-        self._sizes = np.zeros(len(data), np.int64)
+        self._source = np.full(len(data), -1, np.int64)
+        """[places] which of the buffers holds each picture; -1: it was not unpacked, or the row has none."""
+        self._begins, self._sizes = np.zeros(len(data), np.int64), np.zeros(len(data), np.int64)
+        self._buffers: list[memoryview | None] = []
+        """None: the temporary file."""
         self._done: set[tuple[int, int]] = set()
         self._lock = threading.Lock()
         self._file: Any = None
@@ -198,18 +209,19 @@ class Pictures:
         """The encoded picture of each row. Raises `DatasetError` for one that has none."""
         places = self._data.places[rows]
         self._unpack(places)
-        for row, begin, size in zip(rows.tolist(), self._begins[places].tolist(), self._sizes[places], strict=True):
-            if begin < 0:
+        parts = (self._source[places], self._begins[places], self._sizes[places])
+        for row, source, begin, size in zip(rows.tolist(), *(part.tolist() for part in parts), strict=True):
+            if source < 0:
                 raise DatasetError(f"{self._data.where(row)}: {self._name!r} has no picture; {AGAIN}")
-            yield os.pread(self._file.fileno(), size, begin)
+            held = self._buffers[source]
+            yield os.pread(self._file.fileno(), size, begin) if held is None else bytes(held[begin : begin + size])
 
     def first(self) -> bytes | None:
         """The first picture that lies in the files; None where there is none."""
         for file in self._data.files:
-            if file.rows:
-                for array in self._arrays(file.path, int((file.group_ends > 0).argmax()), 1):
-                    encoded, _ = self._encoded(file.path, array.slice(0, 1))
-                    return bytes(encoded) or None
+            for array in self._arrays(file.path, int((file.group_ends > 0).argmax()), 1):
+                encoded, _ = self._encoded(file.path, array.slice(0, 1))
+                return bytes(encoded) or None
         return None
 
     def _unpack(self, places: Index) -> None:
@@ -228,24 +240,40 @@ class Pictures:
                             self._done.add((number, group))
 
     def _unpack_group(self, path: Path, group: int, first: int) -> None:
+        for array in self._arrays(path, group, _PICTURES_AT_ONCE):
+            encoded, sizes = self._encoded(path, array)
+            begin = self._keep(path, encoded)
+            rows = slice(first, first + len(sizes))
+            self._sizes[rows] = sizes
+            self._begins[rows] = begin + np.cumsum(sizes) - sizes
+            self._source[rows] = np.where(sizes > 0, len(self._buffers) - 1, -1)
+            first += len(sizes)
+
+    def _keep(self, path: Path, encoded: memoryview) -> int:
+        """Add a buffer; where in it the pictures begin."""
+        if Pictures._kept + len(encoded) <= KEPT_BYTES:
+            Pictures._kept += len(encoded)
+            weakref.finalize(self, Pictures._give_back, len(encoded))
+            self._buffers.append(encoded)
+            return 0
         try:
             if self._file is None:
-                self._file = tempfile.TemporaryFile()  # noqa: SIM115 (closed when the dataset is dropped)
-            for array in self._arrays(path, group, _PICTURES_AT_ONCE):
-                encoded, sizes = self._encoded(path, array)
-                self._file.seek(self._end)
-                self._file.write(encoded)
-                rows = slice(first, first + len(sizes))
-                self._sizes[rows] = sizes
-                self._begins[rows] = np.where(sizes > 0, self._end + np.cumsum(sizes) - sizes, -1)
-                self._end += len(encoded)
-                first += len(sizes)
-            self._file.flush()
+                self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 (closed when the dataset is dropped)
+            begin = self._end
+            while encoded:
+                written = os.pwrite(self._file.fileno(), encoded, self._end)
+                self._end, encoded = self._end + written, encoded[written:]
         except OSError as error:
             raise DatasetError(
                 f"the pictures of {path} cannot be unpacked into {tempfile.gettempdir()} ({error.strerror}): make room "
                 "there, or name another folder by the environment's TMPDIR"
             ) from error
+        self._buffers.append(None)
+        return begin
+
+    @staticmethod
+    def _give_back(size: int) -> None:
+        Pictures._kept -= size
 
     def _arrays(self, path: Path, group: int, rows: int) -> Iterator[pa.Array]:
         """The column of a row group, so many rows at once."""
@@ -255,7 +283,7 @@ class Pictures:
                     raise DatasetError(f"{path} has not one column {self._name!r}, which {layout.INFO} names; {AGAIN}")
                 yield layout.plain(batch.column(batch.schema.names.index(self._name)))
 
-    def _encoded(self, path: Path, array: pa.Array) -> tuple[bytes | memoryview, npt.NDArray[np.int64]]:
+    def _encoded(self, path: Path, array: pa.Array) -> tuple[memoryview, npt.NDArray[np.int64]]:
         """The pictures of some rows, one after the other, and the size of each in bytes (0: there is none)."""
         if pa.types.is_struct(array.type):
             parts = zip(array.type, array.flatten(), strict=True)
@@ -272,17 +300,17 @@ class Pictures:
                 f"{path}: {self._name!r} is of {array.type}, and encoded pictures are needed (bytes, or a struct of "
                 f"bytes and path); {AGAIN}"
             )
-        missing = np.ones(len(array), np.bool_) if held is None else held.is_null().to_numpy(zero_copy_only=False)
-        if held is not None and not missing.any() and len(held):
+        if held is not None and not held.null_count and len(held):
             kind = np.int64 if pa.types.is_large_binary(held.type) else np.int32
             offsets = np.frombuffer(held.buffers()[1], kind)[held.offset : held.offset + len(held) + 1].astype(np.int64)
             data = memoryview(held.buffers()[2] or b"")[int(offsets[0]) : int(offsets[-1])]
             return data, np.diff(offsets)
+        told, names = ([None] * len(array) if part is None else part.to_pylist() for part in (held, paths))
         pictures = [
-            self._beside(path, None if paths is None else paths[n].as_py()) if lacks else held[n].as_py()
-            for n, lacks in enumerate(missing.tolist())
+            self._beside(path, name) if encoded is None else encoded
+            for encoded, name in zip(told, names, strict=True)
         ]
-        return b"".join(pictures), np.array([len(picture) for picture in pictures], np.int64)
+        return memoryview(b"".join(pictures)), np.array([len(picture) for picture in pictures], np.int64)
 
     def _beside(self, path: Path, relative: Any) -> bytes:
         """The picture in a file of its own, which the data name by its path below the dataset's folder."""
@@ -301,12 +329,12 @@ class Pictures:
             ) from error
 
 
-def shown_if_long(title: str, results: Iterator[T], total: int) -> Iterator[T]:
-    """The results; with a progress bar from the moment on when they have taken `LONG_S`."""
+def shown_if_long(title: str, items: Iterable[T], total: int) -> Iterator[T]:
+    """The items; with a progress bar from the moment on when working on them has taken `LONG_S`."""
     began_s, bar = time.monotonic(), None
     with ExitStack() as stack:
-        for done, result in enumerate(results, 1):
-            yield result
+        for done, item in enumerate(items, 1):
+            yield item
             if bar is not None:
                 bar.advance()
             elif time.monotonic() - began_s > LONG_S:

@@ -76,6 +76,89 @@ class EpisodeEntry:
 _TASK = TypeAdapter(TaskSpec)
 
 
+@dataclass(frozen=True)
+class Metadata:
+    """What the files below `meta` say of the data, of any version that is read."""
+
+    folder: Path
+    raw: Mapping[str, Any]
+    """`info.json`."""
+    version: tuple[int, int]
+    info: Info
+    tasks: dict[int, str]
+    """Instructions by their `task_index`."""
+    episodes: dict[int, EpisodeEntry]
+    """By their `episode_index`."""
+
+    @property
+    def is_old(self) -> bool:
+        """True for version 2.x, which has a file per episode."""
+        return self.version < (3, 0)
+
+    def total(self, name: str) -> int | None:
+        """A count of `info.json`: `total_frames`, for example."""
+        return whole_number(self.raw.get(name))
+
+    def data_path(self, episode: EpisodeEntry) -> Path | None:
+        """The file in which an episode's rows are said to lie; None where it is not said. Nothing is read from it."""
+        place: dict[str, Any] = {key: episode.row.get(f"data/{key}") for key in ("chunk_index", "file_index")}
+        if self.is_old:
+            place = self._old_place(episode.index)
+        if None in place.values():
+            return None
+        try:
+            default = layout.OLD_DATA_PATH if self.is_old else layout.DATA_PATH
+            return path_of(self.folder, self.info.data_path or default, **place)
+        except DatasetError:
+            return None
+
+    def video_path(self, index: int, camera: str) -> Path:
+        """The file in which the frames of an episode lie. Raises `DatasetError` where it is not said."""
+        if self.is_old:
+            template = self.info.video_path or layout.OLD_VIDEO_PATH
+            return path_of(self.folder, template, video_key=camera, **self._old_place(index))
+        row = self.episodes[index].row
+        place = {key: whole_number(row.get(f"videos/{camera}/{key}")) for key in ("chunk_index", "file_index")}
+        numbers = {key: value for key, value in place.items() if value is not None and value >= 0}
+        if len(numbers) < 2:
+            raise DatasetError(
+                f"{self.folder}/meta/episodes does not say in which file the frames of {camera!r} of episode {index} "
+                f"are (videos/{camera}/chunk_index and file_index); {AGAIN}"
+            )
+        return path_of(self.folder, self.info.video_path or layout.VIDEO_PATH, video_key=camera, **numbers)
+
+    def begin_s(self, index: int, camera: str) -> float:
+        """When in its video file an episode begins; NaN where it is not said."""
+        if self.is_old:
+            return 0.0
+        found = self.episodes[index].row.get(f"videos/{camera}/from_timestamp")
+        return float(found) if isinstance(found, (int, float)) and not isinstance(found, bool) else math.nan
+
+    def _old_place(self, index: int) -> dict[str, int]:
+        return {"episode_chunk": index // self.info.chunks_size, "episode_index": index}
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """Read all but statistics and provenance. Raises `DatasetError`."""
+    path = folder / layout.INFO
+    raw = read_json(path)
+    version = _version(path, raw.get("codebase_version"))
+    info = _read_info(path, raw)
+    return Metadata(folder, raw, version, info, _read_tasks(folder, version), _read_episodes(folder, version))
+
+
+def _version(path: Path, said: Any) -> tuple[int, int]:
+    found = re.fullmatch(r"v?(\d{1,3})\.(\d{1,3})(\.\d+)*", said) if isinstance(said, str) else None
+    version = (int(found[1]), int(found[2])) if found else (0, 0)
+    if version[0] != 3 and version not in ((2, 0), (2, 1)):
+        raise DatasetError(
+            f"{path}: a LeRobot dataset of version {shown(said)}, and v3.x, v2.1 and v2.0 are read here; convert it "
+            "with LeRobot: python -m lerobot.scripts.convert_dataset_v21_to_v30 --repo-id=OWNER/NAME, and what is "
+            "older than 2.0 with lerobot.common.datasets.v2 of its release 0.1 first"
+        )
+    return version
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The object in the file. Raises `DatasetError`."""
     try:
@@ -83,14 +166,38 @@ def read_json(path: Path) -> dict[str, Any]:
             raise DatasetError(f"{path} is larger than the {LARGEST_JSON} bytes that are read")
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise DatasetError(f"{path.parents[1]} is no complete LeRobot dataset: {path} is missing") from error
+        raise _missing(path) from error
     except RecursionError:
         raise DatasetError(f"{path} is not valid JSON: it is nested too deeply; {AGAIN}") from None
     except (OSError, ValueError) as error:
-        raise DatasetError(f"{path} is not valid JSON ({error}); {AGAIN}") from error
+        raise DatasetError(f"{path} is not valid JSON ({error}); {way_on(path)}") from error
     if not isinstance(found, dict):
         raise DatasetError(f"{path} holds {shown(found)} in place of keys and values; {AGAIN}")
     return found
+
+
+def _missing(path: Path) -> DatasetError:
+    """That a file of the metadata is not there, and what the folder may be instead."""
+    folder = path.parents[1]
+    said = f"{folder} is no complete LeRobot dataset: {path} is missing"
+    if path.name != Path(layout.INFO).name:
+        return DatasetError(f"{said}; {AGAIN}")
+    inside = sorted(found.parents[1].name for found in folder.glob(f"*/{layout.INFO}"))
+    if inside:
+        return DatasetError(f"{said}; there are datasets in it: {_listed(inside)}")
+    if any(found.suffix in (".h5", ".hdf5") or ".tfrecord" in found.name for found in folder.glob("*")):
+        return DatasetError(f"{said}; `embodied import {folder} --out FOLDER` converts recordings in HDF5 and RLDS")
+    return DatasetError(f"{said}; name the folder that holds meta/ and data/")
+
+
+def way_on(path: Path) -> str:
+    """What to do about a file that cannot be read."""
+    try:
+        with path.open("rb") as file:
+            is_pointer = file.read(24) == b"version https://git-lfs."
+    except OSError:
+        is_pointer = False
+    return "it is a pointer of Git LFS: fetch the file itself with `git lfs pull`" if is_pointer else AGAIN
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -107,14 +214,14 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
                     raise DatasetError(f"{path}, line {number} holds {shown(found)}, not keys and values; {AGAIN}")
                 yield found
     except FileNotFoundError as error:
-        raise DatasetError(f"{path.parents[1]} is no complete LeRobot dataset: {path} is missing") from error
+        raise _missing(path) from error
     except RecursionError:
         raise DatasetError(f"{path} is not valid JSON: it is nested too deeply; {AGAIN}") from None
     except (OSError, ValueError) as error:
         raise DatasetError(f"{path} is not valid JSON, a value in each line ({error}); {AGAIN}") from error
 
 
-def read_info(path: Path, found: Mapping[str, Any]) -> Info:
+def _read_info(path: Path, found: Mapping[str, Any]) -> Info:
     """What `info.json` says. Raises `DatasetError`."""
     try:
         return Info.model_validate(found)
@@ -158,7 +265,7 @@ def _is_depth(entry: Mapping[str, Any]) -> bool:
     )
 
 
-def read_tasks(folder: Path, version: tuple[int, int]) -> dict[int, str]:
+def _read_tasks(folder: Path, version: tuple[int, int]) -> dict[int, str]:
     """Instructions by their index. Raises `DatasetError`."""
     if version < (3, 0):
         path = folder / layout.OLD_TASKS
@@ -170,7 +277,8 @@ def read_tasks(folder: Path, version: tuple[int, int]) -> dict[int, str]:
         table = read_table(path)
         column = _text_column(path, table)
         indices = whole_column(path, table, "task_index").tolist()
-        texts = _python(table[column])
+        with parquet_errors(path):
+            texts = _python(table[column])
     found: dict[int, str] = {}
     for number, (index, text) in enumerate(zip(indices, texts, strict=True)):
         index = whole_number(index)
@@ -210,7 +318,7 @@ def _is_text(kind: pa.DataType) -> bool:
     return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
 
 
-def read_episodes(folder: Path, version: tuple[int, int]) -> dict[int, EpisodeEntry]:
+def _read_episodes(folder: Path, version: tuple[int, int]) -> dict[int, EpisodeEntry]:
     """What the metadata says of each episode, by its `episode_index`. Raises `DatasetError`."""
     found: dict[int, EpisodeEntry] = {}
     for path, row in _old_rows(folder) if version < (3, 0) else _rows(folder):
@@ -339,12 +447,16 @@ def _together(parts: list[dict[str, npt.NDArray[Any]]]) -> dict[str, npt.NDArray
         raise ValueError("an episode counts no rows")
     mean, std = (np.stack([part[key] for part in parts]).astype(np.float64) for key in ("mean", "std"))
     weight = (count / count.sum()).reshape(-1, *[1] * (mean.ndim - 1))
-    whole = (weight * mean).sum(0)
+    with np.errstate(over="ignore", invalid="ignore"):
+        whole = (weight * mean).sum(0)
+        variance = (weight * (std**2 + (mean - whole) ** 2)).sum(0)
+    if not np.isfinite(variance).all():
+        raise ValueError("they are too large")
     return {
         "min": np.stack([part["min"] for part in parts]).min(0),
         "max": np.stack([part["max"] for part in parts]).max(0),
         "mean": whole,
-        "std": np.sqrt((weight * (std**2 + (mean - whole) ** 2)).sum(0)),
+        "std": np.sqrt(variance),
         "count": np.array([int(count.sum())]),
     }
 
@@ -375,9 +487,10 @@ def path_of(folder: Path, template: str, **place: int | str) -> Path:
 
 def files_below(folder: Path, suffix: str) -> list[Path]:
     """The files of a kind in a folder and the folders in it, sorted; not those that file managers hide."""
+    # Unlike the second, the first goes into folders that are links, as LeRobot does.
     return sorted(
         path
-        for path in folder.rglob(f"*{suffix}")
+        for path in {*folder.glob(f"*/*{suffix}"), *folder.rglob(f"*{suffix}")}
         if path.is_file() and not any(part.startswith(".") for part in path.relative_to(folder).parts)
     )
 
@@ -391,7 +504,7 @@ def parquet_errors(path: Path) -> Iterator[None]:
         raise DatasetError(f"{path} is missing: the dataset is not complete; copy or record it again") from error
     # Some of Arrow's errors are Python's own as well, and a name in the file may be no text.
     except (pa.ArrowException, OSError, ValueError, LookupError, TypeError, NotImplementedError, MemoryError) as error:
-        raise DatasetError(f"{path} is not a whole parquet file ({str(error)[:300]}); {AGAIN}") from error
+        raise DatasetError(f"{path} is not a whole parquet file ({str(error)[:300]}); {way_on(path)}") from error
 
 
 def read_table(path: Path, columns: Sequence[str] | None = None) -> pa.Table:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from av.video.stream import VideoStream
 
 from embodied.demonstrations.layout import DatasetError
+from embodied.demonstrations.metadata import AGAIN, way_on
 
 Frames = npt.NDArray[np.uint8]
 
@@ -30,10 +31,12 @@ _SKIP = 8
 _MOST_FRAMES = 2**26
 """Of a file: hundreds of hours."""
 _CONTAINERS = {".mkv": "matroska", ".webm": "matroska", ".avi": "avi"}
+_LATEST_S = 1e9
+"""Decades."""
 TOLERANCE_S = 1e-4
 """Between a row's time and its frame's: LeRobot's default, `tolerance_s` of `LeRobotDataset`."""
 _FRACTION = 0.25
-"""Of a frame, by which a frame may be away if it is the next one by count, too."""
+"""Of a frame, by which a frame may be away in a file that has more frames than rows."""
 
 
 class VideoWriter:
@@ -72,14 +75,19 @@ class FrameTable:
     """The frames of a video file in the order in which they are shown, without having decoded any."""
 
     path: Path
-    seconds: npt.NDArray[np.float64]
-    """[n] when each is shown."""
+    unit_s: float
+    """Seconds of the stream's unit of time."""
     ticks: npt.NDArray[np.int64]
-    """[n] the same in the stream's units."""
-    keys: npt.NDArray[np.int64]
+    """[n] when each is shown, in units."""
+    keys: npt.NDArray[np.int32]
     """[n] for each frame, the number of the last one before it, or itself, that decoding can begin with; -1: none."""
     seeks: npt.NDArray[np.int64]
-    """[n] decoding time of each frame, in the stream's units: what a file is searched by."""
+    """[n] decoding time of each frame, in units: what a file is searched by."""
+
+    @property
+    def seconds(self) -> npt.NDArray[np.float64]:
+        """[n] when each is shown."""
+        return self.ticks.astype(np.float64) * self.unit_s
 
     def __len__(self) -> int:
         return len(self.ticks)
@@ -110,28 +118,28 @@ class VideoReader:
                 raise DatasetError(f"{path} holds pictures of {pixels}, more than 8 bits of grey: a depth map, not RGB")
             self.table = table if table is not None else self._read_table()
         except FileNotFoundError as error:
-            raise DatasetError(f"{path} is missing: the dataset is not complete; copy or record it again") from error
+            raise DatasetError(f"{path} is missing: the dataset is not complete; {AGAIN}") from error
         except (av.FFmpegError, IndexError, OSError) as error:
             raise self._damaged(error) from error
 
     def frames(self, numbers: Sequence[int]) -> Iterator[Frames]:
         """Frames uint8 [H, W, 3] of the numbers, which must rise."""
-        table, shown = self.table, iter(())
-        reached = -1
+        table, reached = self.table, -1
+        shown: Iterator[av.VideoFrame] = iter(())
         try:
             for number in numbers:
                 key = int(table.keys[number])
                 if key < 0:
-                    raise self._damaged(f"nothing before {table.seconds[number]:.3f} s stands alone")
+                    raise self._damaged(f"nothing before {table.ticks[number] * table.unit_s:.3f} s stands alone")
                 if reached < 0 or key > reached + _SKIP or reached >= number:
                     self._container.seek(int(table.seeks[key]), stream=self._stream)
                     shown = self._container.decode(self._stream)
                 wanted = int(table.ticks[number])
                 frame = next((f for f in shown if f.pts is not None and f.pts >= wanted), None)
                 if frame is None or frame.pts != wanted:
-                    raise self._damaged(f"the frame at {table.seconds[number]:.3f} s cannot be decoded")
+                    raise self._damaged(f"the frame at {table.ticks[number] * table.unit_s:.3f} s cannot be decoded")
                 if (frame.height, frame.width) != (self.height, self.width):
-                    raise self._damaged(f"the frame at {table.seconds[number]:.3f} s is of another size")
+                    raise self._damaged(f"the frame at {table.ticks[number] * table.unit_s:.3f} s is of another size")
                 reached = number
                 yield np.asarray(frame.to_ndarray(format="rgb24"), np.uint8)
         except (av.FFmpegError, ValueError) as error:
@@ -149,16 +157,16 @@ class VideoReader:
             if len(found) > _MOST_FRAMES:
                 raise self._damaged(f"more than {_MOST_FRAMES} frames")
         found.sort()
-        unit = float(self._stream.time_base or Fraction(1))
+        unit_s = float(self._stream.time_base or Fraction(1))
         ticks, seeks = (np.array([each[column] for each in found], np.int64) for column in (0, 1))
         marks = np.array([each[2] for each in found], np.bool_)
         if not len(ticks) or (np.diff(ticks) == 0).any():
             raise self._damaged("its frames have no times of their own" if len(ticks) else "it has no frames")
         keys = np.maximum.accumulate(np.where(marks, np.arange(len(ticks)), -1))
-        return FrameTable(self._path, ticks * unit, ticks, keys, seeks)
+        return FrameTable(self._path, unit_s, ticks, keys.astype(np.int32), seeks)
 
     def _damaged(self, error: object) -> DatasetError:
-        return DatasetError(f"{self._path} is not a whole video ({error}); copy or record the dataset again")
+        return DatasetError(f"{self._path} is not a whole video ({error}); {way_on(self._path)}")
 
 
 @dataclass(frozen=True)
@@ -167,8 +175,10 @@ class Match:
 
     numbers: npt.NDArray[np.int64]
     """[m] frame of each row."""
-    note: str | None
-    """What is odd, and was resolved."""
+    odd: str | None
+    """What is odd, and was resolved: for each kind the same words."""
+    said: str
+    """How much it is in this file."""
 
 
 def match_frames(
@@ -178,41 +188,45 @@ def match_frames(
 
     `seconds` [m]: when a row's frame is shown, by `from_timestamp` and the row's `timestamp`. `episodes` [m]: names of
     the rows' episodes, for messages; the rows of one lie together, in order. As LeRobot does, the nearest frame is
-    taken if it is at most `TOLERANCE_S` away. Up to `_FRACTION` of a frame it is taken too, where time and count
-    agree: each next row has the next frame. Raises `DatasetError` that names file, episode and deviation for all else,
-    and where two rows have one frame, which LeRobot does not notice.
+    taken if it is at most `TOLERANCE_S` away. Farther away it is taken where time and count agree: where the nearest
+    frames are all frames of the file, in order, or, of a file that has more, the next frame for each next row of an
+    episode and at most `_FRACTION` of a frame away. Raises `DatasetError` that names file, episode and deviation for
+    all else, and where two rows have one frame, which LeRobot does not notice.
     """
-    if not np.isfinite(seconds).all():
-        episode = int(episodes[int((~np.isfinite(seconds)).argmax())])
+    is_time = np.abs(seconds) < _LATEST_S  # not NaN either
+    if not is_time.all():
+        episode = int(episodes[int(is_time.argmin())])
         raise DatasetError(
             f"{table.path}: no time is said for frames of episode {episode} (`timestamp` of its rows, or "
             "from_timestamp in meta/episodes); copy or record the dataset again"
         )
     numbers, off = _nearest(table, seconds)
-    note = None
+    odd, said = None, ""
     # A single-precision number of that size is rounded by as much.
     allowed = TOLERANCE_S + np.spacing(np.float32(seconds.max()))
     if off.max() > allowed and abs(table.seconds[0]) > TOLERANCE_S and len(table) == len(seconds):
         shifted, now_off = _nearest(table, seconds + table.seconds[0])
         if now_off.max() <= allowed and (np.diff(np.sort(shifted)) == 1).all():
             numbers, off = shifted, now_off
-            note = f"{table.path} begins at {table.seconds[0]:.4f} s: its first frame is taken for time 0"
+            odd, said = "the first frame is taken for time 0", f"is shown at {table.seconds[0]:.4f} s"
     counts = f"the file has {len(table)} frames, and {len(seconds)} rows refer to it"
     if off.max() > allowed:
         worst = int(off.argmax())
         late, episode = float(off[worst]), int(episodes[worst])
-        said = f"{late:.4f} s ({late * fps:.2f} of a frame)"
-        inside = np.diff(episodes) == 0
-        if late * fps > _FRACTION or (np.diff(numbers)[inside] != 1).any():
+        far = f"{late:.4f} s ({late * fps:.2f} of a frame)"
+        in_order = (np.diff(numbers)[np.diff(episodes) == 0] == 1).all()
+        each_has_one = len(table) == len(seconds) and (numbers == np.arange(len(seconds))).all()
+        if not each_has_one and (late * fps > _FRACTION or not in_order):
             raise DatasetError(
-                f"{table.path}: the frames of episode {episode} are up to {said} away from the times of its rows: "
+                f"{table.path}: the frames of episode {episode} are up to {far} away from the times of its rows: "
                 f"frames and rows do not belong together, or from_timestamp in meta/episodes is wrong; {counts}. "
                 f"LeRobot accepts {TOLERANCE_S} s. Leave the episode out, or record it again"
             )
-        note = (
-            f"{table.path}: frames are up to {said} away from the times of the rows (episode {episode}); each next row "
-            "has the next frame, so they are taken in order. LeRobot refuses them by default (tolerance_s)"
+        odd = (
+            "frames are not shown at the times of their rows; each next row has the next frame, so they are taken in "
+            "order, as LeRobot does with a larger tolerance_s"
         )
+        said = f"up to {far} in episode {episode}"
     order = np.argsort(numbers, kind="stable")
     twice = np.flatnonzero(np.diff(numbers[order]) == 0)
     if len(twice):
@@ -222,9 +236,9 @@ def match_frames(
             f"episodes {first} and {second}: from_timestamp in meta/episodes, or `timestamp` in the data, is wrong; "
             f"{counts}"
         )
-    if note is None and len(table) != len(seconds):
-        note = f"{table.path}: {counts}: the other frames are not used"
-    return Match(numbers, note)
+    if odd is None and len(table) != len(seconds):
+        odd, said = "frames to which no row refers are not used", counts
+    return Match(numbers, odd, said)
 
 
 def _nearest(

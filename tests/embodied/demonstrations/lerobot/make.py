@@ -1,119 +1,142 @@
-"""Makes the fixtures of this folder with LeRobot's own code. Runs inside a LeRobot environment, not in the project's.
-
-    OLD/bin/python make.py FOLDER     with LeRobot 0.3.3: the datasets of versions 2.1 and 2.0
-    NEW/bin/python make.py FOLDER     with LeRobot 0.4.4: those of version 3.0; converts what the old one left in FOLDER
-
-Each dataset is FOLDER/NAME/. FOLDER/NAME.npz holds its rows as LeRobot's own loader returns them (PyAV decodes, as it
-does in the project), and FOLDER/written.json says which release wrote it, and how. Step t of episode e of the dataset
-with the number n has the state [n, e, t], and pictures whose red is 40 + 30 e, green 20 + 9 t, with a slope in blue.
-"""
-
 # mypy: ignore-errors
 # LeRobot is not among what the project installs.
+"""Makes the datasets of this folder with LeRobot's own code. Runs inside an environment of LeRobot's, one per release.
+
+    LEROBOT_0_3/bin/python make.py FOLDER [NAME ...]    0.3.3: versions 2.1 and 2.0
+    LEROBOT_0_4/bin/python make.py FOLDER [NAME ...]    0.4.4: version 3.0, some from what 0.3.3 left in FOLDER
+    LEROBOT_0_6/bin/python make.py FOLDER [NAME ...]    0.6.1: version 3.0 with depth maps and annotations
+
+Each dataset is FOLDER/NAME/. FOLDER/NAME.npz holds its rows as LeRobot's own loader returns them, decoded by PyAV as in
+the project, and FOLDER/written.json says which release wrote it, and how. Step t of episode e has the state
+[n, e, t, ...], with n the number of the dataset, and pictures whose red is 40 + 30 e and green 20 + 9 t.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import inspect
 import json
 import os
 import shutil
+import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
+os.environ |= {"HF_HUB_OFFLINE": "1"}
 
 import lerobot  # noqa: E402
 import numpy as np  # noqa: E402
-from lerobot.datasets.lerobot_dataset import CODEBASE_VERSION, LeRobotDataset  # noqa: E402
+from lerobot.datasets.lerobot_dataset import LeRobotDataset  # noqa: E402
 
+ROOT = Path(__file__).resolve().parents[4]
+RELEASE = lerobot.__version__.rpartition(".")[0]
 TASKS = ("pick up the red block", "open the drawer", "push the plate")
 LENGTHS = (5, 7, 6, 8)
-Sizes = dict[str, float]
+OFF = (0.0, 0.03, 0.01, -0.03, 0.0, 0.04, 0.02, -0.02)
+"""Seconds by which a clock is late."""
+Described = dict[str, Any]
+Recipe = Callable[[Path], None]
+RECIPES: dict[str, tuple[Recipe, float | None]] = {}
+"""What this release makes, and the tolerance in seconds with which LeRobot reads it; None: LeRobot cannot."""
+
+
+def by(release: str, tolerance: float = 1e-4, loads: bool = True) -> Callable[[Recipe], Recipe]:
+    def keep(recipe: Recipe) -> Recipe:
+        if release == RELEASE:
+            RECIPES[recipe.__name__] = recipe, tolerance if loads else None
+        return recipe
+
+    return keep
+
+
+# --- what is in a dataset
 
 
 def picture(height: int, width: int, episode: int, step: int) -> np.ndarray:
     """uint8 [height, width, 3] of its own for each episode and step, neither symmetric nor grey."""
     image = np.empty((height, width, 3), np.uint8)
     image[..., 0], image[..., 1] = 40 + 30 * episode, 20 + 9 * step
-    image[..., 2] = np.linspace(0, 250, height)[:, None] * 0.7 + np.linspace(0, 70, width)
+    image[..., 2] = np.linspace(0, 170, height)[:, None] + np.linspace(0, 70, width)
     return image
 
 
-def camera(height: int, width: int, dtype: str) -> dict[str, Any]:
-    return {"dtype": dtype, "shape": (height, width, 3), "names": ["height", "width", "channels"]}
+def camera(dtype: str, *shape: int, **info: Any) -> Described:
+    names = ["channels", "height", "width"] if shape[0] == 3 else ["height", "width", "channels"]
+    return {"dtype": dtype, "shape": shape, "names": names} | ({"info": info} if info else {})
 
 
-def vector(size: int, dtype: str = "float32") -> dict[str, Any]:
+def vector(size: int, dtype: str = "float32") -> Described:
     return {"dtype": dtype, "shape": (size,), "names": None}
 
 
-def features(dtype: str = "video") -> dict[str, Any]:
-    """A state, an action, a camera of video and a still one, a reward."""
-    return {
-        "observation.state": vector(3),
-        "action": vector(2),
-        "observation.images.front": camera(24, 32, dtype),
-        "observation.images.still": camera(8, 8, "image"),
-        "next.reward": vector(1),
-    }
+FRONT = {
+    "observation.state": vector(3),
+    "action": vector(2),
+    "observation.images.front": camera("video", 24, 32, 3),
+    "next.reward": vector(1),
+}
+FEATURES = FRONT | {"observation.images.still": camera("image", 8, 8, 3)}
 
 
-def frame(number: int, described: dict[str, Any], episode: int, step: int) -> dict[str, Any]:
-    """One step of `described`: numbers that tell dataset, episode and step."""
+def frame(number: int, described: Described, episode: int, step: int) -> dict[str, Any]:
+    """One step: numbers and pictures that tell dataset, episode and step."""
     values: dict[str, Any] = {}
     for key, feature in described.items():
         shape = tuple(feature["shape"])
-        if feature["dtype"] in ("video", "image"):
-            height, width = shape[:2] if shape[2] == 3 else shape[1:]
+        if feature["dtype"] == "language":
+            continue
+        if feature["dtype"] in ("video", "image") and shape[-1] == 1:
+            values[key] = (np.arange(np.prod(shape)).reshape(shape) * 5 + 100 * episode + 10 * step).astype(np.uint16)
+        elif feature["dtype"] in ("video", "image"):
+            height, width = shape[1:] if shape[0] == 3 else shape[:2]
             image = picture(height, width, episode, step + (3 if "wrist" in key else 0))
-            values[key] = image if shape[2] == 3 else image.transpose(2, 0, 1)
-        elif feature["dtype"] == "string":
-            values[key] = f"step {step} of {episode}"
-        elif feature["dtype"] == "bool":
-            values[key] = np.array([step == 4])
+            values[key] = image.transpose(2, 0, 1) if shape[0] == 3 else image
         elif "action" in key:
-            values[key] = np.array([10 * episode + step, -step, number, *range(8)][: shape[0]], feature["dtype"])
+            values[key] = np.array([10 * episode + step, -step, number, *range(16)][: shape[0]], feature["dtype"])
         else:
-            flat = np.resize(np.array([number, episode, step, 0.1 * step], np.float64), int(np.prod(shape)))
-            values[key] = flat.reshape(shape).astype(feature["dtype"])
+            values[key] = np.resize(np.array([number, episode, step, 0.1 * step]), shape).astype(feature["dtype"])
     return values
+
+
+def several(episode: int, step: int) -> str:
+    """Two tasks within every second episode."""
+    return TASKS[2 if episode % 2 and step >= 3 else episode % 2]
 
 
 def record(
     folder: Path,
-    described: dict[str, Any],
+    described: Described,
     *,
     number: int = 0,
     fps: int = 10,
-    tasks: Callable[[int, int], str] = lambda episode, step: TASKS[episode % 2],
-    times: Callable[[int], float] | None = None,
+    task: Callable[[int, int], str] = several,
+    late: tuple[float, ...] | None = None,
     lengths: tuple[int, ...] = LENGTHS,
-    sizes: Sizes | None = None,
+    sizes: dict[str, float] | None = None,
     tolerance: float = 1e-4,
 ) -> None:
-    """A dataset of `described` features, written by LeRobot. `tasks` and `times` are of an episode's steps."""
-    old = CODEBASE_VERSION == "v2.1"
+    """A dataset written by LeRobot. `late`: what is added to the time of each step of an episode."""
     dataset = LeRobotDataset.create(
-        f"local/{folder.name}", fps, described, root=folder, robot_type="simulated",
-        use_videos=any(feature["dtype"] == "video" for feature in described.values()), tolerance_s=tolerance,
+        f"local/{folder.name}", fps, described, root=folder, robot_type="simulated", tolerance_s=tolerance,
+        use_videos=any(feature["dtype"] == "video" for feature in described.values()),
     )  # fmt: skip
-    if old:
+    if RELEASE == "0.3":
         dataset.meta.info |= sizes or {}
     elif sizes:
         dataset.meta.update_chunk_settings(**sizes)
         dataset.meta.metadata_buffer_size = 2  # else all episodes are in one file
     for episode, length in enumerate(lengths):
         for step in range(length):
-            values, task = frame(number, described, episode, step), tasks(episode, step)
-            if old:
-                dataset.add_frame(values, task=task, timestamp=times and times(step))
-            else:  # takes no timestamps
-                dataset.add_frame(values | {"task": task})
+            values = frame(number, described, episode, step)
+            if RELEASE == "0.3":
+                time = step / fps + late[step] if late else None
+                dataset.add_frame(values, task=task(episode, step), timestamp=time)
+            else:  # takes no times
+                dataset.add_frame(values | {"task": task(episode, step)})
         dataset.save_episode()
-    if not old:
+    if RELEASE != "0.3":
         dataset.finalize()
     shutil.rmtree(folder / "images", ignore_errors=True)
 
@@ -123,154 +146,337 @@ def opened(folder: Path, tolerance: float = 1e-4) -> LeRobotDataset:
 
 
 def write_rows(folder: Path, tolerance: float) -> None:
-    """Beside `folder`, its rows as LeRobot's loader returns them: `column/KEY`, `frames/KEY` (uint8) and `task`."""
+    """FOLDER/NAME.npz as LeRobot's loader has it: `column/KEY`, `frames/KEY` (uint8 [rows, H, W, 3]) and `task`."""
     dataset = opened(folder, tolerance)
     rows: dict[str, list[Any]] = {}
     for i in range(len(dataset)):
         item = dataset[i]
         rows.setdefault("task", []).append(item["task"])
         for key, feature in dataset.features.items():
-            value = item[key] if isinstance(item[key], str) else item[key].numpy()
             if feature["dtype"] in ("video", "image"):
-                pixels = np.round(value * 255).astype(np.uint8).transpose(1, 2, 0)
-                rows.setdefault(f"frames/{key}", []).append(pixels)
-            else:
-                rows.setdefault(f"column/{key}", []).append(value)
+                if len(item[key]) == 3:  # else it is a depth map
+                    pixels = np.round(item[key].numpy() * 255).astype(np.uint8).transpose(1, 2, 0)
+                    rows.setdefault(f"frames/{key}", []).append(pixels)
+            elif feature["dtype"] not in ("string", "language"):
+                rows.setdefault(f"column/{key}", []).append(item[key].numpy())
     arrays = {key: np.array(values) for key, values in rows.items()}
     assert np.array_equal(arrays["column/index"], np.arange(len(dataset))), "LeRobot's own order is by index"
     np.savez_compressed(folder.with_suffix(".npz"), **arrays)
 
 
-class Maker:
-    """Datasets by name in one folder, and what is written of them."""
-
-    def __init__(self, out: Path) -> None:
-        self.out = out
-        out.mkdir(parents=True, exist_ok=True)
-        self.path = out / "written.json"
-        self.written: dict[str, Any] = json.loads(self.path.read_text()) if self.path.exists() else {}
-
-    @contextlib.contextmanager
-    def dataset(self, name: str, how: str, tolerance: float = 1e-4) -> Iterator[Path]:
-        """The folder to be filled; its rows are read by LeRobot afterwards."""
-        folder = self.out / name
-        shutil.rmtree(folder, ignore_errors=True)
-        yield folder
-        write_rows(folder, tolerance)
-        entry = {"lerobot": lerobot.__version__, "version": json.loads((folder / "meta/info.json").read_text())}
-        entry["version"] = entry["version"]["codebase_version"]
-        self.written[name] = entry | {"how": " ".join(how.split())} | ({"tolerance_s": tolerance} if tolerance > 1e-4 else {})
-        self.path.write_text(json.dumps(dict(sorted(self.written.items())), indent=1) + "\n")
-        print(name, sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) // 1024, "KB")
+# --- versions 2.1 and 2.0
 
 
-def several(episode: int, step: int) -> str:
-    """Two tasks within every second episode."""
-    return TASKS[2 if episode % 2 and step >= 3 else episode % 2]
+@by("0.3")
+def v21(folder: Path) -> None:
+    """create, add_frame(task=), save_episode; chunks of 3 episodes; two tasks within episodes"""
+    record(folder, FEATURES, sizes={"chunks_size": 3})
 
 
-def old(make: Maker) -> None:
-    """Versions 2.1 and 2.0."""
-    with make.dataset("v21", "create, add_frame(task=), save_episode; chunks_size 3; two tasks in an episode") as folder:
-        record(folder, features(), tasks=several, sizes={"chunks_size": 3})
-    with make.dataset("v20", f"v21, and then {inspect.getdoc(as_v20)}") as folder:
-        shutil.copytree(make.out / "v21", folder)
-        as_v20(folder)
-    libero = {"image": camera(16, 16, "image"), "wrist_image": camera(16, 16, "image")}
-    libero |= {"state": vector(8) | {"names": ["state"]}, "actions": vector(7) | {"names": ["actions"]}}
-    with make.dataset("openpi_libero_v20", f"keys, shapes and fps of openpi's LIBERO datasets; {inspect.getdoc(as_v20)}") as folder:
-        record(folder, libero, lengths=LENGTHS[:3])
-        as_v20(folder)
-
-
-    with make.dataset(
-        "drifting_v21", "as v21, tolerance_s=0.05, timestamps of a clock that is up to 0.04 s off the steps of 0.1 s", 0.05
-    ) as folder:
-        off = (0.0, 0.03, 0.01, -0.03, 0.0, 0.04, 0.02, -0.02)
-        front = {key: feature for key, feature in features().items() if "still" not in key}
-        record(folder, front, times=lambda step: step / 10 + off[step], lengths=LENGTHS[1:], tolerance=0.05)
-
-
-def as_v20(folder: Path) -> None:
-    """LeRobot's converter from 2.0 to 2.1 reversed: the statistics of all episodes in meta/stats.json in place of
-    those of each in meta/episodes_stats.jsonl, and the version."""
+@by("0.3")
+def v20(folder: Path) -> None:
+    """v21, and LeRobot's converter from 2.0 to 2.1 reversed: meta/stats.json in place of meta/episodes_stats.jsonl"""
     from lerobot.datasets.utils import write_stats
 
+    if not folder.exists():
+        shutil.copytree(folder.with_name("v21"), folder)
     write_stats(opened(folder).meta.stats, folder)
     (folder / "meta/episodes_stats.jsonl").unlink()
     info = json.loads((folder / "meta/info.json").read_text()) | {"codebase_version": "v2.0"}
     (folder / "meta/info.json").write_text(json.dumps(info, indent=4))
 
 
-def new(make: Maker) -> None:
-    """Version 3.0: written, converted, cut, merged."""
-    from lerobot.datasets.aggregate import aggregate_datasets
-    from lerobot.datasets.dataset_tools import (
-        add_features,
-        delete_episodes,
-        merge_datasets,
-        remove_feature,
-        split_dataset,
-    )
+@by("0.3")
+def openpi_libero_v20(folder: Path) -> None:
+    """keys, shapes and fps of openpi's examples/libero; made to 2.0 as v20 was"""
+    pictures = {"image": camera("image", 16, 16, 3), "wrist_image": camera("image", 16, 16, 3)}
+    record(folder, pictures | {"state": vector(8), "actions": vector(7)}, lengths=LENGTHS[:3])
+    v20(folder)
+
+
+@by("0.3")
+def channels_first_v21(folder: Path) -> None:
+    """shapes [3, H, W] of a video and of still pictures, as openpi's examples/aloha_real has them"""
+    pictures = {"observation.images.cam_high": camera("video", 3, 24, 32)}
+    pictures["observation.images.cam_low"] = camera("image", 3, 8, 12)
+    record(folder, {"observation.state": vector(14), "action": vector(14)} | pictures, fps=50, lengths=LENGTHS[:2])
+
+
+@by("0.3", tolerance=0.05)
+def drifting_v21(folder: Path) -> None:
+    """add_frame(timestamp=) by a clock that is up to 0.04 s off the steps of 0.1 s; tolerance_s=0.05"""
+    record(folder, FRONT, late=OFF, lengths=LENGTHS[1:], tolerance=0.05)
+
+
+# --- version 3.0: converted
+
+
+def convert(source: str, folder: Path, **sizes: float) -> None:
     from lerobot.datasets.v30.convert_dataset_v21_to_v30 import convert_dataset
 
-    def converted(source: str, folder: Path, **sizes: float) -> None:
-        shutil.copytree(make.out / source, folder)
-        convert_dataset(folder.name, root=folder.parent, push_to_hub=False, **sizes)
-        shutil.rmtree(folder.with_name(f"{folder.name}_old"))
+    shutil.copytree(folder.with_name(source), folder)
+    convert_dataset(folder.name, root=folder.parent, push_to_hub=False, **sizes)
+    shutil.rmtree(folder.with_name(f"{folder.name}_old"))
 
-    with make.dataset("converted", "convert_dataset of v21") as folder:
-        converted("v21", folder)
-    with make.dataset(
-        "converted_small_files",
-        """convert_dataset(data_file_size_in_mb=0.004, video_file_size_in_mb=0.0016) of v21: an episode that begins a new file
-        points to the file before""",
-    ) as folder:
-        converted("v21", folder, data_file_size_in_mb=0.004, video_file_size_in_mb=0.0016)
-    with make.dataset(
-        "converted_tiny_files", "convert_dataset(data_file_size_in_mb=0.001, video_file_size_in_mb=0.001): there is no file 0"
-    ) as folder:
-        converted("v21", folder, data_file_size_in_mb=0.001, video_file_size_in_mb=0.001)
-    small: Sizes = {"chunks_size": 2, "data_files_size_in_mb": 0.004, "video_files_size_in_mb": 0.0016}
-    with make.dataset("v30", f"create, add_frame, save_episode, finalize; {small}; two tasks in an episode") as folder:
-        record(folder, features(), fps=20, tasks=several, sizes=small)
-    with make.dataset("other", "as v30, one file, tasks in another order") as folder:
-        record(folder, features(), fps=20, number=1, tasks=lambda e, t: TASKS[2 - e % 3], lengths=(6, 5, 7))
-    with make.dataset("deleted", "delete_episodes([0, 1]) of v30") as folder:
-        delete_episodes(opened(make.out / "v30"), [0, 1], output_dir=folder)
-    with make.dataset("deleted_within", "delete_episodes([1]) of other: the video is encoded again") as folder:
-        delete_episodes(opened(make.out / "other"), [1], output_dir=folder)
-    with make.dataset("split", 'split_dataset({"rest": [0], "split": [3, 1, 2]}) of v30') as folder:
-        split_dataset(opened(make.out / "v30"), {"rest": [0], "split": [3, 1, 2]}, output_dir=make.out)
-        shutil.rmtree(make.out / "rest")
-    with make.dataset("merged", "merge_datasets of v30, other") as folder:
-        merge_datasets([opened(make.out / "v30"), opened(make.out / "other")], "local/merged", output_dir=folder)
-    with make.dataset(
-        "merged_small_files", "aggregate_datasets(sizes of v30) of other, deleted, split: what was cut before"
-    ) as folder:
-        parts = ["other", "deleted", "split"]
-        aggregate_datasets(
-            [f"local/{part}" for part in parts], "local/all", [make.out / part for part in parts], folder,
-            data_files_size_in_mb=0.006, video_files_size_in_mb=0.0016, chunk_size=2,
-        )  # fmt: skip
-    with make.dataset(
-        "features_changed", "remove_feature(observation.images.front), then add_features(value, note) of other"
-    ) as folder:
-        removed = remove_feature(opened(make.out / "other"), "observation.images.front", output_dir=make.out / "removed")
-        value = np.arange(18, dtype=np.float32)[:, None] / 2
-        added = {"value": (value, vector(1)), "label": (lambda row, e, t: int(e), vector(1, "int64"))}
-        add_features(removed, added, output_dir=folder)
-        shutil.rmtree(make.out / "removed")
-    with make.dataset("drifting_v30", "convert_dataset of drifting_v21; read with tolerance_s=0.05", 0.05) as folder:
-        converted("drifting_v21", folder)
-    libero = {"observation.state": vector(8), "action": vector(7)}
-    stills = {f"observation.images.{name}": camera(16, 16, "image") for name in ("image", "image2")}
-    videos = {f"observation.images.{name}": camera(32, 32, "video") for name in ("image", "wrist_image")}
-    with make.dataset("libero_v30_images", "keys, shapes and fps of LeRobot's LIBERO datasets of images") as folder:
-        record(folder, stills | libero, lengths=LENGTHS[:3])
-    with make.dataset("libero_v30_videos", "keys, shapes and fps of LeRobot's LIBERO datasets of videos") as folder:
-        record(folder, videos | libero, lengths=LENGTHS[:3], fps=20)
+
+@by("0.4")
+def converted(folder: Path) -> None:
+    """convert_dataset of v21"""
+    convert("v21", folder)
+
+
+@by("0.4")
+def converted_small_files(folder: Path) -> None:
+    """convert_dataset(data_file_size_in_mb=0.004, video_file_size_in_mb=0.0016) of v21: the third episode, which begins
+    a file, points to the file before"""
+    convert("v21", folder, data_file_size_in_mb=0.004, video_file_size_in_mb=0.0016)
+
+
+@by("0.4")
+def converted_tiny_files(folder: Path) -> None:
+    """convert_dataset(data_file_size_in_mb=0.001, video_file_size_in_mb=0.001) of v21: episodes point to data files
+    0 to 3, and lie in 1 to 4"""
+    convert("v21", folder, data_file_size_in_mb=0.001, video_file_size_in_mb=0.001)
+
+
+@by("0.4", tolerance=0.05)
+def drifting_v30(folder: Path) -> None:
+    """convert_dataset of drifting_v21"""
+    convert("drifting_v21", folder)
+
+
+# --- version 3.0: written, cut, merged
+
+
+@by("0.4")
+def v30(folder: Path) -> None:
+    """create, add_frame, save_episode, finalize; two files of data and episodes, four of video in two chunks"""
+    sizes = {"chunks_size": 2, "data_files_size_in_mb": 0.004, "video_files_size_in_mb": 0.0016}
+    record(folder, FEATURES, fps=20, sizes=sizes)
+
+
+@by("0.4")
+def other(folder: Path) -> None:
+    """as v30, in one file of each kind, with the tasks in another order"""
+    record(folder, FEATURES, fps=20, number=1, task=lambda episode, step: TASKS[2 - episode], lengths=(6, 5, 7))
+
+
+@by("0.4")
+def deleted(folder: Path) -> None:
+    """delete_episodes([0, 1]) of v30: there is no first file"""
+    tools().delete_episodes(opened(folder.with_name("v30")), [0, 1], output_dir=folder)
+
+
+@by("0.4")
+def deleted_within(folder: Path) -> None:
+    """delete_episodes([1]) of other: the video is encoded again"""
+    tools().delete_episodes(opened(folder.with_name("other")), [1], output_dir=folder)
+
+
+@by("0.4")
+def split(folder: Path) -> None:
+    """split_dataset({"rest": [0], "split": [3, 1, 2]}) of v30"""
+    cut(folder.with_name("v30"), {"rest": [0], "split": [3, 1, 2]}, folder)
+
+
+@by("0.4")
+def merged(folder: Path) -> None:
+    """merge_datasets of v30 and other: videos are appended"""
+    parts = [opened(folder.with_name(part)) for part in ("v30", "other")]
+    tools().merge_datasets(parts, "local/merged", output_dir=folder)
+
+
+@by("0.4")
+def merged_small_files(folder: Path) -> None:
+    """aggregate_datasets(data_files_size_in_mb=0.006, video_files_size_in_mb=0.0016, chunk_size=2) of other, deleted
+    and split"""
+    parts = [folder.with_name(part) for part in ("other", "deleted", "split")]
+    aggregate(parts, folder, data_files_size_in_mb=0.006, video_files_size_in_mb=0.0016, chunk_size=2)
+
+
+@by("0.4")
+def features_changed(folder: Path) -> None:
+    """remove_feature("observation.images.front") of other, then add_features of `value` and `label`"""
+    removed = folder.with_name("removed")
+    source = tools().remove_feature(opened(folder.with_name("other")), "observation.images.front", output_dir=removed)
+    value = np.arange(len(source), dtype=np.float32)[:, None] / 2
+    added = {"value": (value, vector(1)), "label": (lambda row, episode, step: int(episode), vector(1, "int64"))}
+    tools().add_features(source, added, output_dir=folder)
+    shutil.rmtree(removed)
+
+
+# --- version 3.0: as others lay them out
+
+
+@by("0.4")
+def libero_v30_images(folder: Path) -> None:
+    """keys, shapes and fps of LeRobot's LIBERO datasets of pictures"""
+    pictures = {f"observation.images.{name}": camera("image", 16, 16, 3) for name in ("image", "image2")}
+    record(folder, pictures | {"observation.state": vector(8), "action": vector(7)}, lengths=LENGTHS[:3])
+
+
+@by("0.4")
+def libero_v30_videos(folder: Path) -> None:
+    """keys, shapes and fps of LeRobot's LIBERO datasets of videos"""
+    pictures = {f"observation.images.{name}": camera("video", 32, 32, 3) for name in ("image", "wrist_image")}
+    record(folder, pictures | {"observation.state": vector(8), "action": vector(7)}, fps=20, lengths=LENGTHS[:3])
+
+
+@by("0.4")
+def maniskill(folder: Path) -> None:
+    """mani_skill/trajectory/convert_to_lerobot.py of ManiSkill 3.0.1, from a trajectory file with pictures made up"""
+    import h5py
+
+    (script,) = ROOT.glob(".venv/lib/python3*/site-packages/mani_skill/trajectory/convert_to_lerobot.py")
+    with tempfile.TemporaryDirectory() as scratch:
+        trajectory = Path(scratch) / "trajectory.h5"
+        with h5py.File(trajectory, "w") as file:
+            for episode, length in enumerate(LENGTHS[:3]):
+                group, seen = file.create_group(f"traj_{episode}"), range(length + 1)
+                actions = [frame(0, {"action": vector(7)}, episode, step)["action"] for step in range(length)]
+                group["actions"] = np.array(actions)
+                group["obs/agent/qpos"] = np.array([[0, episode, step, *range(6)] for step in seen], np.float32)
+                rgb = np.stack([picture(32, 32, episode, step) for step in seen])
+                group["obs/sensor_data/base_camera/rgb"] = rgb
+        said = {"env_info": {"env_id": "PushCube-v1"}, "episodes": [{"episode_id": number} for number in range(3)]}
+        trajectory.with_suffix(".json").write_text(json.dumps(said))
+        options = ["--task-name", "Push the cube to the goal", "--image-size", "32"]
+        subprocess.run(
+            [sys.executable, script, "--traj-path", trajectory, "--output-dir", folder, *options],
+            check=True,
+            capture_output=True,
+        )
+
+
+# --- recordings of the project
+
+
+def recorded(color: str, episodes: int, folder: Path) -> Path:
+    command = [ROOT / ".venv/bin/python", "-m", "embodied.cli", "record", "tabletop_scripted", "--out", folder]
+    options = f"--env.task tabletop/reach_{color} --episodes {episodes} --runtime.mode inline --env.cameras 1"
+    options += " --env.image-size 32 --env.max-episode-steps 8"
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    subprocess.run([*command, *options.split()], check=True, capture_output=True, cwd=ROOT, env=env)
+    return folder
+
+
+@by("0.4")
+def ours(folder: Path) -> None:
+    """embodied record tabletop_scripted --env.task tabletop/reach_red, 4 episodes"""
+    recorded("red", 4, folder)
+
+
+@by("0.4")
+def ours_deleted(folder: Path) -> None:
+    """delete_episodes([1]) of ours"""
+    tools().delete_episodes(opened(folder.with_name("ours")), [1], output_dir=folder)
+
+
+@by("0.4")
+def ours_split(folder: Path) -> None:
+    """split_dataset({"rest": [0], "ours_split": [2, 3]}) of ours"""
+    cut(folder.with_name("ours"), {"rest": [0], "ours_split": [2, 3]}, folder)
+
+
+@by("0.4")
+def ours_merged(folder: Path) -> None:
+    """merge_datasets of ours and of a recording of tabletop/reach_blue"""
+    with tempfile.TemporaryDirectory() as scratch:
+        blue = opened(recorded("blue", 2, Path(scratch) / "blue"))
+        tools().merge_datasets([opened(folder.with_name("ours")), blue], "local/ours_merged", output_dir=folder)
+
+
+@by("0.4")
+def ours_beside_cut(folder: Path) -> None:
+    """aggregate_datasets(video_files_size_in_mb=0.001) of ours and ours_deleted: seeds are floats, and lack in some"""
+    parts = [folder.with_name(part) for part in ("ours", "ours_deleted")]
+    aggregate(parts, folder, video_files_size_in_mb=0.001)
+
+
+@by("0.4", loads=False)
+def ours_and_cut(folder: Path) -> None:
+    """merge_datasets of ours and ours_deleted: H.264 and AV1 in one file, of which no decoder shows the second part"""
+    parts = [opened(folder.with_name(part)) for part in ("ours", "ours_deleted")]
+    tools().merge_datasets(parts, "local/ours_and_cut", output_dir=folder)
+
+
+# --- the newest release
+
+
+@by("0.6")
+def newest(folder: Path) -> None:
+    """create, add_frame, save_episode; depth maps as video and as pictures; columns of LeRobot's annotation pipeline"""
+    depths = {"observation.images.depth": camera("video", 24, 32, 1, is_depth_map=True)}
+    depths["observation.images.near"] = camera("image", 8, 8, 1, is_depth_map=True)
+    record(folder, FRONT | depths, lengths=LENGTHS[:3])
+    annotate(folder)
+
+
+@by("0.6")
+def newest_merged(folder: Path) -> None:
+    """merge_datasets of two as v30: a row group per episode"""
+    with tempfile.TemporaryDirectory() as scratch:
+        for number in range(2):
+            record(Path(scratch) / str(number), FEATURES, number=number, lengths=LENGTHS[:2])
+        parts = [opened(Path(scratch) / str(number)) for number in range(2)]
+        tools().merge_datasets(parts, "local/newest_merged", output_dir=folder)
+
+
+def annotate(folder: Path) -> None:
+    """Adds the two columns that LeRobot's annotation pipeline writes, by its writer."""
+    import pyarrow.parquet as pq
+    from lerobot.annotations.steerable_pipeline.writer import LanguageColumnsWriter, speech_atom
+    from lerobot.datasets.io_utils import write_table_one_row_group_per_episode
+    from lerobot.datasets.language import language_feature_info
+
+    info = json.loads((folder / "meta/info.json").read_text())
+    info["features"] |= {key: feature | {"shape": [1]} for key, feature in language_feature_info().items()}
+    (folder / "meta/info.json").write_text(json.dumps(info, indent=4))
+    subtask = {"role": "assistant", "content": "reach", "style": "subtask", "timestamp": 0.0}
+    subtask |= {"camera": None, "tool_calls": None}
+    spoken = {key: value for key, value in speech_atom(0.2, "done").items() if key != "timestamp"}
+    for path in folder.glob("data/*/*.parquet"):
+        table = pq.read_table(path)
+        events = [[spoken] if step == 2 else [] for step in table["frame_index"].to_pylist()]
+        table = LanguageColumnsWriter()._materialize_table(table, [[subtask]] * len(table), events, drop_old=True)
+        write_table_one_row_group_per_episode(table, path)
+
+
+# ---
+
+
+def tools() -> Any:
+    return import_module("lerobot.datasets.dataset_tools")
+
+
+def aggregate(parts: list[Path], folder: Path, **sizes: float) -> None:
+    module = import_module("lerobot.datasets.aggregate")
+    module.aggregate_datasets([f"local/{part.name}" for part in parts], f"local/{folder.name}", parts, folder, **sizes)
+
+
+def cut(source: Path, parts: dict[str, list[int]], folder: Path) -> None:
+    """The part of a split that is called as `folder`."""
+    with tempfile.TemporaryDirectory() as scratch:
+        tools().split_dataset(opened(source), parts, output_dir=scratch)
+        shutil.move(Path(scratch) / folder.name, folder)
+
+
+def main(out: Path, names: list[str]) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    written = out / "written.json"
+    for name, (recipe, tolerance) in RECIPES.items():
+        if names and name not in names:
+            continue
+        shutil.rmtree(out / name, ignore_errors=True)
+        recipe(out / name)
+        if tolerance is not None:
+            write_rows(out / name, tolerance)
+        version = json.loads((out / name / "meta/info.json").read_text())["codebase_version"]
+        entry = {"lerobot": lerobot.__version__, "version": version, "how": " ".join(recipe.__doc__.split())}
+        entries = json.loads(written.read_text()) if written.exists() else {}
+        written.write_text(json.dumps(dict(sorted((entries | {name: entry}).items())), indent=1) + "\n")
+        print(name, sum(path.stat().st_size for path in (out / name).rglob("*") if path.is_file()) // 1024, "KB")
 
 
 if __name__ == "__main__":
-    (old if CODEBASE_VERSION == "v2.1" else new)(Maker(Path(sys.argv[1]).resolve()))
+    main(Path(sys.argv[1]).resolve(), sys.argv[2:])
