@@ -13,6 +13,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 from tyro.constructors import PrimitiveConstructorSpec
 
+from embodied.hub import checkpoint_folder
 from embodied.named_code import KEYS
 from sim_farm.contract import Gripper, Orientation
 
@@ -139,17 +140,25 @@ class PolicyConfig(Section):
     replicas: Annotated[int, Field(ge=1)] = 1
     """Policy workers that share the groups of environments (farm.groups); a plan has its own number. With runtime.mode
     inline there is one, since everything is in one process: the result is the same."""
+    path: Annotated[str, Field(min_length=1)] | None = None
+    """What a pretrained policy is made of: a checkpoint directory, or a Hugging Face name (`org/name`,
+    `org/name@revision`), which is downloaded. It replaces `checkpoint` in `options`; a run records the commit."""
     init: Path | None = None
     """A run or checkpoint of the same policy, whose weights and statistics this run begins with."""
 
     @property
     def architecture(self) -> dict[str, Any]:
-        """`options` as the policy takes them. A relative checkpoint that the current folder does not have is the
-        project's own of that name (`assets/openvla_tiny`), so that a shipped configuration works from any folder."""
-        named = self.options.get("checkpoint")
-        if not isinstance(named, str) or Path(named).exists() or not (HERE / named).is_dir():
+        """`options` as the policy takes them, with the folder that `path` names as the checkpoint. A relative one that
+        the current folder does not have is the project's own of that name (`assets/openvla_tiny`), so that a shipped
+        configuration works from any folder. Raises `UserError` where a Hugging Face name is not in the cache."""
+        named = self.options.get("checkpoint") if self.path is None else self.path
+        if not isinstance(named, str):
             return self.options
-        return {**self.options, "checkpoint": str(HERE / named)}
+        if not Path(named).exists() and (HERE / named).is_dir():
+            named = str(HERE / named)
+        elif self.path is not None:
+            named = str(checkpoint_folder(named, fetch=False))
+        return {**self.options, "checkpoint": named}
 
 
 class RolloutConfig(Section):

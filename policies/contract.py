@@ -236,6 +236,11 @@ class Policy(nn.Module):
         """Raise `PolicyError` if files that the architecture's arguments name are missing. Quick: no tensor is read."""
 
     @classmethod
+    def reads(cls, config: Mapping[str, Any]) -> bool:
+        """True where a checkpoint directory with this config.json is one that this kind is made of."""
+        return False
+
+    @classmethod
     def converts(cls, architecture: Mapping[str, Any]) -> Mapping[str, tuple[str, str]]:
         """Of the environment's conventions (`orientation`, `gripper`) those that the policy converts itself: what of
         its arguments says so, and the convention that it converts from. With another one the network would see or say

@@ -20,6 +20,7 @@ from embodied.demonstrations.inspection_pictures import contact_sheet, histogram
 from embodied.demonstrations.inspection_table import show_table, text
 from embodied.demonstrations.mixture import Demonstrations, GripperMap, gripper_map, open_sources
 from embodied.files import write_whole
+from embodied.hub import dataset_folder
 from embodied.training.sft import DATA, read_demonstrations
 from embodied.workers.context import task_spec
 from policies.inspection import Checkpoint, Range, inspect_checkpoint, looks_like_checkpoint
@@ -37,7 +38,7 @@ class Arguments:
     and the files beside it."""
 
     path: tyro.conf.Positional[str]
-    """Folder of a dataset, of a checkpoint, or of a run."""
+    """Folder of a dataset, of a checkpoint, or of a run; or the Hugging Face name of a dataset (`org/name`)."""
     config: str | None = None
     """Configuration of the training that the data is for: a name in configs/ or the path of one. Without it, only a
     recording of ours is compared with its environment."""
@@ -49,18 +50,18 @@ class Arguments:
 
 
 def run(args: Arguments) -> dict[str, Any]:
-    path = Path(args.path)
+    path = dataset_folder(args.path)
     newest = latest(path / "checkpoints") if (path / "checkpoints").is_dir() else None
     if newest is not None or looks_like_checkpoint(path):
         found = inspect_checkpoint(newest or path)
         _show_checkpoint(found)
         return asdict(found)
-    return _inspect_data(args)
+    return _inspect_data(args, path)
 
 
-def _inspect_data(args: Arguments) -> dict[str, Any]:
+def _inspect_data(args: Arguments, path: Path) -> dict[str, Any]:
     config = args.settings if args.config is not None else None
-    sft = args.settings.sft.model_copy(update={"data": (Path(args.path),)})
+    sft = args.settings.sft.model_copy(update={"data": (path,)})
     environment: Environment | None = None
     if config is not None:
         config = config.model_copy(update={"sft": sft})

@@ -236,8 +236,8 @@ def inspected(demonstrations: Demonstrations, config: Config | None, environment
     for source, share in zip(demonstrations.sources, shares.tolist(), strict=True):
         own = _Numbers.of(source, demonstrations.gripper)
         found = _facts(source, share, own, environment)
-        known = {"proprio": found.proprio, "state": found.state}
-        facts.append(replace(found, **{name: () for name in known if name not in reads}))
+        proprio, state = found.proprio if "proprio" in reads else (), found.state if "state" in reads else ()
+        facts.append(replace(found, proprio=proprio, state=state))
         findings += _oddities(source, own)
         if environment is not None and config is not None:
             findings += _compared(source, own, config, environment)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,10 +25,12 @@ from embodied.demonstrations.feature_names import renames
 from embodied.demonstrations.reader import Batch, Dataset, RecordedEpisode
 from embodied.demonstrations.sources import format_of, import_command
 from embodied.errors import UserError, shown
+from embodied.hub import dataset_folder
 from sim_farm.contract import TaskInfo
 
 Index = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -144,8 +147,9 @@ class Demonstrations:
 
 
 def open_dataset(path: Path, features: str | Mapping[str, str] | None = None) -> Dataset:
-    """The dataset at `path`, its features renamed. Raises `UserError` for what has to be converted first, and
-    `DatasetError` for what is no dataset."""
+    """The dataset at `path`, or of that Hugging Face name in the cache, its features renamed. Raises `UserError` for what
+    has to be converted first, and `DatasetError` for what is no dataset."""
+    path = dataset_folder(path, fetch=False)
     if not (path / layout.INFO).exists():
         known, command = format_of(path), import_command(path)
         if known is not None:
@@ -159,7 +163,8 @@ def open_sources(sft: SFTConfig, seed: int, check: Callable[[Dataset], None] = l
     """The datasets of `sft.data` with the episodes that are used of each. `check` is called on each dataset before its
     columns are read. Raises `UserError`."""
     count = len(sft.data)
-    entries = _of_each("sft.features", sft.features, count) or (None,) * count
+    entries: tuple[str | Mapping[str, str] | None, ...] = _of_each("sft.features", sft.features, count)
+    entries = entries or (None,) * count
     ranges = _of_each("sft.episodes", sft.episodes, count) or ("all",) * count
     if sft.weights and len(sft.weights) != count:
         raise UserError(f"sft.weights has {len(sft.weights)} numbers and sft.data {count} datasets: give one for each")
@@ -269,7 +274,7 @@ def _refuse_repeated(datasets: Sequence[Dataset], marks: Sequence[Sequence[bytes
             )
 
 
-def _of_each(name: str, entries: Sequence[object], count: int) -> tuple[object, ...]:
+def _of_each(name: str, entries: Sequence[T], count: int) -> tuple[T, ...]:
     """One entry for each of `count` datasets, where one stands for all of them."""
     if len(entries) not in (0, 1, count):
         raise UserError(

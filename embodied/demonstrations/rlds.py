@@ -33,6 +33,8 @@ from embodied.errors import shown
 INFO, FEATURES = "dataset_info.json", "features.json"
 STEPS = "steps/"
 """Begins the path of a feature of which each step has a value."""
+FRAME = 16
+"""Bytes around a record: its length, and two checksums."""
 LARGEST_RECORD = 2**31 - 1
 """Bytes; a protocol buffer cannot be larger."""
 DEEPEST = 32
@@ -188,6 +190,10 @@ class RLDS:
                 f"{missing[0]} is missing, and {len(missing) - 1} more of the {len(named)} shards that {INFO} names; "
                 f"{AGAIN}"
             )
+        for path, count in (file for files in self.files.values() for file in files):
+            if count * FRAME > path.stat().st_size:
+                raise DatasetError(f"{self.folder / INFO} says that {path.name} holds {count} records, and it is too "
+                                   f"small for them; {AGAIN}")  # fmt: skip
         if len(set(named)) != len(named):
             raise DatasetError(f"{self.folder / INFO} names a shard twice; {AGAIN}")
         others = sorted(set(self.folder.glob("*tfrecord*")) - set(named))
@@ -257,7 +263,7 @@ def crc32c(data: bytes) -> int:
     A checksum is linear in its data: pieces are computed side by side, from a register of zero, and then added, each
     shifted by the zero bytes that stand for what follows it. A megabyte takes milliseconds.
     """
-    lanes = 1 << max(0, math.ceil(len(data) / _LANE) - 1).bit_length()
+    table, lanes = _table(), 1 << max(0, math.ceil(len(data) / _LANE) - 1).bit_length()
     padded = np.zeros(lanes * _LANE, np.uint8)  # zeros before the data leave a register of zero as it is
     if data:
         padded[-len(data) :] = np.frombuffer(data, np.uint8)
@@ -265,9 +271,9 @@ def crc32c(data: bytes) -> int:
     if len(data) >= 4:
         start = len(padded) - len(data)
         padded[start : start + 4] ^= 0xFF
-    table, register = _table(), np.zeros(lanes, np.uint32)
+    register: npt.NDArray[np.uint32] = np.zeros(lanes, np.uint32)
     for column in padded.reshape(lanes, _LANE).T:
-        register = table[(register ^ column) & 0xFF] ^ (register >> 8)
+        register = table[(register ^ column) & 0xFF] ^ (register >> np.uint32(8))
     length = _LANE
     while len(register) > 1:
         register = _multiplied(_zeros(length), register[0::2]) ^ register[1::2]

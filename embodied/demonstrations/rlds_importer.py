@@ -94,7 +94,7 @@ def import_source(args: Arguments) -> dict[str, Any]:
             "format": "RLDS", "source": str(source.folder), "name": source.info.name, "version": source.info.version,
             "fps": fps, "episodes": list(args.episodes), "only_successes": args.only_successes,
             "drop_idle": args.drop_idle, "steps_dropped": dropped, "episodes_left_out": counts,
-            "features": plan.names | {"+".join(plan.action): layout.ACTION, plan.instruction: "task"},
+            "features": {**plan.names, "+".join(plan.action): layout.ACTION, plan.instruction: "task"},
             "features_left_out": left_out, "conventions": _conventions(source),
         }  # fmt: skip
         writer.close()
@@ -209,7 +209,7 @@ class _Plan:
             elif spec.kind == "text":
                 columns[name] = np.array([text(record.where, path, item) for item in found], object)
             elif _is_picture(spec):
-                pictures[name] = [_png(picture) for picture in found]
+                pictures[name] = [_png(picture) for picture in np.asarray(found)]
             else:
                 columns[name] = np.asarray(found, _dtype(spec))
         for name in {layout.ACTION, layout.PROPRIO, layout.REWARD} & set(columns):
@@ -229,7 +229,7 @@ class _Plan:
 
 def _without(episode: Episode, keep: npt.NDArray[np.bool_]) -> Episode:
     """The steps that are kept; what came of those that are not counts to the one before."""
-    rows = np.flatnonzero(keep)
+    rows = np.flatnonzero(keep).tolist()
     columns = {name: values[rows] for name, values in episode.columns.items()}
     if layout.REWARD in columns:
         columns[layout.REWARD] = columns[layout.REWARD].copy()

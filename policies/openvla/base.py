@@ -83,6 +83,10 @@ class TokenPolicy(lora.AdaptedPolicy):
             Shards.find(Path(checkpoint))
 
     @classmethod
+    def reads(cls, config: Mapping[str, Any]) -> bool:
+        return config.get("model_type") == "openvla"
+
+    @classmethod
     def converts(cls, architecture: Mapping[str, Any]) -> Mapping[str, tuple[str, str]]:
         return Transforms(architecture.get("transforms", ())).conventions()
 

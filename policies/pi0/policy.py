@@ -85,6 +85,10 @@ class Pi0(AdaptedPolicy):
             Shards.find(Path(folder))
 
     @classmethod
+    def reads(cls, config: Mapping[str, Any]) -> bool:
+        return config.get("type") in ("pi0", "pi05") or ("type" not in config and "action_horizon" in config)
+
+    @classmethod
     def converts(cls, architecture: Mapping[str, Any]) -> Mapping[str, tuple[str, str]]:
         return Transforms(architecture.get("transforms", ())).conventions()
 
