@@ -75,7 +75,8 @@ def _continued(given: SFTConfig, recorded: SFTConfig, run_dir: Path) -> SFTConfi
         now, before = getattr(given, name), getattr(recorded, name)
         if now not in (before, getattr(SFTConfig(), name)):
             raise UserError(
-                f"{run_dir} learns with sft.{name} {before}, not {now}: leave it, or begin another run with --policy.init"
+                f"{run_dir} learns with sft.{name} {before}, not {now}: leave it so, or begin another run with "
+                "--policy.init"
             )
     return given.model_copy(update={name: getattr(recorded, name) for name in ("data", *CHOICE)})
 

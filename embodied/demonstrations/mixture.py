@@ -21,8 +21,9 @@ import numpy.typing as npt
 from embodied.config import SFTConfig
 from embodied.data.random_streams import permutation
 from embodied.demonstrations import layout
+from embodied.demonstrations.episodes import RecordedEpisode
 from embodied.demonstrations.feature_names import renames
-from embodied.demonstrations.reader import Batch, Dataset, RecordedEpisode
+from embodied.demonstrations.reader import Batch, Dataset
 from embodied.demonstrations.sources import format_of, import_command
 from embodied.errors import UserError, shown
 from embodied.hub import dataset_folder
@@ -147,8 +148,8 @@ class Demonstrations:
 
 
 def open_dataset(path: Path, features: str | Mapping[str, str] | None = None) -> Dataset:
-    """The dataset at `path`, or of that Hugging Face name in the cache, its features renamed. Raises `UserError` for what
-    has to be converted first, and `DatasetError` for what is no dataset."""
+    """The dataset at `path`, or of that Hugging Face name in the cache, its features renamed. Raises `UserError` for
+    what has to be converted first, and `DatasetError` for what is no dataset."""
     path = dataset_folder(path, fetch=False)
     if not (path / layout.INFO).exists():
         known, command = format_of(path), import_command(path)

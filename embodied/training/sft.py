@@ -57,6 +57,7 @@ DATA = "data.json"
 CONVENTIONS = ("control_mode", "orientation", "gripper", "image_size")
 """What a recording and the run's environments must agree on."""
 
+
 def read_demonstrations(config: Config, info: TaskInfo) -> Demonstrations:
     """The datasets of `sft.data`. Raises `UserError` where one does not fit the run's task."""
     if not config.sft.data:
