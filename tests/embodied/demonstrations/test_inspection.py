@@ -15,22 +15,25 @@ import pytest
 from PIL import Image
 
 from embodied.cli import main
-from embodied.config import Config
+from embodied.config import Config, SFTConfig
 from embodied.config_files import parse_config
 from embodied.demonstrations import Dataset
 from embodied.demonstrations.feature_names import SHIPPED, Needed, fitting, option, renames
 from embodied.demonstrations.inspection import Environment, Inspection, dimension, inspected, observed
 from embodied.demonstrations.inspection_table import text
 from embodied.demonstrations.layout import Feature
-from embodied.demonstrations.mixture import numbers_in
+from embodied.demonstrations.mixture import Demonstrations, numbers_in, open_sources
 from embodied.errors import UserError
 from embodied.training.sft import imitate, read_demonstrations
 from embodied.workers.context import task_spec
 from sim_farm.contract import EpisodeSpec, TaskSpec
 from sim_farm.registry import make_physics
 from sim_farm.replay import Replayer
-from tests.embodied.demonstrations.examples import write
+from tests.embodied.demonstrations.examples import FOREIGN, write
+from tests.embodied.demonstrations.test_fuzzed_datasets import as_parquet
 from tests.embodied.expert import record_reach
+from tests.fuzzing.folders import Damaged
+from tests.fuzzing.law import holds
 
 EPISODES = 8
 SETTINGS: dict[str, Any] = {
@@ -446,6 +449,16 @@ def test_weights_say_how_often_a_dataset_is_drawn(ours: Path, reach: Environment
     assert imitate(config, reach.info, tmp_path / "run", None)["steps"] == 3
     with pytest.raises(UserError, match="sft.weights has 1 numbers and sft.data 2"):
         read_demonstrations(config_of(ours, ours, episodes=["0-1", "2-7"], weights=[3]), reach.info)
+
+
+@pytest.mark.parametrize("cases", [range(40), pytest.param(range(10_000), marks=pytest.mark.slow)], ids=["few", "all"])
+def test_damaged_datasets(cases: range, tmp_path: Path) -> None:
+    def looked_at(folder: Path) -> None:
+        sources = open_sources(SFTConfig(data=(folder,)), 0)
+        json.dumps(inspected(Demonstrations(sources), None, None).as_data())
+
+    damaged = Damaged(FOREIGN, tmp_path / "data", {".parquet": as_parquet})
+    holds(cases, damaged, looked_at, (UserError,))
 
 
 # --- the command
