@@ -31,6 +31,7 @@ VERBS = {
     "plan": ("plan", "CONFIG"),
     "compare": ("compare", "CONFIG"),
     "bench": ("bench", ""),
+    "inspect": ("inspect", "FOLDER|CHECKPOINT"),
     "reward": ("reward", "DATA"),
     "export": ("export", "RUN"),
     "report": ("report", "RUN"),
@@ -106,7 +107,10 @@ def _parse(verb: str, kind: Any, named: str, arguments: list[str]) -> Any:
     options: dict[str, Any] = {}
     names = {field.name for field in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set()
     if "settings" in names:
-        options["default"] = kind(named, settings=_settings(named, arguments, "run" in names)) if named else kind("")
+        # What comes first names the configuration or run; of `inspect`, which looks at something else, an option does.
+        source = named if "CONFIG" in VERBS[verb][1] else _given(arguments, "--config")
+        settings = {"settings": _settings(source, arguments, "run" in names)} if source else {}
+        options["default"] = kind(named, **settings)
     try:
         return tyro.cli(kind, args=arguments, prog=f"embodied {verb}", **options)
     except BrokenPipeError:
@@ -140,12 +144,17 @@ def _refuse_old_keys(arguments: list[str]) -> None:
 
 def _option(arguments: list[str], name: str, default: str) -> Path:
     """The value of an option that is needed before the others can be parsed."""
+    return Path(_given(arguments, name) or default)
+
+
+def _given(arguments: list[str], name: str) -> str:
+    """The value of an option as it was typed; nothing where it was not."""
     for i, argument in enumerate(arguments):
         if argument == name and i + 1 < len(arguments):
-            return Path(arguments[i + 1])
+            return arguments[i + 1]
         if argument.startswith(f"{name}="):
-            return Path(argument.partition("=")[2])
-    return Path(default)
+            return argument.partition("=")[2]
+    return ""
 
 
 def _help() -> str:

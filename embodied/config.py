@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from tyro.constructors import PrimitiveConstructorSpec
 
 from embodied.hub import checkpoint_folder
 from embodied.named_code import KEYS
@@ -79,10 +81,6 @@ def _first_or_ranges(states: int | str) -> int | str:
     return states
 
 
-def _listed(states: Any) -> Any:
-    return (states,) if isinstance(states, str) else states
-
-
 def _indices(states: tuple[int | str, ...] | None) -> tuple[int | str, ...] | None:
     if states is not None and min((part for part in states if isinstance(part, int)), default=0) < 0:
         raise ValueError("the recorded initial states are counted from 0")
@@ -90,6 +88,35 @@ def _indices(states: tuple[int | str, ...] | None) -> tuple[int | str, ...] | No
         if isinstance(part, str):
             indices_of(part)
     return states
+
+
+def _each(value: Any) -> Any:
+    """One entry alone stands for a list of one."""
+    return (value,) if isinstance(value, (str, int, float, dict)) else value
+
+
+def _entry(text: str) -> Any:
+    """An entry of sft.features as the command line has it: a name, or a mapping in YAML."""
+    if not text.lstrip().startswith("{"):
+        return text
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ValueError(f"{text[:200]} is no mapping in YAML, as '{{image: observation.images.front}}' is") from None
+
+
+FeatureNames = Annotated[
+    str | dict[str, str],
+    BeforeValidator(lambda value: _entry(value) if isinstance(value, str) else value),
+    PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="NAME|{KEY: OURS, ...}",
+        instance_from_str=lambda words: _entry(words[0]),
+        is_instance=lambda value: isinstance(value, (str, dict)),
+        str_from_instance=lambda value: [value if isinstance(value, str) else yaml.safe_dump(value, None).strip()],
+    ),
+]
+"""How one dataset's features are called here (`sft.features`)."""
 
 
 class EnvConfig(Section):
@@ -329,11 +356,32 @@ class RewardConfig(Section):
         return named if named is None or named.exists() or not (HERE / named).is_dir() else HERE / named
 
 
+Check = Literal["actions", "gripper", "fps", "orientation", "repeated"]
+"""What is checked of demonstrations, where a refusal can be overruled (`sft.insist`)."""
+
+
 class SFTConfig(Section):
     """Supervised learning from demonstrations (`embodied sft`)."""
 
     data: tuple[Path, ...] = ()
     """Datasets in LeRobot's layout, as `embodied record` writes them (--data)."""
+    features: Annotated[tuple[FeatureNames, ...], BeforeValidator(_each)] = ()
+    """What the datasets' features are called here, by their keys: `{image: observation.images.front, state:
+    observation.state, actions: action}`; or the name of a shipped mapping (docs/demonstrations.md). One for all
+    datasets, or one for each."""
+    episodes: Annotated[tuple[str, ...], BeforeValidator(_each)] = ()
+    """Episodes that are used, by number and range (`0-49,60`), `all` for all: one text for all datasets, or one for
+    each. None: all."""
+    only_successes: bool = False
+    """Use solved episodes alone. Refused for a dataset that does not say which they are."""
+    weights: Annotated[tuple[Annotated[float, Field(gt=0)], ...], BeforeValidator(_each)] = ()
+    """How often rows of each dataset are drawn, relative to the other datasets; rows of one dataset are drawn alike,
+    with repetition. None: an epoch visits every row of every dataset once, so that every row counts alike."""
+    gripper: Literal["as_is", "from_0_1", "from_1_0", "from_minus_plus", "from_plus_minus"] = "as_is"
+    """How the datasets' last action element becomes that of env.gripper: `from_0_1`: 0 and 1 become the lower and the
+    upper end of its range; `from_1_0`: 1 and 0 do; `from_minus_plus`: -1 and 1; `from_plus_minus`: 1 and -1."""
+    insist: Annotated[tuple[Check, ...], BeforeValidator(_each)] = ()
+    """Checks of the data whose refusals become warnings (docs/demonstrations.md)."""
     steps: Annotated[int, Field(ge=1)] = 1000
     """Optimiser steps."""
     batch: Annotated[int, Field(ge=1)] = 64
@@ -341,7 +389,7 @@ class SFTConfig(Section):
     lr: Annotated[float, Field(gt=0)] = 3e-4
     """Learning rate of the first step; it falls linearly to zero."""
     holdout: Annotated[float, Field(ge=0, lt=1)] = 0.1
-    """Share of the episodes that is measured and not learned from."""
+    """Share of each dataset's episodes that is measured and not learned from."""
     measure_every: Annotated[int, Field(ge=1)] = 100
     """Steps between rows of metrics."""
     checkpoint_every: Annotated[int, Field(ge=1)] = 500
@@ -357,7 +405,7 @@ class EvalConfig(Section):
     episodes: Annotated[int, Field(ge=1)] | None = None
     """Trials of each task, from seeds of a stream that training does not draw from; None: as the protocol says, or
     100."""
-    init_states: Annotated[tuple[int | str, ...] | None, BeforeValidator(_listed), AfterValidator(_indices)] = None
+    init_states: Annotated[tuple[int | str, ...] | None, BeforeValidator(_each), AfterValidator(_indices)] = None
     """Recorded initial states that the trials begin from, in turn: indices, and ranges such as `25-49`; None: as the
     protocol says, or from seeds alone."""
     ignore_terminations: bool = False

@@ -184,6 +184,17 @@ class Policy(nn.Module):
         """
 
     @property
+    def network_image_size(self) -> int | None:
+        """Height and width in pixels of the pictures that the network is shown, whatever size frames have. None, the
+        default: frames are shown as they are, and have `spec.image_size`."""
+        return None
+
+    @property
+    def normalised_by(self) -> str:
+        """Whose statistics give actions and observations their units, in words."""
+        return "observations by the rows learned from; actions are in the environment's units"
+
+    @property
     def has_new_adapter(self) -> bool:
         """Whether all that is trained of the actor is an adapter that changes nothing yet: then `without_adapter` is,
         from now on and whatever is learned, the policy as it is now."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from string import Template
 from urllib.parse import quote
 
-from embodied.files import write_whole
+from embodied.files import read_json, write_whole
 from embodied.reporting import charts, timeline
 from embodied.reporting import page_pieces as pieces
 from embodied.reporting.live import duration
@@ -51,7 +51,7 @@ PAGE = Path(__file__).with_name("page.html")
 def write_report(run_dir: str | os.PathLike[str]) -> Path:
     """Write `report.html` into a run's folder and return its path. Raises `ReportError` for other folders."""
     run = read_run(Path(run_dir))
-    learning = (_header, _figures, _success, _imitation, _learner, _time, plan_section, _timeline)
+    learning = (_header, _figures, _success, _imitation, _data, _learner, _time, plan_section, _timeline)
     body = "\n".join(section(run) for section in (*learning, _evaluation, _videos, _config, _protocol))
     target = run.path / "report.html"
     write_page(target, run.path.resolve().name, body)
@@ -188,6 +188,18 @@ def _imitation(run: RunFolder) -> str:
         "mean over action elements of |the policy's mode - what was demonstrated|, in the environment's units."
     )
     return pieces.section("Learning from demonstrations", pieces.grid("three", figures), lead) if figures else ""
+
+
+def _data(run: RunFolder) -> str:
+    """What was understood of the demonstrations, where the run has learned from some."""
+    path = run.path / "data.json"
+    if not path.is_file():
+        return ""
+    try:
+        text = read_json(path)["text"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return pieces.section("Demonstrations", "data.json is damaged: `embodied inspect` makes the table anew")
+    return pieces.section("Demonstrations", f'<div class="card"><pre>{escape(str(text))}</pre></div>')
 
 
 def _learner(run: RunFolder) -> str:

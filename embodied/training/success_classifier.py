@@ -17,6 +17,7 @@ from torch import Tensor
 
 from embodied.data.random_streams import CLASSIFICATION, generator, permutation
 from embodied.demonstrations import Dataset
+from embodied.demonstrations.mixture import open_dataset
 from embodied.errors import UserError
 from embodied.reporting.live import steps as progress_bar
 from embodied.workers.success_classifier import Looks, SuccessClassifier
@@ -71,7 +72,7 @@ def read_labelled(folders: Sequence[Path], last: int) -> Labelled:
     """The datasets with their labels. Raises `UserError` for one without successes, frames, or of other frames."""
     if not folders:
         raise UserError("no episodes are named: a dataset, as `embodied record` writes them")
-    datasets = tuple(Dataset(folder) for folder in folders)
+    datasets = tuple(open_dataset(folder) for folder in folders)
     looks = [_looks_of(dataset) for dataset in datasets]
     for dataset, its in zip(datasets, looks, strict=True):
         if its != looks[0]:

@@ -260,6 +260,15 @@ class TokenPolicy(lora.AdaptedPolicy):
             self.statistics.adopt(said, state, gripper=self.transforms.has(Gripper))
 
     @property
+    def network_image_size(self) -> int:
+        return self.model.config.image_size
+
+    @property
+    def normalised_by(self) -> str:
+        own = self.statistics.key == DEMONSTRATIONS and DEMONSTRATIONS not in self._datasets
+        return "the rows learned from" if own else f"the checkpoint's own of {self.statistics.key!r}"
+
+    @property
     def adaptable(self) -> lora.AdaptedModel:
         return self.model
 

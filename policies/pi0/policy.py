@@ -352,6 +352,17 @@ class Pi0(AdaptedPolicy):
         return dict(self._architecture)
 
     @property
+    def network_image_size(self) -> int:
+        return self.sizes.vision.image_size
+
+    @property
+    def normalised_by(self) -> str:
+        asset = self._architecture["asset"]
+        if asset == DEMONSTRATIONS:
+            return "the rows learned from"
+        return "the checkpoint's own" + (f" of {asset!r}" if asset else "")
+
+    @property
     def adaptable(self) -> AdaptedModel:
         return self.network
 
