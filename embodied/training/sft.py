@@ -270,7 +270,7 @@ def imitate(config: Config, info: TaskInfo, run_dir: Path, resume_from: Path | N
     Interrupted, the last finished step is kept as a checkpoint.
     """
     demonstrations = read_demonstrations(config, info)
-    understood = inspected(demonstrations, config, observed(task_spec(config)))
+    understood = inspected(demonstrations, config, observed(task_spec(config), draw="images" in config.policy.reads))
     if understood.refused:
         show_table(replace(understood, findings=understood.warnings))
         understood.raise_refusals()
