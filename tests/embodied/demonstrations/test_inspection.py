@@ -297,7 +297,7 @@ def test_cameras_that_have_changed_places_are_odd(tmp_path: Path) -> None:
     ]
     write(tmp_path / "both", environment.info, episodes)
     (tmp_path / "both/meta/embodied.json").unlink()
-    assert not said(understood(environment, tmp_path / "both", settings=settings))
+    assert "look like" not in said(understood(environment, tmp_path / "both", settings=settings))
     front, wrist = "observation.images.front", "observation.images.wrist"
     swapped = said(understood(environment, tmp_path / "both", settings=settings, features={front: wrist, wrist: front}))
     assert "frames of front look like the environment's wrist" in swapped
