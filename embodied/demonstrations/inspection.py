@@ -51,7 +51,7 @@ FOLLOWS = 0.1
 """Mean distance of an action from the state's number, over the latter's deviation, below which it is that number."""
 FRAMES = 16
 """First frames of episodes that the environment's are compared with, in the mean."""
-ALIKE, MORE_ALIKE = 0.4, 0.15
+ALIKE, MORE_ALIKE = 0.6, 0.2
 """Correlation from which on frames are alike, and by how much more turned frames must be."""
 RESETS = 4
 """Beginnings of episodes that the data is compared with."""
@@ -180,6 +180,8 @@ class Facts:
     proprio: tuple[Dimension, ...]
     state: tuple[Dimension, ...]
     notes: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
+    """Features that the policy neither reads nor learns."""
 
 
 @dataclass(frozen=True)
@@ -258,7 +260,8 @@ def inspected(demonstrations: Demonstrations, config: Config | None, environment
         own = _Numbers.of(source, demonstrations.gripper)
         found = _facts(source, share, own, environment)
         proprio, state = found.proprio if "proprio" in reads else (), found.state if "state" in reads else ()
-        facts.append(replace(found, proprio=proprio, state=state))
+        unread = () if environment is None or config is None else _unread(source.dataset, config, environment.info)
+        facts.append(replace(found, proprio=proprio, state=state, unread=unread))
         findings += _oddities(source, own)
         if environment is not None and config is not None:
             findings += _compared(source, own, config, environment)
@@ -278,6 +281,15 @@ def inspected(demonstrations: Demonstrations, config: Config | None, environment
         transforms=tuple(_transforms(demonstrations, config)),
         insist=config.sft.insist,
     )
+
+
+def _unread(dataset: Dataset, config: Config, info: TaskInfo) -> tuple[str, ...]:
+    reads = config.policy.reads
+    used = {layout.ACTION, layout.REWARD, layout.SUCCESS, layout.DONE, *layout.BOOKKEEPING}
+    used |= {layout.PROPRIO} if "proprio" in reads else set()
+    used |= {layout.STATE} if "state" in reads else set()
+    used |= {dataset.cameras[camera] for camera in info.cameras if camera in dataset.cameras and "images" in reads}
+    return tuple(name for name in dataset.features if name not in used)
 
 
 @dataclass(frozen=True)
