@@ -65,7 +65,7 @@ def _inspect_data(args: Arguments, path: Path) -> dict[str, Any]:
     environment: Environment | None = None
     if config is not None:
         config = config.model_copy(update={"sft": sft})
-        environment = observed(task_spec(config))
+        environment = observed(task_spec(config), draw="images" in config.policy.reads)
         demonstrations = read_demonstrations(config, environment.info)
     else:
         sources = open_sources(sft, args.settings.seed)
@@ -73,7 +73,7 @@ def _inspect_data(args: Arguments, path: Path) -> dict[str, Any]:
         if own is not None:
             config = own.model_copy(update={"sft": sft})
             try:
-                environment = observed(task_spec(config))
+                environment = observed(task_spec(config), draw="images" in config.policy.reads)
             except FarmError as error:
                 show(f"[yellow]not compared with {escape(config.env.task)}: {escape(str(error))}[/]")
         gripper = GripperMap() if environment is None else gripper_map(sft.gripper, environment.info)

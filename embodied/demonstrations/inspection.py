@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from PIL import Image
 
 from embodied.config import Check, Config
 from embodied.demonstrations import layout
@@ -25,8 +26,8 @@ from embodied.demonstrations.mixture import Demonstrations, GripperMap, Source, 
 from embodied.demonstrations.reader import Dataset
 from embodied.errors import UserError, shown
 from policies.contract import Policy
-from sim_farm.contract import EpisodeSpec, Physics, TaskInfo, TaskSpec
-from sim_farm.registry import make_physics
+from sim_farm.contract import EpisodeSpec, FarmError, Physics, TaskInfo, TaskSpec, UInt8
+from sim_farm.registry import make_physics, make_renderer
 
 Float32 = npt.NDArray[np.float32]
 
@@ -48,6 +49,10 @@ TWO_VALUED = 0.95
 """Share of a column that lies at its two ends, from which on it is taken for two-valued."""
 FOLLOWS = 0.1
 """Mean distance of an action from the state's number, over the latter's deviation, below which it is that number."""
+FRAMES = 16
+"""First frames of episodes that the environment's are compared with, in the mean."""
+ALIKE, MORE_ALIKE = 0.6, 0.2
+"""Correlation from which on frames are alike, and by how much more turned frames must be."""
 RESETS = 4
 """Beginnings of episodes that the data is compared with."""
 GRIP_STEPS = 8
@@ -71,10 +76,12 @@ class Environment:
     grip: Float32
     """[P]: proprioception after the last action element was at its upper end for some env steps, less that after its
     lower end."""
+    frames: Mapping[str, UInt8] = field(default_factory=dict)
+    """For each camera uint8 [K, H, W, 3] at the beginning of episodes; nothing where none were drawn."""
 
 
-def observed(task: TaskSpec) -> Environment:
-    """The task as a simulator of this process shows it."""
+def observed(task: TaskSpec, draw: bool = False) -> Environment:
+    """The task as a simulator of this process shows it. `draw`: with frames, where this process can draw."""
     physics = make_physics(task)
     try:
         begun = [physics.reset(EpisodeSpec(seed)) for seed in range(RESETS)]
@@ -85,9 +92,23 @@ def observed(task: TaskSpec) -> Environment:
             np.stack([result.proprio for result in begun]),
             np.stack([result.state for result in begun]),
             ends[1] - ends[0],
+            _drawn(task, [result.scene for result in begun]) if draw and physics.info.cameras else {},
         )
     finally:
         physics.close()
+
+
+def _drawn(task: TaskSpec, scenes: Sequence[UInt8]) -> Mapping[str, UInt8]:
+    """Frames of the scenes; nothing where this process cannot draw: the farm's may, and what cannot says so there."""
+    try:
+        renderer = make_renderer(task)
+    except (FarmError, RuntimeError):
+        return {}
+    try:
+        drawn = renderer.render(scenes, renderer.info.cameras)
+        return {camera: np.array(frames) for camera, frames in drawn.items()}
+    finally:
+        renderer.close()
 
 
 def _after_grip(physics: Physics, end: float) -> Float32:
@@ -159,6 +180,8 @@ class Facts:
     proprio: tuple[Dimension, ...]
     state: tuple[Dimension, ...]
     notes: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
+    """Features that the policy neither reads nor learns."""
 
 
 @dataclass(frozen=True)
@@ -237,7 +260,8 @@ def inspected(demonstrations: Demonstrations, config: Config | None, environment
         own = _Numbers.of(source, demonstrations.gripper)
         found = _facts(source, share, own, environment)
         proprio, state = found.proprio if "proprio" in reads else (), found.state if "state" in reads else ()
-        facts.append(replace(found, proprio=proprio, state=state))
+        unread = () if environment is None or config is None else _unread(source.dataset, config, environment.info)
+        facts.append(replace(found, proprio=proprio, state=state, unread=unread))
         findings += _oddities(source, own)
         if environment is not None and config is not None:
             findings += _compared(source, own, config, environment)
@@ -257,6 +281,15 @@ def inspected(demonstrations: Demonstrations, config: Config | None, environment
         transforms=tuple(_transforms(demonstrations, config)),
         insist=config.sft.insist,
     )
+
+
+def _unread(dataset: Dataset, config: Config, info: TaskInfo) -> tuple[str, ...]:
+    reads = config.policy.reads
+    used = {layout.ACTION, layout.REWARD, layout.SUCCESS, layout.DONE, *layout.BOOKKEEPING}
+    used |= {layout.PROPRIO} if "proprio" in reads else set()
+    used |= {layout.STATE} if "state" in reads else set()
+    used |= {dataset.cameras[camera] for camera in info.cameras if camera in dataset.cameras and "images" in reads}
+    return tuple(name for name in dataset.features if name not in used)
 
 
 @dataclass(frozen=True)
@@ -417,6 +450,7 @@ def _compared(source: Source, own: _Numbers, config: Config, environment: Enviro
     yield from _of_rate(source, environment.info)
     if "images" in config.policy.reads:
         yield from _of_orientation(source, config)
+        yield from _of_frames(source, environment)
         size = environment.info.spec.image_size
         for camera in environment.info.cameras:
             found = frame_size(source.dataset, camera)
@@ -594,6 +628,49 @@ def _of_orientation(source: Source, config: Config) -> Iterator[Finding]:
             f"{config.env.orientation}: --env.orientation {shipped.orientation}",
             "orientation",
         )
+
+
+def _of_frames(source: Source, environment: Environment) -> Iterator[Finding]:
+    """Frames that are alike only once they are turned or mirrored, or that are another camera's."""
+    dataset, info = source.dataset, environment.info
+    if dataset.task is not None:  # a recording of ours, whose conventions have been compared
+        return
+    chosen = source.episodes[:: -(-len(source.episodes) // FRAMES)]
+    rows = [dataset.episodes[i].begin for i in chosen]
+    down = -1 if info.stock_upside_down else 1
+    turns = {"upright": (1, 1), "stock": (down, 1), "rotated": (-down, -1)}
+    now = turns[info.spec.orientation]
+    outlines = {camera: _outline(frames) for camera, frames in environment.frames.items()}
+    for camera, drawn in outlines.items():
+        seen = _outline(dataset.frames(camera, rows))
+        others = {name: float((seen * other).mean()) for name, other in outlines.items()}
+        nearest = max(others, key=lambda name: others[name])
+        if others[nearest] > ALIKE and others[nearest] - others[camera] > 2 * MORE_ALIKE:
+            yield Finding(
+                f"{dataset.folder}: frames of {camera} look like the environment's {nearest} (correlation "
+                f"{others[nearest]:.2f}, and {others[camera]:.2f} with its {camera}): is sft.features as it should be?"
+            )
+            continue
+        alike = {
+            (v, h): float((seen[::v, ::h] * drawn).mean()) for v in (1, -1) for h in (1, -1)
+        }  # correlations: outlines have mean 0 and deviation 1
+        best = max(alike.values())
+        if best < ALIKE or best - alike[1, 1] < MORE_ALIKE:
+            continue
+        named = [name for name, (v, h) in turns.items() if best - alike[v * now[0], h * now[1]] < MORE_ALIKE / 3]
+        way = f"--env.orientation {named[0]}" if named else "they are mirrored, which no env.orientation is"
+        yield Finding(
+            f"{dataset.folder}: frames of {camera} look like the environment's turned (correlation {best:.2f}, "
+            f"and {alike[1, 1]:.2f} as env.orientation {info.spec.orientation} has them): {way}; `embodied inspect` "
+            "draws them"
+        )
+
+
+def _outline(frames: UInt8) -> npt.NDArray[np.float64]:
+    """[24, 24] the mean of the frames [K, H, W, 3] in grey, with mean 0 and deviation 1."""
+    mean = Image.fromarray(frames.mean(0).astype(np.uint8)).convert("L").resize((24, 24), Image.Resampling.BOX)
+    grey = np.asarray(mean, np.float64)
+    return (grey - grey.mean()) / max(float(grey.std()), 1e-9)
 
 
 def _of_state(dataset: Dataset, name: str, values: Float32, begun: Float32) -> Iterator[Finding]:

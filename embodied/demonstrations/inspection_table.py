@@ -67,6 +67,8 @@ def _summary(facts: Facts, found: Inspection) -> Table:
         "rate": f"{facts.fps:g} frames per second" + _against(found.control_hz, "env steps per second"),
         "numbers": ", ".join(f"{name} {size}" for name, size in facts.sizes.items()) or "none",
     }
+    if facts.unread:
+        rows["not read"] = ", ".join(facts.unread)
     for name, value in rows.items():
         grid.add_row(name, Text(value))
     for note in facts.notes:

@@ -86,8 +86,8 @@ def _check_fits(dataset: Dataset, config: Config, info: TaskInfo) -> None:
             word = {layout.PROPRIO: "proprio", layout.STATE: "state"}[need.name]
             raise UserError(
                 f"{need.name} in {dataset.folder} has {size} numbers, that of {config.env.task} {need.size}: map a "
-                f"feature that has as many (--sft.features), or let the policy act without it (policy.reads without "
-                f"{word})"
+                f"feature that has as many (--sft.features), or let the policy act without it "
+                f"(--policy.reads {' '.join(read for read in reads if read != word)})"
             )
     recorded = dataset.task
     if recorded is None:  # another project's: nothing says by which conventions it was made
@@ -270,7 +270,7 @@ def imitate(config: Config, info: TaskInfo, run_dir: Path, resume_from: Path | N
     Interrupted, the last finished step is kept as a checkpoint.
     """
     demonstrations = read_demonstrations(config, info)
-    understood = inspected(demonstrations, config, observed(task_spec(config)))
+    understood = inspected(demonstrations, config, observed(task_spec(config), draw="images" in config.policy.reads))
     if understood.refused:
         show_table(replace(understood, findings=understood.warnings))
         understood.raise_refusals()

@@ -269,6 +269,40 @@ def test_absolute_targets_where_differences_are_taken_are_refused(
         understood(reach, folder).raise_refusals()
 
 
+@pytest.mark.parametrize("camera", ["front", "side"])
+def test_frames_that_stand_on_their_heads_are_odd(tmp_path: Path, camera: str) -> None:
+    """What no number shows: the environment's own pictures are compared, under another project's names."""
+    env = {**SETTINGS["env"], "cameras": [camera], "orientation": "rotated"}
+    settings = {**SETTINGS, "env": env}
+    turned = task_spec(parse_config(settings, "test"))
+    replayer, physics = Replayer(turned), make_physics(turned)
+    physics.close()
+    episodes = [EpisodeSpec(seed) for seed in range(10, 16)]
+    actions = np.zeros((4, 3), np.float32)
+    write(tmp_path / "turned", physics.info, [(episode, replayer.replay(episode, actions)) for episode in episodes])
+    (tmp_path / "turned/meta/embodied.json").unlink()
+    upright = {**SETTINGS, "env": {**env, "orientation": "upright"}}
+    environment = observed(task_spec(parse_config(upright, "test")), draw=True)
+    assert "--env.orientation rotated" in said(understood(environment, tmp_path / "turned", settings=upright))
+    alike = observed(turned, draw=True)
+    assert "correlation" not in said(understood(alike, tmp_path / "turned", settings=settings))
+
+
+def test_cameras_that_have_changed_places_are_odd(tmp_path: Path) -> None:
+    settings = {**SETTINGS, "env": {**SETTINGS["env"], "cameras": ["front", "wrist"]}}
+    task = task_spec(parse_config(settings, "test"))
+    replayer, environment = Replayer(task), observed(task, draw=True)
+    episodes = [
+        (EpisodeSpec(seed), replayer.replay(EpisodeSpec(seed), np.zeros((4, 3), np.float32))) for seed in (9, 8, 7)
+    ]
+    write(tmp_path / "both", environment.info, episodes)
+    (tmp_path / "both/meta/embodied.json").unlink()
+    assert "look like" not in said(understood(environment, tmp_path / "both", settings=settings))
+    front, wrist = "observation.images.front", "observation.images.wrist"
+    swapped = said(understood(environment, tmp_path / "both", settings=settings, features={front: wrist, wrist: front}))
+    assert "frames of front look like the environment's wrist" in swapped
+
+
 def test_states_of_another_robot_are_odd(ours: Path, reach: Environment, tmp_path: Path) -> None:
     folder = with_column(foreign(ours, tmp_path / "far"), "observation.state", lambda values: values + 3)
     assert "is not where the environment's episodes begin" in said(understood(reach, folder))
