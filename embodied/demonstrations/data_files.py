@@ -276,9 +276,9 @@ class Pictures:
                     memory.madvise(mmap.MADV_HUGEPAGE)
                 self._buffers.append(memory)
                 self._filled = 0
-            memory, begin = self._buffers[-1], self._filled
-            assert memory is not None
-            memory[begin : begin + size] = encoded
+            last, begin = self._buffers[-1], self._filled
+            assert last is not None
+            last[begin : begin + size] = encoded
             self._filled += size
             Pictures._kept += size
             weakref.finalize(self, Pictures._give_back, size)

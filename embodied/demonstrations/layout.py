@@ -170,7 +170,7 @@ def to_numpy(column: pa.ChunkedArray, feature: Feature) -> npt.NDArray[Any]:
     Lists may be of any kind (fixed, large, nested, flat, of one number where a plain number is meant). Raises
     `ValueError` that names the row if one has another number of elements than the feature's shape.
     """
-    array = plain(pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type))
+    array = pa.concat_arrays([plain(chunk) for chunk in column.chunks] or [plain(pa.array([], column.type))])
     rows, left = len(array), list(feature.shape) or [1]
     per_row = 1
     while _is_list(array.type):

@@ -92,7 +92,7 @@ def _looks_of(dataset: Dataset) -> Looks:
         raise UserError(f"{dataset.folder} has no frames: record it with --env.cameras 1")
     if any("success" not in episode.row for episode in dataset.episodes):
         raise UserError(f"{dataset.folder} does not say which episodes were solved: record it with `embodied record`")
-    shapes = {dataset.features[name].shape[:2] for name in dataset.cameras.values()}
+    shapes = {dataset.features[name].picture[:2] for name in dataset.cameras.values()}
     sides = {side for shape in shapes for side in shape}
     if len(sides) != 1:
         raise UserError(f"the frames of {dataset.folder} are not square and of one size: {sorted(shapes)}")

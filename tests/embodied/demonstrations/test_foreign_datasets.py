@@ -299,7 +299,8 @@ def test_a_template_of_the_data_is_not_needed(tmp_path: Path) -> None:
     folder = copy(tmp_path / "data")
     change_info(folder, lambda info: info.update(data_path="../{x}"))
     assert_same(Dataset(folder), Dataset(FOREIGN))
-    change_info(folder, lambda info: [info.pop(key) for key in ("data_path", "video_path", "chunks_size")])
+    for key in ("data_path", "video_path", "chunks_size"):
+        change_info(folder, lambda info, key=key: info.pop(key))
     assert_same(Dataset(folder), Dataset(FOREIGN))
 
 
