@@ -163,12 +163,12 @@ def _check_files(sources: Sources, folder: Path, ours: bool) -> None:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Those that are judged, but for hidden folders and such as are known."""
+    """Those that are judged, but for hidden folders, such as are known, and links to others, which may lead back."""
     for path in sorted(folder.iterdir()):
         if path.name.startswith(".") or (path.is_dir() and path.name in PASSED_FOLDERS):
             continue
         if path.is_dir():
-            yield from _files(path)
+            yield from () if path.is_symlink() else _files(path)
         elif path.suffix in JUDGED:
             yield path
 
