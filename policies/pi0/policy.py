@@ -252,7 +252,8 @@ class Pi0(AdaptedPolicy):
                 "to openpi"
             )
         filled = source.config.get("max_state_dim", self.sizes.action_dim)
-        self.prompts = Prompts(source.tokenizer, self.sizes.prompt_len, convention, filled)
+        length = self.sizes.prompt_len if source.processors is None else source.processors.prompt_length
+        self.prompts = Prompts(source.tokenizer, length, convention, filled)
         self.units = self._read_units(asset, normalisation)
         self.times = LearnedTimes.said(source)
         self.resize: Any = resize

@@ -231,6 +231,16 @@ def test_cameras_are_read_in_the_order_of_the_features_that_they_are_renamed_to(
     named = replace(SPEC, cameras=("left_wrist_0_rgb", "base_0_rgb"))
     policy = make("pi05", named, checkpoint=str(GOLDEN / "pi05" / "checkpoint_lerobot"), state_in_prompt=True)
     assert policy.cameras == ("base_0_rgb", "left_wrist_0_rgb")
+    only = {"observation.images.front": BASE}
+    step_of(folder, PRE, "rename_observations_processor", lambda s: s["config"].update(rename_map=only))
+    with pytest.raises(PolicyError, match="two of the task's cameras are one of the checkpoint's"):
+        make("pi05", replace(SPEC, cameras=("front", "base_0_rgb")), checkpoint=str(folder), state_in_prompt=True)
+
+
+def test_prompts_are_as_long_as_the_tokenizers_step_says(folder: Path) -> None:
+    edit(folder / "config.json", lambda c: (c.pop("tokenizer_max_length"), c["architecture"].pop("max_token_len")))
+    step_of(folder, PRE, "tokenizer_processor", lambda s: s["config"].update(max_length=60))
+    assert built(folder)._observation(inputs_of(SPEC, 2, seed=1)).tokens.shape == (2, 60)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -367,6 +377,11 @@ REFUSED: dict[str, tuple[Change, str]] = {
         lambda f: step_of(f, PRE, "rename_observations_processor", lambda s: s["config"].update(
             rename_map={"observation.images.front": "observation.images.top"})),
         "makes 'observation.images.top' of the camera 'front', which the checkpoint does not read",
+    ),
+    "one camera twice": (
+        lambda f: step_of(f, PRE, "rename_observations_processor", lambda s: s["config"].update(
+            rename_map={"observation.images.front": BASE, "observation.wrist": BASE})),
+        "rename_map makes .* of two observations",
     ),
     "a state by another name": (
         lambda f: step_of(f, PRE, "rename_observations_processor", lambda s: s["config"].update(
