@@ -460,7 +460,12 @@ def test_entries_that_are_off_or_of_the_training_are_passed(folder: Path) -> Non
         (folder / name).write_text("{}")
     (folder / "training_state").mkdir()
     (folder / "training_state" / "optimizer_state.safetensors").write_bytes(b"")
+    shutil.copytree(GOLDEN / "pi05" / "checkpoint_lerobot", folder / "checkpoints" / "000100")
+    (folder / "up").symlink_to(folder.parent)
     built(folder)
+    (folder / "checkpoints" / "000100" / "config.json").unlink()
+    with pytest.raises(PolicyError, match=r"000100/model.safetensors is there, and nothing reads it"):
+        built(folder)
 
 
 def test_times_of_imitation_are_those_that_config_json_says(folder: Path) -> None:
