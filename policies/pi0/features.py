@@ -54,6 +54,11 @@ def ordered(sources: Sources, cameras: tuple[str, ...]) -> tuple[str, ...]:
             f"{sources.described / PRE}: the checkpoint knows the camera {named}, and has none for {lost[0]!r}: it "
             f"reads {', '.join(known)}. Name all of them in rename_map, or none"
         )
+    if len(set(found.values())) < len(cameras):
+        raise PolicyError(
+            f"{sources.described / PRE}: two of the task's cameras are one of the checkpoint's: "
+            + ", ".join(f"{camera} is {key}" for camera, key in found.items())
+        )
     return tuple(sorted(cameras, key=lambda camera: known.index(str(found[camera]))))
 
 

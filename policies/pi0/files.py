@@ -21,7 +21,7 @@ from policies.pi0.names import PALIGEMMA, STATISTICS, UNUSED, dtype_of, own_name
 from policies.pi0.network import Pi0Network
 from policies.pi0.prompts import TOKENIZER
 from policies.pi0.sizes import draw_weights
-from policies.pi0.sources import PASSED_FOLDERS, Sources, is_random
+from policies.pi0.sources import Sources, is_random, own_files
 from policies.random_weights import RANDOM_WEIGHTS, check_weights
 
 ADAPTIVE = "time_mlp_in.weight"
@@ -140,11 +140,11 @@ def save_description(sources: Sources, folder: Path, config: Mapping[str, Any], 
             raise PolicyError(f"{source} is gone, from which tokenizer and statistics of what is saved are to come")
         if source.resolve() == folder.resolve():
             continue
-        for path in sorted(path for kind in kinds for path in source.rglob(kind)):
-            within = path.relative_to(source)
-            if path.name not in LEFT and not any(p in PASSED_FOLDERS or p.startswith(".") for p in within.parts[:-1]):
-                (folder / within).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(path, folder / within)
+        for path in list(own_files(source)):  # the target may lie within
+            if path.name not in LEFT and any(path.match(kind) for kind in kinds):
+                target = folder / path.relative_to(source)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, target)
     sizes = own_sizes(config)
     kept = {name: value for name, value in config.items() if name not in (*OWN, ARCHITECTURE, OWN_SIZES)}
     write_json(folder / CONFIG, kept | ({OWN_SIZES if ours else ARCHITECTURE: sizes} if sizes else {}))

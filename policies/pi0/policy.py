@@ -26,7 +26,7 @@ from policies.pi0.adapters import attach, attach_saved
 from policies.pi0.config import with_horizon
 from policies.pi0.features import check_numbers, ordered
 from policies.pi0.files import DTYPES, is_adaptive, load_network
-from policies.pi0.images import pixel_values
+from policies.pi0.images import BLACK, OF_LEROBOT_04, pixel_values
 from policies.pi0.mixture import Cache
 from policies.pi0.network import Observation, Prefix
 from policies.pi0.noise import NoiseNet
@@ -143,10 +143,11 @@ class Pi0(AdaptedPolicy):
                     "policy.options.transforms to [{kind: delta_actions, dims: 6}] for them"
                 )
         newer = source.config.keys() & {"use_relative_actions", "pretrained_revision"}
-        if source.layout == "lerobot" and adaptive and not newer and not architecture.get("prompt"):
+        if source.layout == "lerobot" and not newer and not architecture.get("prompt"):
             found.append(
-                f"{source.described / CONFIG} does not say which LeRobot trained it: prompts are those of 0.5 and "
-                "later, and 0.4 filled the state up with zeros in them (policy.options.prompt: lerobot-0.4)"
+                f"{source.described / CONFIG} does not say which LeRobot trained it, and 0.5 or later is taken. 0.4 "
+                "had other sides of pictures that are not square, and filled up the state in prompts of pi0.5: set "
+                "policy.options.prompt to lerobot-0.4 for it"
             )
         return found
 
@@ -261,10 +262,12 @@ class Pi0(AdaptedPolicy):
                 "to openpi"
             )
         filled = source.config.get("max_state_dim", self.sizes.action_dim)
-        self.prompts = Prompts(source.tokenizer, self.sizes.prompt_len, convention, filled)
+        length = self.sizes.prompt_len if source.processors is None else source.processors.prompt_length
+        self.prompts = Prompts(source.tokenizer, length, convention, filled)
         self.units = self._read_units(asset, normalisation)
         self.times = LearnedTimes.said(source)
         self.resize: Any = resize
+        self.sides = OF_LEROBOT_04 if convention == "lerobot-0.4" else BLACK
         self.state_in_prompt = state_in_prompt
         self.trains_all, self.cache_prefix = train == "all", cache_prefix
         if source.adapter is not None:
@@ -413,7 +416,7 @@ class Pi0(AdaptedPolicy):
 
     def pixels(self, frames: Tensor) -> Tensor:
         """A camera's uint8 [B, H, W, 3] to float32 [B, 3, S, S] in -1..1."""
-        return pixel_values(self.transforms.frames(frames), self.sizes.vision.image_size, self.resize, self.layout)
+        return pixel_values(self.transforms.frames(frames), self.sizes.vision.image_size, self.resize, self.sides)
 
     def _state(self, inputs: Inputs) -> Tensor:
         """[B, A]: proprioception, normalised and filled up."""

@@ -28,10 +28,11 @@ JUDGED = (".safetensors", ".json", ".bin", ".pt", ".pth", ".ckpt", ".npz", ".pkl
 PASSED = {
     "train_config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json",
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "eval_info.json", "eval_results.json", "metrics.json", "all_results.json", "train_results.json",
     "optimizer.pt", "scheduler.pt", "metadata.pt", "training_args.bin", "trainer_state.json", "rng_state.pth",
 }  # fmt: skip
-"""Files that are known and not read: how it was trained, with which optimiser, and forms of the tokenizer in which
-`tokenizer.model` is too."""
+"""Files that are known and not read: how it was trained and judged, with which optimiser, and forms of the tokenizer in
+which `tokenizer.model` is too."""
 PASSED_FOLDERS = {"training_state", "tokenizer", "optimizer", "__pycache__"}
 
 
@@ -155,22 +156,25 @@ def _check_files(sources: Sources, folder: Path, ours: bool) -> None:
         read |= {folder / PRE, folder / POST, *sources.processors.state_files}
     if ours:
         read |= {folder / EXTRAS}
-    for path in _files(folder):
+    for path in own_files(folder):
         statistics = path.name == NORM_STATS and (sources.layout == "openpi" or folder != sources.described)
-        if path in read or statistics or path.name in PASSED:
+        if path in read or statistics or path.name in PASSED or path.suffix not in JUDGED or path.name.startswith("."):
             continue
         raise PolicyError(f"{path} is there, and nothing reads it: {_way(path)}")
 
 
-def _files(folder: Path) -> Iterator[Path]:
-    """Those that are judged, but for hidden folders and such as are known."""
+def own_files(folder: Path) -> Iterator[Path]:
+    """The files of a checkpoint: but for hidden folders, those that are known and not read, checkpoints of their own
+    within it, and links to other folders, which may lead back."""
     for path in sorted(folder.iterdir()):
-        if path.name.startswith(".") or (path.is_dir() and path.name in PASSED_FOLDERS):
-            continue
-        if path.is_dir():
-            yield from _files(path)
-        elif path.suffix in JUDGED:
+        if not path.is_dir():
             yield path
+        elif not (path.name.startswith(".") or path.name in PASSED_FOLDERS or path.is_symlink() or _is_whole(path)):
+            yield from own_files(path)
+
+
+def _is_whole(folder: Path) -> bool:
+    return (folder / CONFIG).is_file() and _has_weights(folder)
 
 
 def _way(path: Path) -> str:

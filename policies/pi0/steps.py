@@ -202,6 +202,11 @@ class Processors:
         """Files that steps name."""
         return {step.state_file for steps in self.steps.values() for step in steps if step.state_file is not None}
 
+    @property
+    def prompt_length(self) -> int:
+        """Tokens to which prompts are filled up."""
+        return self.needed(PRE, "tokenizer_processor", _Tokenizer)[1].max_length
+
     def relative_dims(self, action_dim: int) -> tuple[int, ...]:
         """Numbers of an action that are relative to the state."""
         found = self.one(PRE, Relative)

@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from policies import PolicyError, load, save
-from policies.pi0.images import pixel_values
 from policies.pi0.policy import Pi0
 from policies.pi0.steps import POST, PRE, Relative
 from policies.pi0.units import read_lerobot
@@ -22,6 +21,7 @@ from tests.policies import conformance
 from tests.policies.pi0.cases import DELTA, GOLDEN, SPEC, inputs_of, make
 
 Json = dict[str, Any]
+Change = Callable[[Path], Any]
 NAMES = ["x", "y", "z", "roll", "pitch", "yaw", "Gripper_left"]
 RELATIVE: Json = {
     "registry_name": "relative_actions_processor",
@@ -210,15 +210,15 @@ def test_a_base_checkpoint_without_statistics_learns_with_those_of_demonstration
 
 
 def test_pictures_are_resized_as_the_layout_does(folder: Path) -> None:
-    """LeRobot fills up pictures of 0..1 with -1, before it brings them to -1..1."""
+    """LeRobot 0.4 filled up pictures of 0..1 with -1, before it brought them to -1..1; later ones with 0."""
     assert built(folder).resize == "interpolate" and make("pi0").resize == "pillow"
     assert built(folder, resize="pillow").resize == "pillow"
     frames = torch.randint(0, 256, (2, 40, 60, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     floats = frames.permute(0, 3, 1, 2).float() / 255
     resized = torch.nn.functional.interpolate(floats, (18, 28), mode="bilinear", align_corners=False)
-    theirs = torch.nn.functional.pad(resized, (0, 0, 5, 5), value=-1.0) * 2 - 1
-    assert (built(folder).pixels(frames) - theirs).abs().max() < 1e-5
-    assert (pixel_values(frames, 28, "interpolate") - theirs.clamp(-1, 1)).abs().max() < 1e-5
+    for prompt, side in (("lerobot-0.4", -1.0), ("lerobot", 0.0)):
+        theirs = torch.nn.functional.pad(resized, (0, 0, 5, 5), value=side) * 2 - 1
+        assert (built(folder, prompt=prompt).pixels(frames) - theirs).abs().max() < 1e-5
 
 
 def test_cameras_are_read_in_the_order_of_the_features_that_they_are_renamed_to(folder: Path) -> None:
@@ -231,6 +231,16 @@ def test_cameras_are_read_in_the_order_of_the_features_that_they_are_renamed_to(
     named = replace(SPEC, cameras=("left_wrist_0_rgb", "base_0_rgb"))
     policy = make("pi05", named, checkpoint=str(GOLDEN / "pi05" / "checkpoint_lerobot"), state_in_prompt=True)
     assert policy.cameras == ("base_0_rgb", "left_wrist_0_rgb")
+    only = {"observation.images.front": BASE}
+    step_of(folder, PRE, "rename_observations_processor", lambda s: s["config"].update(rename_map=only))
+    with pytest.raises(PolicyError, match="two of the task's cameras are one of the checkpoint's"):
+        make("pi05", replace(SPEC, cameras=("front", "base_0_rgb")), checkpoint=str(folder), state_in_prompt=True)
+
+
+def test_prompts_are_as_long_as_the_tokenizers_step_says(folder: Path) -> None:
+    edit(folder / "config.json", lambda c: (c.pop("tokenizer_max_length"), c["architecture"].pop("max_token_len")))
+    step_of(folder, PRE, "tokenizer_processor", lambda s: s["config"].update(max_length=60))
+    assert built(folder)._observation(inputs_of(SPEC, 2, seed=1)).tokens.shape == (2, 60)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -262,7 +272,7 @@ def test_steps_that_do_nothing_here_are_passed(folder: Path) -> None:
 
 # --- what is refused
 
-REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
+REFUSED: dict[str, tuple[Change, str]] = {
     "an unknown step": (
         lambda f: insert(f, PRE, 1, {"registry_name": "my_step", "config": {"gain": 3}}),
         r"policy_preprocessor.json, step 1: 'my_step' with {'gain': 3} is not applied here; known are .*tokenizer_proc",
@@ -298,11 +308,13 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
         "use_relative_actions is True, and the steps of policy_preprocessor.json say False",
     ),
     "config.json excludes other joints": (
-        lambda f: (relative(f), edit(f / "config.json", lambda c: c.update(relative_exclude_joints=["x"]))),
+        lambda f: _all(
+            f, relative, lambda f: edit(f / "config.json", lambda c: c.update(relative_exclude_joints=["x"]))
+        ),
         r"relative_exclude_joints is \['x'\], and the step in policy_preprocessor.json has \['gripper'\]",
     ),
     "relative to the normalised state": (
-        lambda f: (insert(f, PRE, 3, RELATIVE), insert(f, POST, 1, ABSOLUTE)),
+        lambda f: _all(f, lambda f: insert(f, PRE, 3, RELATIVE), lambda f: insert(f, POST, 1, ABSOLUTE)),
         "relative_actions_processor.* comes after normalizer_processor",
     ),
     "two normalisers": (
@@ -366,6 +378,11 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
             rename_map={"observation.images.front": "observation.images.top"})),
         "makes 'observation.images.top' of the camera 'front', which the checkpoint does not read",
     ),
+    "one camera twice": (
+        lambda f: step_of(f, PRE, "rename_observations_processor", lambda s: s["config"].update(
+            rename_map={"observation.images.front": BASE, "observation.wrist": BASE})),
+        "rename_map makes .* of two observations",
+    ),
     "a state by another name": (
         lambda f: step_of(f, PRE, "rename_observations_processor", lambda s: s["config"].update(
             rename_map={"observation.state": "observation.joints"})),
@@ -407,6 +424,11 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
 }  # fmt: skip
 
 
+def _all(folder: Path, *changes: Change) -> None:
+    for change in changes:
+        change(folder)
+
+
 def _visual(folder: Path) -> None:
     edit(folder / "config.json", lambda c: c["normalization_mapping"].update(VISUAL="MEAN_STD"))
     for file, name in ((PRE, "normalizer_processor"), (POST, "unnormalizer_processor")):
@@ -438,7 +460,12 @@ def test_entries_that_are_off_or_of_the_training_are_passed(folder: Path) -> Non
         (folder / name).write_text("{}")
     (folder / "training_state").mkdir()
     (folder / "training_state" / "optimizer_state.safetensors").write_bytes(b"")
+    shutil.copytree(GOLDEN / "pi05" / "checkpoint_lerobot", folder / "checkpoints" / "000100")
+    (folder / "up").symlink_to(folder.parent)
     built(folder)
+    (folder / "checkpoints" / "000100" / "config.json").unlink()
+    with pytest.raises(PolicyError, match=r"000100/model.safetensors is there, and nothing reads it"):
+        built(folder)
 
 
 def test_times_of_imitation_are_those_that_config_json_says(folder: Path) -> None:
@@ -497,7 +524,7 @@ def test_normalisation_is_an_option_of_the_training(family: str, tmp_path: Path)
 def test_normalisation_is_what_the_statistics_allow(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(GOLDEN / "pi05" / "checkpoint", tmp_path / "checkpoint"))
     edit(statistics(folder), lambda raw: [p.pop(n) for p in raw["norm_stats"].values() for n in ("q01", "q99")])
-    options = {"checkpoint": str(folder), "state_in_prompt": True}
+    options: Json = {"checkpoint": str(folder), "state_in_prompt": True}
     assert make("pi05", **options).architecture()["normalisation"] == "z-score"
     assert not any("z-scores" in sentence for sentence in Pi0.assumed({"checkpoint": str(folder)}))
     with pytest.raises(PolicyError, match="has no q01 of numbers, which QUANTILES takes"):
@@ -510,8 +537,14 @@ def test_whether_actions_are_differences_is_asked_where_nothing_says_it() -> Non
     openpi = {"checkpoint": str(GOLDEN / "pi0" / "checkpoint")}
     assert any("differences to the state" in sentence for sentence in Pi0.assumed(openpi))
     assert not any("differences" in sentence for sentence in Pi0.assumed({**openpi, "transforms": [DELTA]}))
-    lerobot = Pi0.assumed({"checkpoint": str(GOLDEN / "pi0" / "checkpoint_lerobot")})
-    assert not lerobot, "its processors say all"
+
+
+def test_which_lerobot_trained_it_is_asked_where_nothing_says_it(folder: Path) -> None:
+    (said,) = Pi0.assumed({"checkpoint": str(folder)})
+    assert "policy.options.prompt to lerobot-0.4" in said
+    assert not Pi0.assumed({"checkpoint": str(folder), "prompt": "lerobot-0.4"})
+    edit(folder / "config.json", lambda c: c.update(use_relative_actions=False))  # an entry of 0.5.1 and later
+    assert not Pi0.assumed({"checkpoint": str(folder)}), "its processors say all"
 
 
 def test_options_of_openpi_are_refused_where_processors_say_it(folder: Path) -> None:
