@@ -491,27 +491,27 @@ class Pi0(AdaptedPolicy):
     # --- what is built
 
     def _check_spec(self, state_in_prompt: bool) -> None:
-        spec, sizes = self.shown, self.sizes
+        spec, sizes, where = self.shown, self.sizes, self.source.described
         if not 1 <= len(spec.cameras) <= SLOTS:
             raise PolicyError(f"pi0 takes one to {SLOTS} cameras, the task gives {len(spec.cameras)}: set env.cameras")
         if spec.chunk > sizes.horizon:
             raise PolicyError(
-                f"the checkpoint predicts {sizes.horizon} actions, and policy.chunk is {spec.chunk}: at most that, or "
-                "set policy.horizon for a policy that learns from demonstrations to predict so many"
+                f"{where}: the checkpoint predicts {sizes.horizon} actions, and policy.chunk is {spec.chunk}: at most "
+                "that, or set policy.horizon for a policy that learns from demonstrations to predict so many"
             )
         if max(spec.action_dim, spec.proprio_dim) > sizes.action_dim:
             raise PolicyError(
-                f"the checkpoint has {sizes.action_dim} numbers for actions and states, the task has {spec.action_dim} "
-                f"and {spec.proprio_dim}"
+                f"{where}: the checkpoint has {sizes.action_dim} numbers for actions and states, the task has "
+                f"{spec.action_dim} and {spec.proprio_dim}"
             )
         reads_state = state_in_prompt or not sizes.adaptive
         if state_in_prompt and not sizes.adaptive:
             raise PolicyError(
-                "the checkpoint is a pi0, which has the state beside the prompt: set state_in_prompt to false"
+                f"{where}: the checkpoint is a pi0, which has the state beside the prompt: set state_in_prompt to false"
             )
         said = self.config.get("discrete_state_input")
         if sizes.adaptive and said is not None and said != state_in_prompt:
-            config = self.source.described / CONFIG
+            config = where / CONFIG
             raise PolicyError(f"{config}: discrete_state_input is {shown(said)}: set state_in_prompt to the same")
         if reads_state and not spec.proprio_dim:
             raise PolicyError("the policy reads the robot's state: add 'proprio' to policy.reads")
@@ -534,13 +534,13 @@ class Pi0(AdaptedPolicy):
                         f"task's has {size}: take a checkpoint of this robot, choose numbers with "
                         f"policy.options.transforms, or set policy.options.asset to {DEMONSTRATIONS}"
                     )
-            return StoredUnits(first_of(units, spec.proprio_dim, spec.action_dim))
+            return StoredUnits(first_of(units, source.described, spec.proprio_dim, spec.action_dim))
         if normalisation == AUTO:
             possible = normalisations(openpi_statistics(source.described, asset)[1])
             normalisation = possible[0] if len(possible) == 1 else openpi_default(self.sizes.adaptive)
         self._architecture["normalisation"] = normalisation
         units = read_openpi(source.described, asset, quantile=normalisation == "quantile")
-        return StoredUnits(first_of(units, spec.proprio_dim, spec.action_dim))
+        return StoredUnits(first_of(units, source.described, spec.proprio_dim, spec.action_dim))
 
 
 def _named(source: Sources, checkpoint: str, adapter: str, saved: str) -> dict[str, str]:

@@ -100,15 +100,15 @@ def _named(units: RobotUnits) -> dict[str, Tensor]:
     }
 
 
-def first_of(units: RobotUnits, state_dim: int, action_dim: int) -> RobotUnits:
+def first_of(units: RobotUnits, folder: Path, state_dim: int, action_dim: int) -> RobotUnits:
     """Of the robot's own numbers: files may have more, of what fills them up. Raises `PolicyError` for fewer."""
     found = []
     for what, of, size in (("proprioception", units.state, state_dim), ("an action", units.action, action_dim)):
         centre, scale = (t.expand(size) if t.dim() == 0 else t for t in (of.centre, of.scale))
         if len(centre) < size:
             raise PolicyError(
-                f"the checkpoint's statistics are of {len(centre)} numbers, {what} has {size} here: take a checkpoint "
-                f"of this robot, or set policy.options.asset to {DEMONSTRATIONS} to learn with those of demonstrations"
+                f"{folder}: the statistics are of {len(centre)} numbers, {what} has {size} here: take a checkpoint of "
+                f"this robot, or set policy.options.asset to {DEMONSTRATIONS} to learn with those of demonstrations"
             )
         found.append(Units(centre[:size], scale[:size]))
     return RobotUnits(*found)
