@@ -170,12 +170,12 @@ def dataset_of(folder: Path) -> str | None:
     train_config.json. None where neither says one, or where they are of what the policy has learned from."""
     found = list(folder.glob("**/norm_stats.json"))
     if len(found) == 1:
-        name = found[0].parent.relative_to(folder).as_posix().removeprefix("assets/")
-        return None if name in (".", DEMONSTRATED) else name
+        asset = found[0].parent.relative_to(folder).as_posix().removeprefix("assets/")
+        return None if asset in (".", DEMONSTRATED) else asset
     path = folder / "train_config.json"
     dataset = read_json(path).get("dataset") if path.is_file() else None
-    name = dataset.get("repo_id") if isinstance(dataset, dict) else None
-    return name if isinstance(name, str) and name else None
+    repository = dataset.get("repo_id") if isinstance(dataset, dict) else None
+    return repository if isinstance(repository, str) and repository else None
 
 
 def write_openpi(folder: Path, units: RobotUnits) -> None:

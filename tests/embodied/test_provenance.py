@@ -112,8 +112,8 @@ def test_demonstrations_that_were_learned_from_count(run: Path, tmp_path: Path) 
     rows = pq.read_table(file)
     floats = pa.array([7.0, float("nan"), 9.0, float("nan")])
     pq.write_table(rows.set_column(rows.column_names.index("init_state"), "init_state", floats), file)
-    starts = recorded_starts(tmp_path / "demos")
-    assert starts is not None and starts.init_states == {7, 9} and len(starts.seeds) == 2
+    recorded = recorded_starts(tmp_path / "demos")
+    assert recorded is not None and recorded.init_states == {7, 9} and len(recorded.seeds) == 2
     (tmp_path / "demos" / "meta" / "embodied.json").unlink()
     assert lineage(learned, PLAIN).unknown == (str(tmp_path / "demos"),)
 

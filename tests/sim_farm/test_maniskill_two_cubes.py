@@ -99,21 +99,25 @@ def test_success_once_and_at_the_end_are_maniskill_s_own() -> None:
     from mani_skill.vector.wrappers.gymnasium import ManiSkillVectorEnv
 
     spec = TaskSpec(f"maniskill/{NAMES[0]}", control_mode="pd_ee_delta_pos", ignore_terminations=True)
-    told = {"obs_mode": "state", "control_mode": "pd_ee_delta_pos", "sim_backend": "physx_cpu"}
+    told: dict[str, Any] = {
+        "obs_mode": "state", "control_mode": "pd_ee_delta_pos", "sim_backend": "physx_cpu", "render_backend": "none",
+        "reward_mode": "normalized_dense",
+    }  # fmt: skip
     seen = set()
     with closing(make_physics(spec)) as physics:  # which registers the task
-        stock = gym.make(NAMES[0], num_envs=1, render_backend="none", reward_mode="normalized_dense", **told)
+        stock = gym.make(NAMES[0], num_envs=1, **told)
         theirs = ManiSkillVectorEnv(stock, auto_reset=False, ignore_terminations=True, record_metrics=True)
         for seed, speed in ((0, 1.0), (0, 0.4), (2, 0.4)):
             theirs.reset(seed=seed)
-            result, success, info = physics.reset(EpisodeSpec(seed)), [], {}
+            result, info = physics.reset(EpisodeSpec(seed)), {}
+            success: list[bool] = []
             while not result.ended:
                 action = two_cubes.act(result.state.astype(np.float64), two_cubes.INSTRUCTIONS[0])
-                action = (action * (speed if len(success) > 6 else 1.0)).astype(np.float32)
-                action = np.array([-1, 0, 0, 0], np.float32) if any(success) else action
-                result = physics.step(action[None])
+                action = action * (speed if len(success) > 6 else 1.0)
+                chunk = np.array([[-1, 0, 0, 0] if any(success) else action], np.float32)
+                result = physics.step(chunk)
                 success.append(bool(result.success[-1]))
-                *_, info = theirs.step(torch.from_numpy(action[None]))
+                *_, info = theirs.step(torch.from_numpy(chunk))
             assert len(success) == int(info["episode"]["episode_len"]) == physics.info.max_episode_steps
             assert any(success) == bool(info["episode"]["success_once"])
             assert success[-1] == bool(info["episode"]["success_at_end"])
