@@ -299,8 +299,12 @@ def test_a_template_of_the_data_is_not_needed(tmp_path: Path) -> None:
     folder = copy(tmp_path / "data")
     change_info(folder, lambda info: info.update(data_path="../{x}"))
     assert_same(Dataset(folder), Dataset(FOREIGN))
-    for key in ("data_path", "video_path", "chunks_size"):
-        change_info(folder, lambda info, key=key: info.pop(key))
+
+    def without_templates(info: dict[str, Any]) -> None:
+        for key in ("data_path", "video_path", "chunks_size"):
+            del info[key]
+
+    change_info(folder, without_templates)
     assert_same(Dataset(folder), Dataset(FOREIGN))
 
 

@@ -35,7 +35,8 @@ def encode(
     with av.open(str(path), "w") as container:
         stream: Any = container.add_stream(codec, rate=10, options=options)
         stream.width = stream.height = 64
-        stream.pix_fmt, stream.thread_count, stream.codec_context.time_base = "yuv420p", 1, unit
+        stream.pix_fmt = {"h264_10bit.mp4": "yuv420p10le", "mjpeg.mp4": "yuvj420p"}.get(path.name, "yuv420p")
+        stream.thread_count, stream.codec_context.time_base = 1, unit
         for number, shade in enumerate(SHADES):
             frame = av.VideoFrame.from_ndarray(np.full((64, 64, 3), shade, np.uint8), format="rgb24")
             frame.pts, frame.time_base = number if times is None else times[number], unit
@@ -52,6 +53,8 @@ ENCODERS: dict[str, tuple[str, dict[str, str]]] = {
     "av1.mp4": ("libsvtav1", {"g": "2", "crf": "30", "svtav1-params": "lp=1"}),
     "vp9.mp4": ("libvpx-vp9", {"g": "30", "lag-in-frames": "16", "auto-alt-ref": "1"}),
     "h264.mkv": ("libx264", {"bf": "3", "g": "12"}),
+    "h264_10bit.mp4": ("libx264", {"g": "6"}),
+    "mjpeg.mp4": ("mjpeg", {}),
 }
 
 
@@ -165,6 +168,9 @@ def test_a_file_that_begins_late_as_a_whole_is_read_from_its_first_frame() -> No
     match = match_frames(table(TIMES + 0.15), TIMES, EPISODES, 10)
     assert match.numbers.tolist() == list(range(20))
     assert match.odd == "the first frame is taken for time 0" and match.said == "is shown at 0.1500 s"
+    # Not where another episode begins elsewhere, or the file has other frames.
+    with pytest.raises(DatasetError, match=r"episode 3 are up to 0.1500 s"):
+        match_frames(table(np.sort(late(4, 0.6) + 0.15)), TIMES, EPISODES, 10)
     with pytest.raises(DatasetError, match="0.1500 s"):
         match_frames(table(np.arange(21) / 10 + 0.15), TIMES, EPISODES, 10)
 
