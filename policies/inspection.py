@@ -17,6 +17,7 @@ from typing import Any
 from policies.contract import PolicyError
 from policies.files import ADAPTER, ADAPTER_CONFIG, CONFIG, INDEX, SINGLE, layouts, read_json, read_tensors, shown
 from policies.openvla.statistics import STATISTICS, read_datasets
+from policies.registry import KINDS, check, policy_class
 
 PROCESSORS = ("policy_preprocessor.json", "policy_postprocessor.json")
 OPENPI_STATISTICS = "norm_stats.json"
@@ -26,8 +27,6 @@ USED = (
     "generation_config.json", "policy_*processor_step_*.safetensors", "README.md", ".git*", "train_config.json",
 )  # fmt: skip
 """Files that belong to a layout; others are named."""
-CODE = ("*.py", "*.pt", "*.pth", "*.bin", "*.ckpt", "*.pkl")
-"""Files beside them that can hold trained parts or code."""
 NOISE = 1e-5
 """Width over the largest value, below which a dimension is nearly constant."""
 MOST_SHOWN = 24
@@ -72,6 +71,8 @@ class Checkpoint:
     """Of a PEFT adapter its base, rank and modules; nothing where it is none."""
     beside: tuple[str, ...]
     """Files that no part of the layout is: trained parts, code, others."""
+    loads_as: tuple[str, ...]
+    """Kinds of policy (`policy.kind`) that take the directory without a further option."""
     warnings: tuple[str, ...]
 
 
@@ -107,17 +108,34 @@ def inspect_checkpoint(folder: Path) -> Checkpoint:
         for r in statistics
         if r.narrow
     ]
-    trained = [name for name in beside if any(fnmatch.fnmatch(name, pattern) for pattern in CODE[1:])]
-    if trained:
-        warnings.append(f"beside the weights lie {', '.join(trained)}: perhaps they are not complete without")
+    loads_as, said = _loaded(actor, raw)
+    warnings += said
     if not found:
         warnings.append("there are no weights in safetensors here")
     if adapter and not (actor / CONFIG).exists() and not adapter["base"]:
         warnings.append(f"{ADAPTER_CONFIG} names no base: nothing tells which weights it belongs to")
     return Checkpoint(
         str(folder), _kind(raw, adapter), _sizes(raw), sum(found.values()), parameters, dict(found), statistics,
-        tuple(_steps(actor)), adapter, beside, tuple(warnings),
+        tuple(_steps(actor)), adapter, beside, loads_as, tuple(warnings),
     )  # fmt: skip
+
+
+def _loaded(folder: Path, raw: Mapping[str, Any]) -> tuple[tuple[str, ...], list[str]]:
+    """Kinds of policy that take a directory of others, and sentences: what they assume, and why the other kinds of its
+    layout refuse it."""
+    kinds, said = [], []
+    if "kind" in raw:  # this project's own says its kind itself
+        return (shown(raw["kind"])[1:-1],), []
+    for kind in KINDS:
+        if not policy_class(kind).reads(raw):
+            continue
+        try:
+            check(kind, {"checkpoint": str(folder)})
+            said += policy_class(kind).assumed({"checkpoint": str(folder)})
+            kinds.append(kind)
+        except PolicyError as error:
+            said.append(f"policy.kind {kind} refuses it: {error}")
+    return tuple(kinds), said
 
 
 def _kind(raw: Mapping[str, Any], adapter: Mapping[str, Any]) -> str:

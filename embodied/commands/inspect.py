@@ -127,6 +127,7 @@ def _show_checkpoint(found: Checkpoint) -> None:
     lines += [(f"adapter {name}", value) for name, value in found.adapter.items()]
     lines += [(f"step {number}", step) for number, step in enumerate(found.steps, start=1)]
     lines += [(f"{entry.dataset}: {entry.vector}", f"{entry.ends} {_numbers(entry)}") for entry in found.statistics]
+    lines.append(("loads as", ", ".join(found.loads_as) or "no policy without a further option"))
     lines.append(("beside", ", ".join(found.beside) or "nothing"))
     for name, value in lines:
         show(f"[dim]{escape(name)}[/]  {escape(str(value))}")
