@@ -185,7 +185,8 @@ def test_our_own_adapter_on_its_own_export(base, made, tmp_path):
 
 def test_tensors_tell_whether_an_adapter_is_merged():
     g = torch.Generator().manual_seed(1)
-    adapter, state = {}, {}
+    adapter: dict[str, torch.Tensor] = {}
+    state: dict[str, torch.Tensor] = {}
     config = {"lora_alpha": 16, "use_rslora": True, "alpha_pattern": {"layers.1": 4}}
     for layer in range(4):
         a, b, w = (0.1 * torch.randn(*shape, generator=g) for shape in ((8, 96), (64, 8), (64, 96)))
