@@ -464,8 +464,8 @@ def _together(parts: list[dict[str, npt.NDArray[Any]]]) -> dict[str, npt.NDArray
 def _finite(path: Path, name: str, value: Any) -> npt.NDArray[Any]:
     try:
         array = np.array(value)
-        if array.dtype.kind in "iuf" and np.isfinite(array).all():
-            return array
+        if array.dtype.kind in "biuf" and np.isfinite(array).all():  # the smallest of truths is one
+            return array.astype(np.float64) if array.dtype.kind == "b" else array
     except (ValueError, OverflowError):  # lists of different lengths
         pass
     raise DatasetError(f"{path}: {shown(name)} is not of finite numbers: {shown(value)}; {AGAIN}")

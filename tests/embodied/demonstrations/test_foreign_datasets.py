@@ -708,3 +708,12 @@ def test_statistics_of_version_21_are_put_together() -> None:
             assert np.allclose(old[name][key], value, atol=1e-6), (name, key)
         assert old[name]["count"] == [len(dataset)]
     assert new.keys() == old.keys()
+
+
+def test_statistics_of_truths_are_numbers(tmp_path: Path) -> None:
+    """LeRobot 0.4 writes the smallest and the largest of a column of truths as truths."""
+    path = shutil.copytree(FOREIGN, tmp_path / "data") / "meta/stats.json"
+    said = json.loads(path.read_text())
+    path.write_text(json.dumps(said | {"next.done": {"min": [False], "max": [True], "mean": [0.2]}}))
+    found = Dataset(path.parents[1]).statistics["next.done"]
+    assert found["min"].tolist() == [0.0] and found["max"].tolist() == [1.0]

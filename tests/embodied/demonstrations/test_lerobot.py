@@ -240,13 +240,13 @@ def test_a_recording_goes_through_a_new_lerobot_and_back(tmp_path: Path) -> None
     environment, made = tmp_path / "venv", tmp_path / "made"
     venv.create(environment, with_pip=True)
     for packages in LEROBOT:
-        command = [environment / "bin/python", "-m", "pip", "install", "--quiet", *packages.split()]
+        command = [str(environment / "bin/python"), "-m", "pip", "install", "--quiet", *packages.split()]
         ran = subprocess.run(command, capture_output=True, text=True)
         if ran.returncode:
             pytest.fail(f"pip cannot install {packages}: is there an index? {ran.stderr[-2000:]}")
     names = ["ours", "ours_deleted", "ours_split", "ours_merged", "ours_beside_cut"]
-    script = [environment / "bin/python", FOLDER / "make.py", made, *names]
-    ran = subprocess.run(script, capture_output=True, text=True)
+    command = [str(environment / "bin/python"), str(FOLDER / "make.py"), str(made), *names]
+    ran = subprocess.run(command, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr[-3000:]
     for name in names:
         check_rows(Dataset(made / name), expected(name, made))
