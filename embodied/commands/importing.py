@@ -49,9 +49,9 @@ class Arguments:
     equals that of the action before (OpenVLA's filter). The others are executed without them."""
     only_successes: bool = False
     """Leave out the episodes that do not end solved."""
-    tolerance: float | None = None
-    """Largest deviation of a position (m) or joint (rad) from the recording; an episode beyond it is left out. None:
-    the format's own."""
+    tolerance: float = 0.01
+    """Largest deviation of a position (m), joint (rad) or orientation (element of the quaternion) from the recording,
+    in any step; an episode beyond it is left out."""
     runtime: RuntimeConfig = RuntimeConfig()
     json: Path | None = None
     """Write the result to this file."""

@@ -54,9 +54,8 @@ def import_source(args: Arguments) -> dict[str, Any]:
     """
     begin = time.monotonic()
     source = open_recording(args.source, args.task)
-    if args.tolerance is not None and not 0 <= args.tolerance < math.inf:
+    if not 0 <= args.tolerance < math.inf:
         raise UserError(f"--tolerance is a deviation of at least 0, got {args.tolerance}")
-    tolerance = source.tolerance if args.tolerance is None else args.tolerance
     names = chosen(source, args.episodes)
     if args.drop_idle:
         check_idle_filter(source)
@@ -83,15 +82,15 @@ def import_source(args: Arguments) -> dict[str, Any]:
             "sha256": _sha256(args.source),
             "format": source.format,
             "notes": list(source.notes),
-            "tolerance": tolerance,
+            "tolerance": args.tolerance,
             "filter": FILTER if args.drop_idle else None,
             "only_successes": args.only_successes,
             "starts": "from the recorded first states; where a row has a seed, that leads to the same state",
         }
         writer = DatasetWriter(aside, info, provenance)
         replayers = _replayers(replayer, spec, session, len(items))
-        outcomes = _write(writer, replayers, items, tolerance, args.only_successes)
-        said = _summary(source, outcomes, tolerance)
+        outcomes = _write(writer, replayers, items, args.tolerance, args.only_successes)
+        said = _summary(source, outcomes, args.tolerance)
         if not writer.episodes:
             raise UserError(_nothing(source, outcomes))
         provenance |= said  # the writer holds this table, and writes it when it is closed
