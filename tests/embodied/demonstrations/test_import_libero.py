@@ -64,7 +64,7 @@ def _move_fixture(data: h5py.Group) -> None:
         (_cut_states, "the recorded states have"),
         (_move_fixture, "step "),
         (_edit_model('name="plate_1_main"', 'name="dish_main"'), "it also has the bodies dish_main, and lacks plate_1"),
-        (_edit_model('<body name="robot0_base" pos="', '<body name="robot0_base" pos="1'), "robot0_base lies"),
+        (_edit_model('"robot0_base" pos="-0.66', '"robot0_base" pos="-0.6'), "robot0_base lies"),
         (_edit_model("<mujoco ", "<!DOCTYPE x><mujoco "), "declares entities"),
         (_edit_model("</mujoco>", ""), "is no XML"),
     ],
