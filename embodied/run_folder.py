@@ -16,16 +16,18 @@ from contextlib import contextmanager
 from datetime import datetime
 from itertools import count
 from pathlib import Path
+from typing import Any
 
-from rich import print as show
+from rich import print as say
 from rich.markup import escape
 
-from embodied import checkpoint
+from embodied import checkpoint, hub
 from embodied.checkpoint import CheckpointError
-from embodied.config import Config
+from embodied.config import HERE, Config
 from embodied.config_files import load_config, save_config, saved_config
-from embodied.errors import UserError
+from embodied.errors import UserError, shown
 from embodied.named_code import refuse_code
+from policies import registry
 
 RUNS = Path("runs")
 """Where runs are, unless --runs-dir says otherwise."""
@@ -112,11 +114,35 @@ def whole_checkpoint(run_dir: Path | None, named: Path | None) -> Path | None:
     return named
 
 
+def fetched(config: Config) -> Config:
+    """The configuration with `policy.path` downloaded, and with the commit that it now is, in place of a checkpoint in
+    `policy.options`. Raises `UserError`."""
+    kind, named = config.policy.kind, config.policy.path
+    if named is None:
+        return config
+    if "checkpoint" not in registry.arguments_of(registry.policy_class(kind)):
+        raise UserError(
+            f"policy.path {shown(named)} is a checkpoint that a pretrained policy is made of (openvla, openvla_oft, "
+            f"pi0), and policy.kind is {kind}: name its kind, or begin a {kind} from a run with policy.init"
+        )
+    if "checkpoint" in config.policy.options:
+        replaced = config.policy.options["checkpoint"]
+        say(f"policy.path {escape(named)} replaces policy.options.checkpoint {escape(str(replaced))}")
+        options = {key: value for key, value in config.policy.options.items() if key != "checkpoint"}
+        config = _with_policy(config, options=options)
+    if (HERE / named).is_dir():
+        return config
+    folder = hub.checkpoint_folder(named)
+    return _with_policy(config, path=hub.pinned(named, folder))
+
+
 def with_init(config: Config, runs_dir: Path, required: bool = True) -> Config:
-    """The configuration with `policy.init` as the folder of a whole checkpoint. Raises `UserError` where it is none.
+    """The configuration with `policy.init` as the folder of a whole checkpoint, and `policy.path` fetched. Raises
+    `UserError` where it is none.
 
     Not `required`: what a run once began from may be gone, and its configuration is used as it is.
     """
+    config = fetched(config)
     named = config.policy.init
     if named is None:
         return config
@@ -130,8 +156,7 @@ def with_init(config: Config, runs_dir: Path, required: bool = True) -> Config:
             raise UserError(f"policy.init {str(named)!r} is neither a run, here or below {runs_dir}/, nor a checkpoint")
         found = whole_checkpoint(run_dir, None)
     assert found is not None
-    policy = config.policy.model_copy(update={"init": found.resolve()})
-    return config.model_copy(update={"policy": policy})
+    return _with_policy(config, init=found.resolve())
 
 
 def begun_from(config: Config, runs_dir: Path, resume: bool) -> Config:
@@ -143,14 +168,22 @@ def begun_from(config: Config, runs_dir: Path, resume: bool) -> Config:
     begun = any(checkpoint.latest(root(run_dir)) for root in (lasting_root, interim_root))
     if not (resume and config.name and begun):
         return with_init(config, runs_dir)
-    recorded = recorded_settings(run_dir).policy.init
+    recorded_policy = recorded_settings(run_dir).policy
+    if config.policy.path is not None and recorded_policy.path is not None:
+        config = _with_policy(config, path=hub.kept(config.policy.path, recorded_policy.path))
+    config = fetched(config)
+    recorded = recorded_policy.init
     kept = recorded if recorded is not None and recorded.exists() else None
     if kept != recorded and (config.loss.reference_kl or config.advantage.reward_kl):
         raise UserError(
             f"{run_dir} began from {recorded}, which is gone, and its reference policy is made of that: bring it back, "
             "or go on without (--workflow without a reference, --loss.reference-kl 0, --advantage.reward-kl 0)"
         )
-    return config.model_copy(update={"policy": config.policy.model_copy(update={"init": kept})})
+    return _with_policy(config, init=kept)
+
+
+def _with_policy(config: Config, **changes: Any) -> Config:
+    return config.model_copy(update={"policy": config.policy.model_copy(update=changes)})
 
 
 @contextmanager
@@ -226,9 +259,9 @@ def prepare_run(config: Config, run_dir: Path, resume: bool, stage: str = "rl") 
 def _checkpoint_to_go_on_from(run_dir: Path) -> Path | None:
     found, damages = newest_whole(run_dir)
     for damage in damages:
-        show(f"[yellow]{escape(str(damage))}. It is kept as NAME.damaged, and the run goes on from {found}[/]")
+        say(f"[yellow]{escape(str(damage))}. It is kept as NAME.damaged, and the run goes on from {found}[/]")
     if found is None and (record := _set_record_aside(run_dir)) is not None:
-        show(f"[yellow]{run_dir} has no checkpoint: the run begins anew; what it had recorded is kept in {record}[/]")
+        say(f"[yellow]{run_dir} has no checkpoint: the run begins anew; what it had recorded is kept in {record}[/]")
     return found
 
 
@@ -267,7 +300,7 @@ def open_run_folder(
     run_dir = runs_dir / (config.name or f"{Path(source).stem}-{stamp}")
     with owned(run_dir):
         found = prepare_run(config, run_dir, resume, stage)
-        show(f"[bold]{run_dir}[/]: {config.policy.kind} on {config.env.task}", flush=True)
+        say(f"[bold]{run_dir}[/]: {config.policy.kind} on {config.env.task}", flush=True)
         try:
             yield run_dir, found
         finally:

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import shutil
+import zipfile
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -35,6 +37,9 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
           "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool"}  # fmt: skip
 """safetensors' names, and torch's."""
+WEIGHT_SUFFIXES = (".bin", ".ckpt", ".pt", ".pth", ".safetensors")
+TRAINING_STATE = re.compile(r"(optimizer|optim|scheduler|scaler|rng_state|random_states|training_args)(_?\d+)*\..*")
+"""Names of files that programs leave for going on with a training: no policy acts with what is in them."""
 LARGEST_JSON = 2**27
 """Bytes; a tokenizer has some millions."""
 SHOWN_ERROR = 500
@@ -144,6 +149,10 @@ class Shards:
             found |= tensors
         return found
 
+    def tensor(self, name: str) -> Tensor:
+        """One tensor, unchecked. Raises `PolicyError` for a damaged file."""
+        return _tensors(self.folder / self.files[name], [name])[name]
+
     def empty(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Tensors of the shapes that these have, on the meta device. Raises `PolicyError` for a damaged file."""
         found = {}
@@ -167,6 +176,23 @@ class Shards:
             write_json(
                 folder / INDEX, {"metadata": {"total_size": size}, "weight_map": dict(sorted(self.files.items()))}
             )
+
+
+def check_no_other_weights(shards: Shards, known: Iterable[str] = ()) -> None:
+    """Raise `PolicyError`, which names the first, if files of weights lie beside the shards that nothing would read.
+
+    `known` are names of files that somebody else reads. State of a training (optimizer, random numbers) may lie there.
+    """
+    folder, expected = shards.folder, {*shards.files.values(), *known}
+    for path in sorted(folder.iterdir()):
+        if path.suffix not in WEIGHT_SUFFIXES or path.name in expected or TRAINING_STATE.fullmatch(path.name):
+            continue
+        which = INDEX if (folder / INDEX).exists() else SINGLE
+        raise PolicyError(
+            f"{path} lies beside the weights, and nothing says what it is for: {which} does not name it. If it "
+            "holds what was trained, the others may be its base alone: `embodied import` converts what RLinf, verl and "
+            "FSDP leave. Move a file that does not belong to the checkpoint into another folder"
+        )
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -197,24 +223,65 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], aliases: Mapping[st
 
 
 def read_state(path: Path) -> dict[str, Tensor]:
-    """A plain state dict in PyTorch's own format, without the prefix of data-parallel training.
+    """A plain state dict, without the prefix of data-parallel training: PyTorch's own format, or safetensors.
 
-    Read with `weights_only`, which makes tensors and containers and nothing else. Raises `PolicyError`.
+    PyTorch's is read with `weights_only`, which makes tensors and containers and nothing else, and never takes more
+    memory than the file has bytes. Raises `PolicyError`.
     """
+    state = read_tensors(path) if path.suffix == ".safetensors" else _unpickled(path)
+    check_finite(path, state)
+    plain = {name.removeprefix("module."): tensor for name, tensor in state.items()}
+    if len(plain) != len(state):
+        twice = next(name for name in state if f"module.{name}" in state)
+        raise PolicyError(f"{path} holds {shown(twice)} twice, with and without the prefix 'module.'")
+    return plain
+
+
+def _unpickled(path: Path) -> dict[str, Tensor]:
     try:
+        size = path.stat().st_size
+        if not size:
+            raise PolicyError(f"{path} is empty: copy it again from where it was saved")
+        _check_archive(path, size)
+        # Sizes first: a tensor's record may ask for more numbers than the file has.
+        described = torch.load(path, map_location="meta", weights_only=True)
+        _check_state(path, described, size)
         state = torch.load(path, map_location="cpu", weights_only=True)
+    except PolicyError:
+        raise
     except FileNotFoundError:
         raise PolicyError(f"incomplete checkpoint: {path} is missing") from None
     except pickle.UnpicklingError as error:
-        raise PolicyError(f"{path} holds more than tensors, and is not read: {str(error).splitlines()[0]}") from error
+        raise PolicyError(
+            f"{path} holds more than tensors, and is not read: {str(error).splitlines()[0][:SHOWN_ERROR]}"
+        ) from error
     except (
         Exception
     ) as error:  # an archive of a program for a machine of its own: what is damaged in it raises anything
         raise PolicyError(f"{path} is damaged: {str(error)[:SHOWN_ERROR]}") from error
+    _check_state(path, state, size)
+    return dict(state)
+
+
+def _check_archive(path: Path, size: int) -> None:
+    """Raise `PolicyError` for an archive that unpacks to more than it has."""
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            unpacked = sum(entry.file_size for entry in archive.infolist())
+        if unpacked > size:
+            raise PolicyError(f"{path} is compressed: it has {size} bytes and asks for {unpacked}; save it again")
+
+
+def _check_state(path: Path, state: Any, size: int) -> None:
     if not isinstance(state, dict) or not all(isinstance(n, str) and isinstance(t, Tensor) for n, t in state.items()):
         raise PolicyError(f"{path} is not a state dict: it must map names to tensors")
-    check_finite(path, state)
-    return {name.removeprefix("module."): tensor for name, tensor in state.items()}
+    for name, tensor in state.items():
+        if tensor.layout != torch.strided or tensor.is_quantized:
+            raise PolicyError(f"{path}: {shown(name)} is sparse or quantised, which is not supported")
+    # A tensor may be a view that repeats few numbers; a dozen of them may share one storage.
+    wanted = max((tensor.numel() * tensor.element_size() for tensor in state.values()), default=0)
+    if wanted > size:
+        raise PolicyError(f"{path} has {size} bytes, and a tensor in it asks for {wanted}")
 
 
 def one_file(folder: Path, pattern: str) -> Path:

@@ -8,12 +8,13 @@ import inspect
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from policies.contract import Policy, PolicyError, PolicySpec
-from policies.files import shown
+from policies.files import CONFIG, read_json, shown
 from policies.transforms import instead_of
 
 KINDS = {
@@ -68,8 +69,26 @@ def build(kind: str, spec: PolicySpec, seed: int, **architecture: Any) -> Policy
 
 def check(kind: str, architecture: Mapping[str, Any]) -> None:
     """Raise `PolicyError` for what `build` would refuse whatever the task: an unknown kind or argument, files that are
-    missing. Builds nothing."""
-    _checked_class(kind, architecture).check_files(architecture)
+    missing, or of another kind. Builds nothing."""
+    cls = _checked_class(kind, architecture)
+    _check_kind(kind, cls, architecture.get("checkpoint"))
+    cls.check_files(architecture)
+
+
+def _check_kind(kind: str, cls: type[Policy], folder: Any) -> None:
+    """Raise `PolicyError` where config.json of a checkpoint directory says that it is of another kind."""
+    path = Path(folder if isinstance(folder, str) else "") / CONFIG
+    if not path.is_file() or cls.reads(config := read_json(path)):
+        return
+    others = [name for name in KINDS if policy_class(name).reads(config)]
+    if others:
+        raise PolicyError(
+            f"{path} is of {' or '.join(others)}, and policy.kind is {kind}: set policy.kind to {others[0]}, or name "
+            f"another checkpoint"
+        )
+    said = config.get("type", config.get("model_type"))
+    if said is not None:
+        raise PolicyError(f"{path} is of {shown(said)}, and checkpoints are read of: pi0, pi05, openvla")
 
 
 def _checked_class(kind: str, architecture: Mapping[str, Any]) -> type[Policy]:

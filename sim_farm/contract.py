@@ -53,6 +53,8 @@ class TaskSpec:
     gripper: Gripper = "simulator"
     """What the last action element means. `simulator`: what the simulator says; `binary`: its sign alone;
     `inverted`: in [0, 1], 1 opens, binarised at 0.5 (OpenVLA's family, in simulators whose +1 closes)."""
+    ignore_terminations: bool = False
+    """Episodes run to the step limit: neither success nor failure ends them. ManiSkill's name for it."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,8 @@ class TaskInfo:
     """Whether row 0 of the simulator's own frames is the lowest."""
     stream: bool = False
     """Whether a seed's random stream can run on over resets: episodes may have `resets` and `unseeded_resets`."""
+    digest: str | None = None
+    """sha256 over the task's instruction and the files that define it; None in simulators that read none."""
 
 
 @dataclass(frozen=True)
@@ -207,6 +211,16 @@ def new_frames(count: int, cameras: Sequence[str], size: int) -> dict[str, UInt8
 
 
 @dataclass(frozen=True)
+class TaskFiles:
+    """The files that define a task, as they are on this machine."""
+
+    digest: str
+    """sha256 over the task's instruction and the content of its files."""
+    foreign: tuple[str, ...] = ()
+    """Files, and the instruction, that are not as the benchmark's authors published them: a sentence each."""
+
+
+@dataclass(frozen=True)
 class Backend:
     """What a backend module registers."""
 
@@ -219,6 +233,8 @@ class Backend:
     """`() -> Sequence[str]`: the task names, without the backend's prefix."""
     rewards: tuple[Literal["dense", "sparse"], ...] = ("dense", "sparse")
     """The kinds of reward that its tasks may have, the usual one first."""
+    files: Callable[[str], TaskFiles] | None = None
+    """The files of the task `<backend>/<task>`; None: its tasks are all in the simulator's code."""
     drawn_by: Callable[[], tuple[str, str | None]] = lambda: ("unknown", None)
     """What the renderers of this process draw on: its name, and its UUID or PCI address where it says one."""
 

@@ -9,13 +9,14 @@ from typing import Annotated, Any, Literal
 import tyro
 from rich import print as show
 
+from embodied import hub
 from embodied.commands.finish import finish_run
-from embodied.config import Config
+from embodied.config import Config, SFTConfig
 from embodied.errors import UserError
 from embodied.evaluation.protocol import protocol_of
 from embodied.execution.preflight import check_evaluation
 from embodied.execution.session import open_session
-from embodied.run_folder import RUNS, begun_from, open_run_folder, recorded_settings
+from embodied.run_folder import RUNS, begun_from, find_run, open_run_folder, recorded_settings
 from embodied.training.sft import STAGE, imitate
 from embodied.workers.context import task_spec
 from embodied.workers.devices import release
@@ -33,7 +34,8 @@ class Arguments:
     """Name of a file in configs/ (without .yaml), or the path of one."""
     settings: Annotated[Config, tyro.conf.arg(name="")] = Config()
     data: tuple[Path, ...] = ()
-    """Datasets in LeRobot's layout, as `embodied record` writes them: sft.data."""
+    """Datasets in LeRobot's layout, as `embodied record` writes them, or Hugging Face names (`org/name`,
+    `org/name@revision`): sft.data."""
     resume: Literal["no", "auto"] = "no"
     """auto: go on from the newest checkpoint of the run called --name, or begin it."""
     runs_dir: Path = RUNS
@@ -48,9 +50,40 @@ def run(args: Arguments) -> dict[str, Any]:
     return sft_run(settings, args.config, args.runs_dir, args.resume == "auto")
 
 
+def _with_data(config: Config, runs_dir: Path, resume: bool) -> Config:
+    """The configuration with the datasets of `sft.data` downloaded where they are Hugging Face names, and with the
+    commits that these now are; a run that goes on keeps its own."""
+    names = config.sft.data
+    run_dir = find_run(config.name or "", runs_dir) if resume else None
+    if run_dir is None:
+        data = tuple(Path(hub.pinned(name, hub.dataset_folder(name))) for name in names)
+    else:
+        recorded = recorded_settings(run_dir).sft.data
+        data = tuple(Path(hub.kept(*pair)) for pair in zip(names, recorded, strict=False))
+        data += names[len(data) :]
+    return config.model_copy(update={"sft": config.sft.model_copy(update={"data": data})})
+
+
+CHOICE = ("features", "episodes", "only_successes", "weights", "gripper", "insist", "holdout")
+"""Settings that decide what is learned from, beside the datasets."""
+
+
+def _continued(given: SFTConfig, recorded: SFTConfig, run_dir: Path) -> SFTConfig:
+    """The settings of a run that goes on: what it learns from is as it recorded. Raises `UserError` for something else,
+    by which held-out episodes would be learned from."""
+    for name in CHOICE:
+        now, before = getattr(given, name), getattr(recorded, name)
+        if now not in (before, getattr(SFTConfig(), name)):
+            raise UserError(
+                f"{run_dir} learns with sft.{name} {before}, not {now}: leave it so, or begin another run with "
+                "--policy.init"
+            )
+    return given.model_copy(update={name: getattr(recorded, name) for name in ("data", *CHOICE)})
+
+
 def sft_run(config: Config, source: str, runs_dir: Path, resume: bool) -> dict[str, Any]:
     """Learn from demonstrations, evaluate, film, report. Returns the result as plain data."""
-    config = begun_from(config, runs_dir, resume)
+    config = _with_data(begun_from(config, runs_dir, resume), runs_dir, resume)
     check_evaluation(config, (config.env.task,))
     protocol = protocol_of(config)
     check_evaluation(protocol.applied(config, protocol.tasks[0]), protocol.tasks)
@@ -61,7 +94,7 @@ def sft_run(config: Config, source: str, runs_dir: Path, resume: bool) -> dict[s
             if config.sft.data not in ((), recorded):
                 given, known = (", ".join(map(str, paths)) for paths in (config.sft.data, recorded))
                 raise UserError(f"{run_dir} learns from {known}, not {given}: begin another run with --policy.init")
-            config = config.model_copy(update={"sft": config.sft.model_copy(update={"data": recorded})})
+            config = config.model_copy(update={"sft": _continued(config.sft, recorded_settings(run_dir).sft, run_dir)})
         if config.eval.every:
             show("[yellow]eval.every is of reinforcement: this training is evaluated at its end[/]")
         result = imitate(config, info, run_dir, found)

@@ -55,6 +55,8 @@ class RecordingFile(Protocol):
     """`<simulator>/<task>`"""
     control_mode: str
     reward: Literal["dense", "sparse"] | None
+    tolerance: float
+    """Deviation of a state (m, rad) below which an episode counts as reproduced, where the user names none."""
     episodes: tuple[str, ...]
     """Names of the episodes in their order."""
     absent: Mapping[str, str]
@@ -135,6 +137,7 @@ class ManiSkillFile:
     """A file of ManiSkill's `RecordEpisode`, with its JSON file beside it."""
 
     format = "ManiSkill's trajectories"
+    tolerance = 1e-3
     subsets: Mapping[str, tuple[str, ...]] = {}
 
     def __init__(self, path: Path, task: str | None) -> None:
@@ -207,6 +210,7 @@ class RobosuiteFile:
 
     reward: Literal["dense", "sparse"] | None = "sparse"
     control_mode = "osc_pose"
+    tolerance = 1e-2
 
     def __init__(self, path: Path, task: str | None) -> None:
         self.path = path

@@ -167,7 +167,8 @@ class ManiSkillPhysics:
             obs = env.get_obs(info, unflattened=True) if observe else None
             reward = float(env.get_reward(obs=obs, action=stepped, info=info))
         success = bool(info.get("success", False))
-        return obs, reward, success, success or bool(info.get("fail", False))
+        over = success or bool(info.get("fail", False))
+        return obs, reward, success, over and not self.info.spec.ignore_terminations
 
     def _observe(self) -> Any:
         with frozen_poses():

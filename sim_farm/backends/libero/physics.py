@@ -26,7 +26,7 @@ from sim_farm.backends.libero.progress import Progress
 from sim_farm.backends.libero.recordings import STATE, RecordedModel, continue_control, state_deviation
 from sim_farm.backends.libero.scene import SceneLayout
 from sim_farm.backends.libero.stream import Position, callers_generator, stream_of
-from sim_farm.backends.libero.tasks import LiberoTask, find_task, initial_states
+from sim_farm.backends.libero.tasks import LiberoTask, find_task, initial_states, task_files
 from sim_farm.backends.mujoco_gl import mujoco
 from sim_farm.contract import (
     EpisodeOver,
@@ -49,7 +49,8 @@ class LiberoPhysics:
     """One environment of a LIBERO task.
 
     Actions are [dx, dy, dz, rx, ry, rz, grip] in [-1, 1]: 5 cm and 0.5 rad of the end effector's goal, -1
-    opens the gripper, 1 closes it. The reward is 1 where the task is solved, which ends the episode; elsewhere 0, or,
+    opens the gripper, 1 closes it. The reward is 1 where the task is solved, which ends the episode unless terminations
+    are ignored; elsewhere 0, or,
     dense, what the goal's progress has gained in the env step (progress.py).
 
     Proprioception is end effector position (3) and axis-angle (3) and finger positions (2): what VLA policies
@@ -94,7 +95,7 @@ class LiberoPhysics:
         self._control = Control(self._env)
         self._steps_left = self.info.max_episode_steps
         self._gain()
-        return self._result([], [], False)
+        return self._result([], [], False, False)
 
     def begin_at(self, start: SimulatorState) -> PhysicsResult:
         self._user.take()
@@ -105,7 +106,7 @@ class LiberoPhysics:
             self._control = Control(self._env)
             continue_control(self._env, start)
         self._gain()
-        return self._result([], [], False)
+        return self._result([], [], False, False)
 
     def deviation(self, recorded: SimulatorState) -> float:
         return state_deviation(self._data, recorded)
@@ -114,23 +115,23 @@ class LiberoPhysics:
         if self._steps_left == 0 or self._control is None:
             raise EpisodeOver(f"the episode of {self.info.spec.name} is over or never began: call reset")
         rewards: list[float] = []
-        success: list[bool] = []
-        over = False
+        successes: list[bool] = []
+        terminated = False
         self._user.take()
         for action in np.clip(actions, -1.0, 1.0).astype(np.float64):
             self._advance(self._control, action)
             solved = bool(self._env._check_success())
             self._env._post_process()
             rewards.append(1.0 if solved else self._gain())
-            success.append(solved)
+            successes.append(solved)
             self._steps_left -= 1
-            over = solved and not self._recorded
-            if over or self._steps_left == 0:
+            terminated = solved and not (self.info.spec.ignore_terminations or self._recorded)
+            if terminated or self._steps_left == 0:
                 break
-        truncated = self._steps_left == 0 and not over
-        if over:
+        truncated = self._steps_left == 0 and not terminated
+        if terminated:
             self._steps_left = 0
-        return self._result(rewards, success, truncated)
+        return self._result(rewards, successes, terminated, truncated)
 
     def settle(self, steps: int) -> PhysicsResult:
         assert self._control is not None, "settle follows a reset"
@@ -141,7 +142,7 @@ class LiberoPhysics:
             self._env._check_success()
             self._env._post_process()
         self._gain()
-        return self._result([], [], False)
+        return self._result([], [], False, False)
 
     def close(self) -> None:
         """Free MuJoCo's data now: robosuite's objects refer to each other, and the garbage collector, which would
@@ -231,19 +232,20 @@ class LiberoPhysics:
             instruction=self._task.instruction,
         )
 
-    def _result(self, rewards: list[float], success: list[bool], truncated: bool) -> PhysicsResult:
+    def _result(
+        self, rewards: list[float], successes: list[bool], terminated: bool, truncated: bool
+    ) -> PhysicsResult:
         assert self._seen is not None
-        flags = np.zeros((3, len(rewards)), np.bool_)
+        ends = np.zeros((2, len(rewards)), np.bool_)
         if rewards:
-            flags[0] = success
-            flags[1:, -1] = success[-1] and not self._recorded, truncated
+            ends[:, -1] = terminated, truncated
         seen = self._seen
         return replace(
             seen,
             reward=np.array(rewards, np.float32),
-            success=flags[0],
-            terminated=flags[1],
-            truncated=flags[2],
+            success=np.array(successes, np.bool_),
+            terminated=ends[0],
+            truncated=ends[1],
             proprio=seen.proprio.copy(),
             state=seen.state.copy(),
             scene=seen.scene.copy(),
@@ -311,6 +313,7 @@ def describe(spec: TaskSpec, task: LiberoTask, shared: SharedModel) -> TaskInfo:
         init_states=len(initial_states(task)),
         stock_upside_down=True,
         stream=True,
+        digest=task_files(spec.name).digest,
     )
 
 

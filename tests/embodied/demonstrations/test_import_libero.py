@@ -12,7 +12,7 @@ import pytest
 
 from embodied.demonstrations import Dataset
 from tests import libero_assets
-from tests.embodied.demonstrations.test_import import imported, libero, refused
+from tests.embodied.demonstrations.test_import_maniskill import imported, libero, refused
 
 libero_assets.require()
 
