@@ -184,7 +184,7 @@ def _old_states(file: h5py.File, told: dict[str, Any]) -> None:
         (_told(env_kwargs={"sim_config": {"sim_freq": 240}}), "was recorded with sim_config="),
         (_linked(h5py.ExternalLink("other.h5", "/actions")), "links are not followed"),
         (_linked(h5py.SoftLink(f"/{SOLVED}/actions")), "links are not followed"),
-        (_virtual, "lies in another file, which is not read"),
+        (_virtual, "lies in another file"),
         (_option, "was reset with the option 'height'"),
         (_other_mode, "has episodes of 2 control modes"),
         (_old_states, "as ManiSkill 2 wrote it"),
