@@ -1,6 +1,6 @@
-"""Checkpoints of data-parallel trainings, converted to a Hugging Face directory beside the base they were trained from.
+"""Checkpoints of data-parallel trainings, converted to a Hugging Face directory beside the base of the training.
 
-verl    model_world_size_N_rank_R.pt    state dict of rank R, DTensors with its local part; `huggingface/` has config.json
+verl    model_world_size_N_rank_R.pt    state dict of rank R: DTensors; `huggingface/` has config.json and tokenizer
         extra_state_world_size_*, optim_world_size_*    not read; `lora_adapter/`: the adapter's alpha is read
 RLinf   model_state_dict/full_weights.pt    state dict, whole
         local_shard_checkpoint/checkpoint_rank_R.pt    {"model": local tensors, ...}, cut along the first dimension
@@ -374,7 +374,7 @@ def _whole(where: Path, name: str, parts: Sequence[Part], shape: tuple[int, ...]
     """The tensor of these parts, by rank. `shape` is the base's; None where there is none. Raises `PolicyError`."""
     said = {(part.shape, part.dim) for part in parts}
     if len(said) > 1 or len({part.local.dtype for part in parts}) > 1:
-        raise PolicyError(f"{where}: the ranks disagree on the layout of {shown(name)}: they are of different trainings")
+        raise PolicyError(f"{where}: the ranks disagree on the layout of {shown(name)}: are they of one training?")
     first = parts[0]
     if first.shape is None:
         locals_ = [part.local for part in parts]
@@ -560,8 +560,8 @@ def _merge(
     if not folders:
         raise PolicyError(
             f"{where} holds an adapter (LoRA), and nothing says its alpha: write what it was trained with into "
-            f'{source.folder / ADAPTER_CONFIG}, e.g. {{"peft_type": "LORA", "r": 32, "lora_alpha": 32}} (RLinf trains with '
-            "lora_alpha equal to r)"
+            f'{source.folder / ADAPTER_CONFIG}, e.g. {{"peft_type": "LORA", "r": 32, "lora_alpha": 32}} '
+            "(RLinf trains with lora_alpha equal to r)"
         )
     file = folders[0] / ADAPTER_CONFIG
     config = lora.read_adapter_config(folders[0])
@@ -647,8 +647,8 @@ def _spread(
 
 
 def _copy(base: Path, out: Path, weights: set[str]) -> list[str]:
-    """Copy what lies in the base beside its weights: configuration, tokenizer, statistics, processors. Returns the names
-    of the base's files that are not copied: pickles, adapters, what is hidden."""
+    """Copy what lies in the base beside its weights: configuration, tokenizer, statistics, processors. Returns the
+    names of the base's files that are not copied: pickles and adapters."""
     left = []
     for path in sorted(base.iterdir()):
         name = path.name
@@ -665,4 +665,4 @@ def _copy(base: Path, out: Path, weights: set[str]) -> list[str]:
 
 def _is_description(path: Path) -> bool:
     """True for what says how the weights are used; of LeRobot's processors some are in safetensors."""
-    return path.suffix not in WEIGHT_SUFFIXES or re.fullmatch(r"policy_.*processor.*\.safetensors", path.name) is not None
+    return path.suffix not in WEIGHT_SUFFIXES or bool(re.fullmatch(r"policy_.*processor.*\.safetensors", path.name))

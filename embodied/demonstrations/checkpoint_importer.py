@@ -38,5 +38,5 @@ def import_source(request: ImportRequest) -> dict[str, Any]:
             more = f" and {len(names) - 8} more" if len(names) > 8 else ""
             show(escape(f"  {what}: {', '.join(names[:8])}{more}"))
     if done.changed == 0:
-        show("  [yellow]Every tensor equals the base's: the training changed nothing, or --base names its result[/yellow]")
+        show("  [yellow]Every tensor is the base's: the training changed nothing, or --base names its result[/yellow]")
     return result
