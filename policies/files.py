@@ -42,8 +42,8 @@ FULL = re.compile(r"full_weights\.pt")
 VERL_RANK = re.compile(r"model_world_size_(?P<world>\d{1,5})_rank_(?P<rank>\d{1,5})\.pt")
 LOCAL_RANK = re.compile(r"checkpoint_rank_(?P<rank>\d{1,5})\.pt")
 DCP_PART = re.compile(r".*\.distcp")
-"""What RLinf, verl and torch.distributed.checkpoint leave of a training; see `policies.sharded`. The first that is there
-counts."""
+"""What RLinf, verl and torch.distributed.checkpoint leave of a training, in the order in which they are preferred; see
+`policies.sharded`."""
 SHARD_FOLDERS = ("actor", "model_state_dict", "local_shard_checkpoint", "dcp_checkpoint")
 """Folders within a checkpoint's in which they lie."""
 TRAINING_STATE = re.compile(r"(optimizer|optim|scheduler|scaler|rng_state|random_states|training_args)(_?\d+)*\..*")

@@ -15,6 +15,7 @@ from random import Random
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import policies
 from policies import PolicyError
@@ -186,7 +187,7 @@ def test_a_training_that_changed_nothing_is_said(tmp_path) -> None:
 def test_value_heads_and_second_names_of_tied_tensors_are_left_out(tmp_path) -> None:
     def more(state: dict[str, Tensor]) -> None:
         state["value_head.0.weight"] = torch.ones(2, 2)
-        state["lm_head.again.weight"] = state[max(state)].clone()
+        state["lm_head.again.weight"] = state[a_matrix()].clone()
 
     done = converted(state_file(tmp_path / "left", more), PI0, tmp_path / "out")
     assert done.left_out == ["lm_head.again.weight", "value_head.0.weight"]
@@ -244,7 +245,7 @@ def test_ranks_that_are_missing_or_of_another_training(verl, left) -> None:
     second.unlink()
     assert "lacks the shards of 1 of 2 ranks (1)" in refused(verl)
     second.write_bytes(first.read_bytes())
-    assert "are missing, or there twice" in refused(verl)
+    assert "the files are not those of all ranks" in refused(verl)
     shutil.copy(left / "openvla/fsdp2" / second.name, second)
     assert "are of different trainings" in refused(verl)
     second.write_bytes(kept)
@@ -281,15 +282,14 @@ def test_local_shards_that_lack_the_last_rank(left, tmp_path) -> None:
         (lambda s: s[max(s)].fill_(float("nan")), "not finite"),
         (lambda s: s.update({max(s): s[max(s)].to(torch.int8)}), "only floating-point weights are read"),
         (lambda s: s.update({max(s): 3}), "and not a tensor"),
-        (lambda s: s.update({f"module.{max(s)}": torch.zeros(1)}), "with and without"),
+        (lambda s: s.update({f"_orig_mod.{max(s)}": torch.zeros(1)}), "without wrappers"),
         (lambda s: s.clear(), "holds no tensors by name"),
     ],
     ids=["missing", "unexpected", "shape", "nan", "quantised", "no tensor", "twice", "empty"],
 )
 def test_state_dicts_of_something_else(tmp_path, change, said) -> None:
     message = refused(state_file(tmp_path / "left", change))
-    assert said in message or said == "with and without" and "are not in the base" in message
-    assert "full_weights.pt" in message
+    assert said in message and "full_weights.pt" in message
 
 
 def test_the_base_of_another_model(left, bases) -> None:
@@ -306,8 +306,7 @@ def test_distributed_checkpoints_are_refused_with_the_command_that_converts_them
     assert f"`python -m torch.distributed.checkpoint.format_utils dcp_to_torch {folder} {file}`" in message
     for part in (".metadata", "__0_0.distcp"):
         assert recognises(folder / part) and "format_utils dcp_to_torch" in refused(folder / part)
-    command = [sys.executable, "-m", "torch.distributed.checkpoint.format_utils", "dcp_to_torch", folder, file]
-    subprocess.run([str(word) for word in command], check=True)
+    dcp_to_torch_save(folder, file)  # which that command calls
     converted(file, PI0, tmp_path / "out")
     assert equal(tensors(tmp_path / "out"), trained(PI0))
 
@@ -352,14 +351,15 @@ def test_shards_in_the_place_of_a_checkpoint_name_the_import(verl, kind) -> None
 
 
 @pytest.mark.parametrize(
-    "cases", [range(30), pytest.param(range(10_000), marks=pytest.mark.slow)], ids=["few", "all"]
+    "cases", [range(12), pytest.param(range(10_000), marks=pytest.mark.slow)], ids=["few", "all"]
 )
 @pytest.mark.parametrize("how", ["fsdp2", "local", "full/model_state_dict"])
 def test_damaged_shards(left, tmp_path, how, cases) -> None:
     whole = Path(shutil.copytree(left / "pi0" / how, tmp_path / "whole"))
-    (tmp_path / "out").mkdir()
 
     def read(path: Path) -> None:
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        (tmp_path / "out").mkdir()
         convert(path, PI0, tmp_path / "out")
         for tensor in read_tensors(tmp_path / "out/model.safetensors").values():
             assert tensor.isfinite().all()
