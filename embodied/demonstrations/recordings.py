@@ -28,7 +28,7 @@ from pydantic import BaseModel, ValidationError
 
 from embodied.demonstrations.layout import DatasetError
 from embodied.errors import nearest, shown
-from sim_farm.contract import EpisodeSpec
+from sim_farm.contract import EpisodeSpec, FarmError
 from sim_farm.registry import resolve
 from sim_farm.replay import Recording
 
@@ -57,6 +57,8 @@ class RecordingFile(Protocol):
     reward: Literal["dense", "sparse"] | None
     tolerance: float
     """Deviation of a state (m, rad) below which an episode counts as reproduced, where the user names none."""
+    goes_on: bool
+    """Whether an episode may depend on those before it in the file: the recorder's resets leave something behind."""
     episodes: tuple[str, ...]
     """Names of the episodes in their order."""
     absent: Mapping[str, str]
@@ -95,6 +97,13 @@ def open_recording(path: Path, task: str | None) -> RecordingFile:
     return ManiSkillFile(path, task) if kind_of(path) == "maniskill" else RobosuiteFile(path, task)
 
 
+class _Reset(BaseModel):
+    """Arguments of the reset before an episode."""
+
+    seed: Any = None
+    options: dict[str, Any] | None = None
+
+
 class _Episode(BaseModel):
     """An entry of `episodes` in ManiSkill's JSON file."""
 
@@ -102,14 +111,13 @@ class _Episode(BaseModel):
     episode_seed: int | None = None
     control_mode: str
     elapsed_steps: int | None = None
-    reset_kwargs: dict[str, Any] = {}
+    reset_kwargs: _Reset = _Reset()
 
     @property
-    def seed(self) -> int | None:
-        given = self.reset_kwargs.get("seed", self.episode_seed)
-        if isinstance(given, list) and len(given) == 1:
-            given = given[0]
-        return self.episode_seed if given is None else given
+    def seed(self) -> object:
+        """The seed of its environment. Of several environments that were reset at once each has its own."""
+        given = self.reset_kwargs.seed if self.episode_seed is None else self.episode_seed
+        return given[0] if isinstance(given, list) and len(given) == 1 else given
 
 
 class _EnvInfo(BaseModel):
@@ -138,6 +146,7 @@ class ManiSkillFile:
 
     format = "ManiSkill's trajectories"
     tolerance = 1e-3
+    goes_on = True
     subsets: Mapping[str, tuple[str, ...]] = {}
 
     def __init__(self, path: Path, task: str | None) -> None:
@@ -178,7 +187,7 @@ class ManiSkillFile:
 
     def read(self, name: str) -> Recording:
         entry = self._entries[name]
-        options = entry.reset_kwargs.get("options") or {}
+        options = entry.reset_kwargs.options or {}
         if unknown := sorted(set(options) - {"reconfigure"}):
             raise DatasetError(f"{self.path}: {name} was reset with the option {unknown[0]!r}, which is not known here")
         with _opened(self.path) as file:
@@ -192,7 +201,12 @@ class ManiSkillFile:
             success = np.full(steps, -1, np.int8)
             if "success" in group:
                 success = _array(self.path, group, "success", (steps,)).astype(np.bool_).astype(np.int8)
-            states = dict(_leaves(self.path, group, "env_states", steps + 1)) if "env_states" in group else {}
+            if "env_states" not in group:
+                raise DatasetError(
+                    f"{self.path}: {name} has no env_states, with which the replay is compared: record with "
+                    "RecordEpisode's record_env_state=True, or let ManiSkill's replay_trajectory write them"
+                )
+            states = dict(_leaves(self.path, group, "env_states", steps + 1))
         seed = entry.seed
         if not isinstance(seed, int) or not 0 <= seed < 2**31:
             raise DatasetError(f"{self.path}: {name} was reset with the seed {shown(seed)}; known are 0 to 2**31 - 1")
@@ -211,6 +225,7 @@ class RobosuiteFile:
     reward: Literal["dense", "sparse"] | None = "sparse"
     control_mode = "osc_pose"
     tolerance = 1e-2
+    goes_on = False
 
     def __init__(self, path: Path, task: str | None) -> None:
         self.path = path
@@ -227,8 +242,9 @@ class RobosuiteFile:
         self.format = "LIBERO's demonstrations" if "bddl_file_name" in told else "robomimic's demonstrations"
         if bddl is None and task is None:
             raise DatasetError(
-                f"{path} is robomimic's recording of {shown(env_args.get('env_name'))}, which no simulator here has: "
-                "accepted are recordings of LIBERO's tasks (their attributes name a .bddl file)"
+                f"{path} is robomimic's recording of {shown(env_args.get('env_name'))}, and names no .bddl "
+                "file: of robomimic's recordings those of LIBERO's tasks are accepted; name the task with --task "
+                "libero/SUITE/NUMBER"
             )
         self.task = task or task_of_bddl(path, str(bddl))
         _check_task(path, self.task, "libero")
@@ -286,7 +302,10 @@ def task_of_bddl(path: Path, bddl: str) -> str:
 def _check_task(path: Path, task: str, simulator: str) -> None:
     if not task.startswith(f"{simulator}/"):
         raise DatasetError(f"{path} is a recording of {simulator}'s, --task names {task}: name one of {simulator}/...")
-    resolve(task)
+    try:
+        resolve(task)
+    except FarmError as error:
+        raise DatasetError(f"{path} is a recording of a task that is not here: {error}"[:1000]) from error
 
 
 def _check_robot(path: Path, kwargs: Mapping[str, Any]) -> None:

@@ -97,6 +97,9 @@ class LiberoPhysics:
         self._gain()
         return self._result([], [], False, False)
 
+    def go_on(self, episode: EpisodeSpec) -> None:
+        self.reset(episode)  # MuJoCo's reset leaves nothing
+
     def begin_at(self, start: SimulatorState) -> PhysicsResult:
         self._user.take()
         self._recorded = True
