@@ -182,8 +182,8 @@ class ManiSkillFile:
             **{name: f"{about.name} has no entry of it" for name in sorted(groups - set(self._entries))},
         }
         gpu = str(kwargs.get("sim_backend", "")) not in ("", "auto", "cpu", "physx_cpu", "None")
-        self.notes = ("recorded on another solver than PhysX's on the CPU: expect deviations",) * gpu
-        self.notes += ("recorded observations and rewards are not copied: both are made anew",)
+        notes = ["recorded on another solver than PhysX's on the CPU: expect deviations"] * gpu
+        self.notes = (*notes, "recorded observations and rewards are not copied: both are made anew")
 
     def read(self, name: str) -> Recording:
         entry = self._entries[name]
@@ -254,7 +254,7 @@ class RobosuiteFile:
             raise DatasetError(f"{path}: data/{shown(unknown[0])} is none of the demonstrations demo_0, demo_1 ...")
         self.episodes = tuple(sorted(names, key=lambda name: int(name.removeprefix("demo_"))))
         self.absent: Mapping[str, str] = {}
-        self.notes = ("recorded observations are not copied: they are made anew",)
+        self.notes: tuple[str, ...] = ("recorded observations are not copied: they are made anew",)
         content = told.get("bddl_file_content", "")
         if content.lstrip().startswith("(define") and not _same_task_file(self.task, content):
             self.notes += ("the recording's task file (bddl_file_content) differs from the installed LIBERO's",)
@@ -341,7 +341,7 @@ def _same(one: Any, other: Any) -> bool:
     if one is None or other is None or isinstance(one, str | bool) or isinstance(other, str | bool):
         return bool(one == other)
     try:
-        return bool(np.array_equal(*np.broadcast_arrays(np.asarray(one, np.float64), np.asarray(other, np.float64))))
+        return bool((np.asarray(one, np.float64) == np.asarray(other, np.float64)).all())
     except (TypeError, ValueError):
         return False
 

@@ -105,7 +105,7 @@ class LiberoPhysics:
         self._recorded = True
         if start:
             self._recorded_model.take(start)
-            self._begin_at(start[STATE])
+            self._begin_at(start[STATE].astype(np.float64))
             self._control = Control(self._env)
             continue_control(self._env, start)
         self._gain()

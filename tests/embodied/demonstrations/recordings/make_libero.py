@@ -18,6 +18,7 @@ import json
 import lzma
 import os
 import re
+import runpy
 import shutil
 import sys
 import types
@@ -114,7 +115,7 @@ def shrink(source: Path, target: Path, demos: list[str], robomimic: bool = False
     with h5py.File(source) as old, h5py.File(small, "w") as new:
         data = new.create_group("data")
         for name, value in old["data"].attrs.items():
-            if not (robomimic and name.startswith("bddl")):
+            if not robomimic or name in ("env_args", "total"):  # which robomimic's dataset_states_to_obs.py keeps
                 data.attrs[name] = moved(value)
         for demo in demos:
             group = data.create_group(demo)
@@ -124,14 +125,15 @@ def shrink(source: Path, target: Path, demos: list[str], robomimic: bool = False
                 if name != "obs":
                     group[name] = value[()]
         if robomimic:
-            for key, names in (("train", demos[:-1]), ("valid", demos[-1:])):
-                new[f"mask/{key}"] = np.array(names, dtype="S")
+            for key, names in old["mask"].items():
+                new[f"mask/{key}"] = np.array([name for name in names[()] if name.decode() in demos], dtype="S")
     target.write_bytes(lzma.compress(small.read_bytes(), preset=9))
     small.unlink()
 
 
 def moved(value: Any) -> Any:
-    return re.sub(r"""/[^\s"'<>]*?/(?=libero/libero/|robosuite/)""", "/home/user/", value) if isinstance(value, str) else value
+    folders = r"""/[^\s"'<>]*?/(?=libero/libero/|robosuite/|libero-assets/)"""
+    return re.sub(folders, "/home/user/", value) if isinstance(value, str) else value
 
 
 def main() -> None:
@@ -143,7 +145,15 @@ def main() -> None:
     _lend_opengl()
     record(scripts, out, list(range(int(sys.argv[3]) if len(sys.argv) > 3 else 4)))
     dataset = convert(scripts, out)
-    print(dataset)
+    (HERE / "libero").mkdir(exist_ok=True)
+    shrink(out / "demo.hdf5", HERE / "libero/demo.hdf5.xz", ["demo_1"])
+    shrink(dataset, HERE / "libero/dataset.hdf5.xz", ["demo_0"])
+    converted = Path(shutil.copy(out / "demo.hdf5", out / "robomimic.hdf5"))
+    for name in ("torchvision", "torchvision.models", "torchvision.transforms"):  # of networks, which are not used here
+        sys.modules[name] = mock.MagicMock()
+    sys.argv = ["convert_robosuite.py", "--dataset", str(converted)]
+    runpy.run_module("robomimic.scripts.conversion.convert_robosuite", run_name="__main__")
+    shrink(converted, HERE / "libero/robomimic.hdf5.xz", ["demo_2"], robomimic=True)
 
 
 if __name__ == "__main__":
