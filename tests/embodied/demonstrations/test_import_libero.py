@@ -50,7 +50,8 @@ def edit(path: Path, change: Callable[[h5py.File], object]) -> Path:
 def test_liberos_dataset_comes_out_as_recorded(opened: Callable[[str], Path], tmp_path: Path) -> None:
     source = opened("dataset")
     result, dataset = imported(source, tmp_path / "out", env=Observations(("agentview",), 32, "rotated"))
-    assert (result["task"], result["control_mode"], result["replayed"], result["reproduced"]) == (TASK, "osc_pose", 1, 1)
+    assert (result["task"], result["control_mode"]) == (TASK, "osc_pose")
+    assert result["replayed"] == result["reproduced"] == 1
     assert result["largest_deviation"] < 1e-6 and result["tolerance"] == 1e-2
     with h5py.File(source) as file:
         demo = file["data/demo_0"]
@@ -59,7 +60,8 @@ def test_liberos_dataset_comes_out_as_recorded(opened: Callable[[str], Path], tm
         np.testing.assert_array_equal(batch.actions[:, 0], demo["actions"][()].astype(np.float32))
         # Time, the arm's seven joints, the two of the gripper, with which the dataset's proprioception ends.
         joints = demo["states"][:, 1 + 7 : 1 + 9]
-    assert dataset.column("next.success").tolist()[-1] and dataset.column("next.done").tolist() == [False] * (steps - 1) + [True]
+    assert dataset.column("next.success")[-1]
+    assert dataset.column("next.done").nonzero()[0].tolist() == [steps - 1]
     assert batch.proprio is not None
     np.testing.assert_allclose(batch.proprio[1:, -2:], joints[1:], atol=2e-3)
     assert batch.frames["agentview"].shape == (steps, 32, 32, 3) and batch.frames["agentview"].std() > 10
@@ -123,7 +125,7 @@ def put(name: str, values: Any) -> Callable[[h5py.File], object]:
 
 
 REFUSED = {
-    "another task": (attribute("bddl_file_name", "bddl_files/libero_spatial/x.bddl"), "'x.bddl', which is none of LIBERO's"),
+    "another task": (attribute("bddl_file_name", "bddl_files/libero_spatial/x.bddl"), "'x.bddl', which is none of"),
     "robot": (kwargs(robots=["Sawyer"]), r"robots \['Sawyer'\]"),
     "rate": (kwargs(control_freq=10), "recorded at 10 Hz"),
     "controller": (kwargs(controller_configs={"type": "JOINT_POSITION"}), "controller's type 'JOINT_POSITION'"),

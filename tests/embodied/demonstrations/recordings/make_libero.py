@@ -7,8 +7,8 @@ The episodes are those of `policies.waypoints.hand`, a script, on libero/libero_
 environment under robosuite's `DataCollectionWrapper`; no person holds a space mouse. What writes is LIBERO's:
 `gather_demonstrations_as_hdf5` of collect_demonstration.py (demo.hdf5), then `main` of create_dataset.py.
 
-Afterwards the files are made small: demonstrations are left out, pictures too, folders of the machine in `model_file` and
-in the attributes become `/home/user`, and what is left is compressed (xz). No number is changed.
+Afterwards the files are made small: demonstrations are left out, pictures too, folders of the machine in `model_file`
+and in the attributes become `/home/user`, and what is left is compressed (xz). No number is changed.
 """
 
 from __future__ import annotations
@@ -63,13 +63,12 @@ def record(scripts: Path, out: Path, seeds: list[int]) -> None:
     for seed in seeds:
         np.random.seed(seed)
         env.reset()
-        held = 0
-        for step in range(200):
+        held = steps = 0
+        while held < HOLD and steps < 200:
             env.step(np.clip(hand.act(state_of(env), find_task(TASK).instruction), -1, 1))
             held = held + 1 if env._check_success() else 0
-            if held == HOLD:
-                break
-        print("seed", seed, "steps", step + 1, "solved", env._check_success())
+            steps += 1
+        print("seed", seed, "steps", steps, "solved", env._check_success())
     env.close()
     collect.problem_info = problem
     collect.gather_demonstrations_as_hdf5(
