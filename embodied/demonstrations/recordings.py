@@ -57,6 +57,8 @@ class RecordingFile(Protocol):
     reward: Literal["dense", "sparse"] | None
     tolerance: float
     """Deviation of a state (m, rad) below which an episode counts as reproduced, where the user names none."""
+    goes_on: bool
+    """Whether an episode may depend on those before it in the file: the recorder's resets leave something behind."""
     episodes: tuple[str, ...]
     """Names of the episodes in their order."""
     absent: Mapping[str, str]
@@ -144,6 +146,7 @@ class ManiSkillFile:
 
     format = "ManiSkill's trajectories"
     tolerance = 1e-3
+    goes_on = True
     subsets: Mapping[str, tuple[str, ...]] = {}
 
     def __init__(self, path: Path, task: str | None) -> None:
@@ -179,8 +182,8 @@ class ManiSkillFile:
             **{name: f"{about.name} has no entry of it" for name in sorted(groups - set(self._entries))},
         }
         gpu = str(kwargs.get("sim_backend", "")) not in ("", "auto", "cpu", "physx_cpu", "None")
-        self.notes = ("recorded on another solver than PhysX's on the CPU: expect deviations",) * gpu
-        self.notes += ("recorded observations and rewards are not copied: both are made anew",)
+        notes = ["recorded on another solver than PhysX's on the CPU: expect deviations"] * gpu
+        self.notes = (*notes, "recorded observations and rewards are not copied: both are made anew")
 
     def read(self, name: str) -> Recording:
         entry = self._entries[name]
@@ -198,7 +201,12 @@ class ManiSkillFile:
             success = np.full(steps, -1, np.int8)
             if "success" in group:
                 success = _array(self.path, group, "success", (steps,)).astype(np.bool_).astype(np.int8)
-            states = dict(_leaves(self.path, group, "env_states", steps + 1)) if "env_states" in group else {}
+            if "env_states" not in group:
+                raise DatasetError(
+                    f"{self.path}: {name} has no env_states, with which the replay is compared: record with "
+                    "RecordEpisode's record_env_state=True, or let ManiSkill's replay_trajectory write them"
+                )
+            states = dict(_leaves(self.path, group, "env_states", steps + 1))
         seed = entry.seed
         if not isinstance(seed, int) or not 0 <= seed < 2**31:
             raise DatasetError(f"{self.path}: {name} was reset with the seed {shown(seed)}; known are 0 to 2**31 - 1")
@@ -217,6 +225,7 @@ class RobosuiteFile:
     reward: Literal["dense", "sparse"] | None = "sparse"
     control_mode = "osc_pose"
     tolerance = 1e-2
+    goes_on = False
 
     def __init__(self, path: Path, task: str | None) -> None:
         self.path = path
@@ -233,8 +242,9 @@ class RobosuiteFile:
         self.format = "LIBERO's demonstrations" if "bddl_file_name" in told else "robomimic's demonstrations"
         if bddl is None and task is None:
             raise DatasetError(
-                f"{path} is robomimic's recording of {shown(env_args.get('env_name'))}, which no simulator here has: "
-                "accepted are recordings of LIBERO's tasks (their attributes name a .bddl file)"
+                f"{path} is robomimic's recording of {shown(env_args.get('env_name'))}, and names no .bddl "
+                "file: of robomimic's recordings those of LIBERO's tasks are accepted; name the task with --task "
+                "libero/SUITE/NUMBER"
             )
         self.task = task or task_of_bddl(path, str(bddl))
         _check_task(path, self.task, "libero")
@@ -244,7 +254,7 @@ class RobosuiteFile:
             raise DatasetError(f"{path}: data/{shown(unknown[0])} is none of the demonstrations demo_0, demo_1 ...")
         self.episodes = tuple(sorted(names, key=lambda name: int(name.removeprefix("demo_"))))
         self.absent: Mapping[str, str] = {}
-        self.notes = ("recorded observations are not copied: they are made anew",)
+        self.notes: tuple[str, ...] = ("recorded observations are not copied: they are made anew",)
         content = told.get("bddl_file_content", "")
         if content.lstrip().startswith("(define") and not _same_task_file(self.task, content):
             self.notes += ("the recording's task file (bddl_file_content) differs from the installed LIBERO's",)
@@ -331,7 +341,7 @@ def _same(one: Any, other: Any) -> bool:
     if one is None or other is None or isinstance(one, str | bool) or isinstance(other, str | bool):
         return bool(one == other)
     try:
-        return bool(np.array_equal(*np.broadcast_arrays(np.asarray(one, np.float64), np.asarray(other, np.float64))))
+        return bool((np.asarray(one, np.float64) == np.asarray(other, np.float64)).all())
     except (TypeError, ValueError):
         return False
 
