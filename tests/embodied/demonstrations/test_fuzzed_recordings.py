@@ -34,7 +34,8 @@ PUSH = TaskSpec("maniskill/PushCube-v1", "pd_ee_delta_pose", max_episode_steps=1
 VALUES: tuple[Any, ...] = (
     0, -1, 1e30, np.nan, "x", b"\xff", "é" * 1000, "{}", "[]", np.zeros(0), np.zeros((3, 0)), np.zeros((1, 1, 1)),
     np.ones((12, 7), np.float16), np.ones((13, 13), np.complex64), np.array(["demo_0", "demo_9"], "S"),
-    h5py.Empty("f4"), h5py.SoftLink("/"), h5py.SoftLink("/nowhere"), h5py.ExternalLink("/etc/passwd", "/"), np.dtype("f4"),
+    h5py.Empty("f4"), h5py.SoftLink("/"), h5py.SoftLink("/nowhere"), h5py.ExternalLink("/etc/passwd", "/"),
+    np.dtype("f4"),
 )  # fmt: skip
 
 

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 
 from embodied import cli
-from embodied.commands.importing import Arguments, Observations, run
+from embodied.commands.importing import Arguments, run
 from embodied.config import RuntimeConfig
 from embodied.demonstrations import Dataset, DatasetError
 from embodied.demonstrations.importer import moving
 from embodied.demonstrations.mixture import open_dataset
 from embodied.demonstrations.recordings import ManiSkillFile
-from embodied.demonstrations.sources import import_command
+from embodied.demonstrations.sources import Observations, import_command
 from embodied.errors import UserError
 from sim_farm.contract import FarmError, TaskSpec
 from sim_farm.replay import Replayer
@@ -112,6 +112,7 @@ def test_recorded_starts_replay_again_from_the_dataset(pushes: tuple[dict[str, A
     with closing(Replayer(task)) as replayer:
         again = replayer.replay(episode.spec, batch.actions[:, 0])
     steps = again.steps  # a task that is solved ends; the recording went on
+    assert batch.proprio is not None
     np.testing.assert_array_equal(again.proprio, batch.proprio[:steps])
     assert again.success[-1] and again.success.tolist() == dataset.column("next.success")[:steps].tolist()
 

@@ -12,11 +12,12 @@ import h5py
 import numpy as np
 import pytest
 
-from embodied.commands.importing import Arguments, Observations, run
+from embodied.commands.importing import Arguments, run
 from embodied.config import RuntimeConfig
 from embodied.demonstrations import Dataset, DatasetError
 from embodied.demonstrations.importer import chosen
 from embodied.demonstrations.recordings import RobosuiteFile, kind_of, task_of_bddl
+from embodied.demonstrations.sources import Observations
 from embodied.errors import UserError
 from tests import libero_assets
 
@@ -98,8 +99,8 @@ def move_stove(file: h5py.File) -> None:
 
 OTHER_MODELS = {
     "a fixture on the way": (move_stove, r"step \d+: "),
-    "another body": (model('name="plate_1_main"', 'name="dish_main"'), "also has the bodies dish_main, and lacks plate_1"),
-    "another place of the robot": (model('"robot0_base" pos="-0.66', '"robot0_base" pos="-0.6'), "robot0_base lies 0.06"),
+    "another body": (model('name="plate_1_main"', 'name="dish"'), "also has the bodies dish, and lacks plate_1_main"),
+    "another place": (model('"robot0_base" pos="-0.66', '"robot0_base" pos="-0.6'), "robot0_base lies 0.06"),
     "no numbers": (model('"robot0_base" pos="-0.66', '"robot0_base" pos="x'), "'robot0_base' has no pos of numbers"),
     "entities": (model("<mujoco ", "<!DOCTYPE x><mujoco "), "declares entities"),
     "cut short": (model("</mujoco>", ""), "is no XML"),

@@ -3,8 +3,8 @@
     python tests/embodied/demonstrations/recordings/make_maniskill.py
 
 `push_ee`: PushCube-v1, `pd_ee_delta_pose`, three episodes: in two the gripper goes behind the cube and pushes it onto
-the goal; in the third it pushes beside it. `push_joints`: the same task with `pd_joint_delta_pos`, whose targets are the joints
-that the robot had in `push_ee`; each episode has some steps of zeros. Files are as the recorder wrote them.
+the goal; in the third it pushes beside it. `push_joints`: the same task with `pd_joint_delta_pos`, whose targets are
+the joints that the robot had in `push_ee`; each episode has some steps of zeros. Files are as the recorder wrote them.
 """
 
 from __future__ import annotations
