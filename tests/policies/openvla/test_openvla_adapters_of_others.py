@@ -325,11 +325,16 @@ def test_half_an_adapter_is_refused(base, adapter):
         adapted(base, adapter)
 
 
-@pytest.mark.parametrize("pattern", ["(" * 30, r"(\w+\.?)+!", 5], ids=["broken", "slow", "number"])
-def test_patterns_of_strangers_neither_hang_nor_break(base, adapter, pattern):
+@pytest.mark.parametrize("pattern", ["(" * 30, 5], ids=["broken", "number"])
+def test_patterns_that_are_none_are_refused(base, adapter, pattern):
     edit(adapter, target_modules=pattern)
     with pytest.raises(PolicyError, match="target_modules"):
         adapted(base, adapter)
+
+
+def test_a_pattern_of_a_stranger_does_not_hang(base, adapter):
+    edit(adapter, target_modules=r"(\w+\.?)+[!?]")  # Python's own `re` takes for ever
+    adapted(base, adapter)
 
 
 def test_what_was_saved_with_an_adapter_goes_with_it(tmp_path):
