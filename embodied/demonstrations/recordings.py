@@ -163,7 +163,8 @@ class ManiSkillFile:
         if len(modes) != 1:
             raise DatasetError(
                 f"{about} has episodes of {len(modes)} control modes "
-                f"({_plain(', '.join(modes)) or 'no episode at all'}): a dataset has one; record or convert them with ManiSkill's replay_trajectory first"
+                f"({_plain(', '.join(modes)) or 'no episode at all'}): a dataset has one; "
+                "record or convert them with ManiSkill's replay_trajectory first"
             )
         self.control_mode = modes[0]
         kwargs = told.env_info.env_kwargs
