@@ -6,10 +6,14 @@ it (`--loss.clip 0.1`).
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
+import yaml
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from tyro.constructors import PrimitiveConstructorSpec
 
 from embodied.hub import checkpoint_folder
 from embodied.named_code import KEYS
@@ -19,6 +23,8 @@ HERE = Path(__file__).parent
 """In the source tree `configs` and `assets` are links in this folder, so that an installed package has copies."""
 LARGEST = 2**31 - 1
 """Of the whole numbers in a configuration."""
+LARGEST_INDEX = 99_999
+"""The largest number that a range may name."""
 
 
 class Section(BaseModel):
@@ -45,6 +51,74 @@ def _below_runs(name: str) -> str:
     return name
 
 
+def indices_of(text: str) -> tuple[int, ...]:
+    """The numbers that ranges such as `0-24,30` name, in their order. Raises `ValueError` for another text, and where a
+    number is named twice."""
+    numbers: list[int] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"\s*([0-9]{1,9})\s*(?:-\s*([0-9]{1,9})\s*)?", part, re.ASCII)
+        if found is None:
+            raise ValueError(f"{text[:100]!r} is no list of ranges such as 0-24,30")
+        first, last = int(found[1]), int(found[2] or found[1])
+        if last < first:
+            raise ValueError(f"the range {part.strip()} goes down: write {last}-{first}")
+        if last > LARGEST_INDEX:
+            raise ValueError(f"the range {part.strip()} names numbers beyond {LARGEST_INDEX}")
+        numbers += range(first, last + 1)
+    if len(set(numbers)) < len(numbers):
+        twice = next(number for number in numbers if numbers.count(number) > 1)
+        raise ValueError(f"{text[:100]} names {twice} twice")
+    return tuple(numbers)
+
+
+def _first_or_ranges(states: int | str) -> int | str:
+    if isinstance(states, str) and states.strip().isdecimal():  # as the command line reads it
+        states = int(states)
+    if isinstance(states, str):
+        indices_of(states)
+    elif states < 0:
+        raise ValueError("the number of recorded initial states cannot be below 0")
+    return states
+
+
+def _indices(states: tuple[int | str, ...] | None) -> tuple[int | str, ...] | None:
+    if states is not None and min((part for part in states if isinstance(part, int)), default=0) < 0:
+        raise ValueError("the recorded initial states are counted from 0")
+    for part in states or ():
+        if isinstance(part, str):
+            indices_of(part)
+    return states
+
+
+def _each(value: Any) -> Any:
+    """One entry alone stands for a list of one."""
+    return (value,) if isinstance(value, (str, int, float, dict)) else value
+
+
+def _entry(text: str) -> Any:
+    """An entry of sft.features as the command line has it: a name, or a mapping in YAML."""
+    if not text.lstrip().startswith("{"):
+        return text
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ValueError(f"{text[:200]} is no mapping in YAML, as '{{image: observation.images.front}}' is") from None
+
+
+FeatureNames = Annotated[
+    str | dict[str, str],
+    BeforeValidator(lambda value: _entry(value) if isinstance(value, str) else value),
+    PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="NAME|{KEY: OURS, ...}",
+        instance_from_str=lambda words: _entry(words[0]),
+        is_instance=lambda value: isinstance(value, (str, dict)),
+        str_from_instance=lambda value: [value if isinstance(value, str) else yaml.safe_dump(value, None).strip()],
+    ),
+]
+"""How one dataset's features are called here (`sft.features`)."""
+
+
 class EnvConfig(Section):
     task: str = "maniskill/PushCube-v1"
     """`<simulator>/<task>`."""
@@ -61,8 +135,9 @@ class EnvConfig(Section):
     """Height and width of a frame in pixels."""
     settle_steps: Annotated[int, Field(ge=0)] = 0
     """Env steps at rest at an episode's beginning, before the first observation; they are not counted."""
-    init_states: Annotated[int, Field(ge=0)] = 0
-    """Training episodes begin from the first so many recorded initial states of the task; 0: from seeds alone."""
+    init_states: Annotated[int | str, AfterValidator(_first_or_ranges)] = 0
+    """Recorded initial states of the task that training episodes begin from: the first so many, or those of ranges
+    such as `0-24,30`; 0: episodes begin from seeds alone."""
     start_seeds: Annotated[int, Field(ge=0)] = 0
     """Training episodes begin from one of so many seeds, the same in every run; 0: each from a seed of its own."""
     orientation: Orientation = "upright"
@@ -71,6 +146,11 @@ class EnvConfig(Section):
     """The last action element: the `simulator`'s own, its sign (`binary`), or 1 opens and 0 closes (`inverted`)."""
     num_envs: Annotated[int, Field(ge=1, le=65536)] = 16
     """Environments that run side by side."""
+
+    @property
+    def recorded_starts(self) -> Sequence[int]:
+        """Indices of the recorded initial states that training episodes begin from; empty: from seeds alone."""
+        return range(self.init_states) if isinstance(self.init_states, int) else indices_of(self.init_states)
 
 
 class FarmConfig(Section):
@@ -276,11 +356,32 @@ class RewardConfig(Section):
         return named if named is None or named.exists() or not (HERE / named).is_dir() else HERE / named
 
 
+Check = Literal["actions", "gripper", "fps", "orientation", "repeated"]
+"""What is checked of demonstrations, where a refusal can be overruled (`sft.insist`)."""
+
+
 class SFTConfig(Section):
     """Supervised learning from demonstrations (`embodied sft`)."""
 
     data: tuple[Path, ...] = ()
     """Datasets in LeRobot's layout, as `embodied record` writes them (--data)."""
+    features: Annotated[tuple[FeatureNames, ...], BeforeValidator(_each)] = ()
+    """What the datasets' features are called here, by their keys: `{image: observation.images.front, state:
+    observation.state, actions: action}`; or the name of a shipped mapping (docs/demonstrations.md). One for all
+    datasets, or one for each."""
+    episodes: Annotated[tuple[str, ...], BeforeValidator(_each)] = ()
+    """Episodes that are used, by number and range (`0-49,60`), `all` for all: one text for all datasets, or one for
+    each. None: all."""
+    only_successes: bool = False
+    """Use solved episodes alone. Refused for a dataset that does not say which they are."""
+    weights: Annotated[tuple[Annotated[float, Field(gt=0)], ...], BeforeValidator(_each)] = ()
+    """How often rows of each dataset are drawn, relative to the other datasets; rows of one dataset are drawn alike,
+    with repetition. None: an epoch visits every row of every dataset once, so that every row counts alike."""
+    gripper: Literal["as_is", "from_0_1", "from_1_0", "from_minus_plus", "from_plus_minus"] = "as_is"
+    """How the datasets' last action element becomes that of env.gripper: `from_0_1`: 0 and 1 become the lower and the
+    upper end of its range; `from_1_0`: 1 and 0 do; `from_minus_plus`: -1 and 1; `from_plus_minus`: 1 and -1."""
+    insist: Annotated[tuple[Check, ...], BeforeValidator(_each)] = ()
+    """Checks of the data whose refusals become warnings (docs/demonstrations.md)."""
     steps: Annotated[int, Field(ge=1)] = 1000
     """Optimiser steps."""
     batch: Annotated[int, Field(ge=1)] = 64
@@ -288,7 +389,7 @@ class SFTConfig(Section):
     lr: Annotated[float, Field(gt=0)] = 3e-4
     """Learning rate of the first step; it falls linearly to zero."""
     holdout: Annotated[float, Field(ge=0, lt=1)] = 0.1
-    """Share of the episodes that is measured and not learned from."""
+    """Share of each dataset's episodes that is measured and not learned from."""
     measure_every: Annotated[int, Field(ge=1)] = 100
     """Steps between rows of metrics."""
     checkpoint_every: Annotated[int, Field(ge=1)] = 500
@@ -302,9 +403,14 @@ class EvalConfig(Section):
     """A published protocol for LIBERO, which overrides env's max_episode_steps, settle_steps, orientation, image_size
     and gripper; None: as env says. See docs/evaluating.md."""
     episodes: Annotated[int, Field(ge=1)] | None = None
-    """Trials of each task, from seeds that no training run draws; None: as the protocol says, or 100."""
-    init_states: tuple[Annotated[int, Field(ge=0)], ...] | None = None
-    """Recorded initial states that the trials begin from, in turn; None: as the protocol says, or from seeds alone."""
+    """Trials of each task, from seeds of a stream that training does not draw from; None: as the protocol says, or
+    100."""
+    init_states: Annotated[tuple[int | str, ...] | None, BeforeValidator(_each), AfterValidator(_indices)] = None
+    """Recorded initial states that the trials begin from, in turn: indices, and ranges such as `25-49`; None: as the
+    protocol says, or from seeds alone."""
+    ignore_terminations: bool = False
+    """Episodes go on to the step limit, whether or not the task was solved before (ManiSkill's name): success at the
+    end then differs from success once. False: success ends an episode."""
     greedy: bool | None = None
     """Take the policy's mode, or sample; None: as the protocol says, or greedy."""
     instruction: Annotated[str, Field(min_length=1)] | None = None
@@ -319,6 +425,12 @@ class EvalConfig(Section):
     """Trials of each task in an evaluation during training."""
     videos: Annotated[int, Field(ge=0, le=16)] = 9
     """Episodes in the tiled video, failures first; 0 makes none."""
+
+    @property
+    def recorded_states(self) -> tuple[int, ...] | None:
+        """Indices of the recorded initial states that the trials begin from, in turn; None where none are named."""
+        parts = [(part,) if isinstance(part, int) else indices_of(part) for part in self.init_states or ()]
+        return tuple(index for part in parts for index in part) or None
 
 
 class RuntimeConfig(Section):

@@ -184,6 +184,17 @@ class Policy(nn.Module):
         """
 
     @property
+    def network_image_size(self) -> int | None:
+        """Height and width in pixels of the pictures that the network is shown, whatever size frames have. None, the
+        default: frames are shown as they are, and have `spec.image_size`."""
+        return None
+
+    @property
+    def normalised_by(self) -> str:
+        """Whose statistics give actions and observations their units, in words."""
+        return "observations by the rows learned from; actions are in the environment's units"
+
+    @property
     def has_new_adapter(self) -> bool:
         """Whether all that is trained of the actor is an adapter that changes nothing yet: then `without_adapter` is,
         from now on and whatever is learned, the policy as it is now."""
@@ -225,6 +236,12 @@ class Policy(nn.Module):
         """Raise `PolicyError` if files that the architecture's arguments name are missing. Quick: no tensor is read."""
 
     @classmethod
+    def assumed(cls, architecture: Mapping[str, Any]) -> Sequence[str]:
+        """What the files that the arguments name leave open, and a wrong guess of which would fail silently: a sentence
+        for each, with what was taken and the option that says otherwise. Quick: no tensor is read."""
+        return ()
+
+    @classmethod
     def reads(cls, config: Mapping[str, Any]) -> bool:
         """True where a checkpoint directory with this config.json is one that this kind is made of."""
         return False
@@ -235,6 +252,12 @@ class Policy(nn.Module):
         its arguments says so, and the convention that it converts from. With another one the network would see or say
         what it was never trained with."""
         return {}
+
+    @classmethod
+    def statistics_name(cls, architecture: Mapping[str, Any]) -> str | None:
+        """Name of the dataset whose statistics give actions their unit; None where a checkpoint's files give them no
+        name, or they are of what the policy itself has learned from. Reads no tensor."""
+        return None
 
     @classmethod
     def can_contrast(cls, architecture: Mapping[str, Any]) -> bool:

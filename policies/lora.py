@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
 from torch import Tensor, nn
 
+from policies.adapter_bases import WAY, check_named_base, is_merged
 from policies.contract import Policy, PolicyError
 from policies.files import (
     ADAPTER,
@@ -35,14 +36,28 @@ from policies.torchvision_operators import import_torchvision
 PREFIX = "base_model.model."
 NAME = "default"
 """PEFT's name of the only adapter."""
-UNSUPPORTED = ("modules_to_save", "use_dora", "layer_replication", "trainable_token_indices", "megatron_config")
-"""Entries that may not be set. With the last PEFT imports a module that the file names."""
+HONOURED = (
+    "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules", "exclude_modules",
+    "layers_to_transform", "layers_pattern", "init_lora_weights", "bias", "base_model_name_or_path", "peft_type",
+)  # fmt: skip
+"""Entries that are done as they say, or checked."""
+HARMLESS = (
+    "task_type", "auto_mapping", "peft_version", "revision", "inference_mode", "lora_dropout", "fan_in_fan_out",
+    "loftq_config", "megatron_core", "qalora_group_size", "runtime_config",
+)  # fmt: skip
+"""Entries that change nothing in an adapter of linear layers that is trained: dropout is of the training, PEFT itself
+switches `fan_in_fan_out` off there, and some belong to others, which are refused. Any other that is set is refused too:
+`modules_to_save`, `use_dora`, `target_parameters`, `megatron_config` (with which PEFT imports a module that the file
+names), and what newer versions of PEFT will have."""
 INITIALISATIONS = (True, False, "gaussian")
 """Those that leave the base as it is: the others (pissa, olora, ...) move part of it into the adapter."""
 BASE = "base_digest"
 """Entry of adapter_config.json that says of which base the adapter is. PEFT's own reader passes over it."""
 
 
+OUTPUT_LAYERS = ("lm_head",)
+"""Linear layers that PEFT's `all-linear` leaves out."""
+LONGEST_MATCH_S = 1.0
 PATTERN = r"[\w.^$\\-]+"
 """Of names of modules, which PEFT takes for regular expressions: those of strangers may take for ever."""
 Rank = Annotated[int, Field(strict=True, ge=0, le=2**16)]
@@ -64,8 +79,10 @@ class _Said(BaseModel, extra="allow"):
 class AdaptedModel(nn.Module):
     """A network on which adapters may hang. Names of modules and tensors differ between it and its checkpoint."""
 
-    digested: ClassVar[tuple[str, ...]]
-    """Tensors of the checkpoint, of which any fine-tuning changes at least one."""
+    @property
+    def digested(self) -> tuple[str, ...]:
+        """Tensors of the checkpoint, of which any fine-tuning changes at least one."""
+        raise NotImplementedError
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,6 +99,10 @@ class AdaptedModel(nn.Module):
     def checkpoint_name(self, name: str) -> str:
         """The checkpoint's name of a tensor, or of an adapter's."""
         raise NotImplementedError
+
+    def adapter_name(self, name: str) -> str:
+        """The checkpoint's name of an adapter's tensor, which other programs may call something else."""
+        return name
 
     def checkpoint_state(self) -> dict[str, Tensor]:
         """The tensors by the checkpoint's names."""
@@ -114,16 +135,20 @@ class AdaptedPolicy(Policy):
         return (p for p in super().actor_parameters() if p.requires_grad)
 
 
-def load_adapter(model: AdaptedModel, folder: Path) -> None:
+def load_adapter(model: AdaptedModel, folder: Path, *, any_base: bool = False) -> None:
     """Replace the adapter's tensors by the directory's. Raises `PolicyError` unless they fit."""
-    state = read_adapter(model, folder)
+    state = read_adapter(model, folder, any_base=any_base)
     model.load_state_dict(state, strict=False)
 
 
-def read_adapter(model: AdaptedModel, folder: Path) -> dict[str, Tensor]:
-    """The adapter's tensors under the names of the model's state dict, checked against it, which stays as it is."""
-    check_base(model, folder, read_adapter_config(folder))
-    found = {name: t for name, t in read_adapter_file(folder).items() if name not in model.unused_adapter}
+def read_adapter(model: AdaptedModel, folder: Path, *, any_base: bool = False) -> dict[str, Tensor]:
+    """The adapter's tensors under the names of the model's state dict, checked against it, which stays as it is.
+
+    `any_base` takes an adapter of another base."""
+    if not any_base:
+        check_base(model, folder, read_adapter_config(folder))
+    stored = {model.adapter_name(name): tensor for name, tensor in read_adapter_file(folder).items()}
+    found = {name: tensor for name, tensor in stored.items() if name not in model.unused_adapter}
     own = {_plain(model, name): name for name in adapter_names(model)}
     state = model.state_dict()
     if found.keys() != own.keys():
@@ -210,9 +235,9 @@ def base_digest(model: AdaptedModel) -> str:
     return digest.hexdigest()
 
 
-def attach(model: AdaptedModel, config: dict[str, Any]) -> None:
+def attach(model: AdaptedModel, config: dict[str, Any], source: Path | None = None) -> None:
     """Freeze the model and hang new adapters on what PEFT's `config` says: A drawn from a normal distribution, B zero,
-    both float32. Raises `PolicyError`."""
+    both float32. Raises `PolicyError`, which names the `source` of the configuration."""
     import_torchvision()
     from peft import LoraConfig, inject_adapter_in_model
     from peft.tuners.tuners_utils import cast_adapter_dtype
@@ -224,7 +249,8 @@ def attach(model: AdaptedModel, config: dict[str, Any]) -> None:
         inject_adapter_in_model(ready, model, adapter_name=NAME)
     except Exception as error:  # a configuration of somebody's: PEFT raises anything for what it has not thought of
         what = str(error)[:SHOWN_ERROR] or type(error).__name__
-        raise PolicyError(f"an adapter of r={shown(config.get('r'))} cannot be made: {what}") from error
+        where = "" if source is None else f"{source}: "
+        raise PolicyError(f"{where}an adapter of r={shown(config.get('r'))} cannot be made: {what}") from error
     # Small steps would be lost in bfloat16's eight bits.
     cast_adapter_dtype(model, NAME, autocast_adapter_dtype=True)
     model.adapter_config = dict(config)
@@ -243,9 +269,9 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     config = read_json(path)
     if config.get("peft_type") != "LORA":
         raise PolicyError(f"{path}: only LORA adapters are supported, this one is {config.get('peft_type')!r}")
-    for name in UNSUPPORTED:
-        if config.get(name):
-            raise PolicyError(f"{path}: {name} is not supported")
+    for name in sorted(config.keys() - {*HONOURED, *HARMLESS, BASE}):
+        if config[name]:
+            raise PolicyError(f"{path}: {shown(name).strip(chr(39))} is not supported, and it is {shown(config[name])}")
     said = checked(path, _Said, config)
     given = [said.exclude_modules, said.layers_pattern, list(said.rank_pattern), list(said.alpha_pattern)]
     for pattern in (one for each in given for one in ([each] if isinstance(each, str) else each or [])):
@@ -272,10 +298,58 @@ def read_adapter_file(folder: Path) -> dict[str, Tensor]:
 
 
 def check_base(model: AdaptedModel, folder: Path, config: dict[str, Any]) -> None:
-    digest = config.get(BASE)
-    if digest is not None and digest != base_digest(model):
-        base = config.get("base_model_name_or_path")
-        raise PolicyError(f"{folder} is an adapter of another base: it was trained on {base}, with other weights")
+    """Raise `PolicyError` if the adapter of a PEFT directory says that it belongs to another base than the model."""
+    digest, named = config.get(BASE), config.get("base_model_name_or_path")
+    if digest is not None:
+        if digest != base_digest(model):
+            raise PolicyError(
+                f"{folder} is an adapter of another base: it was trained on {shown(named, 300).strip(chr(39))}, with "
+                f"other weights; set policy.options.checkpoint to that base, or {WAY}"
+            )
+    elif isinstance(named, str) and named and model.base_folder is not None:
+        check_named_base(folder, named, model.base_folder, plain_state(model))
+
+
+def check_not_merged(model: AdaptedModel, folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Raise `PolicyError` if the tensors tell that the adapter is in the model's weights already."""
+    if is_merged(plain_state(model), tensors, config):
+        raise PolicyError(
+            f"{folder} was merged into the weights of {model.base_folder} already: it would count twice. Leave "
+            f"policy.options.adapter out, or set policy.options.checkpoint to the adapter's base; {WAY}"
+        )
+
+
+def check_whole(folder: Path, config: dict[str, Any], modules: Iterable[str], layers: Iterable[str]) -> None:
+    """Raise `PolicyError` if target_modules has layers of which the file has no tensors.
+
+    `modules` are the layers that it has tensors of, `layers` the names of the linear layers that it could be of."""
+    missing = sorted(layer for layer in set(layers) - set(modules) if _targeted(folder, config, layer))
+    if missing:
+        raise PolicyError(
+            f"{folder / ADAPTER} is not whole: target_modules in {ADAPTER_CONFIG} names {missing[0]!r}, of which it "
+            f"has no tensors ({len(missing)} such layers); save the adapter again"
+        )
+
+
+def _targeted(folder: Path, config: dict[str, Any], layer: str) -> bool:
+    """Whether PEFT hangs an adapter on the linear layer."""
+    import regex  # type: ignore[import-untyped]  # with a limit of time: the pattern is a stranger's
+    from peft import LoraConfig
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    target = config.get("target_modules")
+    if not target:
+        return False
+    try:
+        if isinstance(target, str):
+            if target == "all-linear":
+                return layer.rsplit(".", 1)[-1] not in OUTPUT_LAYERS
+            return regex.fullmatch(target, layer, timeout=LONGEST_MATCH_S) is not None
+        return bool(check_target_module_exists(LoraConfig(**_known(config)), layer))
+    except Exception as error:  # a pattern of somebody's
+        what = str(error)[:SHOWN_ERROR] or type(error).__name__
+        path = folder / ADAPTER_CONFIG
+        raise PolicyError(f"{path}: target_modules {shown(target)} cannot be used: {what}") from error
 
 
 def _plain(model: AdaptedModel, name: str) -> str:

@@ -87,8 +87,27 @@ class State(Transform):
         return state[:, list(self.take)]
 
 
+class Differences(Transform):
+    """The network says some numbers of its actions as differences to the same numbers of the state."""
+
+    def relative(self) -> list[int]:
+        """Which numbers they are."""
+        raise NotImplementedError
+
+    def executed(self, actions: Tensor, state: Tensor) -> Tensor:
+        return actions + self._offset(actions, state)
+
+    def demonstrated(self, actions: Tensor, state: Tensor) -> Tensor:
+        return actions - self._offset(actions, state)
+
+    def _offset(self, actions: Tensor, state: Tensor) -> Tensor:
+        offset, numbers = torch.zeros_like(actions[:, :1]), self.relative()
+        offset[:, 0, numbers] = state[:, numbers].to(offset.dtype)
+        return offset
+
+
 @dataclass(frozen=True, config=STRICT)
-class DeltaActions(Transform):
+class DeltaActions(Differences):
     """The network says the first numbers of its actions as differences to the state's first numbers."""
 
     dims: Annotated[int, Field(ge=1)]
@@ -103,16 +122,30 @@ class DeltaActions(Transform):
             )
         return spec
 
-    def executed(self, actions: Tensor, state: Tensor) -> Tensor:
-        return actions + self._offset(actions, state)
+    def relative(self) -> list[int]:
+        return list(range(self.dims))
 
-    def demonstrated(self, actions: Tensor, state: Tensor) -> Tensor:
-        return actions - self._offset(actions, state)
 
-    def _offset(self, actions: Tensor, state: Tensor) -> Tensor:
-        offset = torch.zeros_like(actions[:, :1])
-        offset[:, 0, : self.dims] = state[:, : self.dims].to(offset.dtype)
-        return offset
+@dataclass(frozen=True, config=STRICT)
+class RelativeActions(Differences):
+    """The network says these numbers of its actions as differences to the state's: those between others that are
+    absolute, a first arm's gripper for example."""
+
+    numbers: tuple[Annotated[int, Field(ge=0)], ...]
+    kind: Literal["relative_actions"] = "relative_actions"
+
+    def spec(self, spec: PolicySpec) -> PolicySpec:
+        most = min(spec.action_dim, spec.proprio_dim)
+        if not self.numbers or max(self.numbers) >= most or len(set(self.numbers)) < len(self.numbers):
+            raise PolicyError(
+                f"relative_actions takes some of the numbers 0 to {most - 1}, which state ({spec.proprio_dim}) and "
+                f"actions ({spec.action_dim}) both have, each once; got {list(self.numbers)}. The state is read where "
+                "'proprio' is in policy.reads"
+            )
+        return spec
+
+    def relative(self) -> list[int]:
+        return list(self.numbers)
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -142,7 +175,7 @@ class Gripper(Transform):
         return torch.cat([actions[..., :-1], is_open.to(actions.dtype)], -1)
 
 
-Entry = TurnImages | State | DeltaActions | Gripper
+Entry = TurnImages | State | DeltaActions | Gripper | RelativeActions
 _READER: TypeAdapter[Entry] = TypeAdapter(Annotated[Entry, Field(discriminator="kind")])
 
 
@@ -182,11 +215,12 @@ class Transforms:
 
     def check_demonstrated_units(self) -> None:
         """Raise `PolicyError` where units cannot be those of demonstrated actions, one env step at a time."""
-        if self.has(DeltaActions):
-            raise PolicyError(
-                "units of demonstrations are of actions, not of a chunk's differences to the state: leave delta_actions"
-                " out of transforms, or name the checkpoint's own statistics"
-            )
+        for entry in self.entries:
+            if isinstance(entry, Differences):
+                raise PolicyError(
+                    "units of demonstrations are of actions, not of a chunk's differences to the state: leave "
+                    f"{entry.kind} out of transforms, or name the checkpoint's own statistics"
+                )
 
     def frames(self, frames: Tensor) -> Tensor:
         """A camera's pictures uint8 [B, H, W, 3], as the network is shown them."""

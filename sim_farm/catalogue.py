@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
+from importlib import metadata
 
 from sim_farm.backends.maniskill_instructions import INSTRUCTIONS
-from sim_farm.contract import FarmError
+from sim_farm.contract import FarmError, TaskFiles
 from sim_farm.registry import BACKENDS, backend, nearest
 
 LIBERO_SUITES = {"libero_spatial": 10, "libero_object": 10, "libero_goal": 10, "libero_10": 10, "libero_90": 90}
@@ -20,15 +21,25 @@ class Entry:
     """As its backend's `tasks()`, in the same order."""
     files: str | None = None
     """`module:function` that raises `FarmError` where files that all its tasks need are missing."""
+    packages: tuple[str, ...] = ()
+    """Distributions whose versions say which simulator it is."""
+    own_files: bool = False
+    """Whether its tasks are defined by files of their own (`Backend.files`)."""
+    other_suites: str = ""
+    """What is said of a suite that it does not have."""
 
 
 CATALOGUE = {
     "libero": Entry(
         tuple(f"{suite}/{index}" for suite, count in LIBERO_SUITES.items() for index in range(count)),
         "sim_farm.backends.libero.package:assets",
+        packages=("hf-libero", "robosuite", "mujoco"),
+        own_files=True,
+        other_suites="only LIBERO's own suites are known here, not those that others made of them (LIBERO-PRO, "
+        "LIBERO-Plus), whose results are of other tasks",
     ),
-    "maniskill": Entry(tuple(INSTRUCTIONS)),
-    "tabletop": Entry(("reach", "reach_red", "reach_blue", "push", "pick_and_place")),
+    "maniskill": Entry(tuple(INSTRUCTIONS), packages=("mani-skill", "sapien")),
+    "tabletop": Entry(("reach", "reach_red", "reach_blue", "push", "pick_and_place"), packages=("mujoco",)),
 }
 """By the name of the simulator. One of your own works without an entry: it is imported to be asked."""
 
@@ -47,8 +58,34 @@ def check_task(task: str) -> None:
         raise FarmError(f"a task is named <simulator>/<task>, got {task!r}{nearest(task, list(BACKENDS))}")
     if name not in task_names(simulator):
         known = [f"{simulator}/{other}" for other in task_names(simulator)]
-        raise FarmError(f"unknown task {task!r}{nearest(task, known)}")
+        raise FarmError(f"unknown task {task!r}{foreign_suite(task) or nearest(task, known)}")
     files = CATALOGUE[simulator].files if simulator in CATALOGUE else None
     if files is not None:
         module, function = files.split(":")
         getattr(importlib.import_module(module), function)()
+
+
+def foreign_suite(name: str) -> str:
+    """The end of a message about a task or suite of a simulator that has suites, and this one not; empty elsewhere."""
+    simulator, _, task = name.partition("/")
+    said = CATALOGUE[simulator].other_suites if simulator in CATALOGUE else ""
+    suites = dict.fromkeys(known.rpartition("/")[0] for known in task_names(simulator)) if said else {}
+    if not said or not task or task.partition("/")[0] in suites:
+        return ""
+    return f": {said}; the suites are {', '.join(f'{simulator}/{suite}' for suite in suites)}"
+
+
+def task_files(task: str) -> TaskFiles | None:
+    """The files that define a task; None where its simulator has it in its code. Raises `FarmError`."""
+    simulator = task.partition("/")[0]
+    if simulator in CATALOGUE and not CATALOGUE[simulator].own_files:
+        return None
+    files = backend(simulator).files
+    return None if files is None else files(task)
+
+
+def versions(simulator: str) -> str:
+    """The simulator's packages with their versions, `hf-libero 0.1.4, ...`; empty where it names none."""
+    packages = CATALOGUE[simulator].packages if simulator in CATALOGUE else ()
+    found = {package: next(iter(metadata.Distribution.discover(name=package)), None) for package in packages}
+    return ", ".join(f"{name} {dist.version if dist else '(not installed)'}" for name, dist in found.items())

@@ -53,6 +53,8 @@ class TaskSpec:
     gripper: Gripper = "simulator"
     """What the last action element means. `simulator`: what the simulator says; `binary`: its sign alone;
     `inverted`: in [0, 1], 1 opens, binarised at 0.5 (OpenVLA's family, in simulators whose +1 closes)."""
+    ignore_terminations: bool = False
+    """Episodes run to the step limit: neither success nor failure ends them. ManiSkill's name for it."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,8 @@ class TaskInfo:
     """Whether row 0 of the simulator's own frames is the lowest."""
     stream: bool = False
     """Whether a seed's random stream can run on over resets: episodes may have `resets` and `unseeded_resets`."""
+    digest: str | None = None
+    """sha256 over the task's instruction and the files that define it; None in simulators that read none."""
 
 
 @dataclass(frozen=True)
@@ -156,6 +160,34 @@ class SettlingPhysics(Physics, Protocol):
         ...
 
 
+SimulatorState = Mapping[str, npt.NDArray[np.generic]]
+"""The simulator's own state as its own recorders write it, by names that the backend knows."""
+
+
+@runtime_checkable
+class RecordedPhysics(Physics, Protocol):
+    """Physics that can follow a recording which the simulator's own recorder made."""
+
+    def go_on(self, episode: EpisodeSpec) -> None:
+        """Reset as the simulator's own recorder does between two episodes of one environment: what such a reset leaves
+        in the simulator (PhysX's contacts, controllers' targets) stays there. A new environment has nothing to leave.
+        """
+        ...
+
+    def begin_at(self, start: SimulatorState) -> PhysicsResult:
+        """Right after a reset: continue from the recorded state `start`, or where the reset led if it is empty.
+
+        The episode ends where its recording does: until `max_episode_steps` it goes on, solved or not. The result has
+        n = 0. Raises `FarmError` that names what of the state the task's scene has not.
+        """
+        ...
+
+    def deviation(self, recorded: SimulatorState) -> float:
+        """Largest distance of a position (m), joint (rad) or orientation (element of the quaternion) from `recorded`,
+        now; 0.0 means that all are equal bit for bit."""
+        ...
+
+
 @runtime_checkable
 class Renderer(Protocol):
     """Draws scenes of one task. Holds replicas of scenes, and drops the oldest when there are too many."""
@@ -185,6 +217,16 @@ def new_frames(count: int, cameras: Sequence[str], size: int) -> dict[str, UInt8
 
 
 @dataclass(frozen=True)
+class TaskFiles:
+    """The files that define a task, as they are on this machine."""
+
+    digest: str
+    """sha256 over the task's instruction and the content of its files."""
+    foreign: tuple[str, ...] = ()
+    """Files, and the instruction, that are not as the benchmark's authors published them: a sentence each."""
+
+
+@dataclass(frozen=True)
 class Backend:
     """What a backend module registers."""
 
@@ -197,6 +239,8 @@ class Backend:
     """`() -> Sequence[str]`: the task names, without the backend's prefix."""
     rewards: tuple[Literal["dense", "sparse"], ...] = ("dense", "sparse")
     """The kinds of reward that its tasks may have, the usual one first."""
+    files: Callable[[str], TaskFiles] | None = None
+    """The files of the task `<backend>/<task>`; None: its tasks are all in the simulator's code."""
     drawn_by: Callable[[], tuple[str, str | None]] = lambda: ("unknown", None)
     """What the renderers of this process draw on: its name, and its UUID or PCI address where it says one."""
 

@@ -17,8 +17,10 @@ from sim_farm.contract import (
     Float32,
     Physics,
     PhysicsResult,
+    RecordedPhysics,
     Renderer,
     SettlingPhysics,
+    SimulatorState,
     TaskInfo,
     TaskSpec,
     UInt8,
@@ -61,6 +63,21 @@ class TaskPhysics:
 
     def step(self, actions: Float32) -> PhysicsResult:
         return self.backend.step(_to_simulator(checked_actions(self.info, actions), self._spec))
+
+    def go_on(self, episode: EpisodeSpec) -> None:
+        check_episode(self.info, episode)
+        self._recorded().go_on(episode)
+
+    def begin_at(self, start: SimulatorState) -> PhysicsResult:
+        return self._recorded().begin_at(start)
+
+    def deviation(self, recorded: SimulatorState) -> float:
+        return self._recorded().deviation(recorded)
+
+    def _recorded(self) -> RecordedPhysics:
+        if not isinstance(self.backend, RecordedPhysics):
+            raise FarmError(f"{self._spec.name} has no recordings of its simulator's own to be replayed")
+        return self.backend
 
     def close(self) -> None:
         self.backend.close()

@@ -8,6 +8,7 @@ begins from is a function of (environment, episode) too, and of shares that the 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -50,12 +51,17 @@ def episode_seed(stream: int, run_seed: int, env: int, episode: int) -> int:
     return int(np.random.SeedSequence((stream, run_seed, env, episode)).generate_state(1)[0] >> 1)
 
 
+def start_seed(start: int) -> int:
+    """The seed of the `start`-th of the seeds that training episodes begin from, the same in every run."""
+    return episode_seed(START, 0, 0, start)
+
+
 @dataclass(frozen=True)
 class Starts:
     """The starts that training episodes have, drawn from an episode's own seed in [0, 2**31)."""
 
-    init_states: int = 0
-    """So many recorded initial states of the task; 0: none."""
+    init_states: Sequence[int] = ()
+    """Recorded initial states of the task, each once; none: episodes begin from their seeds alone."""
     seeds: int = 0
     """So many seeds, the same in every run; 0: none. Not both."""
 
@@ -65,14 +71,16 @@ class Starts:
 
     @property
     def number(self) -> int:
-        return self.init_states or self.seeds
+        return len(self.init_states) or self.seeds
 
     def spec(self, seed: int, start: int) -> EpisodeSpec:
         """The episode of that seed."""
         if not self.number:
             return EpisodeSpec(seed)
         start = seed % self.number if start == ANY else start
-        return EpisodeSpec(seed, start) if self.init_states else EpisodeSpec(episode_seed(START, 0, 0, start))
+        if self.init_states:
+            return EpisodeSpec(seed, self.init_states[start])
+        return EpisodeSpec(start_seed(start))
 
 
 class TrainingEpisodes(ABC):
@@ -167,5 +175,5 @@ class ListedEpisodes:
 
 
 def evaluation_episodes(run_seed: int, count: int) -> tuple[EpisodeSpec, ...]:
-    """`count` episodes whose seeds no training run draws: they come from a stream of their own."""
+    """`count` episodes whose seeds come from a stream of their own, which training does not draw from."""
     return tuple(EpisodeSpec(episode_seed(EVALUATION, run_seed, 0, trial)) for trial in range(count))

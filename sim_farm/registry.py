@@ -6,7 +6,7 @@ import difflib
 import importlib
 from dataclasses import replace
 
-from sim_farm.contract import Backend, FarmError, Physics, Renderer, TaskSpec
+from sim_farm.contract import Backend, FarmError, Renderer, TaskSpec
 from sim_farm.conventions import TaskPhysics, TaskRenderer, plain
 from sim_farm.limits import check_task
 
@@ -43,7 +43,7 @@ def resolve(task: str) -> tuple[Backend, str]:
     return found, name
 
 
-def make_physics(spec: TaskSpec) -> Physics:
+def make_physics(spec: TaskSpec) -> TaskPhysics:
     """One environment of the task, without pictures. Raises `FarmError` for a task that cannot be."""
     found = resolve(spec.name)[0]
     check_task(spec)

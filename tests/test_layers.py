@@ -42,7 +42,7 @@ LAYERS = (
         "statistics",
         "progress",
     }
-    | {"optimizer_shards", "manifest", "run_state", "files", "named_code", "yaml_files"},
+    | {"optimizer_shards", "manifest", "run_state", "files", "named_code", "yaml_files", "hub"},
 )
 """Of `embodied`, from the top down."""
 

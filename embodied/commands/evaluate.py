@@ -31,8 +31,8 @@ from embodied.run_folder import RUNS, find_run, settings_of, whole_checkpoint, w
 
 @dataclass(frozen=True)
 class Arguments:
-    """Evaluate the checkpoint that a run ends with, the best or else the newest, or another. No training run sees its
-    episodes."""
+    """Evaluate the checkpoint that a run ends with, the best or else the newest, or another. The result says how many
+    of its episodes' initial states were trained on."""
 
     run: tyro.conf.Positional[str]
     """A run's folder (or its name below --runs-dir), or a configuration whose policy needs no training or together

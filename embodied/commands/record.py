@@ -108,6 +108,8 @@ def record_run(
         raise UserError(f"--disturb is a standard deviation of at least 0, got {disturb}")
     if config.eval.instruction is not None:
         raise UserError("--eval.instruction is for evaluations: what is recorded is told each task's own instruction")
+    if config.eval.ignore_terminations:
+        raise UserError("--eval.ignore-terminations is for evaluations: what is recorded ends where its task does")
     if not all(text.strip() for text in instructions):
         raise UserError("--instructions: one of the wordings is empty")
     folder = whole_checkpoint(find_run(run, runs_dir), folder)
@@ -163,7 +165,7 @@ def _show(result: dict[str, Any]) -> None:
 
 def _act(config: Config, session: Session, folder: Path | None, episodes: int, disturb: float) -> list[EpisodeResult]:
     """The policy's episodes, as actions, in the order of trials. No frame is drawn that the policy does not read."""
-    specs = demonstration_episodes(config.seed, episodes, config.eval.init_states)
+    specs = demonstration_episodes(config.seed, episodes, config.eval.recorded_states)
     with session.farm(trials_farm(config, session, specs, range(episodes))) as farm:
         sizes = policy_spec(config, farm.infos[0])
         reach = session.reach(farm)

@@ -11,7 +11,7 @@ from rich import print as show
 
 from embodied import hub
 from embodied.commands.finish import finish_run
-from embodied.config import Config
+from embodied.config import Config, SFTConfig
 from embodied.errors import UserError
 from embodied.evaluation.protocol import protocol_of
 from embodied.execution.preflight import check_evaluation
@@ -64,6 +64,23 @@ def _with_data(config: Config, runs_dir: Path, resume: bool) -> Config:
     return config.model_copy(update={"sft": config.sft.model_copy(update={"data": data})})
 
 
+CHOICE = ("features", "episodes", "only_successes", "weights", "gripper", "insist", "holdout")
+"""Settings that decide what is learned from, beside the datasets."""
+
+
+def _continued(given: SFTConfig, recorded: SFTConfig, run_dir: Path) -> SFTConfig:
+    """The settings of a run that goes on: what it learns from is as it recorded. Raises `UserError` for something else,
+    by which held-out episodes would be learned from."""
+    for name in CHOICE:
+        now, before = getattr(given, name), getattr(recorded, name)
+        if now not in (before, getattr(SFTConfig(), name)):
+            raise UserError(
+                f"{run_dir} learns with sft.{name} {before}, not {now}: leave it so, or begin another run with "
+                "--policy.init"
+            )
+    return given.model_copy(update={name: getattr(recorded, name) for name in ("data", *CHOICE)})
+
+
 def sft_run(config: Config, source: str, runs_dir: Path, resume: bool) -> dict[str, Any]:
     """Learn from demonstrations, evaluate, film, report. Returns the result as plain data."""
     config = _with_data(begun_from(config, runs_dir, resume), runs_dir, resume)
@@ -77,7 +94,7 @@ def sft_run(config: Config, source: str, runs_dir: Path, resume: bool) -> dict[s
             if config.sft.data not in ((), recorded):
                 given, known = (", ".join(map(str, paths)) for paths in (config.sft.data, recorded))
                 raise UserError(f"{run_dir} learns from {known}, not {given}: begin another run with --policy.init")
-            config = config.model_copy(update={"sft": config.sft.model_copy(update={"data": recorded})})
+            config = config.model_copy(update={"sft": _continued(config.sft, recorded_settings(run_dir).sft, run_dir)})
         if config.eval.every:
             show("[yellow]eval.every is of reinforcement: this training is evaluated at its end[/]")
         result = imitate(config, info, run_dir, found)

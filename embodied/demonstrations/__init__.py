@@ -1,4 +1,4 @@
-"""Recorded episodes in LeRobot's dataset layout, version 3.0: written, and read for supervised learning.
+"""Recorded episodes in LeRobot's dataset layout: version 3.0 written, 3.x, 2.1 and 2.0 read for supervised learning.
 
 from embodied.demonstrations import Dataset
 dataset = Dataset("demos/reach")
@@ -7,8 +7,9 @@ batch = dataset.batch([0, 17, 42], chunk=8)      # batch.actions [3, 8, A], batc
 
 from __future__ import annotations
 
+from embodied.demonstrations.episodes import RecordedEpisode
 from embodied.demonstrations.layout import DatasetError, Feature
-from embodied.demonstrations.reader import Batch, Dataset, RecordedEpisode
+from embodied.demonstrations.reader import Batch, Dataset
 from embodied.demonstrations.writer import DatasetWriter, FileSizes
 
 __all__ = ["Batch", "Dataset", "DatasetError", "DatasetWriter", "RecordedEpisode", "Feature", "FileSizes"]

@@ -1,71 +1,37 @@
-"""Reads datasets in LeRobot's layout, version 3.x, ours or others', as batches for supervised learning."""
+"""Reads datasets in LeRobot's layout, version 3.x, 2.1 and 2.0, ours or others', as batches for supervised learning.
+
+The data's own columns are believed: which rows make an episode, in which order, of which task. The metadata is compared
+with them; what it lacks or has wrong is taken from the data and noted, and what cannot be resolved is refused by name.
+"""
 
 from __future__ import annotations
 
-import io
-import math
-import weakref
-from collections import defaultdict
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 import torch
-from PIL import Image
 
 from embodied.demonstrations import layout, metadata
-from embodied.demonstrations.layout import DatasetError, Feature
-from embodied.demonstrations.metadata import AGAIN
-from embodied.demonstrations.video import VideoReader
+from embodied.demonstrations.camera_frames import PictureFrames, VideoFrames
+from embodied.demonstrations.data_files import DataFiles, shown_if_long
+from embodied.demonstrations.episodes import join
+from embodied.demonstrations.layout import DatasetError
+from embodied.errors import shown
 from policies.contract import Inputs
-from sim_farm.contract import EpisodeSpec, TaskSpec
+from sim_farm.contract import TaskSpec
 
 Rows = Sequence[int] | npt.NDArray[np.int64]
 
-_OPEN_VIDEOS = 32
-"""Video files held open; opening one means reading its table of frames."""
 READ_AND_DONE = (layout.PROPRIO, layout.STATE, layout.ACTION)
 """What a policy reads and does: columns of finite numbers."""
-EPISODE_COLUMNS: Mapping[str, metadata.Kind] = {
-    **dict.fromkeys(
-        ("episode_index", "dataset_from_index", "dataset_to_index", "data/chunk_index", "data/file_index"),
-        "whole number",
-    ),
-    "tasks": "list of texts",
-}
-OUR_COLUMNS: Mapping[str, metadata.Kind] = {"seed": "whole number", "init_state": "whole number", "success": "truth"}
-"""Further ones, in recordings of ours."""
-CHANNELS = (1, 3, 4)
-"""Of a picture, and so the last number of its shape, or the first."""
-KEPT_BYTES = 2**30
-"""Up to so many bytes of pictures a process keeps once they were decoded, of all its datasets."""
-
-
-@dataclass(frozen=True)
-class RecordedEpisode:
-    """One episode: the rows `begin` to `end` of the dataset."""
-
-    begin: int
-    end: int
-    instructions: tuple[str, ...]
-    row: Mapping[str, Any]
-    """Everything `meta/episodes` says of it but its statistics; ours: `seed`, `init_state` (or None), `success`."""
-
-    @property
-    def length(self) -> int:
-        return self.end - self.begin
-
-    @property
-    def spec(self) -> EpisodeSpec | None:
-        """With `Dataset.task` and the actions, all it takes to replay an episode of ours; None in other datasets."""
-        return (
-            EpisodeSpec(self.row["seed"], self.row["init_state"]) if {"seed", "init_state"} <= set(self.row) else None
-        )
+OURS = (layout.PROPRIO, layout.STATE, layout.ACTION, layout.REWARD, layout.SUCCESS, layout.DONE)
+"""Features by which a recording of ours is known when `meta/embodied.json` is lost."""
 
 
 @dataclass(frozen=True)
@@ -95,51 +61,88 @@ class Batch:
 
 
 class Dataset:
-    """The dataset in `folder`. A row is an env step; `len()` counts them, and row i is the `index`-th of the data.
+    """The dataset in `folder`. A row is an env step; `len()` counts them, in the order of episodes and their frames.
 
-    Metadata is read at once, a column of numbers when it is first asked for (and kept), frames when they are
-    asked for. Pickles as its folder's name; after a fork, make a new one before reading frames.
-    Raises `DatasetError` that names the file if something is missing, cut short or of another version.
+    Metadata and the columns that say what belongs together are read at once, a column of numbers when it is first asked
+    for (and kept), frames when they are asked for. Threads may share it. Pickles as its folder's name; after a fork,
+    make a new one before reading frames.
+
+    `rename` maps the dataset's own features to the names that are read here: `{"image": "observation.images.front",
+    "state": "observation.state", "actions": "action"}`. Raises `DatasetError` that names the file if something is
+    missing, cut short, contradicts something else, or is of another version.
     """
 
-    _promised: ClassVar[int] = 0
-    """Bytes of pictures that the process's datasets keep, or will."""
-
-    @staticmethod
-    def _give_back(size: int) -> None:
-        Dataset._promised -= size
-
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
-        self.info = metadata.read_json(self.folder / layout.INFO)
-        self._check_version()
-        self._said = metadata.read_info(self.folder / layout.INFO, self.info)
-        self.fps = self._said.fps
-        self.features = {name: Feature(entry.dtype, entry.shape) for name, entry in self._said.features.items()}
+    def __init__(self, folder: str | Path, *, rename: Mapping[str, str] = {}) -> None:
+        self.folder, self._rename = Path(folder), dict(rename)
+        said = metadata.read_metadata(self.folder)
+        self.info: Mapping[str, Any] = said.raw
+        """`meta/info.json`."""
+        self.version = "v{}.{}".format(*said.version)
+        """Version of LeRobot's layout: `v2.0`, `v2.1` or `v3.x`."""
+        self.fps = said.info.fps
+        self.tasks = said.tasks
+        """Instructions by their `task_index`."""
+        own, unusable = metadata.read_features(self.folder / layout.INFO, said.info.features)
+        self._own = self._names((*own, *unusable))
+        """What the features are called in the files."""
+        self._unusable = {name: unusable[there] for name, there in self._own.items() if there in unusable}
+        self.features = {name: own[there] for name, there in self._own.items() if there in own}
         """Every column and camera that the dataset has, whatever its name."""
-        self.cameras = {
-            name.removeprefix(layout.IMAGES): name for name, feature in self.features.items() if feature.is_camera
-        }
-        """Cameras as policies call them, and the features of their frames."""
-        self.tasks = self._tasks()
-        self.episodes = self._episodes()
-        self._begins = np.array([episode.begin for episode in self.episodes])
+        self._data = DataFiles(self.folder)
+        joined = join(said, self._data)
+        self.episodes, self._task_of = joined.episodes, joined.tasks
+        self._begins = np.array([episode.begin for episode in self.episodes], np.int64)
+        self._ends = np.array([episode.end for episode in self.episodes], np.int64)
         self._columns: dict[str, npt.NDArray[Any]] = {}
-        self._videos: dict[Path, VideoReader] = {}
-        self._kept: dict[str, tuple[npt.NDArray[np.uint8], npt.NDArray[np.bool_]]] = {}
-        """For each camera feature the pictures of all rows, and which of them were decoded."""
+        self._lock = threading.Lock()
+        self._frames: dict[str, PictureFrames | VideoFrames] = {
+            name: PictureFrames(self._data, self._own[name], feature)
+            if feature.dtype == "image"
+            else VideoFrames(said, self._data, self.episodes, self._own[name], feature)
+            for name, feature in self.features.items()
+            if feature.is_camera
+        }
+        """The frames of all cameras, depth maps among them, by feature."""
+        self._depth_maps = self._find_depth_maps()
+        """Features of cameras that are not RGB, and why."""
+        self.cameras = self._name_cameras()
+        """RGB cameras as policies call them, and the features of their frames."""
+        self._notes = [
+            *joined.notes,
+            *(f"{self.folder}: {name!r} is not among the RGB cameras: {why}" for name, why in self._depth_maps.items()),
+            *self._lost_conventions(),
+        ]
 
     def __len__(self) -> int:
-        return self.episodes[-1].end if self.episodes else 0
+        return len(self._data)
 
-    def __reduce__(self) -> tuple[type[Dataset], tuple[Path]]:
-        return Dataset, (self.folder,)
+    def __reduce__(self) -> tuple[partial[Dataset], tuple[Path]]:
+        return partial(Dataset, rename=self._rename), (self.folder,)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was odd in the dataset and was resolved, in sentences; those about frames come when a file is opened."""
+        about_files = [
+            f"{path}: {odd} ({said}{f'; {len(files) - 1} other files too' if len(files) > 1 else ''})"
+            for camera in self._frames.values()
+            if isinstance(camera, VideoFrames)
+            for odd, files in camera.odd.items()
+            for path, said in [next(iter(files.items()))]
+        ]
+        return (*self._notes, *about_files)
 
     @cached_property
     def statistics(self) -> dict[str, dict[str, npt.NDArray[Any]]]:
-        """`meta/stats.json`: for each feature its min, max, mean, std, count and quantiles, all of them finite."""
-        path = self.folder / layout.STATS
-        return metadata.read_statistics(path, metadata.read_json(path))
+        """What the dataset itself says: for each feature its min, max, mean, std, count and perhaps quantiles, all of
+        them finite. Version 2.1 says it of each episode, and it is put together here. Raises `DatasetError` where there
+        is no such file."""
+        path, of_episodes = self.folder / layout.STATS, self.folder / layout.OLD_STATS
+        if self.version == "v2.1" and not path.exists():
+            found = metadata.read_old_statistics(of_episodes)
+        else:
+            found = metadata.read_statistics(path, metadata.read_json(path))
+        here = {name_there: name for name, name_there in self._own.items()}
+        return {here.get(name, name): values for name, values in found.items()}
 
     @cached_property
     def provenance(self) -> dict[str, Any] | None:
@@ -157,15 +160,15 @@ class Dataset:
     def batch(self, indices: Rows, chunk: int = 1, cameras: Sequence[str] | None = None) -> Batch:
         """The rows `indices` with `chunk` actions each, and the frames of `cameras` (None: of all)."""
         rows = self._checked(indices)
-        episodes = self.episode_of(rows)
-        ends = np.array([episode.end for episode in self.episodes])[episodes]
+        ends = self._ends[self.episode_of(rows)]
         ahead = rows[:, None] + np.arange(chunk)
         names = self.cameras if cameras is None else cameras
+        self._load([name for name in READ_AND_DONE if name in self.features])
         return Batch(
             proprio=self._vectors(layout.PROPRIO, rows) if layout.PROPRIO in self.features else None,
             state=self._vectors(layout.STATE, rows) if layout.STATE in self.features else None,
             frames={name: self.frames(name, rows) for name in names},
-            instruction=tuple(self._instruction(index) for index in self.column("task_index")[rows].tolist()),
+            instruction=tuple(self.tasks[index] for index in self._task_of[rows].tolist()),
             actions=self._vectors(layout.ACTION, np.minimum(ahead, ends[:, None] - 1).ravel()).reshape(
                 *ahead.shape, -1
             ),
@@ -174,75 +177,129 @@ class Dataset:
 
     def column(self, name: str) -> npt.NDArray[Any]:
         """All rows of a feature that is no camera: [len] if its shape is (1,), [len, *shape] else. Not a copy."""
+        if name in self._unusable:
+            raise DatasetError(self._unusable[name])
         if name not in self.features or self.features[name].is_camera:
             valid = ", ".join(key for key, feature in self.features.items() if not feature.is_camera)
-            raise DatasetError(f"{self.folder} has no column {name!r}; it has: {valid}")
-        if name not in self._columns:
-            self._columns[name] = self._numbers(name)
+            raise DatasetError(
+                f"{self.folder} has no column {name!r}; it has: {valid or 'none'} (sft.features gives one of them "
+                "another name)"
+            )
+        self._load([name])
         return self._columns[name]
 
     def frames(self, camera: str, indices: Rows) -> npt.NDArray[np.uint8]:
-        """uint8 [B, H, W, 3]: the camera's pictures at these rows. What was decoded is kept where there is room for
-        all the camera's pictures (`KEPT_BYTES`)."""
-        if camera not in self.cameras:
-            raise DatasetError(f"{self.folder} has no camera {camera!r}; it has: {', '.join(self.cameras) or 'none'}")
-        rows, name = self._checked(indices), self.cameras[camera]
-        if name not in self._kept:
-            size = len(self) * math.prod(self.features[name].shape)
-            if Dataset._promised + size > KEPT_BYTES:
-                return self._decoded(name, rows)
-            Dataset._promised += size  # pages are taken from the machine as they are written
-            weakref.finalize(self, Dataset._give_back, size)
-            shape = (len(self), *self._decoded(name, rows[:1]).shape[1:])
-            self._kept[name] = np.empty(shape, np.uint8), np.zeros(len(self), np.bool_)
-        frames, known = self._kept[name]
-        missing = np.unique(rows[~known[rows]])
-        if len(missing):
-            frames[missing] = self._decoded(name, missing)
-            known[missing] = True
-        return frames[rows]
+        """uint8 [B, H, W, 3]: the camera's pictures at these rows, decoded now."""
+        rows, name = self._checked(indices), self._camera(camera)
+        order = np.argsort(rows, kind="stable")
+        height, width, _ = self.features[name].picture
+        frames = np.empty((len(rows), height, width, 3), np.uint8)
+        for place, frame in zip(order.tolist(), self._frames[name].at(rows[order]), strict=True):
+            frames[place] = frame
+        return frames
 
-    def _decoded(self, name: str, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
-        """uint8 [B, H, W, 3]: a camera feature's pictures at these rows, decoded now."""
-        if self.features[name].dtype == "image":
-            packed = self._raw(name).take(pa.array(rows)).to_pylist()
-            return np.stack([self._picture(name, item) for item in packed])
-        wanted: dict[Path, list[tuple[float, int]]] = defaultdict(list)
-        for position, (row, number) in enumerate(zip(rows.tolist(), self.episode_of(rows).tolist(), strict=True)):
-            path, begin_s = self._video_of(self.episodes[number], name)
-            wanted[path].append((begin_s + (row - self.episodes[number].begin) / self.fps, position))
-        found: list[npt.NDArray[np.uint8]] = [np.empty(0, np.uint8)] * len(rows)
-        for path, places in wanted.items():
-            places.sort()
-            for (_, position), frame in zip(
-                places, self._video(name, path).at([time for time, _ in places]), strict=True
-            ):
-                found[position] = frame
-        return np.stack(found)
-
-    def _picture(self, name: str, item: Any) -> npt.NDArray[np.uint8]:
-        """uint8 [H, W, 3] of an encoded picture."""
-        try:
-            picture = Image.open(io.BytesIO(item["bytes"]))
-            self._check_size(name, picture.height, picture.width)
-            return np.asarray(picture.convert("RGB"))
-        except DatasetError:
-            raise
-        except Exception as error:  # Pillow's decoders raise all kinds
-            raise DatasetError(f"{self.folder}/data: {name!r} has a picture that is none ({error}); {AGAIN}") from error
-
-    def _check_size(self, name: str, height: int, width: int) -> None:
-        """Raise `DatasetError` unless a picture is as large as `info.json` says, channels first or last."""
-        shape = self.features[name].shape
-        if (height, width) != (shape[:2] if shape[2] in CHANNELS else shape[1:]):
-            raise DatasetError(
-                f"{self.folder}: {name!r} has pictures of {height} x {width}, and {layout.INFO} says {list(shape)}; "
-                f"{AGAIN}"
-            )
+    def check_frames(self, cameras: Sequence[str] | None = None) -> None:
+        """Open every video file of these cameras (None: of all) and compare its frames with the rows that refer to it,
+        which happens else when one of its frames is first asked for. Decodes nothing. Raises `DatasetError` that names
+        file, episode and deviation."""
+        chosen = [self._frames[self._camera(camera)] for camera in (self.cameras if cameras is None else cameras)]
+        files = [(camera, path) for camera in chosen if isinstance(camera, VideoFrames) for path in camera.files]
+        for camera, path in shown_if_long(f"Checking the videos of {self.folder.name}", files, len(files)):
+            camera.compare(path)
 
     def episode_of(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """For each row, the position in `episodes` of its episode."""
         return np.searchsorted(self._begins, rows, side="right") - 1
+
+    # --- opening
+
+    def _names(self, own: Sequence[str]) -> dict[str, str]:
+        """What each feature is called here, and in the files."""
+        listed = ", ".join(own)
+        for old, new in self._rename.items():
+            if old not in own or old in layout.BOOKKEEPING:
+                raise DatasetError(
+                    f"{self.folder} has no feature {old!r} that could be called {new!r}; it has: {listed}: mend "
+                    "sft.features"
+                )
+        names = {self._rename.get(name, name): name for name in own}
+        if len(names) < len(own):
+            taken = next(name for name in own if names[self._rename.get(name, name)] != name)
+            raise DatasetError(
+                f"{self.folder}: two features would be called {self._rename.get(taken, taken)!r}; it has: {listed}: "
+                "mend sft.features"
+            )
+        return names
+
+    def _find_depth_maps(self) -> dict[str, str]:
+        found = {}
+        for name, camera in self._frames.items():
+            feature = self.features[name]
+            why = f"{layout.INFO} says that it is a depth map" if feature.is_depth else None
+            if why is None and isinstance(camera, PictureFrames) and feature.picture[2] == 1:
+                why = camera.depth()
+            if why is not None:
+                found[name] = why
+        return found
+
+    def _name_cameras(self) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for name in self._frames:
+            if name not in self._depth_maps:
+                short = name.removeprefix(layout.IMAGES)
+                found[name if short != name and short in self._frames else short] = name
+        return found
+
+    def _camera(self, camera: str) -> str:
+        """The feature of a camera's frames. Raises `DatasetError` for none, and for a depth map."""
+        if camera in self.cameras:
+            return self.cameras[camera]
+        for name in (layout.IMAGES + camera, camera):
+            if name in self._unusable:
+                raise DatasetError(self._unusable[name])
+            if name in self._depth_maps:
+                raise DatasetError(
+                    f"{self.folder}: {name!r} is no RGB camera: {self._depth_maps[name]}; RGB cameras: "
+                    f"{', '.join(self.cameras) or 'none'}"
+                )
+        raise DatasetError(f"{self.folder} has no camera {camera!r}; it has: {', '.join(self.cameras) or 'none'}")
+
+    def _lost_conventions(self) -> list[str]:
+        """What the dataset once said, or says wrongly, of how it was made."""
+        notes = []
+        rates = self._rates()
+        if rates and min(abs(rate - self.fps) for rate in rates) > 0.02 * self.fps:
+            notes.append(
+                f"{self.folder / layout.INFO} says {self.fps:g} frames per second, and the rows' `timestamp` runs at "
+                f"{rates[0]:.4g}"
+            )
+        path = self.folder / layout.PROVENANCE
+        seeds = ["seed" in episode.row for episode in self.episodes]
+        is_ours = any(seeds) or all(name in self.features for name in OURS)
+        if is_ours and not path.exists():
+            notes.append(
+                f"{self.folder} is or was a recording of `embodied record`, and has lost {layout.PROVENANCE}: task, "
+                "control mode, gripper, orientation and image size are not known and cannot be compared"
+            )
+        elif path.exists() and not is_ours:
+            notes.append(
+                f"{path} describes a recording of `embodied record`, and the data are none: it may be of another "
+                "dataset"
+            )
+        elif is_ours and not all(seeds):
+            notes.append(f"{self.folder}: some episodes say no seed and cannot be replayed")
+        return notes
+
+    def _rates(self) -> tuple[float, ...]:
+        """Rows per second by their timestamps: at the median step, and at the mean one."""
+        if self._data.timestamp is None or len(self) < 2:
+            return ()
+        steps = np.diff(self._data.timestamp)[np.diff(self._data.episode) == 0]
+        if not len(steps) or not np.isfinite(steps).all() or min(np.median(steps), steps.mean()) <= 0:
+            return ()
+        return 1 / float(np.median(steps)), 1 / float(steps.mean())
+
+    # --- columns
 
     def _checked(self, indices: Rows) -> npt.NDArray[np.int64]:
         rows = np.asarray(indices, np.int64)
@@ -253,120 +310,42 @@ class Dataset:
     def _vectors(self, name: str, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
         return self.column(name)[rows].reshape(len(rows), -1).astype(np.float32, copy=False)
 
-    def _instruction(self, index: int) -> str:
-        if index not in self.tasks:
-            raise DatasetError(f"{self.folder}/data: task_index {index} is none of {layout.TASKS}; {AGAIN}")
-        return self.tasks[index]
+    def _load(self, names: Sequence[str]) -> None:
+        """Read columns that were not read yet, all in one pass through the files."""
+        with self._lock:
+            wanted = {self._own[name]: self.features[name] for name in names if name not in self._columns}
+            data = self._data
+            whole = {
+                "index": data.index, "episode_index": data.episode, "frame_index": data.frame, "task_index": data.task
+            }  # fmt: skip
+            for name, numbers in whole.items():
+                if name in wanted and numbers is not None:
+                    self._columns[name] = numbers
+                    del wanted[name]
+            here = {there: name for name, there in self._own.items()}
+            if wanted:
+                for name, values in data.columns(wanted).items():
+                    self._check_numbers(here[name], values)
+                    self._columns[here[name]] = values
 
-    def _numbers(self, name: str) -> npt.NDArray[Any]:
-        """A column as `info.json` describes it: of its shape, of numbers where it says so. What policies read and do is
+    def _check_numbers(self, name: str, values: npt.NDArray[Any]) -> None:
+        """Raise `DatasetError` unless a column is of numbers where `info.json` says so; what policies read and do is
         finite, also as float32."""
-        feature, raw = self.features[name], self._raw(name)
-        try:
-            found = layout.to_numpy(raw, feature)
-        except (ValueError, TypeError, pa.ArrowException) as error:
+        feature = self.features[name]
+        numeric = values.dtype.kind in "biuf"
+        if len(values) and numeric == (feature.dtype == "string"):
             raise DatasetError(
-                f"{self.folder}/data: {name!r} is not of shape {list(feature.shape)}: {error}"
-            ) from error
-        numeric = found.dtype.kind in "biuf"
-        if numeric != (feature.dtype != "string") or (found.dtype.kind == "f" and name.endswith("_index")):
-            raise DatasetError(f"{self.folder}/data: {name!r} is of {raw.type}, and {layout.INFO} says {feature.dtype}")
+                f"{self.folder}/data: {name!r} is of {values.dtype}, and {layout.INFO} says {shown(feature.dtype)}"
+            )
         if name in READ_AND_DONE:
+            if not numeric:
+                raise DatasetError(f"{self.folder}/data: {name!r} is of {values.dtype}, and numbers are needed")
             with np.errstate(over="ignore"):
-                finite = np.isfinite(found.astype(np.float32)).reshape(len(found), -1).all(1)
+                finite = np.isfinite(values.astype(np.float32)).reshape(len(values), -1).all(1)
             if not finite.all():
                 row = int(finite.argmin())
-                episode = int(self.episode_of(np.array([row]))[0])
                 raise DatasetError(
                     f"{self.folder}/data: {name!r} has numbers that are not finite, first in row {row} (episode "
-                    f"{episode}): a policy cannot learn from them; record that episode again, or leave it out"
+                    f"{self._data.episode[row]}): leave the episode out, or record it again"
                 )
-        return found
 
-    def _raw(self, name: str) -> pa.ChunkedArray:
-        """A column of the data files, in the order of the dataset."""
-        places = sorted({(e.row["data/chunk_index"], e.row["data/file_index"]) for e in self.episodes})
-        parts: list[pa.ChunkedArray] = []
-        for chunk, file in places:
-            path = metadata.path_of(self.folder, self._said.data_path, chunk_index=chunk, file_index=file)
-            parts.append(metadata.read_table(path, [name])[name])
-            if parts[-1].type != parts[0].type:
-                raise DatasetError(f"{path}: {name!r} is of {parts[-1].type}, and of {parts[0].type} in the first file")
-        if not parts:
-            raise DatasetError(f"{self.folder} has no episodes")
-        column = pa.chunked_array([piece for part in parts for piece in part.chunks], parts[0].type)
-        if len(column) != len(self):
-            raise DatasetError(
-                f"{self.folder}/data holds {len(column)} rows and meta/episodes names {len(self)}: "
-                "a file is missing or of another recording; copy or record the dataset again"
-            )
-        return column
-
-    def _video_of(self, episode: RecordedEpisode, name: str) -> tuple[Path, float]:
-        """The file that holds the episode's frames, and when in it they begin."""
-        place = {key: episode.row[f"videos/{name}/{key}"] for key in ("chunk_index", "file_index")}
-        path = metadata.path_of(self.folder, self._said.video_path or "", video_key=name, **place)
-        return path, episode.row[f"videos/{name}/from_timestamp"]
-
-    def _video(self, name: str, path: Path) -> VideoReader:
-        if path not in self._videos:
-            if len(self._videos) >= _OPEN_VIDEOS:
-                self._videos.pop(next(iter(self._videos))).close()
-            video = VideoReader(path, self.fps)
-            self._check_size(name, video.height, video.width)
-            self._videos[path] = video
-        return self._videos[path]
-
-    def _check_version(self) -> None:
-        version = str(self.info.get("codebase_version"))
-        if not version.startswith("v3."):
-            raise DatasetError(
-                f"{self.folder} is a LeRobot dataset of version {version}, and v3.x is read here; convert it with "
-                "LeRobot: python -m lerobot.scripts.convert_dataset_v21_to_v30 --repo-id=OWNER/NAME "
-                "(lerobot.datasets.v30.convert_dataset_v21_to_v30 in its releases 0.3 and 0.4)"
-            )
-
-    def _tasks(self) -> dict[int, str]:
-        """Instructions by their index. Their column has no fixed name: it is pandas' index."""
-        path = self.folder / layout.TASKS
-        table = metadata.read_table(path)
-        texts = next((name for name in table.column_names if name != "task_index"), "task")
-        metadata.check_column(path, table, "task_index", "whole number")
-        metadata.check_column(path, table, texts, "text")
-        return dict(zip(table["task_index"].to_pylist(), table[texts].to_pylist(), strict=True))
-
-    def _episodes(self) -> tuple[RecordedEpisode, ...]:
-        paths = sorted((self.folder / "meta/episodes").glob("*/*.parquet"))
-        if not paths:
-            raise DatasetError(f"{self.folder}/meta/episodes holds no parquet file: the dataset is not complete")
-        rows: list[dict[str, Any]] = []
-        for path in paths:
-            table = metadata.read_table(path, [n for n in metadata.names_in(path) if not n.startswith("stats/")])
-            for name, kind in self._episode_columns().items():
-                metadata.check_column(path, table, name, kind)
-            for name, kind in OUR_COLUMNS.items():
-                if name in table.column_names:
-                    metadata.check_column(path, table, name, kind, optional=name == "init_state")
-            rows += table.to_pylist()
-        rows.sort(key=lambda row: row["episode_index"])
-        found = tuple(
-            RecordedEpisode(row["dataset_from_index"], row["dataset_to_index"], tuple(row["tasks"]), row)
-            for row in rows
-        )
-        for before, episode in zip((None, *found), found, strict=False):
-            if episode.begin != (before.end if before else 0) or episode.length < 1:
-                raise DatasetError(
-                    f"{self.folder}/meta/episodes: episode {episode.row['episode_index']} has the rows "
-                    f"{episode.begin} to {episode.end}, which do not follow those before it; {AGAIN}"
-                )
-        return found
-
-    def _episode_columns(self) -> dict[str, metadata.Kind]:
-        """Columns that `meta/episodes` has in every dataset, and what they are of."""
-        videos = [name for name, feature in self.features.items() if feature.dtype == "video"]
-        places = [f"videos/{name}/{key}" for name in videos for key in ("chunk_index", "file_index")]
-        return {
-            **EPISODE_COLUMNS,
-            **dict.fromkeys(places, "whole number"),
-            **{f"videos/{name}/from_timestamp": "number" for name in videos},
-        }

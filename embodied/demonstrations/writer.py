@@ -196,9 +196,8 @@ class EpisodesWriter:
             return
         if self._rows_writer is None:
             inferred = pa.Table.from_pylist(self._rows).schema
-            where = inferred.get_field_index("init_state")
-            if where >= 0:  # a column of None has no type of its own
-                inferred = inferred.set(where, pa.field("init_state", pa.int64()))
+            for name in {"seed", "init_state"} & set(inferred.names):  # a column of None has no type of its own
+                inferred = inferred.set(inferred.get_field_index(name), pa.field(name, pa.int64()))
             self._rows_schema = inferred
             path = self._folder / layout.EPISODES_PATH.format(chunk_index=0, file_index=0)
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -261,8 +260,11 @@ class DatasetWriter(EpisodesWriter):
         super().__init__(folder, layout.features_of(info), int(info.control_hz), sizes)
         self.records[layout.PROVENANCE] = provenance
 
-    def add(self, spec: EpisodeSpec, replay: ReplayedEpisode) -> None:
-        """Append the episode as it was replayed, with the row's entries by which it can be replayed again."""
+    def add(self, spec: EpisodeSpec | None, replay: ReplayedEpisode) -> None:
+        """Append the episode as it was replayed, with the row's entries by which it can be replayed again.
+
+        `spec` is None where the episode begins from a state that neither a seed nor an initial state leads to.
+        """
         columns = {
             layout.PROPRIO: replay.proprio,
             layout.STATE: replay.state,
@@ -272,7 +274,8 @@ class DatasetWriter(EpisodesWriter):
             layout.DONE: replay.done,
         }
         frames = {layout.IMAGES + camera: shown for camera, shown in replay.frames.items()}
-        row = {"seed": spec.seed, "init_state": spec.init_state, "success": bool(replay.success.any())}
+        begun = {"seed": None if spec is None else spec.seed, "init_state": None if spec is None else spec.init_state}
+        row = {**begun, "success": bool(replay.success.any())}
         self.append(Episode(columns, frames, [replay.instruction] * replay.steps, row))
 
 

@@ -7,10 +7,11 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import cached_property, partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,14 @@ from embodied.errors import UserError
 from embodied.evaluation.films import Shown, differing, worth_seeing, write_film
 from embodied.evaluation.folder import EvalFolder, Identity, newest_of, open_folder
 from embodied.evaluation.protocol import Protocol, as_data, suite_of
+from embodied.evaluation.provenance import (
+    TrainedStarts,
+    lineage,
+    outside_files,
+    statistics_note,
+    together,
+    trained_sentence,
+)
 from embodied.execution.assignment import configured
 from embodied.execution.farm_specs import farm_spec
 from embodied.execution.recovery import Recovery, until_done
@@ -36,7 +45,9 @@ from embodied.statistics import paired_difference
 from embodied.workers.context import policy_spec, task_spec
 from embodied.workers.evaluator import EpisodeOutcome, Evaluator, as_they_end, deal_out, summarise
 from embodied.workers.makers import make_evaluator
-from sim_farm.contract import EpisodeSpec
+from policies.registry import policy_class
+from sim_farm.catalogue import task_files, versions
+from sim_farm.contract import EpisodeSpec, TaskSpec
 from sim_farm.episodes import ListedEpisodes
 from sim_farm.layout import FarmSpec
 
@@ -57,12 +68,31 @@ class Subject:
     home: Path
     """Folder of the evaluations' folders."""
 
+    @cached_property
+    def files(self) -> dict[str, dict[str, str]]:
+        """Path and digest of what the policy's options name, by option."""
+        return outside_files(self.config.policy)
+
+    @cached_property
+    def statistics(self) -> str | None:
+        """Name of the dataset whose statistics give actions their unit, where others have named it."""
+        return policy_class(self.config.policy.kind).statistics_name(self.config.policy.architecture)
+
+    @property
+    def named(self) -> str | None:
+        """The checkpoint for people: a run's, or else the one that the policy's options or policy.init name."""
+        if self.checkpoint is not None or self.config.policy.init is not None:
+            return str(self.checkpoint or self.config.policy.init)
+        return ", ".join(one["path"] for one in self.files.values()) or None
+
     def identity(self, protocol: Protocol) -> Identity:
         config = self.config
+        begun = self.checkpoint or config.policy.init
         policy = {
             **config.policy.model_dump(mode="json"),
             "cameras": config.model_dump(mode="json")["env"]["cameras"],
-            "checkpoint_sha256": None if self.checkpoint is None else _digest(self.checkpoint),
+            "checkpoint_sha256": None if begun is None else _digest(begun),
+            "files": self.files,
         }
         return Identity(protocol, policy)
 
@@ -88,6 +118,10 @@ def evaluate(subject: Subject, protocol: Protocol, session: Session, folder: Eva
     total = len(protocol.tasks) * protocol.trials
     if before:
         _say(f"{folder.path}: {before} of {total} episodes are there already")
+    origin = lineage(subject.checkpoint, subject.config.policy)
+    warnings = _warnings(subject, protocol)
+    for warning in warnings:
+        _say(f"Note: {warning}")
     recovery = Recovery(folder.path, "episodes")
     try:
         until_done(
@@ -100,22 +134,27 @@ def evaluate(subject: Subject, protocol: Protocol, session: Session, folder: Eva
         _say(f"{len(folder.outcomes)} of {total} episodes are kept in {folder.path}; --resume auto goes on with them")
         raise
     outcomes = folder.in_order()
+    starts = {task: origin.starts(task, [o.spec for o in outcomes if o.task == task]) for task in protocol.tasks}
     result = {
-        **_tables(protocol, outcomes),
+        **_tables(protocol, outcomes, starts),
+        "notes": [trained_sentence(together(list(starts.values())), origin.unknown), *warnings],
         "wall_s": time.monotonic() - begin,
         "episodes_of_earlier_sessions": before,
-        "checkpoint": None if subject.checkpoint is None else str(subject.checkpoint),
+        "checkpoint": subject.named,
+        "files": subject.files,
+        "statistics": subject.statistics,
         "folder": str(folder.path),
         "protocol": {
             **as_data(protocol),
             "chunk": subject.config.policy.chunk,
-            "success": "solved at any env step",
+            "success": protocol.said_of_success,
             "interval": "95% Wilson",
             "hardware": hardware(),
+            "simulators": {name: versions(name) for name in sorted({t.partition("/")[0] for t in protocol.tasks})},
         },
         "protocol_line": protocol.line({outcome.limit for outcome in outcomes}),
-        "policy_line": f"{subject.config.policy.kind}, chunks of {subject.config.policy.chunk}, "
-        f"{subject.checkpoint or 'no checkpoint'}; {hardware()}",
+        "policy_line": f"{subject.config.policy.kind}, chunks of {subject.config.policy.chunk}, {_said_of(subject)}; "
+        f"{hardware()}",
     }
     write_result(folder.path, result)
     if subject.config.eval.videos:
@@ -130,8 +169,14 @@ def trials_farm(config: Config, session: Session, specs: tuple[EpisodeSpec, ...]
     num_envs = config.eval.num_envs or config.env.num_envs
     place = configured(config, session.cores, session.nodes).farms[0]
     shape = farm_spec(config, ListedEpisodes(specs, num_envs), place, num_envs)
+    shape = replace(shape, task=evaluated_task(config))
     # No value is bootstrapped from an episode's final frame: nobody learns here.
     return replace(deal_out(shape, specs, left), final_frames="never")
+
+
+def evaluated_task(config: Config) -> TaskSpec:
+    """The configuration's task as evaluations simulate it."""
+    return replace(task_spec(config), ignore_terminations=config.eval.ignore_terminations)
 
 
 def compare(result: dict[str, Any], first: EvalFolder, second: EvalFolder, against: str) -> dict[str, Any]:
@@ -168,7 +213,7 @@ def film_differences(
     shown = [Shown(o, second.actions(o), f"{above}, episode {o.trial}") for _, o in pairs]
     shown += [Shown(o, first.actions(o), f"{below}, episode {o.trial}") for o, _ in pairs]
     if shown:
-        write_film(path, session, shown, lambda task: task_spec(protocol.applied(subject.config, task)), len(pairs))
+        write_film(path, session, shown, partial(_simulated, subject, protocol), len(pairs))
     _show_in_run(first.path, subject)
 
 
@@ -225,18 +270,46 @@ def _run_task(worker: Handle[Evaluator], folder: EvalFolder, episodes: int, titl
     worker.call(Evaluator.end)
 
 
-def _tables(protocol: Protocol, outcomes: Sequence[EpisodeOutcome]) -> dict[str, Any]:
+def _warnings(subject: Subject, protocol: Protocol) -> list[str]:
+    """What is not as its name says: files of tasks, and statistics of another suite."""
+    found = [note for task in protocol.tasks if (files := task_files(task)) is not None for note in files.foreign]
+    if subject.statistics is not None:
+        note = statistics_note(subject.statistics, dict.fromkeys(map(suite_of, protocol.tasks)))
+        found += [] if note is None else [note]
+    return found
+
+
+def _said_of(subject: Subject) -> str:
+    """The policy's checkpoint, files and statistics in a line."""
+    parts = [str(subject.checkpoint or subject.config.policy.init or "")]
+    parts += [f"{one['path']} (sha256 {one['sha256'][:12]})" for one in subject.files.values()]
+    parts += [] if subject.statistics is None else [f"statistics of {subject.statistics}"]
+    return ", ".join(part for part in parts if part) or "no checkpoint"
+
+
+def _tables(
+    protocol: Protocol, outcomes: Sequence[EpisodeOutcome], starts: Mapping[str, TrainedStarts]
+) -> dict[str, Any]:
     """The summary of everything, of each suite, and of each task."""
     by_task = {task: [o for o in outcomes if o.task == task] for task in protocol.tasks}
     by_suite: dict[str, list[EpisodeOutcome]] = {}
     for task, own in by_task.items():
         by_suite.setdefault(suite_of(task), []).extend(own)
-    tasks = [{"task": task, "max_episode_steps": own[0].limit, **summarise(own)} for task, own in by_task.items()]
+
+    def trained(tasks: Iterable[str]) -> dict[str, Any]:
+        return {"trained_on": together([starts[task] for task in tasks]).as_data()}
+
+    tasks = [
+        {"task": task, "max_episode_steps": own[0].limit, **summarise(own), **trained([task])}
+        for task, own in by_task.items()
+    ]
+    members = {suite: [task for task in by_task if suite_of(task) == suite] for suite in by_suite}
     return {
         "task": protocol.tasks[0] if len(tasks) == 1 else f"{len(tasks)} tasks",
         **summarise(outcomes),
+        **trained(protocol.tasks),
         "suites": [
-            {"suite": suite, "tasks": sum(suite_of(t) == suite for t in by_task), **summarise(own)}
+            {"suite": suite, "tasks": len(members[suite]), **summarise(own), **trained(members[suite])}
             for suite, own in by_suite.items()
         ],
         "tasks": tasks,
@@ -263,7 +336,11 @@ def _film(
 ) -> None:
     shown = [Shown(outcome, folder.actions(outcome), f"episode {outcome.trial}") for outcome in outcomes]
     path = folder.path / "videos" / "evaluation.mp4"
-    write_film(path, session, shown, lambda task: task_spec(protocol.applied(subject.config, task)))
+    write_film(path, session, shown, partial(_simulated, subject, protocol))
+
+
+def _simulated(subject: Subject, protocol: Protocol, task: str) -> TaskSpec:
+    return evaluated_task(protocol.applied(subject.config, task))
 
 
 def _show_in_run(folder: Path, subject: Subject) -> None:

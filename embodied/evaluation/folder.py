@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
 from embodied.config import Config
 from embodied.config_files import save_config
@@ -45,7 +45,8 @@ class Identity:
 
     protocol: Protocol
     policy: Mapping[str, Any]
-    """Plain JSON: kind, options, what it reads, chunk, and the sha256 of its checkpoint's manifest."""
+    """Plain JSON: kind, options, what it reads, chunk, the sha256 of its checkpoint's manifest, and the digests of the
+    files that its options name."""
 
     def as_data(self) -> dict[str, Any]:
         return {"protocol": as_data(self.protocol), "policy": dict(self.policy)}
@@ -234,7 +235,8 @@ def _to_line(outcome: EpisodeOutcome) -> dict[str, Any]:
         "init_state": outcome.spec.init_state,
         "resets": outcome.spec.resets,
         "unseeded_resets": outcome.spec.unseeded_resets,
-        "success": outcome.success,
+        "success_once": outcome.success,
+        "success_at_end": outcome.success_at_end,
         "length": outcome.length,
         "return": outcome.total_reward,
         "max_episode_steps": outcome.limit,
@@ -252,14 +254,19 @@ class _Line(BaseModel):
     init_state: int | None = Field(ge=0, lt=2**31)
     resets: int = Field(0, ge=0, lt=2**31)
     unseeded_resets: int = Field(0, ge=0, lt=2**31)
-    success: bool
+    success_once: bool = Field(validation_alias=AliasChoices("success_once", "success"))
+    success_at_end: bool | None = None
+    """Absent in earlier versions, where success ended an episode."""
     length: int = Field(ge=0, lt=2**31)
     total_reward: float = Field(alias="return")
     limit: int = Field(alias="max_episode_steps", ge=0, lt=2**31)
 
     def outcome(self) -> EpisodeOutcome:
         spec = EpisodeSpec(self.seed, self.init_state, self.resets, self.unseeded_resets)
-        return EpisodeOutcome(self.task, self.trial, spec, self.success, self.total_reward, self.length, self.limit)
+        at_end = self.success_once if self.success_at_end is None else self.success_at_end
+        return EpisodeOutcome(
+            self.task, self.trial, spec, self.success_once, at_end, self.total_reward, self.length, self.limit
+        )
 
 
 def _said(error: Exception) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from dataclasses import fields as dataclass_fields
 from typing import Any, Literal
 
@@ -13,14 +13,15 @@ from pydantic import TypeAdapter
 
 from embodied.config import Config
 from embodied.errors import UserError, nearest
-from sim_farm.catalogue import task_names
+from sim_farm.catalogue import foreign_suite, task_files, task_names
 from sim_farm.contract import EpisodeSpec, Gripper, Orientation, TaskInfo
 from sim_farm.episodes import evaluation_episodes
 from sim_farm.registry import BACKENDS
 
-VERSION = 2
-"""Of protocols. Those of version 1 were written without it, had one placement of the fixtures for all trials of a
-published protocol, and did not say which cameras the policy saw and how often it decided."""
+VERSION = 3
+"""Version of protocols. Those of version 1 were written without it, had one placement of the fixtures for all trials
+of a published protocol, and did not say which cameras the policy saw and how often it decided. Those of versions 1 and
+2 said nothing of the tasks' files."""
 
 Seeding = Literal["each", "rising", "once"]
 """How the simulator is seeded. `each`: every trial with the same seed; `rising`: trial i with the seed + i; `once`:
@@ -111,7 +112,7 @@ class Protocol:
     init_states: tuple[int, ...] | None
     """Trial i begins from recorded state `init_states[i % len]`; None: from its seed alone."""
     env_seed: int | None
-    """The simulator's seed (`seeding`); None: trial i has its own, from a stream that no training run draws."""
+    """The simulator's seed (`seeding`); None: trial i has its own, from a stream that training does not draw from."""
     settle_steps: int
     orientation: Orientation
     image_size: int
@@ -130,6 +131,10 @@ class Protocol:
     """What the policy sees: names, or how many of the task's; None in version 1: its own."""
     chunk: int | None = 1
     """Env steps from one decision to the next; None in version 1: the policy's."""
+    ignore_terminations: bool = False
+    """Whether episodes run to their limit; False: success ends them."""
+    task_digests: Mapping[str, str] = field(default_factory=dict)
+    """For each task that files define, the sha256 over its instruction, its task file and its initial states."""
     version: int = VERSION
 
     @property
@@ -187,11 +192,23 @@ class Protocol:
             env = env.model_copy(update={"cameras": self.cameras})
         if self.chunk is not None:
             policy = policy.model_copy(update={"chunk": self.chunk})
-        evaluation = config.eval.model_copy(update={"greedy": self.greedy, "instruction": self.instruction})
+        evaluation = config.eval.model_copy(
+            update={
+                "greedy": self.greedy,
+                "instruction": self.instruction,
+                "ignore_terminations": self.ignore_terminations,
+            }
+        )
         return config.model_copy(update={"env": env, "policy": policy, "eval": evaluation, "seed": self.seed})
 
     def check(self, task: str, info: TaskInfo) -> None:
-        """Raise `UserError` if the task lacks an initial state that a trial begins from."""
+        """Raise `UserError` if the task lacks an initial state that a trial begins from, or if the simulator that runs
+        has other files of it than this process."""
+        if self.version == VERSION and info.digest != self.task_digests.get(task):
+            raise UserError(
+                f"the simulator of {task} has other task files than the process that evaluates: set LIBERO_CONFIG_PATH "
+                "alike for both, and install the same packages on every machine"
+            )
         if self.init_states is None:
             return
         there = f"its recorded initial states are 0 to {info.init_states - 1}"
@@ -220,13 +237,21 @@ class Protocol:
             f"{longest}, {self.settle_steps} settling steps, {self.orientation} "
             f"{self.image_size} x {self.image_size} images, gripper {self.gripper}, "
             f"{'greedy' if self.greedy else 'sampled'}, seed {self.seed}{told}{self._said_of_policy(published)}; "
-            "success: solved at any env step"
+            f"{self.said_of_success}"
         )
+
+    @property
+    def said_of_success(self) -> str:
+        """The two kinds of success, for people."""
+        once = "success once: solved after any env step; at the end: after the last one"
+        if self.ignore_terminations:
+            return f"{once}, as episodes run to their limit"
+        return f"{once}, which is the same, as success ends an episode"
 
     def _said_of_seeds(self) -> str:
         before = f" after {self.unseeded_resets} unseeded" if self.unseeded_resets else ""
         if self.env_seed is None:
-            return "seeds that no training draws" + before
+            return "seeds of a stream that training does not draw from" + before
         seeds = {
             "each": "simulator seed {}",
             "rising": "simulator seeds {} and up",
@@ -254,15 +279,17 @@ def _cameras(config: Config) -> int | tuple[str, ...]:
 
 
 def protocol_of(config: Config) -> Protocol:
-    """The protocol that the configuration asks for. Raises `UserError`."""
+    """The protocol that the configuration asks for. Raises `UserError`, or `FarmError` where files of a task are
+    missing."""
     asked, env = config.eval, config.env
-    # A single task is looked up by whoever simulates it.
+    # A single task is looked up by the farm that simulates it.
     tasks = expand(asked.tasks) if asked.tasks else (env.task,)
+    files = {task: task_files(task) for task in tasks}
     own = Protocol(
         name=None,
         limits=dict.fromkeys(tasks, env.max_episode_steps),
         trials=asked.episodes or 100,
-        init_states=asked.init_states or None,
+        init_states=asked.recorded_states,
         env_seed=None,
         settle_steps=env.settle_steps,
         orientation=env.orientation,
@@ -275,6 +302,8 @@ def protocol_of(config: Config) -> Protocol:
         instruction=asked.instruction,
         cameras=_cameras(config),
         chunk=config.policy.chunk,
+        ignore_terminations=asked.ignore_terminations,
+        task_digests={task: found.digest for task, found in files.items() if found is not None},
     )
     if asked.instruction is not None and "instruction" not in config.policy.reads:
         raise UserError(
@@ -307,7 +336,7 @@ def _published(own: Protocol, name: str, config: Config) -> Protocol:
         name=name,
         limits=limits,
         trials=config.eval.episodes or preset.trials,
-        init_states=config.eval.init_states or tuple(range(preset.trials)),
+        init_states=config.eval.recorded_states or tuple(range(preset.trials)),
         env_seed=preset.env_seed,
         seeding=preset.seeding,
         unseeded_resets=preset.unseeded_resets,
@@ -353,14 +382,21 @@ def _matching(name: str) -> list[str]:
     if siblings and all(sibling.isdecimal() for sibling in siblings):
         raise UserError(f"no task {name!r}: {suite} has the tasks {_ranges(sorted(map(int, siblings)))}")
     suites = list(dict.fromkeys(suite_of(task) for task in tasks))
-    raise UserError(f"no task or suite {name!r}{nearest(name, sorted(suites + tasks))}")
+    raise UserError(f"no task or suite {name!r}{foreign_suite(name) or nearest(name, sorted(suites + tasks))}")
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """`0 to 9` where the numbers are consecutive, else all of them."""
-    if len(numbers) > 2 and list(numbers) == list(range(numbers[0], numbers[-1] + 1)):
-        return f"{numbers[0]} to {numbers[-1]}"
-    return ", ".join(map(str, numbers))
+    """`0 to 24, 30`: three consecutive numbers or more as a range."""
+    parts: list[str] = []
+    place = 0
+    while place < len(numbers):
+        end = place
+        while end + 1 < len(numbers) and numbers[end + 1] == numbers[end] + 1:
+            end += 1
+        run = numbers[place : end + 1]
+        parts += [f"{run[0]} to {run[-1]}"] if len(run) > 2 else [str(number) for number in run]
+        place = end + 1
+    return ", ".join(parts)
 
 
 def as_data(protocol: Protocol) -> dict[str, Any]:
@@ -371,26 +407,28 @@ def as_data(protocol: Protocol) -> dict[str, Any]:
 def _as_dict(protocol: Protocol) -> dict[str, Any]:
     """Its fields; without those that protocols did not have when it was written."""
     absent = () if protocol.instruction is not None else ("instruction",)
-    if protocol.version == 1:
-        absent = (*absent, *_FIRST)
+    absent = (*absent, *_UNSAID.get(protocol.version, ()))
     return {key: value for key, value in asdict(protocol).items() if key not in absent}
 
 
-_FIRST: dict[str, Any] = {"seeding": "each", "unseeded_resets": 0, "cameras": None, "chunk": None, "version": 1}
-"""What version 1 did not say."""
+_SECOND: dict[str, Any] = {"ignore_terminations": False, "task_digests": {}}
+_FIRST: dict[str, Any] = {
+    "seeding": "each", "unseeded_resets": 0, "cameras": None, "chunk": None, "version": 1, **_SECOND,
+}  # fmt: skip
+_UNSAID = {1: _FIRST, 2: _SECOND}
+"""What earlier versions did not say, as they meant it."""
 
 
 _PROTOCOL = TypeAdapter(Protocol)
 
 
 def from_data(data: Mapping[str, Any]) -> Protocol:
-    """The protocol that `as_data` wrote, or that of version 1. Raises `UserError` if it is not what was hashed."""
+    """The protocol that `as_data` wrote, now or in an earlier version. Raises `UserError` if it is not what was
+    hashed."""
     version = data.get("version", 1)
-    if version not in (1, VERSION):
-        raise UserError(f"version {version!r} of protocols is not known here, only 1 and {VERSION}")
-    if version == 1:
-        data = {**_FIRST, **data}
-    fields = dict(data)
+    if version not in (*_UNSAID, VERSION):
+        raise UserError(f"version {version!r} of protocols is not known here, only 1 to {VERSION}")
+    fields = {**_UNSAID.get(version, {}), **data}
     try:
         written = str(fields.pop("sha256"))
         if unknown := fields.keys() - {field.name for field in dataclass_fields(Protocol)}:

@@ -18,7 +18,7 @@ from embodied.workers.context import WorkerContext, check_same_sizes, policy_spe
 from embodied.workers.makers import make_component
 from embodied.workers.roles import Passer, Trainer
 from embodied.workflows.recipes import Recipe, WorkflowComponent, recipe_of
-from embodied.workflows.sizes import tasks_of
+from embodied.workflows.sizes import check_recorded_starts, tasks_of
 from sim_farm.farm import Farm
 
 
@@ -65,12 +65,13 @@ def processes_here(config: Config, assignment: Assignment) -> int:
 def place_workers(config: Config, run_dir: Path, session: Session, assignment: Assignment, farm: Farm) -> PlacedWorkers:
     """Place the trainer's ranks, then who acts, then the passers.
 
-    Raises `UserError` for tasks that one policy cannot act in.
+    Raises `UserError` for tasks that one policy cannot act in, or that lack a start.
     """
     recipe, tasks = recipe_of(config), tasks_of(config)
     sizes = policy_spec(config, farm.infos[0])
     for task, info in zip(tasks, farm.infos, strict=True):
         check_same_sizes(sizes, policy_spec(task, info), task.env.task)
+        check_recorded_starts(task, info)
     *passers, trainer = recipe.after_rollout
     base = WorkerContext(
         config,

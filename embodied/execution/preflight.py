@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable
+from functools import cache
 
 from embodied.config import Config
 from embodied.errors import UserError
@@ -21,6 +23,8 @@ from sim_farm.catalogue import check_task
 from sim_farm.episodes import EndlessEpisodes
 from sim_farm.frame_memory import nbytes_of
 from sim_farm.task_farm import check_spec
+
+_log = logging.getLogger(__name__)
 
 
 def check_run(config: Config) -> None:
@@ -65,9 +69,11 @@ def check_evaluation(config: Config, tasks: Iterable[str]) -> None:
 
 def check_policy(config: Config) -> None:
     """Check the policy's kind, its options, that the files they name are there, and that the environments have the
-    conventions that it converts from."""
+    conventions that it converts from. What its files leave open is said."""
     kind, architecture = config.policy.kind, config.policy.architecture
     registry.check(kind, architecture)
+    for sentence in registry.policy_class(kind).assumed(architecture):
+        _say(sentence)
     for setting, (said, wanted) in registry.policy_class(kind).converts(architecture).items():
         for task in tasks_of(config):
             found = getattr(task.env, setting)
@@ -77,6 +83,12 @@ def check_policy(config: Config) -> None:
                     f"{found}: set env.{setting} to {wanted}, or leave the policy's entry away and let the environment "
                     "convert"
                 )
+
+
+@cache
+def _say(sentence: str) -> None:
+    """Once a process: a command may check the policy more than once."""
+    _log.warning("%s", sentence)
 
 
 def _check_frames(config: Config) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from string import Template
 from urllib.parse import quote
 
-from embodied.files import write_whole
+from embodied.files import read_json, write_whole
 from embodied.reporting import charts, timeline
 from embodied.reporting import page_pieces as pieces
 from embodied.reporting.live import duration
@@ -51,7 +51,7 @@ PAGE = Path(__file__).with_name("page.html")
 def write_report(run_dir: str | os.PathLike[str]) -> Path:
     """Write `report.html` into a run's folder and return its path. Raises `ReportError` for other folders."""
     run = read_run(Path(run_dir))
-    learning = (_header, _figures, _success, _imitation, _learner, _time, plan_section, _timeline)
+    learning = (_header, _figures, _success, _imitation, _data, _learner, _time, plan_section, _timeline)
     body = "\n".join(section(run) for section in (*learning, _evaluation, _videos, _config, _protocol))
     target = run.path / "report.html"
     write_page(target, run.path.resolve().name, body)
@@ -190,6 +190,18 @@ def _imitation(run: RunFolder) -> str:
     return pieces.section("Learning from demonstrations", pieces.grid("three", figures), lead) if figures else ""
 
 
+def _data(run: RunFolder) -> str:
+    """What was understood of the demonstrations, where the run has learned from some."""
+    path = run.path / "data.json"
+    if not path.is_file():
+        return ""
+    try:
+        text = read_json(path)["text"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return pieces.section("Demonstrations", "data.json is damaged: `embodied inspect` makes the table anew")
+    return pieces.section("Demonstrations", f'<div class="card"><pre>{escape(str(text))}</pre></div>')
+
+
 def _learner(run: RunFolder) -> str:
     if not run.rows:
         return ""
@@ -235,10 +247,16 @@ def _timeline(run: RunFolder) -> str:
 def _evaluation(run: RunFolder) -> str:
     if not run.evals:
         return pieces.section("Evaluation", _notice(run, "eval.json"))
-    names = ("task", "success", "0 to 100%", "episodes", "length", "return", "wall time")
+    names = (
+        "task", "success once", "0 to 100%", "success at end", "starts trained on", "episodes", "length", "return",
+        "wall time",
+    )  # fmt: skip
     head = "".join(f"<th>{name}</th>" for name in names)
     rows = "".join(_evaluation_row(item) for item in run.evals)
-    return pieces.section("Evaluation", f'<div class="card scroll"><table><tr>{head}</tr>{rows}</table></div>')
+    table = f'<div class="card scroll"><table><tr>{head}</tr>{rows}</table></div>'
+    notes = dict.fromkeys(note for item in run.evals for note in item.notes)
+    said = "".join(f'<p class="notice">{escape(note)}.</p>' for note in notes)
+    return pieces.section("Evaluation", table + said)
 
 
 def _evaluation_row(item: Evaluation) -> str:
@@ -247,8 +265,12 @@ def _evaluation_row(item: Evaluation) -> str:
         f'<div class="range"><i style="left:{low:.2%};width:{high - low:.2%}"></i><b style="left:{rate:.2%}"></b></div>'
     )
     success = f"{charts.percent(rate)} <small>{pieces.interval(low, high)}</small>"
+    end = "–"
+    if item.at_end is not None:
+        end = f"{charts.percent(item.at_end[0])} <small>{pieces.interval(*item.at_end[1:])}</small>"
     wall = "–" if item.wall_s is None else duration(item.wall_s)
-    cells = (success, bar, item.episodes, _number(item.episode_len), _number(item.mean_return), wall)
+    numbers = item.episodes, _number(item.episode_len), _number(item.mean_return)
+    cells = (success, bar, end, escape(item.trained_on or "–"), *numbers, wall)
     return f"<tr><td>{escape(item.task)}</td>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
 
 

@@ -13,6 +13,7 @@ from embodied.files import read_json
 from embodied.migration import migrate
 from embodied.reporting.metrics import SELECTION
 from embodied.reporting.metrics import read as read_metrics
+from embodied.reporting.tables import trained_on
 from embodied.statistics import wilson
 from embodied.tracing import Span, TraceError, load, natural_order
 from embodied.yaml_files import read_yaml
@@ -23,6 +24,8 @@ SUCCESS_RECENT = "env/success_recent"
 LARGEST = 1e100
 """What is drawn: no curve needs more, and differences of twice as much are still numbers."""
 MOST_EPISODES = 10**9
+LONGEST_NOTE = 2000
+"""Characters of a note that are shown."""
 _FILES = ("config.yaml", "metrics.jsonl", "eval.json")
 
 
@@ -39,6 +42,12 @@ class Evaluation:
     success_rate: float
     success_low: float
     success_high: float
+    at_end: tuple[float, float, float] | None
+    """Success at the end with its interval; None in results that do not say it."""
+    trained_on: str | None
+    """How many of the evaluated starts were trained on; None in results that do not say it."""
+    notes: tuple[str, ...]
+    """Sentences about the whole evaluation."""
     episode_len: float | None
     mean_return: float | None
     wall_s: float | None
@@ -150,9 +159,11 @@ def _evals(path: Path) -> list[Evaluation]:
 
 
 def _rows(item: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """A row per task; the protocol of all of them is each one's."""
+    """A row per task; the protocol and the notes of all of them are each one's."""
     tasks = item.get("tasks", ())
-    return [{**row, "protocol": item["protocol"]} for row in tasks] if len(tasks) > 1 else [item]
+    if len(tasks) <= 1:
+        return [item]
+    return [{**row, "protocol": item["protocol"], "notes": item.get("notes")} for row in tasks]
 
 
 def _evaluation(item: Mapping[str, Any]) -> Evaluation:
@@ -166,11 +177,21 @@ def _evaluation(item: Mapping[str, Any]) -> Evaluation:
         success_rate=rate,
         success_low=_rate(item.get("success_low", low)),
         success_high=_rate(item.get("success_high", high)),
+        at_end=_at_end(item),
+        trained_on=None if item.get("trained_on") is None else trained_on(item["trained_on"]),
+        notes=tuple(named(note)[:LONGEST_NOTE] for note in item.get("notes") or ()),
         episode_len=_optional(item, "episode_len"),
         mean_return=_optional(item, "return"),
         wall_s=_optional(item, "wall_s"),
         protocol=item["protocol"] if isinstance(item.get("protocol"), Mapping) else {},
     )
+
+
+def _at_end(item: Mapping[str, Any]) -> tuple[float, float, float] | None:
+    if item.get("success_at_end") is None:
+        return None
+    rate, low, high = (_rate(item[f"success_at_end{end}"]) for end in ("", "_low", "_high"))
+    return rate, low, high
 
 
 def _optional(item: Mapping[str, Any], key: str) -> float | None:

@@ -91,7 +91,8 @@ def alike(runs: Sequence[RunFolder]) -> list[Alike]:
 def protocol_of(run: RunFolder) -> dict[str, Any] | None:
     """The protocol of its evaluation, but for the seed; None where there was none."""
     protocols = [item.protocol for item in run.evals]
-    return {k: v for k, v in protocols[0].items() if k not in ("seed", "sha256", "hardware")} if protocols else None
+    left_out = ("seed", "sha256", "hardware", "simulators")
+    return {key: value for key, value in protocols[0].items() if key not in left_out} if protocols else None
 
 
 def _data(group: Alike) -> dict[str, Any]:

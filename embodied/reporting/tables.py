@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-_HEAD = ("task", "success %", "95% interval", "episodes", "length", "return")
+_HEAD = (
+    "task", "success once %", "95% interval", "at end %", "95% interval", "trained on", "episodes", "length", "return",
+)  # fmt: skip
 
 
 def evaluation_table(result: Mapping[str, Any]) -> str:
-    """A row per task, per suite of several tasks and for all, with the protocol under it; ends in a newline.
+    """A row per task, per suite of several tasks and for all, with protocol, policy and notes under it; ends in a
+    newline. `trained on` counts the episodes' starts that the policy was trained on.
 
     `result` is the data of `eval.json`. Columns are padded, so that it also reads well where it is not rendered.
     """
@@ -20,6 +23,8 @@ def evaluation_table(result: Mapping[str, Any]) -> str:
         rows.append(_row("**all**", result))
     lines = table(_HEAD, rows)
     lines += ["", f"Protocol {result['protocol_line']}; intervals: Wilson.", "", f"Policy: {result['policy_line']}."]
+    for note in result["notes"]:
+        lines += ["", f"Note: {note}."]
     if "comparison" in result:
         lines += ["", *_comparison(result["comparison"])]
     return "\n".join(lines) + "\n"
@@ -28,12 +33,26 @@ def evaluation_table(result: Mapping[str, Any]) -> str:
 def _row(name: str, item: Mapping[str, Any]) -> tuple[str, ...]:
     return (
         name,
-        f"{100 * item['success_rate']:.1f}",
-        f"{100 * item['success_low']:.1f} to {100 * item['success_high']:.1f}",
+        *_rate(item, "success_once"),
+        *_rate(item, "success_at_end"),
+        trained_on(item["trained_on"]),
         str(item["episodes"]),
         f"{item['episode_len']:.1f}",
         f"{item['return']:.3f}",
     )
+
+
+def _rate(item: Mapping[str, Any], key: str) -> tuple[str, str]:
+    low, high = item[f"{key}_low"], item[f"{key}_high"]
+    return f"{100 * item[key]:.1f}", f"{100 * low:.1f} to {100 * high:.1f}"
+
+
+def trained_on(starts: Mapping[str, Any]) -> str:
+    """How many of an evaluation's starts its policy was trained on, in a cell of a table: `50 of 50`."""
+    trained, evaluated = int(starts["trained"]), int(starts["evaluated"])
+    if starts["known"] or trained == evaluated:
+        return f"{trained} of {evaluated}"
+    return f"at least {trained} of {evaluated}" if trained else "not known"
 
 
 def _comparison(comparison: Mapping[str, Any]) -> list[str]:

@@ -8,14 +8,15 @@ gives the same policy as one that was not stopped.
 
 from __future__ import annotations
 
+import json
+import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -23,87 +24,71 @@ from embodied import checkpoint
 from embodied.config import Config
 from embodied.config_files import save_config
 from embodied.data.random_streams import IMITATION, generator, permutation
-from embodied.demonstrations import Batch, Dataset
+from embodied.demonstrations import Batch, Dataset, layout
+from embodied.demonstrations.feature_names import Needed, check_features
+from embodied.demonstrations.inspection import inspected, observed
+from embodied.demonstrations.inspection_table import show_table, text
+from embodied.demonstrations.loader import read_ahead
+from embodied.demonstrations.mixture import Demonstrations, Index, Source, gripper_map, open_sources
 from embodied.errors import UserError
 from embodied.evaluation.protocol import expand
-from embodied.hub import dataset_folder
+from embodied.files import write_whole
 from embodied.reporting.live import steps
 from embodied.reporting.metrics import MetricsWriter
 from embodied.training.interrupts import deferred_interrupts
 from embodied.training.unwritten import Unwritten
 from embodied.workers.affinity import Affinity
-from embodied.workers.context import make_policy, policy_spec
+from embodied.workers.context import make_policy, policy_spec, task_spec
 from embodied.workers.devices import device_of
 from embodied.workflows.sizes import tasks_of
 from policies.contract import Inputs, Policy
 from sim_farm.contract import TaskInfo
 
+Read = Sequence[tuple[Index, Batch]]
+"""Batches, one for each dataset that has rows of a micro-batch, and the places of their rows in the minibatch."""
 STAGE = "sft"
 """What `checkpoint.RunState.stage` says of these checkpoints."""
 MEASURED = 512
 """Rows of the held-out episodes that are measured, evenly spaced."""
 OBSERVED = 4096
 """Rows whose statistics are taken at once."""
+DATA = "data.json"
+"""What was understood of the data, in the run's folder."""
 CONVENTIONS = ("control_mode", "orientation", "gripper", "image_size")
 """What a recording and the run's environments must agree on."""
-
-Index = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class Demonstrations:
-    """Datasets as one, episodes divided into those that are learned from and those that are held out."""
-
-    datasets: tuple[Dataset, ...]
-    train: Index
-    """Rows, counted through all datasets."""
-    held_out: Index
-
-    @property
-    def episodes(self) -> int:
-        return sum(len(dataset.episodes) for dataset in self.datasets)
-
-    def batches(self, rows: Index, chunk: int, cameras: Sequence[str]) -> Iterator[tuple[Index, Batch]]:
-        """The rows `rows`, a batch for each dataset that has some of them, and their places in `rows`."""
-        ends = np.cumsum([len(dataset) for dataset in self.datasets])
-        for dataset, end in zip(self.datasets, ends, strict=True):
-            begin = end - len(dataset)
-            places = np.flatnonzero((rows >= begin) & (rows < end))
-            if len(places):
-                yield places, dataset.batch(rows[places] - begin, chunk, cameras)
-
-    def column(self, name: str) -> npt.NDArray[np.float32]:
-        """[rows to learn from, ...] of a column that all datasets have."""
-        return np.concatenate([dataset.column(name) for dataset in self.datasets])[self.train]
 
 
 def read_demonstrations(config: Config, info: TaskInfo) -> Demonstrations:
     """The datasets of `sft.data`. Raises `UserError` where one does not fit the run's task."""
     if not config.sft.data:
         raise UserError("no demonstrations are named: --data FOLDER (a dataset, as `embodied record` writes them)")
-    datasets = tuple(Dataset(dataset_folder(name, fetch=False)) for name in config.sft.data)
-    for dataset in datasets:
-        _check_fits(dataset, config, info)
-    lengths = [episode.length for dataset in datasets for episode in dataset.episodes]
-    order = permutation(config.seed, 0, 0, len(lengths))
-    held = round(config.sft.holdout * len(lengths))
-    if config.sft.holdout > 0:
-        held = min(max(held, 1), len(lengths) - 1)
-    begins = np.concatenate([[0], np.cumsum(lengths)])
-    rows = [np.arange(begins[i], begins[i + 1]) for i in range(len(lengths))]
-
-    def rows_of(episodes: Index) -> Index:
-        return np.concatenate([rows[i] for i in sorted(episodes.tolist())]) if len(episodes) else np.empty(0, np.int64)
-
-    return Demonstrations(datasets, rows_of(order[held:]), rows_of(order[:held]))
+    sources = open_sources(config.sft, config.seed, lambda dataset: _check_fits(dataset, config, info))
+    return Demonstrations(sources, gripper_map(config.sft.gripper, info), config.sft.weights)
 
 
 def _check_fits(dataset: Dataset, config: Config, info: TaskInfo) -> None:
-    size = dataset.features["action"].shape[0] if "action" in dataset.features else 0
+    reads = config.policy.reads
+    needed = [Needed(layout.ACTION, info.action_dim)]
+    needed += [Needed(layout.PROPRIO, info.proprio_dim)] if "proprio" in reads else []
+    needed += [Needed(layout.STATE, info.state_dim)] if "state" in reads else []
+    needed += [Needed(layout.IMAGES + camera, 0) for camera in info.cameras] if "images" in reads else []
+    check_features(dataset, needed, f"{config.env.task} with policy.reads {list(reads)}")
+    size = math.prod(dataset.features[layout.ACTION].shape)
     if size != info.action_dim:
         raise UserError(
-            f"the actions in {dataset.folder} have {size} numbers, those of {config.env.task} {info.action_dim}"
+            f"the actions in {dataset.folder} have {size} numbers, those of {config.env.task} {info.action_dim}: "
+            "choose the control mode that they are of (--env.control-mode), or another feature (--sft.features)"
         )
+    dataset.check_frames(info.cameras if "images" in reads else ())
+    for need in needed[1:]:
+        size = math.prod(dataset.features[need.name].shape)
+        if need.size and size != need.size:
+            word = {layout.PROPRIO: "proprio", layout.STATE: "state"}[need.name]
+            raise UserError(
+                f"{need.name} in {dataset.folder} has {size} numbers, that of {config.env.task} {need.size}: map a "
+                f"feature that has as many (--sft.features), or let the policy act without it "
+                f"(--policy.reads {' '.join(read for read in reads if read != word)})"
+            )
     recorded = dataset.task
     if recorded is None:  # another project's: nothing says by which conventions it was made
         return
@@ -124,6 +109,20 @@ def _check_fits(dataset: Dataset, config: Config, info: TaskInfo) -> None:
             )
 
 
+def recorded_starts(source: Source) -> dict[str, Any]:
+    """The starts of the episodes that are learned from, for evaluations to be compared with: recorded initial states,
+    and the seeds of the other episodes. `task` is None where the dataset does not say them."""
+    specs = [source.dataset.episodes[i].spec for i in source.train]
+    recorded = [spec for spec in specs if spec is not None]
+    task = source.dataset.task if len(recorded) == len(specs) else None
+    return {
+        "folder": str(source.dataset.folder),
+        "task": None if task is None else task.name,
+        "init_states": sorted({spec.init_state for spec in recorded if spec.init_state is not None}),
+        "seeds": sorted({spec.seed for spec in recorded if spec.init_state is None}),
+    }
+
+
 class Imitator:
     """Holds the policy that learns from demonstrations, and its optimiser."""
 
@@ -137,6 +136,8 @@ class Imitator:
         batch = min(config.sft.batch, len(demonstrations.train))
         self._batch, self._per_epoch = batch, len(demonstrations.train) // batch
         self._epoch, self._order = -1, np.empty(0, np.int64)
+        self._ahead: Iterator[Read] | None = None
+        """Micro-batches of the steps to come, in their order."""
 
     @property
     def rows_seen(self) -> int:
@@ -166,13 +167,12 @@ class Imitator:
 
     def step(self) -> float:
         """One optimiser step; the loss before it. Raises `UserError` where it is not finite."""
-        rows = self._rows(self.done)
         with self._affinity.applied():
             for group in self.optimizer.param_groups:
                 group["lr"] = self.config.sft.lr * (1 - self.done / self.config.sft.steps)
             self.optimizer.zero_grad(set_to_none=True)
             loss = 0.0
-            for _, share in self._shares(rows, self.done + 1):
+            for _, share in self._shares(self._next(), self._batch, self.done + 1):
                 share.backward()  # type: ignore[no-untyped-call]
                 loss += float(share.detach())
             norm = torch.nn.utils.clip_grad_norm_(self.policy.actor_parameters(), self.config.optim.max_grad_norm)
@@ -195,7 +195,7 @@ class Imitator:
         rows = rows[np.linspace(0, len(rows) - 1, min(MEASURED, len(rows))).astype(np.int64)]
         loss, distance, count = 0.0, 0.0, 0
         with self._affinity.applied(), torch.no_grad():
-            for batch, share in self._shares(rows, 0):
+            for batch, share in self._shares(self._micro_batches([rows]), len(rows), 0):
                 said = self.policy.act(self._shown(batch), None).chunk.cpu()
                 actions, padding = (
                     torch.from_numpy(part[:, : said.shape[1]]) for part in (batch.actions, batch.padding)
@@ -205,28 +205,54 @@ class Imitator:
                 distance, count = distance + float(off.sum()), count + off.numel()
         return {"sft/held_out_loss": loss, "sft/held_out_distance": distance / count}
 
-    def _shares(self, rows: Index, key: int) -> Iterator[tuple[Batch, Tensor]]:
-        """Each micro-batch, and its share of the mean loss over the rows. The noise of losses is keyed by `key`."""
+    def close(self) -> None:
+        """End the threads that read ahead."""
+        self._ahead = None
+
+    def _shares(self, read: Iterable[Read], count: int, key: int) -> Iterator[tuple[Batch, Tensor]]:
+        """Each batch of `count` rows, and its share of their mean loss. The noise of losses is keyed by `key`."""
         device = device_of(self.policy)
         noise = generator(IMITATION, self.config.seed, 0, key, 0).standard_normal(
-            (len(rows), self.policy.noise_dim), np.float32
+            (count, self.policy.noise_dim), np.float32
         )
-        for places, batch in self._micro_batches(rows):
-            losses = self.policy.imitate(
-                self._shown(batch),
-                torch.from_numpy(batch.actions).to(device),
-                torch.from_numpy(~batch.padding).to(device),
-                torch.from_numpy(noise[places]).to(device),
-            )
-            yield batch, losses.sum() / len(rows)
+        for part in read:
+            for places, batch in part:
+                losses = self.policy.imitate(
+                    self._shown(batch),
+                    torch.from_numpy(batch.actions).to(device),
+                    torch.from_numpy(~batch.padding).to(device),
+                    torch.from_numpy(noise[places]).to(device),
+                )
+                yield batch, losses.sum() / count
 
-    def _micro_batches(self, rows: Index) -> Iterator[tuple[Index, Batch]]:
-        """The rows as batches, and the places in `rows` of each."""
-        spec, size = self.policy.spec, self.config.optim.micro_batch or self._batch
-        for first in range(0, len(rows), size):
-            piece = rows[first : first + size]
-            for places, batch in self.demonstrations.batches(piece, spec.predicted, spec.cameras):
-                yield first + places, batch
+    def _next(self) -> Iterator[Read]:
+        """The micro-batches of the step that is due, which threads have read meanwhile."""
+        if self._ahead is None:
+            due = range(self.done, max(self.config.sft.steps, self.done + 1))
+            self._ahead = self._micro_batches(self._rows(step) for step in due)
+        try:
+            for _ in range(0, self._batch, self._micro):
+                yield next(self._ahead)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def _micro(self) -> int:
+        return self.config.optim.micro_batch or self._batch
+
+    def _micro_batches(self, minibatches: Iterable[Index]) -> Iterator[Read]:
+        """Each minibatch in pieces, read ahead by threads: for each dataset that has some of a piece's rows a batch of
+        them, and their places in the minibatch."""
+        spec, size = self.policy.spec, self._micro
+
+        def read(piece: tuple[int, Index]) -> Read:
+            first, rows = piece
+            found = self.demonstrations.batches(rows, spec.predicted, spec.cameras)
+            return [(first + places, batch) for places, batch in found]
+
+        pieces = ((first, rows[first : first + size]) for rows in minibatches for first in range(0, len(rows), size))
+        return read_ahead(read, pieces)
 
     def _shown(self, batch: Batch) -> Inputs:
         """What the policy reads of the batch, on its device."""
@@ -239,7 +265,12 @@ class Imitator:
         ).to(device_of(self.policy))
 
     def _rows(self, step: int) -> Index:
-        """The rows of a step: those of an epoch in an order of its own, whole minibatches of them."""
+        """The rows of a step: those of an epoch in an order of its own, whole minibatches of them. Where datasets have
+        weights, each row is drawn by itself."""
+        chances = self.demonstrations.chances
+        if chances is not None:
+            drawn = generator(IMITATION, self.config.seed, 1, step, 0)
+            return self.demonstrations.train[drawn.choice(len(chances), self._batch, p=chances)]
         epoch, place = divmod(step, self._per_epoch)
         if epoch != self._epoch:
             order = permutation(self.config.seed, 1 + epoch, 0, len(self.demonstrations.train))
@@ -252,7 +283,14 @@ def imitate(config: Config, info: TaskInfo, run_dir: Path, resume_from: Path | N
 
     Interrupted, the last finished step is kept as a checkpoint.
     """
-    imitator = Imitator(config, info, read_demonstrations(config, info))
+    demonstrations = read_demonstrations(config, info)
+    understood = inspected(demonstrations, config, observed(task_spec(config), draw="images" in config.policy.reads))
+    if understood.refused:
+        show_table(replace(understood, findings=understood.warnings))
+        understood.raise_refusals()
+    imitator = Imitator(config, info, demonstrations)
+    understood = understood.with_policy(imitator.policy, config.policy.init)
+    show_table(understood)
     log = _Log(run_dir, time.monotonic())
     if resume_from is None:
         imitator.begin()
@@ -261,11 +299,16 @@ def imitate(config: Config, info: TaskInfo, run_dir: Path, resume_from: Path | N
         log = _Log(run_dir, log.began_s - checkpoint.read_state(resume_from).wall_s, imitator.done)
     run_dir.mkdir(parents=True, exist_ok=True)
     save_config(config, run_dir / "config.yaml")
+    starts = [recorded_starts(source) for source in imitator.demonstrations.sources]
+    data = understood.as_data() | {"text": text(understood), "starts": starts}
+    write_whole(run_dir / DATA, json.dumps(data, indent=1))
     try:
         measured = _learn(imitator, config, log)
     except BaseException:  # of an interrupted run, or one whose loss went astray
         log.save(imitator)
         raise
+    finally:
+        imitator.close()
     log.finish(imitator)
     return {
         "run": str(run_dir),

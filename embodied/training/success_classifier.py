@@ -17,6 +17,7 @@ from torch import Tensor
 
 from embodied.data.random_streams import CLASSIFICATION, generator, permutation
 from embodied.demonstrations import Dataset
+from embodied.demonstrations.mixture import open_dataset
 from embodied.errors import UserError
 from embodied.reporting.live import steps as progress_bar
 from embodied.workers.success_classifier import Looks, SuccessClassifier
@@ -71,7 +72,7 @@ def read_labelled(folders: Sequence[Path], last: int) -> Labelled:
     """The datasets with their labels. Raises `UserError` for one without successes, frames, or of other frames."""
     if not folders:
         raise UserError("no episodes are named: a dataset, as `embodied record` writes them")
-    datasets = tuple(Dataset(folder) for folder in folders)
+    datasets = tuple(open_dataset(folder) for folder in folders)
     looks = [_looks_of(dataset) for dataset in datasets]
     for dataset, its in zip(datasets, looks, strict=True):
         if its != looks[0]:
@@ -91,7 +92,7 @@ def _looks_of(dataset: Dataset) -> Looks:
         raise UserError(f"{dataset.folder} has no frames: record it with --env.cameras 1")
     if any("success" not in episode.row for episode in dataset.episodes):
         raise UserError(f"{dataset.folder} does not say which episodes were solved: record it with `embodied record`")
-    shapes = {dataset.features[name].shape[:2] for name in dataset.cameras.values()}
+    shapes = {dataset.features[name].picture[:2] for name in dataset.cameras.values()}
     sides = {side for shape in shapes for side in shape}
     if len(sides) != 1:
         raise UserError(f"the frames of {dataset.folder} are not square and of one size: {sorted(shapes)}")

@@ -46,7 +46,9 @@ class EpisodeOutcome:
     trial: int
     spec: EpisodeSpec
     success: bool
-    """Solved at any env step; not where a number of the simulator's was not finite."""
+    """Success once: solved after any env step; not where a number of the simulator's was not finite."""
+    success_at_end: bool
+    """Solved after the last env step; not where a number of the simulator's was not finite."""
     total_reward: float
     """Not finite where a reward was not, or an observation."""
     length: int
@@ -210,12 +212,14 @@ class _Task:
             actions = np.concatenate(self._actions[env])
             length = len(actions) - unused
             trial = self._episodes.trial(env, episode)
+            sound = bool(np.isfinite(self._return[env]))
             finished.append(
                 EpisodeResult(
                     self._name,
                     trial,
                     self._episodes.specs[trial],
-                    bool(self._solved[env]) and bool(np.isfinite(self._return[env])),
+                    bool(self._solved[env]) and sound,
+                    bool(seen.success[row, max(int(seen.steps[row]) - 1, 0)]) and sound,
                     float(self._return[env]),
                     length,
                     self._farm.infos[0].max_episode_steps,
@@ -249,16 +253,23 @@ def run_to_end(
 
 
 def summarise(outcomes: Sequence[EpisodeOutcome]) -> dict[str, float]:
-    """Success with its 95% Wilson interval, mean length, mean return of those whose numbers are finite, and how many
-    are broken: they count as failed."""
+    """Success once and at the end with their 95% Wilson intervals, mean length, mean return of those whose numbers are
+    finite, and how many are broken: they count as failed. `success_rate` is success once."""
     returns = [outcome.total_reward for outcome in outcomes if math.isfinite(outcome.total_reward)]
-    solved = sum(outcome.success for outcome in outcomes)
-    low, high = wilson(solved, len(outcomes))
+    once, at_end = sum(o.success for o in outcomes), sum(o.success_at_end for o in outcomes)
+    low, high = wilson(once, len(outcomes))
+    end_low, end_high = wilson(at_end, len(outcomes))
     return {
         "episodes": len(outcomes),
-        "success_rate": solved / len(outcomes),
+        "success_rate": once / len(outcomes),
         "success_low": low,
         "success_high": high,
+        "success_once": once / len(outcomes),
+        "success_once_low": low,
+        "success_once_high": high,
+        "success_at_end": at_end / len(outcomes),
+        "success_at_end_low": end_low,
+        "success_at_end_high": end_high,
         "episode_len": float(np.mean([outcome.length for outcome in outcomes])),
         "return": float(np.mean(returns)) if returns else 0.0,
         **({"broken_episodes": len(outcomes) - len(returns)} if len(returns) < len(outcomes) else {}),

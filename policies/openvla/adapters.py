@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from torch import nn
 
 from policies import lora
 from policies.contract import PolicyError
+from policies.files import ADAPTER, ADAPTER_CONFIG, Shards, check_no_other_weights
 from policies.openvla.config import TOWERS
-from policies.openvla.model import OpenVLAModel, to_checkpoint
+from policies.openvla.film import FilmedBlock
+from policies.openvla.model import FILM_LAYER, OpenVLAModel, to_checkpoint
+from policies.openvla.side_files import LORA_ADAPTER, names_of
 
+FILMED_BACKBONE = "vision_backbone.vision_backbone."
+"""How names of the towers' tensors begin in an adapter that was trained with FiLM."""
 PARTS = ("language", "projector", "vision")
 
 
@@ -32,7 +37,7 @@ def targets(model: OpenVLAModel, parts: Sequence[str]) -> str:
     if "vision" in parts:
         for tower in TOWERS:
             blocks = "|".join(str(i) for i in range(len(getattr(model.vision_backbone, tower).blocks)))
-            every.append(rf"vision_backbone\.{tower}\.blocks\.({blocks})\.(attn\.(qkv|proj)|mlp\.fc[12])")
+            every.append(rf"vision_backbone\.{tower}\.blocks\.({blocks})\.(block\.)?(attn\.(qkv|proj)|mlp\.fc[12])")
     return "|".join(every)
 
 
@@ -41,21 +46,73 @@ def attach(model: OpenVLAModel, rank: int, alpha: float, parts: Sequence[str]) -
     lora.attach(model, {"r": rank, "lora_alpha": alpha, "target_modules": targets(model, parts)})
 
 
-def attach_saved(model: OpenVLAModel, folder: Path) -> None:
-    """The same with the adapter of a PEFT directory. Raises `PolicyError`, also if it is of another base."""
+def attach_saved(model: OpenVLAModel, folder: Path, *, any_base: bool = False) -> None:
+    """The same with the adapter of a PEFT directory. Raises `PolicyError`, unless `any_base` is given also if it is of
+    another base, or was merged into this one already."""
     config = lora.read_adapter_config(folder)
     tensors = lora.read_adapter_file(folder)
+    filmed = any(isinstance(module, FilmedBlock) for module in model.modules())
+    if filmed:  # the towers' adapters are in the file of the backbone too, which was read
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(FILMED_BACKBONE)}
     modules = {name.rsplit(".lora_", 1)[0] for name in tensors}
-    known = {name for name, module in model.named_modules() if isinstance(module, (nn.Linear, nn.Conv2d))}
+    known = {
+        to_checkpoint(f"{name}.weight").removesuffix(".weight"): name
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.Linear, nn.Conv2d)) and not FILM_LAYER.fullmatch(f"{name}.weight")
+    }
     unused = {to_checkpoint(name).removesuffix(".weight") for name in model.unused}
-    strange = sorted(modules - known - unused)
-    if strange or not modules & known:
+    strange = sorted(modules - known.keys() - unused)
+    if strange or not modules & known.keys():
         what = f"it adapts {strange[0]!r}, which this model has not" if strange else "it adapts nothing of this model"
+        if strange and strange[0].startswith(FILMED_BACKBONE):
+            what += "; it was trained with FiLM: set policy.options.film to true"
         raise PolicyError(f"{folder} is an adapter of another base: {what}")
-    lora.check_base(model, folder, config)
+    linear = [name for name, own in known.items() if isinstance(model.get_submodule(own), nn.Linear)]
+    lora.check_whole(folder, config, modules, (name for name in linear if not (filmed and _of_towers(name))))
+    if not any_base:
+        lora.check_not_merged(model, folder, config, tensors)
+        lora.check_base(model, folder, config)
     saved = {key: value for key, value in config.items() if key not in {"base_model_name_or_path", lora.BASE}}
-    lora.attach(model, saved | {"target_modules": sorted(modules & known), "inference_mode": False})
+    targeted = sorted(known[name] for name in modules & known.keys())
+    adapting = saved | {"target_modules": targeted, "inference_mode": False}
+    lora.attach(model, adapting, folder / ADAPTER_CONFIG)
     # What the reference's lists of suffixes also hit: no output depends on it, it is kept to be saved again.
     model.unused_adapter = {name: t for name, t in tensors.items() if name.rsplit(".lora_", 1)[0] not in known}
     model.adapter_config = saved
-    lora.load_adapter(model, folder)
+    lora.load_adapter(model, folder, any_base=any_base)
+
+
+def check_other_files(shards: Shards, adapters: Iterable[str | Path | None]) -> None:
+    """Raise `PolicyError` if files of weights lie beside the model's that nobody reads: an adapter, unless it is one of
+    those that are used, or what nobody knows."""
+    folder = shards.folder.resolve()
+    known = names_of(folder)
+    if (folder / ADAPTER).exists():
+        if folder not in {Path(adapter).resolve() for adapter in adapters if adapter}:
+            raise PolicyError(
+                f"{folder / ADAPTER} lies beside the weights, and is not used: set policy.options.adapter to {folder} "
+                "to act with both, or move it away if it is merged into them"
+            )
+        known.append(ADAPTER)
+    check_no_other_weights(shards, known)
+
+
+def check_saved_beside(model: OpenVLAModel) -> None:
+    """Raise `PolicyError` if an adapter lies in a folder beside the model's weights, as OpenVLA-OFT leaves it, and
+    these are its base alone. Mostly it is merged into them."""
+    if model.shards is None or not (model.shards.folder / LORA_ADAPTER / ADAPTER_CONFIG).exists():
+        return
+    folder = model.shards.folder / LORA_ADAPTER
+    try:
+        config, tensors = lora.read_adapter_config(folder), lora.read_adapter_file(folder)
+    except PolicyError:  # of a kind that is not read: nothing says that it is not merged
+        return
+    if lora.is_merged(lora.plain_state(model), tensors, config) is False:
+        raise PolicyError(
+            f"{folder} is not merged into the weights beside it, and is not used: set policy.options.adapter to that "
+            "folder"
+        )
+
+
+def _of_towers(name: str) -> bool:
+    return name.startswith("vision_backbone.")

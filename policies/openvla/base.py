@@ -21,13 +21,16 @@ from policies.layers import checked_widths
 from policies.openvla import adapters
 from policies.openvla.actions import action_of, token_of
 from policies.openvla.config import TOWERS
+from policies.openvla.film import load_film
 from policies.openvla.heads import ValueHead
 from policies.openvla.images import read_preprocessing
 from policies.openvla.model import Sequence as Tokens
-from policies.openvla.model import from_checkpoint, load_model, save_model
+from policies.openvla.model import load_model, save_model, to_checkpoint
 from policies.openvla.prompts import Prompts
 from policies.openvla.sampling import score
+from policies.openvla.side_files import FILM, adapter_home, refuse_side_files, side_folders
 from policies.openvla.statistics import (
+    BOUNDS,
     DEMONSTRATIONS,
     choose_statistics,
     identity,
@@ -58,7 +61,7 @@ class TokenPolicy(lora.AdaptedPolicy):
     """
 
     incidental: ClassVar[frozenset[str]] = frozenset(
-        {"checkpoint", "adapter", "gradient_checkpointing", "image_backend", "temperature"}
+        {"checkpoint", "adapter", "any_base", "gradient_checkpointing", "image_backend", "temperature"}
     )
     pretrained = True
     range_eps: float
@@ -79,8 +82,17 @@ class TokenPolicy(lora.AdaptedPolicy):
                 )
             if folder and not (Path(folder) / file).is_file():
                 raise PolicyError(f"policy.options.{name}: incomplete, {Path(folder) / file} is missing")
+        cls.side_files(architecture)
         if RANDOM_WEIGHTS not in read_json(Path(checkpoint) / CONFIG):
-            Shards.find(Path(checkpoint))
+            adapters.check_other_files(Shards.find(Path(checkpoint)), [architecture.get("adapter")])
+
+    @classmethod
+    def side_files(cls, architecture: Mapping[str, Any]) -> dict[str, Path]:
+        """Files beside the weights that the arguments use, by component. Raises `PolicyError`, which names them, for
+        those that nothing uses."""
+        for folder in side_folders(architecture):
+            refuse_side_files(folder, cls.kind)
+        return {}
 
     @classmethod
     def reads(cls, config: Mapping[str, Any]) -> bool:
@@ -90,13 +102,25 @@ class TokenPolicy(lora.AdaptedPolicy):
     def converts(cls, architecture: Mapping[str, Any]) -> Mapping[str, tuple[str, str]]:
         return Transforms(architecture.get("transforms", ())).conventions()
 
+    @classmethod
+    def statistics_name(cls, architecture: Mapping[str, Any]) -> str | None:
+        key = str(architecture.get("unnorm_key", ""))
+        if not key:
+            folder, adapter = (str(architecture.get(name, "")) for name in ("checkpoint", "adapter"))
+            datasets = read_datasets(Path(folder), read_json(Path(folder) / CONFIG))
+            datasets = with_adapters(datasets, Path(adapter)) if adapter else datasets
+            key = next(iter(datasets)) if len(datasets) == 1 else ""
+        return None if key in ("", DEMONSTRATIONS) else key
+
     def __init__(
         self,
         spec: PolicySpec,
+        files: Mapping[str, Path] | None = None,
         *,
         checkpoint: str = "",
         weights: str = "",
         unnorm_key: str = "",
+        bounds: str = "percentiles",
         prompt: str = "openvla",
         temperature: float = 1.0,
         transforms: Sequence[Mapping[str, Any]] = (),
@@ -106,6 +130,7 @@ class TokenPolicy(lora.AdaptedPolicy):
         image_backend: str = "device",
         dtype: str = "float32",
         adapter: str = "",
+        any_base: bool = False,
         lora_rank: int = 0,
         lora_alpha: float = 0.0,
         lora_parts: Sequence[str] = ("language", "projector"),
@@ -116,9 +141,10 @@ class TokenPolicy(lora.AdaptedPolicy):
         """`checkpoint` is a Hugging Face directory; `weights` is what such a policy was saved as, of which tensors are
         taken instead of those of `checkpoint` or `adapter` (`policies.load` sets it). `unnorm_key` names the dataset
         whose statistics give actions their unit, where there are several; `demonstrations` are those that the policy
-        learns from (`adopt_units`). `transforms` are entries of `policies.transforms`. `adapter` is a PEFT directory;
+        learns from (`adopt_units`). `files` are those beside the weights that are used, by component.
+        `transforms` are entries of `policies.transforms`. `adapter` is a PEFT directory, of any base with `any_base`;
         with `lora_rank` a new adapter is made, on `lora_parts`; without either every weight is trained. `lora_alpha` 0:
-        as the rank.
+        as the rank. `bounds` says which numbers of a dataset are -1 and 1: its percentiles or its extremes.
         """
         super().__init__()
         self.check_spec(spec)
@@ -128,20 +154,27 @@ class TokenPolicy(lora.AdaptedPolicy):
             self.transforms.check_demonstrated_units()
         if not checkpoint:
             raise PolicyError(f"{self.kind} needs a checkpoint: set policy.options.checkpoint to its directory")
+        if bounds not in BOUNDS:
+            raise PolicyError(f"bounds must be one of {', '.join(BOUNDS)}, got {bounds!r}")
+        if unnorm_key == DEMONSTRATIONS and bounds != "percentiles":
+            raise PolicyError(f"the demonstrations' own units are percentiles: leave bounds out, got {bounds!r}")
         if temperature <= 0:
             raise PolicyError(f"temperature must be greater than 0, got {temperature}")
         if lora_rank < 0 or (lora_rank and adapter):
             raise PolicyError(
                 f"give lora_rank (1 or more) for a new adapter or adapter for a saved one, got {lora_rank}"
             )
+        if files is None:
+            files = self.side_files({"checkpoint": checkpoint, "adapter": adapter, "weights": weights})
+        self.files = dict(files)
         saved_adapter = bool(weights) and (Path(weights) / ADAPTER_CONFIG).exists()
         source = Path(checkpoint if saved_adapter or not weights else weights).resolve()
         self._architecture = dict(
-            checkpoint=str(Path(checkpoint).resolve()), unnorm_key=unnorm_key, prompt=prompt,
+            checkpoint=str(Path(checkpoint).resolve()), unnorm_key=unnorm_key, bounds=bounds, prompt=prompt,
             temperature=float(temperature), transforms=self.transforms.as_data(),
             environment_jpeg=environment_jpeg, environment_resize=environment_resize, center_crop=center_crop,
             image_backend=image_backend, dtype=dtype, adapter=str(Path(adapter).resolve()) if adapter else "",
-            lora_rank=lora_rank, lora_alpha=float(lora_alpha), lora_parts=list(lora_parts),
+            any_base=any_base, lora_rank=lora_rank, lora_alpha=float(lora_alpha), lora_parts=list(lora_parts),
             gradient_checkpointing=gradient_checkpointing,
             value_widths=list(checked_widths("value_widths", value_widths)), value_per_action=value_per_action,
         )  # fmt: skip
@@ -151,15 +184,18 @@ class TokenPolicy(lora.AdaptedPolicy):
         self.gradient_checkpointing = gradient_checkpointing
         self.noise_dim = spec.chunk * spec.action_dim
         self.model = load_model(source, dtype)
+        self.film = load_film(self.model, self.files[FILM]) if FILM in self.files else None
         self.prompts = Prompts(source, self.model.config, prompt)
         saved = Path(weights if saved_adapter else adapter) if saved_adapter or adapter else None
+        if self.model.shards is not None:
+            adapters.check_other_files(self.model.shards, [adapter, weights])
         self._datasets = read_datasets(source, self.model.config.raw)
         if saved is not None:
-            self._datasets = with_adapters(self._datasets, saved)
+            self._datasets = with_adapters(self._datasets, adapter_home(saved))
         self.statistics = (
             identity(spec.action_dim, self.shown.proprio_dim)
             if unnorm_key == DEMONSTRATIONS and unnorm_key not in self._datasets
-            else choose_statistics(source, self._datasets, unnorm_key)
+            else choose_statistics(source, self._datasets, unnorm_key, bounds)
         )
         self.preprocessing = read_preprocessing(
             source, environment_jpeg=environment_jpeg, environment_resize=environment_resize,
@@ -170,8 +206,10 @@ class TokenPolicy(lora.AdaptedPolicy):
                 f"the checkpoint's actions ({self.statistics.key}) have {len(self.statistics.low)} dimensions, the "
                 f"task takes {spec.action_dim}"
             )
+        if saved is None:
+            adapters.check_saved_beside(self.model)
         if saved is not None:
-            adapters.attach_saved(self.model, saved)
+            adapters.attach_saved(self.model, saved, any_base=any_base)
         elif lora_rank:
             adapters.attach(self.model, lora_rank, float(lora_alpha) or lora_rank, lora_parts)
         # What `precompute` covers stays the same while gradients are switched off for a pass.
@@ -204,7 +242,7 @@ class TokenPolicy(lora.AdaptedPolicy):
         not trained either. Nothing, where the towers are trained."""
         if self._trains_towers:
             return {}
-        features = self.model.vision_features(self._pixels(inputs))
+        features = self.vision_features(inputs)
         return {FEATURES: features if self._trains_projector else self.model.projector(features)}
 
     def imitate(self, inputs: Inputs, actions: Tensor, counted: Tensor, noise: Tensor) -> Tensor:
@@ -220,6 +258,15 @@ class TokenPolicy(lora.AdaptedPolicy):
             said = self.transforms.demonstrated(actions[:, None], proprio)[:, 0]
             state = None if proprio is None else self.transforms.state(proprio)
             self.statistics.adopt(said, state, gripper=self.transforms.has(Gripper))
+
+    @property
+    def network_image_size(self) -> int:
+        return self.model.config.image_size
+
+    @property
+    def normalised_by(self) -> str:
+        own = self.statistics.key == DEMONSTRATIONS and DEMONSTRATIONS not in self._datasets
+        return "the rows learned from" if own else f"the checkpoint's own of {self.statistics.key!r}"
 
     @property
     def adaptable(self) -> lora.AdaptedModel:
@@ -251,10 +298,9 @@ class TokenPolicy(lora.AdaptedPolicy):
             tensors = lora.read_adapter(self.model, folder)
             _check_scaling(folder, self.model.adapter_config)
         else:
-            state = self.model.state_dict()
             found = Shards.find(folder).read(self.model.checkpoint_state())
-            renamed = {from_checkpoint(name): tensor for name, tensor in found.items()}
-            tensors = {name: renamed[name] for name in state}
+            named = {name: to_checkpoint(name) for name in self.model.state_dict()}
+            tensors = {name: found[stored] for name, stored in named.items() if stored in found}
         statistics = {f"statistics.{name}": tensor for name, tensor in read_state(folder, self.statistics).items()}
         return {f"model.{name}": tensor for name, tensor in tensors.items()} | statistics
 
@@ -270,15 +316,18 @@ class TokenPolicy(lora.AdaptedPolicy):
     def prepare(self, inputs: Inputs, tokens: int, features: Tensor | None = None) -> Tokens:
         """The embedded sequence before the actions, for which it leaves room in the context."""
         images = self._images(inputs, features)
-        rows = len(images)
+        room = self.model.config.max_tokens - images.shape[1] - tokens
+        ids, lengths = self.prompts.batch(self.instructions(inputs, len(images)), room, images.device)
+        return self.model.sequence(images, ids, lengths)
+
+    def instructions(self, inputs: Inputs, rows: int) -> tuple[str, ...]:
+        """The instruction of each row. Raises `PolicyError` unless there is one."""
         if len(inputs.instruction) != rows:
             raise PolicyError(
                 f"{self.kind} reads an instruction for each row: got {len(inputs.instruction)} for {rows}; add "
                 "'instruction' to policy.reads"
             )
-        room = self.model.config.max_tokens - images.shape[1] - tokens
-        ids, lengths = self.prompts.batch(inputs.instruction, room, images.device)
-        return self.model.sequence(images, ids, lengths)
+        return inputs.instruction
 
     def chunk_of(self, tokens: Tensor, state: Tensor | None) -> Tensor:
         """int64 [B, K] token ids to actions float32 [B, C, A] in the environment's units, in states [B, P]."""
@@ -316,8 +365,12 @@ class TokenPolicy(lora.AdaptedPolicy):
     def _images(self, inputs: Inputs, features: Tensor | None) -> Tensor:
         """[B, I * patches, D]: the cameras' patches, of which `precompute` may have found the features."""
         if features is None:
-            return self.model.embed_images(self._pixels(inputs))
+            return self.model.projector(self.vision_features(inputs))
         return self.model.projector(features) if self._trains_projector else features
+
+    def vision_features(self, inputs: Inputs) -> Tensor:
+        """[B, I * patches, E]: what the towers see of the cameras' pictures."""
+        return self.model.vision_features(self._pixels(inputs))
 
     def _checkpointing(self) -> None:
         """Recompute activations in the backward pass, if that is asked for: transformers does so in training mode,

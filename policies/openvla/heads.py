@@ -6,7 +6,7 @@ B rows, D the language model's width, C actions of a chunk, A action dimensions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -14,11 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from policies.files import check_tensors, one_file, read_state
+from policies.contract import PolicyError
+from policies.files import check_tensors, read_state, write_tensors
 from policies.layers import checked_widths
-
-ACTION_HEAD = "action_head--*_checkpoint.pt"
-PROPRIO_PROJECTOR = "proprio_projector--*_checkpoint.pt"
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -61,9 +59,9 @@ class ProprioProjector(nn.Module):
         return self.fc2(functional.gelu(self.fc1(proprio)))
 
     @classmethod
-    def read(cls, folder: Path, size: int, width: int) -> ProprioProjector:
+    def read(cls, path: Path, size: int, width: int) -> ProprioProjector:
         """From the checkpoint's file. Raises `PolicyError`."""
-        return _filled(cls(size, width), folder, PROPRIO_PROJECTOR)
+        return _filled(cls(size, width), path, read_state(path))
 
 
 class ResidualBlock(nn.Module):
@@ -104,23 +102,28 @@ class ActionHead(nn.Module):
         return self.model(states.reshape(rows, tokens // self.action_dim, self.action_dim * width))
 
     @classmethod
-    def read(cls, folder: Path, action_dim: int, width: int) -> ActionHead:
+    def read(cls, path: Path, action_dim: int, width: int) -> ActionHead:
         """From the checkpoint's file, which also tells the inner sizes. Raises `PolicyError`."""
-        state = read_state(one_file(folder, ACTION_HEAD))
+        state = read_state(path)
+        if any(name.startswith("noise_predictor.") for name in state):
+            raise PolicyError(f"{path} is a diffusion head; only L1 heads and action tokens are supported")
         inner = len(state["model.fc1.bias"]) if "model.fc1.bias" in state else width
         blocks = len({name.split(".")[2] for name in state if name.startswith("model.mlp_resnet_blocks.")})
-        return _filled(cls(action_dim, width, inner, blocks), folder, ACTION_HEAD)
+        return _filled(cls(action_dim, width, inner, blocks), path, state)
 
 
-def write_side_file(module: nn.Module, folder: Path, source: Path) -> None:
-    """Write the module's state dict under the file name that it has in `source`."""
-    state = {f"module.{name}": tensor.detach().cpu() for name, tensor in module.state_dict().items()}
-    torch.save(state, folder / source.name)
+def write_side_file(state: Mapping[str, Tensor], path: Path) -> None:
+    """Write a state dict, as safetensors or, by the path's suffix, as the reference's own programs read it."""
+    path.with_suffix(".pt").unlink(missing_ok=True)
+    path.with_suffix(".safetensors").unlink(missing_ok=True)
+    ready = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+    if path.suffix == ".safetensors":
+        write_tensors(path, ready)
+    else:
+        torch.save(ready, path)
 
 
-def _filled(module: M, folder: Path, pattern: str) -> M:
-    path = one_file(folder, pattern)
-    state = read_state(path)
+def _filled(module: M, path: Path, state: Mapping[str, Tensor]) -> M:
     check_tensors(path, state, module.state_dict())
     module.load_state_dict(state)
     return module

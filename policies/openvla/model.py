@@ -10,6 +10,7 @@ model's width, E the towers' widths together, V its vocabulary.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,10 @@ from policies.torchvision_operators import import_torchvision
 LAYER_SCALES = (".ls1.", ".ls2.")
 """Modules whose parameter timm calls gamma and the checkpoint scale_factor: Hugging Face's loader used to rename
 everything called gamma."""
+FILM_LAYER = re.compile(r"vision_backbone\.\w+\.blocks\.\d+\.(scale|shift)\.(weight|bias)")
+"""Names of FiLM's own layers (`policies.openvla.film`)."""
+FILMED = re.compile(r"^(vision_backbone\.\w+\.blocks\.\d+\.)block\.")
+"""Where a block that FiLM modulates stands in its wrapper, which the checkpoint's names do not have."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -112,9 +117,10 @@ class OpenVLAModel(AdaptedModel):
         """[B, I, 6, S, S], I images a row, to [B, I * patches, D], image after image."""
         return self.projector(self.vision_features(pixels))
 
-    def vision_features(self, pixels: Tensor) -> Tensor:
-        """[B, I, 6, S, S] to [B, I * patches, E]: what the projector takes."""
-        features = self.vision_backbone(pixels.flatten(0, 1).to(self.dtype))
+    def vision_features(self, pixels: Tensor, language: Tensor | None = None) -> Tensor:
+        """[B, I, 6, S, S] to [B, I * patches, E]: what the projector takes; `language` [B, D] modulates the towers."""
+        given = None if language is None else language.repeat_interleave(pixels.shape[1], 0)
+        features = self.vision_backbone(pixels.flatten(0, 1).to(self.dtype), given)
         return features.view(pixels.shape[0], -1, features.shape[-1])
 
     def embed_tokens(self, ids: Tensor) -> Tensor:
@@ -207,13 +213,16 @@ class OpenVLAModel(AdaptedModel):
         return to_checkpoint(name)
 
     def checkpoint_state(self) -> dict[str, Tensor]:
-        """All tensors of the checkpoint under its names, those that nothing depends on too."""
-        state = {to_checkpoint(name): tensor for name, tensor in self.state_dict().items()}
+        """All tensors of the checkpoint under its names, those that nothing depends on too; without FiLM's layers,
+        which have a file of their own."""
+        own = self.state_dict().items()
+        state = {to_checkpoint(name): tensor for name, tensor in own if not FILM_LAYER.fullmatch(name)}
         return state | {name: tensor.to(self.dtype) for name, tensor in self.unused.items()}
 
 
 def to_checkpoint(name: str) -> str:
     """A parameter's name in the checkpoint."""
+    name = FILMED.sub(r"\1", name)
     return name.replace(".gamma", ".scale_factor") if any(scale in name for scale in LAYER_SCALES) else name
 
 

@@ -11,16 +11,28 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
+from policies import lora
 from policies.contract import Action, Evaluation, Inputs, PolicyError, PolicySpec
 from policies.encoders import vector
-from policies.files import check_tensors, one_file, read_state
+from policies.files import check_tensors, read_state
 from policies.imitation import counted_mean
 from policies.layers import checked_noise
 from policies.openvla.base import TokenPolicy
-from policies.openvla.heads import ACTION_HEAD, PROPRIO_PROJECTOR, ActionHead, ProprioProjector, write_side_file
+from policies.openvla.film import film_state, read_film
+from policies.openvla.heads import ActionHead, ProprioProjector, write_side_file
 from policies.openvla.model import OpenVLAModel, Sequence
 from policies.openvla.sampling import choose, score
+from policies.openvla.side_files import (
+    ACTION_HEAD,
+    FILM,
+    PROPRIO,
+    choose_side_files,
+    find_side_files,
+    side_folders,
+    step_of,
+)
 from policies.openvla.statistics import DEMONSTRATIONS
 
 STOP = 2
@@ -46,9 +58,9 @@ class OpenVLAOFT(TokenPolicy):
     token, text and images too, attends to every other (in the reference by a patch of one attention implementation,
     here by the mask). The state before a placeholder predicts its token.
 
-    Reads one or more cameras and, with `proprio`, proprioception as one more token after the image patches. With head
-    `tokens` it samples from noise [B, K]; `l1` regresses actions: it learns from demonstrations alone, since there is
-    nothing to sample, to score or to reinforce.
+    Reads one or more cameras and, with `proprio`, proprioception as one more token after the image patches. With
+    `film` the instruction modulates the vision towers. With head `tokens` it samples from noise [B, K]; `l1` regresses
+    actions: it learns from demonstrations alone, since there is nothing to sample, to score or to reinforce.
     """
 
     kind = "openvla_oft"
@@ -59,16 +71,23 @@ class OpenVLAOFT(TokenPolicy):
         spec: PolicySpec,
         *,
         convention: str = "official",
-        head: str = "tokens",
-        proprio: bool = False,
+        head: str | None = None,
+        proprio: bool | None = None,
+        film: bool | None = None,
+        step: int | str | None = None,
         **options: Any,
     ) -> None:
-        """`convention` names the project that trained the checkpoint; for `options` see `TokenPolicy`."""
-        for name, value, valid in (("convention", convention, tuple(CONVENTIONS)), ("head", head, HEADS)):
-            if value not in valid:
-                raise PolicyError(f"{name} must be one of {', '.join(valid)}, got {value!r}")
-        super().__init__(spec, **options)
-        self._architecture |= {"convention": convention, "head": head, "proprio": proprio}
+        """`convention` names the project that trained the checkpoint. `head` (`tokens`, the default, or `l1`),
+        `proprio` and `film` say which of its side files are used: one of which nothing is said may not be there. `step`
+        chooses among files of several steps. For `options` see `TokenPolicy`."""
+        if convention not in CONVENTIONS:
+            raise PolicyError(f"convention must be one of {', '.join(CONVENTIONS)}, got {convention!r}")
+        said = {"head": head, "proprio": proprio, "film": film, "step": step}
+        files = self.side_files(options | said)
+        super().__init__(spec, files, **options)
+        self._architecture |= {"convention": convention, "head": head or "tokens", "proprio": bool(proprio)}
+        # What an older version did not write is the default.
+        self._architecture |= {name: said[name] for name in ("film", "step") if said[name] is not None}
         self.stop = CONVENTIONS[convention]
         self.proprio_projector: ProprioProjector | None = None
         self.action_head: ActionHead | None = None
@@ -76,10 +95,27 @@ class OpenVLAOFT(TokenPolicy):
         if proprio:
             self.statistics.normalise_proprio(torch.zeros(1, self.shown.proprio_dim))  # are they of this size?
             size = self.shown.proprio_dim
-            self.proprio_projector = ProprioProjector.read(self.source, size, self.model.width).to(dtype)
+            self.proprio_projector = ProprioProjector.read(files[PROPRIO], size, self.model.width).to(dtype)
         if head == "l1":
             self.noise_dim = 0
-            self.action_head = ActionHead.read(self.source, spec.action_dim, self.model.width).to(dtype)
+            self.action_head = ActionHead.read(files[ACTION_HEAD], spec.action_dim, self.model.width).to(dtype)
+
+    @classmethod
+    def side_files(cls, architecture: Mapping[str, Any]) -> dict[str, Path]:
+        head, step = architecture.get("head"), architecture.get("step")
+        if head not in (None, *HEADS):
+            raise PolicyError(f"head must be one of {', '.join(HEADS)}, got {head!r}")
+        if type(step) not in (int, str, type(None)):
+            raise PolicyError(f"step must be a number or a text, got {step!r}")
+        for name in ("proprio", "film"):
+            if architecture.get(name) not in (None, False, True):
+                raise PolicyError(f"{name} must be true or false, got {architecture[name]!r}")
+        wanted = {
+            ACTION_HEAD: None if head is None else head == "l1",
+            PROPRIO: architecture.get("proprio"),
+            FILM: architecture.get("film"),
+        }
+        return choose_side_files(side_folders(architecture), wanted, step)
 
     def check_spec(self, spec: PolicySpec) -> None:
         if not spec.cameras:
@@ -130,21 +166,46 @@ class OpenVLAOFT(TokenPolicy):
 
     def write_actor(self, folder: Path) -> bool:
         super().write_actor(folder)
-        self._write_side(folder)
+        # A frozen backbone is the base's, unless its file lies with an adapter, which may go.
+        film = self.film is not None and (not self.adapted or self.files[FILM].parent != self.source)
+        self._write_side(folder, ".safetensors", lora.plain_state(self.model) if film else None)
         return True
 
     def export(self, folder: str | Path) -> None:
         super().export(folder)
-        self._write_side(Path(folder))
+        self._write_side(Path(folder), ".pt", lora.merged_state(self.model))
 
     def read_actor(self, folder: Path) -> dict[str, Tensor]:
         tensors = super().read_actor(folder)
-        for name, module, pattern in self._side():
-            path = one_file(folder, pattern)
-            state = read_state(path)
-            check_tensors(path, state, module.state_dict())
-            tensors |= {f"{name}.{key}": tensor for key, tensor in state.items()}
+        found = find_side_files(folder)
+        modules = self._modules_with_files()
+        wanted = {**dict.fromkeys(modules, True), FILM: self.film is not None and (not self.adapted or FILM in found)}
+        for name, path in choose_side_files([folder], wanted).items():
+            if name == FILM:
+                backbone, _ = read_film(self.model, path)
+                tensors |= {f"model.{key}": tensor for key, tensor in backbone.items()}
+            else:
+                state = read_state(path)
+                check_tensors(path, state, modules[name].state_dict())
+                tensors |= {f"{name}.{key}": tensor for key, tensor in state.items()}
         return tensors
+
+    def vision_features(self, inputs: Inputs) -> Tensor:
+        if self.film is None:
+            return super().vision_features(inputs)
+        pixels = self._pixels(inputs)
+        return self.model.vision_features(pixels, self._language(self.instructions(inputs, len(pixels)), pixels.device))
+
+    def _language(self, instructions: tuple[str, ...], device: torch.device) -> Tensor:
+        """[B, D]: the mean embedding of the tokens that are no action's: BOS, the prompt and, if it is there, STOP."""
+        ids, lengths = self.prompts.batch(instructions, self.model.config.max_tokens, device)
+        if self.stop:
+            ids = functional.pad(ids, (0, 1))
+            ids = ids.scatter(1, lengths[:, None], STOP)
+            lengths = lengths + 1
+        counted = torch.arange(ids.shape[1], device=device) < lengths[:, None]
+        embedded = self.model.embed_tokens(ids).float() * counted[..., None]
+        return (embedded.sum(1) / lengths[:, None]).to(self.model.dtype)
 
     def _images(self, inputs: Inputs, features: Tensor | None) -> Tensor:
         images = super()._images(inputs, features)
@@ -155,14 +216,17 @@ class OpenVLAOFT(TokenPolicy):
         token = self.proprio_projector(proprio.to(images.dtype))
         return torch.cat([images, token[:, None]], 1)
 
-    def _write_side(self, folder: Path) -> None:
-        for _, module, pattern in self._side():
-            write_side_file(module, folder, one_file(self.source, pattern))
+    def _write_side(self, folder: Path, suffix: str, directory: Mapping[str, Tensor] | None) -> None:
+        """Write the side files that are used; the backbone's from the `directory`'s tensors, if they are given."""
+        states = {name: module.state_dict() for name, module in self._modules_with_files().items()}
+        # As data-parallel training leaves them, which the reference expects.
+        states = {name: {f"module.{key}": t for key, t in state.items()} for name, state in states.items()}
+        if self.film is not None and directory is not None:
+            states[FILM] = film_state(self.model, self.film, directory)
+        for name, state in states.items():
+            write_side_file(state, folder / f"{name}--{step_of(self.files[name])}_checkpoint{suffix}")
 
-    def _side(self) -> list[tuple[str, nn.Module, str]]:
-        """Modules with a file of their own: attribute, module, the file's pattern."""
-        every = [
-            ("proprio_projector", self.proprio_projector, PROPRIO_PROJECTOR),
-            ("action_head", self.action_head, ACTION_HEAD),
-        ]
-        return [(name, module, pattern) for name, module, pattern in every if module is not None]
+    def _modules_with_files(self) -> dict[str, nn.Module]:
+        """Modules of the policy that have a file of their own, by its component, which is the attribute's name too."""
+        every = {PROPRIO: self.proprio_projector, ACTION_HEAD: self.action_head}
+        return {name: module for name, module in every.items() if module is not None}

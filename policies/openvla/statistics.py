@@ -21,6 +21,9 @@ STATISTICS = "dataset_statistics.json"
 DEMONSTRATIONS = "demonstrations"
 """A dataset of any checkpoint: the demonstrations that the policy itself learns from."""
 PERCENTILES = (0.01, 0.99)
+BOUNDS = {"percentiles": ("q01", "q99"), "extremes": ("min", "max")}
+"""Entries that became -1 and 1. Which ones is a property of the training, of which the checkpoint says nothing:
+OpenVLA-OFT takes the extremes for ALOHA, and the percentiles else."""
 SUFFIX = "_no_noops"
 """LIBERO's datasets are listed with this suffix in some checkpoints and without it in others."""
 PROPRIO_EPS = 1e-8
@@ -41,10 +44,17 @@ class Statistics(nn.Module):
     proprio_high: Tensor
 
     def __init__(
-        self, key: str, low: Tensor, high: Tensor, mask: Tensor, proprio: tuple[Tensor, Tensor] | None = None
+        self,
+        key: str,
+        low: Tensor,
+        high: Tensor,
+        mask: Tensor,
+        proprio: tuple[Tensor, Tensor] | None = None,
+        *,
+        bounds: str = "percentiles",
     ) -> None:
         super().__init__()
-        self.key = key
+        self.key, self.bounds = key, bounds
         none = low.new_zeros(0)
         for name, tensor in zip(
             ("low", "high", "mask", "proprio_low", "proprio_high"), (low, high, mask, *(proprio or (none, none))),
@@ -130,8 +140,11 @@ def with_adapters(datasets: Mapping[str, Any], adapter: Path) -> dict[str, Any]:
     return {**datasets, **own}
 
 
-def choose_statistics(source: Path, datasets: Mapping[str, Any], key: str = "") -> Statistics:
+def choose_statistics(
+    source: Path, datasets: Mapping[str, Any], key: str = "", bounds: str = "percentiles"
+) -> Statistics:
     """The statistics `key`; without a key those of the only dataset. `source` is named in messages."""
+    least, most = BOUNDS[bounds]
     if not datasets:
         raise PolicyError(f"no statistics in {source}: neither {STATISTICS} nor norm_stats in config.json")
     if not key:
@@ -148,17 +161,24 @@ def choose_statistics(source: Path, datasets: Mapping[str, Any], key: str = "") 
         )
     try:
         action, proprio = datasets[found]["action"], datasets[found].get("proprio")
-        low, high = _numbers(action["q01"]), _numbers(action["q99"])
+        low, high = _numbers(action[least]), _numbers(action[most])
         mask = torch.tensor(action.get("mask", [True] * len(low)), dtype=torch.bool)
         if not low.shape == high.shape == mask.shape:
-            raise ValueError("q01, q99 and mask are of different lengths")
-        percentiles = None if proprio is None else (_numbers(proprio["q01"]), _numbers(proprio["q99"]))
-        if percentiles and percentiles[0].shape != percentiles[1].shape:
-            raise ValueError("q01 and q99 of proprio are of different lengths")
+            raise ValueError(f"{least}, {most} and mask are of different lengths")
+        ends = None if proprio is None else _proprio(proprio, least, most)
     except (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError) as error:
         what = f"{type(error).__name__}: {str(error)[:SHOWN_ERROR]}"
-        raise PolicyError(f"{source}: {shown(found)} has no usable q01, q99 and mask: {what}") from error
-    return Statistics(found, low, high, mask, percentiles)
+        raise PolicyError(f"{source}: {shown(found)} has no usable {least}, {most} and mask: {what}") from error
+    return Statistics(found, low, high, mask, ends, bounds=bounds)
+
+
+def _proprio(entry: Mapping[str, Any], least: str, most: str) -> tuple[Tensor, Tensor]:
+    low, high = _numbers(entry[least]), _numbers(entry[most])
+    mask = torch.tensor(entry.get("mask", [True] * len(low)), dtype=torch.bool)
+    if not low.shape == high.shape == mask.shape:
+        raise ValueError(f"{least}, {most} and mask of proprio are of different lengths")
+    # Numbers without a unit stay as they are, clipped: these ends are the ones that do so.
+    return torch.where(mask, low, -1.0), torch.where(mask, high, 1 - PROPRIO_EPS)
 
 
 def read_state(folder: Path, own: Statistics) -> dict[str, Tensor]:
@@ -170,7 +190,7 @@ def read_state(folder: Path, own: Statistics) -> dict[str, Tensor]:
     datasets = read_datasets(folder, config)
     if not datasets and own.key != DEMONSTRATIONS:
         return {}
-    state = choose_statistics(folder, datasets, own.key).state_dict()
+    state = choose_statistics(folder, datasets, own.key, own.bounds).state_dict()
     for name, tensor in own.state_dict().items():
         if state[name].shape != tensor.shape:
             raise PolicyError(f"{folder}: the statistics {own.key!r} have {len(state[name])} {name}, not {len(tensor)}")

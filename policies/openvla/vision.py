@@ -5,6 +5,7 @@ B images, N patches of each, E the towers' widths together, D the language model
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,18 +55,32 @@ class VisionBackbone(nn.Module):
             self.add_module(tower, whole)
         self.width = sum(int(getattr(self, tower).embed_dim) for tower in TOWERS)
 
-    def forward(self, pixels: Tensor) -> Tensor:
-        """[B, 6, S, S], three channels for each tower, to [B, N, E]."""
-        return torch.cat(self.features(pixels), -1)
+    def forward(self, pixels: Tensor, language: Tensor | None = None) -> Tensor:
+        """[B, 6, S, S], three channels for each tower, to [B, N, E].
 
-    def features(self, pixels: Tensor) -> list[Tensor]:
+        `language` [B, D] is what modulates towers whose blocks are FiLM's (`policies.openvla.film`)."""
+        return torch.cat(self.features(pixels, language), -1)
+
+    def features(self, pixels: Tensor, language: Tensor | None = None) -> list[Tensor]:
         """[B, N, width] of each tower."""
-        return [
-            getattr(self, tower).forward_intermediates(
-                part, indices=1, norm=False, stop_early=True, output_fmt="NLC", intermediates_only=True
-            )[0]
-            for tower, part in zip(TOWERS, pixels.split(3, 1), strict=True)
-        ]
+        see = _see if language is None else partial(_see_filmed, language=language)
+        return [see(getattr(self, tower), part) for tower, part in zip(TOWERS, pixels.split(3, 1), strict=True)]
+
+
+def _see(tower: Any, pixels: Tensor) -> Tensor:
+    """[B, 3, S, S] to [B, N, width]."""
+    seen: Tensor = tower.forward_intermediates(
+        pixels, indices=1, norm=False, stop_early=True, output_fmt="NLC", intermediates_only=True
+    )[0]
+    return seen
+
+
+def _see_filmed(tower: Any, pixels: Tensor, language: Tensor) -> Tensor:
+    """The same, block by block: timm's own loop gives a block nothing but its input."""
+    x: Tensor = tower.norm_pre(tower.patch_drop(tower._pos_embed(tower.patch_embed(pixels))))
+    for block in tower.blocks:
+        x = block(x, language)
+    return x[:, tower.num_prefix_tokens :]
 
 
 class Projector(nn.Module):

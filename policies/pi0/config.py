@@ -10,6 +10,7 @@ from typing import Any, Literal
 from policies.contract import PolicyError
 from policies.files import read_json, shown
 from policies.pi0.mixture import StackSizes
+from policies.random_weights import RANDOM_WEIGHTS
 
 Layout = Literal["openpi", "lerobot"]
 CONFIG = "config.json"
@@ -21,8 +22,42 @@ VARIANTS = {
     "gemma_300m": StackSizes(1024, 18, 4096, 8, 1, 256),
 }
 """openpi's names (openpi/models/gemma.py)."""
+DEFAULT_VARIANTS = {"paligemma_variant": "gemma_2b", "action_expert_variant": "gemma_300m"}
 LARGEST, MOST_LAYERS = 2**20, 512
 """Of sizes: config.json is somebody's text."""
+OURS = {"kind", "spec", OWN_SIZES, ARCHITECTURE, RANDOM_WEIGHTS, "pi05"}
+"""Entries that this project writes."""
+READ: Mapping[Layout, set[str]] = {
+    "openpi": {
+        "action_dim", "action_horizon", "paligemma_variant", "action_expert_variant", "precision", "max_token_len",
+        "discrete_state_input",
+    },
+    "lerobot": {
+        "type", "input_features", "output_features", "normalization_mapping", "paligemma_variant",
+        "action_expert_variant", "chunk_size", "max_state_dim", "max_action_dim", "num_inference_steps", "num_steps",
+        "time_sampling_beta_alpha", "time_sampling_beta_beta", "time_sampling_scale", "time_sampling_offset",
+        "use_relative_actions", "relative_exclude_joints", "action_feature_names", "image_resolution",
+        "resize_imgs_with_padding", "empty_cameras", "tokenizer_max_length", "rtc_config", "use_peft",
+    },
+}  # fmt: skip
+"""Entries of config.json that are applied, or compared with what is said elsewhere."""
+PASSED: Mapping[Layout, tuple[str, ...]] = {
+    "openpi": ("dtype", "pytorch_compile_mode"),
+    "lerobot": (
+        "n_action_steps",  # policy.chunk says it here
+        "device", "dtype", "use_amp", "compile_model", "compile_mode", "gradient_checkpointing", "use_cache",
+        "attention_implementation", "freeze_vision_encoder", "train_expert_only", "train_state_proj", "proj_width",
+        "optimizer_", "scheduler_", "push_to_hub", "repo_id", "private", "tags", "license", "pretrained_path",
+        "pretrained_revision", "memory_frames", "memory_stride", "memory_temporal_attention_every",
+    ),
+}  # fmt: skip
+"""Beginnings of entries that say how it was trained, on which machine, or where it was published."""
+FIXED: Mapping[str, Any] = {
+    "n_obs_steps": 1, "min_period": 4e-3, "max_period": 4.0, "adapt_to_pi_aloha": False,
+    "use_delta_joint_actions_aloha": False, "use_visual_memory": False, "use_proprioceptive_memory": False,
+    "rtc_training_max_delay": 0,
+}  # fmt: skip
+"""Entries of LeRobot's that have one value here: with another the network computes something else."""
 
 
 @dataclass(frozen=True)
@@ -66,42 +101,103 @@ def read_sizes(folder: Path, adaptive: bool) -> tuple[Pi0Sizes, Layout]:
     Raises `PolicyError` for a config.json that is of neither, or that contradicts the weights.
     """
     raw = read_json(folder / CONFIG)
-    kind = raw.get("type")
-    if kind is None and "action_horizon" in raw:
-        layout: Layout = "openpi"
+    layout = layout_of(folder, raw)
+    if layout == "openpi":
         action_dim, horizon = raw.get("action_dim"), raw.get("action_horizon")
-    elif kind in ("pi0", "pi05"):
-        layout = "lerobot"
-        action_dim, horizon = raw.get("max_action_dim"), raw.get("chunk_size")
-        if adaptive != (kind == "pi05"):
-            has = "has" if adaptive else "has no"
-            raise PolicyError(f"{folder / CONFIG} says {kind}, and the checkpoint {has} time_mlp_in, as pi05 has")
     else:
-        raise PolicyError(f"{folder / CONFIG} is of no pi0: neither openpi's (action_horizon) nor LeRobot's (type pi0)")
+        action_dim, horizon = raw.get("max_action_dim", 32), raw.get("chunk_size", 50)
+        if adaptive != (raw["type"] == "pi05"):
+            has = "has" if adaptive else "has no"
+            said = raw["type"]
+            raise PolicyError(f"{folder / CONFIG} says {said}, and the checkpoint {has} time_mlp_in, as pi05 has")
+        if not adaptive and raw.get("max_state_dim", action_dim) != action_dim:
+            raise PolicyError(
+                f"{folder / CONFIG}: max_state_dim is {shown(raw['max_state_dim'])} and max_action_dim "
+                f"{shown(action_dim)}; states and actions are filled up to the same number here"
+            )
+    if layout == "openpi" and raw.get("pi05") not in (None, adaptive):
+        has = "has" if adaptive else "has no"
+        raise PolicyError(f"{folder / CONFIG}: pi05 is {shown(raw['pi05'])}, and the checkpoint {has} time_mlp_in")
     own = own_sizes(raw) or {}
     if not isinstance(own, dict):
         raise PolicyError(f"{folder / CONFIG}: {ARCHITECTURE} is {shown(own)}, and is an object with sizes")
-    prompt_len = own.get("max_token_len") or raw.get("tokenizer_max_length") or (200 if adaptive else 48)
+    told = raw.get("tokenizer_max_length" if layout == "lerobot" else "max_token_len")
+    prompt_len = own.get("max_token_len") or told or (200 if adaptive else 48)
     vocab_size = own.get("vocab_size", 257_152)
-    said: dict[str, Any] = {
+    numbers: dict[str, Any] = {
         "action dimensions": action_dim,
         "horizon": horizon,
         "prompt": prompt_len,
         "vocabulary": vocab_size,
     }
-    if not all(_is_size(value) for value in said.values()):
-        raise PolicyError(f"{folder / CONFIG}: one of these is no size of 1 to {LARGEST}: {shown(said, 200)}")
-    dims, predicted, words, rows = said.values()
+    if not all(_is_size(value) for value in numbers.values()):
+        raise PolicyError(f"{folder / CONFIG}: one of these is no size of 1 to {LARGEST}: {shown(numbers, 200)}")
+    dims, predicted, words, rows = numbers.values()
     return Pi0Sizes(
         _stack(folder, raw, own, "vlm", "paligemma_variant"),
         _stack(folder, raw, own, "expert", "action_expert_variant"),
-        VisionSizes(**_known(folder, own.get("vision", {}), VisionSizes)),
+        _vision(folder, raw, own.get("vision", {})),
         rows,
         dims,
         predicted,
         words,
         adaptive,
     ), layout
+
+
+def layout_of(folder: Path, raw: Mapping[str, Any]) -> Layout:
+    """Whose the directory with this config.json is. Raises `PolicyError` where it is of neither."""
+    kind = raw.get("type")
+    if kind is None and "action_horizon" in raw:
+        return "openpi"
+    if kind in ("pi0", "pi05"):
+        return "lerobot"
+    raise PolicyError(f"{folder / CONFIG} is of no pi0: neither openpi's (action_horizon) nor LeRobot's (type pi0)")
+
+
+def check_entries(path: Path, raw: Mapping[str, Any], layout: Layout) -> None:
+    """Raise `PolicyError` for an entry that asks for what is not done here, and for one that is not known unless it is
+    off: false, null, 0 or empty."""
+    known = OURS | READ[layout]
+    for name, value in raw.items():
+        if layout == "lerobot" and name in FIXED:
+            if value is not None and value != FIXED[name]:
+                raise PolicyError(
+                    f"{path}: {name} is {shown(value)}, and only {FIXED[name]} is applied here: run it with LeRobot, "
+                    "or take a checkpoint that was trained without it"
+                )
+        elif name not in known and not name.startswith(PASSED[layout]) and value not in (None, False, 0, "", [], {}):
+            raise PolicyError(
+                f"{path}: {shown(name)} is {shown(value, 300)}, an entry that is not known here; take it out if no "
+                "picture, state or action depends on it"
+            )
+    rtc = raw.get("rtc_config")
+    if layout == "lerobot" and rtc and not (isinstance(rtc, dict) and not rtc.get("enabled", True)):
+        raise PolicyError(
+            f"{path}: rtc_config is {shown(rtc)}, and chunks are not blended into each other here: set it to null to "
+            "act without"
+        )
+
+
+def _vision(folder: Path, raw: Mapping[str, Any], own: Any) -> VisionSizes:
+    """Sizes of the vision tower, whose pictures are of the size to which the configuration brings them."""
+    known, asked = _known(folder, own, VisionSizes), _picture_size(folder, raw)
+    if known.get("image_size", asked) != asked and asked is not None:
+        raise PolicyError(
+            f"{folder / CONFIG}: pictures are brought to {asked} pixels, and {ARCHITECTURE} has {known['image_size']}"
+        )
+    return VisionSizes(**({} if asked is None else {"image_size": asked}) | known)
+
+
+def _picture_size(folder: Path, raw: Mapping[str, Any]) -> int | None:
+    """Pixels of the square to which LeRobot's configuration brings pictures."""
+    for name in ("image_resolution", "resize_imgs_with_padding"):
+        said = raw.get(name)
+        if said is not None:
+            if not isinstance(said, list) or len(said) != 2 or said[0] != said[1] or not _is_size(said[0]):
+                raise PolicyError(f"{folder / CONFIG}: {name} is {shown(said)}; pictures are brought to a square")
+            return int(said[0])
+    return None
 
 
 def with_horizon(raw: Mapping[str, Any], horizon: int) -> dict[str, Any]:
@@ -121,6 +217,8 @@ def own_sizes(raw: Mapping[str, Any]) -> Mapping[str, Any] | None:
 def _stack(folder: Path, raw: Mapping[str, Any], own: Mapping[str, Any], name: str, variant: str) -> StackSizes:
     if name in own:
         return StackSizes(**_known(folder, own[name], StackSizes))
+    if raw.get("type") in ("pi0", "pi05"):  # what LeRobot fills in where the entry is missing
+        raw = {**DEFAULT_VARIANTS, **raw}
     if raw.get(variant) not in (*VARIANTS,):
         raise PolicyError(
             f"{folder / CONFIG}: {variant} is {shown(raw.get(variant))}; known are {', '.join(VARIANTS)}, others need "

@@ -14,12 +14,14 @@ from typing import Any
 import torch
 
 from policies.contract import PolicyError
-from policies.files import CONFIG, INDEX, SINGLE, Shards, read_json, shown, write_json, write_tensors
+from policies.files import ADAPTER_CONFIG, CONFIG, INDEX, SINGLE, Shards, read_json, shown, write_json, write_tensors
 from policies.lora import merged_state
 from policies.pi0.config import ARCHITECTURE, OWN_SIZES, Layout, Pi0Sizes, own_sizes, read_sizes
-from policies.pi0.names import PALIGEMMA, STATISTICS, UNUSED, dtype_of, in_layout, own_name, stored_name
+from policies.pi0.names import PALIGEMMA, STATISTICS, UNUSED, dtype_of, own_name, stored_name
 from policies.pi0.network import Pi0Network
+from policies.pi0.prompts import TOKENIZER
 from policies.pi0.sizes import draw_weights
+from policies.pi0.sources import Sources, is_random, own_files
 from policies.random_weights import RANDOM_WEIGHTS, check_weights
 
 ADAPTIVE = "time_mlp_in.weight"
@@ -27,12 +29,16 @@ ADAPTIVE = "time_mlp_in.weight"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 COPIED = ("*.json", "*.model", "*.md", "policy_*processor_step_*.safetensors")
 """Files that go with the weights wherever these go."""
+LEFT = (INDEX, CONFIG, ADAPTER_CONFIG)
+"""Those that are written anew."""
 OWN = ("kind", "spec", RANDOM_WEIGHTS, "pi05")
 """Entries of config.json that are this project's alone."""
 
 
-def load_network(folder: str | Path, dtype: str = "checkpoint") -> Pi0Network:
+def load_network(folder: str | Path, dtype: str = "checkpoint", described: Path | None = None) -> Pi0Network:
     """The network of a directory, on the CPU. pi0.5 is known by its tensors. Raises `PolicyError`.
+
+    `described` is the folder whose config.json counts, if it is another.
 
     `dtype` is float32, bfloat16, float16 (but for what openpi keeps in 32 bits), or checkpoint: as stored. Every tensor
     of the files is one of the network's, the expert's unused head, or a statistic of LeRobot's, and the other way
@@ -45,7 +51,7 @@ def load_network(folder: str | Path, dtype: str = "checkpoint") -> Pi0Network:
     if is_random(folder):
         return _drawn(folder, dtype)
     shards = Shards.find(folder)
-    sizes, layout = read_sizes(folder, ADAPTIVE in {own_name(name) for name in shards.files})
+    sizes, layout = read_sizes(described or folder, _adaptive(shards))
     network = _empty(folder, sizes)
     tensors = _read(shards, network)
     if dtype != "checkpoint":
@@ -89,9 +95,13 @@ def _empty(folder: Path, sizes: Pi0Sizes) -> Pi0Network:
     return network
 
 
-def is_random(folder: Path) -> bool:
-    """Whether the folder has no weights, and says from which seed they are drawn."""
-    return RANDOM_WEIGHTS in read_json(folder / CONFIG) and not any((folder / n).exists() for n in (INDEX, SINGLE))
+def is_adaptive(folder: Path) -> bool:
+    """Whether a directory's weights are those of a pi0.5. Raises `PolicyError`."""
+    return _adaptive(Shards.find(folder))
+
+
+def _adaptive(shards: Shards) -> bool:
+    return ADAPTIVE in {own_name(name) for name in shards.files}
 
 
 def _drawn(folder: Path, dtype: str) -> Pi0Network:
@@ -111,31 +121,40 @@ def _drawn(folder: Path, dtype: str) -> Pi0Network:
     return network.eval()
 
 
-def save_directory(network: Pi0Network, source: Path, folder: Path, config: Mapping[str, Any], ours: bool) -> None:
-    """Write a directory in the layout of `source`, whose tokenizer and statistics are copied, with its `config`. An
+def save_directory(network: Pi0Network, sources: Sources, folder: Path, config: Mapping[str, Any], ours: bool) -> None:
+    """Write a directory in the layout of the sources, whose tokenizer and statistics are copied, with its `config`. An
     adapter is added to the weights.
 
     `ours`: the configuration is to get the entries of this project's own checkpoints. Raises `PolicyError` where the
-    source is gone.
+    sources are gone.
     """
-    if not source.is_dir():
-        raise PolicyError(f"{source} is gone, from which tokenizer and statistics of what is saved are to come")
-    if source.resolve() != folder.resolve():
-        for path in sorted(path for kind in COPIED for path in source.rglob(kind)):
-            if path.name not in (INDEX, CONFIG):
+    whole = {"use_peft": False} if config.get("use_peft") else {}
+    save_description(sources, folder, {**config, **whole}, ours)
+    save_network(network, folder, network.layout)
+
+
+def save_description(sources: Sources, folder: Path, config: Mapping[str, Any], ours: bool) -> None:
+    """The same without the weights."""
+    for source, kinds in ((sources.described, COPIED), (sources.tokenizer, (TOKENIZER,))):
+        if not source.is_dir():
+            raise PolicyError(f"{source} is gone, from which tokenizer and statistics of what is saved are to come")
+        if source.resolve() == folder.resolve():
+            continue
+        for path in list(own_files(source)):  # the target may lie within
+            if path.name not in LEFT and any(path.match(kind) for kind in kinds):
                 target = folder / path.relative_to(source)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, target)
     sizes = own_sizes(config)
     kept = {name: value for name, value in config.items() if name not in (*OWN, ARCHITECTURE, OWN_SIZES)}
     write_json(folder / CONFIG, kept | ({OWN_SIZES if ours else ARCHITECTURE: sizes} if sizes else {}))
-    save_network(network, folder, network.layout)
 
 
 def save_network(network: Pi0Network, folder: Path, layout: Layout) -> None:
     """Write the weights, an adapter added to them, as openpi or LeRobot have them, in one file."""
     state = merged_state(network) if network.adapter_config else network.checkpoint_state()
-    tensors = {in_layout(name, layout): tensor.detach().cpu().contiguous() for name, tensor in sorted(state.items())}
+    named = {stored_name(own_name(name), layout): tensor for name, tensor in state.items()}
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in sorted(named.items())}
     tensors[stored_name(UNUSED, layout)] = network.unused.cpu()
     tied = stored_name("embedding.weight", layout)
     second = tied.replace(f"{PALIGEMMA}lm_head.", f"{PALIGEMMA}model.language_model.embed_tokens.")

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,17 @@ from torch.nn import functional
 from policies.lora import AdaptedModel
 from policies.pi0.config import Layout, Pi0Sizes, VisionSizes
 from policies.pi0.mixture import Cache, Mixture, blocks_seen, positions_of
-from policies.pi0.names import stored
+from policies.pi0.names import own_name, stored_name
 from policies.time_embedding import time_embedding
 from policies.torchvision_operators import import_torchvision
+
+DIGESTED = (
+    "projector.weight",
+    "action_out_proj.weight",
+    "mixture.vlm.layers.0.mlp.down_proj.weight",
+    "mixture.expert.layers.0.self_attn.q_proj.weight",
+)
+"""Tensors of the network of which any fine-tuning changes at least one."""
 
 
 @dataclass(frozen=True)
@@ -58,14 +66,10 @@ class Pi0Network(AdaptedModel):
 
     unused: Tensor
     """The expert's head of the checkpoint, on which nothing depends."""
-    layout: Layout
+    layout: Layout = "openpi"
     """Of the checkpoint."""
     folder: Path | None = None
     """Where the tensors came from."""
-    digested: ClassVar[tuple[str, ...]] = tuple(
-        map(stored, ("projector.weight", "action_out_proj.weight", "mixture.vlm.layers.0.mlp.down_proj.weight",
-                     "mixture.expert.layers.0.self_attn.q_proj.weight"))
-    )  # fmt: skip
 
     def __init__(self, sizes: Pi0Sizes) -> None:
         super().__init__()
@@ -87,12 +91,18 @@ class Pi0Network(AdaptedModel):
     def base_folder(self) -> Path | None:
         return self.folder
 
+    @property
+    def digested(self) -> tuple[str, ...]:
+        return tuple(map(self.checkpoint_name, DIGESTED))
+
     def checkpoint_name(self, name: str) -> str:
-        """openpi's; LeRobot's checkpoints have `model.` before it."""
-        return stored(name)
+        return stored_name(name, self.layout)
+
+    def adapter_name(self, name: str) -> str:
+        return self.checkpoint_name(own_name(name))
 
     def checkpoint_state(self) -> dict[str, Tensor]:
-        return {stored(name): tensor for name, tensor in self.state_dict().items()}
+        return {self.checkpoint_name(name): tensor for name, tensor in self.state_dict().items()}
 
     # --- the prefix
 

@@ -7,7 +7,7 @@ robot's, N denoising steps, P tokens of the prefix, W the vision-language model'
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,29 +17,37 @@ from torch import Tensor, nn
 from policies.contract import Action, Contrast, Evaluation, Inputs, PolicyError, PolicySpec
 from policies.denoising import PICKING, Denoising, Field, stacked
 from policies.encoders import vector
-from policies.files import CONFIG, Shards, read_json
+from policies.files import CONFIG, shown
 from policies.imitation import counted_mean, only_counted
 from policies.layers import checked_noise, checked_widths, mlp
 from policies.lora import AdaptedModel, AdaptedPolicy
 from policies.pi0 import saving
-from policies.pi0.adapters import attach
+from policies.pi0.adapters import attach, attach_saved
 from policies.pi0.config import with_horizon
-from policies.pi0.files import DTYPES, is_random, load_network
-from policies.pi0.images import pixel_values
+from policies.pi0.features import check_numbers, ordered
+from policies.pi0.files import DTYPES, is_adaptive, load_network
+from policies.pi0.images import BLACK, OF_LEROBOT_04, pixel_values
 from policies.pi0.mixture import Cache
 from policies.pi0.network import Observation, Prefix
 from policies.pi0.noise import NoiseNet
 from policies.pi0.prompts import Prompts
+from policies.pi0.sources import Sources, find_sources, is_random
+from policies.pi0.steps import ACTION, PRE, STATE
 from policies.pi0.units import (
     DEMONSTRATIONS,
+    NORMALISATIONS,
     StoredUnits,
+    dataset_of,
     demonstrated,
     first_of,
     identity,
+    normalisations,
+    openpi_default,
+    openpi_statistics,
     read_lerobot,
     read_openpi,
 )
-from policies.transforms import Transforms
+from policies.transforms import Differences, Transforms
 
 SLOTS = 3
 """Images that every checkpoint was trained with. Those of absent cameras nothing sees: they are not computed."""
@@ -47,8 +55,41 @@ RESIZES, PROMPTS, TRAINED = ("pillow", "interpolate"), ("openpi", "lerobot", "le
 CRITICS = ("prefix", "suffix")
 NOISE_WIDTHS = (128, 64)
 BFLOAT16_TOLERANCE = 2e-2
-TIME_POWER, TIME_LOW = 1 / 1.5, 0.001
-"""Imitation's times are 0.001 + 0.999 Beta(1.5, 1) (openpi): a uniform number to the power 1 / 1.5 is such a Beta."""
+AUTO, MOST_STEPS = "auto", 1000
+OF_THE_VLM = ("vision.", "projector.", "embedding.", "mixture.vlm.")
+"""Beginnings of the names of its tensors."""
+
+
+@dataclass(frozen=True)
+class LearnedTimes:
+    """Imitation's times are offset + scale Beta(alpha, 1): a uniform number to the power 1 / alpha is such a Beta.
+    openpi's numbers are the defaults; LeRobot's config.json may have others."""
+
+    alpha: float = 1.5
+    scale: float = 0.999
+    offset: float = 0.001
+
+    @classmethod
+    def said(cls, source: Sources) -> LearnedTimes:
+        """Of a checkpoint. Raises `PolicyError` for numbers that are no times of 0 to 1, or another Beta."""
+        if source.layout == "openpi":
+            return cls()
+        named = {f"time_sampling_{name}": name for name in ("scale", "offset")} | {"time_sampling_beta_alpha": "alpha"}
+        found = {own: source.config[name] for name, own in named.items() if name in source.config}
+        beta, path = source.config.get("time_sampling_beta_beta", 1.0), source.described / CONFIG
+        if beta != 1 or not all(type(value) in (int, float) and 0 <= value <= 100 for value in found.values()):
+            raise PolicyError(
+                f"{path}: times are drawn from Beta(alpha, 1) here, with time_sampling_beta_alpha, _scale and _offset "
+                f"of 0 to 100; got {shown(found)} and time_sampling_beta_beta {shown(beta)}"
+            )
+        times = cls(**found)
+        if not times.alpha > 0 or times.offset + times.scale > 1.001:
+            raise PolicyError(f"{path}: time_sampling_* say times beyond 0..1: {times}")
+        return times
+
+    def of(self, uniform: Tensor) -> Tensor:
+        """[B] to [B]."""
+        return self.offset + self.scale * uniform ** (1 / self.alpha)
 
 
 class Pi0(AdaptedPolicy):
@@ -66,23 +107,49 @@ class Pi0(AdaptedPolicy):
 
     kind = "pi0"
     incidental: ClassVar[frozenset[str]] = frozenset(
-        {"checkpoint", "steps", "noise_level", "start_noise", "scored", "step_reduction", "noise_bounds", "train",
-         "critic_trains_network", "cache_prefix", "spec.chunk", "spec.horizon"}
+        {"checkpoint", "adapter", "any_base", "normalisation", "steps", "noise_level", "start_noise", "scored",
+         "step_reduction", "noise_bounds", "train", "critic_trains_network", "cache_prefix", "spec.chunk",
+         "spec.horizon"}
     )  # fmt: skip
     pretrained = predicts_more = True
 
     @classmethod
     def check_files(cls, architecture: Mapping[str, Any]) -> None:
         Transforms(architecture.get("transforms", ()))
-        folder = architecture.get("checkpoint")
-        if not folder:
-            raise PolicyError("pi0 needs a checkpoint: set policy.options.checkpoint to its directory")
-        if not Path(folder).is_dir():
-            raise PolicyError(
-                f"policy.options.checkpoint: {folder} is not a folder here; name one of openpi's or LeRobot's"
+        find_sources(architecture.get("checkpoint", ""), architecture.get("adapter", ""))
+
+    @classmethod
+    def assumed(cls, architecture: Mapping[str, Any]) -> Sequence[str]:
+        source = find_sources(architecture.get("checkpoint", ""), architecture.get("adapter", ""))
+        if is_random(source.weights):
+            return ()
+        adaptive = is_adaptive(source.weights)
+        learned = architecture.get("asset") == DEMONSTRATIONS
+        transforms = Transforms(architecture.get("transforms", ()))
+        found = []
+        if source.layout == "openpi" and not learned:
+            path, statistics = openpi_statistics(source.described, architecture.get("asset", ""))
+            if architecture.get("normalisation", AUTO) == AUTO and len(normalisations(statistics)) > 1:
+                taken, other = openpi_default(adaptive), openpi_default(not adaptive)
+                found.append(
+                    f"{path} has statistics for z-scores and for quantiles, and no file says which the training used: "
+                    f"{taken} is taken, openpi's default for {'pi0.5' if adaptive else 'pi0'}; "
+                    f"policy.options.normalisation: {other} is the other"
+                )
+            if not any(isinstance(entry, Differences) for entry in transforms.entries):
+                found.append(
+                    f"no file of {source.weights} says whether its actions are differences to the state: they are "
+                    "taken as they are. openpi's pi0_libero, and its configurations of ALOHA, say differences: set "
+                    "policy.options.transforms to [{kind: delta_actions, dims: 6}] for them"
+                )
+        newer = source.config.keys() & {"use_relative_actions", "pretrained_revision"}
+        if source.layout == "lerobot" and not newer and not architecture.get("prompt"):
+            found.append(
+                f"{source.described / CONFIG} does not say which LeRobot trained it, and 0.5 or later is taken. 0.4 "
+                "had other sides of pictures that are not square, and filled up the state in prompts of pi0.5: set "
+                "policy.options.prompt to lerobot-0.4 for it"
             )
-        if not is_random(Path(folder)):
-            Shards.find(Path(folder))
+        return found
 
     @classmethod
     def reads(cls, config: Mapping[str, Any]) -> bool:
@@ -93,6 +160,11 @@ class Pi0(AdaptedPolicy):
         return Transforms(architecture.get("transforms", ())).conventions()
 
     @classmethod
+    def statistics_name(cls, architecture: Mapping[str, Any]) -> str | None:
+        name = architecture.get("asset") or dataset_of(Path(architecture.get("checkpoint", "")))
+        return None if name == DEMONSTRATIONS else name
+
+    @classmethod
     def can_contrast(cls, architecture: Mapping[str, Any]) -> bool:
         return architecture.get("scored", "one") in PICKING
 
@@ -101,13 +173,16 @@ class Pi0(AdaptedPolicy):
         spec: PolicySpec,
         *,
         checkpoint: str = "",
+        adapter: str = "",
+        any_base: bool = False,
         weights: str = "",
         asset: str = "",
+        normalisation: str = AUTO,
         prompt: str = "",
         state_in_prompt: bool = False,
-        resize: str = "pillow",
+        resize: str = "",
         transforms: Sequence[Mapping[str, Any]] = (),
-        steps: int = 10,
+        steps: int | None = None,
         noise_level: float = 0.5,
         start_noise: float = 1.0,
         scored: str = "one",
@@ -123,46 +198,62 @@ class Pi0(AdaptedPolicy):
         critic_trains_network: bool = False,
         value_widths: Sequence[int] = (512, 128),
     ) -> None:
-        """`checkpoint` is a directory of openpi's or LeRobot's; `weights` is what such a policy was saved as, which
-        takes its place (`policies.load` sets it). `asset` names openpi's statistics, where there are several;
-        `demonstrations`: those that are learned from (`adopt_units`). `prompt` is the project whose prompts these are,
-        "" that of the checkpoint's layout; `state_in_prompt` is for pi0.5. `transforms` are
-        entries of `policies.transforms` (delta_actions of 6 for openpi's pi0_libero). `train`: `expert` freezes the
-        vision-language model, `all` trains every weight. `noise_bounds` are the standard deviations between which
-        scored `learned` keeps. With `lora_rank` adapters on `lora_parts` (vlm, expert, vision) are all of the network
-        that is trained; `lora_alpha` 0: as the rank. `critic` is what the value head reads, prefix or suffix.
+        """`checkpoint` is a directory of openpi's or LeRobot's, `adapter` one of PEFT's that was trained on it, which
+        is trained further (`checkpoint` may be the adapter's own, if that names a base which is here); `any_base` takes
+        one that says it is of another base, or that seems to be merged into this one already. `weights` is
+        what such a policy was saved as, which takes its place (`policies.load` sets it). `asset` names openpi's
+        statistics, where there are several; `demonstrations`: those that are learned from (`adopt_units`).
+        `normalisation` is how openpi's training took them: z-score, quantile, or auto, which is what the statistics
+        allow, else openpi's default for the model. `prompt` is the project whose prompts these are, and `resize` how
+        pictures become square, "" those of the checkpoint's layout; `state_in_prompt` is for pi0.5. `transforms` are
+        entries of `policies.transforms` (delta_actions of 6 for openpi's pi0_libero); what LeRobot's processors say is
+        added to them. `steps` None: as the checkpoint says, or 10. `train`: `expert` freezes the vision-language model,
+        `all` trains every weight. `noise_bounds` are the standard deviations between which scored `learned` keeps. With
+        `lora_rank` adapters on `lora_parts` (vlm, expert, vision) are all of the network that is trained; `lora_alpha`
+        0: as the rank. `critic` is what the value head reads, prefix or suffix.
         """
         super().__init__()
-        if weights and saving.is_adapter(Path(weights)):
-            weights = ""
-        self.check_files({"checkpoint": weights or checkpoint})
+        if adapter and lora_rank:
+            raise PolicyError(f"lora_rank is for a new adapter or adapter for a saved one; got {lora_rank}, {adapter}")
+        self.source = source = find_sources(checkpoint, adapter, weights)
+        self.layout = source.layout
+        resize = resize or ("interpolate" if self.layout == "lerobot" else "pillow")
+        steps = _steps(source) if steps is None else steps
+        if type(steps) is not int:
+            raise PolicyError(f"pi0's steps must be a whole number of integration steps, got {shown(steps)}")
         choices = ("resize", resize, RESIZES), ("train", train, TRAINED), ("critic", critic, CRITICS)
-        for name, given, valid in (*choices, ("dtype", dtype, DTYPES)):
+        ways = ("normalisation", normalisation, (AUTO, *NORMALISATIONS))
+        for name, given, valid in (*choices, ways, ("dtype", dtype, DTYPES)):
             if given not in valid:
                 raise PolicyError(f"pi0's {name} must be one of {', '.join(valid)}, got {given!r}")
         if prompt and prompt not in PROMPTS:
             raise PolicyError(f"pi0's prompt must be one of {', '.join(PROMPTS)}, got {prompt!r}")
-        self.transforms = Transforms(transforms)
+        said = Transforms(transforms)
+        self.transforms = _with_relative(source, said, spec.action_dim)
         if asset == DEMONSTRATIONS:
             self.transforms.check_demonstrated_units()
-        source = Path(weights or checkpoint).resolve()
-        self.source, self.spec, self.shown = source, spec, self.transforms.spec(spec)  # shown: to the network
+        self.spec, self.shown = spec, self.transforms.spec(spec)  # shown: to the network
         self._architecture: dict[str, Any] = dict(
-            checkpoint=str(Path(checkpoint).resolve()), asset=asset, prompt=prompt,
-            state_in_prompt=state_in_prompt, resize=resize,
-            transforms=self.transforms.as_data(), steps=steps, noise_level=float(noise_level),
+            **_named(source, checkpoint, adapter, weights), any_base=any_base, asset=asset,
+            normalisation=normalisation, prompt=prompt, state_in_prompt=state_in_prompt, resize=resize,
+            transforms=said.as_data(), steps=steps, noise_level=float(noise_level),
             start_noise=float(start_noise), scored=scored,
             step_reduction=step_reduction, noise_bounds=list(noise_bounds), train=train, cache_prefix=cache_prefix,
             dtype=dtype, lora_rank=lora_rank, lora_alpha=float(lora_alpha), lora_parts=list(lora_parts),
             critic=critic, critic_trains_network=critic_trains_network,
             value_widths=list(checked_widths("value_widths", value_widths)),
         )  # fmt: skip
-        self.network, self.config = load_network(source, dtype), read_json(source / CONFIG)
+        self.network, self.config = load_network(source.weights, dtype, source.described), dict(source.config)
         if spec.horizon:  # no weight depends on it
             self.network.sizes = replace(self.network.sizes, horizon=spec.horizon)
             self.config = with_horizon(self.config, spec.horizon)
-        self.sizes, self.layout = self.network.sizes, self.network.layout
+        self.sizes = self.network.sizes
         self._check_spec(state_in_prompt)
+        self.cameras = spec.cameras
+        if self.layout == "lerobot":
+            self.cameras = ordered(source, spec.cameras)
+            if asset != DEMONSTRATIONS:
+                check_numbers(source, self.shown.action_dim, self.shown.proprio_dim)
         self.spec = spec = replace(spec, horizon=self.sizes.horizon)
         convention: Any = prompt or self.layout
         if self.sizes.adaptive and not state_in_prompt and convention != "openpi":
@@ -170,18 +261,25 @@ class Pi0(AdaptedPolicy):
                 f"a pi0.5 with prompts of {convention} has the state in them: set state_in_prompt to true, or prompt "
                 "to openpi"
             )
-        self.prompts = Prompts(source, self.sizes.prompt_len, convention, self.sizes.action_dim)
-        self.units = self._read_units(asset)
+        filled = source.config.get("max_state_dim", self.sizes.action_dim)
+        length = self.sizes.prompt_len if source.processors is None else source.processors.prompt_length
+        self.prompts = Prompts(source.tokenizer, length, convention, filled)
+        self.units = self._read_units(asset, normalisation)
+        self.times = LearnedTimes.said(source)
         self.resize: Any = resize
+        self.sides = OF_LEROBOT_04 if convention == "lerobot-0.4" else BLACK
         self.state_in_prompt = state_in_prompt
         self.trains_all, self.cache_prefix = train == "all", cache_prefix
-        if lora_rank:
+        if source.adapter is not None:
+            attach_saved(self.network, source.adapter, any_base=any_base)
+            trained = {name for name, parameter in self.network.named_parameters() if parameter.requires_grad}
+            self.trains_all = any(name.startswith(OF_THE_VLM) for name in trained)
+        elif lora_rank:
             attach(self.network, lora_rank, float(lora_alpha) or lora_rank, lora_parts)
             self.trains_all = bool({"vlm", "vision"} & set(lora_parts))
         else:
             for name, parameter in self.network.named_parameters():
-                frozen = name.startswith(("vision.", "projector.", "embedding.", "mixture.vlm."))
-                parameter.requires_grad_(self.trains_all or not frozen)
+                parameter.requires_grad_(self.trains_all or not name.startswith(OF_THE_VLM))
         if dtype != "float32":
             self.ratio_tolerance = BFLOAT16_TOLERANCE
         inner, numbers = self.sizes.expert.width, self.sizes.horizon * self.sizes.action_dim
@@ -242,7 +340,7 @@ class Pi0(AdaptedPolicy):
         # After it was normalised: what fills an episode's end up is the mean action, not one of raw zeros.
         wanted = only_counted(self._normalised(actions, inputs), counted)
         x1 = noise[:, : self.denoising.size].view_as(wanted)
-        t = (TIME_LOW + (1 - TIME_LOW) * uniform[:, 0] ** TIME_POWER).float()
+        t = self.times.of(uniform[:, 0]).float()
         v = self.network.joint_velocity(seen, t[:, None, None] * x1 + (1 - t[:, None, None]) * wanted, t)
         return counted_mean((v - (x1 - wanted)).square()[..., : self.spec.action_dim], counted)
 
@@ -255,6 +353,17 @@ class Pi0(AdaptedPolicy):
 
     def architecture(self) -> dict[str, Any]:
         return dict(self._architecture)
+
+    @property
+    def network_image_size(self) -> int:
+        return self.sizes.vision.image_size
+
+    @property
+    def normalised_by(self) -> str:
+        asset = self._architecture["asset"]
+        if asset == DEMONSTRATIONS:
+            return "the rows learned from"
+        return "the checkpoint's own" + (f" of {asset!r}" if asset else "")
 
     @property
     def adaptable(self) -> AdaptedModel:
@@ -287,7 +396,7 @@ class Pi0(AdaptedPolicy):
 
     def _observation(self, inputs: Inputs) -> Observation:
         pixels = []
-        for name in self.spec.cameras:
+        for name in self.cameras:
             frame = inputs.frames.get(name)
             if frame is None:
                 given = ", ".join(inputs.frames) or "none"
@@ -307,7 +416,7 @@ class Pi0(AdaptedPolicy):
 
     def pixels(self, frames: Tensor) -> Tensor:
         """A camera's uint8 [B, H, W, 3] to float32 [B, 3, S, S] in -1..1."""
-        return pixel_values(self.transforms.frames(frames), self.sizes.vision.image_size, self.resize)
+        return pixel_values(self.transforms.frames(frames), self.sizes.vision.image_size, self.resize, self.sides)
 
     def _state(self, inputs: Inputs) -> Tensor:
         """[B, A]: proprioception, normalised and filled up."""
@@ -382,36 +491,89 @@ class Pi0(AdaptedPolicy):
     # --- what is built
 
     def _check_spec(self, state_in_prompt: bool) -> None:
-        spec, sizes = self.shown, self.sizes
+        spec, sizes, where = self.shown, self.sizes, self.source.described
         if not 1 <= len(spec.cameras) <= SLOTS:
             raise PolicyError(f"pi0 takes one to {SLOTS} cameras, the task gives {len(spec.cameras)}: set env.cameras")
         if spec.chunk > sizes.horizon:
             raise PolicyError(
-                f"the checkpoint predicts {sizes.horizon} actions, and policy.chunk is {spec.chunk}: at most that, or "
-                "set policy.horizon for a policy that learns from demonstrations to predict so many"
+                f"{where}: the checkpoint predicts {sizes.horizon} actions, and policy.chunk is {spec.chunk}: at most "
+                "that, or set policy.horizon for a policy that learns from demonstrations to predict so many"
             )
         if max(spec.action_dim, spec.proprio_dim) > sizes.action_dim:
             raise PolicyError(
-                f"the checkpoint has {sizes.action_dim} numbers for actions and states, the task has {spec.action_dim} "
-                f"and {spec.proprio_dim}"
+                f"{where}: the checkpoint has {sizes.action_dim} numbers for actions and states, the task has "
+                f"{spec.action_dim} and {spec.proprio_dim}"
             )
         reads_state = state_in_prompt or not sizes.adaptive
         if state_in_prompt and not sizes.adaptive:
             raise PolicyError(
-                "the checkpoint is a pi0, which has the state beside the prompt: set state_in_prompt to false"
+                f"{where}: the checkpoint is a pi0, which has the state beside the prompt: set state_in_prompt to false"
             )
+        said = self.config.get("discrete_state_input")
+        if sizes.adaptive and said is not None and said != state_in_prompt:
+            config = where / CONFIG
+            raise PolicyError(f"{config}: discrete_state_input is {shown(said)}: set state_in_prompt to the same")
         if reads_state and not spec.proprio_dim:
             raise PolicyError("the policy reads the robot's state: add 'proprio' to policy.reads")
 
-    def _read_units(self, asset: str) -> StoredUnits:
-        spec = self.shown
+    def _read_units(self, asset: str, normalisation: str) -> StoredUnits:
+        spec, source = self.shown, self.source
+        if self.layout == "lerobot" and (normalisation != AUTO or asset not in ("", DEMONSTRATIONS)):
+            raise PolicyError(
+                f"normalisation and asset are of openpi's checkpoints, and the processors of {source.described} say "
+                f"both: leave them out; got {normalisation!r} and {asset!r}"
+            )
         if asset == DEMONSTRATIONS:
             return StoredUnits(identity(spec.proprio_dim, spec.action_dim))
         if self.layout == "lerobot":
-            units = read_lerobot(self.source)
-        else:
-            units = read_openpi(self.source, asset, quantile=self.sizes.adaptive)
-        return StoredUnits(first_of(units, spec.proprio_dim, spec.action_dim))
+            units = read_lerobot(source.described)
+            for key, of, size in ((STATE, units.state, spec.proprio_dim), (ACTION, units.action, spec.action_dim)):
+                if of.centre.dim() and size and len(of.centre) != size:
+                    raise PolicyError(
+                        f"{source.described}: the processors' statistics of {key} are of {len(of.centre)} numbers, the "
+                        f"task's has {size}: take a checkpoint of this robot, choose numbers with "
+                        f"policy.options.transforms, or set policy.options.asset to {DEMONSTRATIONS}"
+                    )
+            return StoredUnits(first_of(units, source.described, spec.proprio_dim, spec.action_dim))
+        if normalisation == AUTO:
+            possible = normalisations(openpi_statistics(source.described, asset)[1])
+            normalisation = possible[0] if len(possible) == 1 else openpi_default(self.sizes.adaptive)
+        self._architecture["normalisation"] = normalisation
+        units = read_openpi(source.described, asset, quantile=normalisation == "quantile")
+        return StoredUnits(first_of(units, source.described, spec.proprio_dim, spec.action_dim))
+
+
+def _named(source: Sources, checkpoint: str, adapter: str, saved: str) -> dict[str, str]:
+    """The options that name the folders again: those that were given, but for an adapter's that names its base."""
+    if source.adapter is not None and not adapter and not saved:
+        return {"checkpoint": str(source.weights), "adapter": str(source.adapter)}
+    return {"checkpoint": str(Path(checkpoint).resolve()), "adapter": str(Path(adapter).resolve()) if adapter else ""}
+
+
+def _steps(source: Sources) -> int:
+    """Of the integration, as LeRobot's config.json says it. Raises `PolicyError`."""
+    for name in ("num_inference_steps", "num_steps"):
+        said = source.config.get(name, 10)
+        if type(said) is not int or not 1 <= said <= MOST_STEPS:
+            raise PolicyError(f"{source.described / CONFIG}: {name} is {shown(said)}, and is of 1 to {MOST_STEPS}")
+        if name in source.config:
+            return said
+    return 10
+
+
+def _with_relative(source: Sources, said: Transforms, action_dim: int) -> Transforms:
+    """With what the checkpoint's processors do to actions, next to the network. Raises `PolicyError` where it is said
+    twice."""
+    numbers = source.processors.relative_dims(action_dim) if source.processors is not None else ()
+    if not numbers:
+        return said
+    for entry in said.entries:
+        if isinstance(entry, Differences):
+            raise PolicyError(
+                f"{source.described / PRE} says already that actions are relative to the state: leave {entry.kind} out "
+                "of policy.options.transforms"
+            )
+    return Transforms([*said.as_data(), {"kind": "relative_actions", "numbers": list(numbers)}])
 
 
 def _mean_of(prefix: Prefix) -> Tensor:

@@ -9,20 +9,13 @@ from torch import Tensor
 
 from policies import lora
 from policies.files import ADAPTER, ADAPTER_CONFIG, SINGLE, check_tensors, read_tensors, write_tensors
-from policies.pi0.files import read_weights, save_directory
+from policies.pi0.adapters import check_scaling
+from policies.pi0.files import read_weights, save_description, save_directory
+from policies.pi0.sources import EXTRAS
 from policies.pi0.units import DEMONSTRATIONS, RobotUnits, identity, write_lerobot, write_openpi
 
 if TYPE_CHECKING:
     from policies.pi0.policy import Pi0
-
-EXTRAS = "units.safetensors"
-"""What a policy that was saved has beside a checkpoint's weights: its units, and its `NoiseNet`."""
-
-
-def is_adapter(folder: Path) -> bool:
-    """Whether a policy that was saved there is an adapter, whose base is elsewhere."""
-    return (folder / ADAPTER_CONFIG).is_file()
-
 
 def export(policy: Pi0, folder: Path) -> None:
     """A directory of the checkpoint's layout, adapter added, with its statistics or those of the demonstrations."""
@@ -37,6 +30,8 @@ def write(policy: Pi0, folder: Path) -> None:
     """Such a directory, or an adapter alone, and the units to the last bit."""
     if policy.adapted:
         (folder / SINGLE).unlink(missing_ok=True)
+        if policy.source.described == policy.source.adapter:  # it is not the base that says what the numbers are
+            save_description(policy.source, folder, policy.config, ours=True)
         lora.save_adapter(policy.network, folder)
     else:
         for name in (ADAPTER_CONFIG, ADAPTER):  # of what was there before: the folder would be taken for an adapter
@@ -48,7 +43,11 @@ def write(policy: Pi0, folder: Path) -> None:
 def read(policy: Pi0, folder: Path) -> dict[str, Tensor]:
     """What `write` wrote, under the names of the policy's tensors. Raises `PolicyError`."""
     network = policy.network
-    weights = lora.read_adapter(network, folder) if policy.adapted else read_weights(folder, network)
+    if policy.adapted:
+        weights = lora.read_adapter(network, folder)
+        check_scaling(network, folder)
+    else:
+        weights = read_weights(folder, network)
     extras, expected = read_tensors(folder / EXTRAS), _extras(policy)
     # How steps are drawn may differ, and with it whether a network for that was learned.
     if any(name.startswith("noise_net.") for name in extras) != (policy.noise_net is not None):

@@ -1,8 +1,11 @@
 """The units in which the network reads states and says actions: x' = (x - centre) / scale, number by number.
 
-    openpi, pi0      centre mean, scale std + 1e-6
-    openpi, pi0.5    centre and scale such that q01 is at -1 and q99 near 1: q99 - q01 + 1e-6 is two units
-    LeRobot          MEAN_STD: std + 1e-8; QUANTILES: q99 - q01, or 1e-8 where that is 0, is two units; IDENTITY
+    openpi, z-score     centre mean, scale std + 1e-6
+    openpi, quantile    centre and scale such that q01 is at -1 and q99 near 1: q99 - q01 + 1e-6 is two units
+    LeRobot, MEAN_STD   std + eps for a state; std, or eps where that is 0, for an action (which is multiplied by std)
+    LeRobot, QUANTILES, QUANTILE10, MIN_MAX    q01 and q99, q10 and q90, min and max are at -1 and 1; their distance,
+                                               or eps where that is 0, is two units
+    LeRobot, IDENTITY   numbers as they are
 
 (openpi/transforms.py, lerobot/processor/normalize_processor.py). In float64, as statistics are. D numbers.
 """
@@ -18,16 +21,25 @@ import torch
 from torch import Tensor, nn
 
 from policies.contract import PolicyError
-from policies.files import one_file, read_json, read_tensors, shown, write_json, write_tensors
+from policies.files import CONFIG, read_json, read_tensors, shown, write_json, write_tensors
+from policies.pi0.steps import ACTION, POST, PRE, STATE, Mode, Normaliser, Step, check_modes, read_processors
 
-Mode = Literal["z-score", "quantile", "identity"]
-MODES: Mapping[str, Mode] = {"MEAN_STD": "z-score", "QUANTILES": "quantile", "IDENTITY": "identity"}
-"""LeRobot's names."""
+Normalisation = Literal["z-score", "quantile"]
+"""openpi's ways, of which the training's configuration has one; no file says which."""
+NORMALISATIONS: tuple[Normalisation, ...] = ("z-score", "quantile")
+BOUNDS: Mapping[Mode, tuple[str, str]] = {
+    "MEAN_STD": ("mean", "std"),
+    "MIN_MAX": ("min", "max"),
+    "QUANTILES": ("q01", "q99"),
+    "QUANTILE10": ("q10", "q90"),
+}
+"""Statistics that each of LeRobot's modes takes."""
+MODES: Mapping[Normalisation, Mode] = {"z-score": "MEAN_STD", "quantile": "QUANTILES"}
 OPENPI_EPS, LEROBOT_EPS = 1e-6, 1e-8
-NORMALIZERS = {"pre": "normalizer_processor", "post": "unnormalizer_processor"}
-"""LeRobot's steps that hold statistics, by processor."""
 DEMONSTRATIONS = "demonstrations"
 """The name of statistics that come from what is learned from."""
+DEMONSTRATED = "demonstrated"
+"""The asset's name under which those are written."""
 MOVES = 1e-6
 """A number whose deviation is below this has none."""
 
@@ -37,9 +49,9 @@ class Units:
     """Of a state or an action."""
 
     centre: Tensor
-    """[D] float64."""
+    """[D] float64, or [] where it is the same for any D."""
     scale: Tensor
-    """[D] float64, none of them 0."""
+    """The same, none of them 0."""
 
     def normalise(self, x: Tensor) -> Tensor:
         """[.., D] to float64."""
@@ -88,13 +100,17 @@ def _named(units: RobotUnits) -> dict[str, Tensor]:
     }
 
 
-def first_of(units: RobotUnits, state_dim: int, action_dim: int) -> RobotUnits:
+def first_of(units: RobotUnits, folder: Path, state_dim: int, action_dim: int) -> RobotUnits:
     """Of the robot's own numbers: files may have more, of what fills them up. Raises `PolicyError` for fewer."""
     found = []
     for what, of, size in (("proprioception", units.state, state_dim), ("an action", units.action, action_dim)):
-        if len(of.centre) < size:
-            raise PolicyError(f"the checkpoint's statistics are of {len(of.centre)} numbers, {what} has {size} here")
-        found.append(Units(of.centre[:size], of.scale[:size]))
+        centre, scale = (t.expand(size) if t.dim() == 0 else t for t in (of.centre, of.scale))
+        if len(centre) < size:
+            raise PolicyError(
+                f"{folder}: the statistics are of {len(centre)} numbers, {what} has {size} here: take a checkpoint of "
+                f"this robot, or set policy.options.asset to {DEMONSTRATIONS} to learn with those of demonstrations"
+            )
+        found.append(Units(centre[:size], scale[:size]))
     return RobotUnits(*found)
 
 
@@ -119,23 +135,54 @@ def read_openpi(folder: Path, asset: str, quantile: bool) -> RobotUnits:
 
     Raises `PolicyError` where there is none, more than one, or no numbers.
     """
+    path, raw = openpi_statistics(folder, asset)
+    mode = MODES["quantile" if quantile else "z-score"]
+    return RobotUnits(*(_units(path, raw.get(key), mode, OPENPI_EPS, OPENPI_EPS) for key in ("state", "actions")))
+
+
+def openpi_statistics(folder: Path, asset: str) -> tuple[Path, dict[str, Any]]:
+    """The file, and what it has of `state` and `actions`. Raises `PolicyError`."""
     found = sorted(path.parent for path in folder.glob("**/norm_stats.json"))
     if asset:
         found = [path for path in (folder / "assets" / asset, folder / asset) if (path / "norm_stats.json").is_file()]
     if len(found) != 1:
         named = ", ".join(str(path.relative_to(folder)) for path in found) or "none"
-        raise PolicyError(f"{folder}: norm_stats.json of {asset or 'one asset'} is wanted, found: {named}")
+        more = "; policy.options.asset names one" if len(found) > 1 else ""
+        raise PolicyError(f"{folder}: norm_stats.json of {asset or 'one asset'} is wanted, found: {named}{more}")
     path = found[0] / "norm_stats.json"
-    raw = _object(path, read_json(path).get("norm_stats", {}), "norm_stats")
-    mode: Mode = "quantile" if quantile else "z-score"
-    return RobotUnits(*(_units(path, raw.get(key), mode, OPENPI_EPS, OPENPI_EPS) for key in ("state", "actions")))
+    return path, _object(path, read_json(path).get("norm_stats", {}), "norm_stats")
+
+
+def normalisations(statistics: Mapping[str, Any]) -> list[Normalisation]:
+    """openpi's ways of which the file has all numbers."""
+    parts = [part for part in (statistics.get("state"), statistics.get("actions")) if isinstance(part, dict)]
+    needed = {way: BOUNDS[MODES[way]] for way in NORMALISATIONS}
+    return [way for way, names in needed.items() if all(part.get(n) is not None for part in parts for n in names)]
+
+
+def openpi_default(adaptive: bool) -> Normalisation:
+    """What openpi takes where a training's configuration says nothing else: quantiles for pi0.5, z-scores for pi0."""
+    return "quantile" if adaptive else "z-score"
+
+
+def dataset_of(folder: Path) -> str | None:
+    """Name of the dataset whose statistics a checkpoint has: openpi's only asset, or `dataset.repo_id` of LeRobot's
+    train_config.json. None where neither says one, or where they are of what the policy has learned from."""
+    found = list(folder.glob("**/norm_stats.json"))
+    if len(found) == 1:
+        asset = found[0].parent.relative_to(folder).as_posix().removeprefix("assets/")
+        return None if asset in (".", DEMONSTRATED) else asset
+    path = folder / "train_config.json"
+    dataset = read_json(path).get("dataset") if path.is_file() else None
+    repository = dataset.get("repo_id") if isinstance(dataset, dict) else None
+    return repository if isinstance(repository, str) and repository else None
 
 
 def write_openpi(folder: Path, units: RobotUnits) -> None:
     """As the only statistics of the folder, of which either mode makes these units but for rounding."""
     for path in folder.glob("**/norm_stats.json"):
         path.unlink()
-    target = folder / "assets" / "demonstrated" / "norm_stats.json"
+    target = folder / "assets" / DEMONSTRATED / "norm_stats.json"
     target.parent.mkdir(parents=True, exist_ok=True)
     parts = {"state": units.state, "actions": units.action}
     statistics = {key: _statistics(part, OPENPI_EPS, OPENPI_EPS) for key, part in parts.items()}
@@ -144,25 +191,45 @@ def write_openpi(folder: Path, units: RobotUnits) -> None:
 
 
 def write_lerobot(folder: Path, units: RobotUnits) -> None:
-    """Into the processors' state, in place of what it has of states and actions."""
-    parts = {"observation.state": units.state, "action": units.action}
-    new = {f"{k}.{n}": t for k, part in parts.items() for n, t in _statistics(part, LEROBOT_EPS, 0.0).items()}
-    for which, name in NORMALIZERS.items():
-        _say_mode(folder / f"policy_{which}processor.json", name)
-        path = one_file(folder, f"policy_{which}processor_step_*_{name}.safetensors")
-        others = {n: t for n, t in read_tensors(path).items() if n.rpartition(".")[0] not in parts}
-        write_tensors(path, others | new)
+    """Into the processors' state, in place of what it has of states and actions, of which any mode makes these units.
+    A processor that takes numbers as they are normalises them by mean and deviation then, and config.json says so."""
+    path = folder / CONFIG
+    config = read_json(path)
+    processors = read_processors(folder, config)
+    parts = {STATE: units.state, ACTION: units.action}
+    before, after = ((PRE, "normalizer_processor"), (POST, "unnormalizer_processor"))
+    learned = processors.needed(*before, Normaliser)[1]
+    modes = {kind: learned.norm_map.get(kind, "IDENTITY") for kind in ("STATE", "ACTION")}
+    modes = {kind: "MEAN_STD" if mode == "IDENTITY" else mode for kind, mode in modes.items()}
+    for file, name in (before, after):
+        step, said = processors.needed(file, name, Normaliser)
+        new = {
+            f"{key}.{statistic}": tensor
+            for key, part in parts.items()
+            for statistic, tensor in _statistics(part, said.eps if key == STATE else 0.0, 0.0).items()
+        }
+        others = {} if step.state_file is None else read_tensors(step.state_file)
+        others = {n: t for n, t in others.items() if n.rpartition(".")[0] not in parts}
+        raw = read_json(folder / file)
+        entry = raw["steps"][step.place]
+        entry["state_file"] = f"{Path(file).stem}_step_{step.place}_{name}.safetensors"
+        write_tensors(folder / entry["state_file"], others | new)
+        entry["config"] = _normalising(entry.get("config") or {}, modes, units, file == PRE)
+        write_json(folder / file, raw)
+    if config.get("normalization_mapping"):
+        config["normalization_mapping"] |= modes
+        write_json(path, config)
 
 
-def _say_mode(path: Path, name: str) -> None:
-    """Have a processor that takes numbers as they are normalise them by mean and deviation."""
-    raw = read_json(path)
-    for step in _steps(path, raw):
-        norm_map = _norm_map(path, step)
-        for kind in ("STATE", "ACTION"):
-            if step.get("registry_name") == name and norm_map.get(kind) == "IDENTITY":
-                norm_map[kind] = "MEAN_STD"
-    write_json(path, raw)
+def _normalising(config: Mapping[str, Any], modes: Mapping[str, str], units: RobotUnits, reads: bool) -> dict[str, Any]:
+    """A normaliser's parameters with these modes; one that `reads` observations normalises the state, too."""
+    found = {**config, "norm_map": {**config.get("norm_map", {}), **modes}}
+    if reads:
+        state = {"type": "STATE", "shape": [len(units.state.centre)]}
+        found["features"] = {STATE: state} | config.get("features", {})
+        if config.get("normalize_observation_keys") is not None:
+            found["normalize_observation_keys"] = sorted({*config["normalize_observation_keys"], STATE})
+    return found
 
 
 def _object(path: Path, found: Any, what: str) -> dict[str, Any]:
@@ -171,58 +238,78 @@ def _object(path: Path, found: Any, what: str) -> dict[str, Any]:
     return found
 
 
-def _steps(path: Path, raw: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Of one of LeRobot's processors."""
-    steps = raw.get("steps", [])
-    if not isinstance(steps, list):
-        raise PolicyError(f"{path}: steps is {shown(steps)} in place of a list")
-    return [_object(path, step, "a step") for step in steps]
-
-
-def _norm_map(path: Path, step: Mapping[str, Any]) -> dict[str, Any]:
-    config = _object(path, step.get("config", {}), "a step's config")
-    return _object(path, config.get("norm_map", {}), "norm_map")
-
-
 def _statistics(units: Units, std_eps: float, range_eps: float) -> dict[str, Tensor]:
-    """float64 mean, std, q01 and q99: what `_units` reads."""
+    """float64 statistics of which `_units` makes these in every mode."""
     centre, scale = units.centre, units.scale
-    first = centre - scale
-    return {"mean": centre, "std": scale - std_eps, "q01": first, "q99": first + 2 * scale - range_eps}
+    low, high = centre - scale, centre + scale - range_eps
+    pairs = {names: (low, high) for names in BOUNDS.values()} | {BOUNDS["MEAN_STD"]: (centre, scale - std_eps)}
+    return {name: t.clone() for names, two in pairs.items() for name, t in zip(names, two, strict=True)}
 
 
 def read_lerobot(folder: Path) -> RobotUnits:
-    """From the processors' state, in the modes that they name. Raises `PolicyError` for what they do not say."""
-    found = []
-    for (which, name), key in zip(NORMALIZERS.items(), ("observation.state", "action"), strict=True):
-        path = folder / f"policy_{which}processor.json"
-        step = next((s for s in _steps(path, read_json(path)) if s.get("registry_name") == name), None)
-        if step is None:
-            raise PolicyError(f"{path} has no step {name}")
-        kind = "STATE" if which == "pre" else "ACTION"
-        said = _norm_map(path, step).get(kind)
-        mode = MODES.get(said) if isinstance(said, str) else None
-        if mode is None:
-            raise PolicyError(f"{path}: norm_map.{kind} is none of {', '.join(MODES)}")
-        tensors = read_tensors(one_file(folder, f"policy_{which}processor_step_*_{name}.safetensors"))
-        statistics = {n.removeprefix(f"{key}."): t for n, t in tensors.items() if n.startswith(f"{key}.")}
-        found.append(_units(path, statistics, mode, LEROBOT_EPS, 0.0))
-    return RobotUnits(*found)
+    """From the processors' states, in the modes that they name. Raises `PolicyError` for what they do not say."""
+    raw = read_json(folder / CONFIG)
+    processors = read_processors(folder, raw)
+    check_modes(processors, raw)
+    before = processors.needed(PRE, "normalizer_processor", Normaliser)
+    after = processors.needed(POST, "unnormalizer_processor", Normaliser)
+    _check_pictures(*before)
+    state, action = _lerobot_units(*before, STATE), _lerobot_units(*after, ACTION)
+    learned = _lerobot_units(*before, ACTION)
+    for one, other in ((action.centre, learned.centre), (action.scale, learned.scale)):
+        if one.shape != other.shape or not torch.allclose(one, other, rtol=1e-4, atol=1e-6):
+            raise PolicyError(
+                f"{before[0]} and {after[0]} have different statistics of {ACTION}: what is learned would be other "
+                "actions than those that are said; take both files from one training"
+            )
+    return RobotUnits(state, action)
 
 
-def _units(path: Path, raw: Any, mode: Mode, std_eps: float, range_eps: float) -> Units:
-    names = ("mean", "std") if mode != "quantile" else ("q01", "q99")
+def _check_pictures(step: Step, said: Normaliser) -> None:
+    pictures = {key: said.mode_of(key) for key, feature in said.features.items() if feature.type == "VISUAL"}
+    changed = {key: mode for key, mode in pictures.items() if mode != "IDENTITY"}
+    if not changed or step.state_file is None:  # LeRobot leaves what has no statistics as it is
+        return
+    known = {name.rpartition(".")[0] for name in read_tensors(step.state_file)}
+    for key, mode in changed.items():
+        if key in known:
+            raise PolicyError(
+                f"{step}: pictures of {key} are normalised by {mode}, which is not applied here: VISUAL is IDENTITY in "
+                "every published pi0; set it so in both processors and config.json if pictures were trained in 0..1"
+            )
+
+
+def _lerobot_units(step: Step, said: Normaliser, key: str) -> Units:
+    """Of a feature, as the step normalises it."""
+    mode = said.mode_of(key)
+    if mode == "IDENTITY":
+        return Units(torch.zeros((), dtype=torch.float64), torch.ones((), dtype=torch.float64))
+    path = step.path if step.state_file is None else step.state_file
+    tensors = {} if step.state_file is None else read_tensors(step.state_file)
+    statistics = {n.removeprefix(f"{key}."): t for n, t in tensors.items() if n.rpartition(".")[0] == key}
+    if not statistics:
+        raise PolicyError(
+            f"{path} has no statistics of {key}, which {step} normalises by {mode}: a base checkpoint has none until "
+            f"it is trained. Set policy.options.asset to {DEMONSTRATIONS} to learn with those of demonstrations"
+        )
+    return _units(path, statistics, mode, said.eps if key == STATE else 0.0, 0.0, said.eps)
+
+
+def _units(
+    path: Path, raw: Any, mode: Mode, std_eps: float, range_eps: float, least: float = LEROBOT_EPS
+) -> Units:
+    """`std_eps` and `range_eps` are added; `least` is what takes the place of a scale, or a range, of 0."""
+    names = BOUNDS[mode]
     found = _object(path, raw, "the statistics of a state or an action")
     first, second = (_numbers(path, name, found.get(name), mode) for name in names)
     if first.shape != second.shape:
         raise PolicyError(f"{path}: {' and '.join(names)} must be as many, got {len(first)} and {len(second)} numbers")
-    if mode == "identity":
-        return Units(torch.zeros_like(first), torch.ones_like(first))
-    if mode == "z-score":
-        units = Units(first, second + std_eps)
+    if mode == "MEAN_STD":
+        scale = second + std_eps
+        units = Units(first, torch.where(scale == 0, least, scale))
     else:
         width = second - first + range_eps
-        width = torch.where(width == 0, LEROBOT_EPS, width)
+        width = torch.where(width == 0, least, width)
         units = Units(first + width / 2, width / 2)
     if not (units.scale > 0).all() or not torch.cat([units.centre, units.scale]).float().isfinite().all():
         raise PolicyError(

@@ -30,6 +30,7 @@ from mani_skill.utils.registration import REGISTERED_ENVS
 from sim_farm.backends import maniskill_two_cubes as _registers_its_tasks  # noqa: F401
 from sim_farm.backends.maniskill_devices import drawn_by, make_on_device
 from sim_farm.backends.maniskill_instructions import INSTRUCTIONS
+from sim_farm.backends.maniskill_recordings import put_state, state_deviation
 from sim_farm.backends.maniskill_shader import light_cameras
 from sim_farm.backends.maniskill_speed import controllers, frozen_poses, short_collections, speed_up
 from sim_farm.contract import (
@@ -39,6 +40,7 @@ from sim_farm.contract import (
     FarmError,
     Float32,
     PhysicsResult,
+    SimulatorState,
     TaskInfo,
     TaskSpec,
     UInt8,
@@ -112,6 +114,8 @@ class ManiSkillPhysics:
         self._instruction = INSTRUCTIONS[spec.name.partition("/")[2]]
         self._left = 0
         self._seed = 0
+        self._recorded = False
+        """Whether a recording is followed: to its end, solved or not."""
 
     def _prepare(self) -> None:
         """What has to be found again whenever ManiSkill has rebuilt its scene."""
@@ -119,16 +123,19 @@ class ManiSkillPhysics:
         self._entities = _movable_entities(self._env)
 
     def reset(self, episode: EpisodeSpec) -> PhysicsResult:
-        self._seed = episode.seed
+        self._seed, self._recorded = episode.seed, False
         with torch.inference_mode():
             if self._env.reconfiguration_freq == 0:
                 _forget_contacts(self._env)
                 _forget_targets(self._env)
-            self._env.reset(seed=episode.seed)
-            if self._env.reconfiguration_freq != 0:
-                self._prepare()
-            self._left = self.info.max_episode_steps
+            self._reset(episode)
             return self._result([], [], [], [], self._observe())
+
+    def _reset(self, episode: EpisodeSpec) -> None:
+        self._env.reset(seed=episode.seed)
+        if self._env.reconfiguration_freq != 0:
+            self._prepare()
+        self._left = self.info.max_episode_steps
 
     def step(self, actions: Float32) -> PhysicsResult:
         if self._left == 0:
@@ -141,6 +148,7 @@ class ManiSkillPhysics:
             for i in range(len(chunk)):
                 last = i == len(chunk) - 1 or self._left == 1
                 obs, reward, success, terminated = self._step_once(chunk[i : i + 1], observe=last)
+                terminated = terminated and not self._recorded
                 self._left -= 1
                 truncated = self._left == 0 and not terminated
                 rewards.append(reward)
@@ -162,7 +170,8 @@ class ManiSkillPhysics:
             obs = env.get_obs(info, unflattened=True) if observe else None
             reward = float(env.get_reward(obs=obs, action=stepped, info=info))
         success = bool(info.get("success", False))
-        return obs, reward, success, success or bool(info.get("fail", False))
+        over = success or bool(info.get("fail", False))
+        return obs, reward, success, over and not self.info.spec.ignore_terminations
 
     def _observe(self) -> Any:
         with frozen_poses():
@@ -182,6 +191,20 @@ class ManiSkillPhysics:
             scene=_encode_scene(self._env, self._entities, self._seed) if self.info.cameras else np.empty(0, np.uint8),
             instruction=self._instruction,
         )
+
+    def go_on(self, episode: EpisodeSpec) -> None:
+        self._seed = episode.seed
+        with torch.inference_mode():
+            self._reset(episode)
+
+    def begin_at(self, start: SimulatorState) -> PhysicsResult:
+        self._recorded = True
+        with torch.inference_mode():
+            put_state(self._env, start)
+            return self._result([], [], [], [], self._observe())
+
+    def deviation(self, recorded: SimulatorState) -> float:
+        return state_deviation(self._env, recorded)
 
     def close(self) -> None:
         with short_collections():

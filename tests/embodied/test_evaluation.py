@@ -122,7 +122,7 @@ def test_episodes_of_a_film_are_equally_fast(monkeypatch: pytest.MonkeyPatch, tm
     tiles: list[EpisodeFrames] = []
     monkeypatch.setattr(films, "write_tiled", lambda path, shown, fps, columns: tiles.extend(shown))
     task, lengths = TaskSpec("tabletop/push", max_episode_steps=3 * FRAMES), (5, 3 * FRAMES)
-    outcomes = [EpisodeOutcome(task.name, i, EpisodeSpec(3), False, 0.0, n, n) for i, n in enumerate(lengths)]
+    outcomes = [EpisodeOutcome(task.name, i, EpisodeSpec(3), False, False, 0.0, n, n) for i, n in enumerate(lengths)]
     episodes = [Shown(one, np.zeros((one.length, 3), np.float32), "") for one in outcomes]
     with open_session(config()) as session:
         films.write_film(tmp_path / "film.mp4", session, episodes, lambda name: task)

@@ -11,6 +11,8 @@ from embodied.config import Config, EvalConfig
 from embodied.config_files import parse_config
 from embodied.errors import UserError
 from embodied.evaluation.protocol import PRESETS, Protocol, as_data, expand, from_data, protocol_of
+from sim_farm.catalogue import check_task
+from sim_farm.contract import FarmError, TaskInfo, TaskSpec
 from sim_farm.registry import backend
 
 
@@ -59,6 +61,7 @@ def test_equal_settings_have_equal_hashes_and_any_other_setting_another() -> Non
         "settle_steps": 2, "orientation": "stock", "image_size": 99, "gripper": "binary", "control_mode": "m",
         "reward": "sparse", "greedy": False, "seed": 5, "instruction": "wave",
         "seeding": "once", "unseeded_resets": 1, "cameras": 2, "chunk": 3, "version": 1,
+        "ignore_terminations": True, "task_digests": {"tabletop/reach": "0"},
     }  # fmt: skip
     assert others.keys() == {f.name for f in fields(Protocol)}
     hashes = {replace(base, **{name: value}).sha256 for name, value in others.items()} | {base.sha256}
@@ -199,16 +202,88 @@ def test_the_simulator_is_seeded_as_in_the_published_evaluation(
 def test_a_protocol_of_the_first_version_is_read_and_differs() -> None:
     """As the version before wrote it: with its hash, and without what protocols say now."""
     now = published("openpi", episodes=3)
-    first = replace(now, seeding="each", unseeded_resets=0, cameras=None, chunk=None, version=1)
+    first = replace(now, seeding="each", unseeded_resets=0, cameras=None, chunk=None, version=1, task_digests={})
     data = as_data(first)
-    assert not {"version", "seeding", "unseeded_resets", "cameras", "chunk"} & data.keys()
+    assert not {"version", "seeding", "unseeded_resets", "cameras", "chunk", "task_digests"} & data.keys()
     assert data["sha256"] == "952294cab9e97905393db1f01c95ce80f7da9f99fd9c5a06504f75814510ff05"
     assert from_data(data) == first != now and not first.same_episodes(now)
     assert "version 1" in first.line() and {spec.resets for spec in first.episodes()} == {0}
     with pytest.raises(UserError, match="changed"):
         from_data({**data, "trials": 9})
-    with pytest.raises(UserError, match="version 3 of protocols is not known"):
-        from_data({**as_data(now), "version": 3})
+    with pytest.raises(UserError, match="version 4 of protocols is not known"):
+        from_data({**as_data(now), "version": 4})
+
+
+def test_a_protocol_of_the_second_version_is_read_and_differs() -> None:
+    now = published("openpi", episodes=3)
+    second = replace(now, task_digests={}, version=2)
+    data = as_data(second)
+    assert not {"task_digests", "ignore_terminations"} & data.keys()
+    assert data["sha256"] == "fea3cee2871ac15f91d82a303b1936e5b998863cf0e6ee5fa60586d1562debf3"
+    assert from_data(data) == second and not second.same_episodes(now)
+
+
+# --- the tasks' files
+
+
+def test_the_files_of_libero_s_tasks_belong_to_the_protocol() -> None:
+    protocol = published("openpi", tasks=["libero/libero_spatial"])
+    assert protocol.task_digests.keys() == protocol.limits.keys()
+    assert len(set(protocol.task_digests.values())) == 10
+    other = replace(protocol, task_digests={**protocol.task_digests, LIBERO: "0" * 64})
+    assert other.sha256 != protocol.sha256 and not other.same_episodes(protocol)
+    assert not protocol_of(config()).task_digests, "tabletop's tasks are in the simulator's code"
+
+
+def test_a_simulator_with_other_task_files_than_the_protocol_s_is_refused() -> None:
+    protocol = published("openpi")
+    info = TaskInfo(TaskSpec(LIBERO), 7, (), (), 8, 25, 0, (), 220, 20.0, init_states=50)
+    protocol.check(LIBERO, replace(info, digest=protocol.task_digests[LIBERO]))
+    with pytest.raises(UserError, match="has other task files than the process that evaluates"):
+        protocol.check(LIBERO, replace(info, digest="0" * 64))
+
+
+@pytest.mark.parametrize(
+    "suite", ["libero_spatial_swap", "libero_goal_with_mug", "libero_object_temp_x0.1", "libero_spatial_lan"]
+)
+def test_suites_that_others_made_of_libero_s_are_refused(suite: str) -> None:
+    for name in (f"libero/{suite}", f"libero/{suite}/0"):
+        said = refusal(eval={"tasks": [name]})
+        assert "LIBERO-PRO" in said and "libero/libero_90" in said and "did you mean" not in said
+    with pytest.raises(FarmError, match="only LIBERO's own suites are known"):
+        check_task(f"libero/{suite}/0")
+
+
+# --- ranges
+
+
+def test_initial_states_are_named_by_ranges() -> None:
+    protocol = protocol_of(config(eval={"init_states": "25-49,3", "episodes": 26}))
+    assert protocol.init_states == (*range(25, 50), 3)
+    assert "initial states 25 to 49, 3, seeds" in protocol.line()
+    assert protocol_of(config(eval={"init_states": [0, "2-4"], "episodes": 4})).init_states == (0, 2, 3, 4)
+    env = config(env={"init_states": "0-2,7"}).env
+    assert list(env.recorded_starts) == [0, 1, 2, 7]
+    assert list(config(env={"init_states": 3}).env.recorded_starts) == [0, 1, 2]
+    assert config(env={"init_states": "3"}).env.init_states == 3, "as the command line reads it"
+    assert not config().env.recorded_starts
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("24-0", "write 0-24"),
+        ("0-5,3", "names 3 twice"),
+        ("a-b", "no list of ranges"),
+        ("0-", "no list of ranges"),
+        ("", "no list of ranges"),
+        ("0-999999", "beyond 99999"),
+    ],
+)
+def test_what_is_no_range_of_initial_states_is_refused(given: str, said: str) -> None:
+    for section in ({"env": {"init_states": given}}, {"eval": {"init_states": given}}):
+        with pytest.raises(UserError, match=said):
+            config(**section)
 
 
 def test_more_trials_than_initial_states_are_refused() -> None:

@@ -35,6 +35,32 @@ def test_replaying_the_kept_actions_gives_the_recorded_episode(tmp_path: Path) -
         assert float(result.reward.sum()) == pytest.approx(outcome.total_reward, abs=1e-5)
 
 
+def test_episodes_that_run_to_their_limit_tell_success_once_from_success_at_the_end(tmp_path: Path) -> None:
+    from sim_farm.registry import make_physics
+
+    kept = evaluated(tmp_path / "e", config(eval={"episodes": 24, "ignore_terminations": True}))
+    physics = make_physics(TaskSpec("tabletop/reach", ignore_terminations=True))
+    for outcome in kept.in_order():
+        physics.reset(outcome.spec)
+        result = physics.step(kept.actions(outcome))
+        assert outcome.length == outcome.limit == result.steps and not result.terminated.any()
+        assert (outcome.success, outcome.success_at_end) == (bool(result.success.any()), bool(result.success[-1]))
+    result = json.loads((tmp_path / "e" / "eval.json").read_text())
+    assert 0 <= result["success_at_end"] < result["success_once"] == result["success_rate"]
+    assert result["success_at_end_low"] <= result["success_at_end"] <= result["success_at_end_high"]
+    lines = [json.loads(line) for line in (tmp_path / "e" / "episodes.jsonl").read_text().splitlines()]
+    assert sum(line["success_at_end"] for line in lines) == round(24 * result["success_at_end"])
+    assert "at end %" in (tmp_path / "e" / "eval.md").read_text()
+    page = read_run(tmp_path / "e").evals[0]
+    assert page.at_end is not None and page.at_end[0] == result["success_at_end"]
+
+
+def test_where_success_ends_an_episode_both_are_the_same(tmp_path: Path) -> None:
+    kept = evaluated(tmp_path / "e", config(eval={"episodes": 8}))
+    assert all(outcome.success == outcome.success_at_end for outcome in kept.outcomes.values())
+    assert "which is the same, as success ends an episode" in (tmp_path / "e" / "eval.md").read_text()
+
+
 def test_the_files_of_a_result_agree(tmp_path: Path) -> None:
     kept = evaluated(tmp_path / "e", config(eval={"tasks": ["tabletop"], "episodes": 4}))
     result = json.loads((tmp_path / "e" / "eval.json").read_text())
@@ -50,7 +76,7 @@ def test_the_files_of_a_result_agree(tmp_path: Path) -> None:
 
 def test_videos_show_failures_first_and_each_task_s_first() -> None:
     def outcome(task: str, trial: int, success: bool) -> EpisodeResult:
-        return EpisodeResult(task, trial, EpisodeSpec(0), success, 0.0, 1, 1, np.zeros((1, 1), np.float32))
+        return EpisodeResult(task, trial, EpisodeSpec(0), success, success, 0.0, 1, 1, np.zeros((1, 1), np.float32))
 
     listed = [outcome(task, trial, trial == 0) for task in "ab" for trial in range(3)]
     shown = [(o.task, o.trial) for o in worth_seeing(listed, 5)]
@@ -60,9 +86,9 @@ def test_videos_show_failures_first_and_each_task_s_first() -> None:
 def test_a_film_of_differences_has_what_the_first_alone_solved_first() -> None:
     def outcomes(solved: dict[str, list[int]]) -> list[EpisodeResult]:
         return [
-            EpisodeResult(task, trial, EpisodeSpec(0), bool(success), 0.0, 1, 1, np.zeros((1, 1), np.float32))
+            EpisodeResult(task, trial, EpisodeSpec(0), success, success, 0.0, 1, 1, np.zeros((1, 1), np.float32))
             for task, successes in solved.items()
-            for trial, success in enumerate(successes)
+            for trial, success in enumerate(map(bool, successes))
         ]
 
     first, second = outcomes({"a": [1, 0, 1, 1], "b": [1, 1, 0, 0]}), outcomes({"a": [1, 1, 0, 0], "b": [0, 1, 0, 1]})

@@ -61,7 +61,7 @@ def test_resets_before_an_episode_are_kept_with_it(tmp_path: Path) -> None:
     with open_folder(tmp_path / "e", Identity(protocol_of(settings), {}), settings, resume=False) as folder:
         spec = EpisodeSpec(7, 4, resets=4, unseeded_resets=1)
         actions = np.zeros((2, 3), np.float32)
-        folder.add(EpisodeResult("tabletop/reach", 0, spec, True, 1.0, 2, 50, actions))
+        folder.add(EpisodeResult("tabletop/reach", 0, spec, True, True, 1.0, 2, 50, actions))
     assert [outcome.spec for outcome in read_folder(tmp_path / "e").in_order()] == [spec]
 
 

@@ -27,7 +27,7 @@ def write_folder(path: Path) -> Path:
     with open_folder(path, Identity(protocol, {"kind": "mlp", "chunk": 1}), config, resume=False) as folder:
         for trial, spec in enumerate(protocol.episodes()):
             actions = np.random.default_rng(trial).normal(size=(2, 3)).astype(np.float32)
-            folder.add(EpisodeResult(config.env.task, trial, spec, trial > 0, 0.5, 2, 50, actions))
+            folder.add(EpisodeResult(config.env.task, trial, spec, trial > 0, trial > 0, 0.5, 2, 50, actions))
     return path
 
 

@@ -45,7 +45,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
         "libero_spatial_ppo",
         {
             "iterations": 2,
-            "env": {"num_envs": 2, "image_size": 64},
+            "env": {"num_envs": 2, "image_size": 64, "init_states": 50},
             "rollout": {"decisions": 6},
             "optim": {"minibatch": 6},
         },

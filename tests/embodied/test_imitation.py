@@ -19,16 +19,17 @@ from embodied import checkpoint
 from embodied.checkpoint import CheckpointError
 from embodied.commands.sft import sft_run
 from embodied.commands.train import train_run
-from embodied.config import Config
+from embodied.config import Config, PolicyConfig
 from embodied.config_files import parse_config, save_config
 from embodied.demonstrations import Dataset
 from embodied.errors import UserError
+from embodied.evaluation.provenance import lineage
 from embodied.reporting.metrics import read
 from embodied.run_folder import prepare_run, settings_of, with_init
 from embodied.training.sft import STAGE, Imitator, imitate, read_demonstrations
 from embodied.workers.context import task_spec
 from policies.gaussian_mlp import GaussianMLP
-from sim_farm.contract import TaskInfo
+from sim_farm.contract import EpisodeSpec, TaskInfo
 from sim_farm.registry import make_physics
 from tests.embodied.expert import record_reach
 from tests.full_disk import full_disk
@@ -96,6 +97,20 @@ def test_what_has_seen_the_expert_solves_unseen_episodes(warm: dict[str, Any], d
     page = (Path(warm["run"]) / "report.html").read_text()
     assert "Learning from demonstrations" in page
     assert "Time to success" not in page
+
+
+def test_a_run_says_which_starts_it_has_learned_from(warm: dict[str, Any], demos: Dataset) -> None:
+    """Without the held-out episodes; an evaluation of it counts the starts that it has in common."""
+    run = Path(warm["run"])
+    (starts,) = json.loads((run / "data.json").read_text())["starts"]
+    assert starts["task"] == "tabletop/reach" and not starts["init_states"]
+    every = {episode.row["seed"] for episode in demos.episodes}
+    assert set(starts["seeds"]) < every and len(starts["seeds"]) == EPISODES - round(0.1 * EPISODES)
+    assert warm["trained_on"] == {"kind": "seeds", "trained": 0, "evaluated": 20, "known": True}
+    newest = checkpoint.latest(run / "checkpoints")
+    demonstrated = [EpisodeSpec(seed) for seed in every]
+    found = lineage(newest, PolicyConfig()).starts("tabletop/reach", demonstrated)
+    assert (found.trained, found.evaluated) == (len(starts["seeds"]), EPISODES)
 
 
 def test_a_run_begins_with_what_was_learned_from_demonstrations(warm: dict[str, Any], demos: Dataset) -> None:
@@ -255,18 +270,17 @@ def test_micro_batches_change_memory_and_not_the_step(demos: Dataset, datasets: 
     after = []
     for micro in (None, 5):
         optim = {**PIXELS["optim"], "micro_batch": micro}
-        data = [str(demos.folder)] * datasets
-        imitator = imitator_of(config_of({**PIXELS, "optim": optim}, demos, data=data, lr=1e-4))
+        data, parts = [str(demos.folder)] * datasets, ["0-9", "10-23"] if datasets == 2 else []
+        imitator = imitator_of(config_of({**PIXELS, "optim": optim}, demos, data=data, episodes=parts, lr=1e-4))
         imitator.step()
         after.append(torch.cat([p.detach().flatten() for p in imitator.policy.parameters()]))
     assert (after[0] - after[1]).abs().max() < 1e-5
 
 
 def test_several_datasets_are_learned_from_as_one(demos: Dataset) -> None:
-    config = config_of(STATES, demos)
-    twice = config.model_copy(update={"sft": config.sft.model_copy(update={"data": (demos.folder, demos.folder)})})
-    found = read_demonstrations(twice, info_of(config))
-    assert len(found.train) + len(found.held_out) == 2 * len(demos)
+    config = config_of(STATES, demos, data=[str(demos.folder)] * 2, episodes=["0-9", "10-23"])
+    found = read_demonstrations(config, info_of(config))
+    assert len(found.train) + len(found.held_out) == len(demos)
     rows = np.array([0, len(demos), 1])
     parts = list(found.batches(rows, 2, ()))
     assert [places.tolist() for places, _ in parts] == [[0, 2], [1]]

@@ -41,7 +41,7 @@ def drive(session: Session, physics_workers: int, render_workers: int) -> list[O
     """What each environment shows over some chunks, group by group. Stale or missing frames are raised by `collect`."""
     spec = FarmSpec(
         TASK,
-        EndlessEpisodes(3, Starts(init_states=50)),
+        EndlessEpisodes(3, Starts(init_states=range(50))),
         num_envs=4,
         chunk=CHUNK,
         groups=2,

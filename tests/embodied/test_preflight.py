@@ -12,6 +12,7 @@ import yaml
 
 from embodied import cli
 from embodied.config_files import CONFIGS, load_config, shipped_configs
+from embodied.execution.preflight import check_policy
 from embodied.workflows.recipes import RECIPES
 from tests import libero_assets
 
@@ -220,3 +221,15 @@ def test_faults_that_cannot_be_read_are_refused(
     monkeypatch.setenv("EMBODIED_FAULTS", str(file))
     said = refusal(capsys, "train", "reach", "--runs-dir", str(tmp_path / "runs"))
     assert f"EMBODIED_FAULTS={file} is not a list of faults" in said and says in said
+
+
+def test_what_a_checkpoint_leaves_open_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    """openpi's files do not say how numbers were normalised: a wrong guess would fail silently."""
+    checkpoint = Path(__file__).parents[1] / "golden" / "pi0" / "checkpoint"
+    config = load_config("pi0_small")
+    options = {"checkpoint": str(checkpoint)}
+    config = config.model_copy(update={"policy": config.policy.model_copy(update={"options": options})})
+    for _ in range(2):
+        check_policy(config)
+    (said,) = (message for message in caplog.messages if "z-scores" in message)
+    assert "policy.options.normalisation: quantile" in said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -12,12 +13,17 @@ import pytest
 
 import policies
 from policies import Policy, PolicyError, PolicySpec
-from policies.registry import check
+from policies.pi0.features import check_numbers, ordered
+from policies.pi0.sources import find_sources
+from policies.pi0.units import read_lerobot
+from policies.registry import check, policy_class
 from policies.replay import save_recording
 from tests.fuzzing.folders import Damaged
 from tests.fuzzing.law import holds
 from tests.policies.openvla.cases import CHUNK, OFT, ONE_ACTION, OPENVLA, random_inputs
 from tests.policies.pi0.cases import GOLDEN, SPEC
+from tests.policies.pi0.test_pi0_adapters import described, peft_adapter
+from tests.policies.pi0.test_pi0_steps import relative, with_modes
 
 STATES = PolicySpec(action_dim=3, chunk=2, state_dim=5)
 IMAGES = PolicySpec(action_dim=3, chunk=2, state_dim=5, proprio_dim=4, cameras=("front",), image_size=32)
@@ -71,6 +77,41 @@ def test_damaged_checkpoints_of_others(case: str, cases: range, tmp_path: Path) 
         acts(policies.build(kind, spec, seed=0, **given))
 
     holds(cases, Damaged(Path(options["checkpoint"]), tmp_path / "checkpoint"), read, (PolicyError,))
+
+
+@many(60)
+@pytest.mark.parametrize("family", ["pi0", "pi05"])
+def test_damaged_processors(family: str, cases: range, tmp_path: Path) -> None:
+    """LeRobot's, with relative actions and mixed modes: what is said before a tensor is read, and the units."""
+    whole = Path(shutil.copytree(GOLDEN / family / "checkpoint_lerobot", tmp_path / "whole"))
+    relative(whole)
+    with_modes(whole, "MIN_MAX", "QUANTILE10")
+    spec, seen = SPEC, {"state_in_prompt": family == "pi05", **SMALL}
+
+    def read(path: Path) -> None:
+        given = {"checkpoint": str(path), **seen}
+        check("pi0", given)
+        policy_class("pi0").assumed(given)
+        source = find_sources(str(path))
+        ordered(source, spec.cameras)
+        check_numbers(source, spec.action_dim, spec.proprio_dim)
+        read_lerobot(path)
+
+    holds(cases, Damaged(whole, tmp_path / "checkpoint"), read, (PolicyError,))
+
+
+@many(12)
+def test_damaged_adapters_of_others(cases: range, tmp_path: Path) -> None:
+    base = GOLDEN / "pi05" / "checkpoint_lerobot"
+    peft_adapter(base, tmp_path / "whole")
+    described(base, tmp_path / "whole")
+
+    def read(path: Path) -> None:
+        given = {"checkpoint": str(base), "adapter": str(path), "state_in_prompt": True, **SMALL}
+        check("pi0", given)
+        acts(policies.build("pi0", SPEC, seed=0, **given))
+
+    holds(cases, Damaged(tmp_path / "whole", tmp_path / "adapter"), read, (PolicyError,))
 
 
 @many(40)

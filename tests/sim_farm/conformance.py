@@ -151,6 +151,17 @@ def truncation_at_the_limit(spec: TaskSpec) -> None:
     assert unsolved, "none of four episodes with random actions lasted to its limit"
 
 
+def ignored_terminations_run_to_the_limit(spec: TaskSpec) -> None:
+    """Where terminations are ignored, an episode is truncated at its limit and ends by nothing else."""
+    with physics_of(replace(spec, max_episode_steps=LIMIT, ignore_terminations=True)) as physics:
+        assert physics.info.spec.ignore_terminations, "info.spec is not the task that was asked for"
+        for seed in range(4):
+            physics.reset(EpisodeSpec(seed))
+            result = physics.step(random_actions(physics.info, LIMIT + 1, seed))
+            assert result.steps == LIMIT, f"an episode of {LIMIT} env steps ended after {result.steps}"
+            assert not result.terminated.any() and result.truncated[-1], "it was not truncated at its limit"
+
+
 def stepping_past_the_end_is_refused(spec: TaskSpec) -> None:
     """After the end `step` raises `EpisodeOver`, every time, until a reset makes it go on."""
     with physics_of(replace(spec, max_episode_steps=LIMIT)) as physics:
@@ -424,6 +435,7 @@ PHYSICS_LAWS: list[Law] = [
     chunk_equals_single_steps,
     chunk_stops_at_episode_end,
     truncation_at_the_limit,
+    ignored_terminations_run_to_the_limit,
     stepping_past_the_end_is_refused,
     actions_are_clipped,
     results_are_owned,

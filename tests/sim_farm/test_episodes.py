@@ -16,7 +16,7 @@ from sim_farm.episodes import (
     evaluation_episodes,
 )
 
-GROUPS = GroupedEpisodes(run_seed=7, group_size=4, begin=Starts(init_states=50))
+GROUPS = GroupedEpisodes(run_seed=7, group_size=4, begin=Starts(init_states=range(50)))
 ENVS, EPISODES = range(12), range(6)
 
 

@@ -89,3 +89,38 @@ def test_a_return_says_how_far_the_task_has_come_whatever_the_length(red: Any) -
         assert result.success[-1]
         returns.append(told)
     assert returns[0] == pytest.approx(returns[1], abs=0.02) and 1.2 < returns[0] < 2.0
+
+
+def test_success_once_and_at_the_end_are_maniskill_s_own() -> None:
+    """The same actions in ManiSkill's vector environment with `ignore_terminations`: the script pushes the cube fast,
+    through the goal and on, or slowly, and leaves it there."""
+    import gymnasium as gym
+    import torch
+    from mani_skill.vector.wrappers.gymnasium import ManiSkillVectorEnv
+
+    spec = TaskSpec(f"maniskill/{NAMES[0]}", control_mode="pd_ee_delta_pos", ignore_terminations=True)
+    told: dict[str, Any] = {
+        "obs_mode": "state", "control_mode": "pd_ee_delta_pos", "sim_backend": "physx_cpu", "render_backend": "none",
+        "reward_mode": "normalized_dense",
+    }  # fmt: skip
+    seen = set()
+    with closing(make_physics(spec)) as physics:  # which registers the task
+        stock = gym.make(NAMES[0], num_envs=1, **told)
+        theirs = ManiSkillVectorEnv(stock, auto_reset=False, ignore_terminations=True, record_metrics=True)
+        for seed, speed in ((0, 1.0), (0, 0.4), (2, 0.4)):
+            theirs.reset(seed=seed)
+            result, info = physics.reset(EpisodeSpec(seed)), {}
+            success: list[bool] = []
+            while not result.ended:
+                action = two_cubes.act(result.state.astype(np.float64), two_cubes.INSTRUCTIONS[0])
+                action = action * (speed if len(success) > 6 else 1.0)
+                chunk = np.array([[-1, 0, 0, 0] if any(success) else action], np.float32)
+                result = physics.step(chunk)
+                success.append(bool(result.success[-1]))
+                *_, info = theirs.step(torch.from_numpy(chunk))
+            assert len(success) == int(info["episode"]["episode_len"]) == physics.info.max_episode_steps
+            assert any(success) == bool(info["episode"]["success_once"])
+            assert success[-1] == bool(info["episode"]["success_at_end"])
+            seen.add((any(success), success[-1]))
+        theirs.close()
+    assert seen == {(True, False), (True, True)}

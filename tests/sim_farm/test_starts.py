@@ -19,7 +19,7 @@ from sim_farm.registry import make_physics
 from tests.sim_farm.driving import Trace, actions_for, append, assert_same, drive, run
 
 SEEDS = EndlessEpisodes(3, Starts(seeds=8))
-STATES = GroupedEpisodes(3, 4, Starts(init_states=8))
+STATES = GroupedEpisodes(3, 4, Starts(init_states=range(8)))
 PLACES = list(product(range(40), range(50)))
 REACH = TaskSpec("tabletop/reach", max_episode_steps=7)
 SPEC = FarmSpec(REACH, SEEDS, num_envs=8, chunk=3)
@@ -57,7 +57,7 @@ def test_members_of_an_episode_group_begin_from_one_start() -> None:
 
 def test_recorded_states_and_seeds_at_once_are_refused() -> None:
     with pytest.raises(ValueError, match="not from both"):
-        Starts(init_states=3, seeds=4)
+        Starts(init_states=range(3), seeds=4)
 
 
 # --- in a farm

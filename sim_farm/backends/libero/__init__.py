@@ -15,10 +15,16 @@ what a new stock environment shows: `env.seed(seed); env.reset()`, then `env.set
 
 from sim_farm.backends.libero.physics import LiberoPhysics
 from sim_farm.backends.libero.renderer import LiberoRenderer
-from sim_farm.backends.libero.tasks import task_names
+from sim_farm.backends.libero.tasks import task_files, task_names
 from sim_farm.backends.mujoco_gl import drawn_by
 from sim_farm.contract import Backend
 
 BACKEND = Backend(
-    "libero", LiberoPhysics, LiberoRenderer, tasks=task_names, rewards=("sparse", "dense"), drawn_by=drawn_by
+    "libero",
+    LiberoPhysics,
+    LiberoRenderer,
+    tasks=task_names,
+    rewards=("sparse", "dense"),
+    files=task_files,
+    drawn_by=drawn_by,
 )

@@ -24,6 +24,8 @@ from sim_farm.cache_folder import cache
 from sim_farm.contract import FarmError
 
 ASSETS_VARIABLE = "EMBODIED_LIBERO_ASSETS"
+SETTINGS_VARIABLE, SETTINGS = "LIBERO_CONFIG_PATH", "config.yaml"
+"""LIBERO's own: the folder of its settings file, which says where task files and initial states are."""
 SOURCE_TREE = Path(__file__).resolve().parents[3]
 ARCHIVES = (SOURCE_TREE / "assets" / "libero-assets.tar.xz", SOURCE_TREE.parent / "shared" / "libero-assets.tar.xz")
 """Where an archive of the assets is looked for when no setting names one."""
@@ -37,7 +39,7 @@ def prepare() -> None:
     spec = importlib.util.find_spec("libero")
     if spec is None or spec.submodule_search_locations is None or importlib.util.find_spec("robosuite") is None:
         raise FarmError("LIBERO's tasks need the packages hf-libero and robosuite: pip install 'embodied-farm[libero]'")
-    _write_settings(Path(next(iter(spec.submodule_search_locations))) / "libero")
+    _settle_settings(Path(next(iter(spec.submodule_search_locations))) / "libero")
     _import_robosuite_without_opengl()
 
 
@@ -114,14 +116,28 @@ def _download() -> Path:
         ) from error
 
 
-def _write_settings(root: Path) -> None:
-    """LIBERO's own settings file, which it would otherwise ask for; the user's is left alone."""
-    folder = Path(os.environ.get("LIBERO_CONFIG_PATH") or Path.home() / ".libero")
-    if (folder / "config.yaml").is_file():
-        return
-    if "LIBERO_CONFIG_PATH" not in os.environ:
-        folder = cache() / "libero"
-        os.environ["LIBERO_CONFIG_PATH"] = str(folder)
+def settings_file() -> Path:
+    """LIBERO's settings file: the user's, or that of `prepare`, which has been called."""
+    return Path(os.environ[SETTINGS_VARIABLE]) / SETTINGS
+
+
+def _settle_settings(root: Path) -> None:
+    """Point LIBERO at the user's settings file. Where there is none, at one in the cache folder that names the
+    package's own files: LIBERO would ask for it, and write it into the user's home.
+
+    Raises `FarmError` where the user's names folders that are not there.
+    """
+    named = os.environ.get(SETTINGS_VARIABLE)
+    folder = Path(named).expanduser().absolute() if named else Path.home() / ".libero"
+    if (folder / SETTINGS).is_file():
+        _check_settings(folder / SETTINGS)
+    else:
+        folder = _own_settings(root)
+    os.environ[SETTINGS_VARIABLE] = str(folder)
+
+
+def _own_settings(root: Path) -> Path:
+    """Folder of a settings file for the package at `root`; another installation has another."""
     settings = {
         "benchmark_root": str(root),
         "bddl_files": str(root / "bddl_files"),
@@ -129,10 +145,27 @@ def _write_settings(root: Path) -> None:
         "datasets": str(root.parent / "datasets"),
         "assets": str(root / "assets"),
     }
+    text = yaml.safe_dump(settings)
+    folder = cache() / "libero" / f"settings-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as file:
-        yaml.safe_dump(settings, file)
-    os.replace(file.name, folder / "config.yaml")
+        file.write(text)
+    os.replace(file.name, folder / SETTINGS)
+    return folder
+
+
+def _check_settings(path: Path) -> None:
+    remedy = f"correct it, or set {SETTINGS_VARIABLE} to a folder without {SETTINGS} to use the package's own files"
+    try:
+        found = yaml.safe_load(path.read_text())
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise FarmError(f"LIBERO's settings file {path} cannot be read ({str(error)[:200]}): {remedy}") from error
+    for key in ("bddl_files", "init_states"):
+        folder = found.get(key) if isinstance(found, dict) else None
+        if not isinstance(folder, str):
+            raise FarmError(f"LIBERO's settings file {path} names no folder {key!r}: {remedy}")
+        if not Path(folder).is_dir():
+            raise FarmError(f"LIBERO's settings file {path} names {folder!r} as {key}, which is no folder: {remedy}")
 
 
 def _import_robosuite_without_opengl() -> None:

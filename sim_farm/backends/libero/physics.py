@@ -23,11 +23,21 @@ from sim_farm.backends.libero.environment import (
     visual_states,
 )
 from sim_farm.backends.libero.progress import Progress
+from sim_farm.backends.libero.recordings import STATE, RecordedModel, continue_control, state_deviation
 from sim_farm.backends.libero.scene import SceneLayout
 from sim_farm.backends.libero.stream import Position, callers_generator, stream_of
-from sim_farm.backends.libero.tasks import LiberoTask, find_task, initial_states
+from sim_farm.backends.libero.tasks import LiberoTask, find_task, initial_states, task_files
 from sim_farm.backends.mujoco_gl import mujoco
-from sim_farm.contract import EpisodeOver, EpisodeSpec, FarmError, Float32, PhysicsResult, TaskInfo, TaskSpec
+from sim_farm.contract import (
+    EpisodeOver,
+    EpisodeSpec,
+    FarmError,
+    Float32,
+    PhysicsResult,
+    SimulatorState,
+    TaskInfo,
+    TaskSpec,
+)
 
 CONTROL_MODES = ("osc_pose",)
 ACTION_DIM = 7
@@ -39,7 +49,8 @@ class LiberoPhysics:
     """One environment of a LIBERO task.
 
     Actions are [dx, dy, dz, rx, ry, rz, grip] in [-1, 1]: 5 cm and 0.5 rad of the end effector's goal, -1
-    opens the gripper, 1 closes it. The reward is 1 where the task is solved, which ends the episode; elsewhere 0, or,
+    opens the gripper, 1 closes it. The reward is 1 where the task is solved, which ends the episode unless terminations
+    are ignored; elsewhere 0, or,
     dense, what the goal's progress has gained in the env step (progress.py).
 
     Proprioception is end effector position (3) and axis-angle (3) and finger positions (2): what VLA policies
@@ -67,10 +78,15 @@ class LiberoPhysics:
         self._clock = ObservationClock()
         self._control: Control | None = None
         self._steps_left = 0
+        self._recorded = False
+        """Whether a recording is followed: to its end, solved or not."""
+        self._recorded_model = RecordedModel(self._env)
         self._seen: PhysicsResult | None = None
 
     def reset(self, episode: EpisodeSpec) -> PhysicsResult:
+        self._recorded = False
         self._user.take()
+        self._recorded_model.restore()
         with callers_generator():
             self._draw(episode)
         self._observe_forced()
@@ -79,26 +95,46 @@ class LiberoPhysics:
         self._control = Control(self._env)
         self._steps_left = self.info.max_episode_steps
         self._gain()
-        return self._result([], False, False)
+        return self._result([], [], False, False)
+
+    def go_on(self, episode: EpisodeSpec) -> None:
+        self.reset(episode)  # MuJoCo's reset leaves nothing
+
+    def begin_at(self, start: SimulatorState) -> PhysicsResult:
+        self._user.take()
+        self._recorded = True
+        if start:
+            self._recorded_model.take(start)
+            self._begin_at(start[STATE].astype(np.float64))
+            self._control = Control(self._env)
+            continue_control(self._env, start)
+        self._gain()
+        return self._result([], [], False, False)
+
+    def deviation(self, recorded: SimulatorState) -> float:
+        return state_deviation(self._data, recorded)
 
     def step(self, actions: Float32) -> PhysicsResult:
         if self._steps_left == 0 or self._control is None:
             raise EpisodeOver(f"the episode of {self.info.spec.name} is over or never began: call reset")
         rewards: list[float] = []
-        solved = False
+        successes: list[bool] = []
+        terminated = False
         self._user.take()
         for action in np.clip(actions, -1.0, 1.0).astype(np.float64):
             self._advance(self._control, action)
             solved = bool(self._env._check_success())
             self._env._post_process()
             rewards.append(1.0 if solved else self._gain())
+            successes.append(solved)
             self._steps_left -= 1
-            if solved or self._steps_left == 0:
+            terminated = solved and not (self.info.spec.ignore_terminations or self._recorded)
+            if terminated or self._steps_left == 0:
                 break
-        truncated = self._steps_left == 0 and not solved
-        if solved:
+        truncated = self._steps_left == 0 and not terminated
+        if terminated:
             self._steps_left = 0
-        return self._result(rewards, solved, truncated)
+        return self._result(rewards, successes, terminated, truncated)
 
     def settle(self, steps: int) -> PhysicsResult:
         assert self._control is not None, "settle follows a reset"
@@ -109,7 +145,7 @@ class LiberoPhysics:
             self._env._check_success()
             self._env._post_process()
         self._gain()
-        return self._result([], False, False)
+        return self._result([], [], False, False)
 
     def close(self) -> None:
         """Free MuJoCo's data now: robosuite's objects refer to each other, and the garbage collector, which would
@@ -199,19 +235,20 @@ class LiberoPhysics:
             instruction=self._task.instruction,
         )
 
-    def _result(self, rewards: list[float], solved: bool, truncated: bool) -> PhysicsResult:
+    def _result(
+        self, rewards: list[float], successes: list[bool], terminated: bool, truncated: bool
+    ) -> PhysicsResult:
         assert self._seen is not None
-        n = len(rewards)
-        flags = np.zeros((3, n), np.bool_)
-        if n:
-            flags[:, -1] = solved, solved, truncated
+        ends = np.zeros((2, len(rewards)), np.bool_)
+        if rewards:
+            ends[:, -1] = terminated, truncated
         seen = self._seen
         return replace(
             seen,
             reward=np.array(rewards, np.float32),
-            success=flags[0],
-            terminated=flags[1],
-            truncated=flags[2],
+            success=np.array(successes, np.bool_),
+            terminated=ends[0],
+            truncated=ends[1],
             proprio=seen.proprio.copy(),
             state=seen.state.copy(),
             scene=seen.scene.copy(),
@@ -279,6 +316,7 @@ def describe(spec: TaskSpec, task: LiberoTask, shared: SharedModel) -> TaskInfo:
         init_states=len(initial_states(task)),
         stock_upside_down=True,
         stream=True,
+        digest=task_files(spec.name).digest,
     )
 
 

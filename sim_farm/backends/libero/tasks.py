@@ -6,6 +6,7 @@ import functools
 import hashlib
 import importlib
 import io
+import json
 import os
 import pickletools
 import tempfile
@@ -16,13 +17,17 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from sim_farm.backends.libero.package import prepare
+from sim_farm.backends.libero.package import prepare, settings_file
 from sim_farm.cache_folder import cache
-from sim_farm.contract import FarmError
+from sim_farm.contract import FarmError, TaskFiles
 
 SUITES = ("libero_spatial", "libero_object", "libero_goal", "libero_10", "libero_90")
 LIMITS = {"libero_spatial": 220, "libero_object": 280, "libero_goal": 300, "libero_10": 520, "libero_90": 400}
 """Env steps of an episode where the user says nothing: those of OpenVLA-OFT and openpi."""
+PUBLISHED = Path(__file__).with_name("published.json")
+"""LIBERO's own tasks as hf-libero 0.1.4 has them: for `<suite>/<index>` the sha256 of the task file, of the initial
+states, and of all (`TaskFiles.digest`). The files equal those of
+github.com/Lifelong-Robot-Learning/LIBERO (8f1084e)."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,13 @@ def find_task(name: str) -> LiberoTask:
 def _suite(suite: str) -> tuple[LiberoTask, ...]:
     prepare()
     libero = importlib.import_module("libero.libero")
-    known = importlib.import_module("libero.libero.benchmark").task_maps[suite]
+    known = importlib.import_module("libero.libero.benchmark").task_maps.get(suite, {})
+    own = sum(name.startswith(f"{suite}/") for name in _published())
+    if len(known) != own:
+        raise FarmError(
+            f"the LIBERO installed here ({libero.__file__}) has {len(known)} tasks in {suite}, LIBERO's own has {own}: "
+            "install LIBERO's own (pip install hf-libero)"
+        )
     return tuple(
         LiberoTask(
             suite,
@@ -72,6 +83,39 @@ def _suite(suite: str) -> tuple[LiberoTask, ...]:
     )
 
 
+def task_files(name: str) -> TaskFiles:
+    """The files of the task `libero/<suite>/<index>`, beside those that LIBERO's authors published.
+
+    Raises `FarmError` where one is missing.
+    """
+    task = find_task(name)
+    bddl, initial = (hashlib.sha256(_content(path)).hexdigest() for path in (task.bddl, task.initial))
+    digest = hashlib.sha256(json.dumps([task.instruction, bddl, initial]).encode()).hexdigest()
+    published = _published()[f"{task.suite}/{task.index}"]
+    if digest == published["digest"]:
+        return TaskFiles(digest)
+    foreign = [
+        f"{path} is not LIBERO's own file (named by {settings_file()})"
+        for path, found, own in ((task.bddl, bddl, published["bddl"]), (task.initial, initial, published["initial"]))
+        if found != own
+    ]
+    return TaskFiles(digest, tuple(foreign or [f"the instruction {task.instruction!r} is not LIBERO's own"]))
+
+
+@functools.cache
+def _published() -> dict[str, dict[str, str]]:
+    return json.loads(PUBLISHED.read_text())
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise FarmError(
+            f"LIBERO's file {path} cannot be read ({error.strerror}); {settings_file()} says where its files are"
+        ) from error
+
+
 @functools.lru_cache(maxsize=16)
 def initial_states(task: LiberoTask) -> npt.NDArray[np.float64]:
     """[N, 1 + nq + nv]: time, positions and velocities of the recorded initial states.
@@ -79,10 +123,7 @@ def initial_states(task: LiberoTask) -> npt.NDArray[np.float64]:
     LIBERO ships them as pickles. They are converted once, into an .npz in the cache beside its checksum, by a
     reader that executes nothing; later only that file is read. Raises `FarmError` where it is damaged.
     """
-    try:
-        source = task.initial.read_bytes()
-    except OSError as error:
-        raise FarmError(f"LIBERO's initial states {task.initial} cannot be read ({error.strerror})") from error
+    source = _content(task.initial)
     digest = hashlib.sha256(source).hexdigest()
     path = cache() / "libero" / "initial_states" / f"{task.suite}-{task.index}-{digest[:16]}.npz"
     if not path.is_file():

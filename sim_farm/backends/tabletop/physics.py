@@ -52,29 +52,32 @@ class TabletopPhysics:
         self._data.mocap_pos[:] = self._marks
         self._progress = self._task.progress(start, self._goal)
         self._steps_left = self.info.max_episode_steps
-        return self._result(_Executed([], False, False, False))
+        return self._result(_Executed([], [], False, False))
 
     def step(self, actions: Float32) -> PhysicsResult:
         if self._steps_left == 0:
             raise EpisodeOver(f"the episode of {self.info.spec.name} is over or never began: call reset")
-        rewards, solved, over = [], False, False
+        rewards: list[float] = []
+        successes: list[bool] = []
+        over = False
         # Python's floats are faster than arrays of three.
         for action in np.clip(actions, -1.0, 1.0).tolist():
             reward, solved = self._advance(action)
             rewards.append(reward)
+            successes.append(solved)
             self._steps_left -= 1
-            over = solved or self._failed()
+            over = not self.info.spec.ignore_terminations and (solved or self._failed())
             if over or self._steps_left == 0:
                 break
         truncated = self._steps_left == 0 and not over
         if over:
             self._steps_left = 0
-        return self._result(_Executed(rewards, solved, over, truncated))
+        return self._result(_Executed(rewards, successes, over, truncated))
 
     def settle(self, steps: int) -> PhysicsResult:
         for _ in range(steps):
             self._advance(list(self.info.rest_action))
-        return self._result(_Executed([], False, False, False))
+        return self._result(_Executed([], [], False, False))
 
     def close(self) -> None:
         self._steps_left = 0
@@ -103,18 +106,17 @@ class TabletopPhysics:
         return any(self._task.solved(q, mark) for mark in self._marks if mark is not self._goal)
 
     def _result(self, executed: _Executed) -> PhysicsResult:
-        n = len(executed.rewards)
-        flags = np.zeros((3, n), np.bool_)
-        if n:
-            flags[:, -1] = executed.solved, executed.over, executed.truncated
+        ends = np.zeros((2, len(executed.rewards)), np.bool_)
+        if executed.rewards:
+            ends[:, -1] = executed.over, executed.truncated
         qpos, qvel, goal = self._qpos, self._qvel, np.array(self._goal)
         tcp, cube = qpos[:3], qpos[5:8]
         differences = (cube - tcp, goal - cube) if self._task.has_cube else ()
         return PhysicsResult(
             reward=np.array(executed.rewards, np.float32),
-            success=flags[0],
-            terminated=flags[1],
-            truncated=flags[2],
+            success=np.array(executed.successes, np.bool_),
+            terminated=ends[0],
+            truncated=ends[1],
             proprio=np.concatenate((qpos[:5], qvel[:5]), dtype=np.float32),
             state=np.concatenate((qpos, qvel, goal, goal - tcp, *differences), dtype=np.float32),
             scene=np.concatenate((qpos, *self._marks)).view(np.uint8),
@@ -124,10 +126,10 @@ class TabletopPhysics:
 
 @dataclass(frozen=True)
 class _Executed:
-    """What the executed steps of a chunk gave; the flags hold for the last of them."""
+    """What the executed steps of a chunk gave; `over` and `truncated` hold for the last of them."""
 
     rewards: list[float]
-    solved: bool
+    successes: list[bool]
     over: bool
     """The task ended the episode, solved or failed."""
     truncated: bool

@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import json
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -17,6 +19,7 @@ import pytest
 from embodied.demonstrations import Dataset, DatasetError, metadata
 from embodied.demonstrations.video import VideoReader
 from tests.embodied.demonstrations.examples import FOREIGN, PUSH
+from tests.embodied.demonstrations.foreign import LEROBOT
 from tests.fuzzing import mutation
 from tests.fuzzing.folders import Damaged
 from tests.fuzzing.law import holds
@@ -44,14 +47,30 @@ def as_parquet(rng: Random, original: bytes) -> bytes:
     return sink.getvalue()
 
 
-def read_all(folder: Path) -> Any:
+def as_lines(rng: Random, original: bytes) -> bytes:
+    """A file with a JSON value in each line, of which one is another, or of which some are missing or twice."""
+    lines = original.splitlines()
+    place = rng.randrange(len(lines))
+    way = rng.random()
+    if way < 0.7:
+        lines[place] = mutation.as_json(rng, json.loads(lines[place])).replace(b"\n", b" ")
+    elif way < 0.85:
+        del lines[place]
+    else:
+        lines.insert(place, rng.choice(lines))
+    return b"\n".join(lines)
+
+
+def read_all(folder: Path, rename: Mapping[str, str] = {}) -> Any:
     """All that learning, recording and evaluating ask a dataset for."""
-    dataset = Dataset(folder)
+    dataset = Dataset(folder, rename=rename)
+    assert all(isinstance(note, str) for note in dataset.notes)
     assert dataset.statistics and (dataset.provenance is None or dataset.task)
     assert all(episode.length and (episode.spec is None or episode.spec.seed >= 0) for episode in dataset.episodes)
     for name, feature in dataset.features.items():
         if not feature.is_camera:
             dataset.column(name)
+    dataset.check_frames()
     if len(dataset):
         dataset.batch(range(len(dataset)), 3).inputs()
 
@@ -60,6 +79,14 @@ def read_all(folder: Path) -> Any:
 def test_damaged_datasets_of_others(cases: range, tmp_path: Path) -> None:
     damaged = Damaged(FOREIGN, tmp_path / "data", {".parquet": as_parquet})
     holds(cases, damaged, read_all, (DatasetError,))
+
+
+@many(25)
+@pytest.mark.parametrize("name", ["v21", "v20", "openpi_libero_v20", "merged"])
+def test_damaged_datasets_of_lerobots_other_versions_and_tools(name: str, cases: range, tmp_path: Path) -> None:
+    damaged = Damaged(LEROBOT / name, tmp_path / "data", {".parquet": as_parquet, ".jsonl": as_lines})
+    rename = {"actions": "action"} if name.startswith("openpi") else {}
+    holds(cases, damaged, partial(read_all, rename=rename), (DatasetError,))
 
 
 @many(60)
@@ -85,10 +112,10 @@ def test_paths_lead_nowhere_else(template: str, tmp_path: Path) -> None:
 def test_a_video_is_never_a_list_of_other_files(tmp_path: Path) -> None:
     """FFmpeg would open what it names, were it left to guess."""
     shutil.copy(FOREIGN / "videos/observation.images.side/chunk-000/file-000.mp4", tmp_path / "other.mp4")
-    VideoReader(tmp_path / "other.mp4", 10).close()
+    VideoReader(tmp_path / "other.mp4").close()
     (tmp_path / "list.mp4").write_text("ffconcat version 1.0\nfile other.mp4\n")
     with pytest.raises(DatasetError, match="list.mp4 is not a whole video"):
-        VideoReader(tmp_path / "list.mp4", 10)
+        VideoReader(tmp_path / "list.mp4")
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e39])

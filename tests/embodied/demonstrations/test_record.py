@@ -182,9 +182,9 @@ def test_an_episode_that_comes_out_otherwise_is_left_out_and_counted(
 ) -> None:
     """One outcome and one length are not what the simulator gives for the actions."""
     results = [
-        EpisodeResult("tabletop/push", number, spec, number == 0, 0.0, 12 if number == 1 else replay.steps, 12, given)
+        EpisodeResult("tabletop/push", number, spec, number == 0, number == 0, 0.0, length, 12, replay.actions)
         for number, (spec, replay) in enumerate(replays)
-        for given in [replay.actions]
+        for length in [12 if number == 1 else replay.steps]
     ]
     writer = DatasetWriter(tmp_path, info, {"task": {}})
     assert recording_module._write(writer, [InlineRuntime(60).place("replayer", Replayer, PUSH)], results, ()) == 2

@@ -112,7 +112,8 @@ def test_rows_of_features_are_the_rows_of_the_inputs(tiny):
 
 def test_proprioception_is_no_part_of_the_features():
     spec = PolicySpec(action_dim=7, chunk=4, cameras=("base",), proprio_dim=8)
-    policy = make("openvla_oft", spec, OFT / "checkpoint", unnorm_key="toy_long", proprio=True, lora_rank=2)
+    options = {"unnorm_key": "toy_long", "head": "tokens", "proprio": True}
+    policy = make("openvla_oft", spec, OFT / "checkpoint", lora_rank=2, **options)
     compare(policy, policy.precompute(random_inputs(spec, 3, seed=3)), rows=3)
 
 

@@ -139,8 +139,10 @@ def test_regression_policy_is_saved_with_its_side_files(tmp_path):
     options = {"unnorm_key": "toy_long", "proprio": True, "head": "l1"}
     policy = make("openvla_oft", spec, OFT / "checkpoint", **options)
     policies.save(policy, tmp_path)
-    names = {path.name for path in (tmp_path / "policy").glob("*.pt")}
-    assert names == {path.name for path in (OFT / "checkpoint").glob("*.pt")}
+    names = {path.name for path in (OFT / "checkpoint").glob("*.pt")}
+    assert {path.name for path in (tmp_path / "policy").glob("*--*")} == {f"{name[:-3]}.safetensors" for name in names}
+    policy.export(tmp_path / "exported")
+    assert {path.name for path in (tmp_path / "exported").glob("*--*")} == names
     inputs = random_inputs(spec, 2, seed=1)
     assert error(policies.load(tmp_path).act(inputs, None).chunk, policy.act(inputs, None).chunk) == 0
 
@@ -254,14 +256,14 @@ def test_a_folder_that_is_not_there():
             lambda path: torch.save({"a": torch.zeros(1)}, path),
             "does not hold the tensors .* missing: .* 1 unexpected: 'a'",
         ),
-        (lambda path: shutil.copyfile(path, path.with_name("action_head--9_checkpoint.pt")), "found: .*--7_.*, .*--9_"),
+        (lambda path: path.write_bytes(b""), "is empty"),
     ],
 )
 def test_damaged_side_files_are_refused(tmp_path, damage, message):
     path = tmp_path / "action_head--7_checkpoint.pt"
     shutil.copyfile(OFT / "checkpoint" / path.name, path)
-    ActionHead.read(tmp_path, 7, 48)
+    ActionHead.read(path, 7, 48)
     damage(path)
     with pytest.raises(PolicyError, match=message):
-        ActionHead.read(tmp_path, 7, 48)
+        ActionHead.read(path, 7, 48)
     assert not (tmp_path / "executed").exists()

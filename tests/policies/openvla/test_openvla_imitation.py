@@ -28,7 +28,7 @@ from tests.variants import often
 
 GOLDEN = golden(OPENVLA)
 LORA = {"lora_rank": 4, "lora_parts": ["language", "projector", "vision"]}
-REGRESSION: dict[str, Any] = {"unnorm_key": "toy_long", "head": "l1"}
+REGRESSION: dict[str, Any] = {"unnorm_key": "toy_long", "head": "l1", "proprio": False}
 CASES: dict[str, tuple[str, PolicySpec, dict[str, Any]]] = {
     "openvla": ("openvla", ONE_ACTION, {}),
     "openvla, adapter, checkpointing": ("openvla", ONE_ACTION, {**LORA, "gradient_checkpointing": True}),

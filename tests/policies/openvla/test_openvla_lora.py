@@ -132,7 +132,7 @@ def test_an_adapter_that_also_hits_unused_layers_is_kept_whole(tiny, saved, tmp_
     for side, shape in (("A", (3, 24)), ("B", (24, 3))):
         tensors[f"base_model.model.{UNUSED}.lora_{side}.weight"] = torch.ones(shape)
     save_file(tensors, saved / ADAPTER)
-    edit(saved, target_modules=["q", "proj", "qkv", "fc1", "fc2", "q_proj"], a_newer_setting=1)
+    edit(saved, target_modules=["q", "proj", "qkv", "fc1", "fc2", "q_proj"], a_newer_setting=None)
     policy = make("openvla", ONE_ACTION, tiny, adapter=str(saved))
     assert not any("attn_pool" in name for name, _ in policy.named_parameters())
     policies.save(policy, tmp_path / "again")
@@ -199,7 +199,7 @@ def test_an_adapter_trained_on_other_weights_is_refused(saved, tmp_path):
     [({"width": 16}, r"is \[32, 3\], expected \[16, 3\]"), ({"layers": 1}, "which this model has not")],
 )
 def test_an_adapter_of_other_sizes_is_refused(saved, tmp_path, sizes, message):
-    edit(saved, base_digest=None)
+    edit(saved, base_digest=None, base_model_name_or_path=None)
     other = write_tiny(tmp_path / "other", seed=2, **sizes)
     with pytest.raises(PolicyError, match=message):
         make("openvla", ONE_ACTION, other, adapter=str(saved))

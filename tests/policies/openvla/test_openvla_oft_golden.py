@@ -29,7 +29,8 @@ def model():
 
 
 def make(spec: PolicySpec, **options) -> Any:
-    return policies.build("openvla_oft", spec, 0, checkpoint=str(CHECKPOINT), **{"unnorm_key": KEY, **options})
+    plain = {"unnorm_key": KEY, "head": "tokens", "proprio": False}
+    return policies.build("openvla_oft", spec, 0, checkpoint=str(CHECKPOINT), **plain | options)
 
 
 def inputs(row: int) -> Inputs:

@@ -225,7 +225,7 @@ def test_two_datasets_need_a_key(tiny, tmp_path):
         ("openvla_oft", CHUNK, {"head": "l2"}, "head must be one of tokens, l1"),
         ("openvla_oft", CHUNK, {"head": "l1"}, r"must hold one file action_head--\*_checkpoint.pt, found: none"),
         ("openvla_oft", WITH_PROPRIO, {"proprio": True}, r"one file proprio_projector--\*_checkpoint.pt, found: none"),
-        ("openvla_oft", CHUNK, {"proprio": True}, r"are of 8 numbers, got \[1, 0\]"),
+        ("openvla_oft", CHUNK, {"film": True}, r"one file vision_backbone--\*_checkpoint.pt, found: none"),
         ("openvla", ONE_ACTION, {"prompt": "vicuna"}, "prompt must be one of openvla, openvla-v01, got 'vicuna'"),
         (
             "openvla",

@@ -140,7 +140,7 @@ def test_an_exported_checkpoint_says_what_its_units_are(tmp_path, way):
 def test_proprioception_has_units_too(tmp_path):
     folder = Path(shutil.copytree(OFT / "checkpoint", tmp_path / "checkpoint"))
     spec = replace(CHUNK, chunk=4, proprio_dim=8)
-    options: dict[str, Any] = {"unnorm_key": DEMONSTRATIONS, "proprio": True}
+    options: dict[str, Any] = {"unnorm_key": DEMONSTRATIONS, "head": "tokens", "proprio": True}
     policy = make("openvla_oft", spec, folder, **options)
     seen = torch.randn(300, 8, generator=torch.Generator().manual_seed(1))
     assert error(policy.statistics.normalise_proprio(seen), seen.clamp(-1, 1)) <= 1e-6

@@ -1,0 +1,281 @@
+"""Datasets as one: which episodes of each are learned from, which are held out, and how often rows of each are drawn.
+
+Episodes are told apart by what is in them (`fingerprints`), not by where they lie: what is held out in one dataset is
+not learned from as a copy in another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import combinations
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from embodied.config import SFTConfig, indices_of
+from embodied.data.random_streams import permutation
+from embodied.demonstrations import layout
+from embodied.demonstrations.episodes import RecordedEpisode
+from embodied.demonstrations.feature_names import renames
+from embodied.demonstrations.reader import Batch, Dataset
+from embodied.demonstrations.sources import format_of, import_command
+from embodied.errors import UserError
+from embodied.hub import dataset_folder
+from sim_farm.contract import TaskInfo
+
+Index = npt.NDArray[np.int64]
+Float32 = npt.NDArray[np.float32]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class GripperMap:
+    """The datasets' last action element to the environment's: gripper * scale + offset."""
+
+    scale: float = 1.0
+    offset: float = 0.0
+
+    def applied(self, actions: Float32) -> Float32:
+        """Actions [..., A] in the environment's convention."""
+        if (self.scale, self.offset) == (1.0, 0.0):
+            return actions
+        actions = actions.copy()
+        actions[..., -1] = actions[..., -1] * self.scale + self.offset
+        return actions
+
+
+def gripper_map(name: str, info: TaskInfo) -> GripperMap:
+    """The conversion that `sft.gripper` names: which values of the data become the ends of the environment's range."""
+    if name == "as_is":
+        return GripperMap()
+    low, high = info.action_low[-1], info.action_high[-1]
+    lower, upper = {"from_0_1": (0, 1), "from_1_0": (1, 0), "from_minus_plus": (-1, 1), "from_plus_minus": (1, -1)}[
+        name
+    ]
+    scale = (high - low) / (upper - lower)
+    return GripperMap(scale, low - scale * lower)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A dataset, and the episodes of it that are used."""
+
+    dataset: Dataset
+    features: str | Mapping[str, str] | None
+    """The entry of `sft.features` that renamed its features."""
+    train: tuple[int, ...]
+    """Positions in `dataset.episodes` of those that are learned from, ascending."""
+    held_out: tuple[int, ...]
+    copies: int = 0
+    """Episodes that are left out, since they are copies of held-out ones."""
+
+    @property
+    def episodes(self) -> tuple[int, ...]:
+        return tuple(sorted(self.train + self.held_out))
+
+    def rows(self, episodes: Sequence[int]) -> Index:
+        """Rows of the dataset that belong to the episodes."""
+        found = [self.dataset.episodes[i] for i in episodes]
+        return np.concatenate([np.empty(0, np.int64), *(np.arange(e.begin, e.end) for e in found)])
+
+
+@dataclass(frozen=True)
+class Demonstrations:
+    """Datasets as one. Rows are counted through all of them."""
+
+    sources: tuple[Source, ...]
+    gripper: GripperMap = GripperMap()
+    weights: tuple[float, ...] = ()
+    """Of each source; none: every row counts alike."""
+
+    @property
+    def datasets(self) -> tuple[Dataset, ...]:
+        return tuple(source.dataset for source in self.sources)
+
+    @property
+    def episodes(self) -> int:
+        """Number of episodes that are used."""
+        return sum(len(source.episodes) for source in self.sources)
+
+    @cached_property
+    def begins(self) -> Index:
+        """[sources + 1]: the first row of each dataset, and the number of all rows."""
+        return np.concatenate([[0], np.cumsum([len(dataset) for dataset in self.datasets])]).astype(np.int64)
+
+    @cached_property
+    def train(self) -> Index:
+        """Rows that are learned from."""
+        return self._rows([source.train for source in self.sources])
+
+    @cached_property
+    def held_out(self) -> Index:
+        """Rows of the episodes that are measured."""
+        return self._rows([source.held_out for source in self.sources])
+
+    @cached_property
+    def chances(self) -> npt.NDArray[np.float64] | None:
+        """[rows learned from]: how often each is drawn, with the sum 1; None: all alike."""
+        if not self.weights:
+            return None
+        counts = [len(source.rows(source.train)) for source in self.sources]
+        shares = np.array(self.weights) / sum(self.weights)
+        return np.concatenate([np.full(n, share / n) for n, share in zip(counts, shares, strict=True) if n])
+
+    def batches(self, rows: Index, chunk: int, cameras: Sequence[str]) -> Iterator[tuple[Index, Batch]]:
+        """The rows `rows`, a batch for each dataset that has some of them, and their places in `rows`."""
+        begins = self.begins
+        for dataset, begin, end in zip(self.datasets, begins, begins[1:], strict=False):
+            places = np.flatnonzero((rows >= begin) & (rows < end))
+            if len(places):
+                batch = dataset.batch(rows[places] - begin, chunk, cameras)
+                yield places, replace(batch, actions=self.gripper.applied(batch.actions))
+
+    def column(self, name: str) -> Float32:
+        """[rows learned from, ...] of a column that all datasets have; actions in the environment's convention."""
+        parts = [source.dataset.column(name)[source.rows(source.train)] for source in self.sources]
+        found = np.concatenate([part.reshape(len(part), -1) for part in parts]).astype(np.float32, copy=False)
+        return self.gripper.applied(found) if name == layout.ACTION else found
+
+    def _rows(self, episodes: Sequence[Sequence[int]]) -> Index:
+        parts = zip(self.sources, self.begins, episodes, strict=False)
+        return np.concatenate([source.rows(chosen) + begin for source, begin, chosen in parts])
+
+
+def open_dataset(path: Path, features: str | Mapping[str, str] | None = None) -> Dataset:
+    """The dataset at `path`, or of that Hugging Face name in the cache, its features renamed. Raises `UserError` for
+    what has to be converted first, and `DatasetError` for what is no dataset."""
+    path = dataset_folder(path, fetch=False)
+    if not (path / layout.INFO).exists():
+        known, command = format_of(path), import_command(path)
+        if known is not None and command is not None:
+            raise UserError(f"{path} is {known.name}, which is converted first: {command}")
+    if features is None:
+        return Dataset(path)
+    return Dataset(path, rename=renames(features, Dataset(path).features, str(path)))
+
+
+def open_sources(sft: SFTConfig, seed: int, check: Callable[[Dataset], None] = lambda _: None) -> tuple[Source, ...]:
+    """The datasets of `sft.data` with the episodes that are used of each. `check` is called on each dataset before its
+    columns are read. Raises `UserError`."""
+    count = len(sft.data)
+    entries: tuple[str | Mapping[str, str] | None, ...] = _of_each("sft.features", sft.features, count)
+    entries = entries or (None,) * count
+    ranges = _of_each("sft.episodes", sft.episodes, count) or ("all",) * count
+    if sft.weights and len(sft.weights) != count:
+        raise UserError(f"sft.weights has {len(sft.weights)} numbers and sft.data {count} datasets: give one for each")
+    opened = [open_dataset(path, entry) for path, entry in zip(sft.data, entries, strict=True)]
+    for dataset in opened:
+        check(dataset)
+    chosen = [_chosen(dataset, text, sft.only_successes) for dataset, text in zip(opened, ranges, strict=True)]
+    marks = [fingerprints(dataset, episodes) for dataset, episodes in zip(opened, chosen, strict=True)]
+    _refuse_repeated(opened, marks, "repeated" in sft.insist)
+    split = [_held_out(len(episodes), sft.holdout, seed, number) for number, episodes in enumerate(chosen)]
+    held = {mark for own, places in zip(marks, split, strict=True) for mark in (own[i] for i in places)}
+    sources = []
+    for dataset, entry, episodes, own, places in zip(opened, entries, chosen, marks, split, strict=True):
+        rest = [i for i in range(len(episodes)) if i not in places]
+        train = [episodes[i] for i in rest if own[i] not in held]
+        sources.append(
+            Source(dataset, entry, tuple(train), tuple(episodes[i] for i in sorted(places)), len(rest) - len(train))
+        )
+    if not any(source.train for source in sources):
+        raise UserError(
+            "no episode is left to learn from: every one is held out, or a copy of one that is (--sft.holdout 0)"
+        )
+    return tuple(sources)
+
+
+def fingerprints(dataset: Dataset, episodes: Sequence[int]) -> list[bytes]:
+    """For each of the episodes what tells it from others: a digest of its actions and of the robot's states."""
+    names = [name for name in (layout.ACTION, layout.PROPRIO, layout.STATE) if name in dataset.features]
+    columns = [dataset.column(name) for name in names]
+    found = []
+    for number in episodes:
+        episode, digest = dataset.episodes[number], hashlib.blake2b(digest_size=16)
+        for name, column in zip(names, columns, strict=True):
+            digest.update(name.encode())
+            digest.update(np.ascontiguousarray(column[episode.begin : episode.end], np.float32).tobytes())
+        found.append(digest.digest())
+    return found
+
+
+def succeeded(dataset: Dataset, episode: RecordedEpisode) -> bool | None:
+    """Whether the episode was solved: by `success` in meta/episodes, else by `next.success`; None: nothing says so."""
+    said = episode.row.get("success")
+    if isinstance(said, bool):
+        return said
+    if layout.SUCCESS in dataset.features:
+        return bool(dataset.column(layout.SUCCESS)[episode.begin : episode.end].any())
+    return None
+
+
+def numbers_in(text: str, dataset: Dataset) -> list[int]:
+    """Positions in `dataset.episodes` of those that an entry of `sft.episodes` names by their episode_index, ascending.
+    Raises `UserError`."""
+    places = {episode.index: place for place, episode in enumerate(dataset.episodes)}
+    if text.strip() == "all":
+        return list(places.values())
+    found: set[int] = set()
+    for part in text.split(","):
+        try:
+            numbers = indices_of(part)
+        except ValueError as error:
+            raise UserError(f"sft.episodes: {error} (or all)") from None
+        if numbers[0] not in places or numbers[-1] not in places:
+            raise UserError(
+                f"sft.episodes: {dataset.folder} has {len(places)} episodes, {min(places)} to {max(places)}, got {part}"
+            )
+        found |= {places[number] for number in numbers if number in places}
+    return sorted(found)
+
+
+def _chosen(dataset: Dataset, text: str, only_successes: bool) -> list[int]:
+    numbers = numbers_in(text, dataset)
+    if not only_successes:
+        return numbers
+    outcomes = [succeeded(dataset, dataset.episodes[i]) for i in numbers]
+    if None in outcomes:
+        raise UserError(
+            f"sft.only_successes: {dataset.folder} does not say which episodes were solved (neither success in "
+            f"meta/episodes nor {layout.SUCCESS}): name them with --sft.episodes, or map the feature that does with "
+            f"--sft.features '{{KEY: {layout.SUCCESS}}}'"
+        )
+    found = [i for i, solved in zip(numbers, outcomes, strict=True) if solved]
+    if not found:
+        raise UserError(f"sft.only_successes: none of the {len(numbers)} episodes of {dataset.folder} was solved")
+    return found
+
+
+def _held_out(count: int, share: float, seed: int, number: int) -> set[int]:
+    """Which of a dataset's `count` used episodes are held out: at least one where there are two, and never all."""
+    held = min(max(round(share * count), 1), count - 1) if share > 0 else 0
+    return set(permutation(seed, 0, number, count)[:held].tolist())
+
+
+def _refuse_repeated(datasets: Sequence[Dataset], marks: Sequence[Sequence[bytes]], insisted: bool) -> None:
+    for (one, mine), (other, its) in combinations(zip(datasets, marks, strict=True), 2):
+        common = set(mine) & set(its)
+        same_folder = one.folder.resolve() == other.folder.resolve()
+        if not insisted and common and (same_folder or len(common) == min(len(set(mine)), len(set(its)))):
+            what = (
+                "are the same folder" if same_folder else f"have {len(common)} episodes in common, all of one of them"
+            )
+            raise UserError(
+                f"{one.folder} and {other.folder} {what}: rows that are held out of one would be learned from in the "
+                "other. Name it once (how often its rows are drawn is sft.weights), choose other episodes of each "
+                "(--sft.episodes), or insist: --sft.insist repeated leaves copies of held-out episodes out"
+            )
+
+
+def _of_each(name: str, entries: Sequence[T], count: int) -> tuple[T, ...]:
+    """One entry for each of `count` datasets, where one stands for all of them."""
+    if len(entries) not in (0, 1, count):
+        raise UserError(
+            f"{name} has {len(entries)} entries and sft.data {count} datasets: give one for all, or one each"
+        )
+    return tuple(entries) * (count if len(entries) == 1 else 1)
