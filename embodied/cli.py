@@ -40,6 +40,7 @@ VERBS = {
 """Verb to its module in `embodied.commands` and what it must be given first."""
 ABOUT = "Reinforcement learning for robot policies, with simulators as first-class workers."
 HELP = ("-h", "--help")
+OPTION = "--policy.options."
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -109,14 +110,48 @@ def _parse(verb: str, kind: Any, named: str, arguments: list[str]) -> Any:
     if "settings" in names:
         # What comes first names the configuration or run; of `inspect`, which looks at something else, an option does.
         source = named if "CONFIG" in VERBS[verb][1] else _given(arguments, "--config")
-        settings = {"settings": _settings(source, arguments, "run" in names)} if source else {}
-        options["default"] = kind(named, **settings)
+        if source:
+            settings = _settings(source, arguments, "run" in names)
+            further, arguments = _further_options(arguments, settings.policy.options)
+            policy = settings.policy.model_copy(update={"options": settings.policy.options | further})
+            options["default"] = kind(named, settings=settings.model_copy(update={"policy": policy}))
+        else:
+            options["default"] = kind(named)
     try:
         return tyro.cli(kind, args=arguments, prog=f"embodied {verb}", **options)
     except BrokenPipeError:
         # Whoever read the help, `head` for example, has seen enough. What is still buffered has no reader either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(0) from None
+
+
+def _further_options(arguments: list[str], known: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Options of the policy that the configuration does not name, and the other arguments.
+
+    The parser takes those that the configuration names, by their types. Whether the policy knows the others it says
+    itself."""
+    from embodied.yaml_files import parse_yaml
+
+    rest: list[str] = []
+    values: list[str] | None = None
+    groups: dict[str, list[str]] = {}
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if argument.startswith("--"):
+            name = key.removeprefix(OPTION).replace("-", "_")
+            ours = key.startswith(OPTION) and not {name, name.removeprefix("no_")} & known.keys()
+            values = groups.setdefault(name, []) if ours else None
+            if values is None:
+                rest.append(argument)
+            elif equals:
+                values.append(value)
+        else:
+            (rest if values is None else values).append(argument)
+    found: dict[str, Any] = {}
+    for name, texts in groups.items():
+        read = [parse_yaml(text, f"{OPTION}{name}") for text in texts]
+        found[name] = True if not read else read[0] if len(read) == 1 else read
+    return found, rest
 
 
 def _settings(named: str, arguments: list[str], may_be_a_run: bool) -> Any:

@@ -63,8 +63,8 @@ def is_merged(state: Mapping[str, Tensor], adapter: Mapping[str, Tensor], config
     With the singular vectors u, v and values d of s B A, u' W v has d in it once the adapter is merged. The share of d
     is estimated over all directions; the noise is what u' W v is for vectors that do not belong together.
     """
-    total, weight, shares = 0.0, 0.0, []
-    numbers = 0
+    total, weight, numbers = 0.0, 0.0, 0
+    shares: list[tuple[float, float]] = []
     for layer in sorted({name.rsplit(".lora_", 1)[0] for name in adapter}, key=_spread):
         w, a, b = (
             tensors.get(name)

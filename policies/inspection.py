@@ -108,8 +108,8 @@ def inspect_checkpoint(folder: Path) -> Checkpoint:
         for r in statistics
         if r.narrow
     ]
-    loads_as, said = _loaded(actor, raw)
-    warnings += said
+    loads_as, assumed = _loaded(actor, raw)
+    warnings += assumed
     if not found:
         warnings.append("there are no weights in safetensors here")
     if adapter and not (actor / CONFIG).exists() and not adapter["base"]:
@@ -123,7 +123,7 @@ def inspect_checkpoint(folder: Path) -> Checkpoint:
 def _loaded(folder: Path, raw: Mapping[str, Any]) -> tuple[tuple[str, ...], list[str]]:
     """Kinds of policy that take a directory of others, and sentences: what they assume, and why the other kinds of its
     layout refuse it."""
-    kinds, said = [], []
+    kinds, said = list[str](), list[str]()
     if "kind" in raw:  # this project's own says its kind itself
         return (shown(raw["kind"])[1:-1],), []
     for kind in KINDS:

@@ -332,7 +332,7 @@ def check_whole(folder: Path, config: dict[str, Any], modules: Iterable[str], la
 
 def _targeted(folder: Path, config: dict[str, Any], layer: str) -> bool:
     """Whether PEFT hangs an adapter on the linear layer."""
-    import regex  # with a limit of time: the pattern is a stranger's
+    import regex  # type: ignore[import-untyped]  # with a limit of time: the pattern is a stranger's
     from peft import LoraConfig
     from peft.tuners.tuners_utils import check_target_module_exists
 

@@ -7,9 +7,10 @@ import math
 import re
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,7 @@ from rich import print as show
 from embodied.config import Config, EnvConfig
 from embodied.demonstrations.layout import DatasetError
 from embodied.demonstrations.recordings import RecordingFile, open_recording
+from embodied.demonstrations.sources import ImportRequest, numbered
 from embodied.demonstrations.writer import DatasetWriter, new_folder
 from embodied.errors import UserError, nearest
 from embodied.execution.replay import in_order, worker_count
@@ -26,9 +28,6 @@ from embodied.reporting.live import steps
 from embodied.runtime.handles import Handle
 from sim_farm.contract import Gripper, TaskInfo, TaskSpec
 from sim_farm.replay import Followed, Recording, Replayer
-
-if TYPE_CHECKING:
-    from embodied.commands.importing import Arguments
 
 IDLE_NORM = 1e-4
 """An action whose elements but the gripper's have a smaller norm moves nothing."""
@@ -47,60 +46,60 @@ class _Item:
     """[n] False at the actions that are left out as idle."""
 
 
-def import_source(args: Arguments) -> dict[str, Any]:
-    """Replay the recording `args.source` and write what reproduces into `args.out`; the result as plain data.
+def import_source(request: ImportRequest) -> dict[str, Any]:
+    """Replay the recording `request.source` and write what reproduces into `request.out`; the result as plain data.
 
     Raises `UserError` for a source that cannot be read, settings that it does not have, or where nothing reproduces.
     """
     begin = time.monotonic()
-    source = open_recording(args.source, args.task)
-    if args.tolerance is not None and not 0 <= args.tolerance < math.inf:
-        raise UserError(f"--tolerance is a deviation of at least 0, got {args.tolerance}")
-    tolerance = source.tolerance if args.tolerance is None else args.tolerance
-    names = chosen(source, args.episodes)
-    if args.drop_idle:
+    source = open_recording(request.source, request.task)
+    if request.tolerance is not None and not 0 <= request.tolerance < math.inf:
+        raise UserError(f"--tolerance is a deviation of at least 0, got {request.tolerance}")
+    tolerance = source.tolerance if request.tolerance is None else request.tolerance
+    names = chosen(source, request.episodes)
+    if request.drop_idle:
         check_idle_filter(source)
-    items = _read(source, names, args.drop_idle, args.env.gripper)
+    items = _read(source, names, request.drop_idle, request.env.gripper)
     spec = TaskSpec(
         source.task,
         source.control_mode,
         source.reward,
         max(len(item.recording.actions) for item in items),
-        args.env.cameras,
-        args.env.image_size,
+        request.env.cameras,
+        request.env.image_size,
         0,
-        args.env.orientation,
-        args.env.gripper,
+        request.env.orientation,
+        request.env.gripper,
     )
-    config = Config(env=EnvConfig(task=source.task), runtime=args.runtime)
-    with new_folder(args.out) as aside, open_session(config) as session:
+    config = Config(env=EnvConfig(task=source.task), runtime=request.runtime)
+    with new_folder(request.out) as aside, open_session(config) as session:
         replayer = session.runtime.place("replayer 0", Replayer, spec)
         info = replayer.call(Replayer.describe)
         _check_sizes(source, items, info)
         provenance: dict[str, Any] = {
             "task": asdict(info.spec),
-            "source": str(args.source),
-            "sha256": _sha256(args.source),
+            "source": str(request.source),
+            "sha256": _sha256(request.source),
             "format": source.format,
             "notes": list(source.notes),
             "tolerance": tolerance,
-            "filter": FILTER if args.drop_idle else None,
-            "only_successes": args.only_successes,
+            "filter": FILTER if request.drop_idle else None,
+            "only_successes": request.only_successes,
             "starts": "from the recorded first states; where a row has a seed, that leads to the same state",
         }
         writer = DatasetWriter(aside, info, provenance)
         replayers = _replayers(replayer, spec, session, len(items))
-        outcomes = _write(writer, replayers, items, tolerance, args.only_successes)
+        outcomes = _write(writer, replayers, items, tolerance, request.only_successes)
         if source.goes_on:
-            outcomes = _write_going_on(writer, replayer, source, outcomes, tolerance, args)
+            outcomes = _write_going_on(writer, replayer, source, outcomes, request)
         said = _summary(source, outcomes, tolerance)
         if not writer.episodes:
             raise UserError(_nothing(source, outcomes))
         provenance |= said  # the writer holds this table, and writes it when it is closed
         writer.close()
     result = {
-        "dataset": str(args.out),
-        "source": str(args.source),
+        "dataset": str(request.out),
+        "source": str(request.source),
         "format": source.format,
         "task": source.task,
         "control_mode": source.control_mode,
@@ -116,7 +115,8 @@ def import_source(args: Arguments) -> dict[str, Any]:
 
 
 def chosen(source: RecordingFile, wanted: Sequence[str]) -> tuple[str, ...]:
-    """The episodes that are wanted: numbers in the file's order, ranges `begin:end`, or names of its selections."""
+    """The episodes that are wanted: by ranges such as `0-19,25` of their numbers in the file's order, or by the name of
+    one of the file's selections. Raises `UserError`."""
     if not source.episodes:
         raise UserError(f"{source.path} has no episode that can be replayed: {_reasons(source.absent)}")
     found: dict[str, None] = {}
@@ -125,16 +125,10 @@ def chosen(source: RecordingFile, wanted: Sequence[str]) -> tuple[str, ...]:
             names: Sequence[str] = source.subsets[word]
             if missing := [name for name in names if name not in source.episodes]:
                 raise UserError(f"{source.path}: its selection {word!r} names {missing[0]!r}, which it has not")
-        elif match := re.fullmatch(r"(\d{0,9}):(\d{0,9})|(\d{1,9})", word):
-            first, last, single = match.groups()
-            last_number = len(source.episodes) if not last else int(last)
-            numbers = range(int(single), int(single) + 1) if single else range(int(first or 0), last_number)
-            if not numbers or numbers[-1] >= len(source.episodes):
-                raise UserError(f"--episodes {word}: {source.path} has the episodes 0:{len(source.episodes)}")
-            names = [source.episodes[number] for number in numbers]
+        elif source.subsets and not word[:1].isdecimal():
+            raise UserError(f"{source.path} has no selection {word!r}{nearest(word, list(source.subsets))}")
         else:
-            selections = nearest(word, list(source.subsets)) if source.subsets else ""
-            raise UserError(f"--episodes takes numbers and ranges as in `0:20 25`, got {word!r}{selections}")
+            names = [source.episodes[number] for number in numbered(word, len(source.episodes))]
         found.update(dict.fromkeys(names))
     return tuple(found) or source.episodes
 
@@ -232,29 +226,31 @@ def _write_going_on(
     replayer: Handle[Replayer],
     source: RecordingFile,
     outcomes: Sequence[tuple[_Item, Followed]],
-    tolerance: float,
-    args: Arguments,
+    request: ImportRequest,
 ) -> list[tuple[_Item, Followed]]:
     """Replay those that did not reproduce by themselves as they were recorded: in one environment, after all episodes
     before them in the file, whose last contacts a reset leaves in PhysX. Returns how each came out at last."""
+    tolerance = source.tolerance if request.tolerance is None else request.tolerance
     failed = {item.name: item for item, followed in outcomes if math.isfinite(followed.deviation)
               and not followed.reproduced}  # fmt: skip
     if not failed:
         return list(outcomes)
     last = max(source.episodes.index(name) for name in failed)
-    items = _read(source, source.episodes[: last + 1], args.drop_idle, args.env.gripper)
     found: dict[str, Followed] = {}
-    with steps("Replaying in the recorder's order", len(items)) as bar:
-        for item in items:
-            if item.name in failed:
+    with steps("Replaying in the recorder's order", last + 1) as bar:
+        for name in source.episodes[: last + 1]:
+            if item := failed.get(name):
                 followed = replayer.call(
-                    Replayer.follow, item.recording, tolerance, item.keep, args.only_successes, True
+                    Replayer.follow, item.recording, tolerance, item.keep, request.only_successes, True
                 )
                 if followed.replay is not None:
                     writer.add(None, followed.replay)
-                found[item.name] = replace(followed, replay=None)
+                found[name] = replace(followed, replay=None)
             else:
-                replayer.call(Replayer.pass_through, item.recording)
+                with suppress(DatasetError):  # damaged, and not one that is wanted: those were read before
+                    earlier = source.read(name)
+                    actions = in_convention(earlier.actions, request.env.gripper)
+                    replayer.call(Replayer.pass_through, replace(earlier, actions=actions))
             bar.advance()
     kept = [pair for pair in outcomes if pair[0].name not in found]
     return kept + [(failed[name], followed) for name, followed in found.items()]

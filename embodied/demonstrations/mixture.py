@@ -7,7 +7,6 @@ not learned from as a copy in another.
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,14 +17,14 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from embodied.config import SFTConfig
+from embodied.config import SFTConfig, indices_of
 from embodied.data.random_streams import permutation
 from embodied.demonstrations import layout
 from embodied.demonstrations.episodes import RecordedEpisode
 from embodied.demonstrations.feature_names import renames
 from embodied.demonstrations.reader import Batch, Dataset
 from embodied.demonstrations.sources import format_of, import_command
-from embodied.errors import UserError, shown
+from embodied.errors import UserError
 from embodied.hub import dataset_folder
 from sim_farm.contract import TaskInfo
 
@@ -222,18 +221,16 @@ def numbers_in(text: str, dataset: Dataset) -> list[int]:
     if text.strip() == "all":
         return list(places.values())
     found: set[int] = set()
-    for part in filter(None, (piece.strip() for piece in text.split(","))):
-        ends = re.fullmatch(r"(\d{1,10})(?:\s*-\s*(\d{1,10}))?", part)
-        if ends is None:
-            raise UserError(f"sft.episodes: {shown(part)} is no number or range, as in 0-49,60 (or all)")
-        first, last = int(ends[1]), int(ends[2] or ends[1])
-        if last < first or first not in places or last not in places:
+    for part in text.split(","):
+        try:
+            numbers = indices_of(part)
+        except ValueError as error:
+            raise UserError(f"sft.episodes: {error} (or all)") from None
+        if numbers[0] not in places or numbers[-1] not in places:
             raise UserError(
                 f"sft.episodes: {dataset.folder} has {len(places)} episodes, {min(places)} to {max(places)}, got {part}"
             )
-        found |= {place for number, place in places.items() if first <= number <= last}
-    if not found:
-        raise UserError(f"sft.episodes: {shown(text)} names no episode")
+        found |= {places[number] for number in numbers if number in places}
     return sorted(found)
 
 

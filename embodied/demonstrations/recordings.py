@@ -161,7 +161,7 @@ class ManiSkillFile:
         modes = sorted({entry.control_mode for entry in told.episodes})
         if len(modes) != 1:
             raise DatasetError(
-                f"{about} has episodes of {len(modes)} control modes ({', '.join(modes[:5]) or 'no episode at all'}): "
+                f"{about} has episodes of {len(modes)} control modes ({shown(modes)}): "
                 "a dataset has one; record or convert them with ManiSkill's replay_trajectory first"
             )
         self.control_mode = modes[0]
@@ -233,7 +233,7 @@ class RobosuiteFile:
             data = _group(path, file, "data")
             told = _attributes(path, data)
             names = [name for name in data if _hard(data, name, h5py.Group)]
-            self.subsets = _subsets(path, file)
+            self.subsets: Mapping[str, tuple[str, ...]] = _subsets(path, file)
         env_args = _json(path, "env_args", told.get("env_args", "{}"))
         kwargs = env_args.get("env_kwargs") or _json(path, "env_info", told.get("env_info", "{}"))
         if not isinstance(kwargs, dict):
@@ -361,11 +361,11 @@ def _subsets(path: Path, file: h5py.File) -> dict[str, tuple[str, ...]]:
     for key in group:
         names = _dataset(path, group, key)
         if names.ndim != 1 or names.size > MOST_EPISODES or names.dtype.kind not in "SO":
-            raise DatasetError(f"{path}: mask/{key} is no list of names")
+            raise DatasetError(f"{path}: mask/{shown(key)} is no list of names")
         try:
             found[key] = tuple(text.decode() if isinstance(text, bytes) else str(text) for text in names[()].tolist())
         except FAILURES as error:
-            raise _damaged(path, f"mask/{key}", error) from error
+            raise _damaged(path, f"mask/{shown(key)}", error) from error
     return found
 
 
@@ -415,21 +415,21 @@ def _hard(group: h5py.Group, name: str, kind: type) -> bool:
 
 def _group(path: Path, parent: h5py.Group, name: str) -> h5py.Group:
     if not _hard(parent, name, h5py.Group):
-        raise DatasetError(f"{path} has no group {parent.name.rstrip('/')}/{name} (links are not followed)")
+        raise DatasetError(f"{path} has no group {shown(f'{parent.name}/{name}')} (links are not followed)")
     return parent[name]
 
 
 def _dataset(path: Path, group: h5py.Group, name: str) -> h5py.Dataset:
     """The dataset, whose numbers lie in this file."""
     if not _hard(group, name, h5py.Dataset):
-        raise DatasetError(f"{path} has no dataset {group.name}/{name} (links are not followed)")
+        raise DatasetError(f"{path} has no dataset {shown(f'{group.name}/{name}')} (links are not followed)")
     found = group[name]
     if found.is_virtual or found.external:
-        raise DatasetError(f"{path}: {found.name} lies in another file, which is not read: repack it with h5repack")
+        raise DatasetError(f"{path}: {shown(found.name)} lies in another file: repack it with h5repack")
     if found.shape is None:
-        raise DatasetError(f"{path}: {found.name} holds nothing")
+        raise DatasetError(f"{path}: {shown(found.name)} holds nothing")
     if found.size * found.dtype.itemsize > MOST_BYTES:
-        raise DatasetError(f"{path}: {found.name} has {found.size} elements, more than {MOST_BYTES} bytes")
+        raise DatasetError(f"{path}: {shown(found.name)} has {found.size} elements, more than {MOST_BYTES} bytes")
     return found
 
 
@@ -437,18 +437,18 @@ def _array(path: Path, group: h5py.Group, name: str, shape: Sequence[int]) -> np
     """The numbers of the dataset, finite, of that shape, in which -1 is any size."""
     found = _dataset(path, group, name)
     if found.dtype.kind not in "biuf":
-        raise DatasetError(f"{path}: {found.name} holds {found.dtype}, and no numbers")
+        raise DatasetError(f"{path}: {shown(found.name)} holds {found.dtype}, and no numbers")
     fits = len(found.shape) == len(shape)
     if not fits or any(want not in (-1, got) for want, got in zip(shape, found.shape, strict=True)):
         words = ", ".join("any" if size == -1 else str(size) for size in shape)
-        raise DatasetError(f"{path}: {found.name} has shape {list(found.shape)}, and [{words}] was expected")
+        raise DatasetError(f"{path}: {shown(found.name)} has shape {list(found.shape)}, and [{words}] was expected")
     try:
         values = found[()]
     except FAILURES as error:
-        raise _damaged(path, found.name, error) from error
+        raise _damaged(path, shown(found.name), error) from error
     if values.dtype.kind == "f" and not np.isfinite(values).all():
         step = int(np.argwhere(~np.isfinite(values))[0][0])
-        raise DatasetError(f"{path}: {found.name} has a number that is not finite at step {step}")
+        raise DatasetError(f"{path}: {shown(found.name)} has a number that is not finite at step {step}")
     return values
 
 
@@ -494,13 +494,13 @@ def _attributes(path: Path, group: h5py.Group) -> dict[str, str]:
     for name in group.attrs:
         kind = group.attrs.get_id(name)
         if kind.get_storage_size() > MOST_TEXT:
-            raise DatasetError(f"{path}: the attribute {name} of {group.name} has more than {MOST_TEXT} bytes")
+            raise DatasetError(f"{path}: the attribute {shown(name)} has more than {MOST_TEXT} bytes")
         if kind.dtype.kind not in "SO":
             continue
         try:
             value = group.attrs[name]
         except FAILURES as error:
-            raise _damaged(path, f"the attribute {name} of {group.name}", error) from error
+            raise _damaged(path, f"the attribute {shown(name)}", error) from error
         if isinstance(value, bytes):
             value = value.decode(errors="replace")
         if isinstance(value, str):

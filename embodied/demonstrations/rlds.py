@@ -287,9 +287,9 @@ def crc32c(data: bytes) -> int:
 @cache
 def _table() -> npt.NDArray[np.uint32]:
     """[256] what a register's last byte becomes as it is shifted out."""
-    found = np.arange(256, dtype=np.uint32)
+    found: npt.NDArray[np.uint32] = np.arange(256, dtype=np.uint32)
     for _ in range(8):
-        found = (found >> 1) ^ np.where(found & 1, np.uint32(0x82F63B78), np.uint32(0))
+        found = (found >> np.uint32(1)) ^ np.where(found & 1, np.uint32(0x82F63B78), np.uint32(0))
     return found
 
 

@@ -19,7 +19,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,12 +29,10 @@ from rich import print as show
 from embodied.demonstrations import layout
 from embodied.demonstrations.layout import DatasetError, Feature
 from embodied.demonstrations.rlds import AGAIN, FEATURES, RLDS, Record, Spec, text
+from embodied.demonstrations.sources import ImportRequest, numbered
 from embodied.demonstrations.writer import Episode, EpisodesWriter, new_folder
 from embodied.errors import UserError, shown
 from embodied.reporting.live import steps as progress
-
-if TYPE_CHECKING:
-    from embodied.commands.importing import Arguments
 
 IMPORT = "meta/import.json"
 """What was imported, from where, with which options."""
@@ -49,31 +47,31 @@ LIBERO = {"image": (None, None, 3), "wrist_image": (None, None, 3), "state": (8,
 """Observations of OpenVLA's LIBERO datasets."""
 
 
-def import_source(args: Arguments) -> dict[str, Any]:
-    """Convert the RLDS dataset `args.source`. Returns the result as plain data. Raises `UserError`."""
-    if args.fps is not None and not 1 <= args.fps <= 1000:
-        raise UserError(f"--fps is of 1 to 1000 steps per second, got {args.fps}")
-    source = RLDS(args.source)
-    fps = args.fps or _rate(source, args.source)
-    wanted = selected(args.episodes, len(source))
-    plan = _Plan.of(source, args.action)
-    if args.only_successes and not plan.judges:
+def import_source(request: ImportRequest) -> dict[str, Any]:
+    """Convert the RLDS dataset `request.source`. Returns the result as plain data. Raises `UserError`."""
+    if request.fps is not None and not 1 <= request.fps <= 1000:
+        raise UserError(f"--fps is of 1 to 1000 steps per second, got {request.fps}")
+    source = RLDS(request.source)
+    fps = request.fps or _rate(source, request.source)
+    wanted = selected(request.episodes, len(source))
+    plan = _Plan.of(source, request.action)
+    if request.only_successes and not plan.judges:
         raise UserError(f"{source.folder} has no `reward`, which says what is solved: leave out --only-successes")
     counts = {"failed": 0, "idle throughout": 0}
     odd = {"is_first or is_last do not mark the ends": 0, "the last action is zero": 0}
     dropped, writer, splits = 0, None, dict[str, list[int]]()
-    with new_folder(args.out) as aside, progress(f"Importing {source.info.name}", len(wanted)) as bar:
+    with new_folder(request.out) as aside, progress(f"Importing {source.info.name}", len(wanted)) as bar:
         for record in source.episodes(wanted):
             bar.advance()
             episode, keep = plan.episode(record), None
-            if args.drop_idle:
+            if request.drop_idle:
                 keep = ~idle(episode.columns[layout.ACTION])
                 dropped += int((~keep).sum())
                 if not keep.any():
                     counts["idle throughout"] += 1
                     continue
                 episode = _without(episode, keep)
-            if args.only_successes and not episode.row["success"]:
+            if request.only_successes and not episode.row["success"]:
                 counts["failed"] += 1
                 continue
             for what, found in zip(odd, _odd(record, episode), strict=True):
@@ -92,14 +90,14 @@ def import_source(args: Arguments) -> dict[str, Any]:
         left_out = {name: str(spec) for name, spec in plan.left_out.items()}
         writer.records[IMPORT] = {
             "format": "RLDS", "source": str(source.folder), "name": source.info.name, "version": source.info.version,
-            "fps": fps, "episodes": list(args.episodes), "only_successes": args.only_successes,
-            "drop_idle": args.drop_idle, "steps_dropped": dropped, "episodes_left_out": counts,
+            "fps": fps, "episodes": list(request.episodes), "only_successes": request.only_successes,
+            "drop_idle": request.drop_idle, "steps_dropped": dropped, "episodes_left_out": counts,
             "features": {**plan.names, "+".join(plan.action): layout.ACTION, plan.instruction: "task"},
             "features_left_out": left_out, "conventions": _conventions(source),
         }  # fmt: skip
         writer.close()
     result = {
-        "dataset": str(args.out), "source": str(source.folder), "episodes": writer.episodes,
+        "dataset": str(request.out), "source": str(source.folder), "episodes": writer.episodes,
         "env_steps": writer.frames, "fps": fps, "cameras": list(plan.cameras), "features_left_out": left_out,
         "episodes_left_out": counts, "steps_dropped": dropped, "odd": odd,
     }  # fmt: skip
@@ -108,14 +106,8 @@ def import_source(args: Arguments) -> dict[str, Any]:
 
 
 def selected(ranges: Sequence[str], count: int) -> frozenset[int]:
-    """The episodes that texts like `0-19,25` or `0:20` (without its end) name; all where there are none."""
-    found: set[int] = set()
-    for part in (part for each in ranges for part in each.split(",")):
-        match = re.fullmatch(r"\s*([0-9]{1,9})(?:\s*([-:])\s*([0-9]{1,9}))?\s*", part, re.ASCII)
-        begin, end = (int(match[1]), int(match[3] or match[1]) + (match[2] != ":")) if match else (0, 0)
-        if not begin < end <= count:
-            raise UserError(f"--episodes: {shown(part)} is no range of the episodes 0 to {count - 1}, as 0-19,25 is")
-        found |= set(range(begin, end))
+    """The episodes that texts like `0-19,25` name; all where there are none. Raises `UserError`."""
+    found = {number for text in ranges for number in numbered(text, count)}
     return frozenset(found or range(count))
 
 

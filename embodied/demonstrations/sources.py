@@ -7,10 +7,62 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import tyro
+
+from embodied.config import RuntimeConfig, indices_of
 from embodied.errors import UserError
+from sim_farm.contract import Gripper, Orientation
 
 REPLAYED = ("task", "env", "episodes", "drop_idle", "only_successes", "tolerance", "runtime")
 """Options of a recording that is replayed in the farm."""
+
+
+@dataclass(frozen=True)
+class Observations:
+    """What the imported dataset shows, and its conventions, as in `env` of a configuration."""
+
+    cameras: int | tuple[str, ...] = 1
+    """How many of the task's cameras are drawn, or their names."""
+    image_size: int = 256
+    """Height and width of a frame in pixels."""
+    orientation: Orientation = "upright"
+    """Of frames: `upright`; `stock`, as the simulator returns them; `rotated`, that turned by 180 degrees."""
+    gripper: Gripper = "simulator"
+    """The last action element in the dataset: the `simulator`'s own, its sign (`binary`), or 1 opens and 0 closes
+    (`inverted`)."""
+
+
+@dataclass(frozen=True)
+class ImportRequest:
+    """Convert a recording of another project to a dataset in LeRobot's layout. Recordings of simulators are replayed:
+    the recorded actions are executed from the recorded first state, success and states are compared with the
+    recording, and frames are drawn anew."""
+
+    source: tyro.conf.Positional[Path]
+    """File or folder to convert; its format is found from its contents."""
+    out: Path = tyro.MISSING
+    """Folder to write; there must be none of that name."""
+    task: str | None = None
+    """`<simulator>/<task>` that the recording is of, where the source does not say it or its name here is another."""
+    env: Observations = Observations()
+    episodes: tuple[str, ...] = ()
+    """Episodes of the source by number and range (`0-19,25`), or by the name of one of its selections; none: all."""
+    drop_idle: bool = False
+    """Leave out the actions that do nothing: all elements but the gripper's have a norm below 1e-4, and the gripper's
+    equals that of the action before (OpenVLA's filter). The others are executed without them."""
+    only_successes: bool = False
+    """Leave out the episodes that do not end solved."""
+    tolerance: float | None = None
+    """Largest deviation of a position (m) or joint (rad) from the recording; an episode beyond it is left out. None:
+    the format's own."""
+    fps: int | None = None
+    """Steps per second of an RLDS dataset, which does not say it; None: that of the published datasets whose rate is
+    known (LIBERO, Bridge, RT-1's fractal, DROID)."""
+    action: tuple[str, ...] = ()
+    """Features of an RLDS dataset's steps that are joined, in this order, to the action; none: `action`."""
+    runtime: RuntimeConfig = RuntimeConfig()
+    json: Path | None = None
+    """Write the result to this file."""
 
 
 @dataclass(frozen=True)
@@ -22,10 +74,10 @@ class Format:
     recognises: Callable[[Path], bool]
     """True for a path that holds this format. Reads little, raises nothing, whatever lies there."""
     importer: str
-    """Module with the function `import_source(args)`, which takes the verb's `Arguments` and returns its result as
+    """Module with the function `import_source(args)`, which takes an `ImportRequest` and returns the result as
     plain data. It is imported when a source of this format is imported."""
     options: tuple[str, ...] = REPLAYED
-    """Names of the `Arguments` that the importer takes, beside `source`, `out` and `json`."""
+    """Fields of the `ImportRequest` that the importer takes, beside `source`, `out` and `json`."""
 
 
 def _hdf5(kind: str) -> Callable[[Path], bool]:
@@ -58,7 +110,19 @@ def format_of(path: Path) -> Format | None:
 
 def import_command(path: Path) -> str | None:
     """The command that converts what lies at `path` to a dataset, None where it is none of `FORMATS`."""
-    return f"embodied import {path} --out {path.with_suffix('')}-imported" if format_of(path) else None
+    out = path.with_suffix("") if path.is_file() else path
+    return f"embodied import {path} --out {out}-imported" if format_of(path) else None
+
+
+def numbered(text: str, count: int) -> tuple[int, ...]:
+    """Episodes of a source with `count` of them that ranges such as `0-19,25` name. Raises `UserError`."""
+    try:
+        numbers = indices_of(text)
+    except ValueError as error:
+        raise UserError(f"--episodes: {error}") from None
+    if max(numbers) >= count:
+        raise UserError(f"--episodes {text[:100]}: the source has the episodes 0 to {count - 1}")
+    return numbers
 
 
 def recognised(path: Path) -> Format:

@@ -17,6 +17,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pydantic import TypeAdapter
 
 from embodied import checkpoint
 from embodied.checkpoint import CheckpointError
@@ -132,6 +133,19 @@ class RecordedStarts:
 
 
 @dataclass(frozen=True)
+class _Starts:
+    """A dataset's entry in `data.json` of a run that has learned from it."""
+
+    folder: str
+    task: str | None
+    init_states: frozenset[int]
+    seeds: frozenset[int]
+
+
+_STARTS = TypeAdapter(list[_Starts])
+
+
+@dataclass(frozen=True)
 class TrainedStarts:
     """Evaluated starts, and how many of them were trained on."""
 
@@ -203,7 +217,7 @@ def lineage(folder: Path | None, policy: PolicyConfig) -> Lineage:
             config, stage = recorded_settings(run_dir), checkpoint.read_state(whole).stage
         except (UserError, CheckpointError):
             return found + Lineage(unknown=(str(begun),))
-        found += _imitated(config.sft.data) if stage == "sft" else Lineage(reinforced=(config,))
+        found += _imitated(run_dir, config.sft.data) if stage == "sft" else Lineage(reinforced=(config,))
         policy, begun = config.policy, config.policy.init
     return found + _base(policy)
 
@@ -235,9 +249,18 @@ def _is_drawn(folder: Path) -> bool:
     return isinstance(found, dict) and RANDOM_WEIGHTS in found
 
 
-def _imitated(folders: Sequence[Path]) -> Lineage:
-    """What learning from the datasets adds."""
-    found = {str(folder): recorded_starts(folder) for folder in folders}
+def _imitated(run_dir: Path, folders: Sequence[Path]) -> Lineage:
+    """What a run adds that has learned from the datasets: what it says of the episodes that it used, or else what the
+    datasets say of all of theirs."""
+    try:
+        said = _STARTS.validate_python(read_json(run_dir / "data.json")["starts"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        found = {str(folder): recorded_starts(folder) for folder in folders}
+    else:
+        found = {
+            one.folder: None if one.task is None else RecordedStarts(one.task, one.init_states, one.seeds)
+            for one in said
+        }
     recordings = tuple(starts for starts in found.values() if starts is not None)
     return Lineage(recordings=recordings, unknown=tuple(name for name, starts in found.items() if starts is None))
 

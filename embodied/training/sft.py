@@ -29,7 +29,7 @@ from embodied.demonstrations.feature_names import Needed, check_features
 from embodied.demonstrations.inspection import inspected, observed
 from embodied.demonstrations.inspection_table import show_table, text
 from embodied.demonstrations.loader import read_ahead
-from embodied.demonstrations.mixture import Demonstrations, Index, gripper_map, open_sources
+from embodied.demonstrations.mixture import Demonstrations, Index, Source, gripper_map, open_sources
 from embodied.errors import UserError
 from embodied.evaluation.protocol import expand
 from embodied.files import write_whole
@@ -107,6 +107,20 @@ def _check_fits(dataset: Dataset, config: Config, info: TaskInfo) -> None:
                 f"{dataset.folder} was recorded with env.{name} {theirs}, the run has {ours}: "
                 f"set --env.{name.replace('_', '-')} {theirs}, or record with {ours}"
             )
+
+
+def recorded_starts(source: Source) -> dict[str, Any]:
+    """The starts of the episodes that are learned from, for evaluations to be compared with: recorded initial states,
+    and the seeds of the other episodes. `task` is None where the dataset does not say them."""
+    specs = [source.dataset.episodes[i].spec for i in source.train]
+    recorded = [spec for spec in specs if spec is not None]
+    task = source.dataset.task if len(recorded) == len(specs) else None
+    return {
+        "folder": str(source.dataset.folder),
+        "task": None if task is None else task.name,
+        "init_states": sorted({spec.init_state for spec in recorded if spec.init_state is not None}),
+        "seeds": sorted({spec.seed for spec in recorded if spec.init_state is None}),
+    }
 
 
 class Imitator:
@@ -285,7 +299,9 @@ def imitate(config: Config, info: TaskInfo, run_dir: Path, resume_from: Path | N
         log = _Log(run_dir, log.began_s - checkpoint.read_state(resume_from).wall_s, imitator.done)
     run_dir.mkdir(parents=True, exist_ok=True)
     save_config(config, run_dir / "config.yaml")
-    write_whole(run_dir / DATA, json.dumps(understood.as_data() | {"text": text(understood)}, indent=1))
+    starts = [recorded_starts(source) for source in imitator.demonstrations.sources]
+    data = understood.as_data() | {"text": text(understood), "starts": starts}
+    write_whole(run_dir / DATA, json.dumps(data, indent=1))
     try:
         measured = _learn(imitator, config, log)
     except BaseException:  # of an interrupted run, or one whose loss went astray

@@ -18,6 +18,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +45,7 @@ class FilmedBlock(nn.Module):
         self.shift = nn.Linear(language, width)
 
     def forward(self, x: Tensor, language: Tensor) -> Tensor:
-        block = self.block
+        block: Any = self.block
         x = x + block.drop_path1(block.ls1(block.attn(block.norm1(x))))
         x = x * (1 + self.scale(language)[:, None]) + self.shift(language)[:, None]
         return x + block.drop_path2(block.ls2(block.mlp(block.norm2(x))))
@@ -161,6 +162,6 @@ def _scaling(path: Path, rank: int) -> float:
         return min(rank, LARGEST_ALPHA) / rank
     said = read_json(config)
     r, alpha = said.get("r"), said.get("lora_alpha")
-    if r != rank or type(alpha) not in (int, float) or not 0 < alpha <= 1e6:
+    if r != rank or not isinstance(alpha, int | float) or not 0 < alpha <= 1e6:
         raise PolicyError(f"{path} has adapters of rank {rank}, {config} says r {shown(r)}, lora_alpha {shown(alpha)}")
     return float(alpha) / (rank**0.5 if said.get("use_rslora") else rank)

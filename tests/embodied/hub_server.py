@@ -66,7 +66,7 @@ def serving(hub: Hub) -> Iterator[str]:
                     return self._refuse("EntryNotFound")
                 data = found[1][name].read_bytes()
                 hub.asked += [name] * body
-                self._send(data if body else b"", len(data), **{
+                self._send(data if body else b"", len(data), {
                     "X-Repo-Commit": found[0], "ETag": f'"{_blob(data)}"', "Content-Type": "application/octet-stream",
                 })  # fmt: skip
 
@@ -86,12 +86,12 @@ def serving(hub: Hub) -> Iterator[str]:
 
         def _json(self, data: object) -> None:
             text = json.dumps(data).encode()
-            self._send(text, len(text), **{"Content-Type": "application/json"})
+            self._send(text, len(text), {"Content-Type": "application/json"})
 
         def _refuse(self, code: str) -> None:
-            self._send(b"", 0, status=404, **{"X-Error-Code": code, "X-Error-Message": code})
+            self._send(b"", 0, {"X-Error-Code": code, "X-Error-Message": code}, status=404)
 
-        def _send(self, data: bytes, length: int, status: int = 200, **headers: str) -> None:
+        def _send(self, data: bytes, length: int, headers: dict[str, str], status: int = 200) -> None:
             self.send_response(status)
             for key, value in {**headers, "Content-Length": str(length)}.items():
                 self.send_header(key, value)

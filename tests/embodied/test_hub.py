@@ -31,7 +31,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_tiny(tmp_path_factory.mktemp("hub") / "tiny", action_dim=3)
     (folder / "pytorch_model.bin").write_bytes(b"a pickle")
     (folder / "modeling_prismatic.py").write_text("raise SystemExit")
-    (folder / "action_head--100_checkpoint.pt").write_bytes(b"tensors")
     return folder
 
 
@@ -75,7 +74,7 @@ def test_a_folder_of_that_name_wins(tmp_path: Path, cache: Path, monkeypatch: py
 def test_a_cache_that_was_copied_is_enough(cache: Path, tiny: Path) -> None:
     commit = "0123456789abcdef0123456789abcdef01234567"
     repository = cache / "models--org--tiny"
-    shutil.copytree(tiny, repository / "snapshots" / commit)
+    shutil.copytree(tiny, repository / "snapshots" / commit, ignore=shutil.ignore_patterns("*.bin", "*.py"))
     (repository / "refs").mkdir()
     (repository / "refs/main").write_text(commit)
     config = fetched(with_policy(path="org/tiny", options={"unnorm_key": "tiny"}))
@@ -86,7 +85,9 @@ def test_a_cache_that_was_copied_is_enough(cache: Path, tiny: Path) -> None:
         hub.checkpoint_folder("org/tiny@v2")
 
 
-def test_only_data_is_downloaded_and_once(server: Hub, tiny: Path, cache: Path) -> None:
+def test_only_data_is_downloaded_and_once(server: Hub, tiny: Path, cache: Path, tmp_path: Path) -> None:
+    tiny = Path(shutil.copytree(tiny, tmp_path / "tiny"))
+    (tiny / "action_head--100_checkpoint.pt").write_bytes(b"tensors")  # OpenVLA-OFT's, of which tensors alone are read
     commit = server.add("models/org/tiny", tiny, "main", "v1")
     folder = hub.checkpoint_folder("org/tiny@v1")
     assert hub.pinned("org/tiny@v1", folder) == f"org/tiny@{commit}"

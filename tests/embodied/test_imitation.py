@@ -19,16 +19,17 @@ from embodied import checkpoint
 from embodied.checkpoint import CheckpointError
 from embodied.commands.sft import sft_run
 from embodied.commands.train import train_run
-from embodied.config import Config
+from embodied.config import Config, PolicyConfig
 from embodied.config_files import parse_config, save_config
 from embodied.demonstrations import Dataset
 from embodied.errors import UserError
+from embodied.evaluation.provenance import lineage
 from embodied.reporting.metrics import read
 from embodied.run_folder import prepare_run, settings_of, with_init
 from embodied.training.sft import STAGE, Imitator, imitate, read_demonstrations
 from embodied.workers.context import task_spec
 from policies.gaussian_mlp import GaussianMLP
-from sim_farm.contract import TaskInfo
+from sim_farm.contract import EpisodeSpec, TaskInfo
 from sim_farm.registry import make_physics
 from tests.embodied.expert import record_reach
 from tests.full_disk import full_disk
@@ -96,6 +97,20 @@ def test_what_has_seen_the_expert_solves_unseen_episodes(warm: dict[str, Any], d
     page = (Path(warm["run"]) / "report.html").read_text()
     assert "Learning from demonstrations" in page
     assert "Time to success" not in page
+
+
+def test_a_run_says_which_starts_it_has_learned_from(warm: dict[str, Any], demos: Dataset) -> None:
+    """Without the held-out episodes; an evaluation of it counts the starts that it has in common."""
+    run = Path(warm["run"])
+    (starts,) = json.loads((run / "data.json").read_text())["starts"]
+    assert starts["task"] == "tabletop/reach" and not starts["init_states"]
+    every = {episode.row["seed"] for episode in demos.episodes}
+    assert set(starts["seeds"]) < every and len(starts["seeds"]) == EPISODES - round(0.1 * EPISODES)
+    assert warm["trained_on"] == {"kind": "seeds", "trained": 0, "evaluated": 20, "known": True}
+    newest = checkpoint.latest(run / "checkpoints")
+    demonstrated = [EpisodeSpec(seed) for seed in every]
+    found = lineage(newest, PolicyConfig()).starts("tabletop/reach", demonstrated)
+    assert (found.trained, found.evaluated) == (len(starts["seeds"]), EPISODES)
 
 
 def test_a_run_begins_with_what_was_learned_from_demonstrations(warm: dict[str, Any], demos: Dataset) -> None:

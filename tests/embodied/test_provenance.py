@@ -114,6 +114,13 @@ def test_demonstrations_that_were_learned_from_count(run: Path, tmp_path: Path) 
     pq.write_table(rows.set_column(rows.column_names.index("init_state"), "init_state", floats), file)
     recorded = recorded_starts(tmp_path / "demos")
     assert recorded is not None and recorded.init_states == {7, 9} and len(recorded.seeds) == 2
+    # What the run itself has written of the episodes that it used wins.
+    said = {"folder": "demos", "task": SPATIAL, "init_states": [3, 4], "seeds": []}
+    (tmp_path / "sft" / "data.json").write_text(json.dumps({"starts": [said]}))
+    assert lineage(learned, PLAIN).starts(SPATIAL, EVERY).trained == 2
+    (tmp_path / "sft" / "data.json").write_text(json.dumps({"starts": [{**said, "task": None}]}))
+    assert lineage(learned, PLAIN).unknown == ("demos",)
+    (tmp_path / "sft" / "data.json").write_text("[")
     (tmp_path / "demos" / "meta" / "embodied.json").unlink()
     assert lineage(learned, PLAIN).unknown == (str(tmp_path / "demos"),)
 

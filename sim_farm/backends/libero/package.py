@@ -128,7 +128,7 @@ def _settle_settings(root: Path) -> None:
     Raises `FarmError` where the user's names folders that are not there.
     """
     named = os.environ.get(SETTINGS_VARIABLE)
-    folder = Path(named).expanduser() if named else Path.home() / ".libero"
+    folder = Path(named).expanduser().absolute() if named else Path.home() / ".libero"
     if (folder / SETTINGS).is_file():
         _check_settings(folder / SETTINGS)
     else:

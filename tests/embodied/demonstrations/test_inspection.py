@@ -189,6 +189,7 @@ def test_nothing_is_written_where_the_data_is_refused(ours: Path, reach: Environ
     assert not data["findings"][0]["refused"]
     assert data["statistics"]
     assert len(data["datasets"][0]["learned_from"]) == EPISODES - 1
+    assert [(one["folder"], one["task"]) for one in data["starts"]] == [(str(folder), None)]
 
 
 def test_tiny_actions_are_odd(ours: Path, reach: Environment, tmp_path: Path) -> None:

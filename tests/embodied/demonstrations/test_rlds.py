@@ -145,7 +145,7 @@ def test_idle_is_openvlas_filter() -> None:
         ({"fps": 0}, "--fps is of 1 to 1000"),
         ({"fps": 5, "action": ("world_vector",)}, "no vector of numbers 'world_vector'.*it has: 'action.*--action"),
         ({"fps": 5, "only_successes": True}, "no `reward`"),
-        ({"fps": 5, "episodes": ("2-3",)}, "'2-3' is no range of the episodes 0 to 2"),
+        ({"fps": 5, "episodes": ("2-3",)}, "--episodes 2-3: the source has the episodes 0 to 2"),
         ({"fps": 5, "tolerance": 0.1}, "--tolerance is not for .*arm.*: --episodes, --drop-idle"),
     ],
 )

@@ -129,7 +129,7 @@ def normalised_actions(folder: Path, pixels: Tensor, ids: Tensor, proprio: Tenso
 
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
     weights = stored(folder)
-    language_model = LlamaForCausalLM(LlamaConfig(**config["text_config"], attn_implementation="eager")).eval()
+    language_model = LlamaForCausalLM(LlamaConfig(**config["text_config"] | {"attn_implementation": "eager"})).eval()
     language_model.load_state_dict(
         {name.removeprefix("language_model."): t for name, t in weights.items() if name.startswith("language_model.")}
     )

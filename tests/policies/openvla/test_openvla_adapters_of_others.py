@@ -185,7 +185,8 @@ def test_our_own_adapter_on_its_own_export(base, made, tmp_path):
 
 def test_tensors_tell_whether_an_adapter_is_merged():
     g = torch.Generator().manual_seed(1)
-    adapter, state = {}, {}
+    adapter: dict[str, torch.Tensor] = {}
+    state: dict[str, torch.Tensor] = {}
     config = {"lora_alpha": 16, "use_rslora": True, "alpha_pattern": {"layers.1": 4}}
     for layer in range(4):
         a, b, w = (0.1 * torch.randn(*shape, generator=g) for shape in ((8, 96), (64, 8), (64, 96)))
@@ -324,11 +325,16 @@ def test_half_an_adapter_is_refused(base, adapter):
         adapted(base, adapter)
 
 
-@pytest.mark.parametrize("pattern", ["(" * 30, r"(\w+\.?)+!", 5], ids=["broken", "slow", "number"])
-def test_patterns_of_strangers_neither_hang_nor_break(base, adapter, pattern):
+@pytest.mark.parametrize("pattern", ["(" * 30, 5], ids=["broken", "number"])
+def test_patterns_that_are_none_are_refused(base, adapter, pattern):
     edit(adapter, target_modules=pattern)
     with pytest.raises(PolicyError, match="target_modules"):
         adapted(base, adapter)
+
+
+def test_a_pattern_of_a_stranger_does_not_hang(base, adapter):
+    edit(adapter, target_modules=r"(\w+\.?)+[!?]")  # Python's own `re` takes for ever
+    adapted(base, adapter)
 
 
 def test_what_was_saved_with_an_adapter_goes_with_it(tmp_path):

@@ -77,7 +77,7 @@ class LiberoTinyNoNoops(tfds.core.GeneratorBasedBuilder):
                             "state": rng.normal(size=8).astype(np.float32),
                             "joint_state": rng.normal(size=7).astype(np.float32),
                         },
-                        "action": np.float32([*arm, -1 if t < 3 else 1]),
+                        "action": np.array([*arm, -1 if t < 3 else 1], np.float32),
                         "discount": 1.0,
                         # Episode 1 ends without success.
                         "reward": float(last and episode != 1),
@@ -177,7 +177,8 @@ def main() -> None:
         shutil.rmtree(HERE / builder.name, ignore_errors=True)
         builder.download_and_prepare(download_config=tfds.download.DownloadConfig(num_shards=shards))
         (HERE / "expected").mkdir(exist_ok=True)
-        np.savez_compressed(HERE / "expected" / builder.name, **expected(builder))
+        rows: dict[str, Any] = expected(builder)
+        np.savez_compressed(HERE / "expected" / builder.name, **rows)
 
 
 if __name__ == "__main__":
