@@ -1,4 +1,4 @@
-"""ManiSkill's own recordings (recordings/README.md), replayed and imported: as recorded, or left out by name."""
+"""Recordings that ManiSkill wrote episode after episode: as recorded, or left out by name; what is refused."""
 
 from __future__ import annotations
 
@@ -111,8 +111,21 @@ def test_recorded_starts_replay_again_from_the_dataset(pushes: tuple[dict[str, A
     with closing(Replayer(task)) as replayer:
         again = replayer.replay(episode.spec, batch.actions[:, 0])
     steps = again.steps  # a task that is solved ends; the recording went on
+    assert batch.proprio is not None
     np.testing.assert_array_equal(again.proprio, batch.proprio[:steps])
     assert again.success[-1] and again.success.tolist() == dataset.column("next.success")[:steps].tolist()
+
+
+def test_an_episode_goes_on_from_those_before_it_in_the_file(copied: Path, tmp_path: Path) -> None:
+    result, dataset = imported(copied, tmp_path / "out", episodes=("1",))
+    assert result["recorded_episodes"] == ["traj_1"] and result["reproduced_exactly"] == 1
+    with h5py.File(EE) as file:
+        np.testing.assert_array_equal(dataset.batch(range(12)).actions[:, 0], file["traj_1/actions"])
+    # Without the one before it, alone or beside a damaged one, it slides by up to 8 mm.
+    edit(copied, lambda file: file["traj_0"].pop("actions"))
+    with pytest.raises(UserError, match=r"traj_1: step 6: a state is 0\.0019 from the recorded one"):
+        imported(copied, tmp_path / "none", episodes=("1",))
+    assert imported(copied, tmp_path / "wide", episodes=("1",), tolerance=0.01)[0]["reproduced_exactly"] == 0
 
 
 # --- what does not, and what is not wanted
