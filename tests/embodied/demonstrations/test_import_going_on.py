@@ -123,7 +123,7 @@ def test_an_episode_goes_on_from_those_before_it_in_the_file(copied: Path, tmp_p
         np.testing.assert_array_equal(dataset.batch(range(12)).actions[:, 0], file["traj_1/actions"])
     # Without the one before it, alone or beside a damaged one, it slides by up to 8 mm.
     edit(copied, lambda file: file["traj_0"].pop("actions"))
-    with pytest.raises(UserError, match=r"traj_1: step 6: a state is 0\.0019 from the recorded one"):
+    with pytest.raises(UserError, match=r"traj_1: step 6: a state is 0\.00186 from the recorded one"):
         imported(copied, tmp_path / "none", episodes=("1",))
     assert imported(copied, tmp_path / "wide", episodes=("1",), tolerance=0.01)[0]["reproduced_exactly"] == 0
 

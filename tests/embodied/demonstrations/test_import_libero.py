@@ -100,7 +100,7 @@ def _unknown_task(data: h5py.Group) -> None:
         (_edit_env_args(robots=["Sawyer"]), "was recorded with the robots ['Sawyer']"),
         (_edit_env_args(controller_configs={"type": "JOINT_VELOCITY"}), "the controller's type 'JOINT_VELOCITY'"),
         (_edit_env_args(control_freq=10), "was recorded at 10 Hz"),
-        (_as_robomimic, "robomimic's recording of 'Lift', which no simulator here has"),
+        (_as_robomimic, "robomimic's recording of 'Lift', and names no .bddl file"),
         (_unknown_task, "'fold_the_towel.bddl', which is none of LIBERO's 130 tasks"),
     ],
 )
