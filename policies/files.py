@@ -14,7 +14,7 @@ import re
 import shutil
 import zipfile
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -38,6 +38,14 @@ DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat1
           "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool"}  # fmt: skip
 """safetensors' names, and torch's."""
 WEIGHT_SUFFIXES = (".bin", ".ckpt", ".pt", ".pth", ".safetensors")
+FULL = re.compile(r"full_weights\.pt")
+VERL_RANK = re.compile(r"model_world_size_(?P<world>\d{1,5})_rank_(?P<rank>\d{1,5})\.pt")
+LOCAL_RANK = re.compile(r"checkpoint_rank_(?P<rank>\d{1,5})\.pt")
+DCP_PART = re.compile(r".*\.distcp")
+"""What RLinf, verl and torch.distributed.checkpoint leave of a training, in the order in which they are preferred; see
+`policies.sharded`."""
+SHARD_FOLDERS = ("actor", "model_state_dict", "local_shard_checkpoint", "dcp_checkpoint")
+"""Folders within a checkpoint's in which they lie."""
 TRAINING_STATE = re.compile(r"(optimizer|optim|scheduler|scaler|rng_state|random_states|training_args)(_?\d+)*\..*")
 """Names of files that programs leave for going on with a training: no policy acts with what is in them."""
 LARGEST_JSON = 2**27
@@ -55,7 +63,8 @@ def read_json(path: Path) -> dict[str, Any]:
             raise PolicyError(f"{path} has {size} bytes; at most {LARGEST_JSON} are read")
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise PolicyError(f"incomplete checkpoint: {path} is missing") from None
+        hint = import_hint(path.parent) if path.name == CONFIG else ""
+        raise PolicyError(f"incomplete checkpoint: {path} is missing{hint}") from None
     except RecursionError:
         raise PolicyError(f"{path} cannot be read: it is nested too deeply") from None
     except (OSError, ValueError) as error:
@@ -120,8 +129,10 @@ class Shards:
                     raise PolicyError(f"{folder / INDEX} names {shown(file)}, which is no safetensors file beside it")
             return cls(folder, files)
         if not (folder / SINGLE).exists():
+            there = import_hint(folder)
             pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
-            there = f"; {pickles[0]} is a pickle, which is not read: convert it to safetensors" if pickles else ""
+            if pickles and not there:
+                there = f"; {pickles[0]} is a pickle, which is not read: convert it to safetensors"
             raise PolicyError(f"no weights in {folder}: neither {INDEX} nor {SINGLE} is there{there}")
         return cls(folder, dict.fromkeys(_names(folder / SINGLE), SINGLE))
 
@@ -178,12 +189,49 @@ class Shards:
             )
 
 
+def trained_shards(folder: Path, deeper: int = 2) -> Path | None:
+    """The first file of weights that RLinf, verl or torch.distributed.checkpoint left in the folder, or in one of those
+    that they make in it; None where there is none. Raises nothing."""
+    try:
+        names = sorted(entry.name for entry in folder.iterdir())
+    except OSError:
+        return None
+    for pattern in (FULL, VERL_RANK, LOCAL_RANK, DCP_PART):
+        for name in names:
+            if re.fullmatch(pattern, name):
+                return folder / name
+    inner = (trained_shards(folder / name, deeper - 1) for name in SHARD_FOLDERS if name in names and deeper)
+    return next((found for found in inner if found), None)
+
+
+def import_hint(folder: Path) -> str:
+    """The end of a message about a folder that lacks weights: how to convert those of a training that lie in it or, if
+    it is verl's `huggingface`, beside it. Empty where there are none."""
+    places = (folder, folder.parent) if folder.name == "huggingface" else (folder,)
+    found = next((place for place in places if trained_shards(place)), None)
+    if found is None:
+        return ""
+    return f"; it holds what a training left: convert it with `embodied import {found} --base BASE --out FOLDER`"
+
+
+def check_no_shards(folder: Path) -> None:
+    """Raise `PolicyError` if weights of a training that RLinf or verl left lie beside those in the folder."""
+    trained = trained_shards(folder)
+    if trained is not None:
+        raise PolicyError(
+            f"{trained} lies beside the weights, and nothing says what it is for. If it holds what was trained, the "
+            f"others may be its base alone: `embodied import {trained.parent} --base {folder} --out FOLDER` makes a "
+            "checkpoint of it. Move it into another folder if it does not belong to this one"
+        )
+
+
 def check_no_other_weights(shards: Shards, known: Iterable[str] = ()) -> None:
     """Raise `PolicyError`, which names the first, if files of weights lie beside the shards that nothing would read.
 
     `known` are names of files that somebody else reads. State of a training (optimizer, random numbers) may lie there.
     """
     folder, expected = shards.folder, {*shards.files.values(), *known}
+    check_no_shards(folder)
     for path in sorted(folder.iterdir()):
         if path.suffix not in WEIGHT_SUFFIXES or path.name in expected or TRAINING_STATE.fullmatch(path.name):
             continue
@@ -238,15 +286,22 @@ def read_state(path: Path) -> dict[str, Tensor]:
 
 
 def _unpickled(path: Path) -> dict[str, Tensor]:
+    return dict(unpickled(path, lambda state, size: _check_state(path, state, size)))
+
+
+def unpickled(path: Path, check: Callable[[Any, int], None], *, mapped: bool = False) -> Any:
+    """What a file in PyTorch's format holds, on the CPU. `check` gets it first without its numbers, on the meta device,
+    and then with them, each time with the file's size in bytes. `mapped` leaves the numbers in the file until they are
+    asked for, where it is an archive. Raises `PolicyError`."""
     try:
         size = path.stat().st_size
         if not size:
             raise PolicyError(f"{path} is empty: copy it again from where it was saved")
-        _check_archive(path, size)
+        stored = _check_archive(path, size)
         # Sizes first: a tensor's record may ask for more numbers than the file has.
         described = torch.load(path, map_location="meta", weights_only=True)
-        _check_state(path, described, size)
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        check(described, size)
+        state = torch.load(path, map_location="cpu", mmap=mapped and stored, weights_only=True)
     except PolicyError:
         raise
     except FileNotFoundError:
@@ -259,17 +314,20 @@ def _unpickled(path: Path) -> dict[str, Tensor]:
         Exception
     ) as error:  # an archive of a program for a machine of its own: what is damaged in it raises anything
         raise PolicyError(f"{path} is damaged: {str(error)[:SHOWN_ERROR]}") from error
-    _check_state(path, state, size)
-    return dict(state)
+    check(state, size)
+    return state
 
 
-def _check_archive(path: Path, size: int) -> None:
-    """Raise `PolicyError` for an archive that unpacks to more than it has."""
-    if zipfile.is_zipfile(path):
-        with zipfile.ZipFile(path) as archive:
-            unpacked = sum(entry.file_size for entry in archive.infolist())
-        if unpacked > size:
-            raise PolicyError(f"{path} is compressed: it has {size} bytes and asks for {unpacked}; save it again")
+def _check_archive(path: Path, size: int) -> bool:
+    """True for an archive that is not compressed. Raises `PolicyError` for one that unpacks to more than it has."""
+    if not zipfile.is_zipfile(path):
+        return False
+    with zipfile.ZipFile(path) as archive:
+        entries = archive.infolist()
+    unpacked = sum(entry.file_size for entry in entries)
+    if unpacked > size:
+        raise PolicyError(f"{path} is compressed: it has {size} bytes and asks for {unpacked}; save it again")
+    return all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
 
 
 def _check_state(path: Path, state: Any, size: int) -> None:

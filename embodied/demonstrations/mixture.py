@@ -152,7 +152,7 @@ def open_dataset(path: Path, features: str | Mapping[str, str] | None = None) ->
     path = dataset_folder(path, fetch=False)
     if not (path / layout.INFO).exists():
         known, command = format_of(path), import_command(path)
-        if known is not None:
+        if known is not None and command is not None:
             raise UserError(f"{path} is {known.name}, which is converted first: {command}")
     if features is None:
         return Dataset(path)

@@ -34,9 +34,9 @@ class Observations:
 
 @dataclass(frozen=True)
 class ImportRequest:
-    """Convert a recording of another project to a dataset in LeRobot's layout. Recordings of simulators are replayed:
-    the recorded actions are executed from the recorded first state, success and states are compared with the
-    recording, and frames are drawn anew."""
+    """Convert a recording of another project to a dataset in LeRobot's layout, or the shards that a training left to a
+    Hugging Face directory. Recordings of simulators are replayed: the recorded actions are executed from the recorded
+    first state, success and states are compared with the recording, and frames are drawn anew."""
 
     source: tyro.conf.Positional[Path]
     """File or folder to convert; its format is found from its contents."""
@@ -60,6 +60,9 @@ class ImportRequest:
     known (LIBERO, Bridge, RT-1's fractal, DROID)."""
     action: tuple[str, ...] = ()
     """Features of an RLDS dataset's steps that are joined, in this order, to the action; none: `action`."""
+    base: str | None = None
+    """Checkpoint that a training began from, whose shards are converted: a Hugging Face directory, or its name there;
+    None: the folder `huggingface` beside the shards."""
     runtime: RuntimeConfig = RuntimeConfig()
     json: Path | None = None
     """Write the result to this file."""
@@ -78,6 +81,8 @@ class Format:
     plain data. It is imported when a source of this format is imported."""
     options: tuple[str, ...] = REPLAYED
     """Fields of the `ImportRequest` that the importer takes, beside `source`, `out` and `json`."""
+    is_dataset: bool = True
+    """False for checkpoints."""
 
 
 def _hdf5(kind: str) -> Callable[[Path], bool]:
@@ -92,6 +97,10 @@ def _rlds(path: Path) -> bool:
     return importlib.import_module("embodied.demonstrations.rlds").recognises(path)
 
 
+def _shards(path: Path) -> bool:
+    return importlib.import_module("policies.sharded").recognises(path)
+
+
 FORMATS = (
     Format("ManiSkill's trajectories (.h5 with its .json)", _hdf5("maniskill"), "embodied.demonstrations.importer"),
     Format("LIBERO's demonstrations (.hdf5)", _hdf5("libero"), "embodied.demonstrations.importer"),
@@ -99,6 +108,8 @@ FORMATS = (
            "embodied.demonstrations.importer"),
     Format("RLDS (a folder with dataset_info.json and features.json)", _rlds, "embodied.demonstrations.rlds_importer",
            ("episodes", "drop_idle", "only_successes", "fps", "action")),
+    Format("weights of RLinf (full_weights.pt) or verl (model_world_size_N_rank_R.pt)", _shards,
+           "embodied.demonstrations.checkpoint_importer", ("base",), is_dataset=False),
 )
 """Tried in this order."""
 
@@ -109,9 +120,9 @@ def format_of(path: Path) -> Format | None:
 
 
 def import_command(path: Path) -> str | None:
-    """The command that converts what lies at `path` to a dataset, None where it is none of `FORMATS`."""
-    out = path.with_suffix("") if path.is_file() else path
-    return f"embodied import {path} --out {out}-imported" if format_of(path) else None
+    """The command that converts what lies at `path` to a dataset, None where it is no dataset of `FORMATS`."""
+    known, out = format_of(path), path.with_suffix("") if path.is_file() else path
+    return f"embodied import {path} --out {out}-imported" if known is not None and known.is_dataset else None
 
 
 def numbered(text: str, count: int) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from policies.contract import PolicyError
-from policies.files import ADAPTER, ADAPTER_CONFIG, CONFIG, INDEX, SINGLE, Shards, read_json, shown
+from policies.files import ADAPTER, ADAPTER_CONFIG, CONFIG, INDEX, SINGLE, Shards, check_no_shards, read_json, shown
 from policies.pi0.config import Layout, check_entries, layout_of
 from policies.pi0.prompts import TOKENIZER
 from policies.pi0.steps import POST, PRE, Processors, read_processors
@@ -26,7 +26,7 @@ NORM_STATS = "norm_stats.json"
 JUDGED = (".safetensors", ".json", ".bin", ".pt", ".pth", ".ckpt", ".npz", ".pkl", ".msgpack")
 """Endings of files that may have trained numbers, or say how these are used. Texts, pictures and logs have none."""
 PASSED = {
-    "train_config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json",
+    "train_config.json", "import.json", "generation_config.json", "preprocessor_config.json", "processor_config.json",
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "eval_info.json", "eval_results.json", "metrics.json", "all_results.json", "train_results.json",
     "optimizer.pt", "scheduler.pt", "metadata.pt", "training_args.bin", "trainer_state.json", "rng_state.pth",
@@ -156,6 +156,7 @@ def _check_files(sources: Sources, folder: Path, ours: bool) -> None:
         read |= {folder / PRE, folder / POST, *sources.processors.state_files}
     if ours:
         read |= {folder / EXTRAS}
+    check_no_shards(folder)
     for path in own_files(folder):
         statistics = path.name == NORM_STATS and (sources.layout == "openpi" or folder != sources.described)
         if path in read or statistics or path.name in PASSED or path.suffix not in JUDGED or path.name.startswith("."):
