@@ -122,7 +122,7 @@ STAND_INS: tuple[tuple[type, str], ...] = (
     *(
         (known, f"{module}.{name}")
         for module in (f"{_TENSOR}._dtensor_spec", f"{_TENSOR}.placement_types",
-                       "torch.distributed._tensor.placement_types")
+                       "torch.distributed._tensor._dtensor_spec", "torch.distributed._tensor.placement_types")
         for known, name in ((_Spec, "DTensorSpec"), (_Meta, "TensorMeta"), (_Passed, "ShardOrderEntry"))
     ),
     (_Record, "torch.distributed.device_mesh.DeviceMesh"),
@@ -140,7 +140,7 @@ _ALONE = threading.Lock()
 
 @contextmanager
 def _only_stand_ins() -> Iterator[None]:
-    """Within, `torch.load(..., weights_only=True)` makes tensors and these alone, whatever else was allowed before:
+    """Within, PyTorch's reader with `weights_only` makes tensors and these alone, whatever else was allowed before:
     importing `torch.distributed.tensor` allows its own."""
     with _ALONE:
         before = torch.serialization.get_safe_globals()
@@ -245,24 +245,20 @@ def _left(names: Sequence[str], files: Sequence[Path]) -> tuple[str, ...]:
 
 def _ranks(folder: Path, pattern: re.Pattern[str]) -> tuple[Path, ...]:
     """The files of all ranks, in order. Raises `PolicyError` where one is missing."""
+    matches = [match for entry in sorted(folder.iterdir()) if (match := pattern.fullmatch(entry.name))]
     found: dict[int, Path] = {}
-    sizes: set[int] = set()
-    for path in sorted(folder.iterdir()):
-        match = pattern.fullmatch(path.name)
-        if match:
-            rank = int(match["rank"])
-            if rank in found and "world" not in pattern.groupindex:
-                raise PolicyError(f"{path} and {found[rank].name} are of one rank: move one of them away")
-            found[rank] = path
-            if "world" in pattern.groupindex:
-                sizes.add(int(match["world"]))
+    sizes = sorted({int(match.groupdict().get("world", 0)) for match in matches})
     if len(sizes) > 1:
         raise PolicyError(
-            f"{folder} holds shards of trainings with {' and '.join(str(n) for n in sorted(sizes))} ranks: leave those "
-            "of one of them there"
+            f"{folder} holds shards of trainings with {' and '.join(str(n) for n in sizes)} ranks: leave those of one "
+            "of them there"
         )
-    world = sizes.pop() if sizes else len(found)
-    if (folder / FSDP_CONFIG).exists() and sizes is not None and "world" in pattern.groupindex:
+    for match in matches:
+        path, rank = folder / match[0], int(match["rank"])
+        if found.setdefault(rank, path) != path:
+            raise PolicyError(f"{path} and {found[rank].name} are of one rank: move one of them away")
+    world = sizes[0] or len(found)
+    if sizes[0] and (folder / FSDP_CONFIG).exists():
         said = read_json(folder / FSDP_CONFIG).get("world_size")
         if said != world:
             raise PolicyError(
@@ -654,13 +650,18 @@ def _copy(base: Path, out: Path, weights: set[str]) -> list[str]:
         name = path.name
         if name in weights or name == INDEX or name.startswith("."):
             continue
-        if path.is_dir() and not path.is_symlink() and name != LORA_FOLDER and trained_shards(path) is None:
-            shutil.copytree(path, out / name, symlinks=True)
+        if path.is_dir() and not path.is_symlink() and not any(p.suffix in WEIGHT_SUFFIXES for p in path.rglob("*")):
+            # Files may be links, as in Hugging Face's cache; folders that are links may lead back.
+            shutil.copytree(path, out / name, ignore=_linked_folders, ignore_dangling_symlinks=True)
         elif path.is_file() and name not in (ADAPTER, ADAPTER_CONFIG) and _is_description(path):
             shutil.copyfile(path, out / name)
         else:
             left.append(f"{base / name}")
     return left
+
+
+def _linked_folders(folder: str, names: list[str]) -> list[str]:
+    return [name for name in names if (Path(folder) / name).is_symlink() and (Path(folder) / name).is_dir()]
 
 
 def _is_description(path: Path) -> bool:

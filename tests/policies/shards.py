@@ -56,11 +56,13 @@ def _write(rank: int, base: Path, out: Path) -> None:
 
     plain = trained(base)
     for name, shape, names in (("fsdp2", (WORLD,), ("fsdp",)), ("hsdp", (WORLD, 1), ("ddp", "fsdp"))):
-        model = fully_shard(Named(plain), mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
+        model = Named(plain)
+        fully_shard(model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
         (out / name).mkdir(parents=True, exist_ok=True)
         torch.save(model.state_dict(), out / name / f"model_world_size_{WORLD}_rank_{rank}.pt")
     whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    again = fully_shard(Named(plain), mesh=init_device_mesh("cpu", (WORLD,)))
+    again = Named(plain)
+    fully_shard(again, mesh=init_device_mesh("cpu", (WORLD,)))
     dcp.save({"fsdp_checkpoint": {"model": again.state_dict()}}, checkpoint_id=str(out / "rlinf/dcp_checkpoint"))
     local = {name: tensor.to_local() for name, tensor in again.state_dict().items()}
     for folder in ("local", "full/model_state_dict"):
