@@ -235,9 +235,9 @@ def base_digest(model: AdaptedModel) -> str:
     return digest.hexdigest()
 
 
-def attach(model: AdaptedModel, config: dict[str, Any]) -> None:
+def attach(model: AdaptedModel, config: dict[str, Any], source: Path | None = None) -> None:
     """Freeze the model and hang new adapters on what PEFT's `config` says: A drawn from a normal distribution, B zero,
-    both float32. Raises `PolicyError`."""
+    both float32. Raises `PolicyError`, which names the `source` of the configuration."""
     import_torchvision()
     from peft import LoraConfig, inject_adapter_in_model
     from peft.tuners.tuners_utils import cast_adapter_dtype
@@ -249,7 +249,8 @@ def attach(model: AdaptedModel, config: dict[str, Any]) -> None:
         inject_adapter_in_model(ready, model, adapter_name=NAME)
     except Exception as error:  # a configuration of somebody's: PEFT raises anything for what it has not thought of
         what = str(error)[:SHOWN_ERROR] or type(error).__name__
-        raise PolicyError(f"an adapter of r={shown(config.get('r'))} cannot be made: {what}") from error
+        where = "" if source is None else f"{source}: "
+        raise PolicyError(f"{where}an adapter of r={shown(config.get('r'))} cannot be made: {what}") from error
     # Small steps would be lost in bfloat16's eight bits.
     cast_adapter_dtype(model, NAME, autocast_adapter_dtype=True)
     model.adapter_config = dict(config)

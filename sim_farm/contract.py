@@ -168,6 +168,12 @@ SimulatorState = Mapping[str, npt.NDArray[np.generic]]
 class RecordedPhysics(Physics, Protocol):
     """Physics that can follow a recording which the simulator's own recorder made."""
 
+    def go_on(self, episode: EpisodeSpec) -> None:
+        """Reset as the simulator's own recorder does between two episodes of one environment: what such a reset leaves
+        in the simulator (PhysX's contacts, controllers' targets) stays there. A new environment has nothing to leave.
+        """
+        ...
+
     def begin_at(self, start: SimulatorState) -> PhysicsResult:
         """Right after a reset: continue from the recorded state `start`, or where the reset led if it is empty.
 

@@ -64,6 +64,10 @@ class TaskPhysics:
     def step(self, actions: Float32) -> PhysicsResult:
         return self.backend.step(_to_simulator(checked_actions(self.info, actions), self._spec))
 
+    def go_on(self, episode: EpisodeSpec) -> None:
+        check_episode(self.info, episode)
+        self._recorded().go_on(episode)
+
     def begin_at(self, start: SimulatorState) -> PhysicsResult:
         return self._recorded().begin_at(start)
 

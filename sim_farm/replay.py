@@ -21,6 +21,7 @@ from sim_farm.contract import (
     TaskSpec,
     UInt8,
 )
+from sim_farm.conventions import TaskPhysics
 from sim_farm.registry import make_physics, make_renderer
 
 
@@ -89,7 +90,10 @@ class Replayer:
     """Replays episodes of one task: to the record of everything that a policy would have seen, or to a film."""
 
     def __init__(self, task: TaskSpec) -> None:
+        self._task = task
         self._physics = make_physics(task)
+        self._recorder: TaskPhysics | None = None
+        """The environment in which recordings go on one after the other."""
         self._renderer: Renderer | None = make_renderer(task) if self._physics.info.cameras else None
 
     def describe(self) -> TaskInfo:
@@ -114,29 +118,35 @@ class Replayer:
         )
 
     def follow(
-        self, recording: Recording, tolerance: float, keep: Bool | None = None, only_solved: bool = False
+        self,
+        recording: Recording,
+        tolerance: float,
+        keep: Bool | None = None,
+        only_solved: bool = False,
+        goes_on: bool = False,
     ) -> Followed:
         """Execute the recording's actions and compare success and states with it after every step.
 
         `tolerance` bounds the deviation. Where `keep` [n] is given, the episode that is returned executes only those of
-        the actions, from the same start, and must end as the whole does. With `only_solved` it must end solved.
+        the actions, from the same start, and must end as the whole does. With `only_solved` it must end solved. With
+        `goes_on` it begins where the recording of the last such call ended, or that of `pass_through`, as it did when
+        its recorder went on in one environment.
         """
+        physics = self._going_on() if goes_on else self._physics
         try:
-            seen, from_seed = self._begin(recording)
+            seen, from_seed = _begin(physics, recording, goes_on)
         except FarmError as error:
             return Followed(None, float("inf"), False, str(error))
-        furthest = 0.0
+        furthest, why_not = 0.0, ""
         for step, action in enumerate(recording.actions):
-            seen.append(self._physics.step(action[None]))
-            said, solved = int(recording.success[step]), bool(seen[-1].success[-1])
-            if said >= 0 and bool(said) != solved:
-                words = ("solved", "not solved") if said else ("not solved", "solved")
-                return Followed(None, furthest, False, f"step {step}: recorded as {words[0]}, replayed as {words[1]}")
-            if state := recording.state(step):
-                furthest = max(furthest, self._physics.deviation(state))
-                if not furthest <= tolerance:
-                    why = f"step {step}: a state is {furthest:.3g} from the recorded one"
-                    return Followed(None, furthest, False, why)
+            seen.append(physics.step(action[None]))
+            if not why_not:
+                away, why_not = _compare(physics, recording, step, bool(seen[-1].success[-1]), tolerance)
+                furthest = max(furthest, away)
+            if why_not and not goes_on:  # else the next one goes on from this one's end
+                break
+        if why_not:
+            return Followed(None, furthest, False, why_not)
         if only_solved and not seen[-1].success[-1]:
             return Followed(None, furthest, True, "it does not end solved")
         actions = recording.actions
@@ -145,7 +155,7 @@ class Replayer:
             actions = actions[keep]
             if not len(actions):
                 return Followed(None, furthest, True, "all of its actions are idle")
-            seen, _ = self._begin(recording)
+            seen, _ = _begin(self._physics, recording, goes_on=False)
             seen += [self._physics.step(action[None]) for action in actions]
             if bool(seen[-1].success[-1]) != solved:
                 return Followed(None, furthest, True, f"without its idle actions it ends {'un' * solved}solved")
@@ -153,12 +163,17 @@ class Replayer:
         ends = np.arange(replay.steps) == replay.steps - 1  # where the recording ends, whatever the task says
         return Followed(replace(replay, done=ends), furthest, True, "", from_seed)
 
-    def _begin(self, recording: Recording) -> tuple[list[PhysicsResult], bool]:
-        """The result at the recording's start, and whether the seed alone leads there."""
-        self._physics.reset(recording.spec)
-        from_seed = not recording.start or self._physics.deviation(recording.start) == 0
-        first = self._physics.begin_at(recording.start)
-        return [first], from_seed
+    def pass_through(self, recording: Recording) -> None:
+        """Execute the recording for those that go on after it (`follow`). Raises `FarmError` for another scene's."""
+        physics = self._going_on()
+        _begin(physics, recording, goes_on=True)
+        for action in recording.actions:
+            physics.step(action[None])
+
+    def _going_on(self) -> TaskPhysics:
+        if self._recorder is None:
+            self._recorder = make_physics(self._task)
+        return self._recorder
 
     def film(self, episode: EpisodeSpec, actions: Float32, every: int = 1) -> list[UInt8]:
         """Frames uint8 [H, W, 3] of the task's first camera: at the start, after every `every`-th of the actions
@@ -172,6 +187,8 @@ class Replayer:
 
     def close(self) -> None:
         self._physics.close()
+        if self._recorder is not None:
+            self._recorder.close()
         if self._renderer is not None:
             self._renderer.close()
 
@@ -183,3 +200,26 @@ class Replayer:
             if seen[-1].ended:
                 break
         return seen
+
+
+def _begin(physics: TaskPhysics, recording: Recording, goes_on: bool) -> tuple[list[PhysicsResult], bool]:
+    """The result at the recording's start, and whether a new environment's reset to its seed leads to the episode."""
+    if goes_on:
+        physics.go_on(recording.spec)
+    else:
+        physics.reset(recording.spec)
+    from_seed = not goes_on and (not recording.start or physics.deviation(recording.start) == 0)
+    return [physics.begin_at(recording.start)], from_seed
+
+
+def _compare(
+    physics: TaskPhysics, recording: Recording, step: int, solved: bool, tolerance: float
+) -> tuple[float, str]:
+    """Deviation of the state after the action `step`, and what is otherwise than recorded; empty if nothing is."""
+    said = int(recording.success[step])
+    if said >= 0 and bool(said) != solved:
+        words = ("solved", "not solved") if said else ("not solved", "solved")
+        return 0.0, f"step {step}: recorded as {words[0]}, replayed as {words[1]}"
+    state = recording.state(step)
+    away = physics.deviation(state) if state else 0.0
+    return away, "" if away <= tolerance else f"step {step}: a state is {away:.3g} from the recorded one"

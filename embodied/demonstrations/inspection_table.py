@@ -55,9 +55,10 @@ def _summary(facts: Facts, found: Inspection) -> Table:
     grid.add_column()
     solved = "" if facts.solved is None else f", {facts.solved} of them solved"
     copies = f", {facts.copies} copies of these left out" if facts.copies else ""
+    share = f", {100 * facts.share:.3g}% of the samples" if facts.share < 1 else ""
     learned, held = len(facts.learned_from), len(facts.held_out)
     rows = {
-        "dataset": f"{facts.folder} ({facts.version}), {100 * facts.share:.3g}% of the samples",
+        "dataset": f"{facts.folder} ({facts.version})" + share,
         "episodes": f"{facts.episodes}; {learned + held} used{solved}: {learned} learned from, {held} held out{copies}",
         "env steps": f"{facts.rows} in the episodes that are used",
         "instructions": _told(facts) + _against(found.instruction, "the task's own"),

@@ -28,11 +28,12 @@ from pydantic import BaseModel, ValidationError
 
 from embodied.demonstrations.layout import DatasetError
 from embodied.errors import nearest, shown
-from sim_farm.contract import EpisodeSpec
+from sim_farm.contract import EpisodeSpec, FarmError
 from sim_farm.registry import resolve
 from sim_farm.replay import Recording
 
 Kind = Literal["maniskill", "libero", "robomimic"]
+Reward = Literal["dense", "sparse"] | None
 
 MOST_BYTES = 2**28
 """Bytes of one array of one episode."""
@@ -54,9 +55,11 @@ class RecordingFile(Protocol):
     task: str
     """`<simulator>/<task>`"""
     control_mode: str
-    reward: Literal["dense", "sparse"] | None
+    reward: Reward
     tolerance: float
     """Deviation of a state (m, rad) below which an episode counts as reproduced, where the user names none."""
+    goes_on: bool
+    """Whether an episode may depend on those before it in the file: the recorder's resets leave something behind."""
     episodes: tuple[str, ...]
     """Names of the episodes in their order."""
     absent: Mapping[str, str]
@@ -95,6 +98,13 @@ def open_recording(path: Path, task: str | None) -> RecordingFile:
     return ManiSkillFile(path, task) if kind_of(path) == "maniskill" else RobosuiteFile(path, task)
 
 
+class _Reset(BaseModel):
+    """Arguments of the reset before an episode."""
+
+    seed: Any = None
+    options: dict[str, Any] | None = None
+
+
 class _Episode(BaseModel):
     """An entry of `episodes` in ManiSkill's JSON file."""
 
@@ -102,14 +112,13 @@ class _Episode(BaseModel):
     episode_seed: int | None = None
     control_mode: str
     elapsed_steps: int | None = None
-    reset_kwargs: dict[str, Any] = {}
+    reset_kwargs: _Reset = _Reset()
 
     @property
-    def seed(self) -> int | None:
-        given = self.reset_kwargs.get("seed", self.episode_seed)
-        if isinstance(given, list) and len(given) == 1:
-            given = given[0]
-        return self.episode_seed if given is None else given
+    def seed(self) -> object:
+        """The seed of its environment. Of several environments that were reset at once each has its own."""
+        given = self.reset_kwargs.seed if self.episode_seed is None else self.episode_seed
+        return given[0] if isinstance(given, list) and len(given) == 1 else given
 
 
 class _EnvInfo(BaseModel):
@@ -138,6 +147,7 @@ class ManiSkillFile:
 
     format = "ManiSkill's trajectories"
     tolerance = 1e-3
+    goes_on = True
     subsets: Mapping[str, tuple[str, ...]] = {}
 
     def __init__(self, path: Path, task: str | None) -> None:
@@ -152,33 +162,34 @@ class ManiSkillFile:
         modes = sorted({entry.control_mode for entry in told.episodes})
         if len(modes) != 1:
             raise DatasetError(
-                f"{about} has episodes of {len(modes)} control modes ({', '.join(modes[:5]) or 'no episode at all'}): "
-                "a dataset has one; record or convert them with ManiSkill's replay_trajectory first"
+                f"{about} has episodes of {len(modes)} control modes "
+                f"({_plain(', '.join(modes)) or 'no episode at all'}): a dataset has one; "
+                "record or convert them with ManiSkill's replay_trajectory first"
             )
         self.control_mode = modes[0]
         kwargs = told.env_info.env_kwargs
         unknown = sorted(name for name, value in kwargs.items() if name not in HARMLESS and value not in (None, {}))
         if unknown:
             raise DatasetError(
-                f"{about} was recorded with {unknown[0]}={shown(kwargs[unknown[0]])}, with which the task is not "
-                f"simulated here; these may be given: {', '.join(sorted(HARMLESS))}"
+                f"{about} was recorded with {_plain(unknown[0])}={shown(kwargs[unknown[0]])}, with which the task is "
+                f"not simulated here; these may be given: {', '.join(sorted(HARMLESS))}"
             )
-        self.reward = "sparse" if kwargs.get("reward_mode") == "sparse" else None
+        self.reward: Reward = "sparse" if kwargs.get("reward_mode") == "sparse" else None
         with _opened(path) as file:
             groups = set(file)
         known = {name: entry for name, entry in self._entries.items() if name in groups}
         self.episodes = tuple(known)
-        self.absent = {
+        self.absent: Mapping[str, str] = {
             **{name: "the .h5 file has no such group" for name in self._entries if name not in groups},
             **{name: f"{about.name} has no entry of it" for name in sorted(groups - set(self._entries))},
         }
         gpu = str(kwargs.get("sim_backend", "")) not in ("", "auto", "cpu", "physx_cpu", "None")
-        self.notes = ("recorded on another solver than PhysX's on the CPU: expect deviations",) * gpu
-        self.notes += ("recorded observations and rewards are not copied: both are made anew",)
+        notes = ["recorded on another solver than PhysX's on the CPU: expect deviations"] * gpu
+        self.notes = (*notes, "recorded observations and rewards are not copied: both are made anew")
 
     def read(self, name: str) -> Recording:
         entry = self._entries[name]
-        options = entry.reset_kwargs.get("options") or {}
+        options = entry.reset_kwargs.options or {}
         if unknown := sorted(set(options) - {"reconfigure"}):
             raise DatasetError(f"{self.path}: {name} was reset with the option {unknown[0]!r}, which is not known here")
         with _opened(self.path) as file:
@@ -192,7 +203,12 @@ class ManiSkillFile:
             success = np.full(steps, -1, np.int8)
             if "success" in group:
                 success = _array(self.path, group, "success", (steps,)).astype(np.bool_).astype(np.int8)
-            states = dict(_leaves(self.path, group, "env_states", steps + 1)) if "env_states" in group else {}
+            if "env_states" not in group:
+                raise DatasetError(
+                    f"{self.path}: {name} has no env_states, with which the replay is compared: record with "
+                    "RecordEpisode's record_env_state=True, or let ManiSkill's replay_trajectory write them"
+                )
+            states = dict(_leaves(self.path, group, "env_states", steps + 1))
         seed = entry.seed
         if not isinstance(seed, int) or not 0 <= seed < 2**31:
             raise DatasetError(f"{self.path}: {name} was reset with the seed {shown(seed)}; known are 0 to 2**31 - 1")
@@ -208,9 +224,10 @@ class ManiSkillFile:
 class RobosuiteFile:
     """A file of LIBERO's or robomimic's layout, of one of LIBERO's tasks."""
 
-    reward: Literal["dense", "sparse"] | None = "sparse"
+    reward: Reward = "sparse"
     control_mode = "osc_pose"
     tolerance = 1e-2
+    goes_on = False
 
     def __init__(self, path: Path, task: str | None) -> None:
         self.path = path
@@ -218,7 +235,7 @@ class RobosuiteFile:
             data = _group(path, file, "data")
             told = _attributes(path, data)
             names = [name for name in data if _hard(data, name, h5py.Group)]
-            self.subsets = _subsets(path, file)
+            self.subsets: Mapping[str, tuple[str, ...]] = _subsets(path, file)
         env_args = _json(path, "env_args", told.get("env_args", "{}"))
         kwargs = env_args.get("env_kwargs") or _json(path, "env_info", told.get("env_info", "{}"))
         if not isinstance(kwargs, dict):
@@ -227,8 +244,9 @@ class RobosuiteFile:
         self.format = "LIBERO's demonstrations" if "bddl_file_name" in told else "robomimic's demonstrations"
         if bddl is None and task is None:
             raise DatasetError(
-                f"{path} is robomimic's recording of {shown(env_args.get('env_name'))}, which no simulator here has: "
-                "accepted are recordings of LIBERO's tasks (their attributes name a .bddl file)"
+                f"{path} is robomimic's recording of {shown(env_args.get('env_name'))}, and names no .bddl "
+                "file: of robomimic's recordings those of LIBERO's tasks are accepted; name the task with --task "
+                "libero/SUITE/NUMBER"
             )
         self.task = task or task_of_bddl(path, str(bddl))
         _check_task(path, self.task, "libero")
@@ -238,7 +256,7 @@ class RobosuiteFile:
             raise DatasetError(f"{path}: data/{shown(unknown[0])} is none of the demonstrations demo_0, demo_1 ...")
         self.episodes = tuple(sorted(names, key=lambda name: int(name.removeprefix("demo_"))))
         self.absent: Mapping[str, str] = {}
-        self.notes = ("recorded observations are not copied: they are made anew",)
+        self.notes: tuple[str, ...] = ("recorded observations are not copied: they are made anew",)
         content = told.get("bddl_file_content", "")
         if content.lstrip().startswith("(define") and not _same_task_file(self.task, content):
             self.notes += ("the recording's task file (bddl_file_content) differs from the installed LIBERO's",)
@@ -286,7 +304,10 @@ def task_of_bddl(path: Path, bddl: str) -> str:
 def _check_task(path: Path, task: str, simulator: str) -> None:
     if not task.startswith(f"{simulator}/"):
         raise DatasetError(f"{path} is a recording of {simulator}'s, --task names {task}: name one of {simulator}/...")
-    resolve(task)
+    try:
+        resolve(task)
+    except FarmError as error:
+        raise DatasetError(f"{path} is a recording of a task that is not here: {error}"[:1000]) from error
 
 
 def _check_robot(path: Path, kwargs: Mapping[str, Any]) -> None:
@@ -322,7 +343,7 @@ def _same(one: Any, other: Any) -> bool:
     if one is None or other is None or isinstance(one, str | bool) or isinstance(other, str | bool):
         return bool(one == other)
     try:
-        return bool(np.array_equal(*np.broadcast_arrays(np.asarray(one, np.float64), np.asarray(other, np.float64))))
+        return bool((np.asarray(one, np.float64) == np.asarray(other, np.float64)).all())
     except (TypeError, ValueError):
         return False
 
@@ -342,11 +363,11 @@ def _subsets(path: Path, file: h5py.File) -> dict[str, tuple[str, ...]]:
     for key in group:
         names = _dataset(path, group, key)
         if names.ndim != 1 or names.size > MOST_EPISODES or names.dtype.kind not in "SO":
-            raise DatasetError(f"{path}: mask/{key} is no list of names")
+            raise DatasetError(f"{path}: mask/{_plain(key)} is no list of names")
         try:
             found[key] = tuple(text.decode() if isinstance(text, bytes) else str(text) for text in names[()].tolist())
         except FAILURES as error:
-            raise _damaged(path, f"mask/{key}", error) from error
+            raise _damaged(path, f"mask/{_plain(key)}", error) from error
     return found
 
 
@@ -385,6 +406,11 @@ def _opened(path: Path) -> Iterator[h5py.File]:
         raise _damaged(path, "it", error) from error
 
 
+def _plain(name: str) -> str:
+    """A name from the file as it can be printed, of no more than 200 characters."""
+    return repr(name)[1:-1][:200]
+
+
 def _damaged(path: Path, what: str, error: Exception) -> DatasetError:
     return DatasetError(f"{path} is damaged or cut short: {what} cannot be read ({str(error)[:200]}); copy it again")
 
@@ -396,21 +422,22 @@ def _hard(group: h5py.Group, name: str, kind: type) -> bool:
 
 def _group(path: Path, parent: h5py.Group, name: str) -> h5py.Group:
     if not _hard(parent, name, h5py.Group):
-        raise DatasetError(f"{path} has no group {parent.name.rstrip('/')}/{name} (links are not followed)")
+        where = parent.name.rstrip("/")
+        raise DatasetError(f"{path} has no group {_plain(f'{where}/{name}')} (links are not followed)")
     return parent[name]
 
 
 def _dataset(path: Path, group: h5py.Group, name: str) -> h5py.Dataset:
     """The dataset, whose numbers lie in this file."""
     if not _hard(group, name, h5py.Dataset):
-        raise DatasetError(f"{path} has no dataset {group.name}/{name} (links are not followed)")
+        raise DatasetError(f"{path} has no dataset {_plain(f'{group.name}/{name}')} (links are not followed)")
     found = group[name]
     if found.is_virtual or found.external:
-        raise DatasetError(f"{path}: {found.name} lies in another file, which is not read: repack it with h5repack")
+        raise DatasetError(f"{path}: {_plain(found.name)} lies in another file, which is not read: h5repack it")
     if found.shape is None:
-        raise DatasetError(f"{path}: {found.name} holds nothing")
+        raise DatasetError(f"{path}: {_plain(found.name)} holds nothing")
     if found.size * found.dtype.itemsize > MOST_BYTES:
-        raise DatasetError(f"{path}: {found.name} has {found.size} elements, more than {MOST_BYTES} bytes")
+        raise DatasetError(f"{path}: {_plain(found.name)} has {found.size} elements, more than {MOST_BYTES} bytes")
     return found
 
 
@@ -418,18 +445,18 @@ def _array(path: Path, group: h5py.Group, name: str, shape: Sequence[int]) -> np
     """The numbers of the dataset, finite, of that shape, in which -1 is any size."""
     found = _dataset(path, group, name)
     if found.dtype.kind not in "biuf":
-        raise DatasetError(f"{path}: {found.name} holds {found.dtype}, and no numbers")
+        raise DatasetError(f"{path}: {_plain(found.name)} holds {found.dtype}, and no numbers")
     fits = len(found.shape) == len(shape)
     if not fits or any(want not in (-1, got) for want, got in zip(shape, found.shape, strict=True)):
         words = ", ".join("any" if size == -1 else str(size) for size in shape)
-        raise DatasetError(f"{path}: {found.name} has shape {list(found.shape)}, and [{words}] was expected")
+        raise DatasetError(f"{path}: {_plain(found.name)} has shape {list(found.shape)}, and [{words}] was expected")
     try:
         values = found[()]
     except FAILURES as error:
-        raise _damaged(path, found.name, error) from error
+        raise _damaged(path, _plain(found.name), error) from error
     if values.dtype.kind == "f" and not np.isfinite(values).all():
         step = int(np.argwhere(~np.isfinite(values))[0][0])
-        raise DatasetError(f"{path}: {found.name} has a number that is not finite at step {step}")
+        raise DatasetError(f"{path}: {_plain(found.name)} has a number that is not finite at step {step}")
     return values
 
 
@@ -475,13 +502,13 @@ def _attributes(path: Path, group: h5py.Group) -> dict[str, str]:
     for name in group.attrs:
         kind = group.attrs.get_id(name)
         if kind.get_storage_size() > MOST_TEXT:
-            raise DatasetError(f"{path}: the attribute {name} of {group.name} has more than {MOST_TEXT} bytes")
+            raise DatasetError(f"{path}: the attribute {shown(name)} has more than {MOST_TEXT} bytes")
         if kind.dtype.kind not in "SO":
             continue
         try:
             value = group.attrs[name]
         except FAILURES as error:
-            raise _damaged(path, f"the attribute {name} of {group.name}", error) from error
+            raise _damaged(path, f"the attribute {shown(name)}", error) from error
         if isinstance(value, bytes):
             value = value.decode(errors="replace")
         if isinstance(value, str):

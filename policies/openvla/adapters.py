@@ -74,7 +74,8 @@ def attach_saved(model: OpenVLAModel, folder: Path, *, any_base: bool = False) -
         lora.check_base(model, folder, config)
     saved = {key: value for key, value in config.items() if key not in {"base_model_name_or_path", lora.BASE}}
     targeted = sorted(known[name] for name in modules & known.keys())
-    lora.attach(model, saved | {"target_modules": targeted, "inference_mode": False})
+    adapting = saved | {"target_modules": targeted, "inference_mode": False}
+    lora.attach(model, adapting, folder / ADAPTER_CONFIG)
     # What the reference's lists of suffixes also hit: no output depends on it, it is kept to be saved again.
     model.unused_adapter = {name: t for name, t in tensors.items() if name.rsplit(".lora_", 1)[0] not in known}
     model.adapter_config = saved

@@ -128,11 +128,14 @@ class ManiSkillPhysics:
             if self._env.reconfiguration_freq == 0:
                 _forget_contacts(self._env)
                 _forget_targets(self._env)
-            self._env.reset(seed=episode.seed)
-            if self._env.reconfiguration_freq != 0:
-                self._prepare()
-            self._left = self.info.max_episode_steps
+            self._reset(episode)
             return self._result([], [], [], [], self._observe())
+
+    def _reset(self, episode: EpisodeSpec) -> None:
+        self._env.reset(seed=episode.seed)
+        if self._env.reconfiguration_freq != 0:
+            self._prepare()
+        self._left = self.info.max_episode_steps
 
     def step(self, actions: Float32) -> PhysicsResult:
         if self._left == 0:
@@ -188,6 +191,11 @@ class ManiSkillPhysics:
             scene=_encode_scene(self._env, self._entities, self._seed) if self.info.cameras else np.empty(0, np.uint8),
             instruction=self._instruction,
         )
+
+    def go_on(self, episode: EpisodeSpec) -> None:
+        self._seed = episode.seed
+        with torch.inference_mode():
+            self._reset(episode)
 
     def begin_at(self, start: SimulatorState) -> PhysicsResult:
         self._recorded = True

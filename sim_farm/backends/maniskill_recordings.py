@@ -58,7 +58,8 @@ def state_deviation(env: Any, recorded: SimulatorState) -> float:
         joints = (len(own) - ROOT) // 2
         where = np.r_[0:POSE, ROOT : ROOT + joints]
         # Velocities alone may differ in their last bit, which is no equality either.
-        furthest = max(furthest, float(np.abs(row[where] - own[where]).max()), np.finfo(np.float32).tiny)
+        away = float(np.abs(row.astype(np.float32)[where] - own[where]).max())
+        furthest = max(furthest, away, float(np.finfo(np.float32).tiny))
     return furthest
 
 

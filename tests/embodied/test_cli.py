@@ -193,6 +193,28 @@ def test_an_unknown_key_names_the_nearest(tmp_path: Path) -> None:
     assert "loss.clip" in refusal_here("train", str(config))
 
 
+def test_options_of_the_policy_that_the_configuration_does_not_name(tmp_path: Path) -> None:
+    """A refusal names such options: they can be given as it says."""
+    from tests.policies.openvla.oft_directory import write_oft
+
+    folder = write_oft(tmp_path / "directory")
+    start = ["eval", "openvla_oft_tiny", "--policy.options.checkpoint", str(folder)]
+    said = refusal_here(*start)
+    assert "set policy.options.head to l1" in said and "set policy.options.film to true" in said
+    said = refusal_here(*start, "--policy.options.head", "l1", "--policy.options.proprio=false")
+    assert "action_head" not in said and "vision_backbone--150000_checkpoint.pt is there and not used" in said
+    options = ["--policy.options.head", "l1", "--policy.options.film", "--policy.options.no-value-per-action"]
+    arguments = cli._parse("eval", cli._module("eval", "evaluate").Arguments, "openvla_oft_tiny", [
+        "openvla_oft_tiny", *options, "--policy.options.lora-parts", "language", "vision", "--seed", "3",
+    ])  # fmt: skip
+    found = arguments.settings.policy.options
+    assert found["head"] == "l1" and found["film"] is True and found["value_per_action"] is False
+    assert found["lora_parts"] == ["language", "vision"] and arguments.settings.seed == 3
+    assert "no architecture argument 'hed'; did you mean head?" in refusal_here(
+        "eval", "openvla_oft_tiny", "--policy.options.hed", "l1"
+    )
+
+
 def test_an_unknown_configuration_or_run_names_the_nearest() -> None:
     assert "pushcube" in refusal_here("train", "pushcubes")
     assert "no run" in refusal_here("report", "no-such-run")

@@ -150,7 +150,7 @@ def test_a_stove_that_is_on_glows_as_in_the_native_picture_and_is_off_after_a_re
     lit[1 + knob] = 1.2
     physics._begin_at(lit)
     seen = env.set_init_state(lit)
-    on = physics._result([], False, False)
+    on = physics._result([], [], False, False)
     frames = renderer.render([off.scene, on.scene, physics.reset(EpisodeSpec(0, 0)).scene], ["agentview"])["agentview"]
     assert np.array_equal(frames[1][::-1], seen["agentview_image"])
     assert not np.array_equal(frames[0], frames[1]), "the burner does not show"

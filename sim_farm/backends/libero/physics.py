@@ -97,12 +97,15 @@ class LiberoPhysics:
         self._gain()
         return self._result([], [], False, False)
 
+    def go_on(self, episode: EpisodeSpec) -> None:
+        self.reset(episode)  # MuJoCo's reset leaves nothing
+
     def begin_at(self, start: SimulatorState) -> PhysicsResult:
         self._user.take()
         self._recorded = True
         if start:
             self._recorded_model.take(start)
-            self._begin_at(start[STATE])
+            self._begin_at(start[STATE].astype(np.float64))
             self._control = Control(self._env)
             continue_control(self._env, start)
         self._gain()

@@ -14,6 +14,8 @@ from policies import PolicyError
 from policies.adapter_bases import is_merged, scaling
 from policies.files import ADAPTER, ADAPTER_CONFIG
 from policies.openvla.model import load_model
+from tests.fuzzing.folders import Damaged
+from tests.fuzzing.law import holds
 from tests.policies.openvla.cases import ONE_ACTION, error, random_inputs
 from tests.policies.openvla.oft_directory import CHUNK, STEP, stored, write_oft
 from tests.policies.openvla.tiny import write_tiny
@@ -361,3 +363,17 @@ def test_what_was_saved_with_an_adapter_goes_with_it(tmp_path):
     policies.save(policy, tmp_path / "saved")
     shutil.rmtree(run)
     assert error(policies.load(tmp_path / "saved").act(inputs, None).chunk, chunk) == 0
+
+
+@pytest.mark.parametrize("cases", [range(12), pytest.param(range(10_000), marks=pytest.mark.slow)], ids=["few", "all"])
+def test_damaged_adapters(base, made, tmp_path, cases):
+    damaged = Damaged(made / "adapter", tmp_path / "adapter")
+    inputs = random_inputs(ONE_ACTION, 1, seed=1)
+
+    def read(path: Path) -> None:
+        policy = adapted(base, path)
+        for name, tensor in policy.state_dict().items():
+            assert not tensor.is_floating_point() or tensor.isfinite().all(), name
+        policy.act(inputs, None)
+
+    holds(cases, damaged, read, (PolicyError,))

@@ -1,0 +1,159 @@
+"""Writes the LIBERO fixtures beside this file with LIBERO's own scripts, on the installed LIBERO and robosuite 1.4.0.
+
+    git clone https://github.com/Lifelong-Robot-Learning/LIBERO /tmp/LIBERO
+    python tests/embodied/demonstrations/recordings/make_libero.py /tmp/LIBERO/scripts /tmp/libero-recorded
+
+The episodes are those of `policies.waypoints.hand`, a script, on libero/libero_spatial/0, acting in LIBERO's own
+environment under robosuite's `DataCollectionWrapper`; no person holds a space mouse. What writes is LIBERO's:
+`gather_demonstrations_as_hdf5` of collect_demonstration.py (demo.hdf5), then `main` of create_dataset.py.
+
+Afterwards the files are made small: demonstrations are left out, pictures too, folders of the machine in `model_file`
+and in the attributes become `/home/user`, and what is left is compressed (xz). No number is changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import lzma
+import os
+import re
+import runpy
+import shutil
+import sys
+import types
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import h5py
+import numpy as np
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parents[3]))
+
+from policies.waypoints import hand  # noqa: E402
+from sim_farm.backends.libero.package import assets, prepare  # noqa: E402
+from sim_farm.backends.libero.physics import LiberoPhysics  # noqa: E402
+from sim_farm.backends.libero.tasks import find_task  # noqa: E402
+from sim_farm.contract import EpisodeSpec, TaskSpec  # noqa: E402
+from tests.sim_farm.libero_stock import _lend_opengl  # noqa: E402
+
+TASK = "libero/libero_spatial/0"
+HOLD = 10
+"""Env steps that LIBERO's script records after the task was solved."""
+
+
+def record(scripts: Path, out: Path, seeds: list[int]) -> None:
+    """`out/demo.hdf5` by collect_demonstration.py."""
+    collect = imported(scripts, "collect_demonstration")
+    import libero.libero.envs.bddl_utils as bddl_utils
+    from libero.libero.envs import TASK_MAPPING
+    from robosuite import load_controller_config
+    from robosuite.wrappers import DataCollectionWrapper, VisualizationWrapper
+
+    bddl = str(find_task(TASK).bddl)
+    problem = bddl_utils.get_problem_info(bddl)
+    config = {"robots": ["Panda"], "controller_configs": load_controller_config(default_controller="OSC_POSE")}
+    env = TASK_MAPPING[problem["problem_name"]](
+        bddl_file_name=bddl, **config, has_renderer=False, has_offscreen_renderer=False, ignore_done=True,
+        use_camera_obs=False, reward_shaping=True, control_freq=20,
+    )  # fmt: skip
+    env = DataCollectionWrapper(VisualizationWrapper(env), str(out / "tmp"))
+    for seed in seeds:
+        np.random.seed(seed)
+        env.reset()
+        held = steps = 0
+        while held < HOLD and steps < 200:
+            env.step(np.clip(hand.act(state_of(env), find_task(TASK).instruction), -1, 1))
+            held = held + 1 if env._check_success() else 0
+            steps += 1
+        print("seed", seed, "steps", steps, "solved", env._check_success())
+    env.close()
+    collect.problem_info = problem
+    collect.gather_demonstrations_as_hdf5(
+        str(out / "tmp"), str(out), json.dumps(config), argparse.Namespace(bddl_file=bddl), []
+    )
+
+
+def state_of(env: Any) -> np.ndarray:
+    """What the script reads, from this simulation: by an environment of ours that is put into its state."""
+    global _ours
+    if _ours is None:
+        _ours = LiberoPhysics(TaskSpec(TASK, cameras=0))
+        _ours.reset(EpisodeSpec(0))
+    model, own = env.sim.model._model, _ours._env.sim.model._model
+    own.body_pos[:], own.body_quat[:] = model.body_pos, model.body_quat
+    _ours._begin_at(env.sim.get_state().flatten())
+    return _ours._sensors.read()[1]
+
+
+_ours: Any = None
+
+
+def convert(scripts: Path, out: Path) -> Path:
+    """The dataset that create_dataset.py makes of `out/demo.hdf5`."""
+    create = imported(scripts, "create_dataset")
+    create.get_libero_path = lambda _: str(out / "datasets")
+    sys.argv = ["create_dataset.py", "--demo-file", str(out / "demo.hdf5"), "--use-camera-obs"]
+    create.main()
+    return next(path for path in (out / "datasets").rglob("*") if path.is_file())
+
+
+def imported(scripts: Path, name: str) -> Any:
+    """LIBERO's script as a module, without the devices that it would read."""
+    sys.path.insert(0, str(scripts))
+    sys.modules["init_path"] = types.ModuleType("init_path")
+    for device in ("pynput", "pynput.keyboard", "hid", "cv2"):
+        sys.modules.setdefault(device, mock.MagicMock())
+    return __import__(name)
+
+
+def shrink(source: Path, target: Path, demos: list[str], robomimic: bool = False) -> None:
+    small = target.with_suffix("")
+    with h5py.File(source) as old, h5py.File(small, "w") as new:
+        data = new.create_group("data")
+        for name, value in old["data"].attrs.items():
+            if not robomimic or name in ("env_args", "total"):  # which robomimic's dataset_states_to_obs.py keeps
+                data.attrs[name] = moved(value)
+        for demo in demos:
+            group = data.create_group(demo)
+            for name, value in old["data"][demo].attrs.items():
+                group.attrs[name] = moved(value)
+            for name, value in old["data"][demo].items():
+                if name != "obs":
+                    group[name] = value[()]
+        if robomimic:
+            for key, names in old["mask"].items():
+                new[f"mask/{key}"] = np.array([name for name in names[()] if name.decode() in demos], dtype="S")
+    target.write_bytes(lzma.compress(small.read_bytes(), preset=9))
+    small.unlink()
+
+
+def moved(value: Any) -> Any:
+    folders = r"""/[^\s"'<>]*?/(?=libero/libero/|robosuite/|libero-assets/)"""
+    return re.sub(folders, "/home/user/", value) if isinstance(value, str) else value
+
+
+def main() -> None:
+    scripts, out = Path(sys.argv[1]), Path(sys.argv[2])
+    shutil.rmtree(out, ignore_errors=True)
+    os.makedirs(out)
+    prepare()
+    assets()
+    _lend_opengl()
+    record(scripts, out, list(range(int(sys.argv[3]) if len(sys.argv) > 3 else 4)))
+    dataset = convert(scripts, out)
+    (HERE / "libero").mkdir(exist_ok=True)
+    shrink(out / "demo.hdf5", HERE / "libero/demo.hdf5.xz", ["demo_1"])
+    shrink(dataset, HERE / "libero/dataset.hdf5.xz", ["demo_0"])
+    converted = Path(shutil.copy(out / "demo.hdf5", out / "robomimic.hdf5"))
+    for name in ("torchvision", "torchvision.models", "torchvision.transforms"):  # of networks, which are not used here
+        sys.modules[name] = mock.MagicMock()
+    sys.argv = ["convert_robosuite.py", "--dataset", str(converted)]
+    runpy.run_module("robomimic.scripts.conversion.convert_robosuite", run_name="__main__")
+    shrink(converted, HERE / "libero/robomimic.hdf5.xz", ["demo_2"], robomimic=True)
+
+
+if __name__ == "__main__":
+    main()
