@@ -244,7 +244,8 @@ def _unpickled(path: Path) -> dict[str, Tensor]:
             raise PolicyError(f"{path} is empty: copy it again from where it was saved")
         _check_archive(path, size)
         # Sizes first: a tensor's record may ask for more numbers than the file has.
-        _check_state(path, torch.load(path, map_location="meta", weights_only=True), size)
+        empty = torch.load(path, map_location="meta", weights_only=True)
+        _check_state(path, empty, size)
         state = torch.load(path, map_location="cpu", weights_only=True)
     except PolicyError:
         raise
