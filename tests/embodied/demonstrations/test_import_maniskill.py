@@ -36,7 +36,7 @@ def imported(source: Path, out: Path, **settings: Any) -> dict[str, Any]:
     )
 
 
-def edited(folder: Path, change: Callable[[h5py.File, dict[str, Any]], None], suffix: str = ".h5") -> Path:
+def edited(folder: Path, change: Callable[[h5py.File, dict[str, Any]], object], suffix: str = ".h5") -> Path:
     """A copy of ManiSkill's recording, changed by `change(file, json)`."""
     path = folder / f"edited{suffix}"
     shutil.copy(RECORDINGS / "pushcube.h5", path)

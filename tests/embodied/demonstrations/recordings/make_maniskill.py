@@ -5,6 +5,7 @@ their outcome is known, as recordings of ManiSkill do.
 """
 
 from pathlib import Path
+from typing import Any
 
 import gymnasium as gym
 import mani_skill.envs  # noqa: F401  (registers the tasks)
@@ -20,7 +21,7 @@ def push(env: gym.Env) -> None:
         if 8 <= step < 13:
             env.step(IDLE)
             continue
-        inner = env.unwrapped
+        inner: Any = env.unwrapped
         cube, hand = inner.obj.pose.p[0].numpy(), inner.agent.tcp.pose.p[0].numpy()
         target = cube + np.array([-0.07 if step < 8 else 0.2, 0, 0])
         move = np.clip((target - hand) / 0.1, -1, 1) * (1, 1, step < 8)
