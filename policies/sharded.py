@@ -106,7 +106,7 @@ class _Local(Tensor):
     """Stands for a DTensor: `_local_tensor` and `_spec` are what its rank has of it."""
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise PolicyError(f"a distributed tensor cannot be computed with: {func}")
 
 
@@ -445,7 +445,7 @@ def convert(path: Path, base: Path | None, out: Path) -> Conversion:
     source = find(path)
     base = _base(source, base)
     shards = Shards.find(base) if any((base / name).exists() for name in (INDEX, SINGLE)) else None
-    shapes = None
+    shapes: dict[str, tuple[int, ...] | None] | None = None
     if shards is not None:
         shapes = {name: tuple(tensor.shape) for name, tensor in shards.empty(shards.files).items()}
     read = [_read(file, rank) for rank, file in enumerate(source.files)]
@@ -469,7 +469,7 @@ def convert(path: Path, base: Path | None, out: Path) -> Conversion:
     result.merged = len(pairs)
     adapters = {name for pair in pairs.values() for name in (pair.a, pair.b)}
     rest = [name for name in stored if name not in adapters]
-    wanted = shapes or {name: None for name in rest if not _of_value_head(name)}
+    wanted = shapes or dict.fromkeys(name for name in rest if not _of_value_head(name))
     tied = _tied(ranks, [stored[name] for name in rest if name not in wanted], list(names))
     _check_names(where, base, rest, wanted, {names[name] for name in tied}, result)
     files = dict(shards.files) if shards is not None else _spread(wanted, whole)
@@ -480,7 +480,7 @@ def convert(path: Path, base: Path | None, out: Path) -> Conversion:
     for name in wanted:
         by_file[files[name]].append(name)
     total, changed = 0, 0
-    for file, inside in sorted(by_file.items()):
+    for part, inside in sorted(by_file.items()):
         tensors: dict[str, Tensor] = {}
         for name in inside:
             tensor = whole(name, wanted[name])
@@ -489,7 +489,7 @@ def convert(path: Path, base: Path | None, out: Path) -> Conversion:
             changed += shards is not None and not torch.equal(tensors[name].float(), shards.tensor(name).float())
         check_finite(where, tensors)
         # Of one file, tensors may share their memory, which safetensors refuses.
-        write_tensors(out / file, {name: tensor.clone() for name, tensor in tensors.items()})
+        write_tensors(out / part, {name: tensor.clone() for name, tensor in tensors.items()})
     if set(by_file) != {SINGLE}:
         write_json(out / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))})
     result.tensors, result.changed = len(wanted), changed if shards is not None else None

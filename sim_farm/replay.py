@@ -4,6 +4,7 @@ episodes."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -23,6 +24,9 @@ from sim_farm.contract import (
 )
 from sim_farm.conventions import TaskPhysics
 from sim_farm.registry import make_physics, make_renderer
+
+LONGEST = 100_000
+"""Env steps of a recording that others go on after."""
 
 
 @dataclass(frozen=True)
@@ -164,15 +168,16 @@ class Replayer:
         return Followed(replace(replay, done=ends), furthest, True, "", from_seed)
 
     def pass_through(self, recording: Recording) -> None:
-        """Execute the recording for those that go on after it (`follow`). Raises `FarmError` for another scene's."""
+        """Execute the recording for those that go on after it (`follow`), if it can be executed."""
         physics = self._going_on()
-        _begin(physics, recording, goes_on=True)
-        for action in recording.actions:
-            physics.step(action[None])
+        with suppress(FarmError):
+            _begin(physics, recording, goes_on=True)
+            for action in recording.actions:
+                physics.step(action[None])
 
     def _going_on(self) -> TaskPhysics:
         if self._recorder is None:
-            self._recorder = make_physics(self._task)
+            self._recorder = make_physics(replace(self._task, max_episode_steps=LONGEST))
         return self._recorder
 
     def film(self, episode: EpisodeSpec, actions: Float32, every: int = 1) -> list[UInt8]:

@@ -7,6 +7,7 @@ import math
 import re
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,7 @@ def import_source(request: ImportRequest) -> dict[str, Any]:
         replayers = _replayers(replayer, spec, session, len(items))
         outcomes = _write(writer, replayers, items, tolerance, request.only_successes)
         if source.goes_on:
-            outcomes = _write_going_on(writer, replayer, source, outcomes, tolerance, request)
+            outcomes = _write_going_on(writer, replayer, source, outcomes, request)
         said = _summary(source, outcomes, tolerance)
         if not writer.episodes:
             raise UserError(_nothing(source, outcomes))
@@ -225,29 +226,31 @@ def _write_going_on(
     replayer: Handle[Replayer],
     source: RecordingFile,
     outcomes: Sequence[tuple[_Item, Followed]],
-    tolerance: float,
     request: ImportRequest,
 ) -> list[tuple[_Item, Followed]]:
     """Replay those that did not reproduce by themselves as they were recorded: in one environment, after all episodes
     before them in the file, whose last contacts a reset leaves in PhysX. Returns how each came out at last."""
+    tolerance = source.tolerance if request.tolerance is None else request.tolerance
     failed = {item.name: item for item, followed in outcomes if math.isfinite(followed.deviation)
               and not followed.reproduced}  # fmt: skip
     if not failed:
         return list(outcomes)
     last = max(source.episodes.index(name) for name in failed)
-    items = _read(source, source.episodes[: last + 1], request.drop_idle, request.env.gripper)
     found: dict[str, Followed] = {}
-    with steps("Replaying in the recorder's order", len(items)) as bar:
-        for item in items:
-            if item.name in failed:
+    with steps("Replaying in the recorder's order", last + 1) as bar:
+        for name in source.episodes[: last + 1]:
+            if item := failed.get(name):
                 followed = replayer.call(
                     Replayer.follow, item.recording, tolerance, item.keep, request.only_successes, True
                 )
                 if followed.replay is not None:
                     writer.add(None, followed.replay)
-                found[item.name] = replace(followed, replay=None)
+                found[name] = replace(followed, replay=None)
             else:
-                replayer.call(Replayer.pass_through, item.recording)
+                with suppress(DatasetError):  # damaged, and not one that is wanted: those were read before
+                    earlier = source.read(name)
+                    actions = in_convention(earlier.actions, request.env.gripper)
+                    replayer.call(Replayer.pass_through, replace(earlier, actions=actions))
             bar.advance()
     kept = [pair for pair in outcomes if pair[0].name not in found]
     return kept + [(failed[name], followed) for name, followed in found.items()]

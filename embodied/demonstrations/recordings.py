@@ -87,7 +87,8 @@ def kind_of(path: Path) -> Kind | None:
                 return "robomimic" if "env_args" in attributes else None
             names = list(file)
             ours = bool(names) and all(re.fullmatch(r"traj_\d+", name) for name in names)
-            return "maniskill" if ours and "actions" in file[names[0]] else None
+            found = ours and any(_hard(file, name, h5py.Group) and "actions" in file[name] for name in names)
+            return "maniskill" if found else None
     except FAILURES:
         return None
 
@@ -174,18 +175,18 @@ class ManiSkillFile:
                 f"{about} was recorded with {_plain(unknown[0])}={shown(kwargs[unknown[0]])}, with which the task is "
                 f"not simulated here; these may be given: {', '.join(sorted(HARMLESS))}"
             )
-        self.reward: Reward = "sparse" if kwargs.get("reward_mode") == "sparse" else None
+        self.reward: Literal["dense", "sparse"] | None = "sparse" if kwargs.get("reward_mode") == "sparse" else None
         with _opened(path) as file:
             groups = set(file)
         known = {name: entry for name, entry in self._entries.items() if name in groups}
-        self.episodes = tuple(known)
+        self.episodes: tuple[str, ...] = tuple(known)
         self.absent: Mapping[str, str] = {
             **{name: "the .h5 file has no such group" for name in self._entries if name not in groups},
             **{name: f"{about.name} has no entry of it" for name in sorted(groups - set(self._entries))},
         }
         gpu = str(kwargs.get("sim_backend", "")) not in ("", "auto", "cpu", "physx_cpu", "None")
         notes = ["recorded on another solver than PhysX's on the CPU: expect deviations"] * gpu
-        self.notes = (*notes, "recorded observations and rewards are not copied: both are made anew")
+        self.notes: tuple[str, ...] = (*notes, "recorded observations and rewards are not copied: both are made anew")
 
     def read(self, name: str) -> Recording:
         entry = self._entries[name]

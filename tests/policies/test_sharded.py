@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -130,7 +131,7 @@ def test_wrappers_of_modules_are_taken_out_of_names(tmp_path) -> None:
             state[f"{lead}{name.replace('.', '._fsdp_wrapped_module.', 1)}"] = state.pop(name)
 
     for i, lead in enumerate(("module.", "base_model.model.", "model.", "_orig_mod.", "module._orig_mod.")):
-        folder = state_file(tmp_path / f"of{i}", lambda state, lead=lead: wrapped(state, lead))
+        folder = state_file(tmp_path / f"of{i}", partial(wrapped, lead=lead))
         converted(folder, PI0, tmp_path / f"out{i}")
         assert equal(tensors(tmp_path / f"out{i}"), trained(PI0))
 

@@ -1,14 +1,15 @@
-"""Writes the LIBERO fixtures beside this file with LIBERO's own scripts, on the installed LIBERO and robosuite 1.4.0.
+"""Writes `robomimic.hdf5.xz` beside this file with LIBERO's and robomimic's own scripts, on robosuite 1.4.0.
 
     git clone https://github.com/Lifelong-Robot-Learning/LIBERO /tmp/LIBERO
-    python tests/embodied/demonstrations/recordings/make_libero.py /tmp/LIBERO/scripts /tmp/libero-recorded
+    python tests/embodied/demonstrations/recordings/make_robomimic.py /tmp/LIBERO/scripts /tmp/libero-recorded
 
 The episodes are those of `policies.waypoints.hand`, a script, on libero/libero_spatial/0, acting in LIBERO's own
 environment under robosuite's `DataCollectionWrapper`; no person holds a space mouse. What writes is LIBERO's:
-`gather_demonstrations_as_hdf5` of collect_demonstration.py (demo.hdf5), then `main` of create_dataset.py.
+`gather_demonstrations_as_hdf5` of collect_demonstration.py, and then robomimic 0.2.0's convert_robosuite.py.
 
-Afterwards the files are made small: demonstrations are left out, pictures too, folders of the machine in `model_file`
-and in the attributes become `/home/user`, and what is left is compressed (xz). No number is changed.
+Afterwards the file is made small: one demonstration is left, with the attributes that robomimic's
+dataset_states_to_obs.py keeps; folders of the machine become `/home/user`, and what is left is compressed (xz). No
+number is changed.
 """
 
 from __future__ import annotations
@@ -91,15 +92,6 @@ def state_of(env: Any) -> np.ndarray:
 _ours: Any = None
 
 
-def convert(scripts: Path, out: Path) -> Path:
-    """The dataset that create_dataset.py makes of `out/demo.hdf5`."""
-    create = imported(scripts, "create_dataset")
-    create.get_libero_path = lambda _: str(out / "datasets")
-    sys.argv = ["create_dataset.py", "--demo-file", str(out / "demo.hdf5"), "--use-camera-obs"]
-    create.main()
-    return next(path for path in (out / "datasets").rglob("*") if path.is_file())
-
-
 def imported(scripts: Path, name: str) -> Any:
     """LIBERO's script as a module, without the devices that it would read."""
     sys.path.insert(0, str(scripts))
@@ -109,12 +101,12 @@ def imported(scripts: Path, name: str) -> Any:
     return __import__(name)
 
 
-def shrink(source: Path, target: Path, demos: list[str], robomimic: bool = False) -> None:
+def shrink(source: Path, target: Path, demos: list[str]) -> None:
     small = target.with_suffix("")
     with h5py.File(source) as old, h5py.File(small, "w") as new:
         data = new.create_group("data")
         for name, value in old["data"].attrs.items():
-            if not robomimic or name in ("env_args", "total"):  # which robomimic's dataset_states_to_obs.py keeps
+            if name in ("env_args", "total"):  # which robomimic's dataset_states_to_obs.py keeps
                 data.attrs[name] = moved(value)
         for demo in demos:
             group = data.create_group(demo)
@@ -123,9 +115,8 @@ def shrink(source: Path, target: Path, demos: list[str], robomimic: bool = False
             for name, value in old["data"][demo].items():
                 if name != "obs":
                     group[name] = value[()]
-        if robomimic:
-            for key, names in old["mask"].items():
-                new[f"mask/{key}"] = np.array([name for name in names[()] if name.decode() in demos], dtype="S")
+        for key, names in old["mask"].items():
+            new[f"mask/{key}"] = np.array([name for name in names[()] if name.decode() in demos], dtype="S")
     target.write_bytes(lzma.compress(small.read_bytes(), preset=9))
     small.unlink()
 
@@ -143,16 +134,12 @@ def main() -> None:
     assets()
     _lend_opengl()
     record(scripts, out, list(range(int(sys.argv[3]) if len(sys.argv) > 3 else 4)))
-    dataset = convert(scripts, out)
-    (HERE / "libero").mkdir(exist_ok=True)
-    shrink(out / "demo.hdf5", HERE / "libero/demo.hdf5.xz", ["demo_1"])
-    shrink(dataset, HERE / "libero/dataset.hdf5.xz", ["demo_0"])
     converted = Path(shutil.copy(out / "demo.hdf5", out / "robomimic.hdf5"))
     for name in ("torchvision", "torchvision.models", "torchvision.transforms"):  # of networks, which are not used here
         sys.modules[name] = mock.MagicMock()
     sys.argv = ["convert_robosuite.py", "--dataset", str(converted)]
     runpy.run_module("robomimic.scripts.conversion.convert_robosuite", run_name="__main__")
-    shrink(converted, HERE / "libero/robomimic.hdf5.xz", ["demo_2"], robomimic=True)
+    shrink(converted, HERE / "robomimic.hdf5.xz", ["demo_2"])
 
 
 if __name__ == "__main__":

@@ -1,0 +1,62 @@
+"""A recording that robomimic's own tool converted (recordings/README.md), replayed and imported."""
+
+from __future__ import annotations
+
+import lzma
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+from embodied.commands.importing import run
+from embodied.config import RuntimeConfig
+from embodied.demonstrations import Dataset, DatasetError
+from embodied.demonstrations.importer import chosen
+from embodied.demonstrations.recordings import RobosuiteFile, kind_of
+from embodied.demonstrations.sources import ImportRequest, Observations
+from embodied.errors import UserError
+from tests import libero_assets
+
+libero_assets.require()
+
+RECORDINGS = Path(__file__).parent / "recordings"
+TASK = "libero/libero_spatial/0"
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Callable[[str], Path]:
+    def unpack(name: str) -> Path:
+        path = tmp_path / f"{name}.hdf5"
+        path.write_bytes(lzma.decompress((RECORDINGS / f"{name}.hdf5.xz").read_bytes()))
+        return path
+
+    return unpack
+
+
+def imported(source: Path, out: Path, **options: Any) -> tuple[dict[str, Any], Dataset]:
+    settings = {"env": Observations(cameras=0), "runtime": RuntimeConfig(mode="inline"), **options}
+    return run(ImportRequest(source, out=out, **settings)), Dataset(out)
+
+
+def test_robomimics_recording_needs_its_task_named(opened: Callable[[str], Path], tmp_path: Path) -> None:
+    source = opened("robomimic")
+    assert kind_of(source) == "robomimic"
+    with pytest.raises(DatasetError, match="names no .bddl file.*--task libero/SUITE/NUMBER"):
+        imported(source, tmp_path / "out")
+    file = RobosuiteFile(source, TASK)
+    assert file.subsets == {"train": ("demo_2",), "valid": ()} and chosen(file, ("train",)) == ("demo_2",)
+    recording = file.read("demo_2")
+    with h5py.File(source) as held:
+        np.testing.assert_array_equal(recording.states["state"], held["data/demo_2/states"][1:])
+        np.testing.assert_array_equal(recording.start["state"], held["data/demo_2/states"][0])
+    with pytest.raises(UserError, match=r"the task's \d+: it is a recording of another task or robot"):
+        imported(source, tmp_path / "out", task="libero/libero_goal/0")
+
+
+def test_it_comes_out_as_recorded(opened: Callable[[str], Path], tmp_path: Path) -> None:
+    result, dataset = imported(opened("robomimic"), tmp_path / "out", task=TASK)
+    assert result["reproduced"] == 1 and 0 < result["largest_deviation"] < result["tolerance"] == 1e-2
+    assert result["format"] == "robomimic's demonstrations" and dataset.column("next.success")[-1]
