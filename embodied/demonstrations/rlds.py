@@ -381,7 +381,8 @@ def _values(where: str, name: str, spec: Spec, feature: Any) -> npt.NDArray[Any]
             if spec.dtype not in ("uint64", "bool") and (array != whole).any():
                 raise ValueError(f"a number is none of {spec.dtype}")
         else:
-            array = np.array(found, np.float32).astype(spec.dtype)
+            with np.errstate(invalid="ignore", over="ignore"):  # what is not finite is looked for where it matters
+                array = np.array(found, np.float32).astype(spec.dtype)
         return array.reshape(-1, *shape)
     except (ValueError, OverflowError, TypeError, zlib.error) as error:
         raise DatasetError(f"{where}: {shown(name)} is not of {spec} ({str(error)[:200]}); {AGAIN}") from error
