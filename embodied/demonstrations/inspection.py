@@ -563,9 +563,17 @@ def _of_gripper(dataset: Dataset, own: _Numbers, environment: Environment) -> It
     elif ends is not None and _is(ends, (-1, 1)) and _is(limits, (0, 1)):
         straight, other = "--sft.gripper from_minus_plus", "--sft.gripper from_plus_minus (or --env.gripper simulator)"
         yield Finding(f"{where} is -1 or 1, and {takes}; {ways(straight, other)}", "gripper")
+    elif ends is not None and environment.grip.any() and dataset.task is None and not _is(ends, limits):
+        yield Finding(
+            f"{where} is {ends[0]:g} or {ends[1]:g}, and {takes}: convert the column to these two, as finger widths or "
+            "other units must be",
+            "gripper",
+        )
     elif ends is not None and agrees < 0:
         turned = "from_plus_minus" if _is(ends, (-1, 1)) else "from_1_0"
         yield Finding(f"{where}: {told} (so the robot's state says): --sft.gripper {turned}, if that is right")
+    elif environment.grip.any() and grip.min() == grip.max():
+        yield Finding(f"{where} is always {grip.min():g}: the policy learns neither to open nor to close")
     elif (
         ends is None and environment.grip.any() and _is(limits, (-1, 1)) and 0 <= grip.min() < 0.1 and grip.max() > 0.5
     ):

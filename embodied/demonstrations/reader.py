@@ -346,6 +346,6 @@ class Dataset:
                 row = int(finite.argmin())
                 raise DatasetError(
                     f"{self.folder}/data: {name!r} has numbers that are not finite, first in row {row} (episode "
-                    f"{self._data.episode[row]}): leave the episode out, or record it again"
+                    f"{self._data.episode[row]}): delete the episode with LeRobot's delete_episodes, or record it again"
                 )
 
