@@ -370,8 +370,15 @@ def _facts(source: Source, share: float, own: _Numbers, environment: Environment
         state=tuple(replace(d, beyond=None) for d in state),
         notes=dataset.notes
         if dataset.task is not None or any(layout.PROVENANCE in n for n in dataset.notes)
-        else (*dataset.notes, UNTOLD),
+        else (*dataset.notes, _told(dataset)),
     )
+
+
+def _told(dataset: Dataset) -> str:
+    """What is known of the conventions of a dataset that is no recording of ours."""
+    if not dataset.conventions:
+        return UNTOLD
+    return "by import.json: " + "; ".join(f"{name}: {text}" for name, text in dataset.conventions.items())[:1000]
 
 
 def frame_size(dataset: Dataset, camera: str) -> tuple[int, int]:
@@ -625,15 +632,12 @@ def _of_rate(source: Source, info: TaskInfo) -> Iterator[Finding]:
 
 def _of_orientation(source: Source, config: Config) -> Iterator[Finding]:
     shipped = SHIPPED.get(source.features) if isinstance(source.features, str) else None
-    if (
-        shipped
-        and shipped.orientation
-        and source.dataset.task is None
-        and shipped.orientation != config.env.orientation
-    ):
+    imported = source.dataset.conventions.get("orientation")
+    known, by = (imported, layout.IMPORT) if imported else (shipped and shipped.orientation, source.features)
+    if known and source.dataset.task is None and known != config.env.orientation:
         yield Finding(
-            f"{source.dataset.folder}: frames of {source.features} are {shipped.orientation}, and env.orientation is "
-            f"{config.env.orientation}: --env.orientation {shipped.orientation}",
+            f"{source.dataset.folder}: frames of {by} are {known}, and env.orientation is {config.env.orientation}: "
+            f"--env.orientation {known}",
             "orientation",
         )
 

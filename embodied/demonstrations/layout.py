@@ -41,6 +41,8 @@ from sim_farm.contract import TaskInfo
 
 CODEBASE_VERSION = "v3.0"
 INFO, STATS, TASKS, PROVENANCE = "meta/info.json", "meta/stats.json", "meta/tasks.parquet", "meta/embodied.json"
+IMPORT = "meta/import.json"
+"""What `embodied import` converted where it replayed nothing: from where, with which options, what is known of it."""
 _FILE = "chunk-{chunk_index:03d}/file-{file_index:03d}"
 DATA_PATH = f"data/{_FILE}.parquet"
 VIDEO_PATH = f"videos/{{video_key}}/{_FILE}.mp4"

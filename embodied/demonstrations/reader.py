@@ -150,6 +150,14 @@ class Dataset:
         path = self.folder / layout.PROVENANCE
         return metadata.read_json(path) if path.exists() else None
 
+    @cached_property
+    def conventions(self) -> Mapping[str, str]:
+        """What `embodied import` knew of a dataset that it did not replay, by settings of `env` and features: of
+        `meta/import.json`; empty in other datasets."""
+        path = self.folder / layout.IMPORT
+        found = metadata.read_json(path).get("conventions") if path.exists() else None
+        return {key: text for key, text in found.items() if isinstance(text, str)} if isinstance(found, dict) else {}
+
     @property
     def task(self) -> TaskSpec | None:
         """The task that a recording of ours was made of, with its conventions; None in other datasets."""

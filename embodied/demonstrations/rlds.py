@@ -47,7 +47,7 @@ _TEMPLATE = "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}"
 
 class _Split(BaseModel):
     name: str
-    shardLengths: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=10**6)] = []
+    shardLengths: Annotated[list[Annotated[int, Field(ge=0, le=10**9)]], Field(max_length=10**6)] = []
     filepathTemplate: str = _TEMPLATE
 
 
@@ -175,7 +175,7 @@ class RLDS:
                 "SHARD_INDEX": f"{shard:05d}", "NUM_SHARDS": f"{of:05d}", "SHARD_X_OF_Y": f"{shard:05d}-of-{of:05d}",
             }.items():  # fmt: skip
                 name = name.replace(f"{{{key}}}", value)
-            if Path(name).name != name or "\0" in name or not name.isprintable():
+            if Path(name).name != name or len(name) > 250 or not name.isprintable():
                 raise DatasetError(f"{self.folder / INFO}: {shown(name)} is no name of a file in its folder; {AGAIN}")
             found.append((self.folder / name, count))
         return found
@@ -271,7 +271,7 @@ def crc32c(data: bytes) -> int:
     if len(data) >= 4:
         start = len(padded) - len(data)
         padded[start : start + 4] ^= 0xFF
-    register: npt.NDArray[np.uint32] = np.zeros(lanes, np.uint32)
+    register: Any = np.zeros(lanes, np.uint32)
     for column in padded.reshape(lanes, _LANE).T:
         register = table[(register ^ column) & 0xFF] ^ (register >> np.uint32(8))
     length = _LANE
@@ -364,7 +364,7 @@ def _values(where: str, name: str, spec: Spec, feature: Any) -> npt.NDArray[Any]
         raise DatasetError(f"{where} lacks {shown(name)}, which {FEATURES} names; {AGAIN}")
     found = getattr(feature, kind).value
     texts = spec.kind != "numbers" or spec.encoding != "none"
-    if texts != (kind == "bytes_list"):
+    if kind != ("bytes_list" if texts else "float_list" if spec.dtype.startswith("float") else "int64_list"):
         raise DatasetError(f"{where}: {shown(name)} is a {kind}, and {FEATURES} says {spec}; {AGAIN}")
     if spec.kind != "numbers":
         return list(found)
@@ -442,7 +442,7 @@ def _read_features(path: Path) -> dict[str, Spec]:
         )
     try:
         return dict(_leaves(raw, "", 0))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise DatasetError(f"{path} is no tree of TFDS's features ({shown(str(error), 200)}); {AGAIN}") from error
 
 

@@ -34,8 +34,6 @@ from embodied.demonstrations.writer import Episode, EpisodesWriter, new_folder
 from embodied.errors import UserError, shown
 from embodied.reporting.live import steps as progress
 
-IMPORT = "meta/import.json"
-"""What was imported, from where, with which options."""
 INSTRUCTIONS = ("language_instruction", "observation/natural_language_instruction", "natural_language_instruction")
 ORDER = ("is_first", "is_last")
 IDLE = 1e-4
@@ -88,7 +86,7 @@ def import_source(request: ImportRequest) -> dict[str, Any]:
             raise UserError(f"no episode of {source.folder} is left of {len(wanted)}: {_listed(counts)}")
         writer.splits = {name: f"{begin}:{end}" for name, (begin, end) in splits.items()}
         left_out = {name: str(spec) for name, spec in plan.left_out.items()}
-        writer.records[IMPORT] = {
+        writer.records[layout.IMPORT] = {
             "format": "RLDS", "source": str(source.folder), "name": source.info.name, "version": source.info.version,
             "fps": fps, "episodes": list(request.episodes), "only_successes": request.only_successes,
             "drop_idle": request.drop_idle, "steps_dropped": dropped, "episodes_left_out": counts,

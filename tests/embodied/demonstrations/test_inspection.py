@@ -287,6 +287,9 @@ def test_frames_that_stand_on_their_heads_are_odd(tmp_path: Path, camera: str) -
     assert "--env.orientation rotated" in said(understood(environment, tmp_path / "turned", settings=upright))
     alike = observed(turned, draw=True)
     assert "correlation" not in said(understood(alike, tmp_path / "turned", settings=settings))
+    (tmp_path / "turned/meta/import.json").write_text('{"conventions": {"orientation": "upright"}}')
+    told = said(understood(alike, tmp_path / "turned", settings=settings))
+    assert "frames of meta/import.json are upright, and env.orientation is rotated: --env.orientation upright" in told
 
 
 def test_cameras_that_have_changed_places_are_odd(tmp_path: Path) -> None:

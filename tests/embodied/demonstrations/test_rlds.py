@@ -20,8 +20,9 @@ from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import crc32c as slow_
 from embodied import cli
 from embodied.commands.importing import Arguments, run
 from embodied.demonstrations import Dataset, DatasetError
+from embodied.demonstrations.layout import IMPORT
 from embodied.demonstrations.rlds import RLDS, _masked, crc32c, records
-from embodied.demonstrations.rlds_importer import IMPORT, idle
+from embodied.demonstrations.rlds_importer import idle
 from embodied.errors import UserError
 from tests.embodied.demonstrations.test_fuzzed_datasets import many
 from tests.fuzzing import mutation
@@ -94,7 +95,7 @@ def test_liberos_layout_becomes_a_dataset_with_the_pictures_bytes(tmp_path: Path
     assert dataset.column("next.done").nonzero()[0].tolist() == [3, 9, 14]
     assert [e.row["episode_metadata/file_path"] for e in dataset.episodes] == [f"demo_{i}.hdf5" for i in range(3)]
     about = json.loads((tmp_path / "out" / IMPORT).read_text())
-    assert about["conventions"]["orientation"] == "rotated" and about["features_left_out"] == {}
+    assert dataset.conventions["orientation"] == "rotated" and about["features_left_out"] == {}
     grey = np.stack([np.asarray(Image.open(io.BytesIO(f))) for r in source for f in r.values["observation/image"]])
     np.testing.assert_allclose(dataset.statistics["observation.images.image"]["mean"].ravel(),
                                grey.reshape(-1, 3).mean(0) / 255)  # fmt: skip
