@@ -545,3 +545,18 @@ def test_inspect_compares_others_with_a_configuration(
     entry = {"observation.images.image": "observation.images.front"}
     assert option(entry) == "--sft.features '{observation.images.image: observation.images.front}'"
     assert main([*compared, "--sft.features", option(entry).partition(" ")[2].strip("'")]) == 0
+
+
+def test_an_episode_that_is_left_out_need_not_be_finite(ours: Path, reach: Environment, tmp_path: Path) -> None:
+    folder = foreign(ours, tmp_path / "odd")
+    first = Dataset(folder).episodes[0].length
+
+    def spoiled(values: np.ndarray) -> np.ndarray:
+        values[: first - 1, 0] = np.nan
+        return values
+
+    with_column(folder, "action", spoiled)
+    with pytest.raises(UserError, match=r"not finite, first in row 0 \(episode 0\): leave the episode out"):
+        read_demonstrations(config_of(folder), reach.info)
+    left = read_demonstrations(config_of(folder, episodes=["1-5"]), reach.info)
+    assert np.isfinite(left.column("action")).all()
