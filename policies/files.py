@@ -308,7 +308,8 @@ def unpickled(path: Path, check: Callable[[Any, int], None], *, mapped: bool = F
         raise PolicyError(f"incomplete checkpoint: {path} is missing") from None
     except pickle.UnpicklingError as error:
         raise PolicyError(
-            f"{path} holds more than tensors, and is not read: {str(error).splitlines()[0][:SHOWN_ERROR]}"
+            f"{path} holds more than tensors, and is not read: {_why_not(error)}; save its tensors alone, as a state "
+            "dict or as safetensors"
         ) from error
     except (
         Exception
@@ -316,6 +317,12 @@ def unpickled(path: Path, check: Callable[[Any, int], None], *, mapped: bool = F
         raise PolicyError(f"{path} is damaged: {str(error)[:SHOWN_ERROR]}") from error
     check(state, size)
     return state
+
+
+def _why_not(error: pickle.UnpicklingError) -> str:
+    """What PyTorch's reader of tensors met, without its advice to read the file as code."""
+    told = str(error).partition("WeightsUnpickler error:")[2].strip().splitlines()
+    return told[0][:SHOWN_ERROR] if told else "it names code"
 
 
 def _check_archive(path: Path, size: int) -> bool:

@@ -443,7 +443,8 @@ def _oddities(source: Source, own: _Numbers) -> Iterator[Finding]:
             yield Finding(f"{dataset.folder}: {name}: {said}")
         still = [d.name for d in odd if d.remark == "constant"]
         if still and len(still) == len(odd):
-            yield Finding(f"{dataset.folder}: {name} never changes: all of its numbers are constant")
+            check: Check | None = "actions" if name == layout.ACTION else None
+            yield Finding(f"{dataset.folder}: {name} never changes: all of its numbers are constant", check)
     if source.copies:
         yield Finding(
             f"{dataset.folder}: {source.copies} episodes are copies of held-out ones, and are not learned from"
@@ -570,9 +571,17 @@ def _of_gripper(dataset: Dataset, own: _Numbers, environment: Environment) -> It
     elif ends is not None and _is(ends, (-1, 1)) and _is(limits, (0, 1)):
         straight, other = "--sft.gripper from_minus_plus", "--sft.gripper from_plus_minus (or --env.gripper simulator)"
         yield Finding(f"{where} is -1 or 1, and {takes}; {ways(straight, other)}", "gripper")
+    elif ends is not None and environment.grip.any() and dataset.task is None and not _is(ends, limits):
+        yield Finding(
+            f"{where} is {ends[0]:g} or {ends[1]:g}, and {takes}: convert the column to these two, as finger widths or "
+            "other units must be",
+            "gripper",
+        )
     elif ends is not None and agrees < 0:
         turned = "from_plus_minus" if _is(ends, (-1, 1)) else "from_1_0"
         yield Finding(f"{where}: {told} (so the robot's state says): --sft.gripper {turned}, if that is right")
+    elif environment.grip.any() and grip.min() == grip.max():
+        yield Finding(f"{where} is always {grip.min():g}: the policy learns neither to open nor to close")
     elif (
         ends is None and environment.grip.any() and _is(limits, (-1, 1)) and 0 <= grip.min() < 0.1 and grip.max() > 0.5
     ):
@@ -701,14 +710,18 @@ def _of_instructions(sources: Sequence[Source], environment: Environment) -> Ite
     told = {text for source in sources for i in source.episodes for text in source.dataset.episodes[i].instructions}
     if all(_is_of(source.dataset, environment.info) is False for source in sources):
         return
+    empty = any(not text.strip() for text in told)
+    if empty:
+        yield Finding(
+            f"{where}: some episodes have no instruction, and the policy reads it: what it learns from them it is "
+            "never told to do. Leave them out (sft.episodes), or write it into the dataset's tasks"
+        )
     if told and environment.instruction not in told:
         some = ", ".join(shown(text) for text in sorted(told)[:SHOWN])
         yield Finding(
             f"{where}: no instruction is {shown(environment.instruction)}, which "
             f"{environment.info.spec.name} gives the policy; there are {len(told)}: {some}"
         )
-    elif "" in told:
-        yield Finding(f"{where}: some episodes have no instruction")
 
 
 def _transforms(demonstrations: Demonstrations, config: Config) -> Iterator[str]:

@@ -169,6 +169,11 @@ def read_json(path: Path) -> dict[str, Any]:
         raise _missing(path) from error
     except RecursionError:
         raise DatasetError(f"{path} is not valid JSON: it is nested too deeply; {AGAIN}") from None
+    except (NotADirectoryError, PermissionError) as error:
+        raise DatasetError(
+            f"{path.parents[1]} cannot be opened as a dataset ({error.strerror}): name the folder that holds meta/ and "
+            "data/"
+        ) from error
     except (OSError, ValueError) as error:
         raise DatasetError(f"{path} is not valid JSON ({error}); {way_on(path)}") from error
     if not isinstance(found, dict):

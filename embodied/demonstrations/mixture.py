@@ -172,6 +172,9 @@ def open_sources(sft: SFTConfig, seed: int, check: Callable[[Dataset], None] = l
     for dataset in opened:
         check(dataset)
     chosen = [_chosen(dataset, text, sft.only_successes) for dataset, text in zip(opened, ranges, strict=True)]
+    for dataset, episodes in zip(opened, chosen, strict=True):
+        used = [dataset.episodes[number] for number in episodes]
+        dataset.check_finite(np.concatenate([np.arange(0), *(np.arange(e.begin, e.end) for e in used)]))
     marks = [fingerprints(dataset, episodes) for dataset, episodes in zip(opened, chosen, strict=True)]
     _refuse_repeated(opened, marks, "repeated" in sft.insist)
     split = [_held_out(len(episodes), sft.holdout, seed, number) for number, episodes in enumerate(chosen)]

@@ -94,6 +94,8 @@ class Dataset:
         self._begins = np.array([episode.begin for episode in self.episodes], np.int64)
         self._ends = np.array([episode.end for episode in self.episodes], np.int64)
         self._columns: dict[str, npt.NDArray[Any]] = {}
+        self._not_finite: dict[str, npt.NDArray[np.bool_]] = {}
+        """For each column that policies read or do and that is not finite in some rows, these rows."""
         self._lock = threading.Lock()
         self._frames: dict[str, PictureFrames | VideoFrames] = {
             name: PictureFrames(self._data, self._own[name], feature)
@@ -170,16 +172,15 @@ class Dataset:
         rows = self._checked(indices)
         ends = self._ends[self.episode_of(rows)]
         ahead = rows[:, None] + np.arange(chunk)
+        acted = np.minimum(ahead, ends[:, None] - 1).ravel()
         names = self.cameras if cameras is None else cameras
-        self._load([name for name in READ_AND_DONE if name in self.features])
+        self.check_finite(acted)
         return Batch(
             proprio=self._vectors(layout.PROPRIO, rows) if layout.PROPRIO in self.features else None,
             state=self._vectors(layout.STATE, rows) if layout.STATE in self.features else None,
             frames={name: self.frames(name, rows) for name in names},
             instruction=tuple(self.tasks[index] for index in self._task_of[rows].tolist()),
-            actions=self._vectors(layout.ACTION, np.minimum(ahead, ends[:, None] - 1).ravel()).reshape(
-                *ahead.shape, -1
-            ),
+            actions=self._vectors(layout.ACTION, acted).reshape(*ahead.shape, -1),
             padding=ahead >= ends[:, None],
         )
 
@@ -337,8 +338,8 @@ class Dataset:
                     self._columns[here[name]] = values
 
     def _check_numbers(self, name: str, values: npt.NDArray[Any]) -> None:
-        """Raise `DatasetError` unless a column is of numbers where `info.json` says so; what policies read and do is
-        finite, also as float32."""
+        """Raise `DatasetError` unless a column is of numbers where `info.json` says so. Rows in which what policies
+        read and do is not finite are kept for `check_finite`."""
         feature = self.features[name]
         numeric = values.dtype.kind in "biuf"
         if len(values) and numeric == (feature.dtype == "string"):
@@ -351,9 +352,18 @@ class Dataset:
             with np.errstate(over="ignore"):
                 finite = np.isfinite(values.astype(np.float32)).reshape(len(values), -1).all(1)
             if not finite.all():
-                row = int(finite.argmin())
+                self._not_finite[name] = np.asarray(~finite, np.bool_)
+
+    def check_finite(self, rows: npt.NDArray[np.int64]) -> None:
+        """Raise `DatasetError` where what a policy reads or does in one of the rows is no finite number, also as
+        float32. Rows of episodes that are not used may have such numbers."""
+        self._load([name for name in READ_AND_DONE if name in self.features])
+        for name, wrong in self._not_finite.items():
+            found = rows[wrong[rows]]
+            if len(found):
+                row = int(found.min())
                 raise DatasetError(
                     f"{self.folder}/data: {name!r} has numbers that are not finite, first in row {row} (episode "
-                    f"{self._data.episode[row]}): leave the episode out, or record it again"
+                    f"{self._data.episode[row]}): leave the episode out (sft.episodes), or record it again"
                 )
 

@@ -224,7 +224,8 @@ def match_frames(
             raise DatasetError(
                 f"{table.path}: the frames of episode {episode} are up to {far} away from the times of its rows: "
                 f"frames and rows do not belong together, or from_timestamp in meta/episodes is wrong; {counts}. "
-                f"LeRobot accepts {TOLERANCE_S} s. Leave the episode out, or record it again"
+                f"LeRobot accepts {TOLERANCE_S} s. Delete the episode with LeRobot's "
+                "delete_episodes, or record it again"
             )
         odd = (
             "frames are not shown at the times of their rows; each next row has the next frame, so they are taken in "

@@ -312,10 +312,11 @@ def protocol_of(config: Config) -> Protocol:
         )
     protocol = own if asked.protocol is None else _published(own, asked.protocol, config)
     states = protocol.init_states
-    if states is not None and protocol.greedy and protocol.trials > len(states):
+    distinct = 0 if states is None else len(set(states[: protocol.trials]))
+    if states is not None and protocol.greedy and protocol.trials > distinct:
         raise UserError(
-            f"{protocol.trials} greedy trials from {len(states)} initial states would repeat episodes: set "
-            f"--eval.episodes to {len(states)} or less, or --eval.greedy False"
+            f"{protocol.trials} greedy trials from {distinct} initial states would repeat episodes: set "
+            f"--eval.episodes to {distinct} or less, name each state once, or set --eval.greedy False"
         )
     return protocol
 

@@ -69,6 +69,12 @@ def attach_saved(model: OpenVLAModel, folder: Path, *, any_base: bool = False) -
         raise PolicyError(f"{folder} is an adapter of another base: {what}")
     linear = [name for name, own in known.items() if isinstance(model.get_submodule(own), nn.Linear)]
     lora.check_whole(folder, config, modules, (name for name in linear if not (filmed and _of_towers(name))))
+    beside = model.shards is not None and folder.resolve() == (model.shards.folder / LORA_ADAPTER).resolve()
+    if beside and lora.is_merged(lora.plain_state(model), tensors, config) is not False:
+        raise PolicyError(
+            f"{folder} lies beside the weights, where OpenVLA-OFT saves an adapter that it has merged into them, and "
+            "the tensors do not tell otherwise: it would count twice. Leave policy.options.adapter out"
+        )
     if not any_base:
         lora.check_not_merged(model, folder, config, tensors)
         lora.check_base(model, folder, config)

@@ -78,7 +78,7 @@ class TokenPolicy(lora.AdaptedPolicy):
             if folder and not Path(folder).is_dir():
                 raise PolicyError(
                     f"policy.options.{name}: {folder} is not a folder here; name a directory as Hugging "
-                    "Face lays it out, with its weights as safetensors"
+                    "Face lays it out, with its weights as safetensors (a name on its Hub goes into policy.path)"
                 )
             if folder and not (Path(folder) / file).is_file():
                 raise PolicyError(f"policy.options.{name}: incomplete, {Path(folder) / file} is missing")

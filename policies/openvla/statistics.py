@@ -165,10 +165,15 @@ def choose_statistics(
         mask = torch.tensor(action.get("mask", [True] * len(low)), dtype=torch.bool)
         if not low.shape == high.shape == mask.shape:
             raise ValueError(f"{least}, {most} and mask are of different lengths")
+        if (mask & (low > high)).any():
+            raise ValueError(f"{least} is above {most} in dimension {int((mask & (low > high)).nonzero()[0])}")
         ends = None if proprio is None else _proprio(proprio, least, most)
     except (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError) as error:
-        what = f"{type(error).__name__}: {str(error)[:SHOWN_ERROR]}"
-        raise PolicyError(f"{source}: {shown(found)} has no usable {least}, {most} and mask: {what}") from error
+        what = f"it lacks {error}" if isinstance(error, KeyError) else str(error)[:SHOWN_ERROR]
+        raise PolicyError(
+            f"{source}: {shown(found)} has no usable {least}, {most} and mask: {what}. Copy {STATISTICS} again from "
+            f"where the checkpoint was trained, or set unnorm_key to {DEMONSTRATIONS} and learn from demonstrations"
+        ) from error
     return Statistics(found, low, high, mask, ends, bounds=bounds)
 
 

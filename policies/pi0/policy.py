@@ -142,6 +142,13 @@ class Pi0(AdaptedPolicy):
                     "taken as they are. openpi's pi0_libero, and its configurations of ALOHA, say differences: set "
                     "policy.options.transforms to [{kind: delta_actions, dims: 6}] for them"
                 )
+        unmatched = () if source.processors is None else source.processors.unmatched_joints
+        if unmatched:
+            found.append(
+                f"{source.described}: the step of relative actions excludes {', '.join(unmatched)}, "
+                "which is in none of its action_names: these numbers are taken as relative too, as LeRobot does. Name "
+                "the actions in both processors' files if the policy was trained otherwise"
+            )
         newer = source.config.keys() & {"use_relative_actions", "pretrained_revision"}
         if source.layout == "lerobot" and not newer and not architecture.get("prompt"):
             found.append(

@@ -37,7 +37,11 @@ class Prompts:
 
         path = folder / TOKENIZER
         if not path.is_file():
-            raise PolicyError(f"incomplete checkpoint: {path} is missing, PaliGemma's SentencePiece model")
+            raise PolicyError(
+                f"incomplete checkpoint: {path} is missing, PaliGemma's SentencePiece model. LeRobot's "
+                "checkpoints do not have it: copy tokenizer.model of google/paligemma-3b-pt-224 there, which "
+                f"`hf download google/paligemma-3b-pt-224 tokenizer.model --local-dir {folder}` does"
+            )
         try:
             self._tokenizer: Any = SentencePieceProcessor(model_file=str(path))
         except (OSError, RuntimeError, ValueError) as error:

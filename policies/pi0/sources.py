@@ -77,7 +77,8 @@ def find_sources(checkpoint: str, adapter: str = "", saved: str = "") -> Sources
     for name, folder in (("checkpoint", weights), ("adapter", hung)):
         if folder is not None and not folder.is_dir():
             raise PolicyError(
-                f"policy.options.{name}: {folder} is not a folder here; name one of openpi's or LeRobot's"
+                f"policy.options.{name}: {folder} is not a folder here; name one of openpi's or LeRobot's "
+                "(a name on the Hugging Face Hub goes into policy.path)"
             )
     weights = weights.resolve()
     if hung is None and is_adapter(weights) and not _has_weights(weights):

@@ -212,6 +212,16 @@ class Processors:
         found = self.one(PRE, Relative)
         return found[1].dims(action_dim) if found is not None and found[1].enabled else ()
 
+    @property
+    def unmatched_joints(self) -> tuple[str, ...]:
+        """Joints that the step of relative actions excludes, and that no name of an action has in it."""
+        found = self.one(PRE, Relative)
+        if found is None or not found[1].enabled:
+            return ()
+        names = [str(name).lower() for name in found[1].action_names or []]
+        joints = [str(joint) for joint in found[1].exclude_joints if joint]
+        return tuple(joint for joint in joints if not any(joint.lower() in name for name in names))
+
     def renamed(self, key: str) -> str:
         """The policy's name of an observation."""
         found = self.one(PRE, _Rename)

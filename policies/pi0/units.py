@@ -147,7 +147,9 @@ def openpi_statistics(folder: Path, asset: str) -> tuple[Path, dict[str, Any]]:
         found = [path for path in (folder / "assets" / asset, folder / asset) if (path / "norm_stats.json").is_file()]
     if len(found) != 1:
         named = ", ".join(str(path.relative_to(folder)) for path in found) or "none"
-        more = "; policy.options.asset names one" if len(found) > 1 else ""
+        there = ", ".join(sorted(str(path.parent.relative_to(folder)) for path in folder.glob("**/norm_stats.json")))
+        more = f"; policy.options.asset names one: {there}" if there else ""
+        more += f"; policy.options.asset: {DEMONSTRATIONS} takes the statistics of what is learned from"
         raise PolicyError(f"{folder}: norm_stats.json of {asset or 'one asset'} is wanted, found: {named}{more}")
     path = found[0] / "norm_stats.json"
     return path, _object(path, read_json(path).get("norm_stats", {}), "norm_stats")
@@ -323,7 +325,11 @@ def _numbers(path: Path, name: str, values: Any, mode: Mode) -> Tensor:
     try:
         found = torch.as_tensor(values, dtype=torch.float64).flatten()
     except (OverflowError, RuntimeError, TypeError, ValueError) as error:
-        raise PolicyError(f"{path} has no {name} of numbers, which {mode} takes: {shown(values)}") from error
+        raise PolicyError(
+            f"{path} has no {name} of numbers, which {mode} takes: {shown(values)}. policy.options.normalisation names "
+            f"another way of openpi's files; policy.options.asset: {DEMONSTRATIONS} takes the statistics of what is "
+            "learned from"
+        ) from error
     if not found.isfinite().all():
         raise PolicyError(f"{path}: {name!r} has numbers that are not finite: {shown(values)}")
     return found

@@ -239,6 +239,22 @@ def test_a_gripper_in_another_convention_names_what_mends_it(
         assert set(np.unique(batch.actions[..., -1])) <= {-1, 1}
 
 
+def test_a_gripper_in_other_units_is_refused_and_one_that_never_moves_is_said(
+    grasps: Path, grasp: Environment, tmp_path: Path
+) -> None:
+    settings = {**SETTINGS, "env": {**SETTINGS["env"], "task": GRASP.name}}
+
+    def fingers(values: np.ndarray) -> np.ndarray:
+        return np.concatenate([values[:, :3], 0.02 * (values[:, 3:] + 1)], 1)
+
+    widths = with_column(shutil.copytree(grasps, tmp_path / "widths"), "action", fingers)
+    with pytest.raises(UserError, match=r"is 0 or 0\.04, and .* takes -1 or 1: convert the column"):
+        understood(grasp, widths, settings=settings).raise_refusals()
+    closed = with_column(shutil.copytree(grasps, tmp_path / "closed"), "action", lambda v: np.minimum(v, [9, 9, 9, -1]))
+    found = understood(grasp, closed, settings=settings)
+    assert not found.refused and "is always -1: the policy learns neither to open nor to close" in said(found)
+
+
 def test_a_gripper_of_two_ends_where_the_environment_takes_0_to_1(grasps: Path, tmp_path: Path) -> None:
     settings = {**SETTINGS, "env": {**SETTINGS["env"], "task": GRASP.name, "gripper": "inverted"}}
     environment = observed(task_spec(parse_config(settings, "test")))
@@ -529,3 +545,18 @@ def test_inspect_compares_others_with_a_configuration(
     entry = {"observation.images.image": "observation.images.front"}
     assert option(entry) == "--sft.features '{observation.images.image: observation.images.front}'"
     assert main([*compared, "--sft.features", option(entry).partition(" ")[2].strip("'")]) == 0
+
+
+def test_an_episode_that_is_left_out_need_not_be_finite(ours: Path, reach: Environment, tmp_path: Path) -> None:
+    folder = foreign(ours, tmp_path / "odd")
+    first = Dataset(folder).episodes[0].length
+
+    def spoiled(values: np.ndarray) -> np.ndarray:
+        values[: first - 1, 0] = np.nan
+        return values
+
+    with_column(folder, "action", spoiled)
+    with pytest.raises(UserError, match=r"not finite, first in row 0 \(episode 0\): leave the episode out"):
+        read_demonstrations(config_of(folder), reach.info)
+    left = read_demonstrations(config_of(folder, episodes=["1-5"]), reach.info)
+    assert np.isfinite(left.column("action")).all()

@@ -12,7 +12,7 @@ import torch
 
 import policies
 from policies import PolicyError
-from policies.openvla.statistics import DEMONSTRATIONS, STATISTICS
+from policies.openvla.statistics import DEMONSTRATIONS, STATISTICS, read_datasets
 from tests.policies.openvla.cases import CHUNK, OFT, ONE_ACTION, error, gripper_of, make, random_inputs
 from tests.policies.openvla.tiny import write_tiny
 
@@ -184,3 +184,19 @@ def test_a_saved_adapter_without_its_units_is_refused(tiny, tmp_path, damage, me
     with pytest.raises(PolicyError, match=message):
         policies.load_into(policy, tmp_path)
     assert same(policy, tuned(tiny, **LORA))
+
+
+def test_percentiles_that_are_swapped_are_refused(tmp_path):
+    """Every action would be mirrored."""
+    folder = Path(write_tiny(str(tmp_path / "tiny")))
+    path = folder / STATISTICS
+    said = read_datasets(folder, json.loads((folder / "config.json").read_text()))
+    entry = said["tiny"]["action"]
+    entry["q01"], entry["q99"] = entry["q99"], entry["q01"]
+    path.write_text(json.dumps(said))
+    with pytest.raises(PolicyError, match="q01 is above q99 in dimension 0. Copy dataset_statistics.json again"):
+        make("openvla", ONE_ACTION, folder, unnorm_key="tiny")
+    del entry["q01"]
+    path.write_text(json.dumps(said))
+    with pytest.raises(PolicyError, match="it lacks 'q01'"):
+        make("openvla", ONE_ACTION, folder, unnorm_key="tiny")

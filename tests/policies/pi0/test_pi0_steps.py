@@ -89,6 +89,13 @@ def test_actions_are_relative_to_the_state_but_for_excluded_joints(
     assert (moved - expected).abs().max() < 1e-6
 
 
+def test_excluded_joints_that_no_name_has_are_said(folder: Path) -> None:
+    """LeRobot takes their numbers as relative, without a word."""
+    relative(folder, exclude_joints=["hand", "gripper"])
+    said = [text for text in Pi0.assumed({"checkpoint": str(folder)}) if "relative" in text]
+    assert len(said) == 1 and "excludes hand, which is in none of its action_names" in said[0]
+
+
 def test_what_is_learned_is_relative_and_log_probs_are_of_what_acted(folder: Path) -> None:
     relative(folder)
     policy, inputs = built(folder), inputs_of(SPEC, 3, seed=5)
