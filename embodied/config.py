@@ -116,7 +116,7 @@ FeatureNames = Annotated[
         str_from_instance=lambda value: [value if isinstance(value, str) else yaml.safe_dump(value, None).strip()],
     ),
 ]
-"""How one dataset's features are called here (`sft.features`)."""
+"""Names of one dataset's features: a shipped mapping, or the dataset's keys with the names used here."""
 
 
 class EnvConfig(Section):
@@ -190,7 +190,7 @@ class PolicyConfig(Section):
     """Policy workers that share the groups of environments (farm.groups); a plan has its own number. With runtime.mode
     inline there is one, since everything is in one process: the result is the same."""
     path: Annotated[str, Field(min_length=1)] | None = None
-    """What a pretrained policy is made of: a checkpoint directory, or a Hugging Face name (`org/name`,
+    """Pretrained checkpoint that the policy is built from: a directory, or a Hugging Face name (`org/name`,
     `org/name@revision`), which is downloaded. It replaces `checkpoint` in `options`; a run records the commit."""
     init: Path | None = None
     """A run or checkpoint of the same policy, whose weights and statistics this run begins with."""
@@ -357,7 +357,7 @@ class RewardConfig(Section):
 
 
 Check = Literal["actions", "gripper", "fps", "orientation", "repeated"]
-"""What is checked of demonstrations, where a refusal can be overruled (`sft.insist`)."""
+"""Checks of demonstrations whose refusals `sft.insist` overrules."""
 
 
 class SFTConfig(Section):
@@ -366,7 +366,7 @@ class SFTConfig(Section):
     data: tuple[Path, ...] = ()
     """Datasets in LeRobot's layout, as `embodied record` writes them (--data)."""
     features: Annotated[tuple[FeatureNames, ...], BeforeValidator(_each)] = ()
-    """What the datasets' features are called here, by their keys: `{image: observation.images.front, state:
+    """Names of the datasets' features, by the datasets' keys: `{image: observation.images.front, state:
     observation.state, actions: action}`; or the name of a shipped mapping (docs/demonstrations.md). One for all
     datasets, or one for each."""
     episodes: Annotated[tuple[str, ...], BeforeValidator(_each)] = ()
@@ -375,11 +375,11 @@ class SFTConfig(Section):
     only_successes: bool = False
     """Use solved episodes alone. Refused for a dataset that does not say which they are."""
     weights: Annotated[tuple[Annotated[float, Field(gt=0)], ...], BeforeValidator(_each)] = ()
-    """How often rows of each dataset are drawn, relative to the other datasets; rows of one dataset are drawn alike,
+    """Weight of each dataset in the draw of rows, relative to the others; rows of one dataset are drawn alike,
     with repetition. None: an epoch visits every row of every dataset once, so that every row counts alike."""
     gripper: Literal["as_is", "from_0_1", "from_1_0", "from_minus_plus", "from_plus_minus"] = "as_is"
-    """How the datasets' last action element becomes that of env.gripper: `from_0_1`: 0 and 1 become the lower and the
-    upper end of its range; `from_1_0`: 1 and 0 do; `from_minus_plus`: -1 and 1; `from_plus_minus`: 1 and -1."""
+    """Conversion of the datasets' last action element to that of env.gripper: `from_0_1`: 0 and 1 become the lower and
+    the upper end of its range; `from_1_0`: 1 and 0 do; `from_minus_plus`: -1 and 1; `from_plus_minus`: 1 and -1."""
     insist: Annotated[tuple[Check, ...], BeforeValidator(_each)] = ()
     """Checks of the data whose refusals become warnings (docs/demonstrations.md)."""
     steps: Annotated[int, Field(ge=1)] = 1000

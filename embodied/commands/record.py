@@ -17,7 +17,7 @@ from embodied.demonstrations.writer import DatasetWriter, new_folder
 from embodied.errors import UserError
 from embodied.evaluation.evaluate import trials_farm
 from embodied.execution.preflight import check_evaluation
-from embodied.execution.replay import in_order, worker_count
+from embodied.execution.replay import in_order, replayers_of
 from embodied.execution.session import Session, open_session
 from embodied.reporting.live import steps
 from embodied.run_folder import RUNS, find_run, whole_checkpoint, with_init
@@ -25,7 +25,7 @@ from embodied.runtime.handles import Handle
 from embodied.workers.context import policy_spec, task_spec
 from embodied.workers.evaluator import EpisodeResult, Evaluator, run_to_end
 from embodied.workers.makers import make_evaluator
-from sim_farm.contract import EpisodeSpec, TaskSpec
+from sim_farm.contract import EpisodeSpec
 from sim_farm.episodes import episode_seed
 from sim_farm.replay import ReplayedEpisode, Replayer
 
@@ -136,7 +136,7 @@ def record_run(
         wanted = [result for result in sound if result.success or not only_successes]
         if not wanted:
             raise UserError(f"none of the {episodes} episodes was solved: run more, or leave out --only-successes")
-        not_reproduced = _write(writer, _replayers(replayer, task, session, len(wanted)), wanted, instructions)
+        not_reproduced = _write(writer, replayers_of(replayer, task, session, len(wanted)), wanted, instructions)
     solved = sum(result.success for result in results)
     result = {
         "dataset": str(out),
@@ -177,13 +177,6 @@ def _act(config: Config, session: Session, folder: Path | None, episodes: int, d
             )
         worker.end()
     return results
-
-
-def _replayers(first: Handle[Replayer], task: TaskSpec, session: Session, episodes: int) -> list[Handle[Replayer]]:
-    """As many replayers as cores, `first` among them."""
-    count = worker_count(session, episodes)
-    session.runtime.prepare(count - 1)
-    return [first, *(session.runtime.place(f"replayer {i}", Replayer, task) for i in range(1, count))]
 
 
 def _write(

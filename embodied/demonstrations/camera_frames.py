@@ -52,7 +52,7 @@ class PictureFrames:
         try:
             first = self._pictures.first()
             mode = Image.open(io.BytesIO(first)).mode if first is not None else ""
-        except Exception:  # whoever asks for the frames is told
+        except Exception:  # reading the frames raises it again, by row
             return None
         return f"its pictures have more than 8 bits of grey ({mode})" if mode in _DEEP else None
 
@@ -91,7 +91,7 @@ class VideoFrames:
         self._open = OpenVideos()
         self._lock = threading.Lock()
         self.odd: dict[str, dict[Path, str]] = {}
-        """What is odd in files that were compared: in which, and how much."""
+        """Sentences about files whose frames deviate from their rows, with the file and the deviation."""
 
     @cached_property
     def files(self) -> dict[Path, list[RecordedEpisode]]:

@@ -17,7 +17,7 @@ from policies.files import write_json
 from policies.sharded import convert
 
 IMPORT = "import.json"
-"""What was imported, from where, beside the converted weights."""
+"""File beside the converted weights that records their source and what was left out."""
 
 
 def import_source(request: ImportRequest) -> dict[str, Any]:

@@ -36,7 +36,7 @@ Index = npt.NDArray[np.int64]
 LONG_S = 2.0
 """Work that takes longer shows a progress bar."""
 KEPT_BYTES = 2**30
-"""Of encoded pictures from parquet, that a process holds in memory, of all its datasets."""
+"""Limit of the encoded pictures from parquet that a process holds in memory, in bytes, over all its datasets."""
 _PICTURES_AT_ONCE = 64
 """Rows of encoded pictures in memory while a row group is read."""
 _BUFFER = 2**20

@@ -60,7 +60,7 @@ class Joined:
     tasks: npt.NDArray[np.int64]
     """[rows] the task of each row, one of the metadata's."""
     notes: tuple[str, ...]
-    """What of the metadata is not as the data are, and is not used."""
+    """Sentences about metadata that the data contradict, and that are not used."""
 
 
 def join(said: Metadata, data: DataFiles) -> Joined:

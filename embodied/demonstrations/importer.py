@@ -19,18 +19,16 @@ from rich import print as show
 from embodied.config import Config, EnvConfig
 from embodied.demonstrations.layout import DatasetError
 from embodied.demonstrations.recordings import RecordingFile, open_recording
-from embodied.demonstrations.sources import ImportRequest, numbered
+from embodied.demonstrations.sources import IDLE_NORM, ImportRequest, moving, numbered
 from embodied.demonstrations.writer import DatasetWriter, new_folder
 from embodied.errors import UserError, nearest
-from embodied.execution.replay import in_order, worker_count
-from embodied.execution.session import Session, open_session
+from embodied.execution.replay import in_order, replayers_of
+from embodied.execution.session import open_session
 from embodied.reporting.live import steps
 from embodied.runtime.handles import Handle
 from sim_farm.contract import Gripper, TaskInfo, TaskSpec
 from sim_farm.replay import Followed, Recording, Replayer
 
-IDLE_NORM = 1e-4
-"""An action whose elements but the gripper's have a smaller norm moves nothing."""
 WITHOUT_GRIPPER = ("DrawSVG-v1", "DrawTriangle-v1", "PushT-v1", "TwoRobotPickCube-v1", "TwoRobotStackCube-v1")
 """ManiSkill's tasks whose actions do not end with the one gripper's element."""
 FILTER = f"norm(action[:-1]) < {IDLE_NORM:g} and gripper as in the action before (OpenVLA's no-op filter)"
@@ -88,7 +86,7 @@ def import_source(request: ImportRequest) -> dict[str, Any]:
             "starts": "from the recorded first states; where a row has a seed, that leads to the same state",
         }
         writer = DatasetWriter(aside, info, provenance)
-        replayers = _replayers(replayer, spec, session, len(items))
+        replayers = replayers_of(replayer, spec, session, len(items))
         outcomes = _write(writer, replayers, items, tolerance, request.only_successes)
         if source.goes_on:
             outcomes = _write_going_on(writer, replayer, source, outcomes, request)
@@ -144,19 +142,6 @@ def check_idle_filter(source: RecordingFile) -> None:
         raise UserError(f"--drop-idle is for robots with one gripper, moved by the last element; {source.task} has not")
 
 
-def moving(actions: npt.NDArray[np.float32]) -> npt.NDArray[np.bool_]:
-    """[n] False at idle actions: the filter with which OpenVLA's LIBERO datasets were made (its
-    `regenerate_libero_dataset.py`). The gripper's element is compared with that of the last action that was kept."""
-    keep = np.ones(len(actions), np.bool_)
-    before: np.float32 | None = None
-    for step, action in enumerate(actions):
-        still = np.linalg.norm(action[:-1]) < IDLE_NORM
-        keep[step] = not (still and (before is None or action[-1] == before))
-        if keep[step]:
-            before = action[-1]
-    return keep
-
-
 def in_convention(actions: npt.NDArray[np.float32], gripper: Gripper) -> npt.NDArray[np.float32]:
     """The simulator's actions as the convention writes them: `inverted` in [0, 1], 1 opens (`sim_farm.conventions`)."""
     if gripper != "inverted":
@@ -190,13 +175,6 @@ def _check_sizes(source: RecordingFile, items: Sequence[_Item], info: TaskInfo) 
                 f"{source.path}: {item.name} has actions of {found} numbers, {info.spec.name} with "
                 f"{info.spec.control_mode} takes {info.action_dim}: it was recorded with another robot or task"
             )
-
-
-def _replayers(first: Handle[Replayer], task: TaskSpec, session: Session, episodes: int) -> list[Handle[Replayer]]:
-    """As many replayers as cores, `first` among them."""
-    count = worker_count(session, episodes)
-    session.runtime.prepare(count - 1)
-    return [first, *(session.runtime.place(f"replayer {i}", Replayer, task) for i in range(1, count))]
 
 
 def _write(

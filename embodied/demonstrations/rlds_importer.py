@@ -29,15 +29,13 @@ from rich import print as show
 from embodied.demonstrations import layout
 from embodied.demonstrations.layout import DatasetError, Feature
 from embodied.demonstrations.rlds import AGAIN, FEATURES, RLDS, Record, Spec, text
-from embodied.demonstrations.sources import ImportRequest, numbered
+from embodied.demonstrations.sources import ImportRequest, moving, numbered
 from embodied.demonstrations.writer import Episode, EpisodesWriter, new_folder
 from embodied.errors import UserError, shown
 from embodied.reporting.live import steps as progress
 
 INSTRUCTIONS = ("language_instruction", "observation/natural_language_instruction", "natural_language_instruction")
 ORDER = ("is_first", "is_last")
-IDLE = 1e-4
-"""Norm below which all action elements but the gripper's do nothing (OpenVLA's regenerate_libero_dataset.py)."""
 RATES = ((r"libero|liber_o", 20), (r"bridge", 5), (r"fractal", 3), (r"droid", 15))
 """Steps per second of published datasets by the beginning of their names: LIBERO's control rate, and those that the
 Open X-Embodiment collection states (arXiv 2310.08864)."""
@@ -63,7 +61,7 @@ def import_source(request: ImportRequest) -> dict[str, Any]:
             bar.advance()
             episode, keep = plan.episode(record), None
             if request.drop_idle:
-                keep = ~idle(episode.columns[layout.ACTION])
+                keep = moving(episode.columns[layout.ACTION])
                 dropped += int((~keep).sum())
                 if not keep.any():
                     counts["idle throughout"] += 1
@@ -107,16 +105,6 @@ def selected(ranges: Sequence[str], count: int) -> frozenset[int]:
     """The episodes that texts like `0-19,25` name; all where there are none. Raises `UserError`."""
     found = {number for text in ranges for number in numbered(text, count)}
     return frozenset(found or range(count))
-
-
-def idle(actions: npt.NDArray[np.float32]) -> npt.NDArray[np.bool_]:
-    """[n] True for the actions [n, A] that do nothing: the norm of all elements but the last is below 1e-4, and the
-    last, the gripper's, is that of the action before that was kept."""
-    found, before = np.zeros(len(actions), np.bool_), None
-    for i, action in enumerate(actions):
-        found[i] = np.linalg.norm(action[:-1]) < IDLE and (before is None or action[-1] == before)
-        before = before if found[i] else action[-1]
-    return found
 
 
 @dataclass(frozen=True)

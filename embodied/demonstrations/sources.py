@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import tyro
 
 from embodied.config import RuntimeConfig, indices_of
@@ -15,6 +17,8 @@ from sim_farm.contract import Gripper, Orientation
 
 REPLAYED = ("task", "env", "episodes", "drop_idle", "only_successes", "tolerance", "runtime")
 """Options of a recording that is replayed in the farm."""
+IDLE_NORM = 1e-4
+"""An action whose elements but the gripper's have a smaller norm moves nothing."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +127,20 @@ def import_command(path: Path) -> str | None:
     """The command that converts what lies at `path` to a dataset, None where it is no dataset of `FORMATS`."""
     known, out = format_of(path), path.with_suffix("") if path.is_file() else path
     return f"embodied import {path} --out {out}-imported" if known is not None and known.is_dataset else None
+
+
+def moving(actions: npt.NDArray[np.float32]) -> npt.NDArray[np.bool_]:
+    """Actions [n, A] that are kept, bool [n]; False at idle ones, by the filter with which OpenVLA's LIBERO datasets
+    were made (its `regenerate_libero_dataset.py`). The gripper's element is compared with that of the last action that
+    was kept."""
+    keep = np.ones(len(actions), np.bool_)
+    before: np.float32 | None = None
+    for step, action in enumerate(actions):
+        still = np.linalg.norm(action[:-1]) < IDLE_NORM
+        keep[step] = not (still and (before is None or action[-1] == before))
+        if keep[step]:
+            before = action[-1]
+    return keep
 
 
 def numbered(text: str, count: int) -> tuple[int, ...]:

@@ -8,6 +8,8 @@ from typing import TypeVar
 
 from embodied.execution.session import Session
 from embodied.runtime.handles import Handle
+from sim_farm.contract import TaskSpec
+from sim_farm.replay import Replayer
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -17,6 +19,13 @@ Worker = TypeVar("Worker")
 def worker_count(session: Session, episodes: int) -> int:
     """As many as cores, but no more than episodes; one where everything is done in this process."""
     return min(len(session.cores), episodes) if session.config.runtime.mode == "ray" else 1
+
+
+def replayers_of(first: Handle[Replayer], task: TaskSpec, session: Session, episodes: int) -> list[Handle[Replayer]]:
+    """As many replayers as cores, `first` among them."""
+    count = worker_count(session, episodes)
+    session.runtime.prepare(count - 1)
+    return [first, *(session.runtime.place(f"replayer {i}", Replayer, task) for i in range(1, count))]
 
 
 def in_order(

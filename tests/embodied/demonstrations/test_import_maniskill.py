@@ -17,8 +17,7 @@ from embodied import cli
 from embodied.commands.importing import run as import_recording
 from embodied.config import RuntimeConfig
 from embodied.demonstrations import Dataset
-from embodied.demonstrations.importer import moving
-from embodied.demonstrations.sources import ImportRequest, Observations, format_of, import_command
+from embodied.demonstrations.sources import ImportRequest, Observations, format_of, import_command, moving
 from embodied.errors import UserError
 from sim_farm.contract import FarmError
 from sim_farm.replay import Replayer

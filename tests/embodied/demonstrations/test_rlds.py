@@ -22,7 +22,7 @@ from embodied.commands.importing import Arguments, run
 from embodied.demonstrations import Dataset, DatasetError
 from embodied.demonstrations.layout import IMPORT
 from embodied.demonstrations.rlds import RLDS, _masked, crc32c, records
-from embodied.demonstrations.rlds_importer import idle
+from embodied.demonstrations.sources import moving
 from embodied.errors import UserError
 from tests.embodied.demonstrations.test_fuzzed_datasets import many
 from tests.fuzzing import mutation
@@ -136,7 +136,7 @@ def test_selected_solved_and_moving(tmp_path: Path) -> None:
 def test_idle_is_openvlas_filter() -> None:
     still, move = [0.0] * 6, [0.1] + [0.0] * 5
     actions = np.array([[*still, -1], [*move, -1], [*still, -1], [*still, 1], [*still, 1], [*move, 1]], np.float32)
-    assert idle(actions).tolist() == [True, False, True, False, True, False]
+    assert moving(actions).tolist() == [False, True, False, True, False, True]
 
 
 @pytest.mark.parametrize(
