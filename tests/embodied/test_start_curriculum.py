@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from embodied import checkpoint
-from embodied.data.assembly import EndedEpisode
+from embodied.algorithms.curricula import KEPT, StartCurriculum
 from embodied.errors import UserError
 from embodied.execution.executor import executor
 from embodied.execution.preflight import check_run
 from embodied.execution.session import open_session
 from embodied.planning.run_plans import place_run
 from embodied.reporting.metrics import read
-from embodied.workers.start_curriculum import KEPT, StartCurriculum
+from embodied.run import checkpoint
+from embodied.trajectories.assembly import EndedEpisode
 from tests.embodied.test_resume import STATES, assert_same_run, config_of, run
 
 ENV: dict[str, Any] = STATES["env"]  # type: ignore[assignment]

@@ -12,17 +12,17 @@ import pytest
 import torch
 
 import policies
-from embodied import checkpoint
+from embodied.algorithms.curricula import KEPT, TaskCurriculum
 from embodied.algorithms.estimators import gae_of
-from embodied.config import AdvantageConfig
-from embodied.data.assembly import EndedEpisode
-from embodied.data.trajectory_memory import TrajectoryMemory
+from embodied.config.schema import AdvantageConfig
 from embodied.errors import UserError
 from embodied.execution.preflight import check_run
 from embodied.reporting.metrics import read
-from embodied.workers.acting import RolloutSettings
-from embodied.workers.policy_worker import PolicyWorker
-from embodied.workers.task_curriculum import KEPT, TaskCurriculum
+from embodied.rollout.acting import RolloutSettings
+from embodied.rollout.policy_worker import PolicyWorker
+from embodied.run import checkpoint
+from embodied.trajectories.assembly import EndedEpisode
+from embodied.trajectories.memory import TrajectoryMemory
 from policies import PolicySpec
 from sim_farm.contract import TaskSpec
 from sim_farm.episodes import EndlessEpisodes
