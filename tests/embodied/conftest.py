@@ -62,7 +62,7 @@ def shared_ray() -> Iterator[SharedRay]:
 
 
 @pytest.fixture(scope="module")
-def runtime(shared_ray: SharedRay) -> Any:
+def ray_runtime(shared_ray: SharedRay) -> Any:
     """The Ray that modules share; see `SharedRay`."""
     return shared_ray.open()
 
