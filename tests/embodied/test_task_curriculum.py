@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import policies
-from embodied.algorithms.curricula import KEPT, TaskCurriculum
+from embodied.algorithms.curricula import TASKS_DECAY, TaskCurriculum
 from embodied.algorithms.estimators import gae_of
 from embodied.config.schema import AdvantageConfig
 from embodied.errors import UserError
@@ -65,7 +65,7 @@ def test_its_counts_fade_and_go_on() -> None:
     curriculum.count(episodes(1, 0, 4))
     curriculum.count(episodes(1, 3, 3))
     tried, solved = curriculum.state().values()
-    assert tried.tolist() == [0, pytest.approx(4 * KEPT**3 + 3)] and solved.tolist() == [0, 3]
+    assert tried.tolist() == [0, pytest.approx(4 * TASKS_DECAY**3 + 3)] and solved.tolist() == [0, 3]
     for each in (later, other):
         each.load(curriculum.state())
         each.load({})
