@@ -69,6 +69,7 @@ def test_what_fails_is_recorded_and_the_others_go_on_and_a_later_call_continues(
     assert "not begun" in capfd.readouterr().out and entries(path) == found
 
 
+@pytest.mark.slow
 def test_a_part_that_is_late_is_ended_with_all_that_it_has_started(tmp_path: Path) -> None:
     path = tmp_path / "gpu.json"
     late = replace(GOOD, stage=replace(OFFLOAD, limit_s=0.3))

@@ -172,6 +172,7 @@ def test_a_full_shared_memory_says_how_much_is_missing(tmp_path: Path) -> None:
     assert "shared memory" in said and "--shm-size" in said and "Starting" not in said
 
 
+@pytest.mark.slow
 def test_no_vulkan_device_names_the_doctor(tmp_path: Path) -> None:
     nothing = str(tmp_path / "none.json")
     said = refusal(

@@ -147,6 +147,7 @@ def test_training_with_physics_on_another_node_equals_training_inline(
 # --- policy replicas and ranks of the learner on another machine; more of them in `test_far_replicas.py`
 
 
+@pytest.mark.slow
 def test_replicas_and_ranks_on_another_machine_learn_what_one_process_learns(
     machines: Machines, tmp_path: Path
 ) -> None:
@@ -253,6 +254,7 @@ def planned_run(physics: float, folder: Path) -> Config:
     return config_of(plan={"mode": "auto", "profile": str(path)})
 
 
+@pytest.mark.slow
 def test_auto_uses_other_nodes_and_computes_the_same(
     machines: Machines, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -313,6 +315,7 @@ def test_physics_that_a_plan_gives_to_a_node_that_has_left_is_nowhere_else(machi
         assign(schedulers.from_data(Plan, plan), config, (0,), session_of(config, machines.runtime).nodes)
 
 
+@pytest.mark.slow
 def test_nodes_without_cores_are_not_planned_for(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = tuple(replace(node, cores=node.cores * (node.name != "far")) for node in machines.runtime.nodes())
     monkeypatch.setattr(machines.runtime, "nodes", lambda: nodes)
@@ -323,6 +326,7 @@ def test_nodes_without_cores_are_not_planned_for(machines: Machines, monkeypatch
 # --- losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blow", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 def test_a_far_process_that_is_lost_is_replaced_and_its_episodes_replayed(
     blow: signal.Signals, machines: Machines, monkeypatch: pytest.MonkeyPatch
@@ -365,6 +369,7 @@ class BrokenEpisodes(EndlessEpisodes):
         return super().spec(env, episode, start)
 
 
+@pytest.mark.slow
 def test_a_far_workers_error_reaches_the_client_with_its_message(machines: Machines) -> None:
     """A user's mistake as one sentence, an error of our own with the traceback from where it happened."""
     absent = ListedEpisodes((EpisodeSpec(0, init_state=3),) * 8, 8)
@@ -401,6 +406,7 @@ class Player:
             drive(farm, end=100_000)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "blow"), [pytest.param("frail", signal.SIGSTOP, marks=pytest.mark.slow), ("far", signal.SIGKILL)]
 )

@@ -169,6 +169,7 @@ def test_every_trial_is_dealt_out_once_and_always_to_its_row(workers: int, group
 # --- interruption
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL], ids=lambda how: how.name
 )
@@ -201,6 +202,7 @@ def test_an_interrupted_evaluation_goes_on_to_the_same_result(how: signal.Signal
     assert tables(tmp_path / "whole") == tables(folder)
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_loses_its_workers_goes_on_to_the_same_result(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -203,6 +203,7 @@ def test_a_rollout_that_is_ahead_is_one_update_behind_and_the_same_everywhere(
     assert not torch.equal(expected.parameters["log_std"], punctual.parameters["log_std"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [STATES, GROUPS], ids=["decisions", "episodes"])
 def test_after_a_drain_nothing_is_ahead(
     settings: dict[str, Any], ray: Session, reference: Reference, tmp_path: Path

@@ -161,6 +161,7 @@ def test_stopped_and_resumed_is_not_stopped(demos: Dataset, tmp_path: Path, monk
         assert all(np.array_equal(one[key], other[key]) for key in one)
 
 
+@pytest.mark.slow
 def test_a_killed_training_has_a_checkpoint_of_not_long_ago(demos: Dataset, tmp_path: Path) -> None:
     config = config_of(STATES, demos, steps=100_000, checkpoint_every=20)
     save_config(config, tmp_path / "own.yaml")

@@ -70,6 +70,7 @@ def test_a_run_that_is_stopped_and_gone_on_with_is_the_same_run(tmp_path: Path) 
     assert_same_run(tmp_path / "parts", tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_it_learns_from_demonstrations_in_their_units(tmp_path: Path) -> None:
     scene = {"env.task": "tabletop/reach_red", "env.cameras": 1, "env.image_size": 32, "runtime.mode": "inline"}
     script = with_settings(load_config("tabletop_scripted"), scene, "script")

@@ -92,6 +92,7 @@ def few_iterations(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- a component that no line of the planning knows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("extra_tasks", [[], [{"num_envs": ENVS}]])
 def test_a_component_of_ones_own_is_measured_planned_and_predicted(
     extra_tasks: list[Any], here: Session, tmp_path: Path

@@ -165,6 +165,7 @@ def test_the_reference_beside_an_adapter_holds_no_weights(tmp_path: Path) -> Non
         assert sum(p.numel() for p in alive) == sum(p.numel() for p in own) > 10_000
 
 
+@pytest.mark.slow
 def test_a_new_adapter_left_out_is_the_policy_that_training_began_with(tmp_path: Path) -> None:
     config = adapted()
     with begun(config, tmp_path) as workers:

@@ -86,6 +86,7 @@ def assert_only_values_are_rounded(found: Run, expected: Run) -> None:
     assert_equal(found, expected, TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_episodes_are_equal_to_the_last_bit(replicas: int, ray: Session, reference: Any, tmp_path: Path) -> None:
     """Nothing is valued, so that every batch is a group's: three iterations, trajectories and parameters."""
@@ -95,6 +96,7 @@ def test_episodes_are_equal_to_the_last_bit(replicas: int, ray: Session, referen
     assert_equal(found, reference(settings, plan))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "replicas"),
     [

@@ -49,6 +49,7 @@ def waited(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", often(["inline"], ["inline", "ray"]))
 def test_it_changes_nothing_of_run_and_evaluations(
     mode: str, waited: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -79,6 +80,7 @@ class KilledBefore(BesideProcess):
         super().begin(work)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killed", [KilledAtWork, KilledBefore])
 def test_where_its_process_is_killed_the_run_waits(
     killed: type[BesideProcess],

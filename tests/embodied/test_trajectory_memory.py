@@ -248,6 +248,7 @@ def test_frames_too_large_are_refused_before_anything_is_drawn(ray: Session, tmp
             pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fails", [False, True], ids=["as it should", "by an exception"])
 def test_nothing_is_left_in_shared_memory_however_a_run_ends(fails: bool, ray: Session, tmp_path: Path) -> None:
     blocks: list[Path] = []
@@ -287,6 +288,7 @@ with open_session(config) as session, executor(config, Path(sys.argv[1]), sessio
 """
 
 
+@pytest.mark.slow
 def test_a_killed_driver_leaves_nothing_in_shared_memory(tmp_path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", KILLED, str(tmp_path)], cwd=ROOT, text=True, stdin=subprocess.PIPE,

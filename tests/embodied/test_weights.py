@@ -182,6 +182,7 @@ def test_every_tensor_arrives_as_it_left(
         conforms(workers, asks=way != "beside the learner")
 
 
+@pytest.mark.slow
 def test_what_cannot_be_mapped_goes_through_the_hosts_memory(
     ray: Session, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

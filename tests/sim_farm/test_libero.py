@@ -230,6 +230,7 @@ def test_an_initial_state_out_of_range_is_refused() -> None:
                 physics.reset(EpisodeSpec(0, index))
 
 
+@pytest.mark.slow
 def test_a_missing_asset_is_named(tmp_path: Path) -> None:
     whole = package.assets()
     partial = tmp_path / "assets"
@@ -258,6 +259,7 @@ def test_assets_that_are_absent_or_truncated_are_refused_by_name(tmp_path: Path,
         package._assets(str(path))
 
 
+@pytest.mark.slow
 def test_first_use_asks_nothing_and_physics_loads_no_opengl(tmp_path: Path) -> None:
     code = (
         "import sys; from sim_farm import *; p = make_physics(TaskSpec('libero/libero_goal/0'));"

@@ -17,6 +17,7 @@ from tests.embodied.demonstrations.test_import_maniskill import imported, libero
 libero_assets.require()
 
 
+@pytest.mark.slow
 def test_liberos_recording_comes_out_as_recorded(tmp_path: Path) -> None:
     """States within 1e-8, although it begins five env steps after the reset, with the gripper half open. The gripper's
     convention is OpenVLA's."""

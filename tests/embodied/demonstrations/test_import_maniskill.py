@@ -63,6 +63,7 @@ def refused(source: Path, out: Path, **settings: Any) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_maniskills_recording_comes_out_bit_for_bit(tmp_path: Path) -> None:
     """From the command line, drawn anew, and replayed from its seeds by what the dataset says."""
     out, said = tmp_path / "out", tmp_path / "said.json"

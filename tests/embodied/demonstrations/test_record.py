@@ -228,6 +228,7 @@ def test_no_episodes_are_refused(out: Path) -> None:
         record_run("test", configuration("tabletop/reach"), None, out, 0, False, Path("no-runs"))
 
 
+@pytest.mark.slow
 def test_a_killed_recording_is_no_dataset_and_in_nobodys_way(out: Path) -> None:
     code = f"""
 import os, pathlib

@@ -82,6 +82,7 @@ def read(write: Callable[[Path], Path], path: Path) -> None:
         raise ReportError(f"{path}: {wrong[0]}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pages", ["one", "two"])
 @pytest.mark.parametrize("cases", [range(40), pytest.param(range(10_000), marks=pytest.mark.slow)], ids=["few", "all"])
 def test_damaged_runs(pages: str, cases: range, tmp_path: Path) -> None:

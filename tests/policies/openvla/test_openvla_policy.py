@@ -64,6 +64,7 @@ def test_log_prob_is_the_density_that_act_samples(policy):
     law(policy, random_inputs(policy.spec, 6, seed=7))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.6])
 def test_every_token_is_drawn_as_often_as_its_probability_says(temperature):
     """Noise on a fine grid of quantiles: a token gets as many of them as its interval holds, one more or less."""
