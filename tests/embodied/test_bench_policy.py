@@ -121,7 +121,7 @@ def test_the_measured_update_is_one_whatever_the_micro_batch_and_waits_once(
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("model", ["pi0-tiny", "pi05-tiny"])
+@pytest.mark.parametrize("model", often(["pi0-tiny"], ["pi0-tiny", "pi05-tiny"]))
 def test_flow_policies_are_measured(model: str, tmp_path: Path) -> None:
     """Acting, and the update with the prefix's keys and values given, and without."""
     found = bench(tmp_path, "policy", "--model", model, "--random-weights", "--batches", "1", "3")
@@ -137,7 +137,7 @@ def test_flow_policies_are_measured(model: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model", ["pi0-tiny", "pi05-tiny"])
-@pytest.mark.parametrize("options", [{}, {"train": "all"}, {"scored": "all"}, {"critic": "suffix"}], ids=str)
+@pytest.mark.parametrize("options", often([{}], [{}, {"train": "all"}, {"scored": "all"}, {"critic": "suffix"}]), ids=str)
 def test_the_work_of_a_flow_policy_is_what_torch_counts(model: str, options: dict[str, Any]) -> None:
     policy = tiny_flow(model, **options)
     inputs = make_inputs(policy, ROWS, 0, CPU)

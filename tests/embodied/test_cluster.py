@@ -269,6 +269,7 @@ def test_auto_uses_other_nodes_and_computes_the_same(
     assert found == train(config_of(*plan.groups), tmp_path / "inline", InlineRuntime(60.0))
 
 
+@pytest.mark.slow
 def test_auto_stays_where_messages_take_longer_than_they_save(machines: Machines, tmp_path: Path) -> None:
     """The link was measured: hundreds of microseconds a message, more than all the physics takes."""
     placed = place_run(planned_run(1e-4, tmp_path), session_of(config_of(), machines.runtime), tmp_path)
@@ -280,6 +281,7 @@ def test_auto_stays_where_messages_take_longer_than_they_save(machines: Machines
     assert (cluster.home, [node.name for node in cluster.nodes]) == ("here", ["here", "far", "frail"])
 
 
+@pytest.mark.slow
 def test_a_plan_file_may_put_the_learner_on_another_node(machines: Machines, tmp_path: Path) -> None:
     """On accelerators too, which processes on the CPU stand in for where that is asked for."""
     ranks = ["here:accelerators:0", "far:accelerators:3"]

@@ -104,6 +104,7 @@ def test_this_machine_can_build_maniskill_scenes_and_render_tabletop_ones(here: 
     assert doctor.vulkan_device() == here["Vulkan (ManiSkill)"]["found"]
 
 
+@pytest.mark.slow
 def test_without_a_vulkan_driver_vulkan_is_missing_with_its_remedy(bare: Diagnosis, tmp_path: Path) -> None:
     assert bare["Vulkan (ManiSkill)"]["status"] == "missing"
     assert bare["Vulkan (ManiSkill)"]["remedy"] == doctor.VULKAN_REMEDY

@@ -34,6 +34,7 @@ from sim_farm.episodes import ListedEpisodes, evaluation_episodes
 from sim_farm.layout import FarmSpec
 from tests.embodied import evaluations
 from tests.embodied.evaluations import assert_same_episodes, config, evaluated
+from tests.variants import often
 
 COMMAND = Path(sys.executable).parent / "embodied"
 run = evaluations.run  # the fixture
@@ -108,7 +109,7 @@ def test_a_policy_acts_on_what_it_is_told(tmp_path: Path) -> None:
     assert any(not np.array_equal(a, b) for a, b in zip(own, other, strict=True)), "what it is told does not matter"
 
 
-@pytest.mark.parametrize("length", [1, 59, 119, 121, 160])
+@pytest.mark.parametrize("length", often([121], [1, 59, 119, 121, 160]))
 def test_a_long_film_says_at_which_step_each_frame_was_taken(length: int) -> None:
     """The last is the episode's end, whatever lies between two frames."""
     task, episode = TaskSpec("tabletop/push", max_episode_steps=length), EpisodeSpec(3)

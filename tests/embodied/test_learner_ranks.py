@@ -309,6 +309,7 @@ def test_a_checkpoint_of_ranks_is_one_of_any_number(sharding: str, ray_runtime: 
             assert_near(weights_of(group), expected[2])
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_cannot_be_read_is_one_message(ray_runtime: RayRuntime, tmp_path: Path) -> None:
     with connected(ray_runtime, 2, config_of(), tmp_path) as group:
         with pytest.raises(Exception, match="^learner 0: no policy here"):

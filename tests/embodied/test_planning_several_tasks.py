@@ -86,6 +86,7 @@ def test_a_profile_of_one_task_is_not_one_of_two(mixed: Profile, embodied: Said,
     assert "mixed.json was measured with other settings of extra_tasks" in said
 
 
+@pytest.mark.slow
 def test_modes_are_compared_on_several_tasks_too(mixed: Profile, embodied: Said, files: Path) -> None:
     write_config(Path("mixed.yaml"), MIXED)
     schedulers.save(mixed, "mixed.json")

@@ -180,6 +180,7 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)  # other processes bring it about
 
 
+@pytest.mark.slow
 def test_a_slow_replica_does_not_hold_up_the_others(ray: Session, tmp_path: Path, reference: Any) -> None:
     plan, settings = shared(2), of(STATES)
     decisions = settings["rollout"]["decisions"]

@@ -241,6 +241,7 @@ def blocks_of(workers: Executor) -> list[Path]:
     return [FOLDER / name for name in (memory.block, memory.frames.memory, *farm.slots, farm.bell)]
 
 
+@pytest.mark.slow
 def test_frames_too_large_are_refused_before_anything_is_drawn(ray: Session, tmp_path: Path) -> None:
     config = config_of(10**9)
     with pytest.raises(FarmError, match=r"the frame memory \(.* rows of 1 x 32 x 32 pixels\) needs .* remount"):

@@ -122,6 +122,7 @@ def test_the_shape_of_the_farm_changes_nothing(recording: Dataset, tmp_path: Pat
         assert (tmp_path / "demos" / name).read_bytes() == (recording.folder / name).read_bytes(), name
 
 
+@pytest.mark.slow
 def test_only_successes_leaves_out_exactly_the_failures(tmp_path: Path) -> None:
     config = configuration("tabletop/reach", max_episode_steps=1500, cameras=0)
     result = record_run("test", config, None, tmp_path / "all", 6, False, Path("no-runs"))
