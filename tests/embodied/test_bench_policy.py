@@ -13,8 +13,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from embodied.bench.flops import Costs, Work
-from embodied.bench.flow_flops import FlowCosts
+from embodied.bench.flops import Costs, FlowCosts, Work
 from embodied.bench.generate import OneAtATime, ways
 from embodied.bench.learner import Case, Update
 from embodied.bench.machine import Machine, measure_machine
@@ -22,7 +21,7 @@ from embodied.bench.models import build, make_inputs
 from embodied.bench.policy import share_of_equal_rows
 from embodied.bench.settings import BenchLearner, BenchPolicy
 from embodied.cli import main
-from embodied.workers.microbatch import LossSums, MicroBatchLoss, read
+from embodied.learning.microbatch import LossSums, MicroBatchLoss, read
 from policies.openvla import sizes
 from policies.openvla.base import TokenPolicy
 from policies.openvla.config import read_config
@@ -137,7 +136,9 @@ def test_flow_policies_are_measured(model: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model", ["pi0-tiny", "pi05-tiny"])
-@pytest.mark.parametrize("options", often([{}], [{}, {"train": "all"}, {"scored": "all"}, {"critic": "suffix"}]), ids=str)
+@pytest.mark.parametrize(
+    "options", often([{}], [{}, {"train": "all"}, {"scored": "all"}, {"critic": "suffix"}]), ids=str
+)
 def test_the_work_of_a_flow_policy_is_what_torch_counts(model: str, options: dict[str, Any]) -> None:
     policy = tiny_flow(model, **options)
     inputs = make_inputs(policy, ROWS, 0, CPU)

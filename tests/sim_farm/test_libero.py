@@ -53,7 +53,9 @@ def assert_observed(seen: dict[str, np.ndarray], state: np.ndarray, when: str) -
 
 
 @pytest.mark.parametrize("law", PHYSICS_LAWS, ids=name_of)
-@pytest.mark.parametrize("spec", [TaskSpec(BOWL, cameras=1), pytest.param(TaskSpec(STOVE, cameras=1), marks=pytest.mark.slow)], ids=name_of)
+@pytest.mark.parametrize(
+    "spec", often([TaskSpec(BOWL, cameras=1)], [TaskSpec(BOWL, cameras=1), TaskSpec(STOVE, cameras=1)]), ids=name_of
+)
 def test_physics(law: Any, spec: TaskSpec) -> None:
     law(spec)
 

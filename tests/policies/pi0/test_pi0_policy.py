@@ -83,7 +83,9 @@ def test_policy_obeys(case: str, law: Callable[..., None]) -> None:
 
 
 # Hundreds of steps, once for all: sampler and imitation are one code for every case.
-IMITATED = [(case, law) for case in OFTEN[:2] for law in conformance.IMITATION_LAWS if law is not MODE or case == OFTEN[0]]
+IMITATED = [
+    (case, law) for case in OFTEN[:2] for law in conformance.IMITATION_LAWS if law is not MODE or case == OFTEN[0]
+]
 
 
 @pytest.mark.parametrize(
