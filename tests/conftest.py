@@ -10,7 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from sim_farm import memory
+# Before NumPy and PyTorch are loaded, here and in processes that tests start: small matrices are fastest on one thread,
+# and the processes of a test run share the cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from sim_farm import memory  # noqa: E402
 
 # A shell starts what it puts into the background with SIGINT ignored, and Python then leaves it so. Tests send
 # it to themselves.

@@ -47,6 +47,7 @@ def test_parts_are_made_for_each_model_where_a_stage_is_about_models() -> None:
         select(parts_of(MODELS, "cpu"), ["acting"])
 
 
+@pytest.mark.slow
 def test_what_fails_is_recorded_and_the_others_go_on_and_a_later_call_continues(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -81,6 +81,7 @@ def test_the_result_is_written_as_json_with_units_in_its_names(run: Path) -> Non
     assert result["wall_s"] > 0 and result["env_steps_per_s"] > 0 and result["protocol"]["hardware"]
 
 
+@pytest.mark.slow
 def test_evaluating_again_gives_the_same(run: Path, tmp_path: Path) -> None:
     before = json.loads((run / "eval.json").read_text())
     status, said = here("eval", str(run), "--eval.videos", "0", "--json", str(tmp_path / "e.json"))

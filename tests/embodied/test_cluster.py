@@ -57,6 +57,8 @@ from tests.embodied.test_runtime import config_of, session_of, train
 from tests.sim_farm.driving import Trace, actions_for, append, assert_same, drive, run
 from tests.variants import often
 
+pytestmark = pytest.mark.slow  # every test needs Ray nodes of its own
+
 
 @pytest.fixture(scope="module")
 def machines() -> Iterator[Machines]:
@@ -130,7 +132,6 @@ def expected_bytes(spec: FarmSpec, sizes: dict[str, int], environments: list[lis
     return [sent, received]
 
 
-@pytest.mark.slow
 def test_training_with_physics_on_another_node_equals_training_inline(
     machines: Machines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,7 +149,6 @@ def test_training_with_physics_on_another_node_equals_training_inline(
 # --- policy replicas and ranks of the learner on another machine; more of them in `test_far_replicas.py`
 
 
-@pytest.mark.slow
 def test_replicas_and_ranks_on_another_machine_learn_what_one_process_learns(
     machines: Machines, tmp_path: Path
 ) -> None:
@@ -181,7 +181,6 @@ def of_two_ranks(machines: Machines, node: str) -> Assignment:
     return replace(plan, components={**plan.components, "learner": (place, place)})
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("epochs", "ahead"),
     [(1, 0), (2, 0), (2, 1)],
@@ -216,7 +215,6 @@ def test_far_ranks_fetch_the_frames_that_they_evaluate_once(
         assert epochs > 1 or len(first) == len(second) == decisions / 2
 
 
-@pytest.mark.slow
 def test_a_frame_source_that_dies_is_named_with_the_rank_that_called_it(machines: Machines, tmp_path: Path) -> None:
     session = Session(Config(), machines.runtime, tuple(sorted(os.sched_getaffinity(0))))
     config = parse_config({**test_learner_ranks.IMAGES, "workflow": "ppo"}, "test")
@@ -255,7 +253,6 @@ def planned_run(physics: float, folder: Path) -> Config:
     return config_of(plan={"mode": "auto", "profile": str(path)})
 
 
-@pytest.mark.slow
 def test_auto_uses_other_nodes_and_computes_the_same(
     machines: Machines, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -270,7 +267,6 @@ def test_auto_uses_other_nodes_and_computes_the_same(
     assert found == train(config_of(*plan.groups), tmp_path / "inline", InlineRuntime(60.0))
 
 
-@pytest.mark.slow
 def test_auto_stays_where_messages_take_longer_than_they_save(machines: Machines, tmp_path: Path) -> None:
     """The link was measured: hundreds of microseconds a message, more than all the physics takes."""
     placed = place_run(planned_run(1e-4, tmp_path), session_of(config_of(), machines.runtime), tmp_path)
@@ -282,7 +278,6 @@ def test_auto_stays_where_messages_take_longer_than_they_save(machines: Machines
     assert (cluster.home, [node.name for node in cluster.nodes]) == ("here", ["here", "far", "frail"])
 
 
-@pytest.mark.slow
 def test_a_plan_file_may_put_the_learner_on_another_node(machines: Machines, tmp_path: Path) -> None:
     """On accelerators too, which processes on the CPU stand in for where that is asked for."""
     ranks = ["here:accelerators:0", "far:accelerators:3"]
@@ -318,7 +313,6 @@ def test_physics_that_a_plan_gives_to_a_node_that_has_left_is_nowhere_else(machi
         assign(schedulers.from_data(Plan, plan), config, (0,), session_of(config, machines.runtime).nodes)
 
 
-@pytest.mark.slow
 def test_nodes_without_cores_are_not_planned_for(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = tuple(replace(node, cores=node.cores * (node.name != "far")) for node in machines.runtime.nodes())
     monkeypatch.setattr(machines.runtime, "nodes", lambda: nodes)
@@ -329,7 +323,6 @@ def test_nodes_without_cores_are_not_planned_for(machines: Machines, monkeypatch
 # --- losses
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("blow", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 def test_a_far_process_that_is_lost_is_replaced_and_its_episodes_replayed(
     blow: signal.Signals, machines: Machines, monkeypatch: pytest.MonkeyPatch
@@ -372,7 +365,6 @@ class BrokenEpisodes(EndlessEpisodes):
         return super().spec(env, episode, start)
 
 
-@pytest.mark.slow
 def test_a_far_workers_error_reaches_the_client_with_its_message(machines: Machines) -> None:
     """A user's mistake as one sentence, an error of our own with the traceback from where it happened."""
     absent = ListedEpisodes((EpisodeSpec(0, init_state=3),) * 8, 8)
@@ -409,7 +401,6 @@ class Player:
             drive(farm, end=100_000)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "blow"), [pytest.param("frail", signal.SIGSTOP, marks=pytest.mark.slow), ("far", signal.SIGKILL)]
 )

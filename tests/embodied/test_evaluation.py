@@ -73,6 +73,7 @@ def test_an_episode_does_not_depend_on_the_other_tasks_of_an_evaluation(tmp_path
         assert np.array_equal(among.actions(outcome), alone.actions(outcome))
 
 
+@pytest.mark.slow
 def test_tasks_do_not_share_their_noise(tmp_path: Path) -> None:
     both = evaluated(tmp_path / "e", config(eval={"tasks": ["tabletop/push", "tabletop/pick_and_place"]}))
     push, place = (both.actions(both.outcomes[task, 0])[0, :3] for task in ("tabletop/push", "tabletop/pick_and_place"))
@@ -119,6 +120,7 @@ def test_a_long_film_says_at_which_step_each_frame_was_taken(length: int) -> Non
     assert len(frames) <= 2 * FRAMES + 1
 
 
+@pytest.mark.slow
 def test_episodes_of_a_film_are_equally_fast(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     tiles: list[EpisodeFrames] = []
     monkeypatch.setattr(films, "write_tiled", lambda path, shown, fps, columns: tiles.extend(shown))

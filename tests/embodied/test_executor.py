@@ -157,6 +157,7 @@ def test_groups_and_workers_change_no_more_than_the_rounding(settings: dict[str,
         assert_equal(runs[name], expected, TOLERANCE)
 
 
+@pytest.mark.slow
 def test_one_process_or_several_and_one_renderer_or_none_change_nothing(
     here: Session, reference: Reference, tmp_path: Path
 ) -> None:

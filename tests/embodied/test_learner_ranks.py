@@ -198,6 +198,7 @@ def test_each_rank_reads_its_own_frames(ray: Session, reference: Any, tmp_path: 
         assert mine.learned["learner/frames_read"] == its.learned["learner/frames_read"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharding", [pytest.param("whole", marks=pytest.mark.slow), "sharded"])
 def test_rank_0_may_act_in_its_own_process(sharding: str, ray: Session, reference: Any, tmp_path: Path) -> None:
     """Where it holds a shard it has no policy to share, and who acts has a process of its own."""

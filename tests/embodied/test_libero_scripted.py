@@ -105,6 +105,7 @@ def test_scripts_solve_their_tasks_from_at_least_eighty_percent_of_the_initial_s
     assert sum(outcome.success for outcome in folder.in_order()) >= 40
 
 
+@pytest.mark.slow
 def test_a_knocked_over_plan_is_tried_again(tmp_path: Path) -> None:
     """A controller without memory: after 40 random env steps the task is solved all the same."""
     import policies

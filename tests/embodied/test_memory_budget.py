@@ -154,6 +154,7 @@ class Once(MemoryBudget):
         return MemoryBudget.exceeded(budget, who, pid, watched)
 
 
+@pytest.mark.slow
 def test_a_simulator_that_has_grown_is_replaced_and_its_episodes_replayed(
     ray_runtime: RayRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -183,6 +183,7 @@ def test_a_new_adapter_left_out_is_the_policy_that_training_began_with(tmp_path:
         assert (passed(worker, batch) - expected).abs().max() < 1e-5
 
 
+@pytest.mark.slow
 def test_an_adapter_that_had_learned_before_is_part_of_the_reference(tmp_path: Path) -> None:
     """Left out, it would draw the policy back to where the warm start began."""
     config = adapted()

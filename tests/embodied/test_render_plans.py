@@ -165,6 +165,7 @@ def test_frames_are_probed_in_software_and_on_a_gpu() -> None:
     assert drawing(none["all cores"][1]) == ((), ()) and "drawn" not in none
 
 
+@pytest.mark.slow
 def test_a_profile_has_drawing_on_both_pools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The probes themselves, with a render worker that draws in software where that on the GPU would be."""
     monkeypatch.setattr(profiling, "MOST", profiling.LEAST)

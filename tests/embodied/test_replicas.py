@@ -133,6 +133,7 @@ def test_replicas_share_the_groups_of_several_tasks(ray: Session, reference: Any
     assert_only_values_are_rounded(found, reference(settings, plan))
 
 
+@pytest.mark.slow
 def test_a_rollout_of_replicas_may_be_ahead(ray: Session, reference: Any, tmp_path: Path) -> None:
     plan, settings = shared(2, ahead=1), of(GROUPS)
     found = runs.run(settings, ray, plan, tmp_path / "ray")
@@ -201,6 +202,7 @@ def test_a_slow_replica_does_not_hold_up_the_others(ray: Session, tmp_path: Path
     assert summary.env_steps == expected.env_steps and summary.episodes == expected.episodes
 
 
+@pytest.mark.slow
 def test_a_group_that_is_ready_first_is_served_first(
     ray_runtime: RayRuntime, reference: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -120,6 +120,7 @@ def states(here: Session, tmp_path_factory: pytest.TempPathFactory) -> Run:
 # --- what flows
 
 
+@pytest.mark.slow
 def test_env_steps_of_all_tasks_count(pictures: Run) -> None:
     most = DECISIONS * CHUNK
     for one in pictures.iterations:

@@ -179,6 +179,7 @@ def test_progress_is_noted_at_every_environment() -> None:
             assert fate.writes["since_ns"] >= least, "progress is told at a change of the phase alone"
 
 
+@pytest.mark.slow
 def test_who_is_late_is_the_one_that_makes_no_progress() -> None:
     """Two of the workers have work of the group; the message names the stopped one, not the first."""
     with closing(Farm.create(SPEC, host := Processes())) as farm:

@@ -141,6 +141,7 @@ def test_states_equal_stock_robosuite_over_full_episodes(task: str) -> None:
     env.close()
 
 
+@pytest.mark.slow
 def test_a_stove_that_is_on_glows_as_in_the_native_picture_and_is_off_after_a_reset() -> None:
     spec = TaskSpec(STOVE, cameras=("agentview",), image_size=SIZE)
     physics, renderer = LiberoPhysics(TaskSpec(STOVE, None, "sparse", None, ("agentview",), SIZE)), make_renderer(spec)

@@ -105,6 +105,7 @@ def test_render_law_in_every_task(law: Law, spec: TaskSpec) -> None:
     law(spec)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", often(("pd_ee_delta_pose",), ("pd_joint_pos", "pd_joint_vel", "pd_ee_delta_pose")))
 @pytest.mark.parametrize("law", [actions_are_clipped, chunk_equals_single_steps], ids=name_of)
 def test_law_in_other_control_modes(law: Law, mode: str) -> None:

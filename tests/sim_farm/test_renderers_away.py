@@ -50,6 +50,7 @@ def append_all(trace: Trace, more: Trace) -> None:
         trace[env] += rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", often(("split",), SHAPES))
 def test_frames_after_the_return_are_those_without_leaving(shape: str) -> None:
     spec = replace(SPEC, **SHAPES[shape])

@@ -109,6 +109,7 @@ def test_other_robots_controllers_and_tasks_are_refused(edit: Any, says: str, tm
     assert says in refused(libero(tmp_path, edit), tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_robomimics_filter_keys_select_episodes(tmp_path: Path) -> None:
     """In robomimic's layout of a LIBERO task, whose .bddl file stands among the environment's arguments."""
 
