@@ -2,6 +2,7 @@
 # for software Vulkan and OpenGL, into the system. The second time nothing is installed.
 #
 #   make train CONFIG=pushcube      trains with configs/pushcube.yaml
+#   make docs                      writes the generated pages of docs/ anew
 #   make test ARGS="-k doctor"      lint, types, tests in three processes (11 GB of memory); ARGS go to pytest (-n 2: fewer, -n 0: one)
 #   make learn SEEDS="1 2 3"        a small VLA: demonstrations, supervised learning, PPO with these seeds (docs/learning.md)
 #   SYSTEM_PACKAGES=no make ...     leaves the system's packages alone and says what is missing
@@ -17,7 +18,7 @@ HASH := $(shell cat constraints.txt pyproject.toml | cksum | cut -d ' ' -f 1)
 PACKAGES := .venv/.packages-$(HASH)
 READY := .venv/.ready-$(HASH)
 
-.PHONY: train learn test lint setup system wheelhouse clean distclean
+.PHONY: train learn test lint docs setup system wheelhouse clean distclean
 
 train: setup
 	.venv/bin/embodied train $(CONFIG)
@@ -37,6 +38,9 @@ test: lint
 lint: setup
 	.venv/bin/ruff check .
 	.venv/bin/mypy
+
+docs: setup
+	.venv/bin/python docs/reference.py
 
 setup: $(READY)
 
