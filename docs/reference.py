@@ -216,7 +216,8 @@ def _modules() -> list[str]:
 
 def _sentence(path: Path) -> str:
     """The first sentence of the module's docstring; empty where there is none."""
-    about = " ".join(((ast.get_docstring(ast.parse(path.read_text())) if path.is_file() else "") or "").split())
+    text = (ast.get_docstring(ast.parse(path.read_text())) if path.is_file() else "") or ""
+    about = " ".join(text.partition("\n\n")[0].split())
     return re.split(r"(?<=[.!?]) (?=[A-Z`])", about)[0]
 
 
