@@ -20,6 +20,7 @@ from embodied.workflows import GRPO
 
 def leave_one_out(batch: Trajectories, config: Config) -> Estimate:
     """All [T, B]: column b is one episode, row t its decision t. A function of its arguments alone."""
+    assert batch.episode_group is not None  # int64 [B]; None where a rollout is of decisions
     size = config.rollout.episode_group
     outcome = outcomes(batch, config.advantage)  # [B]: success or return, as advantage.outcome says
     mean, complete = group_means(outcome, batch.episode_group, size)
