@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.util
 import re
 import sys
+import typing
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 import embodied
+from embodied.cli import VERBS
+from embodied.config.files import all_settings
 from embodied.config.schema import Config
 from policies.registry import KINDS
 from sim_farm.registry import BACKENDS
@@ -56,6 +60,35 @@ def test_every_relative_link_points_to_an_existing_file_and_heading(page: Path) 
 def test_every_source_file_that_a_page_names_exists(page: Path) -> None:
     for name in SOURCE.findall(page.read_text()):
         assert (ROOT / name).is_file(), f"{_name(page)} names {name}, which does not exist"
+
+
+SECTIONS = {key.partition(".")[0] for key in all_settings() if "." in key}
+SETTING = re.compile(rf"`(?:--)?((?:{'|'.join(sorted(SECTIONS))})\.[a-z_.-]+)")
+OPTION = re.compile(r"(?<=[\s`])--([a-z][a-z0-9._-]*)")
+COMMAND = re.compile(r"embodied (\w+)\b([^`#|\n]*)")
+
+
+def _options(verb: str) -> set[str]:
+    """The options of a verb but for settings; of all verbs of several benches."""
+    found = importlib.import_module(f"embodied.commands.{VERBS[verb][0]}")
+    arguments = getattr(found, "Arguments", None)
+    kinds = [typing.get_args(kind)[0] for kind in typing.get_args(arguments)] or [arguments]
+    return {"json", "help"} | {field.name for kind in kinds if kind is not None for field in dataclasses.fields(kind)}
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.parent.name != "decisions"], ids=_name)
+def test_every_setting_and_option_that_a_page_names_exists(page: Path) -> None:
+    text, settings = page.read_text().replace("\\\n", " "), set(all_settings())
+    for named in SETTING.findall(text):
+        key = named.rstrip(".").replace("-", "_")
+        known = key in settings or key.startswith(("policy.options", *(f"{found}." for found in settings)))
+        # `stream.py` and the like are files.
+        assert known or key.endswith((".py", ".md", ".yaml", ".json")), f"{_name(page)} names the setting {named}"
+    for verb, rest in COMMAND.findall(text):
+        for option in OPTION.findall(rest) if verb in VERBS else ():
+            key = option.replace("-", "_").replace(".no_", ".")
+            known = key in settings or key.startswith("policy.options.") or key.removeprefix("no_") in _options(verb)
+            assert known, f"{_name(page)} gives `embodied {verb}` the option --{option}"
 
 
 def _reference() -> ModuleType:
