@@ -107,7 +107,7 @@ def test_a_rank_that_waits_acts_with_its_own_policy(
     with executor(config, tmp_path, ray, placed) as workers:
         assert workers.weights_path.endswith(path)
         for replica, host in enumerate(hosts):
-            mine, ranks = workers.acting.some([replica]), [workers.trainer.some([i]) for i in range(learner[1])]
+            mine, ranks = workers.acting.some([replica]), [workers.learner.some([i]) for i in range(learner[1])]
             beside = [mine.path_from(rank) == "by reference" for rank in ranks]
             assert beside == [i == host for i in range(learner[1])]
     found = run(settings, ray, placed, tmp_path / "together")

@@ -22,9 +22,9 @@ from embodied.devices import Affinity
 from embodied.errors import PeerFailed, UserError
 from embodied.execution.assignment import Assignment, configured
 from embodied.execution.executor import Executor, executor
-from embodied.execution.roles import Trainer
+from embodied.execution.learner_ranks import update_of_ranks
+from embodied.execution.roles import LearnerRole
 from embodied.execution.session import Session, open_session
-from embodied.execution.trainer_ranks import update_of_ranks
 from embodied.learning.learner import Learner
 from embodied.run import checkpoint
 from embodied.runtime.groups import WorkerGroup
@@ -80,8 +80,8 @@ def run(
         iterations = [workers.iterate(i, drain=i == ITERATIONS - 1) for i in range(ITERATIONS)]
         look(workers)
         if assignment.unload:
-            workers.trainer.call_all(Trainer.load_back)
-        weights = workers.trainer.call_all(Trainer.weights)[0]
+            workers.learner.call_all(LearnerRole.load_back)
+        weights = workers.learner.call_all(LearnerRole.weights)[0]
         parameters = {name: tensor.clone() for name, tensor in weights.items()}
     given = [[load_file(path) for path in sorted(rank.iterdir())] for rank in (folder / "gathered").iterdir()]
     for other in given[1:]:
@@ -451,5 +451,5 @@ def test_a_run_that_is_resumed_on_other_ranks(ray: Session, reference: Any, tmp_
         workers.load(tmp_path / "000002")
         workers.begin(checkpoint.read_environments(tmp_path / "000002"), 2)
         workers.iterate(2)
-        first, _ = workers.trainer.call_all(Trainer.weights)
+        first, _ = workers.learner.call_all(LearnerRole.weights)
         assert_near({name: tensor.clone() for name, tensor in first.items()}, reference(STATES).parameters, 1e-4)

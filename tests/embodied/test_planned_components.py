@@ -18,9 +18,9 @@ from embodied.config.files import parse_config
 from embodied.config.schema import Config
 from embodied.execution.assignment import assign
 from embodied.execution.executor import Iteration, executor
-from embodied.execution.roles import Trainer
+from embodied.execution.roles import LearnerRole
 from embodied.execution.session import Session, open_session
-from embodied.learning.passing import PassingWorker
+from embodied.learning.scorer import Scorer
 from embodied.planning import profiler as profiling
 from embodied.planning.clusters import local_cluster
 from embodied.planning.profiler import profile_config
@@ -37,7 +37,7 @@ CORES = tuple(sorted(os.sched_getaffinity(0))[:2])
 ENVS, EPISODES, REFLECTS_S = 4, 2, 0.02
 
 
-class Judge(PassingWorker):
+class Judge(Scorer):
     """Passes trajectories on as they are, after a while that nobody knows but the clock."""
 
     saw: ClassVar[list[int]] = []
@@ -144,7 +144,7 @@ def by_plan(micro_batch: int, here: Session, folder: Path) -> tuple[Iteration, d
     with executor(config, folder, here, assign(plan, config, CORES)) as workers:
         workers.begin(None, 0)
         iteration = workers.iterate(0)
-        weights = workers.trainer.call(Trainer.weights)
+        weights = workers.learner.call(LearnerRole.weights)
         return iteration, {name: tensor.clone() for name, tensor in weights.items()}
 
 

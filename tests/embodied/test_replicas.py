@@ -328,7 +328,7 @@ def test_a_lost_replica_is_named_and_nothing_is_left(
             pytest.raises(FarmError, match=said),
             executor(config, tmp_path, Session(config, runtime, tuple(runs.CORES)), shared(2)) as workers,
         ):
-            workers.farm_deadline_s = 5.0  # of the decider, which it gives replicas too
+            workers.farm_deadline_s = 5.0  # of the rollout_worker, which it gives replicas too
             workers.begin(None, 0)
             pids = [process.pid for process in runtime._processes if process.pid]
             memories = mapped([os.getpid(), *pids])

@@ -159,7 +159,7 @@ def test_a_checkpoint_that_has_no_room_is_told_and_the_next_is_written(tmp_path:
         workers.saved()
         with full_disk():
             workers.save(tmp_path, state_at(2), workers.iterate(1).environments)
-            workers.trainer.handles[0].worker._writer.settle()  # type: ignore[attr-defined]
+            workers.learner.handles[0].worker._writer.settle()  # type: ignore[attr-defined]
         assert checkpoint.latest(tmp_path) == tmp_path / "000001"
         environments = workers.iterate(2).environments
         with pytest.raises(CheckpointError, match="cannot write the checkpoint .*000002.*File too large"):
@@ -179,7 +179,7 @@ def run_out_of_room(monkeypatch: pytest.MonkeyPatch, iterations: tuple[int, ...]
             return save(workers, root, state, environments)
         with full_disk(left.pop(0) if left else 1000):
             save(workers, root, state, environments)
-            workers.trainer.handles[0].worker._writer.settle()  # type: ignore[attr-defined]
+            workers.learner.handles[0].worker._writer.settle()  # type: ignore[attr-defined]
 
     monkeypatch.setattr(Executor, "save", out_of_room)
 

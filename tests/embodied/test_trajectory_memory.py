@@ -25,7 +25,7 @@ from embodied.config.schema import Config
 from embodied.devices import Affinity
 from embodied.execution.assignment import HERE, Assignment, FarmAssignment
 from embodied.execution.executor import Executor, executor
-from embodied.execution.roles import Acting, Decider, Trainer
+from embodied.execution.roles import LearnerRole, PolicyRole, RolloutRole
 from embodied.execution.session import Session, open_session
 from embodied.reporting.metrics import read
 from embodied.run.folder import prepare_run
@@ -365,10 +365,10 @@ def test_policy_worker_and_learner_take_a_fifth_of_a_rollouts_bytes_for_themselv
         workers.begin(None, 0)
 
         def iterate(decisions: int, number: int) -> None:
-            workers.decider.call(Decider.rollout, decisions, 100.0)
-            workers.trainer.get(workers.trainer.pipe(Trainer.collect, workers.decider, Decider.trajectories, number))
-            workers.trainer.call(Trainer.finish, number)
-            weights = workers.acting.pipe(Acting.load_weights, workers.trainer, Trainer.weights, number + 1)
+            workers.rollout_worker.call(RolloutRole.rollout, decisions, 100.0)
+            workers.learner.get(workers.learner.pipe(LearnerRole.collect, workers.rollout_worker, RolloutRole.trajectories, number))
+            workers.learner.call(LearnerRole.finish, number)
+            weights = workers.acting.pipe(PolicyRole.load_weights, workers.learner, LearnerRole.weights, number + 1)
             workers.acting.get(weights)
 
         iterate(2, 0)

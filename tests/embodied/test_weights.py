@@ -87,7 +87,7 @@ class Worker(PolicyWorker):
         return checksums(trained(self.policy)), self._actor.version
 
 
-class Trainer(Learner):
+class LearnerRole(Learner):
     asked = 0
     mistake = ""
 
@@ -114,7 +114,7 @@ class Barred(Worker):
 
 
 def telling(policy: type[Worker]) -> Recipe:
-    classes = {"policy": policy, "learner": Trainer}
+    classes = {"policy": policy, "learner": LearnerRole}
     components = (
         replace(c, worker=f"{__name__}:{classes[c.name].__name__}") if c.name in classes else c for c in PPO.components
     )
@@ -164,9 +164,9 @@ def conforms(workers: Executor, asks: bool) -> None:
     """Every tensor arrives as it left, and the learner is asked once per version, however many act."""
     seen = set()
     for version in range(4):
-        trainer: WorkerGroup[Any] = workers.trainer
+        learner: WorkerGroup[Any] = workers.learner
         acting: WorkerGroup[Any] = workers.acting
-        expected, asked = trainer.call(Trainer.holds)
+        expected, asked = learner.call(LearnerRole.holds)
         assert acting.call_all(Worker.holds) == [(expected, version)] * acting.size
         assert asked == (version + 1 if asks else 0)
         seen.add(expected["log_std"])
@@ -211,24 +211,24 @@ def test_a_failure_leaves_the_old_version_acting(
 ) -> None:
     """Everybody's; and what is right goes the same way afterwards."""
     with run_by(way, ray, tmp_path, monkeypatch) as workers:
-        trainer: WorkerGroup[Any] = workers.trainer
+        learner: WorkerGroup[Any] = workers.learner
         acting: WorkerGroup[Any] = workers.acting
         before = acting.call_all(Worker.holds)
         workers.iterate(0)
         after = acting.call_all(Worker.holds)
         assert after != before
-        trainer.call(Trainer.err, "log_stdd")
+        learner.call(LearnerRole.err, "log_stdd")
         with pytest.raises(WrongWeights, match=r"unknown log_stdd.*The old ones are kept"):
             workers.publish(2)
         assert acting.call_all(Worker.holds) == after
-        trainer.call(Trainer.err, "")
+        learner.call(LearnerRole.err, "")
         workers.publish(2)
         assert acting.call_all(Worker.holds) == [(found, 2) for found, _ in after]
-        trainer.call(Trainer.err, "own")
+        learner.call(LearnerRole.err, "own")
         with pytest.raises(UserError, match="there are no weights"):
             workers.publish(3)
         assert acting.call_all(Worker.holds) == [(found, 2) for found, _ in after]
-        trainer.call(Trainer.err, "")
+        learner.call(LearnerRole.err, "")
 
 
 # --- weights of another policy
