@@ -11,13 +11,13 @@ from dataclasses import replace
 
 import embodied
 from embodied.config.schema import Config
-from embodied.learning.passing import PassingWorker
+from embodied.learning.scorer import Scorer
 from embodied.trajectories.batch import Trajectories
 from embodied.workflows import PPO, WorkflowComponent, passing
 from embodied.workflows.context import WorkerContext
 
 
-class StepCost(PassingWorker):
+class StepCost(Scorer):
     """Takes 0.01 off the reward for every env step that a decision took."""
 
     @classmethod
