@@ -4,6 +4,7 @@
 #   make train CONFIG=pushcube      trains with configs/pushcube.yaml
 #   make test ARGS="-k doctor"      lint, types, the default tests in two processes; ARGS go to pytest (-n 0: one process)
 #   make test-all                   the same with the slow tests: hours
+#   make docs                       writes the generated pages of docs/ anew
 #   make learn SEEDS="1 2 3"        a small VLA: demonstrations, supervised learning, PPO with these seeds (docs/learning.md)
 #   SYSTEM_PACKAGES=no make ...     leaves the system's packages alone and says what is missing
 #   PYTHON=python3.12 make ...      makes .venv with this Python
@@ -22,7 +23,7 @@ READY := .venv/.ready-$(HASH)
 export PYTHONDONTWRITEBYTECODE :=
 PYTEST := .venv/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
-.PHONY: train learn test test-all lint setup system wheelhouse clean distclean
+.PHONY: train learn test test-all lint docs setup system wheelhouse clean distclean
 
 train: setup
 	.venv/bin/embodied train $(CONFIG)
@@ -45,6 +46,9 @@ test-all: lint
 lint: setup
 	.venv/bin/ruff check .
 	.venv/bin/pyrefly check
+
+docs: setup
+	.venv/bin/python docs/reference.py
 
 setup: $(READY)
 
