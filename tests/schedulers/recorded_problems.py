@@ -15,8 +15,9 @@ from typing import Any
 
 import schedulers
 from benchmarks import planner, scaling, tasks_together
-from schedulers import MODES, Cluster, Mode, Node, Plan, PlanError, Profile, Workflow, alternatives
+from schedulers import MODES, Cluster, Mode, Node, Plan, PlanError, Profile, SearchOptions, Workflow, alternatives
 from tests.schedulers import test_choice_per_task, test_communication, test_pools, test_shared_weights, test_uneven
+from tests.schedulers.baselines import SMALL
 from tests.schedulers.instances import (
     TWO_CORES,
     libero_tasks,
@@ -28,9 +29,6 @@ from tests.schedulers.instances import (
 )
 
 Instance = tuple[Workflow, Profile, Cluster]
-
-SMALL = {"groups": (1, 2), "parts": (1, 2, 4)}
-"""Numbers of groups and of micro-batches that are tried on random problems."""
 
 SLOW = ("large:chain8 0", "large:ppo 1", "libero:3", "libero:10")
 """Problems that take seconds."""
@@ -81,7 +79,7 @@ KINDS: dict[str, Callable[[str], Instance]] = {
     "home": lambda seed: random_home(int(seed), pools=1 + int(seed) % 2, links=int(seed) % 2 == 0),
     "uneven": lambda seed: test_uneven.random_uneven(int(seed), int(seed) % 2 == 0),
     "communication": lambda seed: test_communication.communicating(int(seed)),
-    "lending": lambda seed: test_shared_weights.lending(int(seed)),
+    "lending": lambda seed: test_shared_weights.sharing(int(seed)),
     "pools": lambda seed: _pools(int(seed)),
     "tasks": lambda seed: random_tasks(int(seed), gpu=int(seed) % 2 == 0, memory=int(seed) % 3 == 0),
     "three tasks": lambda seed: random_tasks(int(seed), count=3, gpu=int(seed) % 2 == 0),
@@ -132,11 +130,11 @@ def recorded(key: str) -> dict[str, Any] | str:
     workflow, profile, cluster = instance(key)
     kind, _, which = key.partition(":")
     ahead = kind in ("random", "tail") and int(which) % 4 == 1
-    options = SMALL if kind not in ("published", "scaling", "together", "libero", "large") else {}
-    known = {"ahead": ahead, "deadline_s": 3600.0, **options}
+    options = SMALL if kind not in ("published", "scaling", "together", "libero", "large") else SearchOptions()
+    search = replace(options, deadline_s=3600.0)
     try:
-        best = schedulers.plan(workflow, profile, cluster, explain=False, **known)
-        found = alternatives(workflow, profile, cluster, **known)
+        best = schedulers.plan(workflow, profile, cluster, ahead=ahead, search=search, explain=False)
+        found = alternatives(workflow, profile, cluster, ahead=ahead, search=search)
     except PlanError as error:
         return str(error)
     result: dict[str, Any] = {"chosen": best.mode, **_described(best, workflow, profile, cluster)}

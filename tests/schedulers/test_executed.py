@@ -11,7 +11,7 @@ import pytest
 import ray
 
 from schedulers import MODES, Plan, Profile, Workflow, alternatives
-from schedulers.prediction import phase_costs, problem_of
+from schedulers.cost.prediction import phase_costs, problem_of
 from tests.schedulers.instances import TWO_CORES, ppo, ppo_profile
 
 pytestmark = pytest.mark.slow

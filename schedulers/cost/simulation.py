@@ -1,4 +1,4 @@
-"""Any plan played event by event, with constant or random times: a second opinion on the laws, and a timeline."""
+"""Event simulation of any plan, with constant or random times: a second opinion on the cost laws, and a timeline."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 import numpy as np
 
 from schedulers.cluster import Cluster
-from schedulers.layout import ranges_text
-from schedulers.network import play
-from schedulers.plan import Placement, Plan
-from schedulers.prediction import Costs, phase_costs, problem_of, switches, switches_of
+from schedulers.cost.laws import serve
+from schedulers.cost.phase import PhaseModel
+from schedulers.cost.prediction import PhaseCosts, phase_costs, problem_of, switches
+from schedulers.cost.problem import Problem
+from schedulers.cost.times import component_seconds, items_at_once
+from schedulers.plan import Placement, Plan, ranges_text
 from schedulers.profile import Profile
-from schedulers.shape import Shape
-from schedulers.times import Problem, component_seconds, part_items
 from schedulers.workflow import Workflow
 
 DRAWS = 16
-"""Simulated iterations whose mean is an expected time: their standard error is far below the profile's own."""
+"""Simulated iterations of which an expected time is the mean: its standard error is far below the profile's own."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,12 @@ class Event:
     start_s: float
     end_s: float
     phase: int
-    round: int
-    """Of the loop, from 0; -1 outside it."""
+    step: int
+    """Step of the loop, from 0; -1 outside it."""
     group: int
-    """Of the loop's groups; -1 outside it."""
-    part: int
-    """Micro-batch, from 0; -1 in the loop."""
+    """Group of environments, from 0; -1 outside the loop."""
+    micro_batch: int
+    """Number of the micro-batch, from 0; -1 in the loop."""
     task: int = -1
     """Number of the loop where there are several; -1 outside them."""
 
@@ -45,22 +45,24 @@ class Event:
 @dataclass(frozen=True)
 class Simulation:
     seconds: float
-    """Of one iteration."""
+    """Makespan of one iteration."""
     events: tuple[Event, ...]
 
 
 @dataclass
 class _Job:
-    """One call: a group on one placement in one round, or a part on one segment."""
+    """One call: a step of a group on one placement, or a micro-batch on one stage."""
 
     server: int
     pieces: tuple[tuple[str, float], ...]
     """Components and their seconds, in turn."""
     needs: list[int] = field(default_factory=list)
+    """Jobs that have to end before this one begins."""
     release: float = 0.0
-    round: int = -1
+    """Time before which it does not begin."""
+    step: int = -1
     group: int = -1
-    part: int = -1
+    micro_batch: int = -1
     loop: int = -1
 
 
@@ -72,31 +74,29 @@ def simulate(
     seed: int | None = None,
     variation: float | None = None,
 ) -> Simulation:
-    """One iteration. Without a seed times are constant and the result equals `predict`'s; with one, every call
-    draws its time from a gamma distribution with the profiled mean and coefficient of variation (`variation`, if
-    given, replaces the profile's).
+    """Simulate one iteration.
+
+    Without a seed times are constant and the result equals `predict`'s. With one, every call draws its time from a gamma
+    distribution with the profiled mean and coefficient of variation; `variation` replaces the profile's.
 
     Raises `PlanError` for a plan that cannot run.
     """
     problem = problem_of(plan, workflow, profile, cluster)
     draw = _Draw(problem.profile, seed, variation)
     costs = [phase_costs(plan, phase, problem) for phase in plan.phases]
-    unloading = switches_of(plan, costs, problem)
+    switch_s = switches(plan, costs, problem)
     now, events = 0.0, []
-    for number, (phase, cost, switch) in enumerate(zip(plan.phases, costs, unloading, strict=True)):
+    for number, (phase, cost, switch) in enumerate(zip(plan.phases, costs, switch_s, strict=True)):
         tracks = [track_name(placement) for placement in phase.placements]
-        if any(unloading):
+        if any(switch_s):
             events += [Event(track, "switch", now, now + switch, number, -1, -1, -1) for track in tracks]
             now += switch
         end, played = _play_phase(problem, cost, draw)
         for job, start in played:
             for name, seconds in job.pieces:
                 begin, start = now + start, start + seconds
-                events.append(
-                    Event(
-                        tracks[job.server], name, begin, now + start, number, job.round, job.group, job.part, job.loop
-                    )
-                )
+                where = (number, job.step, job.group, job.micro_batch, job.loop)
+                events.append(Event(tracks[job.server], name, begin, now + start, *where))
         now += end
     return Simulation(now, tuple(sorted(events, key=lambda event: (event.start_s, event.track))))
 
@@ -104,28 +104,23 @@ def simulate(
 def expected_seconds(
     plan: Plan, workflow: Workflow, profile: Profile, cluster: Cluster | None = None, draws: int = DRAWS
 ) -> float:
-    """Mean time of an iteration with the profiled variation; the predicted one where none was measured."""
-    if not any(component.variation for component in profile.placed(plan.pools).components.values()):
-        return simulate_seconds(plan, workflow, profile, cluster)
+    """Mean makespan with the profiled variation; the predicted one where no variation was measured."""
+    if not any(component.variation for component in profile.on_pools(plan.pools).components.values()):
+        problem = problem_of(plan, workflow, profile, cluster)
+        costs = [phase_costs(plan, phase, problem) for phase in plan.phases]
+        return sum(cost.seconds for cost in costs) + sum(switches(plan, costs, problem))
     seeds = range(draws)
     return float(np.mean([simulate(plan, workflow, profile, cluster, seed).seconds for seed in seeds]))
 
 
-def simulate_seconds(plan: Plan, workflow: Workflow, profile: Profile, cluster: Cluster | None = None) -> float:
-    """What `predict` says, without making a prediction of the parts."""
-    problem = problem_of(plan, workflow, profile, cluster)
-    costs = [phase_costs(plan, phase, problem) for phase in plan.phases]
-    return sum(cost.seconds for cost in costs) + switches(plan, costs, problem)
-
-
 def track_name(placement: Placement) -> str:
-    """Of a placement's devices, the same for all that ever use them."""
+    """Name of a placement's devices, the same in every phase."""
     return ranges_text(placement.devices)
 
 
 def chrome_trace(simulation: Simulation, name: str = "predicted") -> dict[str, Any]:
-    """The timeline in the JSON trace format that Perfetto and Chrome open: a track per component on its devices, times
-    in microseconds."""
+    """Timeline in the JSON trace format that Perfetto and Chrome open: a track per component on its devices, times in
+    microseconds."""
     names = dict.fromkeys((event.track, event.component) for event in simulation.events)
     tracks = {place: i for i, place in enumerate(sorted(names), start=1)}
     trace: list[dict[str, Any]] = [{"ph": "M", "pid": 1, "name": "process_name", "args": {"name": name}}]
@@ -133,7 +128,7 @@ def chrome_trace(simulation: Simulation, name: str = "predicted") -> dict[str, A
         label = f"{component} on {track}"
         trace.append({"ph": "M", "pid": 1, "tid": number, "name": "thread_name", "args": {"name": label}})
     for event in simulation.events:
-        places = {"phase": event.phase, "round": event.round, "group": event.group, "part": event.part}
+        places = {"phase": event.phase, "step": event.step, "group": event.group, "micro_batch": event.micro_batch}
         places["task"] = event.task
         trace.append(
             {
@@ -165,59 +160,58 @@ class _Draw:
             return tuple(times.items())
         result = []
         for name, seconds in times.items():
-            variation = self.variation.get(name, 0.0)  # none of links: it was not measured
+            variation = self.variation.get(name, 0.0)  # that of links was not measured
             shape = variation**-2 if variation else 0.0
             result.append((name, seconds * (self.random.gamma(shape) / shape if shape else 1.0)))
         return tuple(result)
 
 
-def _play_phase(problem: Problem, cost: Costs, draw: _Draw) -> tuple[float, list[tuple[_Job, float]]]:
-    """The phase's end, and every call with its beginning. The loops do not depend on anything beside them, so they are
-    played first; the rest then begins when what it needs has come out of them."""
-    shape = cost.shape
-    if shape.several:
+def _play_phase(problem: Problem, cost: PhaseCosts, draw: _Draw) -> tuple[float, list[tuple[_Job, float]]]:
+    """The phase's end, and every call with its beginning. Loops do not depend on the stages, so they are played first;
+    the stages then begin when the loops have delivered what they need."""
+    model = cost.model
+    if model.several_loops:
         jobs, starts, ends = _play_loops(problem, cost, draw)
     else:
         jobs, order = _loop_jobs(problem, cost, draw)
         starts, ends = _play(jobs, order)
     loop_end = max(ends, default=0.0)
-    delivered = _delivered(shape, jobs, ends, loop_end)
+    delivered = _delivered(model, jobs, ends, loop_end)
     played = [(job, start) for job, start in zip(jobs, starts, strict=True) if job.server >= 0]
     last = set(problem.graph.closing)
-    tail = {i for i, segment in enumerate(shape.segments) if shape.tail and set(segment.components) <= last}
-    body = [i for i in range(len(shape.segments)) if i not in tail]
+    closing = [i for i, s in enumerate(model.stages) if model.closing_paths and set(s.components) <= last]
     end = loop_end
-    for members, begin in ((body, 0.0), (sorted(tail), None)):
+    for members, release in (([i for i in range(len(model.stages)) if i not in closing], 0.0), (closing, None)):
         if not members:
             continue
-        release = end if begin is None else begin
-        more, sequence = _segment_jobs(problem, cost, draw, members, release, loop_end, delivered)
+        more, sequence = _stage_jobs(
+            problem, cost, draw, members, end if release is None else release, loop_end, delivered
+        )
         begun, done = _play(more, sequence)
         played += list(zip(more, begun, strict=True))
         end = max(end, *done)
     return end + cost.transfer_s, played
 
 
-def _delivered(shape: Shape, jobs: Sequence[_Job], ends: Sequence[float], loop_end: float) -> list[float]:
-    """When each part has come out of the loops, with all parts before it."""
-    if shape.arrivals:
-        return [loop_end * share for share in shape.arrivals]
+def _delivered(model: PhaseModel, jobs: Sequence[_Job], ends: Sequence[float], loop_end: float) -> list[float]:
+    """Time at which the loops have delivered each micro-batch, with all micro-batches before it."""
+    if model.arrivals:
+        return [loop_end * share for share in model.arrivals]
     if not jobs:
-        return [0.0] * len(shape.deliveries)
-    # The last of a round's visits stays.
-    through = {(max(job.loop, 0), job.round, job.group): end for job, end in zip(jobs, ends, strict=True)}
+        return [0.0] * len(model.deliveries)
+    # The last of a step's visits stays.
+    through = {(max(job.loop, 0), job.step, job.group): end for job, end in zip(jobs, ends, strict=True)}
     result: dict[int, float] = {}
-    for part, rounds, group, loop in shape.deliveries:
-        result[part] = max(result.get(part, 0.0), through[loop, rounds - 1, group])
+    for part, steps, group, loop in model.deliveries:
+        result[part] = max(result.get(part, 0.0), through[loop, steps - 1, group])
     return list(result.values())
 
 
-def _pieces(problem: Problem, cost: Costs) -> list[list[tuple[int, dict[str, float]]]]:
-    """Of each loop, the servers that a group visits and the seconds of each component there."""
-    shape = cost.shape
+def _pieces(problem: Problem, cost: PhaseCosts) -> list[list[tuple[int, dict[str, float]]]]:
+    """For each loop, the servers that a group visits and the seconds of each component there."""
     seconds = iter(cost.visits)
     result = []
-    for loop in shape.loops:
+    for loop in cost.model.loops:
         calls = []
         for visit in loop.visits:
             batch = problem.environments[visit.loop] / loop.groups
@@ -227,87 +221,88 @@ def _pieces(problem: Problem, cost: Costs) -> list[list[tuple[int, dict[str, flo
             calls.append(
                 {name: time * (visited / own) if own else visited / len(alone) for name, time in alone.items()}
             )
-        if loop.ways:
-            ways = [{"link": way} for way in loop.ways]
-            calls = [call for pair in zip(ways, calls, strict=True) for call in pair]
-        result.append(list(zip(loop.circuit.servers, calls, strict=True)))
+        if loop.transfers_s:
+            links = [{"link": transfer} for transfer in loop.transfers_s]
+            calls = [call for pair in zip(links, calls, strict=True) for call in pair]
+        result.append(list(zip(loop.route.servers, calls, strict=True)))
     return result
 
 
-def _loop_jobs(problem: Problem, cost: Costs, draw: _Draw) -> tuple[list[_Job], dict[int, list[int]]]:
-    """Of one loop, whose groups every server takes in turn."""
+def _loop_jobs(problem: Problem, cost: PhaseCosts, draw: _Draw) -> tuple[list[_Job], dict[int, list[int]]]:
+    """Jobs of a phase with one loop, whose groups every server serves in turn."""
     jobs: list[_Job] = []
     order: dict[int, list[int]] = {}
     last: dict[int, int] = {}
-    for loop, calls in zip(cost.shape.loops, _pieces(problem, cost), strict=True):
+    for loop, calls in zip(cost.model.loops, _pieces(problem, cost), strict=True):
         order = {server: [] for server, _ in calls}
-        for turn in range(loop.rounds):
+        for step in range(loop.steps):
             for server, alone in calls:
                 for group in range(loop.groups):
                     needs = [last[group]] if group in last else []
                     last[group] = len(jobs)
                     order[server].append(len(jobs))
-                    jobs.append(_Job(server, draw(alone), needs, round=turn, group=group))
+                    jobs.append(_Job(server, draw(alone), needs, step=step, group=group))
     return jobs, order
 
 
-def _play_loops(problem: Problem, cost: Costs, draw: _Draw) -> tuple[list[_Job], list[float], list[float]]:
-    """Of several loops, whose servers take the group that is ready first."""
-    pieces, constant = _pieces(problem, cost), cost.shape.by_loop(cost.visits)
+def _play_loops(problem: Problem, cost: PhaseCosts, draw: _Draw) -> tuple[list[_Job], list[float], list[float]]:
+    """Jobs of a phase with several loops, whose servers serve the group that is ready first, with starts and ends."""
+    pieces, constant = _pieces(problem, cost), cost.model.by_loop(cost.visits)
     drawn: list[_Job] = []
 
-    def seconds(loop: int, visit: int, turn: int, group: int) -> float:
+    def seconds(loop: int, visit: int, step: int, group: int) -> float:
         server, alone = pieces[loop][visit]
-        drawn.append(_Job(server, draw(alone), round=turn, group=group, loop=loop))
-        # Not the sum of the pieces where times are constant: rounding would change who is ready first.
+        drawn.append(_Job(server, draw(alone), step=step, group=group, loop=loop))
+        # Not the sum of the pieces where times are constant: rounding would change which group is ready first.
         return constant[loop][visit] if draw.random is None else sum(time for _, time in drawn[-1].pieces)
 
-    calls = list(play([loop.circuit for loop in cost.shape.loops], seconds))
+    calls = list(serve([loop.route for loop in cost.model.loops], seconds))
     return drawn, [start for start, *_ in calls], [end for _, end, *_ in calls]
 
 
-def _alone(problem: Problem, cost: Costs, name: str, batch: float, placement: int) -> float:
-    return float(component_seconds(problem, cost.shape, name, batch, np.array([cost.counts[placement]]))[0])
+def _alone(problem: Problem, cost: PhaseCosts, name: str, batch: float, placement: int) -> float:
+    return float(component_seconds(problem, cost.model, name, batch, np.array([cost.counts[placement]]))[0])
 
 
-def _segment_jobs(
+def _stage_jobs(
     problem: Problem,
-    cost: Costs,
+    cost: PhaseCosts,
     draw: _Draw,
     members: Sequence[int],
     begin: float,
     loop_end: float,
     delivered: Sequence[float],
 ) -> tuple[list[_Job], dict[int, list[int]]]:
-    shape = cost.shape
+    """Jobs of these stages, which begin at `begin`, and the order in which each placement takes them."""
+    model = cost.model
     jobs: list[_Job] = []
     first: dict[int, int] = {}
     order: dict[int, list[int]] = {}
     for i in members:
-        segment = shape.segments[i]
+        stage = model.stages[i]
         first[i] = len(jobs)
         times = {
-            name: _alone(problem, cost, name, part_items(problem, shape, name), segment.placement)
-            for name in segment.components
+            name: _alone(problem, cost, name, items_at_once(problem, model, name), stage.placement)
+            for name in stage.components
         }
-        for part in range(segment.parts):
+        for part in range(stage.parts):
             release = begin
-            if "loop" in shape.starts[i]:
+            if "loop" in model.starts[i]:
                 release = max(release, loop_end)
-            if "stream" in shape.starts[i]:
+            if "stream" in model.starts[i]:
                 release = max(release, delivered[part])
-            order.setdefault(segment.placement, []).append(len(jobs))
-            jobs.append(_Job(segment.placement, draw(times), [], release, part=part))
-    for source, target, barrier in shape.links:
+            order.setdefault(stage.placement, []).append(len(jobs))
+            jobs.append(_Job(stage.placement, draw(times), [], release, micro_batch=part))
+    for source, target, barrier in model.dependencies:
         if source in first and target in first:
-            for part in range(shape.segments[target].parts):
-                behind = shape.segments[source].parts - 1 if barrier else part
+            for part in range(model.stages[target].parts):
+                behind = model.stages[source].parts - 1 if barrier else part
                 jobs[first[target] + part].needs.append(first[source] + behind)
     return jobs, order
 
 
 def _play(jobs: Sequence[_Job], order: Mapping[int, Sequence[int]]) -> tuple[list[float], list[float]]:
-    """Start and end of every job: a server takes its jobs in the given order, each as soon as its needs are met."""
+    """Start and end of every job: a server takes its jobs in the given order, each as soon as the jobs it needs ended."""
     waiting = [len(job.needs) for job in jobs]
     followers: list[list[int]] = [[] for _ in jobs]
     for i, job in enumerate(jobs):
@@ -315,7 +310,7 @@ def _play(jobs: Sequence[_Job], order: Mapping[int, Sequence[int]]) -> tuple[lis
             followers[need].append(i)
     starts, ends = [0.0] * len(jobs), [0.0] * len(jobs)
     turn, busy = dict.fromkeys(order, 0), dict.fromkeys(order, False)
-    clock: list[tuple[float, int, int]] = []  # Time, 0: a job ends, 1: a job is released; which.
+    clock: list[tuple[float, int, int]] = []  # time; 0: a job ends, 1: a job is released; its number
     released = [job.release <= 0 for job in jobs]
     for i, job in enumerate(jobs):
         if not released[i]:
