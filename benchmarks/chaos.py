@@ -24,8 +24,8 @@ import psutil  # type: ignore[import-untyped]
 import tyro
 
 from benchmarks.faults import STATES, difference_of, write_faults
-from embodied.bench.results import show_and_write
-from embodied.config_files import parse_config, save_config
+from embodied.bench.settings import show_and_write
+from embodied.config.files import parse_config, save_config
 from embodied.execution.recovery import FILE
 from embodied.reporting.metrics import read
 from sim_farm import faults

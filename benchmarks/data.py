@@ -28,7 +28,7 @@ import pyarrow.parquet as pq
 import tyro
 from PIL import Image
 
-from embodied.bench.results import show_and_write
+from embodied.bench.settings import show_and_write
 from embodied.demonstrations import Dataset, layout
 from embodied.demonstrations.layout import Feature
 from embodied.demonstrations.loader import read_ahead

@@ -24,14 +24,14 @@ from typing import Any
 import tyro
 from safetensors.numpy import load_file
 
-from embodied import checkpoint
-from embodied.bench.results import show_and_write
-from embodied.config import Config
-from embodied.config_files import parse_config, save_config
+from embodied.bench.settings import show_and_write
+from embodied.config.files import parse_config, save_config
+from embodied.config.schema import Config
 from embodied.execution.recovery import FILE
 from embodied.execution.session import Session, open_session
 from embodied.reporting.metrics import read
-from embodied.run_folder import prepare_run
+from embodied.run import checkpoint
+from embodied.run.folder import prepare_run
 from embodied.training.loop import train
 from sim_farm import faults
 from sim_farm.faults import Fault

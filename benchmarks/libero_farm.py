@@ -108,7 +108,7 @@ def main() -> None:
     arguments = tyro.cli(Arguments)
     os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", LP_NUM_THREADS="1")
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from embodied.bench.results import show_and_write
+    from embodied.bench.settings import show_and_write
 
     fused, split = throughput(arguments, 0), throughput(arguments, 1)
     figures = {

@@ -14,9 +14,9 @@ from typing import Any
 import tyro
 from rich import get_console
 
-from embodied.bench.results import show_and_write
+from embodied.bench.settings import show_and_write
 from embodied.commands.compare import compare_command
-from embodied.config_files import load_config, parse_config
+from embodied.config.files import load_config, parse_config
 from embodied.planning.comparison_page import comparison_table
 from embodied.reporting.plan_picture import draw_bars
 

@@ -22,8 +22,7 @@ from embodied.bench.flops import Costs
 from embodied.bench.generate import LOOP, OneAtATime, rows_of, ways
 from embodied.bench.machine import measure_machine, median, seconds_of
 from embodied.bench.models import build, describe, make_inputs
-from embodied.bench.results import show_and_write
-from embodied.bench.settings import BenchPolicy
+from embodied.bench.settings import BenchPolicy, show_and_write
 from policies.openvla.base import TokenPolicy
 from policies.random_weights import INSTRUCTION
 

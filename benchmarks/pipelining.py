@@ -17,9 +17,10 @@ from typing import Any
 
 import tyro
 
-from embodied.bench.results import show_and_write
-from embodied.config import Config
-from embodied.config_files import load_config, parse_config
+from embodied.bench.settings import show_and_write
+from embodied.config.files import load_config, parse_config
+from embodied.config.schema import Config
+from embodied.devices import Affinity
 from embodied.execution.assignment import HERE, Assignment, FarmAssignment
 from embodied.execution.executor import executor
 from embodied.execution.session import Session, open_session

@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 import tyro
 
-from embodied.bench.results import show_and_write
-from embodied.config_files import load_config
+from embodied.bench.settings import show_and_write
+from embodied.config.files import load_config
 from embodied.evaluation.folder import read_folder
-from embodied.workers.context import task_spec
+from embodied.workflows.context import task_spec
 from sim_farm.catalogue import task_names
 from sim_farm.contract import EpisodeSpec, Float32, Physics, PhysicsResult, Renderer, TaskSpec
 from sim_farm.registry import make_physics, make_renderer

@@ -17,7 +17,7 @@ import tyro
 import schedulers
 from benchmarks.planner import PUBLISHED_BATCH, PUBLISHED_INFERENCE_S
 from benchmarks.tasks_together import DECISIONS, LEARNER_S_PER_DECISION, LIBERO
-from embodied.bench.results import show_and_write
+from embodied.bench.settings import show_and_write
 from schedulers import Cluster, Component, ComponentProfile, Edge, Exchange, Loop, Node, Plan, Point, Profile, Workflow
 
 GPUS = (8, 64, 512)

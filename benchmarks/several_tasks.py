@@ -16,9 +16,9 @@ from typing import Any
 
 import tyro
 
-from embodied.bench.results import show_and_write
-from embodied.config import Config
-from embodied.config_files import parse_config
+from embodied.bench.settings import show_and_write
+from embodied.config.files import parse_config
+from embodied.config.schema import Config
 from embodied.execution.assignment import configured
 from embodied.execution.executor import Executor, executor
 from embodied.execution.session import open_session

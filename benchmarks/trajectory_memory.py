@@ -19,10 +19,10 @@ import numpy as np
 import torch
 import tyro
 
-from embodied.bench.results import show_and_write
-from embodied.data.assembly import Decision, assemble, table_of_decisions
-from embodied.data.trajectories import join_inputs
-from embodied.data.trajectory_memory import MemoryLayout, MemoryShape, TrajectoryMemory
+from embodied.bench.settings import show_and_write
+from embodied.trajectories.assembly import Decision, assemble, table_of_decisions
+from embodied.trajectories.batch import join_inputs
+from embodied.trajectories.memory import MemoryLayout, MemoryShape, TrajectoryMemory
 from policies.contract import Action, Inputs
 from sim_farm.frame_memory import FrameMemory
 

@@ -17,13 +17,13 @@ from typing import Any
 
 import tyro
 
-from embodied.bench.results import show_and_write
-from embodied.config import Config
-from embodied.config_files import load_config, parse_config
+from embodied.bench.settings import show_and_write
+from embodied.config.files import load_config, parse_config
+from embodied.config.schema import Config
 from embodied.execution.assignment import configured
 from embodied.execution.executor import executor
+from embodied.execution.roles import Trainer
 from embodied.execution.session import Session, open_session
-from embodied.workers.roles import Trainer
 
 WANTED = 1.3
 """Weights to several replicas may cost so many times those to one."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from embodied.config import Config
+    from embodied.config.schema import Config
 
 # Nothing heavy is imported here: `embodied doctor` must run where the packages it looks for are missing.
 
@@ -23,9 +23,9 @@ def load_config(reference: str, code: Collection[str] = ()) -> Config:
 
     `code`: what it may name as `package.module:NAME` where it is that of a run's folder, which may come from elsewhere.
     """
-    from embodied import config_files
+    from embodied.config import files
 
-    return config_files.load_config(reference, code)
+    return files.load_config(reference, code)
 
 
 def train(config: Config, runs_dir: str | Path = "runs", resume: bool = False) -> dict[str, Any]:
@@ -44,8 +44,8 @@ def evaluate(
     `code`: what the run's configuration may name as `package.module:NAME`.
     """
     from embodied.commands.evaluate import evaluate_run
-    from embodied.config_files import parse_config
-    from embodied.run_folder import settings_of
+    from embodied.config.files import parse_config
+    from embodied.run.folder import settings_of
 
     data = settings_of(str(run), Path("."), code).model_dump(mode="json")
     data["eval"] |= settings

@@ -130,7 +130,7 @@ def _further_options(arguments: list[str], known: dict[str, Any]) -> tuple[dict[
 
     The parser takes those that the configuration names, by their types. Whether the policy knows the others it says
     itself."""
-    from embodied.yaml_files import parse_yaml
+    from embodied.files import parse_yaml
 
     rest: list[str] = []
     values: list[str] | None = None
@@ -155,14 +155,14 @@ def _further_options(arguments: list[str], known: dict[str, Any]) -> tuple[dict[
 
 
 def _settings(named: str, arguments: list[str], may_be_a_run: bool) -> Any:
-    from embodied.named_code import KEYS
+    from embodied.config.schema import KEYS
 
     code = [str(_option(arguments, f"--{key}", "")) for key in KEYS]
     if may_be_a_run:
-        from embodied.run_folder import settings_of
+        from embodied.run.folder import settings_of
 
         return settings_of(named, _option(arguments, "--runs-dir", "runs"), code)
-    from embodied.config_files import load_config
+    from embodied.config.files import load_config
 
     return load_config(named, code)
 
@@ -207,7 +207,7 @@ def _usage(verb: str, first: str) -> str:
     text = f"usage: embodied {verb} {first} {options}   (`embodied {verb} --help` says which)"
     if "CONFIG" not in first:
         return text
-    from embodied.config_files import shipped_configs
+    from embodied.config.files import shipped_configs
 
     lines = [f"  {name:30} {about}" for name, about in shipped_configs().items()]
     run = "RUN is a run's folder, or its name below --runs-dir. " if "RUN" in first else ""

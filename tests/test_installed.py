@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from embodied.config_files import CONFIGS
+from embodied.config.files import CONFIGS
 
 ROOT = Path(__file__).parent.parent
 SOURCES = ("embodied", "sim_farm", "policies", "schedulers", "configs", "assets")
@@ -63,7 +63,7 @@ def test_configurations_scenes_and_page_are_found_from_an_empty_folder(installed
     code = f"""
 from pathlib import Path
 import embodied, sim_farm
-from embodied.config_files import CONFIGS
+from embodied.config.files import CONFIGS
 from embodied.reporting import report
 
 assert Path(embodied.__file__).is_relative_to({str(installed)!r}), embodied.__file__

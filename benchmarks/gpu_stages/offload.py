@@ -13,8 +13,8 @@ from benchmarks.gpu_stages.work import Figures, Work
 from embodied.bench.machine import median
 from embodied.bench.models import build
 from embodied.bench.settings import BenchPolicy
-from embodied.workers.devices import device_of
-from embodied.workers.offload import Offload
+from embodied.devices import device_of
+from embodied.learning.offload import Offload
 from policies.contract import Policy
 
 ROUNDS = 3

@@ -23,12 +23,12 @@ from torch import Tensor
 
 from benchmarks.gpu_stages.runs import Runtime, on_one_core
 from benchmarks.gpu_stages.work import Figures, Work
-from embodied import checkpoint
-from embodied.config import Config
-from embodied.config_files import parse_config
+from embodied.config.files import parse_config
+from embodied.config.schema import Config
 from embodied.execution.executor import Executor, executor
+from embodied.execution.roles import Decider
 from embodied.execution.session import Session, open_session
-from embodied.workers.roles import Decider
+from embodied.run import checkpoint
 
 ITERATIONS = 2
 ROLLOUT_TOLERANCE = 1e-3

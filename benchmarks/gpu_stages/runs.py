@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.gpu_stages.work import Work
-from embodied.config import Config
-from embodied.config_files import parse_config
+from embodied.config.files import parse_config
+from embodied.config.schema import Config
+from embodied.devices import Affinity
 from embodied.execution.assignment import HERE, Assignment, FarmAssignment
-from embodied.workers.affinity import Affinity
 from policies.openvla.sizes import CHUNK, find
 
 Runtime = Literal["ray", "inline"]

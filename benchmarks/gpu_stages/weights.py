@@ -17,9 +17,9 @@ from benchmarks.gpu_stages.runs import Runtime, on_one_core, vla_config
 from benchmarks.gpu_stages.work import Figures, Work
 from embodied.bench.machine import median
 from embodied.execution.executor import Executor, executor
+from embodied.execution.roles import Trainer
 from embodied.execution.session import open_session
-from embodied.workers.roles import Trainer
-from embodied.workers.weight_ways import Way
+from embodied.learning.weight_ways import Way
 
 ITERATIONS = 3
 PUBLISH = "publish weights"

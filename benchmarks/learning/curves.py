@@ -14,7 +14,7 @@ from typing import Any
 
 import tyro
 
-from embodied.bench.results import show_and_write
+from embodied.bench.settings import show_and_write
 from embodied.reporting.metrics import read
 from embodied.statistics import mean_interval
 

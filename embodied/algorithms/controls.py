@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
-from embodied.config import Config, LossConfig
+from embodied.config.schema import Config, LossConfig
 from embodied.errors import UserError, nearest
 
 KEPT = 0.9

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from embodied.algorithms.estimators import Rows
 from embodied.algorithms.ppo import PolicyLoss, Units, advantage_of_units, policy_loss, reduce_to_unit, sum_units
-from embodied.config import LossConfig
+from embodied.config.schema import LossConfig
 from policies.contract import Evaluation
 
 MAX_DRIFT = 0.5

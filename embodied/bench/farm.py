@@ -12,9 +12,8 @@ from rich.table import Table
 
 from embodied.bench.loops import Kind, LoopGroup, LoopProcess, LoopSpec
 from embodied.bench.peers import VectorEnv, peers_of
-from embodied.bench.results import provenance
-from embodied.bench.settings import BenchFarm
-from embodied.config import Config
+from embodied.bench.settings import BenchFarm, provenance
+from embodied.config.schema import Config
 from embodied.execution.session import open_session
 from embodied.reporting.live import steps
 from sim_farm.contract import TaskSpec

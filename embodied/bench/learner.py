@@ -18,8 +18,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from embodied.algorithms.estimators import Rows
-from embodied.bench.flops import Costs, nbytes
-from embodied.bench.flow_flops import FlowCosts
+from embodied.bench.flops import Costs, FlowCosts, nbytes
 from embodied.bench.generate import rows_of
 from embodied.bench.machine import Machine, Peak, finish, measure_machine, median, peak_memory, repeat
 from embodied.bench.models import (
@@ -33,13 +32,13 @@ from embodied.bench.models import (
     results_table,
 )
 from embodied.bench.settings import BenchLearner
-from embodied.config import LossConfig, OptimConfig
-from embodied.data.trajectories import HeldDecisions
+from embodied.config.schema import LossConfig, OptimConfig
+from embodied.devices import CPU, decide, device_of, release, to_host
 from embodied.errors import UserError
+from embodied.learning.microbatch import add_gradient, count_units, count_values, read
+from embodied.learning.update_steps import make_optimizer
 from embodied.reporting.live import steps
-from embodied.workers.devices import CPU, decide, device_of, release, to_host
-from embodied.workers.microbatch import add_gradient, count_units, count_values, read
-from embodied.workers.update_steps import make_optimizer
+from embodied.trajectories.batch import HeldDecisions
 from policies.contract import Inputs, Policy
 from policies.openvla.base import TokenPolicy
 from policies.pi0 import sizes as pi0_sizes

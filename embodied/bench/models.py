@@ -14,13 +14,11 @@ from rich.table import Table
 from torch import nn
 
 import policies
-from embodied.bench.flops import Costs
-from embodied.bench.flow_flops import FlowCosts
+from embodied.bench.flops import Costs, FlowCosts
 from embodied.bench.machine import Machine, choose_dtype
-from embodied.bench.results import provenance
-from embodied.bench.settings import BenchLearner, BenchPolicy
+from embodied.bench.settings import BenchLearner, BenchPolicy, provenance
+from embodied.devices import find_device, settle
 from embodied.errors import UserError
-from embodied.workers.devices import find_device, settle
 from policies.contract import Inputs, Policy, PolicySpec
 from policies.openvla import sizes
 from policies.openvla.base import TokenPolicy

@@ -14,8 +14,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from embodied.bench.flops import Costs, nbytes
-from embodied.bench.flow_flops import FlowCosts
+from embodied.bench.flops import Costs, FlowCosts, nbytes
 from embodied.bench.generate import LOOP, OneAtATime, ways
 from embodied.bench.machine import Machine, Peak, measure_machine, median, peak_memory, repeat
 from embodied.bench.models import (
@@ -29,9 +28,9 @@ from embodied.bench.models import (
     results_table,
 )
 from embodied.bench.settings import BenchPolicy
+from embodied.devices import device_of, release
 from embodied.errors import UserError
 from embodied.reporting.live import steps
-from embodied.workers.devices import device_of, release
 from policies.contract import Policy
 from policies.openvla.base import TokenPolicy
 from policies.openvla.policy import OpenVLA

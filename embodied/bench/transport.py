@@ -17,8 +17,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from embodied.bench.results import provenance
-from embodied.bench.settings import BenchTransport
+from embodied.bench.settings import BenchTransport, provenance
 from embodied.reporting.live import steps
 from sim_farm.doorbell import Doorbell
 from sim_farm.memory import Block, Field
@@ -210,7 +209,7 @@ def _ray(shape: tuple[int, ...], count: int) -> Measured:
     """An actor's result through Ray's object store."""
     import ray
 
-    from embodied.runtime.ray_runtime import RayRuntime
+    from embodied.runtime.ray.runtime import RayRuntime
 
     runtime = RayRuntime("local", 60.0)
     try:

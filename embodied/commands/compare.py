@@ -15,7 +15,7 @@ from rich import get_console
 from rich import print as show
 
 import schedulers
-from embodied.config import Config
+from embodied.config.schema import Config
 from embodied.doctor.hardware import hardware
 from embodied.errors import UserError
 from embodied.execution.assignment import HOME, assign
@@ -29,7 +29,7 @@ from embodied.planning.components import planned_for
 from embodied.planning.profiler import profile_config, run_iterations
 from embodied.planning.run_plans import PROFILE, checked_profile, make_folder, sized_workflow
 from embodied.reporting.results import write_json
-from embodied.run_folder import RUNS, with_init
+from embodied.run.folder import RUNS, with_init
 from embodied.statistics import typical
 from embodied.workflows.sizes import tasks_of
 from schedulers import DeviceRange, Plan

@@ -10,8 +10,7 @@ import tyro
 from rich import get_console
 from rich import print as show
 
-from embodied import checkpoint
-from embodied.config import Config
+from embodied.config.schema import Config
 from embodied.errors import UserError
 from embodied.evaluation.evaluate import (
     Subject,
@@ -26,7 +25,8 @@ from embodied.evaluation.protocol import Protocol, protocol_of
 from embodied.execution.preflight import check_evaluation
 from embodied.execution.session import Session, open_session
 from embodied.reporting.tables import evaluation_table
-from embodied.run_folder import RUNS, find_run, settings_of, whole_checkpoint, with_init
+from embodied.run import checkpoint
+from embodied.run.folder import RUNS, find_run, settings_of, whole_checkpoint, with_init
 
 
 @dataclass(frozen=True)

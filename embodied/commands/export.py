@@ -12,7 +12,7 @@ from rich import print as show
 
 import policies
 from embodied.errors import UserError
-from embodied.run_folder import RUNS, find_run, whole_checkpoint
+from embodied.run.folder import RUNS, find_run, whole_checkpoint
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 from rich import print as show
 
 from embodied.commands.evaluate import show_table, subject_of
-from embodied.config import Config
+from embodied.config.schema import Config
 from embodied.evaluation.evaluate import evaluate, evaluation_folder
 from embodied.evaluation.protocol import protocol_of
 from embodied.execution.session import Session

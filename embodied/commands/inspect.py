@@ -11,9 +11,8 @@ import tyro
 from rich import print as show
 from rich.markup import escape
 
-from embodied.checkpoint import latest
-from embodied.config import Config, EnvConfig
-from embodied.config_files import parse_config
+from embodied.config.files import parse_config
+from embodied.config.schema import Config, EnvConfig
 from embodied.demonstrations import Dataset, layout
 from embodied.demonstrations.inspection import Environment, inspected, names_of, observed
 from embodied.demonstrations.inspection_pictures import contact_sheet, histograms
@@ -21,8 +20,9 @@ from embodied.demonstrations.inspection_table import show_table, text
 from embodied.demonstrations.mixture import Demonstrations, GripperMap, gripper_map, open_sources
 from embodied.files import write_whole
 from embodied.hub import dataset_folder
+from embodied.run.checkpoint import latest
 from embodied.training.sft import DATA, read_demonstrations
-from embodied.workers.context import task_spec
+from embodied.workflows.context import task_spec
 from policies.inspection import Checkpoint, Range, inspect_checkpoint, looks_like_checkpoint
 from sim_farm.contract import FarmError
 

@@ -14,7 +14,7 @@ from rich import get_console
 from rich import print as show
 
 import schedulers
-from embodied.config import Config
+from embodied.config.schema import Config
 from embodied.execution.assignment import HOME
 from embodied.files import write_whole
 from embodied.planning.clusters import read_cluster
@@ -29,7 +29,7 @@ from embodied.planning.run_plans import (
     sized_workflow,
 )
 from embodied.reporting.plan_picture import draw_plan
-from embodied.run_folder import RUNS, with_init
+from embodied.run.folder import RUNS, with_init
 from schedulers import Cluster, Plan, Profile, Workflow
 
 

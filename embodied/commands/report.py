@@ -14,7 +14,7 @@ from embodied.errors import UserError
 from embodied.reporting.report import write_report
 from embodied.reporting.run_record import ReportError
 from embodied.reporting.runs_page import write_runs_page
-from embodied.run_folder import RUNS, find_run
+from embodied.run.folder import RUNS, find_run
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,14 @@ import tyro
 from rich import print as show
 
 from embodied.commands.finish import finish_run
-from embodied.config import Config
+from embodied.config.schema import Config
 from embodied.errors import UserError
 from embodied.evaluation.protocol import protocol_of
 from embodied.execution.preflight import check_evaluation, check_training
 from embodied.execution.session import open_session
 from embodied.planning.run_plans import check_files
 from embodied.reporting.runs_page import write_runs_page
-from embodied.run_folder import RUNS, begun_from, open_run_folder
+from embodied.run.folder import RUNS, begun_from, open_run_folder
 from embodied.training import loop
 from embodied.training.selection import selection_protocol
 from embodied.training.variants import variants

@@ -27,8 +27,8 @@ from embodied.demonstrations import layout, metadata
 from embodied.demonstrations.layout import DatasetError, Feature
 from embodied.demonstrations.loader import read_ahead
 from embodied.demonstrations.metadata import AGAIN
+from embodied.files import is_plain
 from embodied.reporting.live import steps
-from embodied.yaml_files import is_plain
 
 T = TypeVar("T")
 Index = npt.NDArray[np.int64]

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from rich import print as show
 
-from embodied.config import Config, EnvConfig
+from embodied.config.schema import Config, EnvConfig
 from embodied.demonstrations.layout import DatasetError
 from embodied.demonstrations.recordings import RecordingFile, open_recording
 from embodied.demonstrations.sources import IDLE_NORM, ImportRequest, moving, numbered

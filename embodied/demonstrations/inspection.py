@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from embodied.config import Check, Config
+from embodied.config.schema import Check, Config
 from embodied.demonstrations import layout
 from embodied.demonstrations.feature_names import SHIPPED
 from embodied.demonstrations.mixture import Demonstrations, GripperMap, Source, succeeded

@@ -25,7 +25,7 @@ from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 from embodied.demonstrations import layout
 from embodied.demonstrations.layout import DatasetError, Feature
 from embodied.errors import shown
-from embodied.yaml_files import is_plain
+from embodied.files import is_plain
 from sim_farm.contract import TaskSpec
 
 LARGEST_JSON = 2**26

@@ -17,8 +17,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from embodied.config import SFTConfig, indices_of
-from embodied.data.random_streams import permutation
+from embodied.config.schema import SFTConfig, indices_of
 from embodied.demonstrations import layout
 from embodied.demonstrations.episodes import RecordedEpisode
 from embodied.demonstrations.feature_names import renames
@@ -26,6 +25,7 @@ from embodied.demonstrations.reader import Batch, Dataset
 from embodied.demonstrations.sources import format_of, import_command
 from embodied.errors import UserError
 from embodied.hub import dataset_folder
+from embodied.trajectories.random_streams import permutation
 from sim_farm.contract import TaskInfo
 
 Index = npt.NDArray[np.int64]

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import tyro
 
-from embodied.config import RuntimeConfig, indices_of
+from embodied.config.schema import RuntimeConfig, indices_of
 from embodied.errors import UserError
 from sim_farm.contract import Gripper, Orientation
 

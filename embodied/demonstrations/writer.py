@@ -1,4 +1,7 @@
-"""Writes a dataset episode by episode. It is complete or absent: until it is closed it lies in `.NAME.partial`."""
+"""The statistics of each feature in `stats.json` and in the episodes' rows, for normalisation.
+
+Exact, of all rows and all pixels: LeRobot samples the pixels, and averages the episodes' quantiles.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,55 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-from embodied.demonstrations import layout, statistics
+from embodied.demonstrations import layout
 from embodied.demonstrations.layout import DatasetError
 from embodied.demonstrations.video import VideoWriter
 from sim_farm.contract import EpisodeSpec, TaskInfo
 from sim_farm.replay import ReplayedEpisode
+
+QUANTILES = {"q01": 0.01, "q10": 0.10, "q50": 0.50, "q90": 0.90, "q99": 0.99}
+Statistics = dict[str, npt.NDArray[Any]]
+
+
+def of_rows(rows: npt.NDArray[Any]) -> Statistics:
+    """Of an array [n] or [n, d], element by element: float64 [1] or [d] each; `count` is int64 [1]."""
+    rows = rows.reshape(len(rows), -1).astype(np.float64)
+    found = {"min": rows.min(0), "max": rows.max(0), "mean": rows.mean(0), "std": rows.std(0)}
+    found["count"] = np.array([len(rows)])
+    return found | dict(zip(QUANTILES, np.quantile(rows, list(QUANTILES.values()), axis=0), strict=True))
+
+
+def pixel_counts(frames: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
+    """[3, 256] how often each value occurs in each channel of the frames [n, H, W, 3]. Counts of episodes add up."""
+    return sum(
+        (np.stack([np.bincount(frame[..., c].ravel(), minlength=256) for c in range(3)]) for frame in frames),
+        np.zeros((3, 256), np.int64),
+    )
+
+
+def of_pixels(counts: npt.NDArray[np.int64], frames: int) -> Statistics:
+    """Per channel, of values in [0, 1]: float64 [3, 1, 1] each; `count` is the number of frames."""
+    values = np.arange(256) / 255
+    total = counts.sum(1, keepdims=True)
+    seen = counts > 0
+    mean = (counts * values).sum(1, keepdims=True) / total
+    found = {
+        "min": values[seen.argmax(1)],
+        "max": values[255 - seen[:, ::-1].argmax(1)],
+        "mean": mean,
+        "std": np.sqrt((counts * (values - mean) ** 2).sum(1, keepdims=True) / total),
+    }
+    below = counts.cumsum(1)
+    found |= {name: values[(below >= q * total).argmax(1)] for name, q in QUANTILES.items()}
+    return {name: value.reshape(3, 1, 1) for name, value in found.items()} | {"count": np.array([frames])}
+
+
+def as_lists(statistics: Statistics) -> dict[str, Any]:
+    return {name: value.tolist() for name, value in statistics.items()}
+
+
+# --- Writes a dataset episode by episode. It is complete or absent: until it is closed it lies in `.NAME.partial`.
+
 
 _ROWS_AT_ONCE = 100
 """Episodes whose rows of `meta/episodes` are written together; each row has some hundred columns."""
@@ -127,18 +174,18 @@ class EpisodesWriter:
                 **self._data.add({**columns, **{name: cells for name, (cells, _) in images.items()}}, steps),
             }
             found = {
-                name: statistics.of_rows(v) for name, v in columns.items() if self.features[name].dtype != "string"
+                name: of_rows(v) for name, v in columns.items() if self.features[name].dtype != "string"
             }
             counts = {name: pixels for name, (_, pixels) in images.items()}
             for name, files in self._videos.items():
                 frames = np.asarray(episode.pictures[name], np.uint8)
                 row |= files.add(frames)
-                counts[name] = statistics.pixel_counts(frames)
+                counts[name] = pixel_counts(frames)
             for name, pixels in counts.items():
                 self._pixels[name] += pixels
-                found[name] = statistics.of_pixels(pixels, steps)
+                found[name] = of_pixels(pixels, steps)
             for name, values in found.items():
-                row |= {f"stats/{name}/{key}": value for key, value in statistics.as_lists(values).items()}
+                row |= {f"stats/{name}/{key}": value for key, value in as_lists(values).items()}
             self._rows.append(row)
             if len(self._rows) == _ROWS_AT_ONCE:
                 self._write_rows()
@@ -210,11 +257,11 @@ class EpisodesWriter:
         found = {}
         for name, feature in self.features.items():
             if feature.is_camera:
-                found[name] = statistics.of_pixels(self._pixels[name], self.frames)
+                found[name] = of_pixels(self._pixels[name], self.frames)
             elif feature.dtype != "string":
                 parts = [pq.read_table(path, columns=[name])[name] for path in self._data.paths]
-                found[name] = statistics.of_rows(np.concatenate([layout.to_numpy(part, feature) for part in parts]))
-        return {name: statistics.as_lists(values) for name, values in found.items()}
+                found[name] = of_rows(np.concatenate([layout.to_numpy(part, feature) for part in parts]))
+        return {name: as_lists(values) for name, values in found.items()}
 
     def _info(self) -> dict[str, Any]:
         return {
@@ -349,7 +396,7 @@ def _looked_at(data: bytes, shape: tuple[int, ...]) -> tuple[str, npt.NDArray[np
         size, mode = (picture.height, picture.width), picture.mode
         if (*size, mode) != (*shape[:2], "RGB"):
             raise DatasetError(f"it is {mode} {size[0]} x {size[1]}, and {list(shape)} RGB is what the dataset says")
-        return str(picture.format).lower(), statistics.pixel_counts(np.asarray(picture)[None])
+        return str(picture.format).lower(), pixel_counts(np.asarray(picture)[None])
     except DatasetError:
         raise
     except Exception as error:  # Pillow's decoders raise all kinds

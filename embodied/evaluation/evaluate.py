@@ -18,8 +18,7 @@ from typing import Any
 
 from rich import get_console
 
-from embodied import checkpoint
-from embodied.config import Config
+from embodied.config.schema import Config
 from embodied.doctor.hardware import hardware
 from embodied.errors import UserError
 from embodied.evaluation.films import Shown, differing, worth_seeing, write_film
@@ -35,16 +34,17 @@ from embodied.evaluation.provenance import (
 )
 from embodied.execution.assignment import configured
 from embodied.execution.farm_specs import farm_spec
+from embodied.execution.makers import make_evaluator
 from embodied.execution.recovery import Recovery, until_done
 from embodied.execution.session import Session
 from embodied.files import write_whole
 from embodied.reporting.live import duration, steps
 from embodied.reporting.tables import evaluation_table
+from embodied.rollout.evaluator import EpisodeOutcome, Evaluator, as_they_end, deal_out, summarise
+from embodied.run import checkpoint
 from embodied.runtime.handles import Handle
 from embodied.statistics import paired_difference
-from embodied.workers.context import policy_spec, task_spec
-from embodied.workers.evaluator import EpisodeOutcome, Evaluator, as_they_end, deal_out, summarise
-from embodied.workers.makers import make_evaluator
+from embodied.workflows.context import policy_spec, task_spec
 from policies.registry import policy_class
 from sim_farm.catalogue import task_files, versions
 from sim_farm.contract import EpisodeSpec, TaskSpec

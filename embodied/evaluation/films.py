@@ -11,8 +11,8 @@ from embodied.execution.replay import in_order, worker_count
 from embodied.execution.session import Session
 from embodied.reporting.live import steps
 from embodied.reporting.video import EpisodeFrames, write_tiled
+from embodied.rollout.evaluator import EpisodeOutcome
 from embodied.runtime.handles import Handle
-from embodied.workers.evaluator import EpisodeOutcome
 from sim_farm.contract import EpisodeSpec, Float32, TaskSpec, UInt8
 from sim_farm.replay import Replayer
 

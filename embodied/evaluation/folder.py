@@ -27,12 +27,12 @@ from typing import Any
 import numpy as np
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
-from embodied.config import Config
-from embodied.config_files import save_config
+from embodied.config.files import save_config
+from embodied.config.schema import Config
 from embodied.errors import UserError
 from embodied.evaluation.protocol import Protocol, as_data, from_data
 from embodied.files import Lines, read_json, read_lines, write_whole
-from embodied.workers.evaluator import EpisodeOutcome, EpisodeResult
+from embodied.rollout.evaluator import EpisodeOutcome, EpisodeResult
 from sim_farm.contract import EpisodeSpec, Float32
 from sim_farm.limits import MAX_SEED
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
-from embodied.config import Config
+from embodied.config.schema import Config
 from embodied.errors import UserError, nearest
 from sim_farm.catalogue import foreign_suite, task_files, task_names
 from sim_farm.contract import EpisodeSpec, Gripper, Orientation, TaskInfo

@@ -19,12 +19,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import TypeAdapter
 
-from embodied import checkpoint
-from embodied.checkpoint import CheckpointError
-from embodied.config import Config, PolicyConfig
+from embodied.config.schema import Config, PolicyConfig
 from embodied.errors import UserError
 from embodied.files import read_json
-from embodied.run_folder import CONFIG, recorded_settings
+from embodied.run import checkpoint
+from embodied.run.checkpoint import CheckpointError
+from embodied.run.folder import CONFIG, recorded_settings
 from embodied.workflows.sizes import tasks_of
 from policies.registry import policy_class
 from sim_farm.catalogue import CATALOGUE

@@ -10,21 +10,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from embodied.config import Config
-from embodied.data.trajectory_memory import MemoryLayout, TrajectoryMemory
+from embodied.config.schema import Config
+from embodied.devices import Affinity
 from embodied.errors import UserError
 from embodied.execution.assignment import Assignment
+from embodied.execution.makers import make_component, make_loop, make_replica
+from embodied.execution.roles import Acting, Decider, Replica, Trainer
 from embodied.execution.session import Session
+from embodied.rollout.acting import RolloutSettings
+from embodied.rollout.desk_relay import DeskRelay, FarDesk
+from embodied.rollout.desks import Desks
+from embodied.rollout.replica_desk import Desk, OwnDesk
+from embodied.rollout.shared_loop import TRACK
 from embodied.runtime.groups import WorkerGroup
-from embodied.workers.acting import RolloutSettings
-from embodied.workers.affinity import Affinity
-from embodied.workers.context import WorkerContext
-from embodied.workers.desk_relay import DeskRelay, FarDesk
-from embodied.workers.desks import Desks
-from embodied.workers.makers import make_component, make_loop, make_replica
-from embodied.workers.replica_desk import Desk, OwnDesk
-from embodied.workers.roles import Acting, Decider, Replica, Trainer
-from embodied.workers.shared_loop import TRACK
+from embodied.trajectories.memory import MemoryLayout, TrajectoryMemory
+from embodied.workflows.context import WorkerContext
 from embodied.workflows.recipes import WorkflowComponent, recipe_of
 from sim_farm.farm import Farm
 

@@ -12,10 +12,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from embodied.config import Config
+from embodied.config.schema import Config
+from embodied.devices import Affinity, accelerators
 from embodied.errors import UserError, nearest
-from embodied.workers.affinity import Affinity
-from embodied.workers.devices import accelerators
 from embodied.workflows.recipes import recipe_of
 from embodied.workflows.sizes import name_in_task, tasks_of
 from schedulers.plan import DeviceRange, Phase, Placement, Plan

@@ -2,7 +2,7 @@
 
     rollout, in parts -> each part through the components after it -> update -> weights to the decider
 
-It knows the roles of workers (`embodied.workers.roles`), not the components' names. The last component of the loop is
+It knows the roles of workers (`embodied.execution.roles`), not the components' names. The last component of the loop is
 the decider, the last after the rollout the trainer, and trajectories pass through the passers between them. Where the
 decider's component has several instances, or one on another machine, these act, and a worker beside them is the
 decider. The assignment sets the order of their work: the trainer works on a part while the next part is rolled out, or
@@ -21,15 +21,14 @@ from typing import Any
 
 import numpy as np
 
-from embodied import checkpoint
-from embodied.config import Config
-from embodied.data.trajectory_memory import TrajectoryMemory
+from embodied.config.schema import Config
 from embodied.errors import UserError
 from embodied.execution.acting_workers import check_replicas
 from embodied.execution.assignment import Assignment
 from embodied.execution.farm_specs import frame_rows, run_specs
 from embodied.execution.hand_over import HandOver, hand_over_of
 from embodied.execution.placement import check_workflow, place_workers, processes_here
+from embodied.execution.roles import Acting, Decider, Passer, Replica, Trainer
 from embodied.execution.row_delivery import RowDelivery, place_delivery
 from embodied.execution.run_offload import RunOffload
 from embodied.execution.session import Session
@@ -39,12 +38,14 @@ from embodied.execution.trainer_ranks import (
     saved_by_ranks,
     update_of_ranks,
 )
+from embodied.learning.update_record import CollectStatistics
+from embodied.rollout.rollout_summary import EpisodePart, RolloutSummary
+from embodied.rollout.shared_loop import ReplicaFailed
+from embodied.run import checkpoint
+from embodied.run.background_writer import Written
+from embodied.run.trace import Span
 from embodied.runtime.groups import WorkerGroup
-from embodied.tracing import Span
-from embodied.workers.background import Written
-from embodied.workers.roles import Acting, CollectStatistics, Decider, EpisodePart, Passer, Replica, Trainer
-from embodied.workers.rollout_summary import RolloutSummary
-from embodied.workers.shared_loop import ReplicaFailed
+from embodied.trajectories.memory import TrajectoryMemory
 from embodied.workflows.recipes import Recipe, recipe_of
 from embodied.workflows.sizes import check_ranks, streams
 from sim_farm.farm import Farm

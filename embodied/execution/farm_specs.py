@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from embodied.config import Config
+from embodied.config.schema import Config
 from embodied.execution.assignment import Assignment, FarmAssignment
-from embodied.workers.context import FINALS, bootstrap_of, task_spec
-from embodied.workers.final_values import rows_for_finals
+from embodied.rollout.final_values import rows_for_finals
+from embodied.workflows.context import FINALS, bootstrap_of, task_spec
 from embodied.workflows.sizes import episodes_of, rounds_of, tasks_of
 from sim_farm.contract import TaskInfo
 from sim_farm.episodes import Episodes

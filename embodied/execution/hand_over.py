@@ -9,10 +9,10 @@ from typing import Any
 
 from embodied.errors import PeerFailed
 from embodied.execution.assignment import Assignment
+from embodied.execution.roles import Acting, Trainer
+from embodied.learning.gpu_memory import GpuTensors
+from embodied.learning.weight_ways import ON_GPUS, Way, ways_to
 from embodied.runtime.groups import WorkerGroup
-from embodied.workers.gpu_memory import GpuTensors
-from embodied.workers.roles import Acting, Trainer
-from embodied.workers.weight_ways import ON_GPUS, Way, ways_to
 
 
 @dataclass(frozen=True)

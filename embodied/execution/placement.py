@@ -6,17 +6,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from embodied.config import Config
+from embodied.config.schema import Config
 from embodied.errors import UserError
 from embodied.execution.acting_workers import ActingWorkers, acts_at_desks, hosts_of, place_acting, replicas_of
 from embodied.execution.assignment import Assignment
 from embodied.execution.farm_specs import memory_rounds
+from embodied.execution.makers import make_component
+from embodied.execution.roles import Passer, Trainer
 from embodied.execution.session import Session
 from embodied.execution.trainer_ranks import place_ranks, ranks_of
 from embodied.runtime.groups import WorkerGroup
-from embodied.workers.context import WorkerContext, check_same_sizes, policy_spec
-from embodied.workers.makers import make_component
-from embodied.workers.roles import Passer, Trainer
+from embodied.workflows.context import WorkerContext, check_same_sizes, policy_spec
 from embodied.workflows.recipes import Recipe, WorkflowComponent, recipe_of
 from embodied.workflows.sizes import check_recorded_starts, tasks_of
 from sim_farm.farm import Farm

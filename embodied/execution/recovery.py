@@ -20,7 +20,7 @@ from embodied.errors import PeerFailed, UserError
 from embodied.execution.session import Session
 from embodied.files import Lines
 from embodied.reporting.live import tell
-from embodied.runtime.contract import RuntimeLost
+from embodied.runtime.api import RuntimeLost
 from embodied.runtime.supervision import Event, Replaced, State, Supervised
 from sim_farm.contract import FarmError
 from sim_farm.farm import WorkerFailed, WorkerTimeout

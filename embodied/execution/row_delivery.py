@@ -1,7 +1,9 @@
-"""Handing trajectories over: the ranks of the decider's machine map the rows, those of others are sent them.
+"""Frames for ranks on other machines than the trajectory memory: a worker at home, which they call.
 
-A rank on another machine is sent, once per part, all of the rows but their frames, and fetches the frames of those that
-it evaluates.
+    learner rank --flat rows--> frame source        of a micro-batch, those that it has not fetched yet
+    learner rank <---frames---- frame source        uint8, read out of the trajectory memory
+
+It reads what ranks at home would: rows stay as they are until the update is over.
 """
 
 from __future__ import annotations
@@ -9,13 +11,50 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from embodied.data.trajectory_memory import TrajectoryMemory
+import numpy as np
+import torch
+from torch import Tensor
+
+from embodied import progress
 from embodied.execution.assignment import Assignment
+from embodied.execution.roles import Decider, Trainer
 from embodied.execution.session import Session
 from embodied.runtime.groups import WorkerGroup
-from embodied.workers.frame_source import CalledSource, FrameSource
-from embodied.workers.roles import Decider, Trainer
+from embodied.runtime.handles import Caller
+from embodied.trajectories.memory import TrajectoryMemory
 from sim_farm.farm import Farm
+
+
+class FrameSource:
+    """Maps the trajectory memory. Its callers are served side by side."""
+
+    def __init__(self) -> None:
+        self._memory: TrajectoryMemory | None = None
+
+    def use(self, memory: TrajectoryMemory) -> None:
+        """Read this memory from now on."""
+        self._memory = memory
+
+    def frames(self, rows: np.ndarray) -> np.ndarray:
+        """A copy of the frames uint8 [n, cameras, H, W, 3] at flat rows [n]."""
+        assert self._memory is not None and self._memory.frames is not None, "it has no frames"
+        found: np.ndarray = self._memory.frames.frames[rows]
+        return found
+
+
+@dataclass(frozen=True)
+class CalledSource:
+    """`FrameReader` of whoever is sent it, through the frame source. Raises what `Caller` raises."""
+
+    source: Caller
+
+    def read(self, rows: Tensor) -> Tensor:
+        found = self.source.call(FrameSource.frames, rows.numpy())
+        progress.report()
+        return torch.tensor(found)  # a copy: what has arrived cannot be written, and fills Ray's store
+
+
+# --- Handing trajectories over: the ranks of the decider's machine map the rows, those of others are sent them.
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from embodied.execution.assignment import Assignment
+from embodied.execution.roles import Acting, Decider, Trainer
 from embodied.execution.trainer_ranks import switch_of_ranks
+from embodied.learning.offload import Switch
+from embodied.run.trace import Span
 from embodied.runtime.groups import WorkerGroup
-from embodied.tracing import Span
-from embodied.workers.offload import Switch
-from embodied.workers.roles import Acting, Decider, Trainer
 from sim_farm.farm import Farm
 
 

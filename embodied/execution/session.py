@@ -9,13 +9,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from embodied.config import Config
+from embodied.config.schema import Config
+from embodied.devices import find_device
 from embodied.errors import UserError
 from embodied.execution.assignment import FarmAssignment, configured
 from embodied.reporting.live import steps
-from embodied.runtime.contract import Runtime
+from embodied.runtime.api import Runtime
 from embodied.runtime.inline import InlineRuntime
-from embodied.workers.devices import find_device
 from sim_farm import faults
 from sim_farm.contract import TaskInfo
 from sim_farm.farm import Farm, FarmAddress
@@ -92,7 +92,7 @@ def open_session(config: Config) -> Iterator[Session]:
     if config.runtime.mode == "inline":
         runtime = InlineRuntime(config.runtime.deadline_s)
     else:
-        from embodied.runtime.ray_runtime import RayRuntime
+        from embodied.runtime.ray.runtime import RayRuntime
 
         with steps("Starting Ray", None):
             runtime = RayRuntime(config.runtime.address, config.runtime.deadline_s, config.runtime.worker_gb)

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from embodied.config import Config
+from embodied.config.schema import Config
 from embodied.execution.assignment import HERE, Assignment
+from embodied.execution.makers import make_component
+from embodied.execution.roles import Trainer
 from embodied.execution.session import Session
+from embodied.learning.offload import Switch
+from embodied.learning.update_record import CollectStatistics
+from embodied.run.background_writer import Written
 from embodied.runtime.groups import WorkerGroup
-from embodied.workers.background import Written
-from embodied.workers.context import WorkerContext
-from embodied.workers.makers import make_component
-from embodied.workers.offload import Switch
-from embodied.workers.ranks import LOOPBACK
-from embodied.workers.roles import CollectStatistics, Trainer
+from embodied.runtime.ranks import LOOPBACK
+from embodied.workflows.context import WorkerContext
 from embodied.workflows.recipes import WorkflowComponent, recipe_of
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import schedulers
+from embodied.devices import accelerators, memory_bytes
 from embodied.errors import UserError, nearest
 from embodied.execution.assignment import HOME
 from embodied.execution.session import Session
-from embodied.workers.devices import accelerators, memory_bytes
-from embodied.yaml_files import read_yaml
+from embodied.files import read_yaml
 from schedulers import Cluster, DeviceRange, Node, Plan, PlanError
 
 

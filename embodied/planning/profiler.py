@@ -17,22 +17,21 @@ from statistics import fmean, median, stdev
 
 import numpy as np
 
-from embodied.config import Config
-from embodied.config_files import parse_config
+from embodied.config.files import parse_config
+from embodied.config.schema import Config
+from embodied.devices import accelerators
 from embodied.doctor.hardware import fingerprint
 from embodied.errors import UserError
 from embodied.execution.assignment import Assignment
 from embodied.execution.executor import Executor, Iteration, executor
+from embodied.execution.roles import Trainer
 from embodied.execution.session import Session
+from embodied.learning.offload import Switch
+from embodied.learning.update_record import TrainedBytes
 from embodied.migration import OLD_SECTIONS, migrate
 from embodied.planning.components import ComponentRoles, roles_of
-from embodied.planning.drawers import GpuDrawing, drawers_of, gpu_drawing
-from embodied.planning.exchanges import exchanges_of
-from embodied.planning.probe_assignments import probes_of
+from embodied.planning.probes import GpuDrawing, drawers_of, exchanges_of, gpu_drawing, probes_of
 from embodied.statistics import typical
-from embodied.workers.devices import accelerators
-from embodied.workers.offload import Switch
-from embodied.workers.roles import TrainedBytes, Trainer
 from embodied.workflows.sizes import holds_shards, tasks_of, workflow_of
 from schedulers.profile import ComponentProfile, Point, Profile, Together
 from schedulers.workflow import Workflow

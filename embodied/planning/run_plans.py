@@ -10,18 +10,18 @@ from rich import get_console
 from rich import print as show
 
 import schedulers
-from embodied.config import Config
+from embodied.config.schema import Config
 from embodied.doctor.hardware import fingerprint
 from embodied.errors import UserError
 from embodied.execution.assignment import Assignment, assign, configured
+from embodied.execution.makers import check_components
 from embodied.execution.session import Session
 from embodied.files import write_whole
 from embodied.planning.clusters import local_cluster, run_cluster, with_stand_ins
 from embodied.planning.components import leaving_home, planned_for
 from embodied.planning.profiler import in_todays_keys, profile_config, work_of
 from embodied.planning.replanning import Decision, Watch
-from embodied.workers.context import task_spec
-from embodied.workers.makers import check_components
+from embodied.workflows.context import task_spec
 from embodied.workflows.sizes import tasks_of, workflow_of
 from schedulers import Cluster, Plan, PlanError, Profile, Workflow
 from sim_farm.hosts import InProcess

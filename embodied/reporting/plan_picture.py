@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from embodied.tracing import COMPONENTS, Span
+from embodied.run.trace import COMPONENTS, Span
 from schedulers import Simulation
 
 OTHER = "#6b7280"

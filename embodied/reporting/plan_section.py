@@ -9,7 +9,7 @@ from typing import Any
 
 from embodied.files import read_json
 from embodied.reporting.run_record import LARGEST, RunFolder
-from embodied.tracing import natural_order
+from embodied.run.trace import natural_order
 
 
 def plan_section(run: RunFolder) -> str:

@@ -23,8 +23,8 @@ from embodied.reporting import page_pieces as pieces
 from embodied.reporting.live import duration
 from embodied.reporting.plan_section import plan_section
 from embodied.reporting.run_record import SUCCESS_RECENT, Evaluation, ReportError, RunFolder, find, named, read_run
+from embodied.run.trace import COMPONENTS
 from embodied.statistics import wilson
-from embodied.tracing import COMPONENTS
 
 SMOOTHING = 5
 """Iterations over which the smoothed success is averaged, and over which a target must be held."""

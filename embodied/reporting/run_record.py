@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from embodied.errors import UserError
-from embodied.files import read_json
+from embodied.files import read_json, read_yaml
 from embodied.migration import migrate
 from embodied.reporting.metrics import SELECTION
 from embodied.reporting.metrics import read as read_metrics
 from embodied.reporting.tables import trained_on
+from embodied.run.trace import Span, TraceError, load, natural_order
 from embodied.statistics import wilson
-from embodied.tracing import Span, TraceError, load, natural_order
-from embodied.yaml_files import read_yaml
 
 _T = TypeVar("_T")
 SUCCESS_RECENT = "env/success_recent"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 
 from embodied.reporting.charts import compact, ticks
-from embodied.tracing import COMPONENTS, ITERATIONS, Span, track_order
+from embodied.run.trace import COMPONENTS, ITERATIONS, Span, track_order
 
 _LEFT, _RIGHT, _ROW, _AXIS = 104, 12, 22, 30
 _MAX_ARROWS = 60

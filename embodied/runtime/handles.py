@@ -1,18 +1,28 @@
-"""Typed handles: a worker is called through one whether it is in this process or in an actor.
-
-worker: Handle[PolicyWorker] = runtime.place("policy", make_policy_worker, ...)
-rollout = worker.call(PolicyWorker.rollout, 64)           # typed like the method itself
-"""
+"""Workers that call other workers, in other processes, by themselves."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 from embodied.runtime.deadlines import Deadline
-from embodied.workers.caller import Caller
+
+Result = TypeVar("Result")
+
+
+class Caller(Protocol):
+    """The way to a worker in another process, which workers can be sent.
+
+    Raises what the worker raises, `WorkerFailed` where it is gone and `WorkerTimeout` where it does not answer.
+    """
+
+    def call(self, method: Callable[..., Result], *args: Any) -> Result: ...
+
+
+# --- Typed handles: a worker is called through one whether it is in this process or in an actor.
+
 
 T = TypeVar("T")
 P = ParamSpec("P")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from embodied.runtime.contract import Args, args_of, check_group
+from embodied.runtime.api import Args, args_of, check_group
 from embodied.runtime.deadlines import Deadline
 from embodied.runtime.groups import WorkerGroup, naming, rank_names
 from embodied.runtime.handles import Handle

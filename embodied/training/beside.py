@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from embodied.config import Config
+from embodied.config.schema import Config
+from embodied.devices import CPU
 from embodied.execution.assignment import HERE, Assignment
 from embodied.execution.session import Session, open_session
-from embodied.workers.devices import CPU
 
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 Work = Callable[[Session], dict[str, Any]]

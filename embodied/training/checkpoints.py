@@ -16,16 +16,16 @@ from pathlib import Path
 
 import numpy as np
 
-from embodied import checkpoint
-from embodied.config import Config
+from embodied.config.schema import Config
 from embodied.execution.executor import Executor
 from embodied.reporting.metrics import MetricsWriter
-from embodied.run_folder import interim_root, lasting_root
-from embodied.tracing import Span, TraceWriter
+from embodied.run import checkpoint
+from embodied.run.background_writer import Written
+from embodied.run.folder import interim_root, lasting_root
+from embodied.run.trace import Span, TraceWriter
 from embodied.training.position import Position
 from embodied.training.selection import Selection
 from embodied.training.unwritten import Unwritten
-from embodied.workers.background import Written
 from sim_farm import faults
 
 SHARE = 0.02

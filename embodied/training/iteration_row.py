@@ -7,9 +7,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from embodied.config import Config
+from embodied.config.schema import Config
+from embodied.rollout.rollout_summary import RolloutSummary
 from embodied.training.position import RECENT, Position
-from embodied.workers.rollout_summary import RolloutSummary
 from embodied.workflows.sizes import tasks_of
 
 

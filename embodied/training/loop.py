@@ -17,9 +17,9 @@ import numpy as np
 from rich import print as show
 from rich.markup import escape
 
-from embodied import checkpoint
-from embodied.config import Config
-from embodied.config_files import save_config
+from embodied.config.files import save_config
+from embodied.config.schema import Config
+from embodied.devices import accelerators
 from embodied.execution.executor import Executor, Iteration, executor
 from embodied.execution.recovery import FILE, Recovery
 from embodied.execution.session import Session
@@ -28,9 +28,10 @@ from embodied.planning.replanning import Decision, Watch
 from embodied.planning.run_plans import place_run
 from embodied.reporting.live import Progress, tell
 from embodied.reporting.metrics import MetricsWriter, read
-from embodied.run_folder import lasting_root, newest_whole
-from embodied.runtime.contract import Runtime
-from embodied.tracing import TraceWriter
+from embodied.run import checkpoint
+from embodied.run.folder import lasting_root, newest_whole
+from embodied.run.trace import TraceWriter
+from embodied.runtime.api import Runtime
 from embodied.training.beside import BesideError, room_beside
 from embodied.training.checkpoints import RunCheckpoints
 from embodied.training.collapse import CollapseWatch
@@ -38,7 +39,6 @@ from embodied.training.interrupts import deferred_interrupts
 from embodied.training.iteration_row import iteration_row, left_out
 from embodied.training.position import RECENT, Position
 from embodied.training.selection import Candidate, Selection
-from embodied.workers.devices import accelerators
 from sim_farm import faults
 
 FINISHING = "interrupted: finishing the update, so that its iteration is kept; once more stops at once"

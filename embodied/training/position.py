@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from embodied import checkpoint
+from embodied.run import checkpoint
 
 RECENT = 100
 """Training episodes over which the success that is reported as `env/success_recent` is averaged."""

@@ -15,14 +15,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from embodied import checkpoint
-from embodied.config import Config
+from embodied.config.schema import Config
 from embodied.errors import UserError
 from embodied.evaluation.evaluate import Subject, evaluate, evaluation_folder
 from embodied.evaluation.folder import Identity, read_identity
 from embodied.evaluation.protocol import Protocol, protocol_of
 from embodied.execution.session import Session
 from embodied.reporting.metrics import SELECTION, MetricsWriter, read
+from embodied.run import checkpoint
 from embodied.training.beside import BesideProcess, Room
 
 OTHER_SEEDS = 2**30

@@ -20,26 +20,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embodied import checkpoint
-from embodied.config import Config
-from embodied.config_files import save_config
-from embodied.data.random_streams import IMITATION, generator, permutation
+from embodied.config.files import save_config
+from embodied.config.schema import Config
 from embodied.demonstrations import Batch, Dataset, layout
 from embodied.demonstrations.feature_names import Needed, check_features
 from embodied.demonstrations.inspection import inspected, observed
 from embodied.demonstrations.inspection_table import show_table, text
 from embodied.demonstrations.loader import read_ahead
 from embodied.demonstrations.mixture import Demonstrations, Index, Source, gripper_map, open_sources
+from embodied.devices import Affinity, device_of
 from embodied.errors import UserError
 from embodied.evaluation.protocol import expand
 from embodied.files import write_whole
 from embodied.reporting.live import steps
 from embodied.reporting.metrics import MetricsWriter
+from embodied.run import checkpoint
 from embodied.training.interrupts import deferred_interrupts
 from embodied.training.unwritten import Unwritten
-from embodied.workers.affinity import Affinity
-from embodied.workers.context import make_policy, policy_spec, task_spec
-from embodied.workers.devices import device_of
+from embodied.trajectories.random_streams import IMITATION, generator, permutation
+from embodied.workflows.context import make_policy, policy_spec, task_spec
 from embodied.workflows.sizes import tasks_of
 from policies.contract import Inputs, Policy
 from sim_farm.contract import TaskInfo

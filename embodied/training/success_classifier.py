@@ -15,12 +15,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from embodied.data.random_streams import CLASSIFICATION, generator, permutation
 from embodied.demonstrations import Dataset
 from embodied.demonstrations.mixture import open_dataset
 from embodied.errors import UserError
+from embodied.learning.success_classifier import Looks, SuccessClassifier
 from embodied.reporting.live import steps as progress_bar
-from embodied.workers.success_classifier import Looks, SuccessClassifier
+from embodied.trajectories.random_streams import CLASSIFICATION, generator, permutation
 
 MEASURED = 256
 """Frames that are looked at together when the held-out episodes are measured."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from embodied.checkpoint import CheckpointError
 from embodied.reporting.live import tell
+from embodied.run.checkpoint import CheckpointError
 
 
 class Unwritten:

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from embodied.config import Config
-from embodied.config_files import all_settings, parse_config
+from embodied.config.files import all_settings, parse_config
+from embodied.config.schema import Config
 from embodied.errors import UserError, nearest
-from embodied.yaml_files import parse_yaml
+from embodied.files import parse_yaml
 
 
 def variants(config: Config, source: str, seeds: Sequence[int], sweep: Sequence[str]) -> list[Config]:

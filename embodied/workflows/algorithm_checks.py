@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from embodied.algorithms.estimators import overlong_limits
-from embodied.config import Config
+from embodied.config.schema import Config
 from embodied.errors import UserError
 from embodied.workflows.recipes import Recipe, recipe_of
 from policies.registry import policy_class

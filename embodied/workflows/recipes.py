@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from embodied.algorithms.estimators import ESTIMATORS, Estimator
 from embodied.algorithms.objectives import OBJECTIVES, Objective
-from embodied.config import Config
+from embodied.config.schema import Config
 from embodied.errors import UserError, nearest
 from schedulers.workflow import Edge
 
@@ -50,20 +50,20 @@ class WorkflowComponent:
 PHYSICS = WorkflowComponent("physics", "steps the environments", "sim_farm.physics_worker:PhysicsWorker", travels=True)
 RENDER = WorkflowComponent("render", "draws the frames that the policy looks at", "sim_farm.render_worker:RenderWorker")
 POLICY = WorkflowComponent(
-    "policy", "turns observations into action chunks", "embodied.workers.policy_worker:PolicyWorker"
+    "policy", "turns observations into action chunks", "embodied.rollout.policy_worker:PolicyWorker"
 )
 LEARNER = WorkflowComponent(
     "learner",
     "estimates advantages, updates the policy, hands out its weights",
-    "embodied.workers.learner:Learner",
+    "embodied.learning.learner:Learner",
 )
 REFERENCE = WorkflowComponent(
     "reference",
     "evaluates decisions under the policy that training began with",
-    "embodied.workers.reference:ReferenceWorker",
+    "embodied.learning.reference:ReferenceWorker",
 )
 REWARD = WorkflowComponent(
-    "reward", "judges frames and instructions in the simulator's stead", "embodied.workers.reward:RewardWorker"
+    "reward", "judges frames and instructions in the simulator's stead", "embodied.learning.reward:RewardWorker"
 )
 
 

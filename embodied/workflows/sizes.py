@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from embodied.config import Config
-from embodied.config_files import parse_config
+from embodied.config.files import parse_config
+from embodied.config.schema import Config
 from embodied.errors import UserError
 from embodied.workflows.recipes import Recipe, WorkflowComponent, recipe_of
 from schedulers.workflow import Component, Edge, Loop, Workflow

@@ -28,12 +28,12 @@ class SharedRay:
 
     def open(self) -> Any:
         """A `RayRuntime`, with processes that earlier modules have left for the next workers and farms."""
-        from embodied.runtime import ray_runtime
-        from embodied.runtime.ray_cluster import RayCluster
+        from embodied.runtime.ray import runtime
+        from embodied.runtime.ray.cluster import RayCluster
 
         if self._runtime is None:
-            self._runtime = ray_runtime.RayRuntime("local", 240.0)
-            self._patch.setattr(ray_runtime, "SPARE", 8)  # as many as most tests need at once: to start one takes long
+            self._runtime = runtime.RayRuntime("local", 240.0)
+            self._patch.setattr(runtime, "SPARE", 8)  # as many as most tests need at once: to start one takes long
             start = RayCluster.__init__
 
             def start_alone(cluster: RayCluster, *arguments: Any) -> None:
@@ -114,7 +114,7 @@ def place_of(group: Any) -> torch.device:
 @pytest.fixture(scope="module")
 def here() -> Iterator[Any]:
     """A `Session` in this process, with as many threads as a worker begins with."""
-    from embodied.config_files import parse_config
+    from embodied.config.files import parse_config
     from embodied.execution.session import open_session
 
     threads = torch.get_num_threads()

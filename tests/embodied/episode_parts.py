@@ -13,16 +13,17 @@ import torch
 from torch import Tensor
 
 from embodied.algorithms.estimators import Estimate, group_relative
-from embodied.checkpoint import RunState
-from embodied.config import Config
-from embodied.config_files import parse_config
-from embodied.data.trajectories import Trajectories
+from embodied.config.files import parse_config
+from embodied.config.schema import Config
 from embodied.execution.assignment import configured
 from embodied.execution.executor import Executor, Iteration, executor
+from embodied.execution.roles import Decider, Trainer
 from embodied.execution.session import open_session
-from embodied.workers.context import make_policy
-from embodied.workers.learner import Learner
-from embodied.workers.roles import Decider, EpisodePart, Trainer
+from embodied.learning.learner import Learner
+from embodied.rollout.rollout_summary import EpisodePart
+from embodied.run.checkpoint import RunState
+from embodied.trajectories.batch import Trajectories
+from embodied.workflows.context import make_policy
 from embodied.workflows.recipes import GRPO
 from policies.contract import Policy, PolicySpec
 from tests.embodied.held import held

@@ -10,8 +10,8 @@ import pytest
 
 from embodied.commands.evaluate import evaluate_run
 from embodied.commands.train import train_run
-from embodied.config import Config
-from embodied.config_files import parse_config
+from embodied.config.files import parse_config
+from embodied.config.schema import Config
 from embodied.errors import UserError
 from embodied.evaluation.folder import EvalFolder, read_folder
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from embodied.commands.record import record_run
-from embodied.config_files import parse_config
+from embodied.config.files import parse_config
 from embodied.demonstrations import Dataset
 from policies import registry
 from policies.contract import Action, Evaluation, Inputs, Policy, PolicySpec

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from embodied.data.trajectories import HeldDecisions, Trajectories
+from embodied.trajectories.batch import HeldDecisions, Trajectories
 
 
 def held(batch: Trajectories) -> Trajectories:

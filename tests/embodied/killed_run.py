@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from embodied.config_files import parse_config
+from embodied.config.files import parse_config
 from embodied.execution.session import open_session
-from embodied.run_folder import open_run_folder
+from embodied.run.folder import open_run_folder
 from embodied.training.loop import train
 
 EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "shutil.rmtree")

@@ -13,13 +13,14 @@ import yaml
 from safetensors.numpy import load_file
 
 import schedulers
-from embodied import checkpoint, cli
-from embodied.config_files import parse_config
+from embodied import cli
+from embodied.config.files import parse_config
 from embodied.execution.session import Session, open_session
 from embodied.planning import profiler as profiling
 from embodied.planning.profiler import profile_config
-from embodied.run_folder import prepare_run
-from embodied.runtime.ray_runtime import RayRuntime
+from embodied.run import checkpoint
+from embodied.run.folder import prepare_run
+from embodied.runtime.ray.runtime import RayRuntime
 from embodied.training import loop as training
 from schedulers import Profile
 

@@ -10,15 +10,15 @@ from typing import Any
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from embodied.checkpoint import RunState
-from embodied.config import Config
-from embodied.config_files import parse_config
-from embodied.data.trajectories import Trajectories
+from embodied.config.files import parse_config
+from embodied.config.schema import Config
+from embodied.devices import Affinity
+from embodied.learning.learner import Learner
+from embodied.run.checkpoint import RunState
 from embodied.runtime.groups import WorkerGroup
-from embodied.runtime.ray_runtime import RayRuntime
-from embodied.workers.affinity import Affinity
-from embodied.workers.learner import Learner
-from embodied.workers.ranks import Ranks
+from embodied.runtime.ranks import Ranks
+from embodied.runtime.ray.runtime import RayRuntime
+from embodied.trajectories.batch import Trajectories
 from policies.contract import Policy
 from tests.embodied.test_learner import make_policy
 

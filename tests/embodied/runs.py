@@ -13,14 +13,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from embodied.algorithms.estimators import Estimate, gae, group_relative
-from embodied.config import Config
-from embodied.config_files import parse_config
-from embodied.data.trajectories import Trajectories
+from embodied.config.files import parse_config
+from embodied.config.schema import Config
+from embodied.devices import Affinity
 from embodied.execution.assignment import HERE, Assignment, FarmAssignment
 from embodied.execution.executor import Iteration, executor
+from embodied.execution.roles import Trainer
 from embodied.execution.session import Session
-from embodied.workers.affinity import Affinity
-from embodied.workers.roles import Trainer
+from embodied.trajectories.batch import Trajectories
 from embodied.workflows.recipes import GRPO, PPO
 
 ITERATIONS = 3

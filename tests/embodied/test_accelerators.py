@@ -11,25 +11,24 @@ import pytest
 import torch
 
 import schedulers
-from embodied import checkpoint
-from embodied.config import Config
-from embodied.config_files import parse_config
+from embodied.config.files import parse_config
+from embodied.config.schema import Config
+from embodied.devices import Affinity, accelerators, device_of
 from embodied.doctor.hardware import fingerprint
 from embodied.errors import UserError
 from embodied.execution.assignment import assign
 from embodied.execution.session import open_session
+from embodied.learning.learner import Learner
 from embodied.planning import profiler as profiling
 from embodied.planning.clusters import local_cluster, read_cluster
-from embodied.planning.probe_assignments import probes_of
+from embodied.planning.probes import probes_of
 from embodied.planning.profiler import work_of
 from embodied.planning.run_plans import checked_profile, sized_workflow
-from embodied.run_folder import prepare_run
+from embodied.rollout.policy_worker import PolicyWorker
+from embodied.run import checkpoint
+from embodied.run.folder import prepare_run
 from embodied.training import loop as training
-from embodied.workers.affinity import Affinity
-from embodied.workers.context import WorkerContext
-from embodied.workers.devices import accelerators, device_of
-from embodied.workers.learner import Learner
-from embodied.workers.policy_worker import PolicyWorker
+from embodied.workflows.context import WorkerContext
 from policies.contract import PolicySpec
 from schedulers import Cluster, ComponentProfile, DeviceRange, Node, Phase, Placement, Plan, PlanError, Point, Profile
 from sim_farm.contract import TaskSpec

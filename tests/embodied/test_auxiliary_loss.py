@@ -10,10 +10,10 @@ import torch
 
 import policies
 from embodied.algorithms.estimators import Rows
-from embodied.config import LossConfig
-from embodied.data.trajectories import HeldDecisions
+from embodied.config.schema import LossConfig
+from embodied.learning.microbatch import LossSums, add_gradient, count_units, read
 from embodied.reporting.metrics import read as metrics_of
-from embodied.workers.microbatch import LossSums, add_gradient, count_units, read
+from embodied.trajectories.batch import HeldDecisions
 from policies.contract import Policy, PolicyError, PolicySpec
 from policies.flow import FlowPolicy, StateCritic
 from tests.embodied.test_resume import IMAGES, config_of, run

@@ -13,8 +13,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from embodied.bench.flops import Costs, Work
-from embodied.bench.flow_flops import FlowCosts
+from embodied.bench.flops import Costs, FlowCosts, Work
 from embodied.bench.generate import OneAtATime, ways
 from embodied.bench.learner import Case, Update
 from embodied.bench.machine import Machine, measure_machine
@@ -22,7 +21,7 @@ from embodied.bench.models import build, make_inputs
 from embodied.bench.policy import share_of_equal_rows
 from embodied.bench.settings import BenchLearner, BenchPolicy
 from embodied.cli import main
-from embodied.workers.microbatch import LossSums, MicroBatchLoss, read
+from embodied.learning.microbatch import LossSums, MicroBatchLoss, read
 from policies.openvla import sizes
 from policies.openvla.base import TokenPolicy
 from policies.openvla.config import read_config

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 import policies
-from embodied import checkpoint, manifest
-from embodied.checkpoint import CheckpointError, RunState
 from embodied.errors import UserError
+from embodied.run import checkpoint, manifest
+from embodied.run.checkpoint import CheckpointError, RunState
 from policies.contract import Inputs, Policy, PolicyError, PolicySpec
 from tests.full_disk import full_disk
 

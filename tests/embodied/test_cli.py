@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from embodied import cli
-from embodied.config_files import shipped_configs
+from embodied.config.files import shipped_configs
 
 COMMAND = Path(sys.executable).parent / "embodied"
 SMALL = ["--runtime.mode", "inline", "--farm.groups", "1", "--iterations", "2", "--rollout.decisions", "16"]

@@ -21,26 +21,27 @@ import pytest
 from torch import Tensor
 
 import schedulers
-from embodied.config import Config
-from embodied.config_files import parse_config
+from embodied.config.files import parse_config
+from embodied.config.schema import Config
+from embodied.devices import Affinity
 from embodied.doctor.hardware import fingerprint
 from embodied.errors import UserError
 from embodied.execution import row_delivery
 from embodied.execution.assignment import Assignment, assign
 from embodied.execution.executor import executor
+from embodied.execution.row_delivery import CalledSource
 from embodied.execution.session import Session
 from embodied.planning.clusters import run_cluster
 from embodied.planning.profiler import work_of
 from embodied.planning.run_plans import place_run
 from embodied.reporting.metrics import read
-from embodied.runtime import ray_cluster, relay
+from embodied.runtime import relay
 from embodied.runtime.deadlines import Deadline
 from embodied.runtime.inline import InlineRuntime
-from embodied.runtime.ray_farm import RayHost
-from embodied.runtime.ray_runtime import RayRuntime
-from embodied.runtime.ray_workers import RayHandle
-from embodied.workers.affinity import Affinity
-from embodied.workers.frame_source import CalledSource
+from embodied.runtime.ray import cluster as ray_cluster
+from embodied.runtime.ray.farm import RayHost
+from embodied.runtime.ray.runtime import RayRuntime
+from embodied.runtime.ray.workers import RayHandle
 from schedulers import ComponentProfile, Plan, Point, Profile
 from sim_farm.contract import EpisodeSpec, FarmError
 from sim_farm.episodes import ANY, EndlessEpisodes, ListedEpisodes

@@ -10,8 +10,8 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from embodied.config import Config
-from embodied.config_files import CONFIGS, all_settings, load_config, parse_config, save_config
+from embodied.config.files import CONFIGS, all_settings, load_config, parse_config, save_config
+from embodied.config.schema import Config
 from embodied.errors import UserError
 
 PINNED_KEYS = Path(__file__).parent / "config_keys.txt"

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from embodied import checkpoint
 from embodied.algorithms.controls import ENTROPY_RATE, LEAST_DEVIATION, Controls, adapted_share, adapted_weight
-from embodied.config import AdvantageConfig, Config, LossConfig
-from embodied.config_files import parse_config
+from embodied.config.files import parse_config
+from embodied.config.schema import AdvantageConfig, Config, LossConfig
 from embodied.errors import UserError
-from embodied.workers.update_controls import UpdateControls
+from embodied.learning.update_controls import UpdateControls
+from embodied.run import checkpoint
 from embodied.workflows.algorithm_checks import check_algorithm
 from tests.embodied.test_learner import make_batch, make_learner, to_rows
 from tests.embodied.test_resume import STATES, assert_same_run, config_of, run

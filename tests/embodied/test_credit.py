@@ -13,15 +13,15 @@ from torch import Tensor
 
 from embodied.algorithms.estimators import gae, rows_of
 from embodied.algorithms.ppo import action_advantages, alive_actions, generalised_advantages
-from embodied.config import Config
-from embodied.config_files import parse_config
-from embodied.data.trajectories import HeldDecisions, Trajectories, join_columns
-from embodied.data.trajectory_memory import TrajectoryMemory
+from embodied.config.files import parse_config
+from embodied.config.schema import Config
 from embodied.errors import UserError
+from embodied.learning.learner import Learner
 from embodied.planning.run_plans import check_files
-from embodied.workers.acting import RolloutSettings
-from embodied.workers.learner import Learner
-from embodied.workers.policy_worker import PolicyWorker
+from embodied.rollout.acting import RolloutSettings
+from embodied.rollout.policy_worker import PolicyWorker
+from embodied.trajectories.batch import HeldDecisions, Trajectories, join_columns
+from embodied.trajectories.memory import TrajectoryMemory
 from policies.contract import Action, Evaluation, Inputs, PolicySpec
 from policies.gaussian_mlp import GaussianMLP
 from policies.layers import mlp

@@ -15,12 +15,12 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from embodied import checkpoint, manifest
 from embodied.algorithms.controls import Controls
-from embodied.checkpoint import CheckpointError, OptimizerState, RunState
-from embodied.config import Config
+from embodied.algorithms.curricula import SuccessCounts
+from embodied.config.schema import Config
 from embodied.errors import UserError
-from embodied.workers.success_counts import SuccessCounts
+from embodied.run import checkpoint, manifest
+from embodied.run.checkpoint import CheckpointError, OptimizerState, RunState
 from policies.contract import PolicyError
 from sim_farm import EndlessEpisodes, Farm, FarmError, FarmSpec, InProcess, TaskSpec
 from tests.embodied.test_checkpoint import content, make_optimizer, make_policy, step, write

@@ -11,15 +11,16 @@ import torch
 from torch import Tensor
 
 from embodied.algorithms.estimators import gae, group_relative
-from embodied.config import Config
-from embodied.config_files import parse_config
-from embodied.data.trajectories import Trajectories
+from embodied.config.files import parse_config
+from embodied.config.schema import Config
 from embodied.execution.executor import executor
+from embodied.execution.roles import Decider
 from embodied.execution.session import Session
-from embodied.workers.context import make_policy
-from embodied.workers.learner import Learner
-from embodied.workers.roles import Decider, EpisodePart
-from embodied.workers.update_steps import OffPolicy
+from embodied.learning.learner import Learner
+from embodied.learning.update_steps import OffPolicy
+from embodied.rollout.rollout_summary import EpisodePart
+from embodied.trajectories.batch import Trajectories
+from embodied.workflows.context import make_policy
 from policies.contract import PolicySpec
 from tests.embodied.held import held
 from tests.embodied.runs import GROUPS, STATES, assigned, inline, kept_in

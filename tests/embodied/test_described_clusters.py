@@ -10,14 +10,14 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 import schedulers
-from embodied.config import Config
-from embodied.config_files import parse_config
+from embodied.config.files import parse_config
+from embodied.config.schema import Config
 from embodied.execution.assignment import assign
 from embodied.execution.executor import Executor, Iteration
 from embodied.execution.session import Session
 from embodied.planning.components import leaving_home
 from embodied.runtime.groups import WorkerGroup
-from embodied.runtime.ray_workers import RayHandle
+from embodied.runtime.ray.workers import RayHandle
 from embodied.workflows.sizes import workflow_of
 from schedulers import Cluster, ComponentProfile, DeviceRange, Node, Phase, Placement, Plan, Point, Profile
 from sim_farm.layout import FarmSpec

@@ -15,23 +15,22 @@ import torch
 from torch import Tensor
 
 import policies
-from embodied import checkpoint
-from embodied.config import Config
-from embodied.config_files import parse_config
-from embodied.data.trajectories import HeldDecisions, Trajectories
-from embodied.data.trajectory_memory import MemoryLayout, MemoryShape, TrajectoryMemory
+from embodied.config.files import parse_config
+from embodied.config.schema import Config
+from embodied.devices import Affinity, decide, device_of, find_device, settle, to_host, value_of
 from embodied.errors import UserError
 from embodied.execution.assignment import HERE, Assignment, FarmAssignment
 from embodied.execution.executor import executor
 from embodied.execution.session import open_session
-from embodied.runtime.ray_worker_process import _portable
-from embodied.workers.acting import RolloutSettings
-from embodied.workers.affinity import Affinity
-from embodied.workers.context import make_policy
-from embodied.workers.devices import decide, device_of, find_device, settle, to_host, value_of
-from embodied.workers.learner import Learner
-from embodied.workers.offload import Offload
-from embodied.workers.policy_worker import PolicyWorker
+from embodied.learning.learner import Learner
+from embodied.learning.offload import Offload
+from embodied.rollout.acting import RolloutSettings
+from embodied.rollout.policy_worker import PolicyWorker
+from embodied.run import checkpoint
+from embodied.runtime.ray.worker_process import _portable
+from embodied.trajectories.batch import HeldDecisions, Trajectories
+from embodied.trajectories.memory import MemoryLayout, MemoryShape, TrajectoryMemory
+from embodied.workflows.context import make_policy
 from policies.contract import Action, Evaluation, Inputs, Policy, PolicySpec
 from policies.gaussian_mlp import GaussianMLP
 from policies.random_actions import RandomActions

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from embodied.algorithms.episode_groups import (
+from embodied.algorithms.estimators import (
     Scale,
     differing,
     group_advantages,

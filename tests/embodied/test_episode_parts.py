@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from embodied.data.trajectories import Trajectories
 from embodied.errors import UserError
-from embodied.workers.roles import Decider, EpisodePart
+from embodied.execution.roles import Decider
+from embodied.rollout.rollout_summary import EpisodePart
+from embodied.trajectories.batch import Trajectories
 from embodied.workflows.sizes import episodes_of
 from tests.embodied import episode_parts
 from tests.embodied.episode_parts import (

@@ -18,14 +18,14 @@ from torch import Tensor
 
 from embodied.algorithms.estimators import Estimate, Rows, gae, group_relative, join_rows, outcomes, rows_of
 from embodied.algorithms.ppo import generalised_advantages
-from embodied.config import Config
-from embodied.config_files import load_config, parse_config
-from embodied.data.trajectories import HeldDecisions, Trajectories
+from embodied.config.files import load_config, parse_config
+from embodied.config.schema import Config
 from embodied.errors import UserError
 from embodied.execution.session import open_session
 from embodied.reporting.metrics import read
-from embodied.run_folder import prepare_run
+from embodied.run.folder import prepare_run
 from embodied.training import loop as training
+from embodied.trajectories.batch import HeldDecisions, Trajectories
 from embodied.workflows import recipes as workflows
 from embodied.workflows.recipes import GRPO, PPO, recipe_of
 from embodied.workflows.sizes import groups_suffice, streams, workflow_of

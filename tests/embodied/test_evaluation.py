@@ -17,7 +17,7 @@ import pytest
 
 from embodied import cli
 from embodied.commands.evaluate import evaluate_run
-from embodied.config_files import load_config
+from embodied.config.files import load_config
 from embodied.evaluation import films
 from embodied.evaluation.evaluate import Subject, evaluate, evaluation_folder
 from embodied.evaluation.films import FRAMES, Filmer, Shown, filmed_steps, stride
@@ -26,8 +26,8 @@ from embodied.evaluation.protocol import protocol_of
 from embodied.execution import recovery
 from embodied.execution.session import open_session
 from embodied.reporting.video import EpisodeFrames
-from embodied.run_folder import settings_of
-from embodied.workers.evaluator import EpisodeOutcome, deal_out
+from embodied.rollout.evaluator import EpisodeOutcome, deal_out
+from embodied.run.folder import settings_of
 from sim_farm import faults
 from sim_farm.contract import EpisodeSpec, TaskSpec
 from sim_farm.episodes import ListedEpisodes, evaluation_episodes

@@ -7,8 +7,8 @@ from typing import Any, get_args
 
 import pytest
 
-from embodied.config import Config, EvalConfig
-from embodied.config_files import parse_config
+from embodied.config.files import parse_config
+from embodied.config.schema import Config, EvalConfig
 from embodied.errors import UserError
 from embodied.evaluation.protocol import PRESETS, Protocol, as_data, expand, from_data, protocol_of
 from sim_farm.catalogue import check_task

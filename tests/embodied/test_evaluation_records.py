@@ -14,8 +14,8 @@ from embodied.commands.evaluate import evaluate_run
 from embodied.evaluation.films import differing, worth_seeing
 from embodied.evaluation.folder import read_folder
 from embodied.reporting.run_record import read_run
-from embodied.run_folder import settings_of
-from embodied.workers.evaluator import EpisodeResult
+from embodied.rollout.evaluator import EpisodeResult
+from embodied.run.folder import settings_of
 from sim_farm.contract import EpisodeSpec, TaskSpec
 from tests.embodied import evaluations
 from tests.embodied.evaluations import config, evaluated, trained

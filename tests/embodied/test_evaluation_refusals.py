@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from embodied import checkpoint
 from embodied.commands.evaluate import evaluate_run
 from embodied.commands.train import train_run
 from embodied.evaluation.evaluate import Subject, evaluate
 from embodied.evaluation.folder import Identity, open_folder, read_folder
 from embodied.evaluation.protocol import as_data, protocol_of
 from embodied.execution.session import open_session
-from embodied.run_folder import settings_of
-from embodied.workers.evaluator import EpisodeResult
+from embodied.rollout.evaluator import EpisodeResult
+from embodied.run import checkpoint
+from embodied.run.folder import settings_of
 from policies.contract import PolicyError
 from sim_farm.contract import EpisodeSpec, FarmError
 from tests.embodied import evaluations

@@ -9,13 +9,13 @@ from typing import Any, Protocol
 import pytest
 import torch
 
-from embodied.config import Config
-from embodied.config_files import parse_config
+from embodied.config.files import parse_config
+from embodied.config.schema import Config
+from embodied.devices import Affinity
 from embodied.execution.assignment import Assignment
 from embodied.execution.session import Session
-from embodied.runtime.ray_runtime import RayRuntime
-from embodied.workers.affinity import Affinity
-from embodied.workers.context import make_policy
+from embodied.runtime.ray.runtime import RayRuntime
+from embodied.workflows.context import make_policy
 from policies.contract import PolicySpec
 from tests import libero_assets
 from tests.embodied.runs import (

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from embodied.data import far_frames
-from embodied.data.far_frames import FarFrames, FrameShape
-from embodied.data.trajectories import join_columns
-from embodied.workers.frame_source import CalledSource, FrameSource
+from embodied.execution.row_delivery import CalledSource, FrameSource
+from embodied.trajectories import remote_frames
+from embodied.trajectories.batch import join_columns
+from embodied.trajectories.remote_frames import FarFrames, FrameShape
 from tests.embodied.test_policy_worker import ENVS, Watcher, worker
 from tests.embodied.test_trajectory_memory import WATCHED, assert_same
 
@@ -59,10 +59,10 @@ def test_parts_are_joined_with_what_they_have_fetched() -> None:
 
 def test_no_call_fetches_more_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
     reader = Reader()
-    monkeypatch.setattr(far_frames, "CALL_BYTES", 3 * SHAPE.nbytes + 1)
+    monkeypatch.setattr(remote_frames, "CALL_BYTES", 3 * SHAPE.nbytes + 1)
     assert_shown(FarFrames(reader, SHAPE, torch.arange(7)).at(torch.arange(7)), list(range(7)))
     assert reader.asked == [[0, 1, 2], [3, 4, 5], [6]]
-    monkeypatch.setattr(far_frames, "CALL_BYTES", 1)
+    monkeypatch.setattr(remote_frames, "CALL_BYTES", 1)
     assert_shown(FarFrames(reader, SHAPE, torch.arange(2)).at(torch.arange(2)), [0, 1])
     assert reader.asked[3:] == [[0], [1]]
 

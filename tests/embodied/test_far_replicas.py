@@ -15,17 +15,17 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 import torch
 
-from embodied.config import Config
-from embodied.config_files import parse_config
+from embodied.config.files import parse_config
+from embodied.config.schema import Config
+from embodied.devices import Affinity
 from embodied.execution.assignment import Assignment
 from embodied.execution.executor import Executor, executor
 from embodied.execution.session import Session
+from embodied.rollout.acting import Shown
+from embodied.rollout.desk_relay import AnswerMessage, AskedMessage
 from embodied.runtime.groups import WorkerGroup
-from embodied.runtime.ray_lending import PART_BYTES
-from embodied.workers.acting import Shown
-from embodied.workers.affinity import Affinity
-from embodied.workers.desk_relay import AnswerMessage, AskedMessage
-from embodied.workers.lent_tensors import Lender, LentOver
+from embodied.runtime.lent_tensors import Lender, LentOver
+from embodied.runtime.ray.lending import PART_BYTES
 from policies.contract import Action, Inputs
 from sim_farm.contract import FarmError
 from tests.embodied import runs, test_replicas, test_weights

@@ -15,12 +15,12 @@ import pytest
 import yaml
 
 import schedulers
-from embodied.config import HERE, Config
-from embodied.config_files import CONFIGS, load_config, parse_config, save_config
+from embodied.config.files import CONFIGS, load_config, parse_config, save_config
+from embodied.config.schema import HERE, Config
 from embodied.errors import UserError
+from embodied.learning.success_classifier import SuccessClassifier
 from embodied.planning.clusters import read_cluster
 from embodied.planning.run_plans import checked_profile, sized_workflow
-from embodied.workers.success_classifier import SuccessClassifier
 from schedulers import PlanError
 from tests.fuzzing import mutation
 from tests.fuzzing.folders import Damaged

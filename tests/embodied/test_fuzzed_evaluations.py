@@ -8,11 +8,11 @@ from random import Random
 import numpy as np
 import pytest
 
-from embodied.config_files import load_config
+from embodied.config.files import load_config
 from embodied.errors import UserError
 from embodied.evaluation.folder import Identity, open_folder, read_folder
 from embodied.evaluation.protocol import protocol_of
-from embodied.workers.evaluator import EpisodeResult
+from embodied.rollout.evaluator import EpisodeResult
 from tests.embodied.reporting.test_fuzzed_runs import as_lines
 from tests.fuzzing.folders import Damaged
 from tests.fuzzing.law import holds

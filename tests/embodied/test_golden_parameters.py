@@ -18,11 +18,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from embodied import checkpoint
-from embodied.config import Config
-from embodied.config_files import load_config, parse_config
+from embodied.config.files import load_config, parse_config
+from embodied.config.schema import Config
 from embodied.execution.session import open_session
-from embodied.run_folder import prepare_run
+from embodied.run import checkpoint
+from embodied.run.folder import prepare_run
 from embodied.training import loop as training
 from tests import libero_assets
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from embodied.algorithms.episode_groups import differing, group_advantages
-from embodied.algorithms.estimators import group_relative, outcomes
-from embodied.data.trajectories import HeldDecisions, Trajectories, join_columns
-from embodied.workers.learner import Learner
-from embodied.workers.roles import CollectStatistics, Trainer
+from embodied.algorithms.estimators import differing, group_advantages, group_relative, outcomes
+from embodied.execution.roles import Trainer
+from embodied.learning.learner import Learner
+from embodied.learning.update_record import CollectStatistics
+from embodied.trajectories.batch import HeldDecisions, Trajectories, join_columns
 from embodied.workflows.sizes import streams
 from tests.embodied import episode_parts
 from tests.embodied.episode_parts import (

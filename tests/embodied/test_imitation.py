@@ -15,19 +15,19 @@ import torch
 from safetensors.numpy import load_file
 
 import policies
-from embodied import checkpoint
-from embodied.checkpoint import CheckpointError
 from embodied.commands.sft import sft_run
 from embodied.commands.train import train_run
-from embodied.config import Config, PolicyConfig
-from embodied.config_files import parse_config, save_config
+from embodied.config.files import parse_config, save_config
+from embodied.config.schema import Config, PolicyConfig
 from embodied.demonstrations import Dataset
 from embodied.errors import UserError
 from embodied.evaluation.provenance import lineage
 from embodied.reporting.metrics import read
-from embodied.run_folder import prepare_run, settings_of, with_init
+from embodied.run import checkpoint
+from embodied.run.checkpoint import CheckpointError
+from embodied.run.folder import prepare_run, settings_of, with_init
 from embodied.training.sft import STAGE, Imitator, imitate, read_demonstrations
-from embodied.workers.context import task_spec
+from embodied.workflows.context import task_spec
 from policies.gaussian_mlp import GaussianMLP
 from sim_farm.contract import EpisodeSpec, TaskInfo
 from sim_farm.registry import make_physics

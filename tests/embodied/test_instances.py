@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from embodied.config import Config
-from embodied.config_files import parse_config
+from embodied.config.files import parse_config
+from embodied.config.schema import Config
+from embodied.devices import Affinity
 from embodied.execution.assignment import Assignment, assign
 from embodied.execution.executor import Iteration, executor
 from embodied.execution.session import Session, open_session
 from embodied.runtime.groups import rank_names
-from embodied.runtime.ray_runtime import RayRuntime
-from embodied.workers.affinity import Affinity
+from embodied.runtime.ray.runtime import RayRuntime
 from schedulers.plan import DeviceRange, Phase, Placement, Plan
 from tests.embodied.runs import CORES, assigned, inline
 from tests.embodied.test_learner_ranks import GROUPS, STATES, Run, assert_near, run, with_optim

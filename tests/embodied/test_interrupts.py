@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from embodied import checkpoint
+from embodied.learning.learner import Learner
 from embodied.reporting.metrics import read
+from embodied.run import checkpoint
 from embodied.training.interrupts import deferred_interrupts
 from embodied.training.loop import FINISHING
-from embodied.workers.learner import Learner
 from tests.embodied.test_cli import here
 
 NUMBERS = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
@@ -71,7 +71,7 @@ def test_without_a_signal_nothing_is_raised_and_other_threads_are_left_alone() -
 LONG = """
 import sys
 from embodied.cli import main
-from embodied.workers.learner import Learner
+from embodied.learning.learner import Learner
 import time
 
 finish = Learner.finish

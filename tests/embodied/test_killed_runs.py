@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from embodied.config_files import load_config
+from embodied.config.files import load_config
 from tests.embodied.episode_parts import config_of as grpo
 from tests.embodied.killed_run import Killed, Moments, run
 from tests.embodied.test_resume import STATES, assert_same_run

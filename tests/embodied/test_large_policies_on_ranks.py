@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import policies
-from embodied import checkpoint
-from embodied.config_files import parse_config
-from embodied.data.trajectories import HeldDecisions, Trajectories
-from embodied.runtime.ray_runtime import RayRuntime
-from embodied.workers.learner import Learner
+from embodied.config.files import parse_config
+from embodied.learning.learner import Learner
+from embodied.run import checkpoint
+from embodied.runtime.ray.runtime import RayRuntime
+from embodied.trajectories.batch import HeldDecisions, Trajectories
 from policies.contract import Inputs, Policy, PolicySpec
 from policies.pi0 import sizes as pi0_sizes
 from tests.embodied.ranks_alone import Counted, alone, assert_near, connected, state_at, weights_of

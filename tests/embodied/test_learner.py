@@ -16,11 +16,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import policies
 from embodied.algorithms.estimators import Rows, gae_of, rows_of
-from embodied.config import AdvantageConfig, Config, LossConfig, OptimConfig
-from embodied.data.trajectories import HeldDecisions, Trajectories, without_broken_episodes
+from embodied.config.schema import AdvantageConfig, Config, LossConfig, OptimConfig
 from embodied.errors import UserError
-from embodied.workers.learner import Learner
-from embodied.workers.update_steps import NonFinite, OffPolicy
+from embodied.learning.learner import Learner
+from embodied.learning.update_steps import NonFinite, OffPolicy
+from embodied.trajectories.batch import HeldDecisions, Trajectories, without_broken_episodes
 from policies.contract import Evaluation, Inputs, Policy, PolicySpec
 from policies.gaussian_mlp import GaussianMLP
 

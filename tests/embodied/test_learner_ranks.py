@@ -15,22 +15,22 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from embodied import checkpoint
 from embodied.algorithms.estimators import Estimate, gae, group_relative
-from embodied.config import Config
-from embodied.config_files import parse_config
-from embodied.data.trajectories import Trajectories
+from embodied.config.files import parse_config
+from embodied.config.schema import Config
+from embodied.devices import Affinity
 from embodied.errors import PeerFailed, UserError
 from embodied.execution.assignment import Assignment, configured
 from embodied.execution.executor import Executor, executor
+from embodied.execution.roles import Trainer
 from embodied.execution.session import Session, open_session
 from embodied.execution.trainer_ranks import update_of_ranks
+from embodied.learning.learner import Learner
+from embodied.run import checkpoint
 from embodied.runtime.groups import WorkerGroup
-from embodied.runtime.ray_runtime import RayRuntime
-from embodied.workers.affinity import Affinity
-from embodied.workers.learner import Learner
-from embodied.workers.ranks import Ranks
-from embodied.workers.roles import Trainer
+from embodied.runtime.ranks import Ranks
+from embodied.runtime.ray.runtime import RayRuntime
+from embodied.trajectories.batch import Trajectories
 from embodied.workflows.recipes import GRPO, LEARNER, PPO, Recipe
 from sim_farm.farm import WorkerFailed
 from tests.embodied import runs

@@ -12,13 +12,13 @@ import pytest
 from torch import nn
 
 import embodied
-from embodied.config import Config
-from embodied.config_files import load_config, parse_config
+from embodied.config.files import load_config, parse_config
+from embodied.config.schema import Config
+from embodied.devices import Affinity
 from embodied.execution.assignment import HERE, Assignment, FarmAssignment
 from embodied.execution.executor import executor
+from embodied.execution.roles import Trainer
 from embodied.execution.session import Session, open_session
-from embodied.workers.affinity import Affinity
-from embodied.workers.roles import Trainer
 from sim_farm.contract import TaskSpec
 from sim_farm.episodes import EndlessEpisodes, Starts
 from sim_farm.layout import FarmSpec

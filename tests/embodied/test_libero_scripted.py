@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from embodied.commands.evaluate import evaluate_run
-from embodied.config import Config
-from embodied.config_files import load_config, parse_config
+from embodied.config.files import load_config, parse_config
+from embodied.config.schema import Config
 from embodied.evaluation.folder import EvalFolder, read_folder
 from policies.contract import PolicyError
 from policies.replay import save_recording

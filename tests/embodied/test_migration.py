@@ -17,18 +17,19 @@ import yaml
 from safetensors.torch import load_file
 
 import schedulers
-from embodied import checkpoint, cli, migration
+from embodied import cli, migration
 from embodied.commands.evaluate import evaluate_run
 from embodied.commands.export import export_run
 from embodied.commands.report import report_runs
 from embodied.commands.train import train_run
-from embodied.config import Config
-from embodied.config_files import all_settings, load_config, parse_config, save_config, saved_config
+from embodied.config.files import all_settings, load_config, parse_config, save_config, saved_config
+from embodied.config.schema import Config
 from embodied.errors import UserError
 from embodied.planning.profiler import in_todays_keys, work_of
 from embodied.planning.run_plans import checked_profile, sized_workflow
 from embodied.reporting.run_record import read_run
-from embodied.run_folder import settings_of
+from embodied.run import checkpoint
+from embodied.run.folder import settings_of
 from policies.contract import PolicyError
 from schedulers import Plan
 

@@ -11,10 +11,10 @@ import pytest
 
 import embodied
 from embodied.cli import main
-from embodied.config_files import load_config, parse_config, save_config
+from embodied.config.files import load_config, parse_config, save_config
+from embodied.config.schema import KEYS
 from embodied.errors import UserError
-from embodied.named_code import KEYS
-from embodied.run_folder import settings_of
+from embodied.run.folder import settings_of
 from tests.embodied.evaluations import trained
 
 EVIL = """
@@ -99,7 +99,7 @@ def test_a_configuration_of_the_users_own_may_name_code(tmp_path: Path) -> None:
 
 def test_every_setting_whose_meaning_is_code_is_known() -> None:
     """By the words that document it: `package.module:NAME`."""
-    from embodied.config import Config
+    from embodied.config.schema import Config
 
     def documented(model: Any, prefix: str = "") -> list[str]:
         found = []

@@ -13,15 +13,15 @@ import torch
 from safetensors.numpy import load_file
 from torch import Tensor, nn
 
-from embodied import checkpoint
-from embodied.config import Config
-from embodied.config_files import parse_config
+from embodied.config.files import parse_config
+from embodied.config.schema import Config
+from embodied.devices import Affinity
 from embodied.execution.assignment import HERE, Assignment, FarmAssignment
 from embodied.execution.executor import Executor, Iteration, executor
 from embodied.execution.session import Session, open_session
-from embodied.workers.affinity import Affinity
-from embodied.workers.learner import Learner
-from embodied.workers.offload import Offload
+from embodied.learning.learner import Learner
+from embodied.learning.offload import Offload
+from embodied.run import checkpoint
 
 ITERATIONS = 3
 CONFIG = parse_config(

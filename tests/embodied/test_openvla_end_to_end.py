@@ -11,16 +11,16 @@ import pytest
 import torch
 
 import policies
-from embodied import checkpoint
 from embodied.commands.evaluate import evaluate_run
 from embodied.commands.export import export_run
 from embodied.commands.sft import sft_run
 from embodied.commands.train import train_run
-from embodied.config import Config
-from embodied.config_files import load_config, parse_config, save_config
+from embodied.config.files import load_config, parse_config, save_config
+from embodied.config.schema import Config
 from embodied.demonstrations import Dataset
 from embodied.errors import UserError
 from embodied.reporting.metrics import read
+from embodied.run import checkpoint
 from policies.contract import Policy
 from policies.openvla.statistics import DEMONSTRATIONS
 from tests.embodied.expert import record_reach

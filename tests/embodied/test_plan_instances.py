@@ -14,8 +14,8 @@ import torch
 
 import schedulers
 from embodied.commands.plan import plan_command
-from embodied.config import Config
-from embodied.config_files import parse_config
+from embodied.config.files import parse_config
+from embodied.config.schema import Config
 from embodied.errors import UserError
 from embodied.execution.assignment import Assignment, assign
 from embodied.planning.clusters import with_stand_ins

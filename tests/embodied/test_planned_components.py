@@ -14,23 +14,23 @@ import torch
 from torch import Tensor
 
 import schedulers
-from embodied.config import Config
-from embodied.config_files import parse_config
-from embodied.data.trajectories import Trajectories
+from embodied.config.files import parse_config
+from embodied.config.schema import Config
 from embodied.execution.assignment import assign
 from embodied.execution.executor import Iteration, executor
+from embodied.execution.roles import Trainer
 from embodied.execution.session import Session, open_session
+from embodied.learning.passing import PassingWorker
 from embodied.planning import profiler as profiling
 from embodied.planning.clusters import local_cluster
 from embodied.planning.profiler import profile_config
 from embodied.planning.run_plans import sized_workflow
 from embodied.reporting.metrics import read
-from embodied.run_folder import prepare_run
+from embodied.run.folder import prepare_run
 from embodied.training import loop as training
-from embodied.workers.context import WorkerContext
-from embodied.workers.passing import PassingWorker
-from embodied.workers.roles import Trainer
+from embodied.trajectories.batch import Trajectories
 from embodied.workflows import GRPO, PPO, WorkflowComponent, passing
+from embodied.workflows.context import WorkerContext
 from schedulers import DeviceRange, Phase, Placement, Plan, Profile
 
 CORES = tuple(sorted(os.sched_getaffinity(0))[:2])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import schedulers
-from embodied.config_files import parse_config
+from embodied.config.files import parse_config
 from embodied.errors import UserError
 from embodied.execution.session import open_session
 from embodied.planning import clusters

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import schedulers
-from embodied.config_files import parse_config
+from embodied.config.files import parse_config
 from embodied.execution.session import open_session
 from embodied.planning.profiler import profile_config
 from schedulers import Plan, Profile

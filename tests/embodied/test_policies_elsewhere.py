@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from embodied.config import Config
-from embodied.config_files import parse_config
+from embodied.config.files import parse_config
+from embodied.config.schema import Config
+from embodied.devices import Affinity
 from embodied.execution.session import Session, open_session
-from embodied.workers.affinity import Affinity
 from tests import libero_assets
 from tests.embodied import runs
 from tests.embodied.ray_nodes import Machines, started

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 import policies
-from embodied.data.assembly import EndedEpisode
-from embodied.data.random_streams import SamplingNoise
-from embodied.data.trajectories import Trajectories
-from embodied.data.trajectory_memory import TrajectoryMemory
-from embodied.workers.acting import RolloutSettings
-from embodied.workers.final_values import rows_for_finals
-from embodied.workers.policy_worker import PolicyWorker
+from embodied.rollout.acting import RolloutSettings
+from embodied.rollout.final_values import rows_for_finals
+from embodied.rollout.policy_worker import PolicyWorker
+from embodied.trajectories.assembly import EndedEpisode
+from embodied.trajectories.batch import Trajectories
+from embodied.trajectories.memory import TrajectoryMemory
+from embodied.trajectories.random_streams import SamplingNoise
 from policies.contract import Action, Inputs, Policy, PolicySpec
 from sim_farm.contract import EpisodeSpec, PhysicsResult, TaskSpec
 from sim_farm.episodes import EndlessEpisodes, Episodes, ListedEpisodes

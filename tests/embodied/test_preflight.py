@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from embodied import cli
-from embodied.config_files import CONFIGS, load_config, shipped_configs
+from embodied.config.files import CONFIGS, load_config, shipped_configs
 from embodied.execution.preflight import check_policy
 from embodied.workflows.recipes import RECIPES
 from tests import libero_assets
@@ -27,13 +27,13 @@ class NoRay:
     """Found by the import system before the runtime that starts Ray; ends a command that asks for it."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
-        if name == "embodied.runtime.ray_runtime":
+        if name == "embodied.runtime.ray.runtime":
             raise RayStarted
 
 
 @pytest.fixture(autouse=True)
 def no_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delitem(sys.modules, "embodied.runtime.ray_runtime", raising=False)
+    monkeypatch.delitem(sys.modules, "embodied.runtime.ray.runtime", raising=False)
     monkeypatch.setattr(sys, "meta_path", [NoRay(), *sys.meta_path])
     monkeypatch.chdir(tmp_path)
 

@@ -14,14 +14,14 @@ import yaml
 
 from embodied.commands.evaluate import evaluate_run, subject_of
 from embodied.commands.record import demonstration_episodes, record_run
-from embodied.config import HERE, PolicyConfig
-from embodied.config_files import load_config
+from embodied.config.files import load_config
+from embodied.config.schema import HERE, PolicyConfig
 from embodied.errors import UserError
 from embodied.evaluation.evaluate import evaluation_folder
 from embodied.evaluation.protocol import protocol_of
 from embodied.evaluation.provenance import digest_of, lineage, recorded_starts, statistics_note, trained_sentence
 from embodied.reporting.report import write_report
-from embodied.run_folder import settings_of
+from embodied.run.folder import settings_of
 from embodied.training.variants import with_settings
 from policies.registry import policy_class
 from sim_farm.contract import EpisodeSpec

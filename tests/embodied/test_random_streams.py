@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 from scipy.stats import kstest
 
-from embodied.data.random_streams import BLOCK, EVALUATION, PERMUTATION, SAMPLING, SamplingNoise, generator, permutation
+from embodied.trajectories.random_streams import (
+    BLOCK,
+    EVALUATION,
+    PERMUTATION,
+    SAMPLING,
+    SamplingNoise,
+    generator,
+    permutation,
+)
 
 PINNED_NOISE = [-0.5323004722595215, -0.046820610761642456]
 PINNED_PERMUTATION = [7, 3, 0, 2, 5, 1, 4, 6]

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from embodied.config import Config
-from embodied.config_files import parse_config
+from embodied.config.files import parse_config
+from embodied.config.schema import Config
 from embodied.errors import PeerFailed, UserError
 from embodied.execution.recovery import FILE, Recovery
 from embodied.execution.session import open_session
-from embodied.run_folder import prepare_run
-from embodied.runtime.contract import RuntimeLost
+from embodied.run.folder import prepare_run
+from embodied.runtime.api import RuntimeLost
 from embodied.runtime.supervision import FRUITLESS, OFTEN, WITHIN_S
 from embodied.training import checkpoints
 from embodied.training.loop import train

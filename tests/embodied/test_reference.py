@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import policies
-from embodied import checkpoint
-from embodied.config import Config
-from embodied.config_files import parse_config
+from embodied.config.files import parse_config
+from embodied.config.schema import Config
 from embodied.execution.session import open_session
 from embodied.reporting.metrics import read
-from embodied.run_folder import prepare_run
+from embodied.run import checkpoint
+from embodied.run.folder import prepare_run
 from embodied.training import loop as training
 from tests import reference_ppo
 

@@ -16,20 +16,20 @@ from torch import Tensor, nn
 
 import policies
 from embodied.algorithms.estimators import rows_of
-from embodied.config import Config, LossConfig
-from embodied.config_files import CONFIGS, load_config, parse_config
-from embodied.data.trajectories import Trajectories
+from embodied.config.files import CONFIGS, load_config, parse_config
+from embodied.config.schema import Config, LossConfig
 from embodied.errors import UserError
 from embodied.execution.assignment import configured
 from embodied.execution.executor import Executor, executor
+from embodied.execution.roles import Decider, Trainer
 from embodied.execution.session import open_session
+from embodied.learning.microbatch import add_gradient
+from embodied.learning.reference import ReferenceWorker
 from embodied.planning.run_plans import check_files
 from embodied.reporting.metrics import read
-from embodied.run_folder import begun_from
-from embodied.workers.context import WorkerContext, make_policy, policy_spec
-from embodied.workers.microbatch import add_gradient
-from embodied.workers.reference import ReferenceWorker
-from embodied.workers.roles import Decider, Trainer
+from embodied.run.folder import begun_from
+from embodied.trajectories.batch import Trajectories
+from embodied.workflows.context import WorkerContext, make_policy, policy_spec
 from embodied.workflows.recipes import recipe_of
 from policies.contract import Policy
 from tests.embodied.test_resume import assert_same_run, rewind

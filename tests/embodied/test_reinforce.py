@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from embodied.algorithms.estimators import judged, outcomes, reinforce
-from embodied.config import Config
-from embodied.data.trajectories import Trajectories, join_columns
+from embodied.config.schema import Config
 from embodied.errors import UserError
 from embodied.planning.run_plans import check_files
 from embodied.reporting.metrics import read
+from embodied.trajectories.batch import Trajectories, join_columns
 from tests.embodied import episode_parts
 from tests.embodied.episode_parts import LIMIT, SIZE, episodes_in_parts
 from tests.embodied.test_resume import run as train

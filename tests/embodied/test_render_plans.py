@@ -14,20 +14,19 @@ import pytest
 import torch
 
 import schedulers
-from embodied.config import Config
-from embodied.config_files import parse_config
+from embodied.config.files import parse_config
+from embodied.config.schema import Config
 from embodied.errors import UserError
 from embodied.execution.assignment import Assignment, assign, configured
 from embodied.execution.executor import executor
 from embodied.execution.farm_specs import run_specs
 from embodied.execution.session import Session, open_session
+from embodied.learning.offload import Switch
+from embodied.learning.update_record import TrainedBytes
 from embodied.planning import profiler as profiling
-from embodied.planning.drawers import GpuDrawing, drawers_of
-from embodied.planning.probe_assignments import probes_of
+from embodied.planning.probes import GpuDrawing, drawers_of, probes_of
 from embodied.planning.profiler import Measured, Probed
-from embodied.runtime.ray_runtime import RayRuntime
-from embodied.workers.offload import Switch
-from embodied.workers.roles import TrainedBytes
+from embodied.runtime.ray.runtime import RayRuntime
 from embodied.workflows.sizes import workflow_of
 from schedulers import Plan
 from tests.embodied.pretend_device import PretendDevice

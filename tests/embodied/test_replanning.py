@@ -14,9 +14,8 @@ import pytest
 from safetensors.numpy import load_file
 
 import schedulers
-from embodied import checkpoint
-from embodied.config import Config
-from embodied.config_files import parse_config
+from embodied.config.files import parse_config
+from embodied.config.schema import Config
 from embodied.doctor.hardware import fingerprint
 from embodied.execution.executor import Iteration, executor
 from embodied.execution.session import open_session
@@ -27,9 +26,10 @@ from embodied.planning.profiler import work_of
 from embodied.planning.replanning import PAYS, PERSISTENT, Watch
 from embodied.planning.run_plans import sized_workflow
 from embodied.reporting.metrics import read
-from embodied.run_folder import prepare_run
+from embodied.rollout.rollout_summary import Clock
+from embodied.run import checkpoint
+from embodied.run.folder import prepare_run
 from embodied.training import loop as training
-from embodied.workers.rollout_summary import Clock
 from schedulers import ComponentProfile, DeviceRange, Phase, Placement, Plan, Point, Profile, Together, Workflow
 
 ENVS, DECISIONS = 3, 8

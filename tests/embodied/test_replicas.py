@@ -14,20 +14,20 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 import torch
 
-from embodied.config import Config
-from embodied.config_files import parse_config
+from embodied.config.files import parse_config
+from embodied.config.schema import Config
+from embodied.devices import Affinity
 from embodied.errors import UserError
 from embodied.execution.assignment import Assignment
 from embodied.execution.executor import Executor, executor
 from embodied.execution.session import Session
+from embodied.rollout.policy_replica import PolicyReplica
+from embodied.rollout.policy_worker import PolicyWorker
 from embodied.runtime.deadlines import Deadline
 from embodied.runtime.groups import WorkerGroup
-from embodied.runtime.ray_runtime import RayRuntime
-from embodied.runtime.ray_workers import RayHandle
-from embodied.workers.affinity import Affinity
-from embodied.workers.context import WorkerContext
-from embodied.workers.policy_replica import PolicyReplica
-from embodied.workers.policy_worker import PolicyWorker
+from embodied.runtime.ray.runtime import RayRuntime
+from embodied.runtime.ray.workers import RayHandle
+from embodied.workflows.context import WorkerContext
 from embodied.workflows.recipes import PPO, Recipe
 from policies.contract import Action, Inputs
 from sim_farm.contract import FarmError

@@ -17,14 +17,14 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
-from embodied import checkpoint
-from embodied.checkpoint import CheckpointError
-from embodied.config import Config
-from embodied.config_files import parse_config
+from embodied.config.files import parse_config
+from embodied.config.schema import Config
 from embodied.errors import UserError
 from embodied.execution.session import Session, open_session
 from embodied.reporting.metrics import FILE, read
-from embodied.run_folder import open_run_folder, prepare_run, settings_of
+from embodied.run import checkpoint
+from embodied.run.checkpoint import CheckpointError
+from embodied.run.folder import open_run_folder, prepare_run, settings_of
 from embodied.runtime.inline import InlineRuntime, LocalHandle
 from embodied.training import loop as training
 from tests.variants import often
@@ -237,8 +237,8 @@ def test_a_run_without_a_whole_checkpoint_is_refused_before_it_begins_and_keeps_
 OWN = """
 import sys, time
 from pathlib import Path
-from embodied.config_files import parse_config
-from embodied.run_folder import open_run_folder
+from embodied.config.files import parse_config
+from embodied.run.folder import open_run_folder
 config = parse_config({"name": "run"}, "test")
 with open_run_folder(config, "test", Path(sys.argv[1]), False, "rl"):
     print("owned", flush=True)

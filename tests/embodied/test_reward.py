@@ -14,25 +14,25 @@ import torch
 from torch import Tensor
 
 from embodied.commands import reward as command
-from embodied.config import Config
-from embodied.config_files import load_config, parse_config
-from embodied.data.trajectories import Trajectories
+from embodied.config.files import load_config, parse_config
+from embodied.config.schema import Config
 from embodied.demonstrations import Dataset
+from embodied.devices import CPU
 from embodied.errors import UserError
 from embodied.execution.assignment import configured
 from embodied.execution.executor import Executor, executor
 from embodied.execution.preflight import check_run
+from embodied.execution.roles import Decider
 from embodied.execution.session import open_session
+from embodied.learning.passing import PassingWorker
+from embodied.learning.reward import RewardWorker
+from embodied.learning.success_classifier import Looks, SuccessClassifier
 from embodied.planning.run_plans import check_files
 from embodied.reporting.metrics import read
 from embodied.training.success_classifier import ClassifierTraining, learn_success, read_labelled
-from embodied.workers.context import WorkerContext, policy_spec
-from embodied.workers.devices import CPU
-from embodied.workers.passing import PassingWorker
-from embodied.workers.reward import RewardWorker
-from embodied.workers.roles import Decider
-from embodied.workers.success_classifier import Looks, SuccessClassifier
+from embodied.trajectories.batch import Trajectories
 from embodied.workflows import PPO, WorkflowComponent, passing
+from embodied.workflows.context import WorkerContext, policy_spec
 from embodied.workflows.recipes import recipe_of
 from tests.embodied.expert import record_reach
 from tests.embodied.test_resume import assert_same_run

@@ -19,19 +19,20 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from embodied import checkpoint, progress
-from embodied.config import Config
-from embodied.config_files import parse_config
+from embodied import progress
+from embodied.config.files import parse_config
+from embodied.config.schema import Config
 from embodied.errors import UserError
 from embodied.execution.session import Session
 from embodied.reporting.metrics import read
-from embodied.run_folder import prepare_run
-from embodied.runtime import ray_cluster
-from embodied.runtime.contract import Runtime
+from embodied.run import checkpoint
+from embodied.run.folder import prepare_run
+from embodied.runtime.api import Runtime
 from embodied.runtime.deadlines import Deadline, Wait
 from embodied.runtime.handles import Handle
 from embodied.runtime.inline import InlineRuntime
-from embodied.runtime.ray_runtime import RayRuntime
+from embodied.runtime.ray import cluster as ray_cluster
+from embodied.runtime.ray.runtime import RayRuntime
 from embodied.training import loop as training
 from policies.contract import PolicyError
 from sim_farm.farm import WorkerFailed, WorkerTimeout
@@ -273,7 +274,7 @@ def late(*arguments):
     return ask(*arguments)
 
 services.get_node = late
-from embodied.runtime.ray_runtime import RayRuntime
+from embodied.runtime.ray.runtime import RayRuntime
 runtime = RayRuntime("local", 240.0)
 assert len(runtime.nodes()) == 1
 names = [process.name() for process in psutil.Process().children(recursive=True)]
@@ -293,7 +294,7 @@ ORPHAN = """
 import os, sys, time
 from pathlib import Path
 import psutil
-from embodied.runtime.ray_runtime import RayRuntime
+from embodied.runtime.ray.runtime import RayRuntime
 from sim_farm.farm import WorkerFailed
 from tests.embodied.test_runtime import Clumsy
 
@@ -392,7 +393,7 @@ RUN = """
 import sys
 from pathlib import Path
 from embodied.execution.session import open_session
-from embodied.run_folder import prepare_run
+from embodied.run.folder import prepare_run
 from embodied.training.loop import train
 from tests.embodied.test_runtime import config_of
 folder = Path(sys.argv[1])

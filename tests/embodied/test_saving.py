@@ -17,27 +17,27 @@ import pytest
 from safetensors.numpy import load_file
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
-from embodied import checkpoint, optimizer_shards
-from embodied.checkpoint import CheckpointError, RunState
-from embodied.config import Config
+from embodied.config.schema import Config
+from embodied.devices import Affinity
 from embodied.errors import UserError
 from embodied.execution.assignment import configured
 from embodied.execution.executor import Executor, executor
 from embodied.execution.session import open_session
+from embodied.learning.learner import Learner
 from embodied.reporting.metrics import read
-from embodied.run_folder import prepare_run
+from embodied.run import checkpoint, optimizer_shards
+from embodied.run.background_writer import BackgroundWriter
+from embodied.run.checkpoint import CheckpointError, RunState
+from embodied.run.folder import prepare_run
+from embodied.run.trace import load
 from embodied.runtime.inline import InlineRuntime
 from embodied.runtime.memory_budget import WorkerTooLarge
-from embodied.runtime.ray_runtime import RayRuntime
-from embodied.tracing import load
+from embodied.runtime.ranks import Ranks
+from embodied.runtime.ray.runtime import RayRuntime
 from embodied.training import loop as training
 from embodied.training.checkpoints import RunCheckpoints
 from embodied.training.selection import Candidate, Selection
 from embodied.training.unwritten import Unwritten
-from embodied.workers.affinity import Affinity
-from embodied.workers.background import BackgroundWriter
-from embodied.workers.learner import Learner
-from embodied.workers.ranks import Ranks
 from policies.contract import Policy
 from tests.embodied.test_checkpoint import content, files_of
 from tests.embodied.test_learner import make_batch, make_policy

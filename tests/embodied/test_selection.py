@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from embodied import checkpoint
-from embodied.config import Config
-from embodied.config_files import load_config, parse_config
+from embodied.config.files import load_config, parse_config
+from embodied.config.schema import Config
 from embodied.evaluation.protocol import protocol_of
 from embodied.reporting.metrics import SELECTION, read
-from embodied.run_folder import whole_checkpoint
+from embodied.run import checkpoint
+from embodied.run.folder import whole_checkpoint
 from embodied.training.selection import selection_protocol
 from tests.embodied.test_cli import here
 from tests.embodied.test_resume import RUNTIME, assert_same_run, rewind, run

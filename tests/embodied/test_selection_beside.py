@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 import torch
 
-from embodied import checkpoint
-from embodied.config import Config
-from embodied.config_files import parse_config
+from embodied.config.files import parse_config
+from embodied.config.schema import Config
+from embodied.devices import Affinity
 from embodied.errors import UserError
 from embodied.execution.assignment import Assignment, FarmAssignment, configured
 from embodied.execution.session import Session
 from embodied.reporting.metrics import SELECTION, read
+from embodied.run import checkpoint
 from embodied.training import loop, selection
 from embodied.training.beside import VISIBLE_GPUS, BesideError, BesideProcess, Room, room_beside
-from embodied.workers.affinity import Affinity
 from tests.embodied.test_resume import assert_same_run, rewind, run
 from tests.embodied.test_selection import SETTINGS
 from tests.variants import often

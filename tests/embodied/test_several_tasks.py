@@ -14,19 +14,20 @@ import torch
 from torch import Tensor
 
 from embodied.algorithms.estimators import gae
-from embodied.config import Config
-from embodied.config_files import parse_config
+from embodied.config.files import parse_config
+from embodied.config.schema import Config
+from embodied.devices import Affinity
 from embodied.errors import UserError
 from embodied.execution.assignment import HERE, Assignment, FarmAssignment
 from embodied.execution.executor import Iteration, executor
+from embodied.execution.roles import Decider, Trainer
 from embodied.execution.session import Session, open_session
 from embodied.reporting.metrics import read
+from embodied.rollout.rollout_summary import EpisodePart
 from embodied.runtime.inline import LocalHandle
-from embodied.runtime.ray_runtime import RayRuntime
+from embodied.runtime.ray.runtime import RayRuntime
 from embodied.training import iteration_row
 from embodied.training import loop as training
-from embodied.workers.affinity import Affinity
-from embodied.workers.roles import Decider, EpisodePart, Trainer
 from embodied.workflows.sizes import tasks_of
 from sim_farm.contract import FarmError
 from tests.embodied.test_resume import assert_same_run, rewind, run

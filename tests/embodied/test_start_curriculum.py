@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from embodied import checkpoint
-from embodied.data.assembly import EndedEpisode
+from embodied.algorithms.curricula import STARTS_DECAY, StartCurriculum
 from embodied.errors import UserError
 from embodied.execution.executor import executor
 from embodied.execution.preflight import check_run
 from embodied.execution.session import open_session
 from embodied.planning.run_plans import place_run
 from embodied.reporting.metrics import read
-from embodied.workers.start_curriculum import KEPT, StartCurriculum
+from embodied.run import checkpoint
+from embodied.trajectories.assembly import EndedEpisode
 from tests.embodied.test_resume import STATES, assert_same_run, config_of, run
 
 ENV: dict[str, Any] = STATES["env"]  # type: ignore[assignment]
@@ -55,7 +55,7 @@ def test_later_episodes_count_for_more_and_their_order_within_a_rollout_for_noth
         curriculum.count(first)
         curriculum.count(batch)
     assert one.rates().tolist() == other.rates().tolist()
-    assert one.rates()[1] == pytest.approx((2 + 1) / (4 * KEPT**2 + 2 + 2))
+    assert one.rates()[1] == pytest.approx((2 + 1) / (4 * STARTS_DECAY**2 + 2 + 2))
     one.count([EndedEpisode(0, True, 0.0, 5), EndedEpisode(0, True, 0.0, 5, start=2)])
     assert one.rates().tolist() == other.rates().tolist(), "an episode of no start of these was counted"
 

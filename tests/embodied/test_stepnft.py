@@ -15,12 +15,12 @@ import policies
 from embodied.algorithms.estimators import Rows, binary
 from embodied.algorithms.objectives import MAX_DRIFT, contrast
 from embodied.algorithms.ppo import unit_mask
-from embodied.config import LossConfig
-from embodied.config_files import parse_config
-from embodied.data.trajectories import HeldDecisions
+from embodied.config.files import parse_config
+from embodied.config.schema import LossConfig
 from embodied.errors import UserError
+from embodied.learning.microbatch import add_gradient
 from embodied.reporting.metrics import read
-from embodied.workers.microbatch import add_gradient
+from embodied.trajectories.batch import HeldDecisions
 from embodied.workflows.algorithm_checks import check_algorithm
 from policies import Inputs, PolicySpec
 from policies.denoising import VARIANCE_EPS

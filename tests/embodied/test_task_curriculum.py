@@ -12,17 +12,17 @@ import pytest
 import torch
 
 import policies
-from embodied import checkpoint
+from embodied.algorithms.curricula import TASKS_DECAY, TaskCurriculum
 from embodied.algorithms.estimators import gae_of
-from embodied.config import AdvantageConfig
-from embodied.data.assembly import EndedEpisode
-from embodied.data.trajectory_memory import TrajectoryMemory
+from embodied.config.schema import AdvantageConfig
 from embodied.errors import UserError
 from embodied.execution.preflight import check_run
 from embodied.reporting.metrics import read
-from embodied.workers.acting import RolloutSettings
-from embodied.workers.policy_worker import PolicyWorker
-from embodied.workers.task_curriculum import KEPT, TaskCurriculum
+from embodied.rollout.acting import RolloutSettings
+from embodied.rollout.policy_worker import PolicyWorker
+from embodied.run import checkpoint
+from embodied.trajectories.assembly import EndedEpisode
+from embodied.trajectories.memory import TrajectoryMemory
 from policies import PolicySpec
 from sim_farm.contract import TaskSpec
 from sim_farm.episodes import EndlessEpisodes
@@ -65,7 +65,7 @@ def test_its_counts_fade_and_go_on() -> None:
     curriculum.count(episodes(1, 0, 4))
     curriculum.count(episodes(1, 3, 3))
     tried, solved = curriculum.state().values()
-    assert tried.tolist() == [0, pytest.approx(4 * KEPT**3 + 3)] and solved.tolist() == [0, 3]
+    assert tried.tolist() == [0, pytest.approx(4 * TASKS_DECAY**3 + 3)] and solved.tolist() == [0, 3]
     for each in (later, other):
         each.load(curriculum.state())
         each.load({})

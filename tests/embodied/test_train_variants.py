@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
-from embodied.config_files import parse_config
+from embodied.config.files import parse_config
 from embodied.errors import UserError
 from embodied.training.variants import variants
 from tests.embodied.test_cli import here, refusal_here

@@ -20,19 +20,19 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from embodied.config import Config
-from embodied.config_files import parse_config
-from embodied.data.trajectories import Trajectories
-from embodied.data.trajectory_memory import MemoryLayout, MemoryShape, TrajectoryMemory
+from embodied.config.files import parse_config
+from embodied.config.schema import Config
+from embodied.devices import Affinity
 from embodied.execution.assignment import HERE, Assignment, FarmAssignment
 from embodied.execution.executor import Executor, executor
+from embodied.execution.roles import Acting, Decider, Trainer
 from embodied.execution.session import Session, open_session
 from embodied.reporting.metrics import read
-from embodied.run_folder import prepare_run
-from embodied.runtime.ray_runtime import RayRuntime
+from embodied.run.folder import prepare_run
+from embodied.runtime.ray.runtime import RayRuntime
 from embodied.training import loop as training
-from embodied.workers.affinity import Affinity
-from embodied.workers.roles import Acting, Decider, Trainer
+from embodied.trajectories.batch import Trajectories
+from embodied.trajectories.memory import MemoryLayout, MemoryShape, TrajectoryMemory
 from policies.contract import Action, Inputs
 from sim_farm.contract import EpisodeSpec, FarmError, TaskSpec
 from sim_farm.episodes import ListedEpisodes

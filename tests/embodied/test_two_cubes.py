@@ -11,8 +11,8 @@ from embodied.commands.evaluate import evaluate_run
 from embodied.commands.record import record_run
 from embodied.commands.sft import sft_run
 from embodied.commands.train import train_run
-from embodied.config import Config
-from embodied.config_files import load_config
+from embodied.config.files import load_config
+from embodied.config.schema import Config
 from embodied.demonstrations import Dataset
 from embodied.evaluation.folder import read_folder
 from embodied.reporting.metrics import read

@@ -19,26 +19,26 @@ import torch
 from torch import Tensor
 
 import policies
-from embodied.config import Config
-from embodied.config_files import parse_config
+from embodied.config.files import parse_config
+from embodied.config.schema import Config
+from embodied.devices import Affinity
 from embodied.errors import PeerFailed, UserError
 from embodied.execution import hand_over
 from embodied.execution.assignment import Assignment
 from embodied.execution.executor import Executor, executor
 from embodied.execution.session import Session, open_session
+from embodied.learning import weights_group
+from embodied.learning.gpu_memory import GpuTensors
+from embodied.learning.learner import Learner
+from embodied.learning.weight_ways import End, Way, way_between, ways_to
+from embodied.learning.weights import WrongWeights, check_weights, map_weights, trained
+from embodied.learning.weights_group import WeightsGroup
+from embodied.rollout.policy_replica import PolicyReplica
+from embodied.rollout.policy_worker import PolicyWorker
 from embodied.runtime.groups import WorkerGroup
-from embodied.runtime.ray_runtime import RayRuntime
-from embodied.workers import weights_group
-from embodied.workers.affinity import Affinity
-from embodied.workers.context import WorkerContext
-from embodied.workers.gpu_memory import GpuTensors
-from embodied.workers.learner import Learner
-from embodied.workers.lent_tensors import Lender, LentOver, LentTensors
-from embodied.workers.policy_replica import PolicyReplica
-from embodied.workers.policy_worker import PolicyWorker
-from embodied.workers.weight_ways import End, Way, way_between, ways_to
-from embodied.workers.weights import WrongWeights, check_weights, map_weights, trained
-from embodied.workers.weights_group import WeightsGroup
+from embodied.runtime.lent_tensors import Lender, LentOver, LentTensors
+from embodied.runtime.ray.runtime import RayRuntime
+from embodied.workflows.context import WorkerContext
 from embodied.workflows.recipes import PPO, Recipe
 from policies.contract import Inputs, Policy, PolicySpec
 from sim_farm.farm import WorkerFailed

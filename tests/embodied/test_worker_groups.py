@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from embodied.errors import UserError
-from embodied.runtime.contract import Runtime
+from embodied.runtime.api import Runtime
 from embodied.runtime.deadlines import Deadline
 from embodied.runtime.groups import WorkerGroup
 from embodied.runtime.inline import InlineRuntime, LocalHandle
-from embodied.runtime.ray_runtime import RayRuntime
+from embodied.runtime.ray.runtime import RayRuntime
 from sim_farm.farm import WorkerFailed, WorkerTimeout
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from embodied import cli
 from embodied.commands.importing import run
-from embodied.config import RuntimeConfig
+from embodied.config.schema import RuntimeConfig
 from embodied.demonstrations import Dataset, DatasetError
 from embodied.demonstrations.mixture import open_dataset
 from embodied.demonstrations.recordings import ManiSkillFile

@@ -15,7 +15,7 @@ import pytest
 
 from embodied import cli
 from embodied.commands.importing import run as import_recording
-from embodied.config import RuntimeConfig
+from embodied.config.schema import RuntimeConfig
 from embodied.demonstrations import Dataset
 from embodied.demonstrations.sources import ImportRequest, Observations, format_of, import_command, moving
 from embodied.errors import UserError

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from embodied.commands.importing import run
-from embodied.config import RuntimeConfig
+from embodied.config.schema import RuntimeConfig
 from embodied.demonstrations import Dataset, DatasetError
 from embodied.demonstrations.importer import chosen
 from embodied.demonstrations.recordings import RobosuiteFile, kind_of

@@ -15,8 +15,8 @@ import pytest
 from PIL import Image
 
 from embodied.cli import main
-from embodied.config import Config, SFTConfig
-from embodied.config_files import parse_config
+from embodied.config.files import parse_config
+from embodied.config.schema import Config, SFTConfig
 from embodied.demonstrations import Dataset
 from embodied.demonstrations.feature_names import SHIPPED, Needed, fitting, option, renames
 from embodied.demonstrations.inspection import Environment, Inspection, dimension, inspected, observed
@@ -25,7 +25,7 @@ from embodied.demonstrations.layout import Feature
 from embodied.demonstrations.mixture import Demonstrations, numbers_in, open_sources
 from embodied.errors import UserError
 from embodied.training.sft import imitate, read_demonstrations
-from embodied.workers.context import task_spec
+from embodied.workflows.context import task_spec
 from sim_farm.contract import EpisodeSpec, TaskSpec
 from sim_farm.registry import make_physics
 from sim_farm.replay import Replayer

@@ -16,16 +16,17 @@ import pytest
 import torch
 
 import policies
-from embodied import checkpoint, cli
+from embodied import cli
 from embodied.commands import record as recording_module
 from embodied.commands.record import demonstration_episodes, record_run
-from embodied.config import Config, RuntimeConfig
-from embodied.config_files import load_config, parse_config, save_config
+from embodied.config.files import load_config, parse_config, save_config
+from embodied.config.schema import Config, RuntimeConfig
 from embodied.demonstrations import Dataset, DatasetError, DatasetWriter
 from embodied.demonstrations.writer import new_folder
 from embodied.errors import UserError
+from embodied.rollout.evaluator import EpisodeResult
+from embodied.run import checkpoint
 from embodied.runtime.inline import InlineRuntime
-from embodied.workers.evaluator import EpisodeResult
 from policies.waypoints import tabletop
 from sim_farm.contract import EpisodeSpec, TaskInfo
 from sim_farm.episodes import evaluation_episodes
@@ -232,7 +233,7 @@ def test_a_killed_recording_is_no_dataset_and_in_nobodys_way(out: Path) -> None:
     code = f"""
 import os, pathlib
 from embodied.demonstrations.writer import new_folder
-from embodied.workers.evaluator import EpisodeResult
+from embodied.rollout.evaluator import EpisodeResult
 from embodied.runtime.inline import InlineRuntime
 with new_folder(pathlib.Path({str(out)!r})) as folder:
     (folder / "meta").mkdir()

@@ -11,7 +11,7 @@ import numpy as np
 
 from embodied.reporting.metrics import MetricsWriter
 from embodied.reporting.video import EpisodeFrames, write_tiled
-from embodied.tracing import Span, TraceWriter
+from embodied.run.trace import Span, TraceWriter
 
 MS = 1_000_000
 STAGES, CHUNKS = 2, 12

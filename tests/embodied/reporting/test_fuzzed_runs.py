@@ -16,7 +16,7 @@ from embodied.reporting.metrics import SELECTION, MetricsWriter
 from embodied.reporting.report import write_report
 from embodied.reporting.run_record import ReportError, read_run
 from embodied.reporting.runs_page import write_runs_page
-from embodied.tracing import TraceWriter
+from embodied.run.trace import TraceWriter
 from tests.embodied.reporting.synthetic import CONFIG, EVALUATION, MS, iteration_spans, metrics_row
 from tests.embodied.reporting.test_plan_section import PLAN
 from tests.fuzzing import mutation

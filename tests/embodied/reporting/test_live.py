@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from embodied.reporting.live import ROWS, Progress, duration, steps
-from embodied.tracing import COMPONENTS
+from embodied.run.trace import COMPONENTS
 from tests.embodied.reporting.synthetic import metrics_row
 
 HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"

@@ -13,7 +13,7 @@ import pytest
 
 from embodied.reporting import charts
 from embodied.reporting.report import VIDEO_BYTES, ReportError, write_report
-from embodied.tracing import COMPONENTS
+from embodied.run.trace import COMPONENTS
 from tests.embodied.reporting.synthetic import EVALUATION, write_run
 
 VOID = {"meta", "br", "img", "link", "input"}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy.stats import t as student
 
-from embodied.config_files import parse_config, save_config
+from embodied.config.files import parse_config, save_config
 from embodied.reporting.run_record import ReportError, read_run
 from embodied.reporting.runs_page import alike, write_runs_page
 from tests.embodied.reporting.test_report import Page

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from embodied.tracing import ITERATIONS, Span, TraceError, TraceWriter, load, natural_order
+from embodied.run.trace import ITERATIONS, Span, TraceError, TraceWriter, load, natural_order
 from tests.embodied.reporting.synthetic import MS, iteration_spans, write_trace
 
 

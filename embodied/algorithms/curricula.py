@@ -1,0 +1,143 @@
+"""How often things are solved, as far as the episodes that ended tell."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from embodied.errors import CheckpointError
+from embodied.trajectories.assembly import EndedEpisode
+from sim_farm.episodes import Float64
+
+
+class SuccessCounts:
+    """Success counts of a number of things: starts, tasks. Later episodes count for more, since policies change.
+
+    They are a function of what `count` was given, call by call, whatever the order within one call.
+    """
+
+    def __init__(self, number: int, kept: float, name: str) -> None:
+        """`kept` is what is kept of a thing's counts for each new episode of it: about the last 1 / (1 - kept) count.
+        `name` is that of the counts in checkpoints."""
+        self._kept, self._name = kept, name
+        self.tried, self._solved = np.zeros(number), np.zeros(number)
+
+    def count(self, things: Sequence[int], successes: Sequence[bool]) -> None:
+        """Count an episode for each of `things`."""
+        number, which = len(self.tried), np.array(things, np.int64)
+        new = np.bincount(which, minlength=number)
+        self.tried = self.tried * self._kept**new + new
+        self._solved = self._solved * self._kept**new + np.bincount(which, np.array(successes, np.float64), number)
+
+    def rates(self) -> Float64:
+        """The success rate of each, as of one more success and one more failure: 1/2 where none is known."""
+        return np.asarray((self._solved + 1) / (self.tried + 2))
+
+    def learnable(self) -> Float64:
+        """p (1 - p) of each: what is always or never solved teaches nothing, and the gradient of an episode's success
+        grows with its variance (Foster et al. 2025, "Learning to Reason at the Frontier of Learnability")."""
+        rates = self.rates()
+        return np.asarray(rates * (1 - rates))
+
+    def state(self) -> dict[str, Float64]:
+        """What a checkpoint keeps."""
+        return {f"{self._name}_tried": self.tried.copy(), f"{self._name}_solved": self._solved.copy()}
+
+    def load(self, state: Mapping[str, np.ndarray]) -> None:
+        """Go on from `state`. A checkpoint of another number of things, or without any, begins anew. Raises
+        `CheckpointError` for what are no counts."""
+        tried, solved = (state.get(key) for key in self.state())
+        if tried is None or solved is None or tried.shape != self.tried.shape:
+            return
+        if solved.shape != tried.shape or {tried.dtype.kind, solved.dtype.kind} != {"f"}:
+            raise CheckpointError(f"the checkpoint's counts of {self._name}s do not fit each other: use an earlier one")
+        if not np.isfinite(tried).all() or not ((solved >= 0) & (solved <= tried)).all():
+            raise CheckpointError(f"the checkpoint's counts of {self._name}s cannot be: use an earlier one")
+        self.tried, self._solved = tried.astype(np.float64), solved.astype(np.float64)
+
+
+# --- A curriculum over the starts of training episodes: those are drawn more often that are solved sometimes.
+
+
+STARTS_DECAY = 0.97
+"""About the last 30 episodes of a start count."""
+BETWEEN = (0.1, 0.9)
+"""Success rates of the starts that `figures` counts as solved sometimes."""
+
+
+class StartCurriculum:
+    """Success counts of one task's starts, and the shares that follow from them."""
+
+    def __init__(self, starts: int, share: float) -> None:
+        """`share` of the episodes are drawn by p (1 - p), the others alike."""
+        self._starts, self._share = starts, share
+        self._counts = SuccessCounts(starts, STARTS_DECAY, "start")
+
+    def count(self, ended: Sequence[EndedEpisode]) -> None:
+        """Count the task's episodes that ended in a rollout, but for those whose start was not drawn here: in a run
+        that is gone on with, episodes under way may be of other settings."""
+        mine = [episode for episode in ended if 0 <= episode.start < self._starts]
+        self._counts.count([episode.start for episode in mine], [episode.success for episode in mine])
+
+    def rates(self) -> Float64:
+        """[S] the success rate of each start."""
+        return self._counts.rates()
+
+    def shares(self) -> Float64:
+        """[S] of the episodes to come; they add up to one."""
+        learnable = self._counts.learnable()
+        return np.asarray(self._share * learnable / learnable.sum() + (1 - self._share) / len(learnable))
+
+    def figures(self) -> dict[str, float]:
+        """For the record of metrics."""
+        rates, shares, tried = self.rates(), self.shares(), self._counts.tried > 0
+        low, high = BETWEEN
+        return {
+            "curriculum/tried": float(tried.mean()),
+            "curriculum/solved_sometimes": float((tried & (rates > low) & (rates < high)).mean()),
+            "curriculum/effective_starts": float(1 / (shares**2).sum()),
+        }
+
+    def state(self) -> dict[str, Float64]:
+        """What a checkpoint keeps."""
+        return self._counts.state()
+
+    def load(self, state: Mapping[str, np.ndarray]) -> None:
+        """Go on from `state`. A checkpoint of another number of starts, or without any, begins anew."""
+        self._counts.load(state)
+
+
+# --- A curriculum over the tasks of a run: those are rolled out less that are always or never solved.
+
+
+TASKS_DECAY = 0.99
+"""About the last 100 episodes of a task count."""
+
+
+class TaskCurriculum:
+    """Success counts of a run's tasks, and the decisions of a rollout that follow from them."""
+
+    def __init__(self, tasks: int, share: float) -> None:
+        """`share` of a task's decisions are taken in proportion to p (1 - p), the others always."""
+        self._share = share
+        self._counts = SuccessCounts(tasks, TASKS_DECAY, "task")
+
+    def count(self, ended: Sequence[EndedEpisode]) -> None:
+        """Count the episodes that ended in a rollout."""
+        self._counts.count([episode.task for episode in ended], [episode.success for episode in ended])
+
+    def decisions(self, most: int) -> tuple[int, ...]:
+        """Of each environment of each task in a rollout: `most` for the task whose p (1 - p) is highest, at least one
+        for each other."""
+        learnable = self._counts.learnable()
+        part = self._share * learnable / learnable.max() + 1 - self._share
+        return tuple(np.maximum(np.rint(most * part), 1).astype(int).tolist())
+
+    def state(self) -> dict[str, Float64]:
+        """What a checkpoint keeps."""
+        return self._counts.state()
+
+    def load(self, state: Mapping[str, np.ndarray]) -> None:
+        """Go on from `state`. A checkpoint of another number of tasks, or without any, begins anew."""
+        self._counts.load(state)

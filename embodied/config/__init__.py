@@ -1,0 +1,1 @@
+"""Settings: their schema, and the files that they are read from."""

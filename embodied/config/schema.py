@@ -1,0 +1,527 @@
+"""Everything a user can set, with its default and its meaning in one place.
+
+A YAML file in `configs/` says what differs from here (`embodied/config/files.py` reads it); the command line overrides
+it (`--loss.clip 0.1`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from tyro.constructors import PrimitiveConstructorSpec
+
+from embodied.errors import UserError
+from embodied.hub import checkpoint_folder
+from sim_farm.contract import Gripper, Orientation
+
+HERE = Path(__file__).parent.parent
+"""In the source tree `configs` and `assets` are links in this folder, so that an installed package has copies."""
+LARGEST = 2**31 - 1
+"""Of the whole numbers in a configuration."""
+LARGEST_INDEX = 99_999
+"""The largest number that a range may name."""
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+        ser_json_inf_nan="constants",  # what may be infinite is saved so, and not as null
+    )
+
+    @field_validator("*")
+    @classmethod
+    def _not_too_large(cls, value: Any) -> Any:
+        items = value if isinstance(value, tuple) else (value,)
+        if any(isinstance(item, int) and abs(item) > LARGEST for item in items):
+            raise ValueError(f"a whole number can be at most {LARGEST}")
+        return value
+
+
+def _below_runs(name: str) -> str:
+    if Path(name).is_absolute() or ".." in Path(name).parts or len(name) > 200:
+        raise ValueError("a run's name is that of a folder below runs/: it does not lead out, and is not too long")
+    return name
+
+
+def indices_of(text: str) -> tuple[int, ...]:
+    """The numbers that ranges such as `0-24,30` name, in their order. Raises `ValueError` for another text, and where a
+    number is named twice."""
+    numbers: list[int] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"\s*([0-9]{1,9})\s*(?:-\s*([0-9]{1,9})\s*)?", part, re.ASCII)
+        if found is None:
+            raise ValueError(f"{text[:100]!r} is no list of ranges such as 0-24,30")
+        first, last = int(found[1]), int(found[2] or found[1])
+        if last < first:
+            raise ValueError(f"the range {part.strip()} goes down: write {last}-{first}")
+        if last > LARGEST_INDEX:
+            raise ValueError(f"the range {part.strip()} names numbers beyond {LARGEST_INDEX}")
+        numbers += range(first, last + 1)
+    if len(set(numbers)) < len(numbers):
+        twice = next(number for number in numbers if numbers.count(number) > 1)
+        raise ValueError(f"{text[:100]} names {twice} twice")
+    return tuple(numbers)
+
+
+def _first_or_ranges(states: int | str) -> int | str:
+    if isinstance(states, str) and states.strip().isdecimal():  # as the command line reads it
+        states = int(states)
+    if isinstance(states, str):
+        indices_of(states)
+    elif states < 0:
+        raise ValueError("the number of recorded initial states cannot be below 0")
+    return states
+
+
+def _indices(states: tuple[int | str, ...] | None) -> tuple[int | str, ...] | None:
+    if states is not None and min((part for part in states if isinstance(part, int)), default=0) < 0:
+        raise ValueError("the recorded initial states are counted from 0")
+    for part in states or ():
+        if isinstance(part, str):
+            indices_of(part)
+    return states
+
+
+def _each(value: Any) -> Any:
+    """One entry alone stands for a list of one."""
+    return (value,) if isinstance(value, (str, int, float, dict)) else value
+
+
+def _entry(text: str) -> Any:
+    """An entry of sft.features as the command line has it: a name, or a mapping in YAML."""
+    if not text.lstrip().startswith("{"):
+        return text
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ValueError(f"{text[:200]} is no mapping in YAML, as '{{image: observation.images.front}}' is") from None
+
+
+FeatureNames = Annotated[
+    str | dict[str, str],
+    BeforeValidator(lambda value: _entry(value) if isinstance(value, str) else value),
+    PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="NAME|{KEY: OURS, ...}",
+        instance_from_str=lambda words: _entry(words[0]),
+        is_instance=lambda value: isinstance(value, (str, dict)),
+        str_from_instance=lambda value: [value if isinstance(value, str) else yaml.safe_dump(value, None).strip()],
+    ),
+]
+"""Names of one dataset's features: a shipped mapping, or the dataset's keys with the names used here."""
+
+
+class EnvConfig(Section):
+    task: str = "maniskill/PushCube-v1"
+    """`<simulator>/<task>`."""
+    control_mode: str | None = None
+    """One of the task's control modes; None is the simulator's default."""
+    reward: Literal["dense", "sparse"] | None = None
+    """Shaped and normalised to at most 1 per env step, or 1 where the task is solved; None: the usual one,
+    sparse in LIBERO and dense elsewhere."""
+    max_episode_steps: Annotated[int, Field(ge=1)] | None = None
+    """Env steps after which an episode is truncated; None is the task's own limit."""
+    cameras: Annotated[int, Field(ge=0)] | tuple[str, ...] = 0
+    """How many of the task's cameras the policy sees, or their names."""
+    image_size: Annotated[int, Field(ge=16, le=1024)] = 128
+    """Height and width of a frame in pixels."""
+    settle_steps: Annotated[int, Field(ge=0)] = 0
+    """Env steps at rest at an episode's beginning, before the first observation; they are not counted."""
+    init_states: Annotated[int | str, AfterValidator(_first_or_ranges)] = 0
+    """Recorded initial states of the task that training episodes begin from: the first so many, or those of ranges
+    such as `0-24,30`; 0: episodes begin from seeds alone."""
+    start_seeds: Annotated[int, Field(ge=0)] = 0
+    """Training episodes begin from one of so many seeds, the same in every run; 0: each from a seed of its own."""
+    orientation: Orientation = "upright"
+    """Of frames: `upright`; `stock`, as the simulator returns them; `rotated`, that turned by 180 degrees."""
+    gripper: Gripper = "simulator"
+    """The last action element: the `simulator`'s own, its sign (`binary`), or 1 opens and 0 closes (`inverted`)."""
+    num_envs: Annotated[int, Field(ge=1, le=65536)] = 16
+    """Environments that run side by side."""
+
+    @property
+    def recorded_starts(self) -> Sequence[int]:
+        """Indices of the recorded initial states that training episodes begin from; empty: from seeds alone."""
+        return range(self.init_states) if isinstance(self.init_states, int) else indices_of(self.init_states)
+
+
+class FarmConfig(Section):
+    physics_workers: Annotated[int, Field(ge=0)] = 0
+    """Processes that step environments; 0 takes one per CPU core."""
+    render_workers: Annotated[int, Field(ge=0)] = 0
+    """Processes that draw frames; 0 lets each physics worker draw its own (fused)."""
+    nodes: tuple[str, ...] = ()
+    """Nodes of the Ray cluster, by name or address, over which physics workers are dealt out; none: this one."""
+    devices: tuple[Annotated[int, Field(ge=0)], ...] | Literal["cpu"] = ()
+    """GPUs by CUDA's numbers that draw frames, dealt out to the workers that draw in turn; `cpu`: frames are drawn in
+    software; none: on what the driver gives first. A plan says it itself."""
+    groups: Annotated[int, Field(ge=1)] = 2
+    """Groups of environments of each task: one is simulated while another is inferred."""
+    pin: bool = True
+    """Pin each physics and render worker to a CPU core of its own."""
+
+
+class PolicyConfig(Section):
+    kind: str = "gaussian_mlp"
+    """One of the policies of the `policies` package."""
+    reads: tuple[Literal["state", "proprio", "images", "instruction", "episode"], ...] = ("state",)
+    """What the policy sees: the simulator's full state, or proprioception, camera frames and the instruction.
+    `episode` is for policies that replay recorded episodes."""
+    chunk: Annotated[int, Field(ge=1)] = 1
+    """Actions per decision, executed open loop."""
+    horizon: Annotated[int, Field(ge=0)] = 0
+    """Actions that a decision predicts, of which the first `chunk` are executed; 0: as many as are executed, or as the
+    policy's checkpoint says. Demonstrations are learned from in pieces of this length."""
+    options: dict[str, Any] = {}
+    """Arguments of the policy's own architecture (docs/adding-a-policy.md)."""
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$")] = "auto"
+    """Where policy worker, learner and evaluator compute: `cpu`, `cuda`, `cuda:1`; `auto`: the first GPU, if any. A
+    plan may give policy worker and learner others, unless one is named by its number; with `cpu`, processes on the CPU
+    stand in for the accelerators of a plan file."""
+    replicas: Annotated[int, Field(ge=1)] = 1
+    """Policy workers that share the groups of environments (farm.groups); a plan has its own number. With runtime.mode
+    inline there is one, since everything is in one process: the result is the same."""
+    path: Annotated[str, Field(min_length=1)] | None = None
+    """Pretrained checkpoint that the policy is built from: a directory, or a Hugging Face name (`org/name`,
+    `org/name@revision`), which is downloaded. It replaces `checkpoint` in `options`; a run records the commit."""
+    init: Path | None = None
+    """A run or checkpoint of the same policy, whose weights and statistics this run begins with."""
+
+    @property
+    def architecture(self) -> dict[str, Any]:
+        """`options` as the policy takes them, with the folder that `path` names as the checkpoint. A relative one that
+        the current folder does not have is the project's own of that name (`assets/openvla_tiny`), so that a shipped
+        configuration works from any folder. Raises `UserError` where a Hugging Face name is not in the cache."""
+        named = self.options.get("checkpoint") if self.path is None else self.path
+        if not isinstance(named, str):
+            return self.options
+        if not Path(named).exists() and (HERE / named).is_dir():
+            named = str(HERE / named)
+        elif self.path is not None:
+            named = str(checkpoint_folder(named, fetch=False))
+        return {**self.options, "checkpoint": named}
+
+
+class RolloutConfig(Section):
+    decisions: Annotated[int, Field(ge=1)] = 64
+    """Decisions per environment and iteration, where a rollout is of decisions (ppo)."""
+    episodes_per_env: Annotated[int, Field(ge=1)] = 1
+    """Episodes of each environment per iteration, where a rollout is of whole episodes (grpo)."""
+    max_episodes_per_env: Annotated[int, Field(ge=1)] | None = None
+    """Roll out up to so many episodes of each environment until as many episode groups teach something as
+    `episodes_per_env` yields (DAPO's dynamic sampling)."""
+    curriculum: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of training episodes whose start (of env.init_states or env.start_seeds) is drawn in proportion to
+    p (1 - p), p being how often its last 30 or so episodes were solved; the others are drawn evenly. 0: all are.
+    Training success is then that of the starts that were drawn, and nearer to a half than that of all."""
+    task_curriculum: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of a task's `decisions` that its environments take in proportion to p (1 - p), p being how often its last
+    100 or so episodes were solved, over that of the task with the most: tasks that are always or never solved are
+    rolled out less (ppo, several tasks). 0: all alike."""
+    episode_group: Annotated[int, Field(ge=1)] = 8
+    """Episodes of an episode group (grpo): the same task, the same beginning."""
+
+
+class AdvantageConfig(Section):
+    gamma: Annotated[float, Field(ge=0, le=1)] = 0.99
+    """Discount per decision (of each action, where `credit` is given to actions)."""
+    lam: Annotated[float, Field(ge=0, le=1)] = 0.95
+    """Lambda of the generalised advantage."""
+    credit: Literal["chunk", "action"] = "chunk"
+    """What has an advantage, and gamma and lam a step, of its own: a decision, or each of its actions, which takes a
+    policy with a value for each and a loss.ratio_unit of no more than an action."""
+    bootstrap: Literal["truncated", "always"] = "truncated"
+    """`always` also bootstraps the value where the task itself ended the episode."""
+    normalise: Literal["task", "run", "none"] = "task"
+    """What generalised advantages are normalised over: an iteration's decisions of each task by itself, or of all
+    tasks of the run; `none` leaves them as they are."""
+    normalise_returns: bool = False
+    """Let the critic speak in deviations of returns (their mean and deviation, mostly of the last ten iterations), so
+    that value_lr and value_coef mean the same whatever the size of rewards."""
+    outcome: Literal["success", "return"] = "success"
+    """What an episode of an episode group is judged by: 1 where it was solved, or its return."""
+    scale: Literal["group", "batch", "none"] = "group"
+    """What advantages of episodes are divided by: their episode group's deviation, the batch's, or nothing
+    (Dr.GRPO)."""
+    overlong_margin: Annotated[int, Field(ge=1)] | None = None
+    """Env steps before an episode's limit (env.max_episode_steps) over which its outcome falls by up to 1 (DAPO's soft
+    overlong punishment); None: length does not count."""
+    baseline: Literal["none", "group"] = "none"
+    """What is taken off an episode's outcome (reinforce): nothing, or its episode group's mean."""
+    reward_kl: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the KL divergence to the frozen reference policy that is taken off each decision's reward
+    (reinforce_reference)."""
+    keep_rates: tuple[float, float] | None = None
+    """Leave out episode groups whose success rate is outside (SimpleVLA-RL, RLinf: 0.1 to 0.9); equal outcomes always
+    are."""
+
+
+class LossConfig(Section):
+    clip: Annotated[float, Field(gt=0)] = 0.2
+    """Clip range of the ratio, below one and (unless clip_high is set) above."""
+    clip_high: Annotated[float, Field(gt=0)] | None = None
+    """Clip range above one (DAPO's clip-higher)."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """Bound of the loss for negative advantages; off unless set (3 is usual)."""
+    ratio_unit: Literal["chunk", "action", "element"] = "chunk"
+    """What a ratio is taken over: a whole chunk, one action of it, or one number of it."""
+    weight: Literal["decision", "episode"] = "decision"
+    """What counts alike in the loss (grpo): every decision, or every episode whatever its length."""
+    value_clip: Annotated[float, Field(gt=0)] | None = 0.2
+    """Clip range of the value prediction; None does not clip."""
+    value_coef: float = 0.5
+    """Weight of the value loss."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus."""
+    entropy_target: float | None = None
+    """Let the weight of the entropy bonus rise while the mean entropy is below this, in nats for each of what
+    `ratio_unit` names, and fall while it is above; it begins as `entropy_coef`."""
+    contrast_scale: Annotated[float, Field(gt=0)] = 1.0
+    """How far beyond the present velocity the two that are contrasted lie, in its change (stepnft)."""
+    contrast_drift: Annotated[float, Field(ge=0)] = 1e-4
+    """Weight of the velocity's squared change since the rollout (stepnft)."""
+    reference_kl: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the KL divergence to the frozen reference policy; read where the workflow has one (ppo_reference,
+    grpo_reference, reinforce_reference)."""
+    reference_kl_target: Annotated[float, Field(gt=0)] | None = None
+    """Let that weight double where an update's divergence was above 1.5 times this, and halve where it was below two
+    thirds of it; it begins as `reference_kl`."""
+
+
+class OptimConfig(Section):
+    epochs: Annotated[int, Field(ge=1)] = 4
+    """Passes over an iteration's rows."""
+    minibatch: Annotated[int, Field(ge=0)] = 256
+    """Rows per optimiser step; 0: all rows of an iteration."""
+    micro_batch: Annotated[int, Field(ge=1)] | None = None
+    """Rows per forward pass; changes memory, never the result. None: the whole minibatch."""
+    policy_lr: float = 3e-4
+    """Learning rate of the policy."""
+    value_lr: float = 3e-4
+    """Learning rate of the value head."""
+    critic_warmup: Annotated[int, Field(ge=0)] = 0
+    """First iterations in which the value head alone is trained: its first gradients would pull at a policy that has
+    learned already."""
+    lr_warmup: Annotated[int, Field(ge=0)] = 0
+    """First iterations over which both learning rates rise linearly, the policy's after `critic_warmup`. Adam's first
+    steps are as long as the rate whatever the gradient, and can undo what a policy has learned."""
+    anneal: bool = False
+    """Let both learning rates fall linearly to zero over the run."""
+    adam_eps: Annotated[float, Field(gt=0)] = 1e-5
+    """Added to the root of Adam's second moment: smaller gradients count for less. Those of 7e9 weights of norm 1
+    are as small as 1e-5 itself; there 1e-8 is usual."""
+    max_grad_norm: Annotated[float, Field(ge=0, allow_inf_nan=True)] = 0.5
+    """Gradients are scaled down to this norm; `.inf` leaves them as they are."""
+    non_finite_limit: int = 3
+    """Consecutive skipped steps (loss or gradient not finite) after which the run ends."""
+    lr_kl: Annotated[float, Field(gt=0)] | None = None
+    """Let the policy's learning rate fall where an update's approximate KL was above twice this, and rise where it was
+    below half of it."""
+    target_kl: float | None = None
+    """Ends an update early when a minibatch's approximate KL exceeds 1.5 times this."""
+    threads: Annotated[int, Field(ge=0)] = 0
+    """CPU threads of each rank's update; 0 shares the cores out."""
+    ranks: Annotated[int, Field(ge=1)] = 1
+    """Learner processes that share every minibatch; a plan has its own number. `inline`, which is one process, has one
+    rank, and computes what several do."""
+    sharding: Literal["auto", "whole", "sharded"] = "auto"
+    """What each of several ranks holds: the `whole` policy, or a shard of its parameters, gradients and optimiser
+    state (FSDP2). `auto`: the whole where only adapters are trained or the CPU computes, else shards."""
+
+
+class RewardConfig(Section):
+    """What judges decisions in the simulator's stead, where the workflow has a reward worker (ppo_reward): a function
+    or a classifier. See docs/workflows.md."""
+
+    function: str | None = None
+    """`package.module:NAME`, called with frames (uint8 [N, H, W, 3] for each camera) and N instructions; returns
+    float32 [N]."""
+    classifier: Path | None = None
+    """Folder that `embodied reward` wrote: the probability that the task is solved, or nearly."""
+    threshold: float | None = None
+    """The reward is 1 where the judgement is at least this and 0 elsewhere; None: the judgement itself."""
+
+    @property
+    def classifier_folder(self) -> Path | None:
+        """`classifier`; the project's own of that name (`assets/reach_success`) where the current folder has none."""
+        named = self.classifier
+        return named if named is None or named.exists() or not (HERE / named).is_dir() else HERE / named
+
+
+Check = Literal["actions", "gripper", "fps", "orientation", "repeated"]
+"""Checks of demonstrations whose refusals `sft.insist` overrules."""
+
+
+class SFTConfig(Section):
+    """Supervised learning from demonstrations (`embodied sft`)."""
+
+    data: tuple[Path, ...] = ()
+    """Datasets in LeRobot's layout, as `embodied record` writes them (--data)."""
+    features: Annotated[tuple[FeatureNames, ...], BeforeValidator(_each)] = ()
+    """Names of the datasets' features, by the datasets' keys: `{image: observation.images.front, state:
+    observation.state, actions: action}`; or the name of a shipped mapping (docs/demonstrations.md). One for all
+    datasets, or one for each."""
+    episodes: Annotated[tuple[str, ...], BeforeValidator(_each)] = ()
+    """Episodes that are used, by number and range (`0-49,60`), `all` for all: one text for all datasets, or one for
+    each. None: all."""
+    only_successes: bool = False
+    """Use solved episodes alone. Refused for a dataset that does not say which they are."""
+    weights: Annotated[tuple[Annotated[float, Field(gt=0)], ...], BeforeValidator(_each)] = ()
+    """Weight of each dataset in the draw of rows, relative to the others; rows of one dataset are drawn alike,
+    with repetition. None: an epoch visits every row of every dataset once, so that every row counts alike."""
+    gripper: Literal["as_is", "from_0_1", "from_1_0", "from_minus_plus", "from_plus_minus"] = "as_is"
+    """Conversion of the datasets' last action element to that of env.gripper: `from_0_1`: 0 and 1 become the lower and
+    the upper end of its range; `from_1_0`: 1 and 0 do; `from_minus_plus`: -1 and 1; `from_plus_minus`: 1 and -1."""
+    insist: Annotated[tuple[Check, ...], BeforeValidator(_each)] = ()
+    """Checks of the data whose refusals become warnings (docs/demonstrations.md)."""
+    steps: Annotated[int, Field(ge=1)] = 1000
+    """Optimiser steps."""
+    batch: Annotated[int, Field(ge=1)] = 64
+    """Env steps whose action chunks are learned at once; optim.micro_batch divides it."""
+    lr: Annotated[float, Field(gt=0)] = 3e-4
+    """Learning rate of the first step; it falls linearly to zero."""
+    holdout: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    """Share of each dataset's episodes that is measured and not learned from."""
+    measure_every: Annotated[int, Field(ge=1)] = 100
+    """Steps between rows of metrics."""
+    checkpoint_every: Annotated[int, Field(ge=1)] = 500
+    """Steps between checkpoints; the last step always writes one."""
+
+
+class EvalConfig(Section):
+    tasks: tuple[str, ...] = ()
+    """Tasks (`libero/libero_spatial/0`), suites (`libero/libero_spatial`) or simulators; none: env.task alone."""
+    protocol: Literal["openvla-oft", "openpi", "lerobot", "simplevla-rl"] | None = None
+    """A published protocol for LIBERO, which overrides env's max_episode_steps, settle_steps, orientation, image_size
+    and gripper; None: as env says. See docs/evaluating.md."""
+    episodes: Annotated[int, Field(ge=1)] | None = None
+    """Trials of each task, from seeds of a stream that training does not draw from; None: as the protocol says, or
+    100."""
+    init_states: Annotated[tuple[int | str, ...] | None, BeforeValidator(_each), AfterValidator(_indices)] = None
+    """Recorded initial states that the trials begin from, in turn: indices, and ranges such as `25-49`; None: as the
+    protocol says, or from seeds alone."""
+    ignore_terminations: bool = False
+    """Episodes go on to the step limit, whether or not the task was solved before (ManiSkill's name): success at the
+    end then differs from success once. False: success ends an episode."""
+    greedy: bool | None = None
+    """Take the policy's mode, or sample; None: as the protocol says, or greedy."""
+    instruction: Annotated[str, Field(min_length=1)] | None = None
+    """What the policy is told in place of each task's own instruction: another wording, or another task's, to see
+    whether it reads."""
+    num_envs: Annotated[int, Field(ge=1)] | None = None
+    """Environments that run side by side; None takes the training's."""
+    every: Annotated[int, Field(ge=0)] = 0
+    """Iterations between evaluations during training, on episodes that neither training nor the evaluation at the end
+    draws. The best checkpoint is kept, and is what the run ends with. 0: none, the newest is."""
+    every_episodes: Annotated[int, Field(ge=1)] = 50
+    """Trials of each task in an evaluation during training."""
+    videos: Annotated[int, Field(ge=0, le=16)] = 9
+    """Episodes in the tiled video, failures first; 0 makes none."""
+
+    @property
+    def recorded_states(self) -> tuple[int, ...] | None:
+        """Indices of the recorded initial states that the trials begin from, in turn; None where none are named."""
+        parts = [(part,) if isinstance(part, int) else indices_of(part) for part in self.init_states or ()]
+        return tuple(index for part in parts for index in part) or None
+
+
+class RuntimeConfig(Section):
+    mode: Literal["ray", "inline"] = "ray"
+    """`ray`: workers are processes. `inline`: everything in this process, in order; for debugging."""
+    address: str = "local"
+    """`local` starts Ray on this machine; else the address of a running Ray cluster that has this machine as a node."""
+    deadline_s: Annotated[float, Field(gt=0)] = 600.0
+    """Longest time that a worker may go without progress while it is waited for; a message names the late one.
+    Half of it is what a worker waits for its simulators, a quarter what one of them is given before it is replaced."""
+    worker_gb: Annotated[float, Field(gt=0)] | None = None
+    """Gigabytes (1e9 bytes) that a worker's process, of Ray's on this machine, may hold in memory by itself. One that
+    grows beyond it is replaced, with the same result: a simulator's at once, another from a checkpoint that is written
+    for it. None: no limit."""
+    trace: bool = True
+    """Record a trace of the first and the last iterations."""
+
+
+class PlanConfig(Section):
+    """When and where: see docs/planning.md."""
+
+    mode: Literal["configured", "auto", "collocated", "disaggregated", "hybrid"] = "configured"
+    """`configured`: as `farm` and `optim` say. Else the best plan of that mode, or of all modes (`auto`)."""
+    file: Path | None = None
+    """Run this plan instead (a plan.json, perhaps edited)."""
+    profile: Path | None = None
+    """Measured times to plan with; none: the run measures them first, which takes about ten iterations' time."""
+    any_hardware: bool = False
+    """Use a profile that was measured on other hardware."""
+    ahead: bool = False
+    """Disaggregated plans roll out one update ahead of the learner (decoupled objective)."""
+    replan: bool = False
+    """Plan again when measured times leave the prediction for good and another plan pays."""
+
+
+class Config(Section):
+    """One training run."""
+
+    name: Annotated[str, AfterValidator(_below_runs)] | None = None
+    """Folder of the run below `runs/`; None makes it from the configuration's name and the time."""
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    """Everything random in the run is a function of it."""
+    workflow: str = "ppo"
+    """What flows: `ppo`, `grpo`, `reinforce`, each with a frozen reference policy (`ppo_reference`, ...), `ppo` with a
+    reward judged from frames (`ppo_reward`), or one of your own as `package.module:NAME` (docs/workflows.md)."""
+    iterations: Annotated[int, Field(ge=1)] = 100
+    """Rollout and update, so many times."""
+    stop_at_success: float | None = None
+    """End early when the mean success of the last 100 training episodes reaches this."""
+    checkpoint_every: Annotated[int, Field(ge=1)] = 25
+    """Iterations between checkpoints; the last iteration always writes one."""
+    keep_checkpoints: Annotated[int, Field(ge=1)] | None = None
+    """The newest checkpoints that are kept, beside the best where eval.every tells one; older ones are removed once a
+    newer one is written. None keeps all."""
+    env: EnvConfig = EnvConfig()
+    farm: FarmConfig = FarmConfig()
+    extra_tasks: tuple[dict[str, Any], ...] = ()
+    """Further tasks of the run, each as what differs from `env`."""
+    policy: PolicyConfig = PolicyConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    advantage: AdvantageConfig = AdvantageConfig()
+    loss: LossConfig = LossConfig()
+    optim: OptimConfig = OptimConfig()
+    reward: RewardConfig = RewardConfig()
+    sft: SFTConfig = SFTConfig()
+    eval: EvalConfig = EvalConfig()
+    plan: PlanConfig = PlanConfig()
+    runtime: RuntimeConfig = RuntimeConfig()
+
+    @property
+    def named_code(self) -> dict[str, str]:
+        """By the setting's key, the code that is named; what comes with the project is none."""
+        found = zip(KEYS, (self.workflow, self.reward.function), strict=True)
+        return {key: name for key, name in found if name is not None and ":" in name}
+
+
+# --- Settings that name code, `package.module:NAME`: whoever writes them has the run execute what he likes.
+
+
+KEYS = ("workflow", "reward.function")
+
+
+def refuse_code(named: Mapping[str, str], path: Path, allowed: Collection[str]) -> None:
+    """Raise `UserError` where the configuration that a run has saved at `path` names, by key, other code than is
+    `allowed`."""
+    refused = {key: name for key, name in named.items() if name not in allowed}
+    if refused:
+        raise UserError(
+            f"{path} names code that would be run: {', '.join(f'{key}: {name}' for key, name in refused.items())}. "
+            "A run's folder may come from elsewhere, so this is done only if you say so. If you trust the code that "
+            "has this name on this machine, type "
+            + " ".join(f"--{key} {name}" for key, name in refused.items())
+            + f" as well (from Python: code={[*refused.values()]})"
+        )

@@ -1,1 +1,0 @@
-"""Trajectories and random streams."""

@@ -1,0 +1,192 @@
+"""Affinity: the CPU cores, the number of threads and the device that a worker computes on."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from embodied.errors import UserError
+from policies.contract import Action, Inputs, Policy
+
+THREADS = Path("/proc/self/task")
+
+
+@dataclass(frozen=True)
+class Affinity:
+    """Where one worker computes. Several workers of a process may have different ones: they take turns."""
+
+    cores: tuple[int, ...] = ()
+    """Cores that the process is confined to while it works; none: wherever the system likes."""
+    threads: int = 1
+    """PyTorch's threads."""
+    device: str | None = None
+    """Where the policy's tensors are, of a worker that has one; None: where `policy.device` says."""
+    node: str = ""
+    """Id of the cluster's node that the worker's process is on; '' is the one where the command was typed."""
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Within the block the process computes here. Afterwards threads and cores are as they were."""
+        before, allowed = torch.get_num_threads(), os.sched_getaffinity(0)
+        if self.cores:
+            confine(self.cores)
+        if before != self.threads:
+            torch.set_num_threads(self.threads)
+        try:
+            yield
+        finally:
+            if before != self.threads:
+                torch.set_num_threads(before)
+            if self.cores and allowed != set(self.cores):
+                confine(tuple(allowed))
+
+
+def confine(cores: tuple[int, ...]) -> None:
+    """Confine every thread of this process to the cores. PyTorch's pool inherits them only when it begins."""
+    if not THREADS.is_dir():  # not Linux: the system places threads as it likes
+        return
+    for thread in THREADS.iterdir():
+        try:
+            os.sched_setaffinity(int(thread.name), cores)
+        except ProcessLookupError:  # it ended in between
+            continue
+
+
+# --- Devices: finding the one that a policy computes on, and copying to it and back.
+
+
+CPU = torch.device("cpu")
+
+
+def find_device(wanted: str) -> torch.device:
+    """The device that `policy.device` names; `auto` is the first GPU, or the CPU where torch sees none.
+
+    Raises `UserError`, which says what there is, for one that is not there.
+    """
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted == "cpu" or (wanted == "auto" and count == 0):
+        return CPU
+    index = (torch.device("cuda" if wanted == "auto" else wanted).index) or 0
+    if index < count:
+        return torch.device("cuda", index)
+    if count == 0:
+        raise UserError(
+            f"policy.device is {wanted} and torch {torch.__version__} sees no GPU: set it to cpu or auto; "
+            "`embodied doctor` says whether the machine has one"
+        )
+    there = ", ".join(f"cuda:{i} ({torch.cuda.get_device_name(i)})" for i in range(count))
+    raise UserError(f"policy.device is {wanted}, and there is {there}")
+
+
+def accelerators(wanted: str) -> tuple[torch.device, ...]:
+    """The GPUs that `policy.device` leaves to choose from: all for `auto` and `cuda`, a numbered one alone, none for
+    the CPU. Raises `UserError` as `find_device` does."""
+    found = find_device(wanted)
+    if found == CPU:
+        return ()
+    if wanted in ("auto", "cuda"):
+        return tuple(torch.device("cuda", i) for i in range(torch.cuda.device_count()))
+    return (found,)
+
+
+def memory_bytes(devices: Iterable[torch.device]) -> float:
+    """Memory of the smallest of these GPUs.
+
+    All of it: to ask what is free would cost each of them a context of this process, of some hundred MB.
+    """
+    return min((float(torch.cuda.get_device_properties(d).total_memory) for d in devices), default=float("inf"))
+
+
+def free_bytes(device: torch.device) -> int:
+    """Of a GPU's memory, what nobody holds: other processes count too. Costs this process a context of its own."""
+    return torch.cuda.mem_get_info(device)[0]
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most that this process has taken of a GPU's memory for tensors since `forget_peak`; 0 on a CPU, where it is
+    not counted."""
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" and torch.cuda.is_initialized() else 0
+
+
+def forget_peak(device: torch.device) -> None:
+    """Let `peak_bytes` count from now on: a process may have served others before."""
+    if device.type == "cuda" and torch.cuda.is_initialized():
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def settle(policy: Policy, device: torch.device) -> Policy:
+    """The policy with all its tensors on the device."""
+    # Else cuDNN rounds the factors of convolutions to 10 bits, by algorithms that it chooses by the batch's size: `act`
+    # and `evaluate` would not agree within the tolerance of float32 arithmetic.
+    torch.backends.cudnn.allow_tf32 = False
+    return policy.to(device)
+
+
+def device_of(policy: Policy) -> torch.device:
+    """Where the policy's tensors are; one without tensors computes on the CPU."""
+    for tensor in (*_first(policy.parameters()), *_first(policy.buffers())):
+        return tensor.device
+    return CPU
+
+
+def to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors in the host's memory, complete; a GPU's in pinned memory. However many they are, the device is waited
+    for once. Those of a CPU are themselves, not copies."""
+    found = {name: tensor.to(CPU, non_blocking=True) for name, tensor in tensors.items()}
+    await_devices(tensors.values())
+    return found
+
+
+def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of the tensors in the host's memory, complete, whatever becomes of the tensors."""
+    found = {name: tensor.detach().to(CPU, non_blocking=True, copy=True) for name, tensor in tensors.items()}
+    await_devices(tensors.values())
+    return found
+
+
+def await_devices(tensors: Iterable[Tensor]) -> None:
+    """Wait until the devices of the tensors have done what was asked of them."""
+    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
+
+
+def decide(policy: Policy, inputs: Inputs, noise: Tensor | None) -> Action:
+    """The policy's `act`, with everything that goes in and comes out in the host's memory."""
+    device = device_of(policy)
+    action = policy.act(inputs.to(device), None if noise is None else noise.to(device))
+    found = to_host(
+        {"chunk": action.chunk, "log_prob": action.log_prob, "value": action.value}
+        | {f"trace.{name}": tensor for name, tensor in action.trace.items()}
+    )
+    trace = {name: found[f"trace.{name}"] for name in action.trace}
+    return Action(found["chunk"], found["log_prob"], found["value"], trace)
+
+
+def value_of(policy: Policy, inputs: Inputs) -> Tensor:
+    """The policy's `value` of inputs in the host's memory, there too."""
+    return policy.value(inputs.to(device_of(policy))).to(CPU)
+
+
+def defines(policy: Policy, method: str) -> bool:
+    """Whether the policy overrides that method; the contract's own does nothing and needs no inputs."""
+    return getattr(type(policy), method) is not getattr(Policy, method)
+
+
+def release() -> None:
+    """Return memory that no tensor uses to the device: other processes may need it."""
+    if torch.cuda.is_initialized():
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def _first(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    for tensor in tensors:
+        return (tensor,)
+    return ()

@@ -1,0 +1,187 @@
+"""The roles of workers that the executor knows: decider, passer, trainer. A role is a protocol of methods.
+
+A decider goes round with the simulators and makes trajectories. A passer receives trajectories, adds to them and hands
+them on. A trainer learns from them and hands out weights. Who acts takes these: the decider itself, or, where several
+replicas share its work, they.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import ClassVar, Protocol
+
+import numpy as np
+from torch import Tensor
+
+from embodied.learning.gpu_memory import GpuTensors
+from embodied.learning.offload import Switch
+from embodied.learning.update_record import CollectStatistics, TrainedBytes
+from embodied.learning.weight_ways import End
+from embodied.rollout.desks import Desks
+from embodied.rollout.replica_desk import Desk
+from embodied.rollout.rollout_summary import EpisodePart, RolloutSummary
+from embodied.run.background_writer import Written
+from embodied.run.checkpoint import RunState
+from embodied.trajectories.batch import Trajectories
+from embodied.trajectories.memory import MemoryLayout, TrajectoryMemory
+from embodied.trajectories.remote_frames import FrameReader
+from policies.contract import Policy
+
+
+class Acting(Protocol):
+    """Holds the policy that acts."""
+
+    def layout(self) -> MemoryLayout: ...
+
+    def share(self, policy: Policy) -> None: ...
+
+    def load_weights(self, state: Mapping[str, Tensor], version: int) -> None: ...
+
+    def whereabouts(self) -> End: ...
+
+    def join_for_weights(self, address: str, rank: int, names: tuple[str, ...], timeout_s: float) -> None: ...
+
+    def can_map(self, sample: GpuTensors | None) -> bool:
+        """Whether it can map what a trainer shows."""
+        ...
+
+    def take_weights(self, shown: GpuTensors | None, version: int) -> None:
+        """`load_weights` of what a trainer on this machine's GPUs hands out."""
+        ...
+
+    def at_version(self, version: int) -> None: ...
+
+    def unload(self, spill: Path) -> Switch: ...
+
+    def load_back(self) -> Switch: ...
+
+
+class Replica(Acting, Protocol):
+    """Acts for the groups of environments that a decider hands it. See `PolicyReplica`."""
+
+    def use(self, desk: Desk) -> None: ...
+
+    def serve(self) -> None:
+        """Until the present rollout of the decider is over."""
+        ...
+
+
+class Decider(Protocol):
+    """Holds the farm. A decider that acts by itself is `Acting` too."""
+
+    makes: ClassVar[frozenset[str]]
+    """What an edge from here may carry."""
+
+    def use(self, memory: TrajectoryMemory, desks: Desks | None = None) -> None: ...
+
+    def begin(self, snapshot: Mapping[str, np.ndarray] | None = None, rest: bool = False) -> None: ...
+
+    def rollout(self, decisions: int, deadline_s: float) -> RolloutSummary: ...
+
+    def rollout_episodes(self, part: EpisodePart, limit: int, deadline_s: float) -> RolloutSummary: ...
+
+    def trajectories(self) -> Trajectories: ...
+
+    def carried(self, batch: Trajectories, reader: FrameReader | None) -> Trajectories:
+        """The trajectories for another machine, which does not have the memory that they are in; frames are fetched
+        from there by the reader (None: there are none)."""
+        ...
+
+    def snapshot(self) -> dict[str, np.ndarray]: ...
+
+    def unload_renderers(self, deadline_s: float) -> Switch: ...
+
+    def load_renderers(self, deadline_s: float) -> Switch: ...
+
+
+class Passer(Protocol):
+    """Adds to trajectories that pass through."""
+
+    takes: ClassVar[frozenset[str]]
+    """What an edge to here may carry."""
+    makes: ClassVar[frozenset[str]]
+
+    def receive(self, batch: Trajectories, iteration: int) -> float:
+        """Work on a part of an iteration's trajectories; the seconds that it took."""
+        ...
+
+    def trajectories(self) -> Trajectories:
+        """The oldest part that was worked on and not yet handed out."""
+        ...
+
+    def share(self, policy: Policy) -> None:
+        """Use the policy of the trainer, which is in this process."""
+        ...
+
+
+class Trainer(Protocol):
+    """Holds the policy that is trained. Where it is several ranks, all of them are asked everything, in one order."""
+
+    takes: ClassVar[frozenset[str]]
+
+    def listen(self, host: str) -> str:
+        """Of rank 0 of several: wait for the others at this machine's address; HOST:PORT for `join`."""
+        ...
+
+    def join(self, address: str, timeout_s: float) -> None:
+        """Become one of the ranks that meet at the address."""
+        ...
+
+    def leave(self) -> None:
+        """The other ranks are not needed any more."""
+        ...
+
+    def collect(self, batch: Trajectories, iteration: int) -> CollectStatistics: ...
+
+    def finish(self, iteration: int) -> dict[str, float]: ...
+
+    def weights(self) -> dict[str, Tensor]:
+        """What was trained; nothing on other ranks than the first."""
+        ...
+
+    def whereabouts(self) -> End: ...
+
+    def listen_for_weights(self, names: tuple[str, ...]) -> str: ...
+
+    def join_for_weights(self, address: str, timeout_s: float) -> None: ...
+
+    def hand_out(self, shows: bool) -> GpuTensors | None:
+        """`weights` for those that `take_weights`."""
+        ...
+
+    def show_sample(self) -> GpuTensors:
+        """Something for others on its GPU to try to map, until `withdraw`."""
+        ...
+
+    def withdraw(self) -> None:
+        """They have taken them."""
+        ...
+
+    def shares_policy(self) -> bool:
+        """Whether others of its process can compute with its policy."""
+        ...
+
+    def own_policy(self) -> Policy: ...
+
+    def load(self, folder: Path) -> None: ...
+
+    def save(self, root: Path, state: RunState, environments: dict[str, np.ndarray]) -> None:
+        """Begin to write a checkpoint of what is, which what follows does not change."""
+        ...
+
+    def saving(self) -> bool:
+        """Whether it is still being written."""
+        ...
+
+    def saved(self) -> Written | None:
+        """Wait until it is complete."""
+        ...
+
+    def unload(self, weights: bool) -> Switch: ...
+
+    def load_back(self) -> Switch: ...
+
+    def peak_bytes(self) -> int: ...
+
+    def trained_bytes(self) -> TrainedBytes: ...

@@ -1,0 +1,139 @@
+"""The reward worker: judges what decisions led to from frames and instructions, in the simulator's stead.
+
+A decision is judged by the observation that the environment's next decision was taken on. Where none follows in the
+trajectories, since the episode or the rollout ends, it is judged by the observation that it was taken on itself, the
+last that was drawn for the policy. What the judge says is the decision's whole reward; the last of its executed
+actions has the credit. Successes and ends of episodes stay the simulator's.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from embodied import progress
+from embodied.config.schema import Config
+from embodied.devices import CPU, Affinity, find_device
+from embodied.errors import UserError
+from embodied.learning.passing import PassingWorker
+from embodied.learning.success_classifier import SuccessClassifier
+from embodied.trajectories.batch import Trajectories
+from embodied.workflows.context import WorkerContext
+from policies.contract import PolicySpec
+
+Judge = Callable[[Mapping[str, Tensor], Sequence[str]], Any]
+"""(frames uint8 [N, H, W, 3] for each camera, N instructions) -> float32 [N], tensor or array."""
+
+
+class RewardWorker(PassingWorker):
+    """Replaces `Trajectories.reward` and `step_reward`."""
+
+    def __init__(
+        self, judge: Judge, threshold: float | None, rows: int, device: torch.device, affinity: Affinity | None = None
+    ) -> None:
+        """`rows` are judged at once (0: all), with their frames on the device."""
+        super().__init__(affinity)
+        self._judge, self._threshold, self._rows, self._device = judge, threshold, rows, device
+
+    @classmethod
+    def make(cls, context: WorkerContext) -> RewardWorker:
+        """The reward worker of a run. Raises `UserError` for a function or classifier that is not there or does not
+        fit."""
+        config = context.config
+        cls.check(config)
+        device = find_device(context.affinity.device or config.policy.device)
+        if config.reward.function is not None:
+            judge, device = function_of(config.reward.function), CPU
+        else:
+            judge = _classifier_of(config, context.spec).to(device).probability
+        rows = config.optim.micro_batch or config.optim.minibatch
+        return cls(judge, config.reward.threshold, rows, device, context.affinity)
+
+    @classmethod
+    def check(cls, config: Config) -> None:
+        """Raise `UserError` unless it has one thing to judge by, which is there, and something to look at."""
+        reward = config.reward
+        if (reward.function is None) == (reward.classifier is None):
+            given = "neither is" if reward.function is None else "both are"
+            raise UserError(
+                f"the workflow {config.workflow} has a reward worker, which judges by reward.function or by "
+                f"reward.classifier, and {given} set: name a function as package.module:NAME, or a folder that "
+                "`embodied reward` wrote"
+            )
+        missing = [name for name in ("images", "instruction") if name not in config.policy.reads]
+        if missing:
+            raise UserError(
+                "the reward worker judges frames and instructions, of which only those are kept that policy.reads "
+                f"names: add {' and '.join(missing)}"
+            )
+        if config.reward.function is not None:
+            function_of(config.reward.function)
+        elif config.reward.classifier_folder is not None:
+            SuccessClassifier.load(config.reward.classifier_folder)
+
+    def work(self, batch: Trajectories) -> Trajectories:
+        """The trajectories with what the judge says as their rewards."""
+        reward = torch.where(batch.mask, self._of_outcomes(batch), 0.0)
+        step_reward = batch.step_reward
+        if step_reward is not None:
+            last = (batch.executed - 1).clamp(min=0)[..., None]
+            step_reward = torch.zeros_like(step_reward).scatter_(-1, last, reward[..., None])
+        return replace(batch, reward=reward, step_reward=step_reward)
+
+    def _of_outcomes(self, batch: Trajectories) -> Tensor:
+        """[T, B] judgements of what each decision led to."""
+        taken = batch.mask.flatten().nonzero()[:, 0]
+        said = torch.zeros(batch.mask.numel())
+        for rows in taken.split(self._rows or max(len(taken), 1)):
+            said[rows] = self._judged(batch, rows)
+            progress.report()
+        if self._threshold is not None:
+            said = (said >= self._threshold).float()
+        said = said.view_as(batch.reward)
+        follows = batch.mask[1:] & ~(batch.terminated | batch.truncated)[:-1]
+        return torch.cat([torch.where(follows, said[1:], said[:-1]), said[-1:]])
+
+    def _judged(self, batch: Trajectories, rows: Tensor) -> Tensor:
+        inputs = batch.decisions.select(rows).inputs(self._device)
+        found = torch.as_tensor(self._judge(inputs.frames, inputs.instruction)).detach().to(CPU, torch.float32)
+        if found.shape != rows.shape or not bool(found.isfinite().all()):
+            raise UserError(
+                f"a reward is one finite number for each of {len(rows)} rows; the judge returned "
+                f"{list(found.shape)}{'' if found.shape != rows.shape else ', not all of them finite'}"
+            )
+        return found
+
+
+def function_of(name: str) -> Judge:
+    """The function `package.module:NAME`. Raises `UserError` where there is none."""
+    module, colon, attribute = name.partition(":")
+    if not colon:
+        raise UserError(f"reward.function is named package.module:NAME, got {name!r}")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"reward.function {name!r} cannot be imported: {error}") from error
+    if not callable(found):
+        raise UserError(f"reward.function {name!r} is a {type(found).__name__}, not a function")
+    return found
+
+
+def _classifier_of(config: Config, spec: PolicySpec) -> SuccessClassifier:
+    """The configuration's classifier, if it can look at what the policy sees."""
+    folder = config.reward.classifier_folder
+    assert folder is not None
+    found = SuccessClassifier.load(folder)
+    looks, lacking = found.looks, [name for name in found.looks.cameras if name not in spec.cameras]
+    if lacking or (looks.image_size, looks.orientation) != (spec.image_size, config.env.orientation):
+        raise UserError(
+            f"the classifier in {folder} looks at {', '.join(looks.cameras)} with "
+            f"{looks.image_size} pixels, {looks.orientation}; the run draws {', '.join(spec.cameras)} with "
+            f"{spec.image_size}, {config.env.orientation}: set env.cameras, env.image_size and env.orientation to the "
+            "classifier's, or record and train another"
+        )
+    return found.requires_grad_(False).eval()

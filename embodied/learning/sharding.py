@@ -1,0 +1,316 @@
+"""What each rank of a learner holds of the policy: the whole, or a shard of every parameter (FSDP2).
+
+    whole      gradients are summed in flat buckets, once per optimiser step (`whole_policy`)
+    sharded    parameters are gathered for each pass group by group (`Policy.shards`), gradients are summed and
+               scattered in the last backward pass of a step; the optimiser works on shards
+
+Both give the learner the same sums. A policy that trains in 16 bits is sharded with masters in float32, which the
+optimiser steps; passes compute in 16 bits as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from embodied.config.schema import Config
+from embodied.devices import CPU, copies, defines
+from embodied.errors import UserError
+from embodied.learning.whole_policy import WholePolicy, copied, empty_copy, nothing
+from embodied.run import checkpoint, optimizer_shards
+from embodied.run.checkpoint import MASTER, CheckpointError
+from embodied.runtime.ranks import Ranks, bind
+from embodied.workflows.sizes import holds_shards
+from policies.contract import Policy
+
+SHORT = (torch.bfloat16, torch.float16)
+"""Types in which small steps are lost."""
+WRITE_S = 1800.0
+"""Longest time between the first rank that has written its part of a checkpoint and the last."""
+
+
+class ShardedPolicy(WholePolicy):
+    """Every rank holds its shard of each parameter. To be made before the optimiser, after what is frozen is."""
+
+    sharded = True
+
+    def __init__(self, policy: Policy, ranks: Ranks) -> None:
+        super().__init__(policy, ranks)
+        bind(ranks.rank)
+        self._types = {name: parameter.dtype for name, parameter in policy.named_parameters()}
+        """Of the policy by itself."""
+        _check_scalars(policy)
+        self._plain = empty_copy(policy) if ranks.first else None
+        # A group of their own: meanwhile the ranks go on to learn with the other.
+        self._writers = ranks.another_group(WRITE_S)
+        self._mesh = init_device_mesh(ranks.device.type, (ranks.size,))
+        self._host_mesh = init_device_mesh("cpu", (ranks.size,))
+        # What is called as a module is gathered by itself; the rest when `evaluate` begins.
+        groups = [list(group) for group in (*policy.shards(), [policy.value_head])]
+        for group in [group for group in groups if any(list(module.parameters()) for module in group)]:
+            self._shard(group, _parameters(group))
+        taken = {id(p) for group in groups for p in _parameters(group).values()}
+        rest = {name: p for name, p in policy.named_parameters() if id(p) not in taken}
+        self._shard([policy], rest)
+        for method in ("evaluate", "precompute"):
+            if method == "evaluate" or defines(policy, method):
+                register_fsdp_forward_method(policy, method)
+        for module in policy.modules():
+            if isinstance(module, FSDPModule):
+                # The losses of ranks have one denominator: a sum is wanted. gloo would not divide in any case.
+                module.set_force_sum_reduction_for_comms(True)
+                module.set_gradient_divide_factor(1.0)
+
+    def _shard(self, modules: list[nn.Module], parameters: Mapping[str, nn.Parameter]) -> None:
+        """Divide these modules' parameters, as one group."""
+        trained = {parameter.dtype for parameter in parameters.values() if parameter.requires_grad}
+        if len(trained) > 1:
+            examples = {p.dtype: name for name, p in parameters.items() if p.requires_grad}
+            listed = ", ".join(f"{name} is {dtype}" for dtype, name in examples.items())
+            raise UserError(
+                f"parameters that are gathered together are trained in one type, and {listed}: set optim.sharding to "
+                "whole, or name their modules apart in the policy's `shards`"
+            )
+        precision = MixedPrecisionPolicy(cast_forward_inputs=False)
+        if trained & set(SHORT):
+            (short,) = trained
+            for parameter in parameters.values():
+                if parameter.requires_grad:
+                    parameter.data = parameter.data.float()
+            precision = MixedPrecisionPolicy(short, torch.float32, cast_forward_inputs=False)
+        whole: nn.Module | list[nn.Module] = modules[0] if len(modules) == 1 else modules
+        fully_shard(whole, mesh=self._mesh, mp_policy=precision)  # type: ignore[arg-type]
+
+    @contextmanager
+    def critic_alone(self, alone: bool) -> Iterator[None]:
+        """Here the whole backward pass is made: shards are gathered and summed by hooks that were set when all of it
+        was trained."""
+        yield
+        if alone:
+            for parameter in self.policy.actor_parameters():
+                parameter.grad = None
+
+    def last_pass(self, last: bool) -> None:
+        self._root.set_requires_gradient_sync(last)
+
+    def sum_gradients(self) -> None:
+        """They were summed in the last pass."""
+
+    def clip(self, bound: float) -> Tensor:
+        norm = super().clip(bound)
+        if not isinstance(norm, DTensor):
+            return norm
+        with self.ranks.waiting("measure the gradient"):
+            return norm.full_tensor()
+
+    @property
+    def _root(self) -> FSDPModule:
+        assert isinstance(self.policy, FSDPModule)
+        return self.policy
+
+    def weights(self) -> dict[str, Tensor]:
+        found = {}
+        for name, tensor in self._changing().items():
+            whole = self._gathered(tensor).to(self._types.get(name, tensor.dtype))
+            if self.ranks.first:
+                found[name] = whole.to(CPU)
+        return found
+
+    def stage(
+        self, root: Path, state: checkpoint.RunState, optimizer: torch.optim.Optimizer, environments: checkpoint.Arrays
+    ) -> Callable[[], None]:
+        """Of what is returned, rank 0's writes the policy as one process would, and every rank's its shards of the
+        optimiser's tensors. Where a rank cannot reach the folder, rank 0 writes all.
+        """
+        whole, shards = self._whole(), self._optimizer_shards(optimizer)
+        self.ranks.first_does("begin the checkpoint", lambda: checkpoint.begin(root, state))
+        partial = checkpoint.partial_folder(root, state)
+        folder = partial / checkpoint.SHARDS
+        gathered: dict[str, Tensor] = {}
+        if shared := self._all_see(partial):
+            shards = self._copied_shards(shards)
+        else:
+            gathered = {name: self._on_first(shard) for name, shard in shards.items()}
+
+        def write_shards() -> None:
+            with checkpoint.writing(root, state):
+                optimizer_shards.write(folder, shards, self._writers)
+
+        if not self.ranks.first:
+            return write_shards if shared else nothing
+        names = {id(parameter): name for name, parameter in self.policy.named_parameters()}
+        steps = {names[id(parameter)]: float(each["step"]) for parameter, each in optimizer.state.items()}
+        policy, arrays = self._with(whole | copies(self._buffers())), copied(environments)
+        shapes = {name: shard.shape for name, shard in shards.items()}
+
+        def write() -> None:
+            with self._completing(root, state, policy):
+                if shared:  # first: the other ranks wait for it
+                    write_shards()
+                    optimizer_shards.require_whole(folder, shapes)
+                else:
+                    checkpoint.write_optimizer(partial, gathered)
+                checkpoint.write_run(partial, state, policy, steps, arrays)
+                checkpoint.complete(partial)
+
+        return write
+
+    @property
+    def lends_frozen(self) -> bool:
+        return False
+
+    def load(self, folder: Path, optimizer: torch.optim.Optimizer) -> None:
+        whole = self._whole()
+        shared = self._all_see(folder / checkpoint.SHARDS)
+        moments = checkpoint.OptimizerState({}, {})
+
+        def read() -> None:
+            nonlocal moments
+            with self._as_whole(whole) as policy:
+                checkpoint.load_weights(folder, policy)
+            moments = checkpoint.OptimizerState({}, checkpoint.read_steps(folder))
+            if not shared:
+                moments = checkpoint.OptimizerState.read(folder)
+            moments.check_fits(folder, dict(self.policy.named_parameters()))
+
+        self.ranks.first_does("read the checkpoint", read)
+        parameters = dict(self.policy.named_parameters())
+        for name, tensor in self._changing().items():
+            if name in parameters:
+                self._spread(moments.tensors.get(f"{MASTER}{name}", whole.get(name)), parameters[name])
+            else:
+                self.ranks.broadcast(tensor)
+        steps: dict[str, float] = self.ranks.broadcast_plain(moments.steps)
+        trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for name, parameter in parameters.items():
+            if name in steps and id(parameter) in trained:
+                state = {key: torch.zeros_like(parameter) for key in checkpoint.MOMENTS}
+                optimizer.state[parameter] = {"step": torch.tensor(steps[name], device=parameter.device), **state}
+        self._fill(folder, moments, optimizer, shared)
+
+    def _fill(
+        self, folder: Path, moments: checkpoint.OptimizerState, optimizer: torch.optim.Optimizer, shared: bool
+    ) -> None:
+        """Every rank's shards of the optimiser's tensors: from the folder, or from rank 0, which has read them."""
+        shards = self._optimizer_shards(optimizer)
+        if shared:
+            with self.ranks.waiting("read their shards"):
+                optimizer_shards.read_shards(folder / checkpoint.SHARDS, shards)
+            self._check_finite(folder / checkpoint.SHARDS, shards)
+            return
+        for name, shard in shards.items():
+            if not name.startswith(MASTER):
+                self._spread(moments.tensors.get(name), shard)
+
+    def _check_finite(self, folder: Path, shards: Mapping[str, Tensor]) -> None:
+        """Raise `CheckpointError` on all ranks where one of them has read a number that is not finite."""
+        wrong = {name: float(not torch.isfinite(_local(shard)).all()) for name, shard in shards.items()}
+        for name, ranks in (self.ranks.sum_numbers(wrong) if wrong else {}).items():
+            if ranks:
+                raise CheckpointError(f"{folder}: {name!r} has numbers that are not finite; use an earlier checkpoint")
+
+    def _optimizer_shards(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        """This rank's, by the names that a checkpoint has; with the masters of a policy of 16 bits."""
+        parameters = dict(self.policy.named_parameters())
+        found = {
+            f"{key}.{name}": optimizer.state[parameter][key]
+            for name, parameter in parameters.items()
+            if parameter in optimizer.state
+            for key in checkpoint.MOMENTS
+        }
+        masters = {name: p.detach() for name, p in parameters.items() if p.dtype != self._types[name]}
+        return found | {f"{MASTER}{name}": tensor for name, tensor in masters.items()}
+
+    def _copied_shards(self, shards: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copies of this rank's shards, as shards in the host's memory."""
+        like = {name: shard for name, shard in shards.items() if isinstance(shard, DTensor)}
+        own = copies({name: shard.to_local() for name, shard in like.items()})
+        return {
+            name: DTensor.from_local(
+                own[name], self._host_mesh, shard.placements, run_check=False, shape=shard.shape, stride=shard.stride()
+            )
+            for name, shard in like.items()
+        }
+
+    def _all_see(self, folder: Path) -> bool:
+        """Whether it is a folder for every rank: they may be on machines that share no files."""
+        return self.ranks.sum_numbers({"see": float(folder.is_dir())})["see"] == self.ranks.size
+
+    # --- whole tensors and shards
+
+    @contextmanager
+    def _as_whole(self, parameters: Mapping[str, Tensor]) -> Iterator[Policy]:
+        """Of rank 0: within, a policy by itself with these parameters, and with the buffers of this one. What is loaded
+        into it is found in both."""
+        plain = self._with(dict(parameters) | self._buffers())
+        try:
+            yield plain
+        finally:
+            self._let_go(plain)
+
+    def _buffers(self) -> dict[str, Tensor]:
+        """All that are saved, by name."""
+        parameters = dict(self.policy.named_parameters(remove_duplicate=False))
+        return {name: tensor for name, tensor in self._changing().items() if name not in parameters}
+
+    def _gathered(self, tensor: Tensor) -> Tensor:
+        """The whole tensor, on every rank; every rank has to be asked."""
+        if not isinstance(tensor, DTensor):
+            return tensor
+        with self.ranks.waiting("gather a tensor"):
+            return tensor.full_tensor().detach()
+
+    def _on_first(self, tensor: Tensor) -> Tensor:
+        """The whole tensor in rank 0's host memory; nothing on the others."""
+        found = self._gathered(tensor)
+        return found.to(CPU, copy=found is tensor) if self.ranks.first else torch.empty(0)
+
+    def _whole(self) -> dict[str, Tensor]:
+        """All parameters on rank 0, in the policy's own types; nothing on the others."""
+        found = {}
+        for name, parameter in self.policy.named_parameters():
+            tensor = self._on_first(parameter)
+            if self.ranks.first:
+                found[name] = tensor.to(self._types[name])
+        return found
+
+    def _spread(self, whole: Tensor | None, into: Tensor) -> None:
+        """Fill every rank's shard from the whole tensor, which rank 0 has."""
+        assert isinstance(into, DTensor)
+        sent = torch.empty(into.shape, dtype=into.dtype, device=self.ranks.device)
+        if self.ranks.first:
+            assert whole is not None
+            sent.copy_(whole)
+        self.ranks.broadcast(sent)
+        with torch.no_grad():
+            into.copy_(distribute_tensor(sent, self._mesh, into.placements, src_data_rank=None))
+
+
+def held(policy: Policy, config: Config, ranks: Ranks) -> WholePolicy:
+    """The policy as each of the ranks, which are connected, is to hold it by `optim.sharding`."""
+    sizes = {True: 0, False: 0}
+    for parameter in policy.parameters():
+        sizes[parameter.requires_grad] += parameter.numel()
+    sharded = holds_shards(config, sizes[True], sum(sizes.values()), ranks.device.type != "cpu")
+    return ShardedPolicy(policy, ranks) if sharded and ranks.size > 1 else WholePolicy(policy, ranks)
+
+
+def _parameters(modules: list[nn.Module]) -> dict[str, nn.Parameter]:
+    return {f"{i}.{name}": p for i, module in enumerate(modules) for name, p in module.named_parameters()}
+
+
+def _local(shard: Tensor) -> Tensor:
+    return shard.to_local() if isinstance(shard, DTensor) else shard
+
+
+def _check_scalars(policy: Policy) -> None:
+    for name, parameter in policy.named_parameters():
+        if parameter.ndim == 0:
+            raise UserError(f"{name} is a single number, which has no shards: set optim.sharding to whole")

@@ -1,0 +1,214 @@
+"""The assignments that a profile is measured under: components alone, on few and on all cores, beside others.
+
+On a GPU policy and learner are one process each and occupy one device, so that cores are varied for the farm only.
+"""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+import torch
+
+from embodied.config.schema import Config
+from embodied.devices import Affinity, free_bytes
+from embodied.errors import UserError
+from embodied.execution.assignment import HERE, Assignment, FarmAssignment, configured_devices
+from embodied.execution.executor import Executor, Iteration
+from embodied.execution.roles import Decider
+from embodied.learning.offload import Switch
+from embodied.learning.update_record import TrainedBytes
+from embodied.workflows.recipes import Recipe, recipe_of
+from embodied.workflows.sizes import holds_shards, tasks_of
+from schedulers.profile import Exchange
+from schedulers.workflow import Workflow
+from sim_farm.render_devices import RenderDevice, name_of
+
+Probes = dict[str, tuple[Config, Assignment]]
+
+
+def probes_of(
+    config: Config, cores: tuple[int, ...], gpus: Sequence[torch.device], drawers: Sequence[RenderDevice] = ()
+) -> Probes:
+    """What is run, by name: with how many environments, and who is where.
+
+    `drawers` are the devices that frames are drawn on, in turn: the first by the physics workers, a GPU also by a
+    render worker of its own; none: as configured. Of several tasks, whose simulators are measured one task at a time,
+    only what their sum changes: all that is not in the loop, alone.
+    """
+    recipe, half, several = recipe_of(config), halved(config), bool(config.extra_tasks)
+    whole, one = _turns(config, recipe, cores, cores), _turns(config, recipe, cores[:1], cores[:1])
+    if drawers:
+        whole, one = (_drawing_on(probe, drawers[0]) for probe in (whole, one))
+    if gpus:
+        whole, one = (_computing_on(probe, recipe, config, gpus[0], len(cores)) for probe in (whole, one))
+    probes = {
+        "all cores": (config, whole),
+        "all cores, half": (half, whole),
+        "one core": (config, one),
+        "one core, half": (half, one),
+    }
+    for number in [drawer for drawer in drawers if drawer != "cpu" and not several]:
+        drawn = _drawing_on(whole, number, apart=True)
+        probes |= {"drawn": (config, drawn), "drawn, half": (half, drawn)}
+    if not several:
+        # On a GPU this shows the policy beside the simulator on all cores.
+        probes["shared"] = (config, _sharing(whole, recipe))
+    if not several and len(cores) > 1 and not gpus:
+        probes["beside"] = (config, _beside(config, recipe, cores))
+    if config.plan.ahead and len(gpus or cores) > 1:
+        ahead = _ahead_on(gpus[1], recipe, whole) if gpus else _ahead(config, recipe, cores)
+        probes["ahead"] = (config, ahead)
+    return probes
+
+
+def halved(config: Config) -> Config:
+    """Half of the environments of every task."""
+    first, *others = tasks_of(config)
+    env = first.env.model_copy(update={"num_envs": first.env.num_envs // 2})
+    extra = tuple(
+        {**differs, "num_envs": task.env.num_envs // 2}
+        for differs, task in zip(config.extra_tasks, others, strict=True)
+    )
+    return config.model_copy(update={"env": env, "extra_tasks": extra})
+
+
+def _turns(config: Config, recipe: Recipe, physics: Sequence[int], compute: Sequence[int]) -> Assignment:
+    """Everything on its cores, one after the other; every task has simulators on all of its."""
+    affinity = Affinity(tuple(compute), len(compute))
+    devices = configured_devices(config)
+    farm = FarmAssignment(1, tuple(physics), (HERE,) * len(physics), devices=devices)
+    names = (recipe.loop[-1], *(component.name for component in recipe.after_rollout))
+    return Assignment(
+        "collocated", (farm,) * (1 + len(config.extra_tasks)), dict.fromkeys(names, (affinity,)), hosts=(0,)
+    )
+
+
+def _drawing_on(like: Assignment, device: RenderDevice, apart: bool = False) -> Assignment:
+    """Frames drawn on that device: by the physics workers, or `apart` by one render worker of each task."""
+    render = (None,) if apart else ()
+    return replace(like, farms=tuple(replace(farm, render=render, devices=(device,)) for farm in like.farms))
+
+
+def _computing_on(like: Assignment, recipe: Recipe, config: Config, gpu: torch.device, cores: int) -> Assignment:
+    """As `assign` has decider, passers and trainer compute on an accelerator."""
+    trained = Affinity((), config.optim.threads or cores, str(gpu))
+    components = {**dict.fromkeys(like.components, (trained,)), recipe.loop[-1]: (Affinity(device=str(gpu)),)}
+    return replace(like, components=components)
+
+
+def _sharing(like: Assignment, recipe: Recipe) -> Assignment:
+    """Two groups, and the decider wherever the system finds time for it."""
+    decider = recipe.loop[-1]
+    free = replace(like.first_of(decider), cores=(), threads=1)
+    return replace(_two_groups(like), components={**like.components, decider: (free,)})
+
+
+def _beside(config: Config, recipe: Recipe, cores: Sequence[int]) -> Assignment:
+    """The simulators on the first half of the cores, the policy on the rest, at the same time."""
+    middle = max(1, len(cores) // 2)
+    return replace(_two_groups(_turns(config, recipe, cores[:middle], cores[middle:])), mode="hybrid")
+
+
+def _two_groups(like: Assignment) -> Assignment:
+    return replace(like, farms=tuple(replace(farm, groups=2) for farm in like.farms))
+
+
+def _ahead(config: Config, recipe: Recipe, cores: Sequence[int]) -> Assignment:
+    """The rollout on the first half of the cores, one update ahead of what follows it on one other."""
+    middle = max(1, len(cores) // 2)
+    rolling = _turns(config, recipe, cores[:middle], cores[:middle])
+    return _apart(rolling, recipe, Affinity((cores[middle],)))
+
+
+def _ahead_on(gpu: torch.device, recipe: Recipe, rolling: Assignment) -> Assignment:
+    """The rollout one update ahead of what follows it on another GPU."""
+    trained = rolling.first_of(recipe.after_rollout[-1].name)
+    return _apart(rolling, recipe, replace(trained, device=str(gpu)))
+
+
+def _apart(rolling: Assignment, recipe: Recipe, trained: Affinity) -> Assignment:
+    after = {component.name: (trained,) for component in recipe.after_rollout}
+    components = {**rolling.components, **after}
+    return replace(rolling, mode="disaggregated", components=components, hosts=(), ahead=1)
+
+
+# --- What frames can be drawn on where there are GPUs: found by drawing one of the task's own pictures.
+
+
+SECONDS = 120.0
+"""Longest wait for a picture: SAPIEN compiles its shaders at first use, an EGL driver that hangs never ends."""
+
+
+@dataclass(frozen=True)
+class GpuDrawing:
+    """What a render worker on a GPU holds of it, and how long leaving and coming back take."""
+
+    held_bytes: int
+    switch: tuple[Switch, Switch]
+
+
+def drawers_of(config: Config, gpus: Sequence[torch.device]) -> tuple[RenderDevice, ...]:
+    """The devices that a profile of the task measures: software and the first GPU, as far as they draw and
+    `farm.devices` leaves them. None where there is nothing to choose: no GPU, or nothing is drawn.
+
+    Raises `UserError` with what each said where none draws.
+    """
+    if not gpus or "images" not in config.policy.reads:
+        return ()
+    wanted: list[RenderDevice] = ["cpu"]
+    if config.farm.devices != "cpu":
+        wanted.append(gpus[0].index)
+    said = {device: _refusal(config.env.task, device) for device in wanted}
+    found = tuple(device for device, words in said.items() if words is None)
+    if not found:
+        raise UserError(f"{config.env.task} is drawn on nothing: " + "; ".join(filter(None, said.values())))
+    return found
+
+
+def _refusal(task: str, device: RenderDevice) -> str | None:
+    """Why the device does not draw the task; None where it does."""
+    command = [sys.executable, "-m", "sim_farm.drawing", task, name_of(device)]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        return f"{name_of(device)} drew nothing within {SECONDS:.0f} s"
+    if result.returncode == 0:
+        return None
+    return (result.stderr.strip().splitlines() or [f"{name_of(device)} ended with status {result.returncode}"])[-1]
+
+
+def gpu_drawing(workers: Executor, gpu: torch.device) -> GpuDrawing:
+    """Let the renderers leave the GPU and come back, and see what becomes free. What the driver keeps of a process that
+    has drawn is not among it."""
+    before, deadline_s = free_bytes(gpu), workers.farm_deadline_s
+    out = workers.decider.call(Decider.unload_renderers, deadline_s)
+    held = max(free_bytes(gpu) - before, 0)
+    return GpuDrawing(held, (out, workers.decider.call(Decider.load_renderers, deadline_s)))
+
+
+# --- What the ranks of a trainer will send one another: counted from its policy and the configuration, not
+# measured.
+
+
+def exchanges_of(
+    config: Config, workflow: Workflow, size: TrainedBytes, iterations: tuple[Iteration, ...], accelerated: bool
+) -> tuple[Exchange, ...]:
+    """Of one iteration, with as many optimiser steps as the measured ones had.
+
+    Ranks that hold the whole policy add up their gradients: with adapters, those of the adapters alone. Ranks that hold
+    shards gather the parameters for each micro-batch, forwards and backwards, and scatter the gradients at each step.
+    """
+    steps = median(iteration.learned.get("learner/steps", 1.0) for iteration in iterations)
+    if not holds_shards(config, size.trained, size.parameters, accelerated):
+        return (Exchange("all_reduce", float(size.trained), steps),)
+    rows = config.optim.minibatch or sum((loop.items or workflow.items) * loop.steps for loop in workflow.loops)
+    passes = math.ceil(rows / (config.optim.micro_batch or rows))
+    return (
+        Exchange("all_gather", float(size.parameters), 2 * steps * passes, fewest=2 * steps),
+        Exchange("reduce_scatter", float(size.trained), steps),
+    )

@@ -1,0 +1,1 @@
+"""Rollouts: policy workers act for groups of environments, rollout workers gather trajectories."""

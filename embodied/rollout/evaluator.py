@@ -1,0 +1,276 @@
+"""The evaluator: runs a fixed list of episodes on a farm, each exactly once, also when it is stopped and continued.
+
+A group's decisions are taken in one batch of `rows` = num_envs / groups, and trial t always in row t % rows of it,
+whatever the number of workers or groups, and wherever an earlier session stopped. A policy's row depends on that
+row alone, but the rounding of a matrix product may depend on the number of rows and on a row's place. So:
+
+- with the same `rows`, workers, groups, mode and interruptions change no bit of an episode (on a CPU; on a GPU as
+  far as its kernels are reproducible);
+- with other `rows` an episode is the same up to the rounding of the policy's arithmetic.
+
+The cost is that rows of resting environments are computed too, where episodes are few or few are left. Such a row
+repeats a row that has an episode, since a policy may not accept the zeros that a resting environment shows (without any
+episode it has no instruction). Its action is not executed.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from embodied import progress
+from embodied.devices import decide
+from embodied.statistics import wilson
+from embodied.trajectories.batch import to_inputs
+from embodied.trajectories.random_streams import DISTURBANCE, EVALUATION, SamplingNoise
+from policies.contract import Policy, PolicyError, PolicySpec
+from sim_farm.contract import EpisodeSpec, Float32
+from sim_farm.episodes import ListedEpisodes
+from sim_farm.farm import Farm, FarmAddress
+from sim_farm.layout import FarmSpec
+from sim_farm.observations import Observations
+
+
+@dataclass(frozen=True)
+class EpisodeOutcome:
+    """What became of one episode."""
+
+    task: str
+    trial: int
+    spec: EpisodeSpec
+    success: bool
+    """Success once: solved after any env step; not where a number of the simulator's was not finite."""
+    success_at_end: bool
+    """Solved after the last env step; not where a number of the simulator's was not finite."""
+    total_reward: float
+    """Not finite where a reward was not, or an observation."""
+    length: int
+    """Env steps."""
+    limit: int
+    """Env steps after which it would have been truncated."""
+
+
+@dataclass(frozen=True)
+class EpisodeResult(EpisodeOutcome):
+    """An episode as it comes from the farm: with `spec`, its actions are all that is needed to see it again."""
+
+    actions: Float32
+    """[length, A] as executed."""
+    decided: Float32 | None = None
+    """[length, A] as the policy said them, where something was added to them."""
+
+
+def deal_out(spec: FarmSpec, specs: tuple[EpisodeSpec, ...], left: Sequence[int]) -> FarmSpec:
+    """The farm with the trials `left` (indices of `specs`) dealt out: trial t into row t % rows of a group."""
+    queues: list[list[int]] = [[] for _ in range(spec.num_envs)]
+    if spec.num_envs % (spec.physics_workers * spec.groups) == 0:  # otherwise the farm refuses, and says why
+        rows = spec.num_envs // spec.groups
+        groups = [[e for e in range(spec.num_envs) if spec.group_of(e) == group] for group in range(spec.groups)]
+        for row in range(rows):
+            for turn, trial in enumerate(t for t in left if t % rows == row):
+                queues[groups[turn % spec.groups][row]].append(trial)
+    return replace(spec, episodes=ListedEpisodes(specs, spec.num_envs, tuple(map(tuple, queues))))
+
+
+class Evaluator:
+    """Runs one policy over the farms of one task after the other."""
+
+    def __init__(
+        self,
+        make: Callable[[PolicySpec], Policy],
+        reads: Sequence[str],
+        seed: int,
+        greedy: bool,
+        instruction: str | None = None,
+        disturbance: float = 0.0,
+    ) -> None:
+        """`make` gives the policy for a task's sizes; tasks of the same sizes share one. `instruction` is what it is
+        told in place of the tasks' own. `disturbance` is the standard deviation of what is added to every number of
+        its actions before they are executed."""
+        self._make, self._reads, self._seed, self._greedy = make, tuple(reads), seed, greedy
+        self._instruction, self._disturbance = instruction, disturbance
+        self._policy: Policy | None = None
+        self._task: _Task | None = None
+
+    def begin(self, name: str, sizes: PolicySpec, farm: Farm | FarmAddress) -> None:
+        """Turn to the next task, whose farm has listed episodes. Raises `PolicyError` if the policy does not fit it."""
+        torch.set_num_threads(1)
+        if self._policy is None or self._policy.spec != sizes:
+            try:
+                self._policy = self._make(sizes)
+            except PolicyError as error:
+                raise PolicyError(f"{name}: {error}") from error
+        self._task = _Task(
+            name, self._policy, farm, self._reads, self._seed, self._greedy, self._instruction, self._disturbance
+        )
+
+    def advance(self, budget_s: float, deadline_s: float) -> list[EpisodeResult]:
+        """Run until episodes have ended, or for about `budget_s` seconds, and return those that ended."""
+        assert self._task is not None, "begin a task first"
+        return self._task.advance(budget_s, deadline_s)
+
+    def end(self) -> None:
+        """Forget the task's farm; its creator closes it."""
+        if self._task is not None:
+            self._task.release()
+        self._task = None
+
+
+class _Task:
+    """The episodes of one task under way."""
+
+    def __init__(
+        self,
+        name: str,
+        policy: Policy,
+        farm: Farm | FarmAddress,
+        reads: Sequence[str],
+        seed: int,
+        greedy: bool,
+        instruction: str | None,
+        disturbance: float,
+    ) -> None:
+        self._name, self._policy, self._reads, self._greedy = name, policy, reads, greedy
+        self._instruction, self._disturbance = instruction, disturbance
+        self._attached = isinstance(farm, FarmAddress)
+        self._farm = Farm.attach(farm) if isinstance(farm, FarmAddress) else farm
+        episodes = self._farm.specs[0].episodes
+        assert isinstance(episodes, ListedEpisodes)
+        self._episodes = episodes
+        self._noise = SamplingNoise(seed, policy.noise_dim, EVALUATION)
+        self._disturbances = SamplingNoise(seed, policy.spec.chunk * policy.spec.action_dim, DISTURBANCE)
+        self._key = zlib.crc32(name.encode())
+        num_envs = self._farm.specs[0].num_envs
+        self._return, self._solved = np.zeros(num_envs), np.zeros(num_envs, np.bool_)
+        self._actions: list[list[Float32]] = [[] for _ in range(num_envs)]
+        self._decided: list[list[Float32]] = [[] for _ in range(num_envs)]
+        self._submitted = [True] * self._farm.specs[0].groups
+        for group in range(self._farm.specs[0].groups):
+            self._farm.reset(group)
+
+    def advance(self, budget_s: float, deadline_s: float) -> list[EpisodeResult]:
+        finished: list[EpisodeResult] = []
+        begin = time.monotonic()
+        # Not longer than until something has ended: what is returned can be kept, whatever happens next.
+        while any(self._submitted) and not finished and time.monotonic() - begin < budget_s:
+            for group, submitted in enumerate(self._submitted):
+                if submitted:
+                    finished += self._turn(group, deadline_s)
+                    progress.report()
+        return finished
+
+    def release(self) -> None:
+        if self._attached:
+            self._farm.detach()
+
+    def _turn(self, group: int, deadline_s: float) -> list[EpisodeResult]:
+        """Collect the group, note what ended, and decide again if any of its episodes goes on."""
+        seen = self._farm.collect(group, deadline_s)
+        ended = self._note(seen)
+        if not seen.active.any():
+            self._submitted[group] = False
+            return ended
+        inputs = to_inputs(seen, self._reads, self._episodes)
+        if self._instruction is not None:
+            inputs = replace(inputs, instruction=(self._instruction,) * len(seen.active))
+        if not seen.active.all():
+            rows = np.where(seen.active, np.arange(len(seen.active)), np.argmax(seen.active))
+            inputs = inputs.rows(torch.from_numpy(rows))
+        noise = None if self._greedy else torch.from_numpy(self._draw(seen, self._noise))
+        decided = decide(self._policy, inputs, noise).chunk.numpy()
+        chunk = decided
+        if self._disturbance:
+            chunk = decided + self._disturbance * self._draw(seen, self._disturbances).reshape(decided.shape)
+        for row in np.flatnonzero(seen.active).tolist():
+            self._actions[int(seen.envs[row])].append(chunk[row])
+            if self._disturbance:
+                self._decided[int(seen.envs[row])].append(decided[row])
+        self._farm.submit(group, chunk)
+        return ended
+
+    def _draw(self, seen: Observations, noise: SamplingNoise) -> Float32:
+        """Noise keyed by (seed, task, trial, env step), so that it does not depend on how trials are dealt out."""
+        trials = np.array(
+            [self._episodes.trial(e, k) for e, k in zip(seen.envs.tolist(), seen.episode.tolist(), strict=True)]
+        )
+        return noise.draw(trials, np.full_like(trials, self._key), seen.episode_step)
+
+    def _note(self, seen: Observations) -> list[EpisodeResult]:
+        self._return[seen.envs] += seen.reward.sum(1)
+        self._solved[seen.envs] |= seen.success.any(1)
+        finished = []
+        for row in np.flatnonzero(seen.terminated | seen.truncated).tolist():
+            env, episode = int(seen.envs[row]), int(seen.episode[row]) - 1
+            unused = self._farm.specs[0].chunk - int(seen.steps[row])
+            actions = np.concatenate(self._actions[env])
+            length = len(actions) - unused
+            trial = self._episodes.trial(env, episode)
+            sound = bool(np.isfinite(self._return[env]))
+            finished.append(
+                EpisodeResult(
+                    self._name,
+                    trial,
+                    self._episodes.specs[trial],
+                    bool(self._solved[env]) and sound,
+                    bool(seen.success[row, max(int(seen.steps[row]) - 1, 0)]) and sound,
+                    float(self._return[env]),
+                    length,
+                    self._farm.infos[0].max_episode_steps,
+                    actions[:length],
+                    np.concatenate(self._decided[env])[:length] if self._disturbance else None,
+                )
+            )
+            self._actions[env], self._decided[env] = [], []
+            self._return[env], self._solved[env] = 0, False
+        return finished
+
+
+def as_they_end(advance: Callable[[float], list[EpisodeResult]], episodes: int) -> Iterator[EpisodeResult]:
+    """Call `advance` with a budget in seconds until it has returned so many episodes."""
+    seen = 0
+    while seen < episodes:
+        more = advance(1.0)
+        seen += len(more)
+        yield from more
+
+
+def run_to_end(
+    advance: Callable[[float], list[EpisodeResult]], episodes: int, tell: Callable[[int], Any]
+) -> list[EpisodeResult]:
+    """All episodes in the order of trials; `tell` is called with the number that was added."""
+    results: list[EpisodeResult] = []
+    for result in as_they_end(advance, episodes):
+        results.append(result)
+        tell(1)
+    return sorted(results, key=lambda result: result.trial)
+
+
+def summarise(outcomes: Sequence[EpisodeOutcome]) -> dict[str, float]:
+    """Success once and at the end with their 95% Wilson intervals, mean length, mean return of those whose numbers are
+    finite, and how many are broken: they count as failed. `success_rate` is success once."""
+    returns = [outcome.total_reward for outcome in outcomes if math.isfinite(outcome.total_reward)]
+    once, at_end = sum(o.success for o in outcomes), sum(o.success_at_end for o in outcomes)
+    low, high = wilson(once, len(outcomes))
+    end_low, end_high = wilson(at_end, len(outcomes))
+    return {
+        "episodes": len(outcomes),
+        "success_rate": once / len(outcomes),
+        "success_low": low,
+        "success_high": high,
+        "success_once": once / len(outcomes),
+        "success_once_low": low,
+        "success_once_high": high,
+        "success_at_end": at_end / len(outcomes),
+        "success_at_end_low": end_low,
+        "success_at_end_high": end_high,
+        "episode_len": float(np.mean([outcome.length for outcome in outcomes])),
+        "return": float(np.mean(returns)) if returns else 0.0,
+        **({"broken_episodes": len(outcomes) - len(returns)} if len(returns) < len(outcomes) else {}),
+    }

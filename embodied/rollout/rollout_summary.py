@@ -1,0 +1,146 @@
+"""The summary of a rollout for the driver: counts, clocks and spans. The trajectories go to the learner."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+
+import numpy as np
+
+from embodied.run.trace import Span
+from embodied.trajectories.assembly import EndedEpisode
+from embodied.trajectories.memory import FrameCounts
+from sim_farm.layout import FarmSpec
+from sim_farm.observations import Observations
+
+
+@dataclass(frozen=True)
+class EpisodePart:
+    """Episodes that are handed on together: the items `start` to `stop - 1` of an iteration. Item i of B environments
+    is episode i // B of environment i % B."""
+
+    start: int
+    stop: int
+
+    def pieces(self, environments: int) -> list[tuple[int, int, int]]:
+        """(episode, first environment, environment after the last) of each episode number in it."""
+        found = []
+        for episode in range(self.start // environments, -(-self.stop // environments)):
+            first = max(self.start - episode * environments, 0)
+            found.append((episode, first, min(self.stop - episode * environments, environments)))
+        return found
+
+
+@dataclass
+class Clock:
+    """Where the policy worker's own time went, in seconds; they add up to the rollout's wall time.
+
+    Of several replicas `policy` is the sum, and `acting` takes its place in the wall time.
+    """
+
+    policy: float = 0.0
+    """Inference: noise, forward passes. Of replicas also looking at groups and writing decisions, which they do."""
+    waiting: float = 0.0
+    """For the farm; of replicas, on average, for the farm and for work."""
+    transport: float = 0.0
+    """Reading slots, writing decisions, assembling trajectories."""
+    assembly: float = 0.0
+    """Of the transport, assembling trajectories at a rollout's end."""
+    stepping: tuple[float, ...] = ()
+    """Of each task, summed over its workers' own clocks; more than the wall time where they work side by side."""
+    drawing: tuple[float, ...] = ()
+    replicas: int = 1
+    """Policy workers that shared the inference."""
+
+    @property
+    def acting(self) -> float:
+        """Inference of one replica, on average."""
+        return self.policy / self.replicas
+
+    @property
+    def physics_busy(self) -> float:
+        """Of all tasks."""
+        return sum(self.stepping)
+
+    @property
+    def render_busy(self) -> float:
+        return sum(self.drawing)
+
+    def __add__(self, other: Clock) -> Clock:
+        return Clock(
+            self.policy + other.policy,
+            self.waiting + other.waiting,
+            self.transport + other.transport,
+            self.assembly + other.assembly,
+            _sum(self.stepping, other.stepping),
+            _sum(self.drawing, other.drawing),
+            max(self.replicas, other.replicas),
+        )
+
+    def count_workers(self, task: int, times_ns: np.ndarray) -> None:
+        """Add what a task's workers say of themselves: [B, 4] as in `Observations.times_ns`."""
+        before = (0.0,) * task
+        stepped = float((times_ns[:, 1] - times_ns[:, 0]).sum()) / 1e9
+        drawn = float(np.maximum(times_ns[:, 3] - times_ns[:, 2], 0).sum()) / 1e9
+        self.stepping = _sum(self.stepping, (*before, stepped))
+        self.drawing = _sum(self.drawing, (*before, drawn))
+
+
+@dataclass(frozen=True)
+class RolloutSummary:
+    """One rollout, or a part of one."""
+
+    env_steps: int
+    version: int
+    """Updates that the acting policy had seen."""
+    episodes: tuple[EndedEpisode, ...]
+    """Those that ended in this rollout, in the order (decision, environment); of whole episodes, its own, by
+    environment."""
+    clock: Clock
+    wall_s: float
+    spans: tuple[Span, ...]
+    """None where nothing is traced."""
+    wire_bytes: int = 0
+    """To and from physics workers on other machines."""
+    frames: FrameCounts = FrameCounts()
+    """Frames that the decider read back from the trajectory memory, and all its copies of frames."""
+    curriculum: Mapping[str, float] = field(default_factory=dict)
+    """Figures of the curriculum that drew the starts of episodes; none without one."""
+
+    def __add__(self, later: RolloutSummary) -> RolloutSummary:
+        """Both parts as one."""
+        return replace(
+            later,
+            version=min(self.version, later.version),
+            env_steps=self.env_steps + later.env_steps,
+            episodes=self.episodes + later.episodes,
+            clock=self.clock + later.clock,
+            wall_s=self.wall_s + later.wall_s,
+            spans=self.spans + later.spans,
+            wire_bytes=self.wire_bytes + later.wire_bytes,
+            frames=self.frames + later.frames,
+        )
+
+
+def workers_spans(spec: FarmSpec, task: int, seen: Observations, arrow: int) -> list[Span]:
+    """The farm's workers' spans for one round of one group, from the clocks that travel in the slots. `arrow` is the
+    number of the trace's arrow from the last of them."""
+    times, found = seen.times_ns, []
+    suffix = f"-{task}" if task else ""
+    last = int(np.argmax(times[:, [1, 3]].max(1)))
+    for i, env in enumerate(seen.envs.tolist()):
+        start, end, draw_start, draw_end = times[i].tolist()
+        to = (arrow,) if i == last else ()
+        drawn = draw_end > start
+        physics = f"physics{suffix} {spec.worker_of(env)}"
+        found.append(Span(physics, f"step env {env}", start, end, flow_to=() if drawn else to))
+        if drawn:
+            track = f"render{suffix} {spec.renderer_of(env)}" if spec.render_workers else physics
+            found.append(Span(track, f"draw env {env}", draw_start, draw_end, flow_to=to))
+    return found
+
+
+def _sum(one: tuple[float, ...], other: tuple[float, ...]) -> tuple[float, ...]:
+    """Task by task."""
+    return tuple(a + b for a, b in zip_longest(one, other, fillvalue=0.0))

@@ -1,0 +1,308 @@
+"""Runs as folders: finding one, beginning one, its configuration and its newest checkpoint.
+
+One process at a time trains into a run's folder: it holds the lock of RUN/.owner, a file that names it. Others may
+read the folder meanwhile, and evaluate into folders below it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import socket
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from rich import print as say
+from rich.markup import escape
+
+from embodied import hub
+from embodied.config.files import load_config, save_config, saved_config
+from embodied.config.schema import HERE, Config, refuse_code
+from embodied.errors import UserError, shown
+from embodied.run import checkpoint
+from embodied.run.checkpoint import CheckpointError
+from policies import registry
+
+RUNS = Path("runs")
+"""Where runs are, unless --runs-dir says otherwise."""
+CONFIG, METRICS, OWNER = "config.yaml", "metrics.jsonl", ".owner"
+
+
+def lasting_root(run_dir: Path) -> Path:
+    """Where a run's checkpoints are that stay."""
+    return run_dir / "checkpoints"
+
+
+def interim_root(run_dir: Path) -> Path:
+    """Where its interim checkpoint is (`embodied/training/checkpoints.py`)."""
+    return run_dir / "checkpoints" / "interim"
+
+
+def newest_whole(run_dir: Path) -> tuple[Path | None, list[CheckpointError]]:
+    """The newest checkpoint of a run that is whole, lasting or interim, or None; and what is wrong with newer ones.
+
+    The caller owns the run. Raises `CheckpointError` where there are lasting checkpoints and nothing is whole.
+    """
+    try:
+        interim, damages = checkpoint.recover(interim_root(run_dir))
+    except CheckpointError as error:
+        interim, damages = None, [error]
+    try:
+        lasting, more = checkpoint.recover(lasting_root(run_dir))
+    except CheckpointError as error:
+        if interim is None:
+            raise
+        lasting, more = None, [error]
+    found = [folder for folder in (interim, lasting) if folder is not None]
+    return max(found, key=lambda folder: int(folder.name), default=None), damages + more
+
+
+def settings_of(run: str, runs_dir: Path, code: Collection[str] = ()) -> Config:
+    """The configuration of a run's folder, or, where there is no such run, of a configuration called so.
+
+    Raises `UserError` where there is neither, and where a run's names other `code` than is allowed here: its folder may
+    come from elsewhere.
+    """
+    folder = find_run(run, runs_dir)
+    if folder is None:
+        try:
+            return load_config(run, code)
+        except UserError as error:
+            raise UserError(f"no run {run!r} here or below {runs_dir}/, and {error}") from error
+    saved = saved_config(folder / CONFIG)
+    refuse_code(saved.named_code, folder / CONFIG, code)
+    return saved
+
+
+def recorded_settings(run_dir: Path) -> Config:
+    """The configuration that a run has saved, to look up values: nobody has allowed to run the code that it names.
+
+    Raises `UserError` where there is none.
+    """
+    if not (run_dir / CONFIG).is_file():
+        raise UserError(f"{run_dir} has no {CONFIG}, which every run saves: bring it back, or choose another --name")
+    return saved_config(run_dir / CONFIG)
+
+
+def find_run(run: str, runs_dir: Path) -> Path | None:
+    """The run's folder: `run` itself, or below `runs_dir`. None if neither holds a run."""
+    for folder in (Path(run), runs_dir / run):
+        if (folder / CONFIG).is_file():
+            return folder
+    return None
+
+
+def whole_checkpoint(run_dir: Path | None, named: Path | None) -> Path | None:
+    """The checkpoint `named`, or the one that the run ends with, complete and undamaged; None where there is neither.
+
+    That is the best where it was evaluated during training (eval.every), else the newest.
+
+    Raises `UserError` if the run has no checkpoint yet, or if the checkpoint is damaged.
+    """
+    if named is None and run_dir is not None:
+        named = checkpoint.best(run_dir / "checkpoints") or checkpoint.latest(run_dir / "checkpoints")
+        if named is None:
+            raise UserError(f"{run_dir} has no checkpoint yet; train it first, or name one with --checkpoint")
+    if named is not None:
+        checkpoint.verify(named)
+    return named
+
+
+def fetched(config: Config) -> Config:
+    """The configuration with `policy.path` downloaded, and with the commit that it now is, in place of a checkpoint in
+    `policy.options`. Raises `UserError`."""
+    kind, named = config.policy.kind, config.policy.path
+    if named is None:
+        return config
+    if "checkpoint" not in registry.arguments_of(registry.policy_class(kind)):
+        raise UserError(
+            f"policy.path {shown(named)} is a checkpoint that a pretrained policy is made of (openvla, openvla_oft, "
+            f"pi0), and policy.kind is {kind}: name its kind, or begin a {kind} from a run with policy.init"
+        )
+    if "checkpoint" in config.policy.options:
+        replaced = config.policy.options["checkpoint"]
+        say(f"policy.path {escape(named)} replaces policy.options.checkpoint {escape(str(replaced))}")
+        options = {key: value for key, value in config.policy.options.items() if key != "checkpoint"}
+        config = _with_policy(config, options=options)
+    if (HERE / named).is_dir():
+        return config
+    folder = hub.checkpoint_folder(named)
+    return _with_policy(config, path=hub.pinned(named, folder))
+
+
+def with_init(config: Config, runs_dir: Path, required: bool = True) -> Config:
+    """The configuration with `policy.init` as the folder of a whole checkpoint, and `policy.path` fetched. Raises
+    `UserError` where it is none.
+
+    Not `required`: what a run once began from may be gone, and its configuration is used as it is.
+    """
+    config = fetched(config)
+    named = config.policy.init
+    if named is None:
+        return config
+    if (named / checkpoint.MANIFEST).is_file():
+        found = whole_checkpoint(None, named)
+    else:
+        run_dir = find_run(str(named), runs_dir)
+        if run_dir is None and not required:
+            return config
+        if run_dir is None:
+            raise UserError(f"policy.init {str(named)!r} is neither a run, here or below {runs_dir}/, nor a checkpoint")
+        found = whole_checkpoint(run_dir, None)
+    assert found is not None
+    return _with_policy(config, init=found.resolve())
+
+
+def begun_from(config: Config, runs_dir: Path, resume: bool) -> Config:
+    """`with_init` for a run; one that goes on keeps what it once began from.
+
+    It needs nothing of that any more, unless it is drawn towards it: raises `UserError` where that is gone.
+    """
+    run_dir = runs_dir / (config.name or "")
+    begun = any(checkpoint.latest(root(run_dir)) for root in (lasting_root, interim_root))
+    if not (resume and config.name and begun):
+        return with_init(config, runs_dir)
+    recorded_policy = recorded_settings(run_dir).policy
+    if config.policy.path is not None and recorded_policy.path is not None:
+        config = _with_policy(config, path=hub.kept(config.policy.path, recorded_policy.path))
+    config = fetched(config)
+    recorded = recorded_policy.init
+    kept = recorded if recorded is not None and recorded.exists() else None
+    if kept != recorded and (config.loss.reference_kl or config.advantage.reward_kl):
+        raise UserError(
+            f"{run_dir} began from {recorded}, which is gone, and its reference policy is made of that: bring it back, "
+            "or go on without (--workflow without a reference, --loss.reference-kl 0, --advantage.reward-kl 0)"
+        )
+    return _with_policy(config, init=kept)
+
+
+def _with_policy(config: Config, **changes: Any) -> Config:
+    return config.model_copy(update={"policy": config.policy.model_copy(update=changes)})
+
+
+@contextmanager
+def owned(run_dir: Path) -> Iterator[None]:
+    """Make the run's folder and hold its lock. The system lets go of it when the process ends, however it ends.
+
+    Raises `UserError` if another process holds it, on this machine or on another that sees the folder.
+    """
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        owner = (run_dir / OWNER).open("a+")
+    except OSError as error:
+        raise _unwritable(run_dir, error) from error
+    with owner:
+        try:
+            fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(_owned_by_another(run_dir)) from None
+        owner.truncate(0)
+        json.dump({"process": os.getpid(), "host": socket.gethostname()}, owner)
+        owner.flush()
+        yield
+
+
+def _owned_by_another(run_dir: Path) -> str:
+    try:
+        by = json.loads((run_dir / OWNER).read_text())
+        who, stop = f"process {by['process']} on {by['host']}", f" (kill -INT {by['process']} there)"
+    except (OSError, ValueError, KeyError, TypeError):  # it has the lock and has not written who it is yet
+        who, stop = "another process", ""
+    return (
+        f"{who} trains into {run_dir} now: wait until it has ended, stop it{stop} and go on with --resume auto, or "
+        "choose another --name"
+    )
+
+
+def _unwritable(run_dir: Path, error: OSError) -> UserError:
+    return UserError(
+        f"the run folder {run_dir} cannot be written ({error.strerror}); make it writable, or choose another place "
+        "with --runs-dir"
+    )
+
+
+def prepare_run(config: Config, run_dir: Path, resume: bool, stage: str = "rl") -> Path | None:
+    """Fill the run's folder and save the configuration; with `resume`, the checkpoint to go on from, if any.
+
+    It is the newest that is whole; damaged newer ones are set aside. Without any, the run begins anew, and what it had
+    recorded is kept as metrics.jsonl.1 (.2, ...) and tensorboard.1. Either is said. The caller owns the folder.
+
+    Raises `UserError` when there is a run and it is not to be resumed, if it is of another stage, if it has
+    checkpoints and none is whole, or if the folder cannot be written.
+    """
+    if not resume and run_dir.exists() and (not run_dir.is_dir() or any(p.name != OWNER for p in run_dir.iterdir())):
+        raise UserError(f"the run folder {run_dir} exists: go on with it by --resume auto, or choose another --name")
+    try:
+        (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
+        if not (run_dir / CONFIG).exists():
+            save_config(config, run_dir / CONFIG)
+        found = _checkpoint_to_go_on_from(run_dir)
+    except OSError as error:
+        raise _unwritable(run_dir, error) from error
+    if found is not None:
+        other = checkpoint.read_state(found).stage
+        if other != stage:
+            verb = {"rl": "train", "sft": "sft"}[other]
+            raise UserError(
+                f"{run_dir} is a run of `embodied {verb}`: go on with that, or begin another run from what it has "
+                f"learned with --policy.init {run_dir}"
+            )
+    return found
+
+
+def _checkpoint_to_go_on_from(run_dir: Path) -> Path | None:
+    found, damages = newest_whole(run_dir)
+    for damage in damages:
+        say(f"[yellow]{escape(str(damage))}. It is kept as NAME.damaged, and the run goes on from {found}[/]")
+    if found is None and (record := _set_record_aside(run_dir)) is not None:
+        say(f"[yellow]{run_dir} has no checkpoint: the run begins anew; what it had recorded is kept in {record}[/]")
+    return found
+
+
+def _set_record_aside(run_dir: Path) -> Path | None:
+    """Rename metrics.jsonl to metrics.jsonl.1 (.2, ...), tensorboard/ alike; None where there was no row to keep."""
+    record, tensorboard = run_dir / METRICS, run_dir / "tensorboard"
+    if not _has_rows(record):
+        return None
+    suffix = next(f".{n}" for n in count(1) if not (run_dir / f"{METRICS}.{n}").exists())
+    if tensorboard.is_dir():
+        tensorboard.rename(run_dir / f"tensorboard{suffix}")
+    return record.rename(run_dir / (METRICS + suffix))
+
+
+def _has_rows(record: Path) -> bool:
+    return record.is_file() and record.stat().st_size > 0
+
+
+def has_content(run_dir: Path) -> bool:
+    """Whether the folder holds anything of a run that would be lost."""
+    recorded = any(_has_rows(record) for record in run_dir.glob(f"{METRICS}*"))
+    return recorded or any(checkpoint.latest(root(run_dir)) for root in (lasting_root, interim_root))
+
+
+@contextmanager
+def open_run_folder(
+    config: Config, source: str, runs_dir: Path, resume: bool, stage: str
+) -> Iterator[tuple[Path, Path | None]]:
+    """The run's folder, which this process alone trains into, and the checkpoint to go on from, if any.
+
+    A run that fails before it has done anything leaves nothing worth a name.
+    """
+    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+    if resume and config.name is None:
+        raise UserError("--resume auto goes on with a run that has a name; say which with --name")
+    run_dir = runs_dir / (config.name or f"{Path(source).stem}-{stamp}")
+    with owned(run_dir):
+        found = prepare_run(config, run_dir, resume, stage)
+        say(f"[bold]{run_dir}[/]: {config.policy.kind} on {config.env.task}", flush=True)
+        try:
+            yield run_dir, found
+        finally:
+            if not has_content(run_dir):
+                shutil.rmtree(run_dir, ignore_errors=True)

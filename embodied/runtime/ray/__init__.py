@@ -1,0 +1,1 @@
+"""The runtime whose workers are Ray actors."""

@@ -1,0 +1,296 @@
+"""A Ray cluster of which this machine is a node: its machines, its processes, and waiting for them.
+
+Ray starts, places, watches and ends processes. On one machine it is not on the path of a step: farm and workers
+ring each other through shared memory, and Ray carries one call per iteration. A physics worker on another machine
+has a relay here, a thread of this process, and costs one call per decision and group.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import psutil  # type: ignore[import-untyped]
+import ray
+from ray._private import ray_constants
+from ray.exceptions import ActorUnschedulableError, GetTimeoutError, RayActorError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from embodied.errors import UserError
+from embodied.runtime.api import RuntimeLost
+from embodied.runtime.deadlines import Deadline, Wait
+from embodied.runtime.nodes import NodeInfo
+from embodied.runtime.ray.processes import RayProcesses
+from embodied.runtime.ray.session import RaySession
+from sim_farm import faults
+from sim_farm.farm import WorkerFailed, WorkerTimeout
+
+T = TypeVar("T")
+
+HERE = ""
+"""The client's node, where a placement names one."""
+LOOPBACK = "127.0.0.1"
+JOIN_S = 10.0
+"""Longest wait for the first sign of life of a cluster."""
+LOOK_S = 0.5
+"""How often, during a wait, it is looked after the other workers."""
+STARTS = 2
+"""How often Ray is started before that is given up."""
+TOO_SLOW = "timed out during startup"
+"""In Ray's message where its own processes were not up in time."""
+OBJECT_STORE_BYTES = 512 * 2**20
+"""Holds one iteration's trajectories on their way to the learner, and the weights on their way back."""
+
+
+class RayCluster:
+    """Starts Ray on this machine (`local`), or joins the cluster at `address`.
+
+    Raises `UserError` when no cluster answers at the address, or this machine is not one of its nodes, and when Ray's
+    own processes do not start.
+    """
+
+    def __init__(self, address: str, deadline_s: float) -> None:
+        self.deadline = Deadline(deadline_s)
+        self.watchers: list[Callable[[], None]] = []
+        """Called by `watch`; each looks after some workers, and raises what ends the run."""
+        self._actors: list[Any] = []
+        self._looked_s = 0.0
+        self.ray_processes = RayProcesses()
+        self._session = RaySession() if address == "local" else None
+        options: dict[str, Any] = {"address": address, "logging_level": logging.ERROR, "log_to_driver": False}
+        if self._session is not None:
+            # One logical CPU: our actors ask for none, and Ray would start an idle worker for each.
+            options |= {
+                "include_dashboard": False,
+                "num_cpus": 1,
+                "object_store_memory": OBJECT_STORE_BYTES,
+                "_node_ip_address": LOOPBACK,
+                "_temp_dir": str(self._session.folder),
+            }
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        # Else Ray starts a worker for a task that never comes: ours are actors, in environments of their own.
+        os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
+        # A history of all calls, which nothing reads: it grew Ray's gcs_server by 0.7 MB per thousand episodes.
+        os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
+        # Ray's default lets every other process of the machine go before its workers (nice 15).
+        os.environ.setdefault("RAY_worker_niceness", "0")
+        if address == "local" or address.startswith(f"{LOOPBACK}:"):
+            # Ray replaces a loopback address by one that other machines reach, except where it knows that there
+            # are none (as on macOS). Told so, all its servers listen on the loopback interface alone.
+            ray_constants.ENABLE_RAY_CLUSTER = False
+        terminated, before = signal.getsignal(signal.SIGTERM), _family()
+        try:
+            _require_listener(address)
+            with self.ray_processes.noted():
+                _start(options)
+        except BaseException as error:
+            self._leave()
+            if not isinstance(error, OSError):
+                raise
+            raise UserError(
+                f"no Ray cluster with this machine as a node answers at {address!r}: start it with `ray start --head`, "
+                "join it here with `ray start --address HOST:PORT`, and name that HOST:PORT; if it was started with "
+                "RAY_AUTH_MODE=token, set that here too"
+            ) from error
+        if self._session is not None:
+            self._session.watch(process.pid for process in _family() - before)
+        # Ray installs a handler of its own, which would leave our shared memory and its own helpers behind.
+        signal.signal(signal.SIGTERM, terminated)
+        self._options = options
+        self.here: str = ray.get_runtime_context().get_node_id()
+
+    def require_ray(self) -> None:
+        """Raise `RuntimeLost` where Ray's own processes do not live any more: then all others end too, or cannot be
+        reached."""
+        if (lost := self.ray_processes.lost()) is not None:
+            raise RuntimeLost(f"{lost}, and with it Ray and all workers")
+
+    def start_ray_again(self) -> None:
+        """End what is left of Ray and of every process that it has started, and start it anew. Raises `UserError`."""
+        self._actors.clear()
+        self.ray_processes.end()
+        terminated = signal.getsignal(signal.SIGTERM)
+        ray.shutdown()
+        before = _family()
+        with self.ray_processes.noted():
+            _start(self._options)
+        if self._session is not None:
+            self._session.watch(process.pid for process in _family() - before)
+        signal.signal(signal.SIGTERM, terminated)
+        self.here = ray.get_runtime_context().get_node_id()
+
+    def nodes(self) -> tuple[NodeInfo, ...]:
+        """The cluster's living machines, this one first; where several have one name, with their ids in it.
+
+        Raises `RuntimeLost` where Ray's own processes do not live: they would never answer.
+        """
+        found = [NodeInfo.of(entry, self.here) for entry in self._answered(ray.nodes) if entry["Alive"]]
+        names = [node.name for node in found]
+        found = [n if names.count(n.name) < 2 else replace(n, name=f"{n.name}-{n.id[:8]}") for n in found]
+        return tuple(sorted(found, key=lambda node: (not node.is_here, node.address, node.name, node.id)))
+
+    def actor(
+        self, cls: Any, env: dict[str, str], node: str = HERE, args: tuple[Any, ...] = (), threads: int = 0
+    ) -> Any:
+        """A new actor, on this machine or the node with that id, ended by `close`; with `threads`, so many of its calls
+        run side by side."""
+        place = NodeAffinitySchedulingStrategy(node or self.here, soft=False)
+        if faults.VARIABLE in os.environ:
+            env = {**env, faults.VARIABLE: os.environ[faults.VARIABLE]}
+        options: dict[str, Any] = {"scheduling_strategy": place, "runtime_env": {"env_vars": env}}
+        if threads:
+            options["max_concurrency"] = threads
+        actor = cls.options(**options).remote(*args)
+        self._actors.append(actor)
+        return actor
+
+    def _answered(self, ask: Callable[[], T]) -> T:
+        """What Ray's own processes answer. Raises `WorkerFailed` once they cannot."""
+        answer: Future[T] = Future()
+
+        def find() -> None:
+            try:
+                answer.set_result(ask())
+            except Exception as error:  # whatever it is, it is raised where the answer is waited for
+                answer.set_exception(error)
+
+        threading.Thread(target=find, daemon=True).start()  # not of a pool, which a process that ends waits for
+        while not wait_for([answer], timeout=LOOK_S).done:
+            self.require_ray()
+        return answer.result()
+
+    def kill(self, actor: Any) -> None:
+        """End an actor's process."""
+        self._actors.remove(actor)
+        if self.ray_processes.lost(stopped_s=0) is None:  # else nobody would answer
+            ray.kill(actor)
+
+    def watch(self) -> None:
+        """Look after Ray, and after the workers that nobody waits for at the moment."""
+        self._looked_s = time.monotonic()
+        self.require_ray()
+        for look in self.watchers:
+            look()
+
+    def poll(self, reference: Any, wait: Wait, name: str, what: str, timeout_s: float = LOOK_S) -> bool:
+        """Wait at most `timeout_s`; whether the reference has a value or an error.
+
+        Looks after the other workers meanwhile. Raises `WorkerTimeout` naming worker and work once the wait is late.
+        """
+        done, _ = ray.wait([reference], timeout=timeout_s)
+        if not done or time.monotonic() - self._looked_s > LOOK_S:  # also where every answer comes soon
+            self.watch()
+        if done:
+            return True
+        if wait.late():
+            raise WorkerTimeout(
+                f"{name} did not finish {what!r}: no progress for {wait.silent_s():.1f} s, with a deadline of "
+                f"{wait.deadline.seconds:g} s"
+            )
+        return False
+
+    def wait(self, reference: Any, name: str, what: str) -> Any:
+        """The reference's value, or the worker's own exception; waited for with the deadline of a call."""
+        wait = Wait(self.deadline)
+        while not self.poll(reference, wait, name, what):
+            pass
+        return self.value(reference, name, what)
+
+    def value(self, reference: Any, name: str, what: str) -> Any:
+        """The value that is there, or the worker's own exception without Ray's wrapping."""
+        deadline_s = self.deadline.inner().seconds  # who waits for this has waited for the worker before
+        try:
+            return value_within(deadline_s, reference, name, what)
+        except WorkerFailed:
+            self.require_ray()  # whose loss is the reason
+            raise
+        except GetTimeoutError as error:
+            raise WorkerTimeout(
+                f"the result of {name}'s {what!r} is there and could not be fetched within {deadline_s:g} s"
+            ) from error
+
+    def close(self) -> None:
+        """End every process, and Ray with them where it was started here."""
+        if self.ray_processes.lost(stopped_s=0) is not None:
+            self.ray_processes.end()
+        else:
+            for actor in self._actors:
+                ray.kill(actor)
+        self._actors.clear()
+        ray.shutdown()
+        self._leave()
+
+    def _leave(self) -> None:
+        """Remove what the Ray that was started here has on this machine; its logs stay where something has failed."""
+        if self._session is not None:
+            self._session.close(keep=isinstance(sys.exception(), Exception))
+            self._session = None
+
+
+def value_within(timeout_s: float, reference: Any, name: str, what: str) -> Any:
+    """The reference's value, or the worker's own exception without Ray's wrapping. Raises `GetTimeoutError`."""
+    try:
+        return ray.get(reference, timeout=timeout_s)
+    except RayTaskError as error:
+        if isinstance(error.cause, RayActorError):  # the call was to have the result of another, whose worker is gone
+            raise WorkerFailed(f"a worker died before {name} had its result for {what!r}") from error
+        raise (error.cause if isinstance(error.cause, Exception) else error) from None
+    except RayActorError as error:
+        if error.actor_init_failed:
+            raise cannot_start(name, error) from error
+        raise WorkerFailed(f"{name} died during {what!r}: {str(error).splitlines()[0]}") from error
+    except ActorUnschedulableError as error:
+        raise WorkerFailed(f"{name} cannot start: its machine has left the cluster") from error
+
+
+def cannot_start(who: str, error: RayActorError) -> WorkerFailed:
+    """Why a process never began its work; another try would end the same way."""
+    return WorkerFailed(
+        f"{who} cannot start: {str(error).splitlines()[-1]}; `embodied doctor` on its machine says what is missing"
+    )
+
+
+def _family() -> set[psutil.Process]:
+    """All processes that descend from this one."""
+    return set(psutil.Process().children(recursive=True))
+
+
+def _start(options: dict[str, Any]) -> None:
+    """`ray.init`, and once more where Ray's own processes were not up within the 30 s that it gives them, as on a
+    machine that is busy just then."""
+    before = set(psutil.Process().children())
+    for _ in range(STARTS):
+        try:
+            ray.init(**options)
+            return
+        except Exception as error:  # Ray raises no class of its own here
+            if TOO_SLOW not in str(error):
+                raise
+        # Ray ends what it has started with this process only.
+        left = set(psutil.Process().children()) - before
+        for process in left:
+            process.kill()
+        psutil.wait_procs(left, timeout=10)
+    folder = options.get("_temp_dir", "/tmp/ray")  # noqa: S108 - Ray's own, where another has started the cluster
+    raise UserError(
+        f"Ray's own processes were not up within 30 s, {STARTS} times: wait until the machine is less busy, or do "
+        f"without them, with --runtime.mode inline; the reason is in Ray's logs, {folder}/session_latest/logs"
+    )
+
+
+def _require_listener(address: str) -> None:
+    """Raise `OSError` soon if nothing listens at HOST:PORT: Ray would try for five minutes."""
+    host, colon, port = address.rpartition(":")
+    if colon and port.isdecimal():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=JOIN_S).close()

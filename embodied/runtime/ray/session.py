@@ -1,0 +1,133 @@
+"""What a Ray that this process starts has on the machine: a folder and a token that are this user's alone, and a guard.
+
+Ray makes its folder, with its sockets, for everybody to write into; whoever reaches a socket of the raylet may have it
+run code. So it lies within a folder that nobody else may enter. The token is what Ray asks of those who connect to its
+ports; Ray's own would lie in a file in the user's home that everybody may read.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
+
+from embodied.errors import UserError
+from embodied.runtime.ray import guard
+
+LOCK = ".lock"
+MODE, TOKEN, TOKEN_PATH = AUTHENTICATION = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+LONGEST = 107 - len("/session_2026-11-24_19-15-10_157370_4194304/sockets/plasma_store")
+"""Of a folder's path, so that a socket below it can have a name."""
+NAME = 11
+"""Length of the name of a folder below the user's."""
+GUARD_S = 2 * guard.REMOVING_S
+"""Longest wait for the guard to end."""
+
+
+class RaySession:
+    """The folder, token and guard of one Ray, until `close`. What earlier ones have left is removed.
+
+    Raises `UserError` where there can be no folder that is this user's alone.
+    """
+
+    def __init__(self) -> None:
+        home = private_folder()
+        with _locked(home):
+            _sweep(home)
+            self.folder = Path(tempfile.mkdtemp(dir=home))
+            # The guard holds it too: it is free when both have ended.
+            self._lock = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self._guard = subprocess.Popen(
+            [sys.executable, "-I", "-S", guard.__file__, str(self.folder)],
+            stdin=subprocess.PIPE, text=True, pass_fds=[self._lock], start_new_session=True,
+        )  # fmt: skip
+        self._before = {name: os.environ.get(name) for name in AUTHENTICATION}
+        if not any(self._before.values()):
+            os.environ.update({MODE: "token", TOKEN: secrets.token_hex(32)})
+            _read_again()
+
+    def watch(self, processes: Iterable[int]) -> None:
+        """End these when this process ends, or is killed."""
+        self._tell(processes)
+
+    def close(self, keep: bool = False) -> None:
+        """Remove the folder, unless Ray's logs in it are to stay until Ray is started again."""
+        if keep:
+            self._tell([guard.KEEP])
+        assert self._guard.stdin is not None
+        self._guard.stdin.close()
+        try:
+            self._guard.wait(GUARD_S)
+        except subprocess.TimeoutExpired:
+            self._guard.kill()
+            self._guard.wait()
+        os.close(self._lock)
+        for name, value in self._before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+        _read_again()
+
+    def _tell(self, lines: Iterable[object]) -> None:
+        assert self._guard.stdin is not None
+        self._guard.stdin.writelines(f"{line}\n" for line in lines)
+        self._guard.stdin.flush()
+
+
+def private_folder() -> Path:
+    """The folder, below RAY_TMPDIR or /tmp, of all Rays of this user; nobody else may enter it.
+
+    Raises `UserError` if it is somebody else's, or open to others, or its path too long.
+    """
+    base = os.environ.get("RAY_TMPDIR") or "/tmp"  # noqa: S108 - whose folder it is, and who may enter it, is looked at
+    folder = Path(base) / f"embodied-{os.getuid()}"
+    if len(str(folder / ("x" * NAME))) > LONGEST:
+        raise UserError(f"{folder} is too long a path for Ray's sockets: set RAY_TMPDIR to a shorter one")
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+    except OSError as error:
+        raise UserError(f"{folder}, for Ray's sockets and logs, cannot be made ({error.strerror})") from error
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        raise UserError(
+            f"{folder}, for Ray's sockets and logs, is not a folder of this user alone: remove it or make it so "
+            f"(chmod 700 {folder}), or set RAY_TMPDIR to another place"
+        )
+    return folder
+
+
+def _sweep(home: Path) -> None:
+    """Remove the folders that no process holds any more."""
+    for folder in home.iterdir():
+        if folder.is_dir():
+            with (folder / LOCK).open("a") as lock:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    continue
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _locked(home: Path) -> Iterator[None]:
+    """One process at a time: a folder between its making and its lock would look as if nobody held it."""
+    with (home / LOCK).open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _read_again() -> None:
+    """Have Ray, which is loaded, take the environment as it is now."""
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()

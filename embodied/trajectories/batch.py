@@ -1,0 +1,334 @@
+"""Trajectories: numbers of each decision of a rollout, and the rows of memory that hold its inputs and trace."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from embodied.trajectories.memory import CPU, TrajectoryMemory
+from embodied.trajectories.remote_frames import FarFrames, FrameReader
+from policies.contract import Inputs
+from sim_farm.episodes import Episodes
+from sim_farm.observations import FinalObservations, Observations
+
+
+class Decisions(Protocol):
+    """N decisions, each with the observation it was taken on and its trace, wherever they are kept."""
+
+    def __len__(self) -> int: ...
+
+    def select(self, index: Tensor) -> Decisions:
+        """The decisions at `index` (int64 [K]); nothing is copied."""
+        ...
+
+    def inputs(self, device: torch.device | None = None, frames: bool = True) -> Inputs:
+        """The observations, on the device (None: where they are kept); without their frames if so wanted."""
+        ...
+
+    def trace(self, device: torch.device | None = None) -> dict[str, Tensor]:
+        """What `Policy.evaluate` needs beside the observations, on the device (None: where it is kept)."""
+        ...
+
+
+@dataclass(frozen=True)
+class StoredDecisions:
+    """Decisions in the trajectory memory, by their flat rows (int64 [N])."""
+
+    memory: TrajectoryMemory
+    rows: Tensor
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def select(self, index: Tensor) -> StoredDecisions:
+        return replace(self, rows=self.rows[index])
+
+    def inputs(self, device: torch.device | None = None, frames: bool = True) -> Inputs:
+        return self.memory.inputs(self.rows, device or CPU, frames)
+
+    def trace(self, device: torch.device | None = None) -> dict[str, Tensor]:
+        return self.memory.trace(self.rows, device or CPU)
+
+
+@dataclass(frozen=True)
+class HeldDecisions:
+    """Decisions as tensors of N rows."""
+
+    held_inputs: Inputs
+    held_trace: Mapping[str, Tensor]
+
+    def __len__(self) -> int:
+        return len(next(iter(self.held_trace.values())))
+
+    def select(self, index: Tensor) -> HeldDecisions:
+        trace = {name: tensor[index] for name, tensor in self.held_trace.items()}
+        return HeldDecisions(self.held_inputs.rows(index), trace)
+
+    def inputs(self, device: torch.device | None = None, frames: bool = True) -> Inputs:
+        found = self.held_inputs if device is None else self.held_inputs.to(device)
+        return found if frames else replace(found, frames={})
+
+    def trace(self, device: torch.device | None = None) -> dict[str, Tensor]:
+        if device is None:
+            return dict(self.held_trace)
+        return {name: tensor.to(device) for name, tensor in self.held_trace.items()}
+
+
+@dataclass(frozen=True)
+class CarriedDecisions:
+    """Decisions whose rows were copied out of a memory that is on another machine: N of them, some perhaps of one
+    row. Their frames stayed there, and are fetched when they are asked for."""
+
+    held: HeldDecisions
+    """Without frames."""
+    rows: Tensor
+    """int64 [N], of what is held."""
+    frames: FarFrames | None
+    """Of what is held; None: there are none."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def select(self, index: Tensor) -> CarriedDecisions:
+        return replace(self, rows=self.rows[index])
+
+    def inputs(self, device: torch.device | None = None, frames: bool = True) -> Inputs:
+        found = self.held.held_inputs.rows(self.rows)
+        if frames and self.frames is not None:
+            found = replace(found, frames=self.frames.at(self.rows))
+        return found if device is None else found.to(device)
+
+    def trace(self, device: torch.device | None = None) -> dict[str, Tensor]:
+        return {name: tensor[self.rows].to(device or tensor.device) for name, tensor in self.held.held_trace.items()}
+
+
+@dataclass(frozen=True)
+class Trajectories:
+    """T decisions of each of B environments. Row t * B + b of `decisions` is decision t of environment b.
+
+    Nothing in here depends on how many workers or groups produced it.
+    """
+
+    decisions: Decisions
+    """T * B of them."""
+    log_prob: Tensor
+    """[T, B, C, A] under the policy that acted, per element."""
+    value: Tensor
+    """[T, B], or [T, B, C] of a policy with a value for each action of a chunk."""
+    reward: Tensor
+    """[T, B] summed over the executed steps of the chunk."""
+    success: Tensor
+    """[T, B] bool, the task was solved at a step of the chunk."""
+    executed: Tensor
+    """[T, B] int64, executed env steps of the chunk."""
+    mask: Tensor
+    """[T, B] bool, the decision was really taken."""
+    terminated: Tensor
+    truncated: Tensor
+    """[T, B] bool, the decision ended its episode."""
+    final_value: Tensor
+    """[T, B] value of the ended episode's own final observation (of the first action there); zero elsewhere."""
+    last_value: Tensor
+    """[B] value of the observation after the last decision (of the first action there)."""
+    version: int
+    """Number of updates the acting policy had seen."""
+    episode_group: Tensor | None = None
+    """[B] int64, where row t is decision t of each environment's one episode: the episode group that it belongs to.
+    None: rows are the decisions of a rollout, in which episodes end and others begin."""
+    step_reward: Tensor | None = None
+    """[T, B, C] of each env step, zero beyond the executed ones; what credit for single actions needs."""
+    task: Tensor | None = None
+    """[B] int64, the number of each environment's task; None: all are of one."""
+    reference_log_prob: Tensor | None = None
+    """[T, B, C, A] under the frozen reference policy, where the workflow has one."""
+
+    @property
+    def env_steps(self) -> int:
+        return int(self.executed[self.mask].sum())
+
+    @property
+    def inputs(self) -> Inputs:
+        """All T * B observations, copied out of memory."""
+        return self.decisions.inputs()
+
+    @property
+    def trace(self) -> dict[str, Tensor]:
+        """The traces of all T * B decisions, copied out of memory."""
+        return self.decisions.trace()
+
+    def carried(self, reader: FrameReader | None) -> Trajectories:
+        """The same for a machine that has not the memory, with every decision that was taken copied out of it once, all
+        but its frames. These are fetched by the reader; None: there are none."""
+        assert isinstance(self.decisions, StoredDecisions), "what is in no memory can be sent as it is"
+        taken = self.mask.flatten()
+        chosen = self.decisions.select(taken.nonzero()[:, 0])
+        # The others repeat a decision that was taken, and are not looked at.
+        rows = (taken.cumsum(0) - 1).clamp(min=0)
+        held = HeldDecisions(chosen.inputs(frames=False), chosen.trace())
+        frames = None if reader is None else FarFrames(reader, chosen.memory.frame_shape, chosen.rows)
+        return replace(self, decisions=CarriedDecisions(held, rows, frames))
+
+    def columns(self, first: int, last: int) -> Trajectories:
+        """The environments `first` to `last - 1` alone."""
+        decisions, envs = self.mask.shape
+        chosen = torch.arange(decisions * envs).reshape(decisions, envs)[:, first:last]
+        parts: dict[str, Any] = {name: _cut(getattr(self, name), 1, first, last) for name in PER_DECISION}
+        parts |= {name: _cut(getattr(self, name), 0, first, last) for name in PER_COLUMN}
+        return replace(self, decisions=self.decisions.select(chosen.flatten()), **parts)
+
+
+def without_broken_episodes(batch: Trajectories, before: int = 0) -> tuple[Trajectories, int]:
+    """The trajectories without episodes in which a reward is not finite, and how many these are. A physics worker makes
+    the reward so where an observation is not.
+
+    Their decisions are not marked, their rewards are zero, and they are of no episode group: one that lacks a member
+    is not complete, and not learned from. `before` counts the environments of parts that came earlier, so that these do
+    not meet in a group.
+    """
+    broken = ~batch.reward.isfinite() & batch.mask
+    if not bool(broken.any()):
+        return batch, 0
+    ended = (batch.terminated | batch.truncated) & batch.mask
+    number = ended.cumsum(0) - ended.long()  # of the episode within its column
+    out, count = torch.zeros_like(broken), 0
+    for column in broken.any(0).nonzero()[:, 0].tolist():
+        for episode in number[:, column][broken[:, column]].unique().tolist():
+            out[:, column] |= number[:, column] == episode
+            count += 1
+    group = batch.episode_group
+    if group is not None:
+        group = torch.where(out.any(0), -1 - before - torch.arange(len(group)), group)
+    steps = batch.step_reward
+    whole = replace(
+        batch,
+        mask=batch.mask & ~out,
+        reward=batch.reward.masked_fill(out, 0.0),
+        step_reward=None if steps is None else steps.masked_fill(out[..., None], 0.0),
+        episode_group=group,
+    )
+    return whole, count
+
+
+PER_DECISION = (
+    "log_prob", "value", "reward", "success", "executed", "mask", "terminated", "truncated", "final_value",
+    "step_reward", "reference_log_prob",
+)  # fmt: skip
+"""Fields [T, B, ...] of `Trajectories`."""
+PER_COLUMN = ("last_value", "episode_group", "task")
+"""Fields [B]."""
+
+
+def join_columns(parts: Sequence[Trajectories]) -> Trajectories:
+    """Trajectories as one: their columns side by side, shorter ones masked at their end."""
+    if len(parts) == 1:
+        return parts[0]
+    count = max(len(part.mask) for part in parts)
+    order, begin = [], 0
+    for part in parts:
+        decisions, envs = part.mask.shape
+        t = torch.arange(count)[:, None]
+        order.append(begin + t.clamp(max=decisions - 1) * envs + torch.arange(envs))
+        begin += decisions * envs
+    found: dict[str, Any] = {
+        name: _side_by_side([getattr(part, name) for part in parts], count) for name in PER_DECISION
+    }
+    for name in PER_COLUMN:
+        columns = [getattr(part, name) for part in parts]
+        found[name] = None if columns[0] is None else torch.cat(columns)
+    decisions_of_all = join_decisions([part.decisions for part in parts]).select(torch.cat(order, 1).flatten())
+    return replace(parts[0], decisions=decisions_of_all, version=min(part.version for part in parts), **found)
+
+
+def join_decisions(parts: Sequence[Decisions]) -> Decisions:
+    """The decisions of all parts, one after the other; in one memory nothing is copied."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    if isinstance(first, StoredDecisions):
+        stored = [part for part in parts if isinstance(part, StoredDecisions)]
+        assert all(part.memory is first.memory for part in stored) and len(stored) == len(parts)
+        return replace(first, rows=torch.cat([part.rows for part in stored]))
+    if isinstance(first, CarriedDecisions):
+        carried = [part for part in parts if isinstance(part, CarriedDecisions)]
+        begins = torch.tensor([0, *(len(part.held) for part in carried[:-1])]).cumsum(0)
+        whole = join_decisions([part.held for part in carried])
+        assert isinstance(whole, HeldDecisions) and len(carried) == len(parts)
+        moved = [part.rows + begin for part, begin in zip(carried, begins, strict=True)]
+        fetched = [part.frames for part in carried if part.frames is not None]
+        return CarriedDecisions(whole, torch.cat(moved), FarFrames.joined(fetched) if fetched else None)
+    traces = [part.trace() for part in parts]
+    total = sum(len(part) for part in parts)
+    return HeldDecisions(
+        join_inputs([part.inputs() for part in parts], torch.arange(total)),
+        {name: torch.cat([trace[name] for trace in traces]) for name in traces[0]},
+    )
+
+
+def to_inputs(
+    seen: Observations | FinalObservations,
+    reads: Sequence[str],
+    episodes: Episodes | None = None,
+    cameras: Sequence[str] = (),
+) -> Inputs:
+    """What of the observations a policy is shown; tensors share the observations' memory.
+
+    `episodes` names the episodes of a farm, for policies that read them; `cameras` are the policy's names for the
+    farm's cameras, in order, where they are not the farm's own.
+    """
+    names = cameras or tuple(seen.frames)
+    return Inputs(
+        state=torch.from_numpy(seen.state) if "state" in reads else None,
+        proprio=torch.from_numpy(seen.proprio) if "proprio" in reads else None,
+        frames={k: torch.from_numpy(v) for k, v in zip(names, seen.frames.values(), strict=True)}
+        if "images" in reads
+        else {},
+        instruction=seen.instruction if "instruction" in reads else (),
+        episode=_names(seen, episodes) if "episode" in reads and episodes is not None else None,
+    )
+
+
+def _names(seen: Observations | FinalObservations, episodes: Episodes) -> Tensor:
+    """[B, 3] of `Inputs.episode`; zeros for the last observation of an episode, after which nothing is decided."""
+    names = torch.zeros(len(seen.state), 3, dtype=torch.int64)
+    if isinstance(seen, Observations):
+        places = (seen.envs, seen.episode, seen.episode_step, seen.start)
+        for row, (env, episode, step, start) in enumerate(zip(*(each.tolist() for each in places), strict=True)):
+            spec = episodes.spec(env, episode, start)
+            if spec is not None:
+                initial = -1 if spec.init_state is None else spec.init_state
+                names[row] = torch.tensor([spec.seed, initial, step])
+    return names
+
+
+def join_inputs(parts: Sequence[Inputs], order: Tensor) -> Inputs:
+    """The rows of `parts`, one after the other, rearranged so that new row i is old row `order[i]`."""
+    first = parts[0]
+    whole = replace(
+        first,
+        state=None if first.state is None else torch.cat([p.state for p in parts if p.state is not None]),
+        proprio=None if first.proprio is None else torch.cat([p.proprio for p in parts if p.proprio is not None]),
+        frames={name: torch.cat([p.frames[name] for p in parts]) for name in first.frames},
+        instruction=tuple(text for p in parts for text in p.instruction),
+        episode=None if first.episode is None else torch.cat([p.episode for p in parts if p.episode is not None]),
+    )
+    return whole.rows(order)
+
+
+def _cut(tensor: Tensor | None, axis: int, first: int, last: int) -> Tensor | None:
+    return None if tensor is None else tensor.narrow(axis, first, last - first)
+
+
+def _side_by_side(parts: Sequence[Tensor | None], count: int) -> Tensor | None:
+    """[count, sum of columns, ...] from [T, columns, ...] each, zero beyond a part's end."""
+    found = []
+    for part in parts:
+        if part is None:
+            return None
+        whole = part.new_zeros(count, *part.shape[1:])
+        whole[: len(part)] = part
+        found.append(whole)
+    return torch.cat(found, 1)

@@ -1,0 +1,273 @@
+"""The trajectory memory of a run: decisions are written into it and learned from where they are.
+
+    rows        a ring of R rounds of decisions
+    columns     the run's environments: those of one group lie next to each other
+    flat row    row * columns + column: the address of one decision
+
+The frame writer draws an observation at the flat row of the decision that it leads to. The policy worker writes the
+rest of the observation, the decision and its outcome beside it. The learner maps the same memory, selects flat rows and
+copies them to its device. A trajectory is a table of flat rows: no other copy of the rollout is made.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakValueDictionary, finalize
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from embodied.trajectories.remote_frames import FrameShape
+from policies.contract import Action, Inputs
+from sim_farm.contract import INSTRUCTION_BYTES
+from sim_farm.frame_memory import FrameAddress, FrameMemory
+from sim_farm.memory import FOLDER, Block, Field
+
+CPU = torch.device("cpu")
+TRACE, INPUT = "trace.", "input."
+_OPEN: WeakValueDictionary[str, TrajectoryMemory] = WeakValueDictionary()
+"""The memories that this process has mapped, by the name of their block."""
+
+
+@dataclass(frozen=True)
+class MemoryShape:
+    """What decides the size of a memory, beside its frames."""
+
+    rows: int
+    """R: decisions of each environment that are kept at once, and the observation that follows them."""
+    columns: int
+    """Environments of all tasks."""
+    cameras: tuple[str, ...]
+    """The policy's names of the cameras, in the order of the frames."""
+
+
+@dataclass(frozen=True)
+class MemoryLayout:
+    """The arrays of a memory."""
+
+    shape: MemoryShape
+    fields: Mapping[str, Field]
+    brain_floats: tuple[str, ...]
+    """Fields that hold the bits of bfloat16, which NumPy lacks."""
+
+    @classmethod
+    def of(cls, shape: MemoryShape, inputs: Inputs, action: Action) -> MemoryLayout:
+        """For decisions like `action` on observations like `inputs`, both of one row or more."""
+        like: dict[str, Tensor] = {f"{TRACE}{name}": tensor for name, tensor in action.trace.items()}
+        like |= {"log_prob": action.log_prob, "value": action.value}
+        for name in ("state", "proprio", "episode"):
+            tensor = getattr(inputs, name)
+            if tensor is not None:
+                like[f"{INPUT}{name}"] = tensor
+        count, chunk = shape.rows * shape.columns, action.chunk.shape[1]
+        brain_floats = tuple(name for name, tensor in like.items() if tensor.dtype == torch.bfloat16)
+        fields = {name: Field((count, *tensor.shape[1:]), _dtype(tensor)) for name, tensor in like.items()}
+        if inputs.instruction:
+            fields[f"{INPUT}instruction"] = Field((count, INSTRUCTION_BYTES), "uint8", 0)
+        fields |= {
+            "reward": Field((count,), "float32"),
+            "step_reward": Field((count, chunk), "float32"),
+            "executed": Field((count,), "int64"),
+            **{name: Field((count,), "bool", 0) for name in ("success", "terminated", "truncated")},
+        }
+        return cls(shape, fields, brain_floats)
+
+
+@dataclass(frozen=True)
+class FrameCounts:
+    """Frames (all cameras of one observation are one) that were read, and copies that this took."""
+
+    read: int = 0
+    copied: int = 0
+
+    def __add__(self, other: FrameCounts) -> FrameCounts:
+        return FrameCounts(self.read + other.read, self.copied + other.copied)
+
+    def __sub__(self, earlier: FrameCounts) -> FrameCounts:
+        return FrameCounts(self.read - earlier.read, self.copied - earlier.copied)
+
+
+@dataclass(frozen=True)
+class MemoryAddress:
+    """How another process of this machine maps a memory."""
+
+    layout: MemoryLayout
+    block: str
+    frames: FrameAddress | None
+
+
+class TrajectoryMemory:
+    """Arrays [R * columns, ...] by name. Unwritten bytes hold the magic value of `sim_farm.memory`."""
+
+    def __init__(self, layout: MemoryLayout, block: Block, frames: FrameMemory | None) -> None:
+        self.shape, self.frames = layout.shape, frames
+        self._layout, self._block = layout, block
+        self._tensors = {
+            name: torch.from_numpy(array).view(torch.bfloat16)
+            if name in layout.brain_floats
+            else torch.from_numpy(array)
+            for name, array in block.arrays.items()
+        }
+        self.counts = FrameCounts()
+        """Of this process, so far."""
+        self._pinned: finalize[[int], Any] | None = None
+
+    @classmethod
+    def create(cls, layout: MemoryLayout, frames: FrameMemory | None, shared: bool) -> TrajectoryMemory:
+        """A new memory beside the farm's frames. Raises `FarmError` where shared memory does not suffice."""
+        what = f"the trajectory memory ({layout.shape.rows:,} decisions of {layout.shape.columns:,} environments)"
+        memory = cls(layout, Block.create(layout.fields, shared, what), frames)
+        if memory._block.name is not None:
+            _OPEN[memory._block.name] = memory
+        return memory
+
+    @classmethod
+    def attach(cls, address: MemoryAddress) -> TrajectoryMemory:
+        """The memory at the address; one object per process."""
+        found = _OPEN.get(address.block)
+        if found is None:
+            frames = None if address.frames is None else FrameMemory.attach(address.frames)
+            block = Block.attach(address.layout.fields, address.block)
+            found = _OPEN[address.block] = cls(address.layout, block, frames)
+        return found
+
+    @property
+    def address(self) -> MemoryAddress:
+        assert self._block.name is not None, "a memory of one process has no address"
+        frames = None if self.frames is None else self.frames.address
+        return MemoryAddress(self._layout, self._block.name, frames)
+
+    def __reduce__(self) -> Any:
+        # Who is sent a memory, as a part of trajectories, maps it.
+        return _attached, (self.address,)
+
+    @property
+    def nbytes(self) -> int:
+        """Of decisions and frames."""
+        return sum(field.nbytes for field in self._block.fields.values()) + self.frames_nbytes
+
+    @property
+    def frames_nbytes(self) -> int:
+        return 0 if self.frames is None else self.frames.frames.nbytes
+
+    @property
+    def frame_shape(self) -> FrameShape:
+        assert self.frames is not None
+        return FrameShape(self.shape.cameras, self.frames.frames.shape[2:])
+
+    def describe(self) -> str:
+        """One line for people: how large it is, and of how much."""
+        size = f"{self.nbytes / 1e6:,.1f} MB"
+        frames = f" (frames {self.frames_nbytes / 1e6:,.1f} MB)" if self.frames_nbytes else ""
+        if self._block.name is None:
+            return f"Trajectory memory: {size}{frames} in this process"
+        whole = os.statvfs(FOLDER)
+        return f"Trajectory memory: {size}{frames} of {whole.f_blocks * whole.f_frsize / 1e9:,.1f} GB in {FOLDER}"
+
+    def close(self) -> None:
+        """Forget the arrays; the creator also removes the block. The frames are the farm's to close."""
+        if self._block.name is not None:
+            _OPEN.pop(self._block.name, None)
+        if self._pinned is not None:
+            self._pinned()
+        self._tensors = {}
+        self._block.close()
+
+    def column(self, name: str) -> Tensor:
+        """[R * columns, ...] of that name; shares the memory."""
+        return self._tensors[name]
+
+    def write_decision(self, rows: np.ndarray, inputs: Inputs, action: Action) -> None:
+        """Keep what was decided at flat rows [n]: the observation without its frames, and the decision."""
+        index = torch.from_numpy(rows)
+        for name in ("state", "proprio", "episode"):
+            if f"{INPUT}{name}" in self._tensors:
+                self._tensors[f"{INPUT}{name}"][index] = getattr(inputs, name)
+        if inputs.instruction:
+            self._write_texts(rows, inputs.instruction)
+        self._tensors["log_prob"][index] = action.log_prob
+        self._tensors["value"][index] = action.value
+        for name, tensor in action.trace.items():
+            self._tensors[f"{TRACE}{name}"][index] = tensor
+
+    def write_outcome(self, rows: np.ndarray, outcome: Mapping[str, np.ndarray]) -> None:
+        """Keep what came of the decisions at flat rows [n]: reward, step_reward, executed, success, terminated,
+        truncated."""
+        for name, values in outcome.items():
+            self._block.arrays[name][rows] = values
+
+    def inputs(self, rows: Tensor, device: torch.device = CPU, frames: bool = True) -> Inputs:
+        """The observations at flat rows [n] on the device; every frame is copied once."""
+        found = {name: self._at(f"{INPUT}{name}", rows, device) for name in ("state", "proprio", "episode")}
+        pictures = {}
+        if frames and self.frames is not None:
+            pictures = self.frames_at(rows, device)
+        return Inputs(**found, frames=pictures, instruction=self._texts(rows))
+
+    def trace(self, rows: Tensor, device: torch.device = CPU) -> dict[str, Tensor]:
+        """What was kept to evaluate the decisions at flat rows [n] again, on the device."""
+        names = [name for name in self._tensors if name.startswith(TRACE)]
+        return {name.removeprefix(TRACE): self._tensors[name][rows].to(device) for name in names}
+
+    def frames_at(self, rows: Tensor, device: torch.device = CPU) -> dict[str, Tensor]:
+        """uint8 [n, H, W, 3] for each camera, at rows of the frame memory, which begins with the flat rows."""
+        assert self.frames is not None
+        every = torch.from_numpy(self.frames.frames)
+        self.counts += FrameCounts(len(rows), len(rows))
+        if device.type != "cuda":
+            return {name: every[:, i].index_select(0, rows) for i, name in enumerate(self.shape.cameras)}
+        self._pin(every)
+        found = torch.empty(len(rows), *every.shape[1:], dtype=torch.uint8, device=device)
+        for place, row in enumerate(rows.tolist()):  # each straight from the shared memory, without a stop
+            found[place].copy_(every[row], non_blocking=True)
+        return {name: found[:, i] for i, name in enumerate(self.shape.cameras)}
+
+    def _pin(self, frames: Tensor) -> None:
+        """Let the GPU read the frames where they are, until this object is gone: whatever is mapped there later has
+        other pages."""
+        if self._pinned is None:
+            torch.cuda.cudart().cudaHostRegister(frames.data_ptr(), frames.nbytes, 0)
+            self._pinned = finalize(self, _unpin, frames.data_ptr())
+
+    def _at(self, name: str, rows: Tensor, device: torch.device) -> Tensor | None:
+        return self._tensors[name][rows].to(device) if name in self._tensors else None
+
+    def _write_texts(self, rows: np.ndarray, texts: Sequence[str]) -> None:
+        kept = self._block.arrays[f"{INPUT}instruction"]
+        known: dict[str, np.ndarray] = {}
+        for row, text in zip(rows.tolist(), texts, strict=True):
+            if text not in known:
+                data = text.encode()
+                known[text] = np.zeros(INSTRUCTION_BYTES, np.uint8)
+                known[text][: len(data)] = np.frombuffer(data, np.uint8)
+            kept[row] = known[text]
+
+    def _texts(self, rows: Tensor) -> tuple[str, ...]:
+        if f"{INPUT}instruction" not in self._tensors:
+            return ()
+        kept = self._block.arrays[f"{INPUT}instruction"]
+        known: dict[bytes, str] = {}
+        found = []
+        for row in rows.tolist():
+            data = kept[row].tobytes()
+            if data not in known:
+                known[data] = data.rstrip(b"\0").decode()
+            found.append(known[data])
+        return tuple(found)
+
+
+def _attached(address: MemoryAddress) -> TrajectoryMemory:
+    return TrajectoryMemory.attach(address)
+
+
+def _unpin(pointer: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(pointer)
+
+
+def _dtype(tensor: Tensor) -> str:
+    """NumPy's name of the tensor's dtype; a brain float, which NumPy lacks, is kept as its bits."""
+    return "int16" if tensor.dtype == torch.bfloat16 else str(tensor.dtype).removeprefix("torch.")

@@ -1,1 +1,0 @@
-"""Policy worker, learner and evaluator: plain classes, and the devices they compute on."""

@@ -1,0 +1,112 @@
+"""The context of a worker: plain data from which it is made in any process, and the policy that it holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import policies
+from embodied.config.schema import Config
+from embodied.devices import Affinity, find_device, settle
+from embodied.errors import UserError
+from embodied.workflows.recipes import recipe_of
+from policies.contract import Policy, PolicySpec
+from sim_farm.contract import TaskInfo, TaskSpec
+from sim_farm.farm import Farm, FarmAddress
+
+FINALS = {"never": "never", "truncated": "truncated", "always": "ended"}
+"""Final frames that are drawn, by which of them are valued."""
+
+
+@dataclass(frozen=True)
+class WorkerContext:
+    """All that a component's worker is made from."""
+
+    config: Config
+    spec: PolicySpec
+    """Sizes of the run's policy."""
+    run_dir: Path
+    affinity: Affinity
+    seeds: tuple[int, ...] = ()
+    """Of each task."""
+    farm: Farm | FarmAddress | None = None
+    """Of a component that goes round with the simulators."""
+    rounds: int = 0
+    """Decisions of each environment that the trajectory memory holds."""
+    rank: int = 0
+    """Which of the component's instances this is."""
+    ranks: int = 1
+    """How many there are."""
+    shares: bool = False
+    """Whether it will be given the policy of another worker of its process, and needs none of its own."""
+
+    def policy(self) -> Policy | None:
+        """The run's policy for this worker, unless it will be given one."""
+        return None if self.shares else make_policy(self.config, self.spec, device=self.affinity.device)
+
+    def reach(self) -> Farm:
+        assert self.farm is not None, "this component has no farm"
+        return Farm.attach(self.farm) if isinstance(self.farm, FarmAddress) else self.farm
+
+
+def task_spec(config: Config) -> TaskSpec:
+    """What the farm simulates. Frames are drawn only if the policy reads them."""
+    env = config.env
+    reads_images = "images" in config.policy.reads
+    if reads_images and not env.cameras:
+        raise UserError("the policy reads images and env.cameras is 0; set env.cameras to 1 or more")
+    return TaskSpec(
+        env.task,
+        env.control_mode,
+        env.reward,
+        env.max_episode_steps,
+        env.cameras if reads_images else 0,
+        env.image_size,
+        env.settle_steps,
+        env.orientation,
+        env.gripper,
+    )
+
+
+def bootstrap_of(config: Config) -> str:
+    """Which ended episodes' last observations are valued: none where no critic is trained."""
+    return config.advantage.bootstrap if recipe_of(config).critic else "never"
+
+
+def policy_spec(config: Config, info: TaskInfo) -> PolicySpec:
+    """The sizes of the policy for this task."""
+    reads = config.policy.reads
+    return PolicySpec(
+        action_dim=info.action_dim,
+        chunk=config.policy.chunk,
+        horizon=config.policy.horizon,
+        state_dim=info.state_dim if "state" in reads else 0,
+        proprio_dim=info.proprio_dim if "proprio" in reads else 0,
+        cameras=info.cameras if "images" in reads else (),
+        image_size=config.env.image_size if "images" in reads else PolicySpec.image_size,
+    )
+
+
+def check_same_sizes(first: PolicySpec, other: PolicySpec, task: str) -> None:
+    """Raise `UserError` where one policy cannot act in both tasks; cameras may have other names."""
+    for name in ("action_dim", "state_dim", "proprio_dim", "image_size"):
+        mine, its = getattr(first, name), getattr(other, name)
+        if mine != its:
+            raise UserError(
+                f"one policy cannot act in {task} too: its {name} is {its}, the first task's {mine}; let the policy "
+                "read what all tasks have (policy.reads: [images]) and choose control modes of equal size"
+            )
+    if len(first.cameras) != len(other.cameras):
+        raise UserError(f"{task} has {len(other.cameras)} cameras, the first task {len(first.cameras)}")
+
+
+def make_policy(config: Config, spec: PolicySpec, checkpoint: Path | None = None, device: str | None = None) -> Policy:
+    """The run's policy: new from its seed, as `policy.init` has it, or from a checkpoint of the same kind and sizes; on
+    the `device`, or where `policy.device` says."""
+    # On one thread: orthogonal initial weights come from a QR decomposition, which rounds by the number of threads.
+    with Affinity().applied():
+        policy = policies.build(config.policy.kind, spec, config.seed, **config.policy.architecture)
+    start = checkpoint or config.policy.init
+    if start is not None:
+        policies.load_into(policy, start)
+    return settle(policy, find_device(device or config.policy.device))
