@@ -25,7 +25,6 @@ from embodied.execution.assignment import HERE, Assignment, FarmAssignment
 from embodied.execution.executor import executor
 from embodied.execution.session import Session, open_session
 from embodied.planning.profiler import Measured, decided_s, looped_s, measure, waited_s
-from embodied.workers.affinity import Affinity
 from schedulers.cost.laws import loop_seconds
 
 POLICIES: tuple[tuple[tuple[int, int, int], int], ...] = (

@@ -45,12 +45,12 @@ def leaving_home(workflow: Workflow) -> Workflow:
     is on the node where the command is typed."""
     roles = roles_of(workflow)
     leave = (roles.decider, roles.trainer)
-    components = tuple(replace(c, travels=c.travels or c.name in leave) for c in workflow.components)
+    components = tuple(replace(c, movable=c.movable or c.name in leave) for c in workflow.components)
     return replace(workflow, components=components)
 
 
 def planned_for(workflow: Workflow, profile: Profile, cluster: Cluster) -> Workflow:
     """The workflow as the planner places it: decider and trainer may leave home for other nodes' accelerators."""
     compute = profile.components[roles_of(workflow).decider].pool == "accelerators"
-    away = any(node.accelerators for node in cluster.nodes if node.name != cluster.home)
-    return leaving_home(workflow) if compute and away and cluster.home is not None else workflow
+    away = any(node.accelerators for node in cluster.nodes if node.name != cluster.head_node)
+    return leaving_home(workflow) if compute and away and cluster.head_node is not None else workflow

@@ -161,7 +161,7 @@ class AllocationSearch:
         """A lower bound in microseconds of work: all devices for every placement."""
         if not self.feasible:
             return math.inf
-        sums = sum(options.least[0][-1:] for options in self.options)
+        sums = np.sum([options.least[0][-1:] for options in self.options], axis=0)
         tops = np.max([options.least[1][-1:] for options in self.options], axis=0)
         return float(self._makespan(sums, tops)[0])
 
