@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from graphlib import TopologicalSorter
 from typing import Any
 
 import numpy as np
@@ -49,17 +49,16 @@ class Simulation:
     events: tuple[Event, ...]
 
 
-@dataclass
-class _Job:
-    """One call: a step of a group on one placement, or a micro-batch on one stage."""
+@dataclass(frozen=True)
+class _Call:
+    """A step of a group on one placement, or a micro-batch on one stage."""
 
     server: int
+    """Number of the placement; below 0 a link between nodes."""
     pieces: tuple[tuple[str, float], ...]
     """Components and their seconds, in turn."""
-    needs: list[int] = field(default_factory=list)
-    """Jobs that have to end before this one begins."""
-    release: float = 0.0
-    """Time before which it does not begin."""
+    start: float
+    end: float
     step: int = -1
     group: int = -1
     micro_batch: int = -1
@@ -91,12 +90,13 @@ def simulate(
         if any(switch_s):
             events += [Event(track, "switch", now, now + switch, number, -1, -1, -1) for track in tracks]
             now += switch
-        end, played = _play_phase(problem, cost, draw)
-        for job, start in played:
-            for name, seconds in job.pieces:
+        end, calls = _play_phase(problem, cost, draw)
+        for call in calls:
+            start = call.start
+            for name, seconds in call.pieces:
                 begin, start = now + start, start + seconds
-                where = (number, job.step, job.group, job.micro_batch, job.loop)
-                events.append(Event(tracks[job.server], name, begin, now + start, *where))
+                where = (number, call.step, call.group, call.micro_batch, call.loop)
+                events.append(Event(tracks[call.server], name, begin, now + start, *where))
         now += end
     return Simulation(now, tuple(sorted(events, key=lambda event: (event.start_s, event.track))))
 
@@ -166,41 +166,30 @@ class _Draw:
         return tuple(result)
 
 
-def _play_phase(problem: Problem, cost: PhaseCosts, draw: _Draw) -> tuple[float, list[tuple[_Job, float]]]:
-    """The phase's end, and every call with its beginning. Loops do not depend on the stages, so they are played first;
-    the stages then begin when the loops have delivered what they need."""
+def _play_phase(problem: Problem, cost: PhaseCosts, draw: _Draw) -> tuple[float, list[_Call]]:
+    """The phase's end, and all calls. Loops do not depend on the stages, so they are played first."""
     model = cost.model
-    if model.several_loops:
-        jobs, starts, ends = _play_loops(problem, cost, draw)
-    else:
-        jobs, order = _loop_jobs(problem, cost, draw)
-        starts, ends = _play(jobs, order)
-    loop_end = max(ends, default=0.0)
-    delivered = _delivered(model, jobs, ends, loop_end)
-    played = [(job, start) for job, start in zip(jobs, starts, strict=True) if job.server >= 0]
+    calls = _several_loops(problem, cost, draw) if model.several_loops else _one_loop(problem, cost, draw)
+    end = loop_end = max((call.end for call in calls), default=0.0)
+    delivered = _delivered(model, calls, loop_end)
+    calls = [call for call in calls if call.server >= 0]
     last = set(problem.graph.closing)
     closing = [i for i, s in enumerate(model.stages) if model.closing_paths and set(s.components) <= last]
-    end = loop_end
-    for members, release in (([i for i in range(len(model.stages)) if i not in closing], 0.0), (closing, None)):
-        if not members:
-            continue
-        more, sequence = _stage_jobs(
-            problem, cost, draw, members, end if release is None else release, loop_end, delivered
-        )
-        begun, done = _play(more, sequence)
-        played += list(zip(more, begun, strict=True))
-        end = max(end, *done)
-    return end + cost.transfer_s, played
+    for members in ([i for i in range(len(model.stages)) if i not in closing], closing):
+        begin = end if members is closing else 0.0
+        more = _stages(problem, cost, draw, members, begin, loop_end, delivered)
+        end = max([end, *(call.end for call in more)])
+        calls += more
+    return end + cost.transfer_s, calls
 
 
-def _delivered(model: PhaseModel, jobs: Sequence[_Job], ends: Sequence[float], loop_end: float) -> list[float]:
+def _delivered(model: PhaseModel, calls: Sequence[_Call], loop_end: float) -> list[float]:
     """Time at which the loops have delivered each micro-batch, with all micro-batches before it."""
     if model.arrivals:
         return [loop_end * share for share in model.arrivals]
-    if not jobs:
+    if not calls:
         return [0.0] * len(model.deliveries)
-    # The last of a step's visits stays.
-    through = {(max(job.loop, 0), job.step, job.group): end for job, end in zip(jobs, ends, strict=True)}
+    through = {(max(call.loop, 0), call.step, call.group): call.end for call in calls}  # a step's last visit stays
     result: dict[int, float] = {}
     for part, steps, group, loop in model.deliveries:
         result[part] = max(result.get(part, 0.0), through[loop, steps - 1, group])
@@ -228,43 +217,44 @@ def _pieces(problem: Problem, cost: PhaseCosts) -> list[list[tuple[int, dict[str
     return result
 
 
-def _loop_jobs(problem: Problem, cost: PhaseCosts, draw: _Draw) -> tuple[list[_Job], dict[int, list[int]]]:
-    """Jobs of a phase with one loop, whose groups every server serves in turn."""
-    jobs: list[_Job] = []
-    order: dict[int, list[int]] = {}
-    last: dict[int, int] = {}
-    for loop, calls in zip(cost.model.loops, _pieces(problem, cost), strict=True):
-        order = {server: [] for server, _ in calls}
+def _one_loop(problem: Problem, cost: PhaseCosts, draw: _Draw) -> list[_Call]:
+    """Calls of the loop of a phase with one or none. Every server serves the groups in turn."""
+    calls: list[_Call] = []
+    free: dict[int, float] = {}
+    ready: dict[int, float] = {}
+    for loop, visits in zip(cost.model.loops, _pieces(problem, cost), strict=True):
         for step in range(loop.steps):
-            for server, alone in calls:
+            for server, alone in visits:
                 for group in range(loop.groups):
-                    needs = [last[group]] if group in last else []
-                    last[group] = len(jobs)
-                    order[server].append(len(jobs))
-                    jobs.append(_Job(server, draw(alone), needs, step=step, group=group))
-    return jobs, order
+                    start, pieces = max(free.get(server, 0.0), ready.get(group, 0.0)), draw(alone)
+                    free[server] = ready[group] = start + sum(seconds for _, seconds in pieces)
+                    calls.append(_Call(server, pieces, start, free[server], step=step, group=group))
+    return calls
 
 
-def _play_loops(problem: Problem, cost: PhaseCosts, draw: _Draw) -> tuple[list[_Job], list[float], list[float]]:
-    """Jobs of a phase with several loops, whose servers serve the group that is ready first, with starts and ends."""
-    pieces, constant = _pieces(problem, cost), cost.model.by_loop(cost.visits)
-    drawn: list[_Job] = []
+def _several_loops(problem: Problem, cost: PhaseCosts, draw: _Draw) -> list[_Call]:
+    """Calls of the loops of a phase with several. Every server serves the group that is ready first."""
+    visits, constant = _pieces(problem, cost), cost.model.by_loop(cost.visits)
+    drawn: list[tuple[int, tuple[tuple[str, float], ...]]] = []
 
     def seconds(loop: int, visit: int, step: int, group: int) -> float:
-        server, alone = pieces[loop][visit]
-        drawn.append(_Job(server, draw(alone), step=step, group=group, loop=loop))
+        server, alone = visits[loop][visit]
+        drawn.append((server, draw(alone)))
         # Not the sum of the pieces where times are constant: rounding would change which group is ready first.
-        return constant[loop][visit] if draw.random is None else sum(time for _, time in drawn[-1].pieces)
+        return constant[loop][visit] if draw.random is None else sum(time for _, time in drawn[-1][1])
 
-    calls = list(serve([loop.route for loop in cost.model.loops], seconds))
-    return drawn, [start for start, *_ in calls], [end for _, end, *_ in calls]
+    served = list(serve([loop.route for loop in cost.model.loops], seconds))
+    return [
+        _Call(server, pieces, start, end, step=step, group=group, loop=loop)
+        for (server, pieces), (start, end, loop, step, group) in zip(drawn, served, strict=True)
+    ]
 
 
 def _alone(problem: Problem, cost: PhaseCosts, name: str, batch: float, placement: int) -> float:
     return float(component_seconds(problem, cost.model, name, batch, np.array([cost.counts[placement]]))[0])
 
 
-def _stage_jobs(
+def _stages(
     problem: Problem,
     cost: PhaseCosts,
     draw: _Draw,
@@ -272,72 +262,31 @@ def _stage_jobs(
     begin: float,
     loop_end: float,
     delivered: Sequence[float],
-) -> tuple[list[_Job], dict[int, list[int]]]:
-    """Jobs of these stages, which begin at `begin`, and the order in which each placement takes them."""
-    model = cost.model
-    jobs: list[_Job] = []
-    first: dict[int, int] = {}
-    order: dict[int, list[int]] = {}
+) -> list[_Call]:
+    """Calls of these stages, which begin at `begin`. A placement processes them in their order."""
+    model, pieces = cost.model, {}
     for i in members:
         stage = model.stages[i]
-        first[i] = len(jobs)
         times = {
             name: _alone(problem, cost, name, items_at_once(problem, model, name), stage.placement)
             for name in stage.components
         }
-        for part in range(stage.parts):
-            release = begin
+        pieces[i] = [draw(times) for _ in range(stage.parts)]
+    needs = {
+        i: [(s, barrier) for s, target, barrier in model.dependencies if target == i and s in pieces] for i in pieces
+    }
+    calls: dict[int, list[_Call]] = {}
+    free: dict[int, float] = {}
+    for i in TopologicalSorter({i: [source for source, _ in needs[i]] for i in pieces}).static_order():
+        placement, calls[i] = model.stages[i].placement, []
+        for part, its in enumerate(pieces[i]):
+            start = max(begin, free.get(placement, 0.0))
             if "loop" in model.starts[i]:
-                release = max(release, loop_end)
+                start = max(start, loop_end)
             if "stream" in model.starts[i]:
-                release = max(release, delivered[part])
-            order.setdefault(stage.placement, []).append(len(jobs))
-            jobs.append(_Job(stage.placement, draw(times), [], release, micro_batch=part))
-    for source, target, barrier in model.dependencies:
-        if source in first and target in first:
-            for part in range(model.stages[target].parts):
-                behind = model.stages[source].parts - 1 if barrier else part
-                jobs[first[target] + part].needs.append(first[source] + behind)
-    return jobs, order
-
-
-def _play(jobs: Sequence[_Job], order: Mapping[int, Sequence[int]]) -> tuple[list[float], list[float]]:
-    """Start and end of every job: a server takes its jobs in the given order, each as soon as the jobs it needs ended."""
-    waiting = [len(job.needs) for job in jobs]
-    followers: list[list[int]] = [[] for _ in jobs]
-    for i, job in enumerate(jobs):
-        for need in job.needs:
-            followers[need].append(i)
-    starts, ends = [0.0] * len(jobs), [0.0] * len(jobs)
-    turn, busy = dict.fromkeys(order, 0), dict.fromkeys(order, False)
-    clock: list[tuple[float, int, int]] = []  # time; 0: a job ends, 1: a job is released; its number
-    released = [job.release <= 0 for job in jobs]
-    for i, job in enumerate(jobs):
-        if not released[i]:
-            heapq.heappush(clock, (job.release, 1, i))
-
-    def begin(server: int, now: float) -> None:
-        if busy[server] or turn[server] == len(order[server]):
-            return
-        i = order[server][turn[server]]
-        if waiting[i] == 0 and released[i]:
-            turn[server] += 1
-            busy[server] = True
-            starts[i], ends[i] = now, now + sum(seconds for _, seconds in jobs[i].pieces)
-            heapq.heappush(clock, (ends[i], 0, i))
-
-    for server in order:
-        begin(server, 0.0)
-    while clock:
-        now, kind, i = heapq.heappop(clock)
-        touched = {jobs[i].server}
-        if kind:
-            released[i] = True
-        else:
-            busy[jobs[i].server] = False
-            for follower in followers[i]:
-                waiting[follower] -= 1
-                touched.add(jobs[follower].server)
-        for server in touched:
-            begin(server, now)
-    return starts, ends
+                start = max(start, delivered[part])
+            for source, barrier in needs[i]:
+                start = max(start, calls[source][-1 if barrier else part].end)
+            free[placement] = start + sum(seconds for _, seconds in its)
+            calls[i].append(_Call(placement, its, start, free[placement], micro_batch=part))
+    return [call for i in members for call in calls[i]]

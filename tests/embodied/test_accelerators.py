@@ -219,7 +219,7 @@ def test_a_run_that_plans_for_a_gpu_computes_what_one_on_the_cpu_does(
     for name in ("policy", "learner"):
         measured = profile.components[name]
         assert {(point.batch, point.devices) for point in measured.points} == {(4, 1), (2, 1)}
-        assert measured.resident_bytes == measured.process_bytes > 0 and measured.beside >= 1
+        assert measured.resident_bytes == measured.process_bytes > 0 and measured.contention >= 1
     # Two minibatches, each in one pass; all is trained, so ranks would hold shards.
     gathered, scattered = profile.components["learner"].exchanges
     assert (gathered.collective, gathered.times, gathered.fewest) == ("all_gather", 4, 4)
