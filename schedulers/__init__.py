@@ -6,8 +6,8 @@
 
 Nouns, each with a JSON form (`files`): `Workflow` (components, edges, rollout loops), `Profile` (measured times and
 memory), `Cluster` (nodes and links), `Plan` (placements in phases, see `plan`). `cost` predicts the makespan of a plan,
-by formulas and by event simulation; `search` finds the best plan; `explain` and `scaling` say why it is, and what limits
-it.
+by formulas and by event simulation; `search` finds the best plan; `explain` and `scaling` say why it is the best, and
+what limits it.
 """
 
 from schedulers.cluster import Cluster, Node, Pool

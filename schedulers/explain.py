@@ -160,8 +160,8 @@ def _weights(plan: Plan, problem: Problem) -> list[str]:
     if shared is None or not guests:
         return []
     return [
-        f"On {guests} of {len(hosts)} accelerators of {shared.policy} it takes turns with {shared.learner} in one process, "
-        "with one copy of the weights."
+        f"On {guests} of {len(hosts)} accelerators of {shared.policy} it takes turns with {shared.learner} in one "
+        "process, with one copy of the weights."
     ]
 
 
@@ -368,8 +368,8 @@ def _waits(
 
 
 def _fused_or_split(plan: Plan, number: int, problem: Problem, loop: int) -> str:
-    """Makespan with physics and rendering split instead of fused, or fused instead of split, on the same devices with the
-    best number of groups."""
+    """Makespan with physics and rendering split instead of fused, or fused instead of split, on the same devices with
+    the best number of groups."""
     own = [name for name in problem.graph.loops[loop] if name not in problem.graph.shared]
     places = [placement for placement in plan.phases[number].placements if set(placement.components) & set(own)]
     pools = {problem.pools[name] for name in own}

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from schedulers.cluster import Cluster, check_cluster, devices_of
-from schedulers.cost.phase import phase_model
+from schedulers.cost.phase import PhaseModel, phase_model
 from schedulers.cost.problem import Problem
 from schedulers.cost.times import resident_bytes, working_bytes
 from schedulers.errors import PlanError, nearest
@@ -37,15 +37,16 @@ def validate(plan: Plan, workflow: Workflow, cluster: Cluster, profile: Profile 
     _check_head_node(plan, workflow, cluster)
     _check_batches(plan, workflow, graph)
     _check_mode(plan, graph)
-    _check_waiting(plan, workflow, graph, profile)
+    for phase in plan.phases:
+        phase_model_of(plan, phase, graph, workflow, profile or Profile(workflow.name, {}, {}))
     if profile is not None:
         _check_max_devices(plan, profile)
         _check_memory(plan, workflow, cluster, profile)
 
 
 def check_placements(plan: Plan, graph: Graph, profile: Profile | None = None) -> None:
-    """Raises `PlanError` unless every component is in exactly one placement, and every placement has devices of one pool,
-    that of its components."""
+    """Raises `PlanError` unless every component is in exactly one placement, and every placement has devices of one
+    pool, that of its components."""
     if not plan.phases:
         raise PlanError("the plan has no phases")
     placed: list[str] = []
@@ -149,8 +150,8 @@ def _check_batches(plan: Plan, workflow: Workflow, graph: Graph) -> None:
 
 
 def _check_groups(plan: Plan, workflow: Workflow, number: int, first: str) -> None:
-    """Raises `PlanError` unless a loop's groups divide its environments, and the devices of its first component those of a
-    group."""
+    """Raises `PlanError` unless a loop's groups divide its environments, and the devices of its first component those
+    of a group."""
     items, groups = workflow.environments(number), plan.groups_of(number)
     of = f" of {workflow.task(number)}" if workflow.task(number) else ""
     if groups < 1 or items % groups:
@@ -207,19 +208,20 @@ def _check_mode(plan: Plan, graph: Graph) -> None:
         raise PlanError("one step ahead needs a workflow with a loop")
 
 
-def _check_waiting(plan: Plan, workflow: Workflow, graph: Graph, profile: Profile | None) -> None:
-    known = profile or Profile(workflow.name, {}, {})
-    for phase in plan.phases:
-        names = [graph.ordered(placement.components) for placement in phase.placements]
-        groups = tuple(plan.groups_of(i) for i in range(len(graph.loops)))
-        if phase_model(graph, workflow, known, names, groups, phase.micro_batch, ahead=plan.ahead > 0) is None:
-            if plan.ahead:
-                raise PlanError("one step ahead, loop and learner side need placements of their own")
-            who = "; ".join(", ".join(placement) for placement in names)
-            raise PlanError(
-                f"the placements of one phase ({who}) wait for each other; put what the loop needs into an earlier "
-                "phase, and what lies between two components of a placement into that placement"
-            )
+def phase_model_of(plan: Plan, phase: Phase, graph: Graph, workflow: Workflow, profile: Profile) -> PhaseModel:
+    """Model of one of the plan's phases; raises `PlanError` where its placements wait for each other in a circle."""
+    names = [graph.ordered(placement.components) for placement in phase.placements]
+    groups = tuple(plan.groups_of(i) for i in range(len(graph.loops)))
+    model = phase_model(graph, workflow, profile, names, groups, phase.micro_batch, ahead=plan.ahead > 0)
+    if model is not None:
+        return model
+    if plan.ahead:
+        raise PlanError("one step ahead, loop and learner side need placements of their own")
+    who = "; ".join(", ".join(placement) for placement in names)
+    raise PlanError(
+        f"the placements of one phase ({who}) wait for each other; put what the loop needs into an earlier phase, and "
+        "what lies between two components of a placement into that placement"
+    )
 
 
 def _check_max_devices(plan: Plan, profile: Profile) -> None:
@@ -243,15 +245,12 @@ def _check_memory(plan: Plan, workflow: Workflow, cluster: Cluster, profile: Pro
     shared = problem.shared_weights
     both = shared.devices(plan) if shared and not plan.unload else frozenset()
     for phase in plan.phases:
-        names = [problem.graph.ordered(placement.components) for placement in phase.placements]
-        groups = tuple(plan.groups_of(i) for i in range(len(problem.graph.loops)))
-        model = phase_model(problem.graph, workflow, profile, names, groups, phase.micro_batch, ahead=plan.ahead > 0)
-        assert model is not None
+        model = phase_model_of(plan, phase, problem.graph, workflow, profile)
         now: dict[Device, tuple[float, float]] = {}
-        for placement, members in zip(phase.placements, names, strict=True):
-            resident = resident_bytes(problem, members)
-            without = resident_bytes(problem, members, weights_elsewhere=True)
-            working = float(working_bytes(problem, model, members, np.array([placement.count]))[0])
+        for placement, names in zip(phase.placements, model.placements, strict=True):
+            resident = resident_bytes(problem, names)
+            without = resident_bytes(problem, names, weights_elsewhere=True)
+            working = float(working_bytes(problem, model, names, np.array([placement.count]))[0])
             for device in one_by_one(placement.devices):
                 now[device] = (without if device in both else resident, working)
         held.append(now)

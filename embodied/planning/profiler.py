@@ -342,7 +342,9 @@ def _switching(found: ComponentProfile, probed: Probed, name: str) -> ComponentP
     return replace(found, process_bytes=float(out.bytes), unload_s=out.seconds, load_s=back.seconds)
 
 
-def _computing(found: ComponentProfile, whole: Probed, peak_bytes: int = 0, data_parallel: bool = False) -> ComponentProfile:
+def _computing(
+    found: ComponentProfile, whole: Probed, peak_bytes: int = 0, data_parallel: bool = False
+) -> ComponentProfile:
     """On the pool where it was measured, of a GPU's memory what it holds. More GPUs help what has replicas or ranks
     there (`data_parallel`), and not what is one process."""
     if not whole.accelerated:

@@ -1,7 +1,7 @@
 """Communication: collectives among a component's instances, weight sync, and messages between nodes.
 
-Instances form one ring (`laws.ring_seconds`), which passes through every node once. Nothing overlaps with computing, and
-there are no trees: with small messages on very many devices this is more than a library takes.
+Instances form one ring (`laws.ring_seconds`), which passes through every node once. Nothing overlaps with computing,
+and there are no trees: with small messages on very many devices this is more than a library takes.
 """
 
 from __future__ import annotations

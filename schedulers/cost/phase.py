@@ -274,8 +274,8 @@ def phase_model(
     micro_batch: int,
     ahead: bool = False,
 ) -> PhaseModel | None:
-    """Model of a phase with these placements and groups of each loop; None where placements would wait for each other in
-    a circle."""
+    """Model of a phase with these placements and groups of each loop; None where placements would wait for each other
+    in a circle."""
     placements = tuple(tuple(names) for names in placements)
     where = {name: i for i, names in enumerate(placements) for name in names}
     in_loop = [name for name in graph.loop if name in where]

@@ -10,7 +10,7 @@ import numpy as np
 from schedulers.cluster import Cluster, Node
 from schedulers.cost.communication import transfer_seconds, weight_sync_seconds, with_transfers
 from schedulers.cost.laws import completions
-from schedulers.cost.phase import PhaseModel, phase_model
+from schedulers.cost.phase import PhaseModel
 from schedulers.cost.problem import Problem
 from schedulers.cost.times import (
     communication_seconds,
@@ -20,10 +20,9 @@ from schedulers.cost.times import (
     switch_seconds,
     visit_seconds,
 )
-from schedulers.errors import PlanError
 from schedulers.plan import Phase, Plan, Prediction
 from schedulers.profile import Profile
-from schedulers.validation import check_placements
+from schedulers.validation import check_placements, phase_model_of
 from schedulers.workflow import Workflow, graph_of
 
 
@@ -113,21 +112,7 @@ def server_seconds_alone(problem: Problem, cost: PhaseCosts, number: int) -> lis
 
 def phase_costs(plan: Plan, phase: Phase, problem: Problem) -> PhaseCosts:
     """Costs of one phase; raises `PlanError` where its placements wait for each other in a circle."""
-    names = [problem.graph.ordered(placement.components) for placement in phase.placements]
-    groups = tuple(plan.groups_of(i) for i in range(len(problem.graph.loops)))
-    model = phase_model(
-        problem.graph, problem.workflow, problem.profile, names, groups, phase.micro_batch, ahead=plan.ahead > 0
-    )
-    if model is None:
-        who = "; ".join(", ".join(placement) for placement in names)
-        raise PlanError(
-            f"the placements of one phase ({who}) wait for each other: "
-            + (
-                "one step ahead, loop and learner side need placements of their own"
-                if plan.ahead
-                else "put what the loop needs into an earlier phase, and components between others with one of them"
-            )
-        )
+    model = phase_model_of(plan, phase, problem.graph, problem.workflow, problem.profile)
     model = replace(model, node_counts=tuple(len(placement.nodes) for placement in phase.placements))
     counts = [np.array([placement.count]) for placement in phase.placements]
     visits = [

@@ -75,8 +75,8 @@ def simulate(
 ) -> Simulation:
     """Simulate one iteration.
 
-    Without a seed times are constant and the result equals `predict`'s. With one, every call draws its time from a gamma
-    distribution with the profiled mean and coefficient of variation; `variation` replaces the profile's.
+    Without a seed times are constant and the result equals `predict`'s. With one, every call draws its time from a
+    gamma distribution with the profiled mean and coefficient of variation; `variation` replaces the profile's.
 
     Raises `PlanError` for a plan that cannot run.
     """

@@ -120,7 +120,7 @@ class Options:
 
 
 def options_of(problem: Problem, model: PhaseModel, index: int, limits: MemoryLimits) -> Options:
-    """Options of a placement. The same placement comes back in many phases with the same work: it is worked out once."""
+    """Options of a placement, remembered because the same placement comes back in many phases with the same work."""
     names = model.placements[index]
     visits = [i for i, visit in enumerate(model.visits) if visit.placement == index]
     stages = [i for i, stage in enumerate(model.stages) if stage.placement == index]
