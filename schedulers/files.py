@@ -1,7 +1,7 @@
 """Workflows, profiles, clusters and plans as JSON: readable, editable, checked when read.
 
-Devices are written as text, `node0:cores:0-3`. A cluster's node may have a `count`: so many equal ones. What
-is unlimited (memory, links) is left out.
+Devices are text, `node0:cores:0-3`. A node of a cluster may have a `count`: that many equal nodes. Unlimited amounts
+(memory, links) are left out.
 """
 
 from __future__ import annotations
@@ -15,32 +15,27 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from schedulers.cluster import Cluster
+from schedulers.cluster import MAX_NODES, Cluster, check_cluster
 from schedulers.errors import PlanError, nearest
-from schedulers.graph import graph_of
-from schedulers.layout import range_from, range_text
-from schedulers.plan import DeviceRange, Plan
-from schedulers.profile import Profile
-from schedulers.validation import MOST_NODES, check_cluster
-from schedulers.workflow import Workflow
+from schedulers.plan import DeviceRange, Plan, range_from, range_text
+from schedulers.profile import Profile, check_numbers
+from schedulers.workflow import Workflow, graph_of
 
 FORMAT = 1
-"""Of the files; a reader refuses those of another format."""
-LARGEST_FILE = 2**26
-"""Bytes of a file that is read."""
-LARGEST = 2**31 - 1
-"""Of the whole numbers in a file."""
+"""Version of the files; files of another are refused."""
+MAX_FILE_BYTES = 2**26
+MAX_INTEGER = 2**31 - 1
 SHOWN = 100
 """Characters of a wrong value in a message."""
-LONGEST_MESSAGE = 2000
-"""Characters; names in a file may be as long as it likes."""
+MAX_MESSAGE = 2000
+"""Characters of a message; names in a file have any length."""
 
 T = TypeVar("T", Workflow, Profile, Cluster, Plan)
 KINDS: dict[type, str] = {Workflow: "workflow", Profile: "profile", Cluster: "cluster", Plan: "plan"}
 
 
 def to_data(value: Workflow | Profile | Cluster | Plan) -> dict[str, Any]:
-    """As plain data for JSON; `from_data` gives back an equal value."""
+    """The value as plain data for JSON; `from_data` gives back an equal value."""
     data = {"format": FORMAT, "kind": KINDS[type(value)], **_plain(value)}
     if isinstance(value, Plan) and len(value.groups) == 1:
         data["groups"] = value.groups[0]
@@ -48,9 +43,9 @@ def to_data(value: Workflow | Profile | Cluster | Plan) -> dict[str, Any]:
 
 
 def from_data(kind: type[T], data: Any) -> T:
-    """The value that plain data stands for.
+    """The value of plain data that `to_data` or a person wrote.
 
-    Raises `PlanError` with what is wrong and where: another kind or format, unknown or missing keys (with the
+    Raises `PlanError` that says what is wrong and where: another kind or format, unknown or missing keys (with the
     nearest valid one), values of a wrong type, numbers that cannot be.
     """
     what = KINDS[kind]
@@ -77,43 +72,43 @@ def from_data(kind: type[T], data: Any) -> T:
 
 
 def text_of(value: Workflow | Profile | Cluster | Plan) -> str:
-    """As JSON, which `load` reads from a file."""
+    """The value as JSON text, the content of a file for `load`."""
     return json.dumps(to_data(value), indent=1, ensure_ascii=False) + "\n"
 
 
 def save(value: Workflow | Profile | Cluster | Plan, path: str | Path) -> None:
-    """Writes JSON."""
+    """Write the value as JSON."""
     Path(path).write_text(text_of(value))
 
 
 def load(kind: type[T], path: str | Path) -> T:
-    """Reads what `save` or a person wrote; raises `PlanError` that names the file."""
+    """Read a file that `save` or a person wrote; raises `PlanError` that names the file."""
     what = KINDS[kind]
     try:
         data = json.loads(_text(Path(path)), object_pairs_hook=_once_each)
     except FileNotFoundError:
         raise PlanError(f"there is no {what} file {str(path)!r}") from None
     except (OSError, ValueError) as error:
-        raise PlanError(f"{str(path)!r} cannot be read as JSON: {str(error)[:LONGEST_MESSAGE]}") from None
+        raise PlanError(f"{str(path)!r} cannot be read as JSON: {str(error)[:MAX_MESSAGE]}") from None
     except RecursionError:
         raise PlanError(f"{str(path)!r} cannot be read as JSON: it is nested too deeply") from None
     try:
         return from_data(kind, data)
     except PlanError as error:
-        raise PlanError(f"{path}: {str(error)[:LONGEST_MESSAGE]}") from None
+        raise PlanError(f"{path}: {str(error)[:MAX_MESSAGE]}") from None
 
 
 def _text(path: Path) -> str:
-    """What the file says. Raises `OSError`, also for what is no file or too large a one, or `ValueError`."""
+    """Text of the file. Raises `OSError`, also for a folder or too large a file, or `ValueError`."""
     size = path.stat().st_size
-    if not path.is_file() or size > LARGEST_FILE:
-        what = f"{size} bytes are more than the {LARGEST_FILE} that are read" if path.is_file() else "it is no file"
+    if not path.is_file() or size > MAX_FILE_BYTES:
+        what = f"{size} bytes are more than the {MAX_FILE_BYTES} that are read" if path.is_file() else "it is no file"
         raise OSError(what)
     return path.read_text(encoding="utf-8")
 
 
 def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON, in which no key stands twice: one of the two would be read over."""
+    """Object of JSON. Raises `ValueError` for a key that stands there twice, of which one would be ignored."""
     found = dict(pairs)
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
@@ -127,7 +122,7 @@ def _plain(value: Any) -> Any:
         return range_text(value)
     if is_dataclass(value):
         pairs = ((field, getattr(value, field.name)) for field in fields(value))
-        return {field.name: _plain(item) for field, item in pairs if not _unsaid(field, item)}
+        return {field.name: _plain(item) for field, item in pairs if not _left_out(field, item)}
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
@@ -135,15 +130,15 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _unsaid(field: Field[Any], item: Any) -> bool:
-    """Left out of files: unlimited amounts, and what is None or empty by default."""
+def _left_out(field: Field[Any], item: Any) -> bool:
+    """True for unlimited amounts, and for values that are None or empty by default."""
     if field.default is not MISSING:
         return bool(item == field.default and (item in (None, (), "") or item == math.inf))
     return field.default_factory is not MISSING and item == field.default_factory()
 
 
 def _with_equal_nodes(data: dict[str, Any]) -> dict[str, Any]:
-    """Nodes with their `count` written out: `node0`, `node1`, ... or a name of one's own and a number."""
+    """A node with a `count` as that many nodes: `node0`, `node1`, ... or its name and a number."""
     nodes = data.get("nodes")
     if not isinstance(nodes, (list, tuple)):
         return data
@@ -156,8 +151,8 @@ def _with_equal_nodes(data: dict[str, Any]) -> dict[str, Any]:
         count = node.pop("count", None)
         if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
             raise PlanError(f"cluster: the count of nodes is a whole number of at least 1, not {_shown(count)}")
-        if count is not None and len(result) + count > MOST_NODES:
-            raise PlanError(f"cluster: {_shown(len(result) + count)} nodes are more than the {MOST_NODES} that can be")
+        if count is not None and len(result) + count > MAX_NODES:
+            raise PlanError(f"cluster: {_shown(len(result) + count)} nodes are more than the {MAX_NODES} that can be")
         name = node.pop("name", None)
         if count is None:
             result.append({"name": f"node{len(result)}" if name is None else name, **node})
@@ -191,7 +186,7 @@ def _read(hint: Any, value: Any, where: str) -> Any:
         if not isinstance(value, (list, tuple)):
             raise PlanError(f"{where} is a list, not {_type(value)}")
         return tuple(_read(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(value))
-    if origin is not None:  # A mapping.
+    if origin is not None:  # a mapping
         if not isinstance(value, Mapping):
             raise PlanError(f"{where} is a mapping of keys to values, not {_type(value)}")
         return {
@@ -208,9 +203,9 @@ def _read_plain(hint: type, value: Any, where: str) -> Any:
         raise PlanError(f"{where} is {words[hint]}, not {_type(value)} {_shown(value)}")
     if isinstance(value, (int, float)) and not value >= 0:
         raise PlanError(f"{where} is {_shown(value)}; it cannot be less than 0")
-    if isinstance(value, int) and value > LARGEST:
-        raise PlanError(f"{where} is {_shown(value)}; it can be at most {LARGEST}")
-    if isinstance(value, str) and not _can_be_said(value):
+    if isinstance(value, int) and value > MAX_INTEGER:
+        raise PlanError(f"{where} is {_shown(value)}; it can be at most {MAX_INTEGER}")
+    if isinstance(value, str) and not _is_text(value):
         raise PlanError(f"{where} is {_shown(value)}, which is no text: it has half a character")
     return value
 
@@ -241,39 +236,13 @@ def _check(value: Any) -> None:
         check_numbers(value)
 
 
-def check_numbers(profile: Profile) -> None:
-    """Raises `PlanError` for times, batches or factors that no measurement gives."""
-    every = [(name, component) for name, component in profile.components.items()]
-    every += [(name, component.elsewhere) for name, component in every if component.elsewhere is not None]
-    for name, component in every:
-        other = component.elsewhere
-        if other is not None and (other.pool == component.pool or other.elsewhere is not None or not other.points):
-            raise PlanError(
-                f"profile: what {name!r} takes `elsewhere` is its times on the other pool than {component.pool}"
-            )
-        for point in component.points:
-            if point.batch < 1 or point.devices < 1 or not 0 <= point.seconds < math.inf:
-                raise PlanError(
-                    f"profile: {name!r} has a point of {point.batch} items on {point.devices} devices in "
-                    f"{point.seconds} s; batch and devices are at least 1, seconds finite"
-                )
-        if not 0 < component.beside < math.inf:
-            raise PlanError(f"profile: the factor `beside` of {name!r} is {component.beside}; it is more than 0")
-    for entry in profile.together:
-        if entry.batch < 1 or entry.devices < 1 or entry.groups < 1:
-            raise PlanError(f"profile: {', '.join(entry.components)} together need a batch, devices and groups")
-    shares = profile.arrivals
-    if shares and (list(shares) != sorted(shares) or abs(shares[-1] - 1) > 1e-6):
-        raise PlanError("profile: arrivals are shares of the loop's time in rising order, the last of them 1")
-
-
-def _can_be_said(text: str) -> bool:
-    """JSON can write half of a pair of surrogates, which no file or terminal takes."""
+def _is_text(text: str) -> bool:
+    """True without half a pair of surrogates, which JSON can write, but no file or terminal takes."""
     return not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def _shown(value: Any) -> str:
-    """A value in a message, in which it has limited room; a number may have too many digits to be written at all."""
+    """A value in a message, shortened; a number may have too many digits to be written at all."""
     try:
         text = repr(value)
     except ValueError:
