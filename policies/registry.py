@@ -18,14 +18,14 @@ from policies.files import CONFIG, read_json, shown
 from policies.transforms import instead_of
 
 KINDS = {
-    "flow": "policies.flow:FlowPolicy",
-    "gaussian_mlp": "policies.gaussian_mlp:GaussianMLP",
+    "flow": "policies.small.flow:FlowPolicy",
+    "gaussian_mlp": "policies.small.gaussian_mlp:GaussianMLP",
     "pi0": "policies.pi0.policy:Pi0",
     "openvla": "policies.openvla.policy:OpenVLA",
     "openvla_oft": "policies.openvla.oft:OpenVLAOFT",
-    "random": "policies.random_actions:RandomActions",
-    "replay": "policies.replay:Replay",
-    "scripted": "policies.scripted:Scripted",
+    "random": "policies.scripted.random_actions:RandomActions",
+    "replay": "policies.scripted.replay:Replay",
+    "scripted": "policies.scripted.policy:Scripted",
 }
 """Kind to module:class. A module is imported when its kind is asked for."""
 

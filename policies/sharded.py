@@ -39,6 +39,7 @@ from policies.files import (
     WEIGHT_SUFFIXES,
     WEIGHTS,
     Shards,
+    check_finite,
     layout,
     read_json,
     shown,
@@ -47,7 +48,6 @@ from policies.files import (
     write_json,
     write_tensors,
 )
-from policies.finite import check_finite
 
 FSDP_CONFIG = "fsdp_config.json"
 HUGGINGFACE = "huggingface"

@@ -24,8 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from policies.contract import PolicyError
-from policies.files import ADAPTER_CONFIG, check_tensors, read_json, read_state, shown
-from policies.finite import check_finite
+from policies.files import ADAPTER_CONFIG, check_finite, check_tensors, read_json, read_state, shown
 from policies.openvla.config import TOWERS
 from policies.openvla.model import FILM_LAYER, OpenVLAModel, from_checkpoint
 from policies.openvla.side_files import LORA_ADAPTER

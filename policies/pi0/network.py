@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from policies.layers import time_embedding
 from policies.lora import AdaptedModel
 from policies.pi0.config import Layout, Pi0Sizes, VisionSizes
 from policies.pi0.mixture import Cache, Mixture, blocks_seen, positions_of
 from policies.pi0.names import own_name, stored_name
-from policies.time_embedding import time_embedding
 from policies.torchvision_operators import import_torchvision
 
 DIGESTED = (

@@ -16,7 +16,7 @@ from typing import Any
 from policies.contract import PolicyError
 from policies.files import ADAPTER, ADAPTER_CONFIG, CONFIG, INDEX, SINGLE, Shards, check_no_shards, read_json, shown
 from policies.pi0.config import Layout, check_entries, layout_of
-from policies.pi0.prompts import TOKENIZER
+from policies.pi0.inputs import TOKENIZER
 from policies.pi0.steps import POST, PRE, Processors, read_processors
 from policies.random_weights import RANDOM_WEIGHTS
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from policies.contract import PolicyError
 from policies.registry import nearest
-from policies.waypoints.scene import Vector
+from policies.scripted.scene import Vector
 
 ACTION_DIM = 4
 """[dx, dy, dz, gripper], which stays closed: -1."""

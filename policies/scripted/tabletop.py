@@ -6,7 +6,7 @@ import numpy as np
 
 from policies.contract import PolicyError
 from policies.registry import nearest
-from policies.waypoints.scene import Vector
+from policies.scripted.scene import Vector
 
 ACTION_DIM = 3
 """[dx, dy, dz]."""

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from policies.waypoints.scene import XYZ, Pose, Scene, Vector, rotated, turn_between, turned
+from policies.scripted.scene import XYZ, Pose, Scene, Vector, rotated, turn_between, turned
 
 OPEN, CLOSE = -1.0, 1.0
 """LIBERO's gripper actions."""
