@@ -1,4 +1,4 @@
-"""Flow-SDE: a flow policy's denoising as a stochastic process whose steps have a density. Pure functions.
+"""Flow-SDE: a flow policy's denoising as a stochastic process whose steps have a density, and the sampler built on it.
 
 Time runs from t = 1 (noise) to t = 0 (action) in N equal steps, t_i = 1 - i/N, delta = 1/N, with velocity
 v = dx/dt. The ODE step is x - delta v. Flow-SDE (pi-RL, arXiv 2510.25889; Flow-GRPO, arXiv 2505.05470) adds
@@ -51,9 +51,7 @@ def mean_weights(steps: int, noise_level: float) -> tuple[Tensor, Tensor]:
     return 1 - score / steps, -(1 + score * (1 - t)) / steps
 
 
-# --- From noise to actions in N steps, some of which are drawn and have a density. What every flow policy samples
-# with.
-
+# --- the sampler of every flow policy: from noise to actions in N steps, some of which are drawn and scored
 
 PICKING, REDUCTIONS = ("one", "any"), ("sum", "mean")
 SCORED = (*PICKING, "all", "learned")
@@ -63,7 +61,7 @@ VARIANCE_EPS = 1e-4
 
 @dataclass(frozen=True)
 class Field:
-    """What a network says of a chunk that is not yet one."""
+    """Prediction of the network for a partly denoised chunk."""
 
     v: Tensor
     """[.., D] velocity."""
@@ -138,7 +136,7 @@ class Denoising(nn.Module):
 
     @property
     def picks(self) -> bool:
-        """Whether one step is scored."""
+        """True if one step is scored."""
         return self.scored in PICKING
 
     @property

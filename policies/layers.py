@@ -1,4 +1,4 @@
-"""Building blocks that several policies share."""
+"""Building blocks of several policies: layers, time embedding, the normal density, the imitation loss's mask."""
 
 from __future__ import annotations
 
@@ -59,9 +59,6 @@ def checked_noise(noise: Tensor, noise_dim: int) -> Tensor:
     return noise
 
 
-# --- The embedding of a denoising time.
-
-
 def time_embedding(t: Tensor, width: int) -> Tensor:
     """[N] times in [0, 1] to float64 [N, width]: sines and cosines of periods from 0.004 to 4 (those of pi0).
 
@@ -72,8 +69,7 @@ def time_embedding(t: Tensor, width: int) -> Tensor:
     return torch.cat([phase.sin(), phase.cos()], -1)
 
 
-# --- The diagonal normal distribution, element by element: what every continuous policy is scored with.
-
+# --- the diagonal normal distribution, element by element: the density of every continuous policy
 
 LOG_SQRT_2PI = 0.5 * math.log(2 * math.pi)
 
@@ -92,8 +88,7 @@ def gaussian_entropy(log_std: Tensor) -> Tensor:
     return log_std + (0.5 + LOG_SQRT_2PI)
 
 
-# --- What all losses of imitation share. B rows, C actions of a chunk, A action dimensions.
-
+# --- imitation losses: B rows, C actions of a chunk, A action dimensions
 
 def only_counted(actions: Tensor, counted: Tensor) -> Tensor:
     """[B, H, A] with zeros for the actions that are not counted [B, H], whatever stands there: NaN times zero, in a

@@ -1,4 +1,4 @@
-"""Which base an adapter belongs to, as far as names and tensors tell.
+"""Low-rank adapters, in PEFT's layout on disk, and the base that an adapter belongs to.
 
 An adapter of a layer is A [r, in], B [out, r] and a scaling s; merged into its base W [out, in] it is W + s B A.
 """
@@ -76,7 +76,7 @@ def check_named_base(adapter: Path, named: str, base: Path, state: Mapping[str, 
 
 
 def is_merged(state: Mapping[str, Tensor], adapter: Mapping[str, Tensor], config: Mapping[str, Any]) -> bool | None:
-    """Whether an adapter is in the base's tensors already; None where they cannot tell.
+    """True if an adapter is in the base's tensors already; None where they cannot tell.
 
     With the singular vectors u, v and values d of s B A, u' W v has d in it once the adapter is merged. The share of d
     is estimated over all directions; the noise is what u' W v is for vectors that do not belong together.
@@ -136,7 +136,7 @@ def _directions(a: Tensor, b: Tensor, factor: float) -> tuple[Tensor, Tensor, Te
 
 
 def _same_tensors(folder: Path, state: Mapping[str, Tensor]) -> bool | None:
-    """Whether the matrices of a directory are these; None where it has none by these names."""
+    """True if the matrices of a directory are these; None where it has none by these names."""
     shards = Shards.find(folder)
     numbers, equal = 0, None
     for name in sorted(set(shards.files) & state.keys(), key=_spread):
@@ -170,8 +170,7 @@ def _spread(name: str) -> tuple[int, str]:
     return (sum(map(int, digits)) * 7919 + len(name) * 104729) % 1009, name
 
 
-# --- Low-rank adapters, in PEFT's layout on disk.
-
+# --- reading, adding, writing adapters
 
 PREFIX = "base_model.model."
 NAME = "default"
@@ -198,8 +197,9 @@ BASE = "base_digest"
 OUTPUT_LAYERS = ("lm_head",)
 """Linear layers that PEFT's `all-linear` leaves out."""
 LONGEST_MATCH_S = 1.0
+"""Limit of a search for module names, in seconds: PEFT reads the names as regular expressions, which may not end."""
 PATTERN = r"[\w.^$\\-]+"
-"""Of names of modules, which PEFT takes for regular expressions: those of strangers may take for ever."""
+"""Allowed characters of module names in an adapter_config.json."""
 Rank = Annotated[int, Field(strict=True, ge=0, le=2**16)]
 Alpha = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
 
@@ -233,7 +233,7 @@ class AdaptedModel(nn.Module):
 
     @property
     def base_folder(self) -> Path | None:
-        """Where the base's tensors came from."""
+        """Source of the base's tensors."""
         raise NotImplementedError
 
     def checkpoint_name(self, name: str) -> str:
@@ -259,7 +259,7 @@ class AdaptedPolicy(Policy):
 
     @property
     def adapted(self) -> bool:
-        """Whether an adapter is trained, and the network frozen."""
+        """True if an adapter is trained, and the network frozen."""
         return bool(self.adaptable.adapter_config)
 
     @property
@@ -309,7 +309,7 @@ def adapter_parameters(model: AdaptedModel) -> list[nn.Parameter]:
 
 
 def is_neutral(model: AdaptedModel) -> bool:
-    """Whether the adapter adds nothing to the model: B is zero everywhere, as in a new one."""
+    """True if the adapter adds nothing to the model: B is zero everywhere, as in a new one."""
     return not any(bool(p.any()) for name, p in model.named_parameters() if f".lora_B.{NAME}." in name)
 
 
@@ -387,7 +387,7 @@ def attach(model: AdaptedModel, config: dict[str, Any], source: Path | None = No
         # Dropout would make the second look at a decision differ from the first.
         ready = LoraConfig(**({"init_lora_weights": "gaussian"} | _known(config) | {"lora_dropout": 0.0}))
         inject_adapter_in_model(ready, model, adapter_name=NAME)
-    except Exception as error:  # a configuration of somebody's: PEFT raises anything for what it has not thought of
+    except Exception as error:  # an outside configuration: PEFT raises any error for it
         what = str(error)[:SHOWN_ERROR] or type(error).__name__
         where = "" if source is None else f"{source}: "
         raise PolicyError(f"{where}an adapter of r={shown(config.get('r'))} cannot be made: {what}") from error
@@ -472,7 +472,7 @@ def check_whole(folder: Path, config: dict[str, Any], modules: Iterable[str], la
 
 
 def _targeted(folder: Path, config: dict[str, Any], layer: str) -> bool:
-    """Whether PEFT hangs an adapter on the linear layer."""
+    """True if PEFT adds an adapter to the linear layer."""
     import regex  # type: ignore[import-untyped]  # with a limit of time: the pattern is a stranger's
     from peft import LoraConfig
     from peft.tuners.tuners_utils import check_target_module_exists
@@ -486,7 +486,7 @@ def _targeted(folder: Path, config: dict[str, Any], layer: str) -> bool:
                 return layer.rsplit(".", 1)[-1] not in OUTPUT_LAYERS
             return regex.fullmatch(target, layer, timeout=LONGEST_MATCH_S) is not None
         return bool(check_target_module_exists(LoraConfig(**_known(config)), layer))
-    except Exception as error:  # a pattern of somebody's
+    except Exception as error:  # an outside pattern
         what = str(error)[:SHOWN_ERROR] or type(error).__name__
         path = folder / ADAPTER_CONFIG
         raise PolicyError(f"{path}: target_modules {shown(target)} cannot be used: {what}") from error

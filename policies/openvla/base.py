@@ -1,4 +1,7 @@
-"""Action tokens. Source: prismatic/vla/action_tokenizer.py of openvla/openvla."""
+"""Policies on OpenVLA's network: inputs, units of actions, files on disk, and action tokens.
+
+Source of the action tokens: prismatic/vla/action_tokenizer.py of openvla/openvla.
+"""
 
 from __future__ import annotations
 
@@ -52,19 +55,16 @@ def action_of(tokens: Tensor, action_vocab: int, bins: int = BINS) -> Tensor:
     return centres[(action_vocab - tokens - 1).clamp(0, bins - 2)]
 
 
-# --- What all policies on OpenVLA's network share: what they read, what gives actions a unit, what is on disk.
-
-
 BFLOAT16_TOLERANCE = 2e-2
 """Largest mean |ratio - 1| of unchanged weights in 16-bit arithmetic."""
 FEATURES = "features"
-"""Entry of a trace: what `precompute` found."""
+"""Entry of a trace: the result of `precompute`."""
 SCALING = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
 """Entries of adapter_config.json that an adapter's matrices are multiplied by."""
 
 
 class TokenPolicy(lora.AdaptedPolicy):
-    """A policy that says its actions in tokens of OpenVLA's network. Reads frames and the instruction.
+    """A policy whose actions are tokens of OpenVLA's network. Reads frames and the instruction.
 
     Each token is drawn from the action tokens alone, at `temperature`, with one number of the noise; the mode is
     the likeliest token. The log-prob of a token is under that same distribution. The value head reads the state that

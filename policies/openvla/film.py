@@ -52,7 +52,7 @@ class FilmedBlock(nn.Module):
 
 @dataclass(frozen=True)
 class FilmFile:
-    """What a file says beyond the tensors that the model computes with; on the CPU, to be written again."""
+    """Tensors of a file that the model does not compute with; on the CPU, to be written again."""
 
     unused: Mapping[str, Tensor]
     """Tensors that no output depends on, by the file's names: the last blocks, with FiLM's layers, and what follows."""

@@ -1,6 +1,7 @@
-"""Two vision transformers and the projector into the language model's space.
+"""OpenVLA's network: images and a prompt in, hidden states and logits of action tokens out.
 
-B images, N patches of each, E the towers' widths together, D the language model's width.
+Two vision transformers and a projector into the language model's space. B images, N patches of each, E the towers'
+widths together, D the language model's width.
 """
 
 from __future__ import annotations
@@ -102,16 +103,13 @@ class Projector(nn.Module):
         return self.fc3(functional.gelu(self.fc2(functional.gelu(self.fc1(x)))))
 
 
-# --- OpenVLA's network: images and a prompt in, hidden states and logits of action tokens out.
-
-
 LAYER_SCALES = (".ls1.", ".ls2.")
 """Modules whose parameter timm calls gamma and the checkpoint scale_factor: Hugging Face's loader used to rename
 everything called gamma."""
 FILM_LAYER = re.compile(r"vision_backbone\.\w+\.blocks\.\d+\.(scale|shift)\.(weight|bias)")
 """Names of FiLM's own layers (`policies.openvla.film`)."""
 FILMED = re.compile(r"^(vision_backbone\.\w+\.blocks\.\d+\.)block\.")
-"""Where a block that FiLM modulates stands in its wrapper, which the checkpoint's names do not have."""
+"""Prefix of a block inside its FiLM wrapper, which the checkpoint's names do not have."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -181,7 +179,7 @@ class OpenVLAModel(AdaptedModel):
         self.unused: dict[str, Tensor] = {}
         """The checkpoint's tensors that no output depends on, kept on the CPU to be saved again."""
         self.shards: Shards | None = None
-        """Where the tensors came from."""
+        """Source of the tensors."""
 
     @property
     def width(self) -> int:

@@ -37,7 +37,7 @@ from policies.small.encoders import vector
 STOP = 2
 """The token </s>, which ends a training text."""
 CONVENTIONS = {"official": True, "simplevla-rl": True, "rlinf": False}
-"""Whether a project's models see STOP after the action tokens. It is a key for every query: with another convention
+"""True if a project's models see STOP after the action tokens. It is a key for every query: with another convention
 than that of training most tokens change. Their padding differs too, but under a mask of valid keys and position ids
 that count valid tokens all kinds of padding are the same."""
 HEADS = ("tokens", "l1")

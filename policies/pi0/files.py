@@ -96,7 +96,7 @@ def _empty(folder: Path, sizes: Pi0Sizes) -> Pi0Network:
 
 
 def is_adaptive(folder: Path) -> bool:
-    """Whether a directory's weights are those of a pi0.5. Raises `PolicyError`."""
+    """True if a directory's weights are those of a pi0.5. Raises `PolicyError`."""
     return _adaptive(Shards.find(folder))
 
 

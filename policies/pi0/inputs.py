@@ -1,4 +1,6 @@
-"""Camera frames to pixel values: fitted into a square, black at the sides, in -1..1.
+"""Inputs of pi0: camera frames to pixel values, instructions to PaliGemma's tokens.
+
+B rows, L tokens. Frames are fitted into a square, black at the sides, in -1..1.
 
 openpi has two ways. `pillow` is what its clients do to every frame (openpi_client/image_tools.py): Pillow's bilinear
 filter, which averages where it makes frames smaller. `interpolate` is the training code's and LeRobot's
@@ -21,7 +23,7 @@ from policies.resampling import resize
 
 Resize = Literal["pillow", "interpolate"]
 BLACK, OF_LEROBOT_04 = -1.0, -3.0
-"""What pictures are filled up with, in the network's units."""
+"""Padding value of pictures, in the network's units."""
 
 
 def pixel_values(frames: Tensor, size: int, way: Resize, sides: float = BLACK) -> Tensor:
@@ -43,8 +45,7 @@ def pixel_values(frames: Tensor, size: int, way: Resize, sides: float = BLACK) -
     return functional.pad(pixels, (beside, size - columns - beside, above, size - rows - above), value=sides)
 
 
-# --- From instructions to PaliGemma's tokens, as each project has it. B rows, L tokens.
-
+# --- instructions to PaliGemma's tokens, as each project encodes them
 
 Convention = Literal["openpi", "lerobot", "lerobot-0.4"]
 TOKENIZER = "tokenizer.model"
@@ -75,7 +76,7 @@ class Prompts:
         self._length, self._convention, self._state_dim = length, convention, state_dim
 
     def text(self, instruction: str, state: Tensor | None) -> str:
-        """What is encoded; `state` [D] is normalised, None where the prompt has none."""
+        """Text that is encoded; `state` [D] is normalised, None where the prompt has none."""
         if state is not None:
             numbers = " ".join(map(str, self._bins(state)))
             return f"Task: {cleaned(instruction)}, State: {numbers};\nAction: "
@@ -84,7 +85,7 @@ class Prompts:
         return instruction if instruction.endswith("\n") else f"{instruction}\n"
 
     def tokens(self, instruction: str, state: Tensor | None) -> list[int]:
-        """Of the whole prompt, with its beginning-of-sequence token."""
+        """Tokens of the whole prompt, with its beginning-of-sequence token."""
         text = self.text(instruction, state)
         if state is None and self._convention == "openpi":
             return [*self._tokenizer.encode(text[:-1], add_bos=True), *self._tokenizer.encode("\n")]

@@ -88,7 +88,10 @@ class LearnedTimes:
 
     @classmethod
     def said(cls, source: Sources) -> LearnedTimes:
-        """Of a checkpoint. Raises `PolicyError` for numbers that are no times of 0 to 1, or another Beta."""
+        """Distribution of times in a checkpoint's description.
+
+        Raises `PolicyError` for numbers outside 0 to 1, or another Beta.
+        """
         if source.layout == "openpi":
             return cls()
         named = {f"time_sampling_{name}": name for name in ("scale", "offset")} | {"time_sampling_beta_alpha": "alpha"}
@@ -493,7 +496,7 @@ class Pi0(AdaptedPolicy):
         return prefix, self._summary(prefix, seen.state)
 
     def _known(self, trace: Mapping[str, Tensor], state: Tensor) -> tuple[Prefix, Tensor] | None:
-        """What `precompute` found."""
+        """Result of `precompute`."""
         if "keys" not in trace:
             return None
         cache = Cache(trace["keys"].unbind(1), trace["values"].unbind(1))
@@ -575,7 +578,7 @@ def _named(source: Sources, checkpoint: str, adapter: str, saved: str) -> dict[s
 
 
 def _steps(source: Sources) -> int:
-    """Of the integration, as LeRobot's config.json says it. Raises `PolicyError`."""
+    """Steps of the integration, from LeRobot's config.json. Raises `PolicyError`."""
     for name in ("num_inference_steps", "num_steps"):
         said = source.config.get(name, 10)
         if type(said) is not int or not 1 <= said <= MOST_STEPS:

@@ -32,7 +32,7 @@ STATISTICS = Path("assets") / "random" / "norm_stats.json"
 
 @dataclass(frozen=True)
 class Size:
-    """Of a network that is not as published."""
+    """Sizes of a network that is not as published."""
 
     vlm: StackSizes
     expert: StackSizes
@@ -58,7 +58,7 @@ PUBLISHED: Mapping[str, Any] = {
 
 
 def find(name: str) -> tuple[bool, Size | None]:
-    """Whether it is a pi0.5, and its sizes. Raises `PolicyError` with the nearest names."""
+    """True if it is a pi0.5, and its sizes. Raises `PolicyError` with the nearest names."""
     if name not in MODELS:
         raise PolicyError(f"unknown model {name!r}{nearest(name, list(MODELS))}")
     return MODELS[name]

@@ -1,4 +1,4 @@
-"""The LIBERO tasks that have a script. Lengths in m; offsets in the frames of LIBERO's assets."""
+"""LIBERO's scripted controller and its tasks. Lengths in m; offsets in the frames of LIBERO's assets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from policies.scripted.steps import OPEN, Aim, Approach, Grasp, PickAndPlace, Pu
 
 @dataclass(frozen=True)
 class Script:
-    """What the state of a task looks like, and the steps that solve it, the first one first."""
+    """Layout of a task's state, and the steps that solve it, in order."""
 
     layout: Layout
     steps: tuple[Step, ...]
@@ -73,18 +73,18 @@ _SPATIAL_BOWLS = {
     "next to the plate": (0.98, _RIM),
     "on the wooden cabinet": (1.16, _RIM),
 }
-"""Where the bowl stands, the height at which it clears what is around, and how it is held. Not higher: above the
+"""The bowl's place, the height at which it clears its surroundings, and its grasp. Not higher: above the
 plate the arm is nearly straight."""
 
 
 @dataclass(frozen=True)
 class _Grip:
-    """Where the fingers close on an object."""
+    """Point where the fingers close on an object."""
 
     offset: XYZ
     """In the object's frame."""
     above: float
-    """How far that is above the frame's origin while the object stands or lies."""
+    """Height of that point above the frame's origin while the object stands or lies."""
 
 
 _TALL, _CAN, _FLAT = _Grip((0.0, 0.045, 0.0), 0.045), _Grip((0.0, 0.012, 0.0), 0.012), _Grip((0.0, 0.0, 0.0), 0.0)
@@ -104,7 +104,7 @@ _GROCERIES: dict[str, tuple[_Grip, tuple[str, ...]]] = {
     "chocolate pudding": (_FLAT, ("orange_juice", "bbq_sauce", "ketchup", "salad_dressing", "alphabet_soup")),
     "orange juice": (_TALL, ("butter", "chocolate_pudding", "bbq_sauce", "ketchup", "salad_dressing")),
 }
-"""How an object of libero_object is held, and the task's movables after the object and the basket."""
+"""Grasp of an object of libero_object, and the task's movables after the object and the basket."""
 
 
 def _into_basket(name: str, grip: _Grip, others: tuple[str, ...]) -> Script:
@@ -130,14 +130,13 @@ SCRIPTS: dict[str, Script] = {
 """Instruction, in lower case, to script."""
 
 
-# --- LIBERO's hand, by a script: what to do next is read off the state, and the hand goes there.
-
+# --- the controller: the next step is read off the state, and the hand moves there
 
 ACTION_DIM = 7
 """LIBERO's actions: position 3, axis-angle 3, gripper."""
 REST = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, OPEN)
 METRES, RADIANS = 0.05, 0.5
-"""How far an action of 1 moves the hand's goal (robosuite's OSC_POSE)."""
+"""Distance by which an action of 1 moves the hand's goal, in m (robosuite's OSC_POSE)."""
 LINEAR_GAIN, ANGULAR_GAIN = 2.5, 1.0
 """Goal ahead of the hand, in units of the remaining way. The hand covers a fraction of the goal's distance in an
 env step, so that a gain above 1 makes it fast; the robot's own damping keeps it from overshooting."""

@@ -14,7 +14,7 @@ from policies.scripted import libero, tabletop, two_cubes
 from policies.small.encoders import vector
 
 SCRIPTS = {script.ACTION_DIM: script.act for script in (libero, tabletop, two_cubes)}
-"""By the number of action dimensions, which tells the simulators' tasks apart."""
+"""Script by number of action dimensions, which differs between the simulators."""
 
 
 class Scripted(Policy):

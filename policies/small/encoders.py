@@ -1,4 +1,7 @@
-"""Running mean and variance of a vector, and the vector normalised with them."""
+"""Encoders: raw inputs to a feature vector per row, and the running normalisation of vectors.
+
+Rows never meet: no batch statistics anywhere.
+"""
 
 from __future__ import annotations
 
@@ -63,11 +66,8 @@ class Normalizer(nn.Module):
         self.count.copy_(total)
 
 
-# --- From raw inputs to a feature vector per row. Rows never meet: no batch statistics anywhere.
-
-
 CHANNELS = (32, 48, 64)
-"""Of the small CNN's three levels."""
+"""Channels of the small CNN's three levels."""
 CONVOLUTIONS = ((4, 4, 0), (3, 2, 1), (3, 2, 1))
 """(kernel, stride, padding) of each level. Time goes where the grid is finest, so the first layer cuts the frame
 into patches: a third of the time of overlapping 8 x 8 windows. 128 pixels become a grid of 8 x 8."""
