@@ -23,7 +23,7 @@ from embodied.devices import accelerators
 from embodied.doctor.hardware import fingerprint
 from embodied.errors import UserError
 from embodied.execution.assignment import Assignment
-from embodied.execution.executor import Executor, Iteration, executor
+from embodied.execution.iteration import Iteration, OnPolicy, start_run
 from embodied.execution.roles import LearnerRole
 from embodied.execution.session import Session
 from embodied.learning.offload import Switch
@@ -138,7 +138,7 @@ def _probe(config: Config, session: Session, scratch: Path) -> Probed:
     switches: Switches = {}
     peak, trained = 0, TrainedBytes(0, 0, 0)
     for name, (changed, assignment) in probes_of(config, session.cores, gpus, drawers).items():
-        with executor(changed, scratch, session, assignment) as workers:
+        with start_run(changed, scratch, session, assignment) as workers:
             infos = workers.farm.infos
             taken[name] = measure(changed, workers)
             switches = switches or workers.offload.measured()
@@ -150,7 +150,7 @@ def _probe(config: Config, session: Session, scratch: Path) -> Probed:
     return Probed(workflow, infos, taken, len(session.cores), bool(gpus), switches, peak, trained, drawers, drawn)
 
 
-def measure(config: Config, workers: Executor) -> Measured:
+def measure(config: Config, workers: OnPolicy) -> Measured:
     """Run iterations from the beginning until they are enough."""
     workflow = workflow_of(config, _lengths(workers.farm.infos))
     rounds = workflow.loops[0].steps * workflow.episodes_per_env
@@ -160,7 +160,7 @@ def measure(config: Config, workers: Executor) -> Measured:
     return Measured(environments, workers.assignment, iterations, rounds, float(held.mean()))
 
 
-def run_iterations(workers: Executor) -> list[Iteration]:
+def run_iterations(workers: OnPolicy) -> list[Iteration]:
     """The first iterations of a run, the warming one among them."""
     workers.begin(None, 0)
     found: list[Iteration] = []

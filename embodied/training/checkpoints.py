@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from embodied.config.schema import Config
-from embodied.execution.executor import Executor
+from embodied.execution.iteration import OnPolicy
 from embodied.reporting.metrics import MetricsWriter
 from embodied.run import checkpoint
 from embodied.run.background_writer import Written
@@ -43,7 +43,7 @@ class RunCheckpoints:
     trace: TraceWriter | None
     whole: int = -1
     """The iteration of the newest that stays and is complete; -1: none."""
-    _workers: Executor | None = None
+    _workers: OnPolicy | None = None
     _stall_s: float = 0.0
     """How long the run stood still for checkpoints since the last row of metrics."""
     _write_s: float = 0.0
@@ -58,7 +58,7 @@ class RunCheckpoints:
     """Where the one that is being written will be, and its iteration."""
     _unwritten: Unwritten = field(default_factory=Unwritten)
 
-    def begin(self, workers: Executor, iteration: int) -> None:
+    def begin(self, workers: OnPolicy, iteration: int) -> None:
         """From now on checkpoints are those of these workers. They go on from one of that iteration; -1: from none."""
         self._workers, self._in_flight, self.whole = workers, None, iteration
 
@@ -124,7 +124,7 @@ class RunCheckpoints:
             checkpoint.keep_newest(interim, 1) if of_use else shutil.rmtree(interim)
 
     @property
-    def workers(self) -> Executor:
+    def workers(self) -> OnPolicy:
         assert self._workers is not None, "begin() comes first"
         return self._workers
 

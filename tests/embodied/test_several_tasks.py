@@ -19,7 +19,7 @@ from embodied.config.schema import Config
 from embodied.devices import Affinity
 from embodied.errors import UserError
 from embodied.execution.assignment import HERE, Assignment, FarmAssignment
-from embodied.execution.executor import Iteration, executor
+from embodied.execution.iteration import Iteration, start_run
 from embodied.execution.roles import LearnerRole, RolloutRole
 from embodied.execution.session import Session, open_session
 from embodied.reporting.metrics import read
@@ -82,7 +82,7 @@ class Run:
 
 
 def run_by(config: Config, session: Session, folder: Path, assignment: Assignment) -> Run:
-    with executor(config, folder, session, assignment) as workers:
+    with start_run(config, folder, session, assignment) as workers:
         workers.begin(None, 0)
         iterations = [workers.iterate(number) for number in range(config.iterations)]
         weights = workers.learner.call(LearnerRole.weights)
@@ -208,7 +208,7 @@ def test_the_second_task_changes_what_is_learned_and_not_what_the_first_did(
 @pytest.mark.parametrize("over", ["task", "run", "none"])
 def test_advantages_are_normalised_over_what_is_declared(over: str, here: Session, tmp_path: Path) -> None:
     config = config_of(STATES, advantage={"normalise": over})
-    with executor(config, tmp_path, here, placed(False)) as workers:
+    with start_run(config, tmp_path, here, placed(False)) as workers:
         workers.begin(None, 0)
         workers.rollout_worker.call(RolloutRole.rollout, DECISIONS, 60.0)
         batch = workers.rollout_worker.call(RolloutRole.trajectories)
@@ -222,7 +222,7 @@ def test_advantages_are_normalised_over_what_is_declared(over: str, here: Sessio
 
 def test_one_policy_worker_holds_the_weights_of_all_tasks(here: Session, tmp_path: Path) -> None:
     """In the learner's process it holds none of its own."""
-    with executor(config_of(SETTINGS), tmp_path, here, placed(True)) as workers:
+    with start_run(config_of(SETTINGS), tmp_path, here, placed(True)) as workers:
         assert set(workers.workers) == {"policy", "learner"}
         rollout_worker, learner = workers.rollout_worker.handles[0], workers.learner.handles[0]
         assert isinstance(rollout_worker, LocalHandle) and isinstance(learner, LocalHandle)
@@ -232,7 +232,7 @@ def test_one_policy_worker_holds_the_weights_of_all_tasks(here: Session, tmp_pat
 
 def test_episode_groups_of_tasks_have_names_of_their_own(here: Session, tmp_path: Path) -> None:
     config = config_of(STATES, workflow="grpo", rollout={"episode_group": 2, "episodes_per_env": 2})
-    with executor(config, tmp_path, here, placed(False)) as workers:
+    with start_run(config, tmp_path, here, placed(False)) as workers:
         workers.begin(None, 0)
         names = []
         for number in range(2):
