@@ -17,7 +17,6 @@ from statistics import fmean, median, stdev
 
 import numpy as np
 
-from embodied.config.files import parse_config
 from embodied.config.schema import Config
 from embodied.devices import accelerators
 from embodied.doctor.hardware import fingerprint
@@ -28,7 +27,6 @@ from embodied.execution.roles import LearnerRole
 from embodied.execution.session import Session
 from embodied.learning.offload import Switch
 from embodied.learning.update_record import TrainedBytes
-from embodied.migration import OLD_SECTIONS, migrate
 from embodied.planning.components import ComponentRoles, roles_of
 from embodied.planning.probes import GpuDrawing, drawers_of, exchanges_of, gpu_drawing, probes_of
 from embodied.statistics import typical
@@ -181,21 +179,6 @@ def work_of(config: Config) -> dict[str, str]:
     names = {"workflow", "env", "extra_tasks", "policy", "rollout", "advantage", "loss", "optim"}
     sections = config.model_dump(mode="json", include=names)
     return {f"work.{name}": json.dumps(section, sort_keys=True) for name, section in sections.items()}
-
-
-def in_todays_keys(fingerprint: Mapping[str, str]) -> dict[str, str]:
-    """A profile's fingerprint as `work_of` would write it now, where an earlier version measured the profile."""
-    work = {key.removeprefix("work."): json.loads(value) for key, value in fingerprint.items() if _of_work(key)}
-    rest = {key: value for key, value in fingerprint.items() if not _of_work(key)}
-    if work.keys() & set(OLD_SECTIONS):
-        return rest | work_of(parse_config(migrate(work), "the profile"))
-    # Keys that are newer than the profile have their defaults; one for each task had no need of extra_tasks.
-    known = {f"work.{name}" for name in (*work, "extra_tasks")}
-    return rest | {key: value for key, value in work_of(parse_config(work, "the profile")).items() if key in known}
-
-
-def _of_work(key: str) -> bool:
-    return key.startswith("work.")
 
 
 # --- seconds of each role in an iteration
