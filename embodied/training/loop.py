@@ -32,13 +32,10 @@ from embodied.run import checkpoint
 from embodied.run.folder import lasting_root, newest_whole
 from embodied.run.trace import TraceWriter
 from embodied.runtime.api import Runtime
-from embodied.training.beside import BesideError, room_beside
-from embodied.training.checkpoints import RunCheckpoints
-from embodied.training.collapse import CollapseWatch
+from embodied.training.checkpoints import RECENT, Position, RunCheckpoints
 from embodied.training.interrupts import deferred_interrupts
-from embodied.training.iteration_row import iteration_row, left_out
-from embodied.training.position import RECENT, Position
-from embodied.training.selection import Candidate, Selection
+from embodied.training.iteration_metrics import CollapseWatch, iteration_row, left_out
+from embodied.training.selection import BesideError, Candidate, Selection, room_beside
 from sim_farm import faults
 
 FINISHING = "interrupted: finishing the update, so that its iteration is kept; once more stops at once"

@@ -35,9 +35,8 @@ from embodied.runtime.memory_budget import WorkerTooLarge
 from embodied.runtime.ranks import Ranks
 from embodied.runtime.ray.runtime import RayRuntime
 from embodied.training import loop as training
-from embodied.training.checkpoints import RunCheckpoints
+from embodied.training.checkpoints import RunCheckpoints, Unwritten
 from embodied.training.selection import Candidate, Selection
-from embodied.training.unwritten import Unwritten
 from policies.contract import Policy
 from tests.embodied.test_checkpoint import content, files_of
 from tests.embodied.test_learner import make_batch, make_policy

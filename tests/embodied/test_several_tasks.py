@@ -26,7 +26,7 @@ from embodied.reporting.metrics import read
 from embodied.rollout.rollout_summary import EpisodePart
 from embodied.runtime.inline import LocalHandle
 from embodied.runtime.ray.runtime import RayRuntime
-from embodied.training import iteration_row
+from embodied.training import iteration_metrics
 from embodied.training import loop as training
 from embodied.workflows.sizes import tasks_of
 from sim_farm.contract import FarmError
@@ -138,21 +138,21 @@ def test_success_of_each_task_is_a_metric(pictures: Run) -> None:
     """Here as if the second task's episodes of even environments had been solved."""
     summary = pictures.iterations[0].summary
     told = tuple(replace(e, success=e.task == 1 and e.env % 2 == 0) for e in summary.episodes)
-    found = iteration_row._of_tasks(replace(summary, episodes=told), config_of(SETTINGS))
+    found = iteration_metrics._of_tasks(replace(summary, episodes=told), config_of(SETTINGS))
     assert found == {"env/success_once/tabletop/reach": 0.0, "env/success_once/tabletop/push": 0.5}
-    nobody = iteration_row._of_tasks(replace(summary, episodes=told[:0]), config_of(SETTINGS))
+    nobody = iteration_metrics._of_tasks(replace(summary, episodes=told[:0]), config_of(SETTINGS))
     assert all(math.isnan(rate) for rate in nobody.values()) and nobody.keys() == found.keys()
-    assert iteration_row._of_tasks(summary, config_of(SETTINGS, extra_tasks=[])) == {}
+    assert iteration_metrics._of_tasks(summary, config_of(SETTINGS, extra_tasks=[])) == {}
 
 
 def test_an_episode_that_is_left_out_is_named_with_its_task(pictures: Run) -> None:
     """Here as if the simulator had given one of the second task's episodes a reward that is not finite."""
     summary = pictures.iterations[0].summary
     broken = tuple(replace(e, total_reward=math.nan) if e.env == FIRST + 1 else e for e in summary.episodes)
-    said = iteration_row.left_out(1, replace(summary, episodes=broken), config_of(SETTINGS))
+    said = iteration_metrics.left_out(1, replace(summary, episodes=broken), config_of(SETTINGS))
     assert "left out 1 episodes in which a reward or an observation was not finite" in said
     assert said.endswith(f"(column {FIRST + 1}, tabletop/push)")
-    running = iteration_row.left_out(2, summary, config_of(SETTINGS))
+    running = iteration_metrics.left_out(2, summary, config_of(SETTINGS))
     assert "left out 2 episodes" in running and "column" not in running, "none of them has ended"
 
 
