@@ -20,7 +20,6 @@ from embodied.doctor.hardware import hardware
 from embodied.errors import UserError
 from embodied.execution.assignment import HOME, assign
 from embodied.execution.iteration import Iteration, start_run
-from embodied.execution.preflight import check_run
 from embodied.execution.session import Session, open_session
 from embodied.files import write_whole
 from embodied.planning.clusters import run_cluster
@@ -31,6 +30,7 @@ from embodied.planning.run_plans import PROFILE, checked_profile, make_folder, s
 from embodied.reporting.results import write_json
 from embodied.run.folder import RUNS, with_init
 from embodied.statistics import typical
+from embodied.training.preflight import check_run
 from embodied.workflows.sizes import tasks_of
 from schedulers import DeviceRange, Plan
 
