@@ -32,7 +32,7 @@ ANY = -1
 class Episodes(Protocol):
     @property
     def starts(self) -> int:
-        """From how many starts episodes begin; 0: each from a seed of its own."""
+        """Number of starts that episodes begin from; 0: each has a seed of its own."""
         ...
 
     def spec(self, env: int, episode: int, start: int = ANY) -> EpisodeSpec | None:
@@ -96,7 +96,7 @@ class TrainingEpisodes(ABC):
         return self.begin.spec(self._seed(env, episode), start)
 
     def draw_start(self, env: int, episode: int, cumulative: Float64) -> int:
-        """Where the episode's seed, as a share of its range, falls."""
+        """Position of the episode's seed in its range, as a share of it."""
         share = self._seed(env, episode) / 2**31
         place = int(np.searchsorted(cumulative, share * cumulative[-1], side="right"))
         return min(place, len(cumulative) - 1)
@@ -155,7 +155,7 @@ class ListedEpisodes:
     specs: tuple[EpisodeSpec, ...]
     num_envs: int
     queues: tuple[tuple[int, ...], ...] | None = None
-    """Of each environment, the indices of `specs` that it runs, in order. None deals all of them out in turn."""
+    """Indices of `specs` that each environment runs, in order. None deals all of them out in turn."""
 
     starts: ClassVar[int] = 0
 

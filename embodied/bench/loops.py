@@ -141,11 +141,11 @@ def _bare(spec: LoopSpec) -> Callable[[], int]:
 
 
 def _farm(spec: LoopSpec) -> Callable[[], int]:
+    from sim_farm.client.farm import Farm
     from sim_farm.contract import TaskSpec
     from sim_farm.episodes import EndlessEpisodes
-    from sim_farm.farm import Farm
-    from sim_farm.hosts import InProcess
-    from sim_farm.layout import FarmSpec
+    from sim_farm.shared_memory.layout import FarmSpec
+    from sim_farm.workers.hosts import InProcess
 
     os.sched_setaffinity(0, {spec.cores[0]})
     task = TaskSpec(spec.task, cameras=spec.cameras, image_size=spec.size)

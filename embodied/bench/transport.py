@@ -19,8 +19,8 @@ from rich.table import Table
 
 from embodied.bench.settings import BenchTransport, provenance
 from embodied.reporting.live import steps
-from sim_farm.doorbell import Doorbell
-from sim_farm.memory import Block, Field
+from sim_farm.shared_memory.doorbell import Doorbell
+from sim_farm.shared_memory.memory import Block, Field
 
 SLOTS = 8
 """Messages in flight when the rate is measured."""

@@ -34,12 +34,12 @@ from embodied.workflows.context import make_policy
 from policies.contract import Action, Evaluation, Inputs, Policy, PolicySpec
 from policies.scripted.random_actions import RandomActions
 from policies.small.gaussian_mlp import GaussianMLP
+from sim_farm.client.farm import Farm
 from sim_farm.contract import TaskSpec
 from sim_farm.episodes import EndlessEpisodes
-from sim_farm.farm import Farm
-from sim_farm.frame_memory import FrameMemory
-from sim_farm.hosts import InProcess
-from sim_farm.layout import FarmSpec
+from sim_farm.shared_memory.frame_memory import FrameMemory
+from sim_farm.shared_memory.layout import FarmSpec
+from sim_farm.workers.hosts import InProcess
 from tests.embodied.pretend_device import DEVICE, Far, MixedDevices, PretendDevice
 from tests.policies.openvla.tiny import write_tiny
 from tests.variants import often

@@ -19,10 +19,10 @@ from embodied.execution.assignment import HERE, Assignment, FarmAssignment
 from embodied.execution.executor import executor
 from embodied.execution.roles import LearnerRole
 from embodied.execution.session import Session, open_session
+from sim_farm.client.observations import Observations
 from sim_farm.contract import TaskSpec
 from sim_farm.episodes import EndlessEpisodes, Starts
-from sim_farm.layout import FarmSpec
-from sim_farm.observations import Observations
+from sim_farm.shared_memory.layout import FarmSpec
 from tests import libero_assets
 
 libero_assets.require()

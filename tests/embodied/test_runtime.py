@@ -35,8 +35,8 @@ from embodied.runtime.ray import cluster as ray_cluster
 from embodied.runtime.ray.runtime import RayRuntime
 from embodied.training import loop as training
 from policies.contract import PolicyError
-from sim_farm.farm import WorkerFailed, WorkerTimeout
-from sim_farm.memory import FOLDER
+from sim_farm.client.farm import WorkerFailed, WorkerTimeout
+from sim_farm.shared_memory.memory import FOLDER
 from tests.embodied.conftest import SharedRay
 from tests.embodied.shared_blocks import mapped
 from tests.embodied.test_relay import STATES
@@ -299,7 +299,7 @@ import os, sys, time
 from pathlib import Path
 import psutil
 from embodied.runtime.ray.runtime import RayRuntime
-from sim_farm.farm import WorkerFailed
+from sim_farm.client.farm import WorkerFailed
 from tests.embodied.test_runtime import Clumsy
 
 runtime = RayRuntime("local", 60.0)

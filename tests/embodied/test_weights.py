@@ -41,8 +41,8 @@ from embodied.runtime.ray.runtime import RayRuntime
 from embodied.workflows.context import WorkerContext
 from embodied.workflows.recipes import PPO, Recipe
 from policies.contract import Inputs, Policy, PolicySpec
-from sim_farm.farm import WorkerFailed
-from sim_farm.memory import FOLDER, PREFIX
+from sim_farm.client.farm import WorkerFailed
+from sim_farm.shared_memory.memory import FOLDER, PREFIX
 from tests.embodied import runs
 from tests.embodied.runs import STATES, assigned, inline
 from tests.embodied.test_policy_worker import worker

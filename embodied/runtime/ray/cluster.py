@@ -32,8 +32,8 @@ from embodied.runtime.deadlines import Deadline, Wait
 from embodied.runtime.nodes import NodeInfo
 from embodied.runtime.ray.processes import RayProcesses
 from embodied.runtime.ray.session import RaySession
-from sim_farm import faults
-from sim_farm.farm import WorkerFailed, WorkerTimeout
+from sim_farm.client.farm import WorkerFailed, WorkerTimeout
+from sim_farm.workers import faults
 
 T = TypeVar("T")
 

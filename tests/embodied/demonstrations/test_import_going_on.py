@@ -22,8 +22,8 @@ from embodied.demonstrations.mixture import open_dataset
 from embodied.demonstrations.recordings import ManiSkillFile
 from embodied.demonstrations.sources import ImportRequest, Observations, import_command
 from embodied.errors import UserError
+from sim_farm.client.replay import Replayer
 from sim_farm.contract import FarmError, TaskSpec
-from sim_farm.replay import Replayer
 
 RECORDINGS = Path(__file__).parent / "recordings"
 EE = RECORDINGS / "pushes/trajectory.h5"

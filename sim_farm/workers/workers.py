@@ -1,5 +1,7 @@
-"""What physics and render workers share. They are plain classes that watch their slots. Their host calls `serve` (in a
-process of its own) or `run_pending` (in the caller's process, when it rings).
+"""The parts that physics and render workers share.
+
+Workers are plain classes that watch their slots. A host calls `serve` (in a process of its own) or `run_pending` (in
+the caller's process, when it rings).
 
 A worker owns the slots of its environments, and touches no other. It takes work in the order
 of the tickets, so that the group that was submitted first is answered first.
@@ -17,15 +19,56 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sim_farm import faults, layout
-from sim_farm.contract import FarmError, TaskInfo
-from sim_farm.doorbell import Doorbell
-from sim_farm.frame_writer import FrameWriter
-from sim_farm.layout import FarmSpec
-from sim_farm.private_memory import give_back, private_bytes
-from sim_farm.registry import resolve
+from sim_farm.contract import FarmError, TaskInfo, TaskSpec
+from sim_farm.registry import make_renderer, resolve
 from sim_farm.render_devices import RenderDevice
-from sim_farm.worker_memory import MemoryAddress, WorkerMemory
+from sim_farm.shared_memory import layout
+from sim_farm.shared_memory.doorbell import Doorbell
+from sim_farm.shared_memory.frame_memory import FrameMemory, stamp
+from sim_farm.shared_memory.layout import FarmSpec
+from sim_farm.shared_memory.private_memory import give_back, private_bytes
+from sim_farm.shared_memory.worker_memory import MemoryAddress, WorkerMemory
+from sim_farm.workers import faults
+
+
+class FrameWriter:
+    """Draws a slot's frames: the present observation, and the ended episode's last one where it is wanted."""
+
+    def __init__(self, task: TaskSpec, slots: dict[str, np.ndarray], memory: FrameMemory) -> None:
+        """Make the renderer and let it draw once, so that what cannot start fails, or hangs, here."""
+        self._renderer = make_renderer(task)
+        self._slots, self._memory = slots, memory
+        self._renderer.render([], self._renderer.info.cameras)
+
+    def close(self) -> None:
+        """Free the renderer with its scene replicas. From the thread that made it: OpenGL's contexts are its own."""
+        self._renderer.close()
+
+    def draw(self, env: int) -> None:
+        """Draw the environment's observation into its `frame_row`, and a wanted final one into its `final_row`. The
+        row of an environment that rests is filled with zeros."""
+        slots = self._slots
+        times = slots["times_ns"][env]
+        times[layout.RENDER_START] = time.monotonic_ns()
+        episode, row = int(slots["episode"][env]), int(slots["frame_row"][env])
+        if slots["draw_final"][env]:
+            last = int(slots["base_step"][env]) + int(slots["steps"][env])
+            self._write(slots["final_scene"][env], int(slots["final_row"][env]), episode - 1, last)
+        if slots["active"][env]:
+            self._write(slots["scene"][env], row, episode, int(slots["episode_step"][env]))
+        else:
+            self._memory.frames[row] = 0
+        times[layout.RENDER_END] = time.monotonic_ns()
+
+    def _write(self, scene: np.ndarray, row: int, episode: int, step: int) -> None:
+        memory, cameras = self._memory, self._renderer.info.cameras
+        stamp(memory.frames[row])
+        places = {name: memory.frames[row : row + 1, i] for i, name in enumerate(cameras)}
+        frames = self._renderer.render([scene], cameras, places)
+        for name, place in places.items():
+            if frames[name] is not place:  # a renderer that cannot draw into a given array
+                place[...] = frames[name]
+        memory.frames_of[row] = episode, step
 
 
 @dataclass(frozen=True)
@@ -37,15 +80,15 @@ class WorkerSetup:
     index: int
     """Physics workers are 0 .. physics_workers - 1, render workers follow."""
     memory: MemoryAddress | None
-    """Of the shared memory; None when the memory is handed over directly and the process is the caller's."""
+    """Address of the shared memory; None if the worker is in the caller's process and is given the memory itself."""
     core: int | None = None
     """CPU core the worker's process is pinned to."""
     several: bool = False
-    """Whether the farm has other tasks too, so that the worker's name needs its task's."""
+    """True if the farm has other tasks too, so that the worker's name includes its task's."""
 
     @property
     def device(self) -> RenderDevice | None:
-        """What it is to draw on; None: it does not draw, or the driver chooses."""
+        """Device to draw on; None: the worker does not draw, or the driver chooses."""
         devices = self.spec.devices if self.draws else ()
         return devices[self.spec.drawers.index(self.index) % len(devices)] if devices else None
 
@@ -65,7 +108,7 @@ class WorkerSetup:
 
 
 class Worker:
-    """What both kinds share: the block, the bells, and the report of what they are doing."""
+    """Base of both kinds: the block, the bells, and the report of what they are doing."""
 
     def __init__(self, setup: WorkerSetup, memory: WorkerMemory | None = None) -> None:
         """`memory` is that of the address in `setup` if none is given."""

@@ -20,17 +20,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sim_farm.contract import FarmError, Float32, TaskInfo
-from sim_farm.episodes import Float64
-from sim_farm.frame_memory import FrameAddress, FrameMemory
-from sim_farm.hosts import Host
-from sim_farm.layout import FarmSpec, slot_fields
-from sim_farm.memory import Block
-from sim_farm.observations import Int, Observations
-from sim_farm.reservation import check_alike, check_lengths, reserve
-from sim_farm.snapshots import SNAPSHOT
-from sim_farm.task_farm import (
+from sim_farm.client.observations import Int, Observations
+from sim_farm.client.task_farm import (
     RENDERER_START_S,
+    SNAPSHOT,
     GroupError,
     GroupState,
     TaskFarm,
@@ -38,7 +31,65 @@ from sim_farm.task_farm import (
     WorkerTimeout,
     check_spec,
 )
-from sim_farm.worker_memory import BELL, WorkerMemory
+from sim_farm.contract import FarmError, Float32, TaskInfo
+from sim_farm.episodes import Float64
+from sim_farm.shared_memory.frame_memory import FrameAddress, FrameMemory, nbytes_of
+from sim_farm.shared_memory.layout import FarmSpec, slot_fields
+from sim_farm.shared_memory.memory import Block, require, size_of
+from sim_farm.shared_memory.worker_memory import BELL, WorkerMemory
+from sim_farm.workers.hosts import Host
+
+
+def reserve(
+    specs: Sequence[FarmSpec], infos: Sequence[TaskInfo], shared: bool, frame_rows: int | None
+) -> tuple[list[Block], Block, FrameMemory | None]:
+    """Each task's slots, the client's bell, and the frame memory where there are cameras; of `frame_rows`, or with two
+    rows for every environment.
+
+    Raises `FarmError`, before any is taken, unless all of it fits.
+    """
+    cameras, size = len(infos[0].cameras), infos[0].spec.image_size
+    rows = 2 * sum(spec.num_envs for spec in specs) if frame_rows is None else frame_rows
+    fields = [slot_fields(spec, info) for spec, info in zip(specs, infos, strict=True)]
+    if shared:
+        needs = {"the farm's slots": sum(size_of(each) for each in fields)}
+        if cameras:
+            needs[f"the frame memory ({rows:,} rows of {cameras} x {size} x {size} pixels)"] = nbytes_of(
+                rows, cameras, size
+            )
+        require(needs)
+    frames = FrameMemory.create(rows, cameras, size, shared) if cameras else None
+    return [Block.create(each, shared) for each in fields], Block.create(BELL, shared), frames
+
+
+def check_lengths(tasks: int, hosts: Sequence[Host], cores: Sequence[tuple[int | None, ...]]) -> None:
+    """Raise `FarmError` unless there are hosts and cores for the tasks, and hosts of one kind."""
+    if len(hosts) != tasks or (cores and len(cores) != tasks):
+        raise FarmError(
+            f"a farm of {tasks} tasks takes one host or {tasks}, and cores for none or for each task; got "
+            f"{len(hosts)} hosts and cores for {len(cores)} tasks"
+        )
+    if len({host.shared for host in hosts}) > 1:
+        raise FarmError("the workers of a farm are all in this process, or none is: give hosts of one kind")
+
+
+def check_alike(infos: Sequence[TaskInfo]) -> None:
+    """Raise `FarmError` where the tasks cannot share one policy and one frame memory."""
+    first = infos[0]
+    for other in infos[1:]:
+        for what, one, two, remedy in (
+            ("actions of size", first.action_dim, other.action_dim, "choose a control mode with as many in both"),
+            ("cameras:", len(first.cameras), len(other.cameras), "name as many cameras for both"),
+            ("an image size of", first.spec.image_size, other.spec.image_size, "give both the same image_size"),
+        ):
+            if one != two:
+                raise FarmError(
+                    f"{first.spec.name} has {what} {one} and {other.spec.name} has {what} {two}, and the tasks of one "
+                    f"farm share them: {remedy}, or train the tasks in runs of their own"
+                )
+
+
+# --- the farm
 
 __all__ = [
     "RENDERER_START_S",
@@ -55,7 +106,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class FarmAddress:
-    """How another process of the machine reaches a farm: `Farm.attach`."""
+    """Address of a farm for another process of the machine: `Farm.attach`."""
 
     specs: tuple[FarmSpec, ...]
     infos: tuple[TaskInfo, ...]
@@ -70,8 +121,8 @@ class RendererSwitch:
     """The cost of an offload of the renderers, or of their return."""
 
     bytes: int
-    """Of the workers' private memory, freed or taken again; 0 of workers in this process. What a GPU's driver holds
-    is not counted."""
+    """Private memory of the workers that was freed or taken again; 0 of workers in this process. Memory of a GPU's
+    driver is not counted."""
     seconds: float
 
 
@@ -151,7 +202,7 @@ class Farm:
 
     @property
     def in_process(self) -> bool:
-        """Whether the workers are objects of this process, which a submit runs."""
+        """True if the workers are objects of this process, which a submit runs."""
         return self._bell_block.name is None
 
     # --- groups
@@ -243,7 +294,7 @@ class Farm:
 
     @property
     def frame_copies(self) -> int:
-        """How many environments' frames have been copied out of the frame memory by this client so far."""
+        """Number of frames that this client has copied out of the frame memory so far."""
         return 0 if self.frames is None else self.frames.copies
 
     def _local(self, group: int) -> tuple[TaskFarm, int]:
@@ -292,7 +343,7 @@ class Farm:
     # --- snapshots and limits
 
     def snapshot(self) -> dict[str, np.ndarray]:
-        """Where every environment is: its episode and the actions executed in it. All groups must be collected.
+        """State of every environment: its episode and the actions executed in it. All groups must be collected.
 
         Arrays of task 0 have their own names, those of task i begin with `"{i}."`.
         """
@@ -364,8 +415,8 @@ class Farm:
         return sum(task.built() for task in self.tasks)
 
     def private_bytes(self) -> tuple[Int, ...]:
-        """Of each task, int64 [workers]: what each worker's process had in memory by itself when it had built its
-        environments or its renderer; 0 of workers in this process and of those on other machines."""
+        """Private memory of each worker's process after building, in bytes, int64 [workers] per task; 0 of workers in
+        this process and on other machines."""
         return tuple(task.private_bytes() for task in self.tasks)
 
     @property

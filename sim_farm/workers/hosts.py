@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from sim_farm.contract import TaskInfo, TaskSpec
-from sim_farm.physics_worker import PhysicsWorker
 from sim_farm.registry import make_physics
-from sim_farm.render_worker import RenderWorker
-from sim_farm.worker_memory import WorkerMemory
-from sim_farm.workers import Worker, WorkerSetup
+from sim_farm.shared_memory.worker_memory import WorkerMemory
+from sim_farm.workers.physics_worker import PhysicsWorker
+from sim_farm.workers.render_worker import RenderWorker
+from sim_farm.workers.workers import Worker, WorkerSetup
 
 
 class WorkerHandle(Protocol):
@@ -26,10 +26,10 @@ class WorkerHandle(Protocol):
 
 
 class Host(Protocol):
-    """Where workers live: in this process, or in Ray actors."""
+    """Hosts start workers: in this process, or in Ray actors."""
 
     shared: bool
-    """Whether what the workers read and write must be in shared memory."""
+    """True if what the workers read and write must be in shared memory."""
 
     def describe(self, task: TaskSpec) -> TaskInfo:
         """The task's sizes, from a simulator."""

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sim_farm.contract import UInt8
-from sim_farm.memory import MAGIC, Block, Field, size_of
+from sim_farm.shared_memory.memory import MAGIC, Block, Field, size_of
 
 Int = npt.NDArray[np.int64]
 
@@ -24,7 +24,7 @@ MAGIC_ROWS = (0, -1)
 
 @dataclass(frozen=True)
 class FrameAddress:
-    """How another process of this machine reaches a frame memory: `FrameMemory.attach`."""
+    """Address of a frame memory for another process of this machine: `FrameMemory.attach`."""
 
     rows: int
     cameras: int
@@ -89,7 +89,7 @@ class FrameMemory:
 
 
 def nbytes_of(rows: int, cameras: int, size: int) -> int:
-    """What a frame memory of so many rows takes, to the byte."""
+    """Size of a frame memory of so many rows, in bytes."""
     return size_of(_fields(rows, cameras, size))
 
 
@@ -107,5 +107,5 @@ def stamp(frames: UInt8) -> None:
 
 
 def is_stamped(frames: UInt8) -> bool:
-    """Whether any of the frames [..., H, W, 3] still carries the stamp of `stamp`, or the memory's first filling."""
+    """True if any of the frames [..., H, W, 3] still carries the stamp of `stamp`, or the memory's first filling."""
     return any(bool((frames[..., row, :, :] == MAGIC).all((-2, -1)).any()) for row in MAGIC_ROWS)

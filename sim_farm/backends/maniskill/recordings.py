@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sim_farm.backends.maniskill_speed import controllers
+from sim_farm.backends.maniskill.speed import controllers
 from sim_farm.contract import FarmError, SimulatorState
 
 POSE = 7

@@ -21,9 +21,9 @@ from mani_skill.utils.structs import Pose
 MAX_EPISODE_STEPS = 40
 COLOURS = {"red": (0.75, 0.06, 0.05, 1.0), "green": (0.05, 0.55, 0.12, 1.0)}
 PUSH_M = 0.10
-"""How far a cube is from its goal's edge, along x."""
+"""Distance of a cube to its goal's edge, along x, in m."""
 FINGER_M = 0.015
-"""From a finger's middle to its front."""
+"""Distance from a finger's middle to its front, in m."""
 REACH_M = 0.4
 """At this distance, and beyond, progress is zero."""
 FACE_UP = (0.5**0.5, 0.0, 0.5**0.5, 0.0)

@@ -31,22 +31,25 @@ Kind = Literal["kill", "stop", "raise", "delay", "corrupt"]
 
 
 class InjectedFault(Exception):
-    """What a fault of kind `raise` raises."""
+    """Error that a fault of kind `raise` raises."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to a worker, and where. Raises `ValueError` for an unknown kind and for numbers out of range."""
+    """A fault: its kind, and the point where it happens to a worker.
+
+    Raises `ValueError` for an unknown kind and for numbers out of range.
+    """
 
     worker: str
     phase: str
     kind: Kind
     nth: int = 1
     seconds: float = 1.0
-    """Of a delay."""
+    """Seconds of a delay."""
     child: str = ""
-    """Of `kill` and `stop`: the process of this name (`raylet`, `gcs_server`) that the worker has started, instead of
-    the worker itself."""
+    """Target of `kill` and `stop` instead of the worker: a process of this name that it has started (`raylet`,
+    `gcs_server`)."""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
@@ -56,7 +59,7 @@ class Fault:
 
 
 _seen: Counter[tuple[int, str, str]] = Counter()
-"""How often a point was reached, since the version of the file with that time."""
+"""Number of times a point was reached, since the version of the file with that time."""
 
 
 def point(worker: str, phase: str, data: npt.NDArray[Any] | None = None) -> None:
@@ -86,7 +89,7 @@ def read(path: Path) -> list[Fault]:
 
 
 def _first(mark: Path) -> bool:
-    """Whether nobody has left this mark before; it is there now."""
+    """True if this mark did not exist yet; it exists now."""
     try:
         mark.touch(exist_ok=False)
     except FileExistsError:

@@ -27,12 +27,11 @@ from mani_skill.sensors.camera import parse_camera_configs
 from mani_skill.utils.common import flatten_state_dict
 from mani_skill.utils.registration import REGISTERED_ENVS
 
-from sim_farm.backends import maniskill_two_cubes as _registers_its_tasks  # noqa: F401
-from sim_farm.backends.maniskill_devices import drawn_by, make_on_device
-from sim_farm.backends.maniskill_instructions import INSTRUCTIONS
-from sim_farm.backends.maniskill_recordings import put_state, state_deviation
-from sim_farm.backends.maniskill_shader import light_cameras
-from sim_farm.backends.maniskill_speed import controllers, frozen_poses, short_collections, speed_up
+from sim_farm.backends.maniskill.devices import drawn_by, make_on_device
+from sim_farm.backends.maniskill.instructions import INSTRUCTIONS
+from sim_farm.backends.maniskill.recordings import put_state, state_deviation
+from sim_farm.backends.maniskill.shader import light_cameras
+from sim_farm.backends.maniskill.speed import controllers, frozen_poses, short_collections, speed_up
 from sim_farm.contract import (
     Backend,
     EpisodeOver,
@@ -115,10 +114,10 @@ class ManiSkillPhysics:
         self._left = 0
         self._seed = 0
         self._recorded = False
-        """Whether a recording is followed: to its end, solved or not."""
+        """True if a recording is followed: to its end, solved or not."""
 
     def _prepare(self) -> None:
-        """What has to be found again whenever ManiSkill has rebuilt its scene."""
+        """Find the parts of the scene again, after ManiSkill has rebuilt it."""
         speed_up(self._env)
         self._entities = _movable_entities(self._env)
 
@@ -161,7 +160,7 @@ class ManiSkillPhysics:
             return self._result(rewards, successes, terminations, truncations, obs or self._observe())
 
     def _step_once(self, action: torch.Tensor, observe: bool) -> tuple[Any, float, bool, bool]:
-        """What ManiSkill's `step` does, in its order, but observations are made only when they are read."""
+        """ManiSkill's `step`, in its order, but observations are made only when they are read."""
         env = self._env
         stepped = env._step_action(_split_action(env, action))
         env._elapsed_steps += 1

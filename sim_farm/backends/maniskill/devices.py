@@ -56,7 +56,7 @@ def vulkan_device(wanted: RenderDevice) -> Any:
 
 
 def device_here() -> Any | None:
-    """What this process draws on. Where nobody asked, what SAPIEN takes first: a CUDA device that draws, else the
+    """Device that this process draws on. Without a request it is SAPIEN's first: a CUDA device that draws, else the
     software renderer; None where that is something else."""
     wanted = render_devices.asked()
     if wanted is not None:

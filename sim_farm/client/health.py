@@ -1,4 +1,6 @@
-"""Whether a worker hangs, read from the slots of its task: it has work and has made no progress for too long.
+"""Detection of workers that hang, from the slots of their task.
+
+A worker hangs if it has work and has made no progress for too long.
 
 Progress is the time that a worker writes at every change of its phase and at every environment that it has built,
 simulated or drawn, so work that makes progress is not late, however long it takes in all. A process that is stopped, or
@@ -14,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sim_farm import layout
+from sim_farm.shared_memory import layout
 
 Slots = Mapping[str, npt.NDArray[Any]]
 
@@ -23,7 +25,7 @@ BUSY = (layout.BUILDING, layout.WORKING, layout.OPENING, layout.CLOSING, layout.
 
 
 def hung(slots: Slots, worker: int, deadline_s: float) -> str | None:
-    """What the worker has been doing, if it has work and has made no progress for `deadline_s` seconds; else None.
+    """Description of the worker's phase if it has work and has made no progress for `deadline_s` seconds; else None.
 
     A worker without work is never hung, and one that met an error has ended and says why by itself.
     """
@@ -45,7 +47,7 @@ def stuck_since_ns(slots: Slots, worker: int) -> int | None:
 
 
 def doing(slots: Slots, worker: int) -> str:
-    """What the worker's phase is and since when there has been no progress, as the rest of a sentence."""
+    """Phase of the worker and the time without progress, as the rest of a sentence."""
     begin_ns = stuck_since_ns(slots, worker) or int(slots["since_ns"][worker])
     still_s = (time.monotonic_ns() - begin_ns) / 1e9 if begin_ns else 0.0
     phase = int(slots["phase"][worker])
@@ -60,7 +62,7 @@ def restarted(slots: Slots, worker: int) -> None:
 
 
 def done_by(slots: Slots, worker: int) -> int:
-    """What the worker has done for this farm: grows with every ticket that it serves for the first time."""
+    """Work that the worker has done for this farm: grows with every ticket that it serves for the first time."""
     simulated = slots["simulated"][slots["physics_of"] == worker].sum()
     return int(simulated + slots["drawn"][slots["renderer_of"] == worker].sum())
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def private_bytes(pid: int | None = None) -> int:
-    """What a process, this one or another of the machine, has in memory and no other process has too; 0 where the
+    """Bytes of memory that a process, this one or another of the machine, shares with no other process; 0 if the
     system does not say, also of one that has ended."""
     try:
         pages = Path(f"/proc/{pid or 'self'}/statm").read_text().split()

@@ -60,7 +60,7 @@ REPLACED: Mapping[str, Mapping[str, str]] = {
         "inSegmentation[1]": "objectDataBuffer.segmentation[1]",
     },
 }
-"""Of each file of the shader, what is replaced by what."""
+"""Replacements in each file of the shader."""
 
 
 @contextmanager

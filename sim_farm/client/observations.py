@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from sim_farm.contract import Bool, FarmError, Float32, TaskInfo, UInt8
-from sim_farm.frame_memory import FrameMemory, is_stamped
-from sim_farm.group_slots import GroupSlots, Slots, texts
+from sim_farm.shared_memory.frame_memory import FrameMemory, is_stamped
+from sim_farm.shared_memory.layout import GroupSlots, Slots, texts
 
 Int = npt.NDArray[np.int64]
 
@@ -66,7 +66,7 @@ class FinalObservations:
 
 @dataclass(frozen=True)
 class Observations:
-    """What a group's B environments show now, and what became of the chunk before.
+    """Observations of a group's B environments, and the outcome of the chunk before.
 
     Arrays are the caller's, but for the frames, which stay in the farm's frame memory: they are valid until something
     else is drawn into their rows, which is at the group's next `submit` where no other rows are given.
@@ -110,7 +110,7 @@ class Observations:
 def read(
     slots: Slots, group: GroupSlots, info: TaskInfo, memory: FrameMemory | None, again: bool = False
 ) -> Observations:
-    """What the slots of the group hold, before the client counts them as collected; or `again` after that, without the
+    """Content of the group's slots, before the client counts them as collected; or `again` after that, without the
     last observations of ended episodes, which belong to the step before.
 
     Raises `UnwrittenFrame` and `StaleFrame`.
@@ -149,7 +149,7 @@ def read(
 
 
 def _finals(slots: Slots, envs: Int, rows: Int, info: TaskInfo, memory: FrameMemory | None) -> FinalObservations:
-    """Of the episodes that ended in `rows` of the group."""
+    """Final observations of the episodes that ended in `rows` of the group."""
     ended = envs[rows]
     frame_rows = slots["final_row"][ended]
     return FinalObservations(
@@ -164,7 +164,7 @@ def _finals(slots: Slots, envs: Int, rows: Int, info: TaskInfo, memory: FrameMem
 
 
 def _check_frames(memory: FrameMemory, rows: Int, envs: Int, kind: str, episode: Int, step: Int) -> None:
-    """That `rows` of the memory are drawn, and show the episode and env step of the observations of `envs`."""
+    """Raise unless `rows` of the memory are drawn and show the episode and env step of the observations of `envs`."""
     for row, env in zip(rows.tolist(), envs.tolist(), strict=True):
         if is_stamped(memory.frames[row]):
             raise UnwrittenFrame(f"environment {env}'s {kind}frames were never drawn into row {row}")

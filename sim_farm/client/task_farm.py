@@ -12,17 +12,58 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from sim_farm import health, layout
-from sim_farm.contract import FarmError, Float32, TaskInfo
-from sim_farm.doorbell import Doorbell
+from sim_farm.client import health
+from sim_farm.client.observations import Int, Observations, read
+from sim_farm.contract import FarmError, Float32, TaskInfo, TaskSpec
 from sim_farm.episodes import ANY, Float64
-from sim_farm.group_slots import GroupSlots
-from sim_farm.hosts import Host, WorkerHandle
-from sim_farm.layout import FINAL_FRAMES, FarmSpec
-from sim_farm.observations import Int, Observations, read
-from sim_farm.snapshots import SNAPSHOT, check_snapshot
-from sim_farm.worker_memory import WorkerMemory
-from sim_farm.workers import WorkerSetup
+from sim_farm.shared_memory import layout
+from sim_farm.shared_memory.doorbell import Doorbell
+from sim_farm.shared_memory.layout import FINAL_FRAMES, FarmSpec, GroupSlots
+from sim_farm.shared_memory.worker_memory import WorkerMemory
+from sim_farm.workers.hosts import Host, WorkerHandle
+from sim_farm.workers.workers import WorkerSetup
+
+SNAPSHOT = ("base_episode", "base_step", "base_start", "history")
+"""Arrays that say where every environment is: its episode, that one's start, and the actions executed in it."""
+MOST = 2**40
+"""Episodes of one environment, and starts: more than there will ever be."""
+
+
+def check_snapshot(snapshot: Mapping[str, np.ndarray], slots: Mapping[str, np.ndarray], task: TaskSpec) -> None:
+    """Raise `FarmError` where the snapshot is not of slots of these sizes and types, or says what cannot be."""
+    for key in SNAPSHOT:
+        if key not in snapshot and key == "base_start":
+            continue  # written before starts could be drawn
+        found = snapshot[key].shape if key in snapshot else None
+        if found != slots[key].shape:
+            raise FarmError(
+                f"the snapshot's {key} of {task.name} has shape {found}, this farm's has {slots[key].shape}: resume "
+                "with the same environments, tasks and chunk"
+            )
+        if not np.can_cast(snapshot[key].dtype, slots[key].dtype):  # older ones have narrower integers
+            raise _wrong(task, f"{key} holds {snapshot[key].dtype}, and {slots[key].dtype} was written")
+    steps, history = snapshot["base_step"], snapshot["history"]
+    # A start may be none of this run's: episodes under way may be of other settings.
+    bounds = {"base_episode": (0, MOST), "base_step": (0, history.shape[1] - 1), "base_start": (ANY, MOST)}
+    for key, (least, most) in bounds.items():
+        if key not in snapshot:
+            continue
+        bad = (snapshot[key] < least) | (snapshot[key] > most)
+        if bad.any():
+            env = int(bad.argmax())
+            raise _wrong(task, f"{key} of environment {env} is {snapshot[key][env]}, and can be {least} to {most}")
+    executed = np.arange(history.shape[1]) < steps[:, None]
+    lost = executed & ~np.isfinite(history).all(axis=2)
+    if lost.any():
+        env, at = (int(i) for i in np.argwhere(lost)[0])
+        raise _wrong(task, f"history of environment {env} has no finite action for step {at}, which it has executed")
+
+
+def _wrong(task: TaskSpec, what: str) -> FarmError:
+    return FarmError(f"the snapshot of {task.name} cannot be continued: its {what}; use an earlier checkpoint")
+
+
+# --- the farm of one task
 
 RENDERER_START_S = 120.0
 """Longest start of a renderer: an EGL driver that hangs does so silently and for ever."""
@@ -70,7 +111,7 @@ class TaskFarm:
         self._tickets = [0] * spec.groups
         self._shares: Float64 | None = None
         self._draws: list[tuple[Int, Int]] = [(np.empty(0, np.int64),) * 2] * spec.groups
-        """Of each group the numbers of the episodes that were drawn for last, and their starts."""
+        """Numbers of the episodes whose starts were drawn last, and these starts, per group."""
         self._first_row, self._first_group, self._several = first_row, first_group, several
 
     def launch(self, host: Host, cores: Sequence[int | None]) -> None:
@@ -127,7 +168,7 @@ class TaskFarm:
         self._request(group, layout.STEP)
 
     def done(self, group: int) -> bool:
-        """Whether the results of the group's last request are complete."""
+        """True if the results of the group's last request are complete."""
         rows, ticket = self._groups[group], self._tickets[group]
         # Both: a fused worker sets `drawn` first.
         return bool((rows.view("simulated") == ticket).all() and (rows.view("drawn") == ticket).all())
@@ -247,11 +288,11 @@ class TaskFarm:
         self.ring(self.spec.drawers)
 
     def switched(self) -> bool:
-        """Whether every worker that draws has done what `ask_renderers` said."""
+        """True if every worker that draws has done what `ask_renderers` said."""
         return not self._slow_to_switch()
 
     def moved_bytes(self) -> int:
-        """Of the workers' private memory, freed or taken by the last switch."""
+        """Private memory of the workers that the last switch freed or took, in bytes."""
         return int(self.slots["moved_bytes"].sum())
 
     def late_to_switch(self, deadline_s: float) -> WorkerTimeout | None:
@@ -329,7 +370,7 @@ class TaskFarm:
         return found
 
     def doing(self) -> list[str]:
-        """Of each worker, what it does."""
+        """Phase of each worker."""
         phases = self.slots["phase"].tolist()
         return [f"{self.worker_name(worker)} is {layout.PHASES[phase]}" for worker, phase in enumerate(phases)]
 

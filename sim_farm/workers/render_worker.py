@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from sim_farm import layout, render_devices
-from sim_farm.worker_memory import WorkerMemory
-from sim_farm.workers import Worker, WorkerSetup
+from sim_farm import render_devices
+from sim_farm.shared_memory import layout
+from sim_farm.shared_memory.worker_memory import WorkerMemory
+from sim_farm.workers.workers import Worker, WorkerSetup
 
 
 class RenderWorker(Worker):

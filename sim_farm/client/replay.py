@@ -76,7 +76,7 @@ class Recording:
 
 @dataclass(frozen=True)
 class Followed:
-    """How a recording came out when its actions were executed again."""
+    """Outcome of a recording whose actions were executed again."""
 
     replay: ReplayedEpisode | None
     """The episode, to the recording's end; None where it came out otherwise, or was not wanted."""
@@ -85,9 +85,9 @@ class Followed:
     reproduced: bool
     """Success and states were as recorded, at every step that the recording says them of."""
     why_not: str
-    """What came out otherwise, or why the episode is not wanted; else empty."""
+    """Difference from the recording, or reason to leave the episode out; else empty."""
     from_seed: bool = False
-    """Whether the seed alone leads to the recorded first state."""
+    """True if the seed alone leads to the recorded first state."""
 
 
 class Replayer:
@@ -198,7 +198,7 @@ class Replayer:
             self._renderer.close()
 
     def _run(self, episode: EpisodeSpec, actions: Float32) -> list[PhysicsResult]:
-        """What there is at the start and after each action, up to the episode's end."""
+        """Observations at the start and after each action, up to the episode's end."""
         seen = [self._physics.reset(episode)]
         for action in actions:
             seen.append(self._physics.step(np.asarray(action, np.float32)[None]))

@@ -6,10 +6,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sim_farm.contract import TaskInfo
-from sim_farm.doorbell import Doorbell
-from sim_farm.frame_memory import FrameAddress, FrameMemory
-from sim_farm.layout import FarmSpec, slot_fields
-from sim_farm.memory import Block, Field
+from sim_farm.shared_memory.doorbell import Doorbell
+from sim_farm.shared_memory.frame_memory import FrameAddress, FrameMemory
+from sim_farm.shared_memory.layout import FarmSpec, slot_fields
+from sim_farm.shared_memory.memory import Block, Field
 
 BELL = {"bell": Field((1,), "int32", 0)}
 """The block with the client's bell."""
@@ -17,7 +17,7 @@ BELL = {"bell": Field((1,), "int32", 0)}
 
 @dataclass(frozen=True)
 class MemoryAddress:
-    """How another process of this machine reaches it: `WorkerMemory.attach`."""
+    """Address of the memory for another process of this machine: `WorkerMemory.attach`."""
 
     slots: str
     bell: str
@@ -26,7 +26,7 @@ class MemoryAddress:
 
 @dataclass(frozen=True)
 class WorkerMemory:
-    """Of one task. `frames` is None where nothing is drawn."""
+    """Memory of the workers of one task. `frames` is None if nothing is drawn."""
 
     slots: Block
     bell: Block
@@ -40,7 +40,7 @@ class WorkerMemory:
 
     @classmethod
     def private(cls, spec: FarmSpec, info: TaskInfo) -> WorkerMemory:
-        """Of this process alone, and without frames: for a physics worker at the far end of a relay."""
+        """Memory of this process alone, without frames: for a physics worker at the far end of a relay."""
         return cls(Block.create(slot_fields(spec, info), False), Block.create(BELL, False), None)
 
     @property

@@ -6,12 +6,13 @@ import time
 
 import numpy as np
 
-from sim_farm import layout, render_devices
+from sim_farm import render_devices
 from sim_farm.contract import EpisodeSpec, FarmError, Physics, PhysicsResult
-from sim_farm.doorbell import Doorbell
 from sim_farm.registry import make_physics
-from sim_farm.worker_memory import WorkerMemory
-from sim_farm.workers import Worker, WorkerSetup
+from sim_farm.shared_memory import layout
+from sim_farm.shared_memory.doorbell import Doorbell
+from sim_farm.shared_memory.worker_memory import WorkerMemory
+from sim_farm.workers.workers import Worker, WorkerSetup
 
 
 class PhysicsWorker(Worker):
@@ -214,5 +215,5 @@ class PhysicsWorker(Worker):
 
 
 def _finite(result: PhysicsResult) -> bool:
-    """Whether a policy may see it."""
+    """True if state and proprioception are finite, so that a policy may see them."""
     return bool(np.isfinite(result.state).all() and np.isfinite(result.proprio).all())
