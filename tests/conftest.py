@@ -14,7 +14,7 @@ import pytest
 # and the processes of a test run share the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from sim_farm.shared_memory import memory
+from sim_farm.shared_memory import memory  # noqa: E402
 
 # A shell starts what it puts into the background with SIGINT ignored, and Python then leaves it so. Tests send
 # it to themselves.

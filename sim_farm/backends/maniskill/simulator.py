@@ -27,6 +27,7 @@ from mani_skill.sensors.camera import parse_camera_configs
 from mani_skill.utils.common import flatten_state_dict
 from mani_skill.utils.registration import REGISTERED_ENVS
 
+from sim_farm.backends.maniskill import two_cubes as _registers_its_tasks  # noqa: F401
 from sim_farm.backends.maniskill.devices import drawn_by, make_on_device
 from sim_farm.backends.maniskill.instructions import INSTRUCTIONS
 from sim_farm.backends.maniskill.recordings import put_state, state_deviation
