@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import product
 from typing import Literal
 
@@ -190,9 +191,10 @@ class SequenceSearch:
     def _best(self, mode: Mode, switching: bool) -> PhaseSequence:
         """The best of all sequences, with or without context switches."""
         best, bound = NONE, math.inf
+        solve = cache(self.phases.solve)
         for sequence in self._sequences(mode):
             several = len(sequence) > 1
-            phases = [self.phases.solve(*phase, switching=switching and several) for phase in sequence]
+            phases = [solve(*phase, switching=switching and several) for phase in sequence]
             bound = min(bound, sum(phase.bound for phase in phases))
             found = PhaseSequence(
                 seconds=sum(phase.seconds for phase in phases),
