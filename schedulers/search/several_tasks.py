@@ -62,7 +62,7 @@ class SharedLoopsAllocation:
     """
 
     def __init__(self, problem: Problem, model: PhaseModel, limits: MemoryLimits) -> None:
-        self.problem, self.model = problem, model
+        self.model, self.free = model, free_units(problem)
         self.options = [options_of(problem, model, p, limits) for p in range(len(model.placements))]
         self.feasible = all(len(options.counts) for options in self.options)
 
@@ -102,7 +102,7 @@ class SharedLoopsAllocation:
         """Options that balance servers and loops, by giving devices one after the other to the placement that gains
         most. None where there are too few devices."""
         picks = [0] * len(self.options)
-        free = free_units(self.problem)
+        free = self.free.copy()
         for options in self.options:
             free[options.takes] -= options.units[0]
         if (free < 0).any():
@@ -156,7 +156,7 @@ class SharedLoopsAllocation:
         return best
 
     def _fits(self, picks: Sequence[int]) -> bool:
-        free = free_units(self.problem)
+        free = self.free.copy()
         for options, pick in zip(self.options, picks, strict=True):
             free[options.takes] -= options.units[pick]
         return bool((free >= 0).all())
@@ -175,7 +175,12 @@ class SharedLoopsAllocation:
         return float(most * sum((term / most) ** SHARPNESS for term in terms) ** (1 / SHARPNESS)) + 1e-3 * sum(rest)
 
     def _least_of(self, picks: Sequence[int]) -> float:
-        return float(self._least_seconds(np.array([picks]))[0])
+        return float(
+            self.model.least_seconds(
+                [self.options[p].visits[row, picks[p]] for p, row in self.model.visit_rows],
+                [self.options[p].stages[row, picks[p]] for p, row in self.model.stage_rows],
+            )
+        )
 
     def _least_seconds(self, picks: np.ndarray) -> np.ndarray:
         """Lower bounds of partial allocations, one a row, that have options for the first placements: the open ones
@@ -192,7 +197,7 @@ class SharedLoopsAllocation:
 
     def _promising(self, cutoff: float) -> tuple[np.ndarray, np.ndarray, float]:
         """Allocations that promise to be faster than `cutoff`, their bounds, and the least bound of the others."""
-        picks, free = np.zeros((1, 0), dtype=int), free_units(self.problem)[None, :]
+        picks, free = np.zeros((1, 0), dtype=int), self.free[None, :]
         bounds, open_bound = np.zeros(1), math.inf
         for options in self.options:
             rows, columns = each_option(options.units.searchsorted(free[:, options.takes].min(axis=1), side="right"))
