@@ -58,7 +58,7 @@ class Chaos:
 
 
 @dataclass
-class Trainer:
+class LearnerRole:
     """`embodied train` in a process of its own, which is started again when it was killed."""
 
     folder: Path
@@ -117,7 +117,7 @@ def _gone(process: psutil.Process) -> bool:
 class Adversary:
     """Draws a fault and injects it."""
 
-    trainer: Trainer
+    learner: LearnerRole
     file: Path
     drawn: random.Random
     injected: Counter[str] = field(default_factory=Counter)
@@ -134,7 +134,7 @@ class Adversary:
             self._waiting = f"{worker}, raise"
             return
         role = self.drawn.choices(list(ROLES), list(ROLES.values()))[0]
-        number, found = self.drawn.random(), self.trainer.processes(role)
+        number, found = self.drawn.random(), self.learner.processes(role)
         if not found:  # it is just being started again
             self.injected["nobody there"] += 1
             return
@@ -181,53 +181,53 @@ def main(settings: Chaos) -> None:
         }
         save_config(parse_config(data, "benchmarks/chaos.py"), folder / "chaos.yaml")
         begin = time.monotonic()
-        calm = Trainer(folder, "undisturbed", dict(os.environ))
+        calm = LearnerRole(folder, "undisturbed", dict(os.environ))
         while not calm.ended():
             time.sleep(0.2)
         calm_s, begin = time.monotonic() - begin, time.monotonic()
         print(f"undisturbed: {calm_s:.0f} s", flush=True)
-        trainer, injected = under_fire(settings, folder)
-        rows = [json.loads(line) for line in (trainer.run / FILE).read_text().splitlines()]
+        learner, injected = under_fire(settings, folder)
+        rows = [json.loads(line) for line in (learner.run / FILE).read_text().splitlines()]
         down_s = sorted(row["down_s"] for row in rows if "down_s" in row)
         figures: dict[str, Any] = {
             **asdict(settings),
             "injected": dict(sorted(injected.items())),
             "faults": sum(injected.values()) - injected["nobody there"],
             "losses_noted": sum(row["outcome"] in ("the run goes on", "it was replaced") for row in rows),
-            "drivers_started": trainer.starts,
-            "drivers_ended_with": trainer.codes,
+            "drivers_started": learner.starts,
+            "drivers_ended_with": learner.codes,
             "median_down_s": down_s[len(down_s) // 2] if down_s else None,
             "undisturbed_s": calm_s,
             "disturbed_s": time.monotonic() - begin,
-            "difference": difference_of(trainer.run, calm.run),
+            "difference": difference_of(learner.run, calm.run),
         }
         if settings.json is not None:
             kept = settings.json.with_suffix(".run.log")
-            kept.write_bytes((folder / f"{trainer.name}.log").read_bytes())
+            kept.write_bytes((folder / f"{learner.name}.log").read_bytes())
         show_and_write({**figures, "json": None}, settings.json)
 
 
-def under_fire(settings: Chaos, folder: Path) -> tuple[Trainer, Counter[str]]:
-    """The trainer once it has ended, and how often each fault was injected."""
+def under_fire(settings: Chaos, folder: Path) -> tuple[LearnerRole, Counter[str]]:
+    """The learner once it has ended, and how often each fault was injected."""
     file = folder / "faults.json"
     file.write_text("[]")
-    trainer = Trainer(folder, "disturbed", {**os.environ, faults.VARIABLE: str(file)})
-    adversary = Adversary(trainer, file, random.Random(settings.seed))
+    learner = LearnerRole(folder, "disturbed", {**os.environ, faults.VARIABLE: str(file)})
+    adversary = Adversary(learner, file, random.Random(settings.seed))
     begin = time.monotonic()
     due = begin + settings.every
-    while not trainer.ended():
+    while not learner.ended():
         now = time.monotonic()
         adversary.let_go_on()
         if now >= due and now - begin < settings.seconds:
             adversary.strike()
             due += settings.every
-            done = len(read(trainer.run)) if (trainer.run / "metrics.jsonl").exists() else 0
+            done = len(read(learner.run)) if (learner.run / "metrics.jsonl").exists() else 0
             print(f"{now - begin:5.0f} s  iteration {done}  {dict(adversary.injected)}", flush=True)
         elif now - begin >= settings.seconds:
             adversary.finish()
         time.sleep(0.1)
     adversary.finish()
-    return trainer, adversary.injected
+    return learner, adversary.injected
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from embodied.config.files import load_config, parse_config
 from embodied.config.schema import Config
 from embodied.execution.assignment import configured
 from embodied.execution.executor import executor
-from embodied.execution.roles import Trainer
+from embodied.execution.roles import LearnerRole
 from embodied.execution.session import Session, open_session
 
 WANTED = 1.3
@@ -69,7 +69,7 @@ def _hand_over(config: Config, session: Session, folder: Path, versions: int) ->
             begin = time.perf_counter()
             workers.publish(version)
             seconds.append(time.perf_counter() - begin)
-        state = workers.trainer.call(Trainer.weights)
+        state = workers.learner.call(LearnerRole.weights)
         return median(seconds[2:]), workers.weights_path, sum(tensor.nbytes for tensor in state.values())
 
 

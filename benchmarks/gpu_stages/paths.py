@@ -26,7 +26,7 @@ from benchmarks.gpu_stages.work import Figures, Work
 from embodied.config.files import parse_config
 from embodied.config.schema import Config
 from embodied.execution.executor import Executor, executor
-from embodied.execution.roles import Decider
+from embodied.execution.roles import RolloutRole
 from embodied.execution.session import Session, open_session
 from embodied.run import checkpoint
 
@@ -151,7 +151,7 @@ def _run(work: Work, name: str, way: Way, device: str, session: Session | None =
 
 
 def _trajectories(workers: Executor) -> dict[str, Tensor]:
-    batch = workers.decider.call(Decider.trajectories)
+    batch = workers.rollout_worker.call(RolloutRole.trajectories)
     return {name: getattr(batch, name).clone() for name in ("log_prob", "value", "reward", "executed")}
 
 

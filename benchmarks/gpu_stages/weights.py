@@ -17,7 +17,7 @@ from benchmarks.gpu_stages.runs import Runtime, on_one_core, vla_config
 from benchmarks.gpu_stages.work import Figures, Work
 from embodied.bench.machine import median
 from embodied.execution.executor import Executor, executor
-from embodied.execution.roles import Trainer
+from embodied.execution.roles import LearnerRole
 from embodied.execution.session import open_session
 from embodied.learning.weight_ways import Way
 
@@ -50,4 +50,4 @@ def weights(work: Work) -> Figures:
 
 
 def _adapter_bytes(workers: Executor) -> int:
-    return sum(t.numel() * t.element_size() for t in workers.trainer.call(Trainer.weights).values())
+    return sum(t.numel() * t.element_size() for t in workers.learner.call(LearnerRole.weights).values())

@@ -15,7 +15,7 @@ from embodied.devices import Affinity
 from embodied.errors import UserError
 from embodied.execution.assignment import Assignment
 from embodied.execution.makers import make_component, make_loop, make_replica
-from embodied.execution.roles import Acting, Decider, Replica, Trainer
+from embodied.execution.roles import LearnerRole, PolicyRole, Replica, RolloutRole
 from embodied.execution.session import Session
 from embodied.rollout.acting import RolloutSettings
 from embodied.rollout.desk_relay import DeskRelay, FarDesk
@@ -63,11 +63,11 @@ class ActingWorkers:
     """Who acts."""
 
     workers: WorkerGroup[Any]
-    """The policy worker, which is the decider too; or the replicas."""
+    """The policy worker, which is the rollout_worker too; or the replicas."""
     settings: RolloutSettings
     places: tuple[Affinity, ...]
-    loop: WorkerGroup[Decider] | None = None
-    """The decider of replicas."""
+    loop: WorkerGroup[RolloutRole] | None = None
+    """The rollout_worker of replicas."""
     relay: WorkerGroup[DeskRelay] | None = None
     """Sits at the desks of replicas on other machines."""
 
@@ -78,11 +78,11 @@ class ActingWorkers:
 
     @contextmanager
     def at_desks(self, farm: Farm, memory: TrajectoryMemory, layout: MemoryLayout, valued: bool) -> Iterator[None]:
-        """Within, the decider writes into the memory and reaches the replicas at desks; `valued`: they are asked for
+        """Within, the rollout_worker writes into the memory and reaches the replicas at desks; `valued`: they are asked for
         values too."""
         if self.loop is None:
-            decider: WorkerGroup[Decider] = self.workers
-            decider.call(Decider.use, memory, None)
+            rollout_worker: WorkerGroup[RolloutRole] = self.workers
+            rollout_worker.call(RolloutRole.use, memory, None)
             yield
             return
         desks = Desks.create(self.workers.size, farm, layout, valued)
@@ -95,7 +95,7 @@ class ActingWorkers:
                 for rank in away:
                     at[rank] = FarDesk(rank, self.relay.handles[0].caller())
             self.workers.scatter(Replica.use, [(desk,) for desk in at])
-            self.loop.call(Decider.use, memory, desks)
+            self.loop.call(RolloutRole.use, memory, desks)
             yield
         finally:
             desks.close()
@@ -107,9 +107,9 @@ def place_acting(
     session: Session,
     assignment: Assignment,
     farm: Farm,
-    trained: WorkerGroup[Trainer],
+    trained: WorkerGroup[LearnerRole],
 ) -> ActingWorkers:
-    """Who acts. Guests of the trainer's ranks act with their policies."""
+    """Who acts. Guests of the learner's ranks act with their policies."""
     name, place, hosts = component.name, session.runtime.place_group, assignment.hosts
     count = replicas_of(base.config, assignment)
     context = replace(base, farm=session.reach(farm), ranks=count)
@@ -124,12 +124,12 @@ def place_acting(
     group: WorkerGroup[Any] = place(name, make, count, arguments, beside=beside, nodes=nodes)
     if assignment.guests:
         guests, owners = group.some(assignment.guests), trained.some(host for host in hosts if host is not None)
-        guests.get(guests.pipe(Acting.share, owners, Trainer.own_policy))
+        guests.get(guests.pipe(PolicyRole.share, owners, LearnerRole.own_policy))
     settings = RolloutSettings.of(context)
     if alone:
         return ActingWorkers(group, settings, places)
     names = [handle.name for handle in group.handles]
-    loop: WorkerGroup[Decider] = place(TRACK, make_loop, 1, (component, replace(context, affinity=Affinity()), names))
+    loop: WorkerGroup[RolloutRole] = place(TRACK, make_loop, 1, (component, replace(context, affinity=Affinity()), names))
     away = sum(bool(node) for node in nodes)
     relay = session.runtime.place_called(f"relay of {name}", DeskRelay, away) if away else None
     return ActingWorkers(group, settings, places, loop, relay)

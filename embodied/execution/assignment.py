@@ -92,11 +92,11 @@ def configured(config: Config, cores: tuple[int, ...], nodes: Mapping[str, str] 
     `nodes` maps names and addresses of the cluster's nodes to their ids. Raises `UserError` for a node not in it.
     """
     recipe = recipe_of(config)
-    learner = Affinity((), config.optim.threads or max(len(cores) // config.optim.ranks, 1))
-    placed: dict[str, tuple[Affinity, ...]] = {component.name: (learner,) for component in recipe.after_rollout}
+    shared = Affinity((), config.optim.threads or max(len(cores) // config.optim.ranks, 1))
+    placed: dict[str, tuple[Affinity, ...]] = {component.name: (shared,) for component in recipe.after_rollout}
     # One process cannot be several ranks of torch's process groups, and one rank computes what several do.
     ranks = 1 if config.runtime.mode == "inline" else config.optim.ranks
-    placed[recipe.after_rollout[-1].name] = _on_gpus(config, learner, ranks)
+    placed[recipe.after_rollout[-1].name] = _on_gpus(config, shared, ranks)
     placed[recipe.loop[-1]] = _on_gpus(config, Affinity(), config.policy.replicas)
     farm = _configured_farm(config, cores, nodes or {})
     return Assignment(
@@ -156,33 +156,33 @@ def assign(plan: Plan, config: Config, cores: tuple[int, ...], nodes: Mapping[st
     recipe, nodes = recipe_of(config), nodes or {}
     _check_nodes(plan, nodes)
     rolling = _phase(plan, recipe.loop[0])
-    decider, trainer = recipe.loop[-1], recipe.after_rollout[-1].name
-    placements = {decider: _of(rolling, decider)}
+    rollout_worker, learner = recipe.loop[-1], recipe.after_rollout[-1].name
+    placements = {rollout_worker: _of(rolling, rollout_worker)}
     placements |= {c.name: _of(_phase(plan, c.name), c.name) for c in recipe.after_rollout}
-    for name in placements.keys() - {decider, trainer}:
+    for name in placements.keys() - {rollout_worker, learner}:
         _require_one(name, placements[name])
     machine = _Machine(config, cores, nodes)
-    found = {name: machine.affinities(name, placement, name == decider) for name, placement in placements.items()}
+    found = {name: machine.affinities(name, placement, name == rollout_worker) for name, placement in placements.items()}
     gpus, devices = accelerators(config.policy.device), configured_devices(config)
     farms = tuple(
         _shared_out(
-            _farm_of(plan, rolling, number, cores, gpus, devices, nodes), task.env.num_envs, len(found[decider])
+            _farm_of(plan, rolling, number, cores, gpus, devices, nodes), task.env.num_envs, len(found[rollout_worker])
         )
         for number, task in enumerate(tasks_of(config))
     )
     simulating = {id(_of(rolling, name_in_task(recipe.loop[0], number))) for number in range(len(farms))}
-    takes_turns = all(farm.groups == 1 for farm in farms) or id(placements[decider]) not in simulating
+    takes_turns = all(farm.groups == 1 for farm in farms) or id(placements[rollout_worker]) not in simulating
     if not takes_turns:
         # With several groups on the same cores the system deals out the time: one thread that may run anywhere.
-        found[decider] = tuple(Affinity(device=acting.device, node=acting.node) for acting in found[decider])
+        found[rollout_worker] = tuple(Affinity(device=acting.device, node=acting.node) for acting in found[rollout_worker])
     return Assignment(
         plan.mode,
         farms,
         found,
-        () if plan.ahead else placements[decider].hosts(placements[trainer]),
+        () if plan.ahead else placements[rollout_worker].hosts(placements[learner]),
         plan.ahead,
         plan.unload,
-        _phase(plan, trainer).micro_batch,
+        _phase(plan, learner).micro_batch,
     )
 
 

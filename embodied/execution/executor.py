@@ -1,11 +1,11 @@
 """The executor: runs iterations of any workflow by any assignment.
 
-    rollout, in parts -> each part through the components after it -> update -> weights to the decider
+    rollout, in parts -> each part through the components after it -> update -> weights to the rollout_worker
 
 It knows the roles of workers (`embodied.execution.roles`), not the components' names. The last component of the loop is
-the decider, the last after the rollout the trainer, and trajectories pass through the passers between them. Where the
-decider's component has several instances, or one on another machine, these act, and a worker beside them is the
-decider. The assignment sets the order of their work: the trainer works on a part while the next part is rolled out, or
+the rollout_worker, the last after the rollout the learner, and trajectories pass through the scorers between them. Where the
+rollout_worker's component has several instances, or one on another machine, these act, and a worker beside them is the
+rollout_worker. The assignment sets the order of their work: the learner works on a part while the next part is rolled out, or
 afterwards; the next rollout begins after the update, or one update ahead of it.
 """
 
@@ -27,17 +27,17 @@ from embodied.execution.acting_workers import check_replicas
 from embodied.execution.assignment import Assignment
 from embodied.execution.farm_specs import frame_rows, run_specs
 from embodied.execution.hand_over import HandOver, hand_over_of
-from embodied.execution.placement import check_workflow, place_workers, processes_here
-from embodied.execution.roles import Acting, Decider, Passer, Replica, Trainer
-from embodied.execution.row_delivery import RowDelivery, place_delivery
-from embodied.execution.run_offload import RunOffload
-from embodied.execution.session import Session
-from embodied.execution.trainer_ranks import (
+from embodied.execution.learner_ranks import (
     collected_by_ranks,
     ranks_of,
     saved_by_ranks,
     update_of_ranks,
 )
+from embodied.execution.placement import check_workflow, place_workers, processes_here
+from embodied.execution.roles import LearnerRole, PolicyRole, Replica, RolloutRole, ScorerRole
+from embodied.execution.row_delivery import RowDelivery, place_delivery
+from embodied.execution.run_offload import RunOffload
+from embodied.execution.session import Session
 from embodied.learning.update_record import CollectStatistics
 from embodied.rollout.rollout_summary import EpisodePart, RolloutSummary
 from embodied.rollout.shared_loop import ReplicaFailed
@@ -51,7 +51,7 @@ from embodied.workflows.sizes import check_ranks, streams
 from sim_farm.farm import Farm
 
 PARTS_AHEAD = 2
-"""Parts of an iteration that may wait for the trainer; the rollout then waits too, so that memory is bounded."""
+"""Parts of an iteration that may wait for the learner; the rollout then waits too, so that memory is bounded."""
 LOOK_S = 0.5
 """How soon a replica that died during a rollout is noticed."""
 ANSWER_S = 5.0
@@ -77,12 +77,12 @@ class Iteration:
 
 @dataclass(frozen=True)
 class _Sent:
-    """A part on its way to the trainer."""
+    """A part on its way to the learner."""
 
     passing: tuple[tuple[str, Any], ...]
-    """Of each passer its name, and references to the seconds that its ranks take."""
+    """Of each scorer its name, and references to the seconds that its ranks take."""
     collecting: Any
-    """References to what the trainer says."""
+    """References to what the learner says."""
 
 
 @dataclass(frozen=True)
@@ -90,9 +90,9 @@ class _Begun:
     """A rollout, or a part of one, that is under way."""
 
     summary: Any
-    """The decider's reference."""
+    """The rollout_worker's reference."""
     serving: list[Any]
-    """Of each replica; none where the decider acts by itself."""
+    """Of each replica; none where the rollout_worker acts by itself."""
 
 
 @dataclass
@@ -110,44 +110,44 @@ class Executor:
     delivery: RowDelivery
     offload: RunOffload
     farm_deadline_s: float
-    """The decider's deadline for its farm. It is shorter than the deadline of the call, whose message could not name
+    """The rollout_worker's deadline for its farm. It is shorter than the deadline of the call, whose message could not name
     the late worker of the farm."""
-    looping: WorkerGroup[Decider] | None = None
-    """The decider, where it does not act by itself."""
+    looping: WorkerGroup[RolloutRole] | None = None
+    """The rollout_worker, where it does not act by itself."""
     _next: _Begun | None = None
     """The rollout that runs ahead of the update, where there is one."""
     _published: int = -1
-    """Updates that the decider's weights have seen."""
+    """Updates that the rollout_worker's weights have seen."""
     _returns: list[Span] = field(default_factory=list)
     """The switches with which the iteration began: of renderers that came back."""
     _passed_s: dict[str, float] = field(default_factory=dict)
-    """Seconds that each passer has worked in this iteration."""
+    """Seconds that each scorer has worked in this iteration."""
     _taught: int = 0
     """Episode groups of this iteration that the estimator keeps: of grpo those whose outcomes differ; of reinforce
     all."""
 
     @property
-    def decider(self) -> WorkerGroup[Decider]:
+    def rollout_worker(self) -> WorkerGroup[RolloutRole]:
         return self.looping or self.workers[self.recipe.loop[-1]]
 
     @property
-    def acting(self) -> WorkerGroup[Acting]:
-        """The decider itself, or the replicas."""
+    def acting(self) -> WorkerGroup[PolicyRole]:
+        """The rollout_worker itself, or the replicas."""
         return self.workers[self.recipe.loop[-1]]
 
     @property
-    def trainer(self) -> WorkerGroup[Trainer]:
+    def learner(self) -> WorkerGroup[LearnerRole]:
         return self.workers[self.recipe.after_rollout[-1].name]
 
     def begin(self, environments: dict[str, np.ndarray] | None, version: int) -> None:
         """Start the environments, or continue where `environments` say they were; the weights have seen `version`
         updates."""
         self.publish(version)
-        self.decider.call(Decider.begin, environments, self._by_episodes)
+        self.rollout_worker.call(RolloutRole.begin, environments, self._by_episodes)
 
     def load(self, folder: Path) -> None:
-        """Give the trainer a verified checkpoint."""
-        self.trainer.call_all(Trainer.load, folder)
+        """Give the learner a verified checkpoint."""
+        self.learner.call_all(LearnerRole.load, folder)
 
     def save(self, root: Path, state: checkpoint.RunState, environments: dict[str, np.ndarray]) -> None:
         """Begin to write a checkpoint of what is now, once the one before is complete.
@@ -157,29 +157,29 @@ class Executor:
         """
         unloads = self.assignment.unload
         if unloads:
-            self.trainer.call_all(Trainer.load_back)
+            self.learner.call_all(LearnerRole.load_back)
         try:
-            self.trainer.call_all(Trainer.save, root, state, environments)
+            self.learner.call_all(LearnerRole.save, root, state, environments)
         finally:
             if unloads:
-                self.offload.unload_trainer()
+                self.offload.unload_learner()
 
     def saving(self) -> bool:
         """Whether a checkpoint is being written at the moment."""
-        return any(self.trainer.call_all(Trainer.saving))
+        return any(self.learner.call_all(LearnerRole.saving))
 
     def saves_on(self) -> bool:
-        """After a loss: whether the trainer's ranks answer, and a checkpoint that they write will be complete. A rank
+        """After a loss: whether the learner's ranks answer, and a checkpoint that they write will be complete. A rank
         whose peer has failed waits for that one, and answers nobody. Raises the failure of one that is gone."""
-        return self.trainer.answers(self.trainer.submit_all(Trainer.saving), ANSWER_S)
+        return self.learner.answers(self.learner.submit_all(LearnerRole.saving), ANSWER_S)
 
     def saved(self) -> Written | None:
         """Wait until the last checkpoint is complete; when it was written. Raises `CheckpointError` where it could not
         be."""
-        return saved_by_ranks(self.trainer)
+        return saved_by_ranks(self.learner)
 
     def rollout(self, iteration: int) -> tuple[RolloutSummary, list[Span]]:
-        """The iteration's rollout, on its way to the trainer. May be interrupted."""
+        """The iteration's rollout, on its way to the learner. May be interrupted."""
         self.offload.seconds = 0.0
         self._returns = self.offload.draw_again()
         self._passed_s = {}
@@ -196,8 +196,8 @@ class Executor:
         begin = time.monotonic_ns()
         ahead = self.assignment.ahead > 0 and not drain
         sent = None if self._by_episodes else self._send(iteration)
-        environments = self.decider.call(Decider.snapshot)
-        switches = self.offload.to_trainer() if self.assignment.unload else []
+        environments = self.rollout_worker.call(RolloutRole.snapshot)
+        switches = self.offload.to_learner() if self.assignment.unload else []
         spans: list[Span] = []
         if ahead:
             if self._published < iteration:
@@ -205,17 +205,17 @@ class Executor:
             self._next = self._start()
         if sent is not None:
             self._collected(sent)
-        learned = update_of_ranks(self.trainer.call_all(Trainer.finish, iteration))
+        learned = update_of_ranks(self.learner.call_all(LearnerRole.finish, iteration))
         updated = time.monotonic_ns()
         update_ns = int(learned["learner/update_s"] * 1e9)
         self._mark(spans, "driver", "update", begin, updated, trajectories=self.trajectories_path)
-        self._mark(spans, self.trainer.name, "update", updated - update_ns, updated)
+        self._mark(spans, self.learner.name, "update", updated - update_ns, updated)
         if self.assignment.unload:
             switches += self.offload.acting_back()
         if not ahead:
             self._hand_over_weights(iteration + 1, spans)
         if self.assignment.unload:
-            switches += self.offload.trainer_leaves()
+            switches += self.offload.learner_leaves()
         learned["time/switch_s"] = self.offload.seconds
         learned |= {f"time/{name}_s": seconds for name, seconds in self._passed_s.items()}
         if self._by_episodes:
@@ -232,7 +232,7 @@ class Executor:
 
     @property
     def weights_path(self) -> str:
-        """How weights travel from trainer to who acts."""
+        """How weights travel from learner to who acts."""
         return self.hand_over.path
 
     @property
@@ -264,19 +264,19 @@ class Executor:
         replicas: WorkerGroup[Any] = self.acting
         serving = [] if self.looping is None else replicas.submit_all(Replica.serve)
         if not self._by_episodes:
-            return _Begun(self.decider.submit(Decider.rollout, settings.decisions, self.farm_deadline_s), serving)
+            return _Begun(self.rollout_worker.submit(RolloutRole.rollout, settings.decisions, self.farm_deadline_s), serving)
         part = part or next(self._parts())
         # Where a part decides whether there is another, nobody may begin that before it is known.
         limit = -(-part.stop // self._environments) if settings.max_episodes_per_env else settings.episodes_per_env
-        return _Begun(self.decider.submit(Decider.rollout_episodes, part, limit, self.farm_deadline_s), serving)
+        return _Begun(self.rollout_worker.submit(RolloutRole.rollout_episodes, part, limit, self.farm_deadline_s), serving)
 
     def _rolled(self, begun: _Begun) -> RolloutSummary:
         """Wait for a rollout. A replica's failure is raised before those that follow from it."""
-        (decider,) = self.decider.handles
+        (rollout_worker,) = self.rollout_worker.handles
         try:
-            while begun.serving and not decider.poll(begun.summary, LOOK_S):
+            while begun.serving and not rollout_worker.poll(begun.summary, LOOK_S):
                 self.acting.check(begun.serving)
-            summary: RolloutSummary = decider.get(begun.summary)
+            summary: RolloutSummary = rollout_worker.get(begun.summary)
         except ReplicaFailed:
             self.acting.get(begun.serving)  # raises
             raise
@@ -312,21 +312,21 @@ class Executor:
         return total
 
     def _send(self, iteration: int) -> _Sent:
-        """Send the rolled-out trajectories through the passers to the trainer; `_collected` waits for its answer."""
-        source: WorkerGroup[Any] = self.decider
-        produce: Any = Decider.trajectories
+        """Send the rolled-out trajectories through the scorers to the learner; `_collected` waits for its answer."""
+        source: WorkerGroup[Any] = self.rollout_worker
+        produce: Any = RolloutRole.trajectories
         passing = []
         for component in self.recipe.after_rollout[:-1]:
-            passer: WorkerGroup[Passer] = self.workers[component.name]
-            passing.append((component.name, passer.pipe(Passer.receive, source, produce, iteration)))
-            source, produce = passer, Passer.trajectories
+            scorer: WorkerGroup[ScorerRole] = self.workers[component.name]
+            passing.append((component.name, scorer.pipe(ScorerRole.receive, source, produce, iteration)))
+            source, produce = scorer, ScorerRole.trajectories
         return _Sent(tuple(passing), self.delivery.send(source, produce, iteration))
 
     def _collected(self, sent: _Sent) -> CollectStatistics:
-        """Wait until a part is collected. A passer's failure is raised before those that follow from it."""
+        """Wait until a part is collected. A scorer's failure is raised before those that follow from it."""
         for name, references in sent.passing:
             self._passed_s[name] = self._passed_s.get(name, 0.0) + sum(self.workers[name].get(references))
-        return collected_by_ranks(self.trainer.get(sent.collecting))
+        return collected_by_ranks(self.learner.get(sent.collecting))
 
     def _mark(
         self, spans: list[Span], track: str, name: str, begin_ns: int, end_ns: int | None = None, **args: Any
@@ -341,7 +341,7 @@ class Executor:
         self._mark(spans, "driver", "publish weights", begin, path=self.weights_path)
 
     def publish(self, version: int) -> None:
-        """Bring the trainer's weights, which have seen `version` updates, to all who act."""
+        """Bring the learner's weights, which have seen `version` updates, to all who act."""
         self._published = version
         self.hand_over.publish(version)
 
@@ -369,7 +369,7 @@ def executor(config: Config, run_dir: Path, session: Session, assignment: Assign
         placed = place_workers(config, run_dir, session, assignment, farm)
         workers, acts = placed.workers, placed.acting
         farm_deadline_s = session.runtime.deadline.inner().seconds
-        layout = acts.workers.call_one(0, Acting.layout)
+        layout = acts.workers.call_one(0, PolicyRole.layout)
         trained: WorkerGroup[Any] = workers[recipe.after_rollout[-1].name]
         delivery = place_delivery(session, placed.assignment, acts.loop or acts.workers, trained, farm)
         memory = TrajectoryMemory.create(layout, farm.frames, not farm.in_process)
@@ -386,7 +386,7 @@ def executor(config: Config, run_dir: Path, session: Session, assignment: Assign
             delivery.use(memory)
             with acts.at_desks(farm, memory, layout, recipe.critic or recipe.rollout == "decisions"):
                 yield run
-                run.trainer.call_all(Trainer.leave)
+                run.learner.call_all(LearnerRole.leave)
                 for group in (*workers.values(), *acts.helpers, *delivery.helpers):
                     group.end()
         finally:

@@ -11,10 +11,10 @@ from embodied.errors import UserError
 from embodied.execution.acting_workers import ActingWorkers, acts_at_desks, hosts_of, place_acting, replicas_of
 from embodied.execution.assignment import Assignment
 from embodied.execution.farm_specs import memory_rounds
+from embodied.execution.learner_ranks import place_ranks, ranks_of
 from embodied.execution.makers import make_component
-from embodied.execution.roles import Passer, Trainer
+from embodied.execution.roles import LearnerRole, ScorerRole
 from embodied.execution.session import Session
-from embodied.execution.trainer_ranks import place_ranks, ranks_of
 from embodied.runtime.groups import WorkerGroup
 from embodied.workflows.context import WorkerContext, check_same_sizes, policy_spec
 from embodied.workflows.recipes import Recipe, WorkflowComponent, recipe_of
@@ -54,7 +54,7 @@ def check_workflow(recipe: Recipe) -> None:
 
 
 def processes_here(config: Config, assignment: Assignment) -> int:
-    """How many processes of this machine the trainer's ranks and those who act will be in."""
+    """How many processes of this machine the learner's ranks and those who act will be in."""
     recipe = recipe_of(config)
     acting = assignment.components[recipe.loop[-1]][: replicas_of(config, assignment)]
     ranks = assignment.components[recipe.after_rollout[-1].name][: ranks_of(config, assignment)]
@@ -63,7 +63,7 @@ def processes_here(config: Config, assignment: Assignment) -> int:
 
 
 def place_workers(config: Config, run_dir: Path, session: Session, assignment: Assignment, farm: Farm) -> PlacedWorkers:
-    """Place the trainer's ranks, then who acts, then the passers.
+    """Place the learner's ranks, then who acts, then the scorers.
 
     Raises `UserError` for tasks that one policy cannot act in, or that lack a start.
     """
@@ -72,39 +72,39 @@ def place_workers(config: Config, run_dir: Path, session: Session, assignment: A
     for task, info in zip(tasks, farm.infos, strict=True):
         check_same_sizes(sizes, policy_spec(task, info), task.env.task)
         check_recorded_starts(task, info)
-    *passers, trainer = recipe.after_rollout
+    *scorers, learner = recipe.after_rollout
     base = WorkerContext(
         config,
         sizes,
         run_dir,
-        assignment.first_of(trainer.name),
+        assignment.first_of(learner.name),
         seeds=tuple(task.seed for task in tasks),
         rounds=memory_rounds(config, assignment.ahead, farm.infos),
     )
-    trained = place_ranks(session, trainer, base, assignment)
-    whole = trained.size == 1 or all(trained.call_all(Trainer.shares_policy))
+    trained = place_ranks(session, learner, base, assignment)
+    whole = trained.size == 1 or all(trained.call_all(LearnerRole.shares_policy))
     assignment = replace(assignment, hosts=hosts_of(config, assignment if whole else replace(assignment, hosts=())))
     acting = place_acting(recipe.component(recipe.loop[-1]), base, session, assignment, farm, trained)
-    workers: dict[str, WorkerGroup[Any]] = {trainer.name: trained, recipe.loop[-1]: acting.workers}
-    for passer in passers:
-        # Beside the trainer a passer uses its weights, which must not be away while trajectories pass.
+    workers: dict[str, WorkerGroup[Any]] = {learner.name: trained, recipe.loop[-1]: acting.workers}
+    for scorer in scorers:
+        # Beside the learner a scorer uses its weights, which must not be away while trajectories pass.
         leaves = assignment.unload and 0 not in assignment.hosts
-        beside = assignment.first_of(passer.name) == base.affinity and whole and not leaves
-        workers[passer.name] = _place_passer(session, passer, base, assignment, trained.first() if beside else None)
+        beside = assignment.first_of(scorer.name) == base.affinity and whole and not leaves
+        workers[scorer.name] = _place_scorer(session, scorer, base, assignment, trained.first() if beside else None)
     return PlacedWorkers(workers, acting, assignment)
 
 
-def _place_passer(
+def _place_scorer(
     session: Session,
-    passer: WorkflowComponent,
+    scorer: WorkflowComponent,
     base: WorkerContext,
     assignment: Assignment,
-    beside: WorkerGroup[Trainer] | None,
-) -> WorkerGroup[Passer]:
-    context = replace(base, affinity=assignment.first_of(passer.name), shares=beside is not None)
-    group: WorkerGroup[Passer] = session.runtime.place_group(
-        passer.name, make_component, 1, (passer, context), beside=() if beside is None else beside.handles
+    beside: WorkerGroup[LearnerRole] | None,
+) -> WorkerGroup[ScorerRole]:
+    context = replace(base, affinity=assignment.first_of(scorer.name), shares=beside is not None)
+    group: WorkerGroup[ScorerRole] = session.runtime.place_group(
+        scorer.name, make_component, 1, (scorer, context), beside=() if beside is None else beside.handles
     )
     if beside is not None:
-        group.get(group.pipe(Passer.share, beside, Trainer.own_policy))
+        group.get(group.pipe(ScorerRole.share, beside, LearnerRole.own_policy))
     return group

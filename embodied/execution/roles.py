@@ -1,7 +1,7 @@
-"""The roles of workers that the executor knows: decider, passer, trainer. A role is a protocol of methods.
+"""The roles of workers that the executor knows: rollout_worker, scorer, learner. A role is a protocol of methods.
 
-A decider goes round with the simulators and makes trajectories. A passer receives trajectories, adds to them and hands
-them on. A trainer learns from them and hands out weights. Who acts takes these: the decider itself, or, where several
+A rollout_worker goes round with the simulators and makes trajectories. A scorer receives trajectories, adds to them and hands
+them on. A learner learns from them and hands out weights. Who acts takes these: the rollout_worker itself, or, where several
 replicas share its work, they.
 """
 
@@ -29,7 +29,7 @@ from embodied.trajectories.remote_frames import FrameReader
 from policies.contract import Policy
 
 
-class Acting(Protocol):
+class PolicyRole(Protocol):
     """Holds the policy that acts."""
 
     def layout(self) -> MemoryLayout: ...
@@ -43,11 +43,11 @@ class Acting(Protocol):
     def join_for_weights(self, address: str, rank: int, names: tuple[str, ...], timeout_s: float) -> None: ...
 
     def can_map(self, sample: GpuTensors | None) -> bool:
-        """Whether it can map what a trainer shows."""
+        """Whether it can map what a learner shows."""
         ...
 
     def take_weights(self, shown: GpuTensors | None, version: int) -> None:
-        """`load_weights` of what a trainer on this machine's GPUs hands out."""
+        """`load_weights` of what a learner on this machine's GPUs hands out."""
         ...
 
     def at_version(self, version: int) -> None: ...
@@ -57,18 +57,18 @@ class Acting(Protocol):
     def load_back(self) -> Switch: ...
 
 
-class Replica(Acting, Protocol):
-    """Acts for the groups of environments that a decider hands it. See `PolicyReplica`."""
+class Replica(PolicyRole, Protocol):
+    """Acts for the groups of environments that a rollout_worker hands it. See `PolicyReplica`."""
 
     def use(self, desk: Desk) -> None: ...
 
     def serve(self) -> None:
-        """Until the present rollout of the decider is over."""
+        """Until the present rollout of the rollout_worker is over."""
         ...
 
 
-class Decider(Protocol):
-    """Holds the farm. A decider that acts by itself is `Acting` too."""
+class RolloutRole(Protocol):
+    """Holds the farm. A rollout_worker that acts by itself is `PolicyRole` too."""
 
     makes: ClassVar[frozenset[str]]
     """What an edge from here may carry."""
@@ -95,7 +95,7 @@ class Decider(Protocol):
     def load_renderers(self, deadline_s: float) -> Switch: ...
 
 
-class Passer(Protocol):
+class ScorerRole(Protocol):
     """Adds to trajectories that pass through."""
 
     takes: ClassVar[frozenset[str]]
@@ -111,11 +111,11 @@ class Passer(Protocol):
         ...
 
     def share(self, policy: Policy) -> None:
-        """Use the policy of the trainer, which is in this process."""
+        """Use the policy of the learner, which is in this process."""
         ...
 
 
-class Trainer(Protocol):
+class LearnerRole(Protocol):
     """Holds the policy that is trained. Where it is several ranks, all of them are asked everything, in one order."""
 
     takes: ClassVar[frozenset[str]]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from embodied import progress
 from embodied.execution.assignment import Assignment
-from embodied.execution.roles import Decider, Trainer
+from embodied.execution.roles import LearnerRole, RolloutRole
 from embodied.execution.session import Session
 from embodied.runtime.groups import WorkerGroup
 from embodied.runtime.handles import Caller
@@ -54,17 +54,17 @@ class CalledSource:
         return torch.tensor(found)  # a copy: what has arrived cannot be written, and fills Ray's store
 
 
-# --- Handing trajectories over: the ranks of the decider's machine map the rows, those of others are sent them.
+# --- Handing trajectories over: the ranks of the rollout_worker's machine map the rows, those of others are sent them.
 
 
 @dataclass(frozen=True)
 class RowDelivery:
-    """From a decider to a trainer."""
+    """From a rollout_worker to a learner."""
 
-    decider: WorkerGroup[Decider]
-    trainer: WorkerGroup[Trainer]
+    rollout_worker: WorkerGroup[RolloutRole]
+    learner: WorkerGroup[LearnerRole]
     far: tuple[bool, ...]
-    """Of each rank, whether it is on another machine than the decider."""
+    """Of each rank, whether it is on another machine than the rollout_worker."""
     source: WorkerGroup[FrameSource] | None = None
     """By which such ranks fetch frames, where there are any."""
 
@@ -76,7 +76,7 @@ class RowDelivery:
     @property
     def path(self) -> str:
         """How trajectories travel, in words: only the flat rows of decisions are sent to who maps the memory."""
-        path = f"trajectory memory, rows {self.trainer.path_from(self.decider)}"
+        path = f"trajectory memory, rows {self.learner.path_from(self.rollout_worker)}"
         return path if self.source is None else f"{path}; frames fetched where they are evaluated"
 
     def use(self, memory: TrajectoryMemory) -> None:
@@ -85,26 +85,26 @@ class RowDelivery:
             self.source.call(FrameSource.use, memory)
 
     def send(self, source: WorkerGroup[Any], produce: Any, iteration: int) -> Any:
-        """Start `Trainer.collect` on every rank, of what `produce` makes on the source; references."""
+        """Start `LearnerRole.collect` on every rank, of what `produce` makes on the source; references."""
         if not any(self.far):
-            return self.trainer.pipe(Trainer.collect, source, produce, iteration)
+            return self.learner.pipe(LearnerRole.collect, source, produce, iteration)
         made = source.submit(produce)
         reader = None if self.source is None else CalledSource(self.source.handles[0].caller())
-        carried = self.decider.submit(Decider.carried, made, reader)
+        carried = self.rollout_worker.submit(RolloutRole.carried, made, reader)
         each = [(carried if away else made, iteration) for away in self.far]
-        return self.trainer.submit_scattered(Trainer.collect, each)
+        return self.learner.submit_scattered(LearnerRole.collect, each)
 
 
 def place_delivery(
     session: Session,
     assignment: Assignment,
-    decider: WorkerGroup[Decider],
-    trainer: WorkerGroup[Trainer],
+    rollout_worker: WorkerGroup[RolloutRole],
+    learner: WorkerGroup[LearnerRole],
     farm: Farm,
 ) -> RowDelivery:
     """The way of trajectories, with a worker for it where frames have to leave the machine."""
-    far = tuple(bool(place.node) for place in assignment.components[trainer.name][: trainer.size])
+    far = tuple(bool(place.node) for place in assignment.components[learner.name][: learner.size])
     source = None
     if any(far) and farm.frames is not None:
-        source = session.runtime.place_called(f"frame source of {trainer.name}", FrameSource, sum(far))
-    return RowDelivery(decider, trainer, far, source)
+        source = session.runtime.place_called(f"frame source of {learner.name}", FrameSource, sum(far))
+    return RowDelivery(rollout_worker, learner, far, source)

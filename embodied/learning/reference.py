@@ -17,13 +17,13 @@ from embodied import progress
 from embodied.config.schema import Config
 from embodied.devices import CPU, device_of
 from embodied.errors import UserError
-from embodied.learning.passing import PassingWorker
+from embodied.learning.scorer import Scorer
 from embodied.trajectories.batch import Trajectories
 from embodied.workflows.context import WorkerContext
 from policies.contract import Policy
 
 
-class ReferenceWorker(PassingWorker):
+class ReferenceWorker(Scorer):
     """Fills `Trajectories.reference_log_prob`."""
 
     adds: ClassVar[frozenset[str]] = frozenset({"reference_log_prob"})

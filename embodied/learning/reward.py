@@ -20,7 +20,7 @@ from embodied import progress
 from embodied.config.schema import Config
 from embodied.devices import CPU, Affinity, find_device
 from embodied.errors import UserError
-from embodied.learning.passing import PassingWorker
+from embodied.learning.scorer import Scorer
 from embodied.learning.success_classifier import SuccessClassifier
 from embodied.trajectories.batch import Trajectories
 from embodied.workflows.context import WorkerContext
@@ -30,7 +30,7 @@ Judge = Callable[[Mapping[str, Tensor], Sequence[str]], Any]
 """(frames uint8 [N, H, W, 3] for each camera, N instructions) -> float32 [N], tensor or array."""
 
 
-class RewardWorker(PassingWorker):
+class RewardWorker(Scorer):
     """Replaces `Trajectories.reward` and `step_reward`."""
 
     def __init__(

@@ -27,7 +27,7 @@ class CollectStatistics:
 
 @dataclass(frozen=True)
 class TrainedBytes:
-    """How large a trainer's policy is."""
+    """How large a learner's policy is."""
 
     parameters: int
     """Of all parameters."""

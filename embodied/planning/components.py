@@ -13,11 +13,11 @@ class ComponentRoles:
 
     simulators: tuple[tuple[str, ...], ...]
     """Of each task, those of its farm: the one that steps, and the one that draws where frames are drawn."""
-    decider: str
+    rollout_worker: str
     """The last of every loop: all tasks share it."""
-    passers: tuple[str, ...]
-    """Those that trajectories pass through on their way to the trainer, in the workflow's order."""
-    trainer: str
+    scorers: tuple[str, ...]
+    """Those that trajectories pass through on their way to the learner, in the workflow's order."""
+    learner: str
     """The one that hands nothing on."""
 
     @property
@@ -27,30 +27,30 @@ class ComponentRoles:
 
 
 def roles_of(workflow: Workflow) -> ComponentRoles:
-    """The roles in a workflow that has loops with one decider, and one trainer."""
+    """The roles in a workflow that has loops with one rollout_worker, and one learner."""
     looping = {name for loop in workflow.loops for name in loop.components}
     sources = {edge.source for edge in workflow.edges}
     after = [name for name in workflow.names if name not in looping]
-    (trainer,) = (name for name in after if name not in sources)
+    (learner,) = (name for name in after if name not in sources)
     return ComponentRoles(
         tuple(loop.components[:-1] for loop in workflow.loops),
         workflow.loops[0].components[-1],
-        tuple(name for name in after if name != trainer),
-        trainer,
+        tuple(name for name in after if name != learner),
+        learner,
     )
 
 
 def leaving_home(workflow: Workflow) -> Workflow:
-    """The workflow whose decider and trainer may be on other nodes too: they are sent what they read of the memory that
-    is on the node where the command is typed."""
+    """The workflow whose rollout worker and learner may run on other nodes: they receive what they read of the memory
+    of the node where the command is typed."""
     roles = roles_of(workflow)
-    leave = (roles.decider, roles.trainer)
+    leave = (roles.rollout_worker, roles.learner)
     components = tuple(replace(c, movable=c.movable or c.name in leave) for c in workflow.components)
     return replace(workflow, components=components)
 
 
 def planned_for(workflow: Workflow, profile: Profile, cluster: Cluster) -> Workflow:
-    """The workflow as the planner places it: decider and trainer may leave home for other nodes' accelerators."""
-    compute = profile.components[roles_of(workflow).decider].pool == "accelerators"
+    """The workflow as the planner places it: rollout worker and learner may leave home for other nodes' accelerators."""
+    compute = profile.components[roles_of(workflow).rollout_worker].pool == "accelerators"
     away = any(node.accelerators for node in cluster.nodes if node.name != cluster.head_node)
     return leaving_home(workflow) if compute and away and cluster.head_node is not None else workflow

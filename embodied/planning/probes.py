@@ -19,7 +19,7 @@ from embodied.devices import Affinity, free_bytes
 from embodied.errors import UserError
 from embodied.execution.assignment import HERE, Assignment, FarmAssignment, configured_devices
 from embodied.execution.executor import Executor, Iteration
-from embodied.execution.roles import Decider
+from embodied.execution.roles import RolloutRole
 from embodied.learning.offload import Switch
 from embodied.learning.update_record import TrainedBytes
 from embodied.workflows.recipes import Recipe, recipe_of
@@ -95,17 +95,17 @@ def _drawing_on(like: Assignment, device: RenderDevice, apart: bool = False) -> 
 
 
 def _computing_on(like: Assignment, recipe: Recipe, config: Config, gpu: torch.device, cores: int) -> Assignment:
-    """As `assign` has decider, passers and trainer compute on an accelerator."""
+    """As `assign` has rollout_worker, scorers and learner compute on an accelerator."""
     trained = Affinity((), config.optim.threads or cores, str(gpu))
     components = {**dict.fromkeys(like.components, (trained,)), recipe.loop[-1]: (Affinity(device=str(gpu)),)}
     return replace(like, components=components)
 
 
 def _sharing(like: Assignment, recipe: Recipe) -> Assignment:
-    """Two groups, and the decider wherever the system finds time for it."""
-    decider = recipe.loop[-1]
-    free = replace(like.first_of(decider), cores=(), threads=1)
-    return replace(_two_groups(like), components={**like.components, decider: (free,)})
+    """Two groups, and the rollout_worker wherever the system finds time for it."""
+    rollout_worker = recipe.loop[-1]
+    free = replace(like.first_of(rollout_worker), cores=(), threads=1)
+    return replace(_two_groups(like), components={**like.components, rollout_worker: (free,)})
 
 
 def _beside(config: Config, recipe: Recipe, cores: Sequence[int]) -> Assignment:
@@ -186,12 +186,12 @@ def gpu_drawing(workers: Executor, gpu: torch.device) -> GpuDrawing:
     """Let the renderers leave the GPU and come back, and see what becomes free. What the driver keeps of a process that
     has drawn is not among it."""
     before, deadline_s = free_bytes(gpu), workers.farm_deadline_s
-    out = workers.decider.call(Decider.unload_renderers, deadline_s)
+    out = workers.rollout_worker.call(RolloutRole.unload_renderers, deadline_s)
     held = max(free_bytes(gpu) - before, 0)
-    return GpuDrawing(held, (out, workers.decider.call(Decider.load_renderers, deadline_s)))
+    return GpuDrawing(held, (out, workers.rollout_worker.call(RolloutRole.load_renderers, deadline_s)))
 
 
-# --- What the ranks of a trainer will send one another: counted from its policy and the configuration, not
+# --- What the ranks of a learner will send one another: counted from its policy and the configuration, not
 # measured.
 
 

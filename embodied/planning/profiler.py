@@ -3,7 +3,7 @@
 The configuration's own workers run a few iterations under a few assignments, chosen so that every component is seen
 alone, on few and on all cores, with all and with half of the environments, and beside the others. Because a plan
 never changes what is computed, these are the very iterations that a run begins with. Of a run of several tasks every
-task is rolled out by itself, so that nobody waits for another task's simulators; passers and trainer are measured on
+task is rolled out by itself, so that nobody waits for another task's simulators; scorers and learner are measured on
 all tasks together.
 """
 
@@ -24,7 +24,7 @@ from embodied.doctor.hardware import fingerprint
 from embodied.errors import UserError
 from embodied.execution.assignment import Assignment
 from embodied.execution.executor import Executor, Iteration, executor
-from embodied.execution.roles import Trainer
+from embodied.execution.roles import LearnerRole
 from embodied.execution.session import Session
 from embodied.learning.offload import Switch
 from embodied.learning.update_record import TrainedBytes
@@ -43,7 +43,7 @@ LEAST, MOST, ENOUGH_S = 3, 10, 6.0
 on first use, and does not count."""
 
 Switches = Mapping[str, tuple[Switch, Switch]]
-"""Of trainer, decider and renderers: leaving the memory, and coming back."""
+"""Of learner, rollout_worker and renderers: leaving the memory, and coming back."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Probed:
     """All that is no simulator was on a GPU."""
     switches: Switches
     peak_bytes: int
-    """The most that the trainer's process has held of a GPU's memory; decider and passers were in it."""
+    """The most that the learner's process has held of a GPU's memory; rollout_worker and scorers were in it."""
     trained: TrainedBytes
     drawers: tuple[RenderDevice, ...] = ()
     """What frames were drawn on; none: as configured."""
@@ -142,8 +142,8 @@ def _probe(config: Config, session: Session, scratch: Path) -> Probed:
             infos = workers.farm.infos
             taken[name] = measure(changed, workers)
             switches = switches or workers.offload.measured()
-            peak = peak or max(workers.trainer.call_all(Trainer.peak_bytes))
-            trained = workers.trainer.call_one(0, Trainer.trained_bytes)
+            peak = peak or max(workers.learner.call_all(LearnerRole.peak_bytes))
+            trained = workers.learner.call_one(0, LearnerRole.trained_bytes)
             if name == "drawn":
                 drawn = gpu_drawing(workers, gpus[0])
     workflow = workflow_of(config, _lengths(infos))
@@ -207,7 +207,7 @@ def waited_s(iteration: Iteration) -> float:
 
 
 def decided_s(iteration: Iteration) -> float:
-    """Of the decider: inference, and moving what it reads and writes."""
+    """Of the rollout_worker: inference, and moving what it reads and writes."""
     clock = iteration.summary.clock
     return clock.policy + clock.transport - clock.assembly
 
@@ -218,14 +218,14 @@ def looped_s(iteration: Iteration) -> float:
 
 
 def passed_s(iteration: Iteration, name: str) -> float:
-    """Of a passer."""
+    """Of a scorer."""
     return iteration.learned[f"time/{name}_s"]
 
 
-def trained_s(iteration: Iteration, passers: Sequence[str]) -> float:
-    """All of an iteration that is neither loop, nor passers, nor switching: assembling trajectories, the update,
-    weights, messages between processes. Where these overlap, what the trainer's own clock says."""
-    others = sum(passed_s(iteration, name) for name in passers) + iteration.learned["time/switch_s"]
+def trained_s(iteration: Iteration, scorers: Sequence[str]) -> float:
+    """All of an iteration that is neither loop, nor scorers, nor switching: assembling trajectories, the update,
+    weights, messages between processes. Where these overlap, what the learner's own clock says."""
+    others = sum(passed_s(iteration, name) for name in scorers) + iteration.learned["time/switch_s"]
     return max(iteration.wall_s - looped_s(iteration) - others, iteration.learned["learner/update_s"])
 
 
@@ -236,8 +236,8 @@ def _components(each: Sequence[Probed], whole: Probed, config: Config) -> dict[s
     """Of all components, in the workflow's order: simulators as each task's probes have them, what follows the loop as
     the probes of the whole run do."""
     roles = whole.roles
-    found = {roles.decider: _decider(each, whole), roles.trainer: _trainer(whole, config)}
-    found |= {name: _passer(whole, name) for name in roles.passers}
+    found = {roles.rollout_worker: _rollout_worker(each, whole), roles.learner: _learner(whole, config)}
+    found |= {name: _scorer(whole, name) for name in roles.scorers}
     for names, probed in zip(roles.simulators, each, strict=True):
         steps, *draws = names
         found[steps] = _stepping(probed, bool(draws))
@@ -288,7 +288,7 @@ def _drawing_on_gpu(probed: Probed) -> ComponentProfile:
     return replace(found, resident_bytes=held, process_bytes=held, unload_s=out.seconds, load_s=back.seconds)
 
 
-def _decider(each: Sequence[Probed], whole: Probed) -> ComponentProfile:
+def _rollout_worker(each: Sequence[Probed], whole: Probed) -> ComponentProfile:
     """What decides: a call for as many environments as each task has, and for half of them."""
     calls: dict[tuple[int, int], list[float]] = {}
     for probed in each:
@@ -297,18 +297,18 @@ def _decider(each: Sequence[Probed], whole: Probed) -> ComponentProfile:
     points = tuple(_point(batch, devices, values) for (batch, devices), values in calls.items())
     beside = fmean(_beside_factor(probed, decided_s) for probed in each)
     found = ComponentProfile("cores", points, beside, fmean(_variation(probed, "act") for probed in each))
-    return _computing(_switching(found, whole, whole.roles.decider), whole, data_parallel=True)
+    return _computing(_switching(found, whole, whole.roles.rollout_worker), whole, data_parallel=True)
 
 
-def _passer(whole: Probed, name: str) -> ComponentProfile:
+def _scorer(whole: Probed, name: str) -> ComponentProfile:
     """What trajectories pass through."""
     points = _points_after(whole, lambda iteration: passed_s(iteration, name))
     return _computing(ComponentProfile("cores", points), whole)
 
 
-def _trainer(whole: Probed, config: Config) -> ComponentProfile:
+def _learner(whole: Probed, config: Config) -> ComponentProfile:
     """What learns; on a GPU it holds the most that its process took. With what ranks of it would exchange."""
-    points = _points_after(whole, lambda iteration: trained_s(iteration, whole.roles.passers))
+    points = _points_after(whole, lambda iteration: trained_s(iteration, whole.roles.scorers))
     beside = 1.0
     if "ahead" in whole.taken:
         with_rollout, without = (
@@ -316,13 +316,13 @@ def _trainer(whole: Probed, config: Config) -> ComponentProfile:
             for probe in ("ahead", "all cores" if whole.accelerated else "one core")
         )
         beside = max(1.0, with_rollout / without)
-    found = _switching(ComponentProfile("cores", points, beside), whole, whole.roles.trainer)
+    found = _switching(ComponentProfile("cores", points, beside), whole, whole.roles.learner)
     iterations = whole.taken["all cores"].iterations
     exchanges = exchanges_of(config, whole.workflow, whole.trained, iterations, whole.accelerated)
     size = whole.trained
     whole_policy = not holds_shards(config, size.trained, size.parameters, whole.accelerated)
     found = replace(found, exchanges=exchanges, published_bytes=float(size.weights), shares_weights=whole_policy)
-    # Gradients and activations come with the trainer's own micro-batches, whatever the parts of a plan; a policy that
+    # Gradients and activations come with the learner's own micro-batches, whatever the parts of a plan; a policy that
     # acts takes little beside them.
     return _computing(found, whole, whole.peak_bytes, data_parallel=True)
 
@@ -361,7 +361,7 @@ def _worker_memory(measured: Sequence[Measured]) -> tuple[float, float]:
 
 
 def _variation(probed: Probed, kind: str) -> float:
-    """Coefficient of variation of single calls, where they are traced: of the decider's spans whose name begins so."""
+    """Coefficient of variation of single calls, where they are traced: of the rollout_worker's spans whose name begins so."""
     spans = [span for it in probed.taken["all cores"].iterations for span in it.summary.spans]
     calls = [float(span.end_ns - span.start_ns) for span in spans if span.name.startswith(kind)]
     return stdev(calls) / fmean(calls) if len(calls) > 1 else 0.0
@@ -407,9 +407,9 @@ def _transfers(whole: Probed, config: Config) -> dict[str, float]:
         seen = 4.0 * (info.state_dim * ("state" in config.policy.reads) + info.proprio_dim)
         action = 4.0 * config.policy.chunk * info.action_dim
         for draw in draws:
-            found |= {f"{steps}>{draw}": float(info.scene_bytes) + seen, f"{draw}>{roles.decider}": frames + seen}
-        found |= {f"{steps}>{roles.decider}": seen, f"{roles.decider}>{steps}": action}
+            found |= {f"{steps}>{draw}": float(info.scene_bytes) + seen, f"{draw}>{roles.rollout_worker}": frames + seen}
+        found |= {f"{steps}>{roles.rollout_worker}": seen, f"{roles.rollout_worker}>{steps}": action}
         kept += (frames + seen + 3 * action) * loop.steps * (loop.items or workflow.items)
-    after = (*roles.passers, roles.trainer)
+    after = (*roles.scorers, roles.learner)
     found |= {f"{e.source}>{e.target}": kept / workflow.items for e in workflow.edges if e.target in after}
     return found

@@ -101,20 +101,20 @@ class Watch:
             calls, batch = groups * loop.steps * flow.episodes_per_env, flow.environments(number) / groups
             for name in loop.components:
                 # A farm's time is until its last worker is done: its workers' clocks add up to as many times that.
-                workers = 1 if name == roles.decider else devices[name]
+                workers = 1 if name == roles.rollout_worker else devices[name]
                 found[name] += calls * workers * times[name].seconds(batch, devices[name])
-        for name in (*roles.passers, roles.trainer):
+        for name in (*roles.scorers, roles.learner):
             found[name] = times[name].seconds(flow.items, devices[name])
-        # The trainer's time is all that nobody else explains, what its ranks exchange and weights on their way too.
-        found[roles.trainer] += (self.plan.prediction.communication_s or 0.0) if self.plan.prediction else 0.0
+        # The learner's time is all that nobody else explains, what its ranks exchange and weights on their way too.
+        found[roles.learner] += (self.plan.prediction.communication_s or 0.0) if self.plan.prediction else 0.0
         return found
 
 
 def busy_seconds(iteration: Iteration, workflow: Workflow) -> dict[str, float]:
     """What each component says that it worked in an iteration, summed over a farm's workers."""
     roles, clock = roles_of(workflow), iteration.summary.clock
-    found = {roles.decider: decided_s(iteration), roles.trainer: trained_s(iteration, roles.passers)}
-    found |= {name: passed_s(iteration, name) for name in roles.passers}
+    found = {roles.rollout_worker: decided_s(iteration), roles.learner: trained_s(iteration, roles.scorers)}
+    found |= {name: passed_s(iteration, name) for name in roles.scorers}
     for task, names in enumerate(roles.simulators):
         found |= dict(zip(names, (clock.stepping[task], clock.drawing[task]), strict=False))
     return found

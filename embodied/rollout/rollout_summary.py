@@ -104,7 +104,7 @@ class RolloutSummary:
     wire_bytes: int = 0
     """To and from physics workers on other machines."""
     frames: FrameCounts = FrameCounts()
-    """Frames that the decider read back from the trajectory memory, and all its copies of frames."""
+    """Frames that the rollout_worker read back from the trajectory memory, and all its copies of frames."""
     curriculum: Mapping[str, float] = field(default_factory=dict)
     """Figures of the curriculum that drew the starts of episodes; none without one."""
 

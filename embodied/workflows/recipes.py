@@ -96,7 +96,7 @@ class Recipe:
 
     @property
     def after_rollout(self) -> tuple[WorkflowComponent, ...]:
-        """The components that trajectories pass through, each after those that it hears from; the trainer is the last.
+        """The components that trajectories pass through, each after those that it hears from; the learner is the last.
 
         Raises `UserError` for edges that no component serves, or that go round.
         """

@@ -17,7 +17,7 @@ from embodied.config.files import parse_config
 from embodied.config.schema import Config
 from embodied.execution.assignment import configured
 from embodied.execution.executor import Executor, Iteration, executor
-from embodied.execution.roles import Decider, Trainer
+from embodied.execution.roles import LearnerRole, RolloutRole
 from embodied.execution.session import open_session
 from embodied.learning.learner import Learner
 from embodied.rollout.rollout_summary import EpisodePart
@@ -86,7 +86,7 @@ def iterations_of(
 ) -> tuple[list[Iteration], dict[str, Tensor]]:
     with begun(config, folder, policy) as workers:
         done = [workers.iterate(number) for number in range(config.iterations)]
-        return done, {k: v.clone() for k, v in workers.trainer.call(Trainer.weights).items()}
+        return done, {k: v.clone() for k, v in workers.learner.call(LearnerRole.weights).items()}
 
 
 def part_of(number: int) -> EpisodePart:
@@ -96,8 +96,8 @@ def part_of(number: int) -> EpisodePart:
 
 def roll(workers: Executor, number: int, limit: int) -> Trajectories:
     """Episode `number` of every environment, of which each may end `limit`."""
-    workers.decider.call(Decider.rollout_episodes, part_of(number), limit, 60.0)
-    return held(workers.decider.call(Decider.trajectories))
+    workers.rollout_worker.call(RolloutRole.rollout_episodes, part_of(number), limit, 60.0)
+    return held(workers.rollout_worker.call(RolloutRole.trajectories))
 
 
 def episodes_in_parts(config: Config, folder: Path, policy: Path | None = None) -> list[Trajectories]:

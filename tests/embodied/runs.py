@@ -18,7 +18,7 @@ from embodied.config.schema import Config
 from embodied.devices import Affinity
 from embodied.execution.assignment import HERE, Assignment, FarmAssignment
 from embodied.execution.executor import Iteration, executor
-from embodied.execution.roles import Trainer
+from embodied.execution.roles import LearnerRole
 from embodied.execution.session import Session
 from embodied.trajectories.batch import Trajectories
 from embodied.workflows.recipes import GRPO, PPO
@@ -154,8 +154,8 @@ def run(
         workers.begin(None, 0)
         iterations = [workers.iterate(i, drain=i in drains or i == ITERATIONS - 1) for i in range(ITERATIONS)]
         if assignment.unload:
-            workers.trainer.call(Trainer.load_back)
-        parameters = {name: tensor.clone() for name, tensor in workers.trainer.call(Trainer.weights).items()}
+            workers.learner.call(LearnerRole.load_back)
+        parameters = {name: tensor.clone() for name, tensor in workers.learner.call(LearnerRole.weights).items()}
     return Run(iterations, [load_file(path) for path in sorted((folder / "gathered").iterdir())], parameters)
 
 

@@ -204,6 +204,7 @@ def test_cores_are_varied_for_the_farm_alone_and_ahead_takes_another_gpu() -> No
 # --- from a configuration to a run
 
 
+@pytest.mark.slow
 def test_a_run_that_plans_for_a_gpu_computes_what_one_on_the_cpu_does(
     gpu: PretendDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -57,6 +57,8 @@ from tests.embodied.test_runtime import config_of, session_of, train
 from tests.sim_farm.driving import Trace, actions_for, append, assert_same, drive, run
 from tests.variants import often
 
+pytestmark = pytest.mark.slow  # every test needs Ray nodes of its own
+
 
 @pytest.fixture(scope="module")
 def machines() -> Iterator[Machines]:
@@ -130,7 +132,6 @@ def expected_bytes(spec: FarmSpec, sizes: dict[str, int], environments: list[lis
     return [sent, received]
 
 
-@pytest.mark.slow
 def test_training_with_physics_on_another_node_equals_training_inline(
     machines: Machines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,7 +181,6 @@ def of_two_ranks(machines: Machines, node: str) -> Assignment:
     return replace(plan, components={**plan.components, "learner": (place, place)})
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("epochs", "ahead"),
     [(1, 0), (2, 0), (2, 1)],
@@ -215,7 +215,6 @@ def test_far_ranks_fetch_the_frames_that_they_evaluate_once(
         assert epochs > 1 or len(first) == len(second) == decisions / 2
 
 
-@pytest.mark.slow
 def test_a_frame_source_that_dies_is_named_with_the_rank_that_called_it(machines: Machines, tmp_path: Path) -> None:
     session = Session(Config(), machines.runtime, tuple(sorted(os.sched_getaffinity(0))))
     config = parse_config({**test_learner_ranks.IMAGES, "workflow": "ppo"}, "test")

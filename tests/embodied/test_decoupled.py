@@ -14,7 +14,7 @@ from embodied.algorithms.estimators import gae, group_relative
 from embodied.config.files import parse_config
 from embodied.config.schema import Config
 from embodied.execution.executor import executor
-from embodied.execution.roles import Decider
+from embodied.execution.roles import RolloutRole
 from embodied.execution.session import Session
 from embodied.learning.learner import Learner
 from embodied.learning.update_steps import OffPolicy
@@ -34,10 +34,10 @@ def gathered(settings: dict[str, Any], session: Session, folder: Path) -> tuple[
     with executor(config, folder, session, inline(assigned())) as workers:
         workers.begin(None, 0)
         if settings is GROUPS:
-            workers.decider.call(Decider.rollout_episodes, EpisodePart(0, 4), 1, 60.0)
+            workers.rollout_worker.call(RolloutRole.rollout_episodes, EpisodePart(0, 4), 1, 60.0)
         else:
-            workers.decider.call(Decider.rollout, config.rollout.decisions, 60.0)
-        return config, held(workers.decider.call(Decider.trajectories))
+            workers.rollout_worker.call(RolloutRole.rollout, config.rollout.decisions, 60.0)
+        return config, held(workers.rollout_worker.call(RolloutRole.trajectories))
 
 
 def moved_learner(config: Config, folder: Path, by: float) -> Learner:

@@ -109,7 +109,7 @@ def test_a_plan_for_four_nodes_is_executed_where_it_says(
         for name, raylet in machines.raylets.items():
             there = psutil.Process(raylet).children(recursive=True)
             assert sum("_FarActor" in "".join(one.cmdline()) for one in there) == ranks, name
-        groups: list[tuple[WorkerGroup[Any], int]] = [(workers.acting, replicas), (workers.trainer, ranks)]
+        groups: list[tuple[WorkerGroup[Any], int]] = [(workers.acting, replicas), (workers.learner, ranks)]
         for group, count in groups:
             nodes = [handle.process.node for handle in group.handles if isinstance(handle, RayHandle)]
             assert nodes == [session.nodes[node] for node in NODES for _ in range(count)]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from embodied.errors import UserError
-from embodied.execution.roles import Decider
+from embodied.execution.roles import RolloutRole
 from embodied.rollout.rollout_summary import EpisodePart
 from embodied.trajectories.batch import Trajectories
 from embodied.workflows.sizes import episodes_of
@@ -73,17 +73,17 @@ def test_environments_that_end_early_go_on_with_the_next_part(skilled: Path, tmp
     """And what they gather is what they gather when everybody waits."""
     with begun(config_of(), tmp_path, skilled) as workers:
         going = [roll(workers, 0, 3)]
-        now = workers.decider.call(Decider.snapshot)
+        now = workers.rollout_worker.call(RolloutRole.snapshot)
         ahead = (now["base_episode"] == 1) & (now["base_step"] > 0)
         assert ahead.any() and not ahead.all()
         going += [roll(workers, 1, 3), roll(workers, 2, 3)]
-        now = workers.decider.call(Decider.snapshot)
+        now = workers.rollout_worker.call(RolloutRole.snapshot)
         assert (now["base_episode"] == 3).all() and (now["base_step"] == 0).all(), "somebody began a fourth episode"
     with begun(config_of(), tmp_path, skilled) as workers:
         waiting = []
         for number in range(3):
             waiting.append(roll(workers, number, number + 1))
-            now = workers.decider.call(Decider.snapshot)
+            now = workers.rollout_worker.call(RolloutRole.snapshot)
             assert (now["base_episode"] == number + 1).all() and (now["base_step"] == 0).all()
     for found, expected in zip(going, waiting, strict=True):
         for name in ("mask", "executed", "success", "terminated", "truncated", "episode_group"):
@@ -103,9 +103,9 @@ def test_each_part_tells_its_own_episodes(skilled: Path, tmp_path: Path) -> None
     with begun(config_of(env=LONG), tmp_path, skilled) as workers:
         for number in range(3):
             part = EpisodePart(number * 32, (number + 1) * 32)
-            summary = workers.decider.call(Decider.rollout_episodes, part, 3, 60.0)
-            batch = workers.decider.call(Decider.trajectories)
-            now = workers.decider.call(Decider.snapshot)
+            summary = workers.rollout_worker.call(RolloutRole.rollout_episodes, part, 3, 60.0)
+            batch = workers.rollout_worker.call(RolloutRole.trajectories)
+            now = workers.rollout_worker.call(RolloutRole.snapshot)
             assert number or now["base_episode"].max() >= 2, "nobody was two parts ahead"
             assert [e.env for e in summary.episodes] == list(range(32))
             assert [e.length for e in summary.episodes] == batch.executed.sum(0).tolist()

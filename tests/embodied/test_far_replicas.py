@@ -134,9 +134,9 @@ def test_nothing_but_messages_leaves_a_node(machines: Machines, ray: Session, tm
     with executor(parse_config(settings, "test"), tmp_path, ray, at(machines, "far", "", "far")) as workers:
         workers.begin(None, 0)
         for version in range(3):
-            trainer: WorkerGroup[Any] = workers.trainer
+            learner: WorkerGroup[Any] = workers.learner
             acting: WorkerGroup[Any] = workers.acting
-            held, asked = trainer.call(test_weights.Trainer.holds)
+            held, asked = learner.call(test_weights.LearnerRole.holds)
             assert acting.call_all(test_weights.Worker.holds) == [(held, version)] * 3
             assert asked == version + 1, "the learner is asked once, however many nodes there are"
             workers.iterate(version)

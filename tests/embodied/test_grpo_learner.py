@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from embodied.algorithms.estimators import differing, group_advantages, group_relative, outcomes
-from embodied.execution.roles import Trainer
+from embodied.execution.roles import LearnerRole
 from embodied.learning.learner import Learner
 from embodied.learning.update_record import CollectStatistics
 from embodied.trajectories.batch import HeldDecisions, Trajectories, join_columns
@@ -130,7 +130,7 @@ def test_streaming_equals_the_same_data_afterwards(tmp_path: Path) -> None:
     assert streams(config)
     with begun(config, tmp_path / "a") as workers:
         during = workers.iterate(0)
-        found = {name: tensor.clone() for name, tensor in workers.trainer.call(Trainer.weights).items()}
+        found = {name: tensor.clone() for name, tensor in workers.learner.call(LearnerRole.weights).items()}
     learner = learner_of(config, tmp_path)
     collected(learner, episodes_in_parts(config, tmp_path / "b"))
     afterwards = learner.finish(0)

@@ -58,6 +58,7 @@ def computed_here(settings: dict[str, Any], plan: Assignment, folder: Path) -> R
         return run(settings, here, inline(plan), folder / "here")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "plan"),
     [
@@ -80,6 +81,7 @@ def test_replicas_and_ranks_learn_what_one_process_learns(
         assert one.learned["learner/ranks"] == len(plan.components["learner"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "learner", "hosts", "path"),
     [
@@ -107,7 +109,7 @@ def test_a_rank_that_waits_acts_with_its_own_policy(
     with executor(config, tmp_path, ray, placed) as workers:
         assert workers.weights_path.endswith(path)
         for replica, host in enumerate(hosts):
-            mine, ranks = workers.acting.some([replica]), [workers.trainer.some([i]) for i in range(learner[1])]
+            mine, ranks = workers.acting.some([replica]), [workers.learner.some([i]) for i in range(learner[1])]
             beside = [mine.path_from(rank) == "by reference" for rank in ranks]
             assert beside == [i == host for i in range(learner[1])]
     found = run(settings, ray, placed, tmp_path / "together")

@@ -17,7 +17,7 @@ from embodied.config.schema import Config
 from embodied.devices import Affinity
 from embodied.execution.assignment import HERE, Assignment, FarmAssignment
 from embodied.execution.executor import executor
-from embodied.execution.roles import Trainer
+from embodied.execution.roles import LearnerRole
 from embodied.execution.session import Session, open_session
 from sim_farm.contract import TaskSpec
 from sim_farm.episodes import EndlessEpisodes, Starts
@@ -84,6 +84,7 @@ def test_one_renderer_for_two_physics_workers_shows_what_the_fused_farm_shows(se
     assert fused == split == alone
 
 
+@pytest.mark.slow
 def test_ppo_trains_on_libero_from_pixels(tmp_path: Path) -> None:
     whole = load_config("libero_spatial_ppo").model_dump(mode="json")
     whole["iterations"], whole["name"] = 1, "tiny"
@@ -115,7 +116,7 @@ def test_ten_tasks_are_decided_for_by_one_copy_of_the_weights(tmp_path: Path) ->
     with open_session(config) as session, executor(config, tmp_path, session, place) as workers:
         workers.begin(None, 0)
         one = workers.iterate(0)
-        own = list(workers.trainer.call(Trainer.own_policy).parameters())
+        own = list(workers.learner.call(LearnerRole.own_policy).parameters())
         alive = [parameter for parameter in living_parameters() if id(parameter) not in before]
     assert one.summary.env_steps == 20 and one.learned["learner/steps"] > 0
     assert {id(parameter) for parameter in alive} == {id(parameter) for parameter in own}

@@ -309,7 +309,7 @@ def test_a_checkpoint_written_while_away_is_complete_and_can_be_gone_on_from(
 
 def moments(workers: Executor) -> list[Tensor]:
     """The optimiser's first moments; the learner is in this process."""
-    learner: Learner = vars(workers.trainer.handles[0])["worker"]
+    learner: Learner = vars(workers.learner.handles[0])["worker"]
     found = [state["exp_avg"] for state in learner.optimizer.state.values()]
     assert found
     return found

@@ -18,9 +18,9 @@ from embodied.config.files import parse_config
 from embodied.config.schema import Config
 from embodied.execution.assignment import assign
 from embodied.execution.executor import Iteration, executor
-from embodied.execution.roles import Trainer
+from embodied.execution.roles import LearnerRole
 from embodied.execution.session import Session, open_session
-from embodied.learning.passing import PassingWorker
+from embodied.learning.scorer import Scorer
 from embodied.planning import profiler as profiling
 from embodied.planning.clusters import local_cluster
 from embodied.planning.profiler import profile_config
@@ -37,7 +37,7 @@ CORES = tuple(sorted(os.sched_getaffinity(0))[:2])
 ENVS, EPISODES, REFLECTS_S = 4, 2, 0.02
 
 
-class Judge(PassingWorker):
+class Judge(Scorer):
     """Passes trajectories on as they are, after a while that nobody knows but the clock."""
 
     saw: ClassVar[list[int]] = []
@@ -92,6 +92,7 @@ def few_iterations(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- a component that no line of the planning knows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("extra_tasks", [[], [{"num_envs": ENVS}]])
 def test_a_component_of_ones_own_is_measured_planned_and_predicted(
     extra_tasks: list[Any], here: Session, tmp_path: Path
@@ -111,6 +112,7 @@ def test_a_component_of_ones_own_is_measured_planned_and_predicted(
     assert any("judge" in sentence for sentence in best.why)
 
 
+@pytest.mark.slow
 def test_a_run_that_plans_it_computes_what_one_without_it_does(tmp_path: Path) -> None:
     planned = run({**SETTINGS, "plan": {"mode": "auto"}}, tmp_path / "planned")
     plan = schedulers.load(Plan, planned / "plan.json")
@@ -144,7 +146,7 @@ def by_plan(micro_batch: int, here: Session, folder: Path) -> tuple[Iteration, d
     with executor(config, folder, here, assign(plan, config, CORES)) as workers:
         workers.begin(None, 0)
         iteration = workers.iterate(0)
-        weights = workers.trainer.call(Trainer.weights)
+        weights = workers.learner.call(LearnerRole.weights)
         return iteration, {name: tensor.clone() for name, tensor in weights.items()}
 
 

@@ -65,6 +65,7 @@ def test_a_profile_is_equal_when_it_is_read_again(profile: Profile, tmp_path: Pa
     assert schedulers.load(Profile, tmp_path / "profile.json") == profile
 
 
+@pytest.mark.slow
 def test_drawing_is_measured_where_the_policy_looks(tmp_path: Path) -> None:
     config = parse_config(IMAGES, "test")
     with open_session(config) as session:
@@ -81,6 +82,7 @@ def test_environments_that_cannot_be_halved_are_refused(embodied: Said, files: P
     assert "3 environments do not divide" in said and "env.num_envs" in said
 
 
+@pytest.mark.slow
 def test_the_profile_command_makes_the_folder_it_writes_to(embodied: Said, files: Path) -> None:
     embodied.done("profile", "small.yaml", "--out", "deep/er/profile.json", "--json", "result.json")
     written = json.loads(Path("deep/er/profile.json").read_text())

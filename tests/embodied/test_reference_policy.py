@@ -21,7 +21,7 @@ from embodied.config.schema import Config, LossConfig
 from embodied.errors import UserError
 from embodied.execution.assignment import configured
 from embodied.execution.executor import Executor, executor
-from embodied.execution.roles import Decider, Trainer
+from embodied.execution.roles import LearnerRole, RolloutRole
 from embodied.execution.session import open_session
 from embodied.learning.microbatch import add_gradient
 from embodied.learning.reference import ReferenceWorker
@@ -84,12 +84,12 @@ def begun(config: Config, folder: Path, one_process: bool = False) -> Iterator[E
 
 def roll(workers: Executor) -> Trajectories:
     """An iteration's trajectories, before anybody has worked on them."""
-    workers.decider.call(Decider.rollout, workers.config.rollout.decisions, 60.0)
-    return workers.decider.call(Decider.trajectories)
+    workers.rollout_worker.call(RolloutRole.rollout, workers.config.rollout.decisions, 60.0)
+    return workers.rollout_worker.call(RolloutRole.trajectories)
 
 
 def reference_beside(workers: Executor, policy: Policy) -> ReferenceWorker:
-    """A reference worker that is given the trainer's policy."""
+    """A reference worker that is given the learner's policy."""
     config = workers.config
     spec = policy_spec(config, workers.farm.infos[0])
     affinity = workers.assignment.first_of("reference")
@@ -112,7 +112,7 @@ def passed(worker: ReferenceWorker, batch: Trajectories) -> Tensor:
 def test_the_reference_of_a_whole_policy_is_what_training_began_with(tmp_path: Path) -> None:
     config = config_of()
     with begun(config, tmp_path) as workers:
-        policy = workers.trainer.call(Trainer.own_policy)
+        policy = workers.learner.call(LearnerRole.own_policy)
         worker = reference_beside(workers, policy)
         for number in range(2):
             workers.iterate(number)
@@ -127,7 +127,7 @@ def test_the_reference_of_a_whole_policy_is_what_training_began_with(tmp_path: P
 def test_decisions_that_nobody_took_are_not_evaluated(tmp_path: Path) -> None:
     with begun(config_of(), tmp_path) as workers:
         batch = roll(workers)
-        worker = reference_beside(workers, workers.trainer.call(Trainer.own_policy))
+        worker = reference_beside(workers, workers.learner.call(LearnerRole.own_policy))
         mask = torch.rand(batch.mask.shape, generator=torch.Generator().manual_seed(1)) < 0.5
         whole = passed(worker, batch)
         before = batch.decisions.memory.column("log_prob").clone()  # type: ignore[attr-defined]
@@ -139,7 +139,7 @@ def test_decisions_that_nobody_took_are_not_evaluated(tmp_path: Path) -> None:
 
 def test_parts_are_handed_out_in_their_order(tmp_path: Path) -> None:
     with begun(config_of(), tmp_path) as workers:
-        worker = reference_beside(workers, workers.trainer.call(Trainer.own_policy))
+        worker = reference_beside(workers, workers.learner.call(LearnerRole.own_policy))
         batch = roll(workers)
         halves = [batch.columns(0, 2), batch.columns(2, 4)]
         for half in halves:
@@ -156,7 +156,7 @@ def test_the_reference_beside_an_adapter_holds_no_weights(tmp_path: Path) -> Non
     before = {id(p) for p in gc.get_objects() if issubclass(type(p), nn.Parameter)}
     with begun(adapted(), tmp_path, one_process=True) as workers:
         workers.iterate(0)
-        policy = workers.trainer.call(Trainer.own_policy)
+        policy = workers.learner.call(LearnerRole.own_policy)
         gc.collect()
         alive = [p for p in gc.get_objects() if issubclass(type(p), nn.Parameter) and id(p) not in before]
         own = list(policy.parameters())
@@ -165,10 +165,11 @@ def test_the_reference_beside_an_adapter_holds_no_weights(tmp_path: Path) -> Non
         assert sum(p.numel() for p in alive) == sum(p.numel() for p in own) > 10_000
 
 
+@pytest.mark.slow
 def test_a_new_adapter_left_out_is_the_policy_that_training_began_with(tmp_path: Path) -> None:
     config = adapted()
     with begun(config, tmp_path) as workers:
-        policy = workers.trainer.call(Trainer.own_policy)
+        policy = workers.learner.call(LearnerRole.own_policy)
         worker = reference_beside(workers, policy)
         batch = roll(workers)
         first = passed(worker, batch)
@@ -182,17 +183,18 @@ def test_a_new_adapter_left_out_is_the_policy_that_training_began_with(tmp_path:
         assert (passed(worker, batch) - expected).abs().max() < 1e-5
 
 
+@pytest.mark.slow
 def test_an_adapter_that_had_learned_before_is_part_of_the_reference(tmp_path: Path) -> None:
     """Left out, it would draw the policy back to where the warm start began."""
     config = adapted()
     with begun(config, tmp_path) as workers:
-        policy = workers.trainer.call(Trainer.own_policy)
+        policy = workers.learner.call(LearnerRole.own_policy)
         for number in range(2):
             workers.iterate(number)
         policies.save(policy, tmp_path / "warm")
     config = adapted(policy={"init": str(tmp_path / "warm")})
     with begun(config, tmp_path) as workers:
-        policy = workers.trainer.call(Trainer.own_policy)
+        policy = workers.learner.call(LearnerRole.own_policy)
         assert not policy.has_new_adapter
         batch = roll(workers)
         found = passed(reference_beside(workers, policy), batch)
@@ -211,7 +213,7 @@ def test_the_loss_has_k3_of_every_unit_by_its_weight(unit: str, tmp_path: Path) 
     gradient, and its mean what is reported."""
     pull = 0.3
     with begun(config_of(), tmp_path) as workers:
-        policy = make_policy(workers.config, workers.trainer.call(Trainer.own_policy).spec)
+        policy = make_policy(workers.config, workers.learner.call(LearnerRole.own_policy).spec)
         batch = roll(workers)
         assert (batch.executed < 2).any(), "no chunk was cut short: actions that were not executed are not tested"
         reference = batch.log_prob + torch.randn(batch.log_prob.shape, generator=torch.Generator().manual_seed(3)) / 3
@@ -305,7 +307,7 @@ def test_a_reference_without_a_pull_and_a_pull_without_a_reference_are_refused(
 
 def test_a_run_whose_beginning_is_gone_does_not_go_on_with_another_reference(tmp_path: Path) -> None:
     with begun(config_of(), tmp_path) as workers:
-        policy = workers.trainer.call(Trainer.own_policy)
+        policy = workers.learner.call(LearnerRole.own_policy)
         policies.save(policy, tmp_path / "warm")
     config = config_of(name="run", iterations=1, policy={"init": str(tmp_path / "warm")})
     train(config, tmp_path / "run")

@@ -22,10 +22,10 @@ from embodied.errors import UserError
 from embodied.execution.assignment import configured
 from embodied.execution.executor import Executor, executor
 from embodied.execution.preflight import check_run
-from embodied.execution.roles import Decider
+from embodied.execution.roles import RolloutRole
 from embodied.execution.session import open_session
-from embodied.learning.passing import PassingWorker
 from embodied.learning.reward import RewardWorker
+from embodied.learning.scorer import Scorer
 from embodied.learning.success_classifier import Looks, SuccessClassifier
 from embodied.planning.run_plans import check_files
 from embodied.reporting.metrics import read
@@ -97,8 +97,8 @@ def begun(config: Config, folder: Path) -> Iterator[Executor]:
 def batch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trajectories]:
     """A rollout in which episodes end, in the middle of a chunk too."""
     with begun(config_of(), tmp_path_factory.mktemp("rolled")) as workers:
-        workers.decider.call(Decider.rollout, 6, 60.0)
-        found = workers.decider.call(Decider.trajectories)
+        workers.rollout_worker.call(RolloutRole.rollout, 6, 60.0)
+        found = workers.rollout_worker.call(RolloutRole.trajectories)
         assert (found.executed == 1).any() and (found.terminated | found.truncated)[:-1].any()
         yield found
 
@@ -205,6 +205,7 @@ def test_only_the_last_frames_of_solved_episodes_are_positive(demos: Dataset) ->
     assert len(texts) == 3
 
 
+@pytest.mark.slow
 def test_a_classifier_comes_back_as_it_was_saved(demos: Dataset, tmp_path: Path) -> None:
     labelled = read_labelled((demos.folder,), 2)
     made = [learn_success(labelled, ClassifierTraining(steps=3, seed=1))[0] for _ in range(2)]
@@ -228,11 +229,12 @@ def test_a_classifier_reads_the_instruction() -> None:
 # --- runs
 
 
+@pytest.mark.slow
 def test_a_run_is_rewarded_by_the_classifier(classifier: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     config = config_of(reward={"function": None, "classifier": str(classifier[0])}, iterations=1)
     with begun(config, tmp_path) as workers:
-        workers.decider.call(Decider.rollout, 6, 60.0)
-        batch = workers.decider.call(Decider.trajectories)
+        workers.rollout_worker.call(RolloutRole.rollout, 6, 60.0)
+        batch = workers.rollout_worker.call(RolloutRole.trajectories)
         spec = policy_spec(config, workers.farm.infos[0])
         worker = RewardWorker.make(WorkerContext(config, spec, tmp_path, workers.assignment.first_of("reward")))
         worker.receive(batch, 0)
@@ -250,7 +252,7 @@ def test_runs_with_a_reward_worker_are_the_same_in_processes(tmp_path: Path) -> 
     assert_same_run(tmp_path / "ray", tmp_path / "inline")
 
 
-class StepCost(PassingWorker):
+class StepCost(Scorer):
     """A component of one's own, as docs/workflows.md has it."""
 
     @classmethod
@@ -274,6 +276,7 @@ def test_a_component_of_ones_own_is_a_class_and_a_line(tmp_path: Path) -> None:
     assert mine["learner/value_loss"] != its["learner/value_loss"]
 
 
+@pytest.mark.slow
 def test_another_reward_teaches_something_else(tmp_path: Path) -> None:
     train(config_of(iterations=1), tmp_path / "judged")
     train(config_of(iterations=1, workflow="ppo"), tmp_path / "simulated")

@@ -159,7 +159,7 @@ def test_a_checkpoint_that_has_no_room_is_told_and_the_next_is_written(tmp_path:
         workers.saved()
         with full_disk():
             workers.save(tmp_path, state_at(2), workers.iterate(1).environments)
-            workers.trainer.handles[0].worker._writer.settle()  # type: ignore[attr-defined]
+            workers.learner.handles[0].worker._writer.settle()  # type: ignore[attr-defined]
         assert checkpoint.latest(tmp_path) == tmp_path / "000001"
         environments = workers.iterate(2).environments
         with pytest.raises(CheckpointError, match="cannot write the checkpoint .*000002.*File too large"):
@@ -179,7 +179,7 @@ def run_out_of_room(monkeypatch: pytest.MonkeyPatch, iterations: tuple[int, ...]
             return save(workers, root, state, environments)
         with full_disk(left.pop(0) if left else 1000):
             save(workers, root, state, environments)
-            workers.trainer.handles[0].worker._writer.settle()  # type: ignore[attr-defined]
+            workers.learner.handles[0].worker._writer.settle()  # type: ignore[attr-defined]
 
     monkeypatch.setattr(Executor, "save", out_of_room)
 
@@ -370,6 +370,7 @@ def make_held(config: Config, folder: Path, rank: int) -> Held:
     return Held(make_policy(), config, folder, Affinity(), Ranks("learner", rank, 2))
 
 
+@pytest.mark.slow
 def test_ranks_learn_on_while_they_write(ray_runtime: RayRuntime, tmp_path: Path) -> None:
     """And what they have not finished when one of them is killed is no checkpoint."""
     config, batch = config_of(sharding="sharded"), make_batch()
@@ -427,6 +428,7 @@ def test_ranks_go_on_where_one_of_them_has_no_room(
         ranks.abandon()
 
 
+@pytest.mark.slow
 def test_a_rank_whose_file_is_missing_is_noticed(ray_runtime: RayRuntime, tmp_path: Path) -> None:
     with connected(ray_runtime, 2, config_of(sharding="sharded"), tmp_path) as group:
         group.call_all(Learner.update, make_batch(), 0)

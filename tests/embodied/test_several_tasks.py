@@ -20,7 +20,7 @@ from embodied.devices import Affinity
 from embodied.errors import UserError
 from embodied.execution.assignment import HERE, Assignment, FarmAssignment
 from embodied.execution.executor import Iteration, executor
-from embodied.execution.roles import Decider, Trainer
+from embodied.execution.roles import LearnerRole, RolloutRole
 from embodied.execution.session import Session, open_session
 from embodied.reporting.metrics import read
 from embodied.rollout.rollout_summary import EpisodePart
@@ -85,7 +85,7 @@ def run_by(config: Config, session: Session, folder: Path, assignment: Assignmen
     with executor(config, folder, session, assignment) as workers:
         workers.begin(None, 0)
         iterations = [workers.iterate(number) for number in range(config.iterations)]
-        weights = workers.trainer.call(Trainer.weights)
+        weights = workers.learner.call(LearnerRole.weights)
         return Run(iterations, {name: tensor.clone() for name, tensor in weights.items()})
 
 
@@ -120,6 +120,7 @@ def states(here: Session, tmp_path_factory: pytest.TempPathFactory) -> Run:
 # --- what flows
 
 
+@pytest.mark.slow
 def test_env_steps_of_all_tasks_count(pictures: Run) -> None:
     most = DECISIONS * CHUNK
     for one in pictures.iterations:
@@ -209,8 +210,8 @@ def test_advantages_are_normalised_over_what_is_declared(over: str, here: Sessio
     config = config_of(STATES, advantage={"normalise": over})
     with executor(config, tmp_path, here, placed(False)) as workers:
         workers.begin(None, 0)
-        workers.decider.call(Decider.rollout, DECISIONS, 60.0)
-        batch = workers.decider.call(Decider.trajectories)
+        workers.rollout_worker.call(RolloutRole.rollout, DECISIONS, 60.0)
+        batch = workers.rollout_worker.call(RolloutRole.trajectories)
         assert batch.task is not None and batch.task.tolist() == [0] * FIRST + [1] * SECOND
         advantage = gae(batch, config).advantage
     of_tasks = [advantage[:, batch.task == number].mean().abs() for number in (0, 1)]
@@ -223,9 +224,9 @@ def test_one_policy_worker_holds_the_weights_of_all_tasks(here: Session, tmp_pat
     """In the learner's process it holds none of its own."""
     with executor(config_of(SETTINGS), tmp_path, here, placed(True)) as workers:
         assert set(workers.workers) == {"policy", "learner"}
-        decider, trainer = workers.decider.handles[0], workers.trainer.handles[0]
-        assert isinstance(decider, LocalHandle) and isinstance(trainer, LocalHandle)
-        acting, trained = decider.worker.policy, trainer.worker.policy
+        rollout_worker, learner = workers.rollout_worker.handles[0], workers.learner.handles[0]
+        assert isinstance(rollout_worker, LocalHandle) and isinstance(learner, LocalHandle)
+        acting, trained = rollout_worker.worker.policy, learner.worker.policy
         assert acting is trained
 
 
@@ -236,8 +237,8 @@ def test_episode_groups_of_tasks_have_names_of_their_own(here: Session, tmp_path
         names = []
         for number in range(2):
             part = EpisodePart(number * (FIRST + SECOND), (number + 1) * (FIRST + SECOND))
-            workers.decider.call(Decider.rollout_episodes, part, 2, 60.0)
-            batch = workers.decider.call(Decider.trajectories)
+            workers.rollout_worker.call(RolloutRole.rollout_episodes, part, 2, 60.0)
+            batch = workers.rollout_worker.call(RolloutRole.trajectories)
             assert batch.episode_group is not None
             names.append(batch.episode_group)
     assert torch.cat(names).unique(return_counts=True)[1].tolist() == [2] * (FIRST + SECOND)
@@ -250,6 +251,7 @@ def test_one_process_or_two_change_nothing(here: Session, states: Run, tmp_path:
     assert_equal(run_by(config_of(STATES), here, tmp_path, placed(False)), states)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("one_process", often((True,), (True, False)))
 def test_tasks_may_take_turns_with_the_learner(one_process: bool, here: Session, pictures: Run, tmp_path: Path) -> None:
     """The policy worker and the renderers of all tasks leave, and the learner."""

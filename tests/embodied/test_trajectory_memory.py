@@ -25,7 +25,7 @@ from embodied.config.schema import Config
 from embodied.devices import Affinity
 from embodied.execution.assignment import HERE, Assignment, FarmAssignment
 from embodied.execution.executor import Executor, executor
-from embodied.execution.roles import Acting, Decider, Trainer
+from embodied.execution.roles import LearnerRole, PolicyRole, RolloutRole
 from embodied.execution.session import Session, open_session
 from embodied.reporting.metrics import read
 from embodied.run.folder import prepare_run
@@ -241,6 +241,7 @@ def blocks_of(workers: Executor) -> list[Path]:
     return [FOLDER / name for name in (memory.block, memory.frames.memory, *farm.slots, farm.bell)]
 
 
+@pytest.mark.slow
 def test_frames_too_large_are_refused_before_anything_is_drawn(ray: Session, tmp_path: Path) -> None:
     config = config_of(10**9)
     with pytest.raises(FarmError, match=r"the frame memory \(.* rows of 1 x 32 x 32 pixels\) needs .* remount"):
@@ -248,6 +249,7 @@ def test_frames_too_large_are_refused_before_anything_is_drawn(ray: Session, tmp
             pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fails", [False, True], ids=["as it should", "by an exception"])
 def test_nothing_is_left_in_shared_memory_however_a_run_ends(fails: bool, ray: Session, tmp_path: Path) -> None:
     blocks: list[Path] = []
@@ -287,6 +289,7 @@ with open_session(config) as session, executor(config, Path(sys.argv[1]), sessio
 """
 
 
+@pytest.mark.slow
 def test_a_killed_driver_leaves_nothing_in_shared_memory(tmp_path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", KILLED, str(tmp_path)], cwd=ROOT, text=True, stdin=subprocess.PIPE,
@@ -365,10 +368,10 @@ def test_policy_worker_and_learner_take_a_fifth_of_a_rollouts_bytes_for_themselv
         workers.begin(None, 0)
 
         def iterate(decisions: int, number: int) -> None:
-            workers.decider.call(Decider.rollout, decisions, 100.0)
-            workers.trainer.get(workers.trainer.pipe(Trainer.collect, workers.decider, Decider.trajectories, number))
-            workers.trainer.call(Trainer.finish, number)
-            weights = workers.acting.pipe(Acting.load_weights, workers.trainer, Trainer.weights, number + 1)
+            workers.rollout_worker.call(RolloutRole.rollout, decisions, 100.0)
+            workers.learner.get(workers.learner.pipe(LearnerRole.collect, workers.rollout_worker, RolloutRole.trajectories, number))
+            workers.learner.call(LearnerRole.finish, number)
+            weights = workers.acting.pipe(PolicyRole.load_weights, workers.learner, LearnerRole.weights, number + 1)
             workers.acting.get(weights)
 
         iterate(2, 0)

@@ -72,6 +72,7 @@ def test_what_is_chosen_for_one_of_each_is_near_the_best_there_is() -> None:
 EACH_SIZE = [(LARGE, "policy on node0:accelerators:0"), (SMALL_POLICY, "node0:cores")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("inference", "resource"), often(EACH_SIZE[:1], EACH_SIZE))
 def test_with_one_policy_its_size_says_what_both_tasks_wait_for(
     inference: dict[tuple[int, int], float], resource: str

@@ -80,7 +80,7 @@ def used(kind: type, value: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", [Workflow, Profile, Cluster, Plan])
-@pytest.mark.parametrize("cases", [range(60), pytest.param(range(10_000), marks=pytest.mark.slow)], ids=["few", "all"])
+@pytest.mark.parametrize("cases", [range(15), pytest.param(range(10_000), marks=pytest.mark.slow)], ids=["few", "all"])
 def test_damaged_files(kind: Any, cases: range, tmp_path: Path) -> None:
     file = tmp_path / "file.json"
 

@@ -73,6 +73,7 @@ def test_an_added_node_never_hurts(seed: int, links: bool) -> None:
         assert seconds(many[mode]) <= seconds(few[mode]) * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_a_node_of_little_memory_never_hurts() -> None:
     for seed in range(10):
         workflow, profile, cluster = random_home(seed, memory=True)

@@ -195,6 +195,7 @@ def test_small_case_has_its_candidates() -> None:
     assert blocks["disaggregated"] == [[{"physics", "render"}, {"policy", *rest}]]
 
 
+@pytest.mark.slow
 def test_deadline_gives_a_plan_and_an_honest_bound() -> None:
     from benchmarks.planner import large
 

@@ -95,6 +95,7 @@ def light_and_heavy() -> tuple[Workflow, Profile]:
 SIXTEEN = Cluster((Node("here", 16, 1),))
 
 
+@pytest.mark.slow
 def test_a_task_that_the_gpu_binds_and_one_that_cores_bind_are_drawn_on_different_pools() -> None:
     workflow, profile = light_and_heavy()
     found = plan(workflow, profile, SIXTEEN)

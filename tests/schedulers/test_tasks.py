@@ -84,6 +84,7 @@ def test_step_by_step_comes_near_and_its_bound_is_honest(seed: int, monkeypatch:
         validate(found, workflow, cluster, profile)
 
 
+@pytest.mark.slow
 def test_ten_tasks_are_planned_with_a_small_certified_gap() -> None:
     workflow, profile = libero_tasks(10)
     best = plan(workflow, profile, Cluster((Node("node0", 16, 1),)), explain=False)
@@ -95,6 +96,7 @@ def test_ten_tasks_are_planned_with_a_small_certified_gap() -> None:
     assert best.groups == (1,) * 10
 
 
+@pytest.mark.slow
 def test_ten_tasks_that_do_not_fit_beside_the_learner_are_unloaded_or_refused() -> None:
     workflow, profile = libero_tasks(10)
     sizes = {"physics": 0.5e9, "render": 1e9, "policy": 16e9, "learner": 70e9}

@@ -1,4 +1,4 @@
-"""The ranks of a trainer: placed and connected, and what they say put together."""
+"""The ranks of a learner: placed and connected, and what they say put together."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 from embodied.config.schema import Config
 from embodied.execution.assignment import HERE, Assignment
 from embodied.execution.makers import make_component
-from embodied.execution.roles import Trainer
+from embodied.execution.roles import LearnerRole
 from embodied.execution.session import Session
 from embodied.learning.offload import Switch
 from embodied.learning.update_record import CollectStatistics
@@ -20,27 +20,27 @@ from embodied.workflows.recipes import WorkflowComponent, recipe_of
 
 
 def ranks_of(config: Config, assignment: Assignment) -> int:
-    """Ranks of a run's trainer: as the assignment says, and one where everything is in one process."""
+    """Ranks of a run's learner: as the assignment says, and one where everything is in one process."""
     inline = config.runtime.mode == "inline"
     return 1 if inline else len(assignment.components[recipe_of(config).after_rollout[-1].name])
 
 
 def place_ranks(
-    session: Session, trainer: WorkflowComponent, base: WorkerContext, assignment: Assignment
-) -> WorkerGroup[Trainer]:
-    """The trainer's ranks, each in its place, connected to each other. Where one fails at it, none is left."""
+    session: Session, learner: WorkflowComponent, base: WorkerContext, assignment: Assignment
+) -> WorkerGroup[LearnerRole]:
+    """The learner's ranks, each in its place, connected to each other. Where one fails at it, none is left."""
     ranks, runtime = ranks_of(base.config, assignment), session.runtime
-    places = assignment.components[trainer.name][:ranks]
+    places = assignment.components[learner.name][:ranks]
     contexts = [replace(base, affinity=place, rank=rank, ranks=ranks) for rank, place in enumerate(places)]
     nodes = tuple(place.node for place in places)
-    group: WorkerGroup[Trainer] = runtime.place_group(
-        trainer.name, make_component, ranks, lambda rank: (trainer, contexts[rank]), nodes=nodes
+    group: WorkerGroup[LearnerRole] = runtime.place_group(
+        learner.name, make_component, ranks, lambda rank: (learner, contexts[rank]), nodes=nodes
     )
     if ranks == 1:
         return group
     try:
-        address = group.call_one(0, Trainer.listen, _meeting_host(session, nodes))
-        group.call_all(Trainer.join, address, runtime.deadline.inner().seconds)
+        address = group.call_one(0, LearnerRole.listen, _meeting_host(session, nodes))
+        group.call_all(LearnerRole.join, address, runtime.deadline.inner().seconds)
     except BaseException:
         group.abandon()  # those that are left wait for one that is not there
         raise
@@ -55,10 +55,10 @@ def _meeting_host(session: Session, nodes: Sequence[str]) -> str:
     return there[nodes[0]]
 
 
-def saved_by_ranks(trainer: WorkerGroup[Trainer]) -> Written | None:
+def saved_by_ranks(learner: WorkerGroup[LearnerRole]) -> Written | None:
     """Wait until the checkpoint that is being written is complete; None where there was none. Raises
     `CheckpointError` if it cannot be."""
-    found = [written for written in trainer.call_all(Trainer.saved) if written is not None]
+    found = [written for written in learner.call_all(LearnerRole.saved) if written is not None]
     return Written(min(one.begin_ns for one in found), max(one.end_ns for one in found)) if found else None
 
 

@@ -1,4 +1,4 @@
-"""What passers have in common: parts of an iteration's trajectories come in, are worked on, and go out in order."""
+"""What scorers have in common: parts of an iteration's trajectories come in, are worked on, and go out in order."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from embodied.trajectories.batch import Trajectories
 from policies.contract import Policy
 
 
-class PassingWorker:
+class Scorer:
     """A scorer: it stands between policy and learner. Subclasses define `make` and `work`."""
 
     takes: ClassVar[frozenset[str]] = frozenset({"trajectories", "episodes"})
@@ -45,4 +45,4 @@ class PassingWorker:
         return self._ready.popleft()
 
     def share(self, policy: Policy) -> None:
-        """The trainer is in this process. Who needs no policy has no use for its."""
+        """The learner is in this process. Who needs no policy has no use for its."""
