@@ -46,8 +46,21 @@ class Allocation:
     bound: float = math.inf
 
 
+@dataclass(frozen=True)
+class SolvedPhase:
+    """The best phase found of some components and one kind."""
+
+    seconds: float
+    """Makespan with the context switch; infinite where there is no such phase."""
+    bound: float
+    """Lower bound of every such phase."""
+    model: PhaseModel | None = None
+    counts: tuple[int, ...] = ()
+    """Devices of each placement."""
+
+
 class Options:
-    """Numbers of devices that one placement may have, as far as each is better than fewer in some way.
+    """Numbers of devices that one placement may have, without those that are no better than fewer.
 
     Columns of `sums` and `tops` are the loop, then each pipeline of the phase.
     """

@@ -29,6 +29,7 @@ from schedulers.cost.times import switch_seconds
 from schedulers.search.allocation import (
     Allocation,
     MemoryLimits,
+    SolvedPhase,
     counts_of,
     each_option,
     exact_seconds,
@@ -238,22 +239,12 @@ WEIGHTS = np.linspace(0.0, 1.0, 21)
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to run the phase, without its allocation."""
+    """Placements, groups and micro-batch of the phase, without the allocation of devices."""
 
     partition: Partition
     groups: tuple[int, ...]
     """Groups of each loop."""
     micro_batch: int
-
-
-@dataclass(frozen=True)
-class Found:
-    """The best phase found; `seconds` with the context switch."""
-
-    seconds: float
-    bound: float
-    model: PhaseModel | None = None
-    counts: tuple[int, ...] = ()
 
 
 class SeveralTasksSearch:
@@ -265,7 +256,6 @@ class SeveralTasksSearch:
         problem: Problem,
         components: frozenset[str],
         kind: str,
-        *,
         switching: bool,
         limits: MemoryLimits,
         deadline: float,
@@ -277,12 +267,12 @@ class SeveralTasksSearch:
         self.alike = equal_tasks(problem)
         self.ahead = problem.ahead and kind == "split" and len(components) == len(self.graph.names)
 
-    def solve(self) -> Found:
+    def solve(self) -> SolvedPhase:
         found = self._all() if self._few() else self._step_by_step()
         if found.model is None:
-            return Found(math.inf, math.inf)  # Nothing fits.
+            return SolvedPhase(math.inf, math.inf)  # Nothing fits.
         bound = max(found.bound, self.relaxed_bound() + self._least_switch_s())
-        return Found(found.seconds, min(bound, found.seconds), found.model, found.counts)
+        return SolvedPhase(found.seconds, min(bound, found.seconds), found.model, found.counts)
 
     def _switch_s(self, partition: Partition) -> float:
         return switch_seconds(self.problem, partition) if self.switching else 0.0
@@ -315,7 +305,7 @@ class SeveralTasksSearch:
 
     # --- all candidates
 
-    def _all(self) -> Found:
+    def _all(self) -> SolvedPhase:
         searches = []
         for partition in candidate_partitions(self.problem, self.components, self.kind):
             several = [self.problem.group_options(i, partition) for i in range(len(self.graph.loops))]
@@ -325,7 +315,7 @@ class SeveralTasksSearch:
                     search = SharedLoopsAllocation(self.problem, model, self.limits)
                     searches.append((search, self._switch_s(partition)))
         bounds = [search.bound() + switch for search, switch in searches]
-        best, open_bound = Found(math.inf, math.inf), math.inf
+        best, open_bound = SolvedPhase(math.inf, math.inf), math.inf
         # Among candidates of about the same bound the tidiest stays: partitions come in that order.
         for i in sorted(range(len(searches)), key=lambda i: _bucket(bounds[i])):
             late = time.monotonic() > self.deadline and best.model is not None
@@ -336,13 +326,13 @@ class SeveralTasksSearch:
             found = search.solve(best.seconds - switch, self.deadline)
             open_bound = min(open_bound, found.bound + switch)
             if found.counts:
-                best = Found(found.seconds + switch, 0.0, search.model, found.counts)
-        return Found(best.seconds, min(best.seconds, open_bound), best.model, best.counts)
+                best = SolvedPhase(found.seconds + switch, 0.0, search.model, found.counts)
+        return SolvedPhase(best.seconds, min(best.seconds, open_bound), best.model, best.counts)
 
     # --- step by step
 
-    def _step_by_step(self) -> Found:
-        found: list[tuple[Found, Candidate]] = []
+    def _step_by_step(self) -> SolvedPhase:
+        found: list[tuple[SolvedPhase, Candidate]] = []
         least = self.relaxed_bound()
         for start in self._starts():
             if time.monotonic() > self.deadline and found:
@@ -353,14 +343,14 @@ class SeveralTasksSearch:
             if one.model is not None:
                 found.append((one, start))
         found.sort(key=lambda pair: pair[0].seconds)
-        best = found[0][0] if found else Found(math.inf, 0.0)
+        best = found[0][0] if found else SolvedPhase(math.inf, 0.0)
         for one, candidate in found[:MAX_DESCENTS]:
             if best.seconds > least * (1 + TOLERANCE):
                 one = self._improved(one, candidate)
                 best = one if one.seconds < best.seconds * (1 - 1e-9) else best
         return best
 
-    def _improved(self, best: Found, candidate: Candidate) -> Found:
+    def _improved(self, best: SolvedPhase, candidate: Candidate) -> SolvedPhase:
         """The result of going to the first better neighbour, again and again."""
         improved, seen = True, {self._pattern(candidate)}
         while improved:
@@ -391,9 +381,9 @@ class SeveralTasksSearch:
             tasks.append((kind[i], tuple(blocks[number] for number in mine), tuple(map(mine.index, mine))))
         return tuple(sorted(blocks)), tuple(sorted(tasks)), candidate.micro_batch
 
-    def _play(self, candidate: Candidate, cutoff: float) -> Found:
+    def _play(self, candidate: Candidate, cutoff: float) -> SolvedPhase:
         """The candidate with devices given greedily and then shifted; infinite where that does not beat `cutoff`."""
-        none = Found(math.inf, 0.0)
+        none = SolvedPhase(math.inf, 0.0)
         model = self._model(candidate)
         if model is None:
             return none
@@ -402,7 +392,7 @@ class SeveralTasksSearch:
             return none
         if math.prod(len(options.counts) for options in search.options) <= FEW_ALLOCATIONS:
             found = search.solve(cutoff - switch, self.deadline)
-            return Found(found.seconds + switch, 0.0, model, found.counts) if found.counts else none
+            return SolvedPhase(found.seconds + switch, 0.0, model, found.counts) if found.counts else none
         picks = search.greedy()
         if picks is None:
             return none
@@ -410,7 +400,7 @@ class SeveralTasksSearch:
         if seconds < cutoff * WORTH_SHIFTING:
             picks = search.shifted(picks)
             seconds = search.play(picks) + switch
-        return Found(seconds, 0.0, model, counts_of(search.options, picks)) if seconds < cutoff else none
+        return SolvedPhase(seconds, 0.0, model, counts_of(search.options, picks)) if seconds < cutoff else none
 
     def _starts(self) -> Iterator[Candidate]:
         numbers = sorted({number for i in range(len(self.graph.loops)) for number in self.problem.group_options(i, ())})
