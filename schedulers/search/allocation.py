@@ -219,7 +219,7 @@ class AllocationSearch:
             key = open_options[pool]  # Many phases end with the same placements.
             if key not in self.problem.options:
                 sums, tops = least[pool]
-                together = _least_sums(sums, options) if len(key) > 1 else options.least[0]
+                together = least_sums(sums, options) if len(key) > 1 else options.least[0]
                 self.problem.options[key] = (together, np.maximum(tops, options.least[1]))
             least = {**least, pool: self.problem.options[key]}
             result.insert(0, least)
@@ -302,7 +302,7 @@ def each_option(fitting: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return rows, np.arange(len(rows)) - np.repeat(np.cumsum(fitting) - fitting, fitting)
 
 
-def _least_sums(rest: np.ndarray, options: Options) -> np.ndarray:
+def least_sums(rest: np.ndarray, options: Options) -> np.ndarray:
     """Least sums of one placement and others together, with at most 0, 1, ... units; `rest`: those of the others."""
     most, columns = int(options.units[-1]), rest.shape[1]
     mine = np.full((columns, most), math.inf)

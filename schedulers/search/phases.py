@@ -97,7 +97,7 @@ class PhaseSolver:
         return list(found.values())
 
     def _solve(self, components: frozenset[str], kind: Kind, switching: bool, limits: MemoryLimits) -> SolvedPhase:
-        searches = [AllocationSearch(self.problem, model, limits) for model in self._models(components, kind)]
+        searches = [AllocationSearch(self.problem, model, limits) for model in self.models(components, kind)]
         switch_s = [switch_seconds(self.problem, search.model.placements) if switching else 0.0 for search in searches]
         bounds = [search.bound() + switch for search, switch in zip(searches, switch_s, strict=True)]
         best, open_bound = SolvedPhase(math.inf, math.inf), math.inf
@@ -113,7 +113,7 @@ class PhaseSolver:
                 best = SolvedPhase(found.seconds + switch_s[i], 0.0, searches[i].model, found.counts)
         return replace(best, bound=min(best.seconds, open_bound))
 
-    def _models(self, components: frozenset[str], kind: Kind) -> Iterator[PhaseModel]:
+    def models(self, components: frozenset[str], kind: Kind) -> Iterator[PhaseModel]:
         """Every phase of these components: partition into placements, number of groups and micro-batch."""
         problem, graph = self.problem, self.problem.graph
         ahead = problem.ahead and kind == "split" and len(components) == len(graph.names)
