@@ -79,8 +79,8 @@ def plan(
 
     `ahead`: disaggregated plans run one step ahead. Devices may be allocated in any numbers, on large pools in units
     (`units_of`). No plan of this kind is faster than `prediction.lower_bound_s`; where that is `iteration_s`, the plan
-    is certified optimal. It is, unless the deadline came first, the workflow has several tasks (whose search stops
-    within 0.5%), or the bound leaves out communication that depends on the layout (docs/planning.md).
+    is certified optimal. It is, unless the deadline came first, the workflow has several tasks (whose search is not
+    exhaustive), or the bound leaves out communication that depends on the layout (docs/planning.md).
 
     Raises `PlanError` where there is no plan: no such mode, components without times, a pool without devices, nothing
     that fits in memory.
