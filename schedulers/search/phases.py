@@ -83,7 +83,7 @@ class PhaseSolver:
         """True if the policy of such a phase may share weights with the learner of another, when both stay loaded."""
         return self.problem.shared_weights is not None and self.problem.shared_weights.learner not in components
 
-    def resident_levels(self, components: frozenset[str], kind: Kind) -> list[dict[Pool, float]]:
+    def resident_sizes(self, components: frozenset[str], kind: Kind) -> list[dict[Pool, float]]:
         """The different amounts of memory, by pool, that the fullest device can have resident in such a phase."""
         found: dict[tuple[float, ...], dict[Pool, float]] = {}
         elsewhere = self.weights_elsewhere(components)
@@ -238,14 +238,14 @@ class SequenceSearch:
             least = sum(self.phases.solve(*phase).bound for phase in sequence)
             if least >= min(best.seconds, cutoff) * (1 - SLACK):
                 continue
-            for levels in product(*(self.phases.resident_levels(*phase) for phase in sequence)):
-                total = {pool: sum(level[pool] for level in levels) for pool in POOLS}
+            for sizes in product(*(self.phases.resident_sizes(*phase) for phase in sequence)):
+                total = {pool: sum(size[pool] for size in sizes) for pool in POOLS}
                 if any(total[pool] > limits[pool] * (1 + SLACK) for pool in POOLS):
                     continue
                 solved = []
-                for phase, level in zip(sequence, levels, strict=True):
-                    peak = {pool: limits[pool] - total[pool] + level[pool] for pool in POOLS}
-                    solved.append(self.phases.solve(*phase, limits=MemoryLimits(level, peak)))
+                for phase, size in zip(sequence, sizes, strict=True):
+                    peak = {pool: limits[pool] - total[pool] + size[pool] for pool in POOLS}
+                    solved.append(self.phases.solve(*phase, limits=MemoryLimits(size, peak)))
                 seconds = sum(phase.seconds for phase in solved)
                 open_bound = min(open_bound, sum(phase.bound for phase in solved))
                 if seconds < best.seconds:
