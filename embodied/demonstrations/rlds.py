@@ -297,7 +297,7 @@ def _table() -> npt.NDArray[np.uint32]:
 def _zeros(length: int) -> npt.NDArray[np.uint32]:
     """[32] what each bit of a register becomes by so many zero bytes."""
     if length == 0:
-        return np.uint32(1) << np.arange(32, dtype=np.uint32)
+        return (np.uint32(1) << np.arange(32, dtype=np.uint32)).astype(np.uint32)
     if length == 1:
         bits = _zeros(0)
         return _table()[bits & 0xFF] ^ (bits >> 8)

@@ -78,7 +78,8 @@ def read(shares: Sequence[MicroBatchLoss], norm: Tensor | None = None) -> tuple[
     found = to_host(awaited if norm is None else awaited | {"norm": norm})
     total = LossSums()
     for i, share in enumerate(shares):
-        total.add(LossSums(**vars(share.counted) | {key: float(found[f"{i}.{key}"]) for key in share.measured}))
+        sums: dict[str, Any] = vars(share.counted) | {key: float(found[f"{i}.{key}"]) for key in share.measured}
+        total.add(LossSums(**sums))
     return total, float(found["norm"]) if norm is not None else float("nan")
 
 
