@@ -9,14 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from policies import flow_sde
+from policies import denoising
 from policies.contract import Action, Contrast, Evaluation, Inputs, Policy, PolicyError, PolicySpec
 from policies.denoising import Denoising, Field
-from policies.encoders import CHANNELS, ENCODERS, Encoder, vector
-from policies.imitation import counted_mean, only_counted
-from policies.layers import checked_noise, checked_widths, mlp, orthogonal
-from policies.normalizer import Normalizer
-from policies.time_embedding import time_embedding
+from policies.layers import checked_noise, checked_widths, counted_mean, mlp, only_counted, orthogonal, time_embedding
+from policies.small.encoders import CHANNELS, ENCODERS, Encoder, Normalizer, vector
 
 TIME_DIM = 32
 """Width of the time embedding."""
@@ -45,7 +42,7 @@ class VelocityNet(nn.Module):
 
     def __init__(self, size: int, features: int, widths: Sequence[int], steps: int, start_std: float) -> None:
         super().__init__()
-        t = flow_sde.timesteps(steps)[:-1]
+        t = denoising.timesteps(steps)[:-1]
         self.contraction = 1 - start_std
         # Derived from the architecture, so not saved.
         self.register_buffer("embedding", time_embedding(t, TIME_DIM).float(), persistent=False)

@@ -6,16 +6,16 @@ import numpy as np
 
 from policies.contract import PolicyError
 from policies.registry import nearest
-from policies.waypoints.scene import Vector
+from policies.scripted.scene import Vector
 
 ACTION_DIM = 3
 """[dx, dy, dz]."""
 METRES = 0.03
-"""How far an action of 1 moves the gripper's set point."""
+"""Distance by which an action of 1 moves the gripper's set point, in m."""
 GAIN = 2.5
 """Set point ahead of the gripper, in units of the remaining way: it covers a part of it in an env step."""
 STATE_DIM = 16
-"""Of the tasks without a cube. The state's last three numbers are the way that is left."""
+"""State size of the tasks without a cube. Its last three numbers are the vector to the goal."""
 INSTRUCTIONS = (
     "move the gripper to the green ball",
     "move the gripper to the red ball",

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from policies.waypoints.scene import XYZ, Pose, Scene, Vector, rotated, turn_between, turned
+from policies.scripted.scene import XYZ, Pose, Scene, Vector, rotated, turn_between, turned
 
 OPEN, CLOSE = -1.0, 1.0
 """LIBERO's gripper actions."""
@@ -26,7 +26,7 @@ AT_REST = 0.01
 
 @dataclass(frozen=True)
 class Aim:
-    """Where the hand should go, and what the fingers should do meanwhile."""
+    """Target of the hand, and command of the fingers on the way."""
 
     position: Vector
     """[3] m."""
@@ -39,17 +39,17 @@ class Step(Protocol):
     """One thing to be done. Equal scenes give equal answers."""
 
     def done(self, scene: Scene) -> bool:
-        """Whether nothing is left to do."""
+        """True if nothing is left to do."""
         ...
 
     def aim(self, scene: Scene) -> Aim:
-        """What to do next, if something is."""
+        """The next aim; None when nothing is left to do."""
         ...
 
 
 @dataclass(frozen=True)
 class Approach:
-    """How the hand comes to a point: over a waypoint `clearance` before it, then straight along `direction`."""
+    """Approach of the hand to a point: over a waypoint `clearance` before it, then straight along `direction`."""
 
     quaternion: tuple[float, float, float, float] = DOWN
     """The hand's orientation, x, y, z, w."""
@@ -90,7 +90,7 @@ class Grasp:
     """m from the point beyond which closed fingers hold nothing."""
 
     def holds(self, scene: Scene, point: Vector) -> bool:
-        """Whether the fingers have closed around the point."""
+        """True if the fingers have closed around the point."""
         stopped = scene.opening < FULLY_OPEN and scene.closing_speed < AT_REST
         return stopped and float(np.linalg.norm(scene.hand.position - point)) < self.loose
 

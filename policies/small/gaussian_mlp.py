@@ -9,11 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from policies.contract import Action, Evaluation, Inputs, Policy, PolicyError, PolicySpec
-from policies.density import gaussian_entropy, gaussian_log_prob
-from policies.encoders import vector
-from policies.imitation import counted_mean, only_counted
-from policies.layers import checked_noise, checked_widths, mlp
-from policies.normalizer import Normalizer
+from policies.layers import (
+    checked_noise,
+    checked_widths,
+    counted_mean,
+    gaussian_entropy,
+    gaussian_log_prob,
+    mlp,
+    only_counted,
+)
+from policies.small.encoders import Normalizer, vector
 
 
 class GaussianMLP(Policy):

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from policies.contract import Action, Evaluation, Inputs, Policy, PolicyError, PolicySpec
-from policies.encoders import vector
-from policies.waypoints import hand, tabletop, two_cubes
+from policies.scripted import libero, tabletop, two_cubes
+from policies.small.encoders import vector
 
-SCRIPTS = {script.ACTION_DIM: script.act for script in (hand, tabletop, two_cubes)}
-"""By the number of action dimensions, which tells the simulators' tasks apart."""
+SCRIPTS = {script.ACTION_DIM: script.act for script in (libero, tabletop, two_cubes)}
+"""Script by number of action dimensions, which differs between the simulators."""
 
 
 class Scripted(Policy):
-    """Solves the LIBERO tasks of `policies.waypoints.libero.SCRIPTS`, tabletop's reach tasks and ManiSkill's two cubes.
+    """Solves the LIBERO tasks of `policies.scripted.libero.SCRIPTS`, tabletop's reach tasks and ManiSkill's two cubes.
     Reads `state` and `instruction`.
 
     The instruction names the script. Chunks are of one action: each looks at where things are. The gripper's convention
@@ -35,7 +35,7 @@ class Scripted(Policy):
             raise PolicyError("a scripted policy looks at the state: add 'state' to policy.reads")
         if spec.action_dim not in SCRIPTS or spec.chunk != 1:
             raise PolicyError(
-                f"a scripted policy has LIBERO's {hand.ACTION_DIM} action dimensions, the {tabletop.ACTION_DIM} of "
+                f"a scripted policy has LIBERO's {libero.ACTION_DIM} action dimensions, the {tabletop.ACTION_DIM} of "
                 f"tabletop's reach tasks or the {two_cubes.ACTION_DIM} of ManiSkill's two cubes, and chunks of 1, got "
                 f"{spec.action_dim} and {spec.chunk}: set env.task to libero/<suite>/<index>, to tabletop/reach, "
                 "reach_red or reach_blue, or to maniskill/PushRedCube-v1 or PushGreenCube-v1 with env.control_mode "

@@ -1,16 +1,20 @@
-"""The LIBERO tasks that have a script. Lengths in m; offsets in the frames of LIBERO's assets."""
+"""LIBERO's scripted controller and its tasks. Lengths in m; offsets in the frames of LIBERO's assets."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from policies.waypoints.scene import XYZ, Layout
-from policies.waypoints.steps import Approach, Grasp, PickAndPlace, Pull, Step, Turn
+import numpy as np
+
+from policies.contract import PolicyError
+from policies.registry import nearest
+from policies.scripted.scene import XYZ, Layout, Scene, Vector, turn_between
+from policies.scripted.steps import OPEN, Aim, Approach, Grasp, PickAndPlace, Pull, Step, Turn
 
 
 @dataclass(frozen=True)
 class Script:
-    """What the state of a task looks like, and the steps that solve it, the first one first."""
+    """Layout of a task's state, and the steps that solve it, in order."""
 
     layout: Layout
     steps: tuple[Step, ...]
@@ -69,18 +73,18 @@ _SPATIAL_BOWLS = {
     "next to the plate": (0.98, _RIM),
     "on the wooden cabinet": (1.16, _RIM),
 }
-"""Where the bowl stands, the height at which it clears what is around, and how it is held. Not higher: above the
+"""The bowl's place, the height at which it clears its surroundings, and its grasp. Not higher: above the
 plate the arm is nearly straight."""
 
 
 @dataclass(frozen=True)
 class _Grip:
-    """Where the fingers close on an object."""
+    """Point where the fingers close on an object."""
 
     offset: XYZ
     """In the object's frame."""
     above: float
-    """How far that is above the frame's origin while the object stands or lies."""
+    """Height of that point above the frame's origin while the object stands or lies."""
 
 
 _TALL, _CAN, _FLAT = _Grip((0.0, 0.045, 0.0), 0.045), _Grip((0.0, 0.012, 0.0), 0.012), _Grip((0.0, 0.0, 0.0), 0.0)
@@ -100,7 +104,7 @@ _GROCERIES: dict[str, tuple[_Grip, tuple[str, ...]]] = {
     "chocolate pudding": (_FLAT, ("orange_juice", "bbq_sauce", "ketchup", "salad_dressing", "alphabet_soup")),
     "orange juice": (_TALL, ("butter", "chocolate_pudding", "bbq_sauce", "ketchup", "salad_dressing")),
 }
-"""How an object of libero_object is held, and the task's movables after the object and the basket."""
+"""Grasp of an object of libero_object, and the task's movables after the object and the basket."""
 
 
 def _into_basket(name: str, grip: _Grip, others: tuple[str, ...]) -> Script:
@@ -124,3 +128,57 @@ SCRIPTS: dict[str, Script] = {
     },
 }
 """Instruction, in lower case, to script."""
+
+
+# --- the controller: the next step is read off the state, and the hand moves there
+
+ACTION_DIM = 7
+"""LIBERO's actions: position 3, axis-angle 3, gripper."""
+REST = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, OPEN)
+METRES, RADIANS = 0.05, 0.5
+"""Distance by which an action of 1 moves the hand's goal, in m (robosuite's OSC_POSE)."""
+LINEAR_GAIN, ANGULAR_GAIN = 2.5, 1.0
+"""Goal ahead of the hand, in units of the remaining way. The hand covers a fraction of the goal's distance in an
+env step, so that a gain above 1 makes it fast; the robot's own damping keeps it from overshooting."""
+
+
+def act(state: Vector, instruction: str) -> Vector:
+    """[7] in [-1, 1]. Without an instruction, and when all is done, the hand opens and rests.
+
+    Raises `PolicyError` for an instruction without a script, or a state of another task.
+    """
+    if not instruction:
+        return np.array(REST)
+    script = find_script(instruction)
+    if script.layout.size != len(state):
+        raise PolicyError(
+            f"the script for {instruction!r} reads a state of {script.layout.size} numbers, this task has "
+            f"{len(state)}: it is another task of the same words, for which there is no script"
+        )
+    scene = Scene(state, script.layout)
+    aims = (step.aim(scene) for step in script.steps if not step.done(scene))
+    aim = next(aims, None)
+    return np.array(REST) if aim is None else towards(scene, aim)
+
+
+def find_script(instruction: str) -> Script:
+    """The script for an instruction, whatever its case. Raises `PolicyError` with the nearest there is."""
+    text = instruction.strip().lower()
+    if text not in SCRIPTS:
+        raise PolicyError(
+            f"no script for {instruction!r}{nearest(text, list(SCRIPTS))} (docs/scripted-policies.md lists the "
+            "tasks that have one and says how to write another)"
+        )
+    return SCRIPTS[text]
+
+
+def towards(scene: Scene, aim: Aim) -> Vector:
+    """[7] in [-1, 1]: the action that brings the hand nearer to its aim, both motions in straight lines."""
+    way = LINEAR_GAIN * (aim.position - scene.hand.position) / METRES
+    turn = ANGULAR_GAIN * turn_between(scene.hand.quaternion, aim.quaternion) / RADIANS
+    return np.concatenate((_at_most_one(way), _at_most_one(turn), [aim.gripper]))
+
+
+def _at_most_one(vector: Vector) -> Vector:
+    """The vector, shortened to a largest element of 1 if it is longer."""
+    return vector / max(1.0, float(np.abs(vector).max()))

@@ -1,4 +1,4 @@
-"""What a scripted controller knows: one row of the state, read by name."""
+"""The scene of a scripted controller: one row of the state, read by name."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Pose:
-    """Where an entity is, in the world's frame."""
+    """Position of an entity, in the world's frame."""
 
     position: Vector
     """[3] m."""

@@ -1,13 +1,12 @@
-"""From instructions to PaliGemma's tokens, as each project has it. B rows, L tokens.
+"""Inputs of pi0: camera frames to pixel values, instructions to PaliGemma's tokens.
 
-    openpi, pi0 and pi0.5 without a state    encode(text), then encode("\n") by itself
-    LeRobot, pi0                             encode(text + "\n"), whatever is in the text
-    pi0.5 with a state                       encode("Task: text, State: 185 111 228;\nAction: ")
+B rows, L tokens. Frames are fitted into a square, black at the sides, in -1..1.
 
-A prompt with a state is written alike by both projects. The text is stripped, with spaces for `_` and line breaks, by
-openpi and in prompts with a state; LeRobot's pi0 leaves it as it is. States are numbered by 256 bins of -1..1; below -1
-the number is -1 (np.digitize). LeRobot 0.4 fills states up with zeros first, which are bin 128.
-Sources: openpi/models/tokenizer.py, lerobot/policies/pi0*/processor_pi0*.py.
+openpi has two ways. `pillow` is what its clients do to every frame (openpi_client/image_tools.py): Pillow's bilinear
+filter, which averages where it makes frames smaller. `interpolate` is the training code's and LeRobot's
+(models_pytorch/preprocessing_pytorch.py): bilinear samples without averaging, of floats. Pixels differ measurably; a
+checkpoint wants the one that it was trained with. LeRobot 0.4 filled pictures of 0..1 up with -1, as openpi does those
+of -1..1: in the network's units its sides are at -3. B frames of H x W pixels, S the side of the square.
 """
 
 from __future__ import annotations
@@ -17,8 +16,36 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from policies.contract import PolicyError
+from policies.resampling import resize
+
+Resize = Literal["pillow", "interpolate"]
+BLACK, OF_LEROBOT_04 = -1.0, -3.0
+"""Padding value of pictures, in the network's units."""
+
+
+def pixel_values(frames: Tensor, size: int, way: Resize, sides: float = BLACK) -> Tensor:
+    """uint8 [B, H, W, 3] to float32 [B, 3, S, S] in -1..1, filled up with `sides` where it is interpolated."""
+    if frames.dtype != torch.uint8 or frames.dim() != 4 or frames.shape[-1] != 3:
+        raise PolicyError(f"frames must be uint8 [B, H, W, 3], got {frames.dtype} {list(frames.shape)}")
+    height, width = frames.shape[1:3]
+    # The reference divides by the larger of the two ratios and cuts off what is behind the point.
+    ratio = max(width / size, height / size)
+    rows, columns = int(height / ratio), int(width / ratio)
+    if way == "pillow":
+        top, left = (size - rows) // 2, (size - columns) // 2
+        square = frames.new_zeros(len(frames), size, size, 3)
+        square[:, top : top + rows, left : left + columns] = resize(frames, rows, columns, "bilinear")
+        return (square.float() / 255 * 2 - 1).permute(0, 3, 1, 2)
+    pixels = (frames.float() / 255 * 2 - 1).permute(0, 3, 1, 2)
+    pixels = functional.interpolate(pixels, (rows, columns), mode="bilinear", align_corners=False).clamp(-1, 1)
+    above, beside = (size - rows) // 2, (size - columns) // 2
+    return functional.pad(pixels, (beside, size - columns - beside, above, size - rows - above), value=sides)
+
+
+# --- instructions to PaliGemma's tokens, as each project encodes them
 
 Convention = Literal["openpi", "lerobot", "lerobot-0.4"]
 TOKENIZER = "tokenizer.model"
@@ -49,7 +76,7 @@ class Prompts:
         self._length, self._convention, self._state_dim = length, convention, state_dim
 
     def text(self, instruction: str, state: Tensor | None) -> str:
-        """What is encoded; `state` [D] is normalised, None where the prompt has none."""
+        """Text that is encoded; `state` [D] is normalised, None where the prompt has none."""
         if state is not None:
             numbers = " ".join(map(str, self._bins(state)))
             return f"Task: {cleaned(instruction)}, State: {numbers};\nAction: "
@@ -58,7 +85,7 @@ class Prompts:
         return instruction if instruction.endswith("\n") else f"{instruction}\n"
 
     def tokens(self, instruction: str, state: Tensor | None) -> list[int]:
-        """Of the whole prompt, with its beginning-of-sequence token."""
+        """Tokens of the whole prompt, with its beginning-of-sequence token."""
         text = self.text(instruction, state)
         if state is None and self._convention == "openpi":
             return [*self._tokenizer.encode(text[:-1], add_bos=True), *self._tokenizer.encode("\n")]

@@ -10,12 +10,12 @@ import numpy as np
 
 from policies.contract import PolicyError
 from policies.registry import nearest
-from policies.waypoints.scene import Vector
+from policies.scripted.scene import Vector
 
 ACTION_DIM = 4
 """[dx, dy, dz, gripper], which stays closed: -1."""
 METRES = 0.1
-"""How far an action of 1 moves the gripper's set point."""
+"""Distance by which an action of 1 moves the gripper's set point, in m."""
 GAIN = 2.0
 """Set point ahead of the gripper, in units of the remaining way: it covers a part of it in an env step."""
 STATE_DIM = 42
@@ -29,7 +29,7 @@ LOW, HIGH = 0.02, 0.11
 ASIDE = 0.015
 """A gripper that is less beside the cube pushes it straight."""
 NEAR = 0.03
-"""So near to the place behind the cube it comes down."""
+"""Distance to the place behind the cube, in m, at which the gripper descends."""
 
 
 def act(state: Vector, instruction: str) -> Vector:
