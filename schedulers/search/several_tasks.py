@@ -500,7 +500,7 @@ class SeveralTasksSearch:
         shared = [name for name in loop if all(name in other for other in self.graph.loops)]
         # Measured together, components may take less than one after the other.
         unknown = any(set(entry.components) & set(loop) for entry in problem.profile.together)
-        result = []
+        result: list[tuple[float, ...]] = []
         for groups in self.problem.group_options(number, ()):
             once: dict[str, float] = {}
             area = dict.fromkeys(POOLS, 0.0)
