@@ -13,6 +13,8 @@ import pytest
 # Before NumPy and PyTorch are loaded, here and in processes that tests start: small matrices are fastest on one thread,
 # and the processes of a test run share the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Ray ends a worker process that has not registered after 60 s, which a busy machine needs to load Python.
+os.environ.setdefault("RAY_worker_register_timeout_seconds", "600")
 
 from sim_farm import memory  # noqa: E402
 
