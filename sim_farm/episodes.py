@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -86,7 +86,10 @@ class Starts:
 class TrainingEpisodes(ABC):
     """Episodes that are determined by seeds of their own, and by the start where there are starts."""
 
-    begin: Starts
+    @property
+    @abstractmethod
+    def begin(self) -> Starts:
+        """Where episodes begin."""
 
     @property
     def starts(self) -> int:
@@ -157,7 +160,9 @@ class ListedEpisodes:
     queues: tuple[tuple[int, ...], ...] | None = None
     """Indices of `specs` that each environment runs, in order. None deals all of them out in turn."""
 
-    starts: ClassVar[int] = 0
+    @property
+    def starts(self) -> int:
+        return 0
 
     def spec(self, env: int, episode: int, start: int = ANY) -> EpisodeSpec | None:
         trial = self.trial(env, episode)

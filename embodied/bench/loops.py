@@ -240,7 +240,8 @@ def _actions(dims: int, rows: int) -> np.ndarray:
 
 def main() -> None:
     data = json.loads(sys.argv[1])
-    spec = LoopSpec(**{**data, "cores": tuple(data["cores"])})
+    settings: dict[str, Any] = {**data, "cores": tuple(data["cores"])}
+    spec = LoopSpec(**settings)
     once = {"bare": _bare, "farm": _farm, "stock": _stock, "async": _async, "subproc": _subproc}[spec.kind](spec)
     for _ in range(3):
         once()

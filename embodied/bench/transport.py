@@ -128,7 +128,7 @@ def _slots(shape: tuple[int, ...], count: int) -> Measured:
                     ask.ring()
                 _await(slots["written"], number + 1, answer)
                 view = slots["frames"][number % SLOTS]
-            return _summary(latencies, view.nbytes, count, time.perf_counter() - begin)
+            return _summary(latencies, slots["frames"][0].nbytes, count, time.perf_counter() - begin)
     finally:
         block.close()
 

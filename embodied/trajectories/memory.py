@@ -230,7 +230,8 @@ class TrajectoryMemory:
         """Let the GPU read the frames where they are, until this object is gone: whatever is mapped there later has
         other pages."""
         if self._pinned is None:
-            torch.cuda.cudart().cudaHostRegister(frames.data_ptr(), frames.nbytes, 0)
+            cudart: Any = torch.cuda.cudart()
+            cudart.cudaHostRegister(frames.data_ptr(), frames.nbytes, 0)
             self._pinned = finalize(self, _unpin, frames.data_ptr())
 
     def _at(self, name: str, rows: Tensor, device: torch.device) -> Tensor | None:
@@ -265,7 +266,8 @@ def _attached(address: MemoryAddress) -> TrajectoryMemory:
 
 
 def _unpin(pointer: int) -> None:
-    torch.cuda.cudart().cudaHostUnregister(pointer)
+    cudart: Any = torch.cuda.cudart()
+    cudart.cudaHostUnregister(pointer)
 
 
 def _dtype(tensor: Tensor) -> str:

@@ -60,9 +60,9 @@ def kept_group_relative(batch: Trajectories, config: Config) -> Estimate:
 
 KEPT_PPO = replace(PPO, estimator=kept_gae)
 KEPT_GRPO = replace(GRPO, estimator=kept_group_relative)
-STATES = {**runs.STATES, "workflow": f"{__name__}:KEPT_PPO"}
-GROUPS = {**runs.GROUPS, "workflow": f"{__name__}:KEPT_GRPO"}
-IMAGES = {**runs.IMAGES, "workflow": "ppo"}
+STATES: dict[str, Any] = {**runs.STATES, "workflow": f"{__name__}:KEPT_PPO"}
+GROUPS: dict[str, Any] = {**runs.GROUPS, "workflow": f"{__name__}:KEPT_GRPO"}
+IMAGES: dict[str, Any] = {**runs.IMAGES, "workflow": "ppo"}
 
 
 def run(

@@ -69,7 +69,7 @@ def kept(seen: Observations) -> Observations:
 
 def by_env(seen: list[Observations]) -> dict[tuple[int, int, int], tuple[bytes, ...]]:
     """(environment, episode, env step) to the bytes of what was shown there."""
-    shown = {}
+    shown: dict[tuple[int, int, int], tuple[bytes, ...]] = {}
     for one in seen:
         for row, env in enumerate(one.envs.tolist()):
             key = (env, int(one.episode[row]), int(one.episode_step[row]))

@@ -42,6 +42,7 @@ def begun(env: Any, task: str, trial: int) -> dict[str, np.ndarray]:
     stock._make_current(env)
     env.reset()
     env.set_init_state(initial_states(find_task(task))[trial])
+    seen: dict[str, np.ndarray] = {}
     for _ in range(SETTLE):
         seen, *_ = env.step(REST)
     return seen

@@ -198,7 +198,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 class NothingStarts(InProcess):
     """Workers that may not be started."""
 
-    def launch(self, *_: Any) -> Any:
+    def launch(self, setup: Any, memory: Any) -> Any:
         raise AssertionError("a worker was started")
 
 

@@ -44,7 +44,7 @@ JOIN_S = 10.0
 """Longest wait for the first sign of life of a cluster."""
 LOOK_S = 0.5
 """How often, during a wait, it is looked after the other workers."""
-STARTS = 2
+STARTS = 4
 """How often Ray is started before that is given up."""
 TOO_SLOW = "timed out during startup"
 """In Ray's message where its own processes were not up in time."""

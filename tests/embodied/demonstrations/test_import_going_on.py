@@ -32,7 +32,8 @@ NO_FRAMES = Observations(cameras=0)
 
 
 def imported(source: Path, out: Path, **options: Any) -> tuple[dict[str, Any], Dataset]:
-    return run(ImportRequest(source, out=out, runtime=INLINE, **{"env": NO_FRAMES, **options})), Dataset(out)
+    settings: dict[str, Any] = {"env": NO_FRAMES, **options}
+    return run(ImportRequest(source, out=out, runtime=INLINE, **settings)), Dataset(out)
 
 
 @pytest.fixture(scope="module")
