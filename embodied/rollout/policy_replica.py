@@ -15,7 +15,7 @@ from embodied.learning.offload import Switch
 from embodied.learning.weights import map_weights
 from embodied.rollout.acting import ActingPolicy, FarmTasks, RolloutSettings, Shown
 from embodied.rollout.replica_desk import Answer, Asked, Desk
-from embodied.runtime.lent_tensors import LentTensors
+from embodied.runtime.remote import LentTensors
 from embodied.workflows.context import WorkerContext
 from policies.contract import Policy
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
-from embodied.runtime.deadlines import Deadline
 from embodied.runtime.groups import WorkerGroup
 from embodied.runtime.handles import Handle
-from embodied.runtime.nodes import Link, NodeInfo
-from embodied.runtime.supervision import Replaced
+from embodied.runtime.remote import Link, NodeInfo
+from embodied.runtime.supervision import Deadline, Replaced
 from sim_farm.farm import WorkerFailed
 from sim_farm.hosts import Host
 from sim_farm.render_devices import RenderDevice

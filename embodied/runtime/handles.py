@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
-from embodied.runtime.deadlines import Deadline
+from embodied.runtime.supervision import Deadline
 
 Result = TypeVar("Result")
 

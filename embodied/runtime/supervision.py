@@ -1,18 +1,68 @@
-"""The state of a supervised worker: a pure machine of states and events, which starts and ends nothing.
+"""How long is waited for whom, and what counts as late.
 
-    HEALTHY ──late──► SUSPECT ──lost──► DEAD ──started──► RESTARTING ──built──► STALE ──current──► HEALTHY
-       ▲                 │                │
-       └────progress─────┘                └── any state, when the worker is lost
+    a call of a worker (runtime.deadline_s)  >  what that worker waits for: its farm  >  a physics or render worker
 
-A worker is SUSPECT when it has been silent for half of its deadline. It is lost when it has been for all of it, or when
-its process died. A successor is STALE until it has what its predecessor had: the episodes of a physics worker, the
-current weights of a policy worker. It serves only then.
+Whoever waits for somebody who waits gives him less time than he has himself. So the message that ends a wait names
+the one that is really late, and a worker of the farm that hangs is replaced before anybody gives up on the farm.
+
+A deadline is the longest time without progress, not the longest time: work that reports progress is not late.
 """
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from embodied.errors import UserError
+from sim_farm.farm import WorkerFailed
+from sim_farm.private_memory import private_bytes
+
+SHARE = 0.5
+"""Of a wait, the time that is left to whom the awaited worker waits for. The other half is for replacing what was
+late: starting a process, importing a simulator, and replaying the episodes."""
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """The longest time without progress, in seconds. Raises `ValueError` unless it is positive."""
+
+    seconds: float
+
+    def __post_init__(self) -> None:
+        if not self.seconds > 0:
+            raise ValueError(f"a deadline is a positive number of seconds, got {self.seconds}")
+
+    def inner(self) -> Deadline:
+        """The deadline for what the awaited worker itself waits for."""
+        return Deadline(self.seconds * SHARE)
+
+
+def _never_ns() -> int:
+    """The last progress of what reports none."""
+    return 0
+
+
+@dataclass
+class Wait:
+    """A wait that begins now. `last_ns` gives the time (`time.monotonic_ns`) of the last progress; 0 is never."""
+
+    deadline: Deadline
+    last_ns: Callable[[], int] = _never_ns
+    begin_ns: int = field(default_factory=time.monotonic_ns)
+
+    def silent_s(self) -> float:
+        """Seconds since the last progress, or since the wait began where there was none after that."""
+        return (time.monotonic_ns() - max(self.begin_ns, self.last_ns())) / 1e9
+
+    def late(self) -> bool:
+        """Whether there was no progress for longer than the deadline."""
+        return self.silent_s() > self.deadline.seconds
+
+
+# --- The state of a supervised worker: a pure machine of states and events, which starts and ends nothing.
+
 
 FRUITLESS = 5
 """Losses in a row, with nothing done between them that had not been done before, after which a worker is given up.
@@ -102,3 +152,53 @@ class Replaced:
     why: str
     down_s: float
     """From the moment in which the loss was seen until its successor served, or until there was no farm to serve."""
+
+
+# --- How much memory a worker's process may hold by itself. One that grows beyond it is replaced.
+
+
+GB = 1e9
+
+
+class WorkerTooLarge(WorkerFailed):
+    """A worker has grown beyond its budget, and is to be replaced."""
+
+
+class BudgetTooSmall(UserError):
+    """A new worker needs more than its budget."""
+
+
+@dataclass
+class Watched:
+    """A process of this machine, as often as it is looked at."""
+
+    settles: int
+    """Looks at a new process in which it may still grow to what it needs: a learner's optimiser comes with the first
+    update."""
+    within: int = 0
+    """Looks at which it had no more than it may."""
+
+
+@dataclass(frozen=True)
+class MemoryBudget:
+    """Of each worker's process; None: as much as it takes."""
+
+    gb: float | None
+
+    def exceeded(self, who: str, pid: int, watched: Watched) -> WorkerTooLarge | BudgetTooSmall | None:
+        """Look at a process; what is wrong with it, which is not raised here. None where nothing is, and where it has
+        not begun (`pid` 0).
+
+        A process that has settled within its budget, and now has more, has grown. Another one has as much as any new
+        one would have.
+        """
+        if self.gb is None or not pid:
+            return None
+        has = private_bytes(pid) / GB
+        if has <= self.gb:
+            watched.within += 1
+            return None
+        said = f"{who} has {has:.2f} GB in memory by itself, and runtime.worker_gb is {self.gb:g}"
+        if watched.within >= watched.settles:
+            return WorkerTooLarge(said)
+        return BudgetTooSmall(f"{said}; it is new, and another would have as much: set runtime.worker_gb higher")

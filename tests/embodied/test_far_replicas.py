@@ -24,8 +24,8 @@ from embodied.execution.session import Session
 from embodied.rollout.acting import Shown
 from embodied.rollout.desk_relay import AnswerMessage, AskedMessage
 from embodied.runtime.groups import WorkerGroup
-from embodied.runtime.lent_tensors import Lender, LentOver
-from embodied.runtime.ray.lending import PART_BYTES
+from embodied.runtime.ray.workers import PART_BYTES
+from embodied.runtime.remote import Lender, LentOver
 from policies.contract import Action, Inputs
 from sim_farm.contract import FarmError
 from tests.embodied import runs, test_replicas, test_weights

@@ -36,8 +36,8 @@ from embodied.learning.weights_group import WeightsGroup
 from embodied.rollout.policy_replica import PolicyReplica
 from embodied.rollout.policy_worker import PolicyWorker
 from embodied.runtime.groups import WorkerGroup
-from embodied.runtime.lent_tensors import Lender, LentOver, LentTensors
 from embodied.runtime.ray.runtime import RayRuntime
+from embodied.runtime.remote import Lender, LentOver, LentTensors
 from embodied.workflows.context import WorkerContext
 from embodied.workflows.recipes import PPO, Recipe
 from policies.contract import Inputs, Policy, PolicySpec

@@ -13,10 +13,10 @@ import pytest
 
 from embodied.errors import UserError
 from embodied.runtime.api import Runtime
-from embodied.runtime.deadlines import Deadline
 from embodied.runtime.groups import WorkerGroup
 from embodied.runtime.inline import InlineRuntime, LocalHandle
 from embodied.runtime.ray.runtime import RayRuntime
+from embodied.runtime.supervision import Deadline
 from sim_farm.farm import WorkerFailed, WorkerTimeout
 
 

@@ -28,10 +28,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from embodied.errors import UserError
 from embodied.runtime.api import RuntimeLost
-from embodied.runtime.deadlines import Deadline, Wait
-from embodied.runtime.nodes import NodeInfo
-from embodied.runtime.ray.processes import RayProcesses
-from embodied.runtime.ray.session import RaySession
+from embodied.runtime.ray.session import RayProcesses, RaySession
+from embodied.runtime.remote import NodeInfo
+from embodied.runtime.supervision import Deadline, Wait
 from sim_farm import faults
 from sim_farm.farm import WorkerFailed, WorkerTimeout
 

@@ -16,11 +16,10 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from embodied.runtime.memory_budget import BudgetTooSmall, MemoryBudget, Watched
-from embodied.runtime.nodes import NodeInfo, require_software, software
 from embodied.runtime.ray.cluster import HERE, RayCluster, cannot_start
-from embodied.runtime.relay import FarLost, FarPhysics, Relay
-from embodied.runtime.supervision import Event, Replaced, State, Supervised
+from embodied.runtime.remote import NodeInfo, require_software, software
+from embodied.runtime.remote_physics import FarLost, FarPhysics, Relay
+from embodied.runtime.supervision import BudgetTooSmall, Event, MemoryBudget, Replaced, State, Supervised, Watched
 from sim_farm import layout
 from sim_farm.contract import FarmError, TaskInfo, TaskSpec
 from sim_farm.farm import WorkerFailed

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
+from statistics import median
 from typing import Any, TypeVar
 
 import ray
@@ -11,14 +13,12 @@ from ray.exceptions import RayError
 from embodied.runtime.api import Args, args_of, check_group
 from embodied.runtime.groups import WorkerGroup, rank_names
 from embodied.runtime.handles import Handle
-from embodied.runtime.memory_budget import MemoryBudget
-from embodied.runtime.nodes import Link, NodeInfo
 from embodied.runtime.ray.cluster import HERE, RayCluster
 from embodied.runtime.ray.farm import RayHost
-from embodied.runtime.ray.links import slowest_link
-from embodied.runtime.ray.worker_process import TAKE_BACK_S, FarProcess, WorkerProcess
-from embodied.runtime.ray.workers import RayHandle, start_worker
-from embodied.runtime.supervision import Replaced
+from embodied.runtime.ray.workers import TAKE_BACK_S, FarProcess, RayHandle, WorkerProcess, start_worker
+from embodied.runtime.remote import Link, NodeInfo
+from embodied.runtime.remote_physics import ANSWER_BYTES
+from embodied.runtime.supervision import MemoryBudget, Replaced
 from sim_farm.contract import FarmError
 from sim_farm.render_devices import RenderDevice
 
@@ -238,3 +238,45 @@ def _may_serve(answered: Any) -> bool:
         return bool(ray.get(answered))
     except RayError:
         return False
+
+
+# --- How long messages take between machines: a few small calls of the kind that a relay makes.
+
+
+CALLS = 25
+"""Of each size; the median counts, since now and then a machine does something else."""
+SMALL = 256
+
+
+@ray.remote(num_cpus=0, max_restarts=0)
+class _Echo:
+    def echo(self, message: bytes) -> bytes:
+        return message
+
+
+def slowest_link(cluster: RayCluster, nodes: Sequence[NodeInfo]) -> Link:
+    """The largest figures of the ways to these machines, from calls that carry as much there as back.
+
+    Takes a process on each, which is the most of it, and some tens of milliseconds a machine. Raises what
+    `RayCluster.wait` does.
+    """
+    actors = [cluster.actor(_Echo, {}, node.id) for node in nodes]
+    try:
+        started = [actor.echo.remote(b"") for actor in actors]
+        for node, reference in zip(nodes, started, strict=True):
+            cluster.wait(reference, f"a process on {node}", "start")
+        reached = list(zip(actors, nodes, strict=True))
+        small, large = (max(_call_s(cluster, *one, bytes(size)) for one in reached) for size in (SMALL, ANSWER_BYTES))
+    finally:
+        for actor in actors:
+            cluster.kill(actor)
+    return Link(small / 2, 2 * (ANSWER_BYTES - SMALL) / max(large - small, 1e-6))
+
+
+def _call_s(cluster: RayCluster, actor: Any, node: NodeInfo, message: bytes) -> float:
+    times = []
+    for _ in range(CALLS):
+        begin = time.perf_counter()
+        cluster.wait(actor.echo.remote(message), f"a process on {node}", "answer")
+        times.append(time.perf_counter() - begin)
+    return median(times)

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from embodied.runtime.deadlines import Deadline, Wait
+from embodied.runtime.supervision import Deadline, Wait
 from sim_farm import layout
 from sim_farm.contract import FarmError, TaskInfo
 from sim_farm.doorbell import Doorbell
