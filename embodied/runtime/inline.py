@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from embodied.runtime.api import Args, args_of, check_group
+from embodied.runtime.api import Args, Link, NodeInfo, args_of, check_group
 from embodied.runtime.groups import WorkerGroup, naming, rank_names
 from embodied.runtime.handles import Handle
-from embodied.runtime.remote import Link, NodeInfo
 from embodied.runtime.supervision import Deadline, Replaced
 from sim_farm.hosts import Host, InProcess
 from sim_farm.render_devices import RenderDevice

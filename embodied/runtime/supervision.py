@@ -1,11 +1,22 @@
-"""How long is waited for whom, and what counts as late.
+"""Supervision of workers: deadlines of calls, the states of a worker that is replaced, and limits of memory.
 
-    a call of a worker (runtime.deadline_s)  >  what that worker waits for: its farm  >  a physics or render worker
+Deadlines nest. The caller of a worker that itself waits for others gives them less time than the caller allows:
 
-Whoever waits for somebody who waits gives him less time than he has himself. So the message that ends a wait names
-the one that is really late, and a worker of the farm that hangs is replaced before anybody gives up on the farm.
+    a call of a worker (runtime.deadline_s)  >  the farm that this worker waits for  >  a physics or render worker
 
-A deadline is the longest time without progress, not the longest time: work that reports progress is not late.
+So the message that ends a wait names the worker that is really late, and a farm worker that hangs is replaced before
+any wait for the farm ends. A deadline limits the time without progress, not the duration: work that reports progress
+is not late.
+
+The state of a supervised worker is a pure machine of states and events, which starts and ends nothing:
+
+    HEALTHY ──late──► SUSPECT ──lost──► DEAD ──started──► RESTARTING ──built──► STALE ──current──► HEALTHY
+       ▲                 │                │
+       └────progress─────┘                └── any state, when the worker is lost
+
+A worker is SUSPECT after half of its deadline without progress. It is lost after all of it, or when its process died.
+A successor is STALE until it has what its predecessor had: the episodes of a physics worker, the current weights of a
+policy worker. Only then does it serve.
 """
 
 from __future__ import annotations
@@ -19,9 +30,11 @@ from embodied.errors import UserError
 from sim_farm.farm import WorkerFailed
 from sim_farm.private_memory import private_bytes
 
+# --- deadlines
+
 SHARE = 0.5
-"""Of a wait, the time that is left to whom the awaited worker waits for. The other half is for replacing what was
-late: starting a process, importing a simulator, and replaying the episodes."""
+"""Share of a wait that the awaited worker may itself spend waiting. The rest is for replacing a late worker: starting
+a process, importing a simulator, and replaying the episodes."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +48,12 @@ class Deadline:
             raise ValueError(f"a deadline is a positive number of seconds, got {self.seconds}")
 
     def inner(self) -> Deadline:
-        """The deadline for what the awaited worker itself waits for."""
+        """The deadline for the waits of the awaited worker itself."""
         return Deadline(self.seconds * SHARE)
 
 
 def _never_ns() -> int:
-    """The last progress of what reports none."""
+    """The last progress of work that reports none."""
     return 0
 
 
@@ -57,16 +70,15 @@ class Wait:
         return (time.monotonic_ns() - max(self.begin_ns, self.last_ns())) / 1e9
 
     def late(self) -> bool:
-        """Whether there was no progress for longer than the deadline."""
+        """True if there was no progress for longer than the deadline."""
         return self.silent_s() > self.deadline.seconds
 
 
-# --- The state of a supervised worker: a pure machine of states and events, which starts and ends nothing.
-
+# --- states
 
 FRUITLESS = 5
-"""Losses in a row, with nothing done between them that had not been done before, after which a worker is given up.
-Three came by chance, where Ray took ten seconds to start again and every ten seconds something else was lost."""
+"""Losses in a row, without new work done between them, after which a worker is given up. Three happened by chance,
+where Ray took ten seconds to start again and every ten seconds something else was lost."""
 OFTEN, WITHIN_S = 10, 60.0
 """So many losses within so many seconds are no accident either."""
 
@@ -106,40 +118,40 @@ _NEXT = {
 class Loss:
     at_s: float
     done: int
-    """What the worker had done: a number that grows with its work, and not with work that is done again."""
+    """Work done before the loss: a number that grows with new work, and not with work that is repeated."""
 
 
 @dataclass(frozen=True)
 class Supervised:
-    """A worker as its supervisor knows it. Times are seconds of a clock that only goes forward."""
+    """State and losses of one worker. Times are seconds of a clock that only goes forward."""
 
     state: State = State.HEALTHY
     losses: tuple[Loss, ...] = ()
     """The newest `OFTEN`, oldest first."""
     down_s: float | None = None
-    """From the last loss until the worker served again. None: it was never lost, or does not serve yet."""
+    """Time from the last loss until the worker served again. None: never lost, or not serving yet."""
 
     @property
     def serves(self) -> bool:
-        """Whether work may be given to it."""
+        """True if the worker accepts work."""
         return self.state in (State.HEALTHY, State.SUSPECT)
 
     @property
     def hopeless(self) -> bool:
-        """Whether another successor is of no use."""
+        """True if another successor is of no use."""
         last, often = self.losses[-FRUITLESS:], self.losses[-OFTEN:]
         fruitless = len(last) == FRUITLESS and last[-1].done <= last[0].done
         return fruitless or (len(often) == OFTEN and often[-1].at_s - often[0].at_s < WITHIN_S)
 
     def lost(self, at_s: float, done: int) -> Supervised:
-        """After its loss, in any state: also a successor may be lost before it serves."""
+        """The worker after its loss, which may happen in any state: also a successor may be lost before it serves."""
         return Supervised(State.DEAD, (*self.losses, Loss(at_s, done))[-OFTEN:])
 
     def after(self, event: Event, at_s: float) -> Supervised:
-        """After the event. Raises `ValueError` for one that cannot follow its state."""
+        """The worker after the event. Raises `ValueError` for an event that cannot follow its state."""
         state = _NEXT.get((self.state, event))
         if state is None:
-            raise ValueError(f"of a worker that is {self.state.value} it cannot be said that {event.value}")
+            raise ValueError(f"a worker that is {self.state.value} cannot have the event {event.value!r}")
         back = event is Event.CURRENT
         return replace(self, state=state, down_s=at_s - self.losses[-1].at_s if back else self.down_s)
 
@@ -151,54 +163,53 @@ class Replaced:
     worker: str
     why: str
     down_s: float
-    """From the moment in which the loss was seen until its successor served, or until there was no farm to serve."""
+    """Time from the moment in which the loss was seen until the successor served, or until its farm was closed."""
 
 
-# --- How much memory a worker's process may hold by itself. One that grows beyond it is replaced.
-
+# --- limits of memory
 
 GB = 1e9
 
 
 class WorkerTooLarge(WorkerFailed):
-    """A worker has grown beyond its budget, and is to be replaced."""
+    """A worker has grown beyond its memory limit, and is to be replaced."""
 
 
-class BudgetTooSmall(UserError):
-    """A new worker needs more than its budget."""
+class LimitTooSmall(UserError):
+    """A new worker needs more memory than its limit."""
 
 
 @dataclass
-class Watched:
-    """A process of this machine, as often as it is looked at."""
+class MemoryChecks:
+    """Checks of one process's memory so far."""
 
     settles: int
-    """Looks at a new process in which it may still grow to what it needs: a learner's optimiser comes with the first
-    update."""
+    """Number of checks in which a new process may still grow to what it needs: a learner's optimiser comes with the
+    first update."""
     within: int = 0
-    """Looks at which it had no more than it may."""
+    """Number of checks that found no more than the limit."""
 
 
 @dataclass(frozen=True)
-class MemoryBudget:
-    """Of each worker's process; None: as much as it takes."""
+class MemoryLimit:
+    """Private memory that each worker's process may use; None: no limit."""
 
     gb: float | None
 
-    def exceeded(self, who: str, pid: int, watched: Watched) -> WorkerTooLarge | BudgetTooSmall | None:
-        """Look at a process; what is wrong with it, which is not raised here. None where nothing is, and where it has
-        not begun (`pid` 0).
+    def exceeded(self, worker: str, pid: int, checks: MemoryChecks) -> WorkerTooLarge | LimitTooSmall | None:
+        """Check a process; the error, which is not raised here. None within the limit, and for `pid` 0, a process
+        that has not begun.
 
-        A process that has settled within its budget, and now has more, has grown. Another one has as much as any new
-        one would have.
+        A process that has settled within its limit, and now uses more, has grown. Any other uses as much as a new one
+        would.
         """
         if self.gb is None or not pid:
             return None
-        has = private_bytes(pid) / GB
-        if has <= self.gb:
-            watched.within += 1
+        used = private_bytes(pid) / GB
+        if used <= self.gb:
+            checks.within += 1
             return None
-        said = f"{who} has {has:.2f} GB in memory by itself, and runtime.worker_gb is {self.gb:g}"
-        if watched.within >= watched.settles:
-            return WorkerTooLarge(said)
-        return BudgetTooSmall(f"{said}; it is new, and another would have as much: set runtime.worker_gb higher")
+        found = f"{worker} has {used:.2f} GB in memory by itself, and runtime.worker_gb is {self.gb:g}"
+        if checks.within >= checks.settles:
+            return WorkerTooLarge(found)
+        return LimitTooSmall(f"{found}; it is new, and another would have as much: set runtime.worker_gb higher")

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
+from embodied.runtime.api import NodeInfo
 from embodied.runtime.ray.farm import RayHost
 from embodied.runtime.ray.runtime import RayRuntime
-from embodied.runtime.remote import NodeInfo
 from sim_farm.layout import FarmSpec
 
 ROOT = Path(__file__).resolve().parents[2]

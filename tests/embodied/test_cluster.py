@@ -35,7 +35,7 @@ from embodied.planning.clusters import run_cluster
 from embodied.planning.profiler import work_of
 from embodied.planning.run_plans import place_run
 from embodied.reporting.metrics import read
-from embodied.runtime import remote_physics
+from embodied.runtime import remote
 from embodied.runtime.inline import InlineRuntime
 from embodied.runtime.ray import cluster as ray_cluster
 from embodied.runtime.ray.farm import RayHost
@@ -118,15 +118,15 @@ def expected_bytes(spec: FarmSpec, sizes: dict[str, int], environments: list[lis
         return sum(sizes[name] for name in names)
 
     rows = [row for rows in environments for row in rows]
-    shown = remote_physics.SHOWN if spec.task.cameras else ()
+    shown = remote.SHOWN if spec.task.cameras else ()
     messages = len(environments[0]) * spec.groups
-    opening = 4 + len(environments) * (8 + size((*remote_physics.REQUEST, *remote_physics.STANDING)))
-    sent = opening + messages * 4 + len(rows) * (8 + size(remote_physics.REQUEST))
+    opening = 4 + len(environments) * (8 + size((*remote.REQUEST, *remote.STANDING)))
+    sent = opening + messages * 4 + len(rows) * (8 + size(remote.REQUEST))
     ended = [row for row in rows if "final state" in row]
     begun = len(environments) + len(ended)
-    received = messages * 8 + len(rows) * size((*remote_physics.OUTCOME, *remote_physics.OBSERVED, *shown))
-    received += begun * size(remote_physics.BEGUN) + len(ended) * size(remote_physics.ENDED)
-    received += sum(bool(shown) and bool(row["final drawn"]) for row in ended) * size(remote_physics.DRAWN)
+    received = messages * 8 + len(rows) * size((*remote.OUTCOME, *remote.OBSERVED, *shown))
+    received += begun * size(remote.BEGUN) + len(ended) * size(remote.ENDED)
+    received += sum(bool(shown) and bool(row["final drawn"]) for row in ended) * size(remote.DRAWN)
     return [sent, received]
 
 

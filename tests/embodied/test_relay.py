@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from embodied.runtime import remote_physics
-from embodied.runtime.remote import require_software, software
-from embodied.runtime.remote_physics import (
+from embodied.runtime import remote
+from embodied.runtime.remote import (
     BEGUN,
     DRAWN,
     ENDED,
@@ -26,6 +25,8 @@ from embodied.runtime.remote_physics import (
     FarLost,
     FarPhysics,
     Relay,
+    require_software,
+    software,
 )
 from embodied.runtime.supervision import Deadline
 from sim_farm.contract import FarmError, TaskSpec
@@ -83,7 +84,7 @@ class LocalFar:
         self.answers.append(answer)
         return _done(answer)
 
-    def renew(self, why: str) -> None:
+    def restart(self, why: str) -> None:
         assert self.far is None, "a far end that lives was replaced"
         self.renewed.append(why)
 
@@ -151,7 +152,7 @@ def test_physics_behind_a_relay_gives_what_physics_beside_the_client_gives(spec:
 
 @EVERY_SHAPE
 def test_a_group_in_parts_gives_the_same(spec: FarmSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_physics, "ANSWER_BYTES", 1)
+    monkeypatch.setattr(remote, "ANSWER_BYTES", 1)
     host = Relays()
     assert_same(run(spec, chunks=CHUNKS), trace_of(spec, host), "parts change results")
     assert len(host.fars[0].requests) == 4 * (CHUNKS + 1), "of a worker's four environments each is a part"
@@ -218,7 +219,7 @@ def test_a_message_of_the_wrong_length_is_refused() -> None:
         far, envs = host.fars[0], farm.envs_of(0)[::2]
         for answer in (far.answers[0][:-1], far.answers[0] + b"\0"):
             with pytest.raises(FarmError, match="message between farm and far physics"):
-                remote_physics.unpack_answer(answer, farm.tasks[0].slots, envs, draws=False)
+                remote.unpack_answer(answer, farm.tasks[0].slots, envs, draws=False)
         assert far.far is not None
         with pytest.raises(FarmError, match="message between farm and far physics"):
             far.far.exchange(far.requests[0][:-2])

@@ -27,9 +27,8 @@ from ray.exceptions import ActorUnschedulableError, GetTimeoutError, RayActorErr
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from embodied.errors import UserError
-from embodied.runtime.api import RuntimeLost
+from embodied.runtime.api import NodeInfo, RuntimeLost
 from embodied.runtime.ray.session import RayProcesses, RaySession
-from embodied.runtime.remote import NodeInfo
 from embodied.runtime.supervision import Deadline, Wait
 from sim_farm import faults
 from sim_farm.farm import WorkerFailed, WorkerTimeout
