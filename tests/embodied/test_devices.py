@@ -27,7 +27,7 @@ from embodied.learning.offload import Offload
 from embodied.rollout.acting import RolloutSettings
 from embodied.rollout.policy_worker import PolicyWorker
 from embodied.run import checkpoint
-from embodied.runtime.ray.worker_process import _portable
+from embodied.runtime.ray.workers import _portable
 from embodied.trajectories.batch import HeldDecisions, Trajectories
 from embodied.trajectories.memory import MemoryLayout, MemoryShape, TrajectoryMemory
 from embodied.workflows.context import make_policy
