@@ -186,3 +186,15 @@ def _check_values(data: Any, source: str) -> None:
 def is_plain(text: str) -> bool:
     """Whether files, paths and terminals take it: no lone surrogate and no null."""
     return "\0" not in text and not any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
+# --- A command's result as a JSON file.
+
+
+def write_json(path: Path, result: dict[str, Any]) -> None:
+    """Write a result; a file that cannot be written is the user's mistake, and the result is shown instead."""
+    try:
+        path.write_text(json.dumps(result, indent=1, default=str) + "\n")
+    except OSError as error:
+        shown = json.dumps(result, default=str)
+        raise UserError(f"cannot write {path} ({error.strerror}); the result is: {shown}") from error

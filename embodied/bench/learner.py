@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from embodied.algorithms.estimators import Rows
 from embodied.bench.flops import Costs, FlowCosts, nbytes
-from embodied.bench.generate import rows_of
 from embodied.bench.machine import Machine, Peak, finish, measure_machine, median, peak_memory, repeat
 from embodied.bench.models import (
     add_rates,
@@ -30,6 +29,7 @@ from embodied.bench.models import (
     measured_here,
     network_of,
     results_table,
+    rows_of,
 )
 from embodied.bench.settings import BenchLearner
 from embodied.config.schema import LossConfig, OptimConfig

@@ -15,9 +15,10 @@ from rich.console import Console
 from torch import Tensor
 
 from embodied.bench.flops import Costs, FlowCosts, nbytes
-from embodied.bench.generate import LOOP, OneAtATime, ways
 from embodied.bench.machine import Machine, Peak, measure_machine, median, peak_memory, repeat
 from embodied.bench.models import (
+    LOOP,
+    OneAtATime,
     add_rates,
     build,
     check_batches,
@@ -26,6 +27,7 @@ from embodied.bench.models import (
     measured_here,
     network_of,
     results_table,
+    ways,
 )
 from embodied.bench.settings import BenchPolicy
 from embodied.devices import device_of, release

@@ -10,8 +10,8 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from embodied.doctor.hardware import hardware
-from embodied.reporting.results import write_json
+from embodied.devices import hardware
+from embodied.files import write_json
 
 
 def provenance() -> dict[str, str]:

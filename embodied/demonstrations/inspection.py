@@ -21,8 +21,7 @@ from PIL import Image
 
 from embodied.config.schema import Check, Config
 from embodied.demonstrations import layout
-from embodied.demonstrations.feature_names import SHIPPED
-from embodied.demonstrations.mixture import Demonstrations, GripperMap, Source, succeeded
+from embodied.demonstrations.mixture import SHIPPED, Demonstrations, GripperMap, Source, succeeded
 from embodied.demonstrations.reader import Dataset
 from embodied.errors import UserError, shown
 from policies.contract import Policy

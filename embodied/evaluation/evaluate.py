@@ -19,7 +19,7 @@ from typing import Any
 from rich import get_console
 
 from embodied.config.schema import Config
-from embodied.doctor.hardware import hardware
+from embodied.devices import hardware
 from embodied.errors import UserError
 from embodied.evaluation.films import Shown, differing, worth_seeing, write_film
 from embodied.evaluation.folder import EvalFolder, Identity, newest_of, open_folder

@@ -19,8 +19,7 @@ import numpy as np
 
 from embodied.config.files import parse_config
 from embodied.config.schema import Config
-from embodied.devices import accelerators
-from embodied.doctor.hardware import fingerprint
+from embodied.devices import accelerators, fingerprint
 from embodied.errors import UserError
 from embodied.execution.assignment import Assignment
 from embodied.execution.executor import Executor, Iteration, executor

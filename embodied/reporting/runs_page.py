@@ -18,8 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from embodied.reporting import charts
-from embodied.reporting import page_pieces as pieces
+from embodied.reporting import charts, report
 from embodied.reporting.live import duration
 from embodied.reporting.report import write_page
 from embodied.reporting.run_record import SUCCESS_RECENT, ReportError, RunFolder, read_run
@@ -119,7 +118,7 @@ def _header(groups: Sequence[Alike]) -> str:
 
 def _curves(groups: Sequence[Alike]) -> str:
     longest = max(max(run.column("wall_s")[-1] or 0.0 for run in group.runs) for group in groups)
-    scale, unit = pieces.time_unit(longest)
+    scale, unit = report.time_unit(longest)
     figures = [
         _figure(
             "Success of the last 100 training episodes, by env steps",
@@ -133,7 +132,7 @@ def _curves(groups: Sequence[Alike]) -> str:
         _figure("Return, by env steps", groups, "env/return", "env_steps", 1.0, "env steps", rate=False),
     ]
     lead = "A curve is the mean over seeds, its band the 95% interval of that mean; one seed has no band."
-    return pieces.section("Learning", pieces.grid("two", figures), lead)
+    return report.section("Learning", report.grid("two", figures), lead)
 
 
 def _figure(
@@ -151,8 +150,8 @@ def _figure(
         x.tolist(), curves, label, heads, width=560, height=300, show=charts.percent if rate else charts.compact,
         y_range=range_,
     )  # fmt: skip
-    legend = pieces.legend({escape(group.label): _colour(number) for number, group in enumerate(groups)})
-    return pieces.card(title, drawn, legend)
+    legend = report.legend({escape(group.label): _colour(number) for number, group in enumerate(groups)})
+    return report.card(title, drawn, legend)
 
 
 def _ends(group: Alike, key: str, over: str) -> list[float]:
@@ -197,7 +196,7 @@ def _table(groups: Sequence[Alike]) -> str:
         lead += f" {left_out} evaluations by another protocol than the first of their settings are left out."
     told = {json.dumps(protocol_of(run), sort_keys=True): protocol_of(run) for group in groups for run in group.runs}
     lead += "".join(f"<br>Evaluated: {escape(_protocol_line(one))}." for one in told.values() if one)
-    return pieces.section("Results", f'<div class="card scroll"><table><tr>{head}</tr>{rows}</table></div>', lead)
+    return report.section("Results", f'<div class="card scroll"><table><tr>{head}</tr>{rows}</table></div>', lead)
 
 
 def _protocol_line(protocol: Mapping[str, Any]) -> str:
@@ -213,7 +212,7 @@ def _cells(group: Alike) -> tuple[str, ...]:
     data, rates = _data(group), group.evaluated()
     success = "–"
     if rates:
-        between = pieces.interval(data["success_low"], data["success_high"])
+        between = report.interval(data["success_low"], data["success_high"])
         success = charts.percent(data["success_rate"]) + (f" <small>{between}</small>" if len(rates) > 1 else "")
     times = [time for time in group.times() if time is not None]
     reached = f" ({len(times)} of {len(group.runs)})" if len(times) < len(group.runs) else ""
@@ -240,7 +239,7 @@ def _differences(groups: Sequence[Alike]) -> str:
         for key in differing
     )
     table = f'<div class="card scroll"><table><tr>{head}</tr>{rows}</table></div>'
-    return pieces.section("What differed", table)
+    return report.section("What differed", table)
 
 
 def _differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:

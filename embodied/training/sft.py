@@ -23,11 +23,18 @@ from torch import Tensor
 from embodied.config.files import save_config
 from embodied.config.schema import Config
 from embodied.demonstrations import Batch, Dataset, layout
-from embodied.demonstrations.feature_names import Needed, check_features
+from embodied.demonstrations.data_files import read_ahead
 from embodied.demonstrations.inspection import inspected, observed
-from embodied.demonstrations.inspection_table import show_table, text
-from embodied.demonstrations.loader import read_ahead
-from embodied.demonstrations.mixture import Demonstrations, Index, Source, gripper_map, open_sources
+from embodied.demonstrations.inspection_report import show_table, text
+from embodied.demonstrations.mixture import (
+    Demonstrations,
+    Index,
+    Needed,
+    Source,
+    check_features,
+    gripper_map,
+    open_sources,
+)
 from embodied.devices import Affinity, device_of
 from embodied.errors import UserError
 from embodied.evaluation.protocol import expand

@@ -20,8 +20,8 @@ import pytest
 from PIL import Image
 
 from embodied.demonstrations import Dataset, DatasetError, data_files
-from embodied.demonstrations.camera_frames import PictureFrames
-from embodied.demonstrations.loader import read_ahead
+from embodied.demonstrations.data_files import read_ahead
+from embodied.demonstrations.reader import PictureFrames
 from tests.embodied.demonstrations.examples import FOREIGN
 from tests.embodied.demonstrations.foreign import (
     LEROBOT,

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from embodied.reporting.metrics import MetricsWriter
-from embodied.reporting.plan_section import plan_section
-from embodied.reporting.report import write_report
+from embodied.reporting.report import plan_section, write_report
 from embodied.reporting.run_record import read_run
 
 WHY = ["Hybrid: 2.0 s per iteration, 2 groups.", "The best collocated plan would take 1.20 times as long <b>."]
