@@ -10,7 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from sim_farm import memory
+# Before NumPy and PyTorch are loaded, here and in processes that tests start: small matrices are fastest on one thread,
+# and the processes of a test run share the cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from sim_farm import memory  # noqa: E402
 
 # A shell starts what it puts into the background with SIGINT ignored, and Python then leaves it so. Tests send
 # it to themselves.
@@ -18,43 +22,22 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 gc.disable()  # until `pytest_collection_finish`
 
-LONGEST = (
-    "tests/sim_farm/test_maniskill.py",
-    "tests/embodied/test_runtime.py",
-    "tests/embodied/test_cluster.py",
-    "tests/embodied/test_cli.py",
-    "tests/sim_farm/test_libero.py",
-    # One after another, so that whoever is given several starts one Ray for them.
-    "tests/embodied/test_learner_ranks.py",
-    "tests/embodied/test_executor.py",
-    "tests/embodied/test_planning.py",
-    "tests/embodied/test_plans_in_runs.py",
-    "tests/embodied/test_large_policies_on_ranks.py",
-    "tests/embodied/test_instances.py",
-    "tests/embodied/test_weights.py",
-    "tests/embodied/test_worker_groups.py",
-    "tests/embodied/test_render_plans.py",
-    "tests/embodied/test_replicas.py",
-    "tests/embodied/test_trajectory_memory.py",
-    "tests/policies/openvla/test_openvla_policy.py",
-    "tests/sim_farm/test_workers.py",
-    "tests/embodied/test_evaluation.py",
-    "tests/embodied/test_bench.py",
-    "tests/embodied/test_devices.py",
-    "tests/embodied/test_golden_parameters.py",
-    "tests/embodied/test_doctor.py",
-    "tests/embodied/test_bench_policy.py",
-    "tests/embodied/test_openvla_end_to_end.py",
-    "tests/embodied/test_replanning.py",
-    "tests/embodied/test_interrupts.py",
-    "tests/test_gpu_command.py",
-)
-"""Files that take longest. They begin first, so that no process of a run waits at its end for one that began late."""
+RAY = "ray"
+"""Name of the group of tests that share one Ray."""
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    rank = {name: number for number, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: rank.get(item.location[0], len(rank)))  # stable: else as pytest has them
+    """Assign every test to a group, which one process runs (`--dist loadgroup`).
+
+    A file is a group, because its tests share what is expensive. All files that use the shared Ray are one group: Ray
+    is started once for a test run. That group comes first, because it takes longest.
+    """
+    shared = {item.path for item in items if "ray_runtime" in getattr(item, "fixturenames", ())}
+    items.sort(key=lambda item: item.path not in shared)  # stable: otherwise in pytest's order
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(RAY if item.path in shared else item.location[0]))
 
 
 def pytest_collection_finish() -> None:

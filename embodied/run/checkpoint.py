@@ -45,8 +45,7 @@ from embodied.errors import CheckpointError as CheckpointError
 from embodied.errors import nearest, unreadable
 from embodied.files import read_json, sync, write_whole
 from policies.contract import Policy, PolicyError
-from policies.files import layout
-from policies.finite import check_finite
+from policies.files import check_finite, layout
 
 LATEST, BEST = "latest", "best"
 SHARDS = "optimizer"

@@ -84,6 +84,7 @@ def test_one_renderer_for_two_physics_workers_shows_what_the_fused_farm_shows(se
     assert fused == split == alone
 
 
+@pytest.mark.slow
 def test_ppo_trains_on_libero_from_pixels(tmp_path: Path) -> None:
     whole = load_config("libero_spatial_ppo").model_dump(mode="json")
     whole["iterations"], whole["name"] = 1, "tiny"

@@ -138,6 +138,7 @@ class Looker:
         return os.environ.get(name)
 
 
+@pytest.mark.slow
 def test_workers_see_the_gpus_that_the_command_sees(cluster: RayRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray neither hides GPUs from workers that asked it for none nor deals them out."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-b,GPU-a")
@@ -166,6 +167,7 @@ def test_a_late_call_names_worker_method_and_time(clumsy: Handle[Clumsy]) -> Non
     assert clumsy.timers["sleep"].calls == 2
 
 
+@pytest.mark.slow
 def test_work_that_reports_progress_is_not_late(clumsy: Handle[Clumsy]) -> None:
     """Longer than the deadline; and it is late as soon as it stops to report."""
     clumsy.deadline = Deadline(1.5)
@@ -176,6 +178,7 @@ def test_work_that_reports_progress_is_not_late(clumsy: Handle[Clumsy]) -> None:
     assert clumsy.call(Clumsy.sleep, 0.0) == "awake"
 
 
+@pytest.mark.slow
 def test_a_worker_that_waits_for_anothers_result_is_not_late_while_that_one_reports(
     cluster: RayRuntime, clumsy: Handle[Clumsy]
 ) -> None:
@@ -233,6 +236,7 @@ def test_a_worker_that_dies_is_named(cluster: RayRuntime) -> None:
         handle.call(Clumsy.die)
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_is_named_also_where_another_was_to_have_its_result(cluster: RayRuntime) -> None:
     mortal, other = cluster.place("mortal", Clumsy), cluster.place("other", Clumsy)
     with pytest.raises(WorkerFailed, match="^mortal died during 'die'"):
@@ -315,6 +319,7 @@ Path(sys.argv[1]).write_text(str(os.getppid()))
 """
 
 
+@pytest.mark.slow
 def test_a_process_without_a_parent_outlives_its_raylet(tmp_path: Path) -> None:
     """As after `nohup`: Ray takes the raylet's death for that of a process whose parent is process 1."""
     script = tmp_path / "orphan.py"
@@ -330,6 +335,7 @@ def test_a_process_without_a_parent_outlives_its_raylet(tmp_path: Path) -> None:
 # --- a physics worker that is killed or stopped
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blow", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 def test_training_in_which_a_physics_worker_is_lost_equals_training_without_a_loss(
     blow: signal.Signals,
@@ -433,6 +439,7 @@ def assert_gone(family: list[psutil.Process], blocks: set[Path]) -> None:
     assert not [path for path in blocks if path.exists()], "shared memory is left behind"
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_ends_with_a_checkpoint_of_its_last_iteration(tmp_path: Path) -> None:
     """Ctrl-C in a terminal reaches every process of the group."""
     folder = tmp_path / "run"

@@ -115,6 +115,7 @@ def test_a_task_is_rolled_out_less_and_learned_from_as_if_the_rollout_had_been_s
         assert torch.equal(found[-3:, 4:], getattr(short, name)[:, 4:])
 
 
+@pytest.mark.slow
 def test_a_run_with_a_curriculum_that_is_stopped_and_gone_on_with_is_the_same_run(tmp_path: Path) -> None:
     run(config_of(TASKS, 6), tmp_path / "whole")
     run(config_of(TASKS, 3), tmp_path / "parts")

@@ -80,6 +80,7 @@ def compare_running_stream(task: str, seed: int, trials: tuple[int, ...]) -> Non
     stock.close(env)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", often((MICROWAVE,), SEVERAL[:1]))
 def test_trials_of_a_stream_that_runs_on_equal_those_of_stock_libero(task: str) -> None:
     compare_running_stream(task, 7, (0, 1, 3))
@@ -92,6 +93,7 @@ def test_trials_of_a_stream_equal_those_of_stock_libero_up_to_the_last(task: str
     compare_running_stream(task, seed, (0, 1, 7, 49))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", often((MICROWAVE,), SEVERAL[:2]))
 def test_an_unseeded_reset_leaves_the_traces_that_it_leaves_in_stock_libero(task: str) -> None:
     """As LeRobot: a reset, then for each trial a new seed and another."""

@@ -105,6 +105,7 @@ def test_render_law_in_every_task(law: Law, spec: TaskSpec) -> None:
     law(spec)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", often(("pd_ee_delta_pose",), ("pd_joint_pos", "pd_joint_vel", "pd_ee_delta_pose")))
 @pytest.mark.parametrize("law", [actions_are_clipped, chunk_equals_single_steps], ids=name_of)
 def test_law_in_other_control_modes(law: Law, mode: str) -> None:
@@ -282,6 +283,7 @@ def test_state_reward_and_success_equal_stock_maniskill(stock: Stock, spec: Task
     states_equal_stock(stock, replace(spec, cameras=0), seeds=[4, 5, 6, 7])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mode",
     often(("pd_ee_delta_pose",), ("pd_joint_pos", "pd_ee_delta_pose", "pd_joint_vel", "pd_joint_delta_pos_vel")),
@@ -290,6 +292,7 @@ def test_other_control_modes_equal_stock_maniskill(stock: Stock, mode: str) -> N
     states_equal_stock(stock, TaskSpec("maniskill/PickCube-v1", control_mode=mode), seeds=[0, 1])
 
 
+@pytest.mark.slow
 def test_episodes_that_are_rich_in_contacts_equal_stock_maniskill(stock: Stock) -> None:
     """Otherwise equality would say little: the arm hits the cube in some of the compared episodes."""
     episodes = states_equal_stock(stock, replace(PUSH_CUBE, cameras=0), seeds=list(range(10)))
@@ -339,6 +342,7 @@ def push(physics: Any, episode: Push) -> Float32:
     return np.stack(states)
 
 
+@pytest.mark.slow
 def test_a_reused_environment_equals_a_new_one_after_bodies_came_to_rest() -> None:
     spec = TaskSpec("maniskill/PushCube-v1", control_mode="pd_ee_delta_pos", max_episode_steps=60)
     for earlier, later in RESTING:
@@ -363,6 +367,7 @@ def test_split_frames_equal_stock_in_every_task(stock: Stock, spec: TaskSpec) ->
 # --- what the user can mend
 
 
+@pytest.mark.slow
 def test_building_and_closing_an_environment_collects_nothing_of_the_callers() -> None:
     """ManiSkill collects garbage each time, which takes longer the more objects there are."""
     make_physics(TaskSpec("maniskill/PushCube-v1")).close()  # what is imported and cached now is not made below
@@ -442,6 +447,7 @@ def test_recorded_initial_state_is_refused() -> None:
             physics.reset(EpisodeSpec(0, init_state=1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", often(("make_renderer",), ("make_physics", "make_renderer")))
 def test_without_a_vulkan_device_the_doctor_is_named(make: str, tmp_path: Path) -> None:
     code = f"""

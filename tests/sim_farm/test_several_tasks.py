@@ -129,6 +129,7 @@ def test_ready_are_the_submitted_groups_that_are_done_and_the_lowest_is_served_f
         assert farm.ready() == [2] and farm.wait_ready(deadline_s=60) == 2
 
 
+@pytest.mark.slow
 def test_a_late_worker_is_named_with_its_task() -> None:
     hosts = [Processes(), Processes()]
     with closing(Farm.create(TASKS, hosts)) as farm:

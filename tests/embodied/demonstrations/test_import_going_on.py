@@ -69,6 +69,7 @@ def put(file: h5py.File, name: str, values: Any) -> None:
 # --- what reproduces
 
 
+@pytest.mark.slow
 def test_every_row_is_as_recorded(pushes: tuple[dict[str, Any], Dataset]) -> None:
     result, dataset = pushes
     assert (result["replayed"], result["reproduced"], result["reproduced_exactly"]) == (3, 3, 3)
@@ -92,6 +93,7 @@ def test_every_row_is_as_recorded(pushes: tuple[dict[str, Any], Dataset]) -> Non
     assert [episode.spec and episode.spec.seed for episode in dataset.episodes] == [1000, 1002, None]
 
 
+@pytest.mark.slow
 def test_the_dataset_says_where_it_is_from(pushes: tuple[dict[str, Any], Dataset]) -> None:
     about = json.loads((pushes[1].folder / "meta/embodied.json").read_text())
     assert about["sha256"] == hashlib.sha256(EE.read_bytes()).hexdigest()
@@ -102,6 +104,7 @@ def test_the_dataset_says_where_it_is_from(pushes: tuple[dict[str, Any], Dataset
     assert about["notes"] == ["recorded observations and rewards are not copied: both are made anew"]
 
 
+@pytest.mark.slow
 def test_recorded_starts_replay_again_from_the_dataset(pushes: tuple[dict[str, Any], Dataset]) -> None:
     dataset = pushes[1]
     episode = dataset.episodes[0]

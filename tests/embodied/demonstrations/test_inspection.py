@@ -513,7 +513,7 @@ def test_weights_say_how_often_a_dataset_is_drawn(ours: Path, reach: Environment
         read_demonstrations(config_of(ours, ours, episodes=["0-1", "2-7"], weights=[3]), reach.info)
 
 
-@pytest.mark.parametrize("cases", [range(40), pytest.param(range(10_000), marks=pytest.mark.slow)], ids=["few", "all"])
+@pytest.mark.parametrize("cases", [range(10), pytest.param(range(10_000), marks=pytest.mark.slow)], ids=["few", "all"])
 def test_damaged_datasets(cases: range, tmp_path: Path) -> None:
     def looked_at(folder: Path) -> None:
         sources = open_sources(SFTConfig(data=(folder,)), 0)
@@ -526,6 +526,7 @@ def test_damaged_datasets(cases: range, tmp_path: Path) -> None:
 # --- the command
 
 
+@pytest.mark.slow
 def test_inspect_draws_a_recording(ours: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, result = tmp_path / "out", tmp_path / "out.json"
     assert main(["inspect", str(ours), "--out", str(out), "--json", str(result)]) == 0
@@ -539,6 +540,7 @@ def test_inspect_draws_a_recording(ours: Path, tmp_path: Path, capsys: pytest.Ca
     assert json.loads((out / "data.json").read_text())["datasets"][0]["episodes"] == EPISODES
 
 
+@pytest.mark.slow
 def test_inspect_compares_others_with_a_configuration(
     ours: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
