@@ -21,14 +21,14 @@ THREADS = Path("/proc/self/task")
 
 @dataclass(frozen=True)
 class Affinity:
-    """Where one worker computes. Several workers of a process may have different ones: they take turns."""
+    """Cores, threads, device and node of one worker. Workers of one process may differ: they take turns."""
 
     cores: tuple[int, ...] = ()
     """Cores that the process is confined to while it works; none: wherever the system likes."""
     threads: int = 1
     """PyTorch's threads."""
     device: str | None = None
-    """Where the policy's tensors are, of a worker that has one; None: where `policy.device` says."""
+    """Device of the policy's tensors, in a worker that has a policy; None: `policy.device` decides."""
     node: str = ""
     """Id of the cluster's node that the worker's process is on; '' is the one where the command was typed."""
 
@@ -106,7 +106,7 @@ def memory_bytes(devices: Iterable[torch.device]) -> float:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Of a GPU's memory, what nobody holds: other processes count too. Costs this process a context of its own."""
+    """Free bytes of a GPU's memory; other processes count too. Costs this process a context of its own."""
     return torch.cuda.mem_get_info(device)[0]
 
 
@@ -131,7 +131,7 @@ def settle(policy: Policy, device: torch.device) -> Policy:
 
 
 def device_of(policy: Policy) -> torch.device:
-    """Where the policy's tensors are; one without tensors computes on the CPU."""
+    """Device of the policy's tensors; the CPU for a policy without tensors."""
     for tensor in (*_first(policy.parameters()), *_first(policy.buffers())):
         return tensor.device
     return CPU
@@ -176,7 +176,7 @@ def value_of(policy: Policy, inputs: Inputs) -> Tensor:
 
 
 def defines(policy: Policy, method: str) -> bool:
-    """Whether the policy overrides that method; the contract's own does nothing and needs no inputs."""
+    """True if the policy overrides that method; the contract's own does nothing and needs no inputs."""
     return getattr(type(policy), method) is not getattr(Policy, method)
 
 
@@ -209,7 +209,7 @@ def hardware() -> str:
 
 
 def fingerprint() -> dict[str, str]:
-    """What measured times belong to, by name: another value of any of these, and they have to be measured again."""
+    """Hardware and software that measured times depend on, by name: where a value differs, times are measured again."""
     model, cores, gpu = hardware().rsplit(", ", 2)
     return {
         "hardware.processor": model,

@@ -76,7 +76,7 @@ def bench_farm(bench: BenchFarm) -> dict[str, Any]:
 
 
 def compared_loops(bench: BenchFarm) -> dict[str, tuple[Kind, int]]:
-    """What the farm is compared with: kind and number of environments of each."""
+    """Loops that the farm is compared with: kind and number of environments of each."""
     loops: dict[str, tuple[Kind, int]] = {"limit": ("bare", 1)}
     if peers_of(bench.task) is not None:
         loops["stock"] = ("stock", 1)

@@ -54,7 +54,7 @@ class Case:
     checkpointing: bool
     """Activations are computed again in the backward pass rather than kept."""
     cached: bool
-    """What no trained weight enters is computed once for all epochs, before the time is taken."""
+    """True: features that depend on no trained weight are computed once for all epochs, outside the measured time."""
 
     @property
     def name(self) -> str:
@@ -162,7 +162,7 @@ def bench_learner(bench: BenchLearner) -> dict[str, Any]:
 
 
 def _options(bench: BenchLearner) -> dict[str, Any]:
-    """Of the policy: adapters are for OpenVLA; pi0's expert is trained, as published."""
+    """Options of the policy: adapters are for OpenVLA; pi0's expert is trained, as published."""
     return {} if bench.model in pi0_sizes.MODELS else {"lora_rank": bench.lora_rank, "gradient_checkpointing": True}
 
 

@@ -279,7 +279,7 @@ class VectorEnv:
 
 @dataclass(frozen=True)
 class Peers:
-    """What a simulator's users run."""
+    """Environments that a simulator's users run."""
 
     env: Callable[[PeerSpec], Any]
     """A gymnasium environment that shows the task's cameras at every env step."""

@@ -40,19 +40,19 @@ COARSE = 8
 
 @dataclass(frozen=True)
 class Network:
-    """What figures are of, whatever the policy's kind."""
+    """The measured network, whatever the policy's kind."""
 
     module: nn.Module
     costs: Costs | FlowCosts
     dtype: torch.dtype
     patches: int
-    """Of one image."""
+    """Patches of one image."""
     prompt_tokens: int
     action_tokens: int
 
 
 def network_of(policy: Policy) -> Network:
-    """Of a policy that `build` returned."""
+    """The network of a policy that `build` returned."""
     if isinstance(policy, Pi0):
         costs = FlowCosts(policy)
         dtype = policy.network.projector.weight.dtype
@@ -136,7 +136,7 @@ def make_inputs(policy: Policy, rows: int, seed: int, device: torch.device) -> I
 
 
 def describe(bench: BenchPolicy | BenchLearner, policy: Policy, machine: Machine) -> dict[str, Any]:
-    """What the figures are of, and on."""
+    """The measured policy, and the machine."""
     network = network_of(policy)
     parameters = list(network.module.parameters())
     return provenance() | {
@@ -198,7 +198,7 @@ Attention = Literal["eager", "sdpa"]
 
 @dataclass(frozen=True)
 class Way:
-    """How the library is called."""
+    """A call of the library: method and attention."""
 
     method: Literal["loop", "generate"]
     attention: Attention
@@ -209,7 +209,7 @@ class Way:
 
 
 LOOP = Way("loop", "eager")
-"""What the figures' `ratio_to_peer` is to; those to the other ways stand beside it."""
+"""The peer of the figures' `ratio_to_peer`; ratios to the other calls stand beside it."""
 
 
 def ways(policy: TokenPolicy) -> tuple[Way, ...]:

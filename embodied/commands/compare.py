@@ -46,7 +46,7 @@ class Arguments:
     out: Path = Path("compare")
     """Folder for compare.html, the pictures and compare.json."""
     repeats: Annotated[int, tyro.conf.arg(name="repeats")] = 2
-    """How often all modes are run in turn, three iterations each."""
+    """Number of times that all modes are run in turn, three iterations each."""
     json: Path | None = None
     """Write the result to this file."""
 

@@ -89,14 +89,14 @@ def evaluate_run(
 
 
 def subject_of(run: str, config: Config, folder: Path | None, runs_dir: Path) -> Subject:
-    """What `embodied eval RUN --checkpoint FOLDER` names. Its checkpoint is whole."""
+    """The subject that `embodied eval RUN --checkpoint FOLDER` names, with a complete checkpoint."""
     run_dir = find_run(run, runs_dir)
     folder = whole_checkpoint(run_dir, folder)
     return Subject(Path(run).stem, config, folder, run_dir, (run_dir or runs_dir) / "evals")
 
 
 def _other(against: str, subject: Subject, protocol: Protocol, runs_dir: Path) -> Subject | EvalFolder:
-    """What `--against` names: results that are there, or what has to be evaluated for them."""
+    """The other side of `--against`: results that are there, or the subject to evaluate for them."""
     folder = Path(against)
     if (folder / PROTOCOL).is_file():
         found = read_folder(folder)

@@ -485,7 +485,7 @@ def _check_length(said: Metadata, data: DataFiles, entry: EpisodeEntry, count: i
 def _oddities(
     said: Metadata, data: DataFiles, entry: EpisodeEntry, rows: slice, texts: tuple[str, ...]
 ) -> list[str]:
-    """What the metadata says of an episode and the data say otherwise."""
+    """Differences between the metadata of an episode and its data, in sentences."""
     count = rows.stop - rows.start
     index = None if data.index is None else data.index[rows]
     frame = None if data.frame is None else data.frame[rows]

@@ -93,7 +93,7 @@ class Demonstrations:
     sources: tuple[Source, ...]
     gripper: GripperMap = GripperMap()
     weights: tuple[float, ...] = ()
-    """Of each source; none: every row counts alike."""
+    """Weight of each source; empty: every row has the same weight."""
 
     @property
     def datasets(self) -> tuple[Dataset, ...]:
@@ -210,7 +210,8 @@ def fingerprints(dataset: Dataset, episodes: Sequence[int]) -> list[bytes]:
 
 
 def succeeded(dataset: Dataset, episode: RecordedEpisode) -> bool | None:
-    """Whether the episode was solved: by `success` in meta/episodes, else by `next.success`; None: nothing says so."""
+    """True if the episode was solved, by `success` in meta/episodes, else by `next.success`; None where neither is
+    there."""
     said = episode.row.get("success")
     if isinstance(said, bool):
         return said
@@ -257,7 +258,7 @@ def _chosen(dataset: Dataset, text: str, only_successes: bool) -> list[int]:
 
 
 def _held_out(count: int, share: float, seed: int, number: int) -> set[int]:
-    """Which of a dataset's `count` used episodes are held out: at least one where there are two, and never all."""
+    """Held-out episodes among a dataset's `count` used ones: at least one where there are two, and never all."""
     held = min(max(round(share * count), 1), count - 1) if share > 0 else 0
     return set(permutation(seed, 0, number, count)[:held].tolist())
 
@@ -290,9 +291,9 @@ def _of_each(name: str, entries: Sequence[T], count: int) -> tuple[T, ...]:
 
 
 OURS = (layout.PROPRIO, layout.STATE, layout.ACTION, layout.REWARD, layout.SUCCESS, layout.DONE)
-"""What a feature may be called, beside cameras."""
+"""Names of features, beside cameras."""
 WRIST = re.compile(r"wrist|hand|image_?2|gripper|eye", re.IGNORECASE)
-"""What the names of cameras at a hand have in them."""
+"""Pattern in the names of cameras at a hand."""
 
 
 @dataclass(frozen=True)
@@ -392,7 +393,7 @@ def renames(entry: str | Mapping[str, str], features: Mapping[str, Feature], whe
 
 
 def is_ours(name: str) -> bool:
-    """Whether a feature may be called so."""
+    """True for a name that a feature may have."""
     return name in OURS or (name.startswith(layout.IMAGES) and len(name) > len(layout.IMAGES))
 
 

@@ -32,7 +32,7 @@ from sim_farm.contract import TaskSpec
 Rows = Sequence[int] | npt.NDArray[np.int64]
 
 READ_AND_DONE = (layout.PROPRIO, layout.STATE, layout.ACTION)
-"""What a policy reads and does: columns of finite numbers."""
+"""Columns that a policy reads, and actions: finite numbers."""
 OURS = (layout.PROPRIO, layout.STATE, layout.ACTION, layout.REWARD, layout.SUCCESS, layout.DONE)
 """Features by which a recording of ours is known when `meta/embodied.json` is lost."""
 
@@ -87,7 +87,7 @@ class Dataset:
         """Instructions by their `task_index`."""
         own, unusable = metadata.read_features(self.folder / layout.INFO, said.info.features)
         self._own = self._names((*own, *unusable))
-        """What the features are called in the files."""
+        """Names of the features in the files."""
         self._unusable = {name: unusable[there] for name, there in self._own.items() if there in unusable}
         self.features = {name: own[there] for name, there in self._own.items() if there in own}
         """Every column and camera that the dataset has, whatever its name."""
@@ -126,7 +126,7 @@ class Dataset:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What was odd in the dataset and was resolved, in sentences; those about frames come when a file is opened."""
+        """Oddities of the dataset that were resolved, in sentences; those about frames come when a file is opened."""
         about_files = [
             f"{path}: {odd} ({said}{f'; {len(files) - 1} other files too' if len(files) > 1 else ''})"
             for camera in self._frames.values()
@@ -138,9 +138,9 @@ class Dataset:
 
     @cached_property
     def statistics(self) -> dict[str, dict[str, npt.NDArray[Any]]]:
-        """What the dataset itself says: for each feature its min, max, mean, std, count and perhaps quantiles, all of
-        them finite. Version 2.1 says it of each episode, and it is put together here. Raises `DatasetError` where there
-        is no such file."""
+        """The dataset's own statistics: for each feature its min, max, mean, std, count and perhaps quantiles, all
+        finite. Version 2.1 has them per episode, and they are combined here. Raises `DatasetError` where there is no
+        such file."""
         path, of_episodes = self.folder / layout.STATS, self.folder / layout.OLD_STATS
         if self.version == "v2.1" and not path.exists():
             found = metadata.read_old_statistics(of_episodes)
@@ -157,8 +157,8 @@ class Dataset:
 
     @cached_property
     def conventions(self) -> Mapping[str, str]:
-        """What `embodied import` knew of a dataset that it did not replay, by settings of `env` and features: of
-        `meta/import.json`; empty in other datasets."""
+        """Conventions of a dataset that `embodied import` converted without a replay, by settings of `env` and
+        features, from `meta/import.json`; empty for other datasets."""
         path = self.folder / layout.IMPORT
         found = metadata.read_json(path).get("conventions") if path.exists() else None
         return {key: text for key, text in found.items() if isinstance(text, str)} if isinstance(found, dict) else {}
@@ -226,7 +226,7 @@ class Dataset:
     # --- opening
 
     def _names(self, own: Sequence[str]) -> dict[str, str]:
-        """What each feature is called here, and in the files."""
+        """Name of each feature here, and in the files."""
         listed = ", ".join(own)
         for old, new in self._rename.items():
             if old not in own or old in layout.BOOKKEEPING:
@@ -277,7 +277,7 @@ class Dataset:
         raise DatasetError(f"{self.folder} has no camera {camera!r}; it has: {', '.join(self.cameras) or 'none'}")
 
     def _lost_conventions(self) -> list[str]:
-        """What the dataset once said, or says wrongly, of how it was made."""
+        """Notes on conventions that the dataset has lost or states wrongly."""
         notes = []
         rates = self._rates()
         if rates and min(abs(rate - self.fps) for rate in rates) > 0.02 * self.fps:

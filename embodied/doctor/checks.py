@@ -178,7 +178,7 @@ def _maniskill() -> Check:
 
 
 def _probe(what: str) -> tuple[bool, str]:
-    """Whether the library works, and what it says of itself or what stands in the way."""
+    """True if the library works, with its description of itself, or the obstacle."""
     try:
         result = subprocess.run(_probing(what), capture_output=True, text=True, timeout=PROBE_SECONDS)
     except subprocess.TimeoutExpired:
@@ -224,8 +224,7 @@ def _output(command: list[str], seconds: float = PROBE_SECONDS) -> str:
 
 
 def _drawing() -> list[Check]:
-    """On what OpenGL and Vulkan draw where nobody says, and whether each GPU draws when it is told to. Nothing where
-    there is no GPU."""
+    """The device on which OpenGL and Vulkan draw by default, and a check of each GPU; empty where there is no GPU."""
     if not _output(["nvidia-smi", "-L"]):
         return []
     default = "; ".join(f"{api}: {draw(task, 'auto').name}" for api, task in APIS.items())
@@ -259,7 +258,7 @@ class Gpu:
     name: str
     uuid: str = ""
     pci: str = ""
-    """As nvidia-smi writes it: 00000000:3B:00.0."""
+    """PCI address as nvidia-smi writes it: 00000000:3B:00.0."""
 
     @property
     def device(self) -> str:
@@ -268,11 +267,11 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Picture:
-    """What came of drawing by one of `APIS`."""
+    """Result of drawing by one of `APIS`."""
 
     drawn: bool
     name: str
-    """What the device calls itself, or why nothing was drawn."""
+    """Name that the device gives itself, or the reason why nothing was drawn."""
     identity: str | None = None
     picture_s: float = 0.0
 
@@ -309,7 +308,7 @@ def draw(task: str, device: str) -> Picture:
 
 
 def verdict(gpu: Gpu, api: str, picture: Picture) -> tuple[bool, str]:
-    """Whether the picture that was asked of the GPU is that GPU's, and what there is to say of it."""
+    """True if the picture was drawn by that GPU, and the text about it."""
     if not picture.drawn:
         return False, f"{api}: {picture.name}"
     text = f"{api}: {picture.name}, {1e3 * picture.picture_s:.2f} ms a picture"
@@ -431,7 +430,7 @@ def _libero_assets() -> Check:
 
 
 def _libero_folder() -> Path | None:
-    """Where LIBERO's meshes and textures are: our variable, LIBERO's configuration, an archive near the source tree.
+    """Folder of LIBERO's meshes and textures: our variable, LIBERO's configuration, an archive near the source tree.
 
     The same places in which sim_farm.backends.libero.package looks, which the doctor cannot import.
     """
@@ -477,7 +476,7 @@ def _plain(text: str) -> Any:
 
 
 def run(arguments: list[str] | None = None, program: str | None = None) -> int:
-    """What the command line says; the exit status."""
+    """Run the command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog=program, description="what this machine lacks, and the command that mends it")
     parser.add_argument("--json", type=Path, help="also write the result to this file")
     parser.add_argument("--probe", metavar="WHAT", help="only try this: vulkan, egl, osmesa or maniskill")

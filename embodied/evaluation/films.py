@@ -88,7 +88,7 @@ class Shown:
     actions: Float32
     """[length, A] as executed."""
     label: str
-    """What is written under it beside its task, steps and outcome."""
+    """Text under the film beside task, steps and outcome."""
 
 
 def write_film(
@@ -155,12 +155,12 @@ class EpisodeFrames:
     """An episode to look at."""
 
     task: str
-    """What the robot was told to do."""
+    """Instruction of the episode."""
     frames: Sequence[Frame]
     """uint8 [H, W, 3] each, all of one size, the first taken at reset."""
     success: bool
     label: str
-    """What tells this episode from others of the task, for example `seed 7`."""
+    """Text that distinguishes this episode from others of the task, for example `seed 7`."""
     steps: Sequence[int] | None = None
     """The env step at which each frame was taken; None: one frame per env step, from 0."""
 

@@ -41,7 +41,7 @@ PROTOCOL, EPISODES, LOCK = "protocol.json", "episodes.jsonl", "lock"
 
 @dataclass(frozen=True)
 class Identity:
-    """What the episodes of a folder are of. Results of equal identities are of the same thing."""
+    """Identity of a folder's episodes: equal identities mean results of the same policy, protocol and code."""
 
     protocol: Protocol
     policy: Mapping[str, Any]
@@ -142,7 +142,7 @@ def read_folder(path: Path) -> EvalFolder:
 
 
 def read_identity(path: Path) -> Identity:
-    """What the folder's episodes are of. Raises `UserError`."""
+    """Identity of the folder's episodes. Raises `UserError`."""
     try:
         data = read_json(path / PROTOCOL)
         return Identity(from_data(data["protocol"]), dict(data["policy"]))
@@ -167,7 +167,7 @@ def newest_of(home: Path, identity: Identity) -> Path | None:
 
 
 def _make(path: Path) -> bool:
-    """Whether the folder was made here."""
+    """Make the folder; False if it was already there."""
     try:
         if path.is_dir() and any(path.iterdir()) and not (path / PROTOCOL).is_file() and not (path / LOCK).is_file():
             raise UserError(f"{path} is not empty and holds no evaluation: name another --folder")

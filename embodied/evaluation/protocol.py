@@ -24,13 +24,13 @@ of a published protocol, and did not say which cameras the policy saw and how of
 2 said nothing of the tasks' files."""
 
 Seeding = Literal["each", "rising", "once"]
-"""How the simulator is seeded. `each`: every trial with the same seed; `rising`: trial i with the seed + i; `once`:
-before trial 0 alone, so that trial i begins with what i resets have left of the seed's stream."""
+"""Seeding of the simulator. `each`: every trial with the same seed; `rising`: trial i with the seed + i; `once`: before
+trial 0 alone, so that trial i begins with what i resets have left of the seed's stream."""
 
 
 @dataclass(frozen=True)
 class Preset:
-    """What a published protocol says of LIBERO. Trial i begins from recorded initial state i."""
+    """Settings of a published protocol for LIBERO. Trial i begins from recorded initial state i."""
 
     source: str
     limits: Mapping[str, int]
@@ -104,7 +104,7 @@ class Protocol:
     """Equal protocols give a policy the same episodes, which it sees and acts in alike."""
 
     name: str | None
-    """Of the published protocol it follows; None: the run's own settings."""
+    """Name of the published protocol; None: the run's own settings."""
     limits: Mapping[str, int | None]
     """Tasks in the order of their rows; env steps after which an episode is truncated, None: the task's own limit."""
     trials: int
@@ -120,19 +120,19 @@ class Protocol:
     control_mode: str | None
     reward: str | None
     greedy: bool
-    """Whether the policy's mode is taken; else it samples, with noise keyed by (seed, task, trial, env step)."""
+    """True: actions are the policy's mode; False: sampled, with noise keyed by (seed, task, trial, env step)."""
     seed: int
     instruction: str | None = None
-    """What the policy is told; None: each task's own instruction."""
+    """Instruction of the policy; None: each task's own."""
     seeding: Seeding = "each"
     unseeded_resets: int = 0
     """Resets of the simulator before it is seeded."""
     cameras: int | tuple[str, ...] | None = 0
-    """What the policy sees: names, or how many of the task's; None in version 1: its own."""
+    """Cameras of the policy: names, or their number; None in version 1: its own."""
     chunk: int | None = 1
     """Env steps from one decision to the next; None in version 1: the policy's."""
     ignore_terminations: bool = False
-    """Whether episodes run to their limit; False: success ends them."""
+    """True: episodes run to their limit; False: success ends them."""
     task_digests: Mapping[str, str] = field(default_factory=dict)
     """For each task that files define, the sha256 over its instruction, its task file and its initial states."""
     version: int = VERSION
@@ -143,7 +143,7 @@ class Protocol:
 
     @property
     def sha256(self) -> str:
-        """Of the protocol as JSON with sorted keys and without white space."""
+        """sha256 of the protocol as JSON with sorted keys and without white space."""
         text = json.dumps(_as_dict(self), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -170,7 +170,7 @@ class Protocol:
         return replace(self, cameras=_cameras(config), chunk=config.policy.chunk)
 
     def same_episodes(self, other: Protocol) -> bool:
-        """Whether episodes of the two can be paired, whatever their policies see and how often they decide."""
+        """True if episodes of the two can be paired, whatever their cameras and action chunks."""
         return replace(self, cameras=0, chunk=1) == replace(other, cameras=0, chunk=1)
 
     def applied(self, config: Config, task: str) -> Config:
@@ -260,7 +260,7 @@ class Protocol:
         return seeds[self.seeding].format(self.env_seed) + before
 
     def _said_of_policy(self, published: Preset | None) -> str:
-        """What it sees and how often it decides, beside what was published where that is something else."""
+        """Cameras and action chunk, with the published values where these differ."""
         if self.chunk is None:
             return f"; version {self.version} of protocols"
         said = f", a decision every {self.chunk} env steps"
@@ -274,7 +274,7 @@ class Protocol:
 
 
 def _cameras(config: Config) -> int | tuple[str, ...]:
-    """What the configuration's policy sees."""
+    """Cameras of the configuration's policy."""
     return config.env.cameras if "images" in config.policy.reads else 0
 
 
@@ -417,7 +417,7 @@ _FIRST: dict[str, Any] = {
     "seeding": "each", "unseeded_resets": 0, "cameras": None, "chunk": None, "version": 1, **_SECOND,
 }  # fmt: skip
 _UNSAID = {1: _FIRST, 2: _SECOND}
-"""What earlier versions did not say, as they meant it."""
+"""Values that earlier versions left out."""
 
 
 _PROTOCOL = TypeAdapter(Protocol)

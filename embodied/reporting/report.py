@@ -128,7 +128,7 @@ def _success_figure(run: RunFolder) -> tuple[str, str, str, str]:
 
 
 def _target_figure(run: RunFolder) -> tuple[str, str, str, str]:
-    """When the success of the last training episodes first reached the target."""
+    """Time at which the success of the last training episodes first reached the target."""
     title = f"Time to success {run.target:g}"
     reached = run.reached_target()
     if reached is not None:
@@ -185,7 +185,7 @@ def _of_tasks(run: RunFolder) -> list[str]:
 
 
 def _imitates(run: RunFolder) -> bool:
-    """Whether the run has learned from demonstrations, and not from episodes of its own."""
+    """True if the run has learned from demonstrations, and not from rollouts."""
     return any("sft/loss" in row for row in run.rows)
 
 
@@ -200,7 +200,7 @@ def _imitation(run: RunFolder) -> str:
 
 
 def _data(run: RunFolder) -> str:
-    """What was understood of the demonstrations, where the run has learned from some."""
+    """Inspection of the demonstrations, where the run has learned from some."""
     path = run.path / "data.json"
     if not path.is_file():
         return ""
@@ -355,7 +355,7 @@ def _curves(run: RunFolder, keys: Iterable[str], width: int, height: int) -> lis
 
 
 def _heads(run: RunFolder) -> list[str]:
-    """What identifies each row under the pointer."""
+    """Heading of each row under the pointer."""
     heads = []
     for row, wall_s in zip(run.rows, run.column("wall_s"), strict=True):
         time = f", {duration(wall_s)}" if wall_s is not None else ""
@@ -392,7 +392,7 @@ def card(title: str, content: str, legend: str = "", css: str = "") -> str:
 
 
 def legend(colours: Mapping[str, str]) -> str:
-    """What each colour stands for; the names are HTML."""
+    """Legend: a name for each colour; the names are HTML."""
     return "".join(
         f'<span class="legend"><i style="background:{css}"></i>{name}</span>' for name, css in colours.items()
     )

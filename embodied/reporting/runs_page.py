@@ -25,7 +25,7 @@ from embodied.reporting.run_record import SUCCESS_RECENT, ReportError, RunFolder
 from embodied.statistics import mean_interval
 
 POINTS = 200
-"""Of a curve: runs end their iterations at different numbers of env steps."""
+"""Points of a curve: runs end their iterations at different numbers of env steps."""
 OF_A_RUN = ("seed", "name")
 """Settings in which the runs of one curve may differ."""
 
@@ -155,13 +155,13 @@ def _figure(
 
 
 def _ends(group: Alike, key: str, over: str) -> list[float]:
-    """How far each run went."""
+    """Last `over` of each run that has values."""
     known = [_known(run, key, over)[0] for run in group.runs]
     return [float(xs[-1]) for xs in known if len(xs)]
 
 
 def _known(run: RunFolder, key: str, over: str) -> tuple[np.ndarray, np.ndarray]:
-    """Where the metric is known, and what it is there."""
+    """Positions at which the metric is known, and its values there."""
     pairs = zip(run.column(over), run.column(key), strict=True)
     found = [(x, y) for x, y in pairs if x is not None and y is not None]
     xs, ys = zip(*found, strict=True) if found else ((), ())
@@ -200,7 +200,7 @@ def _table(groups: Sequence[Alike]) -> str:
 
 
 def _protocol_line(protocol: Mapping[str, Any]) -> str:
-    """What determines an evaluation, in a line."""
+    """The protocol of an evaluation in a line."""
     limits = protocol.get("limits")
     tasks = ", ".join(limits) if isinstance(limits, Mapping) else limits
     parts = {"tasks": tasks, "told": protocol.get("instruction")}
@@ -249,7 +249,7 @@ def _differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _label(settings: Mapping[str, Any], differing: Sequence[str], members: Sequence[RunFolder]) -> str:
-    """What tells a group from the others, in so few words as will do."""
+    """Shortest text that distinguishes a group from the others."""
     if not differing:
         return members[0].path.name if len(members) == 1 else str(members[0].config.get("workflow", "runs"))
     if len(differing) > 3:

@@ -51,18 +51,18 @@ LATEST, BEST = "latest", "best"
 SHARDS = "optimizer"
 """The folder that several ranks write instead of `optimizer.safetensors`."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""What Adam keeps of each parameter, beside its steps."""
+"""Adam's state of each parameter, beside its steps."""
 MASTER = "master."
 """Begins the name of a parameter's float32 copy, where ranks that hold shards train it in 16 bits."""
 REAL = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 UNREADABLE = (OSError, SafetensorError, ValueError, KeyError, TypeError, RuntimeError)
-"""What readers of safetensors raise for a file that is none, or holds what they do not know."""
+"""Exceptions that readers of safetensors raise for files that are damaged or not known."""
 Arrays = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """What Adam knows, by the parameters' names."""
+    """State of Adam, by the parameters' names."""
 
     tensors: dict[str, torch.Tensor]
     """`exp_avg.NAME` and the like; those of an optimiser themselves, those of a checkpoint on the CPU."""
@@ -167,7 +167,7 @@ def write_optimizer(partial: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def partial_folder(root: Path, state: RunState) -> Path:
-    """Where `begin` writes."""
+    """Folder that `begin` writes."""
     return root / f".{state.iteration:06d}.partial"
 
 
@@ -304,7 +304,7 @@ def read_steps(folder: Path) -> dict[str, float]:
 
 
 def read_environments(folder: Path) -> Arrays:
-    """Where the environments were. Whether they are of this run the farm knows, which takes them."""
+    """Saved states of the environments. The farm, which takes them, checks that they are of this run."""
     path = folder / "environments.safetensors"
     try:
         return load_numpy(path)
@@ -360,7 +360,7 @@ MOST_NUMBER = 1e100
 
 @dataclass(frozen=True)
 class RunState:
-    """What besides weights a run needs to go on."""
+    """State of a run, beside weights, from which it resumes."""
 
     iteration: int
     """Iterations done."""
@@ -369,9 +369,10 @@ class RunState:
     recent_success: tuple[bool, ...]
     """Outcome of the last training episodes, oldest first."""
     stage: str = "rl"
-    """What was learned from: simulation (`rl`) or demonstrations (`sft`, whose iterations are optimiser steps)."""
+    """Source of the training data: simulation (`rl`) or demonstrations (`sft`, whose iterations are optimiser
+    steps)."""
     controls: Mapping[str, float] = field(default_factory=dict)
-    """What has adapted itself from update to update (`embodied.algorithms.controls`)."""
+    """Values that adapt from update to update (`embodied.algorithms.controls`)."""
 
 
 def write_state_file(folder: Path, state: RunState, steps: Mapping[str, float]) -> None:
@@ -446,7 +447,7 @@ def _shown(value: Any) -> str:
 
 MANIFEST = "manifest.json"
 MOST_MANIFEST_BYTES = 4 * 2**20
-"""Of a manifest: tens of thousands of files."""
+"""Size limit of a manifest: tens of thousands of files."""
 _DIGEST = re.compile("[0-9a-f]{64}")
 
 
@@ -488,7 +489,7 @@ def _damaged(folder: Path, expected: Mapping[str, str]) -> str:
 
 
 def _listed(folder: Path) -> Mapping[str, str]:
-    """What the manifest lists: files below the folder."""
+    """The manifest's entries: files below the folder."""
     try:
         listed = read_json(folder / MANIFEST, MOST_MANIFEST_BYTES)
         if not isinstance(listed, dict) or not listed:
