@@ -19,9 +19,7 @@ from sim_farm.episodes import evaluation_episodes
 from sim_farm.registry import BACKENDS
 
 VERSION = 3
-"""Version of protocols. Those of version 1 were written without it, had one placement of the fixtures for all trials
-of a published protocol, and did not say which cameras the policy saw and how often it decided. Those of versions 1 and
-2 said nothing of the tasks' files."""
+"""Version of protocols, which is a part of their hash."""
 
 Seeding = Literal["each", "rising", "once"]
 """Seeding of the simulator. `each`: every trial with the same seed; `rising`: trial i with the seed + i; `once`: before
@@ -127,10 +125,10 @@ class Protocol:
     seeding: Seeding = "each"
     unseeded_resets: int = 0
     """Resets of the simulator before it is seeded."""
-    cameras: int | tuple[str, ...] | None = 0
-    """Cameras of the policy: names, or their number; None in version 1: its own."""
-    chunk: int | None = 1
-    """Env steps from one decision to the next; None in version 1: the policy's."""
+    cameras: int | tuple[str, ...] = 0
+    """Cameras of the policy: names, or their number."""
+    chunk: int = 1
+    """Env steps per action chunk."""
     ignore_terminations: bool = False
     """True: episodes run to their limit; False: success ends them."""
     task_digests: Mapping[str, str] = field(default_factory=dict)
@@ -204,7 +202,7 @@ class Protocol:
     def check(self, task: str, info: TaskInfo) -> None:
         """Raise `UserError` if the task lacks an initial state that a trial begins from, or if the simulator that runs
         has other files of it than this process."""
-        if self.version == VERSION and info.digest != self.task_digests.get(task):
+        if info.digest != self.task_digests.get(task):
             raise UserError(
                 f"the simulator of {task} has other task files than the process that evaluates: set LIBERO_CONFIG_PATH "
                 "alike for both, and install the same packages on every machine"
@@ -261,8 +259,6 @@ class Protocol:
 
     def _said_of_policy(self, published: Preset | None) -> str:
         """Cameras and action chunk, with the published values where these differ."""
-        if self.chunk is None:
-            return f"; version {self.version} of protocols"
         said = f", a decision every {self.chunk} env steps"
         if published is not None and published.chunk not in (None, self.chunk):
             said += f" (published: {published.chunk})"
@@ -406,30 +402,19 @@ def as_data(protocol: Protocol) -> dict[str, Any]:
 
 
 def _as_dict(protocol: Protocol) -> dict[str, Any]:
-    """Its fields; without those that protocols did not have when it was written."""
+    """The protocol's fields; without an instruction where each task has its own."""
     absent = () if protocol.instruction is not None else ("instruction",)
-    absent = (*absent, *_UNSAID.get(protocol.version, ()))
     return {key: value for key, value in asdict(protocol).items() if key not in absent}
-
-
-_SECOND: dict[str, Any] = {"ignore_terminations": False, "task_digests": {}}
-_FIRST: dict[str, Any] = {
-    "seeding": "each", "unseeded_resets": 0, "cameras": None, "chunk": None, "version": 1, **_SECOND,
-}  # fmt: skip
-_UNSAID = {1: _FIRST, 2: _SECOND}
-"""Values that earlier versions left out."""
 
 
 _PROTOCOL = TypeAdapter(Protocol)
 
 
 def from_data(data: Mapping[str, Any]) -> Protocol:
-    """The protocol that `as_data` wrote, now or in an earlier version. Raises `UserError` if it is not what was
-    hashed."""
-    version = data.get("version", 1)
-    if version not in (*_UNSAID, VERSION):
-        raise UserError(f"version {version!r} of protocols is not known here, only 1 to {VERSION}")
-    fields = {**_UNSAID.get(version, {}), **data}
+    """The protocol that `as_data` wrote. Raises `UserError` for another version, or data that do not match the hash."""
+    if data.get("version") != VERSION:
+        raise UserError(f"version {data.get('version')!r} of protocols is not known here, only {VERSION}")
+    fields = dict(data)
     try:
         written = str(fields.pop("sha256"))
         if unknown := fields.keys() - {field.name for field in dataclass_fields(Protocol)}:

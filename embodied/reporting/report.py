@@ -32,7 +32,7 @@ from embodied.reporting.run_record import (
     named,
     read_run,
 )
-from embodied.run.trace import COMPONENTS, ITERATIONS, Span, natural_order, track_order
+from embodied.run.trace import COMPONENTS, ITERATIONS, Span, track_order
 from embodied.statistics import wilson
 
 SMOOTHING = 5
@@ -414,14 +414,11 @@ def interval(low: float, high: float) -> str:
 
 
 def plan_section(run: RunFolder) -> str:
-    """Nothing where nothing was planned; a plan that cannot be read costs only its own paragraph.
-
-    A run has one plan; of several tasks, earlier versions wrote one for each.
-    """
-    paths = [path for path in run.path.glob("plan*.json") if path.is_file()]
-    paths.sort(key=lambda path: (path.stem != "plan", natural_order(path.stem)))  # the first task's has no number
-    parts = [_plan(path) for path in paths]
-    parts += [line for line in (_kept(run, paths), _wire(run)) if line]
+    """The reasons of the run's plan, and its prediction beside the measurement; empty where nothing was planned. A
+    plan that cannot be read costs only its own paragraph."""
+    path = run.path / "plan.json"
+    parts = [_plan(path)] if path.is_file() else []
+    parts += [line for line in (_predicted_and_measured(run, path), _wire(run)) if line]
     return f"<section><h2>Plan</h2>{''.join(parts)}</section>" if parts else ""
 
 
@@ -435,13 +432,12 @@ def _plan(path: Path) -> str:
     return f"<p><b>{escape(path.name)}</b><br>{'<br>'.join(escape(str(sentence)) for sentence in why)}</p>"
 
 
-def _kept(run: RunFolder, paths: list[Path]) -> str:
-    """Predicted beside measured. Where every task had a plan, tasks followed one another: the predictions add up."""
-    predictions = [value for value in map(_predicted, map(_read, paths)) if value is not None]
+def _predicted_and_measured(run: RunFolder, path: Path) -> str:
+    predicted = _predicted(_read(path))
     times = [value for value in run.column("time/iteration_s") if value]
-    if not paths or not times or len(predictions) < len(paths):
+    if predicted is None or not times:
         return ""
-    predicted, measured = sum(predictions), statistics.median(times)
+    measured = statistics.median(times)
     return (
         f"<p>Predicted {predicted:.3g} s per iteration, measured {measured:.3g} s (median of {len(times)}): "
         f"{predicted / measured - 1:+.0%}.</p>"
