@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import platform
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,14 +21,14 @@ THREADS = Path("/proc/self/task")
 
 @dataclass(frozen=True)
 class Affinity:
-    """Cores, threads and device of one worker. Several workers of a process may differ: they take turns."""
+    """Cores, threads, device and node of one worker. Workers of one process may differ: they take turns."""
 
     cores: tuple[int, ...] = ()
     """Cores that the process is confined to while it works; none: no limit."""
     threads: int = 1
     """Number of PyTorch's threads."""
     device: str | None = None
-    """Device of the worker's policy, if it has one; None: `policy.device`."""
+    """Device of the policy's tensors, in a worker that has a policy; None: `policy.device` decides."""
     node: str = ""
     """Id of the cluster's node of the worker's process; '' is the one where the command was typed."""
 
@@ -102,7 +103,7 @@ def memory_bytes(devices: Iterable[torch.device]) -> float:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Free memory of a GPU, all processes counted. Costs this process a context of its own."""
+    """Free bytes of a GPU's memory; other processes count too. Costs this process a context of its own."""
     return torch.cuda.mem_get_info(device)[0]
 
 
@@ -187,3 +188,30 @@ def _first(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
     for tensor in tensors:
         return (tensor,)
     return ()
+
+
+# --- The hardware that figures are measured on; it is recorded beside each of them.
+
+
+def hardware() -> str:
+    """Processor, cores that this process may use, and GPU, in a line."""
+    model = platform.processor() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        pass
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    return f"{model}, {len(os.sched_getaffinity(0))} cores, {gpu}"
+
+
+def fingerprint() -> dict[str, str]:
+    """Hardware and software that measured times depend on, by name: where a value differs, times are measured again."""
+    model, cores, gpu = hardware().rsplit(", ", 2)
+    return {
+        "hardware.processor": model,
+        "hardware.cores": cores,
+        "hardware.accelerator": gpu,
+        "software.torch": torch.__version__,
+        "software.python": platform.python_version(),
+    }

@@ -23,8 +23,7 @@ from torch import Tensor
 import schedulers
 from embodied.config.files import parse_config
 from embodied.config.schema import Config
-from embodied.devices import Affinity
-from embodied.doctor.hardware import fingerprint
+from embodied.devices import Affinity, fingerprint
 from embodied.errors import UserError
 from embodied.execution import row_delivery
 from embodied.execution.assignment import Assignment, assign
