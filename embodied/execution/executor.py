@@ -38,7 +38,7 @@ from embodied.execution.roles import LearnerRole, PolicyRole, Replica, RolloutRo
 from embodied.execution.row_delivery import RowDelivery, place_delivery
 from embodied.execution.run_offload import RunOffload
 from embodied.execution.session import Session
-from embodied.learning.update_record import CollectStatistics
+from embodied.learning.learner import CollectStatistics
 from embodied.rollout.rollout_summary import EpisodePart, RolloutSummary
 from embodied.rollout.shared_loop import ReplicaFailed
 from embodied.run import checkpoint
