@@ -141,7 +141,7 @@ def place_run(config: Config, session: Session, run_dir: Path) -> Placed:
     else:
         profile = _profile_of(config, session, run_dir, workflow)
         workflow = planned_for(workflow, profile, cluster)
-        plan = schedulers.plan(workflow, profile, cluster, mode_of(config), wanted.ahead)
+        plan = schedulers.plan(workflow, profile, cluster, mode_of(config), ahead=wanted.ahead)
         get_console().print("\n".join(plan.why), markup=False, highlight=False, soft_wrap=True)
     if profile is not None:
         plan = replace(plan, prediction=schedulers.predict(plan, workflow, profile, cluster))

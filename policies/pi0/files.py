@@ -17,9 +17,9 @@ from policies.contract import PolicyError
 from policies.files import ADAPTER_CONFIG, CONFIG, INDEX, SINGLE, Shards, read_json, shown, write_json, write_tensors
 from policies.lora import merged_state
 from policies.pi0.config import ARCHITECTURE, OWN_SIZES, Layout, Pi0Sizes, own_sizes, read_sizes
+from policies.pi0.inputs import TOKENIZER
 from policies.pi0.names import PALIGEMMA, STATISTICS, UNUSED, dtype_of, own_name, stored_name
 from policies.pi0.network import Pi0Network
-from policies.pi0.prompts import TOKENIZER
 from policies.pi0.sizes import draw_weights
 from policies.pi0.sources import Sources, is_random, own_files
 from policies.random_weights import RANDOM_WEIGHTS, check_weights
@@ -96,7 +96,7 @@ def _empty(folder: Path, sizes: Pi0Sizes) -> Pi0Network:
 
 
 def is_adaptive(folder: Path) -> bool:
-    """Whether a directory's weights are those of a pi0.5. Raises `PolicyError`."""
+    """True if a directory's weights are those of a pi0.5. Raises `PolicyError`."""
     return _adaptive(Shards.find(folder))
 
 

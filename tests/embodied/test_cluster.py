@@ -275,7 +275,7 @@ def test_auto_stays_where_messages_take_longer_than_they_save(machines: Machines
     assert any(text.startswith("Nothing is on far, frail. Only physics may leave here") for text in placed.plan.why)
     cluster = placed.planned.cluster
     assert 5e-5 < cluster.link_s < 0.05 and 1e6 < cluster.link_bytes_per_s < 1e12
-    assert (cluster.home, [node.name for node in cluster.nodes]) == ("here", ["here", "far", "frail"])
+    assert (cluster.head_node, [node.name for node in cluster.nodes]) == ("here", ["here", "far", "frail"])
 
 
 def test_a_plan_file_may_put_the_learner_on_another_node(machines: Machines, tmp_path: Path) -> None:

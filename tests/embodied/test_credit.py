@@ -23,8 +23,8 @@ from embodied.rollout.policy_worker import PolicyWorker
 from embodied.trajectories.batch import HeldDecisions, Trajectories, join_columns
 from embodied.trajectories.memory import TrajectoryMemory
 from policies.contract import Action, Evaluation, Inputs, PolicySpec
-from policies.gaussian_mlp import GaussianMLP
 from policies.layers import mlp
+from policies.small.gaussian_mlp import GaussianMLP
 from sim_farm.contract import TaskSpec
 from sim_farm.episodes import EndlessEpisodes
 from sim_farm.farm import Farm

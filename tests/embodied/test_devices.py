@@ -32,8 +32,8 @@ from embodied.trajectories.batch import HeldDecisions, Trajectories
 from embodied.trajectories.memory import MemoryLayout, MemoryShape, TrajectoryMemory
 from embodied.workflows.context import make_policy
 from policies.contract import Action, Evaluation, Inputs, Policy, PolicySpec
-from policies.gaussian_mlp import GaussianMLP
-from policies.random_actions import RandomActions
+from policies.scripted.random_actions import RandomActions
+from policies.small.gaussian_mlp import GaussianMLP
 from sim_farm.contract import TaskSpec
 from sim_farm.episodes import EndlessEpisodes
 from sim_farm.farm import Farm

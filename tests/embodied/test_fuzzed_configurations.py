@@ -31,7 +31,7 @@ OLD_RUN, OLD_PROFILE = (Path(__file__).parent / name for name in ("old_run/confi
 CLUSTERS: tuple[dict[str, Any], ...] = (
     {"nodes": [{"cores": 96, "accelerators": 8, "memory_bytes": "1e12", "accelerator_bytes": "80e9", "count": 64}],
      "link_bytes_per_s": "25e9", "device_link_bytes_per_s": "450e9", "link_s": "20e-6"},
-    {"nodes": [{"name": "here", "cores": 8}, {"name": "far", "cores": 8, "count": 3}], "home": "here"},
+    {"nodes": [{"name": "here", "cores": 8}, {"name": "far", "cores": 8, "count": 3}], "head_node": "here"},
     {"kind": "cluster", "format": 1, "nodes": [{"name": "node0", "cores": 2, "memory_bytes": 8e9}]},
 )  # fmt: skip
 
@@ -111,7 +111,7 @@ def test_damaged_clusters(cases: range, tmp_path: Path) -> None:
     def read(path: Path) -> None:
         cluster = read_cluster(str(path), "cpu")
         with suppress(PlanError):
-            schedulers.plan(workflow, profile, cluster, deadline_s=0.2)
+            schedulers.plan(workflow, profile, cluster, search=schedulers.SearchOptions(deadline_s=0.2))
 
     holds(cases, writes(tmp_path / "cluster.yaml", CLUSTERS), read, (UserError, PlanError))
 

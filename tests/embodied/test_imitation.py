@@ -28,7 +28,7 @@ from embodied.run.checkpoint import CheckpointError
 from embodied.run.folder import prepare_run, settings_of, with_init
 from embodied.training.sft import STAGE, Imitator, imitate, read_demonstrations
 from embodied.workflows.context import task_spec
-from policies.gaussian_mlp import GaussianMLP
+from policies.small.gaussian_mlp import GaussianMLP
 from sim_farm.contract import EpisodeSpec, TaskInfo
 from sim_farm.registry import make_physics
 from tests.embodied.expert import record_reach

@@ -15,9 +15,8 @@ from embodied.config.files import load_config, parse_config
 from embodied.config.schema import Config
 from embodied.evaluation.folder import EvalFolder, read_folder
 from policies.contract import PolicyError
-from policies.replay import save_recording
-from policies.waypoints.hand import find_script
-from policies.waypoints.libero import SCRIPTS
+from policies.scripted.libero import SCRIPTS, find_script
+from policies.scripted.replay import save_recording
 from sim_farm.backends.libero.environment import parts
 from sim_farm.backends.libero.physics import LiberoPhysics
 from sim_farm.backends.libero.tasks import find_task, task_names

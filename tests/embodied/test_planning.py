@@ -33,7 +33,7 @@ def test_every_component_is_measured_on_one_core_and_on_all(profile: Profile) ->
         assert measured == {(batch, devices) for batch in (ENVS // 2, ENVS) for devices in (1, len(CORES))}, name
         for point in component.points:
             assert 0 < point.seconds < 10 and 0 <= point.low <= point.seconds <= point.high, (name, point)
-        assert component.pool == "cores" and component.beside >= 1 and component.variation >= 0
+        assert component.pool == "cores" and component.contention >= 1 and component.variation >= 0
     (shared,) = profile.together
     assert shared.components == ("physics", "policy") and (shared.batch, shared.groups) == (ENVS, 2)
     assert 0 <= shared.low <= shared.seconds <= shared.high and shared.seconds > 0
@@ -49,7 +49,7 @@ def test_memory_and_switches_are_measured(profile: Profile) -> None:
         assert component.unload_s > 0
         assert component.load_s > 0
     # Ranks would hold the whole policy.
-    assert (physics.lends, policy.lends, learner.lends) == (False, False, True)
+    assert (physics.shares_weights, policy.shares_weights, learner.shares_weights) == (False, False, True)
 
 
 def test_a_profile_says_what_it_belongs_to(profile: Profile) -> None:
@@ -213,7 +213,7 @@ def test_a_cluster_that_one_does_not_have(embodied: Said, files: Path) -> None:
 def test_a_cluster_file_may_have_a_home(embodied: Said, files: Path) -> None:
     """What does not travel is planned for it, whatever the other node could do."""
     Path("cluster.yaml").write_text(
-        "nodes:\n  - {name: small, cores: 2}\n  - {name: large, cores: 64}\nhome: small\nlink_s: 1.0e-9\n"
+        "nodes:\n  - {name: small, cores: 2}\n  - {name: large, cores: 64}\nhead_node: small\nlink_s: 1.0e-9\n"
     )
     said = embodied.done("plan", "small.yaml", "--cluster", "cluster.yaml")
     plan = schedulers.load(Plan, "plan/plan.json")
@@ -226,7 +226,7 @@ def test_a_cluster_file_may_have_a_home(embodied: Said, files: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("nodes: [{name: a, cores: 4}]\nhome: b\n", "home 'b' is none of its nodes"),
+        ("nodes: [{name: a, cores: 4}]\nhead_node: b\n", "head_node 'b' is none of its nodes"),
         ("nodes: []\n", "the cluster has no nodes"),
         ("nodes: [{count: 0, cores: 4}]\n", "at least 1, not 0"),
         ("nodes: [{cores: 0}]\n", "0 cores"),

@@ -172,15 +172,15 @@ def test_a_profile_has_drawing_on_both_pools(tmp_path: Path, monkeypatch: pytest
     config = config_of("cpu", workflow="ppo", runtime={"mode": "inline", "trace": True})
     probed = probe(config, tmp_path)
     found = profiling._drawing(probed)
-    gpu = found.elsewhere
-    assert found.pool == "cores" and gpu is not None and gpu.pool == "accelerators" and gpu.spreads
+    gpu = found.other_pool
+    assert found.pool == "cores" and gpu is not None and gpu.pool == "accelerators" and gpu.data_parallel
     assert (
         {(p.batch, p.devices) for p in gpu.points} == {(4, 1), (2, 1)} == {(p.batch, p.devices) for p in found.points}
     )
     assert all(point.seconds > 0 for point in gpu.points)
     assert (gpu.resident_bytes, gpu.unload_s, gpu.load_s) == (7e6, 0.25, 0.5)
     alone = profiling._drawing(replace(probed, drawers=(0,)))
-    assert alone.pool == "accelerators" and alone.elsewhere is None, "software could not be had"
+    assert alone.pool == "accelerators" and alone.other_pool is None, "software could not be had"
 
 
 def probe(config: Config, folder: Path) -> Probed:

@@ -17,7 +17,7 @@ from policies.pi0.features import check_numbers, ordered
 from policies.pi0.sources import find_sources
 from policies.pi0.units import read_lerobot
 from policies.registry import check, policy_class
-from policies.replay import save_recording
+from policies.scripted.replay import save_recording
 from tests.fuzzing.folders import Damaged
 from tests.fuzzing.law import holds
 from tests.policies.openvla.cases import CHUNK, OFT, ONE_ACTION, OPENVLA, random_inputs

@@ -8,7 +8,7 @@ import torch
 
 import policies
 from policies import Action, Inputs, Policy, PolicyError, PolicySpec
-from policies.gaussian_mlp import GaussianMLP
+from policies.small.gaussian_mlp import GaussianMLP
 from tests.policies import conformance
 from tests.variants import often
 

@@ -17,16 +17,17 @@ from schedulers import (
     Node,
     PlanError,
     Profile,
+    SearchOptions,
     Workflow,
     alternatives,
     plan,
     predict,
     validate,
 )
-from schedulers.times import Problem
+from schedulers.cost.problem import Problem
 from tests.schedulers.baselines import (
-    GROUPS,
     PARTS,
+    SMALL,
     Exhaustive,
     all_collocated,
     hill_climbing,
@@ -52,7 +53,7 @@ from tests.schedulers.instances import (
 def test_planner_equals_exhaustive_search(seed: int, memory: bool) -> None:
     workflow, profile, cluster = random_problem(seed, pools=1 + seed % 2, memory=memory)
     everything = Exhaustive(workflow, profile, cluster)
-    found = alternatives(workflow, profile, cluster, groups=GROUPS, parts=PARTS)
+    found = alternatives(workflow, profile, cluster, search=SMALL)
     for mode in MODES:
         best = everything.best(mode)
         if mode not in found:
@@ -73,14 +74,14 @@ def test_planner_equals_exhaustive_search_where_components_do_not_spread(seed: i
     random = np.random.default_rng((seed, 2))
     components = {
         # Of what was measured on one device or two, more is never given.
-        name: replace(c, spreads=False, points=tuple(point for point in c.points if point.devices <= 2))
+        name: replace(c, data_parallel=False, points=tuple(point for point in c.points if point.devices <= 2))
         if random.random() < 0.6
         else c
         for name, c in profile.components.items()
     }
     profile = replace(profile, components=components)
     everything = Exhaustive(workflow, profile, cluster)
-    found = alternatives(workflow, profile, cluster, groups=GROUPS, parts=PARTS)
+    found = alternatives(workflow, profile, cluster, search=SMALL)
     for mode in MODES:
         best = everything.best(mode)
         assert (mode in found) == (best < math.inf)
@@ -102,7 +103,7 @@ SHORT = Workflow(
 
 def test_a_second_gpu_is_not_given_to_processes_that_compute_on_one() -> None:
     """Not even for its memory: one process has its working set on one device."""
-    one = {"spreads": False, "unload_s": 5.0, "load_s": 5.0}
+    one = {"data_parallel": False, "unload_s": 5.0, "load_s": 5.0}
     components = {
         "physics": measured("cores", {(16, 1): 0.02}),
         "policy": measured("accelerators", {(16, 1): 0.01}, resident_bytes=15e9, **one),
@@ -129,14 +130,14 @@ def test_planner_equals_exhaustive_search_with_tails_and_one_step_ahead(seed: in
     profile = replace(profile, arrivals=(0.3, 0.5, 0.6, 1.0) if seed % 3 else ())
     ahead = bool(workflow.loops) and seed % 2 == 0
     best = Exhaustive(workflow, profile, cluster, ahead).best("disaggregated")
-    found = alternatives(workflow, profile, cluster, ahead, GROUPS, PARTS, modes=("disaggregated",))
+    found = alternatives(workflow, profile, cluster, ahead=ahead, search=SMALL, modes=("disaggregated",))
     assert [seconds(chosen) for chosen in found.values()] == ([] if best == math.inf else [pytest.approx(best)])
 
 
 @pytest.mark.parametrize("seed", some(10, of=25))
 def test_planner_never_loses_to_simpler_planners(seed: int) -> None:
     workflow, profile, cluster = random_problem(1000 + seed, count=4)
-    best = seconds(plan(workflow, profile, cluster, groups=GROUPS, parts=PARTS, explain=False))
+    best = seconds(plan(workflow, profile, cluster, search=SMALL, explain=False))
     problem = Problem(workflow, profile, cluster)
     assert best <= predict(all_collocated(problem), workflow, profile, cluster).iteration_s * (1 + 1e-9)
     uniform = uniform_split(problem)
@@ -155,7 +156,7 @@ def test_planner_never_loses_to_the_published_recursion(seed: int) -> None:
     components = {name: random_component(random, "cores", 8, 5) for name in workflow.names}
     profile = replace(profile, components=components, together=())
     problem = Problem(workflow, profile, cluster)
-    best = seconds(plan(workflow, profile, cluster, parts=PARTS, explain=False))
+    best = seconds(plan(workflow, profile, cluster, search=SearchOptions(micro_batches=PARTS), explain=False))
     for parts in PARTS:
         other = published_recursion(problem, parts)
         validate(other, workflow, cluster, profile)
@@ -199,7 +200,7 @@ def test_deadline_gives_a_plan_and_an_honest_bound() -> None:
     from benchmarks.planner import large
 
     workflow, profile, cluster = large("ppo", 0)
-    quick = plan(workflow, profile, cluster, deadline_s=0.0, explain=False)
+    quick = plan(workflow, profile, cluster, search=SearchOptions(deadline_s=0.0), explain=False)
     full = plan(workflow, profile, cluster, explain=False)
     validate(quick, workflow, cluster, profile)
     assert quick.prediction is not None

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from policies.waypoints import hand, two_cubes
-from policies.waypoints.libero import SCRIPTS
+from policies.scripted import libero, two_cubes
+from policies.scripted.libero import SCRIPTS
 from sim_farm.contract import EpisodeSpec, FarmError, Float32, Physics, PhysicsResult, TaskSpec
 from sim_farm.registry import make_physics
 from tests.sim_farm.tabletop_controllers import CONTROLLERS
@@ -97,7 +97,7 @@ def _expert(physics: Any, rng: np.random.Generator) -> Driver | None:
         return lambda result: CONTROLLERS[info.spec.name](result.state.astype(np.float64))
     if info.spec.name.startswith("libero/"):
         return lambda result: (
-            hand.act(result.state.astype(np.float64), result.instruction)
+            libero.act(result.state.astype(np.float64), result.instruction)
             if _scripted(result)
             else (rng.uniform(-1, 1, info.action_dim))
         )

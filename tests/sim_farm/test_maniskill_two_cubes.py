@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from policies.waypoints import two_cubes
+from policies.scripted import two_cubes
 from sim_farm import EpisodeSpec, PhysicsResult, TaskSpec, make_physics, make_renderer
 
 NAMES = ("PushRedCube-v1", "PushGreenCube-v1")

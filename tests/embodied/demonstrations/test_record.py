@@ -27,7 +27,7 @@ from embodied.errors import UserError
 from embodied.rollout.evaluator import EpisodeResult
 from embodied.run import checkpoint
 from embodied.runtime.inline import InlineRuntime
-from policies.waypoints import tabletop
+from policies.scripted import tabletop
 from sim_farm.contract import EpisodeSpec, TaskInfo
 from sim_farm.episodes import evaluation_episodes
 from sim_farm.registry import make_physics, make_renderer

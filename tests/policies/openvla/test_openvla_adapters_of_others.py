@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 import policies
 from policies import PolicyError
-from policies.adapter_bases import is_merged, scaling
 from policies.files import ADAPTER, ADAPTER_CONFIG
+from policies.lora import is_merged, scaling
 from policies.openvla.model import load_model
 from tests.fuzzing.folders import Damaged
 from tests.fuzzing.law import holds
