@@ -28,7 +28,7 @@ from embodied.doctor.hardware import fingerprint
 from embodied.errors import UserError
 from embodied.execution import row_delivery
 from embodied.execution.assignment import Assignment, assign
-from embodied.execution.executor import executor
+from embodied.execution.iteration import start_run
 from embodied.execution.row_delivery import CalledSource
 from embodied.execution.session import Session
 from embodied.planning.clusters import run_cluster
@@ -220,7 +220,7 @@ def test_a_frame_source_that_dies_is_named_with_the_rank_that_called_it(machines
     config = parse_config({**test_learner_ranks.IMAGES, "workflow": "ppo"}, "test")
     with (
         pytest.raises(WorkerFailed, match="^learner [01]: frame source of learner died during 'frames'"),
-        executor(config, tmp_path, session, of_two_ranks(machines, "far")) as workers,
+        start_run(config, tmp_path, session, of_two_ranks(machines, "far")) as workers,
     ):
         workers.begin(None, 0)
         workers.iterate(0)

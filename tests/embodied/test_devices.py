@@ -20,7 +20,7 @@ from embodied.config.schema import Config
 from embodied.devices import Affinity, decide, device_of, find_device, settle, to_host, value_of
 from embodied.errors import UserError
 from embodied.execution.assignment import HERE, Assignment, FarmAssignment
-from embodied.execution.executor import executor
+from embodied.execution.iteration import start_run
 from embodied.execution.session import open_session
 from embodied.learning.learner import Learner
 from embodied.learning.offload import Offload
@@ -411,7 +411,7 @@ def run(device: str, folder: Path, one_process: bool, unload: bool) -> dict[str,
     farm = FarmAssignment(groups=2, physics=(core,), physics_nodes=(HERE,))
     components = {"policy": (Affinity(),), "learner": (Affinity(),)}
     assignment = Assignment("collocated", (farm,), components, (0,) if one_process else (), unload=unload)
-    with open_session(config) as session, executor(config, folder, session, assignment) as workers:
+    with open_session(config) as session, start_run(config, folder, session, assignment) as workers:
         workers.begin(None, 0)
         last = [workers.iterate(number) for number in range(3)][-1]
         workers.save(folder / "checkpoints", checkpoint.RunState(3, 0, 0.0, ()), last.environments)
