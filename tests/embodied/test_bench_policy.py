@@ -20,7 +20,7 @@ from embodied.bench.models import OneAtATime, build, make_inputs, ways
 from embodied.bench.policy import share_of_equal_rows
 from embodied.bench.settings import BenchLearner, BenchPolicy
 from embodied.cli import main
-from embodied.learning.microbatch import LossSums, MicroBatchLoss, read
+from embodied.learning.update import LossSums, MicroBatchLoss, read_losses
 from policies.openvla import sizes
 from policies.openvla.base import TokenPolicy
 from policies.openvla.config import read_config
@@ -105,10 +105,10 @@ def test_the_measured_update_is_one_whatever_the_micro_batch_and_waits_once(
 
     def counting(shares: Sequence[MicroBatchLoss], norm: torch.Tensor | None = None) -> tuple[LossSums, float]:
         reads.append(len(shares))
-        return read(shares, norm)
+        return read_losses(shares, norm)
 
     # It reads as ever and is counted: each read waits for the device.
-    monkeypatch.setattr("embodied.bench.learner.read", counting)
+    monkeypatch.setattr("embodied.bench.learner.read_losses", counting)
     gradients = []
     for micro_batch in (1, ROWS):
         policy = tiny(model, lora_rank=2, gradient_checkpointing=True)
