@@ -19,7 +19,7 @@ from embodied.config.schema import Config
 from embodied.doctor.hardware import hardware
 from embodied.errors import UserError
 from embodied.execution.assignment import HOME, assign
-from embodied.execution.executor import Iteration, executor
+from embodied.execution.iteration import Iteration, start_run
 from embodied.execution.preflight import check_run
 from embodied.execution.session import Session, open_session
 from embodied.files import write_whole
@@ -130,7 +130,7 @@ def _run_all(config: Config, session: Session, out: Path, plans: Sequence[Plan],
     found: dict[str, tuple[Iteration, ...]] = {plan.mode: () for plan in plans}
     for _ in range(repeats):
         for plan in plans:
-            with executor(config, out, session, assign(plan, config, session.cores, session.nodes)) as workers:
+            with start_run(config, out, session, assign(plan, config, session.cores, session.nodes)) as workers:
                 found[plan.mode] += tuple(run_iterations(workers)[1:])
     return [Ran(plan, found[plan.mode]) for plan in plans]
 

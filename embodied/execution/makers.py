@@ -12,7 +12,7 @@ from embodied.rollout.evaluator import Evaluator
 from embodied.workflows.context import WorkerContext, make_policy
 from embodied.workflows.recipes import WorkflowComponent, recipe_of
 from policies.contract import Policy, PolicySpec
-from sim_farm.farm import Farm, FarmAddress
+from sim_farm.client.farm import Farm, FarmAddress
 
 
 def check_components(config: Config) -> None:

@@ -19,12 +19,12 @@ from embodied.execution.session import Session
 from embodied.files import write_whole
 from embodied.planning.clusters import local_cluster, run_cluster, with_stand_ins
 from embodied.planning.components import leaving_home, planned_for
-from embodied.planning.profiler import in_todays_keys, profile_config, work_of
+from embodied.planning.profiler import profile_config, work_of
 from embodied.planning.replanning import Decision, Watch
 from embodied.workflows.context import task_spec
 from embodied.workflows.sizes import tasks_of, workflow_of
 from schedulers import Cluster, Plan, PlanError, Profile, Workflow
-from sim_farm.hosts import InProcess
+from sim_farm.workers.hosts import InProcess
 
 NO_MOMENT = "plan.replan moves a run between two updates, and there is no such moment with"
 PLAN, PROFILE, TIMELINE, PICTURE = "plan.json", "profile.json", "predicted.json", "predicted.png"
@@ -42,12 +42,6 @@ def sized_workflow(config: Config) -> Workflow:
 def checked_profile(path: Path, config: Config, workflow: Workflow, any_hardware: bool) -> Profile:
     """A profile from a file. Raises `UserError` or `PlanError` for one that does not belong to what is planned here."""
     profile = schedulers.load(Profile, path)
-    try:
-        profile = replace(profile, fingerprint=in_todays_keys(profile.fingerprint))
-    except (RecursionError, ValueError) as error:
-        raise UserError(f"{path}: what it was measured with is not JSON ({error}): measure again") from error
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from error
     work = {key: value for key, value in profile.fingerprint.items() if key.startswith("work.")}
     differs = [key.removeprefix("work.") for key, value in work_of(config).items() if work.get(key, value) != value]
     if differs:

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 from embodied.errors import UserError
 from embodied.files import read_json, read_yaml
-from embodied.migration import migrate
 from embodied.reporting.metrics import SELECTION
 from embodied.reporting.metrics import read as read_metrics
 from embodied.reporting.tables import trained_on
@@ -141,12 +140,12 @@ def _by_iteration(path: Path) -> dict[int, dict[str, Any]]:
 
 
 def _yaml_mapping(path: Path) -> Mapping[str, Any]:
-    """A saved configuration in today's keys."""
+    """A saved configuration."""
     path.stat()  # of a file that is not there the page says something else than of one that cannot be read
     value = read_yaml(path)
     if not isinstance(value, Mapping):
         raise ValueError("it is not a mapping")
-    return migrate(value)
+    return value
 
 
 def _evals(path: Path) -> list[Evaluation]:

@@ -26,8 +26,8 @@ from embodied.trajectories.memory import FrameCounts, MemoryLayout, MemoryShape,
 from embodied.trajectories.random_streams import SamplingNoise
 from embodied.workflows.context import WorkerContext, bootstrap_of
 from policies.contract import Action, Inputs, Policy
-from sim_farm.farm import Farm, FarmAddress
-from sim_farm.observations import Observations
+from sim_farm.client.farm import Farm, FarmAddress
+from sim_farm.client.observations import Observations
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,10 @@ from torch import Tensor
 
 from embodied.trajectories.memory import INPUT, FrameCounts, MemoryLayout
 from policies.contract import Inputs
-from sim_farm.doorbell import Doorbell
-from sim_farm.farm import Farm
-from sim_farm.group_slots import texts
-from sim_farm.memory import Block, Field
+from sim_farm.client.farm import Farm
+from sim_farm.shared_memory.doorbell import Doorbell
+from sim_farm.shared_memory.layout import texts
+from sim_farm.shared_memory.memory import Block, Field
 
 LOOK_S = 0.5
 """How long a replica waits for work before it says that it is not late."""

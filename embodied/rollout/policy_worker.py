@@ -16,7 +16,7 @@ from embodied.rollout.rollout_worker import RolloutWorker
 from embodied.rollout.shared_loop import SharedLoop
 from embodied.workflows.context import WorkerContext
 from policies.contract import Policy
-from sim_farm.farm import Farm
+from sim_farm.client.farm import Farm
 
 
 class PolicyWorker(ActingPolicy, RolloutWorker):

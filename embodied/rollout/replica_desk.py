@@ -15,7 +15,7 @@ from embodied.rollout.acting import Observer, RolloutSettings, Shown, groups_of
 from embodied.rollout.desks import Desks, Request, Work
 from embodied.trajectories.memory import FrameCounts, TrajectoryMemory
 from policies.contract import Action, Inputs
-from sim_farm.farm import Farm, FarmAddress
+from sim_farm.client.farm import Farm, FarmAddress
 
 Asked: TypeAlias = Shown | Inputs
 """What a replica is to decide, or to value."""

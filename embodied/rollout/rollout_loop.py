@@ -26,8 +26,8 @@ from embodied.trajectories.assembly import Decision, EndedEpisode, EpisodeSums
 from embodied.trajectories.batch import to_inputs
 from embodied.trajectories.memory import FrameCounts, TrajectoryMemory
 from policies.contract import Inputs
-from sim_farm.farm import Farm
-from sim_farm.observations import Observations
+from sim_farm.client.farm import Farm
+from sim_farm.client.observations import Observations
 
 
 class RolloutLoop:

@@ -24,8 +24,8 @@ from embodied.rollout.desks import Desks
 from embodied.rollout.rollout_loop import RolloutLoop
 from embodied.trajectories.memory import FrameCounts
 from policies.contract import Inputs
-from sim_farm.farm import Farm, WorkerFailed, WorkerTimeout
-from sim_farm.observations import Observations
+from sim_farm.client.farm import Farm, WorkerFailed, WorkerTimeout
+from sim_farm.client.observations import Observations
 
 TRACK = "rollout loop"
 

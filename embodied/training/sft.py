@@ -35,8 +35,8 @@ from embodied.files import write_whole
 from embodied.reporting.live import steps
 from embodied.reporting.metrics import MetricsWriter
 from embodied.run import checkpoint
+from embodied.training.checkpoints import Unwritten
 from embodied.training.interrupts import deferred_interrupts
-from embodied.training.unwritten import Unwritten
 from embodied.trajectories.random_streams import IMITATION, generator, permutation
 from embodied.workflows.context import make_policy, policy_spec, task_spec
 from embodied.workflows.sizes import tasks_of

@@ -31,11 +31,11 @@ from embodied.training import loop as training
 from embodied.workflows.context import WorkerContext
 from policies.contract import PolicySpec
 from schedulers import Cluster, ComponentProfile, DeviceRange, Node, Phase, Placement, Plan, PlanError, Point, Profile
+from sim_farm.client.farm import Farm
 from sim_farm.contract import TaskSpec
 from sim_farm.episodes import EndlessEpisodes
-from sim_farm.farm import Farm
-from sim_farm.hosts import InProcess
-from sim_farm.layout import FarmSpec
+from sim_farm.shared_memory.layout import FarmSpec
+from sim_farm.workers.hosts import InProcess
 from tests.embodied.pretend_device import GPU_BYTES, PretendDevice
 
 CORES = tuple(sorted(os.sched_getaffinity(0))[:2])

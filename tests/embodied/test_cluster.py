@@ -28,7 +28,7 @@ from embodied.doctor.hardware import fingerprint
 from embodied.errors import UserError
 from embodied.execution import row_delivery
 from embodied.execution.assignment import Assignment, assign
-from embodied.execution.executor import executor
+from embodied.execution.iteration import start_run
 from embodied.execution.row_delivery import CalledSource
 from embodied.execution.session import Session
 from embodied.planning.clusters import run_cluster
@@ -43,11 +43,11 @@ from embodied.runtime.ray.farm import RayHost
 from embodied.runtime.ray.runtime import RayRuntime
 from embodied.runtime.ray.workers import RayHandle
 from schedulers import ComponentProfile, Plan, Point, Profile
+from sim_farm.client.farm import Farm, FarmAddress, WorkerFailed
 from sim_farm.contract import EpisodeSpec, FarmError
 from sim_farm.episodes import ANY, EndlessEpisodes, ListedEpisodes
-from sim_farm.farm import Farm, FarmAddress, WorkerFailed
-from sim_farm.layout import FarmSpec
-from sim_farm.memory import FOLDER
+from sim_farm.shared_memory.layout import FarmSpec
+from sim_farm.shared_memory.memory import FOLDER
 from tests.embodied import test_learner_ranks
 from tests.embodied.ray_nodes import Machines, started
 from tests.embodied.runs import assert_equal
@@ -220,7 +220,7 @@ def test_a_frame_source_that_dies_is_named_with_the_rank_that_called_it(machines
     config = parse_config({**test_learner_ranks.IMAGES, "workflow": "ppo"}, "test")
     with (
         pytest.raises(WorkerFailed, match="^learner [01]: frame source of learner died during 'frames'"),
-        executor(config, tmp_path, session, of_two_ranks(machines, "far")) as workers,
+        start_run(config, tmp_path, session, of_two_ranks(machines, "far")) as workers,
     ):
         workers.begin(None, 0)
         workers.iterate(0)

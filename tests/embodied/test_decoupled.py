@@ -13,7 +13,7 @@ from torch import Tensor
 from embodied.algorithms.estimators import gae, group_relative
 from embodied.config.files import parse_config
 from embodied.config.schema import Config
-from embodied.execution.executor import executor
+from embodied.execution.iteration import start_run
 from embodied.execution.roles import RolloutRole
 from embodied.execution.session import Session
 from embodied.learning.learner import Learner
@@ -31,7 +31,7 @@ def gathered(settings: dict[str, Any], session: Session, folder: Path) -> tuple[
     optim = {**settings["optim"], "epochs": 1, "minibatch": 0, "max_grad_norm": 1e9}
     (folder / "gathered").mkdir(parents=True)
     config = kept_in(folder / "gathered", parse_config({**settings, "optim": optim}, "test"))
-    with executor(config, folder, session, inline(assigned())) as workers:
+    with start_run(config, folder, session, inline(assigned())) as workers:
         workers.begin(None, 0)
         if settings is GROUPS:
             workers.rollout_worker.call(RolloutRole.rollout_episodes, EpisodePart(0, 4), 1, 60.0)

@@ -13,14 +13,14 @@ import schedulers
 from embodied.config.files import parse_config
 from embodied.config.schema import Config
 from embodied.execution.assignment import assign
-from embodied.execution.executor import Executor, Iteration
+from embodied.execution.iteration import Iteration, OnPolicy
 from embodied.execution.session import Session
 from embodied.planning.components import leaving_home
 from embodied.runtime.groups import WorkerGroup
 from embodied.runtime.ray.workers import RayHandle
 from embodied.workflows.sizes import workflow_of
 from schedulers import Cluster, ComponentProfile, DeviceRange, Node, Phase, Placement, Plan, Point, Profile
-from sim_farm.layout import FarmSpec
+from sim_farm.shared_memory.layout import FarmSpec
 from tests.embodied.ray_nodes import Machines, started
 from tests.embodied.runs import CORES
 from tests.embodied.test_instances import acting, assert_learned_alike, computed_here
@@ -104,7 +104,7 @@ def test_a_plan_for_four_nodes_is_executed_where_it_says(
     assert placed.hosts == tuple(node * ranks + own for node in range(len(NODES)) for own in range(replicas))
     specs: list[FarmSpec] = []
 
-    def look(workers: Executor) -> None:
+    def look(workers: OnPolicy) -> None:
         specs.extend(workers.farm.specs)
         for name, raylet in machines.raylets.items():
             there = psutil.Process(raylet).children(recursive=True)

@@ -20,7 +20,7 @@ from embodied.config.schema import Config
 from embodied.devices import Affinity, decide, device_of, find_device, settle, to_host, value_of
 from embodied.errors import UserError
 from embodied.execution.assignment import HERE, Assignment, FarmAssignment
-from embodied.execution.executor import executor
+from embodied.execution.iteration import start_run
 from embodied.execution.session import open_session
 from embodied.learning.learner import Learner
 from embodied.learning.offload import Offload
@@ -34,12 +34,12 @@ from embodied.workflows.context import make_policy
 from policies.contract import Action, Evaluation, Inputs, Policy, PolicySpec
 from policies.scripted.random_actions import RandomActions
 from policies.small.gaussian_mlp import GaussianMLP
+from sim_farm.client.farm import Farm
 from sim_farm.contract import TaskSpec
 from sim_farm.episodes import EndlessEpisodes
-from sim_farm.farm import Farm
-from sim_farm.frame_memory import FrameMemory
-from sim_farm.hosts import InProcess
-from sim_farm.layout import FarmSpec
+from sim_farm.shared_memory.frame_memory import FrameMemory
+from sim_farm.shared_memory.layout import FarmSpec
+from sim_farm.workers.hosts import InProcess
 from tests.embodied.pretend_device import DEVICE, Far, MixedDevices, PretendDevice
 from tests.policies.openvla.tiny import write_tiny
 from tests.variants import often
@@ -412,7 +412,7 @@ def run(device: str, folder: Path, one_process: bool, unload: bool) -> dict[str,
     farm = FarmAssignment(groups=2, physics=(core,), physics_nodes=(HERE,))
     components = {"policy": (Affinity(),), "learner": (Affinity(),)}
     assignment = Assignment("collocated", (farm,), components, (0,) if one_process else (), unload=unload)
-    with open_session(config) as session, executor(config, folder, session, assignment) as workers:
+    with open_session(config) as session, start_run(config, folder, session, assignment) as workers:
         workers.begin(None, 0)
         last = [workers.iterate(number) for number in range(3)][-1]
         workers.save(folder / "checkpoints", checkpoint.RunState(3, 0, 0.0, ()), last.environments)

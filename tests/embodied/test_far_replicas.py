@@ -19,7 +19,7 @@ from embodied.config.files import parse_config
 from embodied.config.schema import Config
 from embodied.devices import Affinity
 from embodied.execution.assignment import Assignment
-from embodied.execution.executor import Executor, executor
+from embodied.execution.iteration import OnPolicy, start_run
 from embodied.execution.session import Session
 from embodied.rollout.acting import Shown
 from embodied.rollout.desk_relay import AnswerMessage, AskedMessage
@@ -131,7 +131,7 @@ WIDE = {**STATES["policy"], "options": {"widths": [2048, 2048]}}
 def test_nothing_but_messages_leaves_a_node(machines: Machines, ray: Session, tmp_path: Path) -> None:
     """Replicas elsewhere map no memory of home; all of a node map one copy of the weights, whose every bit arrives."""
     settings = of(STATES, workflow=f"{test_weights.__name__}:TELLING", policy=WIDE)
-    with executor(parse_config(settings, "test"), tmp_path, ray, at(machines, "far", "", "far")) as workers:
+    with start_run(parse_config(settings, "test"), tmp_path, ray, at(machines, "far", "", "far")) as workers:
         workers.begin(None, 0)
         for version in range(3):
             learner: WorkerGroup[Any] = workers.learner
@@ -153,7 +153,7 @@ def test_nothing_but_messages_leaves_a_node(machines: Machines, ray: Session, tm
 # --- what goes wrong
 
 
-def begun(workers: Executor) -> None:
+def begun(workers: OnPolicy) -> None:
     workers.farm_deadline_s = 5.0
     workers.begin(None, 0)
 
@@ -167,7 +167,7 @@ def test_a_lost_replica_is_named_and_nothing_is_left(
     pids: list[int] = []
     with (
         pytest.raises(FarmError, match=said),
-        executor(config, tmp_path, ray, at(machines, "", "far")) as workers,
+        start_run(config, tmp_path, ray, at(machines, "", "far")) as workers,
     ):
         begun(workers)
         pids = processes_of(machines, "far")
@@ -187,7 +187,7 @@ def test_the_exception_of_a_policy_arrives_with_its_replicas_name(
     machines: Machines, ray: Session, tmp_path: Path
 ) -> None:
     config = parse_config(of(STATES, workflow=f"{test_replicas.__name__}:RAISING"), "test")
-    with executor(config, tmp_path, ray, at(machines, "", "", "far")) as workers:
+    with start_run(config, tmp_path, ray, at(machines, "", "", "far")) as workers:
         begun(workers)
         with pytest.raises(test_replicas.Confused, match="^policy 2: it does not know what to do$"):
             workers.iterate(0)

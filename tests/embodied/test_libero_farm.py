@@ -16,13 +16,13 @@ from embodied.config.files import load_config, parse_config
 from embodied.config.schema import Config
 from embodied.devices import Affinity
 from embodied.execution.assignment import HERE, Assignment, FarmAssignment
-from embodied.execution.executor import executor
+from embodied.execution.iteration import start_run
 from embodied.execution.roles import LearnerRole
 from embodied.execution.session import Session, open_session
+from sim_farm.client.observations import Observations
 from sim_farm.contract import TaskSpec
 from sim_farm.episodes import EndlessEpisodes, Starts
-from sim_farm.layout import FarmSpec
-from sim_farm.observations import Observations
+from sim_farm.shared_memory.layout import FarmSpec
 from tests import libero_assets
 
 libero_assets.require()
@@ -69,7 +69,7 @@ def kept(seen: Observations) -> Observations:
 
 def by_env(seen: list[Observations]) -> dict[tuple[int, int, int], tuple[bytes, ...]]:
     """(environment, episode, env step) to the bytes of what was shown there."""
-    shown = {}
+    shown: dict[tuple[int, int, int], tuple[bytes, ...]] = {}
     for one in seen:
         for row, env in enumerate(one.envs.tolist()):
             key = (env, int(one.episode[row]), int(one.episode_step[row]))
@@ -113,7 +113,7 @@ def test_ten_tasks_are_decided_for_by_one_copy_of_the_weights(tmp_path: Path) ->
     before = {id(parameter) for parameter in living_parameters()}
     farm = FarmAssignment(1, (None,), (HERE,))
     place = Assignment("inline", (farm,) * 10, {"policy": (Affinity(),), "learner": (Affinity(),)}, hosts=(0,))
-    with open_session(config) as session, executor(config, tmp_path, session, place) as workers:
+    with open_session(config) as session, start_run(config, tmp_path, session, place) as workers:
         workers.begin(None, 0)
         one = workers.iterate(0)
         own = list(workers.learner.call(LearnerRole.own_policy).parameters())

@@ -22,8 +22,8 @@ from embodied.runtime.ray import worker_process
 from embodied.runtime.ray.runtime import RayRuntime
 from embodied.runtime.ray.workers import RayHandle
 from schedulers import DeviceRange, Phase, Placement, Plan
-from sim_farm.farm import Farm
-from sim_farm.hosts import InProcess
+from sim_farm.client.farm import Farm
+from sim_farm.workers.hosts import InProcess
 from tests.embodied.test_lost_workers import Player
 from tests.embodied.test_recovery import config_of, run
 from tests.embodied.test_relay import CHUNKS, PICTURES

@@ -25,7 +25,7 @@ from embodied.devices import Affinity
 from embodied.errors import PeerFailed, UserError
 from embodied.execution import hand_over
 from embodied.execution.assignment import Assignment
-from embodied.execution.executor import Executor, executor
+from embodied.execution.iteration import OnPolicy, start_run
 from embodied.execution.session import Session, open_session
 from embodied.learning import weights_group
 from embodied.learning.gpu_memory import GpuTensors
@@ -41,8 +41,8 @@ from embodied.runtime.ray.runtime import RayRuntime
 from embodied.workflows.context import WorkerContext
 from embodied.workflows.recipes import PPO, Recipe
 from policies.contract import Inputs, Policy, PolicySpec
-from sim_farm.farm import WorkerFailed
-from sim_farm.memory import FOLDER, PREFIX
+from sim_farm.client.farm import WorkerFailed
+from sim_farm.shared_memory.memory import FOLDER, PREFIX
 from tests.embodied import runs
 from tests.embodied.runs import STATES, assigned, inline
 from tests.embodied.test_policy_worker import worker
@@ -148,19 +148,19 @@ def ray(ray_runtime: RayRuntime) -> Session:
 
 
 @contextmanager
-def run_by(way: str, ray: Session, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Executor]:
+def run_by(way: str, ray: Session, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OnPolicy]:
     mode, plan, path, forced = WAYS[way]
     if forced is not None:
         monkeypatch.setattr(hand_over, "ways_to", lambda source, targets: (forced,) * len(targets))
     config = parse_config(of(STATES, workflow=f"{__name__}:TELLING", runtime={"mode": mode, "deadline_s": 120}), "test")
     with open_session(config) if mode == "inline" else nullcontext(ray) as session:
-        with executor(config, folder, session, plan) as workers:
+        with start_run(config, folder, session, plan) as workers:
             assert workers.weights_path == path
             workers.begin(None, 0)
             yield workers
 
 
-def conforms(workers: Executor, asks: bool) -> None:
+def conforms(workers: OnPolicy, asks: bool) -> None:
     """Every tensor arrives as it left, and the learner is asked once per version, however many act."""
     seen = set()
     for version in range(4):
@@ -187,7 +187,7 @@ def test_what_cannot_be_mapped_goes_through_the_hosts_memory(
     ray: Session, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(hand_over, "ways_to", lambda source, targets: (Way.GPU_MEMORY,) * len(targets))
-    with executor(parse_config(of(STATES, workflow=f"{__name__}:BARRED"), "test"), tmp_path, ray, APART) as workers:
+    with start_run(parse_config(of(STATES, workflow=f"{__name__}:BARRED"), "test"), tmp_path, ray, APART) as workers:
         assert workers.weights_path == "shared memory"
         workers.begin(None, 0)
         conforms(workers, asks=True)
@@ -200,7 +200,7 @@ def test_every_tensor_arrives_as_it_left_between_gpus(way: str, ray: Session, tm
         pytest.skip(f"needs {count} GPUs")
     config = parse_config(of(STATES, workflow=f"{__name__}:TELLING", policy={"device": "cuda"}), "test")
     components = {"policy": (Affinity(device=device),), "learner": (Affinity(device="cuda:0"),)}
-    with executor(config, tmp_path, ray, replace(APART, components=components)) as workers:
+    with start_run(config, tmp_path, ray, replace(APART, components=components)) as workers:
         assert workers.weights_path == path
         workers.begin(None, 0)
         conforms(workers, asks=True)

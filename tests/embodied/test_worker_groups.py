@@ -17,7 +17,7 @@ from embodied.runtime.deadlines import Deadline
 from embodied.runtime.groups import WorkerGroup
 from embodied.runtime.inline import InlineRuntime, LocalHandle
 from embodied.runtime.ray.runtime import RayRuntime
-from sim_farm.farm import WorkerFailed, WorkerTimeout
+from sim_farm.client.farm import WorkerFailed, WorkerTimeout
 
 
 @dataclass

@@ -26,9 +26,9 @@ from embodied.demonstrations.mixture import Demonstrations, numbers_in, open_sou
 from embodied.errors import UserError
 from embodied.training.sft import imitate, read_demonstrations
 from embodied.workflows.context import task_spec
+from sim_farm.client.replay import Replayer
 from sim_farm.contract import EpisodeSpec, TaskSpec
 from sim_farm.registry import make_physics
-from sim_farm.replay import Replayer
 from tests.embodied.demonstrations.examples import FOREIGN, write
 from tests.embodied.demonstrations.test_fuzzed_datasets import as_parquet
 from tests.embodied.expert import record_reach

@@ -1,0 +1,154 @@
+"""The metrics of one iteration: what the record of a run has in a row."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from embodied.config.schema import Config
+from embodied.rollout.rollout_summary import RolloutSummary
+from embodied.statistics import wilson
+from embodied.training.checkpoints import RECENT, Position
+from embodied.workflows.sizes import tasks_of
+
+
+def iteration_row(
+    config: Config,
+    position: Position,
+    summary: RolloutSummary,
+    learned: dict[str, float],
+    wall_s: float,
+    checkpoints: Mapping[str, float],
+) -> dict[str, float]:
+    """The row of the iteration that ends at `position` and took `wall_s` seconds, with what `checkpoints` took."""
+    episodes = summary.episodes
+    returns = [e.total_reward for e in episodes if np.isfinite(e.total_reward)]
+    nothing = float("nan")
+    return {
+        "iteration": position.iteration,
+        "env_steps": position.env_steps,
+        "wall_s": position.wall_s,
+        "env/episodes": len(episodes),
+        "env/success_once": float(np.mean([e.success for e in episodes])) if episodes else nothing,
+        "env/success_recent": float(np.mean(position.recent)) if len(position.recent) == RECENT else nothing,
+        **_of_tasks(summary, config),
+        **summary.curriculum,
+        "env/return": float(np.mean(returns)) if returns else nothing,
+        "env/episode_len": float(np.mean([e.length for e in episodes])) if episodes else nothing,
+        "farm/env_steps_per_s": summary.env_steps / wall_s,
+        "farm/rollout_env_steps_per_s": summary.env_steps / summary.wall_s,
+        "farm/physics_busy_s": summary.clock.physics_busy,
+        "farm/render_busy_s": summary.clock.render_busy,
+        "farm/wire_bytes_per_env_step": summary.wire_bytes / max(summary.env_steps, 1),
+        **_frame_copies(summary, learned),
+        "lag/updates": position.iteration - 1 - summary.version,
+        "time/iteration_s": wall_s,
+        **checkpoints,
+        **_shares(summary, learned["learner/update_s"], wall_s),
+        **learned,
+    }
+
+
+def _of_tasks(summary: RolloutSummary, config: Config) -> dict[str, float]:
+    """Success of each task of a run that has several; of one of which no episode ended it is not known."""
+    tasks = [own.env.task for own in tasks_of(config)]
+    if len(tasks) == 1:
+        return {}
+    solved: dict[str, list[bool]] = {task: [] for task in tasks}
+    for episode in summary.episodes:
+        solved[tasks[episode.task]].append(episode.success)
+    return {f"env/success_once/{task}": float(np.mean(found)) if found else math.nan for task, found in solved.items()}
+
+
+def left_out(count: int, summary: RolloutSummary, config: Config) -> str:
+    """What to say of episodes in which a reward or an observation was not finite: the learner leaves out what a rollout
+    has of them."""
+    tasks = tasks_of(config)
+    ended = [episode for episode in summary.episodes if not np.isfinite(episode.total_reward)]
+    places = ", ".join(f"column {episode.env}, {tasks[episode.task].env.task}" for episode in ended)
+    return f"left out {count} episodes in which a reward or an observation was not finite" + (
+        f" ({places})" if places else ""
+    )
+
+
+def _frame_copies(summary: RolloutSummary, learned: Mapping[str, float]) -> dict[str, float]:
+    """Copies of frames between renderer and device, per frame that was read from the trajectory memory."""
+    read = summary.frames.read + learned.get("learner/frames_read", 0)
+    copied = summary.frames.copied + learned.get("learner/frame_copies", 0)
+    return {"farm/frame_copies": copied / read} if read else {}
+
+
+def _shares(summary: RolloutSummary, update_s: float, wall_s: float) -> dict[str, float]:
+    """Shares of the iteration's wall time, as seen from its critical path; they add up to one, or to more
+    where a rollout runs beside the update.
+
+    The policy worker either infers, moves data, or waits for the farm; waiting is physics and render in the
+    proportion in which their workers were busy. What neither rollout nor update explains is idle.
+    """
+    clock = summary.clock
+    busy = clock.physics_busy + clock.render_busy
+    drawing = clock.render_busy / busy if busy else 0.0
+    parts = {
+        "physics": clock.waiting * (1 - drawing),
+        "render": clock.waiting * drawing,
+        "policy": clock.acting,
+        "learner": update_s,
+        "transport": clock.transport,
+    }
+    shares = {f"time/{name}": seconds / wall_s for name, seconds in parts.items()}
+    return {**shares, "time/idle": max(0.0, 1 - sum(shares.values()))}
+
+
+# --- A run that unlearns what it had learned says so, with what usually explains it.
+
+
+PATIENCE = 5
+"""Iterations in a row for which success must be below what it was."""
+EXPLAINS = ("approx_kl", "clip_fraction", "entropy", "grad_norm", "explained_variance")
+"""Metrics of the learner that are told beside it."""
+
+
+@dataclass
+class CollapseWatch:
+    """Compares the success of the last training episodes with the best that it has been.
+
+    It has fallen where the 95% Wilson intervals of the two do not meet.
+    """
+
+    episodes: int
+    """That a rate is over."""
+    best: float = 0.0
+    best_iteration: int = 0
+    _below: int = 0
+    _said: bool = field(default=False, repr=False)
+
+    def see(self, row: Mapping[str, Any]) -> str | None:
+        """Look at an iteration's row of metrics. What to say, once for each fall."""
+        recent = row["env/success_recent"]
+        if recent is None or recent != recent:
+            return None
+        if recent >= self.best:
+            self.best, self.best_iteration = recent, int(row["iteration"])
+            self._below, self._said = 0, False
+            return None
+        low, high = self._interval(recent)
+        best_low, best_high = self._interval(self.best)
+        self._below = self._below + 1 if high < best_low else 0
+        if self._below < PATIENCE or self._said:
+            return None
+        self._said = True
+        told = {name: row.get(f"learner/{name}") for name in EXPLAINS}
+        beside = ", ".join(f"{name} {value:.3g}" for name, value in told.items() if value is not None)
+        return (
+            f"success has fallen: {recent:.0%} ({low:.0%} to {high:.0%}) of the last {self.episodes} episodes, for "
+            f"{PATIENCE} iterations, and {self.best:.0%} ({best_low:.0%} to {best_high:.0%}) at iteration "
+            f"{self.best_iteration}; {beside}. A smaller optim.policy_lr or optim.target_kl is the usual way on, "
+            "from a checkpoint of that time (--policy.init RUN/checkpoints/NNNNNN)"
+        )
+
+    def _interval(self, rate: float) -> tuple[float, float]:
+        return wilson(round(rate * self.episodes), self.episodes)
