@@ -34,13 +34,12 @@ from embodied.execution.learner_ranks import (
     update_of_ranks,
 )
 from embodied.execution.placement import check_workflow, place_workers, processes_here
-from embodied.execution.roles import LearnerRole, PolicyRole, Replica, RolloutRole, ScorerRole
+from embodied.execution.roles import LearnerRole, PolicyRole, RolloutRole, ScorerRole
 from embodied.execution.row_delivery import RowDelivery, place_delivery
 from embodied.execution.run_offload import RunOffload
 from embodied.execution.session import Session
 from embodied.learning.update_record import CollectStatistics
 from embodied.rollout.rollout_summary import EpisodePart, RolloutSummary
-from embodied.rollout.shared_loop import ReplicaFailed
 from embodied.run import checkpoint
 from embodied.run.background_writer import Written
 from embodied.run.trace import Span
@@ -52,8 +51,6 @@ from sim_farm.farm import Farm
 
 PARTS_AHEAD = 2
 """Parts of an iteration that may wait for the learner; the rollout then waits too, so that memory is bounded."""
-LOOK_S = 0.5
-"""How soon a replica that died during a rollout is noticed."""
 ANSWER_S = 5.0
 """Longest wait for a rank to say, after a loss, whether it still writes."""
 
@@ -85,16 +82,6 @@ class _Sent:
     """References to what the learner says."""
 
 
-@dataclass(frozen=True)
-class _Begun:
-    """A rollout, or a part of one, that is under way."""
-
-    summary: Any
-    """The rollout_worker's reference."""
-    serving: list[Any]
-    """Of each replica; none where the rollout_worker acts by itself."""
-
-
 @dataclass
 class Executor:
     """A run's workers, placed by an assignment. Use `executor` to make one."""
@@ -114,8 +101,8 @@ class Executor:
     the late worker of the farm."""
     looping: WorkerGroup[RolloutRole] | None = None
     """The rollout_worker, where it does not act by itself."""
-    _next: _Begun | None = None
-    """The rollout that runs ahead of the update, where there is one."""
+    _next: Any = None
+    """Reference to the summary of the rollout that runs ahead of the update, where there is one."""
     _published: int = -1
     """Updates that the rollout_worker's weights have seen."""
     _returns: list[Span] = field(default_factory=list)
@@ -258,33 +245,22 @@ class Executor:
         items = (settings.max_episodes_per_env or settings.episodes_per_env) * environments
         return (EpisodePart(start, min(start + size, items)) for start in range(0, items, size))
 
-    def _start(self, part: EpisodePart | None = None) -> _Begun:
-        """Begin a rollout, or a part of one, with the weights that were published last."""
+    def _start(self, part: EpisodePart | None = None) -> Any:
+        """Begin a rollout, or a part of one, with the weights that were published last; a reference to its summary."""
         settings = self.config.rollout
-        replicas: WorkerGroup[Any] = self.acting
-        serving = [] if self.looping is None else replicas.submit_all(Replica.serve)
         if not self._by_episodes:
-            return _Begun(self.rollout_worker.submit(RolloutRole.rollout, settings.decisions, self.farm_deadline_s), serving)
+            return self.rollout_worker.submit(RolloutRole.rollout, settings.decisions, self.farm_deadline_s)
         part = part or next(self._parts())
         # Where a part decides whether there is another, nobody may begin that before it is known.
         limit = -(-part.stop // self._environments) if settings.max_episodes_per_env else settings.episodes_per_env
-        return _Begun(self.rollout_worker.submit(RolloutRole.rollout_episodes, part, limit, self.farm_deadline_s), serving)
+        return self.rollout_worker.submit(RolloutRole.rollout_episodes, part, limit, self.farm_deadline_s)
 
-    def _rolled(self, begun: _Begun) -> RolloutSummary:
-        """Wait for a rollout. A replica's failure is raised before those that follow from it."""
-        (rollout_worker,) = self.rollout_worker.handles
-        try:
-            while begun.serving and not rollout_worker.poll(begun.summary, LOOK_S):
-                self.acting.check(begun.serving)
-            summary: RolloutSummary = rollout_worker.get(begun.summary)
-        except ReplicaFailed:
-            self.acting.get(begun.serving)  # raises
-            raise
-        if begun.serving:
-            self.acting.get(begun.serving)
+    def _rolled(self, begun: Any) -> RolloutSummary:
+        """Wait for a rollout. Raises a replica's failure with its name."""
+        summary: RolloutSummary = self.rollout_worker.get_one(0, begun)
         return summary
 
-    def _begun(self, part: EpisodePart | None = None) -> _Begun:
+    def _begun(self, part: EpisodePart | None = None) -> Any:
         """The rollout that runs ahead, or a new one."""
         begun, self._next = self._next, None
         return self._start(part) if begun is None else begun
@@ -384,11 +360,11 @@ def executor(config: Config, run_dir: Path, session: Session, assignment: Assign
         )  # fmt: skip
         try:
             delivery.use(memory)
-            with acts.at_desks(farm, memory, layout, recipe.critic or recipe.rollout == "decisions"):
-                yield run
-                run.learner.call_all(LearnerRole.leave)
-                for group in (*workers.values(), *acts.helpers, *delivery.helpers):
-                    group.end()
+            acts.use(memory)
+            yield run
+            run.learner.call_all(LearnerRole.leave)
+            for group in (*workers.values(), *acts.helpers, *delivery.helpers):
+                group.end()
         finally:
             memory.close()
         for left in run_dir.glob("unloaded-*.safetensors"):

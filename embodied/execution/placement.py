@@ -8,7 +8,7 @@ from typing import Any
 
 from embodied.config.schema import Config
 from embodied.errors import UserError
-from embodied.execution.acting_workers import ActingWorkers, acts_at_desks, hosts_of, place_acting, replicas_of
+from embodied.execution.acting_workers import ActingWorkers, hosts_of, replicas_of, start_policy_workers, uses_replicas
 from embodied.execution.assignment import Assignment
 from embodied.execution.farm_specs import memory_rounds
 from embodied.execution.learner_ranks import place_ranks, ranks_of
@@ -59,7 +59,7 @@ def processes_here(config: Config, assignment: Assignment) -> int:
     acting = assignment.components[recipe.loop[-1]][: replicas_of(config, assignment)]
     ranks = assignment.components[recipe.after_rollout[-1].name][: ranks_of(config, assignment)]
     own = [place for place, host in zip(acting, hosts_of(config, assignment), strict=True) if host is None]
-    return sum(not place.node for place in (*ranks, *own)) + acts_at_desks(acting)
+    return sum(not place.node for place in (*ranks, *own)) + uses_replicas(acting)
 
 
 def place_workers(config: Config, run_dir: Path, session: Session, assignment: Assignment, farm: Farm) -> PlacedWorkers:
@@ -84,7 +84,7 @@ def place_workers(config: Config, run_dir: Path, session: Session, assignment: A
     trained = place_ranks(session, learner, base, assignment)
     whole = trained.size == 1 or all(trained.call_all(LearnerRole.shares_policy))
     assignment = replace(assignment, hosts=hosts_of(config, assignment if whole else replace(assignment, hosts=())))
-    acting = place_acting(recipe.component(recipe.loop[-1]), base, session, assignment, farm, trained)
+    acting = start_policy_workers(recipe.component(recipe.loop[-1]), base, session, assignment, farm, trained)
     workers: dict[str, WorkerGroup[Any]] = {learner.name: trained, recipe.loop[-1]: acting.workers}
     for scorer in scorers:
         # Beside the learner a scorer uses its weights, which must not be away while trajectories pass.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -11,7 +12,7 @@ from ray.exceptions import GetTimeoutError
 
 from embodied.runtime.deadlines import Wait
 from embodied.runtime.handles import Caller, Handle
-from embodied.runtime.ray.cluster import LOOK_S, RayCluster, value_within
+from embodied.runtime.ray.cluster import LOOK_S, RayCluster, unwrapped, value_within
 from embodied.runtime.ray.worker_process import WorkerProcess
 from sim_farm.farm import WorkerFailed, WorkerTimeout
 
@@ -156,6 +157,20 @@ class RayCaller:
                 f"{self.name} did not answer {method.__name__!r} within {self.timeout_s:g} s"
             ) from error
         return found
+
+    def submit(self, method: Callable[..., R], *args: Any) -> Future[R]:
+        result: Future[R] = Future()
+
+        def settle(done: Future[R]) -> None:
+            error = done.exception()
+            if error is None:
+                result.set_result(done.result())
+            else:
+                own = unwrapped(error, self.name, method.__name__) if isinstance(error, Exception) else error
+                result.set_exception(own)
+
+        self.actor.run.remote(self.name, method.__name__, *args).future().add_done_callback(settle)
+        return result
 
 
 def _ray(value: Any) -> Any:
