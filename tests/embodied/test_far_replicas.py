@@ -21,6 +21,8 @@ from embodied.devices import Affinity
 from embodied.execution.assignment import Assignment
 from embodied.execution.executor import Executor, executor
 from embodied.execution.session import Session
+from embodied.rollout.replicas import Message, Reply
+from embodied.rollout.rollout_loop import DecisionRequest
 from embodied.runtime.groups import WorkerGroup
 from embodied.runtime.lent_tensors import Lender, LentOver
 from embodied.runtime.ray.lending import PART_BYTES
