@@ -2,7 +2,9 @@
 # for software Vulkan and OpenGL, into the system. The second time nothing is installed.
 #
 #   make train CONFIG=pushcube      trains with configs/pushcube.yaml
-#   make test ARGS="-k doctor"      lint, types, tests in three processes (11 GB of memory); ARGS go to pytest (-n 2: fewer, -n 0: one)
+#   make test ARGS="-k doctor"      lint, types, the default tests in two processes; ARGS go to pytest (-n 0: one process)
+#   make test-all                   the same with the slow tests: hours
+#   make docs                       writes the generated pages of docs/ anew
 #   make learn SEEDS="1 2 3"        a small VLA: demonstrations, supervised learning, PPO with these seeds (docs/learning.md)
 #   SYSTEM_PACKAGES=no make ...     leaves the system's packages alone and says what is missing
 #   PYTHON=python3.12 make ...      makes .venv with this Python
@@ -17,7 +19,11 @@ HASH := $(shell cat constraints.txt pyproject.toml | cksum | cut -d ' ' -f 1)
 PACKAGES := .venv/.packages-$(HASH)
 READY := .venv/.ready-$(HASH)
 
-.PHONY: train learn test lint setup system wheelhouse clean distclean
+# Lint, types and tests start dozens of processes, which share compiled modules.
+export PYTHONDONTWRITEBYTECODE :=
+PYTEST := .venv/bin/python -m pytest -n 2 --no-loadscope-reorder
+
+.PHONY: train learn test test-all lint docs setup system wheelhouse clean distclean
 
 train: setup
 	.venv/bin/embodied train $(CONFIG)
@@ -32,11 +38,17 @@ learn: setup
 	.venv/bin/embodied train openvla_small --policy.init learn-warm --name learn --seeds $(SEEDS) --resume auto
 
 test: lint
-	.venv/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(PYTEST) $(ARGS)
+
+test-all: lint
+	$(PYTEST) -m "slow or not slow" $(ARGS)
 
 lint: setup
 	.venv/bin/ruff check .
-	.venv/bin/mypy
+	.venv/bin/pyrefly check
+
+docs: setup
+	.venv/bin/python docs/reference.py
 
 setup: $(READY)
 
@@ -59,7 +71,7 @@ wheelhouse:
 	PYTHON='$(PYTHON)' HAVE='$(HAVE)' PART='$(PART)' DIR='$(DIR)' sh setup/wheelhouse.sh
 
 clean:
-	rm -rf .pytest_cache .ruff_cache .mypy_cache build *.egg-info
+	rm -rf .pytest_cache .ruff_cache build *.egg-info
 	find . -path ./.venv -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 distclean: clean

@@ -33,8 +33,8 @@ from embodied.reporting.metrics import read
 from embodied.run import checkpoint
 from embodied.run.folder import prepare_run
 from embodied.training.loop import train
-from sim_farm import faults
-from sim_farm.faults import Fault
+from sim_farm.workers import faults
+from sim_farm.workers.faults import Fault
 
 ITERATIONS = 5
 PATIENT_S, IMPATIENT_S, SLOW_S = 240.0, 20.0, 40.0

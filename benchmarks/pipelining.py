@@ -25,7 +25,7 @@ from embodied.execution.assignment import HERE, Assignment, FarmAssignment
 from embodied.execution.executor import executor
 from embodied.execution.session import Session, open_session
 from embodied.planning.profiler import Measured, decided_s, looped_s, measure, waited_s
-from schedulers.laws import loop_seconds
+from schedulers.cost.laws import loop_seconds
 
 POLICIES: tuple[tuple[tuple[int, int, int], int], ...] = (
     ((64, 128, 192), 2), ((96, 160, 256), 2), ((128, 256, 384), 2), ((160, 320, 512), 3),

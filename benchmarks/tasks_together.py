@@ -74,7 +74,7 @@ def workflow_of(*tasks: Task) -> Workflow:
 def profile_of(*tasks: Task) -> Profile:
     def measured(pool: Pool, values: dict[int, float]) -> ComponentProfile:
         points = tuple(Point(batch, 1, seconds, seconds, seconds) for batch, seconds in values.items())
-        return ComponentProfile(pool, points, spreads=pool == "cores")
+        return ComponentProfile(pool, points, data_parallel=pool == "cores")
 
     items = sum(task.environments for task in tasks)
     components = {

@@ -73,12 +73,6 @@ def migrate(data: Mapping[str, Any]) -> dict[str, Any]:
         for name in OLD_SECTIONS:
             if found.get(name) == {}:
                 del found[name]
-    policy = found.get("policy")
-    if isinstance(policy, dict) and isinstance(policy.get("options"), Mapping):
-        # It comes with torch, for which a command line that asks for help does not wait.
-        from policies.transforms import upgraded
-
-        policy["options"] = upgraded(policy["options"])
     return found | {"version": VERSION}
 
 

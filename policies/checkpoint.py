@@ -22,7 +22,6 @@ from torch import Tensor
 from policies.contract import Policy, PolicyError, PolicySpec, spec_to_dict
 from policies.files import layout, layouts, read_json, read_tensors, shown
 from policies.registry import arguments_of, build, nearest, policy_class
-from policies.transforms import upgraded
 
 ACTOR = Path("policy")
 CONFIG = ACTOR / "config.json"
@@ -52,14 +51,14 @@ def load(folder: str | Path) -> Policy:
         cls = policy_class(config["kind"])
         arguments = config["architecture"] | cls.restore_arguments(folder / ACTOR)
         if _has_plain_files(cls):
-            # Sizes are somebody's text: no memory is taken before the tensors are seen to have them.
+            # Sizes are outside data: no memory is taken before the tensors are seen to have them.
             with torch.device("meta"):
                 empty = build(config["kind"], spec, seed=0, **arguments)
             _check_layouts(folder / MODEL, _actor_state(empty))
             _check_layouts(folder / VALUE_HEAD, empty.value_head.state_dict())
         policy = build(config["kind"], spec, seed=0, **arguments)
     except PolicyError as error:
-        raise PolicyError(f"{folder / CONFIG}: {str(error)[:2000]}") from error  # it may show somebody's long text
+        raise PolicyError(f"{folder / CONFIG}: {str(error)[:2000]}") from error  # it may quote a long text of the file
     _fill(policy, folder)
     return policy
 
@@ -93,7 +92,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     reserved = {"kind", "spec", "seed"} & config["architecture"].keys()
     if reserved:
         raise PolicyError(f"{path}: architecture has {min(reserved)!r}, which is no argument of a network")
-    return config | {"architecture": upgraded(config["architecture"])}
+    return config
 
 
 def _hint(folder: Path) -> str:
@@ -157,7 +156,7 @@ def _fill(policy: Policy, folder: Path) -> None:
 
 
 def _has_plain_files(cls: type[Policy]) -> bool:
-    """Whether the policy is in this project's own layout."""
+    """True if the policy is in this project's own layout."""
     return cls.read_actor is Policy.read_actor
 
 

@@ -1,4 +1,4 @@
-"""What a policy is: `act` on inputs and given noise, `evaluate` the same decision again under new weights.
+"""The contract of policies: `act` on inputs and given noise, `evaluate` the same decision again under new weights.
 
 Symbols in shapes: B batch, C actions of a chunk, A action dimensions, S state, P proprioception,
 H x W pixels, Z noise numbers.
@@ -67,12 +67,12 @@ class Action:
     value: Tensor
     """[B] float32, the expected return from here; or [B, C], from each action of the chunk on."""
     trace: Mapping[str, Tensor]
-    """What `evaluate` needs to score the same decision again; each tensor has B rows."""
+    """Tensors that `evaluate` needs to score the same decision again; each tensor has B rows."""
 
 
 @dataclass(frozen=True)
 class Contrast:
-    """How a flow policy's velocity has changed since it drew a step, and whether towards what it drew."""
+    """Change of a flow policy's velocity since it drew a step, and its direction relative to the drawn step."""
 
     drift: Tensor
     """[B, C, A] float32: the velocity now, less that which acted."""
@@ -92,7 +92,7 @@ class Evaluation:
     value: Tensor
     """[B] float32, or [B, C] where `act`'s are."""
     contrast: Contrast | None = None
-    """Of policies that score one drawn step of a flow (`Policy.can_contrast`)."""
+    """Set by policies that score one drawn step of a flow (`Policy.can_contrast`)."""
     auxiliary: Tensor | None = None
     """[B] float32: a further loss of each row, of the policy's own, which an update makes smaller too."""
 
@@ -136,9 +136,9 @@ class Policy(nn.Module):
     """Entries of the architecture, and `spec.NAME` of the spec, that no saved weight depends on: where things lie, how
     they are computed, and how actions are drawn from what was computed (with new weights, where that takes some)."""
     predicts_more: ClassVar[bool] = False
-    """Whether a decision may predict more actions than are executed."""
+    """True if a decision may predict more actions than are executed."""
     pretrained: ClassVar[bool] = False
-    """Whether a policy that was just built has learned already: it is made of somebody's weights."""
+    """True if a policy that was just built has learned already: it begins with published weights."""
     ratio_tolerance: float = 1e-4
     """Largest mean |ratio - 1| at the first minibatch that counts as on-policy (fp32: 1e-4)."""
 
@@ -196,7 +196,7 @@ class Policy(nn.Module):
 
     @property
     def has_new_adapter(self) -> bool:
-        """Whether all that is trained of the actor is an adapter that changes nothing yet: then `without_adapter` is,
+        """True if all that is trained of the actor is an adapter that changes nothing yet: then `without_adapter` is,
         from now on and whatever is learned, the policy as it is now."""
         return False
 
@@ -218,7 +218,7 @@ class Policy(nn.Module):
         return False
 
     def read_actor(self, folder: Path) -> dict[str, Tensor]:
-        """What `write_actor` wrote, under the names of `state_dict`; the policy stays as it is.
+        """Tensors that `write_actor` wrote, under the names of `state_dict`; the policy stays as it is.
 
         Raises `PolicyError` unless it is whole, finite and fits. Tensors that are not trained may be left out.
         """
@@ -237,7 +237,7 @@ class Policy(nn.Module):
 
     @classmethod
     def assumed(cls, architecture: Mapping[str, Any]) -> Sequence[str]:
-        """What the files that the arguments name leave open, and a wrong guess of which would fail silently: a sentence
+        """Questions that the named files leave open, and a wrong guess of which would fail silently: a sentence
         for each, with what was taken and the option that says otherwise. Quick: no tensor is read."""
         return ()
 
@@ -248,7 +248,7 @@ class Policy(nn.Module):
 
     @classmethod
     def converts(cls, architecture: Mapping[str, Any]) -> Mapping[str, tuple[str, str]]:
-        """Of the environment's conventions (`orientation`, `gripper`) those that the policy converts itself: what of
+        """Conventions of the environment (`orientation`, `gripper`) that the policy converts itself: what of
         its arguments says so, and the convention that it converts from. With another one the network would see or say
         what it was never trained with."""
         return {}
@@ -261,7 +261,7 @@ class Policy(nn.Module):
 
     @classmethod
     def can_contrast(cls, architecture: Mapping[str, Any]) -> bool:
-        """Whether `evaluate` says how velocities have changed (`Contrast`)."""
+        """True if `evaluate` says how velocities have changed (`Contrast`)."""
         return False
 
     @classmethod
@@ -280,7 +280,7 @@ class Policy(nn.Module):
         return ()
 
     def actor_parameters(self) -> Iterator[nn.Parameter]:
-        """What is trained with the actor's learning rate."""
+        """Parameters that are trained with the actor's learning rate."""
         critic = {id(p) for p in self.value_head.parameters()}
         return (p for p in self.parameters() if id(p) not in critic)
 

@@ -1,15 +1,14 @@
-"""From noise to actions in N steps, some of which are drawn and have a density. What every flow policy samples with.
+"""Flow-SDE: a flow policy's denoising as a stochastic process whose steps have a density, and the sampler built on it.
 
-    scored "one"       one step k of each row is drawn, by flow-SDE, the others follow the ODE
-    scored "any"       every step is drawn, by flow-SDE, and one of them is scored
-    scored "all"       every step is drawn, by flow-SDE
-    scored "learned"   every step is drawn: the ODE's mean, and a standard deviation that the policy has learned
+Time runs from t = 1 (noise) to t = 0 (action) in N equal steps, t_i = 1 - i/N, delta = 1/N, with velocity
+v = dx/dt. The ODE step is x - delta v. Flow-SDE (pi-RL, arXiv 2510.25889; Flow-GRPO, arXiv 2505.05470) adds
+noise of strength sigma and the score term that keeps the marginals of the process:
 
-(pi-RL, arXiv 2510.25889; learned: flow-noise, also ReinFlow, arXiv 2505.22094). K steps of a row are scored: 1 with
-"one" and "any", else N. The log-probs of N steps are summed, element by element, or with the reduction "mean" divided
-by N + 1, as RLinf does, which counts x^(0) among them. x^(0) itself is not scored: it is part of what is observed, and
-its density does not depend on the weights. A chunk has D numbers, of which all are scored, or those that `executed`
-names: E. B rows.
+    x_{i+1} = x - delta [v + sigma_i^2 / (2 t_i) (x + (1 - t_i) v)] + sigma_i sqrt(delta) z,   z ~ N(0, I)
+    sigma_i = noise_level sqrt(t_i / (1 - t_i)),  with t_1 for t_0 in the denominator, where 1 - t_0 = 0
+
+The mean is linear in x and v with weights that depend on the step alone, hence `mean_weights`. All of it is
+computed in float64; cast it where it meets the network's numbers.
 """
 
 from __future__ import annotations
@@ -20,10 +19,39 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from policies import flow_sde
 from policies.contract import PolicyError
-from policies.density import gaussian_entropy, gaussian_log_prob
-from policies.layers import checked_noise
+from policies.layers import checked_noise, gaussian_entropy, gaussian_log_prob
+
+
+def timesteps(steps: int) -> Tensor:
+    """t_0 = 1 .. t_N = 0, float64 [N + 1]."""
+    return 1 - torch.arange(steps + 1, dtype=torch.float64) / steps
+
+
+def sigmas(steps: int, noise_level: float) -> Tensor:
+    """Noise strength sigma_i of each step, float64 [N]."""
+    t = timesteps(steps)
+    denominator = 1 - t[:-1]
+    denominator[0] = 1 - t[1]
+    return noise_level * torch.sqrt(t[:-1] / denominator)
+
+
+def stds(steps: int, noise_level: float) -> Tensor:
+    """Standard deviation s_i = sigma_i sqrt(delta) of each step's result, float64 [N]."""
+    return sigmas(steps, noise_level) * steps**-0.5
+
+
+def mean_weights(steps: int, noise_level: float) -> tuple[Tensor, Tensor]:
+    """The weights (of x, of v), each float64 [N], with which step i has the mean w_x x + w_v v.
+
+    At noise level 0 they are (1, -delta): the ODE.
+    """
+    t, sigma = timesteps(steps)[:-1], sigmas(steps, noise_level)
+    score = sigma**2 / (2 * t)
+    return 1 - score / steps, -(1 + score * (1 - t)) / steps
+
+
+# --- the sampler of every flow policy: from noise to actions in N steps, some of which are drawn and scored
 
 PICKING, REDUCTIONS = ("one", "any"), ("sum", "mean")
 SCORED = (*PICKING, "all", "learned")
@@ -33,7 +61,7 @@ VARIANCE_EPS = 1e-4
 
 @dataclass(frozen=True)
 class Field:
-    """What a network says of a chunk that is not yet one."""
+    """Prediction of the network for a partly denoised chunk."""
 
     v: Tensor
     """[.., D] velocity."""
@@ -96,19 +124,19 @@ class Denoising(nn.Module):
             )
         self.size, self.steps, self.scored, self.start_noise = size, steps, scored, start_noise
         self.divisor = 1 if reduction == "sum" or self.picks else steps + 1
-        table = [*flow_sde.mean_weights(steps, noise_level), flow_sde.stds(steps, noise_level)]
+        table = [*mean_weights(steps, noise_level), stds(steps, noise_level)]
         transitions, ode = torch.stack(table, -1).float(), torch.tensor([1.0, -1.0 / steps, 0.0])
         if scored == "learned":
             transitions = ode.expand(steps, 3).clone()
         self.register_buffer("ode", ode, persistent=False)
         self.register_buffer("transitions", transitions, persistent=False)
-        self.register_buffer("times", flow_sde.timesteps(steps)[:-1].float(), persistent=False)
+        self.register_buffer("times", timesteps(steps)[:-1].float(), persistent=False)
         kept = None if executed is None else torch.tensor(executed)
         self.register_buffer("executed", kept, persistent=False)
 
     @property
     def picks(self) -> bool:
-        """Whether one step is scored."""
+        """True if one step is scored."""
         return self.scored in PICKING
 
     @property

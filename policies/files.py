@@ -26,7 +26,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from policies.contract import PolicyError
-from policies.finite import check_finite
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -42,7 +41,7 @@ FULL = re.compile(r"full_weights\.pt")
 VERL_RANK = re.compile(r"model_world_size_(?P<world>\d{1,5})_rank_(?P<rank>\d{1,5})\.pt")
 LOCAL_RANK = re.compile(r"checkpoint_rank_(?P<rank>\d{1,5})\.pt")
 DCP_PART = re.compile(r".*\.distcp")
-"""What RLinf, verl and torch.distributed.checkpoint leave of a training, in the order in which they are preferred; see
+"""Files that RLinf, verl and torch.distributed.checkpoint write, in order of preference; see
 `policies.sharded`."""
 SHARD_FOLDERS = ("actor", "model_state_dict", "local_shard_checkpoint", "dcp_checkpoint")
 """Folders within a checkpoint's in which they lie."""
@@ -78,7 +77,7 @@ M = TypeVar("M", bound=BaseModel)
 
 
 def shown(value: object, longest: int = 100) -> str:
-    """A value of somebody's file in a message, in which it has limited room."""
+    """A value of an outside file, shortened for a message."""
     try:
         text = repr(value)
     except ValueError:
@@ -87,7 +86,7 @@ def shown(value: object, longest: int = 100) -> str:
 
 
 def checked(path: Path, schema: type[M], raw: Mapping[str, Any]) -> M:
-    """What the file said, as the schema has it. Raises `PolicyError`, which names the first entry that is not."""
+    """Content of the file, checked by the schema. Raises `PolicyError`, which names the first wrong entry."""
     try:
         return schema.model_validate(raw)
     except ValidationError as error:
@@ -108,7 +107,7 @@ def layout(tensor: Tensor) -> str:
 
 @dataclass(frozen=True)
 class Shards:
-    """Where each tensor of a directory is."""
+    """File of each tensor of a directory."""
 
     folder: Path
     files: Mapping[str, str]
@@ -124,7 +123,7 @@ class Shards:
             if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
                 raise PolicyError(f"{folder / INDEX} has no weight_map from tensors to files")
             for file in set(files.values()):
-                # An index is somebody else's text: it must not lead out of its folder.
+                # An index is outside data: it must not lead out of its folder.
                 if Path(file).name != file or not file.endswith(".safetensors") or "\0" in file:
                     raise PolicyError(f"{folder / INDEX} names {shown(file)}, which is no safetensors file beside it")
             return cls(folder, files)
@@ -191,7 +190,7 @@ class Shards:
 
 def trained_shards(folder: Path, deeper: int = 2) -> Path | None:
     """The first file of weights that RLinf, verl or torch.distributed.checkpoint left in the folder, or in one of those
-    that they make in it; None where there is none. Raises nothing."""
+    that they make in it; None if there is none. Raises nothing."""
     try:
         names = sorted(entry.name for entry in folder.iterdir())
     except OSError:
@@ -228,7 +227,7 @@ def check_no_shards(folder: Path) -> None:
 def check_no_other_weights(shards: Shards, known: Iterable[str] = ()) -> None:
     """Raise `PolicyError`, which names the first, if files of weights lie beside the shards that nothing would read.
 
-    `known` are names of files that somebody else reads. State of a training (optimizer, random numbers) may lie there.
+    `known` are names of files that other code reads. State of a training (optimizer, random numbers) may lie there.
     """
     folder, expected = shards.folder, {*shards.files.values(), *known}
     check_no_shards(folder)
@@ -251,7 +250,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def layouts(path: Path) -> dict[str, str]:
-    """Of each tensor of a safetensors file, as `layout` says it: none is read. Raises `PolicyError`."""
+    """Shape and dtype of each tensor of a safetensors file; no tensor is read. Raises `PolicyError`."""
     names = _names(path)
     with safe_open(path, framework="pt") as file:
         slices = {name: file.get_slice(name) for name in names}
@@ -290,7 +289,7 @@ def _unpickled(path: Path) -> dict[str, Tensor]:
 
 
 def unpickled(path: Path, check: Callable[[Any, int], None], *, mapped: bool = False) -> Any:
-    """What a file in PyTorch's format holds, on the CPU. `check` gets it first without its numbers, on the meta device,
+    """Content of a file in PyTorch's format, on the CPU. `check` gets it first without its numbers, on the meta device,
     and then with them, each time with the file's size in bytes. `mapped` leaves the numbers in the file until they are
     asked for, where it is an archive. Raises `PolicyError`."""
     try:
@@ -320,9 +319,9 @@ def unpickled(path: Path, check: Callable[[Any, int], None], *, mapped: bool = F
 
 
 def _why_not(error: pickle.UnpicklingError) -> str:
-    """What PyTorch's reader of tensors met, without its advice to read the file as code."""
-    told = str(error).partition("WeightsUnpickler error:")[2].strip().splitlines()
-    return told[0][:SHOWN_ERROR] if told else "it names code"
+    """Message of PyTorch's reader of tensors, without its advice to read the file as code."""
+    named = str(error).partition("WeightsUnpickler error:")[2].strip().splitlines()
+    return named[0][:SHOWN_ERROR] if named else "it names code"
 
 
 def _check_archive(path: Path, size: int) -> bool:
@@ -374,7 +373,7 @@ def check_shapes(source: Path, found: Mapping[str, Tensor], expected: Mapping[st
 
 
 def copy_other_files(source: Path, target: Path) -> None:
-    """What is neither tensor nor index nor configuration: tokenizer, preprocessor, statistics, remote code (unread)."""
+    """Files beside tensors, index and configuration: tokenizer, preprocessor, statistics, remote code (not read)."""
     kinds, others = {".json", ".model", ".py", ".md"}, {CONFIG, INDEX, ADAPTER_CONFIG}
     for path in sorted(source.iterdir()):
         if path.is_file() and path.suffix in kinds and path.name not in others:
@@ -416,3 +415,23 @@ def _check_names(source: Path, found: set[str], expected: set[str]) -> None:
             if names
         ]
         raise PolicyError(f"{source} does not hold the tensors that it should: {'; '.join(parts)}")
+
+
+# --- Weights and statistics that are not finite: refused where they are read, for a policy would act on them
+# silently.
+
+
+def check_finite(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Raise `PolicyError`, which names the first such tensor, if one read from `path` has NaN or infinite numbers."""
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point() or not tensor.numel():
+            continue
+        if tensor.element_size() < 2:  # of 8 bits, of which torch knows no extremes
+            tensor = tensor.float()
+        # The extremes take one pass and no memory; NaN is both of them wherever there is one.
+        low, high = torch.aminmax(tensor)
+        if not (low.isfinite() and high.isfinite()):
+            raise PolicyError(
+                f"{path}: {name[:200]!r} has numbers that are not finite: a policy cannot act with it. Use an earlier "
+                "checkpoint, or train again (a smaller learning rate is the usual remedy)"
+            )

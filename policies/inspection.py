@@ -1,4 +1,4 @@
-"""What a checkpoint directory holds: kind, sizes, statistics, processor steps, files beside the weights.
+"""Contents of a checkpoint directory: kind, sizes, statistics, processor steps, files beside the weights.
 
 Directories of OpenVLA, OpenVLA-OFT, pi0 and pi0.5 (openpi's layout and LeRobot's), PEFT's adapters, and this project's
 own. Only headers of tensors and small files are read; nothing is built.
@@ -42,7 +42,7 @@ class Range:
     low: tuple[float, ...]
     high: tuple[float, ...]
     ends: str
-    """What low and high are: `q01 to q99`, `min to max` or `mean - std to mean + std`."""
+    """Meaning of low and high: `q01 to q99`, `min to max` or `mean - std to mean + std`."""
 
     @property
     def narrow(self) -> tuple[int, ...]:
@@ -53,7 +53,7 @@ class Range:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What was found in a directory."""
+    """Findings in a directory."""
 
     folder: str
     kind: str
@@ -68,7 +68,7 @@ class Checkpoint:
     steps: tuple[str, ...]
     """Processor steps, in order."""
     adapter: Mapping[str, Any]
-    """Of a PEFT adapter its base, rank and modules; nothing where it is none."""
+    """Base, rank and modules of a PEFT adapter; empty for other directories."""
     beside: tuple[str, ...]
     """Files that no part of the layout is: trained parts, code, others."""
     loads_as: tuple[str, ...]
@@ -77,13 +77,13 @@ class Checkpoint:
 
 
 def looks_like_checkpoint(folder: Path) -> bool:
-    """Whether the directory has the files of a policy."""
+    """True if the directory has the files of a policy."""
     names = (CONFIG, ADAPTER_CONFIG, "policy/" + CONFIG, "policy/" + ADAPTER_CONFIG)
     return any((folder / name).is_file() for name in names)
 
 
 def inspect_checkpoint(folder: Path) -> Checkpoint:
-    """What the directory holds. Raises `PolicyError` where it is no policy's, or a file of it is damaged."""
+    """Contents of the directory. Raises `PolicyError` if it is not a policy's, or a file is damaged."""
     if not looks_like_checkpoint(folder):
         raise PolicyError(
             f"{folder} is no checkpoint that is known here: neither {CONFIG} nor {ADAPTER_CONFIG} is in it or in its "

@@ -1,10 +1,11 @@
-"""Building blocks that several policies share."""
+"""Building blocks of several policies: layers, time embedding, the normal density, the imitation loss's mask."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 
 from policies.contract import PolicyError
@@ -56,3 +57,46 @@ def checked_noise(noise: Tensor, noise_dim: int) -> Tensor:
     if noise.dim() != 2 or noise.shape[1] != noise_dim:
         raise PolicyError(f"noise must be [B, {noise_dim}] for this policy, got {list(noise.shape)}")
     return noise
+
+
+def time_embedding(t: Tensor, width: int) -> Tensor:
+    """[N] times in [0, 1] to float64 [N, width]: sines and cosines of periods from 0.004 to 4 (those of pi0).
+
+    float64, since at the shortest period a rounding of t by 1e-7 is a phase of 1e-4.
+    """
+    periods = 0.004 * 1000 ** torch.linspace(0, 1, width // 2, dtype=torch.float64, device=t.device)
+    phase = 2 * math.pi * t.double()[:, None] / periods
+    return torch.cat([phase.sin(), phase.cos()], -1)
+
+
+# --- the diagonal normal distribution, element by element: the density of every continuous policy
+
+LOG_SQRT_2PI = 0.5 * math.log(2 * math.pi)
+
+
+def gaussian_log_prob(x: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
+    """log N(x; mean, exp(log_std)^2) per element; the three broadcast against each other.
+
+    Takes log_std, which the callers have exactly, so that no logarithm of an exponential is rounded.
+    """
+    z = (x - mean) * torch.exp(-log_std)
+    return -0.5 * z * z - log_std - LOG_SQRT_2PI
+
+
+def gaussian_entropy(log_std: Tensor) -> Tensor:
+    """Differential entropy in nats per element: 0.5 log(2 pi e s^2) with s = exp(log_std)."""
+    return log_std + (0.5 + LOG_SQRT_2PI)
+
+
+# --- imitation losses: B rows, C actions of a chunk, A action dimensions
+
+def only_counted(actions: Tensor, counted: Tensor) -> Tensor:
+    """[B, H, A] with zeros for the actions that are not counted [B, H], whatever stands there: NaN times zero, in a
+    backward pass, would still be NaN."""
+    return torch.where(counted[..., None], actions, torch.zeros_like(actions))
+
+
+def counted_mean(losses: Tensor, counted: Tensor) -> Tensor:
+    """[B]: each row's mean of the losses [B, H, A] over its counted actions [B, H]; 0 for a row without any."""
+    weights = counted[..., None].to(losses.dtype).expand_as(losses)
+    return (losses * weights).sum((1, 2)) / weights.sum((1, 2)).clamp(min=1)

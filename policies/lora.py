@@ -1,28 +1,29 @@
-"""Low-rank adapters, in PEFT's layout on disk.
+"""Low-rank adapters, in PEFT's layout on disk, and the base that an adapter belongs to.
 
-FOLDER/adapter_config.json          rank, alpha, target modules
-FOLDER/adapter_model.safetensors    base_model.model.<module>.lora_{A,B}.weight, names as in the checkpoint
+An adapter of a layer is A [r, in], B [out, r] and a scaling s; merged into its base W [out, in] it is W + s B A.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 from pydantic import BaseModel, Field
 from torch import Tensor, nn
 
-from policies.adapter_bases import WAY, check_named_base, is_merged
 from policies.contract import Policy, PolicyError
 from policies.files import (
     ADAPTER,
     ADAPTER_CONFIG,
+    CONFIG,
     SHOWN_ERROR,
+    Shards,
     check_shapes,
     checked,
     read_json,
@@ -32,6 +33,144 @@ from policies.files import (
     write_tensors,
 )
 from policies.torchvision_operators import import_torchvision
+
+WAY = "set policy.options.any_base to true to use it nevertheless"
+MOST_NUMBERS = 3 * 10**8
+"""Numbers of base matrices that are looked at: a dozen layers of a network of 7 billion."""
+CERTAIN = 6.0
+"""Standard errors that a share must be away from 0, or from 1, to be no coincidence."""
+HUB = re.compile(r"models--(.+?)--(.+)")
+"""Folder of a model in Hugging Face's cache: organisation and name."""
+
+
+def check_named_base(adapter: Path, named: str, base: Path, state: Mapping[str, Tensor]) -> None:
+    """Raise `PolicyError` if an adapter names another base than the one in the folder `base`, which has these tensors.
+
+    A folder that is there is compared tensor by tensor. Of one that is not, and of a name on the Hub, the last part
+    counts: it is compared with the folder's name, with its name in the Hub's cache, and with config.json's
+    `_name_or_path`, unless the folder is called after the base and more, as fine-tunes are.
+    """
+    there = Path(named).expanduser()
+    try:
+        if there.is_dir() and (there / CONFIG).exists():
+            if there.resolve() == base.resolve() or _same_tensors(there, state) is not False:
+                return
+            raise PolicyError(f"{adapter} is an adapter of another base: {named} has other weights than {base}; {WAY}")
+    except OSError:  # a name that is too long for a path
+        pass
+    organisation, name = _parts(named)
+    own_organisation, own = _parts(str(base.resolve()))
+    if own_organisation and organisation and "/" in named and not named.startswith((".", "/", "~")):
+        if (own_organisation, own) == (organisation, name):
+            return
+    elif own == name:
+        return
+    elif not own.startswith(name):
+        said = read_json(base / CONFIG).get("_name_or_path") if (base / CONFIG).exists() else None
+        if isinstance(said, str) and said and _parts(said)[1] == name:
+            return
+    raise PolicyError(
+        f"{adapter} is an adapter of another base: it names {shown(named, 300)}, and the checkpoint is {base}. Set "
+        f"policy.options.checkpoint to that base; if this is it under another name, {WAY}"
+    )
+
+
+def is_merged(state: Mapping[str, Tensor], adapter: Mapping[str, Tensor], config: Mapping[str, Any]) -> bool | None:
+    """True if an adapter is in the base's tensors already; None where they cannot tell.
+
+    With the singular vectors u, v and values d of s B A, u' W v has d in it once the adapter is merged. The share of d
+    is estimated over all directions; the noise is what u' W v is for vectors that do not belong together.
+    """
+    total, weight, numbers = 0.0, 0.0, 0
+    shares: list[tuple[float, float]] = []
+    for layer in sorted({name.rsplit(".lora_", 1)[0] for name in adapter}, key=_spread):
+        w, a, b = (
+            tensors.get(name)
+            for tensors, name in (
+                (state, f"{layer}.weight"), (adapter, f"{layer}.lora_A.weight"), (adapter, f"{layer}.lora_B.weight"),
+            )
+        )  # fmt: skip
+        if w is None or a is None or b is None or not w.dim() == a.dim() == b.dim() == 2:
+            continue
+        if w.shape != (len(b), a.shape[1]) or len(a) != b.shape[1]:
+            continue
+        numbers += w.numel()
+        if numbers > MOST_NUMBERS and shares:
+            break
+        u, d, v = _directions(a.float().cpu(), b.float().cpu(), scaling(config, layer, len(a)))
+        found = u.T @ w.float().cpu() @ v
+        off = found[~torch.eye(len(found), dtype=torch.bool)]
+        # Of a low rank there are few numbers off the diagonal, which may all be small: no less than the matrix's own.
+        spread = torch.stack([each.float().cpu().pow(2).mean() for each in (off, w) if each.numel()]).max()
+        if not spread > 0 or not d.any():
+            continue
+        here = float((d * d).sum() / spread)
+        total, weight = total + float((d * found.diagonal()).sum() / spread), weight + here
+        shares.append((float((d * found.diagonal()).sum() / spread) / here, here**-0.5))
+    if not weight > 0:
+        return None
+    share, error = total / weight, weight**-0.5
+    if error * CERTAIN > 1:
+        return None
+    near = sum(abs(one - 1) <= 4 * spread + 0.05 for one, spread in shares)
+    if abs(share - 1) <= 4 * error + 0.05 and near >= 0.9 * len(shares):
+        return True
+    return False if share < 0.5 else None
+
+
+def scaling(config: Mapping[str, Any], layer: str, rank: int) -> float:
+    """PEFT's factor of an adapter of this rank."""
+    from peft.utils.other import get_pattern_key
+
+    patterns = config.get("alpha_pattern") or {}
+    alpha = patterns.get(get_pattern_key(list(patterns), layer), config.get("lora_alpha", 8))
+    return float(alpha) / (rank**0.5 if config.get("use_rslora") else rank)
+
+
+def _directions(a: Tensor, b: Tensor, factor: float) -> tuple[Tensor, Tensor, Tensor]:
+    """u [out, r], d [r], v [in, r] of s B A."""
+    left, up = torch.linalg.qr(b)
+    right, down = torch.linalg.qr(a.T)
+    u, d, v = torch.linalg.svd(factor * up @ down.T)
+    return left @ u[:, : len(d)], d, right @ v[: len(d)].T
+
+
+def _same_tensors(folder: Path, state: Mapping[str, Tensor]) -> bool | None:
+    """True if the matrices of a directory are these; None where it has none by these names."""
+    shards = Shards.find(folder)
+    numbers, equal = 0, None
+    for name in sorted(set(shards.files) & state.keys(), key=_spread):
+        if state[name].dim() < 2:
+            continue
+        numbers += state[name].numel()
+        if numbers > MOST_NUMBERS and equal:
+            break
+        stored = shards.tensor(name)
+        # Rounded: the same base may have been read in float32 and in bfloat16.
+        if stored.shape != state[name].shape or not torch.equal(stored.bfloat16(), state[name].cpu().bfloat16()):
+            return False
+        equal = True
+    return equal
+
+
+def _parts(name: str) -> tuple[str, str]:
+    """Organisation, where one is said, and name of a model: of a name on the Hub, or a path."""
+    parts = [part for part in name.replace("\\", "/").split("/") if part]
+    for part in parts:
+        cached = HUB.fullmatch(part)
+        if cached:
+            return cached[1].lower(), cached[2].lower()
+    hub = len(parts) == 2 and not name.startswith((".", "/", "~"))
+    return parts[0].lower() if hub else "", parts[-1].lower() if parts else ""
+
+
+def _spread(name: str) -> tuple[int, str]:
+    """A key that sorts names so that the first few are of all parts of a network."""
+    digits = re.findall(r"\d+", name)
+    return (sum(map(int, digits)) * 7919 + len(name) * 104729) % 1009, name
+
+
+# --- reading, adding, writing adapters
 
 PREFIX = "base_model.model."
 NAME = "default"
@@ -58,8 +197,9 @@ BASE = "base_digest"
 OUTPUT_LAYERS = ("lm_head",)
 """Linear layers that PEFT's `all-linear` leaves out."""
 LONGEST_MATCH_S = 1.0
+"""Limit of a search for module names, in seconds: PEFT reads the names as regular expressions, which may not end."""
 PATTERN = r"[\w.^$\\-]+"
-"""Of names of modules, which PEFT takes for regular expressions: those of strangers may take for ever."""
+"""Allowed characters of module names in an adapter_config.json."""
 Rank = Annotated[int, Field(strict=True, ge=0, le=2**16)]
 Alpha = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
 
@@ -93,7 +233,7 @@ class AdaptedModel(nn.Module):
 
     @property
     def base_folder(self) -> Path | None:
-        """Where the base's tensors came from."""
+        """Source of the base's tensors."""
         raise NotImplementedError
 
     def checkpoint_name(self, name: str) -> str:
@@ -119,7 +259,7 @@ class AdaptedPolicy(Policy):
 
     @property
     def adapted(self) -> bool:
-        """Whether an adapter is trained, and the network frozen."""
+        """True if an adapter is trained, and the network frozen."""
         return bool(self.adaptable.adapter_config)
 
     @property
@@ -169,7 +309,7 @@ def adapter_parameters(model: AdaptedModel) -> list[nn.Parameter]:
 
 
 def is_neutral(model: AdaptedModel) -> bool:
-    """Whether the adapter adds nothing to the model: B is zero everywhere, as in a new one."""
+    """True if the adapter adds nothing to the model: B is zero everywhere, as in a new one."""
     return not any(bool(p.any()) for name, p in model.named_parameters() if f".lora_B.{NAME}." in name)
 
 
@@ -213,9 +353,10 @@ def merged_state(model: AdaptedModel) -> dict[str, Tensor]:
     """
     state = plain_state(model)
     for name, module in model.named_modules():
-        if hasattr(module, "get_delta_weight"):
+        delta: Any = getattr(module, "get_delta_weight", None)
+        if delta is not None:
             key = model.checkpoint_name(f"{name}.weight")
-            state[key] = (state[key].float() + module.get_delta_weight(NAME).float()).to(state[key].dtype)
+            state[key] = (state[key].float() + delta(NAME).float()).to(state[key].dtype)
     return state
 
 
@@ -247,7 +388,7 @@ def attach(model: AdaptedModel, config: dict[str, Any], source: Path | None = No
         # Dropout would make the second look at a decision differ from the first.
         ready = LoraConfig(**({"init_lora_weights": "gaussian"} | _known(config) | {"lora_dropout": 0.0}))
         inject_adapter_in_model(ready, model, adapter_name=NAME)
-    except Exception as error:  # a configuration of somebody's: PEFT raises anything for what it has not thought of
+    except Exception as error:  # an outside configuration: PEFT raises any error for it
         what = str(error)[:SHOWN_ERROR] or type(error).__name__
         where = "" if source is None else f"{source}: "
         raise PolicyError(f"{where}an adapter of r={shown(config.get('r'))} cannot be made: {what}") from error
@@ -332,7 +473,7 @@ def check_whole(folder: Path, config: dict[str, Any], modules: Iterable[str], la
 
 
 def _targeted(folder: Path, config: dict[str, Any], layer: str) -> bool:
-    """Whether PEFT hangs an adapter on the linear layer."""
+    """True if PEFT adds an adapter to the linear layer."""
     import regex  # type: ignore[import-untyped]  # with a limit of time: the pattern is a stranger's
     from peft import LoraConfig
     from peft.tuners.tuners_utils import check_target_module_exists
@@ -346,7 +487,7 @@ def _targeted(folder: Path, config: dict[str, Any], layer: str) -> bool:
                 return layer.rsplit(".", 1)[-1] not in OUTPUT_LAYERS
             return regex.fullmatch(target, layer, timeout=LONGEST_MATCH_S) is not None
         return bool(check_target_module_exists(LoraConfig(**_known(config)), layer))
-    except Exception as error:  # a pattern of somebody's
+    except Exception as error:  # an outside pattern
         what = str(error)[:SHOWN_ERROR] or type(error).__name__
         path = folder / ADAPTER_CONFIG
         raise PolicyError(f"{path}: target_modules {shown(target)} cannot be used: {what}") from error

@@ -1,4 +1,4 @@
-"""What checkpoints with random weights have in common: config.json says from which seed the weights are drawn, so that
+"""Checkpoints with random weights: config.json says from which seed the weights are drawn, so that
 gigabytes are neither written nor read; and the words of their tokenizers.
 """
 
@@ -13,17 +13,17 @@ from torch import Tensor, nn
 from policies.contract import PolicyError
 
 MOST_WEIGHTS = 10**11
-"""Of a network: a config.json that says more is not meant."""
+"""Largest number of parameters of such a network."""
 RANDOM_WEIGHTS = "random_weights"
 """Entry of config.json: the seed of the weights."""
 INSTRUCTION = "pick up the black bowl between the plate and the ramekin and place it on the plate"
-"""What the bench asks for, from LIBERO-Spatial."""
+"""Instruction of the benchmarks, from LIBERO-Spatial."""
 FURTHER_WORDS = (
     "move push pull pick put place reach grasp lift bring touch open close turn take go gripper hand arm robot ball "
     "cube block target goal peg drawer door cabinet stove bottle basket red green blue yellow white left right middle "
     "top bottom front back onto into from on in of to at with near up down over behind beside point"
 )
-"""What else the tokenizers have as whole words: for speed a prompt's length is what counts."""
+"""Further whole words of the tokenizers: for speed a prompt's length is what counts."""
 SINGLE = ("\n", *string.ascii_letters, *string.digits, *string.punctuation)
 """Characters with which they spell other words."""
 

@@ -1,4 +1,4 @@
-"""From a policy's kind to the policy, built from a seed."""
+"""The registry of policy kinds: a policy by its kind, built from a seed."""
 
 from __future__ import annotations
 
@@ -15,23 +15,22 @@ import torch
 
 from policies.contract import Policy, PolicyError, PolicySpec
 from policies.files import CONFIG, read_json, shown
-from policies.transforms import instead_of
 
 KINDS = {
-    "flow": "policies.flow:FlowPolicy",
-    "gaussian_mlp": "policies.gaussian_mlp:GaussianMLP",
+    "flow": "policies.small.flow:FlowPolicy",
+    "gaussian_mlp": "policies.small.gaussian_mlp:GaussianMLP",
     "pi0": "policies.pi0.policy:Pi0",
     "openvla": "policies.openvla.policy:OpenVLA",
     "openvla_oft": "policies.openvla.oft:OpenVLAOFT",
-    "random": "policies.random_actions:RandomActions",
-    "replay": "policies.replay:Replay",
-    "scripted": "policies.scripted:Scripted",
+    "random": "policies.scripted.random_actions:RandomActions",
+    "replay": "policies.scripted.replay:Replay",
+    "scripted": "policies.scripted.policy:Scripted",
 }
 """Kind to module:class. A module is imported when its kind is asked for."""
 
 
 LARGEST, LARGEST_IMAGE = 2**16, 4096
-"""Of the sizes in a spec, and of the whole numbers in an architecture: a file may say anything."""
+"""Limits of the sizes in a spec and of whole numbers in an architecture: a file may hold any number."""
 
 
 def policy_class(kind: str) -> type[Policy]:
@@ -96,9 +95,7 @@ def _checked_class(kind: str, architecture: Mapping[str, Any]) -> type[Policy]:
     known = arguments_of(cls)
     for name, value in architecture.items():
         if name not in known:
-            moved = instead_of(name, value) if "transforms" in known else None
-            said = f": {moved}" if moved else nearest(name[:100], list(known))
-            raise PolicyError(f"{kind} has no architecture argument {shown(name)}{said}")
+            raise PolicyError(f"{kind} has no architecture argument {shown(name)}{nearest(name[:100], list(known))}")
         if not _fits(value, known[name]):
             raise PolicyError(f"{kind}'s {name} is of the kind of {known[name]!r}, got {shown(value)}")
     return cls
@@ -117,7 +114,7 @@ def arguments_of(cls: type[Policy]) -> dict[str, Any]:
 
 
 def _fits(value: Any, default: Any) -> bool:
-    """Whether the value is of the default's type, and a number of a size that can be; a list passes for a tuple, whose
+    """True if the value is of the default's type, and a number of a size that can be; a list passes for a tuple, whose
     items fit the default's, and a whole number for a real."""
     if default is None:
         return True

@@ -18,7 +18,7 @@ from torch import Tensor
 
 Filter = Literal["bicubic", "bilinear", "lanczos"]
 FRACTION_BITS = 22
-"""Of Pillow's fixed-point coefficients."""
+"""Bits of Pillow's fixed-point coefficients."""
 
 
 def resize(frames: Tensor, height: int, width: int, name: Filter) -> Tensor:

@@ -39,6 +39,7 @@ from policies.files import (
     WEIGHT_SUFFIXES,
     WEIGHTS,
     Shards,
+    check_finite,
     layout,
     read_json,
     shown,
@@ -47,20 +48,19 @@ from policies.files import (
     write_json,
     write_tensors,
 )
-from policies.finite import check_finite
 
 FSDP_CONFIG = "fsdp_config.json"
 HUGGINGFACE = "huggingface"
 LORA_FOLDER = "lora_adapter"
 WRAPPERS = re.compile(r"(?:(?<=\.)|^)(?:_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod|base_layer)\.")
-"""What wrappers of a module put into the names of its tensors."""
+"""Parts that module wrappers add to the names of tensors."""
 LEADS = ("", "module.", "base_model.model.", "module.base_model.model.", "model.", "module.model.")
-"""What programs put before the names of all tensors."""
+"""Prefixes that programs add to all tensor names."""
 NESTED = (("fsdp_checkpoint", "model"), ("state_dict",), ("model_state_dict",), ("model",), ("module",))
-"""Where a state dict is in a file that holds more. RLinf's converter looks in the same places."""
+"""Keys under which a state dict is found in a larger file. RLinf's converter looks in the same places."""
 LORA = re.compile(r"(.+)\.lora_(A|B)\.(?:(\w+)\.)?weight")
 VALUE_HEAD = "value_head."
-"""Of a training: no policy acts with it, and the base has none."""
+"""Tensors of a training alone: no policy acts with them, and the base has none."""
 LARGEST_FILE = 5 * 10**9
 """Bytes of one file where no base says how the tensors are spread."""
 OWN_PROGRAM = "convert it with the program that wrote it (verl: python -m verl.model_merger merge --backend fsdp)"
@@ -96,7 +96,7 @@ class _Meta(_Record):
 
 
 class _Passed(_Record):
-    """Something that nobody asks for."""
+    """An entry that no reader asks for."""
 
     def __new__(cls, *given: Any) -> _Passed:
         return super().__new__(cls)
@@ -133,7 +133,7 @@ STAND_INS: tuple[tuple[type, str], ...] = (
     *((_Passed, f"numpy.{name}") for name in ("ndarray", "dtype", "core.multiarray._reconstruct",
                                               "_core.multiarray._reconstruct")),
 )  # fmt: skip
-"""What stands for each class that such a file may name. Nothing of PyTorch's own is made, which would want the
+"""Stand-in for each class that such a file may name. Nothing of PyTorch's own is made, which would want the
 processes that wrote it."""
 _ALONE = threading.Lock()
 
@@ -159,7 +159,7 @@ class Part:
 
     local: Tensor
     shape: tuple[int, ...] | None = None
-    """Of the whole tensor; None where the file does not say it."""
+    """Shape of the whole tensor; None if the file does not give it."""
     dim: int | None = None
     """Dimension along which it is cut; None: this is all of it."""
     place: int = 0
@@ -172,7 +172,7 @@ class Source:
 
     kind: str
     files: tuple[Path, ...]
-    """By rank, or the only one."""
+    """Files by rank, or the only one."""
     folder: Path
     left_alone: tuple[str, ...] = ()
     """Files that lie there and are not read: optimizer, random states."""

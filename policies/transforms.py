@@ -1,4 +1,4 @@
-"""What stands between a task's conventions and a checkpoint's: a list of small pieces of data, saved with the policy.
+"""Transforms between a task's conventions and a checkpoint's: a list of small pieces of data, saved with the policy.
 
     policy:
       options:
@@ -195,12 +195,12 @@ class Transforms:
         return any(isinstance(entry, kind) for entry in self.entries)
 
     def as_data(self) -> list[dict[str, Any]]:
-        """What `said` was, as JSON has it."""
+        """The transform as JSON."""
         found = [asdict(entry) for entry in self.entries]  # type: ignore[call-overload]
         return [{name: list(v) if isinstance(v, tuple) else v for name, v in entry.items()} for entry in found]
 
     def conventions(self) -> dict[str, tuple[str, str]]:
-        """Of the environment's settings those that are converted: what says so, and the value it converts from."""
+        """Settings of the environment that are converted: the transform's name, and the value it converts from."""
         return {
             setting: (f"transforms has {entry.kind}", wanted)
             for entry in self.entries
@@ -271,27 +271,3 @@ def _read(place: int, said: Any) -> Entry:
             f"policy.options.transforms, entry {place}: {where + ': ' if where else ''}{found['msg']}; got {said!r} "
             "(docs/adding-a-policy.md#conventions lists what there is)"
         ) from None
-
-
-FORMER_OPTIONS: Mapping[str, Callable[[Any], dict[str, Any] | None]] = {
-    "rotate_images": lambda value: {"kind": "turn_images"} if value else None,
-    "delta_dims": lambda value: {"kind": "delta_actions", "dims": value} if value else None,
-    "gripper": lambda value: {"kind": "gripper", "convention": value} if value != "raw" else None,
-}
-"""Options of earlier versions, and the entry that each has become."""
-
-
-def upgraded(architecture: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a policy that an earlier version saved, with `transforms` in place of the `FORMER_OPTIONS`."""
-    entries = [entry(architecture[name]) for name, entry in FORMER_OPTIONS.items() if name in architecture]
-    known = {name: value for name, value in architecture.items() if name not in FORMER_OPTIONS}
-    converted = [entry for entry in entries if entry is not None]
-    return known | ({"transforms": converted} if converted else {})
-
-
-def instead_of(name: str, value: Any) -> str | None:
-    """What takes the place of an option of earlier versions; None for others."""
-    if name not in FORMER_OPTIONS:
-        return None
-    entry = FORMER_OPTIONS[name](value)
-    return f"{name} is an entry of transforms now" + (f": {entry}" if entry is not None else "; leave it away")

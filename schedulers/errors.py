@@ -1,4 +1,4 @@
-"""The one exception of this package, and its manners."""
+"""The exception of this package, and the end of its messages."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterable
 
 
 class PlanError(Exception):
-    """A mistake that its reader can mend: one message that says what was given and what is allowed."""
+    """A mistake of the user: one message that says what was given and what is allowed."""
 
 
 def nearest(given: str, valid: Iterable[str]) -> str:
-    """The end of an error message: the nearest valid names, or all of them where none is near."""
+    """End of an error message: the nearest valid names, or all of them where none is near."""
     names = sorted(set(valid))
     near = difflib.get_close_matches(given, names, n=3, cutoff=0.5)
     if near:

@@ -1,53 +1,64 @@
-"""A plan in words: why this mode, what limits it, and what would help."""
+"""Explanation of a plan in sentences: why this mode, what limits it, what the alternatives cost, what would help."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from schedulers.cluster import Cluster, Node
+from schedulers.cluster import POOLS, Cluster, Node, Pool, bytes_per_device, devices_of
+from schedulers.cost.laws import completions, makespan, server_loads
+from schedulers.cost.prediction import (
+    PhaseCosts,
+    phase_costs,
+    predict,
+    predict_sequential,
+    problem_of,
+    server_seconds_alone,
+)
+from schedulers.cost.problem import Problem
+from schedulers.cost.times import peak_bytes
 from schedulers.errors import PlanError
-from schedulers.explain_tasks import in_words, tasks_explained
-from schedulers.layout import ranges_text
-from schedulers.memory import devices_of, share_bytes
-from schedulers.plan import MODES, Mode, Plan
-from schedulers.prediction import phase_costs, problem_of
-from schedulers.profile import Pool, Profile
-from schedulers.times import POOLS, Problem, held_bytes
+from schedulers.plan import MODES, DeviceRange, Mode, Phase, Placement, Plan, ranges_text
+from schedulers.profile import Profile
 from schedulers.workflow import Workflow
 
 WORTH_A_SENTENCE = 0.01
 """Relative gain below which more hardware is not worth mentioning."""
+BUSY = 0.9
+"""Share of its time above which a placement is the bottleneck of a task."""
 
 
-def explained(
+def explain_plan(
     plan: Plan,
-    found: Mapping[Mode, Plan],
-    others: Sequence[Plan],
+    best_of: Mapping[Mode, Plan],
+    considered: Sequence[Plan],
     workflow: Workflow,
     profile: Profile,
     cluster: Cluster,
     units: Mapping[Pool, int],
-    again: Callable[[Cluster], Plan],
+    plan_for: Callable[[Cluster], Plan],
 ) -> tuple[str, ...]:
-    """Sentences for `Plan.why`. `found` holds the best plan of each mode, whose devices come in `units`; `others` all
-    that were considered; `again` plans for another cluster."""
+    """Sentences for `Plan.why`.
+
+    `best_of`: the best plan of each mode. `considered`: all plans that were found. `units`: devices that were allocated
+    together. `plan_for`: the best plan for another cluster.
+    """
     problem = problem_of(plan, workflow, profile, cluster)
     return (
         _seconds(plan),
         *_phases(plan),
-        *tasks_explained(plan, problem),
-        *_modes(plan, found),
-        *_pools(plan, others, profile),
-        *_nodes(plan, others, workflow, cluster),
+        *explain_tasks(plan, problem),
+        *_modes(plan, best_of),
+        *_pools(plan, considered, profile),
+        *_nodes(plan, considered, workflow, cluster),
         *_memory(plan, problem),
         *_weights(plan, problem),
         _bottleneck(plan, problem),
         _switches(plan),
         *_communication(plan),
         *_gap(plan, units),
-        _help(plan, cluster, problem, again),
+        _more_devices(plan, cluster, problem, plan_for),
     )
 
 
@@ -83,15 +94,15 @@ def _modes(plan: Plan, found: Mapping[Mode, Plan]) -> list[str]:
     return result
 
 
-def _pools(plan: Plan, others: Sequence[Plan], profile: Profile) -> list[str]:
-    """Of components that were measured on both pools, what the other one would cost."""
+def _pools(plan: Plan, considered: Sequence[Plan], profile: Profile) -> list[str]:
+    """Cost of the other pool, for components that were measured on both."""
     result = []
     for name, pool in plan.pools.items():
         component = profile.components[name].on(pool)
-        if component.elsewhere is None:
+        if component.other_pool is None:
             continue
-        other = component.elsewhere.pool
-        seconds = min((_predicted(each) for each in others if each.pools.get(name) == other), default=math.inf)
+        other = component.other_pool.pool
+        seconds = min((_predicted(each) for each in considered if each.pools.get(name) == other), default=math.inf)
         if math.isinf(seconds):
             result.append(f"No plan was found with {name} on {other}.")
         else:
@@ -99,22 +110,22 @@ def _pools(plan: Plan, others: Sequence[Plan], profile: Profile) -> list[str]:
     return result
 
 
-def _nodes(plan: Plan, others: Sequence[Plan], workflow: Workflow, cluster: Cluster) -> list[str]:
-    """What the nodes away from home are used for, or why they are not."""
-    away = [node.name for node in cluster.nodes if node.name != cluster.home]
-    if cluster.home is None or not away:
+def _nodes(plan: Plan, considered: Sequence[Plan], workflow: Workflow, cluster: Cluster) -> list[str]:
+    """Use of the other nodes than the head node, or why they are not used."""
+    away = [node.name for node in cluster.nodes if node.name != cluster.head_node]
+    if cluster.head_node is None or not away:
         return []
     names = _listed(away)
     if _leaves(plan, cluster):
-        stay = min((_predicted(other) for other in others if not _leaves(other, cluster)), default=math.inf)
+        stay = min((_predicted(other) for other in considered if not _leaves(other, cluster)), default=math.inf)
         if math.isinf(stay):
-            return [f"On {cluster.home} alone there is no such plan."]
-        return [f"On {cluster.home} alone an iteration would take {_compared(stay, plan)}."]
-    travelling = ", ".join(name for name in workflow.names if name in workflow.travelling)
-    if not travelling:
-        return [f"Nothing is on {names}: no component may leave {cluster.home}."]
-    only = f"Nothing is on {names}. Only {travelling} may leave {cluster.home}, and "
-    leave = min((_predicted(other) for other in others if _leaves(other, cluster)), default=math.inf)
+            return [f"On {cluster.head_node} alone there is no such plan."]
+        return [f"On {cluster.head_node} alone an iteration would take {_compared(stay, plan)}."]
+    movable = ", ".join(name for name in workflow.names if name in workflow.movable)
+    if not movable:
+        return [f"Nothing is on {names}: no component may leave {cluster.head_node}."]
+    only = f"Nothing is on {names}. Only {movable} may leave {cluster.head_node}, and "
+    leave = min((_predicted(other) for other in considered if _leaves(other, cluster)), default=math.inf)
     if math.isinf(leave):
         messages = f": a message to another node takes {in_words(cluster.link_s)}" if cluster.link_s else ""
         return [only + f"no plan is faster for it{messages}."]
@@ -122,18 +133,18 @@ def _nodes(plan: Plan, others: Sequence[Plan], workflow: Workflow, cluster: Clus
 
 
 def _memory(plan: Plan, problem: Problem) -> list[str]:
-    """Which nodes are idle although there is what could be there, had they more memory."""
+    """Nodes that are idle for want of memory."""
     used = {part.node for phase in plan.phases for placement in phase.placements for part in placement.devices}
     result = []
     for phase in plan.phases:
         cost = phase_costs(plan, phase, problem)
-        for names, count in zip(cost.shape.placements, cost.counts, strict=True):
+        for names, count in zip(cost.model.placements, cost.counts, strict=True):
             pool = problem.pools[names[0]]
             idle = [node for node in problem.cluster.nodes if node.name not in used and devices_of(node, pool)]
-            need = held_bytes(problem, cost.shape, names, count)
-            poor = [node for node in idle if share_bytes(node, pool) < need]
-            if poor and not problem.bound(names):
-                most = max(share_bytes(node, pool) for node in poor)
+            need = peak_bytes(problem, cost.model, names, count)
+            poor = [node for node in idle if bytes_per_device(node, pool) < need]
+            if poor and not problem.pinned(names):
+                most = max(bytes_per_device(node, pool) for node in poor)
                 result.append(
                     f"For want of memory {', '.join(names)} cannot be on {_listed([node.name for node in poor])}: "
                     f"{need / 1e9:.3g} GB for each of its {pool}, where there are {most / 1e9:.3g} GB."
@@ -142,15 +153,15 @@ def _memory(plan: Plan, problem: Problem) -> list[str]:
 
 
 def _weights(plan: Plan, problem: Problem) -> list[str]:
-    """On how many accelerators what decides computes with the weights of what is trained."""
-    shared = problem.shared
+    """Number of accelerators on which policy and learner share one copy of the weights."""
+    shared = problem.shared_weights
     hosts = shared.hosts(plan) if shared else ()
     guests = len(hosts) - hosts.count(None)
     if shared is None or not guests:
         return []
     return [
-        f"On {guests} of {shared.decider}'s {len(hosts)} accelerators it works in the processes of {shared.trainer}, "
-        "which wait then, with one copy of the weights."
+        f"On {guests} of {len(hosts)} accelerators of {shared.policy} it takes turns with {shared.learner} in one "
+        "process, with one copy of the weights."
     ]
 
 
@@ -159,7 +170,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _leaves(plan: Plan, cluster: Cluster) -> bool:
-    return any(placement.nodes != {cluster.home} for phase in plan.phases for placement in phase.placements)
+    return any(placement.nodes != {cluster.head_node} for phase in plan.phases for placement in phase.placements)
 
 
 def _predicted(plan: Plan) -> float:
@@ -176,49 +187,49 @@ def _compared(seconds: float, plan: Plan) -> str:
 
 
 def _bottleneck(plan: Plan, problem: Problem) -> str:
-    """The component that devices spend most of the iteration on, and whether its phase waits for it alone."""
+    """The component with the longest busy time, and the bottleneck of the rollout loop."""
     assert plan.prediction is not None
     busy = plan.prediction.components_s
     name = max(busy, key=lambda name: busy[name])
     share = busy[name] / plan.prediction.iteration_s if plan.prediction.iteration_s else 0.0
-    text = f"The most time goes to {name}: its devices work on it {share:.0%} of the iteration"
+    text = f"The busiest component is {name}: its devices work on it {share:.0%} of the iteration"
     for phase in plan.phases:
         cost = phase_costs(plan, phase, problem)
-        if len(cost.shape.loops) != 1:
+        if len(cost.model.loops) != 1:
             continue
         loads: dict[int, float] = {}
-        for visit, seconds in zip(cost.shape.visits, cost.visits, strict=True):
+        for visit, seconds in zip(cost.model.visits, cost.visits, strict=True):
             loads[visit.placement] = loads.get(visit.placement, 0.0) + seconds
         if len(loads) < 2:
             continue
-        groups, ways = plan.groups_of(0), cost.shape.loops[0].ways
-        total = sum(loads.values()) + sum(ways)
+        groups, transfers = plan.groups_of(0), cost.model.loops[0].transfers_s
+        total = sum(loads.values()) + sum(transfers)
         slowest = max(loads, key=lambda i: loads[i])
-        if max(ways, default=0.0) > loads[slowest] and max(ways) * groups >= total:
+        if max(transfers, default=0.0) > loads[slowest] and max(transfers) * groups >= total:
             text += "; the loop waits for the link between nodes"
         elif loads[slowest] * groups >= total:
-            text += f"; the loop waits for {', '.join(cost.shape.placements[slowest])}"
+            text += f"; the loop waits for {', '.join(cost.model.placements[slowest])}"
         else:
-            text += "; the loop is as long as a group's own way round"
-            if ways:
-                text += f", {sum(ways) / total:.0%} of it between nodes"
+            text += "; the loop is as long as the steps of one group"
+            if transfers:
+                text += f", {sum(transfers) / total:.0%} of it between nodes"
     return text + "."
 
 
 def _switches(plan: Plan) -> str:
     assert plan.prediction is not None
     if plan.prediction.switch_s > 0:
-        return f"Components do not fit together: unloading and loading costs {in_words(plan.prediction.switch_s)}."
+        return f"Components do not fit together: context switches cost {in_words(plan.prediction.switch_s)}."
     if plan.unload:
         return "Components do not fit together and are unloaded between phases; no time was measured for that."
-    return "Everything stays loaded: switches cost nothing."
+    return "Everything stays loaded: context switches cost nothing."
 
 
 def _communication(plan: Plan) -> list[str]:
     assert plan.prediction is not None
     seconds = plan.prediction.communication_s or 0.0
     share = seconds / plan.prediction.iteration_s if plan.prediction.iteration_s else 0.0
-    return [f"What instances send one another takes {in_words(seconds)} ({share:.1%})."] if seconds else []
+    return [f"Communication takes {in_words(seconds)} ({share:.1%})."] if seconds else []
 
 
 def _gap(plan: Plan, units: Mapping[Pool, int]) -> list[str]:
@@ -233,13 +244,13 @@ def _gap(plan: Plan, units: Mapping[Pool, int]) -> list[str]:
     return [f"A faster plan{whole} could exist, by {most}."]
 
 
-def _help(plan: Plan, cluster: Cluster, problem: Problem, again: Callable[[Cluster], Plan]) -> str:
-    """What one more device of each pool would gain, found by planning with it."""
+def _more_devices(plan: Plan, cluster: Cluster, problem: Problem, plan_for: Callable[[Cluster], Plan]) -> str:
+    """Gain of one more device of each pool, found by planning with it."""
     assert plan.prediction is not None
     gains: dict[str, float] = {}
     for what, larger in _larger(cluster, set(problem.pools.values())).items():
         try:
-            better = again(larger).prediction
+            better = plan_for(larger).prediction
         except PlanError:
             continue
         assert better is not None
@@ -253,7 +264,7 @@ def _help(plan: Plan, cluster: Cluster, problem: Problem, again: Callable[[Clust
 
 
 def _larger(cluster: Cluster, pools: set[Pool]) -> dict[str, Cluster]:
-    """One more device of each pool used; in larger units than devices, one more node."""
+    """The cluster with one more device of each pool used; with several nodes, with one more node."""
     if len(cluster.nodes) > 1:
         extra = replace(cluster.nodes[-1], name=f"{cluster.nodes[-1].name}+1")
         return {"one more node": replace(cluster, nodes=(*cluster.nodes, extra))}
@@ -265,3 +276,159 @@ def _larger(cluster: Cluster, pools: set[Pool]) -> dict[str, Cluster]:
             grown = replace(node, **{pool: devices_of(node, pool) + 1})  # type: ignore[arg-type]
             result[names[pool]] = replace(cluster, nodes=(grown,))
     return result
+
+
+# --- several tasks
+
+
+def explain_tasks(plan: Plan, problem: Problem) -> list[str]:
+    """A sentence on the gain of overlapping, and a few for each task. Empty for plans of one task."""
+    if not problem.graph.several_loops:
+        return []
+    number = next(i for i, phase in enumerate(plan.phases) if problem.graph.loop[0] in phase.components)
+    cost = phase_costs(plan, plan.phases[number], problem)
+    routes = [loop.route for loop in cost.model.loops]
+    times = cost.model.by_loop(cost.visits)
+    ends = [max(steps[-1]) for steps in completions(routes, times)]
+    result = [_overlap(plan, problem)]
+    for loop in range(len(routes)):
+        text = _where(plan, plan.phases[number], problem, loop)
+        alone = makespan([routes[loop]], [server_seconds_alone(problem, cost, loop)])
+        text += f". Its rollout ends after {in_words(ends[loop])}; alone it would take {in_words(alone)}"
+        text += f"; {_waits(problem, plan.phases[number], cost, times, ends, loop)}"
+        result.append(f"{text}.{_fused_or_split(plan, number, problem, loop)}")
+    return result
+
+
+def _overlap(plan: Plan, problem: Problem) -> str:
+    known = (plan, problem.workflow, problem.profile, problem.cluster)
+    together, after = predict(*known).iteration_s, predict_sequential(*known).iteration_s
+    gain = 1 - together / after if after else 0.0
+    effect = f"saves {gain:.0%}" if gain >= 0 else f"costs {-gain:.0%}"
+    return (
+        f"The {len(problem.graph.loops)} tasks are rolled out at the same time: one after the other, with the same "
+        f"placements, an iteration would take {in_words(after)}, so overlapping {effect}."
+    )
+
+
+def _where(plan: Plan, phase: Phase, problem: Problem, loop: int) -> str:
+    groups, items = plan.groups_of(loop), problem.environments[loop]
+    own = [name for name in problem.graph.loops[loop] if name not in problem.graph.shared]
+    places = []
+    for placement in phase.placements:
+        mine = [name for name in own if name in placement.components]
+        if not mine:
+            continue
+        text = f"{', '.join(mine)}{' fused' if len(mine) > 1 else ''} on {ranges_text(placement.devices)}"
+        others = _others(placement.components, problem, loop)
+        places.append(text + (f", taking turns with {others}" if others else ""))
+    number = f"{groups} groups" if groups > 1 else "one group"
+    name = problem.workflow.task(loop)
+    return f"{name[:1].upper()}{name[1:]}, {number} of {items // groups} environments: {'; '.join(places)}"
+
+
+def _others(names: Sequence[str], problem: Problem, loop: int) -> str:
+    """Other members of a placement: tasks by their numbers, components that no single task owns by name."""
+    graph = problem.graph
+    owners = {name: i for i, members in enumerate(graph.loops) for name in members if name not in graph.shared}
+    tasks = sorted({owners[name] for name in names if name in owners} - {loop})
+    words = [f"task{'s' if len(tasks) > 1 else ''} {', '.join(map(str, tasks))}"] if tasks else []
+    return " and ".join([*words, *(name for name in names if name not in owners)])
+
+
+def _waits(
+    problem: Problem,
+    phase: Phase,
+    cost: PhaseCosts,
+    times: Sequence[Sequence[float]],
+    ends: Sequence[float],
+    loop: int,
+) -> str:
+    """The bottleneck of a task: the busiest of the placements that it visits, or the steps of one group."""
+    routes = [its.route for its in cost.model.loops]
+    loads = server_loads(routes, times)
+    route, end = routes[loop], max(ends)
+    server = max(route.servers, key=lambda server: loads[server])
+    share = loads[server] / end if end else 0.0
+
+    def words(server: int) -> str:
+        if server < 0:
+            return "the link between nodes"
+        names = cost.model.placements[server]
+        where = ranges_text(phase.placements[server].devices)
+        common = ", ".join(name for name in names if name in problem.graph.shared)
+        return f"{common} on {where}" if common else where
+
+    step_s = sum(times[loop])
+    if share < BUSY and route.steps * step_s > BUSY * ends[loop]:
+        longest, server = max(zip(times[loop], route.servers, strict=True))
+        part = longest / step_s if step_s else 0.0
+        return f"it is as long as the steps of one group ({in_words(step_s)} each, {part:.0%} of it {words(server)})"
+    return f"its bottleneck is {words(server)}, busy {share:.0%} of the rollout"
+
+
+def _fused_or_split(plan: Plan, number: int, problem: Problem, loop: int) -> str:
+    """Makespan with physics and rendering split instead of fused, or fused instead of split, on the same devices with
+    the best number of groups."""
+    own = [name for name in problem.graph.loops[loop] if name not in problem.graph.shared]
+    places = [placement for placement in plan.phases[number].placements if set(placement.components) & set(own)]
+    pools = {problem.pools[name] for name in own}
+    if len(own) < 2 or len(pools) > 1 or any(not set(placement.components) <= set(own) for placement in places):
+        return ""
+    fused = len(places) == 1
+    best = math.inf
+    for other in _fused(places) if not fused else _split(places[0], problem.graph.ordered(own)):
+        kept = tuple(placement for placement in plan.phases[number].placements if placement not in places)
+        phases = list(plan.phases)
+        phases[number] = replace(phases[number], placements=(*kept, *other))
+        for groups in problem.group_options(loop, [placement.components for placement in (*kept, *other)]):
+            several = tuple(groups if i == loop else n for i, n in enumerate(plan.groups))
+            changed = replace(plan, phases=tuple(phases), groups=several)
+            best = min(best, _seconds_with(changed, problem, loop, groups, own[0]))
+    if math.isinf(best):
+        return ""
+    seconds = _seconds_with(plan, problem, loop, plan.groups_of(loop), own[0])
+    words = ("Fused", "split") if fused else ("Split", "fused")
+    ratio = best / seconds if seconds else 1.0
+    than = "as long" if abs(ratio - 1) < 0.005 else f"{ratio:.2f} times as long"
+    return f" {words[0]}: {words[1]}, on the same devices, an iteration would take {than}."
+
+
+def _seconds_with(plan: Plan, problem: Problem, loop: int, groups: int, first: str) -> float:
+    for placement in (placement for phase in plan.phases for placement in phase.placements):
+        if first in placement.components and (problem.environments[loop] // groups) % placement.count:
+            return math.inf
+    try:
+        return predict(plan, problem.workflow, problem.profile, problem.cluster).iteration_s
+    except PlanError:
+        return math.inf
+
+
+def _fused(places: Sequence[Placement]) -> Iterator[tuple[Placement, ...]]:
+    """One placement on all devices, on one less, and so on."""
+    names = tuple(name for placement in places for name in placement.components)
+    devices = tuple(device for placement in places for device in placement.devices)
+    for count in range(sum(placement.count for placement in places), 0, -1):
+        yield (Placement(names, _first(devices, count)),)
+
+
+def _split(place: Placement, names: Sequence[str]) -> Iterator[tuple[Placement, ...]]:
+    for count in range(1, place.count):
+        rest = tuple(reversed(_first(tuple(reversed(place.devices)), place.count - count, last=True)))
+        yield Placement((names[0],), _first(place.devices, count)), Placement(tuple(names[1:]), rest)
+
+
+def _first(devices: Sequence[DeviceRange], count: int, last: bool = False) -> tuple[DeviceRange, ...]:
+    """So many of these devices, the first of each range, or the last."""
+    result = []
+    for part in devices:
+        mine = min(part.count, count)
+        if mine:
+            result.append(replace(part, first=part.first + (part.count - mine if last else 0), count=mine))
+            count -= mine
+    return tuple(result)
+
+
+def in_words(seconds: float) -> str:
+    """A duration as text for people."""
+    return f"{seconds:.1f} s" if seconds >= 10 else f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

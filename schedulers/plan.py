@@ -1,16 +1,26 @@
-"""When and where: a plan is data that can be read, edited and run."""
+"""Plans: the placement of every component and the order of work, as data to read, edit and run.
+
+- A *placement* is a set of components on a set of devices, which they share by taking turns.
+- A *phase* is a set of placements that work at the same time, each on devices of its own, as a pipeline. Phases follow
+  one another; between them a *context switch* unloads components and loads others, if not all fit in memory.
+- *Collocated*: no pool of devices is split between placements. *Disaggregated*: one phase, with a pool split.
+  *Hybrid*: several phases, some of them with a pool split.
+- The pipelining granularity is the number of *groups* of environments that circulate in a rollout loop, and the
+  *micro-batch* that flows from the rollout to advantages and learner.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from schedulers.profile import Pool
+from schedulers.cluster import POOLS, Pool
+from schedulers.errors import PlanError, nearest
 
 Mode = Literal["collocated", "disaggregated", "hybrid"]
 MODES: tuple[Mode, ...] = ("collocated", "disaggregated", "hybrid")
-
 
 Device = tuple[str, Pool, int]
 """Node, pool and number."""
@@ -30,10 +40,10 @@ class DeviceRange:
 class Placement:
     """Components that share devices and take turns on them.
 
-    Physics and render of one task in one placement are fused. Of several tasks in one placement, each has one worker
-    per device, and the tasks' groups take turns.
+    Physics and rendering of one task in one placement are fused. Components of several tasks in one placement have one
+    worker per device each, and the tasks' groups take turns.
 
-    Of other components the placement has *instances*: replicas of the policy, ranks of the learner. On `accelerators`
+    Other components have *instances* (data-parallel): replicas of the policy, ranks of the learner. On `accelerators`
     each device is one. On `cores` each node is one: a process with a thread on every core that the placement has there.
     Components that share a placement have the same instances, which take turns one by one: rank i and replica i are on
     the same devices.
@@ -44,7 +54,7 @@ class Placement:
 
     @property
     def count(self) -> int:
-        """Devices."""
+        """Number of devices."""
         return sum(part.count for part in self.devices)
 
     @property
@@ -53,7 +63,7 @@ class Placement:
 
     @property
     def instances(self) -> tuple[tuple[DeviceRange, ...], ...]:
-        """The devices of each instance, in the placement's order: replica i of the policy, or rank i of the learner."""
+        """Devices of each instance, in the placement's order: replica i of the policy, or rank i of the learner."""
         if self.pool == "accelerators":
             return tuple(
                 (DeviceRange(part.node, part.pool, device, 1),)
@@ -68,9 +78,9 @@ class Placement:
         return frozenset(part.node for part in self.devices)
 
     def hosts(self, owner: Placement) -> tuple[int | None, ...]:
-        """Of each instance, the instance of the other placement that has all of its devices; None: none has.
+        """For each instance, the instance of `owner` that has all of its devices, or None.
 
-        Where the two take turns, what is on the same devices can be in one process.
+        Two components that take turns on the same devices can be in one process.
         """
         owners = {device: i for i, devices in enumerate(owner.instances) for device in one_by_one(devices)}
         found = [{owners.get(device) for device in one_by_one(devices)} for devices in self.instances]
@@ -88,12 +98,12 @@ class Phase:
 
     placements: tuple[Placement, ...]
     micro_batch: int
-    """Items of the iteration in each part that flows along the phase's `micro_batch` edges.
+    """Items per micro-batch that flows along the phase's `micro_batch` edges.
 
-    The executor hands a component that such an edge touches, outside the loops, so many items at a time: it makes
-    `items / micro_batch` calls an iteration, and passes each part on when it is done with it. Parts hold the items in
-    their order: by episode of the environments, then by task, then by environment. It divides the workflow's items, and
-    is a multiple of the `unit` of every edge that it flows along. The number of items: one part.
+    A component outside the loops that such an edge touches makes `items / micro_batch` calls an iteration, and passes
+    each micro-batch on when it is done with it. Micro-batches contain the items in their order: by episode of the
+    environments, then by task, then by environment. The number divides the workflow's items and is a multiple of the
+    `unit` of every edge that it flows along. All items: one micro-batch.
     """
 
     @property
@@ -104,15 +114,17 @@ class Phase:
 @dataclass(frozen=True)
 class Prediction:
     iteration_s: float
+    """Makespan of an iteration."""
     phases_s: tuple[float, ...]
     components_s: Mapping[str, float]
-    """Busy time per iteration, of one of its devices."""
+    """Busy time of each component per iteration, on each of its devices."""
     switch_s: float
+    """Context switches between the phases."""
     lower_bound_s: float
-    """No plan of this problem is faster; equal to `iteration_s`: the plan is certified optimal."""
+    """Time that no plan of this problem beats. Equal to `iteration_s`: the plan is certified optimal."""
     communication_s: float | None = None
-    """Of the iteration: what the instances of a component exchange, weights on their way to those that decide, and
-    messages between nodes outside the loops. None: nothing that is sent takes time."""
+    """Part of the iteration: collective communication of instances, weight sync to the policies, and messages between
+    nodes outside the loops. None: no communication takes time."""
 
 
 @dataclass(frozen=True)
@@ -128,30 +140,59 @@ class Plan:
     ahead: int = 0
     """1: the rollout of the next iteration runs while the learner works on this one, one update behind."""
     unload: bool = False
-    """Components leave the device's memory between phases, because they do not fit together."""
+    """True if components leave the devices' memory between phases, because they do not fit together."""
     prediction: Prediction | None = None
     why: tuple[str, ...] = ()
-    """Sentences: why this mode, what the alternatives would cost, what would help most."""
+    """Explanation in sentences: why this mode, what the alternatives would cost, what would help most."""
 
     @property
     def pools(self) -> dict[str, Pool]:
-        """Of each component, what it is placed on."""
+        """Pool that each component is placed on."""
         return {name: p.pool for phase in self.phases for p in phase.placements if p.devices for name in p.components}
 
     def groups_of(self, loop: int) -> int:
-        """Groups of environments of one loop; 1 for loops that the plan says nothing of."""
+        """Groups of environments of one loop; 1 for a loop without an entry."""
         return self.groups[loop] if loop < len(self.groups) else 1
 
     @property
     def classified(self) -> Mode:
-        """The mode that the phases amount to.
-
-        Collocated: no pool is ever split between placements, components take turns on it. Disaggregated: one
-        phase, with a pool split. Hybrid: several phases, at least one of them with a pool split.
-        """
+        """Mode of the phases, whatever `mode` says."""
         split = any(
             len({placement.pool for placement in phase.placements}) < len(phase.placements) for phase in self.phases
         )
         if not split:
             return "collocated"
         return "disaggregated" if len(self.phases) == 1 else "hybrid"
+
+
+def range_text(part: DeviceRange) -> str:
+    """`node0:cores:0-3`; of one device `node0:cores:2`."""
+    last = part.first + part.count - 1
+    return f"{part.node}:{part.pool}:{part.first}" + (f"-{last}" if part.count > 1 else "")
+
+
+def range_from(text: object) -> DeviceRange:
+    """Range of a text that `range_text` wrote; raises `PlanError` for anything else."""
+    found = re.fullmatch(r"(.+):([a-z]+):([0-9]{1,9})(?:-([0-9]{1,9}))?", text) if isinstance(text, str) else None
+    if not found:
+        raise PlanError(f"devices are given as node:pool:first-last, for example node0:cores:0-3, not {text!r:.100}")
+    node, pool, first, last = found.groups()
+    if pool not in POOLS:
+        raise PlanError(f"{text!r} names a pool {pool!r} that does not exist{nearest(pool, POOLS)}")
+    begin, end = int(first), int(last or first)
+    if end < begin:
+        raise PlanError(f"{text!r} ends before it begins")
+    return DeviceRange(node, "cores" if pool == "cores" else "accelerators", begin, end - begin + 1)
+
+
+def ranges_text(devices: Iterable[DeviceRange]) -> str:
+    """Ranges as text for people: equal ranges of many nodes are combined."""
+    devices = list(devices)
+    ranges: dict[str, list[str]] = {}
+    for part in devices:
+        ranges.setdefault(range_text(part).removeprefix(part.node + ":"), []).append(part.node)
+    parts = []
+    for where, nodes in ranges.items():
+        name = nodes[0] if len(nodes) == 1 else f"{nodes[0]}..{nodes[-1]} ({len(nodes)} nodes)"
+        parts.append(f"{name}:{where}")
+    return ", ".join(parts)

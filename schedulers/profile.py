@@ -1,7 +1,8 @@
-"""How long things take and how much they hold: what was measured, on which hardware."""
+"""Profiles: measured times and memory of each component, and the hardware they belong to."""
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -9,22 +10,25 @@ from typing import Any, Literal
 
 import numpy as np
 
-Pool = Literal["cores", "accelerators"]
+from schedulers.cluster import Pool
+from schedulers.errors import PlanError, nearest
+from schedulers.workflow import Workflow
+
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter"]
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """What the instances of a component send one another in an iteration (see `laws.ring_seconds`)."""
+    """Collective communication among the instances of a component (see `laws.ring_seconds`)."""
 
     collective: Collective
     bytes: float
-    """Of all that is reduced or gathered at once, as an instance has it before a reduction or after a gathering."""
+    """Size of all that is reduced or gathered at once: an instance's data before a reduction or after a gathering."""
     times: float
-    """Per iteration: one for each optimiser step, or for each pass over a micro-batch."""
+    """Calls per iteration: one for each optimiser step, or for each pass over a micro-batch."""
     fewest: float | None = None
-    """Where the instances share the `times` out among them (passes over their own micro-batches): what each of them
-    makes at least. None: all take part in all."""
+    """Least calls of each instance, where the instances divide the `times` among them (passes over micro-batches of
+    their own). None: all instances take part in all calls."""
 
 
 @dataclass(frozen=True)
@@ -44,91 +48,92 @@ class ComponentProfile:
     """Times and memory of one component."""
 
     pool: Pool
-    """What it keeps busy."""
+    """Kind of device that it computes on."""
     points: tuple[Point, ...]
-    """Alone on its devices. Of a loop's component: seconds per round; else per iteration's part of so many items."""
-    beside: float = 1.0
-    """Factor on its times while others are busy on other devices of the same node (memory bandwidth, caches)."""
+    """Times alone on its devices. A loop's component: seconds per chunk step of so many environments; another: seconds
+    per micro-batch of so many items."""
+    contention: float = 1.0
+    """Factor on its times while other components are busy on other devices of the node (memory bandwidth, caches)."""
     variation: float = 0.0
     """Coefficient of variation of one call."""
-    spreads: bool = True
-    """More devices than the most that were measured help; not one process that computes on one of them, which is
-    given no more."""
+    data_parallel: bool = True
+    """True if more devices than were measured help. False: a process that computes on one device, and gets no more."""
     resident_bytes: float = 0.0
-    """Per device, while it is loaded."""
+    """Memory per device while it is loaded."""
     bytes_per_item: float = 0.0
-    """More per device, for every item that it works on at once."""
+    """Additional memory per device for every item that it processes at once."""
     process_bytes: float = 0.0
-    """Of all its processes, while it is loaded: what leaves. For the reader: the planner compares devices' memory with
-    `resident_bytes` and `bytes_per_item` alone."""
+    """Host memory of all its processes while it is loaded. For the reader: the planner compares the devices' memory
+    with `resident_bytes` and `bytes_per_item` alone."""
     unload_s: float = 0.0
     load_s: float = 0.0
-    """To leave the device's memory, and to come back."""
+    """Seconds to leave the device's memory, and to return: the two halves of a context switch."""
     exchanges: tuple[Exchange, ...] = ()
-    """Among its instances (`Placement.instances`), where it works outside the loops; not in `points`."""
+    """Communication among its instances (`Placement.instances`), outside the loops; not included in `points`."""
     published_bytes: float = 0.0
-    """Weights that it hands, once an iteration, to all instances of what decides (the last of a loop)."""
-    lends: bool = False
-    """What decides computes with its weights, of which there is one copy then, where both take turns on an accelerator;
-    not where its instances hold shards."""
-    elsewhere: ComponentProfile | None = None
-    """The same component on the other pool, where it was measured there too: frames drawn on a GPU, or on cores. A plan
-    chooses."""
+    """Size of the weights that it publishes, once an iteration, to all instances of the policies (the last component
+    of each loop)."""
+    shares_weights: bool = False
+    """True if a policy in the same process computes with its weights, so that a device on which both take turns has one
+    copy. False for sharded weights."""
+    other_pool: ComponentProfile | None = None
+    """Profile of the same component on the other pool, if it was measured there too: frames drawn on a GPU, or on
+    cores. The planner chooses."""
 
     def on(self, pool: Pool) -> ComponentProfile:
-        """The component on that pool, with this one as what is elsewhere; itself where it was not measured there."""
-        other = self.elsewhere
+        """Profile on that pool, with this one as its `other_pool`; itself where it was not measured there."""
+        other = self.other_pool
         if pool == self.pool or other is None or other.pool != pool:
             return self
-        return replace(other, elsewhere=replace(self, elsewhere=None))
+        return replace(other, other_pool=replace(self, other_pool=None))
 
     @property
-    def most_devices(self) -> int:
-        """That it can be given: where it does not spread, the most that were measured."""
-        return sys.maxsize if self.spreads else max(point.devices for point in self.points)
+    def max_devices(self) -> int:
+        """Most devices that it can use: unlimited if `data_parallel`, else the most that were measured."""
+        return sys.maxsize if self.data_parallel else max(point.devices for point in self.points)
 
     def seconds(self, batch: float, devices: int) -> float:
         """Predicted time of `batch` items on `devices` devices.
 
-        Between measured batches straight lines; above the largest and below the smallest the line through the
-        nearest two, never falling as the batch grows and never negative. One measured batch alone: proportional.
-        Devices that were not measured share the batch evenly (data parallel): with k the largest measured number
-        of at most n devices (the smallest one if there is none), `seconds(b, n) = seconds(b k / n, k)`. Where a
-        component does not spread, no n counts as more than the largest measured number.
+        Between measured batches straight lines; above the largest and below the smallest the line through the nearest
+        two, never falling as the batch grows and never negative. One measured batch alone: proportional. Numbers of
+        devices that were not measured share the batch evenly (data parallel): with k the largest measured number of at
+        most n devices (the smallest one if there is none), `seconds(b, n) = seconds(b k / n, k)`. No number counts as
+        more than `max_devices`.
         """
         return float(self.seconds_on(batch, np.array([devices]))[0])
 
     def seconds_on(self, batch: float, devices: np.ndarray) -> np.ndarray:
         """`seconds` for each of many numbers of devices."""
         measured = np.array(sorted({point.devices for point in self.points}))
-        devices = np.minimum(devices, self.most_devices)
+        devices = np.minimum(devices, self.max_devices)
         base = measured[np.maximum(np.searchsorted(measured, devices, side="right") - 1, 0)]
         result = np.empty(len(devices))
         for k in np.unique(base):
             mine = base == k
-            # A device has one item at least: more devices than items help nobody.
+            # A device has one item at least: more devices than items do not help.
             result[mine] = _curve(self.points, int(k), np.maximum(batch * k / devices[mine], min(batch, 1.0)))
         return result
 
 
 @dataclass(frozen=True)
 class Together:
-    """Loop components that share devices under the operating system's or driver's own turns: one round's seconds."""
+    """Time of loop components that share devices and run under the operating system's or driver's scheduling."""
 
     components: tuple[str, ...]
     batch: int
-    """Items of all groups."""
+    """Environments of all groups."""
     devices: int
     groups: int
     seconds: float
-    """Per round of all groups."""
+    """Seconds per chunk step of all groups."""
     low: float
     high: float
 
 
 @dataclass(frozen=True)
 class Profile:
-    """All components of one workflow on one kind of hardware."""
+    """Profiles of all components of one workflow on one kind of hardware."""
 
     workflow: str
     fingerprint: Mapping[str, str]
@@ -138,18 +143,17 @@ class Profile:
     transfers: Mapping[str, float] = field(default_factory=dict)
     """Bytes per item on each edge, keyed `source>target`."""
     arrivals: tuple[float, ...] = ()
-    """Long tails: share of the loop's time at which 1/n, 2/n, ... of the items were complete; none: evenly."""
+    """Long tails of episode lengths: share of the rollout's time at which 1/n, 2/n, ... of the items were complete;
+    empty: evenly."""
 
-    def placed(self, pools: Mapping[str, Pool]) -> Profile:
-        """The profile with the components on these pools, by name, as far as they were measured there."""
+    def on_pools(self, pools: Mapping[str, Pool]) -> Profile:
+        """The profile with components on the given pools, by name, as far as they were measured there."""
         changed = {name: self.components[name].on(pool) for name, pool in pools.items() if name in self.components}
         return replace(self, components={**self.components, **changed})
 
     def together_seconds(self, components: tuple[str, ...], batch: float, devices: int, groups: int) -> float | None:
-        """Measured seconds of one round of `batch` items, scaled in proportion from the nearest measured batch.
-
-        None where these components were not measured together on so many devices with so many groups.
-        """
+        """Measured seconds of a chunk step of `batch` environments, scaled in proportion from the nearest measured
+        batch; None where these components were not measured together on so many devices with so many groups."""
         found = [
             entry
             for entry in self.together
@@ -162,7 +166,7 @@ class Profile:
 
 
 def _curve(points: tuple[Point, ...], devices: int, batches: Any) -> np.ndarray:
-    """The measured times on `devices` devices, continued to any batch."""
+    """Measured times on `devices` devices, continued to any batch."""
     times: dict[int, list[float]] = {}
     for point in points:
         if point.devices == devices:
@@ -175,3 +179,61 @@ def _curve(points: tuple[Point, ...], devices: int, batches: Any) -> np.ndarray:
     below = np.minimum(np.asarray(batches) - x[0], 0.0) * first
     above = np.maximum(np.asarray(batches) - x[-1], 0.0) * last
     return np.maximum(np.interp(batches, x, y) + below + above, 0.0)
+
+
+def check_profile(
+    profile: Profile, workflow: Workflow, fingerprint: Mapping[str, str] | None, any_hardware: bool = False
+) -> None:
+    """Raises `PlanError` for a profile of another workflow, or of other hardware unless `any_hardware`.
+
+    `fingerprint`: identity of the hardware and software here, compared entry by entry; None: unknown.
+    """
+    if profile.workflow != workflow.name:
+        raise PlanError(f"the profile is of workflow {profile.workflow!r}, not of {workflow.name!r}; measure that one")
+    check_components(workflow, profile)
+    if any_hardware or fingerprint is None:
+        return
+    differs = [
+        f"{key}: {profile.fingerprint.get(key, 'not recorded')} in the profile, {fingerprint.get(key, 'unknown')} here"
+        for key in sorted({*profile.fingerprint, *fingerprint})
+        if profile.fingerprint.get(key) != fingerprint.get(key)
+    ]
+    if differs:
+        raise PlanError(
+            f"the profile was measured on other hardware ({'; '.join(differs)}); measure again, "
+            "or say that any hardware will do"
+        )
+
+
+def check_components(workflow: Workflow, profile: Profile) -> None:
+    """Raises `PlanError` unless every component of the workflow has times."""
+    for name in workflow.names:
+        if name not in profile.components:
+            known = nearest(name, profile.components)
+            raise PlanError(f"the profile of {profile.workflow!r} has no times of component {name!r}{known}")
+        if not profile.components[name].points:
+            raise PlanError(f"the profile of {profile.workflow!r} has no measured point of component {name!r}")
+
+
+def check_numbers(profile: Profile) -> None:
+    """Raises `PlanError` for times, batches or factors that no measurement gives."""
+    every = list(profile.components.items())
+    every += [(name, component.other_pool) for name, component in every if component.other_pool is not None]
+    for name, component in every:
+        other = component.other_pool
+        if other is not None and (other.pool == component.pool or other.other_pool is not None or not other.points):
+            raise PlanError(f"profile: `other_pool` of {name!r} is its profile on the other pool than {component.pool}")
+        for point in component.points:
+            if point.batch < 1 or point.devices < 1 or not 0 <= point.seconds < math.inf:
+                raise PlanError(
+                    f"profile: {name!r} has a point of {point.batch} items on {point.devices} devices in "
+                    f"{point.seconds} s; batch and devices are at least 1, seconds finite"
+                )
+        if not 0 < component.contention < math.inf:
+            raise PlanError(f"profile: `contention` of {name!r} is {component.contention}; it is more than 0")
+    for entry in profile.together:
+        if entry.batch < 1 or entry.devices < 1 or entry.groups < 1:
+            raise PlanError(f"profile: {', '.join(entry.components)} together need a batch, devices and groups")
+    shares = profile.arrivals
+    if shares and (list(shares) != sorted(shares) or abs(shares[-1] - 1) > 1e-6):
+        raise PlanError("profile: arrivals are shares of the loop's time in rising order, the last of them 1")

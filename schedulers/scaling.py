@@ -1,4 +1,4 @@
-"""How much faster than one accelerator a plan is, and what keeps it from being faster."""
+"""Scaling of a plan: its speed-up over one accelerator, and its bottleneck."""
 
 from __future__ import annotations
 
@@ -6,31 +6,30 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from schedulers.cluster import Cluster, Node
-from schedulers.collectives import priced
+from schedulers.cluster import Cluster, Node, pool_size
+from schedulers.cost.communication import takes_time
+from schedulers.cost.prediction import predict
 from schedulers.errors import PlanError
 from schedulers.plan import Plan
-from schedulers.planner import plan as best_plan
-from schedulers.prediction import predict
 from schedulers.profile import Profile
-from schedulers.times import pool_size
+from schedulers.search.planner import plan as best_plan
 from schedulers.workflow import Workflow
 
 COMMUNICATION = "communication"
-"""What it is called among the components that a plan waits for."""
+"""Name of communication among the components whose gains are compared."""
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """A plan beside the best one for one accelerator with its share of the cluster's cores. All predicted."""
+    """Prediction of a plan and of the best one for one accelerator with its share of the cluster's cores."""
 
     accelerators: int
     iteration_s: float
     one_iteration_s: float
-    """Infinite where one accelerator cannot hold what has to be on it."""
+    """Infinite where a component does not fit on one accelerator."""
     gains: Mapping[str, float]
-    """Of each component, and of communication: how much shorter the iteration would be, relatively, if that took half
-    the time and all else stayed, the plan too. The largest gain is the bottleneck's."""
+    """For each component, and for communication, the relative gain of an iteration if that took half the time and all
+    else stayed, the plan too. The largest gain is the bottleneck's."""
     pools: Mapping[str, str]
 
     @property
@@ -39,7 +38,7 @@ class Scaling:
 
     @property
     def efficiency(self) -> float:
-        """1: so many accelerators are so many times as fast as one."""
+        """Speed-up per accelerator; 1: linear scaling."""
         return self.speed_up / self.accelerators
 
     @property
@@ -50,19 +49,19 @@ class Scaling:
 
     def __str__(self) -> str:
         if math.isinf(self.one_iteration_s):
-            beside = f"{self.accelerators} accelerators; one cannot hold what has to be on it"
+            compared = f"{self.accelerators} accelerators; one has too little memory"
         else:
-            beside = (
+            compared = (
                 f"{self.accelerators} accelerators are {self.speed_up:.3g} times as fast as one with its share of the "
                 f"cores: an efficiency of {self.efficiency:.0%}"
             )
         most = sorted(self.gains, key=lambda name: -self.gains[name])[:2]
         halves = " and ".join(f"{self.gains[name]:.0%} with {name} in half the time" for name in most)
-        return f"Predicted: {beside}. The bottleneck is {self.bottleneck}: an iteration would take less by {halves}."
+        return f"Predicted: {compared}. The bottleneck is {self.bottleneck}: an iteration would take less by {halves}."
 
 
 def scaling(plan: Plan, workflow: Workflow, profile: Profile, cluster: Cluster) -> Scaling:
-    """Of a plan for a cluster with accelerators. Raises `PlanError` for one without."""
+    """Scaling of a plan; raises `PlanError` for a cluster without accelerators."""
     count = pool_size(cluster, "accelerators")
     if not count:
         raise PlanError("the cluster has no accelerators, so there is no speed-up over one of them")
@@ -88,17 +87,17 @@ def one_accelerator(cluster: Cluster) -> Cluster:
 
 
 def gains(plan: Plan, workflow: Workflow, profile: Profile, cluster: Cluster) -> dict[str, float]:
-    """`Scaling.gains`; communication, of messages between nodes too, only where it takes time."""
+    """`Scaling.gains`; communication (also between nodes) only where it takes time."""
     known = predict(plan, workflow, profile, cluster)
     changed = {name: predict(plan, workflow, _halved(profile, name), cluster) for name in workflow.names}
-    if priced(cluster):
+    if takes_time(cluster):
         changed[COMMUNICATION] = predict(plan, workflow, profile, _doubled(cluster))
     whole = known.iteration_s or 1.0
     return {name: 1 - prediction.iteration_s / whole for name, prediction in changed.items()}
 
 
 def _halved(profile: Profile, name: str) -> Profile:
-    """With one component in half the time, alone and as its share of what was measured together."""
+    """The profile with one component in half the time, alone and as its share of times measured together."""
     component = profile.components[name]
     half = replace(component, points=tuple(replace(p, seconds=p.seconds / 2) for p in component.points))
     together = []

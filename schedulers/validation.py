@@ -1,4 +1,4 @@
-"""Whether a plan can run: one clear message for what is wrong, before anything starts."""
+"""Checks that a plan can run: one clear message for what is wrong, before anything starts."""
 
 from __future__ import annotations
 
@@ -7,81 +7,46 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from schedulers.cluster import Cluster
+from schedulers.cluster import Cluster, check_cluster, devices_of
+from schedulers.cost.phase import PhaseModel, phase_model
+from schedulers.cost.problem import Problem
+from schedulers.cost.times import resident_bytes, working_bytes
 from schedulers.errors import PlanError, nearest
-from schedulers.graph import Graph, graph_of
-from schedulers.layout import range_text
-from schedulers.memory import devices_of
-from schedulers.plan import MODES, DeviceRange, Phase, Placement, Plan, one_by_one
+from schedulers.plan import MODES, Device, DeviceRange, Phase, Placement, Plan, one_by_one, range_text
 from schedulers.profile import Profile
-from schedulers.shaping import shape_of
-from schedulers.times import Problem, resident_bytes, working_bytes
-from schedulers.workflow import Workflow
-
-MOST_NODES, MOST_DEVICES = 10_000, 1_000_000
-"""Of a cluster, and of one pool of it: planning looks at each, and takes seconds at this size."""
+from schedulers.workflow import Graph, Workflow, graph_of
 
 
 def validate(plan: Plan, workflow: Workflow, cluster: Cluster, profile: Profile | None = None) -> None:
-    """Raises `PlanError` unless the plan can run: it is the workflow's, its mode is what it says, every component
-    is placed exactly once and in an order that respects the edges, devices exist and are not taken twice at a time,
-    batches divide, and, with a profile, every component has its pool, none has devices that it cannot use, and all
-    fits in memory."""
+    """Raises `PlanError` unless the plan can run.
+
+    It is the workflow's, its mode is that of its phases, every component is placed exactly once and in an order that
+    respects the edges, devices exist and are not used twice at a time, batches divide, and, with a profile, every
+    component has its pool, none has devices that it cannot use, and all fits in memory.
+    """
     graph = graph_of(workflow)
-    profile = profile.placed(plan.pools) if profile is not None else None
+    profile = profile.on_pools(plan.pools) if profile is not None else None
     check_cluster(cluster)
     if plan.workflow != workflow.name:
         raise PlanError(f"the plan is for workflow {plan.workflow!r}, not for {workflow.name!r}")
     if plan.mode not in MODES:
         raise PlanError(f"no mode {plan.mode!r}{nearest(str(plan.mode), MODES)}")
-    check_places(plan, graph, profile)
+    check_placements(plan, graph, profile)
     _check_order(plan, graph)
     _check_devices(plan, cluster)
-    _check_home(plan, workflow, cluster)
+    _check_head_node(plan, workflow, cluster)
     _check_batches(plan, workflow, graph)
     _check_mode(plan, graph)
-    _check_waiting(plan, workflow, graph, profile)
+    for phase in plan.phases:
+        phase_model_of(plan, phase, graph, workflow, profile or Profile(workflow.name, {}, {}))
     if profile is not None:
-        _check_spread(plan, profile)
+        _check_max_devices(plan, profile)
         _check_memory(plan, workflow, cluster, profile)
 
 
-def check_cluster(cluster: Cluster) -> None:
-    """Raises `PlanError` for a cluster without nodes, without devices, with two nodes of one name, or with links
-    that cannot be."""
-    if not 0 < len(cluster.nodes) <= MOST_NODES:
-        if not cluster.nodes:
-            raise PlanError("the cluster has no nodes; give at least one, with its cores")
-        raise PlanError(f"the cluster has {len(cluster.nodes)} nodes; at most {MOST_NODES} can be planned for")
-    for pool, size in (
-        ("cores", sum(node.cores for node in cluster.nodes)),
-        ("accelerators", sum(node.accelerators for node in cluster.nodes)),
-    ):
-        if size > MOST_DEVICES:
-            raise PlanError(f"the cluster has {size} {pool}; at most {MOST_DEVICES} can be planned for")
-    names = set[str]()
-    for node in cluster.nodes:
-        if node.name in names:
-            raise PlanError(f"the cluster has two nodes named {node.name!r}")
-        names.add(node.name)
-        if node.cores < 0 or node.accelerators < 0 or node.cores + node.accelerators < 1:
-            raise PlanError(
-                f"node {node.name!r} has {node.cores} cores and {node.accelerators} accelerators; it needs at least one"
-            )
-    if not cluster.link_bytes_per_s > 0:
-        raise PlanError(f"the cluster's link_bytes_per_s is {cluster.link_bytes_per_s}; it is more than 0")
-    if not cluster.device_link_bytes_per_s > 0:
-        raise PlanError(
-            f"the cluster's device_link_bytes_per_s is {cluster.device_link_bytes_per_s}; it is more than 0"
-        )
-    if not 0 <= cluster.link_s < math.inf:
-        raise PlanError(f"the cluster's link_s is {cluster.link_s}; it is at least 0, and finite")
-    if cluster.home is not None and cluster.home not in names:
-        raise PlanError(f"the cluster's home {cluster.home!r} is none of its nodes{nearest(cluster.home, names)}")
-
-
-def check_places(plan: Plan, graph: Graph, profile: Profile | None = None) -> None:
-    """Every component in exactly one placement, every placement with devices of one pool: that of its components."""
+def check_placements(plan: Plan, graph: Graph, profile: Profile | None = None) -> None:
+    """Raises `PlanError` unless every component is in exactly one placement, and every placement has devices of one
+    pool, that of its components."""
     if not plan.phases:
         raise PlanError("the plan has no phases")
     placed: list[str] = []
@@ -118,8 +83,7 @@ def _check_pool(placement: Placement, profile: Profile | None) -> None:
 
 def _check_order(plan: Plan, graph: Graph) -> None:
     number = {name: i for i, phase in enumerate(plan.phases) for name in phase.components}
-    homes = {number[name] for name in graph.loop}
-    if len(homes) > 1:
+    if len({number[name] for name in graph.loop}) > 1:
         where = ", ".join(f"{name} in phase {number[name]}" for name in graph.loop)
         raise PlanError(f"the loop's components work in one phase, but the plan has {where}")
     for edge in graph.edges:
@@ -132,7 +96,7 @@ def _check_order(plan: Plan, graph: Graph) -> None:
 def _check_devices(plan: Plan, cluster: Cluster) -> None:
     nodes = {node.name: node for node in cluster.nodes}
     for number, phase in enumerate(plan.phases):
-        taken: dict[tuple[str, str, int], str] = {}
+        taken: dict[Device, str] = {}
         for placement in phase.placements:
             who = ", ".join(placement.components)
             for part in placement.devices:
@@ -157,17 +121,17 @@ def _check_devices(plan: Plan, cluster: Cluster) -> None:
                     taken[key] = who
 
 
-def _check_home(plan: Plan, workflow: Workflow, cluster: Cluster) -> None:
-    travelling = ", ".join(name for name in workflow.names if name in workflow.travelling) or "no component"
+def _check_head_node(plan: Plan, workflow: Workflow, cluster: Cluster) -> None:
+    movable = ", ".join(name for name in workflow.names if name in workflow.movable) or "no component"
     for placement in (placement for phase in plan.phases for placement in phase.placements):
-        bound = [name for name in placement.components if name not in workflow.travelling]
-        away = [range_text(part) for part in placement.devices if part.node != cluster.home]
-        if cluster.home is not None and bound and away:
+        pinned = [name for name in placement.components if name not in workflow.movable]
+        away = [range_text(part) for part in placement.devices if part.node != cluster.head_node]
+        if cluster.head_node is not None and pinned and away:
             raise PlanError(
-                f"the plan puts {', '.join(bound)} on {', '.join(away)}, but only {travelling} may leave node "
-                f"{cluster.home!r}: give the placement of {', '.join(placement.components)} devices of "
-                f"{cluster.home!r}"
-                + (", or what may leave it a placement of its own" if len(bound) < len(placement.components) else "")
+                f"the plan puts {', '.join(pinned)} on {', '.join(away)}, but only {movable} may leave node "
+                f"{cluster.head_node!r}: give the placement of {', '.join(placement.components)} devices of "
+                f"{cluster.head_node!r}"
+                + (", or what may leave it a placement of its own" if len(pinned) < len(placement.components) else "")
             )
 
 
@@ -186,7 +150,8 @@ def _check_batches(plan: Plan, workflow: Workflow, graph: Graph) -> None:
 
 
 def _check_groups(plan: Plan, workflow: Workflow, number: int, first: str) -> None:
-    """A loop's groups divide its environments, and the devices of its first component those of a group."""
+    """Raises `PlanError` unless a loop's groups divide its environments, and the devices of its first component those
+    of a group."""
     items, groups = workflow.environments(number), plan.groups_of(number)
     of = f" of {workflow.task(number)}" if workflow.task(number) else ""
     if groups < 1 or items % groups:
@@ -222,7 +187,7 @@ def _check_micro_batch(phase: Phase, workflow: Workflow, graph: Graph) -> None:
 
 
 def _divisors(number: int) -> list[int]:
-    """All of them, in order."""
+    """Divisors, ascending."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})
 
@@ -243,27 +208,28 @@ def _check_mode(plan: Plan, graph: Graph) -> None:
         raise PlanError("one step ahead needs a workflow with a loop")
 
 
-def _check_waiting(plan: Plan, workflow: Workflow, graph: Graph, profile: Profile | None) -> None:
-    known = profile or Profile(workflow.name, {}, {})
-    for phase in plan.phases:
-        names = [graph.ordered(placement.components) for placement in phase.placements]
-        groups = tuple(plan.groups_of(i) for i in range(len(graph.loops)))
-        if shape_of(graph, workflow, known, names, groups, phase.micro_batch, ahead=plan.ahead > 0) is None:
-            if plan.ahead:
-                raise PlanError("one step ahead, loop and learner side need placements of their own")
-            who = "; ".join(", ".join(placement) for placement in names)
-            raise PlanError(
-                f"the placements of one phase ({who}) wait for each other; put what the loop needs into an earlier "
-                "phase, and what lies between two components of a placement into that placement"
-            )
+def phase_model_of(plan: Plan, phase: Phase, graph: Graph, workflow: Workflow, profile: Profile) -> PhaseModel:
+    """Model of one of the plan's phases; raises `PlanError` where its placements wait for each other in a circle."""
+    names = [graph.ordered(placement.components) for placement in phase.placements]
+    groups = tuple(plan.groups_of(i) for i in range(len(graph.loops)))
+    model = phase_model(graph, workflow, profile, names, groups, phase.micro_batch, ahead=plan.ahead > 0)
+    if model is not None:
+        return model
+    if plan.ahead:
+        raise PlanError("one step ahead, loop and learner side need placements of their own")
+    who = "; ".join(", ".join(placement) for placement in names)
+    raise PlanError(
+        f"the placements of one phase ({who}) wait for each other; put what the loop needs into an earlier phase, and "
+        "what lies between two components of a placement into that placement"
+    )
 
 
-def _check_spread(plan: Plan, profile: Profile) -> None:
+def _check_max_devices(plan: Plan, profile: Profile) -> None:
     for placement in (placement for phase in plan.phases for placement in phase.placements):
         for name in placement.components:
             component = profile.components.get(name)
-            if component is not None and component.points and placement.count > component.most_devices:
-                most = component.most_devices
+            if component is not None and component.points and placement.count > component.max_devices:
+                most = component.max_devices
                 raise PlanError(
                     f"the plan gives {name} {placement.count} {placement.pool}, but it does not spread over more than "
                     f"the {most} it was measured on: give the placement of {', '.join(placement.components)} {most}"
@@ -272,38 +238,36 @@ def _check_spread(plan: Plan, profile: Profile) -> None:
 
 
 def _check_memory(plan: Plan, workflow: Workflow, cluster: Cluster, profile: Profile) -> None:
-    """Per accelerator, and per node for cores. Without `unload` the components of all phases are there at once."""
+    """Per accelerator, and per node for cores. Without `unload` the components of all phases are loaded at once."""
     problem = Problem(workflow, profile, cluster)
     nodes = {node.name: node for node in cluster.nodes}
-    held: list[dict[tuple[str, str, int], tuple[float, float]]] = []
-    both = problem.shared.devices(plan) if problem.shared and not plan.unload else frozenset()
+    loaded: list[dict[Device, tuple[float, float]]] = []
+    shared = problem.shared_weights
+    both = shared.devices(plan) if shared and not plan.unload else frozenset()
     for phase in plan.phases:
-        names = [problem.graph.ordered(placement.components) for placement in phase.placements]
-        groups = tuple(plan.groups_of(i) for i in range(len(problem.graph.loops)))
-        shape = shape_of(problem.graph, workflow, profile, names, groups, phase.micro_batch, ahead=plan.ahead > 0)
-        assert shape is not None
-        now: dict[tuple[str, str, int], tuple[float, float]] = {}
-        for placement, members in zip(phase.placements, names, strict=True):
-            resident, lent = resident_bytes(problem, members), resident_bytes(problem, members, lent=True)
-            working = float(working_bytes(problem, shape, members, np.array([placement.count]))[0])
+        model = phase_model_of(plan, phase, problem.graph, workflow, profile)
+        now: dict[Device, tuple[float, float]] = {}
+        for placement, names in zip(phase.placements, model.placements, strict=True):
+            resident = resident_bytes(problem, names)
+            without = resident_bytes(problem, names, weights_elsewhere=True)
+            working = float(working_bytes(problem, model, names, np.array([placement.count]))[0])
             for device in one_by_one(placement.devices):
-                now[device] = (lent if device in both else resident, working)
-        held.append(now)
-    for number in range(len(held)):
-        total: dict[tuple[str, str, int], float] = {}
-        for i, other in enumerate(held):
+                now[device] = (without if device in both else resident, working)
+        loaded.append(now)
+    limits = {name: (node.memory_bytes, node.accelerator_bytes) for name, node in nodes.items()}
+    for number in range(len(loaded)):
+        total: dict[Device, float] = {}
+        for i, other in enumerate(loaded):
             if i == number or not plan.unload:
                 for key, (resident, working) in other.items():
                     total[key] = total.get(key, 0.0) + resident + (working if i == number else 0.0)
-        _compare(
-            plan, number, total, {name: (node.memory_bytes, node.accelerator_bytes) for name, node in nodes.items()}
-        )
+        _compare(plan, number, total, limits)
 
 
 def _compare(
     plan: Plan,
     number: int,
-    total: Mapping[tuple[str, str, int], float],
+    total: Mapping[Device, float],
     limits: Mapping[str, tuple[float, float]],
 ) -> None:
     summed: dict[str, float] = {}

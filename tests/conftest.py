@@ -6,11 +6,20 @@ import gc
 import os
 import signal
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
-from sim_farm import memory
+# Before NumPy and PyTorch are loaded, here and in processes that tests start: small matrices are fastest on one thread,
+# and the processes of a test run share the cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Ray ends a worker process that has not registered after 60 s, which a busy machine needs to load Python.
+os.environ.setdefault("RAY_worker_register_timeout_seconds", "600")
+
+from sim_farm.shared_memory import memory  # noqa: E402
 
 # A shell starts what it puts into the background with SIGINT ignored, and Python then leaves it so. Tests send
 # it to themselves.
@@ -18,43 +27,31 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 gc.disable()  # until `pytest_collection_finish`
 
-LONGEST = (
-    "tests/sim_farm/test_maniskill.py",
-    "tests/embodied/test_runtime.py",
-    "tests/embodied/test_cluster.py",
-    "tests/embodied/test_cli.py",
-    "tests/sim_farm/test_libero.py",
-    # One after another, so that whoever is given several starts one Ray for them.
-    "tests/embodied/test_learner_ranks.py",
-    "tests/embodied/test_executor.py",
-    "tests/embodied/test_planning.py",
-    "tests/embodied/test_plans_in_runs.py",
-    "tests/embodied/test_large_policies_on_ranks.py",
-    "tests/embodied/test_instances.py",
-    "tests/embodied/test_weights.py",
-    "tests/embodied/test_worker_groups.py",
-    "tests/embodied/test_render_plans.py",
-    "tests/embodied/test_replicas.py",
-    "tests/embodied/test_trajectory_memory.py",
-    "tests/policies/openvla/test_openvla_policy.py",
-    "tests/sim_farm/test_workers.py",
-    "tests/embodied/test_evaluation.py",
-    "tests/embodied/test_bench.py",
-    "tests/embodied/test_devices.py",
-    "tests/embodied/test_golden_parameters.py",
-    "tests/embodied/test_doctor.py",
-    "tests/embodied/test_bench_policy.py",
-    "tests/embodied/test_openvla_end_to_end.py",
-    "tests/embodied/test_replanning.py",
-    "tests/embodied/test_interrupts.py",
-    "tests/test_gpu_command.py",
-)
-"""Files that take longest. They begin first, so that no process of a run waits at its end for one that began late."""
+ROOT = Path(__file__).parent.parent
+RAY = "ray_runtime"
+"""Fixture of the Ray that files share."""
+
+
+@cache
+def _group(file: str) -> str:
+    return RAY if RAY in (ROOT / file).read_text() else file
+
+
+class FilesTogether(LoadScopeScheduling):
+    """Gives each process of a test run whole files, because the tests of a file share what is expensive. All files that
+    use the shared Ray go to one process: Ray starts once for a test run."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return _group(nodeid.partition("::")[0])
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FilesTogether:
+    return FilesTogether(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    rank = {name: number for number, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: rank.get(item.location[0], len(rank)))  # stable: else as pytest has them
+    """Put the tests that share Ray first: together they take longest."""
+    items.sort(key=lambda item: _group(item.location[0]) != RAY)  # stable: otherwise in pytest's order
 
 
 def pytest_collection_finish() -> None:

@@ -1,16 +1,42 @@
-"""The pages: what they point to exists."""
+"""The pages: what they point to exists, what is generated is current, and what README shows runs."""
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
+import importlib.util
 import re
+import sys
+import typing
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+import embodied
+from embodied.cli import VERBS
+from embodied.config.files import all_settings
+from embodied.config.schema import Config
+from policies.registry import KINDS
+from sim_farm.registry import BACKENDS
+
 ROOT = Path(__file__).parent.parent
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+DECISIONS = sorted((ROOT / "docs" / "decisions").glob("0*.md"))
+PAGES = (
+    ROOT / "README.md",
+    ROOT / "SECURITY.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "benchmarks").glob("*.md")),
+    ROOT / "examples" / "README.md",
+)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-SOURCE = re.compile(r"\b(?:embodied|sim_farm|policies|schedulers|tests|benchmarks)(?:/\w+)*/\w+\.py\b")
+SOURCE = re.compile(r"\b(?:embodied|sim_farm|policies|schedulers|tests|benchmarks|examples)(?:/\w+)*/\w+\.py\b")
+MOST_README_LINES = 120
+STATUS = re.compile(r"^- Status: (accepted|superseded by|measured, not kept)", re.MULTILINE)
+
+
+def _name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
 
 
 def _anchors(page: Path) -> set[str]:
@@ -19,30 +45,131 @@ def _anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_every_relative_link_points_to_an_existing_file_and_heading(page: Path) -> None:
     for link in LINK.findall(page.read_text()):
         if "://" in link:
             continue
         name, _, anchor = link.partition("#")
         target = page.parent / name if name else page
-        assert target.exists(), f"{page.name} links to {link}, which does not exist"
-        assert not anchor or anchor in _anchors(target), f"{page.name} links to {link}, a heading that is not there"
+        assert target.exists(), f"{_name(page)} links to {link}, which does not exist"
+        assert not anchor or anchor in _anchors(target), f"{_name(page)} links to {link}, a heading that is not there"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_every_source_file_that_a_page_names_exists(page: Path) -> None:
     for name in SOURCE.findall(page.read_text()):
-        assert (ROOT / name).is_file(), f"{page.name} names {name}, which does not exist"
+        assert (ROOT / name).is_file(), f"{_name(page)} names {name}, which does not exist"
 
 
-def test_the_readme_names_every_module_of_the_packages_whose_modules_it_lists() -> None:
-    listed = (ROOT / "README.md").read_text().partition("## Where things are")[2].partition("\n## ")[0]
-    for folder in ("embodied", "sim_farm", "schedulers"):
-        section = re.split(r"\n(?=\w)", listed.partition(f"\n{folder}/")[2])[0]
-        names = {path.name for path in (ROOT / folder).glob("*.py")} | {
-            f"{path.parent.name}/" for path in (ROOT / folder).glob("*/__init__.py")
-        }
-        # `errors.py` of schedulers is the one exception class of the package, `__init__.py` its front door.
-        missing = {name for name in names if name not in section} - {"__init__.py", "errors.py"}
-        assert not missing, f"README.md does not say what {folder}'s {', '.join(sorted(missing))} are"
+IMPORT = re.compile(r"^from ((?:embodied|sim_farm|policies|schedulers)[\w.]*) import ([\w, ]+)$", re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if IMPORT.search(page.read_text())], ids=_name)
+def test_every_name_that_a_page_imports_exists(page: Path) -> None:
+    for module, names in IMPORT.findall(page.read_text()):
+        for name in names.split(", "):
+            assert hasattr(importlib.import_module(module), name), f"{_name(page)} imports {name} from {module}"
+
+
+SECTIONS = {key.partition(".")[0] for key in all_settings() if "." in key}
+SETTING = re.compile(rf"`(?:--)?((?:{'|'.join(sorted(SECTIONS))})\.[a-z_.-]+)")
+OPTION = re.compile(r"(?<=[\s`])--([a-z][a-z0-9._-]*)")
+COMMAND = re.compile(r"embodied (\w+)\b([^`#|\n]*)")
+
+
+def _options(verb: str) -> set[str]:
+    """The options of a verb but for settings; of all verbs of several benches."""
+    found = importlib.import_module(f"embodied.commands.{VERBS[verb][0]}")
+    arguments = getattr(found, "Arguments", None)
+    kinds = [typing.get_args(kind)[0] for kind in typing.get_args(arguments)] or [arguments]
+    return {"json", "help"} | {field.name for kind in kinds if kind is not None for field in dataclasses.fields(kind)}
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.parent.name != "decisions"], ids=_name)
+def test_every_setting_and_option_that_a_page_names_exists(page: Path) -> None:
+    text, settings = page.read_text().replace("\\\n", " "), set(all_settings())
+    for named in SETTING.findall(text):
+        key = named.rstrip(".").replace("-", "_")
+        known = key in settings or key.startswith(("policy.options", *(f"{found}." for found in settings)))
+        # `stream.py` and the like are files.
+        assert known or key.endswith((".py", ".md", ".yaml", ".json")), f"{_name(page)} names the setting {named}"
+    for verb, rest in COMMAND.findall(text):
+        for option in OPTION.findall(rest) if verb in VERBS else ():
+            key = option.replace("-", "_").replace(".no_", ".")
+            known = key in settings or key.startswith("policy.options.") or key.removeprefix("no_") in _options(verb)
+            assert known, f"{_name(page)} gives `embodied {verb}` the option --{option}"
+
+
+def _reference() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("reference", ROOT / "docs" / "reference.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", ["cli.md", "settings.md", "architecture.md"])
+def test_a_generated_page_is_current(name: str) -> None:
+    assert (ROOT / "docs" / name).read_text() == _reference().PAGES[name](), f"docs/{name} is old: run `make docs`"
+
+
+@pytest.mark.parametrize("page", DECISIONS, ids=lambda page: page.stem)
+def test_a_decision_has_a_date_and_a_status_and_is_in_the_index(page: Path) -> None:
+    text = page.read_text()
+    assert text.startswith(f"# {page.name[:4]}. ")
+    assert re.search(r"^- Date: \d{4}-\d\d-\d\d$", text, re.MULTILINE) and STATUS.search(text)
+    assert f"]({page.name})" in (page.parent / "README.md").read_text(), "docs/decisions/README.md lacks it"
+
+
+def test_the_readme_is_at_most_120_lines_long() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= MOST_README_LINES
+
+
+def _readme_block(beginning: str) -> str:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    return next(block for block in blocks if beginning in block)
+
+
+@pytest.mark.parametrize(
+    ("block", "imports", "task", "policy"),
+    [
+        ("class Point", "", "point/reach", {}),
+        (
+            "class Linear",
+            "import policies\nfrom torch import nn\nfrom torch.distributions import Normal\n",
+            "tabletop/reach",
+            {"kind": "linear"},
+        ),
+    ],
+)
+def test_the_readme_s_parts_of_one_s_own_train(
+    block: str,
+    imports: str,
+    task: str,
+    policy: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = block.split()[1].lower()
+    (tmp_path / f"{name}.py").write_text(imports + _readme_block(block))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(KINDS, "linear", "linear:Linear")
+    monkeypatch.setitem(BACKENDS, "point", "point")
+    try:
+        importlib.import_module(name)
+        config = Config.model_validate(
+            {
+                "iterations": 2,
+                "env": {"task": task, "num_envs": 4},
+                "policy": policy,
+                "rollout": {"decisions": 16},
+                "optim": {"threads": 1},
+                "eval": {"episodes": 4, "videos": 0},
+                "runtime": {"mode": "inline"},
+            }
+        )
+        assert embodied.train(config, runs_dir="runs")["episodes"] == 4
+    finally:
+        sys.modules.pop(name, None)

@@ -47,6 +47,7 @@ def test_parts_are_made_for_each_model_where_a_stage_is_about_models() -> None:
         select(parts_of(MODELS, "cpu"), ["acting"])
 
 
+@pytest.mark.slow
 def test_what_fails_is_recorded_and_the_others_go_on_and_a_later_call_continues(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -69,6 +70,7 @@ def test_what_fails_is_recorded_and_the_others_go_on_and_a_later_call_continues(
     assert "not begun" in capfd.readouterr().out and entries(path) == found
 
 
+@pytest.mark.slow
 def test_a_part_that_is_late_is_ended_with_all_that_it_has_started(tmp_path: Path) -> None:
     path = tmp_path / "gpu.json"
     late = replace(GOOD, stage=replace(OFFLOAD, limit_s=0.3))

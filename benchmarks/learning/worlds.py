@@ -12,7 +12,7 @@ from torch import Tensor
 
 import sim_farm
 from embodied.reporting.live import steps
-from policies.waypoints import two_cubes
+from policies.scripted import two_cubes
 from sim_farm import EpisodeSpec, TaskSpec
 
 Draw = Callable[[str, int, int, int], tuple[Tensor, Tensor]]

@@ -16,10 +16,10 @@ from embodied.bench.settings import BenchFarm, provenance
 from embodied.config.schema import Config
 from embodied.execution.session import open_session
 from embodied.reporting.live import steps
+from sim_farm.client.farm import Farm
 from sim_farm.contract import TaskSpec
 from sim_farm.episodes import EndlessEpisodes
-from sim_farm.farm import Farm
-from sim_farm.layout import FarmSpec
+from sim_farm.shared_memory.layout import FarmSpec
 
 ROUNDS = 3
 TOGETHER = "limit together"

@@ -141,11 +141,11 @@ def _bare(spec: LoopSpec) -> Callable[[], int]:
 
 
 def _farm(spec: LoopSpec) -> Callable[[], int]:
+    from sim_farm.client.farm import Farm
     from sim_farm.contract import TaskSpec
     from sim_farm.episodes import EndlessEpisodes
-    from sim_farm.farm import Farm
-    from sim_farm.hosts import InProcess
-    from sim_farm.layout import FarmSpec
+    from sim_farm.shared_memory.layout import FarmSpec
+    from sim_farm.workers.hosts import InProcess
 
     os.sched_setaffinity(0, {spec.cores[0]})
     task = TaskSpec(spec.task, cameras=spec.cameras, image_size=spec.size)
@@ -240,7 +240,8 @@ def _actions(dims: int, rows: int) -> np.ndarray:
 
 def main() -> None:
     data = json.loads(sys.argv[1])
-    spec = LoopSpec(**{**data, "cores": tuple(data["cores"])})
+    settings: dict[str, Any] = {**data, "cores": tuple(data["cores"])}
+    spec = LoopSpec(**settings)
     once = {"bare": _bare, "farm": _farm, "stock": _stock, "async": _async, "subproc": _subproc}[spec.kind](spec)
     for _ in range(3):
         once()

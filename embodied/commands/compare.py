@@ -92,8 +92,8 @@ def compare_command(config: Config, name: str, out: Path, profile: Path | None, 
         cluster = run_cluster(session)
         workflow = planned_for(workflow, measured, cluster)
         ahead = config.plan.ahead
-        plans = schedulers.alternatives(workflow, measured, cluster, ahead)
-        best_plan = schedulers.plan(workflow, measured, cluster, None, ahead)  # what `auto` would run
+        plans = schedulers.alternatives(workflow, measured, cluster, ahead=ahead)
+        best_plan = schedulers.plan(workflow, measured, cluster, ahead=ahead)  # what `auto` would run
         plans[best_plan.mode] = best_plan
         ran = _run_all(config, session, out, list(plans.values()), repeats)
     chosen = next(r for r in ran if r.plan is best_plan)

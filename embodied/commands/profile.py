@@ -55,13 +55,13 @@ def profile_command(config: Config, out: Path) -> dict[str, Any]:
 def _profile_table(profile: Profile, title: str) -> Any:
     from rich.table import Table
 
-    table = Table("component", "items", "devices", "ms", "95% interval", "beside others", title=title)
+    table = Table("component", "items", "devices", "ms", "95% interval", "contention", title=title)
     for name, component in _everywhere(profile):
         for point in component.points:
             interval = f"{1e3 * point.low:.2f} to {1e3 * point.high:.2f}"
             table.add_row(
                 name, str(point.batch), str(point.devices), f"{1e3 * point.seconds:.2f}", interval,
-                f"x {component.beside:.2f}",
+                f"x {component.contention:.2f}",
             )  # fmt: skip
     return table
 
@@ -69,7 +69,7 @@ def _profile_table(profile: Profile, title: str) -> Any:
 def _everywhere(profile: Profile) -> Iterator[tuple[str, ComponentProfile]]:
     """Components by name; where one was measured on both pools, once for each, with the pool in its name."""
     for name, component in profile.components.items():
-        other = component.elsewhere
+        other = component.other_pool
         yield name if other is None else f"{name} on {component.pool}", component
         if other is not None:
             yield f"{name} on {other.pool}", other

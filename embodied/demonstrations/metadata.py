@@ -399,7 +399,7 @@ def whole_number(value: Any) -> int | None:
         value = value[0]
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
-    if isinstance(value, float) and not value.is_integer():
+    if isinstance(value, float) and not float(value).is_integer():
         return None
     return int(value) if abs(value) <= 2**62 else None
 

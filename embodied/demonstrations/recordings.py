@@ -28,9 +28,9 @@ from pydantic import BaseModel, ValidationError
 
 from embodied.demonstrations.layout import DatasetError
 from embodied.errors import nearest, shown
+from sim_farm.client.replay import Recording
 from sim_farm.contract import EpisodeSpec, FarmError
 from sim_farm.registry import resolve
-from sim_farm.replay import Recording
 
 Kind = Literal["maniskill", "libero", "robomimic"]
 Reward = Literal["dense", "sparse"] | None

@@ -297,10 +297,10 @@ def _table() -> npt.NDArray[np.uint32]:
 def _zeros(length: int) -> npt.NDArray[np.uint32]:
     """[32] what each bit of a register becomes by so many zero bytes."""
     if length == 0:
-        return np.uint32(1) << np.arange(32, dtype=np.uint32)
+        return (np.uint32(1) << np.arange(32, dtype=np.uint32)).astype(np.uint32)
     if length == 1:
         bits = _zeros(0)
-        return _table()[bits & 0xFF] ^ (bits >> 8)
+        return np.bitwise_xor(_table()[bits & 0xFF], bits >> 8, dtype=np.uint32)
     half = _zeros(length // 2)
     twice = _multiplied(half, half)
     return _multiplied(_zeros(1), twice) if length % 2 else twice

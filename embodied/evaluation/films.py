@@ -13,8 +13,8 @@ from embodied.reporting.live import steps
 from embodied.reporting.video import EpisodeFrames, write_tiled
 from embodied.rollout.evaluator import EpisodeOutcome
 from embodied.runtime.handles import Handle
+from sim_farm.client.replay import Replayer
 from sim_farm.contract import EpisodeSpec, Float32, TaskSpec, UInt8
-from sim_farm.replay import Replayer
 
 SIZE = 256
 FRAMES = 60

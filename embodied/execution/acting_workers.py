@@ -22,7 +22,7 @@ from embodied.runtime.groups import WorkerGroup
 from embodied.trajectories.memory import TrajectoryMemory
 from embodied.workflows.context import WorkerContext
 from embodied.workflows.recipes import WorkflowComponent, recipe_of
-from sim_farm.farm import Farm
+from sim_farm.client.farm import Farm
 
 
 def replicas_of(config: Config, assignment: Assignment) -> int:

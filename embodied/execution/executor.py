@@ -47,7 +47,7 @@ from embodied.runtime.groups import WorkerGroup
 from embodied.trajectories.memory import TrajectoryMemory
 from embodied.workflows.recipes import Recipe, recipe_of
 from embodied.workflows.sizes import check_ranks, streams
-from sim_farm.farm import Farm
+from sim_farm.client.farm import Farm
 
 PARTS_AHEAD = 2
 """Parts of an iteration that may wait for the learner; the rollout then waits too, so that memory is bounded."""

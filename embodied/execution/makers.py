@@ -13,7 +13,7 @@ from embodied.rollout.replicas import ReplicaAddress
 from embodied.workflows.context import WorkerContext, make_policy
 from embodied.workflows.recipes import WorkflowComponent, recipe_of
 from policies.contract import Policy, PolicySpec
-from sim_farm.farm import Farm, FarmAddress
+from sim_farm.client.farm import Farm, FarmAddress
 
 
 def check_components(config: Config) -> None:

@@ -19,7 +19,7 @@ from embodied.runtime.groups import WorkerGroup
 from embodied.workflows.context import WorkerContext, check_same_sizes, policy_spec
 from embodied.workflows.recipes import Recipe, WorkflowComponent, recipe_of
 from embodied.workflows.sizes import check_recorded_starts, tasks_of
-from sim_farm.farm import Farm
+from sim_farm.client.farm import Farm
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,7 +79,8 @@ def read(shares: Sequence[MicroBatchLoss], norm: Tensor | None = None) -> tuple[
     found = to_host(awaited if norm is None else awaited | {"norm": norm})
     total = LossSums()
     for i, share in enumerate(shares):
-        total.add(LossSums(**vars(share.counted) | {key: float(found[f"{i}.{key}"]) for key in share.measured}))
+        sums: dict[str, Any] = vars(share.counted) | {key: float(found[f"{i}.{key}"]) for key in share.measured}
+        total.add(LossSums(**sums))
     return total, float(found["norm"]) if norm is not None else float("nan")
 
 

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from embodied.errors import UserError
 from policies.contract import Inputs, PolicyError, PolicySpec
-from policies.encoders import CnnEncoder
 from policies.files import check_tensors, checked, read_json, read_tensors
+from policies.small.encoders import CnnEncoder
 
 DESCRIPTION, WEIGHTS = "classifier.json", "classifier.safetensors"
 FEATURES, WORD_FEATURES, HIDDEN = 64, 16, 64

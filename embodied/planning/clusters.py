@@ -46,7 +46,7 @@ def run_cluster(session: Session) -> Cluster:
         nodes=(home, *away),
         link_bytes_per_s=link.bytes_per_s,
         link_s=link.message_s,
-        home=HOME,
+        head_node=HOME,
     )
 
 

@@ -41,16 +41,16 @@ def roles_of(workflow: Workflow) -> ComponentRoles:
 
 
 def leaving_home(workflow: Workflow) -> Workflow:
-    """The workflow whose rollout_worker and learner may be on other nodes too: they are sent what they read of the memory that
-    is on the node where the command is typed."""
+    """The workflow whose rollout worker and learner may run on other nodes: they receive what they read of the memory
+    of the node where the command is typed."""
     roles = roles_of(workflow)
     leave = (roles.rollout_worker, roles.learner)
-    components = tuple(replace(c, travels=c.travels or c.name in leave) for c in workflow.components)
+    components = tuple(replace(c, movable=c.movable or c.name in leave) for c in workflow.components)
     return replace(workflow, components=components)
 
 
 def planned_for(workflow: Workflow, profile: Profile, cluster: Cluster) -> Workflow:
-    """The workflow as the planner places it: rollout_worker and learner may leave home for other nodes' accelerators."""
+    """The workflow as the planner places it: rollout worker and learner may leave home for other nodes' accelerators."""
     compute = profile.components[roles_of(workflow).rollout_worker].pool == "accelerators"
-    away = any(node.accelerators for node in cluster.nodes if node.name != cluster.home)
-    return leaving_home(workflow) if compute and away and cluster.home is not None else workflow
+    away = any(node.accelerators for node in cluster.nodes if node.name != cluster.head_node)
+    return leaving_home(workflow) if compute and away and cluster.head_node is not None else workflow

@@ -274,7 +274,7 @@ def _drawing(probed: Probed) -> ComponentProfile:
     if "drawn" not in probed.taken:
         return found
     gpu = _drawing_on_gpu(probed)
-    return replace(found, elsewhere=gpu) if "cpu" in probed.drawers else gpu
+    return replace(found, other_pool=gpu) if "cpu" in probed.drawers else gpu
 
 
 def _drawing_on_gpu(probed: Probed) -> ComponentProfile:
@@ -297,7 +297,7 @@ def _rollout_worker(each: Sequence[Probed], whole: Probed) -> ComponentProfile:
     points = tuple(_point(batch, devices, values) for (batch, devices), values in calls.items())
     beside = fmean(_beside_factor(probed, decided_s) for probed in each)
     found = ComponentProfile("cores", points, beside, fmean(_variation(probed, "act") for probed in each))
-    return _computing(_switching(found, whole, whole.roles.rollout_worker), whole, spreads=True)
+    return _computing(_switching(found, whole, whole.roles.rollout_worker), whole, data_parallel=True)
 
 
 def _scorer(whole: Probed, name: str) -> ComponentProfile:
@@ -321,10 +321,10 @@ def _learner(whole: Probed, config: Config) -> ComponentProfile:
     exchanges = exchanges_of(config, whole.workflow, whole.trained, iterations, whole.accelerated)
     size = whole.trained
     whole_policy = not holds_shards(config, size.trained, size.parameters, whole.accelerated)
-    found = replace(found, exchanges=exchanges, published_bytes=float(size.weights), lends=whole_policy)
+    found = replace(found, exchanges=exchanges, published_bytes=float(size.weights), shares_weights=whole_policy)
     # Gradients and activations come with the learner's own micro-batches, whatever the parts of a plan; a policy that
     # acts takes little beside them.
-    return _computing(found, whole, whole.peak_bytes, spreads=True)
+    return _computing(found, whole, whole.peak_bytes, data_parallel=True)
 
 
 def _points_after(whole: Probed, seconds: Callable[[Iteration], float]) -> tuple[Point, ...]:
@@ -342,13 +342,15 @@ def _switching(found: ComponentProfile, probed: Probed, name: str) -> ComponentP
     return replace(found, process_bytes=float(out.bytes), unload_s=out.seconds, load_s=back.seconds)
 
 
-def _computing(found: ComponentProfile, whole: Probed, peak_bytes: int = 0, spreads: bool = False) -> ComponentProfile:
+def _computing(
+    found: ComponentProfile, whole: Probed, peak_bytes: int = 0, data_parallel: bool = False
+) -> ComponentProfile:
     """On the pool where it was measured, of a GPU's memory what it holds. More GPUs help what has replicas or ranks
-    there (`spreads`), and not what is one process."""
+    there (`data_parallel`), and not what is one process."""
     if not whole.accelerated:
         return found
     held = max(float(peak_bytes), found.process_bytes)
-    return replace(found, pool="accelerators", spreads=spreads, resident_bytes=held)
+    return replace(found, pool="accelerators", data_parallel=data_parallel, resident_bytes=held)
 
 
 def _worker_memory(measured: Sequence[Measured]) -> tuple[float, float]:

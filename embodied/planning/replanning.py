@@ -79,7 +79,7 @@ class Watch:
         factors = {
             name: _factor(expected, [seconds[name] for seconds in busy]) for name, expected in self._expected().items()
         }
-        here = self.profile.placed(self.plan.pools).components  # what was measured elsewhere stays as it was
+        here = self.profile.on_pools(self.plan.pools).components  # what was measured elsewhere stays as it was
         components = {name: _scaled(p, factors.get(name, 1.0)) for name, p in here.items()}
         # What was measured together belongs to the times that are no more.
         together = tuple(
@@ -93,7 +93,7 @@ class Watch:
     def _expected(self) -> dict[str, float]:
         """Busy seconds per iteration of each component by the profile, summed over devices of simulators."""
         roles, flow = roles_of(self.workflow), self.workflow
-        times = self.profile.placed(self.plan.pools).components
+        times = self.profile.on_pools(self.plan.pools).components
         devices = {name: p.count for phase in self.plan.phases for p in phase.placements for name in p.components}
         found = dict.fromkeys(flow.names, 0.0)
         for number, loop in enumerate(flow.loops):

@@ -24,7 +24,7 @@ from embodied.planning.replanning import Decision, Watch
 from embodied.workflows.context import task_spec
 from embodied.workflows.sizes import tasks_of, workflow_of
 from schedulers import Cluster, Plan, PlanError, Profile, Workflow
-from sim_farm.hosts import InProcess
+from sim_farm.workers.hosts import InProcess
 
 NO_MOMENT = "plan.replan moves a run between two updates, and there is no such moment with"
 PLAN, PROFILE, TIMELINE, PICTURE = "plan.json", "profile.json", "predicted.json", "predicted.png"
@@ -141,7 +141,7 @@ def place_run(config: Config, session: Session, run_dir: Path) -> Placed:
     else:
         profile = _profile_of(config, session, run_dir, workflow)
         workflow = planned_for(workflow, profile, cluster)
-        plan = schedulers.plan(workflow, profile, cluster, mode_of(config), wanted.ahead)
+        plan = schedulers.plan(workflow, profile, cluster, mode_of(config), ahead=wanted.ahead)
         get_console().print("\n".join(plan.why), markup=False, highlight=False, soft_wrap=True)
     if profile is not None:
         plan = replace(plan, prediction=schedulers.predict(plan, workflow, profile, cluster))

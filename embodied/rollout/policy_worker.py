@@ -28,7 +28,7 @@ from embodied.trajectories.memory import MemoryLayout, MemoryShape, TrajectoryMe
 from embodied.trajectories.random_streams import SamplingNoise
 from embodied.workflows.context import WorkerContext
 from policies.contract import Action, Inputs, Policy
-from sim_farm.farm import Farm, FarmAddress
+from sim_farm.client.farm import Farm, FarmAddress
 
 FarmTasks: TypeAlias = Farm | FarmAddress
 """Tasks of a farm that is attached, or of one that may be out of reach."""

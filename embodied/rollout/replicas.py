@@ -28,8 +28,8 @@ from embodied.runtime.groups import naming
 from embodied.runtime.handles import Caller
 from embodied.trajectories.memory import FrameCounts, TrajectoryMemory
 from policies.contract import Action, Inputs
-from sim_farm.farm import Farm, WorkerFailed, WorkerTimeout
-from sim_farm.observations import Observations
+from sim_farm.client.farm import Farm, WorkerFailed, WorkerTimeout
+from sim_farm.client.observations import Observations
 
 T = TypeVar("T")
 

@@ -28,8 +28,8 @@ from embodied.trajectories.batch import join_inputs, to_inputs
 from embodied.trajectories.memory import FrameCounts, TrajectoryMemory
 from embodied.workflows.context import WorkerContext, bootstrap_of
 from policies.contract import Action, Inputs
-from sim_farm.farm import Farm
-from sim_farm.observations import Observations
+from sim_farm.client.farm import Farm
+from sim_farm.client.observations import Observations
 
 
 @dataclass(frozen=True)

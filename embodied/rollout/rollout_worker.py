@@ -29,9 +29,9 @@ from embodied.trajectories.batch import Trajectories, join_columns, join_inputs,
 from embodied.trajectories.memory import FrameCounts, TrajectoryMemory
 from embodied.trajectories.remote_frames import FrameReader
 from policies.contract import Inputs
+from sim_farm.client.farm import Farm
+from sim_farm.client.observations import Observations
 from sim_farm.episodes import GroupedEpisodes
-from sim_farm.farm import Farm
-from sim_farm.observations import Observations
 
 TASK_BITS = 44
 """Bits of an episode group's number within its task."""

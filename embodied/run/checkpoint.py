@@ -44,8 +44,7 @@ from embodied.run.manifest import verify as verify
 from embodied.run.state import RunState as RunState
 from embodied.run.state import read_state_file, write_state_file
 from policies.contract import Policy, PolicyError
-from policies.files import layout
-from policies.finite import check_finite
+from policies.files import check_finite, layout
 
 LATEST, BEST = "latest", "best"
 SHARDS = "optimizer"

@@ -10,9 +10,9 @@ from embodied.runtime.groups import WorkerGroup
 from embodied.runtime.handles import Handle
 from embodied.runtime.nodes import Link, NodeInfo
 from embodied.runtime.supervision import Replaced
-from sim_farm.farm import WorkerFailed
-from sim_farm.hosts import Host
+from sim_farm.client.farm import WorkerFailed
 from sim_farm.render_devices import RenderDevice
+from sim_farm.workers.hosts import Host
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from embodied.errors import PeerFailed
 from embodied.runtime.handles import Handle
-from sim_farm.farm import WorkerTimeout
+from sim_farm.client.farm import WorkerTimeout
 
 T = TypeVar("T")
 P = ParamSpec("P")

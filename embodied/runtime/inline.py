@@ -13,8 +13,8 @@ from embodied.runtime.groups import WorkerGroup, naming, rank_names
 from embodied.runtime.handles import Handle
 from embodied.runtime.nodes import Link, NodeInfo
 from embodied.runtime.supervision import Replaced
-from sim_farm.hosts import Host, InProcess
 from sim_farm.render_devices import RenderDevice
+from sim_farm.workers.hosts import Host, InProcess
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from embodied.devices import await_devices
 from sim_farm.contract import FarmError
-from sim_farm.memory import Block, Field, size_of
+from sim_farm.shared_memory.memory import Block, Field, size_of
 
 _TICKET = "ticket"
 _UNFINISHED = -1

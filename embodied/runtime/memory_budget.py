@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from embodied.errors import UserError
-from sim_farm.farm import WorkerFailed
-from sim_farm.private_memory import private_bytes
+from sim_farm.client.farm import WorkerFailed
+from sim_farm.shared_memory.private_memory import private_bytes
 
 GB = 1e9
 

@@ -125,7 +125,9 @@ class Ranks:
     def another_group(self, timeout_s: float) -> dist.ProcessGroup:
         """Of all ranks, between CPUs, for what goes on beside the rest. Every rank has to be asked."""
         with self.waiting("connect once more"), _through(self.addresses[self.rank]):
-            return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+            assert isinstance(group, dist.ProcessGroup)
+            return group
 
     def leave(self) -> None:
         """Close the connections."""

@@ -24,15 +24,15 @@ from typing import Any, Protocol
 import numpy as np
 
 from embodied.runtime.deadlines import Deadline, Wait
-from sim_farm import layout
+from sim_farm.client.farm import WorkerTimeout
 from sim_farm.contract import FarmError, TaskInfo
-from sim_farm.doorbell import Doorbell
-from sim_farm.farm import WorkerTimeout
-from sim_farm.layout import FarmSpec, slot_fields
-from sim_farm.memory import Field
-from sim_farm.physics_worker import PhysicsWorker
-from sim_farm.worker_memory import WorkerMemory
-from sim_farm.workers import Worker, WorkerSetup
+from sim_farm.shared_memory import layout
+from sim_farm.shared_memory.doorbell import Doorbell
+from sim_farm.shared_memory.layout import FarmSpec, slot_fields
+from sim_farm.shared_memory.memory import Field
+from sim_farm.shared_memory.worker_memory import WorkerMemory
+from sim_farm.workers.physics_worker import PhysicsWorker
+from sim_farm.workers.workers import Worker, WorkerSetup
 
 Slots = dict[str, np.ndarray]
 Int = np.ndarray

@@ -26,7 +26,7 @@ from embodied.run.trace import Span, TraceWriter
 from embodied.training.position import Position
 from embodied.training.selection import Selection
 from embodied.training.unwritten import Unwritten
-from sim_farm import faults
+from sim_farm.workers import faults
 
 SHARE = 0.02
 """Of a run's time, what interim checkpoints may take: the run standing still, and a thread writing."""

@@ -39,7 +39,7 @@ from embodied.training.interrupts import deferred_interrupts
 from embodied.training.iteration_row import iteration_row, left_out
 from embodied.training.position import RECENT, Position
 from embodied.training.selection import Candidate, Selection
-from sim_farm import faults
+from sim_farm.workers import faults
 
 FINISHING = "interrupted: finishing the update, so that its iteration is kept; once more stops at once"
 

@@ -28,7 +28,7 @@ class WorkflowComponent:
     """In a few words, for explanations."""
     worker: str
     """The worker's class as `package.module:Class`. Classes of `sim_farm` live in the farm, one or several per task."""
-    travels: bool = False
+    movable: bool = False
     """May work on other nodes than the one where the command is typed."""
 
     @property
@@ -47,8 +47,8 @@ class WorkflowComponent:
             raise UserError(f"the worker {self.worker!r} of {self.name} cannot be imported: {error}") from error
 
 
-PHYSICS = WorkflowComponent("physics", "steps the environments", "sim_farm.physics_worker:PhysicsWorker", travels=True)
-RENDER = WorkflowComponent("render", "draws the frames that the policy looks at", "sim_farm.render_worker:RenderWorker")
+PHYSICS = WorkflowComponent("physics", "steps the environments", "sim_farm.workers.physics_worker:PhysicsWorker", movable=True)
+RENDER = WorkflowComponent("render", "draws the frames that the policy looks at", "sim_farm.workers.render_worker:RenderWorker")
 POLICY = WorkflowComponent(
     "policy", "turns observations into action chunks", "embodied.rollout.policy_worker:PolicyWorker"
 )

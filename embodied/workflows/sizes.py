@@ -207,7 +207,7 @@ def _of_tasks(present: Sequence[WorkflowComponent], tasks: int) -> tuple[Compone
     for component in present:
         for number in range(tasks if component.per_task else 1):
             name = name_in_task(component.name, number)
-            found.append(Component(name, component.does, component.travels, number))
+            found.append(Component(name, component.does, component.movable, number))
     return tuple(found)
 
 

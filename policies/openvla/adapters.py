@@ -16,7 +16,7 @@ from policies.openvla.model import FILM_LAYER, OpenVLAModel, to_checkpoint
 from policies.openvla.side_files import LORA_ADAPTER, names_of
 
 FILMED_BACKBONE = "vision_backbone.vision_backbone."
-"""How names of the towers' tensors begin in an adapter that was trained with FiLM."""
+"""Prefix of the towers' tensor names in an adapter that was trained with FiLM."""
 PARTS = ("language", "projector", "vision")
 
 
@@ -89,8 +89,8 @@ def attach_saved(model: OpenVLAModel, folder: Path, *, any_base: bool = False) -
 
 
 def check_other_files(shards: Shards, adapters: Iterable[str | Path | None]) -> None:
-    """Raise `PolicyError` if files of weights lie beside the model's that nobody reads: an adapter, unless it is one of
-    those that are used, or what nobody knows."""
+    """Raise `PolicyError` for files of weights beside the model's that no option reads: an adapter not in use, or an
+    unknown file."""
     folder = shards.folder.resolve()
     known = names_of(folder)
     if (folder / ADAPTER).exists():

@@ -1,6 +1,6 @@
-"""What all policies on OpenVLA's network share: what they read, what gives actions a unit, what is on disk.
+"""Policies on OpenVLA's network: inputs, units of actions, files on disk, and action tokens.
 
-B rows, C actions of a chunk, A action dimensions, K = C * A tokens, D the language model's width.
+Source of the action tokens: prismatic/vla/action_tokenizer.py of openvla/openvla.
 """
 
 from __future__ import annotations
@@ -9,18 +9,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from policies import lora
 from policies.contract import Evaluation, Inputs, PolicyError, PolicySpec
-from policies.encoders import vector
 from policies.files import ADAPTER, ADAPTER_CONFIG, CONFIG, Shards, read_json
-from policies.imitation import counted_mean, only_counted
-from policies.layers import checked_widths
+from policies.layers import checked_widths, counted_mean, only_counted
 from policies.openvla import adapters
-from policies.openvla.actions import action_of, token_of
-from policies.openvla.config import TOWERS
+from policies.openvla.config import BINS, TOWERS
 from policies.openvla.film import load_film
 from policies.openvla.heads import ValueHead
 from policies.openvla.images import read_preprocessing
@@ -40,18 +38,33 @@ from policies.openvla.statistics import (
     write_statistics,
 )
 from policies.random_weights import RANDOM_WEIGHTS
+from policies.small.encoders import vector
 from policies.transforms import Gripper, Transforms
+
+
+def token_of(actions: Tensor, action_vocab: int, bins: int = BINS) -> Tensor:
+    """[..] numbers, clipped to -1..1, to int64 token ids: -1 is the vocabulary's last token, 1 the `bins`-th last."""
+    edges = torch.from_numpy(np.linspace(-1, 1, bins)).to(actions.device)
+    return action_vocab - torch.bucketize(actions.double().clamp(-1, 1), edges, right=True)
+
+
+def action_of(tokens: Tensor, action_vocab: int, bins: int = BINS) -> Tensor:
+    """int64 [..] token ids to float64 bin centres. There are `bins - 1`: the two lowest tokens share the last."""
+    edges = np.linspace(-1, 1, bins)
+    centres = torch.from_numpy((edges[:-1] + edges[1:]) / 2).to(tokens.device)
+    return centres[(action_vocab - tokens - 1).clamp(0, bins - 2)]
+
 
 BFLOAT16_TOLERANCE = 2e-2
 """Largest mean |ratio - 1| of unchanged weights in 16-bit arithmetic."""
 FEATURES = "features"
-"""Entry of a trace: what `precompute` found."""
+"""Entry of a trace: the result of `precompute`."""
 SCALING = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
 """Entries of adapter_config.json that an adapter's matrices are multiplied by."""
 
 
 class TokenPolicy(lora.AdaptedPolicy):
-    """A policy that says its actions in tokens of OpenVLA's network. Reads frames and the instruction.
+    """A policy whose actions are tokens of OpenVLA's network. Reads frames and the instruction.
 
     Each token is drawn from the action tokens alone, at `temperature`, with one number of the noise; the mode is
     the likeliest token. The log-prob of a token is under that same distribution. The value head reads the state that

@@ -1,4 +1,4 @@
-"""What a checkpoint's config.json says about the model.
+"""Description of the model in a checkpoint's config.json.
 
 Source of names and defaults: openvla/openvla, prismatic/extern/hf/configuration_prismatic.py.
 """
@@ -20,9 +20,9 @@ TOWERS = ("featurizer", "fused_featurizer")
 PUBLISHED_TOWERS = ("vit_large_patch14_reg4_dinov2.lvd142m", "vit_so400m_patch14_siglip_224")
 """timm's names of the towers in the published checkpoints."""
 BINS = 256
-"""Of an action dimension, in the published checkpoints."""
+"""Bins of an action dimension, in the published checkpoints."""
 OWN_ENTRIES = ("kind", "spec", "architecture")
-"""What `policies.save` adds to a config.json: no part of the model's configuration."""
+"""Keys that `policies.save` adds to a config.json: no part of the model's configuration."""
 Size = Annotated[int, Field(strict=True, gt=0, le=2**20)]
 Layers = Annotated[int, Field(strict=True, gt=0, le=512)]
 

@@ -24,8 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from policies.contract import PolicyError
-from policies.files import ADAPTER_CONFIG, check_tensors, read_json, read_state, shown
-from policies.finite import check_finite
+from policies.files import ADAPTER_CONFIG, check_finite, check_tensors, read_json, read_state, shown
 from policies.openvla.config import TOWERS
 from policies.openvla.model import FILM_LAYER, OpenVLAModel, from_checkpoint
 from policies.openvla.side_files import LORA_ADAPTER
@@ -53,7 +52,7 @@ class FilmedBlock(nn.Module):
 
 @dataclass(frozen=True)
 class FilmFile:
-    """What a file says beyond the tensors that the model computes with; on the CPU, to be written again."""
+    """Tensors of a file that the model does not compute with; on the CPU, to be written again."""
 
     unused: Mapping[str, Tensor]
     """Tensors that no output depends on, by the file's names: the last blocks, with FiLM's layers, and what follows."""

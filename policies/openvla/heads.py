@@ -60,7 +60,7 @@ class ProprioProjector(nn.Module):
 
     @classmethod
     def read(cls, path: Path, size: int, width: int) -> ProprioProjector:
-        """From the checkpoint's file. Raises `PolicyError`."""
+        """The module, read from the checkpoint's file. Raises `PolicyError`."""
         return _filled(cls(size, width), path, read_state(path))
 
 
@@ -103,7 +103,7 @@ class ActionHead(nn.Module):
 
     @classmethod
     def read(cls, path: Path, action_dim: int, width: int) -> ActionHead:
-        """From the checkpoint's file, which also tells the inner sizes. Raises `PolicyError`."""
+        """The module, read from the checkpoint's file, which also gives the inner sizes. Raises `PolicyError`."""
         state = read_state(path)
         if any(name.startswith("noise_predictor.") for name in state):
             raise PolicyError(f"{path} is a diffusion head; only L1 heads and action tokens are supported")

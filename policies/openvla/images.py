@@ -41,12 +41,12 @@ _Positive = Annotated[float, Field(ge=1e-6, le=1e6, allow_inf_nan=False)]
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """How frames become pixel values; recorded with a policy."""
+    """Steps from frames to pixel values; recorded with a policy."""
 
     size: int
     """S."""
     means: tuple[tuple[float, ...], ...]
-    """Of each tower, three numbers."""
+    """Three numbers per vision tower."""
     stds: tuple[tuple[float, ...], ...]
     strategy: str = "resize-naive"
     """`resize-naive` changes the aspect ratio, `letterbox` pads to a square first, `resize-crop` crops one out."""
@@ -104,7 +104,7 @@ Channels = tuple[_Number, _Number, _Number]
 
 
 class _Tower(BaseModel):
-    """How a tower's pixels are normalised."""
+    """Normalisation of a tower's pixels."""
 
     mean: Channels
     std: tuple[_Positive, _Positive, _Positive]

@@ -15,10 +15,8 @@ from torch.nn import functional
 
 from policies import lora
 from policies.contract import Action, Evaluation, Inputs, PolicyError, PolicySpec
-from policies.encoders import vector
 from policies.files import check_tensors, read_state
-from policies.imitation import counted_mean
-from policies.layers import checked_noise
+from policies.layers import checked_noise, counted_mean
 from policies.openvla.base import TokenPolicy
 from policies.openvla.film import film_state, read_film
 from policies.openvla.heads import ActionHead, ProprioProjector, write_side_file
@@ -34,11 +32,12 @@ from policies.openvla.side_files import (
     step_of,
 )
 from policies.openvla.statistics import DEMONSTRATIONS
+from policies.small.encoders import vector
 
 STOP = 2
 """The token </s>, which ends a training text."""
 CONVENTIONS = {"official": True, "simplevla-rl": True, "rlinf": False}
-"""Whether a project's models see STOP after the action tokens. It is a key for every query: with another convention
+"""True if a project's models see STOP after the action tokens. It is a key for every query: with another convention
 than that of training most tokens change. Their padding differs too, but under a mask of valid keys and position ids
 that count valid tokens all kinds of padding are the same."""
 HEADS = ("tokens", "l1")
@@ -87,7 +86,8 @@ class OpenVLAOFT(TokenPolicy):
         super().__init__(spec, files, **options)
         self._architecture |= {"convention": convention, "head": head or "tokens", "proprio": bool(proprio)}
         # What an older version did not write is the default.
-        self._architecture |= {name: said[name] for name in ("film", "step") if said[name] is not None}
+        optional = {name: said[name] for name in ("film", "step")}
+        self._architecture |= {name: value for name, value in optional.items() if value is not None}
         self.stop = CONVENTIONS[convention]
         self.proprio_projector: ProprioProjector | None = None
         self.action_head: ActionHead | None = None

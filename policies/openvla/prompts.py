@@ -21,7 +21,7 @@ TEMPLATES = {
         "USER: What action should the robot take to {}? ASSISTANT:"
     ),
 }
-"""Of openvla-7b and all that was made of it, and of openvla-v01-7b, whose language model is Vicuna."""
+"""Prompts of openvla-7b and its descendants, and of openvla-v01-7b, whose language model is Vicuna."""
 EMPTY = "▁"
 """The piece of a lone space. Llama's tokenizer puts it (29871) between the prompt and the action tokens of the training
 texts, so the state at it is what predicts the first action: every prompt ends with it."""

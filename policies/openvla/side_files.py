@@ -27,7 +27,7 @@ USES = {
     PROPRIO: "set policy.options.proprio to true to read proprioception with it, or to false to act without it",
     FILM: "set policy.options.film to true to see through it (FiLM), or to false to see without it",
 }
-"""What to do about a file that no option speaks of."""
+"""Advice for a file that no option names."""
 OPTIONS = {ACTION_HEAD: "head: l1", PROPRIO: "proprio: true", FILM: "film: true"}
 LORA_ADAPTER = "lora_adapter"
 """Folder beside them in which OpenVLA-OFT saves an adapter, whose merged weights it saves too, if it is asked to."""
@@ -50,7 +50,7 @@ def names_of(folder: Path) -> list[str]:
 
 
 def side_folders(architecture: Mapping[str, Any]) -> list[Path]:
-    """Where the side files of a policy with these arguments may lie, first those that count first.
+    """Folders where the side files of a policy with these arguments may lie, in order of precedence.
 
     What was trained with an adapter goes with it, whatever the base has. A policy that is saved as a whole has all.
     """

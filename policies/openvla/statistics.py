@@ -1,4 +1,4 @@
-"""What gives actions and proprioception their unit: percentiles of a dataset, read, taken over and written again.
+"""Units of actions and proprioception: percentiles of a dataset, read, taken over and written again.
 
 Source: prismatic/extern/hf/modeling_prismatic.py and prismatic/vla/datasets/rlds/utils/data_utils.py of
 openvla/openvla. A action dimensions, P numbers of proprioception, N demonstrated actions.
@@ -30,8 +30,8 @@ PROPRIO_EPS = 1e-8
 
 
 class Statistics(nn.Module):
-    """Of one dataset. Buffers, since they are the policy's and go wherever its weights go; float64 whatever the
-    network computes in."""
+    """Statistics of a dataset. Buffers, so that they move with the policy's weights; float64 whatever the network's
+    dtype."""
 
     low: Tensor
     """float64 [A]: the first percentile of each dimension."""
@@ -109,7 +109,7 @@ class Statistics(nn.Module):
         self.mask[-1] = not gripper
 
     def entry(self) -> dict[str, Any]:
-        """As `dataset_statistics.json` has it."""
+        """Entry of `dataset_statistics.json`."""
         action = {"q01": self.low.tolist(), "q99": self.high.tolist(), "mask": self.mask.tolist()}
         if not len(self.proprio_low):
             return {"action": action}
@@ -187,7 +187,7 @@ def _proprio(entry: Mapping[str, Any], least: str, most: str) -> tuple[Tensor, T
 
 
 def read_state(folder: Path, own: Statistics) -> dict[str, Tensor]:
-    """What a saved policy's folder says in place of `own`, under the names of its state dict.
+    """Statistics of a saved policy's folder that replace `own`, under the names of its state dict.
 
     Nothing, where a folder without statistics (PEFT's own) holds an adapter: they are its base's, as `own` are.
     """

@@ -1,4 +1,4 @@
-"""What a checkpoint's config.json says of the network's sizes, in openpi's layout and LeRobot's."""
+"""Sizes of the network in a checkpoint's config.json, in openpi's layout and LeRobot's."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ VARIANTS = {
 """openpi's names (openpi/models/gemma.py)."""
 DEFAULT_VARIANTS = {"paligemma_variant": "gemma_2b", "action_expert_variant": "gemma_300m"}
 LARGEST, MOST_LAYERS = 2**20, 512
-"""Of sizes: config.json is somebody's text."""
+"""Limit of sizes: config.json may hold any number."""
 OURS = {"kind", "spec", OWN_SIZES, ARCHITECTURE, RANDOM_WEIGHTS, "pi05"}
 """Entries that this project writes."""
 READ: Mapping[Layout, set[str]] = {
@@ -74,7 +74,7 @@ class VisionSizes:
 
 @dataclass(frozen=True)
 class Pi0Sizes:
-    """Of a whole network."""
+    """Sizes of a whole network."""
 
     vlm: StackSizes
     expert: StackSizes
@@ -121,8 +121,8 @@ def read_sizes(folder: Path, adaptive: bool) -> tuple[Pi0Sizes, Layout]:
     own = own_sizes(raw) or {}
     if not isinstance(own, dict):
         raise PolicyError(f"{folder / CONFIG}: {ARCHITECTURE} is {shown(own)}, and is an object with sizes")
-    told = raw.get("tokenizer_max_length" if layout == "lerobot" else "max_token_len")
-    prompt_len = own.get("max_token_len") or told or (200 if adaptive else 48)
+    stated = raw.get("tokenizer_max_length" if layout == "lerobot" else "max_token_len")
+    prompt_len = own.get("max_token_len") or stated or (200 if adaptive else 48)
     vocab_size = own.get("vocab_size", 257_152)
     numbers: dict[str, Any] = {
         "action dimensions": action_dim,

@@ -1,4 +1,4 @@
-"""What a LeRobot directory says of its inputs and outputs, against the task's: cameras by name, numbers by count."""
+"""Inputs and outputs of a LeRobot directory, matched with the task's: cameras by name, numbers by count."""
 
 from __future__ import annotations
 

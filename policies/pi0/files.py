@@ -17,9 +17,9 @@ from policies.contract import PolicyError
 from policies.files import ADAPTER_CONFIG, CONFIG, INDEX, SINGLE, Shards, read_json, shown, write_json, write_tensors
 from policies.lora import merged_state
 from policies.pi0.config import ARCHITECTURE, OWN_SIZES, Layout, Pi0Sizes, own_sizes, read_sizes
+from policies.pi0.inputs import TOKENIZER
 from policies.pi0.names import PALIGEMMA, STATISTICS, UNUSED, dtype_of, own_name, stored_name
 from policies.pi0.network import Pi0Network
-from policies.pi0.prompts import TOKENIZER
 from policies.pi0.sizes import draw_weights
 from policies.pi0.sources import Sources, is_random, own_files
 from policies.random_weights import RANDOM_WEIGHTS, check_weights
@@ -96,7 +96,7 @@ def _empty(folder: Path, sizes: Pi0Sizes) -> Pi0Network:
 
 
 def is_adaptive(folder: Path) -> bool:
-    """Whether a directory's weights are those of a pi0.5. Raises `PolicyError`."""
+    """True if a directory's weights are those of a pi0.5. Raises `PolicyError`."""
     return _adaptive(Shards.find(folder))
 
 
@@ -108,7 +108,7 @@ def _drawn(folder: Path, dtype: str) -> Pi0Network:
     raw = read_json(folder / CONFIG)
     named, seed = raw.get("precision") if dtype == "checkpoint" else dtype, raw[RANDOM_WEIGHTS]
     seeded = type(seed) is int and 0 <= seed < 2**63
-    if named not in (*DTYPES,) or not seeded or type(raw.get("pi05")) is not bool:
+    if not isinstance(named, str) or named not in DTYPES or not seeded or type(raw.get("pi05")) is not bool:
         raise PolicyError(
             f"{folder / CONFIG}: {RANDOM_WEIGHTS} must be a seed, with pi05 (true or false) and a precision; got "
             f"{shown(seed)}, {shown(raw.get('pi05'))}, {shown(named)}"

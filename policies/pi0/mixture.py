@@ -24,15 +24,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 EPS = 1e-6
-"""Of all norms."""
+"""Epsilon of all norms."""
 ROTATION_BASE = 10_000.0
 HIDDEN = -2.3819763e38
-"""What is added to the score of a key that is not seen. Finite: a query that sees nothing attends to all keys alike."""
+"""Number added to the score of a masked key. Finite: a query that sees nothing attends to all keys alike."""
 
 
 @dataclass(frozen=True)
 class StackSizes:
-    """Of one stack. Stacks that share attention have heads alike."""
+    """Sizes of one stack. Stacks that share attention have heads alike."""
 
     width: int
     depth: int
@@ -123,7 +123,7 @@ class Layer(nn.Module):
 
     @property
     def halves(self) -> tuple[list[nn.Module], list[nn.Module]]:
-        """What is called before the attention, one after the other, and what is called after it."""
+        """Modules called before the attention, in order, and modules called after it."""
         before: list[nn.Module] = [self.input_layernorm, *self.self_attn.projections]
         return before, [self.self_attn.o_proj, self.post_attention_layernorm, self.mlp]
 
@@ -154,7 +154,7 @@ class Mixture(nn.Module):
 
     @property
     def layers(self) -> list[Layer]:
-        """Of both stacks."""
+        """Layers of both stacks."""
         return [layer for stack in (self.vlm, self.expert) for layer in stack.layers]  # type: ignore[misc]
 
     def prefix(self, x: Tensor, positions: Tensor, seen: Tensor) -> tuple[Tensor, Cache]:

@@ -27,7 +27,7 @@ NAMES = (
     (re.escape(PALIGEMMA) + r"(model\.)?language_model\.(model\.)?", "mixture.vlm."),
     (re.escape(EXPERT) + r"model\.", "mixture.expert."),
 )
-"""What a stored name begins with, and what takes its place, in this order."""
+"""Prefixes of stored names and their replacements, in this order."""
 STORED = {
     "vision.": f"{PALIGEMMA}model.vision_tower.vision_model.",
     "projector.": f"{PALIGEMMA}model.multi_modal_projector.linear.",
@@ -35,7 +35,7 @@ STORED = {
     "mixture.vlm.": f"{PALIGEMMA}model.language_model.",
     "mixture.expert.": f"{EXPERT}model.",
 }
-"""What the network's names begin with, in openpi's layout."""
+"""Prefixes of the network's names in openpi's layout."""
 KEPT = re.compile(
     r"(action_|state_|time_|vision\.embeddings\.|mixture\.(vlm|expert)\.(layers\.\d+\.\w+layernorm|norm)\.)"
 )
@@ -45,7 +45,7 @@ STATISTICS = re.compile(r"(model\.)?(un)?normalize_(inputs|targets|outputs)\.")
 
 
 def dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
-    """Of the network's tensor of this name, where the network is to have that dtype."""
+    """Dtype of the network's tensor of this name, where the network is to have that dtype."""
     return torch.float32 if KEPT.match(name) else dtype
 
 

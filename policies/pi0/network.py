@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from policies.layers import time_embedding
 from policies.lora import AdaptedModel
 from policies.pi0.config import Layout, Pi0Sizes, VisionSizes
 from policies.pi0.mixture import Cache, Mixture, blocks_seen, positions_of
 from policies.pi0.names import own_name, stored_name
-from policies.time_embedding import time_embedding
 from policies.torchvision_operators import import_torchvision
 
 DIGESTED = (
@@ -36,7 +36,7 @@ DIGESTED = (
 
 @dataclass(frozen=True)
 class Observation:
-    """What the network reads, preprocessed."""
+    """Preprocessed inputs of the network."""
 
     pixels: Tensor
     """[B, I, 3, S, S] in -1..1. Absent cameras come after those that are present; they may be left out."""
@@ -52,7 +52,7 @@ class Observation:
 
 @dataclass(frozen=True)
 class Prefix:
-    """What a suffix pass needs of images and prompt."""
+    """Keys and values of images and prompt, for a suffix pass."""
 
     cache: Cache
     present: Tensor
@@ -67,9 +67,9 @@ class Pi0Network(AdaptedModel):
     unused: Tensor
     """The expert's head of the checkpoint, on which nothing depends."""
     layout: Layout = "openpi"
-    """Of the checkpoint."""
+    """Layout of the checkpoint directory."""
     folder: Path | None = None
-    """Where the tensors came from."""
+    """Source of the tensors."""
 
     def __init__(self, sizes: Pi0Sizes) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ class Pi0Network(AdaptedModel):
         return x
 
     def _begins(self, tokens: int, device: torch.device) -> Tensor:
-        """Where the suffix's blocks begin: with the state, and with the first action."""
+        """Places where the suffix's attention blocks begin: with the state, and with the first action."""
         begins = torch.zeros(tokens, dtype=torch.bool, device=device)
         begins[0] = begins[tokens - self.sizes.horizon] = True
         return begins

@@ -1,11 +1,8 @@
-"""pi0 and pi0.5 as a policy: a chunk is the end of an integration, of which steps are drawn and scored.
-
-B rows, H actions that the network predicts, C of them that are executed, A numbers of the network's action, D of the
-robot's, N denoising steps, P tokens of the prefix, W the vision-language model's width.
-"""
+"""Flow-noise: how far a drawn step of the integration is moved, which the policy learns."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,21 +13,17 @@ from torch import Tensor, nn
 
 from policies.contract import Action, Contrast, Evaluation, Inputs, PolicyError, PolicySpec
 from policies.denoising import PICKING, Denoising, Field, stacked
-from policies.encoders import vector
 from policies.files import CONFIG, shown
-from policies.imitation import counted_mean, only_counted
-from policies.layers import checked_noise, checked_widths, mlp
+from policies.layers import checked_noise, checked_widths, counted_mean, mlp, only_counted
 from policies.lora import AdaptedModel, AdaptedPolicy
 from policies.pi0 import saving
 from policies.pi0.adapters import attach, attach_saved
 from policies.pi0.config import with_horizon
 from policies.pi0.features import check_numbers, ordered
 from policies.pi0.files import DTYPES, is_adaptive, load_network
-from policies.pi0.images import BLACK, OF_LEROBOT_04, pixel_values
+from policies.pi0.inputs import BLACK, OF_LEROBOT_04, Prompts, pixel_values
 from policies.pi0.mixture import Cache
 from policies.pi0.network import Observation, Prefix
-from policies.pi0.noise import NoiseNet
-from policies.pi0.prompts import Prompts
 from policies.pi0.sources import Sources, find_sources, is_random
 from policies.pi0.steps import ACTION, PRE, STATE
 from policies.pi0.units import (
@@ -47,7 +40,31 @@ from policies.pi0.units import (
     read_lerobot,
     read_openpi,
 )
+from policies.small.encoders import vector
 from policies.transforms import Differences, Transforms
+
+
+class NoiseNet(nn.Module):
+    """log s = (1 - u) / 2 log s_min + (1 + u) / 2 log s_max with u = tanh(MLP(h)), of the expert's outputs h.
+
+    The bounds are the standard deviations that are possible (RLinf's explore_noise_net.py, ReinFlow's ppoflow.py).
+    """
+
+    def __init__(self, width: int, numbers: int, bounds: Sequence[float], widths: Sequence[int]) -> None:
+        super().__init__()
+        if len(bounds) != 2 or not 0 < bounds[0] <= bounds[1]:
+            raise PolicyError(f"noise_bounds must be two standard deviations, 0 < least <= most, got {list(bounds)}")
+        self.low, self.high = (math.log(bound) for bound in bounds)
+        self.net = mlp(width, widths, numbers, last_gain=0.01)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[.., w] to log-standard deviations [.., A]: in the middle of the bounds at first."""
+        u = torch.tanh(self.net(hidden.float()))
+        return self.low + (self.high - self.low) * (u + 1) / 2
+
+
+# --- pi0 and pi0.5 as a policy: a chunk is the end of an integration, of which steps are drawn and scored.
+
 
 SLOTS = 3
 """Images that every checkpoint was trained with. Those of absent cameras nothing sees: they are not computed."""
@@ -71,7 +88,10 @@ class LearnedTimes:
 
     @classmethod
     def said(cls, source: Sources) -> LearnedTimes:
-        """Of a checkpoint. Raises `PolicyError` for numbers that are no times of 0 to 1, or another Beta."""
+        """Distribution of times in a checkpoint's description.
+
+        Raises `PolicyError` for numbers outside 0 to 1, or another Beta.
+        """
         if source.layout == "openpi":
             return cls()
         named = {f"time_sampling_{name}": name for name in ("scale", "offset")} | {"time_sampling_beta_alpha": "alpha"}
@@ -476,7 +496,7 @@ class Pi0(AdaptedPolicy):
         return prefix, self._summary(prefix, seen.state)
 
     def _known(self, trace: Mapping[str, Tensor], state: Tensor) -> tuple[Prefix, Tensor] | None:
-        """What `precompute` found."""
+        """Result of `precompute`."""
         if "keys" not in trace:
             return None
         cache = Cache(trace["keys"].unbind(1), trace["values"].unbind(1))
@@ -558,7 +578,7 @@ def _named(source: Sources, checkpoint: str, adapter: str, saved: str) -> dict[s
 
 
 def _steps(source: Sources) -> int:
-    """Of the integration, as LeRobot's config.json says it. Raises `PolicyError`."""
+    """Steps of the integration, from LeRobot's config.json. Raises `PolicyError`."""
     for name in ("num_inference_steps", "num_steps"):
         said = source.config.get(name, 10)
         if type(said) is not int or not 1 <= said <= MOST_STEPS:

@@ -1,4 +1,4 @@
-"""What is written of a pi0 policy, and read again: a directory in its checkpoint's layout, or an adapter in PEFT's."""
+"""Saving and loading a pi0 policy: a directory in its checkpoint's layout, or an adapter in PEFT's."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def write(policy: Pi0, folder: Path) -> None:
 
 
 def read(policy: Pi0, folder: Path) -> dict[str, Tensor]:
-    """What `write` wrote, under the names of the policy's tensors. Raises `PolicyError`."""
+    """Tensors that `write` wrote, under the names of the policy's tensors. Raises `PolicyError`."""
     network = policy.network
     if policy.adapted:
         weights = lora.read_adapter(network, folder)

@@ -20,10 +20,10 @@ import torch
 from policies.contract import PolicyError
 from policies.files import write_json
 from policies.pi0.config import ARCHITECTURE, CONFIG, VisionSizes
+from policies.pi0.inputs import TOKENIZER
 from policies.pi0.mixture import StackSizes
 from policies.pi0.names import dtype_of
 from policies.pi0.network import Pi0Network
-from policies.pi0.prompts import TOKENIZER
 from policies.random_weights import FURTHER_WORDS, INSTRUCTION, RANDOM_WEIGHTS, SINGLE, draw
 from policies.registry import nearest
 
@@ -32,7 +32,7 @@ STATISTICS = Path("assets") / "random" / "norm_stats.json"
 
 @dataclass(frozen=True)
 class Size:
-    """Of a network that is not as published."""
+    """Sizes of a network that is not as published."""
 
     vlm: StackSizes
     expert: StackSizes
@@ -58,7 +58,7 @@ PUBLISHED: Mapping[str, Any] = {
 
 
 def find(name: str) -> tuple[bool, Size | None]:
-    """Whether it is a pi0.5, and its sizes. Raises `PolicyError` with the nearest names."""
+    """True if it is a pi0.5, and its sizes. Raises `PolicyError` with the nearest names."""
     if name not in MODELS:
         raise PolicyError(f"unknown model {name!r}{nearest(name, list(MODELS))}")
     return MODELS[name]

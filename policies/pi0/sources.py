@@ -16,12 +16,12 @@ from typing import Any
 from policies.contract import PolicyError
 from policies.files import ADAPTER, ADAPTER_CONFIG, CONFIG, INDEX, SINGLE, Shards, check_no_shards, read_json, shown
 from policies.pi0.config import Layout, check_entries, layout_of
-from policies.pi0.prompts import TOKENIZER
+from policies.pi0.inputs import TOKENIZER
 from policies.pi0.steps import POST, PRE, Processors, read_processors
 from policies.random_weights import RANDOM_WEIGHTS
 
 EXTRAS = "units.safetensors"
-"""What a policy that was saved has beside a checkpoint's weights."""
+"""File of a saved policy beside the checkpoint's weights."""
 NORM_STATS = "norm_stats.json"
 JUDGED = (".safetensors", ".json", ".bin", ".pt", ".pth", ".ckpt", ".npz", ".pkl", ".msgpack")
 """Endings of files that may have trained numbers, or say how these are used. Texts, pictures and logs have none."""
@@ -60,10 +60,10 @@ class Sources:
 
 
 def find_sources(checkpoint: str, adapter: str = "", saved: str = "") -> Sources:
-    """Of the options `checkpoint` and `adapter`. `saved` is what such a policy was saved as: it takes the adapter's
+    """Source named by the options `checkpoint` and `adapter`. `saved` is the saved folder: it takes the adapter's
     place where it is one, else that of the checkpoint. Reads no tensor.
 
-    Raises `PolicyError` where a folder is missing or lacks something, and for files of which nobody would read the
+    Raises `PolicyError` where a folder is missing or lacks something, and for files of which no option reads the
     numbers.
     """
     if saved:
@@ -108,12 +108,12 @@ def find_sources(checkpoint: str, adapter: str = "", saved: str = "") -> Sources
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether a folder has an adapter in PEFT's layout."""
+    """True if a folder has an adapter in PEFT's layout."""
     return (folder / ADAPTER_CONFIG).is_file()
 
 
 def is_random(folder: Path) -> bool:
-    """Whether the folder has no weights, and says from which seed they are drawn."""
+    """True if the folder has no weights, and says from which seed they are drawn."""
     return RANDOM_WEIGHTS in read_json(folder / CONFIG) and not _has_weights(folder)
 
 
@@ -133,7 +133,7 @@ def _base_of(adapter: Path) -> Path:
 
 
 def _describes(adapter: Path) -> bool:
-    """Whether an adapter's folder says, too, what its inputs and outputs are."""
+    """True if an adapter's folder says, too, what its inputs and outputs are."""
     if not (adapter / CONFIG).is_file():
         if (adapter / PRE).exists() or (adapter / POST).exists() or any(adapter.rglob(NORM_STATS)):
             raise PolicyError(f"{adapter} has processors or statistics and no {CONFIG}: copy the base's there")

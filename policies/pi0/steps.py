@@ -49,7 +49,7 @@ class _Device(_Step):
 
 
 class Normaliser(_Step):
-    """Of either direction."""
+    """A step that normalises or unnormalises."""
 
     eps: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 1e-8
     features: dict[Text, Feature] = {}
@@ -57,7 +57,7 @@ class Normaliser(_Step):
     normalize_observation_keys: list[Text] | None = None
 
     def mode_of(self, key: str) -> Mode:
-        """How a feature is normalised: actions always by their kind, observations if the step has them."""
+        """Normalisation mode of a feature: actions always by their kind, observations if the step has them."""
         if key == ACTION:
             return self.norm_map.get("ACTION", "IDENTITY")
         feature, only = self.features.get(key), self.normalize_observation_keys
@@ -177,11 +177,11 @@ class Step:
 
 @dataclass(frozen=True)
 class Processors:
-    """What both processors of a directory say."""
+    """Steps of both processors of a directory."""
 
     folder: Path
     steps: Mapping[str, Sequence[Step]] = field(repr=False)
-    """By file."""
+    """Steps by file."""
 
     def one(self, file: str, kind: type[S]) -> tuple[Step, S] | None:
         """The step of this kind, and its parameters."""
@@ -310,7 +310,7 @@ def _step(path: Path, place: int, entry: Mapping[str, Any]) -> Step:
 def _state_file(path: Path, place: int, name: Any) -> Path | None:
     if name is None:
         return None
-    # A processor is somebody else's text: it must not lead out of its folder.
+    # A processor is outside data: it must not lead out of its folder.
     if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors") or "\0" in name:
         raise PolicyError(f"{path}, step {place}: state_file {shown(name)} is no safetensors file beside it")
     return path.parent / name

@@ -46,7 +46,7 @@ MOVES = 1e-6
 
 @dataclass(frozen=True)
 class Units:
-    """Of a state or an action."""
+    """Units of a state or an action."""
 
     centre: Tensor
     """[D] float64, or [] where it is the same for any D."""
@@ -64,7 +64,7 @@ class Units:
 
 @dataclass(frozen=True)
 class RobotUnits:
-    """Of a robot's state and actions."""
+    """Units of a robot's state and actions."""
 
     state: Units
     action: Units
@@ -101,7 +101,7 @@ def _named(units: RobotUnits) -> dict[str, Tensor]:
 
 
 def first_of(units: RobotUnits, folder: Path, state_dim: int, action_dim: int) -> RobotUnits:
-    """Of the robot's own numbers: files may have more, of what fills them up. Raises `PolicyError` for fewer."""
+    """Units of the robot's own numbers: files may have more, for padding. Raises `PolicyError` for fewer."""
     found = []
     for what, of, size in (("proprioception", units.state, state_dim), ("an action", units.action, action_dim)):
         centre, scale = (t.expand(size) if t.dim() == 0 else t for t in (of.centre, of.scale))
@@ -121,7 +121,7 @@ def identity(state_dim: int, action_dim: int) -> RobotUnits:
 
 
 def demonstrated(state: Tensor, actions: Tensor) -> RobotUnits:
-    """Of demonstrations [N, P] and [N, D]: their means and standard deviations. What never changes has scale 1."""
+    """Units from demonstrations [N, P], [N, D]: their means and standard deviations. What never changes has scale 1."""
     found = []
     for values in (state, actions):
         centre = values.double().mean(0)
@@ -131,7 +131,7 @@ def demonstrated(state: Tensor, actions: Tensor) -> RobotUnits:
 
 
 def read_openpi(folder: Path, asset: str, quantile: bool) -> RobotUnits:
-    """From `assets/ASSET/norm_stats.json`, or `ASSET/norm_stats.json` as RLinf has it; without a name, of the only one.
+    """Units from `assets/ASSET/norm_stats.json`, or RLinf's `ASSET/norm_stats.json`; without a name, of the only one.
 
     Raises `PolicyError` where there is none, more than one, or no numbers.
     """
@@ -163,7 +163,7 @@ def normalisations(statistics: Mapping[str, Any]) -> list[Normalisation]:
 
 
 def openpi_default(adaptive: bool) -> Normalisation:
-    """What openpi takes where a training's configuration says nothing else: quantiles for pi0.5, z-scores for pi0."""
+    """openpi's default: quantiles for pi0.5, z-scores for pi0."""
     return "quantile" if adaptive else "z-score"
 
 
@@ -181,7 +181,7 @@ def dataset_of(folder: Path) -> str | None:
 
 
 def write_openpi(folder: Path, units: RobotUnits) -> None:
-    """As the only statistics of the folder, of which either mode makes these units but for rounding."""
+    """Write the units as the only statistics of the folder, of which either mode makes these units but for rounding."""
     for path in folder.glob("**/norm_stats.json"):
         path.unlink()
     target = folder / "assets" / DEMONSTRATED / "norm_stats.json"
@@ -249,7 +249,7 @@ def _statistics(units: Units, std_eps: float, range_eps: float) -> dict[str, Ten
 
 
 def read_lerobot(folder: Path) -> RobotUnits:
-    """From the processors' states, in the modes that they name. Raises `PolicyError` for what they do not say."""
+    """Units from the processors' states, in the modes that they name. Raises `PolicyError` for what they do not say."""
     raw = read_json(folder / CONFIG)
     processors = read_processors(folder, raw)
     check_modes(processors, raw)
@@ -282,7 +282,7 @@ def _check_pictures(step: Step, said: Normaliser) -> None:
 
 
 def _lerobot_units(step: Step, said: Normaliser, key: str) -> Units:
-    """Of a feature, as the step normalises it."""
+    """Units of a feature, as the step normalises it."""
     mode = said.mode_of(key)
     if mode == "IDENTITY":
         return Units(torch.zeros((), dtype=torch.float64), torch.ones((), dtype=torch.float64))

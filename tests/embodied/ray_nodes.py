@@ -18,7 +18,8 @@ import psutil  # type: ignore[import-untyped]
 from embodied.runtime.nodes import NodeInfo
 from embodied.runtime.ray.farm import RayHost
 from embodied.runtime.ray.runtime import RayRuntime
-from sim_farm.layout import FarmSpec
+from embodied.runtime.ray.session import AUTHENTICATION
+from sim_farm.shared_memory.layout import FarmSpec
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -59,11 +60,13 @@ class Machines:
 def started(*names: str, patient: bool = False) -> Iterator[Machines]:
     """Nodes of these names, the first of which is this process's; nothing of them is left afterwards. A node that is
     lost is noticed within seconds, unless one is `patient`, as many workers on few cores need it."""
+    # The token of the shared Ray, which ends before this process joins the nodes, is not theirs.
+    environment = {name: value for name, value in os.environ.items() if name not in AUTHENTICATION}
     folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")  # short: it becomes part of the sockets' names
     process = subprocess.Popen(
         [sys.executable, "-c", CLUSTER, "patient" if patient else "quick", *names],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-        env={**os.environ, "RAY_TMPDIR": folder}, cwd=ROOT,
+        env={**environment, "RAY_TMPDIR": folder}, cwd=ROOT,
     )  # fmt: skip
     family: list[psutil.Process] = []
     try:

@@ -31,11 +31,11 @@ from embodied.training import loop as training
 from embodied.workflows.context import WorkerContext
 from policies.contract import PolicySpec
 from schedulers import Cluster, ComponentProfile, DeviceRange, Node, Phase, Placement, Plan, PlanError, Point, Profile
+from sim_farm.client.farm import Farm
 from sim_farm.contract import TaskSpec
 from sim_farm.episodes import EndlessEpisodes
-from sim_farm.farm import Farm
-from sim_farm.hosts import InProcess
-from sim_farm.layout import FarmSpec
+from sim_farm.shared_memory.layout import FarmSpec
+from sim_farm.workers.hosts import InProcess
 from tests.embodied.pretend_device import GPU_BYTES, PretendDevice
 
 CORES = tuple(sorted(os.sched_getaffinity(0))[:2])
@@ -157,7 +157,7 @@ def component(pool: schedulers.Pool, seconds: float, **more: Any) -> ComponentPr
 
 def profile_of(held: float) -> Profile:
     """Policy and learner as measured on one GPU, each holding so many bytes of it."""
-    gpu = {"spreads": False, "resident_bytes": held, "unload_s": 0.1, "load_s": 0.1}
+    gpu = {"data_parallel": False, "resident_bytes": held, "unload_s": 0.1, "load_s": 0.1}
     physics, policy = component("cores", 0.02), component("accelerators", 0.01, **gpu)
     return Profile("ppo", {}, {"physics": physics, "policy": policy, "learner": component("accelerators", 0.3, **gpu)})
 
@@ -172,7 +172,7 @@ def test_more_gpus_than_processes_are_not_taken_to_help() -> None:
     )
     profile = profile_of(6e9)
     assert profile.components["policy"].seconds(4, 8) == profile.components["policy"].seconds(4, 1)
-    spread = replace(profile.components["policy"], spreads=True)
+    spread = replace(profile.components["policy"], data_parallel=True)
     assert spread.seconds(4, 4) == pytest.approx(spread.seconds(4, 1) / 4)
     one, two, eight = (Cluster((Node("here", 2, gpus, accelerator_bytes=16e9),)) for gpus in (1, 2, 8))
     plans = [schedulers.plan(workflow, profile, cluster) for cluster in (one, eight)]
@@ -204,6 +204,7 @@ def test_cores_are_varied_for_the_farm_alone_and_ahead_takes_another_gpu() -> No
 # --- from a configuration to a run
 
 
+@pytest.mark.slow
 def test_a_run_that_plans_for_a_gpu_computes_what_one_on_the_cpu_does(
     gpu: PretendDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,19 +213,19 @@ def test_a_run_that_plans_for_a_gpu_computes_what_one_on_the_cpu_does(
     found = run(config, tmp_path / "gpu")
     profile = schedulers.load(Profile, tmp_path / "gpu" / "profile.json")
     assert profile.fingerprint["hardware.accelerator"] == "Pretence" and not profile.together
-    pools = {name: (component.pool, component.spreads) for name, component in profile.components.items()}
+    pools = {name: (component.pool, component.data_parallel) for name, component in profile.components.items()}
     assert pools == {
         "physics": ("cores", True), "policy": ("accelerators", True), "learner": ("accelerators", True),
     }  # fmt: skip
     for name in ("policy", "learner"):
         measured = profile.components[name]
         assert {(point.batch, point.devices) for point in measured.points} == {(4, 1), (2, 1)}
-        assert measured.resident_bytes == measured.process_bytes > 0 and measured.beside >= 1
+        assert measured.resident_bytes == measured.process_bytes > 0 and measured.contention >= 1
     # Two minibatches, each in one pass; all is trained, so ranks would hold shards.
     gathered, scattered = profile.components["learner"].exchanges
     assert (gathered.collective, gathered.times, gathered.fewest) == ("all_gather", 4, 4)
     assert (scattered.collective, scattered.times, scattered.fewest) == ("reduce_scatter", 2, None)
-    assert not profile.components["learner"].lends
+    assert not profile.components["learner"].shares_weights
     assert gathered.bytes == scattered.bytes > 0 and profile.components["learner"].published_bytes >= scattered.bytes
     plan = schedulers.load(Plan, tmp_path / "gpu" / "plan.json")
     places = {name: p.devices for phase in plan.phases for p in phase.placements for name in p.components}

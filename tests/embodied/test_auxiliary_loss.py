@@ -15,7 +15,7 @@ from embodied.learning.microbatch import LossSums, add_gradient, count_units, re
 from embodied.reporting.metrics import read as metrics_of
 from embodied.trajectories.batch import HeldDecisions
 from policies.contract import Policy, PolicyError, PolicySpec
-from policies.flow import FlowPolicy, StateCritic
+from policies.small.flow import FlowPolicy, StateCritic
 from tests.embodied.test_resume import IMAGES, config_of, run
 from tests.policies import conformance
 

@@ -80,6 +80,7 @@ def test_bench_policy_measures_batches_peer_and_limits(tmp_path: Path, model: st
     assert all(peer["rows_with_equal_tokens"] == 1 and peer["decisions_per_s"] > 0 for peer in found["peers"].values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", often(MODELS[1:], MODELS))
 def test_bench_learner_measures_micro_batches_with_and_without_recomputation(tmp_path: Path, model: str) -> None:
     arguments = ("--model", model, "--random-weights", "--micro-batches", "1", "2", "--minibatch", "3")
@@ -95,6 +96,7 @@ def test_bench_learner_measures_micro_batches_with_and_without_recomputation(tmp
     assert memory["two_copies_bytes"] - memory["one_copy_bytes"] == memory["weights_bytes"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cached", [False, True])
 @pytest.mark.parametrize("model", MODELS)
 def test_the_measured_update_is_one_whatever_the_micro_batch_and_waits_once(
@@ -118,7 +120,7 @@ def test_the_measured_update_is_one_whatever_the_micro_batch_and_waits_once(
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("model", ["pi0-tiny", "pi05-tiny"])
+@pytest.mark.parametrize("model", often(["pi0-tiny"], ["pi0-tiny", "pi05-tiny"]))
 def test_flow_policies_are_measured(model: str, tmp_path: Path) -> None:
     """Acting, and the update with the prefix's keys and values given, and without."""
     found = bench(tmp_path, "policy", "--model", model, "--random-weights", "--batches", "1", "3")
@@ -134,7 +136,9 @@ def test_flow_policies_are_measured(model: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model", ["pi0-tiny", "pi05-tiny"])
-@pytest.mark.parametrize("options", [{}, {"train": "all"}, {"scored": "all"}, {"critic": "suffix"}], ids=str)
+@pytest.mark.parametrize(
+    "options", often([{}], [{}, {"train": "all"}, {"scored": "all"}, {"critic": "suffix"}]), ids=str
+)
 def test_the_work_of_a_flow_policy_is_what_torch_counts(model: str, options: dict[str, Any]) -> None:
     policy = tiny_flow(model, **options)
     inputs = make_inputs(policy, ROWS, 0, CPU)
@@ -156,6 +160,7 @@ def test_the_work_of_a_flow_policy_is_what_torch_counts(model: str, options: dic
         assert work.attention == pytest.approx(attention, rel=0.02)
 
 
+@pytest.mark.slow
 def test_the_machines_limits_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     # One group of repetitions: that rates come out is what is looked at, not how steady they are.
     monkeypatch.setattr("embodied.bench.machine.GROUPS", 1)
@@ -216,6 +221,7 @@ def test_the_work_of_an_update_is_what_torch_counts(model: str, options: dict[st
     assert dense.attention == pytest.approx(attention, rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_hugging_faces_loop_says_the_same_tokens(model: str) -> None:
     policy = tiny(model)

@@ -309,7 +309,7 @@ def test_what_a_crash_left_aside_is_no_checkpoint_and_in_nobodys_way(tmp_path: P
     shutil.copytree(tmp_path / "000002", aside)
     (aside / "junk").write_text("left by a crash")
     last = checkpoint.latest(tmp_path)
-    assert last == tmp_path / "000002"
+    assert last is not None and last == tmp_path / "000002"
     checkpoint.verify(last)
     folder = write(tmp_path, 3)
     assert files_of(folder) == LAYOUT and not aside.exists()
@@ -353,7 +353,7 @@ def test_a_process_killed_while_writing_leaves_the_earlier_checkpoint(event: str
     write_and_die(tmp_path, event, ending)
     last = checkpoint.latest(tmp_path)
     # The new one becomes visible only as a whole, and counts from then on, whatever `latest` says.
-    assert last == tmp_path / ("000002" if ".latest" in ending else "000001")
+    assert last is not None and last == tmp_path / ("000002" if ".latest" in ending else "000001")
     checkpoint.verify(last)
     assert content(tmp_path / "000001") == earlier
     checkpoint.verify(write(tmp_path, 2))

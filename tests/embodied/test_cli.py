@@ -81,6 +81,7 @@ def test_the_result_is_written_as_json_with_units_in_its_names(run: Path) -> Non
     assert result["wall_s"] > 0 and result["env_steps_per_s"] > 0 and result["protocol"]["hardware"]
 
 
+@pytest.mark.slow
 def test_evaluating_again_gives_the_same(run: Path, tmp_path: Path) -> None:
     before = json.loads((run / "eval.json").read_text())
     status, said = here("eval", str(run), "--eval.videos", "0", "--json", str(tmp_path / "e.json"))
@@ -172,6 +173,7 @@ def test_a_full_shared_memory_says_how_much_is_missing(tmp_path: Path) -> None:
     assert "shared memory" in said and "--shm-size" in said and "Starting" not in said
 
 
+@pytest.mark.slow
 def test_no_vulkan_device_names_the_doctor(tmp_path: Path) -> None:
     nothing = str(tmp_path / "none.json")
     said = refusal(

@@ -43,11 +43,11 @@ from embodied.runtime.ray.farm import RayHost
 from embodied.runtime.ray.runtime import RayRuntime
 from embodied.runtime.ray.workers import RayHandle
 from schedulers import ComponentProfile, Plan, Point, Profile
+from sim_farm.client.farm import Farm, FarmAddress, WorkerFailed
 from sim_farm.contract import EpisodeSpec, FarmError
 from sim_farm.episodes import ANY, EndlessEpisodes, ListedEpisodes
-from sim_farm.farm import Farm, FarmAddress, WorkerFailed
-from sim_farm.layout import FarmSpec
-from sim_farm.memory import FOLDER
+from sim_farm.shared_memory.layout import FarmSpec
+from sim_farm.shared_memory.memory import FOLDER
 from tests.embodied import test_learner_ranks
 from tests.embodied.ray_nodes import Machines, started
 from tests.embodied.runs import assert_equal
@@ -56,6 +56,8 @@ from tests.embodied.test_relay import CHUNKS, PICTURES, STATES
 from tests.embodied.test_runtime import config_of, session_of, train
 from tests.sim_farm.driving import Trace, actions_for, append, assert_same, drive, run
 from tests.variants import often
+
+pytestmark = pytest.mark.slow  # every test needs Ray nodes of its own
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +132,6 @@ def expected_bytes(spec: FarmSpec, sizes: dict[str, int], environments: list[lis
     return [sent, received]
 
 
-@pytest.mark.slow
 def test_training_with_physics_on_another_node_equals_training_inline(
     machines: Machines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,7 +181,6 @@ def of_two_ranks(machines: Machines, node: str) -> Assignment:
     return replace(plan, components={**plan.components, "learner": (place, place)})
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("epochs", "ahead"),
     [(1, 0), (2, 0), (2, 1)],
@@ -215,7 +215,6 @@ def test_far_ranks_fetch_the_frames_that_they_evaluate_once(
         assert epochs > 1 or len(first) == len(second) == decisions / 2
 
 
-@pytest.mark.slow
 def test_a_frame_source_that_dies_is_named_with_the_rank_that_called_it(machines: Machines, tmp_path: Path) -> None:
     session = Session(Config(), machines.runtime, tuple(sorted(os.sched_getaffinity(0))))
     config = parse_config({**test_learner_ranks.IMAGES, "workflow": "ppo"}, "test")
@@ -276,7 +275,7 @@ def test_auto_stays_where_messages_take_longer_than_they_save(machines: Machines
     assert any(text.startswith("Nothing is on far, frail. Only physics may leave here") for text in placed.plan.why)
     cluster = placed.planned.cluster
     assert 5e-5 < cluster.link_s < 0.05 and 1e6 < cluster.link_bytes_per_s < 1e12
-    assert (cluster.home, [node.name for node in cluster.nodes]) == ("here", ["here", "far", "frail"])
+    assert (cluster.head_node, [node.name for node in cluster.nodes]) == ("here", ["here", "far", "frail"])
 
 
 def test_a_plan_file_may_put_the_learner_on_another_node(machines: Machines, tmp_path: Path) -> None:

@@ -104,6 +104,7 @@ def test_this_machine_can_build_maniskill_scenes_and_render_tabletop_ones(here: 
     assert doctor.vulkan_device() == here["Vulkan (ManiSkill)"]["found"]
 
 
+@pytest.mark.slow
 def test_without_a_vulkan_driver_vulkan_is_missing_with_its_remedy(bare: Diagnosis, tmp_path: Path) -> None:
     assert bare["Vulkan (ManiSkill)"]["status"] == "missing"
     assert bare["Vulkan (ManiSkill)"]["remedy"] == doctor.VULKAN_REMEDY
@@ -112,6 +113,7 @@ def test_without_a_vulkan_driver_vulkan_is_missing_with_its_remedy(bare: Diagnos
     assert python(code, **no_vulkan(tmp_path)) == "None"
 
 
+@pytest.mark.slow
 def test_a_driver_that_crashes_is_reported_and_does_not_end_the_doctor(odd: Diagnosis) -> None:
     assert odd.code == 2
     for backend in ("EGL", "OSMesa"):
@@ -134,11 +136,13 @@ def test_the_verb_works_without_any_package() -> None:
     assert result.returncode == 0 and "Traceback" not in result.stderr, result.stderr
 
 
+@pytest.mark.slow
 def test_a_version_other_than_the_pinned_one_is_a_warning(odd: Diagnosis) -> None:
     pin = doctor.pinned_versions()["tyro"]
     assert (odd["tyro"]["status"], odd["tyro"]["found"]) == ("warning", f"0.0.1, tested with {pin}")
 
 
+@pytest.mark.slow
 def test_a_build_for_one_kind_of_machine_is_the_pinned_version(odd: Diagnosis) -> None:
     pin = doctor.pinned_versions()["torch"]
     assert (odd["torch"]["status"], odd["torch"]["found"]) == ("ok", f"{pin}+cpu")
@@ -154,6 +158,7 @@ def test_little_shared_memory_is_a_warning_that_tells_how_to_get_more(monkeypatc
     assert check.status == "warning" and "--shm-size" in check.remedy
 
 
+@pytest.mark.slow
 def test_asset_folders_are_found_where_the_variables_say(odd: Diagnosis) -> None:
     for name, folder in (("LIBERO assets", "libero"), ("ManiSkill assets", "maniskill/data")):
         assert odd[name]["status"] == "ok"
@@ -230,6 +235,7 @@ def test_a_picture_must_be_of_the_gpu_that_was_asked(api: str, picture: Any, goo
     assert found == good and words in text, text
 
 
+@pytest.mark.slow
 def test_pictures_are_drawn_in_processes_of_their_own() -> None:
     picture = drawing.draw("tabletop/reach", "cpu")
     assert picture.drawn and picture.picture_s > 0

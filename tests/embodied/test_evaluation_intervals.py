@@ -71,6 +71,7 @@ def test_where_all_outcomes_agree_the_interval_is_wilson_s_of_no_episode_that_on
     assert (found.low, found.difference, found.high) == pytest.approx((-high, 0.0, high), abs=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("base", "gain", "loss"), [(0.5, 0.2, 0.1), (0.9, 0.05, 0.05), (0.2, 0.1, 0.3)])
 def test_the_interval_covers_the_true_difference_about_as_often_as_it_says(
     base: float, gain: float, loss: float

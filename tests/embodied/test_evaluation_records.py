@@ -98,6 +98,7 @@ def test_a_film_of_differences_has_what_the_first_alone_solved_first() -> None:
     assert differing(first, second, 2) == pairs[:2] and differing(first, first, 9) == []
 
 
+@pytest.mark.slow
 def test_a_comparison_pairs_the_same_episodes(run: Path, tmp_path: Path) -> None:
     other = trained(tmp_path, "other", seed=2, iterations=2, policy_lr=1e-2, minibatch=32)  # it solves some
     base = settings_of(str(run), tmp_path).model_dump(mode="json")

@@ -34,6 +34,7 @@ from tests.embodied.runs import (
     lags,
     run,
 )
+from tests.variants import often
 
 TOLERANCE = 1e-4
 """Of every number where plans batch the policy's rows differently: matrix products over 4 and over 2 rows round
@@ -52,6 +53,8 @@ PLANS = {
     "context switches": replace(assigned(), unload=True),
     "context switches of two processes": replace(assigned(one_process=False), unload=True),
 }
+SWITCHES = ("context switches", "context switches of two processes")
+APART = "disaggregated, 3 splits"
 DRAWING = {
     "fused": assigned(physics=(0,)),
     "fused, 2 workers": assigned("hybrid", 1, (0, 1), (), (1,), (0, 1)),
@@ -91,7 +94,7 @@ def reference(here: Session, tmp_path_factory: pytest.TempPathFactory) -> Refere
 # --- the same batches: bit for bit
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", often(("collocated", "hybrid, 2 groups", SWITCHES[1]), PLANS))
 def test_every_plan_computes_what_one_process_computes(
     name: str, ray: Session, reference: Reference, tmp_path: Path
 ) -> None:
@@ -102,7 +105,7 @@ def test_every_plan_computes_what_one_process_computes(
     assert_equal(found, reference(STATES, PLANS[name]))
 
 
-@pytest.mark.parametrize("name", DRAWING)
+@pytest.mark.parametrize("name", often(("split in 4, 2 groups",), DRAWING))
 def test_who_draws_does_not_change_what_is_computed(
     name: str, ray: Session, reference: Reference, tmp_path: Path
 ) -> None:
@@ -123,10 +126,7 @@ def assert_renderers_left(run: Run, unload: bool, task: str = "tabletop/reach") 
     assert all(found > 5e6 for each in freed for found in each), freed
 
 
-SWITCHES = ["context switches", "context switches of two processes"]
-
-
-@pytest.mark.parametrize("name", ["collocated", "disaggregated, 3 splits", *SWITCHES])
+@pytest.mark.parametrize("name", often((APART,), ("collocated", APART, *SWITCHES)))
 def test_episodes_in_groups_too(name: str, ray: Session, reference: Reference, tmp_path: Path) -> None:
     found = run(GROUPS, ray, PLANS[name], tmp_path / "ray")
     assert_was_a_test(found)
@@ -157,6 +157,7 @@ def test_groups_and_workers_change_no_more_than_the_rounding(settings: dict[str,
         assert_equal(runs[name], expected, TOLERANCE)
 
 
+@pytest.mark.slow
 def test_one_process_or_several_and_one_renderer_or_none_change_nothing(
     here: Session, reference: Reference, tmp_path: Path
 ) -> None:
@@ -187,7 +188,9 @@ def test_a_policy_begins_with_the_same_weights_whatever_the_process_has_threads(
 AHEAD = assigned("disaggregated", 2, (0,), (), (1,), (0,), one_process=False, ahead=1)
 
 
-@pytest.mark.parametrize("settings", [STATES, GROUPS], ids=["decisions", "episodes"])
+@pytest.mark.parametrize(
+    "settings", [STATES, pytest.param(GROUPS, marks=pytest.mark.slow)], ids=["decisions", "episodes"]
+)
 def test_a_rollout_that_is_ahead_is_one_update_behind_and_the_same_everywhere(
     settings: dict[str, Any], ray: Session, reference: Reference, tmp_path: Path
 ) -> None:
@@ -203,6 +206,7 @@ def test_a_rollout_that_is_ahead_is_one_update_behind_and_the_same_everywhere(
     assert not torch.equal(expected.parameters["log_std"], punctual.parameters["log_std"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [STATES, GROUPS], ids=["decisions", "episodes"])
 def test_after_a_drain_nothing_is_ahead(
     settings: dict[str, Any], ray: Session, reference: Reference, tmp_path: Path

@@ -31,7 +31,7 @@ OLD_RUN, OLD_PROFILE = (Path(__file__).parent / name for name in ("old_run/confi
 CLUSTERS: tuple[dict[str, Any], ...] = (
     {"nodes": [{"cores": 96, "accelerators": 8, "memory_bytes": "1e12", "accelerator_bytes": "80e9", "count": 64}],
      "link_bytes_per_s": "25e9", "device_link_bytes_per_s": "450e9", "link_s": "20e-6"},
-    {"nodes": [{"name": "here", "cores": 8}, {"name": "far", "cores": 8, "count": 3}], "home": "here"},
+    {"nodes": [{"name": "here", "cores": 8}, {"name": "far", "cores": 8, "count": 3}], "head_node": "here"},
     {"kind": "cluster", "format": 1, "nodes": [{"name": "node0", "cores": 2, "memory_bytes": 8e9}]},
 )  # fmt: skip
 
@@ -54,12 +54,12 @@ def many(few: int) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("cases", cases, ids=["few", "all"])
 
 
-@many(150)
+@many(37)
 def test_damaged_configurations(cases: range, tmp_path: Path) -> None:
     holds(cases, writes(tmp_path / "mine.yaml", texts(CONFIGS)), _config, (UserError,))
 
 
-@many(50)
+@many(12)
 def test_damaged_configurations_of_runs(cases: range, tmp_path: Path) -> None:
     """As a run saves it, every key written out, and as earlier versions have."""
     (tmp_path / "checkpoints").mkdir()
@@ -104,19 +104,19 @@ def test_what_may_be_infinite_is_saved_so(tmp_path: Path) -> None:
     assert load_config(str(tmp_path / "saved.yaml")).optim.max_grad_norm == float("inf") == config.optim.max_grad_norm
 
 
-@many(80)
+@many(20)
 def test_damaged_clusters(cases: range, tmp_path: Path) -> None:
     workflow, profile, _ = random_problem(0, pools=2)
 
     def read(path: Path) -> None:
         cluster = read_cluster(str(path), "cpu")
         with suppress(PlanError):
-            schedulers.plan(workflow, profile, cluster, deadline_s=0.2)
+            schedulers.plan(workflow, profile, cluster, search=schedulers.SearchOptions(deadline_s=0.2))
 
     holds(cases, writes(tmp_path / "cluster.yaml", CLUSTERS), read, (UserError, PlanError))
 
 
-@many(60)
+@many(15)
 def test_damaged_profiles_of_a_configuration(cases: range, tmp_path: Path) -> None:
     """A profile's fingerprint holds the configuration that it was measured with, as text."""
     whole = load_config("reach").model_dump(mode="json")
@@ -135,7 +135,7 @@ def test_damaged_profiles_of_a_configuration(cases: range, tmp_path: Path) -> No
     holds(cases, damaged, lambda path: checked_profile(path, config, workflow, True), (UserError, PlanError))
 
 
-@many(40)
+@many(10)
 def test_damaged_success_classifiers(cases: range, tmp_path: Path) -> None:
     assets = Damaged(HERE / "assets/reach_success", tmp_path / "classifier")
     holds(cases, assets, SuccessClassifier.load, (UserError,))

@@ -38,7 +38,7 @@ def read(path: Path) -> None:
     folder.left(folder.identity.protocol.tasks[0])
 
 
-@pytest.mark.parametrize("cases", [range(200), pytest.param(range(10_000), marks=pytest.mark.slow)], ids=["few", "all"])
+@pytest.mark.parametrize("cases", [range(50), pytest.param(range(10_000), marks=pytest.mark.slow)], ids=["few", "all"])
 def test_damaged_evaluations(cases: range, tmp_path: Path) -> None:
     whole = write_folder(tmp_path / "whole")
     read(whole)

@@ -33,6 +33,7 @@ def parts_in(one: Iteration) -> int:
     return sum(span.name.startswith("roll out part") for span in one.spans)
 
 
+@pytest.mark.slow
 def test_episodes_go_on_until_enough_groups_teach(skilled: Path, tmp_path: Path) -> None:
     SEEN.clear()
     config = config_of(

@@ -173,6 +173,7 @@ def test_path_replaces_the_configurations_checkpoint(tiny: Path, capsys: pytest.
     assert Path(shipped.architecture["checkpoint"], "config.json").is_file()
 
 
+@pytest.mark.slow
 def test_an_evaluation_from_the_hub_records_the_commit(tiny: Path, tmp_path: Path) -> None:
     repositories = Hub()
     commit = repositories.add("models/org/tiny", tiny)

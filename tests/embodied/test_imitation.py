@@ -28,7 +28,7 @@ from embodied.run.checkpoint import CheckpointError
 from embodied.run.folder import prepare_run, settings_of, with_init
 from embodied.training.sft import STAGE, Imitator, imitate, read_demonstrations
 from embodied.workflows.context import task_spec
-from policies.gaussian_mlp import GaussianMLP
+from policies.small.gaussian_mlp import GaussianMLP
 from sim_farm.contract import EpisodeSpec, TaskInfo
 from sim_farm.registry import make_physics
 from tests.embodied.expert import record_reach
@@ -87,6 +87,7 @@ def warm(demos: Dataset, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     return sft_run(config, "test", root, False)
 
 
+@pytest.mark.slow
 def test_what_has_seen_the_expert_solves_unseen_episodes(warm: dict[str, Any], demos: Dataset) -> None:
     assert len(demos.episodes) == EPISODES
     assert warm["success_rate"] >= 0.9
@@ -127,6 +128,7 @@ def test_a_run_begins_with_what_was_learned_from_demonstrations(warm: dict[str, 
     assert saved == checkpoint.latest(root / "warm" / "checkpoints")
 
 
+@pytest.mark.slow
 def test_pixels_with_action_chunks(demos: Dataset, tmp_path: Path) -> None:
     config = config_of(PIXELS, demos, steps=60, measure_every=20)
     result = imitate(config, info_of(config), tmp_path / "run", None)
@@ -161,6 +163,7 @@ def test_stopped_and_resumed_is_not_stopped(demos: Dataset, tmp_path: Path, monk
         assert all(np.array_equal(one[key], other[key]) for key in one)
 
 
+@pytest.mark.slow
 def test_a_killed_training_has_a_checkpoint_of_not_long_ago(demos: Dataset, tmp_path: Path) -> None:
     config = config_of(STATES, demos, steps=100_000, checkpoint_every=20)
     save_config(config, tmp_path / "own.yaml")

@@ -58,6 +58,7 @@ def computed_here(settings: dict[str, Any], plan: Assignment, folder: Path) -> R
         return run(settings, here, inline(plan), folder / "here")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "plan"),
     [
@@ -80,6 +81,7 @@ def test_replicas_and_ranks_learn_what_one_process_learns(
         assert one.learned["learner/ranks"] == len(plan.components["learner"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "learner", "hosts", "path"),
     [

@@ -51,6 +51,7 @@ def whole(name: str, known: dict[str, tuple[Path, Moments]], factory: pytest.Tem
     return known[name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "save", "number"),
     often(

@@ -62,6 +62,7 @@ ALL_AT_ONCE = ("lora, projector precomputed, recomputed", "sharded", (2,))
 """What runs always; `test_learner_ranks.py` has 4 ranks, and weights that are all learned."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("trained", "sharding", "numbers"), often([ALL_AT_ONCE], [*EVERY, ALL_AT_ONCE]), ids=str)
 def test_openvla_on_ranks(
     trained: str, sharding: str, numbers: tuple[int, ...], ray_runtime: RayRuntime, tmp_path: Path

@@ -22,7 +22,7 @@ from embodied.learning.learner import Learner
 from embodied.learning.update_steps import NonFinite, OffPolicy
 from embodied.trajectories.batch import HeldDecisions, Trajectories, without_broken_episodes
 from policies.contract import Evaluation, Inputs, Policy, PolicySpec
-from policies.gaussian_mlp import GaussianMLP
+from policies.small.gaussian_mlp import GaussianMLP
 
 T, B, C, A, S = 6, 5, 3, 2, 4
 SPEC = PolicySpec(action_dim=A, chunk=C, state_dim=S)

@@ -32,7 +32,7 @@ from embodied.runtime.ranks import Ranks
 from embodied.runtime.ray.runtime import RayRuntime
 from embodied.trajectories.batch import Trajectories
 from embodied.workflows.recipes import GRPO, LEARNER, PPO, Recipe
-from sim_farm.farm import WorkerFailed
+from sim_farm.client.farm import WorkerFailed
 from tests.embodied import runs
 from tests.embodied.ranks_alone import Counted, alone, assert_near, config_of, connected, state_at, weights_of
 from tests.embodied.runs import CORES, ITERATIONS, Run, assert_was_a_test, assigned, inline, kept_in
@@ -60,9 +60,9 @@ def kept_group_relative(batch: Trajectories, config: Config) -> Estimate:
 
 KEPT_PPO = replace(PPO, estimator=kept_gae)
 KEPT_GRPO = replace(GRPO, estimator=kept_group_relative)
-STATES = {**runs.STATES, "workflow": f"{__name__}:KEPT_PPO"}
-GROUPS = {**runs.GROUPS, "workflow": f"{__name__}:KEPT_GRPO"}
-IMAGES = {**runs.IMAGES, "workflow": "ppo"}
+STATES: dict[str, Any] = {**runs.STATES, "workflow": f"{__name__}:KEPT_PPO"}
+GROUPS: dict[str, Any] = {**runs.GROUPS, "workflow": f"{__name__}:KEPT_GRPO"}
+IMAGES: dict[str, Any] = {**runs.IMAGES, "workflow": "ppo"}
 
 
 def run(
@@ -189,6 +189,7 @@ def test_ranks_behind_a_rollout_that_is_ahead(sharding: str, ray: Session, refer
     assert_same(found, reference(STATES, ahead=1))
 
 
+@pytest.mark.slow
 def test_each_rank_reads_its_own_frames(ray: Session, reference: Any, tmp_path: Path) -> None:
     expected = reference(IMAGES)
     found = run(IMAGES, ray, of_ranks(2), tmp_path / "ray")
@@ -197,6 +198,7 @@ def test_each_rank_reads_its_own_frames(ray: Session, reference: Any, tmp_path: 
         assert mine.learned["learner/frames_read"] == its.learned["learner/frames_read"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharding", [pytest.param("whole", marks=pytest.mark.slow), "sharded"])
 def test_rank_0_may_act_in_its_own_process(sharding: str, ray: Session, reference: Any, tmp_path: Path) -> None:
     """Where it holds a shard it has no policy to share, and who acts has a process of its own."""
@@ -247,6 +249,7 @@ def test_shards_are_shards(ray_runtime: RayRuntime, tmp_path: Path) -> None:
         assert group.call_all(Learner.shares_policy) == [False] * 2
 
 
+@pytest.mark.slow
 def test_all_ranks_decide_alike(ray_runtime: RayRuntime, tmp_path: Path) -> None:
     """The bound of the KL divergence, skipped steps, and what is not on-policy."""
     bound = config_of(target_kl=1e-6)
@@ -307,6 +310,7 @@ def test_a_checkpoint_of_ranks_is_one_of_any_number(sharding: str, ray_runtime: 
             assert_near(weights_of(group), expected[2])
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_cannot_be_read_is_one_message(ray_runtime: RayRuntime, tmp_path: Path) -> None:
     with connected(ray_runtime, 2, config_of(), tmp_path) as group:
         with pytest.raises(Exception, match="^learner 0: no policy here"):
@@ -366,6 +370,7 @@ def with_learner(cls: type[Learner]) -> Recipe:
 START, JOIN, UPDATE = with_learner(DiesInStart), with_learner(DiesInJoin), with_learner(DiesInUpdate)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "said", "sharding"),
     [
@@ -417,6 +422,7 @@ def test_a_rank_that_is_not_there_is_named(tmp_path: Path) -> None:
     assert re.search(rf"learner 1 of 2 on .* did not connect to learner 0 at {address} within 1 s", str(error))
 
 
+@pytest.mark.slow
 def test_ranks_with_other_versions_of_torch_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = [Ranks("learner", rank, 2) for rank in (0, 1)]
     address = ranks[0].listen()

@@ -15,9 +15,8 @@ from embodied.config.files import load_config, parse_config
 from embodied.config.schema import Config
 from embodied.evaluation.folder import EvalFolder, read_folder
 from policies.contract import PolicyError
-from policies.replay import save_recording
-from policies.waypoints.hand import find_script
-from policies.waypoints.libero import SCRIPTS
+from policies.scripted.libero import SCRIPTS, find_script
+from policies.scripted.replay import save_recording
 from sim_farm.backends.libero.environment import parts
 from sim_farm.backends.libero.physics import LiberoPhysics
 from sim_farm.backends.libero.tasks import find_task, task_names
@@ -85,6 +84,7 @@ def test_a_layout_is_that_of_its_task(task: str) -> None:
         assert layout.size == physics.info.state_dim
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "task",
     often([STOVE], (DRAWER, PLATE, STOVE, BOWL, "libero/libero_spatial/4", "libero/libero_object/1")),
@@ -104,6 +104,7 @@ def test_scripts_solve_their_tasks_from_at_least_eighty_percent_of_the_initial_s
     assert sum(outcome.success for outcome in folder.in_order()) >= 40
 
 
+@pytest.mark.slow
 def test_a_knocked_over_plan_is_tried_again(tmp_path: Path) -> None:
     """A controller without memory: after 40 random env steps the task is solved all the same."""
     import policies
@@ -169,6 +170,7 @@ def test_a_replay_in_longer_chunks_gives_the_same_episodes(recorded: EvalFolder,
         assert np.array_equal(again.actions(one), recorded.actions(other))
 
 
+@pytest.mark.slow
 def test_a_replay_of_libero_solves_what_was_solved(tmp_path: Path) -> None:
     settings = scripted([DRAWER], 2, init_states=[4, 5])
     solved = evaluated(settings, tmp_path / "scripted")

@@ -22,8 +22,8 @@ from embodied.runtime.ray import worker_process
 from embodied.runtime.ray.runtime import RayRuntime
 from embodied.runtime.ray.workers import RayHandle
 from schedulers import DeviceRange, Phase, Placement, Plan
-from sim_farm.farm import Farm
-from sim_farm.hosts import InProcess
+from sim_farm.client.farm import Farm
+from sim_farm.workers.hosts import InProcess
 from tests.embodied.test_lost_workers import Player
 from tests.embodied.test_recovery import config_of, run
 from tests.embodied.test_relay import CHUNKS, PICTURES
@@ -60,6 +60,7 @@ def test_what_a_new_worker_needs_is_the_users_to_give() -> None:
     assert isinstance(SMALL.exceeded("learner", os.getpid(), Watched(settles=2, within=2)), WorkerTooLarge)
 
 
+@pytest.mark.slow
 def test_a_run_whose_workers_are_replaced_ends_as_one_without_a_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,6 +102,7 @@ def test_a_run_without_enough_memory_ends_with_a_checkpoint_of_what_it_has_done(
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir() if path.is_dir()] == ["000001"]
 
 
+@pytest.mark.slow
 def test_a_process_that_waits_for_workers_is_ended_and_one_that_has_some_is_named() -> None:
     """The next worker would be placed in the first one, and be too large at once."""
     runtime = RayRuntime("local", 60.0, SMALL.gb)
@@ -152,6 +154,7 @@ class Once(MemoryBudget):
         return MemoryBudget.exceeded(budget, who, pid, watched)
 
 
+@pytest.mark.slow
 def test_a_simulator_that_has_grown_is_replaced_and_its_episodes_replayed(
     ray_runtime: RayRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:

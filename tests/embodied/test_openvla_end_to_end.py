@@ -114,6 +114,7 @@ def test_what_is_exported_acts_as_the_run_does(steps: Steps, tmp_path: Path) -> 
     assert DEMONSTRATIONS in statistics
 
 
+@pytest.mark.slow
 def test_an_adapter_is_in_pefts_layout_and_is_trained_further(demos: Dataset, steps: Steps, tmp_path: Path) -> None:
     if "lora_rank" not in steps.config.policy.options:
         assert not (newest(steps.further) / "policy" / "adapter_config.json").exists(), "every weight is trained"

@@ -39,6 +39,7 @@ SETTINGS: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workflow", ["ppo", "grpo"])
 def test_it_is_trained_by_what_it_acted_with(workflow: str, tmp_path: Path) -> None:
     config = parse_config({**SETTINGS, "workflow": workflow}, "test")
@@ -50,6 +51,7 @@ def test_it_is_trained_by_what_it_acted_with(workflow: str, tmp_path: Path) -> N
     assert rows[-1]["learner/approx_kl"] > 0, "nothing was learned: nothing is shown"
 
 
+@pytest.mark.slow
 def test_an_adapter_is_trained_beside_the_policy_that_it_began_as(tmp_path: Path) -> None:
     """The frozen reference is the same weights without the adapter."""
     options = {**SETTINGS["policy"]["options"], "lora_rank": 2, "steps": 2}
@@ -70,6 +72,7 @@ def test_a_run_that_is_stopped_and_gone_on_with_is_the_same_run(tmp_path: Path) 
     assert_same_run(tmp_path / "parts", tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_it_learns_from_demonstrations_in_their_units(tmp_path: Path) -> None:
     scene = {"env.task": "tabletop/reach_red", "env.cameras": 1, "env.image_size": 32, "runtime.mode": "inline"}
     script = with_settings(load_config("tabletop_scripted"), scene, "script")

@@ -280,7 +280,7 @@ def test_ranks_act_while_they_wait_where_that_is_planned_to_be_faster() -> None:
     """The update gains from four GPUs, inference from all eight."""
     profile = profile_of()
     points = tuple(Point(64, n, 60.0 / n, 60.0 / n, 60.0 / n) for n in (1, 2, 4))
-    learner = replace(profile.components["learner"], points=points, spreads=False, lends=True)
+    learner = replace(profile.components["learner"], points=points, data_parallel=False, shares_weights=True)
     profile = replace(profile, components={**profile.components, "learner": learner})
     cluster = replace(FOUR, nodes=FOUR.nodes[:1])
     best = schedulers.plan(planned_for(workflow_of(CONFIG, [8]), profile, cluster), profile, cluster)
@@ -290,7 +290,7 @@ def test_ranks_act_while_they_wait_where_that_is_planned_to_be_faster() -> None:
 
 
 def test_accelerators_that_a_plan_names_are_stood_in_for_only_where_the_cpu_is_asked_for(tmp_path: Path) -> None:
-    machines = Cluster((Node("here", 2), Node("far1", 2)), home="here")
+    machines = Cluster((Node("here", 2), Node("far1", 2)), head_node="here")
     plan = plan_of({**PHYSICS, ("policy",): (gpus("here", 0, 4),)}, {("learner",): (gpus("far1", 2, 2),)})
     stood_in = with_stand_ins(machines, plan, "cpu")
     assert [node.accelerators for node in stood_in.nodes] == [4, 4]
@@ -314,4 +314,4 @@ def test_plans_for_several_accelerators_say_how_efficient_they_are(
     assert result["bottleneck"] == "learner (accelerators)"
     said = capsys.readouterr().out
     assert f"an efficiency of {result['efficiency']:.0%}. The bottleneck is learner (accelerators)" in said
-    assert "What instances send one another takes" in said
+    assert "Communication takes" in said

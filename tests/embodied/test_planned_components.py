@@ -92,6 +92,7 @@ def few_iterations(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- a component that no line of the planning knows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("extra_tasks", [[], [{"num_envs": ENVS}]])
 def test_a_component_of_ones_own_is_measured_planned_and_predicted(
     extra_tasks: list[Any], here: Session, tmp_path: Path
@@ -111,6 +112,7 @@ def test_a_component_of_ones_own_is_measured_planned_and_predicted(
     assert any("judge" in sentence for sentence in best.why)
 
 
+@pytest.mark.slow
 def test_a_run_that_plans_it_computes_what_one_without_it_does(tmp_path: Path) -> None:
     planned = run({**SETTINGS, "plan": {"mode": "auto"}}, tmp_path / "planned")
     plan = schedulers.load(Plan, planned / "plan.json")

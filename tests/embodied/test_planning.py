@@ -33,7 +33,7 @@ def test_every_component_is_measured_on_one_core_and_on_all(profile: Profile) ->
         assert measured == {(batch, devices) for batch in (ENVS // 2, ENVS) for devices in (1, len(CORES))}, name
         for point in component.points:
             assert 0 < point.seconds < 10 and 0 <= point.low <= point.seconds <= point.high, (name, point)
-        assert component.pool == "cores" and component.beside >= 1 and component.variation >= 0
+        assert component.pool == "cores" and component.contention >= 1 and component.variation >= 0
     (shared,) = profile.together
     assert shared.components == ("physics", "policy") and (shared.batch, shared.groups) == (ENVS, 2)
     assert 0 <= shared.low <= shared.seconds <= shared.high and shared.seconds > 0
@@ -49,7 +49,7 @@ def test_memory_and_switches_are_measured(profile: Profile) -> None:
         assert component.unload_s > 0
         assert component.load_s > 0
     # Ranks would hold the whole policy.
-    assert (physics.lends, policy.lends, learner.lends) == (False, False, True)
+    assert (physics.shares_weights, policy.shares_weights, learner.shares_weights) == (False, False, True)
 
 
 def test_a_profile_says_what_it_belongs_to(profile: Profile) -> None:
@@ -65,6 +65,7 @@ def test_a_profile_is_equal_when_it_is_read_again(profile: Profile, tmp_path: Pa
     assert schedulers.load(Profile, tmp_path / "profile.json") == profile
 
 
+@pytest.mark.slow
 def test_drawing_is_measured_where_the_policy_looks(tmp_path: Path) -> None:
     config = parse_config(IMAGES, "test")
     with open_session(config) as session:
@@ -81,6 +82,7 @@ def test_environments_that_cannot_be_halved_are_refused(embodied: Said, files: P
     assert "3 environments do not divide" in said and "env.num_envs" in said
 
 
+@pytest.mark.slow
 def test_the_profile_command_makes_the_folder_it_writes_to(embodied: Said, files: Path) -> None:
     embodied.done("profile", "small.yaml", "--out", "deep/er/profile.json", "--json", "result.json")
     written = json.loads(Path("deep/er/profile.json").read_text())
@@ -211,7 +213,7 @@ def test_a_cluster_that_one_does_not_have(embodied: Said, files: Path) -> None:
 def test_a_cluster_file_may_have_a_home(embodied: Said, files: Path) -> None:
     """What does not travel is planned for it, whatever the other node could do."""
     Path("cluster.yaml").write_text(
-        "nodes:\n  - {name: small, cores: 2}\n  - {name: large, cores: 64}\nhome: small\nlink_s: 1.0e-9\n"
+        "nodes:\n  - {name: small, cores: 2}\n  - {name: large, cores: 64}\nhead_node: small\nlink_s: 1.0e-9\n"
     )
     said = embodied.done("plan", "small.yaml", "--cluster", "cluster.yaml")
     plan = schedulers.load(Plan, "plan/plan.json")
@@ -224,7 +226,7 @@ def test_a_cluster_file_may_have_a_home(embodied: Said, files: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("nodes: [{name: a, cores: 4}]\nhome: b\n", "home 'b' is none of its nodes"),
+        ("nodes: [{name: a, cores: 4}]\nhead_node: b\n", "head_node 'b' is none of its nodes"),
         ("nodes: []\n", "the cluster has no nodes"),
         ("nodes: [{count: 0, cores: 4}]\n", "at least 1, not 0"),
         ("nodes: [{cores: 0}]\n", "0 cores"),

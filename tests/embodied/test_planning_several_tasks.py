@@ -47,6 +47,7 @@ def test_a_run_of_several_tasks_has_one_profile(mixed: Profile) -> None:
     assert {"policy>physics-1", "physics-1>policy", "policy>learner"} <= mixed.transfers.keys()
 
 
+@pytest.mark.slow
 def test_a_run_of_several_tasks_has_one_plan_that_says_what_overlapping_gains(
     mixed: Profile, embodied: Said, files: Path
 ) -> None:
@@ -64,6 +65,7 @@ def test_a_run_of_several_tasks_has_one_plan_that_says_what_overlapping_gains(
     assert together > 0 and f"overlapping {effect}" in said
 
 
+@pytest.mark.slow
 def test_a_run_of_several_tasks_keeps_one_plan_and_computes_the_same(mixed: Profile, files: Path) -> None:
     schedulers.save(mixed, "mixed.json")
     planned_run = train(files / "planned", **{**MIXED, "plan": {"mode": "auto", "profile": "mixed.json"}})
@@ -86,6 +88,7 @@ def test_a_profile_of_one_task_is_not_one_of_two(mixed: Profile, embodied: Said,
     assert "mixed.json was measured with other settings of extra_tasks" in said
 
 
+@pytest.mark.slow
 def test_modes_are_compared_on_several_tasks_too(mixed: Profile, embodied: Said, files: Path) -> None:
     write_config(Path("mixed.yaml"), MIXED)
     schedulers.save(mixed, "mixed.json")

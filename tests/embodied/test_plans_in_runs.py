@@ -92,6 +92,7 @@ def test_every_mode_computes_the_same(
     assert_same_parameters(run, configured[plan.groups[0]])
 
 
+@pytest.mark.slow
 def test_a_run_without_a_profile_measures_and_keeps_one_and_goes_on_with_it(files: Path) -> None:
     run = train(files / "run", plan={"mode": "auto"}, iterations=1)
     before = (run / "profile.json").stat().st_mtime_ns
@@ -171,6 +172,7 @@ def test_a_plan_file_that_is_not_there_is_refused(embodied: Said, files: Path) -
     assert "a plan is expected here, not a profile" in said
 
 
+@pytest.mark.slow
 def test_replanning_and_running_ahead_exclude_each_other(embodied: Said, files: Path) -> None:
     said = embodied.refused("train", "small.yaml", "--plan.replan", "--plan.ahead", "--plan.mode", "auto")
     assert "plan.replan" in said and "plan.ahead" in said
@@ -186,6 +188,7 @@ def test_replanning_and_running_ahead_exclude_each_other(embodied: Said, files: 
 # --- embodied compare
 
 
+@pytest.mark.slow
 def test_modes_are_compared_with_the_plan_that_auto_would_run(embodied: Said, files: Path) -> None:
     said = embodied.done(
         "compare", "small.yaml", "--profile", "profile.json", "--repeats", "1", "--out", "it", "--json", "r.json"

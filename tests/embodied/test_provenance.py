@@ -69,6 +69,7 @@ def test_recorded_states_that_were_trained_on_are_counted(run: Path, tmp_path: P
     assert lineage(as_run(run, tmp_path / "seeds", env={"task": SPATIAL}), PLAIN).starts(SPATIAL, EVERY).trained == 0
 
 
+@pytest.mark.slow
 def test_the_runs_that_a_run_began_from_count_too(run: Path, tmp_path: Path) -> None:
     further = [{"task": "libero/libero_spatial/1", "init_states": "40-44"}]
     first = as_run(run, tmp_path / "a", env={"task": SPATIAL, "init_states": "0-9"}, extra_tasks=further)

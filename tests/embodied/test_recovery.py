@@ -22,9 +22,9 @@ from embodied.runtime.api import RuntimeLost
 from embodied.runtime.supervision import FRUITLESS, OFTEN, WITHIN_S
 from embodied.training import checkpoints
 from embodied.training.loop import train
-from sim_farm import faults
+from sim_farm.client.farm import WorkerFailed, WorkerTimeout
 from sim_farm.contract import FarmError
-from sim_farm.farm import WorkerFailed, WorkerTimeout
+from sim_farm.workers import faults
 from tests.embodied.test_resume import STATES, assert_same_run
 from tests.full_disk import full_disk
 
@@ -90,6 +90,7 @@ def test_a_run_that_loses_workers_ends_as_one_that_lost_none(
         assert any(str(fault["worker"]) in row["error"] for row in rows[::2]), f"{name} is not named: {rows}"
 
 
+@pytest.mark.slow
 def test_a_run_that_loses_ray_ends_as_one_that_lost_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     long = {"iterations": 60, "checkpoint_every": 20}  # in a short one nobody would miss the raylet
     run(config_of("inline").model_copy(update=long), tmp_path / "undisturbed")
@@ -100,6 +101,7 @@ def test_a_run_that_loses_ray_ends_as_one_that_lost_nothing(tmp_path: Path, monk
     assert "raylet" in first["error"] and back["outcome"] == "the run is back" and result["recoveries"] == 1
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_a_checkpoint_made_between_where_they_are_cheap(
     undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

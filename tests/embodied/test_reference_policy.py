@@ -165,6 +165,7 @@ def test_the_reference_beside_an_adapter_holds_no_weights(tmp_path: Path) -> Non
         assert sum(p.numel() for p in alive) == sum(p.numel() for p in own) > 10_000
 
 
+@pytest.mark.slow
 def test_a_new_adapter_left_out_is_the_policy_that_training_began_with(tmp_path: Path) -> None:
     config = adapted()
     with begun(config, tmp_path) as workers:
@@ -182,6 +183,7 @@ def test_a_new_adapter_left_out_is_the_policy_that_training_began_with(tmp_path:
         assert (passed(worker, batch) - expected).abs().max() < 1e-5
 
 
+@pytest.mark.slow
 def test_an_adapter_that_had_learned_before_is_part_of_the_reference(tmp_path: Path) -> None:
     """Left out, it would draw the policy back to where the warm start began."""
     config = adapted()

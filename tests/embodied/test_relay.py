@@ -16,13 +16,13 @@ from embodied.runtime import relay
 from embodied.runtime.deadlines import Deadline
 from embodied.runtime.nodes import require_software, software
 from embodied.runtime.relay import FarLost, FarPhysics, Relay
+from sim_farm.client.farm import Farm
 from sim_farm.contract import FarmError, TaskSpec
 from sim_farm.episodes import EndlessEpisodes, ListedEpisodes, Starts, evaluation_episodes
-from sim_farm.farm import Farm
-from sim_farm.hosts import InProcess, WorkerHandle
-from sim_farm.layout import FarmSpec
-from sim_farm.worker_memory import WorkerMemory
-from sim_farm.workers import WorkerSetup
+from sim_farm.shared_memory.layout import FarmSpec
+from sim_farm.shared_memory.worker_memory import WorkerMemory
+from sim_farm.workers.hosts import InProcess, WorkerHandle
+from sim_farm.workers.workers import WorkerSetup
 from tests.sim_farm.driving import Trace, assert_same, drive, run
 from tests.variants import often
 

@@ -119,6 +119,7 @@ def ray(ray_runtime: RayRuntime) -> Session:
     return Session(Config(), ray_runtime, CORES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", often(("here:accelerators:0-1",), ("here:accelerators:0", "here:accelerators:0-1")))
 def test_frames_of_workers_on_accelerators_are_those_of_one_process(devices: str, ray: Session, tmp_path: Path) -> None:
     assignment = assign(planned(devices), config_of("cpu"), CORES)
@@ -129,6 +130,7 @@ def test_frames_of_workers_on_accelerators_are_those_of_one_process(devices: str
         assert_equal(found, run(IMAGES, here, inline(fused), tmp_path / "here"))
 
 
+@pytest.mark.slow
 def test_a_device_that_is_asked_for_draws_the_same_and_has_processes_of_its_own(ray: Session, tmp_path: Path) -> None:
     plain = assign(planned("here:accelerators:0"), config_of("cpu"), CORES)
     asked = assign(planned("here:accelerators:0"), config_of("cpu", farm={"devices": "cpu"}), CORES)
@@ -163,25 +165,27 @@ def test_frames_are_probed_in_software_and_on_a_gpu() -> None:
     assert drawing(none["all cores"][1]) == ((), ()) and "drawn" not in none
 
 
+@pytest.mark.slow
 def test_a_profile_has_drawing_on_both_pools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The probes themselves, with a render worker that draws in software where that on the GPU would be."""
     monkeypatch.setattr(profiling, "MOST", profiling.LEAST)
     config = config_of("cpu", workflow="ppo", runtime={"mode": "inline", "trace": True})
     probed = probe(config, tmp_path)
     found = profiling._drawing(probed)
-    gpu = found.elsewhere
-    assert found.pool == "cores" and gpu is not None and gpu.pool == "accelerators" and gpu.spreads
+    gpu = found.other_pool
+    assert found.pool == "cores" and gpu is not None and gpu.pool == "accelerators" and gpu.data_parallel
     assert (
         {(p.batch, p.devices) for p in gpu.points} == {(4, 1), (2, 1)} == {(p.batch, p.devices) for p in found.points}
     )
     assert all(point.seconds > 0 for point in gpu.points)
     assert (gpu.resident_bytes, gpu.unload_s, gpu.load_s) == (7e6, 0.25, 0.5)
     alone = profiling._drawing(replace(probed, drawers=(0,)))
-    assert alone.pool == "accelerators" and alone.elsewhere is None, "software could not be had"
+    assert alone.pool == "accelerators" and alone.other_pool is None, "software could not be had"
 
 
 def probe(config: Config, folder: Path) -> Probed:
     taken: dict[str, Measured] = {}
+    infos: tuple[Any, ...] = ()
     with open_session(config) as session:
         for name, (changed, assignment) in probes_of(config, CORES[:1], (GPU,), ("cpu", 0)).items():
             if name not in ("all cores", "all cores, half", "drawn", "drawn, half"):

@@ -251,7 +251,7 @@ def test_where_there_is_one_plan_nothing_moves(took: Callable[..., Iteration]) -
     cluster = local_cluster(1)
 
     def only(profile: Profile) -> Plan:
-        return schedulers.plan(WORKFLOW, profile, cluster, "collocated", groups=(1,))
+        return schedulers.plan(WORKFLOW, profile, cluster, "collocated", search=schedulers.SearchOptions(groups=(1,)))
 
     watching = Watch(only(PROFILE), PROFILE, WORKFLOW, cluster, only, 0.0)
     for _ in range(2 * PERSISTENT):

@@ -85,6 +85,7 @@ def assert_only_values_are_rounded(found: Run, expected: Run) -> None:
     assert_equal(found, expected, TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_episodes_are_equal_to_the_last_bit(replicas: int, ray: Session, reference: Any, tmp_path: Path) -> None:
     """Nothing is valued, so that every batch is a group's: three iterations, trajectories and parameters."""
@@ -94,6 +95,7 @@ def test_episodes_are_equal_to_the_last_bit(replicas: int, ray: Session, referen
     assert_equal(found, reference(settings, plan))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "replicas"),
     [
@@ -130,6 +132,7 @@ def test_replicas_share_the_groups_of_several_tasks(ray: Session, reference: Any
     assert_only_values_are_rounded(found, reference(settings, plan))
 
 
+@pytest.mark.slow
 def test_a_rollout_of_replicas_may_be_ahead(ray: Session, reference: Any, tmp_path: Path) -> None:
     plan, settings = shared(2, ahead=1), of(GROUPS)
     found = runs.run(settings, ray, plan, tmp_path / "ray")
@@ -177,6 +180,7 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)  # other processes bring it about
 
 
+@pytest.mark.slow
 def test_a_slow_replica_does_not_hold_up_the_others(ray: Session, tmp_path: Path, reference: Any) -> None:
     plan, settings = shared(2), of(STATES)
     decisions = settings["rollout"]["decisions"]
@@ -197,6 +201,7 @@ def test_a_slow_replica_does_not_hold_up_the_others(ray: Session, tmp_path: Path
     assert summary.env_steps == expected.env_steps and summary.episodes == expected.episodes
 
 
+@pytest.mark.slow
 def test_a_group_that_is_ready_first_is_served_first(
     ray_runtime: RayRuntime, reference: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

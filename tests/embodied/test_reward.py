@@ -205,6 +205,7 @@ def test_only_the_last_frames_of_solved_episodes_are_positive(demos: Dataset) ->
     assert len(texts) == 3
 
 
+@pytest.mark.slow
 def test_a_classifier_comes_back_as_it_was_saved(demos: Dataset, tmp_path: Path) -> None:
     labelled = read_labelled((demos.folder,), 2)
     made = [learn_success(labelled, ClassifierTraining(steps=3, seed=1))[0] for _ in range(2)]
@@ -228,6 +229,7 @@ def test_a_classifier_reads_the_instruction() -> None:
 # --- runs
 
 
+@pytest.mark.slow
 def test_a_run_is_rewarded_by_the_classifier(classifier: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     config = config_of(reward={"function": None, "classifier": str(classifier[0])}, iterations=1)
     with begun(config, tmp_path) as workers:
@@ -274,6 +276,7 @@ def test_a_component_of_ones_own_is_a_class_and_a_line(tmp_path: Path) -> None:
     assert mine["learner/value_loss"] != its["learner/value_loss"]
 
 
+@pytest.mark.slow
 def test_another_reward_teaches_something_else(tmp_path: Path) -> None:
     train(config_of(iterations=1), tmp_path / "judged")
     train(config_of(iterations=1, workflow="ppo"), tmp_path / "simulated")

@@ -370,6 +370,7 @@ def make_held(config: Config, folder: Path, rank: int) -> Held:
     return Held(make_policy(), config, folder, Affinity(), Ranks("learner", rank, 2))
 
 
+@pytest.mark.slow
 def test_ranks_learn_on_while_they_write(ray_runtime: RayRuntime, tmp_path: Path) -> None:
     """And what they have not finished when one of them is killed is no checkpoint."""
     config, batch = config_of(sharding="sharded"), make_batch()
@@ -427,6 +428,7 @@ def test_ranks_go_on_where_one_of_them_has_no_room(
         ranks.abandon()
 
 
+@pytest.mark.slow
 def test_a_rank_whose_file_is_missing_is_noticed(ray_runtime: RayRuntime, tmp_path: Path) -> None:
     with connected(ray_runtime, 2, config_of(sharding="sharded"), tmp_path) as group:
         group.call_all(Learner.update, make_batch(), 0)

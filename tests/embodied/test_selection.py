@@ -43,6 +43,7 @@ def selected(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_it_changes_nothing_of_the_run(selected: Path, tmp_path: Path) -> None:
     run(config_of(0), tmp_path / "without")
     assert_same_run(selected, tmp_path / "without")

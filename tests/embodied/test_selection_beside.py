@@ -49,6 +49,7 @@ def waited(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", often(["inline"], ["inline", "ray"]))
 def test_it_changes_nothing_of_run_and_evaluations(
     mode: str, waited: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -79,6 +80,7 @@ class KilledBefore(BesideProcess):
         super().begin(work)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killed", [KilledAtWork, KilledBefore])
 def test_where_its_process_is_killed_the_run_waits(
     killed: type[BesideProcess],
@@ -97,6 +99,7 @@ def test_where_its_process_is_killed_the_run_waits(
     assert best is not None and kept == {best.name, "000004"}
 
 
+@pytest.mark.slow
 def test_what_was_begun_beside_an_interrupted_run_is_completed(waited: Path, tmp_path: Path) -> None:
     """The run had come to its third iteration while its second was evaluated."""
     stopped = tmp_path / "stopped"
@@ -124,6 +127,7 @@ def _die(session: Session) -> dict[str, Any]:
     raise AssertionError("it is dead")
 
 
+@pytest.mark.slow
 def test_a_process_works_on_its_core_and_says_what_went_wrong(tmp_path: Path) -> None:
     core = max(os.sched_getaffinity(0))
     process = BesideProcess(Room(core).applied(config_of(1)), Room(core), tmp_path / "beside.log")

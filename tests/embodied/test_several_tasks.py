@@ -120,6 +120,7 @@ def states(here: Session, tmp_path_factory: pytest.TempPathFactory) -> Run:
 # --- what flows
 
 
+@pytest.mark.slow
 def test_env_steps_of_all_tasks_count(pictures: Run) -> None:
     most = DECISIONS * CHUNK
     for one in pictures.iterations:
@@ -250,6 +251,7 @@ def test_one_process_or_two_change_nothing(here: Session, states: Run, tmp_path:
     assert_equal(run_by(config_of(STATES), here, tmp_path, placed(False)), states)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("one_process", often((True,), (True, False)))
 def test_tasks_may_take_turns_with_the_learner(one_process: bool, here: Session, pictures: Run, tmp_path: Path) -> None:
     """The policy worker and the renderers of all tasks leave, and the learner."""

@@ -78,6 +78,7 @@ def test_its_state_goes_on_and_one_of_another_number_begins_anew() -> None:
     assert other.rates().tolist() == [0.5] * 4
 
 
+@pytest.mark.slow
 def test_a_run_with_a_curriculum_that_is_stopped_and_gone_on_with_is_the_same_run(tmp_path: Path) -> None:
     run(config_of(DRAWN, 6), tmp_path / "whole")
     run(config_of(DRAWN, 3), tmp_path / "parts")

@@ -24,11 +24,11 @@ from embodied.run import checkpoint
 from embodied.trajectories.assembly import EndedEpisode
 from embodied.trajectories.memory import TrajectoryMemory
 from policies import PolicySpec
+from sim_farm.client.farm import Farm
 from sim_farm.contract import TaskSpec
 from sim_farm.episodes import EndlessEpisodes
-from sim_farm.farm import Farm
-from sim_farm.hosts import InProcess
-from sim_farm.layout import FarmSpec
+from sim_farm.shared_memory.layout import FarmSpec
+from sim_farm.workers.hosts import InProcess
 from tests.embodied.held import held
 from tests.embodied.test_resume import STATES, assert_same_run, config_of, run
 
@@ -115,6 +115,7 @@ def test_a_task_is_rolled_out_less_and_learned_from_as_if_the_rollout_had_been_s
         assert torch.equal(found[-3:, 4:], getattr(short, name)[:, 4:])
 
 
+@pytest.mark.slow
 def test_a_run_with_a_curriculum_that_is_stopped_and_gone_on_with_is_the_same_run(tmp_path: Path) -> None:
     run(config_of(TASKS, 6), tmp_path / "whole")
     run(config_of(TASKS, 3), tmp_path / "parts")

@@ -17,6 +17,7 @@ SHORT = ["--runtime.mode", "inline", "--farm.groups", "1", "--iterations", "2", 
 SHORT += ["--eval.episodes", "4", "--eval.videos", "0", "--env.num-envs", "4"]
 
 
+@pytest.mark.slow
 def test_each_run_of_seeds_is_the_run_of_that_seed(tmp_path: Path) -> None:
     out = tmp_path / "result.json"
     status, said = here(

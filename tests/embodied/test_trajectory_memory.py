@@ -36,8 +36,8 @@ from embodied.trajectories.memory import MemoryLayout, MemoryShape, TrajectoryMe
 from policies.contract import Action, Inputs
 from sim_farm.contract import EpisodeSpec, FarmError, TaskSpec
 from sim_farm.episodes import ListedEpisodes
-from sim_farm.memory import FOLDER
 from sim_farm.registry import make_renderer
+from sim_farm.shared_memory.memory import FOLDER
 from tests.embodied.held import held
 from tests.embodied.shared_blocks import mapped
 from tests.embodied.test_policy_worker import CHUNK, ENVS, Watcher, replay, roll, worker
@@ -241,6 +241,7 @@ def blocks_of(workers: Executor) -> list[Path]:
     return [FOLDER / name for name in (memory.block, memory.frames.memory, *farm.slots, farm.bell)]
 
 
+@pytest.mark.slow
 def test_frames_too_large_are_refused_before_anything_is_drawn(ray: Session, tmp_path: Path) -> None:
     config = config_of(10**9)
     with pytest.raises(FarmError, match=r"the frame memory \(.* rows of 1 x 32 x 32 pixels\) needs .* remount"):
@@ -248,6 +249,7 @@ def test_frames_too_large_are_refused_before_anything_is_drawn(ray: Session, tmp
             pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fails", [False, True], ids=["as it should", "by an exception"])
 def test_nothing_is_left_in_shared_memory_however_a_run_ends(fails: bool, ray: Session, tmp_path: Path) -> None:
     blocks: list[Path] = []
@@ -287,6 +289,7 @@ with open_session(config) as session, executor(config, Path(sys.argv[1]), sessio
 """
 
 
+@pytest.mark.slow
 def test_a_killed_driver_leaves_nothing_in_shared_memory(tmp_path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", KILLED, str(tmp_path)], cwd=ROOT, text=True, stdin=subprocess.PIPE,

@@ -30,6 +30,7 @@ def short(source: str, **settings: Any) -> Config:
     return with_settings(load_config(source), SHORT | chosen, "test")
 
 
+@pytest.mark.slow
 def test_the_script_pushes_the_cube_that_is_named(tmp_path: Path) -> None:
     config = short("two_cubes_scripted", env__cameras=0, env__num_envs=2, eval__tasks=TASKS, eval__episodes=2)
     evaluate_run("untrained", config, None, tmp_path, into=tmp_path / "e")

@@ -17,7 +17,7 @@ from embodied.runtime.deadlines import Deadline
 from embodied.runtime.groups import WorkerGroup
 from embodied.runtime.inline import InlineRuntime, LocalHandle
 from embodied.runtime.ray.runtime import RayRuntime
-from sim_farm.farm import WorkerFailed, WorkerTimeout
+from sim_farm.client.farm import WorkerFailed, WorkerTimeout
 
 
 @dataclass
@@ -144,6 +144,7 @@ def test_a_call_of_a_group_of_one_is_one_call_of_its_worker() -> None:
         assert Counted.started == 1
 
 
+@pytest.mark.slow
 def test_things_go_rank_to_rank_or_from_one_to_all(runtime: Runtime) -> None:
     target, equal, single = members(runtime, 2), members(runtime, 2), members(runtime, 1)
     assert target.get(target.pipe(Member.take, equal, Member.make, "x")) == [(0, (0, 1), "x"), (1, (1, 1), "x")]
@@ -224,6 +225,7 @@ def meet(rank: int, size: int, folder: Path) -> Member:
     return Member(rank)
 
 
+@pytest.mark.slow
 def test_ranks_start_side_by_side(ray_runtime: RayRuntime, tmp_path: Path) -> None:
     group = ray_runtime.place_group("member", meet, 3, lambda rank: (rank, 3, tmp_path))
     places = group.call_all(Member.place)
@@ -240,6 +242,7 @@ def test_a_killed_rank_is_named_while_the_others_wait_for_it(ray_runtime: RayRun
         group.call_one(1, Member.add, 0)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_stuck_is_not_waited_for_to_know_whether_all_answer(ray_runtime: RayRuntime) -> None:
     group = members(ray_runtime, 2)
     stuck = group.submit_one(1, Member.hang, 1)
@@ -251,6 +254,7 @@ def test_a_rank_that_is_stuck_is_not_waited_for_to_know_whether_all_answer(ray_r
     group.end()
 
 
+@pytest.mark.slow
 def test_a_late_rank_is_named_and_is_of_use_again(ray_runtime: RayRuntime) -> None:
     group = members(ray_runtime, 3)
     with pytest.raises(WorkerTimeout, match=r"^member 1 did not finish 'hang': no progress for .* deadline of 1 s$"):

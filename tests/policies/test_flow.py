@@ -8,7 +8,7 @@ import torch
 
 import policies
 from policies import Inputs, PolicyError, PolicySpec
-from policies.flow import FlowPolicy, time_embedding
+from policies.small.flow import FlowPolicy, time_embedding
 from tests.policies.conformance import perturb, random_inputs, random_noise
 
 STATE = PolicySpec(action_dim=3, chunk=2, state_dim=5)

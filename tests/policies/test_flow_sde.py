@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from policies import flow_sde
-from policies.density import gaussian_entropy, gaussian_log_prob
+from policies import denoising
+from policies.layers import gaussian_entropy, gaussian_log_prob
 
 GOLDEN = load_file(Path(__file__).parent / "golden_flow_sde.safetensors")
 STEPS = [3, 4, 10]
@@ -21,14 +21,14 @@ def golden(steps: int, name: str) -> torch.Tensor:
 def transition(steps: int, level: float, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Mean [N, B, C, A] and log_std [N, 1, 1, 1] of every step from the golden x and v."""
     x, v = golden(steps, "x_t").to(dtype), golden(steps, "v_t").to(dtype)
-    weight_x, weight_v = (w.to(dtype)[:, None, None, None] for w in flow_sde.mean_weights(steps, level))
-    log_std = flow_sde.stds(steps, level).log().to(dtype)[:, None, None, None]
+    weight_x, weight_v = (w.to(dtype)[:, None, None, None] for w in denoising.mean_weights(steps, level))
+    log_std = denoising.stds(steps, level).log().to(dtype)[:, None, None, None]
     return weight_x * x + weight_v * v, log_std
 
 
 @pytest.mark.parametrize("steps", STEPS)
 def test_timesteps_equal_reference(steps):
-    t = flow_sde.timesteps(steps).float()
+    t = denoising.timesteps(steps).float()
     torch.testing.assert_close(t, golden(steps, "timesteps"), rtol=0, atol=1e-6)
 
 
@@ -37,7 +37,7 @@ def test_timesteps_equal_reference(steps):
 def test_float32_steps_equal_reference(steps, level):
     mean, log_std = transition(steps, level, torch.float32)
     log_prob = gaussian_log_prob(golden(steps, f"sde.a{level}.x_next"), mean, log_std)
-    std = flow_sde.stds(steps, level).float()
+    std = denoising.stds(steps, level).float()
     torch.testing.assert_close(mean, golden(steps, f"sde.a{level}.mean"), rtol=0, atol=1e-5)
     torch.testing.assert_close(std, golden(steps, f"sde.a{level}.std"), rtol=0, atol=1e-6)
     torch.testing.assert_close(log_prob, golden(steps, f"sde.a{level}.logp"), rtol=1e-4, atol=1e-4)
@@ -48,7 +48,7 @@ def test_float32_steps_equal_reference(steps, level):
 def test_float64_steps_equal_published_formula(steps, level):
     mean, log_std = transition(steps, level, torch.float64)
     log_prob = gaussian_log_prob(golden(steps, f"sde.a{level}.x_next").double(), mean, log_std)
-    std = flow_sde.stds(steps, level)
+    std = denoising.stds(steps, level)
     for name, value in [("mean", mean), ("std", std), ("logp", log_prob)]:
         textbook = golden(steps, f"sde.a{level}.{name}.textbook64")
         torch.testing.assert_close(value, textbook, rtol=1e-6, atol=1e-9)
@@ -64,9 +64,9 @@ def test_ode_is_the_sde_without_noise(steps):
 def test_rows_at_different_steps_equal_reference(steps):
     step = golden(steps, "mixed.idx")
     x, v = golden(steps, "x_t")[0], golden(steps, "v_t")[0]
-    weight_x, weight_v = (w.float()[step][:, None, None] for w in flow_sde.mean_weights(steps, 0.5))
+    weight_x, weight_v = (w.float()[step][:, None, None] for w in denoising.mean_weights(steps, 0.5))
     torch.testing.assert_close(weight_x * x + weight_v * v, golden(steps, "mixed.mean"), rtol=0, atol=1e-5)
-    std = flow_sde.stds(steps, 0.5).float()[step]
+    std = denoising.stds(steps, 0.5).float()[step]
     torch.testing.assert_close(std, golden(steps, "mixed.std"), rtol=0, atol=1e-6)
 
 

@@ -17,7 +17,7 @@ from policies.pi0.features import check_numbers, ordered
 from policies.pi0.sources import find_sources
 from policies.pi0.units import read_lerobot
 from policies.registry import check, policy_class
-from policies.replay import save_recording
+from policies.scripted.replay import save_recording
 from tests.fuzzing.folders import Damaged
 from tests.fuzzing.law import holds
 from tests.policies.openvla.cases import CHUNK, OFT, ONE_ACTION, OPENVLA, random_inputs
@@ -57,7 +57,7 @@ def many(few: int) -> pytest.MarkDecorator:
 
 
 @pytest.mark.parametrize("case", SAVED)
-@many(12)
+@many(4)
 def test_damaged_policies(case: str, cases: range, tmp_path: Path) -> None:
     kind, spec, options = SAVED[case]
     policies.save(policies.build(kind, spec, seed=0, **options), tmp_path / "whole")
@@ -67,7 +67,7 @@ def test_damaged_policies(case: str, cases: range, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", PUBLISHED)
-@many(12)
+@many(4)
 def test_damaged_checkpoints_of_others(case: str, cases: range, tmp_path: Path) -> None:
     kind, spec, options = PUBLISHED[case]
 
@@ -79,7 +79,7 @@ def test_damaged_checkpoints_of_others(case: str, cases: range, tmp_path: Path) 
     holds(cases, Damaged(Path(options["checkpoint"]), tmp_path / "checkpoint"), read, (PolicyError,))
 
 
-@many(60)
+@many(15)
 @pytest.mark.parametrize("family", ["pi0", "pi05"])
 def test_damaged_processors(family: str, cases: range, tmp_path: Path) -> None:
     """LeRobot's, with relative actions and mixed modes: what is said before a tensor is read, and the units."""
@@ -100,7 +100,7 @@ def test_damaged_processors(family: str, cases: range, tmp_path: Path) -> None:
     holds(cases, Damaged(whole, tmp_path / "checkpoint"), read, (PolicyError,))
 
 
-@many(12)
+@many(4)
 def test_damaged_adapters_of_others(cases: range, tmp_path: Path) -> None:
     base = GOLDEN / "pi05" / "checkpoint_lerobot"
     peft_adapter(base, tmp_path / "whole")
@@ -114,7 +114,7 @@ def test_damaged_adapters_of_others(cases: range, tmp_path: Path) -> None:
     holds(cases, Damaged(tmp_path / "whole", tmp_path / "adapter"), read, (PolicyError,))
 
 
-@many(40)
+@many(10)
 def test_damaged_recordings(cases: range, tmp_path: Path) -> None:
     (tmp_path / "whole").mkdir()
     actions = [np.full((length, 3), length, np.float32) for length in (2, 5)]

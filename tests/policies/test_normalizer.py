@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from policies import PolicyError
-from policies.normalizer import Normalizer
+from policies.small.encoders import Normalizer
 
 
 def rows(count: int, seed: int) -> torch.Tensor:

@@ -8,8 +8,9 @@ import torch
 
 import policies
 from policies import Action, Inputs, Policy, PolicyError, PolicySpec
-from policies.gaussian_mlp import GaussianMLP
+from policies.small.gaussian_mlp import GaussianMLP
 from tests.policies import conformance
+from tests.variants import often
 
 STATE = PolicySpec(action_dim=3, chunk=1, state_dim=5)
 IMAGE = PolicySpec(action_dim=3, chunk=2, proprio_dim=4, cameras=("base",), image_size=32)
@@ -48,6 +49,11 @@ CASES: dict[str, tuple[str, PolicySpec, dict[str, Any]]] = {
         {**SMALL, "encoder": "cnn", "features": 32, "joint": True},
     ),
 }
+OFTEN = (
+    "gaussian_mlp, chunk of 4",
+    "flow, state, two of four actions, every step",
+    "flow, one camera, and the state is predicted",
+)
 
 
 def trained(kind: str, spec: PolicySpec, architecture: dict[str, Any]) -> Policy:
@@ -59,14 +65,14 @@ def trained(kind: str, spec: PolicySpec, architecture: dict[str, Any]) -> Policy
 
 
 @pytest.mark.parametrize("law", conformance.LAWS, ids=lambda law: law.__name__)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", often(OFTEN, CASES))
 def test_policy_obeys(case, law):
     kind, spec, architecture = CASES[case]
     law(trained(kind, spec, architecture), conformance.random_inputs(spec, 6, seed=7))
 
 
 @pytest.mark.parametrize("law", conformance.IMITATION_LAWS, ids=lambda law: law.__name__)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", often(OFTEN, CASES))
 def test_policy_imitates(case, law):
     kind, spec, architecture = CASES[case]
     law(trained(kind, spec, architecture), conformance.random_inputs(spec, 6, seed=7))

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-import policies
 from policies import PolicyError, PolicySpec
-from policies.transforms import DeltaActions, Gripper, Transforms, upgraded
+from policies.transforms import Gripper, Transforms
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 ROWS, CHUNK, DIMS = 5, 3, 7
@@ -128,25 +127,3 @@ def test_what_does_not_fit_the_task_is_refused(said: dict[str, Any], message: st
     with pytest.raises(PolicyError, match="dims of 1 to 4"):
         Transforms([STATE, DELTA | {"dims": 5}]).spec(SPEC)
 
-
-def test_options_of_earlier_versions_become_entries() -> None:
-    old = {"checkpoint": "here", "rotate_images": True, "delta_dims": 6, "gripper": "libero"}
-    new = upgraded(old)
-    assert new.keys() == {"checkpoint", "transforms"}
-    assert Transforms(new["transforms"]).has(DeltaActions) and len(new["transforms"]) == 3
-    assert upgraded({"rotate_images": False, "delta_dims": 0, "gripper": "raw", "steps": 3}) == {"steps": 3}
-    assert upgraded(new) == new
-
-
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ({"rotate_images": True}, "is an entry of transforms now: {'kind': 'turn_images'}"),
-        ({"delta_dims": 6}, "is an entry of transforms now: {'kind': 'delta_actions', 'dims': 6}"),
-        ({"gripper": "raw"}, "is an entry of transforms now; leave it away"),
-    ],
-)
-@pytest.mark.parametrize("kind", ["pi0", "openvla"])
-def test_an_old_option_is_refused_with_the_new_entry(kind: str, option: dict[str, Any], message: str) -> None:
-    with pytest.raises(PolicyError, match=f"{kind} has no architecture argument .*{message}"):
-        policies.build(kind, SPEC, 0, **option)

@@ -10,13 +10,29 @@ from itertools import product
 
 import numpy as np
 
-from schedulers import Cluster, DeviceRange, Mode, Phase, Placement, Plan, Pool, Profile, Workflow, predict, validate
+from schedulers import (
+    Cluster,
+    DeviceRange,
+    Mode,
+    Phase,
+    Placement,
+    Plan,
+    Pool,
+    Profile,
+    SearchOptions,
+    Workflow,
+    predict,
+    validate,
+)
+from schedulers.cluster import POOLS
+from schedulers.cost.prediction import PhaseCosts, phase_costs
+from schedulers.cost.problem import Problem
+from schedulers.cost.times import switch_seconds, working_bytes
 from schedulers.errors import PlanError
-from schedulers.prediction import Costs, phase_costs
-from schedulers.times import POOLS, Problem, switch_seconds, working_bytes
 
 GROUPS = (1, 2)
 PARTS = (1, 2, 4)
+SMALL = SearchOptions(GROUPS, PARTS)
 Blocks = tuple[tuple[str, ...], ...]
 
 
@@ -106,7 +122,7 @@ class Exhaustive:
         return self.problem.pools[block[0]]
 
     def _chains(self, mode: Mode) -> Iterator[tuple[frozenset[str], ...]]:
-        nodes = [frozenset(node) for node in self.graph.nodes]
+        nodes = [frozenset(node) for node in self.graph.collapsed]
         for blocks in set_partitions([str(i) for i in range(len(nodes))]):
             sets = [frozenset[str]().union(*(nodes[int(i)] for i in block)) for block in blocks]
             for order in _orders(sets):
@@ -121,7 +137,7 @@ class Exhaustive:
     def _choices(self, names: frozenset[str]) -> list[Choice]:
         result: list[Choice] = []
         flowing = any(edge.flow == "micro_batch" and {edge.source, edge.target} <= names for edge in self.graph.edges)
-        tight = any(self.problem.profile.components[name].bytes_per_item for name in names & self.graph.divisible)
+        tight = any(self.problem.profile.components[name].bytes_per_item for name in names & self.graph.micro_batched)
         for blocks in set_partitions(sorted(names, key=self.graph.position)):
             if any(len({self.problem.pools[name] for name in block}) > 1 for block in blocks):
                 continue
@@ -177,24 +193,26 @@ class Exhaustive:
                 yield choice
 
     def _fits(self, held: Sequence[float]) -> bool:
-        return all(held[i] <= self.problem.limits[pool] * (1 + 1e-12) for i, pool in enumerate(POOLS))
+        return all(held[i] <= self.problem.memory_limits[pool] * (1 + 1e-12) for i, pool in enumerate(POOLS))
 
     def _useful(self, name: str) -> float:
         """Devices that a component can have."""
         component = self.problem.profile.components[name]
-        return math.inf if component.spreads else max(point.devices for point in component.points)
+        return math.inf if component.data_parallel else max(point.devices for point in component.points)
 
     def _at_home(self, blocks: Blocks, counts: tuple[int, ...]) -> bool:
-        """Whether the home has devices for all that does not travel."""
+        """True if the head node has devices for all components that are not movable."""
         cluster = self.problem.cluster
-        home = [node for node in cluster.nodes if node.name == cluster.home]
+        home = [node for node in cluster.nodes if node.name == cluster.head_node]
         need = {pool: 0 for pool in POOLS}
         for block, count in zip(blocks, counts, strict=True):
-            if not set(block) <= self.problem.workflow.travelling:
+            if not set(block) <= self.problem.workflow.movable:
                 need[self.problem.pools[block[0]]] += count
         return not home or (need["cores"] <= home[0].cores and need["accelerators"] <= home[0].accelerators)
 
-    def _cost(self, blocks: Blocks, counts: Sequence[int], groups: tuple[int, ...], micro_batch: int) -> Costs | None:
+    def _cost(
+        self, blocks: Blocks, counts: Sequence[int], groups: tuple[int, ...], micro_batch: int
+    ) -> PhaseCosts | None:
         phase = phase_of(self.problem, blocks, counts, micro_batch)
         try:
             return phase_costs(Plan("", "hybrid", (phase,), groups or (1,), ahead=self.ahead), phase, self.problem)
@@ -204,7 +222,7 @@ class Exhaustive:
     def _choice(
         self,
         names: frozenset[str],
-        cost: Costs,
+        cost: PhaseCosts,
         blocks: Blocks,
         counts: tuple[int, ...],
         groups: tuple[int, ...],
@@ -212,7 +230,7 @@ class Exhaustive:
     ) -> Choice:
         resident, peak, alone = ({pool: 0.0 for pool in POOLS} for _ in range(3))
         for block, count in zip(blocks, counts, strict=True):
-            pool, work = self._pool(block), working_bytes(self.problem, cost.shape, block, np.array([count]))[0]
+            pool, work = self._pool(block), working_bytes(self.problem, cost.model, block, np.array([count]))[0]
             held, lent = self._held(block), self._held(block, set(self.graph.names) - names)
             resident[pool], peak[pool] = max(resident[pool], lent), max(peak[pool], lent + float(work))
             alone[pool] = max(alone[pool], held + float(work))
@@ -220,23 +238,23 @@ class Exhaustive:
         return Choice(names, blocks, counts, groups, m, cost.seconds, switch_seconds(self.problem, blocks), *sizes)
 
     def _held(self, block: tuple[str, ...], elsewhere: Collection[str] = ()) -> float:
-        """Resident in a placement, without weights that are a trainer's in it, or in one `elsewhere`."""
+        """Resident bytes of a placement, without weights that a learner in it, or one `elsewhere`, shares."""
         components = self.problem.profile.components
-        found, deciders = (
+        found, policies = (
             sum(components[name].resident_bytes for name in block),
             {loop[-1] for loop in self.graph.loops},
         )
-        for trainer in (name for name in {*block, *elsewhere} - self.loop if components[name].lends):
-            for decider in deciders & set(block):
-                if components[decider].pool == components[trainer].pool == "accelerators":
-                    found -= min(components[decider].resident_bytes, components[trainer].resident_bytes)
+        for learner in (name for name in {*block, *elsewhere} - self.loop if components[name].shares_weights):
+            for policy in policies & set(block):
+                if components[policy].pool == components[learner].pool == "accelerators":
+                    found -= min(components[policy].resident_bytes, components[learner].resident_bytes)
         return found
 
     def _stays(self, options: Sequence[Choice]) -> bool:
         for i, choice in enumerate(options):
             for p, pool in enumerate(POOLS):
                 others = sum(other.resident[p] for j, other in enumerate(options) if j != i)
-                if choice.peak[p] + others > self.problem.limits[pool] * (1 + 1e-12):
+                if choice.peak[p] + others > self.problem.memory_limits[pool] * (1 + 1e-12):
                     return False
         return True
 
@@ -263,8 +281,8 @@ def phase_of(problem: Problem, blocks: Blocks, counts: Sequence[int], micro_batc
 
     Where there are too few, the last node is taken to have more: `validate` refuses that.
     """
-    cluster, travelling = problem.cluster, problem.workflow.travelling
-    nodes = sorted(cluster.nodes, key=lambda node: cluster.home not in (None, node.name))
+    cluster, travelling = problem.cluster, problem.workflow.movable
+    nodes = sorted(cluster.nodes, key=lambda node: cluster.head_node not in (None, node.name))
     free: dict[str, list[DeviceRange]] = {}
     for pool in POOLS:
         sizes = [node.cores if pool == "cores" else node.accelerators for node in nodes]
@@ -273,7 +291,7 @@ def phase_of(problem: Problem, blocks: Blocks, counts: Sequence[int], micro_batc
             DeviceRange(node.name, pool, i, 1) for node, size in zip(nodes, sizes, strict=True) for i in range(size)
         ]
     order = range(len(blocks))
-    if cluster.home is not None:
+    if cluster.head_node is not None:
         order = sorted(order, key=lambda i: set(blocks[i]) <= travelling)  # type: ignore[assignment]
     placements = {}
     for i in order:
@@ -300,7 +318,7 @@ def largest_even(problem: Problem, block: Sequence[str], most: int, groups: int 
 def all_collocated(problem: Problem) -> Plan:
     """Every node of the collapsed graph in a phase of its own, on all devices of its pool; one pool only."""
     phases = []
-    for node in problem.graph.nodes:
+    for node in problem.graph.collapsed:
         size = largest_even(problem, node, problem.sizes[problem.pools[node[0]]])
         phases.append(phase_of(problem, (node,), (size,), problem.workflow.items))
     return Plan(problem.workflow.name, "collocated", tuple(phases))

@@ -1,4 +1,4 @@
-"""Small planning problems, the same for the same seed, and what is asked of the plans that are found for them."""
+"""Small planning problems, the same for the same seed, and figures of the plans that are found for them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def random_component(random: np.random.Generator, pool: Pool, items: int, device
     fixed, each, loss = random.uniform(0.0, 1.0), random.uniform(0.05, 0.5), random.uniform(0.0, 0.6)
     known = [n for n in range(1, devices + 1) if n == 1 or random.random() < 0.4]
     times = {(b, n): (fixed + each * b) * (loss + (1 - loss) / n) for n in known for b in (1, max(2, items))}
-    return measured(pool, times, beside=float(random.choice([1.0, 1.1])))
+    return measured(pool, times, contention=float(random.choice([1.0, 1.1])))
 
 
 def random_workflow(random: np.random.Generator, count: int, loop: int, items: int = 8) -> Workflow:
@@ -141,10 +141,10 @@ def random_home(
         profile = replace(profile, transfers={f"{a}>{b}": float(random.uniform(0, 9)) for a in loop for b in loop})
     else:
         travelling = {name for name in workflow.names if random.random() < 0.5}
-    components = tuple(replace(c, travels=c.name in travelling) for c in workflow.components)
+    components = tuple(replace(c, movable=c.name in travelling) for c in workflow.components)
     workflow = replace(workflow, components=components)
     speed, wait = (float(random.uniform(20, 400)), float(random.uniform(0, 0.3))) if links else (float("inf"), 0.0)
-    return workflow, profile, Cluster(nodes, speed, wait, home="node0")
+    return workflow, profile, Cluster(nodes, speed, wait, head_node="node0")
 
 
 def ppo(items: int = 16, steps: int = 20, flow: str = "barrier") -> Workflow:
@@ -167,7 +167,7 @@ def ppo(items: int = 16, steps: int = 20, flow: str = "barrier") -> Workflow:
 
 
 def ppo_profile(policy: float = 0.02, physics: float = 0.02, learner: float = 0.5, **more: float) -> Profile:
-    """Of `ppo` on cores: physics scales with cores, the policy hardly, the learner a little."""
+    """Profile of `ppo` on cores: physics scales with cores, the policy hardly, the learner a little."""
     times = {
         "physics": {(8, 1): physics / 2, (16, 1): physics, (16, 2): physics * 0.52},
         "render": {(8, 1): 0.001, (16, 1): 0.002, (16, 2): 0.001},
@@ -245,5 +245,5 @@ def libero_tasks(count: int, policy_s: float = 0.1, learner_s: float = 20.0) -> 
     components = {}
     for name in workflow.names:
         pool, points = times[name.split("-")[0]]
-        components[name] = measured(pool, points, spreads=pool == "cores")
+        components[name] = measured(pool, points, data_parallel=pool == "cores")
     return workflow, Profile("tasks", {}, components)

@@ -99,7 +99,7 @@ def test_memory() -> None:
 
 def test_more_devices_than_a_component_can_use() -> None:
     profile = ppo_profile()
-    one = replace(profile.components["learner"], spreads=False, points=profile.components["learner"].points[:1])
+    one = replace(profile.components["learner"], data_parallel=False, points=profile.components["learner"].points[:1])
     profile = replace(profile, components={**profile.components, "learner": one})
     give = "give the placement of advantage, learner, sync 1, or learner a placement of its own"
     refused(hybrid(), "gives learner 2 cores", "the 1 it was measured on", give, profile=profile)
@@ -189,7 +189,7 @@ def test_profile_of_another_workflow_or_hardware() -> None:
         ({"nodes": [{"cores": 2**30, "name": "a"}]}, "has 1073741824 cores; at most 1000000"),
         ({"nodes": [{"cores": 10**30}]}, "it can be at most 2147483647"),
         ({"nodes": [{"cores": 1}], "link_s": 10**400}, "is infinite, or nearly"),
-        ({"nodes": [{"cores": 1}], "home": "\ud800"}, "half a character"),
+        ({"nodes": [{"cores": 1}], "head_node": "\ud800"}, "half a character"),
         ([], "not a list"),
         ({"format": 9, "nodes": []}, "format 9"),
         ({"kind": "plan", "nodes": []}, "a cluster is expected here, not a plan"),

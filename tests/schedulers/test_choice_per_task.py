@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.planner import PUBLISHED_BATCH, PUBLISHED_INFERENCE_S
 from schedulers import MODES, Cluster, Component, Edge, Loop, Node, Profile, Workflow, plan, simulate, validate
-from tests.schedulers.baselines import GROUPS, PARTS, Exhaustive
+from tests.schedulers.baselines import SMALL, Exhaustive
 from tests.schedulers.instances import measured, seconds, tasks
 from tests.variants import often
 
@@ -16,7 +16,7 @@ NEAR = 1.03
 MACHINE = Cluster((Node("node0", 16, 1),))
 LARGE = {(batch, 1): seconds for batch, seconds in zip(PUBLISHED_BATCH, PUBLISHED_INFERENCE_S, strict=True)}
 """A call of a 7B policy, as published."""
-SMALL = {(1, 1): 0.002, (32, 1): 0.01}
+SMALL_POLICY = {(1, 1): 0.002, (32, 1): 0.01}
 PHYSICS_S, LIBERO_PHYSICS_S, LIBERO_RENDER_S = 0.54e-3, 6.5e-3, 100e-3
 """Of an environment on a core, as in `benchmarks.tasks_together`."""
 
@@ -40,15 +40,15 @@ def one_of_each() -> tuple[Workflow, Profile]:
     )
     times = {"physics": PHYSICS_S, "physics-1": LIBERO_PHYSICS_S, "render-1": LIBERO_RENDER_S}
     components = {name: measured("cores", on_core(each)) for name, each in times.items()}
-    components["policy-1"] = measured("cores", SMALL)
+    components["policy-1"] = measured("cores", SMALL_POLICY)
     gpu = {"policy": LARGE, "learner": {(40, 1): 5.0}}
-    components |= {name: measured("accelerators", points, spreads=False) for name, points in gpu.items()}
+    components |= {name: measured("accelerators", points, data_parallel=False) for name, points in gpu.items()}
     return workflow, Profile("one of each", {}, components)
 
 
 def test_a_task_bound_by_the_gpu_and_one_bound_by_cores_are_placed_differently() -> None:
     workflow, profile = one_of_each()
-    best = plan(workflow, profile, MACHINE, groups=GROUPS, parts=PARTS)
+    best = plan(workflow, profile, MACHINE, search=SMALL)
     validate(best, workflow, MACHINE, profile)
     assert simulate(best, workflow, profile, MACHINE).seconds == pytest.approx(seconds(best))
     # LIBERO keeps cores of its own busy, beside which the light task's physics waits for the GPU.
@@ -56,8 +56,8 @@ def test_a_task_bound_by_the_gpu_and_one_bound_by_cores_are_placed_differently()
     assert beside["physics-1"] == beside["render-1"] == {"physics-1", "render-1", "policy-1"}
     assert beside["physics"] == {"physics"}
     light, libero = (next(line for line in best.why if line.startswith(f"Task {i}")) for i in (0, 1))
-    assert re.search("waits for most is .*node0:accelerators:0, busy", light), light
-    assert re.search("waits for most is .*node0:cores:.*, busy", libero), libero
+    assert re.search("bottleneck is .*node0:accelerators:0, busy", light), light
+    assert re.search("bottleneck is .*node0:cores:.*, busy", libero), libero
 
 
 @pytest.mark.slow
@@ -65,25 +65,26 @@ def test_what_is_chosen_for_one_of_each_is_near_the_best_there_is() -> None:
     workflow, profile = one_of_each()
     everything = Exhaustive(workflow, profile, MACHINE)
     least = min(everything.best(mode) for mode in MODES)
-    chosen = seconds(plan(workflow, profile, MACHINE, groups=GROUPS, parts=PARTS))
+    chosen = seconds(plan(workflow, profile, MACHINE, search=SMALL))
     assert least * (1 - 1e-9) <= chosen <= least * NEAR
 
 
-EACH_SIZE = [(LARGE, "policy on node0:accelerators:0"), (SMALL, "node0:cores")]
+EACH_SIZE = [(LARGE, "policy on node0:accelerators:0"), (SMALL_POLICY, "node0:cores")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("inference", "resource"), often(EACH_SIZE[:1], EACH_SIZE))
-def test_with_one_policy_its_size_says_what_both_tasks_wait_for(
+def test_with_one_policy_its_size_decides_the_bottleneck_of_both_tasks(
     inference: dict[tuple[int, int], float], resource: str
 ) -> None:
     workflow = tasks(2, [16, 16], [6, 6], draws=[False, True])
     times = {"physics": PHYSICS_S, "physics-1": LIBERO_PHYSICS_S, "render-1": LIBERO_RENDER_S}
     components = {name: measured("cores", on_core(each)) for name, each in times.items()}
-    components["policy"] = measured("accelerators", inference, spreads=False)
-    components["learner"] = measured("accelerators", {(32, 1): 5.0}, spreads=False)
+    components["policy"] = measured("accelerators", inference, data_parallel=False)
+    components["learner"] = measured("accelerators", {(32, 1): 5.0}, data_parallel=False)
     profile = Profile("tasks", {}, components)
-    best = plan(workflow, profile, MACHINE, groups=GROUPS, parts=PARTS)
+    best = plan(workflow, profile, MACHINE, search=SMALL)
     least = min(Exhaustive(workflow, profile, MACHINE).best(mode) for mode in MODES)
     assert least * (1 - 1e-9) <= seconds(best) <= least * NEAR
     libero = next(line for line in best.why if line.startswith("Task 1"))
-    assert f"what it waits for most is {resource}" in libero, libero
+    assert f"its bottleneck is {resource}" in libero, libero

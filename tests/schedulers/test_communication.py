@@ -34,10 +34,10 @@ from schedulers import (
     simulate,
     validate,
 )
-from schedulers.collectives import exchange_seconds, fewest_nodes, publishing_seconds
-from schedulers.laws import broadcast_seconds, ring_seconds
+from schedulers.cost.communication import exchange_seconds, fewest_nodes, weight_sync_seconds
+from schedulers.cost.laws import broadcast_seconds, ring_seconds
 from schedulers.profile import Collective
-from tests.schedulers.baselines import GROUPS, PARTS, Exhaustive
+from tests.schedulers.baselines import SMALL, Exhaustive
 from tests.schedulers.instances import NEAR, lowest, measured, random_problem, random_tasks, seconds, some
 from tests.schedulers.test_planner import SHORT
 
@@ -133,7 +133,7 @@ def place(*devices: str, name: str = "policy") -> Placement:
     ],
 )
 def test_weights_go_to_those_that_have_none(learner: list[str], policy: list[str], expected: float) -> None:
-    found = publishing_seconds(LINKED, 60.0, place(*learner, name="learner"), place(*policy))
+    found = weight_sync_seconds(LINKED, 60.0, place(*learner, name="learner"), place(*policy))
     assert found == pytest.approx(expected)
 
 
@@ -182,7 +182,7 @@ def communicating(seed: int, memory: bool = False, publishes: bool = False) -> t
 def test_planner_equals_exhaustive_search_with_communication(seed: int, memory: bool) -> None:
     workflow, profile, cluster = communicating(seed, memory)
     everything = Exhaustive(workflow, profile, cluster)
-    found = alternatives(workflow, profile, cluster, groups=GROUPS, parts=PARTS)
+    found = alternatives(workflow, profile, cluster, search=SMALL)
     for mode in MODES:
         best = everything.best(mode)
         assert (mode in found) == (best < math.inf)
@@ -200,7 +200,7 @@ def test_two_tasks_are_planned_as_by_exhaustive_search_with_communication(seed: 
     node = replace(cluster.nodes[0], cores=2, accelerators=3)
     profile, cluster = with_exchanges(seed, workflow, profile, replace(cluster, nodes=(node,)))
     everything = Exhaustive(workflow, profile, cluster)
-    for mode, found in alternatives(workflow, profile, cluster, groups=GROUPS, parts=PARTS).items():
+    for mode, found in alternatives(workflow, profile, cluster, search=SMALL).items():
         best = everything.best(mode)
         assert best * (1 - 1e-9) <= seconds(found) <= max(lowest(found), best) * NEAR
         assert lowest(found) <= best * (1 + 1e-9)
@@ -231,7 +231,7 @@ def arranged(chosen: Plan) -> list[Plan]:
 @pytest.mark.parametrize("seed", some(6, of=25))
 def test_on_several_nodes_the_bound_is_below_every_way_to_lay_a_plan_out(seed: int) -> None:
     workflow, profile, cluster = of_several_nodes(seed)
-    for chosen in alternatives(workflow, profile, cluster, groups=GROUPS, parts=PARTS).values():
+    for chosen in alternatives(workflow, profile, cluster, search=SMALL).values():
         ways = [predict(way, workflow, profile, cluster).iteration_s for way in arranged(chosen)]
         assert lowest(chosen) <= min(ways) * (1 + 1e-9)
         assert min(ways) <= seconds(chosen) * (1 + 1e-9)
@@ -242,9 +242,9 @@ def test_on_several_nodes_the_bound_is_below_every_way_to_lay_a_plan_out(seed: i
 def test_more_devices_never_hurt_although_they_exchange_more(seed: int) -> None:
     workflow, profile, cluster = communicating(seed)
     node = cluster.nodes[0]
-    few = alternatives(workflow, profile, cluster, groups=GROUPS, parts=PARTS)
+    few = alternatives(workflow, profile, cluster, search=SMALL)
     more = replace(cluster, nodes=(replace(node, accelerators=node.accelerators + 1),))
-    many = alternatives(workflow, profile, more, groups=GROUPS, parts=PARTS)
+    many = alternatives(workflow, profile, more, search=SMALL)
     for mode in few:
         assert seconds(many[mode]) <= seconds(few[mode]) * (1 + 1e-9)
 
@@ -255,8 +255,8 @@ def test_links_that_take_no_time_leave_plans_as_they_were(seed: int) -> None:
     free = replace(cluster, link_bytes_per_s=math.inf, link_s=0.0, device_link_bytes_per_s=math.inf)
     components = {n: replace(c, exchanges=(), published_bytes=0.0) for n, c in profile.components.items()}
     silent = replace(profile, components=components)
-    once = alternatives(workflow, profile, free, groups=GROUPS, parts=PARTS)
-    assert once == alternatives(workflow, silent, free, groups=GROUPS, parts=PARTS)
+    once = alternatives(workflow, profile, free, search=SMALL)
+    assert once == alternatives(workflow, silent, free, search=SMALL)
 
 
 def test_a_learner_that_says_much_is_given_fewer_devices() -> None:
@@ -374,6 +374,6 @@ def test_one_accelerator_that_cannot_hold_it_has_no_speed_to_compare_with() -> N
     cluster = Cluster((Node("node0", 4, 4, accelerator_bytes=8e9),))
     profile = Profile("short", {}, components)
     found = scaling(plan(SHORT, profile, cluster), SHORT, profile, cluster)
-    assert math.isinf(found.one_iteration_s) and "one cannot hold" in str(found)
+    assert math.isinf(found.one_iteration_s) and "one has too little memory" in str(found)
     with pytest.raises(PlanError, match="no accelerators"):
         scaling(plan(SHORT, profile, cluster), SHORT, profile, Cluster((Node("node0", 4),)))

@@ -11,7 +11,7 @@ import pytest
 import ray
 
 from schedulers import MODES, Plan, Profile, Workflow, alternatives
-from schedulers.prediction import phase_costs, problem_of
+from schedulers.cost.prediction import phase_costs, problem_of
 from tests.schedulers.instances import TWO_CORES, ppo, ppo_profile
 
 pytestmark = pytest.mark.slow
@@ -40,28 +40,28 @@ def run(plan: Plan, workflow: Workflow, profile: Profile, devices: list[Any]) ->
     begun = time.perf_counter()
     for phase in plan.phases:
         costs = phase_costs(plan, phase, problem)
-        shape = costs.shape
-        group: list[Any] = [None] * (shape.loops[0].groups if shape.loops else 0)
+        model = costs.model
+        group: list[Any] = [None] * (model.loops[0].groups if model.loops else 0)
         delivered: dict[tuple[int, int], Any] = {}
-        for turn in range(shape.loops[0].rounds if shape.loops else 0):
-            for visit, seconds in zip(shape.visits, costs.visits, strict=True):
+        for turn in range(model.loops[0].steps if model.loops else 0):
+            for visit, seconds in zip(model.visits, costs.visits, strict=True):
                 for s in range(len(group)):
                     group[s] = devices[visit.placement].occupy.remote(seconds, group[s])
             delivered |= {(turn + 1, s): group[s] for s in range(len(group))}
         done: dict[tuple[int, int], Any] = {}
-        for i, segment in enumerate(shape.segments):
-            for part in range(segment.parts):
+        for i, stage in enumerate(model.stages):
+            for part in range(stage.parts):
                 needs = [
-                    done[source, shape.segments[source].parts - 1 if barrier else part]
-                    for source, target, barrier in shape.links
+                    done[source, model.stages[source].parts - 1 if barrier else part]
+                    for source, target, barrier in model.dependencies
                     if target == i
                 ]
-                if "loop" in shape.starts[i]:
+                if "loop" in model.starts[i]:
                     needs += group
-                if "stream" in shape.starts[i]:
-                    _, h, s, _ = shape.deliveries[part]
+                if "stream" in model.starts[i]:
+                    _, h, s, _ = model.deliveries[part]
                     needs.append(delivered[h, s])
-                done[i, part] = devices[segment.placement].occupy.remote(costs.segments[i], *needs)
+                done[i, part] = devices[stage.placement].occupy.remote(costs.stages[i], *needs)
         ray.get([*done.values(), *(ref for ref in group if ref is not None)])
     return time.perf_counter() - begun
 

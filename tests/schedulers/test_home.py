@@ -20,6 +20,7 @@ from schedulers import (
     Plan,
     PlanError,
     Profile,
+    SearchOptions,
     Workflow,
     alternatives,
     plan,
@@ -27,8 +28,8 @@ from schedulers import (
     simulate,
     validate,
 )
-from schedulers.times import alone
-from tests.schedulers.baselines import GROUPS, PARTS, Exhaustive
+from schedulers.cluster import only_head
+from tests.schedulers.baselines import SMALL, Exhaustive
 from tests.schedulers.instances import measured, random_home, seconds, some
 
 KINDS = {"free": {}, "memory": {"memory": True}, "links": {"links": True}}
@@ -37,7 +38,7 @@ KINDS = {"free": {}, "memory": {"memory": True}, "links": {"links": True}}
 def outside(chosen: Plan, workflow: Workflow, cluster: Cluster) -> set[str]:
     """Components that have devices away from home."""
     placements = [placement for phase in chosen.phases for placement in phase.placements]
-    return {name for placement in placements if placement.nodes != {cluster.home} for name in placement.components}
+    return {name for placement in placements if placement.nodes != {cluster.head_node} for name in placement.components}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -45,8 +46,8 @@ def outside(chosen: Plan, workflow: Workflow, cluster: Cluster) -> set[str]:
 def test_planner_equals_exhaustive_search_on_clusters_with_a_home(seed: int, kind: str) -> None:
     workflow, profile, cluster = random_home(seed, 1 + seed % 2, **KINDS[kind])
     # With less memory at other nodes than at home, what stays may hold more than what leaves.
-    everything = [Exhaustive(workflow, profile, where) for where in (cluster, alone(cluster))]
-    found = alternatives(workflow, profile, cluster, groups=GROUPS, parts=PARTS)
+    everything = [Exhaustive(workflow, profile, where) for where in (cluster, only_head(cluster))]
+    found = alternatives(workflow, profile, cluster, search=SMALL)
     for mode in MODES:
         best = min(search.best(mode) for search in everything)
         if mode not in found:
@@ -56,7 +57,7 @@ def test_planner_equals_exhaustive_search_on_clusters_with_a_home(seed: int, kin
         prediction = found[mode].prediction
         assert prediction is not None and prediction.lower_bound_s == pytest.approx(best, rel=1e-9)
         validate(found[mode], workflow, cluster, profile)
-        assert outside(found[mode], workflow, cluster) <= workflow.travelling
+        assert outside(found[mode], workflow, cluster) <= workflow.movable
         played = simulate(found[mode], workflow, profile, cluster).seconds
         assert predict(found[mode], workflow, profile, cluster).iteration_s == pytest.approx(played, rel=1e-9)
 
@@ -65,20 +66,21 @@ def test_planner_equals_exhaustive_search_on_clusters_with_a_home(seed: int, kin
 @pytest.mark.parametrize("seed", some(3, of=10))
 def test_an_added_node_never_hurts(seed: int, links: bool) -> None:
     workflow, profile, cluster = random_home(seed, 1 + seed % 2, links=links)
-    few = alternatives(workflow, profile, cluster, groups=GROUPS, parts=PARTS)
+    few = alternatives(workflow, profile, cluster, search=SMALL)
     larger = replace(cluster, nodes=(*cluster.nodes, Node("more", 2, seed % 2)))
-    many = alternatives(workflow, profile, larger, groups=GROUPS, parts=PARTS)
+    many = alternatives(workflow, profile, larger, search=SMALL)
     for mode in few:
         assert seconds(many[mode]) <= seconds(few[mode]) * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_a_node_of_little_memory_never_hurts() -> None:
     for seed in range(10):
         workflow, profile, cluster = random_home(seed, memory=True)
-        home = alone(cluster)
+        home = only_head(cluster)
         poor = replace(home, nodes=(*home.nodes, Node("poor", 4, memory_bytes=0.1)))
-        found = alternatives(workflow, profile, home, groups=GROUPS, parts=PARTS)
-        for mode, other in alternatives(workflow, profile, poor, groups=GROUPS, parts=PARTS).items():
+        found = alternatives(workflow, profile, home, search=SMALL)
+        for mode, other in alternatives(workflow, profile, poor, search=SMALL).items():
             assert seconds(other) <= seconds(found[mode]) * (1 + 1e-9)
 
 
@@ -89,7 +91,7 @@ def rollout(draws: bool = False) -> Workflow:
     names = ("physics", "render", "policy", "learner") if draws else ("physics", "policy", "learner")
     return Workflow(
         "rollout",
-        tuple(Component(name, travels=name == "physics") for name in names),
+        tuple(Component(name, movable=name == "physics") for name in names),
         tuple(Edge(a, b, "data") for a, b in zip(names, names[1:], strict=False)),
         (Loop(names[:-1], 20),),
         16,
@@ -108,7 +110,7 @@ def profile_of(workflow: Workflow, **times: float) -> Profile:
 
 
 def pair(link_s: float = 0.0, far: int = 8) -> Cluster:
-    return Cluster((Node("far", far), Node("here", 2)), 1e9, link_s, home="here")
+    return Cluster((Node("far", far), Node("here", 2)), 1e9, link_s, head_node="here")
 
 
 @pytest.mark.parametrize("draws", [False, True])
@@ -123,16 +125,16 @@ def test_physics_leaves_where_that_pays_and_stays_where_messages_take_too_long(d
     assert "Only physics may leave here, and " in why
     words = "the best plan in which it does would take", "no plan is faster for it: a message to another node takes 200"
     assert words[draws] in why
-    assert seconds(slow) == pytest.approx(seconds(plan(workflow, profile, alone(pair()), explain=False)))
+    assert seconds(slow) == pytest.approx(seconds(plan(workflow, profile, only_head(pair()), explain=False)))
     for chosen in (near, slow):
         assert chosen.prediction is not None and chosen.prediction.lower_bound_s == pytest.approx(seconds(chosen))
 
 
-def test_where_nothing_travels_the_other_nodes_are_nothing() -> None:
+def test_where_nothing_is_movable_only_the_head_node_is_used() -> None:
     workflow = rollout()
-    rooted = replace(workflow, components=tuple(replace(c, travels=False) for c in workflow.components))
+    rooted = replace(workflow, components=tuple(replace(c, movable=False) for c in workflow.components))
     chosen = plan(rooted, profile_of(rooted), pair())
-    assert seconds(chosen) == pytest.approx(seconds(plan(rooted, profile_of(rooted), alone(pair()))))
+    assert seconds(chosen) == pytest.approx(seconds(plan(rooted, profile_of(rooted), only_head(pair()))))
     assert "Nothing is on far: no component may leave here." in chosen.why
 
 
@@ -161,18 +163,20 @@ def test_where_the_link_is_the_slowest_it_is_named() -> None:
     workflow, cluster = rollout(), pair(0.02, far=4)
     profile = profile_of(workflow, physics=0.08, policy=0.016)
     short = replace(cluster, nodes=(cluster.nodes[0], Node("here", 1)))
-    chosen = plan(workflow, profile, short, mode="hybrid", groups=(4,))
+    chosen = plan(workflow, profile, short, mode="hybrid", search=SearchOptions(groups=(4,)))
     assert outside(chosen, workflow, short) == {"physics"}
     assert any("; the loop waits for the link between nodes" in sentence for sentence in chosen.why)
-    near = plan(workflow, profile, replace(short, link_s=1e-4), mode="hybrid", groups=(4,))
+    near = plan(workflow, profile, replace(short, link_s=1e-4), mode="hybrid", search=SearchOptions(groups=(4,)))
     assert any("; the loop waits for physics" in sentence for sentence in near.why)
 
 
 def test_home_comes_first_where_nothing_of_the_pool_is_bound_to_it() -> None:
     """Policy and learner on the GPU, no cameras: only physics is on cores, and all of those at home are left for it."""
     workflow = rollout()
-    gpu = {name: measured("accelerators", {(16, 1): TIMES[name]}, spreads=False) for name in ("policy", "learner")}
-    cluster = Cluster((Node("far", 8), Node("here", 8, 1)), home="here")
+    gpu = {
+        name: measured("accelerators", {(16, 1): TIMES[name]}, data_parallel=False) for name in ("policy", "learner")
+    }
+    cluster = Cluster((Node("far", 8), Node("here", 8, 1)), head_node="here")
     for physics, expected in (
         (2.0, (DeviceRange("here", "cores", 0, 8), DeviceRange("far", "cores", 0, 8))),
         (0.16, (DeviceRange("here", "cores", 0, 8),)),
@@ -185,15 +189,15 @@ def test_home_comes_first_where_nothing_of_the_pool_is_bound_to_it() -> None:
 
 
 @pytest.mark.parametrize("link_s", [0.0, 0.001])
-def test_where_several_travel_the_bound_leaves_messages_out(link_s: float) -> None:
+def test_where_several_are_movable_the_bound_leaves_messages_out(link_s: float) -> None:
     """The price of messages is that of all that travels, which is no bound where some of it could stay."""
     workflow = rollout(draws=True)
-    both = tuple(replace(c, travels=c.name in ("physics", "render")) for c in workflow.components)
+    both = tuple(replace(c, movable=c.name in ("physics", "render")) for c in workflow.components)
     workflow = replace(workflow, components=both)
     profile, cluster = profile_of(workflow), replace(pair(link_s), link_bytes_per_s=math.inf)
     free = plan(workflow, profile, replace(cluster, link_s=0.0), explain=False)
     found = alternatives(workflow, profile, cluster)
-    stays = alternatives(workflow, profile, alone(cluster))
+    stays = alternatives(workflow, profile, only_head(cluster))
     for mode, chosen in found.items():
         assert chosen.prediction is not None and chosen.prediction.lower_bound_s <= seconds(chosen)
         assert mode not in stays or seconds(chosen) <= seconds(stays[mode]) * (1 + 1e-9)
@@ -209,22 +213,20 @@ def test_where_several_travel_the_bound_leaves_messages_out(link_s: float) -> No
         (("physics", "render"), "far", r"puts render on far:cores:0.*or what may leave it a placement of its own"),
     ],
 )
-def test_a_plan_that_sends_away_what_does_not_travel_is_refused(
-    names: tuple[str, ...], node: str, message: str
-) -> None:
+def test_a_plan_that_moves_what_is_not_movable_is_refused(names: tuple[str, ...], node: str, message: str) -> None:
     workflow = rollout(draws=True)
     rest = tuple(name for name in workflow.names if name not in names)
     there, here = DeviceRange(node, "cores", 0, 1), DeviceRange("here", "cores", 0, 1)
     phase = Phase((Placement(names, (there,)), Placement(rest, (here,))), 16)
     with pytest.raises(PlanError, match=message):
         validate(Plan("rollout", "disaggregated", (phase,)), workflow, pair())
-    validate(Plan("rollout", "disaggregated", (phase,)), workflow, replace(pair(), home=None))
+    validate(Plan("rollout", "disaggregated", (phase,)), workflow, replace(pair(), head_node=None))
 
 
 def test_a_small_home_is_shared_out_core_by_core() -> None:
     """On a large cluster too: units of many cores would leave the policy too few or too many of those at home."""
     workflow = replace(rollout(), items=960)
-    large = Cluster((Node("here", 6), *(Node(f"far{i}", 64) for i in range(8))), 1e9, 1e-4, home="here")
+    large = Cluster((Node("here", 6), *(Node(f"far{i}", 64) for i in range(8))), 1e9, 1e-4, head_node="here")
     scaled = {name: measured("cores", {(960, 1): TIMES[name]}) for name in workflow.names}
     chosen = plan(workflow, Profile("rollout", {}, scaled), large)
     learner = next(p for phase in chosen.phases for p in phase.placements if "learner" in p.components)
@@ -235,14 +237,14 @@ def test_a_small_home_is_shared_out_core_by_core() -> None:
 
 def test_a_home_that_is_no_node_or_lacks_a_pool_is_refused() -> None:
     workflow, profile = rollout(), profile_of(rollout())
-    with pytest.raises(PlanError, match="home 'her' is none of its nodes; nearest: here"):
-        plan(workflow, profile, replace(pair(), home="her"))
+    with pytest.raises(PlanError, match="head_node 'her' is none of its nodes; nearest: here"):
+        plan(workflow, profile, replace(pair(), head_node="her"))
     on_gpu = replace(profile, components={**profile.components, "policy": measured("accelerators", {(16, 1): 0.1})})
-    gpu_elsewhere = Cluster((Node("here", 2), Node("far", 2, 1)), home="here")
+    gpu_elsewhere = Cluster((Node("here", 2), Node("far", 2, 1)), head_node="here")
     with pytest.raises(PlanError, match="'policy' occupies accelerators, and its node 'here' has none"):
         plan(workflow, on_gpu, gpu_elsewhere)
     # The other way round: a home without cores sends physics away.
-    there = Cluster((Node("here", 0, 1), Node("far", 2)), home="here")
+    there = Cluster((Node("here", 0, 1), Node("far", 2)), head_node="here")
     all_gpu = {name: replace(c, pool="accelerators") for name, c in profile.components.items() if name != "physics"}
     chosen = plan(workflow, replace(profile, components={**profile.components, **all_gpu}), there)
     assert outside(chosen, workflow, there) == {"physics"}

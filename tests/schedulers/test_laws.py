@@ -20,6 +20,7 @@ from schedulers import (
     Placement,
     Plan,
     Profile,
+    SearchOptions,
     Together,
     Workflow,
     alternatives,
@@ -28,7 +29,8 @@ from schedulers import (
     simulate,
     validate,
 )
-from schedulers.laws import loop_arrival, loop_seconds, pipeline_seconds, shared_loop, tailed_seconds
+from schedulers.cost.laws import loop_completion, loop_seconds, revisiting_loop, stream_seconds
+from tests.schedulers.baselines import SMALL
 from tests.schedulers.instances import TWO_CORES, measured, ppo, ppo_profile, random_problem, some
 
 
@@ -73,7 +75,13 @@ def test_pipeline_law_equals_the_queues(seed: int) -> None:
     count, parts = int(random.integers(1, 7)), int(random.integers(1, 9))
     times = {f"v{i}": float(random.uniform(0.01, 1)) for i in range(count)}
     edges = [(f"v{i}", f"v{j}") for j in range(count) for i in range(j) if random.random() < 0.5]
-    assert pipeline_seconds(times, edges, parts) == pytest.approx(played_pipeline(times, edges, parts), rel=1e-12)
+    components = {name: measured("cores", {(1, 1): seconds}) for name, seconds in times.items()}
+    flows = tuple(Edge(source, target, "parts", "micro_batch") for source, target in edges)
+    workflow = Workflow("pipeline", tuple(Component(name) for name in times), flows, (), parts)
+    placements = tuple(Placement((name,), (DeviceRange("node0", "cores", i, 1),)) for i, name in enumerate(times))
+    plan = Plan("pipeline", "disaggregated", (Phase(placements, 1),))
+    predicted = predict(plan, workflow, Profile("pipeline", {}, components)).iteration_s
+    assert predicted == pytest.approx(played_pipeline(times, edges, parts), rel=1e-12)
 
 
 @pytest.mark.parametrize("seed", some(10, of=80))
@@ -85,7 +93,7 @@ def test_loop_law_equals_the_queues(seed: int) -> None:
     assert loop_seconds(times, groups, rounds) == pytest.approx(max(map(max, played)), rel=1e-12)
     for group in range(groups):
         for turn in range(rounds):
-            law = loop_arrival(times, groups, turn + 1, group)
+            law = loop_completion(sum(times), max(times), groups, turn + 1, group)
             assert law == pytest.approx(played[group][turn], rel=1e-12)
 
 
@@ -99,8 +107,8 @@ def test_loop_law_is_the_published_one_for_two_servers() -> None:
 def test_a_loop_in_which_each_server_comes_once_is_a_case_of_the_shared_one(seed: int) -> None:
     random = np.random.default_rng(seed)
     times, groups = list(random.uniform(0.1, 1, size=3)), int(random.integers(1, 4))
-    assert shared_loop(times, [0, 1, 2], groups, 9)[-1][-1] == pytest.approx(loop_seconds(times, groups, 9))
-    one = shared_loop(times, [0, 1, 0], groups, 9)[-1][-1]
+    assert revisiting_loop(times, [0, 1, 2], groups, 9)[-1][-1] == pytest.approx(loop_seconds(times, groups, 9))
+    one = revisiting_loop(times, [0, 1, 0], groups, 9)[-1][-1]
     load = max(times[0] + times[2], times[1])
     assert one >= 9 * max(sum(times), groups * load) - 1e-9
 
@@ -114,13 +122,15 @@ def test_tail_law_equals_the_recursion(seed: int) -> None:
     for when in arrivals:
         for server, time in enumerate(times):
             done[server] = max(when if server == 0 else done[server - 1], done[server]) + time
-    assert tailed_seconds(list(arrivals), times.sum(), times.max()) == pytest.approx(done[-1], rel=1e-12)
+    deliveries = list(enumerate(arrivals, start=1))
+    found = stream_seconds(deliveries, times.sum(), times.max(), len(arrivals))
+    assert found == pytest.approx(done[-1], rel=1e-12)
 
 
 @pytest.mark.parametrize("seed", some(10, of=60))
 def test_prediction_equals_simulation_of_the_best_plans(seed: int) -> None:
     workflow, profile, cluster = random_problem(seed, pools=1 + seed % 2)
-    for plan in alternatives(workflow, profile, cluster, groups=(1, 2), parts=(1, 2, 4)).values():
+    for plan in alternatives(workflow, profile, cluster, search=SMALL).values():
         played = simulate(plan, workflow, profile, cluster)
         assert predict(plan, workflow, profile, cluster).iteration_s == pytest.approx(played.seconds, rel=1e-9)
         assert max(event.end_s for event in played.events) == pytest.approx(played.seconds, rel=1e-9)
@@ -144,7 +154,7 @@ def test_a_component_that_takes_no_time_leaves_that_of_the_others(mode: Mode, fr
 
 
 @pytest.mark.parametrize("free", [(), ("physics",), ("physics", "render", "policy")])
-def test_what_was_measured_together_is_played_whole(free: tuple[str, ...]) -> None:
+def test_times_measured_together_are_simulated_as_a_whole(free: tuple[str, ...]) -> None:
     workflow, profile = ppo(), ppo_profile()
     nothing = measured("cores", {(1, 1): 0.0})
     both = Together(("physics", "render", "policy"), 16, 2, 1, 0.5, 0.5, 0.5)
@@ -174,7 +184,7 @@ def test_transfers_between_nodes_cost_what_the_link_says() -> None:
 @pytest.mark.parametrize("seed", some(10, of=20))
 def test_one_step_ahead_is_played_as_predicted(seed: int) -> None:
     workflow, profile, cluster = random_problem(seed, count=4)
-    found = alternatives(workflow, profile, cluster, ahead=True, groups=(1, 2), parts=(1, 2, 4))
+    found = alternatives(workflow, profile, cluster, ahead=True, search=SMALL)
     plan = found.get("disaggregated")
     if plan is not None:
         validate(plan, workflow, cluster, profile)
@@ -199,7 +209,9 @@ def test_noise_costs_a_balanced_chain_a_few_percent() -> None:
     edges = tuple(Edge(x, y, "parts", "micro_batch") for x, y in zip(names, names[1:], strict=False))
     workflow = Workflow("chain", tuple(Component(name) for name in names), edges, (), 64)
     profile = Profile("chain", {}, {name: measured("cores", {(1, 1): 0.01}) for name in names})
-    plan = alternatives(workflow, profile, Cluster((Node("node0", 3),)), parts=(32,))["disaggregated"]
+    plan = alternatives(workflow, profile, Cluster((Node("node0", 3),)), search=SearchOptions(micro_batches=(32,)))[
+        "disaggregated"
+    ]
     constant = simulate(plan, workflow, profile).seconds
     costs = {
         cv: np.mean([simulate(plan, workflow, profile, seed=s, variation=cv).seconds for s in range(30)]) / constant - 1

@@ -8,13 +8,14 @@ import pytest
 
 from schedulers import MODES, Cluster, Mode, Profile, Workflow, alternatives
 from schedulers.profile import ComponentProfile, Point
+from tests.schedulers.baselines import SMALL
 from tests.schedulers.instances import random_problem, some
 
 SEEDS = some(6, of=25)
 
 
 def best(workflow: Workflow, profile: Profile, cluster: Cluster) -> dict[Mode, float]:
-    found = alternatives(workflow, profile, cluster, groups=(1, 2), parts=(1, 2, 4))
+    found = alternatives(workflow, profile, cluster, search=SMALL)
     return {mode: plan.prediction.iteration_s for mode, plan in found.items() if plan.prediction}
 
 

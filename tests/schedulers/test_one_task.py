@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from schedulers import Cluster, Plan, PlanError, Profile, Workflow, alternatives, from_data, plan, simulate, to_data
+from tests.schedulers.baselines import SMALL
 from tests.schedulers.instances import TWO_CORES, ppo, ppo_profile, random_home, random_problem
 
 RECORDED: dict[str, Any] = json.loads((Path(__file__).parent / "recorded" / "one_task.json").read_text())
@@ -30,8 +31,8 @@ def test_plans_predictions_and_reasons_of_one_task_are_those_recorded(key: str) 
     workflow, profile, cluster = instance(key)
     ahead = key.startswith("random") and int(key.split()[1]) % 4 == 1
     try:
-        found = alternatives(workflow, profile, cluster, ahead, groups=(1, 2), parts=(1, 2, 4))
-        best = plan(workflow, profile, cluster, ahead=ahead, groups=(1, 2), parts=(1, 2, 4))
+        found = alternatives(workflow, profile, cluster, ahead=ahead, search=SMALL)
+        best = plan(workflow, profile, cluster, ahead=ahead, search=SMALL)
     except PlanError as error:
         assert str(error) == RECORDED[key]
         return

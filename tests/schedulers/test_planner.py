@@ -17,16 +17,19 @@ from schedulers import (
     Node,
     PlanError,
     Profile,
+    SearchOptions,
     Workflow,
     alternatives,
     plan,
     predict,
     validate,
 )
-from schedulers.times import Problem
+from schedulers.cost.problem import Problem
+from schedulers.search.allocation import MemoryLimits, least_sums, options_of
+from schedulers.search.phases import PhaseSolver
 from tests.schedulers.baselines import (
-    GROUPS,
     PARTS,
+    SMALL,
     Exhaustive,
     all_collocated,
     hill_climbing,
@@ -52,7 +55,7 @@ from tests.schedulers.instances import (
 def test_planner_equals_exhaustive_search(seed: int, memory: bool) -> None:
     workflow, profile, cluster = random_problem(seed, pools=1 + seed % 2, memory=memory)
     everything = Exhaustive(workflow, profile, cluster)
-    found = alternatives(workflow, profile, cluster, groups=GROUPS, parts=PARTS)
+    found = alternatives(workflow, profile, cluster, search=SMALL)
     for mode in MODES:
         best = everything.best(mode)
         if mode not in found:
@@ -73,14 +76,14 @@ def test_planner_equals_exhaustive_search_where_components_do_not_spread(seed: i
     random = np.random.default_rng((seed, 2))
     components = {
         # Of what was measured on one device or two, more is never given.
-        name: replace(c, spreads=False, points=tuple(point for point in c.points if point.devices <= 2))
+        name: replace(c, data_parallel=False, points=tuple(point for point in c.points if point.devices <= 2))
         if random.random() < 0.6
         else c
         for name, c in profile.components.items()
     }
     profile = replace(profile, components=components)
     everything = Exhaustive(workflow, profile, cluster)
-    found = alternatives(workflow, profile, cluster, groups=GROUPS, parts=PARTS)
+    found = alternatives(workflow, profile, cluster, search=SMALL)
     for mode in MODES:
         best = everything.best(mode)
         assert (mode in found) == (best < math.inf)
@@ -102,7 +105,7 @@ SHORT = Workflow(
 
 def test_a_second_gpu_is_not_given_to_processes_that_compute_on_one() -> None:
     """Not even for its memory: one process has its working set on one device."""
-    one = {"spreads": False, "unload_s": 5.0, "load_s": 5.0}
+    one = {"data_parallel": False, "unload_s": 5.0, "load_s": 5.0}
     components = {
         "physics": measured("cores", {(16, 1): 0.02}),
         "policy": measured("accelerators", {(16, 1): 0.01}, resident_bytes=15e9, **one),
@@ -129,14 +132,14 @@ def test_planner_equals_exhaustive_search_with_tails_and_one_step_ahead(seed: in
     profile = replace(profile, arrivals=(0.3, 0.5, 0.6, 1.0) if seed % 3 else ())
     ahead = bool(workflow.loops) and seed % 2 == 0
     best = Exhaustive(workflow, profile, cluster, ahead).best("disaggregated")
-    found = alternatives(workflow, profile, cluster, ahead, GROUPS, PARTS, modes=("disaggregated",))
+    found = alternatives(workflow, profile, cluster, ahead=ahead, search=SMALL, modes=("disaggregated",))
     assert [seconds(chosen) for chosen in found.values()] == ([] if best == math.inf else [pytest.approx(best)])
 
 
 @pytest.mark.parametrize("seed", some(10, of=25))
 def test_planner_never_loses_to_simpler_planners(seed: int) -> None:
     workflow, profile, cluster = random_problem(1000 + seed, count=4)
-    best = seconds(plan(workflow, profile, cluster, groups=GROUPS, parts=PARTS, explain=False))
+    best = seconds(plan(workflow, profile, cluster, search=SMALL, explain=False))
     problem = Problem(workflow, profile, cluster)
     assert best <= predict(all_collocated(problem), workflow, profile, cluster).iteration_s * (1 + 1e-9)
     uniform = uniform_split(problem)
@@ -155,11 +158,27 @@ def test_planner_never_loses_to_the_published_recursion(seed: int) -> None:
     components = {name: random_component(random, "cores", 8, 5) for name in workflow.names}
     profile = replace(profile, components=components, together=())
     problem = Problem(workflow, profile, cluster)
-    best = seconds(plan(workflow, profile, cluster, parts=PARTS, explain=False))
+    best = seconds(plan(workflow, profile, cluster, search=SearchOptions(micro_batches=PARTS), explain=False))
     for parts in PARTS:
         other = published_recursion(problem, parts)
         validate(other, workflow, cluster, profile)
         assert best <= predict(other, workflow, profile, cluster).iteration_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_least_sums_of_open_placements_are_those_of_the_best_division(seed: int) -> None:
+    """The bound of partial allocations: too much of it would leave the best plan out, unseen in most problems."""
+    random = np.random.default_rng(seed)
+    workflow, profile, cluster = random_problem(seed, count=3)
+    problem = Problem(workflow, profile, Cluster((Node("node0", 9),)))
+    model = next(PhaseSolver(problem, 0.0).models(frozenset(workflow.names), "split"))
+    options = options_of(problem, model, 0, MemoryLimits(problem.memory_limits, problem.memory_limits))
+    rest = np.sort(random.uniform(0, 1, size=(10, options.sums.shape[1])), axis=0)[::-1]
+    found = least_sums(rest, options)
+    for units in range(10):
+        sums = [rest[units - k] + own for k, own in zip(options.units, options.sums, strict=True) if k <= units]
+        least = np.min(sums, axis=0) if sums else np.full(rest.shape[1], math.inf)
+        assert np.array_equal(found[units], least)
 
 
 def test_each_mode_wins_where_it_should() -> None:
@@ -194,11 +213,12 @@ def test_small_case_has_its_candidates() -> None:
     assert blocks["disaggregated"] == [[{"physics", "render"}, {"policy", *rest}]]
 
 
+@pytest.mark.slow
 def test_deadline_gives_a_plan_and_an_honest_bound() -> None:
     from benchmarks.planner import large
 
     workflow, profile, cluster = large("ppo", 0)
-    quick = plan(workflow, profile, cluster, deadline_s=0.0, explain=False)
+    quick = plan(workflow, profile, cluster, search=SearchOptions(deadline_s=0.0), explain=False)
     full = plan(workflow, profile, cluster, explain=False)
     validate(quick, workflow, cluster, profile)
     assert quick.prediction is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -24,14 +24,14 @@ from schedulers import (
     from_data,
     load,
     plan,
-    pool_choice,
     predict,
     save,
     simulate,
     to_data,
     validate,
 )
-from tests.schedulers.baselines import GROUPS, PARTS, Exhaustive
+from schedulers.search import planner
+from tests.schedulers.baselines import SMALL, Exhaustive
 from tests.schedulers.instances import NEAR, measured, random_tasks, seconds, some, tasks
 
 
@@ -42,9 +42,9 @@ def bound(found: Plan) -> float:
 
 def choices(profile: Profile) -> Iterator[Profile]:
     """Every way to put what was measured on both pools."""
-    free = {name: (c.pool, c.elsewhere.pool) for name, c in profile.components.items() if c.elsewhere is not None}
+    free = {name: (c.pool, c.other_pool.pool) for name, c in profile.components.items() if c.other_pool is not None}
     for pools in product(*free.values()):
-        yield profile.placed(dict(zip(free, pools, strict=True)))
+        yield profile.on_pools(dict(zip(free, pools, strict=True)))
 
 
 def drawing_elsewhere(profile: Profile, seconds: float, **more: float) -> Profile:
@@ -52,7 +52,7 @@ def drawing_elsewhere(profile: Profile, seconds: float, **more: float) -> Profil
     times: dict[tuple[int, int], float] = {(1, 1): seconds / 8, (8, 1): seconds}
     gpu = measured("accelerators", times, **more)
     components = {
-        name: replace(component, elsewhere=gpu) if name.startswith("render") else component
+        name: replace(component, other_pool=gpu) if name.startswith("render") else component
         for name, component in profile.components.items()
     }
     return replace(profile, components=components)
@@ -67,7 +67,7 @@ def test_the_choice_is_that_of_exhaustive_search(seed: int, memory: bool) -> Non
     for choice in choices(profile):
         everything = Exhaustive(workflow, choice, cluster)
         best = {mode: min(best[mode], everything.best(mode)) for mode in MODES}
-    found = alternatives(workflow, profile, cluster, groups=GROUPS, parts=PARTS)
+    found = alternatives(workflow, profile, cluster, search=SMALL)
     for mode in MODES:
         assert (mode in found) == (best[mode] < math.inf)
         if mode in found:
@@ -84,17 +84,18 @@ def light_and_heavy() -> tuple[Workflow, Profile]:
     workflow = tasks(2, [16, 16], [40, 20])
     times = {"physics": 0.04, "render": 0.3, "physics-1": 8.0, "render-1": 6.0}
     components = {name: measured("cores", {(1, 1): t / 8, (8, 1): t}) for name, t in times.items()}
-    components["policy"] = measured("accelerators", {(1, 1): 0.15, (8, 1): 0.25}, spreads=False)
-    components["learner"] = measured("accelerators", {(16, 1): 8.0}, spreads=False)
+    components["policy"] = measured("accelerators", {(1, 1): 0.15, (8, 1): 0.25}, data_parallel=False)
+    components["learner"] = measured("accelerators", {(16, 1): 8.0}, data_parallel=False)
     for name, t in {"render": 0.1, "render-1": 0.03}.items():
         gpu = measured("accelerators", {(1, 1): t / 8, (8, 1): t})
-        components[name] = replace(components[name], elsewhere=gpu)
+        components[name] = replace(components[name], other_pool=gpu)
     return workflow, Profile("tasks", {}, components)
 
 
 SIXTEEN = Cluster((Node("here", 16, 1),))
 
 
+@pytest.mark.slow
 def test_a_task_that_the_gpu_binds_and_one_that_cores_bind_are_drawn_on_different_pools() -> None:
     workflow, profile = light_and_heavy()
     found = plan(workflow, profile, SIXTEEN)
@@ -106,14 +107,14 @@ def test_a_task_that_the_gpu_binds_and_one_that_cores_bind_are_drawn_on_differen
     assert "With render on accelerators the best plan found would take" in text, text
     assert "With render-1 on cores the best plan found would take" in text, text
     light, heavy = (next(line for line in found.why if line.startswith(f"Task {i}")) for i in range(2))
-    assert "what it waits for most is policy on here:accelerators:0" in light, light
+    assert "its bottleneck is policy on here:accelerators:0" in light, light
     assert "of it here:cores:0-15)" in heavy, heavy
 
 
 def _single(profile: Profile) -> Iterator[Profile]:
     """The profiles of `choices`, without anything elsewhere."""
     for choice in choices(profile):
-        yield replace(choice, components={n: replace(c, elsewhere=None) for n, c in choice.components.items()})
+        yield replace(choice, components={n: replace(c, other_pool=None) for n, c in choice.components.items()})
 
 
 def costly_pictures(held: float = 0.0) -> tuple[Workflow, Profile]:
@@ -124,9 +125,9 @@ def costly_pictures(held: float = 0.0) -> tuple[Workflow, Profile]:
     }  # fmt: skip
     components = {name: measured(pool, {(1, 1): t / 8, (8, 1): t}) for name, (pool, t) in times.items()}
     for name in ("policy", "learner"):
-        components[name] = replace(components[name], resident_bytes=held, spreads=False)
+        components[name] = replace(components[name], resident_bytes=held, data_parallel=False)
     gpu = measured("accelerators", {(1, 1): 0.25 / 8, (8, 1): 0.25}, resident_bytes=held)
-    components["render"] = replace(components["render"], elsewhere=gpu)
+    components["render"] = replace(components["render"], other_pool=gpu)
     return tasks(1, [8], [20]), Profile("tasks", {}, components)
 
 
@@ -161,27 +162,27 @@ def test_without_accelerators_frames_are_drawn_on_cores() -> None:
     workflow, profile, cluster = random_tasks(3, count=1)
     profile = drawing_elsewhere(profile, 1e-6)
     found = plan(workflow, profile, cluster)
-    plain = {name: replace(component, elsewhere=None) for name, component in profile.components.items()}
+    plain = {name: replace(component, other_pool=None) for name, component in profile.components.items()}
     assert "accelerators" not in found.pools.values()
     assert seconds(found) == seconds(plan(workflow, replace(profile, components=plain), cluster))
 
 
 def test_many_components_are_moved_one_by_one_and_nothing_is_certified() -> None:
-    asked: list[pool_choice.Pools] = []
+    asked: list[Mapping[str, Pool]] = []
     names = [f"render-{i}" for i in range(6)]
     on_gpu = {"render-1", "render-4"}
 
-    def time(pools: pool_choice.Pools) -> float:
+    def time(pools: Mapping[str, Pool]) -> float:
         asked.append(dict(pools))
         return float(sum((pool == "accelerators") != (name in on_gpu) for name, pool in pools.items()))
 
     options: dict[str, tuple[Pool, ...]] = {name: ("cores", "accelerators") for name in names}
-    assert not pool_choice.explore(options, time)
+    assert not planner.explore_pools(options, time)
     assert min(map(time, list(asked))) == 0
-    assert len(set(map(str, asked))) <= pool_choice.count(options) == 8
+    assert len(set(map(str, asked))) <= planner.pool_choices(options) == 8
     few = dict(list(options.items())[:3])
     asked.clear()
-    assert pool_choice.explore(few, time) and len(asked) == pool_choice.count(few) == 8
+    assert planner.explore_pools(few, time) and len(asked) == planner.pool_choices(few) == 8
 
 
 def test_both_pools_are_written_and_read(tmp_path: Path) -> None:
@@ -191,17 +192,17 @@ def test_both_pools_are_written_and_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["pool", "nested", "empty"])
-def test_times_elsewhere_are_those_of_the_other_pool(wrong: str) -> None:
+def test_other_pool_is_the_other_pool(wrong: str) -> None:
     _, profile = light_and_heavy()
     here = profile.components["render"]
-    assert here.elsewhere is not None
+    assert here.other_pool is not None
     elsewhere: dict[str, ComponentProfile] = {
-        "pool": replace(here, elsewhere=None),
-        "nested": replace(here.elsewhere, elsewhere=replace(here, elsewhere=None)),
-        "empty": replace(here.elsewhere, points=()),
+        "pool": replace(here, other_pool=None),
+        "nested": replace(here.other_pool, other_pool=replace(here, other_pool=None)),
+        "empty": replace(here.other_pool, points=()),
     }
-    components = {**profile.components, "render": replace(here, elsewhere=elsewhere[wrong])}
-    with pytest.raises(PlanError, match="'render' takes `elsewhere`"):
+    components = {**profile.components, "render": replace(here, other_pool=elsewhere[wrong])}
+    with pytest.raises(PlanError, match="`other_pool` of 'render'"):
         from_data(Profile, to_data(replace(profile, components=components)))
 
 

@@ -29,7 +29,7 @@ from schedulers import (
     to_data,
     validate,
 )
-from tests.schedulers.baselines import GROUPS, PARTS, Exhaustive
+from tests.schedulers.baselines import SMALL, Exhaustive
 from tests.schedulers.instances import measured, some
 from tests.schedulers.test_communication import communicating, lowest, seconds
 from tests.schedulers.test_planner import SHORT
@@ -37,12 +37,12 @@ from tests.schedulers.test_planner import SHORT
 GB = 1e9
 
 
-def lending(seed: int) -> tuple[Workflow, Profile, Cluster]:
-    """A random problem on accelerators of little memory, in which what follows the loop lends weights."""
+def sharing(seed: int) -> tuple[Workflow, Profile, Cluster]:
+    """A random problem on accelerators of little memory, in which what follows the loop shares weights."""
     workflow, profile, cluster = communicating(2 * seed, memory=True)
     loop = {name for loop in workflow.loops for name in loop.components}
-    trainer = [name for name in workflow.names if name not in loop][-1:]
-    components = {n: replace(c, lends=n in trainer) for n, c in profile.components.items()}
+    learner = [name for name in workflow.names if name not in loop][-1:]
+    components = {n: replace(c, shares_weights=n in learner) for n, c in profile.components.items()}
     return workflow, replace(profile, components=components), cluster
 
 
@@ -50,10 +50,10 @@ def lending(seed: int) -> tuple[Workflow, Profile, Cluster]:
 def test_planner_equals_exhaustive_search_with_shared_weights(seed: int) -> None:
     """Where everything stays loaded. Who unloads what depends on two phases: the search counts the least that it can
     be, and the plan has what it is."""
-    workflow, profile, cluster = lending(seed)
+    workflow, profile, cluster = sharing(seed)
     everything = Exhaustive(workflow, profile, cluster)
     deciders = [profile.components[loop.components[-1]] for loop in workflow.loops]
-    found = alternatives(workflow, profile, cluster, groups=GROUPS, parts=PARTS)
+    found = alternatives(workflow, profile, cluster, search=SMALL)
     for mode in MODES:
         best = everything.best(mode)
         assert (mode in found) == (best < math.inf)
@@ -72,12 +72,18 @@ NODE = Node("node0", 16, 8, accelerator_bytes=80 * GB)
 EIGHT = Cluster((NODE,))
 
 
-def profile_of(lends: bool, learner_on: int = 8, **learner: Any) -> Profile:
+def profile_of(shares_weights: bool, learner_on: int = 8, **learner: Any) -> Profile:
     """A 7B policy: simulation takes as long as inference on six GPUs; the update is as fast as ranks are many, up to
     `learner_on`."""
     moves = {"unload_s": 2.0, "load_s": 2.0}
     times = {(16, n): 80.0 / n for n in range(1, learner_on + 1)}
-    learner = {"resident_bytes": 60 * GB, "unload_s": 3.0, "load_s": 4.0, "spreads": False, "lends": lends} | learner
+    learner = {
+        "resident_bytes": 60 * GB,
+        "unload_s": 3.0,
+        "load_s": 4.0,
+        "data_parallel": False,
+        "shares_weights": shares_weights,
+    } | learner
     components = {
         "physics": measured("cores", {(16, n): 1.6 / n for n in (1, 2, 4, 8, 16)}),
         "policy": measured("accelerators", {(16, n): 0.6 / n for n in range(1, 9)}, resident_bytes=30 * GB, **moves),
@@ -116,13 +122,13 @@ def test_instances_on_the_same_devices_hold_the_weights_once(
     chosen = by_hand(policy, learner)
     found = places(chosen)
     assert found["policy"].hosts(found["learner"]) == hosts
-    validate(chosen, SHORT, EIGHT, profile_of(lends=True))
-    larger = profile_of(lends=True, resident_bytes=81 * GB)
+    validate(chosen, SHORT, EIGHT, profile_of(shares_weights=True))
+    larger = profile_of(shares_weights=True, resident_bytes=81 * GB)
     with pytest.raises(PlanError, match="needs 81.0 GB"):
         validate(chosen, SHORT, EIGHT, larger)
     if any(host is not None for host in hosts):
         with pytest.raises(PlanError, match="needs 90.0 GB"):
-            validate(chosen, SHORT, EIGHT, profile_of(lends=False))
+            validate(chosen, SHORT, EIGHT, profile_of(shares_weights=False))
 
 
 @pytest.mark.parametrize(
@@ -134,28 +140,30 @@ def test_instances_on_the_same_devices_hold_the_weights_once(
         ((0, 4), (4, 4), 4.0 + 7.0),
     ],
 )
-def test_who_shares_weights_does_not_unload_them(
+def test_components_that_share_weights_do_not_unload_them(
     policy: tuple[int, int], learner: tuple[int, int], switch_s: float
 ) -> None:
     chosen = by_hand(policy, learner, unload=True)
-    found = predict(chosen, SHORT, profile_of(lends=True), EIGHT)
+    found = predict(chosen, SHORT, profile_of(shares_weights=True), EIGHT)
     assert found.switch_s == pytest.approx(switch_s)
-    assert simulate(chosen, SHORT, profile_of(lends=True), EIGHT).seconds == pytest.approx(found.iteration_s)
-    assert predict(chosen, SHORT, profile_of(lends=False), EIGHT).switch_s == pytest.approx(4.0 + 7.0)
+    assert simulate(chosen, SHORT, profile_of(shares_weights=True), EIGHT).seconds == pytest.approx(found.iteration_s)
+    assert predict(chosen, SHORT, profile_of(shares_weights=False), EIGHT).switch_s == pytest.approx(4.0 + 7.0)
 
 
 def test_one_copy_saves_unloading_what_does_not_fit_twice() -> None:
-    twice, once = (plan(SHORT, profile_of(lends), EIGHT, "collocated") for lends in (False, True))
+    twice, once = (plan(SHORT, profile_of(shared), EIGHT, "collocated") for shared in (False, True))
     assert twice.unload and not once.unload
     assert seconds(once) == pytest.approx(seconds(twice) - 11.0) == pytest.approx(lowest(once))
-    said = "On 8 of policy's 8 accelerators it works in the processes of learner, which wait then, with one copy"
-    assert any(said in sentence for sentence in once.why)
-    assert not any("processes of learner" in sentence for sentence in twice.why)
+    shared = (
+        "On 8 of 8 accelerators of policy it takes turns with learner in one process, with one copy of the weights."
+    )
+    assert shared in once.why
+    assert not any("one copy" in sentence for sentence in twice.why)
 
 
-def test_ranks_that_wait_act_where_more_can_act_than_learn() -> None:
+def test_replicas_share_processes_with_ranks_where_there_are_more_replicas() -> None:
     """Four ranks, all that the learner was measured on; eight replicas, four of them the ranks."""
-    profile = profile_of(lends=True, learner_on=4)
+    profile = profile_of(shares_weights=True, learner_on=4)
     chosen = plan(SHORT, profile, EIGHT)
     found = places(chosen)
     assert (found["policy"].count, found["learner"].count) == (8, 4)
@@ -166,14 +174,14 @@ def test_ranks_that_wait_act_where_more_can_act_than_learn() -> None:
 
 
 @pytest.mark.parametrize("mode", ["collocated", "hybrid"])
-def test_who_shares_weights_meets_on_the_first_devices(mode: Mode) -> None:
+def test_components_that_share_weights_are_on_the_first_devices(mode: Mode) -> None:
     """Beside renderers on the accelerators too: else replicas would be beside ranks on fewer than could be."""
     names = ("physics", "render", "policy", "learner")
     workflow = replace(SHORT, components=tuple(replace(SHORT.components[0], name=name) for name in names))
     loop = replace(SHORT.loops[0], components=names[:3])
     edges = (replace(SHORT.edges[0], target="render"), replace(SHORT.edges[0], source="render"), SHORT.edges[1])
     workflow = replace(workflow, loops=(loop,), edges=edges)
-    profile = profile_of(lends=True, learner_on=6)
+    profile = profile_of(shares_weights=True, learner_on=6)
     drawn = measured("accelerators", {(16, n): 0.3 / n for n in (1, 2, 4)}, resident_bytes=5 * GB)
     profile = replace(profile, components={**profile.components, "render": drawn})
     chosen = alternatives(workflow, profile, EIGHT)[mode]
@@ -183,6 +191,6 @@ def test_who_shares_weights_meets_on_the_first_devices(mode: Mode) -> None:
     assert len(hosts) - hosts.count(None) == min(len(hosts), found["learner"].count)
 
 
-def test_profiles_say_who_lends() -> None:
-    profile = profile_of(lends=True)
+def test_profiles_say_that_weights_are_shared() -> None:
+    profile = profile_of(shares_weights=True)
     assert from_data(Profile, json.loads(json.dumps(to_data(profile)))) == profile

@@ -23,6 +23,7 @@ from schedulers import (
     Plan,
     PlanError,
     Profile,
+    SearchOptions,
     Workflow,
     alternatives,
     chrome_trace,
@@ -32,14 +33,14 @@ from schedulers import (
     predict_sequential,
     save,
     simulate,
-    task_family,
     to_data,
     validate,
 )
-from schedulers.explain_tasks import tasks_explained
-from schedulers.graph import graph_of
-from schedulers.prediction import problem_of
-from tests.schedulers.baselines import GROUPS, PARTS, Exhaustive
+from schedulers.cost.prediction import problem_of
+from schedulers.explain import explain_tasks
+from schedulers.search import several_tasks
+from schedulers.workflow import graph_of
+from tests.schedulers.baselines import SMALL, Exhaustive
 from tests.schedulers.instances import (
     NEAR,
     libero_tasks,
@@ -60,7 +61,7 @@ from tests.schedulers.instances import (
 def test_two_tasks_are_planned_as_by_exhaustive_search(seed: int, memory: bool) -> None:
     workflow, profile, cluster = random_tasks(seed, gpu=seed % 2 == 0, memory=memory)
     everything = Exhaustive(workflow, profile, cluster)
-    found = alternatives(workflow, profile, cluster, groups=GROUPS, parts=PARTS)
+    found = alternatives(workflow, profile, cluster, search=SMALL)
     for mode in MODES:
         best = everything.best(mode)
         assert (mode in found) == (best < math.inf)
@@ -75,14 +76,15 @@ def test_two_tasks_are_planned_as_by_exhaustive_search(seed: int, memory: bool) 
 @pytest.mark.parametrize("seed", some(6, 40))
 def test_step_by_step_comes_near_and_its_bound_is_honest(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     workflow, profile, cluster = random_tasks(seed, gpu=seed % 2 == 0)
-    exact = alternatives(workflow, profile, cluster, groups=GROUPS, parts=PARTS)
-    monkeypatch.setattr(task_family, "MOST_WAYS", 1)
-    for mode, found in alternatives(workflow, profile, cluster, groups=GROUPS, parts=PARTS).items():
+    exact = alternatives(workflow, profile, cluster, search=SMALL)
+    monkeypatch.setattr(several_tasks, "MAX_CANDIDATES", 1)
+    for mode, found in alternatives(workflow, profile, cluster, search=SMALL).items():
         assert lowest(found) <= seconds(exact[mode]) * (1 + 1e-9)
         assert seconds(exact[mode]) <= seconds(found) * NEAR <= seconds(exact[mode]) * 1.1
         validate(found, workflow, cluster, profile)
 
 
+@pytest.mark.slow
 def test_ten_tasks_are_planned_with_a_small_certified_gap() -> None:
     workflow, profile = libero_tasks(10)
     best = plan(workflow, profile, Cluster((Node("node0", 16, 1),)), explain=False)
@@ -94,6 +96,7 @@ def test_ten_tasks_are_planned_with_a_small_certified_gap() -> None:
     assert best.groups == (1,) * 10
 
 
+@pytest.mark.slow
 def test_ten_tasks_that_do_not_fit_beside_the_learner_are_unloaded_or_refused() -> None:
     workflow, profile = libero_tasks(10)
     sizes = {"physics": 0.5e9, "render": 1e9, "policy": 16e9, "learner": 70e9}
@@ -130,9 +133,9 @@ def test_the_order_of_declarations_and_the_unit_of_time_change_nothing(seed: int
             for name, c in profile.components.items()
         },
     )
-    once = alternatives(workflow, profile, cluster, groups=GROUPS, parts=PARTS)
-    other = alternatives(swapped, profile, cluster, groups=GROUPS, parts=PARTS)
-    thrice = alternatives(workflow, slower, cluster, groups=GROUPS, parts=PARTS)
+    once = alternatives(workflow, profile, cluster, search=SMALL)
+    other = alternatives(swapped, profile, cluster, search=SMALL)
+    thrice = alternatives(workflow, slower, cluster, search=SMALL)
     for mode, found in once.items():
         assert seconds(other[mode]) == pytest.approx(seconds(found), rel=NEAR - 1)
         assert seconds(thrice[mode]) == pytest.approx(3 * seconds(found), rel=NEAR - 1)
@@ -171,7 +174,7 @@ def test_tasks_on_cores_of_their_own_are_never_slower_together(groups: tuple[int
 
 def test_one_after_the_other_is_the_sum_of_the_tasks_alone() -> None:
     workflow, profile = libero_tasks(2)
-    slow = replace(profile.components["physics-1"], beside=1.2)
+    slow = replace(profile.components["physics-1"], contention=1.2)
     profile = replace(profile, components={**profile.components, "physics-1": slow})
     total = 0.0
     for number, groups in enumerate((1, 2)):
@@ -195,7 +198,7 @@ def test_one_after_the_other_is_the_sum_of_the_tasks_alone() -> None:
 @pytest.mark.parametrize("seed", range(10))
 def test_one_task_after_no_other_takes_what_it_takes(seed: int) -> None:
     workflow, profile, cluster = random_problem(seed, pools=1 + seed % 2)
-    for found in alternatives(workflow, profile, cluster, groups=(1, 2), parts=(1, 2)).values():
+    for found in alternatives(workflow, profile, cluster, search=SearchOptions((1, 2), (1, 2))).values():
         assert predict_sequential(found, workflow, profile, cluster).iteration_s == seconds(found)
 
 
@@ -210,7 +213,7 @@ def test_the_policy_serves_the_group_that_is_ready_first_and_devices_one_at_a_ti
         assert {event.task for event in acts} == {0, 1}
         came = []
         for act in acts:
-            mine = [e for e in events if e.task == act.task and e.group == act.group and e.round == act.round]
+            mine = [e for e in events if e.task == act.task and e.group == act.group and e.step == act.step]
             came.append(max(e.end_s for e in mine if e.component != "policy"))
         assert all(one <= other + 1e-9 for one, other in zip(came, came[1:], strict=False))
         for track in {event.track for event in events}:
@@ -252,10 +255,10 @@ def test_groups_of_several_tasks_are_written_and_read(tmp_path: Path) -> None:
     assert own_cores((2, 1)).groups_of(0) == 2
 
 
-def test_reasons_name_each_task_what_it_waits_for_and_what_overlapping_gains() -> None:
+def test_explanations_name_each_task_its_bottleneck_and_the_gain_of_overlapping() -> None:
     workflow, profile = libero_tasks(2, policy_s=2.0)
     text = " ".join(plan(workflow, profile, OWN, mode="hybrid").why)
-    for words in ("one after the other", "overlapping saves", "Task 0 (task0)", "Task 1 (task1)", "waits for most"):
+    for words in ("one after the other", "overlapping saves", "Task 0 (task0)", "Task 1 (task1)", "its bottleneck is"):
         assert words in text, text
     assert "Fused: split, on the same devices" in text or "Split: fused, on the same devices" in text, text
 
@@ -263,11 +266,11 @@ def test_reasons_name_each_task_what_it_waits_for_and_what_overlapping_gains() -
 def test_reasons_say_so_where_overlapping_costs_more_than_it_saves() -> None:
     """Each component was measured to be three times as slow beside others."""
     workflow, profile = libero_tasks(2, policy_s=0.01)
-    slowed = {name: replace(found, beside=3.0) for name, found in profile.components.items()}
+    slowed = {name: replace(found, contention=3.0) for name, found in profile.components.items()}
     known = (own_cores((1, 1)), workflow, replace(profile, components=slowed), OWN)
     together, after = predict(*known).iteration_s, predict_sequential(*known).iteration_s
     assert together > after
-    assert f"so overlapping costs {together / after - 1:.0%}." in tasks_explained(known[0], problem_of(*known))[0]
+    assert f"so overlapping costs {together / after - 1:.0%}." in explain_tasks(known[0], problem_of(*known))[0]
 
 
 def refused(found: Plan, *words: str, **changes: Any) -> None:
@@ -319,13 +322,13 @@ def test_a_component_without_a_profile_is_named() -> None:
 def test_each_task_may_be_simulated_away_from_home(link_s: float) -> None:
     workflow, profile = libero_tasks(2)
     travelling = tuple(
-        Component(c.name, task=c.task, travels=c.name.startswith("physics")) for c in workflow.components
+        Component(c.name, task=c.task, movable=c.name.startswith("physics")) for c in workflow.components
     )
     workflow = replace(workflow, components=travelling)
     transfers = {
         f"{a}>{b}": 100.0 for names in graph_of(workflow).loops for a, b in zip(names, names[1:], strict=False)
     }
-    cluster = Cluster((Node("here", 8, 1), Node("far", 32)), 1e9, link_s, home="here")
+    cluster = Cluster((Node("here", 8, 1), Node("far", 32)), 1e9, link_s, head_node="here")
     best = plan(workflow, replace(profile, transfers=transfers), cluster, explain=False)
     validate(best, workflow, cluster, profile)
     near = plan(workflow, profile, Cluster((Node("here", 8, 1),)), explain=False)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from schedulers import MODES, Cluster, Node, Profile, Workflow, alternatives, plan, validate
-from tests.schedulers.baselines import GROUPS, PARTS, Exhaustive
+from tests.schedulers.baselines import SMALL, Exhaustive
 from tests.schedulers.instances import lowest, measured, random_home, some
 from tests.schedulers.test_home import outside, profile_of, rollout, seconds
 
@@ -30,7 +30,7 @@ def heavy(workers: float = 1e9) -> tuple[Workflow, Profile]:
 
 
 def linked(*nodes: Node) -> Cluster:
-    return Cluster(nodes, 1e9, 0.001, home=nodes[0].name)
+    return Cluster(nodes, 1e9, 0.001, head_node=nodes[0].name)
 
 
 def random_uneven(seed: int, home: bool) -> tuple[Workflow, Profile, Cluster]:
@@ -44,7 +44,7 @@ def random_uneven(seed: int, home: bool) -> tuple[Workflow, Profile, Cluster]:
         )
         for node in cluster.nodes
     )
-    return workflow, profile, replace(cluster, nodes=nodes, home=cluster.home if home else None)
+    return workflow, profile, replace(cluster, nodes=nodes, head_node=cluster.head_node if home else None)
 
 
 def test_a_poor_node_does_not_hide_a_rich_one() -> None:
@@ -89,7 +89,7 @@ def test_a_gpu_of_little_memory_does_not_hide_a_large_one() -> None:
 def test_no_choice_of_nodes_is_better_and_none_is_below_the_bound(seed: int, home: bool) -> None:
     workflow, profile, cluster = random_uneven(seed, home)
     first, *others = cluster.nodes
-    found = alternatives(workflow, profile, cluster, groups=GROUPS, parts=PARTS)
+    found = alternatives(workflow, profile, cluster, search=SMALL)
     chosen = [nodes for size in range(len(others) + 1) for nodes in combinations(others, size)]
     searches = [Exhaustive(workflow, profile, where) for where in _possible(workflow, profile, cluster, first, chosen)]
     for mode in MODES:
@@ -99,7 +99,7 @@ def test_no_choice_of_nodes_is_better_and_none_is_below_the_bound(seed: int, hom
             assert seconds(found[mode]) <= best * (1 + 1e-9)
             assert lowest(found[mode]) <= min(best, seconds(found[mode])) * (1 + 1e-9)
             validate(found[mode], workflow, cluster, profile)
-            assert not home or outside(found[mode], workflow, cluster) <= workflow.travelling
+            assert not home or outside(found[mode], workflow, cluster) <= workflow.movable
 
 
 def _possible(
@@ -121,8 +121,8 @@ def test_an_added_poor_node_never_hurts(seed: int, home: bool) -> None:
     workflow, profile, cluster = random_uneven(seed, home)
     least = min(node.memory_bytes / node.cores for node in cluster.nodes)
     less = min(node.accelerator_bytes for node in cluster.nodes)
-    few = alternatives(workflow, profile, cluster, groups=GROUPS, parts=PARTS)
+    few = alternatives(workflow, profile, cluster, search=SMALL)
     poor = Node("poor", 3, seed % 2, memory_bytes=least * 3 / 4, accelerator_bytes=less / 4)
-    many = alternatives(workflow, profile, replace(cluster, nodes=(*cluster.nodes, poor)), groups=GROUPS, parts=PARTS)
+    many = alternatives(workflow, profile, replace(cluster, nodes=(*cluster.nodes, poor)), search=SMALL)
     for mode in few:
         assert seconds(many[mode]) <= seconds(few[mode]) * (1 + 1e-9)

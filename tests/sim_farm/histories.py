@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from policies.waypoints import hand, two_cubes
-from policies.waypoints.libero import SCRIPTS
+from policies.scripted import libero, two_cubes
+from policies.scripted.libero import SCRIPTS
 from sim_farm.contract import EpisodeSpec, FarmError, Float32, Physics, PhysicsResult, TaskSpec
 from sim_farm.registry import make_physics
 from tests.sim_farm.tabletop_controllers import CONTROLLERS
@@ -97,7 +97,7 @@ def _expert(physics: Any, rng: np.random.Generator) -> Driver | None:
         return lambda result: CONTROLLERS[info.spec.name](result.state.astype(np.float64))
     if info.spec.name.startswith("libero/"):
         return lambda result: (
-            hand.act(result.state.astype(np.float64), result.instruction)
+            libero.act(result.state.astype(np.float64), result.instruction)
             if _scripted(result)
             else (rng.uniform(-1, 1, info.action_dim))
         )
@@ -119,7 +119,7 @@ def _walk(physics: Any, rng: np.random.Generator) -> Driver:
     low, high = np.array(physics.info.action_low), np.array(physics.info.action_high)
     place = np.zeros(physics.info.action_dim)
 
-    def act(_: PhysicsResult) -> Float32:
+    def act(_: PhysicsResult) -> np.ndarray:
         nonlocal place
         place = np.clip(place + rng.normal(0, 0.3, len(place)), -1.2, 1.2)
         leaning = place.copy()

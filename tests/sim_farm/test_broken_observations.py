@@ -11,7 +11,7 @@ import pytest
 from sim_farm.backends.tabletop.physics import TabletopPhysics
 from sim_farm.contract import EpisodeSpec, PhysicsResult, TaskSpec
 from sim_farm.episodes import EndlessEpisodes
-from sim_farm.layout import FarmSpec
+from sim_farm.shared_memory.layout import FarmSpec
 from tests.sim_farm.driving import Trace, assert_same, run
 from tests.sim_farm.test_workers import Fate, run_with
 
@@ -70,6 +70,7 @@ def test_workers_and_groups_change_nothing_of_it(broken: None, how: dict[str, An
     assert_same(run(SPEC, chunks=12), run(replace(SPEC, **how), chunks=12), "workers change broken episodes")
 
 
+@pytest.mark.slow
 def test_nor_does_a_worker_that_is_lost_at_any_write(broken: None) -> None:
     expected = run(SPEC, chunks=8)
     count = Fate()

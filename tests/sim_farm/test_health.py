@@ -12,13 +12,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from sim_farm import layout
+from sim_farm.client.farm import Farm, WorkerTimeout
+from sim_farm.client.health import hung, restarted, stuck_since_ns
 from sim_farm.contract import TaskSpec
 from sim_farm.episodes import EndlessEpisodes
-from sim_farm.farm import Farm, WorkerTimeout
-from sim_farm.health import hung, restarted, stuck_since_ns
-from sim_farm.hosts import InProcess
-from sim_farm.layout import FarmSpec
+from sim_farm.shared_memory import layout
+from sim_farm.shared_memory.layout import FarmSpec
+from sim_farm.workers.hosts import InProcess
 from tests.sim_farm.driving import actions_for, drive
 from tests.sim_farm.test_workers import Fate, MortalWorkers, Processes, processes, until
 
@@ -98,6 +98,7 @@ def test_the_successor_of_a_hung_worker_is_given_time_of_its_own(farm: Farm) -> 
     assert hung(slots, 0, 40) is None and hung(slots, 0, -1) is not None, "a start may hang too"
 
 
+@pytest.mark.slow
 def test_a_stopped_worker_that_is_waiting_is_hung_as_soon_as_it_has_work_and_not_after_it_went_on() -> None:
     """Physics with a request, and rendering with a scene or the wish that it frees its renderer."""
     with processes(SPEC) as (farm, host):
@@ -143,6 +144,7 @@ def test_a_worker_that_is_stopped_while_it_works_is_hung_and_its_replacement_is_
         assert hung(slots, 0, NEVER) is None
 
 
+@pytest.mark.slow
 def test_a_farm_waits_longer_than_its_deadline_while_a_worker_goes_on() -> None:
     """The worker is stopped, and the progress that it would have made is noted in its stead."""
     with processes(SPEC) as (farm, host):
@@ -177,6 +179,7 @@ def test_progress_is_noted_at_every_environment() -> None:
             assert fate.writes["since_ns"] >= least, "progress is told at a change of the phase alone"
 
 
+@pytest.mark.slow
 def test_who_is_late_is_the_one_that_makes_no_progress() -> None:
     """Two of the workers have work of the group; the message names the stopped one, not the first."""
     with closing(Farm.create(SPEC, host := Processes())) as farm:

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from sim_farm.backends.libero import tasks
@@ -66,6 +67,7 @@ def test_policies_are_told_the_task_s_language_and_not_that_of_its_file() -> Non
     assert sum(parse(str(task.bddl))["language_instruction"] != task.instruction for task in every) == 29
 
 
+@pytest.mark.slow
 def test_an_edited_goal_and_other_initial_states_are_another_task_and_said(tmp_path: Path) -> None:
     """LIBERO's files copied, with one goal and one file of initial states changed, and a settings file that names
     them: in the user's home, and in LIBERO_CONFIG_PATH."""
@@ -92,6 +94,7 @@ def test_an_edited_goal_and_other_initial_states_are_another_task_and_said(tmp_p
     assert states in foreign[1]
 
 
+@pytest.mark.slow
 def test_nothing_is_written_into_the_user_s_home(tmp_path: Path) -> None:
     home = tmp_path / "home"
     home.mkdir()

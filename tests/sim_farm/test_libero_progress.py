@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from policies.waypoints import hand
+from policies.scripted import libero
 from sim_farm.backends.libero import tasks
 from sim_farm.backends.libero.physics import LiberoPhysics
 from sim_farm.backends.libero.progress import HELD
@@ -39,7 +39,7 @@ def scripted(physics: LiberoPhysics, seed: int) -> Iterator[PhysicsResult]:
     """The env steps of an episode that the script solves."""
     result = physics.reset(EpisodeSpec(seed))
     while not (len(result.success) and result.terminated[-1]):
-        action = hand.act(result.state.astype(np.float64), result.instruction)
+        action = libero.act(result.state.astype(np.float64), result.instruction)
         result = physics.step(np.array([action], np.float32))
         yield result
     assert result.success[-1], "the script did not solve the task"

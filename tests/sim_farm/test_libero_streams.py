@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sim_farm.backends.libero.stream import stream_of
+from sim_farm.backends.libero.environment import stream_of
 from sim_farm.backends.libero.tasks import find_task, initial_states
 from sim_farm.contract import EpisodeSpec, TaskSpec
 from sim_farm.registry import make_physics, make_renderer
@@ -42,6 +42,7 @@ def begun(env: Any, task: str, trial: int) -> dict[str, np.ndarray]:
     stock._make_current(env)
     env.reset()
     env.set_init_state(initial_states(find_task(task))[trial])
+    seen: dict[str, np.ndarray] = {}
     for _ in range(SETTLE):
         seen, *_ = env.step(REST)
     return seen
@@ -80,6 +81,7 @@ def compare_running_stream(task: str, seed: int, trials: tuple[int, ...]) -> Non
     stock.close(env)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", often((MICROWAVE,), SEVERAL[:1]))
 def test_trials_of_a_stream_that_runs_on_equal_those_of_stock_libero(task: str) -> None:
     compare_running_stream(task, 7, (0, 1, 3))
@@ -92,6 +94,7 @@ def test_trials_of_a_stream_equal_those_of_stock_libero_up_to_the_last(task: str
     compare_running_stream(task, seed, (0, 1, 7, 49))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", often((MICROWAVE,), SEVERAL[:2]))
 def test_an_unseeded_reset_leaves_the_traces_that_it_leaves_in_stock_libero(task: str) -> None:
     """As LeRobot: a reset, then for each trial a new seed and another."""

@@ -23,8 +23,8 @@ import pytest
 import sapien
 from mani_skill.utils.registration import REGISTERED_ENVS
 
-from sim_farm.backends import maniskill_shader
-from sim_farm.backends.maniskill import INSTRUCTIONS
+from sim_farm.backends.maniskill import shader
+from sim_farm.backends.maniskill.simulator import INSTRUCTIONS
 from sim_farm.contract import EpisodeSpec, FarmError, Float32, PhysicsResult, TaskInfo, TaskSpec
 from sim_farm.registry import make_physics, make_renderer
 from tests.sim_farm.conformance import (
@@ -105,6 +105,7 @@ def test_render_law_in_every_task(law: Law, spec: TaskSpec) -> None:
     law(spec)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", often(("pd_ee_delta_pose",), ("pd_joint_pos", "pd_joint_vel", "pd_ee_delta_pose")))
 @pytest.mark.parametrize("law", [actions_are_clipped, chunk_equals_single_steps], ids=name_of)
 def test_law_in_other_control_modes(law: Law, mode: str) -> None:
@@ -113,7 +114,7 @@ def test_law_in_other_control_modes(law: Law, mode: str) -> None:
 
 # --- stock ManiSkill, in a process that knows nothing of this project
 
-TWO_CUBES = ROOT / "sim_farm/backends/maniskill_two_cubes.py"
+TWO_CUBES = ROOT / "sim_farm/backends/maniskill/two_cubes.py"
 """Our own tasks, as a plain extension of ManiSkill."""
 STOCK = """
 import json
@@ -282,6 +283,7 @@ def test_state_reward_and_success_equal_stock_maniskill(stock: Stock, spec: Task
     states_equal_stock(stock, replace(spec, cameras=0), seeds=[4, 5, 6, 7])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mode",
     often(("pd_ee_delta_pose",), ("pd_joint_pos", "pd_ee_delta_pose", "pd_joint_vel", "pd_joint_delta_pos_vel")),
@@ -290,6 +292,7 @@ def test_other_control_modes_equal_stock_maniskill(stock: Stock, mode: str) -> N
     states_equal_stock(stock, TaskSpec("maniskill/PickCube-v1", control_mode=mode), seeds=[0, 1])
 
 
+@pytest.mark.slow
 def test_episodes_that_are_rich_in_contacts_equal_stock_maniskill(stock: Stock) -> None:
     """Otherwise equality would say little: the arm hits the cube in some of the compared episodes."""
     episodes = states_equal_stock(stock, replace(PUSH_CUBE, cameras=0), seeds=list(range(10)))
@@ -339,6 +342,7 @@ def push(physics: Any, episode: Push) -> Float32:
     return np.stack(states)
 
 
+@pytest.mark.slow
 def test_a_reused_environment_equals_a_new_one_after_bodies_came_to_rest() -> None:
     spec = TaskSpec("maniskill/PushCube-v1", control_mode="pd_ee_delta_pos", max_episode_steps=60)
     for earlier, later in RESTING:
@@ -363,6 +367,7 @@ def test_split_frames_equal_stock_in_every_task(stock: Stock, spec: TaskSpec) ->
 # --- what the user can mend
 
 
+@pytest.mark.slow
 def test_building_and_closing_an_environment_collects_nothing_of_the_callers() -> None:
     """ManiSkill collects garbage each time, which takes longer the more objects there are."""
     make_physics(TaskSpec("maniskill/PushCube-v1")).close()  # what is imported and cached now is not made below
@@ -388,7 +393,7 @@ def test_the_installed_shader_is_the_one_that_is_rewritten(monkeypatch: pytest.M
     before = sapien.render.get_camera_shader_dir()
     chosen: list[str] = []
     monkeypatch.setattr(sapien.render, "set_camera_shader_dir", chosen.append)
-    with maniskill_shader.light_cameras():
+    with shader.light_cameras():
         for name in ("minimal", "default"):
             sapien.render.set_camera_shader_dir(name)
     light = Path(chosen[0])
@@ -404,15 +409,15 @@ def test_without_a_cache_folder_pictures_are_drawn_as_sapien_does(
 ) -> None:
     (tmp_path / "embodied").write_text("no folder")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert maniskill_shader._light.__wrapped__() == "minimal"
+    assert shader._light.__wrapped__() == "minimal"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))
-    light = Path(maniskill_shader._light.__wrapped__())
+    light = Path(shader._light.__wrapped__())
     assert light.name == "minimal" and [folder.name for folder in light.parents[1].iterdir()] == [light.parent.name]
 
 
 @pytest.mark.parametrize("text", ["", "an old part", "an old part, an old part"])
 def test_an_unknown_shader_is_not_rewritten(text: str) -> None:
-    found = maniskill_shader._rewritten(text, {"an old part": "a new one"})
+    found = shader._rewritten(text, {"an old part": "a new one"})
     assert found == ("a new one" if text == "an old part" else None)
 
 
@@ -442,6 +447,7 @@ def test_recorded_initial_state_is_refused() -> None:
             physics.reset(EpisodeSpec(0, init_state=1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", often(("make_renderer",), ("make_physics", "make_renderer")))
 def test_without_a_vulkan_device_the_doctor_is_named(make: str, tmp_path: Path) -> None:
     code = f"""

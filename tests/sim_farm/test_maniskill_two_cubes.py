@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from policies.waypoints import two_cubes
+from policies.scripted import two_cubes
 from sim_farm import EpisodeSpec, PhysicsResult, TaskSpec, make_physics, make_renderer
 
 NAMES = ("PushRedCube-v1", "PushGreenCube-v1")
@@ -52,6 +52,7 @@ def test_a_seed_gives_both_tasks_one_scene_and_each_its_own_words(red: Any, gree
         assert (one.instruction, two.instruction) == two_cubes.INSTRUCTIONS
 
 
+@pytest.mark.slow
 def test_both_tasks_draw_the_same_pictures(red: Any) -> None:
     scenes = [red.reset(EpisodeSpec(seed)).scene for seed in SEEDS]
     with closing(make_renderer(spec_of(NAMES[0]))) as one, closing(make_renderer(spec_of(NAMES[1]))) as two:
@@ -91,6 +92,7 @@ def test_a_return_says_how_far_the_task_has_come_whatever_the_length(red: Any) -
     assert returns[0] == pytest.approx(returns[1], abs=0.02) and 1.2 < returns[0] < 2.0
 
 
+@pytest.mark.slow
 def test_success_once_and_at_the_end_are_maniskill_s_own() -> None:
     """The same actions in ManiSkill's vector environment with `ignore_terminations`: the script pushes the cube fast,
     through the goal and on, or slowly, and leaves it there."""

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sim_farm.client.farm import Farm, GroupError, RendererSwitch, WorkerTimeout
 from sim_farm.contract import TaskSpec
 from sim_farm.episodes import EndlessEpisodes
-from sim_farm.farm import Farm, GroupError, RendererSwitch, WorkerTimeout
-from sim_farm.hosts import InProcess
-from sim_farm.layout import FarmSpec
+from sim_farm.shared_memory.layout import FarmSpec
+from sim_farm.workers.hosts import InProcess
 from tests import libero_assets
 from tests.sim_farm.driving import Trace, actions_for, append, assert_same, drive, run
 from tests.sim_farm.test_workers import Fate, MortalWorkers, processes, until
@@ -50,6 +50,7 @@ def append_all(trace: Trace, more: Trace) -> None:
         trace[env] += rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", often(("split",), SHAPES))
 def test_frames_after_the_return_are_those_without_leaving(shape: str) -> None:
     spec = replace(SPEC, **SHAPES[shape])
@@ -129,6 +130,7 @@ def test_a_worker_that_dies_while_its_renderer_leaves_or_comes_back_changes_noth
             assert_same(expected, trace, f"death before write {number} to {name} changes results")
 
 
+@pytest.mark.slow
 def test_processes_free_their_memory_and_may_be_killed_while_renderers_are_away() -> None:
     """Asked by a client that has attached, as the policy worker is one."""
     spec = replace(SPEC, physics_workers=1, render_workers=1)
@@ -177,6 +179,7 @@ def drives_alike(task: TaskSpec, actions: int) -> None:
     assert shown[0] == shown[1] and len(set(shown[0])) == 3
 
 
+@pytest.mark.slow
 def test_frames_of_libero_do_not_change() -> None:
     libero_assets.require()
     drives_alike(TaskSpec("libero/libero_spatial/0"), 7)

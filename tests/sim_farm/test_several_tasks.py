@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from sim_farm import make_physics
+from sim_farm.client.farm import Farm, GroupError, WorkerTimeout
 from sim_farm.contract import FarmError, TaskSpec
 from sim_farm.episodes import EndlessEpisodes
-from sim_farm.farm import Farm, GroupError, WorkerTimeout
-from sim_farm.hosts import InProcess
-from sim_farm.layout import FarmSpec
+from sim_farm.shared_memory.layout import FarmSpec
+from sim_farm.workers.hosts import InProcess
 from tests.sim_farm.driving import Trace, actions_for, append, assert_same, drive, mixed_policy, run
 from tests.sim_farm.test_workers import Processes, until
 
@@ -129,6 +129,7 @@ def test_ready_are_the_submitted_groups_that_are_done_and_the_lowest_is_served_f
         assert farm.ready() == [2] and farm.wait_ready(deadline_s=60) == 2
 
 
+@pytest.mark.slow
 def test_a_late_worker_is_named_with_its_task() -> None:
     hosts = [Processes(), Processes()]
     with closing(Farm.create(TASKS, hosts)) as farm:
@@ -197,7 +198,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 class NothingStarts(InProcess):
     """Workers that may not be started."""
 
-    def launch(self, *_: Any) -> Any:
+    def launch(self, setup: Any, memory: Any) -> Any:
         raise AssertionError("a worker was started")
 
 

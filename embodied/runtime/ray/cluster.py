@@ -32,8 +32,8 @@ from embodied.runtime.deadlines import Deadline, Wait
 from embodied.runtime.nodes import NodeInfo
 from embodied.runtime.ray.processes import RayProcesses
 from embodied.runtime.ray.session import RaySession
-from sim_farm import faults
-from sim_farm.farm import WorkerFailed, WorkerTimeout
+from sim_farm.client.farm import WorkerFailed, WorkerTimeout
+from sim_farm.workers import faults
 
 T = TypeVar("T")
 
@@ -44,7 +44,7 @@ JOIN_S = 10.0
 """Longest wait for the first sign of life of a cluster."""
 LOOK_S = 0.5
 """How often, during a wait, it is looked after the other workers."""
-STARTS = 2
+STARTS = 4
 """How often Ray is started before that is given up."""
 TOO_SLOW = "timed out during startup"
 """In Ray's message where its own processes were not up in time."""

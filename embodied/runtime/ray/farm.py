@@ -21,14 +21,14 @@ from embodied.runtime.nodes import NodeInfo, require_software, software
 from embodied.runtime.ray.cluster import HERE, RayCluster, cannot_start
 from embodied.runtime.relay import FarLost, FarPhysics, Relay
 from embodied.runtime.supervision import Event, Replaced, State, Supervised
-from sim_farm import layout
+from sim_farm.client.farm import WorkerFailed
+from sim_farm.client.health import done_by, hung, restarted
 from sim_farm.contract import FarmError, TaskInfo, TaskSpec
-from sim_farm.farm import WorkerFailed
-from sim_farm.health import done_by, hung, restarted
-from sim_farm.hosts import WorkerHandle, make_worker
-from sim_farm.memory import Block
-from sim_farm.worker_memory import WorkerMemory
-from sim_farm.workers import WorkerSetup
+from sim_farm.shared_memory import layout
+from sim_farm.shared_memory.memory import Block
+from sim_farm.shared_memory.worker_memory import WorkerMemory
+from sim_farm.workers.hosts import WorkerHandle, make_worker
+from sim_farm.workers.workers import WorkerSetup
 
 _log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class _FarmActor:
         self._far: FarPhysics | None = None
 
     def describe(self, task: TaskSpec) -> TaskInfo:
-        from sim_farm.hosts import InProcess
+        from sim_farm.workers.hosts import InProcess
 
         return InProcess().describe(task)
 

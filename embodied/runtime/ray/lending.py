@@ -12,7 +12,7 @@ from ray.exceptions import GetTimeoutError
 from embodied import progress
 from embodied.runtime.lent_tensors import LentTensors
 from embodied.runtime.ray.cluster import value_within
-from sim_farm.farm import WorkerTimeout
+from sim_farm.client.farm import WorkerTimeout
 
 PART_BYTES = 32 * 2**20
 """Of one part. Two are under way at a time."""

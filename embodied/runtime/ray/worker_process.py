@@ -23,8 +23,9 @@ from embodied.runtime.nodes import require_software, software
 from embodied.runtime.ranks import is_bound
 from embodied.runtime.ray.cluster import HERE, RayCluster
 from embodied.runtime.ray.lending import parts_of
-from sim_farm import faults, memory
-from sim_farm.memory import Block, Field
+from sim_farm.shared_memory import memory
+from sim_farm.shared_memory.memory import Block, Field
+from sim_farm.workers import faults
 
 WAITING = {"GOMP_SPINCOUNT": "1000"}
 """PyTorch's threads wait for each other by spinning, for milliseconds. Where a simulator shares their cores, the one

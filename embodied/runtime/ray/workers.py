@@ -14,7 +14,7 @@ from embodied.runtime.deadlines import Wait
 from embodied.runtime.handles import Caller, Handle
 from embodied.runtime.ray.cluster import LOOK_S, RayCluster, unwrapped, value_within
 from embodied.runtime.ray.worker_process import WorkerProcess
-from sim_farm.farm import WorkerFailed, WorkerTimeout
+from sim_farm.client.farm import WorkerFailed, WorkerTimeout
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -75,13 +75,13 @@ def read_all(folder: Path, rename: Mapping[str, str] = {}) -> Any:
         dataset.batch(range(len(dataset)), 3).inputs()
 
 
-@many(60)
+@many(15)
 def test_damaged_datasets_of_others(cases: range, tmp_path: Path) -> None:
     damaged = Damaged(FOREIGN, tmp_path / "data", {".parquet": as_parquet})
     holds(cases, damaged, read_all, (DatasetError,))
 
 
-@many(25)
+@many(6)
 @pytest.mark.parametrize("name", ["v21", "v20", "openpi_libero_v20", "merged"])
 def test_damaged_datasets_of_lerobots_other_versions_and_tools(name: str, cases: range, tmp_path: Path) -> None:
     damaged = Damaged(LEROBOT / name, tmp_path / "data", {".parquet": as_parquet, ".jsonl": as_lines})
@@ -89,7 +89,7 @@ def test_damaged_datasets_of_lerobots_other_versions_and_tools(name: str, cases:
     holds(cases, damaged, partial(read_all, rename=rename), (DatasetError,))
 
 
-@many(60)
+@many(15)
 def test_damaged_datasets_of_ours(cases: range, written: Dataset, tmp_path: Path) -> None:
     whole = shutil.copytree(written.folder, tmp_path / "whole")
     (whole / "meta/embodied.json").write_text(json.dumps({"task": asdict(PUSH), "policy": "random"}))

@@ -75,7 +75,7 @@ def read_all(folder: Path) -> None:
                 assert np.isfinite(recording.actions).all()
 
 
-@many(60)
+@many(15)
 def test_damaged_recordings_of_maniskill(cases: range, tmp_path: Path) -> None:
     source = tmp_path / "whole"
     source.mkdir()
@@ -84,7 +84,7 @@ def test_damaged_recordings_of_maniskill(cases: range, tmp_path: Path) -> None:
     holds(cases, Damaged(source, tmp_path / "data", {".h5": as_hdf5}), read_all, (UserError, FarmError))
 
 
-@many(30)
+@many(7)
 def test_damaged_recordings_of_libero(cases: range, tmp_path: Path) -> None:
     source = tmp_path / "whole"
     source.mkdir()

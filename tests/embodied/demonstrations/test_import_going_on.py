@@ -22,8 +22,8 @@ from embodied.demonstrations.mixture import open_dataset
 from embodied.demonstrations.recordings import ManiSkillFile
 from embodied.demonstrations.sources import ImportRequest, Observations, import_command
 from embodied.errors import UserError
+from sim_farm.client.replay import Replayer
 from sim_farm.contract import FarmError, TaskSpec
-from sim_farm.replay import Replayer
 
 RECORDINGS = Path(__file__).parent / "recordings"
 EE = RECORDINGS / "pushes/trajectory.h5"
@@ -32,7 +32,8 @@ NO_FRAMES = Observations(cameras=0)
 
 
 def imported(source: Path, out: Path, **options: Any) -> tuple[dict[str, Any], Dataset]:
-    return run(ImportRequest(source, out=out, runtime=INLINE, **{"env": NO_FRAMES, **options})), Dataset(out)
+    settings: dict[str, Any] = {"env": NO_FRAMES, **options}
+    return run(ImportRequest(source, out=out, runtime=INLINE, **settings)), Dataset(out)
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +70,7 @@ def put(file: h5py.File, name: str, values: Any) -> None:
 # --- what reproduces
 
 
+@pytest.mark.slow
 def test_every_row_is_as_recorded(pushes: tuple[dict[str, Any], Dataset]) -> None:
     result, dataset = pushes
     assert (result["replayed"], result["reproduced"], result["reproduced_exactly"]) == (3, 3, 3)
@@ -92,6 +94,7 @@ def test_every_row_is_as_recorded(pushes: tuple[dict[str, Any], Dataset]) -> Non
     assert [episode.spec and episode.spec.seed for episode in dataset.episodes] == [1000, 1002, None]
 
 
+@pytest.mark.slow
 def test_the_dataset_says_where_it_is_from(pushes: tuple[dict[str, Any], Dataset]) -> None:
     about = json.loads((pushes[1].folder / "meta/embodied.json").read_text())
     assert about["sha256"] == hashlib.sha256(EE.read_bytes()).hexdigest()
@@ -102,6 +105,7 @@ def test_the_dataset_says_where_it_is_from(pushes: tuple[dict[str, Any], Dataset
     assert about["notes"] == ["recorded observations and rewards are not copied: both are made anew"]
 
 
+@pytest.mark.slow
 def test_recorded_starts_replay_again_from_the_dataset(pushes: tuple[dict[str, Any], Dataset]) -> None:
     dataset = pushes[1]
     episode = dataset.episodes[0]

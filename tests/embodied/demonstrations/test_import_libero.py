@@ -17,6 +17,7 @@ from tests.embodied.demonstrations.test_import_maniskill import imported, libero
 libero_assets.require()
 
 
+@pytest.mark.slow
 def test_liberos_recording_comes_out_as_recorded(tmp_path: Path) -> None:
     """States within 1e-8, although it begins five env steps after the reset, with the gripper half open. The gripper's
     convention is OpenVLA's."""
@@ -108,6 +109,7 @@ def test_other_robots_controllers_and_tasks_are_refused(edit: Any, says: str, tm
     assert says in refused(libero(tmp_path, edit), tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_robomimics_filter_keys_select_episodes(tmp_path: Path) -> None:
     """In robomimic's layout of a LIBERO task, whose .bddl file stands among the environment's arguments."""
 

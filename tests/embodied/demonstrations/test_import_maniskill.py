@@ -19,8 +19,8 @@ from embodied.config.schema import RuntimeConfig
 from embodied.demonstrations import Dataset
 from embodied.demonstrations.sources import ImportRequest, Observations, format_of, import_command, moving
 from embodied.errors import UserError
+from sim_farm.client.replay import Replayer
 from sim_farm.contract import FarmError
-from sim_farm.replay import Replayer
 
 RECORDINGS = Path(__file__).parent / "recordings"
 SOLVED, UNSOLVED = "traj_0", "traj_1"
@@ -63,6 +63,7 @@ def refused(source: Path, out: Path, **settings: Any) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_maniskills_recording_comes_out_bit_for_bit(tmp_path: Path) -> None:
     """From the command line, drawn anew, and replayed from its seeds by what the dataset says."""
     out, said = tmp_path / "out", tmp_path / "said.json"
@@ -102,6 +103,7 @@ def test_what_is_idle_is_as_published() -> None:
     assert moving(actions).tolist() == [False, True, False, True, False, True, False]
 
 
+@pytest.mark.slow
 def test_edited_actions_do_not_reproduce(tmp_path: Path) -> None:
     def edit(file: h5py.File, told: dict[str, Any]) -> None:
         file[f"{SOLVED}/actions"][2, 0] += 0.5
@@ -114,6 +116,7 @@ def test_edited_actions_do_not_reproduce(tmp_path: Path) -> None:
     assert imported(source, tmp_path / "wide", tolerance=1.0, episodes=("1",))["recorded_episodes"] == [UNSOLVED]
 
 
+@pytest.mark.slow
 def test_another_outcome_does_not_reproduce(tmp_path: Path) -> None:
     def edit(file: h5py.File, told: dict[str, Any]) -> None:
         file[f"{SOLVED}/success"][-1] = False

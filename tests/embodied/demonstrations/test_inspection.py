@@ -26,9 +26,9 @@ from embodied.demonstrations.mixture import Demonstrations, numbers_in, open_sou
 from embodied.errors import UserError
 from embodied.training.sft import imitate, read_demonstrations
 from embodied.workflows.context import task_spec
+from sim_farm.client.replay import Replayer
 from sim_farm.contract import EpisodeSpec, TaskSpec
 from sim_farm.registry import make_physics
-from sim_farm.replay import Replayer
 from tests.embodied.demonstrations.examples import FOREIGN, write
 from tests.embodied.demonstrations.test_fuzzed_datasets import as_parquet
 from tests.embodied.expert import record_reach
@@ -505,7 +505,7 @@ def test_weights_say_how_often_a_dataset_is_drawn(ours: Path, reach: Environment
         read_demonstrations(config_of(ours, ours, episodes=["0-1", "2-7"], weights=[3]), reach.info)
 
 
-@pytest.mark.parametrize("cases", [range(40), pytest.param(range(10_000), marks=pytest.mark.slow)], ids=["few", "all"])
+@pytest.mark.parametrize("cases", [range(10), pytest.param(range(10_000), marks=pytest.mark.slow)], ids=["few", "all"])
 def test_damaged_datasets(cases: range, tmp_path: Path) -> None:
     def looked_at(folder: Path) -> None:
         sources = open_sources(SFTConfig(data=(folder,)), 0)
@@ -518,6 +518,7 @@ def test_damaged_datasets(cases: range, tmp_path: Path) -> None:
 # --- the command
 
 
+@pytest.mark.slow
 def test_inspect_draws_a_recording(ours: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, result = tmp_path / "out", tmp_path / "out.json"
     assert main(["inspect", str(ours), "--out", str(out), "--json", str(result)]) == 0
@@ -531,6 +532,7 @@ def test_inspect_draws_a_recording(ours: Path, tmp_path: Path, capsys: pytest.Ca
     assert json.loads((out / "data.json").read_text())["datasets"][0]["episodes"] == EPISODES
 
 
+@pytest.mark.slow
 def test_inspect_compares_others_with_a_configuration(
     ours: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

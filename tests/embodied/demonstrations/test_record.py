@@ -27,11 +27,11 @@ from embodied.errors import UserError
 from embodied.rollout.evaluator import EpisodeResult
 from embodied.run import checkpoint
 from embodied.runtime.inline import InlineRuntime
-from policies.waypoints import tabletop
+from policies.scripted import tabletop
+from sim_farm.client.replay import Replayer
 from sim_farm.contract import EpisodeSpec, TaskInfo
 from sim_farm.episodes import evaluation_episodes
 from sim_farm.registry import make_physics, make_renderer
-from sim_farm.replay import Replayer
 from tests.embodied.demonstrations.examples import CODEC_ERROR, PUSH, Replays, write
 from tests.sim_farm.conformance import random_actions
 
@@ -123,6 +123,7 @@ def test_the_shape_of_the_farm_changes_nothing(recording: Dataset, tmp_path: Pat
         assert (tmp_path / "demos" / name).read_bytes() == (recording.folder / name).read_bytes(), name
 
 
+@pytest.mark.slow
 def test_only_successes_leaves_out_exactly_the_failures(tmp_path: Path) -> None:
     config = configuration("tabletop/reach", max_episode_steps=1500, cameras=0)
     result = record_run("test", config, None, tmp_path / "all", 6, False, Path("no-runs"))
@@ -135,6 +136,7 @@ def test_only_successes_leaves_out_exactly_the_failures(tmp_path: Path) -> None:
     assert part["episodes_run"] == 6 and part["success_rate"] == len(expected) / 6
 
 
+@pytest.mark.slow
 def test_wordings_are_recorded_in_turn_in_place_of_the_tasks_own(recording: Dataset, tmp_path: Path) -> None:
     assert recording.task is not None
     config, wordings = configuration(recording.task.name), ("go to the ball", "reach for it")
@@ -229,6 +231,7 @@ def test_no_episodes_are_refused(out: Path) -> None:
         record_run("test", configuration("tabletop/reach"), None, out, 0, False, Path("no-runs"))
 
 
+@pytest.mark.slow
 def test_a_killed_recording_is_no_dataset_and_in_nobodys_way(out: Path) -> None:
     code = f"""
 import os, pathlib
@@ -293,6 +296,7 @@ def test_the_newest_checkpoint_of_a_run_acts_whatever_the_size_of_the_recorded_p
     assert np.allclose(batch.actions, policy.act(batch.inputs(), None).chunk.numpy(), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_command_records_a_run_and_says_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "random.yaml"
     config.write_text(

@@ -82,8 +82,9 @@ def read(write: Callable[[Path], Path], path: Path) -> None:
         raise ReportError(f"{path}: {wrong[0]}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pages", ["one", "two"])
-@pytest.mark.parametrize("cases", [range(40), pytest.param(range(10_000), marks=pytest.mark.slow)], ids=["few", "all"])
+@pytest.mark.parametrize("cases", [range(10), pytest.param(range(10_000), marks=pytest.mark.slow)], ids=["few", "all"])
 def test_damaged_runs(pages: str, cases: range, tmp_path: Path) -> None:
     whole = write_folder(tmp_path / "whole")
     write: Any = page_of_one if pages == "one" else partial(page_of_two, whole)

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 import policies
 from policies import Inputs, PolicySpec
-from policies.openvla.actions import action_of, token_of
+from policies.openvla.base import action_of, token_of
 from policies.openvla.config import read_config
 from policies.openvla.images import read_preprocessing
 from policies.openvla.model import load_model, to_checkpoint

@@ -44,6 +44,7 @@ def test_batched_resize_equals_pillow_to_the_last_bit(size, target, name):
     assert torch.equal(resize(pictures, height, width, name), pillow_resize(pictures, height, width, name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bicubic", "bilinear", "lanczos"])
 def test_resize_takes_the_installed_pillows_order_of_passes_at_every_size(name):
     """Pillow 13 shrinks the height of a tall picture first, which rounds in another place."""

@@ -3,10 +3,9 @@
 import torch
 
 from policies.openvla.config import TOWERS, read_config
-from policies.openvla.model import OpenVLAModel, from_checkpoint, load_model
+from policies.openvla.model import OpenVLAModel, build_tower, from_checkpoint, load_model
 from policies.openvla.oft import chunk_states
 from policies.openvla.sampling import choose, decode, score
-from policies.openvla.vision import build_tower
 from tests.policies.openvla.cases import error
 
 

@@ -386,7 +386,7 @@ def test_golden_directory_with_safetensors(tmp_path):
 
 
 @pytest.mark.parametrize("component", ["action_head", "proprio_projector", "vision_backbone"])
-@pytest.mark.parametrize("cases", [range(25), pytest.param(range(10_000), marks=pytest.mark.slow)], ids=["few", "all"])
+@pytest.mark.parametrize("cases", [range(6), pytest.param(range(10_000), marks=pytest.mark.slow)], ids=["few", "all"])
 def test_damaged_side_files(folder, component, cases):
     """Small ones, with one tensor changed in no way: what is read is read again and again."""
     path = folder / f"{component}--{STEP}_checkpoint.pt"

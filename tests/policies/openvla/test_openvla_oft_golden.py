@@ -7,7 +7,7 @@ import torch
 
 import policies
 from policies import Inputs, PolicySpec
-from policies.openvla.actions import action_of
+from policies.openvla.base import action_of
 from policies.openvla.config import read_config
 from policies.openvla.model import load_model
 from policies.openvla.oft import chunk_states

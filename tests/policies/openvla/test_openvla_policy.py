@@ -64,6 +64,7 @@ def test_log_prob_is_the_density_that_act_samples(policy):
     law(policy, random_inputs(policy.spec, 6, seed=7))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.6])
 def test_every_token_is_drawn_as_often_as_its_probability_says(temperature):
     """Noise on a fine grid of quantiles: a token gets as many of them as its interval holds, one more or less."""
@@ -99,7 +100,7 @@ def test_extreme_noise_gives_a_token(noise):
     assert 0 <= int(choose(torch.zeros(1, 256), torch.tensor([noise]), 1.0)) < 256
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", often(OFTEN, CASES))
 def test_padding_changes_nothing(policy):
     """A row beside a much longer instruction, and alone: tokens, log-probs, entropy and value."""
     inputs = random_inputs(policy.spec, 2, seed=3, texts=("push", "put the black bowl on the plate next to the stove"))
@@ -113,7 +114,7 @@ def test_padding_changes_nothing(policy):
     assert error(evaluated.entropy[:1], one.entropy) <= 1e-5 and error(evaluated.value[:1], one.value) <= 1e-5
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", often(OFTEN, CASES))
 def test_ratio_of_unchanged_weights_in_shuffled_minibatches(policy):
     """As the learner sees them: other rows together than in the rollout, so other padding."""
     inputs = random_inputs(policy.spec, 12, seed=3)

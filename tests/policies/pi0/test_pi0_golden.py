@@ -11,17 +11,15 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from policies import flow_sde
+from policies import denoising
 from policies.contract import PolicyError
-from policies.density import gaussian_log_prob
+from policies.layers import gaussian_log_prob, time_embedding
 from policies.pi0.files import load_network, save_network
-from policies.pi0.images import pixel_values
+from policies.pi0.inputs import Prompts, pixel_values
 from policies.pi0.mixture import positions_of
 from policies.pi0.names import UNUSED, own_name, stored_name
 from policies.pi0.network import Observation, Pi0Network, Prefix
-from policies.pi0.prompts import Prompts
 from policies.pi0.units import read_lerobot, read_openpi
-from policies.time_embedding import time_embedding
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 CAMERAS = ("base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb")
@@ -213,9 +211,9 @@ def test_loss_and_gradients_in_one_pass(case: Case) -> None:
 def test_flow_sde(case: Case, k: int) -> None:
     """Chains of which step k is stochastic: the scored step's mean, deviation and log-probability."""
     steps, level = 4, 0.5
-    weight_x, weight_v = flow_sde.mean_weights(steps, level)
-    std = flow_sde.stds(steps, level)
-    close(flow_sde.timesteps(steps), case["sde.timesteps"], 1e-7)
+    weight_x, weight_v = denoising.mean_weights(steps, level)
+    std = denoising.stds(steps, level)
+    close(denoising.timesteps(steps), case["sde.timesteps"], 1e-7)
     chain = case[f"sde.k{k}.chain"]
     x, after = chain[:, k], chain[:, k + 1]
     velocity = case.velocity(x, torch.full((2,), 1 - k / steps))

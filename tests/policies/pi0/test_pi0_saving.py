@@ -20,7 +20,7 @@ from policies.pi0 import sizes
 from policies.pi0.config import own_sizes
 from policies.pi0.files import load_network, save_directory
 from tests.policies import conformance
-from tests.policies.pi0.cases import DELTA, GOLDEN, NO_STATE, SPEC, TURNED, inputs_of, make
+from tests.policies.pi0.cases import GOLDEN, NO_STATE, SPEC, TURNED, inputs_of, make
 
 
 def test_a_network_for_the_noise_is_saved_and_may_be_new(tmp_path: Path) -> None:
@@ -85,20 +85,6 @@ def test_what_no_weight_depends_on_may_differ(tmp_path: Path) -> None:
     assert torch.equal(*(p.act(inputs_of(SPEC, 2, seed=1), None).chunk for p in (other, same)))
     with pytest.raises(PolicyError, match="architecture.transforms"):
         load_into(make("pi0", transforms=[TURNED]), tmp_path / "saved")
-
-
-def test_a_policy_that_an_earlier_version_saved_converts_as_it_did(tmp_path: Path) -> None:
-    policy, inputs = make("pi0", transforms=[TURNED, DELTA]), inputs_of(SPEC, 2, seed=1)
-    save(policy, tmp_path / "saved")
-    path = tmp_path / "saved" / "policy" / "config.json"
-    config = json.loads(path.read_text())
-    del config["architecture"]["transforms"]
-    config["architecture"] |= {"rotate_images": True, "delta_dims": 6}
-    path.write_text(json.dumps(config))
-    assert torch.equal(load(tmp_path / "saved").act(inputs, None).chunk, policy.act(inputs, None).chunk)
-    load_into(policy, tmp_path / "saved")
-    with pytest.raises(PolicyError, match="architecture.transforms"):
-        load_into(make("pi0"), tmp_path / "saved")
 
 
 def test_units_of_demonstrations_are_adopted_and_saved(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
     git clone https://github.com/Lifelong-Robot-Learning/LIBERO /tmp/LIBERO
     python tests/embodied/demonstrations/recordings/make_robomimic.py /tmp/LIBERO/scripts /tmp/libero-recorded
 
-The episodes are those of `policies.waypoints.hand`, a script, on libero/libero_spatial/0, acting in LIBERO's own
+The episodes are those of `policies.scripted.libero`, a script, on libero/libero_spatial/0, acting in LIBERO's own
 environment under robosuite's `DataCollectionWrapper`; no person holds a space mouse. What writes is LIBERO's:
 `gather_demonstrations_as_hdf5` of collect_demonstration.py, and then robomimic 0.2.0's convert_robosuite.py.
 
@@ -33,7 +33,7 @@ import numpy as np
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[3]))
 
-from policies.waypoints import hand  # noqa: E402
+from policies.scripted import libero  # noqa: E402
 from sim_farm.backends.libero.package import assets, prepare  # noqa: E402
 from sim_farm.backends.libero.physics import LiberoPhysics  # noqa: E402
 from sim_farm.backends.libero.tasks import find_task  # noqa: E402
@@ -66,7 +66,7 @@ def record(scripts: Path, out: Path, seeds: list[int]) -> None:
         env.reset()
         held = steps = 0
         while held < HOLD and steps < 200:
-            env.step(np.clip(hand.act(state_of(env), find_task(TASK).instruction), -1, 1))
+            env.step(np.clip(libero.act(state_of(env), find_task(TASK).instruction), -1, 1))
             held = held + 1 if env._check_success() else 0
             steps += 1
         print("seed", seed, "steps", steps, "solved", env._check_success())

@@ -1,0 +1,233 @@
+"""Write docs/cli.md, docs/settings.md and the tables of docs/architecture.md from the command line, the configuration's
+schema and the modules' docstrings.
+
+    python docs/reference.py            (or `make docs`)
+
+A test fails where they are out of date.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import inspect
+import re
+import textwrap
+import types
+import typing
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from embodied.cli import VERBS
+from embodied.config.schema import Config
+
+FOLDER = Path(__file__).resolve().parent
+ROOT = FOLDER.parent
+PACKAGES = ("embodied", "sim_farm", "policies", "schedulers")
+MODULES = "<!-- modules: written by docs/reference.py -->"
+"""What follows in docs/architecture.md is generated."""
+NOTE = "<!-- Written by docs/reference.py: change the source, then run `make docs`. -->"
+CLI = """
+`embodied VERB --help` says the same. Verbs that take CONFIG or RUN take every [setting](settings.md) as an option
+(`--loss.clip 0.1`), and every verb takes `--json FILE`. CONFIG is a file of `configs/` (`embodied train` lists them)
+or the path of one; RUN is a run's folder, or its name below `runs/`.
+
+Exit status: 0 done; 1 a failure of ours, with a traceback (of `doctor`: something is missing); 2 a mistake that the
+message says how to mend; 130 interrupted.
+"""
+SETTINGS = """
+Every setting with its default. A YAML file says what differs (`loss: {clip: 0.1}`), the command line overrides it
+(`--loss.clip 0.1`), and a run saves all of them in `config.yaml`.
+"""
+EXAMPLES = {
+    "train": (
+        ("embodied train CONFIG --loss.clip 0.1 --seed 3", "any setting can be given"),
+        ("embodied train CONFIG --name N --resume auto", "goes on with a run, or begins it"),
+        ("embodied train CONFIG --seeds 1 2 3", "once with each seed, and a page with the mean curve and its interval"),
+        ("embodied train CONFIG --sweep optim.policy_lr=1e-4,3e-4", "once with each value of a setting"),
+        ("embodied train CONFIG --eval.every 10", "evaluates every tenth checkpoint and keeps the best"),
+        ("embodied train CONFIG --plan.mode auto", "measures, plans, trains"),
+        ("embodied train CONFIG --cluster HOST:PORT", "on a Ray cluster"),
+        ("embodied train CONFIG --policy.replicas 4 --optim.ranks 4 --farm.groups 8", "more policy workers, ranks"),
+    ),
+    "sft": (
+        ("embodied sft CONFIG --data FOLDER|ORG/NAME ...", "learns from ours or any LeRobot dataset (3.x, 2.1, 2.0)"),
+    ),
+    "eval": (
+        ("embodied eval RUN", "100 unseen episodes with the 95% interval"),
+        ("embodied eval RUN --eval.tasks libero/libero_spatial --eval.protocol openvla-oft", "a published protocol"),
+        ("embodied eval RUN --against RUN2", "both on the same episodes, their difference, a film of it"),
+        ("embodied eval RUN --eval.instruction TEXT", "another instruction than the task's"),
+        ("embodied eval CONFIG --policy.path FOLDER|ORG/NAME@REVISION", "a checkpoint of others"),
+    ),
+    "record": (
+        ("embodied record RUN --out FOLDER --episodes 50 --only-successes", "demonstrations in LeRobot's layout"),
+    ),
+    "import": (
+        ("embodied import SOURCE --out FOLDER", "ManiSkill, LIBERO, robomimic, RLDS; RLinf's and verl's shards"),
+    ),
+    "profile": (("embodied profile CONFIG --out profile.json", "every component alone, beside others, sharing cores"),),
+    "plan": (("embodied plan CONFIG --profile profile.json --cluster FILE", "for this machine or one that you lack"),),
+    "compare": (("embodied compare CONFIG", "collocated, disaggregated and hybrid: measured beside predicted"),),
+    "bench": (
+        (
+            "embodied bench farm --task maniskill/PushCube-v1 --cameras 1 --chunk 8",
+            "env steps/s beside peers and limits",
+        ),
+        ("embodied bench transport", "frames through slots, pipe, queue and Ray's store, beside memcpy"),
+        ("embodied bench policy --model openvla-7b --random-weights", "actions/s, latency, memory, beside the limit"),
+        ("embodied bench learner --model pi0 --random-weights", "samples/s of an update"),
+    ),
+    "inspect": (("embodied inspect FOLDER|CHECKPOINT", "a table, a contact sheet, histograms of actions"),),
+    "reward": (("embodied reward FOLDER ... --out CLASSIFIER", "a success classifier for reward.classifier"),),
+    "export": (("embodied export RUN --out FOLDER", "a directory of OpenVLA, openpi or LeRobot, adapter merged"),),
+    "report": (("embodied report RUN RUN ...", "one page; of several runs curves with bands over seeds"),),
+    "doctor": (("embodied doctor", "what is missing, with commands"),),
+}
+
+
+def cli_page() -> str:
+    """The page of verbs: what each does, examples, and its own options."""
+    lines = [f"# The command line\n\n{NOTE}\n{CLI}"]
+    for verb, (name, first) in VERBS.items():
+        module = importlib.import_module(f"embodied.commands.{name}")
+        about = (inspect.getdoc(module) or "").splitlines()[0].partition(": ")[2].rstrip(".")
+        lines += [f"## {verb}", "", f"`embodied {verb}{' ' + first if first else ''}`: {about}.", ""]
+        lines += ["| command | does |", "|---|---|"]
+        lines += [f"| `{command.replace('|', chr(92) + '|')}` | {does} |" for command, does in EXAMPLES[verb]]
+        lines.append("")
+        arguments = getattr(module, "Arguments", None)
+        for kind in typing.get_args(arguments) or ((arguments,) if arguments else ()):
+            kind = typing.get_args(kind)[0] if typing.get_args(kind) else kind
+            several = verb == "bench"
+            lines += [f"`{verb} {kind.__name__.removeprefix('Bench').lower()}`", ""] if several else []
+            lines += [*_options(kind), ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _options(kind: Any) -> list[str]:
+    docs = _attribute_docs(kind)
+    hints = typing.get_type_hints(kind)
+    lines = ["| option | default | meaning |", "|---|---|---|"]
+    for field in dataclasses.fields(kind):
+        if field.name in ("settings", "json"):
+            continue
+        given = field.default is dataclasses.MISSING or field.default is tyro.MISSING
+        positional = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        name = field.name.upper() if positional else "--" + field.name.replace("_", "-")
+        default = "required" if given else _shown(field.default)
+        meaning = docs.get(field.name, "")
+        choices = _choices(hints[field.name])
+        lines.append(f"| `{name}` | {default} | {_cell(meaning)}{f' One of {choices}.' if choices else ''} |")
+    return lines
+
+
+def settings_page() -> str:
+    """The page of settings: every key of the schema with its default and its meaning."""
+    lines = [f"# Settings\n\n{NOTE}\n{SETTINGS}"]
+    sections = [(name, field) for name, field in Config.model_fields.items() if _section(field) is not None]
+    lines += ["## The run", "", *_settings("", Config), ""]
+    for name, field in sections:
+        model = _section(field)
+        assert model is not None
+        own = inspect.getdoc(model) if model.__doc__ else None
+        lines += [f"## {name}", ""]
+        if own and "docstring" not in own and own != inspect.getdoc(BaseModel):
+            lines += [_cell(own), ""]
+        lines += [*_settings(f"{name}.", model), ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _settings(prefix: str, model: type[BaseModel]) -> list[str]:
+    lines = ["| setting | default | meaning |", "|---|---|---|"]
+    for name, field in model.model_fields.items():
+        if _section(field) is None:
+            choices = _choices(field.annotation)
+            more = f" One of {choices}." if choices else ""
+            lines.append(f"| `{prefix}{name}` | {_shown(field.default)} | {_cell(field.description or '')}{more} |")
+    return lines
+
+
+def _section(field: FieldInfo) -> type[BaseModel] | None:
+    kind = field.annotation
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+
+
+def _choices(kind: Any) -> str:
+    """The values of a literal type, also within a union or a tuple; empty for another type."""
+    if typing.get_origin(kind) is Literal:
+        return ", ".join(f"`{value}`" for value in typing.get_args(kind))
+    if typing.get_origin(kind) in (typing.Union, types.UnionType, tuple, typing.Annotated):
+        return next(filter(None, map(_choices, typing.get_args(kind))), "")
+    return ""
+
+
+def _attribute_docs(kind: Any) -> dict[str, str]:
+    """The strings under the fields of a class, its bases included."""
+    found: dict[str, str] = {}
+    for base in reversed(kind.__mro__[:-1]):
+        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body  # type: ignore[attr-defined]
+        for field, after in zip(body, body[1:], strict=False):
+            if (
+                isinstance(field, ast.AnnAssign)
+                and isinstance(after, ast.Expr)
+                and isinstance(after.value, ast.Constant)
+            ):
+                found[ast.unparse(field.target)] = inspect.cleandoc(str(after.value.value))
+    return found
+
+
+def _shown(value: Any) -> str:
+    if value is None or value == () or value == {}:
+        return "none"
+    if isinstance(value, (tuple, list)):
+        return " ".join(f"`{item}`" for item in value)
+    return f"`{value}`".replace("|", "\\|")
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def architecture_page() -> str:
+    """The page of the tree: its own text, with the tables of modules written anew."""
+    text = (FOLDER / "architecture.md").read_text()
+    return text.partition(MODULES)[0] + MODULES + "\n" + "\n".join(_modules())
+
+
+def _modules() -> list[str]:
+    """A table for each folder: its modules with the first sentence of their docstrings."""
+    lines = list[str]()
+    for package in PACKAGES:
+        for folder in (ROOT / package, *sorted(path for path in (ROOT / package).rglob("*") if path.is_dir())):
+            modules = [path for path in sorted(folder.glob("*.py")) if path.name != "__init__.py"]
+            if not modules:
+                continue
+            name = folder.relative_to(ROOT)
+            lines += ["", f"### {name}/", "", _sentence(folder / "__init__.py"), "", "| module | what |", "|---|---|"]
+            lines += [f"| [{path.name}](../{name}/{path.name}) | {_cell(_sentence(path))} |" for path in modules]
+    return [*lines, ""]
+
+
+def _sentence(path: Path) -> str:
+    """The first sentence of the module's docstring; empty where there is none."""
+    text = (ast.get_docstring(ast.parse(path.read_text())) if path.is_file() else "") or ""
+    about = " ".join(text.partition("\n\n")[0].split())
+    return re.split(r"(?<=[.!?]) (?=[A-Z`])", about)[0]
+
+
+PAGES = {"cli.md": cli_page, "settings.md": settings_page, "architecture.md": architecture_page}
+
+
+def main() -> None:
+    for name, page in PAGES.items():
+        (FOLDER / name).write_text(page())
+
+
+if __name__ == "__main__":
+    main()

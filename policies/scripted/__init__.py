@@ -1,0 +1,1 @@
+"""Policies without training: controllers that follow a script, replayed actions, random actions."""

@@ -1,0 +1,97 @@
+"""A normal distribution around what a small network says: the policy of state-based benchmarks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from policies.contract import Action, Evaluation, Inputs, Policy, PolicyError, PolicySpec
+from policies.layers import (
+    checked_noise,
+    checked_widths,
+    counted_mean,
+    gaussian_entropy,
+    gaussian_log_prob,
+    mlp,
+    only_counted,
+)
+from policies.small.encoders import Normalizer, vector
+
+
+class GaussianMLP(Policy):
+    """Chunk ~ N(mean(state), exp(log_std)^2), element by element. Reads `state` alone.
+
+    Actor and critic are separate tanh networks on the normalised state: `value_head` is the whole critic. The
+    actor's last layer is small, so that the first mean is near zero; log_std is a parameter [C, A] that does
+    not depend on the state. `noise` [B, C * A] is the z of mean + std z. `trace["action"]` is the chunk.
+    """
+
+    kind = "gaussian_mlp"
+
+    def __init__(
+        self,
+        spec: PolicySpec,
+        *,
+        widths: Sequence[int] = (256, 256, 256),
+        critic_widths: Sequence[int] | None = None,
+        initial_log_std: float = -1.0,
+    ) -> None:
+        """`critic_widths` None: as the actor's."""
+        super().__init__()
+        if spec.state_dim < 1:
+            raise PolicyError("gaussian_mlp reads the state: spec.state_dim must be at least 1, got 0")
+        self.spec = spec
+        self.noise_dim = spec.chunk * spec.action_dim
+        self.widths = checked_widths("widths", widths)
+        critic_widths = self.widths if critic_widths is None else critic_widths
+        self.critic_widths = checked_widths("critic_widths", critic_widths)
+        self.initial_log_std = float(initial_log_std)
+        self.normalizer = Normalizer(spec.state_dim)
+        self.actor = mlp(spec.state_dim, self.widths, self.noise_dim, last_gain=0.01)
+        self.log_std = nn.Parameter(torch.full((spec.chunk, spec.action_dim), self.initial_log_std))
+        self.value_head = mlp(spec.state_dim, self.critic_widths, 1, last_gain=1.0)
+
+    @torch.no_grad()  # as fast as inference_mode here, and what it returns may enter `evaluate`'s graph
+    def act(self, inputs: Inputs, noise: Tensor | None) -> Action:
+        state = self._state(inputs)
+        mean = self._mean(state)
+        chunk = mean
+        if noise is not None:
+            z = checked_noise(noise, self.noise_dim).view_as(mean)
+            chunk = torch.addcmul(mean, z, self.log_std.exp())
+        log_prob = gaussian_log_prob(chunk, mean, self.log_std)
+        return Action(chunk, log_prob, self.value_head(state).squeeze(-1), {"action": chunk})
+
+    def evaluate(self, inputs: Inputs, trace: Mapping[str, Tensor]) -> Evaluation:
+        state = self._state(inputs)
+        log_prob = gaussian_log_prob(trace["action"], self._mean(state), self.log_std)
+        entropy = gaussian_entropy(self.log_std).expand_as(log_prob)
+        return Evaluation(log_prob, entropy, self.value_head(state).squeeze(-1))
+
+    def imitate(self, inputs: Inputs, actions: Tensor, counted: Tensor, noise: Tensor) -> Tensor:
+        """Minus the log-likelihood under the present spread, which stays: reinforcement learning explores with it."""
+        mean = self._mean(self._state(inputs))
+        return counted_mean(-gaussian_log_prob(only_counted(actions, counted), mean, self.log_std.detach()), counted)
+
+    @torch.no_grad()
+    def value(self, inputs: Inputs) -> Tensor:
+        return self.value_head(self._state(inputs)).squeeze(-1)
+
+    def observe(self, inputs: Inputs) -> None:
+        self.normalizer.observe(vector(inputs, "state", self.spec.state_dim))
+
+    def architecture(self) -> dict[str, Any]:
+        return {
+            "widths": list(self.widths),
+            "critic_widths": list(self.critic_widths),
+            "initial_log_std": self.initial_log_std,
+        }
+
+    def _state(self, inputs: Inputs) -> Tensor:
+        return self.normalizer(vector(inputs, "state", self.spec.state_dim))
+
+    def _mean(self, state: Tensor) -> Tensor:
+        return self.actor(state).view(-1, self.spec.chunk, self.spec.action_dim)
