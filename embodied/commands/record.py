@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import tyro
 from rich import print as show
 
+from embodied.config.files import RUNS
 from embodied.config.schema import Config
 from embodied.demonstrations.writer import DatasetWriter, new_folder
 from embodied.errors import UserError
@@ -21,7 +22,7 @@ from embodied.execution.replay import in_order, replayers_of
 from embodied.execution.session import Session, open_session
 from embodied.reporting.live import steps
 from embodied.rollout.evaluator import EpisodeResult, Evaluator, run_to_end
-from embodied.run.folder import RUNS, find_run, whole_checkpoint, with_init
+from embodied.run.folder import find_run, whole_checkpoint, with_init
 from embodied.runtime.handles import Handle
 from embodied.training.preflight import check_evaluation
 from embodied.workflows.context import policy_spec, task_spec

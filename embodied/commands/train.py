@@ -1,4 +1,7 @@
-"""`embodied train`: train, evaluate, film, report; several seeds or settings one after the other."""
+"""`embodied train`: train, evaluate, film, report; several seeds or settings one after the other.
+
+Its functions import what computes, so that a mistake in the arguments is answered before torch is imported.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,10 @@ from typing import Annotated, Any, Literal
 import tyro
 from rich import print as show
 
-from embodied.commands.evaluate import finish_run
-from embodied.config.files import all_settings, parse_config
+from embodied.config.files import RUNS, all_settings, parse_config
 from embodied.config.schema import Config
 from embodied.errors import UserError, nearest
-from embodied.execution.session import open_session
 from embodied.files import parse_yaml
-from embodied.reporting.runs_page import write_runs_page
-from embodied.run.folder import RUNS, begun_from, open_run_folder
-from embodied.training import loop
-from embodied.training.preflight import check_training
 
 
 @dataclass(frozen=True)
@@ -62,6 +59,10 @@ def train_variants(
 
     Nothing begins before all of them are known to be possible; with `resume` each goes on where it was.
     """
+    from embodied.reporting.runs_page import write_runs_page
+    from embodied.run.folder import begun_from
+    from embodied.training.preflight import check_training
+
     every = variants(config, source, seeds, sweep)
     for variant in every:
         check_training(begun_from(variant, runs_dir, resume))
@@ -86,6 +87,12 @@ def train_variants(
 
 def train_run(config: Config, source: str, runs_dir: Path, resume: bool) -> dict[str, Any]:
     """Train, evaluate, film, report. Returns the result as plain data."""
+    from embodied.commands.evaluate import finish_run
+    from embodied.execution.session import open_session
+    from embodied.run.folder import begun_from, open_run_folder
+    from embodied.training import loop
+    from embodied.training.preflight import check_training
+
     config = begun_from(config, runs_dir, resume)
     check_training(config)
     with open_run_folder(config, source, runs_dir, resume, "rl") as (run_dir, found), open_session(config) as session:

@@ -32,8 +32,7 @@ from embodied.evaluation.provenance import (
     together,
     trained_sentence,
 )
-from embodied.execution.assignment import configured
-from embodied.execution.farm_specs import farm_spec
+from embodied.execution.assignment import configured, farm_spec
 from embodied.execution.makers import make_evaluator
 from embodied.execution.recovery import Recovery, until_done
 from embodied.execution.session import Session

@@ -20,8 +20,7 @@ import numpy as np
 from embodied.config.schema import Config
 from embodied.errors import UserError
 from embodied.execution.acting_workers import check_replicas, hosts_of, replicas_of, start_policy_workers, uses_replicas
-from embodied.execution.assignment import Assignment
-from embodied.execution.farm_specs import frame_rows, memory_rounds, run_specs
+from embodied.execution.assignment import Assignment, frame_rows, memory_rounds, run_specs
 from embodied.execution.hand_over import HandOver, hand_over_of
 from embodied.execution.learner_ranks import place_ranks, ranks_of, saved_by_ranks, update_of_ranks
 from embodied.execution.makers import make_component

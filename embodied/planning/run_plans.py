@@ -16,8 +16,7 @@ from embodied.errors import UserError
 from embodied.execution.assignment import Assignment, assign, configured
 from embodied.execution.session import Session
 from embodied.files import write_whole
-from embodied.planning.clusters import local_cluster, run_cluster, with_stand_ins
-from embodied.planning.components import leaving_home, planned_for
+from embodied.planning.clusters import leaving_home, local_cluster, planned_for, run_cluster, with_stand_ins
 from embodied.planning.profiler import profile_config, work_of
 from embodied.planning.replanning import Decision, Watch
 from embodied.workflows.context import task_spec

@@ -14,8 +14,7 @@ from embodied.config.schema import Config
 from embodied.errors import UserError
 from embodied.evaluation.protocol import protocol_of
 from embodied.execution.acting_workers import check_replicas
-from embodied.execution.assignment import Assignment, configured
-from embodied.execution.farm_specs import farm_spec, observation_rows, run_specs
+from embodied.execution.assignment import Assignment, configured, farm_spec, observation_rows, run_specs
 from embodied.execution.run_workers import check_workflow
 from embodied.planning.run_plans import check_plan_files
 from embodied.training.selection import selection_protocol
