@@ -46,8 +46,8 @@ run = evaluations.run  # the fixture
 @pytest.mark.parametrize(
     "how",
     [
-        {"farm": {"physics_workers": 2}},
-        {"farm": {"groups": 1}, "eval": {"num_envs": 4}},
+        pytest.param({"farm": {"physics_workers": 2}}, marks=pytest.mark.slow),
+        pytest.param({"farm": {"groups": 1}, "eval": {"num_envs": 4}}, marks=pytest.mark.slow),
         {"farm": {"groups": 4, "physics_workers": 2}, "eval": {"num_envs": 16}},
         pytest.param({"runtime": {"mode": "ray"}, "farm": {"physics_workers": 2}}, marks=pytest.mark.slow),
     ],

@@ -148,7 +148,7 @@ def test_a_group_in_parts_gives_the_same(spec: FarmSpec, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("shape", "when"),
     often(
-        [("pictures", "after"), ("drawn starts", "after"), ("states", "after")],
+        [("drawn starts", "after"), ("states", "after")],
         [(shape, when) for shape in SHAPES for when in ("before", "after")],
     ),
 )
