@@ -18,7 +18,7 @@ from embodied.execution.assignment import Assignment
 from embodied.execution.learner_ranks import collected_by_ranks
 from embodied.execution.roles import LearnerRole, Replica, RolloutRole, ScorerRole
 from embodied.execution.row_delivery import RowDelivery
-from embodied.learning.update_record import CollectStatistics
+from embodied.learning.learner import CollectStatistics
 from embodied.rollout.rollout_summary import EpisodePart, RolloutSummary
 from embodied.rollout.shared_loop import ReplicaFailed
 from embodied.run.trace import Span

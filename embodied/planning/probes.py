@@ -20,8 +20,8 @@ from embodied.errors import UserError
 from embodied.execution.assignment import HERE, Assignment, FarmAssignment, configured_devices
 from embodied.execution.iteration import Iteration, OnPolicy
 from embodied.execution.roles import RolloutRole
+from embodied.learning.learner import TrainedBytes
 from embodied.learning.offload import Switch
-from embodied.learning.update_record import TrainedBytes
 from embodied.workflows.recipes import Recipe, recipe_of
 from embodied.workflows.sizes import holds_shards, tasks_of
 from schedulers.profile import Exchange

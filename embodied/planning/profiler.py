@@ -18,15 +18,14 @@ from statistics import fmean, median, stdev
 import numpy as np
 
 from embodied.config.schema import Config
-from embodied.devices import accelerators
-from embodied.doctor.hardware import fingerprint
+from embodied.devices import accelerators, fingerprint
 from embodied.errors import UserError
 from embodied.execution.assignment import Assignment
 from embodied.execution.iteration import Iteration, OnPolicy, start_run
 from embodied.execution.roles import LearnerRole
 from embodied.execution.session import Session
+from embodied.learning.learner import TrainedBytes
 from embodied.learning.offload import Switch
-from embodied.learning.update_record import TrainedBytes
 from embodied.planning.components import ComponentRoles, roles_of
 from embodied.planning.probes import GpuDrawing, drawers_of, exchanges_of, gpu_drawing, probes_of
 from embodied.statistics import typical

@@ -11,7 +11,7 @@ from rich import print as show
 
 import schedulers
 from embodied.config.schema import Config
-from embodied.doctor.hardware import fingerprint
+from embodied.devices import fingerprint
 from embodied.errors import UserError
 from embodied.execution.assignment import Assignment, assign, configured
 from embodied.execution.makers import check_components

@@ -19,7 +19,7 @@ from embodied.devices import Affinity, decide, value_of
 from embodied.learning.offload import Offload, Switch
 from embodied.learning.weight_ends import WeightsTarget
 from embodied.learning.weights import check_weights
-from embodied.runtime.lent_tensors import LentTensors
+from embodied.runtime.shared_tensors import SharedTensors
 from embodied.trajectories.assembly import Decision
 from embodied.trajectories.batch import to_inputs
 from embodied.trajectories.memory import FrameCounts, MemoryLayout, MemoryShape, TrajectoryMemory
@@ -216,7 +216,7 @@ class ActingPolicy(WeightsTarget):
         """
         check_weights(self.policy, state)
         self._take(state)
-        if isinstance(state, LentTensors):
+        if isinstance(state, SharedTensors):
             state.require_unchanged()
         self.at_version(version)
 

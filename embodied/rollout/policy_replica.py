@@ -15,7 +15,7 @@ from embodied.learning.offload import Switch
 from embodied.learning.weights import map_weights
 from embodied.rollout.acting import ActingPolicy, FarmTasks, RolloutSettings, Shown
 from embodied.rollout.replica_desk import Answer, Asked, Desk
-from embodied.runtime.lent_tensors import LentTensors
+from embodied.runtime.shared_tensors import SharedTensors
 from embodied.workflows.context import WorkerContext
 from policies.contract import Policy
 
@@ -31,7 +31,7 @@ class PolicyReplica(ActingPolicy):
         self.rank = context.rank
         self._desk: Desk | None = None
         self._rollouts = 0
-        self._mapped: LentTensors | None = None
+        self._mapped: SharedTensors | None = None
         """The weights that it acts with, where they are another process's."""
 
     def use(self, desk: Desk) -> None:
@@ -67,7 +67,7 @@ class PolicyReplica(ActingPolicy):
 
     def _take(self, state: Mapping[str, Tensor]) -> None:
         # Where the learner's process has lent them, all replicas of the machine act with the same copy.
-        if isinstance(state, LentTensors):
+        if isinstance(state, SharedTensors):
             map_weights(self.policy, state)
             self._mapped = state
         else:

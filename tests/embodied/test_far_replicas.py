@@ -24,8 +24,8 @@ from embodied.execution.session import Session
 from embodied.rollout.acting import Shown
 from embodied.rollout.desk_relay import AnswerMessage, AskedMessage
 from embodied.runtime.groups import WorkerGroup
-from embodied.runtime.lent_tensors import Lender, LentOver
-from embodied.runtime.ray.lending import PART_BYTES
+from embodied.runtime.remote import CALL_BYTES
+from embodied.runtime.shared_tensors import Overwritten, TensorPublisher
 from policies.contract import Action, Inputs
 from sim_farm.contract import FarmError
 from tests.embodied import runs, test_replicas, test_weights
@@ -146,7 +146,7 @@ def test_nothing_but_messages_leaves_a_node(machines: Machines, ray: Session, tm
         here = mapped([os.getpid(), *(p.pid for p in ray.runtime._processes if not p.node and p.pid)])  # type: ignore[attr-defined]
         assert len(here) > 5 and not (first | second) & here
         assert len(first | second) == 2 and first & second, "two memories take turns, and both act with the newest"
-        assert all(path.stat().st_size > PART_BYTES for path in first)
+        assert all(path.stat().st_size > CALL_BYTES for path in first)
     assert not any(path.exists() for path in first), "shared memory is left behind"
 
 
@@ -224,23 +224,23 @@ def test_what_crosses_arrives_as_it_was() -> None:
 
 
 def test_what_is_lent_again_is_whole_or_not_there() -> None:
-    lender, other = (Lender() for _ in range(2))
+    lender, other = (TensorPublisher() for _ in range(2))
     tensors = {"x": torch.randn(1000), "y": torch.arange(3), "none": torch.empty(0)}
     try:
-        lent = lender.lend(tensors)
-        parts = [lender.part(lent.ticket, n, min(n + 100, lent.nbytes)) for n in range(0, lent.nbytes, 100)]
-        again = pickle.loads(pickle.dumps(other.lend_again(lent, parts)))
+        lent = lender.publish(tensors)
+        parts = [lender.part(lent.version, n, min(n + 100, lent.nbytes)) for n in range(0, lent.nbytes, 100)]
+        again = pickle.loads(pickle.dumps(other.publish_copy(lent, parts)))
         assert list(again) == list(tensors) and all(torch.equal(again[name], tensors[name]) for name in tensors)
         with pytest.raises(ZeroDivisionError):
-            other.lend_again(lent, (part if n < 20 else part[: 1 // 0] for n, part in enumerate(parts)))
+            other.publish_copy(lent, (part if n < 20 else part[: 1 // 0] for n, part in enumerate(parts)))
         again.require_unchanged()  # the other memory is half written
-        other.lend_again(lent, parts)
-        with pytest.raises(LentOver):
+        other.publish_copy(lent, parts)
+        with pytest.raises(Overwritten):
             again.require_unchanged()
-        lender.lend(tensors)
-        lender.lend(tensors)
-        with pytest.raises(LentOver, match="lent as number 1 has been written over"):
-            lender.part(lent.ticket, 0, 10)
+        lender.publish(tensors)
+        lender.publish(tensors)
+        with pytest.raises(Overwritten, match="version 1 of the shared tensors has been overwritten"):
+            lender.part(lent.version, 0, 10)
     finally:
         lender.close()
         other.close()

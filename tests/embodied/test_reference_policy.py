@@ -23,8 +23,8 @@ from embodied.execution.assignment import configured
 from embodied.execution.iteration import OnPolicy, start_run
 from embodied.execution.roles import LearnerRole, RolloutRole
 from embodied.execution.session import open_session
-from embodied.learning.microbatch import add_gradient
 from embodied.learning.reference import ReferenceWorker
+from embodied.learning.update import Denominators, LossFunction, micro_batch_loss
 from embodied.planning.run_plans import check_files
 from embodied.reporting.metrics import read
 from embodied.run.folder import begun_from
@@ -224,7 +224,8 @@ def test_the_loss_has_k3_of_every_unit_by_its_weight(unit: str, tmp_path: Path) 
         for coefficient in (0.0, pull):
             policy.zero_grad()
             settings = LossConfig(ratio_unit=unit, reference_kl=coefficient)  # type: ignore[arg-type]
-            share = add_gradient(policy, rows, settings, "chunk", True, 10.0, len(rows))
+            loss, share = micro_batch_loss(policy, rows, LossFunction(settings), Denominators(10.0, len(rows)))
+            loss.backward()  # type: ignore[no-untyped-call]
             gradients.append([p.grad.clone() for p in policy.actor_parameters() if p.grad is not None])
             reported = float(share.measured["reference_kl"])
         now = policy.evaluate(rows.inputs, rows.trace).log_prob

@@ -21,8 +21,8 @@ from embodied.execution.assignment import Assignment, assign, configured
 from embodied.execution.farm_specs import run_specs
 from embodied.execution.iteration import start_run
 from embodied.execution.session import Session, open_session
+from embodied.learning.learner import TrainedBytes
 from embodied.learning.offload import Switch
-from embodied.learning.update_record import TrainedBytes
 from embodied.planning import profiler as profiling
 from embodied.planning.probes import GpuDrawing, drawers_of, probes_of
 from embodied.planning.profiler import Measured, Probed

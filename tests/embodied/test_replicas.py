@@ -23,10 +23,10 @@ from embodied.execution.iteration import OnPolicy, start_run
 from embodied.execution.session import Session
 from embodied.rollout.policy_replica import PolicyReplica
 from embodied.rollout.policy_worker import PolicyWorker
-from embodied.runtime.deadlines import Deadline
 from embodied.runtime.groups import WorkerGroup
 from embodied.runtime.ray.runtime import RayRuntime
 from embodied.runtime.ray.workers import RayHandle
+from embodied.runtime.supervision import Deadline
 from embodied.workflows.context import WorkerContext
 from embodied.workflows.recipes import PPO, Recipe
 from policies.contract import Action, Inputs
