@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
@@ -13,12 +14,21 @@ Result = TypeVar("Result")
 
 
 class Caller(Protocol):
-    """Calls a worker in another process; it can be sent to workers.
+    """A handle that can be sent to other workers, which then call this one by themselves.
 
     Raises what the worker raises, `WorkerFailed` where it is gone and `WorkerTimeout` where it does not answer.
     """
 
+    @property
+    def name(self) -> str:
+        """The worker's name, for messages and the trace."""
+        ...
+
     def call(self, method: Callable[..., Result], *args: Any) -> Result: ...
+
+    def submit(self, method: Callable[..., Result], *args: Any) -> Future[Result]:
+        """Start the method. The future raises as `call` does, and has no deadline; callbacks run in another thread."""
+        ...
 
 
 T = TypeVar("T")

@@ -226,6 +226,14 @@ class TrajectoryMemory:
             found[place].copy_(every[row], non_blocking=True)
         return {name: found[:, i] for i, name in enumerate(self.shape.cameras)}
 
+    def view_frames(self, rows: np.ndarray) -> dict[str, Tensor]:
+        """uint8 [n, H, W, 3] for each camera, at rows of the frame memory: a view where rows follow each other, else a
+        copy."""
+        assert self.frames is not None
+        found = self.frames.view(rows)
+        every = torch.from_numpy(self.frames.copy(rows) if found is None else found)
+        return {name: every[:, i] for i, name in enumerate(self.shape.cameras)}
+
     def _pin(self, frames: Tensor) -> None:
         """Let the GPU read the frames where they are, until this object is gone: whatever is mapped there later has
         other pages."""

@@ -18,8 +18,8 @@ from embodied.config.schema import Config
 from embodied.errors import UserError
 from embodied.learning.learner import Learner
 from embodied.planning.run_plans import check_files
-from embodied.rollout.acting import RolloutSettings
 from embodied.rollout.policy_worker import PolicyWorker
+from embodied.rollout.rollout_loop import RolloutSettings
 from embodied.trajectories.batch import HeldDecisions, Trajectories, join_columns
 from embodied.trajectories.memory import TrajectoryMemory
 from policies.contract import Action, Evaluation, Inputs, PolicySpec

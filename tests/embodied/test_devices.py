@@ -24,8 +24,8 @@ from embodied.execution.iteration import start_run
 from embodied.execution.session import open_session
 from embodied.learning.learner import Learner
 from embodied.learning.offload import Offload
-from embodied.rollout.acting import RolloutSettings
 from embodied.rollout.policy_worker import PolicyWorker
+from embodied.rollout.rollout_loop import RolloutSettings
 from embodied.run import checkpoint
 from embodied.runtime.ray.workers import _portable
 from embodied.trajectories.batch import HeldDecisions, Trajectories

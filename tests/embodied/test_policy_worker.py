@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import policies
-from embodied.rollout.acting import RolloutSettings
-from embodied.rollout.final_values import rows_for_finals
 from embodied.rollout.policy_worker import PolicyWorker
+from embodied.rollout.rollout_loop import RolloutSettings, rows_for_finals
 from embodied.trajectories.assembly import EndedEpisode
 from embodied.trajectories.batch import Trajectories
 from embodied.trajectories.memory import TrajectoryMemory

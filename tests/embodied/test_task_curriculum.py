@@ -18,8 +18,8 @@ from embodied.config.schema import AdvantageConfig
 from embodied.errors import UserError
 from embodied.execution.preflight import check_run
 from embodied.reporting.metrics import read
-from embodied.rollout.acting import RolloutSettings
 from embodied.rollout.policy_worker import PolicyWorker
+from embodied.rollout.rollout_loop import RolloutSettings
 from embodied.run import checkpoint
 from embodied.trajectories.assembly import EndedEpisode
 from embodied.trajectories.memory import TrajectoryMemory

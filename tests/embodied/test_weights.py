@@ -33,8 +33,7 @@ from embodied.learning.learner import Learner
 from embodied.learning.weight_ways import End, Way, way_between, ways_to
 from embodied.learning.weights import WrongWeights, check_weights, map_weights, trained
 from embodied.learning.weights_group import WeightsGroup
-from embodied.rollout.policy_replica import PolicyReplica
-from embodied.rollout.policy_worker import PolicyWorker
+from embodied.rollout.policy_worker import PolicyReplica, PolicyWorker
 from embodied.runtime.groups import WorkerGroup
 from embodied.runtime.ray.runtime import RayRuntime
 from embodied.runtime.shared_tensors import Overwritten, SharedTensors, TensorPublisher
@@ -61,7 +60,7 @@ def checksums(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 class Replica(PolicyReplica):
     def holds(self) -> tuple[dict[str, str], int]:
-        return checksums(trained(self.policy)), self._actor.version
+        return checksums(trained(self.policy)), self.version
 
     def doom(self) -> None:
         """Be killed when everything has arrived, before the others know."""
@@ -84,7 +83,7 @@ class Worker(PolicyWorker):
         return made
 
     def holds(self) -> tuple[dict[str, str], int]:
-        return checksums(trained(self.policy)), self._actor.version
+        return checksums(trained(self.policy)), self.version
 
 
 class LearnerRole(Learner):

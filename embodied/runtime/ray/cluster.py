@@ -239,16 +239,26 @@ def value_within(timeout_s: float, reference: Any, name: str, what: str) -> Any:
     """The reference's value, or the worker's own exception without Ray's wrapping. Raises `GetTimeoutError`."""
     try:
         return ray.get(reference, timeout=timeout_s)
-    except RayTaskError as error:
-        if isinstance(error.cause, RayActorError):  # an argument was the result of another worker, which is gone
-            raise WorkerFailed(f"a worker died before {name} had its result for {what!r}") from error
-        raise (error.cause if isinstance(error.cause, Exception) else error) from None
-    except RayActorError as error:
+    except (RayTaskError, RayActorError, ActorUnschedulableError) as error:
+        found = unwrapped(error, name, what)
+        raised_itself = isinstance(error, RayTaskError) and not isinstance(error.cause, RayActorError)
+        raise found from (None if raised_itself else error)
+
+
+def unwrapped(error: Exception, name: str, what: str) -> Exception:
+    """The exception that the worker `name` raised in its call `what`, without Ray's wrapping; `WorkerFailed` where its
+    process is gone."""
+    if isinstance(error, RayTaskError):
+        if isinstance(error.cause, RayActorError):  # the call was to have the result of another, whose worker is gone
+            return WorkerFailed(f"a worker died before {name} had its result for {what!r}")
+        return error.cause if isinstance(error.cause, Exception) else error
+    if isinstance(error, RayActorError):
         if error.actor_init_failed:
-            raise cannot_start(name, error) from error
-        raise WorkerFailed(f"{name} died during {what!r}: {str(error).splitlines()[0]}") from error
-    except ActorUnschedulableError as error:
-        raise WorkerFailed(f"{name} cannot start: its machine has left the cluster") from error
+            return cannot_start(name, error)
+        return WorkerFailed(f"{name} died during {what!r}: {str(error).splitlines()[0]}")
+    if isinstance(error, ActorUnschedulableError):
+        return WorkerFailed(f"{name} cannot start: its machine has left the cluster")
+    return error
 
 
 def cannot_start(name: str, error: RayActorError) -> WorkerFailed:

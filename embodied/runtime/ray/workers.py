@@ -11,6 +11,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -25,7 +26,7 @@ from embodied import progress
 from embodied.devices import release, to_host
 from embodied.runtime.handles import Handle
 from embodied.runtime.ranks import is_bound
-from embodied.runtime.ray.cluster import HERE, LOOK_S, RayCluster, value_within
+from embodied.runtime.ray.cluster import HERE, LOOK_S, RayCluster, unwrapped, value_within
 from embodied.runtime.remote import CALL_BYTES, require_software, slices, software
 from embodied.runtime.shared_tensors import SharedTensors, TensorPublisher
 from embodied.runtime.supervision import MemoryChecks, Wait
@@ -187,6 +188,20 @@ class RayCaller:
     def call(self, method: Callable[..., R], *args: Any) -> R:
         found: R = self.result(self.actor.run.remote(self.name, method.__name__, *args), method.__name__)
         return found
+
+    def submit(self, method: Callable[..., R], *args: Any) -> Future[R]:
+        result: Future[R] = Future()
+
+        def settle(done: Future[R]) -> None:
+            error = done.exception()
+            if error is None:
+                result.set_result(done.result())
+            else:
+                own = unwrapped(error, self.name, method.__name__) if isinstance(error, Exception) else error
+                result.set_exception(own)
+
+        self.actor.run.remote(self.name, method.__name__, *args).future().add_done_callback(settle)
+        return result
 
     def result(self, reference: Any, method: str) -> Any:
         """The result of a call. Raises `WorkerTimeout` where it does not arrive in time, `WorkerFailed` where the
