@@ -183,6 +183,7 @@ def classifier(demos: Dataset, tmp_path_factory: pytest.TempPathFactory) -> tupl
     return out, command.run(command.Arguments((demos.folder,), out, steps=80))
 
 
+@pytest.mark.slow
 def test_solved_frames_of_held_out_episodes_are_told_from_others(classifier: tuple[Path, dict[str, Any]]) -> None:
     said = classifier[1]
     assert said["episodes"] == EPISODES
@@ -190,6 +191,7 @@ def test_solved_frames_of_held_out_episodes_are_told_from_others(classifier: tup
     assert said["roc_area"] > 0.85 and said["balanced_accuracy"] > 0.75
 
 
+@pytest.mark.slow
 def test_only_the_last_frames_of_solved_episodes_are_positive(demos: Dataset) -> None:
     labelled = read_labelled((demos.folder, demos.folder), 2)
     assert len(labelled.positive) == 2 * len(demos)

@@ -133,7 +133,7 @@ WAYS: dict[str, tuple[str, Assignment, str, Way | None]] = {
     "shown to one": ("ray", APART, "GPU memory to 1", Way.GPU_MEMORY),
 }
 """Runtime, assignment, path, and the way where it is not what is chosen for processes without GPUs."""
-OFTEN = ("one process", "to three processes")
+OFTEN = ("one process",)
 BESIDE_GPUS = {
     "on one GPU": (1, "cuda:0", "GPU memory to 1"),
     "from GPU to GPU": (2, "cuda:1", "broadcast to 1"),
