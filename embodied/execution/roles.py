@@ -14,10 +14,8 @@ from typing import ClassVar, Protocol
 import numpy as np
 from torch import Tensor
 
-from embodied.learning.gpu_memory import GpuTensors
 from embodied.learning.learner import CollectStatistics, TrainedBytes
 from embodied.learning.offload import Switch
-from embodied.learning.weight_ways import End
 from embodied.rollout.desks import Desks
 from embodied.rollout.replica_desk import Desk
 from embodied.rollout.rollout_summary import EpisodePart, RolloutSummary
@@ -30,25 +28,13 @@ from policies.contract import Policy
 
 
 class PolicyRole(Protocol):
-    """Holds the policy that acts."""
+    """Infers actions with its policy. The `WeightsLoader` of weight sync."""
 
     def layout(self) -> MemoryLayout: ...
 
     def share(self, policy: Policy) -> None: ...
 
     def load_weights(self, state: Mapping[str, Tensor], version: int) -> None: ...
-
-    def whereabouts(self) -> End: ...
-
-    def join_for_weights(self, address: str, rank: int, names: tuple[str, ...], timeout_s: float) -> None: ...
-
-    def can_map(self, sample: GpuTensors | None) -> bool:
-        """Whether it can map what a learner shows."""
-        ...
-
-    def take_weights(self, shown: GpuTensors | None, version: int) -> None:
-        """`load_weights` of what a learner on this machine's GPUs hands out."""
-        ...
 
     def at_version(self, version: int) -> None: ...
 
@@ -116,7 +102,7 @@ class ScorerRole(Protocol):
 
 
 class LearnerRole(Protocol):
-    """Holds the policy that is trained. Where it is several ranks, all of them are asked everything, in one order."""
+    """Updates the policy. The `WeightsPublisher` of weight sync. All ranks receive the same calls in the same order."""
 
     takes: ClassVar[frozenset[str]]
 
@@ -138,24 +124,6 @@ class LearnerRole(Protocol):
 
     def weights(self) -> dict[str, Tensor]:
         """What was trained; nothing on other ranks than the first."""
-        ...
-
-    def whereabouts(self) -> End: ...
-
-    def listen_for_weights(self, names: tuple[str, ...]) -> str: ...
-
-    def join_for_weights(self, address: str, timeout_s: float) -> None: ...
-
-    def hand_out(self, shows: bool) -> GpuTensors | None:
-        """`weights` for those that `take_weights`."""
-        ...
-
-    def show_sample(self) -> GpuTensors:
-        """Something for others on its GPU to try to map, until `withdraw`."""
-        ...
-
-    def withdraw(self) -> None:
-        """They have taken them."""
         ...
 
     def shares_policy(self) -> bool:

@@ -32,7 +32,7 @@ from embodied.errors import UserError
 from embodied.learning.offload import Offload, Switch
 from embodied.learning.parallel import ReplicatedPolicy, values_of
 from embodied.learning.update import LossFunction, Update, make_optimizer, metrics_of
-from embodied.learning.weight_ends import WeightsSource
+from embodied.learning.weight_sync import WeightsPublisher
 from embodied.run import checkpoint
 from embodied.run.background_writer import BackgroundWriter, Written
 from embodied.runtime.ranks import LOOPBACK, Ranks
@@ -87,7 +87,7 @@ class _Collected:
     seconds: float = 0.0
 
 
-class Learner(WeightsSource):
+class Learner(WeightsPublisher):
     """Owner of the policy that is trained, and of its optimiser. `collect` each part of a rollout, then `finish`."""
 
     takes: ClassVar[frozenset[str]] = frozenset({"trajectories", "episodes"})
@@ -314,7 +314,7 @@ class Learner(WeightsSource):
         try:
             self.saved()
         finally:
-            self.leave_takers()
+            self.close_broadcast()
             self.ranks.leave()
 
     # --- device memory

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from embodied.devices import Affinity, decide, value_of
 from embodied.learning.offload import Offload, Switch
-from embodied.learning.weight_ends import WeightsTarget
-from embodied.learning.weights import check_weights
+from embodied.learning.weight_sync import WeightsLoader, check_weights
 from embodied.runtime.lent_tensors import LentTensors
 from embodied.trajectories.assembly import Decision
 from embodied.trajectories.batch import to_inputs
@@ -179,7 +178,7 @@ FarmTasks: TypeAlias = Farm | FarmAddress
 """A farm's tasks: of one that is attached, or of one that may be out of reach."""
 
 
-class ActingPolicy(WeightsTarget):
+class ActingPolicy(WeightsLoader):
     """What every worker that acts has: a policy for a farm's tasks, and how its weights change."""
 
     def __init__(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from embodied import progress
 from embodied.learning.offload import Switch
-from embodied.learning.weights import map_weights
+from embodied.learning.weight_sync import map_weights
 from embodied.rollout.acting import ActingPolicy, FarmTasks, RolloutSettings, Shown
 from embodied.rollout.replica_desk import Answer, Asked, Desk
 from embodied.runtime.lent_tensors import LentTensors
