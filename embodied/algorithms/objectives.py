@@ -1,4 +1,4 @@
-"""What an update makes smaller, of decisions under the present weights: the objectives that workflows name.
+"""Objectives: loss functions of the policy, by the names that workflows use.
 
 Like the losses of `ppo.py`, each is a sum over units; the caller divides.
 """
@@ -31,7 +31,7 @@ BEHAVIOUR_BOUND = 2.0
 MAX_DRIFT = 0.5
 """Norm of an action's change of velocity, beyond which it is shortened (pi-StepNFT's code)."""
 Objective = Callable[[Evaluation, Rows, LossConfig, Units], PolicyLoss]
-"""(decisions under the present weights, what is known of them, settings, the units that count) to the loss."""
+"""(evaluation of the rows under the present weights, the rows, settings, the units that count) -> the loss."""
 
 
 def ratio(new: Evaluation, rows: Rows, settings: LossConfig, places: Units) -> PolicyLoss:
@@ -76,4 +76,4 @@ def decoupled(rows: Rows, log_prob: Tensor, unit: RatioUnit) -> Rows:
 
 
 OBJECTIVES: dict[str, Objective] = {"ratio": ratio, "contrast": contrast}
-"""By the names that workflows use."""
+"""Objectives by the names that workflows use."""

@@ -28,7 +28,7 @@ from embodied.execution.acting_workers import (
 )
 from embodied.execution.assignment import Assignment
 from embodied.execution.farm_specs import frame_rows, memory_rounds, run_specs
-from embodied.execution.learner_ranks import place_ranks, ranks_of, saved_by_ranks, update_of_ranks
+from embodied.execution.learner_ranks import ranks_of, saved_by_ranks, start_ranks, update_of_ranks
 from embodied.execution.makers import make_component
 from embodied.execution.roles import LearnerRole, PolicyRole, RolloutRole, ScorerRole
 from embodied.execution.rollouts import Rollouts, RolloutsInParts, SentTrajectories, SpanRecorder
@@ -163,7 +163,7 @@ def start_workers(
     rows = partial(frame_rows, config, assignment.ahead)
     with session.farm(specs, assignment.farms, rows) as farm:
         base = _context(config, run_dir, farm, assignment)
-        learner = place_ranks(session, recipe.after_rollout[-1], base, assignment)
+        learner = start_ranks(session, recipe.after_rollout[-1], base, assignment)
         # Ranks that hold shards have no policy to share with workers in their processes.
         whole = learner.size == 1 or all(learner.call_all(LearnerRole.shares_policy))
         assignment = replace(assignment, hosts=hosts_of(config, assignment if whole else replace(assignment, hosts=())))

@@ -1,4 +1,8 @@
-"""What scorers have in common: parts of an iteration's trajectories come in, are worked on, and go out in order."""
+"""Scorers: workers between rollout and learner that add to trajectories. `ReferenceWorker` adds log-probs of a frozen
+policy, `RewardWorker` replaces the simulator's rewards by a function's or a classifier's.
+
+Parts of an iteration's trajectories leave a scorer in the order in which they came.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +28,11 @@ from policies.contract import Policy, PolicySpec
 
 
 class Scorer:
-    """A scorer: it stands between policy and learner. Subclasses define `make` and `work`."""
+    """Base of scorers. Subclasses define `make` and `work`."""
 
     takes: ClassVar[frozenset[str]] = frozenset({"trajectories", "episodes"})
     makes: ClassVar[frozenset[str]] = takes
-    """Hands on what it was given: whole rollouts, or parts of whole episodes."""
+    """What edges to and from a scorer may carry: whole rollouts, or parts of whole episodes."""
     adds: ClassVar[frozenset[str]] = frozenset()
     """Fields of `Trajectories` that are None before it, and filled after."""
 
@@ -38,37 +42,42 @@ class Scorer:
 
     @classmethod
     def check(cls, config: Config) -> None:
-        """Raise `UserError` for settings that it cannot work with. Asked before any worker is started."""
+        """Raise `UserError` for settings that the scorer cannot work with. Called before any worker is started."""
 
     def work(self, batch: Trajectories) -> Trajectories:
-        """The trajectories with what this component adds. It must not write into the tensors that it is given."""
+        """The trajectories with the scores added. Must not write into the tensors of `batch`."""
         raise NotImplementedError
 
     def receive(self, batch: Trajectories, iteration: int) -> float:
-        """Work on a part of an iteration's trajectories; the seconds that it took."""
+        """Score a part of an iteration's trajectories. Returns the seconds that it took."""
         begin = time.monotonic()
         with self._affinity.applied():
             self._ready.append(self.work(batch))
         return time.monotonic() - begin
 
     def trajectories(self) -> Trajectories:
-        """The oldest part that was worked on and not yet handed out."""
+        """The oldest scored part that was not returned yet."""
         return self._ready.popleft()
 
     def share(self, policy: Policy) -> None:
-        """The learner is in this process. Who needs no policy has no use for its."""
+        """Use the policy of the learner, which is in this process. Ignored by scorers without a policy."""
 
 
-# --- The reference worker: says how likely the policy that training began with finds what was decided.
+# --- the reference policy
 
 
 class ReferenceWorker(Scorer):
-    """Fills `Trajectories.reference_log_prob`."""
+    """Fills `Trajectories.reference_log_prob` from the policy that training began with.
+
+    The loss draws the policy towards it (`loss.reference_kl`). In the learner's process, with an adapter that is new in
+    this run, the reference is the learner's own policy without the adapter, and takes no memory. Otherwise it is a
+    frozen copy.
+    """
 
     adds: ClassVar[frozenset[str]] = frozenset({"reference_log_prob"})
 
     def __init__(self, context: WorkerContext, policy: Policy | None) -> None:
-        """`policy` as training begins with it; None: `share` will give one."""
+        """`policy`: the one that training begins with; None if `share` is called later."""
         super().__init__(context.affinity)
         self._context = context
         self._policy = None if policy is None else policy.requires_grad_(False)
@@ -78,7 +87,7 @@ class ReferenceWorker(Scorer):
 
     @classmethod
     def make(cls, context: WorkerContext) -> ReferenceWorker:
-        """The reference worker of a run, new or resumed: what it began with follows from the configuration."""
+        """The reference worker of a run, new or resumed: the configuration determines the first policy."""
         return cls(context, context.policy())
 
     @classmethod
@@ -92,7 +101,7 @@ class ReferenceWorker(Scorer):
             )
 
     def share(self, policy: Policy) -> None:
-        """Use the learner's policy, which has learned nothing yet, if what it is now can be had from it later on."""
+        """Use the learner's untrained policy, if its present state can be had from it later; else a copy."""
         self._shared = policy.has_new_adapter
         if self._shared:
             self._policy = policy
@@ -102,8 +111,8 @@ class ReferenceWorker(Scorer):
             self._policy = own.requires_grad_(False)
 
     def work(self, batch: Trajectories) -> Trajectories:
-        """`reference_log_prob` [T, B, C, A] of the decisions that were taken; those of others are zero."""
-        assert self._policy is not None, "the worker was made to be given a policy by share"
+        """The trajectories with `reference_log_prob` [T, B, C, A], zero for masked decisions."""
+        assert self._policy is not None, "a reference worker without a policy is given one by share"
         taken = batch.mask.flatten().nonzero()[:, 0]
         found = torch.zeros_like(batch.log_prob.flatten(0, 1))
         with torch.no_grad(), self._as_it_began(self._policy):
@@ -120,7 +129,7 @@ class ReferenceWorker(Scorer):
         return policy.without_adapter() if self._shared else nullcontext()
 
 
-# --- The reward worker: judges what decisions led to from frames and instructions, in the simulator's stead.
+# --- rewards from frames and instructions
 
 
 Judge = Callable[[Mapping[str, Tensor], Sequence[str]], Any]
@@ -128,12 +137,19 @@ Judge = Callable[[Mapping[str, Tensor], Sequence[str]], Any]
 
 
 class RewardWorker(Scorer):
-    """Replaces `Trajectories.reward` and `step_reward`."""
+    """Replaces `Trajectories.reward` and `step_reward` by a reward model's, from frames and instructions.
+
+    A decision is judged by the observation of the environment's next decision. Where none follows in the trajectories,
+    since the episode or the rollout ends, it is judged by its own observation, the last that was rendered for the
+    policy. The judgement is the decision's whole reward, credited to the last of its executed actions. Successes and
+    ends of episodes stay the simulator's.
+    """
 
     def __init__(
         self, judge: Judge, threshold: float | None, rows: int, device: torch.device, affinity: Affinity | None = None
     ) -> None:
-        """`rows` are judged at once (0: all), with their frames on the device."""
+        """`rows` are judged at once (0: all), with their frames on the device. `threshold`: rewards are 1 from there on,
+        else 0; None: they are what the judge returns."""
         super().__init__(affinity)
         self._judge, self._threshold, self._rows, self._device = judge, threshold, rows, device
 
@@ -153,7 +169,7 @@ class RewardWorker(Scorer):
 
     @classmethod
     def check(cls, config: Config) -> None:
-        """Raise `UserError` unless it has one thing to judge by, which is there, and something to look at."""
+        """Raise `UserError` unless there is exactly one reward model, and the frames and instructions that it reads."""
         reward = config.reward
         if (reward.function is None) == (reward.classifier is None):
             given = "neither is" if reward.function is None else "both are"
@@ -174,7 +190,7 @@ class RewardWorker(Scorer):
             SuccessClassifier.load(config.reward.classifier_folder)
 
     def work(self, batch: Trajectories) -> Trajectories:
-        """The trajectories with what the judge says as their rewards."""
+        """The trajectories with the judge's rewards."""
         reward = torch.where(batch.mask, self._of_outcomes(batch), 0.0)
         step_reward = batch.step_reward
         if step_reward is not None:
@@ -183,17 +199,17 @@ class RewardWorker(Scorer):
         return replace(batch, reward=reward, step_reward=step_reward)
 
     def _of_outcomes(self, batch: Trajectories) -> Tensor:
-        """[T, B] judgements of what each decision led to."""
+        """[T, B] judgements of the observation after each decision."""
         taken = batch.mask.flatten().nonzero()[:, 0]
-        said = torch.zeros(batch.mask.numel())
+        scores = torch.zeros(batch.mask.numel())
         for rows in taken.split(self._rows or max(len(taken), 1)):
-            said[rows] = self._judged(batch, rows)
+            scores[rows] = self._judged(batch, rows)
             progress.report()
         if self._threshold is not None:
-            said = (said >= self._threshold).float()
-        said = said.view_as(batch.reward)
+            scores = (scores >= self._threshold).float()
+        scores = scores.view_as(batch.reward)
         follows = batch.mask[1:] & ~(batch.terminated | batch.truncated)[:-1]
-        return torch.cat([torch.where(follows, said[1:], said[:-1]), said[-1:]])
+        return torch.cat([torch.where(follows, scores[1:], scores[:-1]), scores[-1:]])
 
     def _judged(self, batch: Trajectories, rows: Tensor) -> Tensor:
         inputs = batch.decisions.select(rows).inputs(self._device)
@@ -221,7 +237,7 @@ def function_of(name: str) -> Judge:
 
 
 def _classifier_of(config: Config, spec: PolicySpec) -> SuccessClassifier:
-    """The configuration's classifier, if it can look at what the policy sees."""
+    """The configuration's classifier. Raises `UserError` unless its frames are like the policy's."""
     folder = config.reward.classifier_folder
     assert folder is not None
     found = SuccessClassifier.load(folder)
