@@ -148,7 +148,7 @@ class RewardWorker(Scorer):
     def __init__(
         self, judge: Judge, threshold: float | None, rows: int, device: torch.device, affinity: Affinity | None = None
     ) -> None:
-        """`rows` are judged at once (0: all), with their frames on the device. `threshold`: rewards are 1 from there on,
+        """`rows` are judged at once (0: all), with their frames on the device. `threshold`: rewards are 1 from it on,
         else 0; None: they are what the judge returns."""
         super().__init__(affinity)
         self._judge, self._threshold, self._rows, self._device = judge, threshold, rows, device
