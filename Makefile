@@ -21,7 +21,7 @@ READY := .venv/.ready-$(HASH)
 
 # Lint, types and tests start dozens of processes, which share compiled modules.
 export PYTHONDONTWRITEBYTECODE :=
-PYTEST := .venv/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+PYTEST := .venv/bin/python -m pytest -n 2 --no-loadscope-reorder
 
 .PHONY: train learn test test-all lint docs setup system wheelhouse clean distclean
 

@@ -28,8 +28,8 @@ from embodied.bench.settings import show_and_write
 from embodied.config.files import parse_config, save_config
 from embodied.execution.recovery import FILE
 from embodied.reporting.metrics import read
-from sim_farm import faults
-from sim_farm.faults import Fault
+from sim_farm.workers import faults
+from sim_farm.workers.faults import Fault
 
 RAISED = (
     ("physics 0", "step"), ("physics 1", "step"), ("physics 1", "reset"), ("policy", "rollout"),

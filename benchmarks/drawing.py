@@ -18,7 +18,7 @@ import numpy as np
 import tyro
 
 from embodied.bench.settings import show_and_write
-from sim_farm.backends import maniskill
+from sim_farm.backends.maniskill import simulator
 from sim_farm.contract import EpisodeSpec, Renderer, TaskSpec, UInt8
 
 UNMEASURED = 5
@@ -40,7 +40,7 @@ class Arguments:
 
 def scenes_of(spec: TaskSpec, count: int) -> list[UInt8]:
     """Those of an episode of random actions."""
-    physics, rng = maniskill.ManiSkillPhysics(spec), np.random.default_rng(0)
+    physics, rng = simulator.ManiSkillPhysics(spec), np.random.default_rng(0)
     scenes = [physics.reset(EpisodeSpec(seed=0)).scene]
     while len(scenes) < count:
         scenes.append(physics.step(rng.uniform(-1, 1, (1, physics.info.action_dim)).astype(np.float32)).scene)
@@ -58,11 +58,11 @@ def draw(renderer: Renderer, scene: UInt8) -> tuple[float, bytes]:
 
 def measure(spec: TaskSpec, scenes: list[UInt8]) -> dict[str, float]:
     """Each scene by both, one after the other. Raises `SystemExit` where their pixels differ."""
-    as_sapien_does = mock.patch.object(maniskill, "light_cameras", nullcontext)
+    as_sapien_does = mock.patch.object(simulator, "light_cameras", nullcontext)
     with as_sapien_does:
-        stock = maniskill.ManiSkillRenderer(spec)
+        stock = simulator.ManiSkillRenderer(spec)
     pairs = []
-    with closing(maniskill.ManiSkillRenderer(spec)) as ours, closing(stock):
+    with closing(simulator.ManiSkillRenderer(spec)) as ours, closing(stock):
         for scene in scenes:
             mine = draw(ours, scene)
             with as_sapien_does:  # a task that draws its geometry makes cameras for it

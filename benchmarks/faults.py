@@ -33,8 +33,8 @@ from embodied.reporting.metrics import read
 from embodied.run import checkpoint
 from embodied.run.folder import prepare_run
 from embodied.training.loop import train
-from sim_farm import faults
-from sim_farm.faults import Fault
+from sim_farm.workers import faults
+from sim_farm.workers.faults import Fault
 
 ITERATIONS = 5
 PATIENT_S, IMPATIENT_S, SLOW_S = 240.0, 20.0, 40.0
@@ -83,7 +83,7 @@ PHASES = {
     ("pictures", "render 0"): DRAWN,
     ("states", "policy"): {"make": 1, "begin": 1, "rollout": 3, "load_weights": 3},
     ("states", "learner"): {"make": 1, "collect": 3, "finish": 3, "weights": 2, "save": 2},
-    ("several", "policy 1"): {"make": 1, "load_weights": 3, "serve": 3},
+    ("several", "policy 1"): {"make": 1, "load_weights": 3, "decide_request": 3},
     ("several", "learner 1"): {"make": 1, "join": 1, "collect": 3, "finish": 3, "weights": 2, "save": 2},
     **{(name, "physics 0"): {"start": 1, "reset": 1, "step": 40} for name in SIMULATORS},
     **{(name, "render 0"): DRAWN for name in SIMULATORS},

@@ -24,7 +24,7 @@ from embodied.trajectories.assembly import Decision, assemble, table_of_decision
 from embodied.trajectories.batch import join_inputs
 from embodied.trajectories.memory import MemoryLayout, MemoryShape, TrajectoryMemory
 from policies.contract import Action, Inputs
-from sim_farm.frame_memory import FrameMemory
+from sim_farm.shared_memory.frame_memory import FrameMemory
 
 ENVS, DECISIONS, SIZE, GROUPS, TOKENS = 64, 80, 224, 2, 7
 INSTRUCTION = "pick up the red cube and move it to the green goal"

@@ -74,7 +74,7 @@ def _run(verb: str, arguments: list[str]) -> int:
     module = _module(verb, name)
     if verb == "doctor":  # all that is imported below may be what it has to say is missing
         return module.main(arguments)
-    from embodied.reporting.results import write_json
+    from embodied.files import write_json
     from policies.contract import PolicyError
     from schedulers.errors import PlanError
     from sim_farm.contract import FarmError

@@ -353,9 +353,10 @@ def merged_state(model: AdaptedModel) -> dict[str, Tensor]:
     """
     state = plain_state(model)
     for name, module in model.named_modules():
-        if hasattr(module, "get_delta_weight"):
+        delta: Any = getattr(module, "get_delta_weight", None)
+        if delta is not None:
             key = model.checkpoint_name(f"{name}.weight")
-            state[key] = (state[key].float() + module.get_delta_weight(NAME).float()).to(state[key].dtype)
+            state[key] = (state[key].float() + delta(NAME).float()).to(state[key].dtype)
     return state
 
 

@@ -119,8 +119,8 @@ def memory_differs(cluster: Cluster) -> bool:
 def by_memory(cluster: Cluster) -> list[Cluster]:
     """The cluster, and the same without the devices that have less memory than some size.
 
-    A node of little memory can cost more than it adds where every device of a placement has to hold the same. The head
-    node keeps its devices.
+    A node of little memory can cost more than it adds where every device of a placement needs the same. The head node
+    keeps its devices.
     """
     result = [
         _of_at_least(cluster, cores, accelerators)

@@ -111,7 +111,7 @@ def _pools(plan: Plan, considered: Sequence[Plan], profile: Profile) -> list[str
 
 
 def _nodes(plan: Plan, considered: Sequence[Plan], workflow: Workflow, cluster: Cluster) -> list[str]:
-    """Use of the nodes beside the head node, or why they are not used."""
+    """Use of the other nodes than the head node, or why they are not used."""
     away = [node.name for node in cluster.nodes if node.name != cluster.head_node]
     if cluster.head_node is None or not away:
         return []

@@ -101,7 +101,7 @@ class Phase:
     """Items per micro-batch that flows along the phase's `micro_batch` edges.
 
     A component outside the loops that such an edge touches makes `items / micro_batch` calls an iteration, and passes
-    each micro-batch on when it is done with it. Micro-batches hold the items in their order: by episode of the
+    each micro-batch on when it is done with it. Micro-batches contain the items in their order: by episode of the
     environments, then by task, then by environment. The number divides the workflow's items and is a multiple of the
     `unit` of every edge that it flows along. All items: one micro-batch.
     """

@@ -222,9 +222,7 @@ def check_numbers(profile: Profile) -> None:
     for name, component in every:
         other = component.other_pool
         if other is not None and (other.pool == component.pool or other.other_pool is not None or not other.points):
-            raise PlanError(
-                f"profile: `other_pool` of {name!r} holds its times on the other pool than {component.pool}"
-            )
+            raise PlanError(f"profile: `other_pool` of {name!r} is its profile on the other pool than {component.pool}")
         for point in component.points:
             if point.batch < 1 or point.devices < 1 or not 0 <= point.seconds < math.inf:
                 raise PlanError(

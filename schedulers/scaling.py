@@ -49,15 +49,15 @@ class Scaling:
 
     def __str__(self) -> str:
         if math.isinf(self.one_iteration_s):
-            beside = f"{self.accelerators} accelerators; one has too little memory"
+            compared = f"{self.accelerators} accelerators; one has too little memory"
         else:
-            beside = (
+            compared = (
                 f"{self.accelerators} accelerators are {self.speed_up:.3g} times as fast as one with its share of the "
                 f"cores: an efficiency of {self.efficiency:.0%}"
             )
         most = sorted(self.gains, key=lambda name: -self.gains[name])[:2]
         halves = " and ".join(f"{self.gains[name]:.0%} with {name} in half the time" for name in most)
-        return f"Predicted: {beside}. The bottleneck is {self.bottleneck}: an iteration would take less by {halves}."
+        return f"Predicted: {compared}. The bottleneck is {self.bottleneck}: an iteration would take less by {halves}."
 
 
 def scaling(plan: Plan, workflow: Workflow, profile: Profile, cluster: Cluster) -> Scaling:

@@ -241,7 +241,7 @@ def _check_memory(plan: Plan, workflow: Workflow, cluster: Cluster, profile: Pro
     """Per accelerator, and per node for cores. Without `unload` the components of all phases are loaded at once."""
     problem = Problem(workflow, profile, cluster)
     nodes = {node.name: node for node in cluster.nodes}
-    held: list[dict[Device, tuple[float, float]]] = []
+    loaded: list[dict[Device, tuple[float, float]]] = []
     shared = problem.shared_weights
     both = shared.devices(plan) if shared and not plan.unload else frozenset()
     for phase in plan.phases:
@@ -253,11 +253,11 @@ def _check_memory(plan: Plan, workflow: Workflow, cluster: Cluster, profile: Pro
             working = float(working_bytes(problem, model, names, np.array([placement.count]))[0])
             for device in one_by_one(placement.devices):
                 now[device] = (without if device in both else resident, working)
-        held.append(now)
+        loaded.append(now)
     limits = {name: (node.memory_bytes, node.accelerator_bytes) for name, node in nodes.items()}
-    for number in range(len(held)):
+    for number in range(len(loaded)):
         total: dict[Device, float] = {}
-        for i, other in enumerate(held):
+        for i, other in enumerate(loaded):
             if i == number or not plan.unload:
                 for key, (resident, working) in other.items():
                     total[key] = total.get(key, 0.0) + resident + (working if i == number else 0.0)

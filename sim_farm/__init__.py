@@ -6,14 +6,14 @@ farm = sim_farm.Farm.create(sim_farm.FarmSpec(...), sim_farm.InProcess())  # or 
 
 from __future__ import annotations
 
+from sim_farm.client.farm import Farm
+from sim_farm.client.observations import Observations
 from sim_farm.contract import EpisodeSpec, FarmError, Physics, PhysicsResult, Renderer, TaskInfo, TaskSpec
 from sim_farm.episodes import EndlessEpisodes, ListedEpisodes, evaluation_episodes
-from sim_farm.farm import Farm
-from sim_farm.frame_memory import FrameMemory
-from sim_farm.hosts import InProcess
-from sim_farm.layout import FarmSpec
-from sim_farm.observations import Observations
 from sim_farm.registry import make_physics, make_renderer
+from sim_farm.shared_memory.frame_memory import FrameMemory
+from sim_farm.shared_memory.layout import FarmSpec
+from sim_farm.workers.hosts import InProcess
 
 
 def make(task: str, cameras: int | tuple[str, ...] = 0, size: int = 128) -> tuple[Physics, Renderer]:

@@ -1,4 +1,4 @@
-"""Where files are kept that can be made again."""
+"""The folder of files that can be made again."""
 
 from __future__ import annotations
 

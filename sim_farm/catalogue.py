@@ -6,7 +6,7 @@ import importlib
 from dataclasses import dataclass
 from importlib import metadata
 
-from sim_farm.backends.maniskill_instructions import INSTRUCTIONS
+from sim_farm.backends.maniskill.instructions import INSTRUCTIONS
 from sim_farm.contract import FarmError, TaskFiles
 from sim_farm.registry import BACKENDS, backend, nearest
 
@@ -15,18 +15,18 @@ LIBERO_SUITES = {"libero_spatial": 10, "libero_object": 10, "libero_goal": 10, "
 
 @dataclass(frozen=True)
 class Entry:
-    """What is known of a simulator that is not imported."""
+    """Description of a simulator that is not imported."""
 
     tasks: tuple[str, ...]
-    """As its backend's `tasks()`, in the same order."""
+    """Names of its tasks, in the order of its backend's `tasks()`."""
     files: str | None = None
     """`module:function` that raises `FarmError` where files that all its tasks need are missing."""
     packages: tuple[str, ...] = ()
     """Distributions whose versions say which simulator it is."""
     own_files: bool = False
-    """Whether its tasks are defined by files of their own (`Backend.files`)."""
+    """True if its tasks are defined by files of their own (`Backend.files`)."""
     other_suites: str = ""
-    """What is said of a suite that it does not have."""
+    """Message for a suite that it does not have."""
 
 
 CATALOGUE = {
@@ -41,7 +41,7 @@ CATALOGUE = {
     "maniskill": Entry(tuple(INSTRUCTIONS), packages=("mani-skill", "sapien")),
     "tabletop": Entry(("reach", "reach_red", "reach_blue", "push", "pick_and_place"), packages=("mujoco",)),
 }
-"""By the name of the simulator. One of your own works without an entry: it is imported to be asked."""
+"""Description by simulator name. A simulator without an entry is imported instead."""
 
 
 def task_names(simulator: str) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""What a simulator is: the two halves every backend provides, and the data they exchange.
+"""The contract of simulators: the two halves every backend provides, and the data they exchange.
 
 A backend is one module with a `Physics` class (steps one environment; never draws a picture), a
 `Renderer` class (draws pictures of scenes; never steps), and a `BACKEND` that `registry.BACKENDS` names. The two
@@ -31,7 +31,7 @@ INSTRUCTION_BYTES = 256
 
 @dataclass(frozen=True)
 class TaskSpec:
-    """What the user asks for: a task and how it is to be simulated and observed."""
+    """A task, and how it is simulated and observed."""
 
     name: str
     """`<backend>/<task>`, for example `maniskill/PushCube-v1` or `tabletop/reach`."""
@@ -51,7 +51,7 @@ class TaskSpec:
     orientation: Orientation = "upright"
     """`upright`; `stock`: as the simulator's own environment returns it; `rotated`: that, turned by 180 degrees."""
     gripper: Gripper = "simulator"
-    """What the last action element means. `simulator`: what the simulator says; `binary`: its sign alone;
+    """Meaning of the last action element. `simulator`: the simulator's own; `binary`: its sign alone;
     `inverted`: in [0, 1], 1 opens, binarised at 0.5 (OpenVLA's family, in simulators whose +1 closes)."""
     ignore_terminations: bool = False
     """Episodes run to the step limit: neither success nor failure ends them. ManiSkill's name for it."""
@@ -59,7 +59,7 @@ class TaskSpec:
 
 @dataclass(frozen=True)
 class TaskInfo:
-    """What the backend answers: the sizes of everything that is exchanged, fixed for the task's lifetime."""
+    """The backend's description of a task: the sizes of everything that is exchanged, fixed for the task's lifetime."""
 
     spec: TaskSpec
     """The request with every None and count resolved."""
@@ -75,11 +75,11 @@ class TaskInfo:
     rest_action: tuple[float, ...] = ()
     """The action that leaves the robot where it is; empty where there is none. Physics that has one can settle."""
     init_states: int = 0
-    """How many recorded initial states the task has; 0: episodes begin from their seed alone."""
+    """Number of the task's recorded initial states; 0: episodes begin from their seed alone."""
     stock_upside_down: bool = False
-    """Whether row 0 of the simulator's own frames is the lowest."""
+    """True if row 0 of the simulator's own frames is the lowest."""
     stream: bool = False
-    """Whether a seed's random stream can run on over resets: episodes may have `resets` and `unseeded_resets`."""
+    """True if a seed's random stream can run on over resets: episodes may have `resets` and `unseeded_resets`."""
     digest: str | None = None
     """sha256 over the task's instruction and the files that define it; None in simulators that read none."""
 
@@ -101,7 +101,7 @@ class EpisodeSpec:
 
 @dataclass(frozen=True)
 class PhysicsResult:
-    """What the execution of a chunk (or a reset, with n = 0) yields. Arrays are the caller's to keep."""
+    """Result of executing a chunk (or of a reset, with n = 0). Arrays are the caller's to keep."""
 
     reward: Float32
     """[n] reward of each executed step."""
@@ -118,7 +118,7 @@ class PhysicsResult:
     scene: UInt8
     """[scene_bytes] raw bytes that, with the task, determine the picture exactly."""
     instruction: str
-    """What the robot is told to do; constant during an episode."""
+    """Instruction of the robot; constant during an episode."""
 
     @property
     def steps(self) -> int:
@@ -228,7 +228,7 @@ class TaskFiles:
 
 @dataclass(frozen=True)
 class Backend:
-    """What a backend module registers."""
+    """Entry of a backend in the registry."""
 
     name: str
     make_physics: Any
@@ -242,7 +242,7 @@ class Backend:
     files: Callable[[str], TaskFiles] | None = None
     """The files of the task `<backend>/<task>`; None: its tasks are all in the simulator's code."""
     drawn_by: Callable[[], tuple[str, str | None]] = lambda: ("unknown", None)
-    """What the renderers of this process draw on: its name, and its UUID or PCI address where it says one."""
+    """Device of this process's renderers: its name, and its UUID or PCI address if it has one."""
 
 
 class FarmError(Exception):

@@ -1,4 +1,4 @@
-"""What lies between a task and its backend: conventions of a benchmark's protocol (settling, the gripper's meaning,
+"""The layer between a task and its backend: conventions of a benchmark's protocol (settling, the gripper's meaning,
 rotation), and the check of all that enters.
 
 Backends know neither: every physics and renderer is wrapped (`registry`).

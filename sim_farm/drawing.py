@@ -25,7 +25,7 @@ SIZE, PICTURES = 128, 20
 
 @dataclass(frozen=True)
 class Drawn:
-    """What drew."""
+    """Device that drew."""
 
     asked: str
     name: str

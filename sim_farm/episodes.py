@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +32,7 @@ ANY = -1
 class Episodes(Protocol):
     @property
     def starts(self) -> int:
-        """From how many starts episodes begin; 0: each from a seed of its own."""
+        """Number of starts that episodes begin from; 0: each has a seed of its own."""
         ...
 
     def spec(self, env: int, episode: int, start: int = ANY) -> EpisodeSpec | None:
@@ -86,7 +86,10 @@ class Starts:
 class TrainingEpisodes(ABC):
     """Episodes that are determined by seeds of their own, and by the start where there are starts."""
 
-    begin: Starts
+    @property
+    @abstractmethod
+    def begin(self) -> Starts:
+        """Where episodes begin."""
 
     @property
     def starts(self) -> int:
@@ -96,7 +99,7 @@ class TrainingEpisodes(ABC):
         return self.begin.spec(self._seed(env, episode), start)
 
     def draw_start(self, env: int, episode: int, cumulative: Float64) -> int:
-        """Where the episode's seed, as a share of its range, falls."""
+        """Position of the episode's seed in its range, as a share of it."""
         share = self._seed(env, episode) / 2**31
         place = int(np.searchsorted(cumulative, share * cumulative[-1], side="right"))
         return min(place, len(cumulative) - 1)
@@ -155,9 +158,11 @@ class ListedEpisodes:
     specs: tuple[EpisodeSpec, ...]
     num_envs: int
     queues: tuple[tuple[int, ...], ...] | None = None
-    """Of each environment, the indices of `specs` that it runs, in order. None deals all of them out in turn."""
+    """Indices of `specs` that each environment runs, in order. None deals all of them out in turn."""
 
-    starts: ClassVar[int] = 0
+    @property
+    def starts(self) -> int:
+        return 0
 
     def spec(self, env: int, episode: int, start: int = ANY) -> EpisodeSpec | None:
         trial = self.trial(env, episode)

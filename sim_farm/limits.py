@@ -1,4 +1,4 @@
-"""What may enter a simulator: one check of tasks, episodes, actions and scenes for all backends.
+"""Limits of what enters a simulator: one check of tasks, episodes, actions and scenes for all backends.
 
 Nothing is broadcast, cut, or taken for something else: what is out of its range is refused before a simulator sees it.
 """

@@ -1,4 +1,4 @@
-"""From a task name such as `tabletop/reach` to the backend that simulates it."""
+"""The registry of simulators: from a task name such as `tabletop/reach` to its backend."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sim_farm.limits import check_task
 
 BACKENDS = {
     "libero": "sim_farm.backends.libero",
-    "maniskill": "sim_farm.backends.maniskill",
+    "maniskill": "sim_farm.backends.maniskill.simulator",
     "tabletop": "sim_farm.backends.tabletop",
 }
 """Name to module; each module defines `BACKEND`. A module is imported when one of its tasks is asked for."""
@@ -58,7 +58,7 @@ def make_renderer(spec: TaskSpec) -> Renderer:
 
 
 def _requested(spec: TaskSpec, found: Backend) -> TaskSpec:
-    """What the backend is asked for."""
+    """The task as the backend is asked for it."""
     return replace(plain(spec), reward=spec.reward or found.rewards[0])
 
 

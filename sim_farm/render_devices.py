@@ -32,11 +32,11 @@ CPU_REMEDY = (
 
 @dataclass
 class _Process:
-    """What this process draws on."""
+    """Device that this process draws on."""
 
     asked: RenderDevice | None = None
     drawing: bool = False
-    """Whether a display has been made: no other device can be asked for."""
+    """True if a display has been made: no other device can be asked for."""
 
 
 _process = _Process()
@@ -61,7 +61,7 @@ def ask(device: RenderDevice | None) -> None:
 
 
 def asked() -> RenderDevice | None:
-    """What this process was asked to draw on; None: whatever the driver gives."""
+    """Requested device of this process; None: the driver chooses."""
     return _process.asked
 
 
@@ -71,7 +71,7 @@ def drawing() -> None:
 
 
 def is_software(name: str) -> bool:
-    """Whether a renderer of that name draws on the CPU."""
+    """True if a renderer of that name draws on the CPU."""
     return SOFTWARE.search(name) is not None
 
 
@@ -98,7 +98,7 @@ class EglDevice:
     cuda: int | None
     """Its number by EGL_NV_device_cuda; None: no CUDA device of this process."""
     software: bool
-    """By EGL_MESA_device_software."""
+    """True if EGL_MESA_device_software says so."""
 
     def __str__(self) -> str:
         return "software" if self.software else "no CUDA device" if self.cuda is None else f"cuda:{self.cuda}"

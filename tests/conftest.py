@@ -6,15 +6,20 @@ import gc
 import os
 import signal
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 # Before NumPy and PyTorch are loaded, here and in processes that tests start: small matrices are fastest on one thread,
 # and the processes of a test run share the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Ray ends a worker process that has not registered after 60 s, which a busy machine needs to load Python.
+os.environ.setdefault("RAY_worker_register_timeout_seconds", "600")
 
-from sim_farm import memory  # noqa: E402
+from sim_farm.shared_memory import memory  # noqa: E402
 
 # A shell starts what it puts into the background with SIGINT ignored, and Python then leaves it so. Tests send
 # it to themselves.
@@ -22,22 +27,31 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 gc.disable()  # until `pytest_collection_finish`
 
-RAY = "ray"
-"""Name of the group of tests that share one Ray."""
+ROOT = Path(__file__).parent.parent
+RAY = "ray_runtime"
+"""Fixture of the Ray that files share."""
 
 
-@pytest.hookimpl(tryfirst=True)
+@cache
+def _group(file: str) -> str:
+    return RAY if RAY in (ROOT / file).read_text() else file
+
+
+class FilesTogether(LoadScopeScheduling):
+    """Gives each process of a test run whole files, because the tests of a file share what is expensive. All files that
+    use the shared Ray go to one process: Ray starts once for a test run."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return _group(nodeid.partition("::")[0])
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FilesTogether:
+    return FilesTogether(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Assign every test to a group, which one process runs (`--dist loadgroup`).
-
-    A file is a group, because its tests share what is expensive. All files that use the shared Ray are one group: Ray
-    is started once for a test run. That group comes first, because it takes longest.
-    """
-    shared = {item.path for item in items if "ray_runtime" in getattr(item, "fixturenames", ())}
-    items.sort(key=lambda item: item.path not in shared)  # stable: otherwise in pytest's order
-    for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(RAY if item.path in shared else item.location[0]))
+    """Put the tests that share Ray first: together they take longest."""
+    items.sort(key=lambda item: _group(item.location[0]) != RAY)  # stable: otherwise in pytest's order
 
 
 def pytest_collection_finish() -> None:

@@ -62,6 +62,16 @@ def test_every_source_file_that_a_page_names_exists(page: Path) -> None:
         assert (ROOT / name).is_file(), f"{_name(page)} names {name}, which does not exist"
 
 
+IMPORT = re.compile(r"^from ((?:embodied|sim_farm|policies|schedulers)[\w.]*) import ([\w, ]+)$", re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if IMPORT.search(page.read_text())], ids=_name)
+def test_every_name_that_a_page_imports_exists(page: Path) -> None:
+    for module, names in IMPORT.findall(page.read_text()):
+        for name in names.split(", "):
+            assert hasattr(importlib.import_module(module), name), f"{_name(page)} imports {name} from {module}"
+
+
 SECTIONS = {key.partition(".")[0] for key in all_settings() if "." in key}
 SETTING = re.compile(rf"`(?:--)?((?:{'|'.join(sorted(SECTIONS))})\.[a-z_.-]+)")
 OPTION = re.compile(r"(?<=[\s`])--([a-z][a-z0-9._-]*)")

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from embodied.algorithms.estimators import Rows
 from embodied.bench.flops import Costs, FlowCosts, nbytes
-from embodied.bench.generate import rows_of
 from embodied.bench.machine import Machine, Peak, finish, measure_machine, median, peak_memory, repeat
 from embodied.bench.models import (
     add_rates,
@@ -30,6 +29,7 @@ from embodied.bench.models import (
     measured_here,
     network_of,
     results_table,
+    rows_of,
 )
 from embodied.bench.settings import BenchLearner
 from embodied.config.schema import LossConfig, OptimConfig
@@ -53,7 +53,7 @@ class Case:
     checkpointing: bool
     """Activations are computed again in the backward pass rather than kept."""
     cached: bool
-    """What no trained weight enters is computed once for all epochs, before the time is taken."""
+    """True: features that depend on no trained weight are computed once for all epochs, outside the measured time."""
 
     @property
     def name(self) -> str:
@@ -162,7 +162,7 @@ def bench_learner(bench: BenchLearner) -> dict[str, Any]:
 
 
 def _options(bench: BenchLearner) -> dict[str, Any]:
-    """Of the policy: adapters are for OpenVLA; pi0's expert is trained, as published."""
+    """Options of the policy: adapters are for OpenVLA; pi0's expert is trained, as published."""
     return {} if bench.model in pi0_sizes.MODELS else {"lora_rank": bench.lora_rank, "gradient_checkpointing": True}
 
 

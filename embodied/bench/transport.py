@@ -19,8 +19,8 @@ from rich.table import Table
 
 from embodied.bench.settings import BenchTransport, provenance
 from embodied.reporting.live import steps
-from sim_farm.doorbell import Doorbell
-from sim_farm.memory import Block, Field
+from sim_farm.shared_memory.doorbell import Doorbell
+from sim_farm.shared_memory.memory import Block, Field
 
 SLOTS = 8
 """Messages in flight when the rate is measured."""
@@ -128,7 +128,7 @@ def _slots(shape: tuple[int, ...], count: int) -> Measured:
                     ask.ring()
                 _await(slots["written"], number + 1, answer)
                 view = slots["frames"][number % SLOTS]
-            return _summary(latencies, view.nbytes, count, time.perf_counter() - begin)
+            return _summary(latencies, slots["frames"][0].nbytes, count, time.perf_counter() - begin)
     finally:
         block.close()
 

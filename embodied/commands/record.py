@@ -25,9 +25,9 @@ from embodied.rollout.evaluator import EpisodeResult, Evaluator, run_to_end
 from embodied.run.folder import RUNS, find_run, whole_checkpoint, with_init
 from embodied.runtime.handles import Handle
 from embodied.workflows.context import policy_spec, task_spec
+from sim_farm.client.replay import ReplayedEpisode, Replayer
 from sim_farm.contract import EpisodeSpec
 from sim_farm.episodes import episode_seed
-from sim_farm.replay import ReplayedEpisode, Replayer
 
 DEMONSTRATION = 2
 """First word of the key of these episodes' seeds: neither training's nor evaluation's, which a policy that learns

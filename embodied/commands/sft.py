@@ -10,7 +10,7 @@ import tyro
 from rich import print as show
 
 from embodied import hub
-from embodied.commands.finish import finish_run
+from embodied.commands.evaluate import finish_run
 from embodied.config.schema import Config, SFTConfig
 from embodied.devices import release
 from embodied.errors import UserError
@@ -20,7 +20,7 @@ from embodied.execution.session import open_session
 from embodied.run.folder import RUNS, begun_from, find_run, open_run_folder, recorded_settings
 from embodied.training.sft import STAGE, imitate
 from embodied.workflows.context import task_spec
-from sim_farm.hosts import InProcess
+from sim_farm.workers.hosts import InProcess
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,8 @@ from embodied.execution.replay import in_order, replayers_of
 from embodied.execution.session import open_session
 from embodied.reporting.live import steps
 from embodied.runtime.handles import Handle
+from sim_farm.client.replay import Followed, Recording, Replayer
 from sim_farm.contract import Gripper, TaskInfo, TaskSpec
-from sim_farm.replay import Followed, Recording, Replayer
 
 WITHOUT_GRIPPER = ("DrawSVG-v1", "DrawTriangle-v1", "PushT-v1", "TwoRobotPickCube-v1", "TwoRobotStackCube-v1")
 """ManiSkill's tasks whose actions do not end with the one gripper's element."""

@@ -40,7 +40,7 @@ LARGEST_RECORD = 2**31 - 1
 DEEPEST = 32
 """Levels of features in features."""
 LARGEST_SIZE = 2**20
-"""Of one dimension of a feature."""
+"""Largest size of one dimension of a feature."""
 AGAIN = "download or build the dataset again"
 _TEMPLATE = "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}"
 
@@ -69,7 +69,7 @@ class Spec:
     dtype: str = ""
     """NumPy's name of the type."""
     shape: tuple[int | None, ...] = ()
-    """Of one value; None where it varies."""
+    """Shape of one value; None where it varies."""
     encoding: str = "none"
     """For numbers `none`, `bytes` or `zlib`: the latter two are one text per value."""
 
@@ -297,10 +297,10 @@ def _table() -> npt.NDArray[np.uint32]:
 def _zeros(length: int) -> npt.NDArray[np.uint32]:
     """[32] what each bit of a register becomes by so many zero bytes."""
     if length == 0:
-        return np.uint32(1) << np.arange(32, dtype=np.uint32)
+        return (np.uint32(1) << np.arange(32, dtype=np.uint32)).astype(np.uint32)
     if length == 1:
         bits = _zeros(0)
-        return _table()[bits & 0xFF] ^ (bits >> 8)
+        return np.bitwise_xor(_table()[bits & 0xFF], bits >> 8, dtype=np.uint32)
     half = _zeros(length // 2)
     twice = _multiplied(half, half)
     return _multiplied(_zeros(1), twice) if length % 2 else twice

@@ -1,12 +1,11 @@
-"""Who acts in a run: one policy worker, or replicas beside a worker that goes round with the farm.
+"""The policy workers of a run: one, which also steps the environments, or replicas and a rollout worker.
 
 There are replicas where there are several policy workers, or where the one is on another machine than the farm.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,22 +14,19 @@ from embodied.devices import Affinity
 from embodied.errors import UserError
 from embodied.execution.assignment import Assignment
 from embodied.execution.makers import make_component, make_loop, make_replica
-from embodied.execution.roles import LearnerRole, PolicyRole, Replica, RolloutRole
+from embodied.execution.roles import LearnerRole, PolicyRole, ReplicaRole, RolloutRole
 from embodied.execution.session import Session
-from embodied.rollout.acting import RolloutSettings
-from embodied.rollout.desk_relay import DeskRelay, FarDesk
-from embodied.rollout.desks import Desks
-from embodied.rollout.replica_desk import Desk, OwnDesk
-from embodied.rollout.shared_loop import TRACK
+from embodied.rollout.policy_worker import TRACK
+from embodied.rollout.replicas import ReplicaAddress
 from embodied.runtime.groups import WorkerGroup
-from embodied.trajectories.memory import MemoryLayout, TrajectoryMemory
+from embodied.trajectories.memory import TrajectoryMemory
 from embodied.workflows.context import WorkerContext
 from embodied.workflows.recipes import WorkflowComponent, recipe_of
-from sim_farm.farm import Farm
+from sim_farm.client.farm import Farm
 
 
 def replicas_of(config: Config, assignment: Assignment) -> int:
-    """Policy workers of a run: as the assignment says, and one where everything is in one process."""
+    """Number of policy workers of a run: as the assignment says, and one where everything is in one process."""
     inline = config.runtime.mode == "inline"
     return 1 if inline else len(assignment.components[recipe_of(config).loop[-1]])
 
@@ -42,8 +38,8 @@ def hosts_of(config: Config, assignment: Assignment) -> tuple[int | None, ...]:
     return assignment.hosts or (None,) * replicas_of(config, assignment)
 
 
-def acts_at_desks(places: Sequence[Affinity]) -> bool:
-    """Whether policy workers at these places are replicas, and somebody else goes round with the farm."""
+def uses_replicas(places: Sequence[Affinity]) -> bool:
+    """True if policy workers at these places are replicas, and a rollout worker steps the environments."""
     return len(places) > 1 or bool(places[0].node)
 
 
@@ -60,48 +56,32 @@ def check_replicas(config: Config, assignment: Assignment, groups: int) -> None:
 
 @dataclass(frozen=True)
 class ActingWorkers:
-    """Who acts."""
+    """The policy workers of a run, and the rollout worker of replicas."""
 
     workers: WorkerGroup[Any]
-    """The policy worker, which is the rollout_worker too; or the replicas."""
-    settings: RolloutSettings
-    places: tuple[Affinity, ...]
+    """The policy worker, which is the rollout worker too; or the replicas."""
+    near: tuple[int, ...] = ()
+    """Ranks of the replicas on the machine of the trajectory memory."""
     loop: WorkerGroup[RolloutRole] | None = None
-    """The rollout_worker of replicas."""
-    relay: WorkerGroup[DeskRelay] | None = None
-    """Sits at the desks of replicas on other machines."""
+    """The rollout worker of replicas."""
+
+    @property
+    def rollout_worker(self) -> WorkerGroup[RolloutRole]:
+        return self.loop or self.workers
 
     @property
     def helpers(self) -> tuple[WorkerGroup[Any], ...]:
-        """The workers beside those of the component."""
-        return tuple(group for group in (self.loop, self.relay) if group is not None)
+        """The workers that are not the component's."""
+        return () if self.loop is None else (self.loop,)
 
-    @contextmanager
-    def at_desks(self, farm: Farm, memory: TrajectoryMemory, layout: MemoryLayout, valued: bool) -> Iterator[None]:
-        """Within, the rollout_worker writes into the memory and reaches the replicas at desks; `valued`: they are asked for
-        values too."""
-        if self.loop is None:
-            rollout_worker: WorkerGroup[RolloutRole] = self.workers
-            rollout_worker.call(RolloutRole.use, memory, None)
-            yield
-            return
-        desks = Desks.create(self.workers.size, farm, layout, valued)
-        try:
-            own = [OwnDesk(farm, self.settings, rank, memory, desks) for rank in range(desks.replicas)]
-            at: list[Desk] = list(own)
-            if self.relay is not None:
-                away = [rank for rank, place in enumerate(self.places) if place.node]
-                self.relay.call(DeskRelay.use, {rank: own[rank] for rank in away})
-                for rank in away:
-                    at[rank] = FarDesk(rank, self.relay.handles[0].caller())
-            self.workers.scatter(Replica.use, [(desk,) for desk in at])
-            self.loop.call(RolloutRole.use, memory, desks)
-            yield
-        finally:
-            desks.close()
+    def use(self, memory: TrajectoryMemory) -> None:
+        """Write trajectories into the memory, and read frames there, from now on."""
+        if self.near:
+            self.workers.some(self.near).call_all(ReplicaRole.map_frames, memory)
+        self.rollout_worker.call(RolloutRole.use, memory)
 
 
-def place_acting(
+def start_policy_workers(
     component: WorkflowComponent,
     base: WorkerContext,
     session: Session,
@@ -109,8 +89,8 @@ def place_acting(
     farm: Farm,
     trained: WorkerGroup[LearnerRole],
 ) -> ActingWorkers:
-    """Who acts. Guests of the learner's ranks act with their policies."""
-    name, place, hosts = component.name, session.runtime.place_group, assignment.hosts
+    """Start the policy workers, and the rollout worker of replicas. Guests share policies of the learner's ranks."""
+    name, start, hosts = component.name, session.runtime.place_group, assignment.hosts
     count = replicas_of(base.config, assignment)
     context = replace(base, farm=session.reach(farm), ranks=count)
     places = assignment.components[name][:count]
@@ -118,18 +98,17 @@ def place_acting(
     def arguments(rank: int) -> tuple[WorkflowComponent, WorkerContext]:
         return component, replace(context, affinity=places[rank], rank=rank, shares=hosts[rank] is not None)
 
-    alone = not acts_at_desks(places)
+    alone = not uses_replicas(places)
     make, nodes = make_component if alone else make_replica, [each.node for each in places]
     beside = [None if host is None else trained.handles[host] for host in hosts]
-    group: WorkerGroup[Any] = place(name, make, count, arguments, beside=beside, nodes=nodes)
+    group: WorkerGroup[Any] = start(name, make, count, arguments, beside=beside, nodes=nodes)
     if assignment.guests:
         guests, owners = group.some(assignment.guests), trained.some(host for host in hosts if host is not None)
         guests.get(guests.pipe(PolicyRole.share, owners, LearnerRole.own_policy))
-    settings = RolloutSettings.of(context)
     if alone:
-        return ActingWorkers(group, settings, places)
-    names = [handle.name for handle in group.handles]
-    loop: WorkerGroup[RolloutRole] = place(TRACK, make_loop, 1, (component, replace(context, affinity=Affinity()), names))
-    away = sum(bool(node) for node in nodes)
-    relay = session.runtime.place_called(f"relay of {name}", DeskRelay, away) if away else None
-    return ActingWorkers(group, settings, places, loop, relay)
+        return ActingWorkers(group)
+    near = tuple(rank for rank, node in enumerate(nodes) if not node)
+    addresses = [ReplicaAddress(handle.caller(), rank in near) for rank, handle in enumerate(group.handles)]
+    at = component, replace(context, affinity=Affinity()), addresses
+    loop: WorkerGroup[RolloutRole] = start(TRACK, make_loop, 1, at)
+    return ActingWorkers(group, near, loop)

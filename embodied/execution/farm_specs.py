@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from embodied.config.schema import Config
 from embodied.execution.assignment import Assignment, FarmAssignment
-from embodied.rollout.final_values import rows_for_finals
+from embodied.rollout.rollout_loop import rows_for_finals
 from embodied.workflows.context import FINALS, bootstrap_of, task_spec
 from embodied.workflows.sizes import episodes_of, rounds_of, tasks_of
 from sim_farm.contract import TaskInfo
 from sim_farm.episodes import Episodes
-from sim_farm.layout import FarmSpec
+from sim_farm.shared_memory.layout import FarmSpec
 
 
 def farm_spec(config: Config, episodes: Episodes, farm: FarmAssignment, num_envs: int | None = None) -> FarmSpec:

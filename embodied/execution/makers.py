@@ -9,10 +9,11 @@ from typing import Any
 from embodied.config.schema import Config
 from embodied.errors import UserError
 from embodied.rollout.evaluator import Evaluator
+from embodied.rollout.replicas import ReplicaAddress
 from embodied.workflows.context import WorkerContext, make_policy
 from embodied.workflows.recipes import WorkflowComponent, recipe_of
 from policies.contract import Policy, PolicySpec
-from sim_farm.farm import Farm, FarmAddress
+from sim_farm.client.farm import Farm, FarmAddress
 
 
 def check_components(config: Config) -> None:
@@ -33,9 +34,9 @@ def make_replica(component: WorkflowComponent, context: WorkerContext) -> Any:
     return component.worker_class().make_replica(context)
 
 
-def make_loop(component: WorkflowComponent, context: WorkerContext, names: Sequence[str]) -> Any:
-    """The worker that goes round with the farm and hands groups to the replicas of these names."""
-    return component.worker_class().make_loop(context, names)
+def make_loop(component: WorkflowComponent, context: WorkerContext, replicas: Sequence[ReplicaAddress]) -> Any:
+    """The rollout worker of these replicas."""
+    return component.worker_class().make_loop(context, replicas)
 
 
 def make_evaluator(

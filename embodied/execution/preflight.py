@@ -18,11 +18,11 @@ from embodied.workflows.context import task_spec
 from embodied.workflows.recipes import recipe_of
 from embodied.workflows.sizes import check_starts, check_task_curriculum, episodes_of, tasks_of
 from policies import registry
-from sim_farm import memory
 from sim_farm.catalogue import check_task
+from sim_farm.client.task_farm import check_spec
 from sim_farm.episodes import EndlessEpisodes
-from sim_farm.frame_memory import nbytes_of
-from sim_farm.task_farm import check_spec
+from sim_farm.shared_memory import memory
+from sim_farm.shared_memory.frame_memory import nbytes_of
 
 _log = logging.getLogger(__name__)
 

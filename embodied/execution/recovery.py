@@ -22,8 +22,8 @@ from embodied.files import Lines
 from embodied.reporting.live import tell
 from embodied.runtime.api import RuntimeLost
 from embodied.runtime.supervision import Event, Replaced, State, Supervised
+from sim_farm.client.farm import WorkerFailed, WorkerTimeout
 from sim_farm.contract import FarmError
-from sim_farm.farm import WorkerFailed, WorkerTimeout
 
 R = TypeVar("R")
 

@@ -8,8 +8,8 @@ from typing import TypeVar
 
 from embodied.execution.session import Session
 from embodied.runtime.handles import Handle
+from sim_farm.client.replay import Replayer
 from sim_farm.contract import TaskSpec
-from sim_farm.replay import Replayer
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from embodied.learning.learner import CollectStatistics, TrainedBytes
 from embodied.learning.offload import Switch
-from embodied.rollout.desks import Desks
-from embodied.rollout.replica_desk import Desk
 from embodied.rollout.rollout_summary import EpisodePart, RolloutSummary
 from embodied.run.background_writer import Written
 from embodied.run.checkpoint import RunState
@@ -43,14 +41,10 @@ class PolicyRole(Protocol):
     def load_back(self) -> Switch: ...
 
 
-class Replica(PolicyRole, Protocol):
-    """Acts for the groups of environments that a rollout_worker hands it. See `PolicyReplica`."""
+class ReplicaRole(PolicyRole, Protocol):
+    """Decides for the groups of environments that a rollout worker sends. See `PolicyReplica`."""
 
-    def use(self, desk: Desk) -> None: ...
-
-    def serve(self) -> None:
-        """Until the present rollout of the rollout_worker is over."""
-        ...
+    def map_frames(self, memory: TrajectoryMemory) -> None: ...
 
 
 class RolloutRole(Protocol):
@@ -59,7 +53,7 @@ class RolloutRole(Protocol):
     makes: ClassVar[frozenset[str]]
     """What an edge from here may carry."""
 
-    def use(self, memory: TrajectoryMemory, desks: Desks | None = None) -> None: ...
+    def use(self, memory: TrajectoryMemory) -> None: ...
 
     def begin(self, snapshot: Mapping[str, np.ndarray] | None = None, rest: bool = False) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Rollouts of a run: started on the rollout worker and its replicas, awaited, and sent to the learner.
+"""Rollouts of a run: started on the rollout worker, awaited, and sent to the learner.
 
     rollout worker --trajectories--> scorers --trajectories--> learner, which estimates advantages
 
@@ -16,19 +16,16 @@ from typing import Any
 from embodied.config.schema import Config
 from embodied.execution.assignment import Assignment
 from embodied.execution.learner_ranks import collected_by_ranks
-from embodied.execution.roles import LearnerRole, Replica, RolloutRole, ScorerRole
+from embodied.execution.roles import LearnerRole, RolloutRole, ScorerRole
 from embodied.execution.row_delivery import RowDelivery
 from embodied.learning.learner import CollectStatistics
 from embodied.rollout.rollout_summary import EpisodePart, RolloutSummary
-from embodied.rollout.shared_loop import ReplicaFailed
 from embodied.run.trace import Span
 from embodied.runtime.groups import WorkerGroup
 from embodied.workflows.sizes import streams
 
 PARTS_AHEAD = 2
 """Parts of an iteration that may wait for the learner; the rollout then waits too, so that memory is bounded."""
-POLL_S = 0.5
-"""How soon a replica that died during a rollout is noticed."""
 
 
 @dataclass
@@ -53,15 +50,6 @@ class SpanRecorder:
 
 
 @dataclass(frozen=True)
-class StartedRollout:
-    """A rollout, or a part of one, that is being collected: references to the results of its calls."""
-
-    summary: Any
-    serving: list[Any]
-    """One for each replica; empty if the rollout worker infers the actions itself."""
-
-
-@dataclass(frozen=True)
 class SentTrajectories:
     """Trajectories on their way to the learner: references to the results of its calls."""
 
@@ -79,8 +67,6 @@ class Rollouts:
     config: Config
     assignment: Assignment
     rollout_worker: WorkerGroup[RolloutRole]
-    replicas: WorkerGroup[Any] | None
-    """None: the rollout worker infers the actions itself."""
     scorers: Mapping[str, WorkerGroup[ScorerRole]]
     """By name, in the order in which trajectories pass through them."""
     learner: WorkerGroup[LearnerRole]
@@ -93,34 +79,20 @@ class Rollouts:
     spans: SpanRecorder
     scoring_s: dict[str, float] = field(default_factory=dict)
     """Seconds that each scorer has worked on this iteration's trajectories."""
-    _ahead: StartedRollout | None = None
-    """The rollout that runs ahead of the update, if there is one."""
+    _ahead: Any = None
+    """Reference to the summary of the rollout that runs ahead of the update, if there is one."""
 
     def start_ahead(self) -> None:
         """Start the next iteration's rollout with the weights that were published last."""
         self._ahead = self.start()
 
-    def start(self) -> StartedRollout:
-        """Start a rollout with the weights that were published last."""
-        serving = self._serve()
-        call = self.rollout_worker.submit(RolloutRole.rollout, self.config.rollout.decisions, self.farm_deadline_s)
-        return StartedRollout(call, serving)
+    def start(self) -> Any:
+        """Start a rollout with the weights that were published last; a reference to its summary."""
+        return self.rollout_worker.submit(RolloutRole.rollout, self.config.rollout.decisions, self.farm_deadline_s)
 
-    def wait(self, started: StartedRollout) -> RolloutSummary:
-        """Wait until the rollout is complete. A replica's failure is raised before those that follow from it."""
-        (rollout_worker,) = self.rollout_worker.handles
-        replicas = self.replicas
-        if replicas is None:
-            summary: RolloutSummary = rollout_worker.get(started.summary)
-            return summary
-        try:
-            while not rollout_worker.poll(started.summary, POLL_S):
-                replicas.check(started.serving)
-            summary = rollout_worker.get(started.summary)
-        except ReplicaFailed:
-            replicas.get(started.serving)  # raises
-            raise
-        replicas.get(started.serving)
+    def wait(self, started: Any) -> RolloutSummary:
+        """Wait until the rollout is complete. Raises a replica's failure, which names the replica."""
+        summary: RolloutSummary = self.rollout_worker.get_one(0, started)
         return summary
 
     def collect(self, iteration: int) -> RolloutSummary:
@@ -156,10 +128,7 @@ class Rollouts:
     def _scoring_metrics(self) -> dict[str, float]:
         return {f"time/{name}_s": seconds for name, seconds in self.scoring_s.items()}
 
-    def _serve(self) -> list[Any]:
-        return [] if self.replicas is None else self.replicas.submit_all(Replica.serve)
-
-    def _take_ahead(self) -> StartedRollout | None:
+    def _take_ahead(self) -> Any:
         started, self._ahead = self._ahead, None
         return started
 
@@ -172,14 +141,13 @@ class RolloutsInParts(Rollouts):
     """Episode groups of this iteration that the estimator keeps: for grpo those whose outcomes differ; for reinforce
     all."""
 
-    def start(self, part: EpisodePart | None = None) -> StartedRollout:
+    def start(self, part: EpisodePart | None = None) -> Any:
         """Start a part of a rollout, by default its first, with the weights that were published last."""
-        settings, serving = self.config.rollout, self._serve()
+        settings = self.config.rollout
         part = part or next(self.parts())
         # If the outcomes of a part decide whether there is another, no environment may begin that too early.
         limit = -(-part.stop // self.environments) if settings.max_episodes_per_env else settings.episodes_per_env
-        call = self.rollout_worker.submit(RolloutRole.rollout_episodes, part, limit, self.farm_deadline_s)
-        return StartedRollout(call, serving)
+        return self.rollout_worker.submit(RolloutRole.rollout_episodes, part, limit, self.farm_deadline_s)
 
     def collect(self, iteration: int) -> RolloutSummary:
         """Collect the iteration's parts, and send each when it is complete."""

@@ -22,7 +22,7 @@ from embodied.execution.session import Session
 from embodied.runtime.groups import WorkerGroup
 from embodied.runtime.handles import Caller
 from embodied.trajectories.memory import TrajectoryMemory
-from sim_farm.farm import Farm
+from sim_farm.client.farm import Farm
 
 
 class FrameSource:

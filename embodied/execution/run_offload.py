@@ -15,7 +15,7 @@ from embodied.execution.roles import LearnerRole, PolicyRole, RolloutRole
 from embodied.learning.offload import Switch
 from embodied.run.trace import Span
 from embodied.runtime.groups import WorkerGroup
-from sim_farm.farm import Farm
+from sim_farm.client.farm import Farm
 
 
 @dataclass

@@ -19,13 +19,7 @@ import numpy as np
 
 from embodied.config.schema import Config
 from embodied.errors import UserError
-from embodied.execution.acting_workers import (
-    acts_at_desks,
-    check_replicas,
-    hosts_of,
-    place_acting,
-    replicas_of,
-)
+from embodied.execution.acting_workers import check_replicas, hosts_of, replicas_of, start_policy_workers, uses_replicas
 from embodied.execution.assignment import Assignment
 from embodied.execution.farm_specs import frame_rows, memory_rounds, run_specs
 from embodied.execution.learner_ranks import ranks_of, saved_by_ranks, start_ranks, update_of_ranks
@@ -43,7 +37,7 @@ from embodied.trajectories.memory import TrajectoryMemory
 from embodied.workflows.context import WorkerContext, check_same_sizes, policy_spec
 from embodied.workflows.recipes import Recipe, WorkflowComponent, recipe_of
 from embodied.workflows.sizes import check_ranks, check_recorded_starts, tasks_of
-from sim_farm.farm import Farm
+from sim_farm.client.farm import Farm
 
 ANSWER_S = 5.0
 """Longest wait, after a loss, for a rank to answer whether it still writes a checkpoint."""
@@ -167,7 +161,7 @@ def start_workers(
         # Ranks that hold shards have no policy to share with workers in their processes.
         whole = learner.size == 1 or all(learner.call_all(LearnerRole.shares_policy))
         assignment = replace(assignment, hosts=hosts_of(config, assignment if whole else replace(assignment, hosts=())))
-        acting = place_acting(recipe.component(recipe.loop[-1]), base, session, assignment, farm, learner)
+        acting = start_policy_workers(recipe.component(recipe.loop[-1]), base, session, assignment, farm, learner)
         scorers = _start_scorers(session, base, assignment, learner, whole)
         rollout_worker: WorkerGroup[Any] = acting.loop or acting.workers
         farm_deadline_s = session.runtime.deadline.inner().seconds
@@ -179,7 +173,6 @@ def start_workers(
             config=config,
             assignment=assignment,
             rollout_worker=rollout_worker,
-            replicas=acting.workers if acting.loop else None,
             scorers=scorers,
             learner=learner,
             delivery=delivery,
@@ -215,11 +208,11 @@ def start_workers(
         )
         try:
             delivery.use(memory)
-            with acting.at_desks(farm, memory, layout, recipe.critic or recipe.rollout == "decisions"):
-                yield run
-                learner.call_all(LearnerRole.leave)
-                for group in (*run.workers.values(), *acting.helpers, *delivery.helpers):
-                    group.end()
+            acting.use(memory)
+            yield run
+            learner.call_all(LearnerRole.leave)
+            for group in (*run.workers.values(), *acting.helpers, *delivery.helpers):
+                group.end()
         finally:
             memory.close()
         for left in run_dir.glob("unloaded-*.safetensors"):
@@ -312,4 +305,4 @@ def processes_here(config: Config, assignment: Assignment) -> int:
     acting = assignment.components[recipe.loop[-1]][: replicas_of(config, assignment)]
     ranks = assignment.components[recipe.after_rollout[-1].name][: ranks_of(config, assignment)]
     own = [place for place, host in zip(acting, hosts_of(config, assignment), strict=True) if host is None]
-    return sum(not place.node for place in (*ranks, *own)) + acts_at_desks(acting)
+    return sum(not place.node for place in (*ranks, *own)) + uses_replicas(acting)

@@ -16,10 +16,10 @@ from embodied.execution.assignment import FarmAssignment, configured
 from embodied.reporting.live import steps
 from embodied.runtime.api import Runtime
 from embodied.runtime.inline import InlineRuntime
-from sim_farm import faults
+from sim_farm.client.farm import Farm, FarmAddress
 from sim_farm.contract import TaskInfo
-from sim_farm.farm import Farm, FarmAddress
-from sim_farm.layout import FarmSpec
+from sim_farm.shared_memory.layout import FarmSpec
+from sim_farm.workers import faults
 
 
 @dataclass(frozen=True)

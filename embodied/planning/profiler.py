@@ -18,8 +18,7 @@ from statistics import fmean, median, stdev
 import numpy as np
 
 from embodied.config.schema import Config
-from embodied.devices import accelerators
-from embodied.doctor.hardware import fingerprint
+from embodied.devices import accelerators, fingerprint
 from embodied.errors import UserError
 from embodied.execution.assignment import Assignment
 from embodied.execution.iteration import Iteration, OnPolicy, start_run

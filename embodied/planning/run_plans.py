@@ -11,7 +11,7 @@ from rich import print as show
 
 import schedulers
 from embodied.config.schema import Config
-from embodied.doctor.hardware import fingerprint
+from embodied.devices import fingerprint
 from embodied.errors import UserError
 from embodied.execution.assignment import Assignment, assign, configured
 from embodied.execution.makers import check_components
@@ -24,7 +24,7 @@ from embodied.planning.replanning import Decision, Watch
 from embodied.workflows.context import task_spec
 from embodied.workflows.sizes import tasks_of, workflow_of
 from schedulers import Cluster, Plan, PlanError, Profile, Workflow
-from sim_farm.hosts import InProcess
+from sim_farm.workers.hosts import InProcess
 
 NO_MOMENT = "plan.replan moves a run between two updates, and there is no such moment with"
 PLAN, PROFILE, TIMELINE, PICTURE = "plan.json", "profile.json", "predicted.json", "predicted.png"

@@ -31,11 +31,11 @@ from embodied.statistics import wilson
 from embodied.trajectories.batch import to_inputs
 from embodied.trajectories.random_streams import DISTURBANCE, EVALUATION, SamplingNoise
 from policies.contract import Policy, PolicyError, PolicySpec
+from sim_farm.client.farm import Farm, FarmAddress
+from sim_farm.client.observations import Observations
 from sim_farm.contract import EpisodeSpec, Float32
 from sim_farm.episodes import ListedEpisodes
-from sim_farm.farm import Farm, FarmAddress
-from sim_farm.layout import FarmSpec
-from sim_farm.observations import Observations
+from sim_farm.shared_memory.layout import FarmSpec
 
 
 @dataclass(frozen=True)

@@ -1,33 +1,191 @@
-"""The policy worker: turns a farm's observations into decisions.
+"""The policy worker: turns observations into decisions, and takes the learner's weights.
 
-One policy worker also goes round with the farm, and gathers trajectories. Of several, the replicas only act
-(`policy_replica`), for groups that a rollout worker in a process of its own hands them (`shared_loop`).
+One policy worker also steps the environments: `PolicyWorker`. Where there are several, or the one is on another machine
+than the farm, each is a `PolicyReplica` in a process of its own, which a rollout worker sends requests
+(`embodied.rollout.replicas`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeAlias
 
-from embodied.devices import Affinity
-from embodied.rollout.acting import ActingPolicy, RolloutSettings
-from embodied.rollout.policy_replica import PolicyReplica
-from embodied.rollout.rollout_loop import LocalLoop
+import torch
+from torch import Tensor
+
+from embodied.devices import Affinity, decide, value_of
+from embodied.learning.offload import Offload, Switch
+from embodied.learning.weight_sync import WeightsLoader, check_weights, map_weights
+from embodied.rollout.replicas import Message, ReplicaAddress, Replicas, Reply
+from embodied.rollout.rollout_loop import DecisionRequest, LocalPolicy, RolloutSettings
 from embodied.rollout.rollout_worker import RolloutWorker
-from embodied.rollout.shared_loop import SharedLoop
+from embodied.runtime.shared_tensors import SharedTensors
+from embodied.trajectories.memory import MemoryLayout, MemoryShape, TrajectoryMemory
+from embodied.trajectories.random_streams import SamplingNoise
 from embodied.workflows.context import WorkerContext
-from policies.contract import Policy
-from sim_farm.farm import Farm
+from policies.contract import Action, Inputs, Policy
+from sim_farm.client.farm import Farm, FarmAddress
+
+FarmTasks: TypeAlias = Farm | FarmAddress
+"""Tasks of a farm that is attached, or of one that may be out of reach."""
+TRACK = "rollout loop"
+"""Name of the rollout worker of replicas, and its track of the trace."""
+
+
+class ActingPolicy(WeightsLoader):
+    """A policy that decides for a farm's tasks, and whose weights change."""
+
+    version: int = 0
+    """Number of updates in the weights."""
+
+    def __init__(
+        self, policy: Policy | None, tasks: FarmTasks, settings: RolloutSettings, affinity: Affinity | None = None
+    ) -> None:
+        """`policy` None: `share` brings one."""
+        self._tasks, self._settings = tasks, settings
+        self._affinity = affinity or Affinity()
+        self._offload: Offload | None = None
+        if policy is not None:
+            self.share(policy)
+
+    @property
+    def policy(self) -> Policy:
+        """The policy that decides."""
+        return self._policy
+
+    # --- decisions
+
+    def decide(self, request: DecisionRequest) -> Action:
+        """A decision for each of the request's n rows."""
+        noise = self._noise[request.task].draw(request.envs, request.episode, request.step)
+        return decide(self.policy, request.inputs, torch.from_numpy(noise))
+
+    def value(self, inputs: Inputs) -> Tensor:
+        """[B] the value of each observation before anything is done there."""
+        value = value_of(self.policy, inputs)
+        return value if value.ndim == 1 else value[:, 0]
+
+    def layout(self) -> MemoryLayout:
+        """The memory that trajectories are written into, for decisions as the policy takes them."""
+        cameras = self.policy.spec.cameras if self._tasks.frames is not None else ()
+        shape = MemoryShape(self._settings.rounds + 1, sum(spec.num_envs for spec in self._tasks.specs), cameras)
+        inputs = self._blank_inputs()
+        return MemoryLayout.of(shape, inputs, decide(self.policy, inputs, torch.zeros(1, self.policy.noise_dim)))
+
+    # --- weights
+
+    def load_weights(self, state: Mapping[str, Tensor], version: int) -> None:
+        """Load what the learner has trained: parameters and statistics.
+
+        Raises `WrongWeights`, and keeps its own, unless they are exactly the policy's.
+        """
+        check_weights(self.policy, state)
+        self._load(state)
+        if isinstance(state, SharedTensors):
+            state.require_unchanged()
+        self.at_version(version)
+
+    def share(self, policy: Policy) -> None:
+        """Decide with this policy from now on: in the learner's process its own, so that no weights are copied."""
+        self._policy = policy
+        self._noise = [SamplingNoise(seed, policy.noise_dim) for seed in self._settings.seeds]
+
+    def at_version(self, version: int) -> None:
+        """Note the number of updates in the weights."""
+        self.version = version
+
+    def unload(self, spill: Path) -> Switch:
+        """Move the policy out of the device's memory; `load_back` before the next rollout."""
+        self._offload = Offload(spill, self.policy, None)
+        return self._offload.unload()
+
+    def load_back(self) -> Switch:
+        """Move the policy into the device's memory again."""
+        return self._offload.load() if self._offload is not None else Switch(0, 0.0)
+
+    def _load(self, state: Mapping[str, Tensor]) -> None:
+        """Load weights that were checked."""
+        self.policy.load_state_dict(dict(state), strict=False)
+
+    def _blank_inputs(self) -> Inputs:
+        """One observation without content, as the policy reads them."""
+        spec, reads, size = self.policy.spec, self._settings.reads, self.policy.spec.image_size
+        info = self._tasks.infos[0]
+        return Inputs(
+            state=torch.zeros(1, info.state_dim) if "state" in reads else None,
+            proprio=torch.zeros(1, info.proprio_dim) if "proprio" in reads else None,
+            frames={name: torch.zeros(1, size, size, 3, dtype=torch.uint8) for name in spec.cameras},
+            instruction=("do nothing",) if "instruction" in reads else (),
+            episode=torch.zeros(1, 3, dtype=torch.int64) if "episode" in reads else None,
+        )
+
+
+class PolicyReplica(ActingPolicy):
+    """One of several policy workers: answers the requests of a rollout worker."""
+
+    def __init__(
+        self, policy: Policy | None, tasks: FarmTasks, settings: RolloutSettings, context: WorkerContext
+    ) -> None:
+        """`policy` None: `share` brings one."""
+        super().__init__(policy, tasks, settings, context.affinity)
+        self.rank = context.rank
+        self._memory: TrajectoryMemory | None = None
+        self._mapped: SharedTensors | None = None
+        """The acting weights, where they are another process's."""
+
+    def map_frames(self, memory: TrajectoryMemory) -> None:
+        """Read the frames of requests in this memory."""
+        self._memory = memory
+
+    def decide_request(self, request: Message[DecisionRequest]) -> Message[Reply[Action]]:
+        """A decision for each row. Raises what the policy raises."""
+        begin_ns, asked = time.monotonic_ns(), request.content
+        if asked.frame_rows is not None:
+            assert self._memory is not None, "a request by rows is for a replica that maps the memory"
+            asked = replace(asked, inputs=replace(asked.inputs, frames=self._memory.view_frames(asked.frame_rows)))
+        with self._affinity.applied():
+            self._require_weights()
+            action = self.decide(asked)
+        return Message(Reply(action, self.version, time.monotonic_ns() - begin_ns))
+
+    def value_request(self, request: Message[Inputs]) -> Message[Reply[Tensor]]:
+        """[B] the values of observations. Raises what the policy raises."""
+        begin_ns = time.monotonic_ns()
+        with self._affinity.applied():
+            self._require_weights()
+            values = self.value(request.content)
+        return Message(Reply(values, self.version, time.monotonic_ns() - begin_ns))
+
+    def unload(self, spill: Path) -> Switch:
+        """As a policy worker does; each replica has a file of its own."""
+        return super().unload(spill.with_stem(f"{spill.stem}-{self.rank}"))
+
+    def _load(self, state: Mapping[str, Tensor]) -> None:
+        # Where the learner's process has published them, all replicas of the machine act with the same copy.
+        if isinstance(state, SharedTensors):
+            map_weights(self.policy, state)
+            self._mapped = state
+        else:
+            super()._load(state)
+
+    def _require_weights(self) -> None:
+        """Raise `LentOver` where the weights that it maps have been written over."""
+        if self._mapped is not None:
+            self._mapped.require_unchanged()
 
 
 class PolicyWorker(ActingPolicy, RolloutWorker):
-    """Holds a policy, a farm, and the trajectory memory that both write into."""
+    """The only policy worker of a run: decides for the environments that it steps."""
 
     def __init__(
         self, policy: Policy | None, farm: Farm, settings: RolloutSettings, affinity: Affinity | None = None
     ) -> None:
-        """`policy` None: it will be given one by `share`."""
+        """`policy` None: `share` brings one."""
         ActingPolicy.__init__(self, policy, farm, settings, affinity)
-        RolloutWorker.__init__(self, farm, settings, LocalLoop(farm, settings, self._actor), affinity)
+        RolloutWorker.__init__(self, farm, settings, LocalPolicy(farm, settings, self), "policy", affinity)
 
     @classmethod
     def make(cls, context: WorkerContext) -> PolicyWorker:
@@ -41,7 +199,7 @@ class PolicyWorker(ActingPolicy, RolloutWorker):
         return PolicyReplica(context.policy(), context.farm, RolloutSettings.of(context), context)
 
     @classmethod
-    def make_loop(cls, context: WorkerContext, names: Sequence[str]) -> RolloutWorker:
-        """The rollout worker of a run that has several replicas, of these names."""
+    def make_loop(cls, context: WorkerContext, addresses: Sequence[ReplicaAddress]) -> RolloutWorker:
+        """The rollout worker of a run with replicas, which are at these addresses."""
         farm, settings = context.reach(), RolloutSettings.of(context)
-        return RolloutWorker(farm, settings, SharedLoop(farm, settings, names), context.affinity)
+        return RolloutWorker(farm, settings, Replicas(farm, settings, addresses), TRACK, context.affinity)

@@ -1,87 +1,274 @@
-"""The rollout loop: groups of environments go round between the farm and the policy.
+"""The rollout loop: steps the groups of a farm's environments, and asks the policy what they do next.
 
-    until every group is done:  the group that is ready first -> act -> submit
+    until every group is done:  the group that is ready first -> policy -> trajectory memory -> farm
 
-With several groups of environments one is simulated while the policy decides for another; a light task's groups
-are served while a heavy one's are simulated. Here the policy is the loop's own; `shared_loop` has policy replicas.
+With several groups one is simulated while the policy decides for another; a light task's groups are served while a
+heavy one's are simulated. The policy is the process's own (`LocalPolicy`), or replicas in processes of theirs
+(`embodied.rollout.replicas`). A decision is a function of the policy, the group's observations and the noise of their
+(environment, episode, step): neither the order of serving nor the replica that decides changes it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from embodied import progress
-from embodied.rollout.acting import Actor, EnvironmentGroup, Observer, RolloutSettings, groups_of
-from embodied.rollout.final_values import FinalObservationsKept
 from embodied.rollout.rollout_summary import Clock, workers_spans
 from embodied.run.trace import Span
 from embodied.trajectories.assembly import Decision, EndedEpisode, EpisodeSums
-from embodied.trajectories.batch import to_inputs
+from embodied.trajectories.batch import join_inputs, to_inputs
 from embodied.trajectories.memory import FrameCounts, TrajectoryMemory
-from policies.contract import Inputs
-from sim_farm.farm import Farm
-from sim_farm.observations import Observations
+from embodied.workflows.context import WorkerContext, bootstrap_of
+from policies.contract import Action, Inputs
+from sim_farm.client.farm import Farm
+from sim_farm.client.observations import Observations
+
+
+@dataclass(frozen=True)
+class RolloutSettings:
+    """Settings of a run that decide what a rollout computes."""
+
+    reads: tuple[str, ...]
+    """Parts of an observation that the policy reads."""
+    seeds: tuple[int, ...]
+    """Seed of each task, which keys the noise of its decisions."""
+    bootstrap: str
+    """Ends of episodes whose own final observation is valued: `never`, `truncated` or `always`."""
+    rounds: int
+    """Decisions of each environment that the trajectory memory keeps at once."""
+    trace: bool = True
+    """True if spans are recorded."""
+    curriculum: float = 0.0
+    """Share of episodes whose start a curriculum draws."""
+    task_curriculum: float = 0.0
+    """Share of decisions that a curriculum gives to tasks."""
+
+    @classmethod
+    def of(cls, context: WorkerContext) -> RolloutSettings:
+        """The settings of a run."""
+        config = context.config
+        return cls(
+            reads=config.policy.reads,
+            seeds=context.seeds,
+            bootstrap=bootstrap_of(config),
+            rounds=context.rounds,
+            trace=config.runtime.trace,
+            curriculum=config.rollout.curriculum,
+            task_curriculum=config.rollout.task_curriculum,
+        )
+
+
+class EnvironmentGroup:
+    """A group of environments: its columns of the trajectory memory, and its decisions of the rollout."""
+
+    def __init__(self, number: int, task: int, envs: np.ndarray, first_column: int) -> None:
+        self.number, self.task = number, task
+        self.envs = envs
+        """[n] numbers of its environments in the run."""
+        self.columns = np.arange(first_column, first_column + len(envs))
+        """[n] their columns of the trajectory memory, which lie next to each other."""
+        self.row = 0
+        """Row of the trajectory memory where its present observation is, or will be."""
+        self.observations: Observations | None = None
+        self.pending: Decision | None = None
+        """The decision whose outcome is not known yet."""
+        self.decisions: list[Decision] = []
+        self.arrow = 0
+        """Number of the trace's arrow from its observation to the next decision."""
+
+    def flat(self, row: int, width: int) -> np.ndarray:
+        """[n] flat rows of its environments at a row of the memory."""
+        return row * width + self.columns
+
+
+def groups_of(farm: Farm) -> tuple[EnvironmentGroup, ...]:
+    """The groups of all tasks; in the memory the environments of a group lie next to each other."""
+    offsets = np.cumsum([0, *(spec.num_envs for spec in farm.specs)])
+    found, column = [], 0
+    for number in range(farm.groups):
+        task, envs = farm.task_of(number), farm.envs_of(number)
+        found.append(EnvironmentGroup(number, task, envs + offsets[task], column))
+        column += len(envs)
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class DecisionRequest:
+    """Observations of the n environments of a group that have an episode, and the keys of their noise."""
+
+    task: int
+    envs: np.ndarray
+    """int64 [n] numbers of the environments within the task."""
+    episode: np.ndarray
+    """int64 [n]"""
+    step: np.ndarray
+    """int64 [n] env steps of the episode so far."""
+    inputs: Inputs
+    """n rows."""
+    frame_rows: np.ndarray | None = None
+    """int64 [n] rows of the trajectory memory with the frames, for a policy that maps it; None: `inputs` has them."""
+
+    @classmethod
+    def of(
+        cls, farm: Farm, group: EnvironmentGroup, seen: Observations, reads: tuple[str, ...], cameras: tuple[str, ...]
+    ) -> DecisionRequest:
+        """The request of a group; `cameras` are the policy's names."""
+        rows = np.flatnonzero(seen.active)
+        inputs = to_inputs(seen, reads, farm.specs[group.task].episodes, cameras)
+        if len(rows) < len(seen.envs):
+            inputs = inputs.rows(torch.from_numpy(rows))
+        return cls(group.task, seen.envs[rows], seen.episode[rows], seen.episode_step[rows], inputs)
+
+
+@dataclass(frozen=True)
+class Decided:
+    """A policy's answer to the request of a group."""
+
+    group: EnvironmentGroup
+    request: DecisionRequest
+    action: Action
+    """n rows."""
+    begin_ns: int
+    end_ns: int
+    replica: str | None = None
+    """Name of the replica that decided; None: the loop's own process."""
+
+
+@dataclass(frozen=True)
+class Valued:
+    """A call of a replica that valued observations, for the trace."""
+
+    replica: str
+    count: int
+    begin_ns: int
+    end_ns: int
+
+
+class PolicyClient(Protocol):
+    """The policy as the rollout loop uses it: requests are submitted group by group, decisions are collected."""
+
+    @property
+    def version(self) -> int:
+        """Number of updates in the acting weights."""
+        ...
+
+    @property
+    def replicas(self) -> int: ...
+
+    @property
+    def frames(self) -> FrameCounts:
+        """Frames that were read and copied for requests so far."""
+        ...
+
+    def begin(self) -> None:
+        """Begin a rollout: the weights may have changed since the last one."""
+        ...
+
+    def is_free(self) -> bool:
+        """True if a request would be worked on at once."""
+        ...
+
+    def is_busy(self) -> bool:
+        """True if decisions are to be collected, now or later."""
+        ...
+
+    def submit(self, group: EnvironmentGroup, seen: Observations, memory: TrajectoryMemory) -> None:
+        """Request a decision for the environments of the group that have an episode."""
+        ...
+
+    def collect(self) -> list[Decided]:
+        """Decisions that have arrived since the last call. Raises what a policy raises."""
+        ...
+
+    def wait(self, is_ready: Callable[[], bool], deadline_s: float) -> None:
+        """Wait until there is something to collect or `is_ready`, at most `deadline_s` seconds without progress."""
+        ...
+
+    def values(self, inputs: Inputs, deadline_s: float) -> tuple[Tensor, list[Valued]]:
+        """[B] the value of each observation before anything is done there, and the calls of replicas that it took."""
+        ...
+
+
+class Acting(Protocol):
+    """A policy with weights and noise: see `ActingPolicy`."""
+
+    @property
+    def version(self) -> int: ...
+
+    def decide(self, request: DecisionRequest) -> Action: ...
+
+    def value(self, inputs: Inputs) -> Tensor: ...
+
+
+class LocalPolicy:
+    """The policy of the loop's own process: a decision is there as soon as it is requested."""
+
+    replicas = 1
+
+    def __init__(self, farm: Farm, settings: RolloutSettings, policy: Acting) -> None:
+        self._farm, self._settings, self._policy = farm, settings, policy
+        self._decided: list[Decided] = []
+        self.frames = FrameCounts()
+
+    @property
+    def version(self) -> int:
+        return self._policy.version
+
+    def begin(self) -> None:
+        self._decided = []
+
+    def is_free(self) -> bool:
+        return True
+
+    def is_busy(self) -> bool:
+        return bool(self._decided)
+
+    def submit(self, group: EnvironmentGroup, seen: Observations, memory: TrajectoryMemory) -> None:
+        begin = time.monotonic_ns()
+        request = DecisionRequest.of(self._farm, group, seen, self._settings.reads, memory.shape.cameras)
+        if request.inputs.frames and len(request.envs) < len(seen.envs):
+            self.frames += FrameCounts(0, len(request.envs))
+        action = self._policy.decide(request)
+        self._decided.append(Decided(group, request, action, begin, time.monotonic_ns()))
+
+    def collect(self) -> list[Decided]:
+        decided, self._decided = self._decided, []
+        return decided
+
+    def wait(self, is_ready: Callable[[], bool], deadline_s: float) -> None:
+        farm = self._farm
+        farm.wait(lambda: self.is_busy() or is_ready(), lambda: farm.late(deadline_s), deadline_s, farm.progress_ns)
+
+    def values(self, inputs: Inputs, deadline_s: float) -> tuple[Tensor, list[Valued]]:
+        return self._policy.value(inputs), []
 
 
 class RolloutLoop:
-    """The groups of a farm, which go round. Writes outcomes into the memory. Who acts is the subclass's affair."""
+    """The groups of a farm, the policy that decides for them, and the memory that both write into."""
 
     memory: TrajectoryMemory
     finals: FinalObservationsKept
-    track = "policy"
-    """The trace's track of the process that the loop is in."""
 
-    def __init__(self, farm: Farm, settings: RolloutSettings) -> None:
-        self.farm, self._settings = farm, settings
+    def __init__(self, farm: Farm, settings: RolloutSettings, policy: PolicyClient, track: str) -> None:
+        """`track`: the trace's track of this process."""
+        self.farm, self._settings, self.policy, self._track = farm, settings, policy, track
         self.offsets = np.cumsum([0, *(spec.num_envs for spec in farm.specs)])
-        """First column of the run's environments of each task, and their number."""
+        """Number of the first environment of each task, and the number of all."""
         self.width = int(self.offsets[-1])
         self.groups = groups_of(farm)
         self.sums = EpisodeSums(self.width)
         self.ended: list[tuple[int, int, EndedEpisode]] = []
-        """(number of the environment's episode, number of the decision, episode) that no summary has told yet."""
+        """(number of the environment's episode, number of the decision, episode) that no summary has listed yet."""
         self.clock, self.spans = Clock(), list[Span]()
         self._arrows = 0
-
-    # --- who acts
-
-    @property
-    def version(self) -> int:
-        """Updates that the acting policy has seen."""
-        raise NotImplementedError
-
-    @contextmanager
-    def rollout(self) -> Iterator[None]:
-        """One rollout, or a part of one, in which `serve` and `values` are called."""
-        yield
-
-    def values(self, inputs: Inputs, deadline_s: float) -> Tensor:
-        """[B] the values of observations in which nothing has been done."""
-        raise NotImplementedError
-
-    def frames(self) -> FrameCounts:
-        """Frames that were read back from the memory so far, and copies of frames, those made while acting too."""
-        raise NotImplementedError
-
-    def _decide(self, group: EnvironmentGroup, seen: Observations) -> None:
-        """Have the environments of the group that have an episode decided for, and the farm execute it."""
-        raise NotImplementedError
-
-    def _next_group(self, resting: set[int], deadline_s: float) -> EnvironmentGroup:
-        """Of the groups that are ready, without the resting, the one that has decided least; waits until one is."""
-        raise NotImplementedError
-
-    def _settle(self, deadline_s: float) -> None:
-        """Wait until every group that was decided for is submitted."""
-
-    # --- going round
 
     def use(self, memory: TrajectoryMemory) -> None:
         """Write into this memory from now on.
@@ -97,13 +284,18 @@ class RolloutLoop:
         self.memory = memory
         self.finals = FinalObservationsKept(memory)
 
+    def begin(self) -> None:
+        """Begin a rollout, with clocks at zero."""
+        self.clock, self.spans = Clock(replicas=self.policy.replicas), []
+        self.policy.begin()
+
     def serve(
         self,
         done: Callable[[EnvironmentGroup, Observations], bool],
         may_decide: Callable[[EnvironmentGroup, Observations], bool],
         deadline_s: float,
     ) -> None:
-        """Decide for the group that is ready first until all are done; afterwards all have been observed.
+        """Serve the group that is ready first until all are done; afterwards the observations of all are collected.
 
         A group that is done goes on deciding, where it may, while others are not done.
         """
@@ -115,10 +307,13 @@ class RolloutLoop:
             if done(group, seen):
                 missing.discard(group.number)
             if missing and may_decide(group, seen):
-                self._decide(group, seen)
+                self._request_decision(group, seen)
             else:
                 resting.add(group.number)
-        self._settle(deadline_s)
+        self._step_decided()
+        while self.policy.is_busy():
+            self._wait("replicas", lambda: False, deadline_s)
+            self._step_decided()
         for group in self.groups:
             self.observe(group, deadline_s)
 
@@ -131,60 +326,122 @@ class RolloutLoop:
                 self.reset(group)
 
     def reset(self, group: EnvironmentGroup) -> None:
-        group.seen = None
+        group.observations = None
         self.farm.reset(group.number, self._frame_rows(group))
 
     def observe(self, group: EnvironmentGroup, deadline_s: float) -> Observations:
         """The group's present observations; collects them unless that was done already."""
-        if group.seen is not None:
-            return group.seen
+        if group.observations is not None:
+            return group.observations
         mark = time.monotonic_ns()
         seen = self.farm.collect(group.number, deadline_s)
         self._waited(mark, f"group {group.number}")
         self._arrows += 1
         group.arrow = self._arrows
-        spec = self.farm.specs[group.task]
         self.clock.count_workers(group.task, seen.times_ns)
         if self._settings.trace:
-            self.spans += workers_spans(spec, group.task, seen, self._arrows)
+            self.spans += workers_spans(self.farm.specs[group.task], group.task, seen, self._arrows)
         if group.pending is not None:
             mark = time.monotonic_ns()
-            self._note_outcome(group, group.pending, seen)
+            self._write_outcome(group, group.pending, seen)
             group.pending = None
             self.clock.transport += (time.monotonic_ns() - mark) / 1e9
-        group.seen = seen
+        group.observations = seen
         progress.report()
         return seen
 
+    def values(self, inputs: Inputs, deadline_s: float) -> Tensor:
+        """[B] the values of observations in which nothing has been done."""
+        values, calls = self.policy.values(inputs, deadline_s)
+        for call in calls:
+            self.span(call.replica, f"value {call.count} observations", call.begin_ns, call.end_ns)
+        return values
+
+    def frames(self) -> FrameCounts:
+        """Frames that were read back from the memory so far, and copies of frames."""
+        return self.memory.counts + FrameCounts(0, self.farm.frame_copies) + self.policy.frames
+
     def span(
-        self, track: str, name: str, start: int, end: int, args: Mapping[str, Any] | None = None, **flow: Any
+        self, track: str | None, name: str, start: int, end: int, args: Mapping[str, Any] | None = None, **flow: Any
     ) -> None:
+        """Record a span, where the run is traced; on no other track, on this process's own."""
         if self._settings.trace:
-            self.spans.append(Span(track, name, start, end, dict(args or {}), **flow))
+            self.spans.append(Span(track or self._track, name, start, end, dict(args or {}), **flow))
+
+    # --- serving a group
+
+    def _next_group(self, resting: set[int], deadline_s: float) -> EnvironmentGroup:
+        """Of the groups that are ready, without the resting, the one with the fewest decisions; waits until one is and
+        the policy is free."""
+        while True:
+            self._step_decided()
+            ready = self._ready(resting)
+            if ready and self.policy.is_free():
+                return min(ready, key=lambda group: (len(group.decisions), group.number))
+            self._wait("any group or replica", lambda: self.policy.is_free() and bool(self._ready(resting)), deadline_s)
 
     def _ready(self, resting: set[int]) -> list[EnvironmentGroup]:
         """The groups that may be decided for now."""
-        ready = [group for group in self.groups if group.seen is not None and group.number not in resting]
+        ready = [group for group in self.groups if group.observations is not None and group.number not in resting]
         return ready + [self.groups[number] for number in self.farm.ready()]
 
-    def _note_outcome(self, group: EnvironmentGroup, decision: Decision, seen: Observations) -> None:
-        """Write what came of the group's last decision beside it."""
-        took, solved = decision.active, np.asarray(seen.success.any(1))
+    def _request_decision(self, group: EnvironmentGroup, seen: Observations) -> None:
+        self.policy.submit(group, seen, self.memory)
+        group.pending = Decision(group.flat(group.row, self.width), group.envs, seen.active, seen.episode)
+        group.row = (group.row + 1) % self.memory.shape.rows
+        group.decisions.append(group.pending)
+        group.observations = None
+
+    def _step_decided(self) -> None:
+        """Write decisions that have arrived into the memory, and have the farm execute them."""
+        for decided in self.policy.collect():
+            group, decision = decided.group, decided.group.pending
+            assert decision is not None
+            self._count_decision(decided)
+            mark = time.monotonic_ns()
+            self.memory.write_decision(decision.flat[decision.active], decided.request.inputs, decided.action)
+            chunks: np.ndarray = decided.action.chunk.numpy()
+            if not decision.active.all():
+                whole = np.zeros((len(decision.active), *chunks.shape[1:]), np.float32)
+                whole[decision.active] = chunks
+                chunks = whole
+            written = time.monotonic_ns()
+            self.farm.submit(group.number, chunks, self._frame_rows(group), self.finals.rows(group.columns))
+            self.clock.transport += (written - mark) / 1e9
+            submitted_s = (time.monotonic_ns() - written) / 1e9
+            if self.farm.in_process:  # the submit has just run the workers
+                self.clock.waiting += submitted_s
+            else:
+                self.clock.transport += submitted_s
+            progress.report()
+
+    def _count_decision(self, decided: Decided) -> None:
+        group, seconds = decided.group, (decided.end_ns - decided.begin_ns) / 1e9
+        name = f"act for group {group.number}"
+        self.span(decided.replica, name, decided.begin_ns, decided.end_ns, flow_from=(group.arrow,))
+        self.clock.policy += seconds
+        if decided.replica is not None:
+            # The loop waits while replicas decide. On average a replica waits that much less.
+            self.clock.waiting -= seconds / self.policy.replicas
+
+    def _write_outcome(self, group: EnvironmentGroup, decision: Decision, seen: Observations) -> None:
+        """Write the outcome of the group's last decision beside it."""
+        rows, solved = decision.active, np.asarray(seen.success.any(1))
         self.memory.write_outcome(
-            decision.flat[took],
+            decision.flat[rows],
             {
-                "reward": seen.reward.sum(1)[took],
-                "step_reward": seen.reward[took],
-                "executed": seen.steps[took],
-                "success": solved[took],
-                "terminated": seen.terminated[took],
-                "truncated": seen.truncated[took],
+                "reward": seen.reward.sum(1)[rows],
+                "step_reward": seen.reward[rows],
+                "executed": seen.steps[rows],
+                "success": solved[rows],
+                "terminated": seen.terminated[rows],
+                "truncated": seen.truncated[rows],
             },
         )
         if len(seen.final.rows) and self._settings.bootstrap != "never":
             self._keep_finals(group, decision, seen)
         number = dict(zip(decision.envs.tolist(), decision.episode.tolist(), strict=True))
-        ended = self.sums.add(group.columns, seen, group.task)
+        ended = self.sums.add(group.envs, seen, group.task)
         self.ended += [(number[episode.env], len(group.decisions), episode) for episode in ended]
 
     def _keep_finals(self, group: EnvironmentGroup, decision: Decision, seen: Observations) -> None:
@@ -195,68 +452,85 @@ class RolloutLoop:
         for i, row in enumerate(seen.final.rows.tolist()):
             if wanted[row]:
                 one = inputs.rows(torch.tensor([i]))
-                self.finals.keep(int(decision.flat[row]), int(group.places[row]), one)
-
-    def _decided(self, group: EnvironmentGroup, seen: Observations, flat: np.ndarray) -> None:
-        """Note that the group decides at these flat rows."""
-        group.row = (group.row + 1) % self.memory.shape.rows
-        group.pending = Decision(flat, group.columns, seen.active, seen.episode)
-        group.decisions.append(group.pending)
-        group.seen = None
-
-    def _submit(self, group: EnvironmentGroup, chunks: np.ndarray) -> None:
-        self.farm.submit(group.number, chunks, self._frame_rows(group), self.finals.rows(group.places))
+                self.finals.keep(int(decision.flat[row]), int(group.columns[row]), one)
 
     def _frame_rows(self, group: EnvironmentGroup) -> np.ndarray | None:
         """Rows of the frame memory at which the group's next observations are drawn."""
         return None if self.farm.frames is None else group.flat(group.row, self.width)
 
-    def _waited(self, mark: int, whom: str) -> None:
+    def _wait(self, awaited: str, is_ready: Callable[[], bool], deadline_s: float) -> None:
+        mark = time.monotonic_ns()
+        self.policy.wait(is_ready, deadline_s)
+        self._waited(mark, awaited)
+
+    def _waited(self, mark: int, awaited: str) -> None:
         now = time.monotonic_ns()
         self.clock.waiting += (now - mark) / 1e9
-        self.span(self.track, "idle", mark, now, {"waiting for": whom})
+        self.span(None, "idle", mark, now, {"waiting for": awaited})
 
 
-class LocalLoop(RolloutLoop):
-    """The loop with a policy of its own, which acts in this process."""
+# --- Final observations of episodes whose value is bootstrapped: kept until the rollout's end, and valued together.
 
-    def __init__(self, farm: Farm, settings: RolloutSettings, actor: Actor) -> None:
-        super().__init__(farm, settings)
-        self._actor, self._observer = actor, Observer(farm, settings)
 
-    @property
-    def version(self) -> int:
-        return self._actor.version
+def rows_for_finals(columns: int, decisions: int, chunk: int, max_episode_steps: int) -> int:
+    """Rows of the frame memory beyond the trajectories' own: one per environment into which the next final observation
+    may be drawn, and one for every episode that is truncated in a rollout. Should more episodes end, whose values
+    are wanted, their frames are copied."""
+    return columns * (2 + decisions * chunk // max_episode_steps)
 
-    def values(self, inputs: Inputs, deadline_s: float) -> Tensor:
-        return self._actor.values(inputs)
 
-    def frames(self) -> FrameCounts:
-        return self._observer.frames(self.memory)
+@dataclass(frozen=True)
+class _Final:
+    inputs: Inputs
+    """Of one row, without frames, or with a copy of them."""
+    row: int
+    """Of the frame memory, where they are; -1: in `inputs`, or nowhere."""
 
-    def _next_group(self, resting: set[int], deadline_s: float) -> EnvironmentGroup:
-        ready = self._ready(resting)
-        if not ready:
-            mark = time.monotonic_ns()
-            ready = [self.groups[self.farm.wait_ready(deadline_s)]]
-            self._waited(mark, "any group")
-        return min(ready, key=lambda group: (len(group.decisions), group.number))
 
-    def _decide(self, group: EnvironmentGroup, seen: Observations) -> None:
-        flat = group.flat(group.row, self.width)
-        begin = time.monotonic_ns()
-        shown = self._observer.show(group, seen, self._actor.policy.spec.cameras)
-        action = self._actor.decide(shown)
-        acted = time.monotonic_ns()
-        chunks = self._observer.write(seen, shown, action, self.memory, flat)
-        written = time.monotonic_ns()
-        self.span(self.track, f"act for group {group.number}", begin, acted, flow_from=(group.arrow,))
-        self._decided(group, seen, flat)
-        self._submit(group, chunks)
-        self.clock.policy += (acted - begin) / 1e9
-        self.clock.transport += (written - acted) / 1e9
-        submitted = (time.monotonic_ns() - written) / 1e9
-        if self.farm.in_process:  # the ring has just run the workers
-            self.clock.waiting += submitted
-        else:
-            self.clock.transport += submitted
+class FinalObservationsKept:
+    """Final observations by the flat row of the decision that ended the episode."""
+
+    def __init__(self, memory: TrajectoryMemory) -> None:
+        self._memory, columns = memory, memory.shape.columns
+        first = memory.shape.rows * columns
+        rows = 0 if memory.frames is None else len(memory.frames.frames)
+        self._free = deque(range(first, rows))
+        self._draws = len(self._free) >= columns and memory.frames is not None
+        self._next = np.array([self._free.popleft() for _ in range(columns)]) if self._draws else None
+        self._kept: dict[int, _Final] = {}
+
+    def rows(self, places: np.ndarray) -> np.ndarray | None:
+        """[n] rows of the frame memory for final observations of the environments in these columns of the memory."""
+        return None if self._next is None else self._next[places]
+
+    def keep(self, flat: int, place: int, inputs: Inputs) -> None:
+        """Keep the final observation that follows the decision at `flat`; `inputs` has one row and no frames."""
+        row = -1
+        if self._next is not None:
+            row = int(self._next[place])
+            if self._free:
+                self._next[place] = self._free.popleft()
+            else:
+                inputs, row = replace(inputs, frames=self._memory.frames_at(torch.tensor([row]))), -1
+        self._kept[flat] = _Final(inputs, row)
+
+    def values(self, flat: np.ndarray, value: Callable[[Inputs], Tensor]) -> dict[int, Tensor]:
+        """The value of what was kept for these flat rows, in one forward pass and in their order, by flat row."""
+        chosen = [row for row in flat.tolist() if row in self._kept]
+        if not chosen:
+            return {}
+        finals = [self._kept.pop(row) for row in chosen]
+        found = value(self._joined(finals))
+        self._free.extend(final.row for final in finals if final.row >= 0)
+        return dict(zip(chosen, found, strict=True))
+
+    def _joined(self, finals: list[_Final]) -> Inputs:
+        drawn = [final.row for final in finals if final.row >= 0]
+        if len(drawn) == len(finals) and self._draws:
+            inputs = join_inputs([final.inputs for final in finals], torch.arange(len(finals)))
+            return replace(inputs, frames=self._memory.frames_at(torch.tensor(drawn)))
+        whole = [
+            f.inputs if f.row < 0 else replace(f.inputs, frames=self._memory.frames_at(torch.tensor([f.row])))
+            for f in finals
+        ]
+        return join_inputs(whole, torch.arange(len(finals)))

@@ -11,8 +11,8 @@ import numpy as np
 from embodied.run.trace import Span
 from embodied.trajectories.assembly import EndedEpisode
 from embodied.trajectories.memory import FrameCounts
-from sim_farm.layout import FarmSpec
-from sim_farm.observations import Observations
+from sim_farm.client.observations import Observations
+from sim_farm.shared_memory.layout import FarmSpec
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
-"""The rollout worker: goes round with a farm and gathers trajectories, whoever acts.
+"""The rollout worker: steps a farm's environments and gathers trajectories.
 
     rollout loop, until every group has decided often enough -> trajectories
 
 Trajectories are in the order (decision, environment), and noise is keyed by (environment, episode, step), so that
-neither the groups nor the order of serving changes them. With one policy the policy worker does this too; with several
-policy replicas it is a process of its own, without a policy.
+neither the groups nor the order of serving changes them. With one policy worker this is a part of it; with replicas the
+rollout worker is a process of its own, without a policy.
 """
 
 from __future__ import annotations
@@ -22,49 +22,52 @@ from embodied.algorithms.curricula import StartCurriculum, TaskCurriculum
 from embodied.devices import Affinity
 from embodied.errors import CheckpointError
 from embodied.learning.offload import Switch
-from embodied.rollout.acting import EnvironmentGroup, RolloutSettings
-from embodied.rollout.desks import Desks
-from embodied.rollout.rollout_loop import RolloutLoop
-from embodied.rollout.rollout_summary import Clock, EpisodePart, RolloutSummary
-from embodied.rollout.shared_loop import SharedLoop
+from embodied.rollout.rollout_loop import EnvironmentGroup, PolicyClient, RolloutLoop, RolloutSettings
+from embodied.rollout.rollout_summary import EpisodePart, RolloutSummary
 from embodied.trajectories.assembly import EndedEpisode, assemble, table_of_decisions, table_of_episodes
 from embodied.trajectories.batch import Trajectories, join_columns, join_inputs, to_inputs
 from embodied.trajectories.memory import FrameCounts, TrajectoryMemory
 from embodied.trajectories.remote_frames import FrameReader
 from policies.contract import Inputs
+from sim_farm.client.farm import Farm
+from sim_farm.client.observations import Observations
 from sim_farm.episodes import GroupedEpisodes
-from sim_farm.farm import Farm
-from sim_farm.observations import Observations
 
 TASK_BITS = 44
-"""Bits of an episode group's name within its task."""
+"""Bits of an episode group's number within its task."""
 
 
 class RolloutWorker:
-    """Holds a farm and the trajectory memory that it and the policies write into."""
+    """A farm, the trajectory memory, and the state of curricula."""
 
     makes: ClassVar[frozenset[str]] = frozenset({"trajectories", "episodes"})
-    """What an edge from here may carry."""
+    """Contents that an edge from here may carry."""
 
     def __init__(
-        self, farm: Farm, settings: RolloutSettings, loop: RolloutLoop, affinity: Affinity | None = None
+        self,
+        farm: Farm,
+        settings: RolloutSettings,
+        policy: PolicyClient,
+        track: str,
+        affinity: Affinity | None = None,
     ) -> None:
+        """`track`: the trace's track of this process."""
         self.farm, self._settings = farm, settings
         self._affinity = affinity or Affinity()
-        self._loop = loop
+        self._loop = RolloutLoop(farm, settings, policy, track)
         self._task = None
         """[B] the number of each environment's task, where there are several."""
         if len(farm.specs) > 1:
             self._task = torch.from_numpy(np.repeat(np.arange(len(farm.specs)), [s.num_envs for s in farm.specs]))
         self._curricula: dict[int, StartCurriculum] = {}
-        """Of each task, where there is a curriculum."""
+        """By the number of the task; none without a curriculum."""
         if settings.curriculum:
             starts = [spec.episodes.starts for spec in farm.specs]
             self._curricula = {i: StartCurriculum(each, settings.curriculum) for i, each in enumerate(starts)}
         self._task_curriculum: TaskCurriculum | None = None
         if settings.task_curriculum:
             self._task_curriculum = TaskCurriculum(len(farm.specs), settings.task_curriculum)
-        self._told: list[EndedEpisode] = []
+        self._uncounted: list[EndedEpisode] = []
         """Episodes of earlier rollouts that the curricula have not counted."""
         self._trajectories: Trajectories | None = None
         self._episode = 0
@@ -76,19 +79,13 @@ class RolloutWorker:
 
     # --- before a rollout, and between two
 
-    def use(self, memory: TrajectoryMemory, desks: Desks | None = None) -> None:
-        """Write into this memory from now on, and reach the replicas, where there are any, at these desks.
-
-        Raises `ValueError` for a memory without room for final observations.
-        """
+    def use(self, memory: TrajectoryMemory) -> None:
+        """Write into this memory from now on. Raises `ValueError` for a memory without room for final observations."""
         self._loop.use(memory)
-        if isinstance(self._loop, SharedLoop):
-            assert desks is not None, "replicas are reached at desks"
-            self._loop.meet(desks)
 
     @property
     def memory(self) -> TrajectoryMemory:
-        """What trajectories are written into."""
+        """The memory that trajectories are written into."""
         return self._loop.memory
 
     def begin(self, snapshot: Mapping[str, np.ndarray] | None = None, rest: bool = False) -> None:
@@ -116,7 +113,7 @@ class RolloutWorker:
             self._loop.reset(group)
 
     def snapshot(self) -> dict[str, np.ndarray]:
-        """Where the environments are, to be given to `begin` of a later worker."""
+        """State of the environments and curricula, for `begin` of a later worker."""
         found = self.farm.snapshot()
         for task, first in enumerate(self._loop.offsets[:-1]):
             mine, prefix = slice(first, self._loop.offsets[task + 1]), _prefix(task)
@@ -128,20 +125,20 @@ class RolloutWorker:
         return found | ({} if self._task_curriculum is None else self._task_curriculum.state())
 
     def unload_renderers(self, deadline_s: float) -> Switch:
-        """Let the farm's renderers and scene replicas leave the memory; `load_renderers` before the next rollout."""
+        """Free the memory of the farm's renderers and scene replicas; `load_renderers` before the next rollout."""
         left = self.farm.unload_renderers(deadline_s)
         return Switch(left.bytes, left.seconds)
 
     def load_renderers(self, deadline_s: float) -> Switch:
-        """Have the farm's renderers back."""
+        """Load the farm's renderers again."""
         back = self.farm.load_renderers(deadline_s)
         return Switch(back.bytes, back.seconds)
 
     # --- rollouts
 
     def rollout(self, decisions: int, deadline_s: float = 600.0) -> RolloutSummary:
-        """Let every environment take `decisions` decisions, or fewer where a curriculum over tasks says so;
-        `trajectories` then hands them out.
+        """Roll out `decisions` decisions of every environment, or fewer where a curriculum over tasks says so;
+        `trajectories` returns them.
 
         Raises what `Farm.collect` raises. The observations that follow the last decision are kept: the next
         rollout begins with them.
@@ -154,26 +151,25 @@ class RolloutWorker:
                 counts = self._task_curriculum.decisions(decisions)
             for group in self._loop.groups:
                 group.decisions = []
-            with self._loop.rollout():
-                self._loop.serve(
-                    lambda group, seen: len(group.decisions) >= counts[group.task],
-                    lambda group, seen: len(group.decisions) < counts[group.task],
-                    deadline_s,
-                )
-                mark = time.monotonic_ns()
-                table, mask = table_of_decisions([group.decisions for group in self._loop.groups], self._loop.width)
-                last = self._loop.values(self._last_inputs(), deadline_s)
-                self._trajectories = self._assembled(table, mask, last, self._task, deadline_s)
+            self._loop.serve(
+                lambda group, seen: len(group.decisions) >= counts[group.task],
+                lambda group, seen: len(group.decisions) < counts[group.task],
+                deadline_s,
+            )
+            mark = time.monotonic_ns()
+            table, mask = table_of_decisions([group.decisions for group in self._loop.groups], self._loop.width)
+            last = self._loop.values(self._last_inputs(), deadline_s)
+            self._trajectories = self._assembled(table, mask, last, self._task, deadline_s)
             ended = [episode for *_, episode in sorted(self._loop.ended, key=lambda place: (place[1], place[2].env))]
             self._loop.ended = []
             return self._summary(begin, mark, ended)
 
     def rollout_episodes(self, part: EpisodePart, limit: int, deadline_s: float = 600.0) -> RolloutSummary:
-        """Go on until every environment has ended its episodes of the part; `trajectories` then hands these out.
+        """Roll out until every environment has ended its episodes of the part; `trajectories` returns these.
 
         Episodes are counted from the iteration's beginning, which is the part that starts at 0. Environments that are
-        done early go on, until they have ended `limit` episodes, and rest. What they did beyond this part is kept for
-        the next calls. Raises what `Farm.collect` raises.
+        done early go on, until they have ended `limit` episodes, and rest. Their decisions beyond this part are kept
+        for the next calls. Raises what `Farm.collect` raises.
         """
         with self._affinity.applied():
             begin = self._begin_rollout()
@@ -184,25 +180,24 @@ class RolloutWorker:
                     group.decisions = [d for d in group.decisions if (d.episode[d.active] >= self._episode).any()]
             pieces = [(self._episode + number, first, last) for number, first, last in part.pieces(self._loop.width)]
             self._rolled = -(-part.stop // self._loop.width)
-            with self._loop.rollout():
-                self._loop.wake(self._episode + limit, deadline_s)
-                self._loop.serve(
-                    lambda group, seen: all(_ended(group, seen, *piece) for piece in pieces),
-                    lambda group, seen: bool(seen.active.any()),
-                    deadline_s,
-                )
-                mark = time.monotonic_ns()
-                self._trajectories = join_columns([self._episodes_of(*piece, deadline_s) for piece in pieces])
-            # How far environments went beyond the part is the plan's affair: those are told with their own part.
+            self._loop.wake(self._episode + limit, deadline_s)
+            self._loop.serve(
+                lambda group, seen: all(_ended(group, seen, *piece) for piece in pieces),
+                lambda group, seen: bool(seen.active.any()),
+                deadline_s,
+            )
+            mark = time.monotonic_ns()
+            self._trajectories = join_columns([self._episodes_of(*piece, deadline_s) for piece in pieces])
+            # How far environments go beyond the part depends on the plan: those episodes are for their own part.
             mine = [p for p in self._loop.ended if any(p[0] == n and a <= p[2].env < z for n, a, z in pieces)]
             self._loop.ended = [place for place in self._loop.ended if place not in mine]
             ended = [episode for *_, episode in sorted(mine, key=lambda place: (place[0], place[2].env))]
             return self._summary(begin, mark, ended)
 
     def trajectories(self) -> Trajectories:
-        """What the last rollout gathered, once."""
+        """The trajectories of the last rollout, which are returned once."""
         gathered, self._trajectories = self._trajectories, None
-        assert gathered is not None, "trajectories are handed out once per rollout"
+        assert gathered is not None, "trajectories are returned once per rollout"
         return gathered
 
     # --- after a rollout
@@ -222,7 +217,7 @@ class RolloutWorker:
         group: Tensor | None = None,
     ) -> Trajectories:
         values = self._loop.finals.values(table[mask], lambda inputs: self._loop.values(inputs, deadline_s))
-        return assemble(self.memory, table, mask, values, last, self._loop.version, task, group)
+        return assemble(self.memory, table, mask, values, last, self._loop.policy.version, task, group)
 
     def _episodes_of(self, number: int, first: int, last: int, deadline_s: float) -> Trajectories:
         """Episode `number` of the environments `first` to `last - 1`."""
@@ -232,7 +227,7 @@ class RolloutWorker:
         return self._assembled(table, mask, torch.zeros(last - first), task, deadline_s, names)
 
     def _episode_group(self, column: int, number: int) -> int:
-        """The name of the episode group that an environment's episode belongs to; no two tasks share one."""
+        """Number of the episode group that an environment's episode belongs to; no two tasks share one."""
         task = int(np.searchsorted(self._loop.offsets, column, side="right")) - 1
         episodes = self.farm.specs[task].episodes
         assert isinstance(episodes, GroupedEpisodes), "rollouts of whole episodes are of episodes that come in groups"
@@ -240,10 +235,11 @@ class RolloutWorker:
 
     def _last_inputs(self) -> Inputs:
         """The observations after the last decision, [B], in the order of the run's environments."""
-        order = np.argsort(np.concatenate([group.columns for group in self._loop.groups]))
+        order = np.argsort(np.concatenate([group.envs for group in self._loop.groups]))
         reads = tuple(name for name in self._settings.reads if name != "images")
         specs, groups = self.farm.specs, self._loop.groups
-        parts = [to_inputs(g.seen, reads, specs[g.task].episodes) for g in groups if g.seen is not None]
+        seen = [(g.task, g.observations) for g in groups if g.observations is not None]
+        parts = [to_inputs(observations, reads, specs[task].episodes) for task, observations in seen]
         inputs = join_inputs(parts, torch.from_numpy(order))
         if self.memory.frames is None:
             return inputs
@@ -251,29 +247,30 @@ class RolloutWorker:
         return replace(inputs, frames=self.memory.frames_at(torch.from_numpy(rows)))
 
     def _count(self) -> None:
-        """Let the curricula count what has ended."""
+        """Count the episodes that have ended in the curricula."""
         if self._task_curriculum is not None:
-            self._task_curriculum.count(self._told)
+            self._task_curriculum.count(self._uncounted)
         for task, curriculum in self._curricula.items():
-            curriculum.count([episode for episode in self._told if episode.task == task])
-        self._told = []
+            curriculum.count([episode for episode in self._uncounted if episode.task == task])
+        self._uncounted = []
 
     def _draw_starts(self) -> None:
-        """Draw the starts of an iteration's episodes by what is known of all before."""
+        """Draw the starts of an iteration's episodes by the outcomes of all before."""
         self._count()
         for task, curriculum in self._curricula.items():
             self.farm.draw_starts(task, curriculum.shares())
 
     def _begin_rollout(self) -> int:
-        self._loop.clock, self._loop.spans = Clock(), []
+        self._loop.begin()
         self._counted = self._loop.frames()
         return time.monotonic_ns()
 
     def _summary(self, begin: int, mark: int, ended: Sequence[EndedEpisode]) -> RolloutSummary:
-        end = time.monotonic_ns()
-        self._loop.clock.assembly += (end - mark) / 1e9
-        self._loop.clock.transport += (end - mark) / 1e9
-        self._loop.span(self._loop.track, "transport", mark, end)
+        end, clock = time.monotonic_ns(), self._loop.clock
+        clock.assembly += (end - mark) / 1e9
+        clock.transport += (end - mark) / 1e9
+        clock.waiting = max(clock.waiting, 0.0)
+        self._loop.span(None, "transport", mark, end)
         assert self._trajectories is not None
         wired, self._wired = self.farm.wire_bytes - self._wired, self.farm.wire_bytes
         steps, wall_s = self._trajectories.env_steps, (end - begin) / 1e9
@@ -286,20 +283,20 @@ class RolloutWorker:
             decided = self._trajectories.mask.sum(0)
             for spec, first in zip(self.farm.specs, self._loop.offsets[:-1], strict=True):
                 found[f"curriculum/decisions/{spec.task.name}"] = float(decided[first])
-        self._told += ended
+        self._uncounted += ended
         return RolloutSummary(
-            steps, self._loop.version, tuple(ended), self._loop.clock, wall_s, spans, wired, frames, found
+            steps, self._loop.policy.version, tuple(ended), clock, wall_s, spans, wired, frames, found
         )
 
 
 def _ended(group: EnvironmentGroup, seen: Observations, episode: int, first: int, last: int) -> bool:
-    """Whether those of the group's environments that are among `first` to `last - 1` have ended that episode."""
-    mine = (group.columns >= first) & (group.columns < last)
+    """True if those of the group's environments that are among `first` to `last - 1` have ended that episode."""
+    mine = (group.envs >= first) & (group.envs < last)
     return bool((seen.episode[mine] > episode).all())
 
 
 def _prefix(task: int) -> str:
-    """Of a task's arrays in a snapshot, as `Farm.snapshot` names them."""
+    """Prefix of a task's arrays in a snapshot, as in `Farm.snapshot`."""
     return f"{task}." if task else ""
 
 
@@ -319,5 +316,5 @@ def _of_all_tasks(snapshot: Mapping[str, np.ndarray], key: str, like: np.ndarray
         )
     found = np.concatenate(parts)
     if found.dtype.kind not in "fiub" or not np.isfinite(found).all():
-        raise CheckpointError(f"the checkpoint's {key} holds what are no finite numbers: use an earlier one")
+        raise CheckpointError(f"the checkpoint's {key} has numbers that are not finite: use an earlier one")
     return found

@@ -29,7 +29,7 @@ from embodied.run.checkpoint import CheckpointError
 from embodied.run.folder import interim_root, lasting_root
 from embodied.run.trace import Span, TraceWriter
 from embodied.training.selection import Selection
-from sim_farm import faults
+from sim_farm.workers import faults
 
 SHARE = 0.02
 """Of a run's time, what interim checkpoints may take: the run standing still, and a thread writing."""

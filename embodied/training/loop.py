@@ -36,7 +36,7 @@ from embodied.training.checkpoints import RECENT, Position, RunCheckpoints
 from embodied.training.interrupts import deferred_interrupts
 from embodied.training.iteration_metrics import CollapseWatch, iteration_row, left_out
 from embodied.training.selection import BesideError, Candidate, Selection, room_beside
-from sim_farm import faults
+from sim_farm.workers import faults
 
 FINISHING = "interrupted: finishing the update, so that its iteration is kept; once more stops at once"
 

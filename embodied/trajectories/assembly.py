@@ -17,8 +17,8 @@ from torch import Tensor
 
 from embodied.trajectories.batch import StoredDecisions, Trajectories
 from embodied.trajectories.memory import TrajectoryMemory
+from sim_farm.client.observations import Observations
 from sim_farm.episodes import ANY
-from sim_farm.observations import Observations
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from torch import Tensor
 from embodied.trajectories.memory import CPU, TrajectoryMemory
 from embodied.trajectories.remote_frames import FarFrames, FrameReader
 from policies.contract import Inputs
+from sim_farm.client.observations import FinalObservations, Observations
 from sim_farm.episodes import Episodes
-from sim_farm.observations import FinalObservations, Observations
 
 
 class Decisions(Protocol):

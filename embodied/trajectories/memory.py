@@ -24,8 +24,8 @@ from torch import Tensor
 from embodied.trajectories.remote_frames import FrameShape
 from policies.contract import Action, Inputs
 from sim_farm.contract import INSTRUCTION_BYTES
-from sim_farm.frame_memory import FrameAddress, FrameMemory
-from sim_farm.memory import FOLDER, Block, Field
+from sim_farm.shared_memory.frame_memory import FrameAddress, FrameMemory
+from sim_farm.shared_memory.memory import FOLDER, Block, Field
 
 CPU = torch.device("cpu")
 TRACE, INPUT = "trace.", "input."
@@ -101,7 +101,7 @@ class MemoryAddress:
 
 
 class TrajectoryMemory:
-    """Arrays [R * columns, ...] by name. Unwritten bytes hold the magic value of `sim_farm.memory`."""
+    """Arrays [R * columns, ...] by name. Unwritten bytes hold the magic value of `sim_farm.shared_memory.memory`."""
 
     def __init__(self, layout: MemoryLayout, block: Block, frames: FrameMemory | None) -> None:
         self.shape, self.frames = layout.shape, frames
@@ -226,11 +226,20 @@ class TrajectoryMemory:
             found[place].copy_(every[row], non_blocking=True)
         return {name: found[:, i] for i, name in enumerate(self.shape.cameras)}
 
+    def view_frames(self, rows: np.ndarray) -> dict[str, Tensor]:
+        """uint8 [n, H, W, 3] for each camera, at rows of the frame memory: a view where rows follow each other, else a
+        copy."""
+        assert self.frames is not None
+        found = self.frames.view(rows)
+        every = torch.from_numpy(self.frames.copy(rows) if found is None else found)
+        return {name: every[:, i] for i, name in enumerate(self.shape.cameras)}
+
     def _pin(self, frames: Tensor) -> None:
         """Let the GPU read the frames where they are, until this object is gone: whatever is mapped there later has
         other pages."""
         if self._pinned is None:
-            torch.cuda.cudart().cudaHostRegister(frames.data_ptr(), frames.nbytes, 0)
+            cudart: Any = torch.cuda.cudart()
+            cudart.cudaHostRegister(frames.data_ptr(), frames.nbytes, 0)
             self._pinned = finalize(self, _unpin, frames.data_ptr())
 
     def _at(self, name: str, rows: Tensor, device: torch.device) -> Tensor | None:
@@ -265,7 +274,8 @@ def _attached(address: MemoryAddress) -> TrajectoryMemory:
 
 
 def _unpin(pointer: int) -> None:
-    torch.cuda.cudart().cudaHostUnregister(pointer)
+    cudart: Any = torch.cuda.cudart()
+    cudart.cudaHostUnregister(pointer)
 
 
 def _dtype(tensor: Tensor) -> str:

@@ -11,8 +11,8 @@ from embodied.devices import Affinity, find_device, settle
 from embodied.errors import UserError
 from embodied.workflows.recipes import recipe_of
 from policies.contract import Policy, PolicySpec
+from sim_farm.client.farm import Farm, FarmAddress
 from sim_farm.contract import TaskInfo, TaskSpec
-from sim_farm.farm import Farm, FarmAddress
 
 FINALS = {"never": "never", "truncated": "truncated", "always": "ended"}
 """Final frames that are drawn, by which of them are valued."""

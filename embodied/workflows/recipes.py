@@ -47,8 +47,8 @@ class WorkflowComponent:
             raise UserError(f"the worker {self.worker!r} of {self.name} cannot be imported: {error}") from error
 
 
-PHYSICS = WorkflowComponent("physics", "steps the environments", "sim_farm.physics_worker:PhysicsWorker", movable=True)
-RENDER = WorkflowComponent("render", "draws the frames that the policy looks at", "sim_farm.render_worker:RenderWorker")
+PHYSICS = WorkflowComponent("physics", "steps the environments", "sim_farm.workers.physics_worker:PhysicsWorker", movable=True)
+RENDER = WorkflowComponent("render", "draws the frames that the policy looks at", "sim_farm.workers.render_worker:RenderWorker")
 POLICY = WorkflowComponent(
     "policy", "turns observations into action chunks", "embodied.rollout.policy_worker:PolicyWorker"
 )

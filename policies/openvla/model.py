@@ -372,7 +372,7 @@ def _draw(model: OpenVLAModel, dtype: str) -> OpenVLAModel:
     """The empty network with random weights, made where and as they are wanted: nothing is made twice."""
     named = model.config.raw.get("torch_dtype") if dtype == "checkpoint" else dtype
     seed = model.config.raw[RANDOM_WEIGHTS]
-    if named not in (*DTYPES,) or type(seed) is not int or not 0 <= seed < 2**63:
+    if not isinstance(named, str) or named not in DTYPES or type(seed) is not int or not 0 <= seed < 2**63:
         raise PolicyError(
             f"{CONFIG}: {RANDOM_WEIGHTS} must be a seed, with a torch_dtype; got {shown(seed)}, {shown(named)}"
         )

@@ -86,7 +86,8 @@ class OpenVLAOFT(TokenPolicy):
         super().__init__(spec, files, **options)
         self._architecture |= {"convention": convention, "head": head or "tokens", "proprio": bool(proprio)}
         # What an older version did not write is the default.
-        self._architecture |= {name: said[name] for name in ("film", "step") if said[name] is not None}
+        optional = {name: said[name] for name in ("film", "step")}
+        self._architecture |= {name: value for name, value in optional.items() if value is not None}
         self.stop = CONVENTIONS[convention]
         self.proprio_projector: ProprioProjector | None = None
         self.action_head: ActionHead | None = None

@@ -108,7 +108,7 @@ def _drawn(folder: Path, dtype: str) -> Pi0Network:
     raw = read_json(folder / CONFIG)
     named, seed = raw.get("precision") if dtype == "checkpoint" else dtype, raw[RANDOM_WEIGHTS]
     seeded = type(seed) is int and 0 <= seed < 2**63
-    if named not in (*DTYPES,) or not seeded or type(raw.get("pi05")) is not bool:
+    if not isinstance(named, str) or named not in DTYPES or not seeded or type(raw.get("pi05")) is not bool:
         raise PolicyError(
             f"{folder / CONFIG}: {RANDOM_WEIGHTS} must be a seed, with pi05 (true or false) and a precision; got "
             f"{shown(seed)}, {shown(raw.get('pi05'))}, {shown(named)}"

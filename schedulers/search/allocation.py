@@ -46,8 +46,21 @@ class Allocation:
     bound: float = math.inf
 
 
+@dataclass(frozen=True)
+class SolvedPhase:
+    """The best phase found of some components and one kind."""
+
+    seconds: float
+    """Makespan with the context switch; infinite where there is no such phase."""
+    bound: float
+    """Lower bound of every such phase."""
+    model: PhaseModel | None = None
+    counts: tuple[int, ...] = ()
+    """Devices of each placement."""
+
+
 class Options:
-    """Numbers of devices that one placement may have, as far as each is better than fewer in some way.
+    """Numbers of devices that one placement may have, without those that are no better than fewer.
 
     Columns of `sums` and `tops` are the loop, then each pipeline of the phase.
     """
@@ -206,7 +219,8 @@ class AllocationSearch:
             key = open_options[pool]  # Many phases end with the same placements.
             if key not in self.problem.options:
                 sums, tops = least[pool]
-                self.problem.options[key] = (_least_sums(sums, options), np.maximum(tops, options.least[1]))
+                together = least_sums(sums, options) if len(key) > 1 else options.least[0]
+                self.problem.options[key] = (together, np.maximum(tops, options.least[1]))
             least = {**least, pool: self.problem.options[key]}
             result.insert(0, least)
         return result
@@ -288,17 +302,15 @@ def each_option(fitting: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return rows, np.arange(len(rows)) - np.repeat(np.cumsum(fitting) - fitting, fitting)
 
 
-def _least_sums(rest: np.ndarray, options: Options) -> np.ndarray:
+def least_sums(rest: np.ndarray, options: Options) -> np.ndarray:
     """Least sums of one placement and others together, with at most 0, 1, ... units; `rest`: those of the others."""
-    most = int(options.units[-1])
-    padded = np.full((rest.shape[1], len(rest) + most), math.inf)
-    padded[:, most:] = rest.T
-    result = np.empty_like(rest)
-    for column in range(rest.shape[1]):
-        # Row u, column k: the others with u - k units.
-        left = np.lib.stride_tricks.sliding_window_view(padded[column], most + 1)[:, ::-1][:, options.units]
-        result[:, column] = (left + options.sums[None, :, column]).min(axis=1)
-    return result
+    most, columns = int(options.units[-1]), rest.shape[1]
+    mine = np.full((columns, most), math.inf)
+    mine[:, most - options.units] = options.sums.T
+    others = np.concatenate([np.full((columns, most), math.inf), rest[:-1].T], axis=1)
+    # Windows of `others` begin at each number of units: from `most` fewer units to one fewer, as in `mine`.
+    windows = np.lib.stride_tricks.sliding_window_view(others, most, axis=1)
+    return np.asarray((windows + mine[:, None, :]).min(axis=2).T)
 
 
 def _undominated(times: np.ndarray) -> np.ndarray:

@@ -1,7 +1,8 @@
-"""Phases: the best order in which to run them, and the best way to run each.
+"""Phases: the best sequence of phases, and the best placements of each.
 
-Every sequence of phases is tried: a phase is the difference of two prefixes of the workflow graph, and its makespan
-depends on the other phases only through memory, so that each phase is solved once. To solve a phase, every partition
+A phase is the difference of two prefixes of the workflow graph. Its makespan depends on the other phases only through
+memory, so each phase is solved once, and the best sequence is found by a dynamic programme over prefixes:
+f(P) = min over prefixes Q within P of f(Q) + makespan of (P - Q) + context switch. To solve a phase, every partition
 into placements, number of groups and micro-batch is tried, with the best allocation of devices to each.
 """
 
@@ -22,7 +23,7 @@ from schedulers.cost.phase import PhaseModel, phase_model
 from schedulers.cost.problem import Problem
 from schedulers.cost.times import resident_bytes, switch_seconds, working_bytes
 from schedulers.plan import Mode
-from schedulers.search.allocation import SLACK, AllocationSearch, MemoryLimits
+from schedulers.search.allocation import SLACK, AllocationSearch, MemoryLimits, SolvedPhase
 from schedulers.search.several_tasks import SeveralTasksSearch, candidate_partitions
 from schedulers.workflow import partitions, prefixes, time_shared
 
@@ -37,19 +38,6 @@ KINDS: dict[Mode, tuple[Kind, ...]] = {
 
 
 @dataclass(frozen=True)
-class SolvedPhase:
-    """The best way found to run some components in one phase of one kind."""
-
-    seconds: float
-    """Makespan with the context switch."""
-    bound: float
-    """Lower bound of every such phase."""
-    model: PhaseModel | None = None
-    counts: tuple[int, ...] = ()
-    """Devices of each placement."""
-
-
-@dataclass(frozen=True)
 class PhaseSequence:
     """Phases one after the other."""
 
@@ -59,14 +47,14 @@ class PhaseSequence:
     phases: tuple[SolvedPhase, ...] = ()
     unload: bool = False
     clumsiness: float = 0.0
-    """Among sequences that take equally long the least clumsy one is best: few phases, that are easy to read."""
+    """Number of phases, and more for those that are hard to read. Among equally fast sequences the least is best."""
 
 
 NONE = PhaseSequence(math.inf, math.inf)
 
 
 class PhaseSolver:
-    """Finds the best way to run a phase, and remembers it; `deadline` is on `time.monotonic`'s clock."""
+    """Solves phases, each once; `deadline` is on `time.monotonic`'s clock."""
 
     def __init__(self, problem: Problem, deadline: float) -> None:
         self.problem, self.deadline = problem, deadline
@@ -84,29 +72,32 @@ class PhaseSolver:
         limits = replace(limits, weights_elsewhere=not switching and self.weights_elsewhere(components))
         key = (components, kind, switching, tuple(limits.resident.items()), tuple(limits.peak.items()))
         if key not in self.solved:
-            several = self.problem.graph.several_loops and self.problem.graph.loop[0] in components
-            solve = self._solve_several_tasks if several else self._solve
-            self.solved[key] = solve(components, kind, switching, limits)
+            if self.problem.graph.several_loops and self.problem.graph.loop[0] in components:
+                several = SeveralTasksSearch(self.problem, components, kind, switching, limits, self.deadline)
+                self.solved[key] = several.solve()
+            else:
+                self.solved[key] = self._solve(components, kind, switching, limits)
         return self.solved[key]
 
     def weights_elsewhere(self, components: frozenset[str]) -> bool:
         """True if the policy of such a phase may share weights with the learner of another, when both stay loaded."""
         return self.problem.shared_weights is not None and self.problem.shared_weights.learner not in components
 
-    def resident_levels(self, components: frozenset[str], kind: Kind) -> list[dict[Pool, float]]:
+    def resident_sizes(self, components: frozenset[str], kind: Kind) -> list[dict[Pool, float]]:
         """The different amounts of memory, by pool, that the fullest device can have resident in such a phase."""
         found: dict[tuple[float, ...], dict[Pool, float]] = {}
         elsewhere = self.weights_elsewhere(components)
         for placements in self._partitions(components, kind):
-            held = {pool: 0.0 for pool in POOLS}
+            resident = {pool: 0.0 for pool in POOLS}
             for names in placements:
                 pool = self.problem.pools[names[0]]
-                held[pool] = max(held[pool], resident_bytes(self.problem, names, weights_elsewhere=elsewhere))
-            found[tuple(held.values())] = held
+                size = resident_bytes(self.problem, names, weights_elsewhere=elsewhere)
+                resident[pool] = max(resident[pool], size)
+            found[tuple(resident.values())] = resident
         return list(found.values())
 
     def _solve(self, components: frozenset[str], kind: Kind, switching: bool, limits: MemoryLimits) -> SolvedPhase:
-        searches = [AllocationSearch(self.problem, model, limits) for model in self._models(components, kind)]
+        searches = [AllocationSearch(self.problem, model, limits) for model in self.models(components, kind)]
         switch_s = [switch_seconds(self.problem, search.model.placements) if switching else 0.0 for search in searches]
         bounds = [search.bound() + switch for search, switch in zip(searches, switch_s, strict=True)]
         best, open_bound = SolvedPhase(math.inf, math.inf), math.inf
@@ -122,16 +113,7 @@ class PhaseSolver:
                 best = SolvedPhase(found.seconds + switch_s[i], 0.0, searches[i].model, found.counts)
         return replace(best, bound=min(best.seconds, open_bound))
 
-    def _solve_several_tasks(
-        self, components: frozenset[str], kind: Kind, switching: bool, limits: MemoryLimits
-    ) -> SolvedPhase:
-        search = SeveralTasksSearch(
-            self.problem, components, kind, switching=switching, limits=limits, deadline=self.deadline
-        )
-        found = search.solve()
-        return SolvedPhase(found.seconds, found.bound, found.model, found.counts)
-
-    def _models(self, components: frozenset[str], kind: Kind) -> Iterator[PhaseModel]:
+    def models(self, components: frozenset[str], kind: Kind) -> Iterator[PhaseModel]:
         """Every phase of these components: partition into placements, number of groups and micro-batch."""
         problem, graph = self.problem, self.problem.graph
         ahead = problem.ahead and kind == "split" and len(components) == len(graph.names)
@@ -188,21 +170,36 @@ class SequenceSearch:
         return replace(best, bound=min(bound, best.seconds))
 
     def _best(self, mode: Mode, switching: bool) -> PhaseSequence:
-        """The best of all sequences, with or without context switches."""
-        best, bound = NONE, math.inf
-        for sequence in self._sequences(mode):
-            several = len(sequence) > 1
-            phases = [self.phases.solve(*phase, switching=switching and several) for phase in sequence]
-            bound = min(bound, sum(phase.bound for phase in phases))
-            found = PhaseSequence(
-                seconds=sum(phase.seconds for phase in phases),
-                bound=bound,
-                phases=tuple(phases),
-                unload=switching and several,
-                clumsiness=len(phases) + 1.5 * sum(map(self._mixes, phases)),
-            )
-            best = found if _better(found, best) else best
-        return replace(best, bound=bound)
+        """The best sequence with or without context switches, by a dynamic programme over prefixes.
+
+        The best sequence of a prefix is the best of a shorter prefix and one more phase. Sequences are kept apart by
+        what makes them one of the mode (see `_ends`).
+        """
+        best = {(frozenset[str](), False, False): PhaseSequence(0.0, 0.0)}
+        for prefix in self.prefixes[1:]:
+            for (done, split, several), before in list(best.items()):
+                if not done < prefix or (mode == "disaggregated" and (done or prefix != self.all)):
+                    continue
+                for kind in KINDS[mode]:
+                    alone = not done and prefix == self.all
+                    phase = self.phases.solve(prefix - done, kind, switching=switching and not alone)
+                    if math.isinf(phase.bound):
+                        continue
+                    key = (prefix, split or self._splits(prefix - done, kind), several or bool(done))
+                    other = best.get(key, NONE)
+                    found = PhaseSequence(
+                        seconds=before.seconds + phase.seconds,
+                        bound=min(before.bound + phase.bound, other.bound),
+                        phases=(*before.phases, phase),
+                        unload=switching and bool(done),
+                        clumsiness=before.clumsiness + 1 + 1.5 * self._mixes(phase),
+                    )
+                    best[key] = found if _better(found, other) else replace(other, bound=found.bound)
+        complete = [best.get((self.all, *end), NONE) for end in self._ends(mode)]
+        result = complete[0]
+        for other in complete[1:]:
+            result = other if _better(other, result) else result
+        return replace(result, bound=min(sequence.bound for sequence in complete))
 
     @staticmethod
     def _ends(mode: Mode) -> list[tuple[bool, bool]]:
@@ -223,7 +220,7 @@ class SequenceSearch:
         loop = set(self.problem.graph.loop)
         return any(loop & set(names) and set(names) - loop for names in phase.model.placements)
 
-    def _held(self, phase: SolvedPhase) -> tuple[dict[Pool, float], dict[Pool, float]]:
+    def _memory(self, phase: SolvedPhase) -> tuple[dict[Pool, float], dict[Pool, float]]:
         """Most bytes resident on a device of each pool, and most with the working sets."""
         resident: dict[Pool, float] = dict.fromkeys(POOLS, 0.0)
         peak: dict[Pool, float] = dict.fromkeys(POOLS, 0.0)
@@ -231,38 +228,38 @@ class SequenceSearch:
         elsewhere = self.phases.weights_elsewhere(frozenset(name for p in phase.model.placements for name in p))
         for names, count in zip(phase.model.placements, phase.counts, strict=True):
             pool = self.problem.pools[names[0]]
-            held = resident_bytes(self.problem, names, weights_elsewhere=elsewhere)
+            size = resident_bytes(self.problem, names, weights_elsewhere=elsewhere)
             working = float(working_bytes(self.problem, phase.model, names, np.array([count]))[0])
-            resident[pool] = max(resident[pool], held)
-            peak[pool] = max(peak[pool], held + working)
+            resident[pool] = max(resident[pool], size)
+            peak[pool] = max(peak[pool], size + working)
         return resident, peak
 
     def _fits_together(self, phases: tuple[SolvedPhase, ...]) -> bool:
         """True if all phases' components fit on a device that has the most of each, with any one phase at work."""
-        held = [self._held(phase) for phase in phases]
+        memory = [self._memory(phase) for phase in phases]
         return all(
-            peak[pool] + sum(other[pool] for j, (other, _) in enumerate(held) if j != i)
+            peak[pool] + sum(other[pool] for j, (other, _) in enumerate(memory) if j != i)
             <= self.problem.memory_limits[pool] * (1 + SLACK)
-            for i, (_, peak) in enumerate(held)
+            for i, (_, peak) in enumerate(memory)
             for pool in POOLS
         )
 
     def _best_loaded(self, mode: Mode, cutoff: float) -> PhaseSequence:
-        """The best sequence faster than `cutoff` whose components all stay loaded, by trying all sequences and all ways
-        to divide the memory among their phases."""
+        """The best sequence faster than `cutoff` whose components all stay loaded: all sequences are tried, and all
+        divisions of the memory among their phases."""
         best, open_bound, limits = NONE, math.inf, self.problem.memory_limits
         for sequence in self._sequences(mode):
             least = sum(self.phases.solve(*phase).bound for phase in sequence)
             if least >= min(best.seconds, cutoff) * (1 - SLACK):
                 continue
-            for held in product(*(self.phases.resident_levels(*phase) for phase in sequence)):
-                total = {pool: sum(level[pool] for level in held) for pool in POOLS}
+            for sizes in product(*(self.phases.resident_sizes(*phase) for phase in sequence)):
+                total = {pool: sum(size[pool] for size in sizes) for pool in POOLS}
                 if any(total[pool] > limits[pool] * (1 + SLACK) for pool in POOLS):
                     continue
                 solved = []
-                for phase, level in zip(sequence, held, strict=True):
-                    peak = {pool: limits[pool] - total[pool] + level[pool] for pool in POOLS}
-                    solved.append(self.phases.solve(*phase, limits=MemoryLimits(level, peak)))
+                for phase, size in zip(sequence, sizes, strict=True):
+                    peak = {pool: limits[pool] - total[pool] + size[pool] for pool in POOLS}
+                    solved.append(self.phases.solve(*phase, limits=MemoryLimits(size, peak)))
                 seconds = sum(phase.seconds for phase in solved)
                 open_bound = min(open_bound, sum(phase.bound for phase in solved))
                 if seconds < best.seconds:

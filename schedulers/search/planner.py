@@ -37,7 +37,8 @@ from schedulers.errors import PlanError, nearest
 from schedulers.explain import explain_plan
 from schedulers.plan import MODES, DeviceRange, Mode, Phase, Placement, Plan
 from schedulers.profile import ComponentProfile, Profile
-from schedulers.search.phases import PhaseSequence, SequenceSearch, SolvedPhase
+from schedulers.search.allocation import SolvedPhase
+from schedulers.search.phases import PhaseSequence, SequenceSearch
 from schedulers.validation import validate
 from schedulers.workflow import Workflow
 
@@ -51,7 +52,7 @@ MAX_POOL_CHOICES = 16
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """What the planner tries, and for how long."""
+    """Choices that the planner tries, and its deadline."""
 
     groups: Sequence[int] = (1, 2, 4)
     """Numbers of groups of environments in a loop, as far as they divide."""
@@ -78,8 +79,8 @@ def plan(
 
     `ahead`: disaggregated plans run one step ahead. Devices may be allocated in any numbers, on large pools in units
     (`units_of`). No plan of this kind is faster than `prediction.lower_bound_s`; where that is `iteration_s`, the plan
-    is certified optimal. It is, unless the deadline came first, the workflow has several tasks (whose search stops
-    within 0.5%), or the bound leaves out communication that depends on the layout (docs/planning.md).
+    is certified optimal. It is, unless the deadline came first, the workflow has several tasks (whose search is not
+    exhaustive), or the bound leaves out communication that depends on the layout (docs/planning.md).
 
     Raises `PlanError` where there is no plan: no such mode, components without times, a pool without devices, nothing
     that fits in memory.
@@ -97,7 +98,7 @@ def plan(
     if mode is not None:
         best_of = alternatives(workflow, profile, cluster, ahead=ahead, search=search)
 
-    # Of several tasks the search may last until the deadline: what one more device would gain is not worth that.
+    # With several tasks the search may last until the deadline, which the gain of one more device is not worth.
     brief = replace(search, deadline_s=search.deadline_s / 4) if len(workflow.loops) > 1 else search
 
     def plan_for(larger: Cluster) -> Plan:
@@ -174,12 +175,12 @@ def _search(
     check_cluster(cluster)
     pools = _pool_options(profile, workflow.names, [pool for pool in POOLS if pool_size(cluster, pool)])
     found, errors, begin = _Found(), list[PlanError](), time.monotonic()
-    asked = 0
+    tried = 0
 
     def seconds(choice: Mapping[str, Pool]) -> float:
         """Makespan of the best plan with components on these pools; each choice has an equal share of the deadline."""
-        nonlocal asked
-        asked, before = asked + 1, len(found.plans)
+        nonlocal tried
+        tried, before = tried + 1, len(found.plans)
 
         def problem(where: Cluster, optimistic_memory: bool) -> Problem:
             return Problem(
@@ -194,14 +195,14 @@ def _search(
             )
 
         try:
-            _search_nodes(found, cluster, problem, modes, begin + options.deadline_s * asked / pool_choices(pools))
+            _search_nodes(found, cluster, problem, modes, begin + options.deadline_s * tried / pool_choices(pools))
         except PlanError as error:  # a pool that the head node lacks, where the other may do
             errors.append(error)
         return min((_seconds(plan) for plans in found.plans[before:] for plan in plans.values()), default=math.inf)
 
     if not explore_pools(pools, seconds):
         found.bounds = dict.fromkeys(found.bounds, 0.0)
-    if len(errors) == asked:
+    if len(errors) == tried:
         raise errors[0]
     return found
 
@@ -224,9 +225,9 @@ def pool_choices(options: Mapping[str, tuple[Pool, ...]]) -> int:
 
 
 def explore_pools(options: Mapping[str, tuple[Pool, ...]], seconds: Callable[[Mapping[str, Pool]], float]) -> bool:
-    """Ask for the seconds of every choice of pools; True if that were all.
+    """Call `seconds` for every choice of pools; True if these were all.
 
-    Of more than `MAX_POOL_CHOICES` two are asked for, every component on its own pool and every one on the other, and
+    If these are more than `MAX_POOL_CHOICES`, two are: every component on its own pool, and every one on the other; and
     the better is improved: each component in turn changes its pool, and stays there where that is faster.
     """
     every = [dict(zip(options, pools, strict=True)) for pools in product(*options.values())]

@@ -29,6 +29,7 @@ from schedulers.cost.times import switch_seconds
 from schedulers.search.allocation import (
     Allocation,
     MemoryLimits,
+    SolvedPhase,
     counts_of,
     each_option,
     exact_seconds,
@@ -62,7 +63,7 @@ class SharedLoopsAllocation:
     """
 
     def __init__(self, problem: Problem, model: PhaseModel, limits: MemoryLimits) -> None:
-        self.problem, self.model = problem, model
+        self.model, self.free = model, free_units(problem)
         self.options = [options_of(problem, model, p, limits) for p in range(len(model.placements))]
         self.feasible = all(len(options.counts) for options in self.options)
 
@@ -102,7 +103,7 @@ class SharedLoopsAllocation:
         """Options that balance servers and loops, by giving devices one after the other to the placement that gains
         most. None where there are too few devices."""
         picks = [0] * len(self.options)
-        free = free_units(self.problem)
+        free = self.free.copy()
         for options in self.options:
             free[options.takes] -= options.units[0]
         if (free < 0).any():
@@ -156,7 +157,7 @@ class SharedLoopsAllocation:
         return best
 
     def _fits(self, picks: Sequence[int]) -> bool:
-        free = free_units(self.problem)
+        free = self.free.copy()
         for options, pick in zip(self.options, picks, strict=True):
             free[options.takes] -= options.units[pick]
         return bool((free >= 0).all())
@@ -175,7 +176,12 @@ class SharedLoopsAllocation:
         return float(most * sum((term / most) ** SHARPNESS for term in terms) ** (1 / SHARPNESS)) + 1e-3 * sum(rest)
 
     def _least_of(self, picks: Sequence[int]) -> float:
-        return float(self._least_seconds(np.array([picks]))[0])
+        return float(
+            self.model.least_seconds(
+                [self.options[p].visits[row, picks[p]] for p, row in self.model.visit_rows],
+                [self.options[p].stages[row, picks[p]] for p, row in self.model.stage_rows],
+            )
+        )
 
     def _least_seconds(self, picks: np.ndarray) -> np.ndarray:
         """Lower bounds of partial allocations, one a row, that have options for the first placements: the open ones
@@ -192,7 +198,7 @@ class SharedLoopsAllocation:
 
     def _promising(self, cutoff: float) -> tuple[np.ndarray, np.ndarray, float]:
         """Allocations that promise to be faster than `cutoff`, their bounds, and the least bound of the others."""
-        picks, free = np.zeros((1, 0), dtype=int), free_units(self.problem)[None, :]
+        picks, free = np.zeros((1, 0), dtype=int), self.free[None, :]
         bounds, open_bound = np.zeros(1), math.inf
         for options in self.options:
             rows, columns = each_option(options.units.searchsorted(free[:, options.takes].min(axis=1), side="right"))
@@ -233,22 +239,12 @@ WEIGHTS = np.linspace(0.0, 1.0, 21)
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to run the phase, without its allocation."""
+    """Placements, groups and micro-batch of the phase, without the allocation of devices."""
 
     partition: Partition
     groups: tuple[int, ...]
     """Groups of each loop."""
     micro_batch: int
-
-
-@dataclass(frozen=True)
-class Found:
-    """The best phase found; `seconds` with the context switch."""
-
-    seconds: float
-    bound: float
-    model: PhaseModel | None = None
-    counts: tuple[int, ...] = ()
 
 
 class SeveralTasksSearch:
@@ -260,7 +256,6 @@ class SeveralTasksSearch:
         problem: Problem,
         components: frozenset[str],
         kind: str,
-        *,
         switching: bool,
         limits: MemoryLimits,
         deadline: float,
@@ -272,12 +267,12 @@ class SeveralTasksSearch:
         self.alike = equal_tasks(problem)
         self.ahead = problem.ahead and kind == "split" and len(components) == len(self.graph.names)
 
-    def solve(self) -> Found:
+    def solve(self) -> SolvedPhase:
         found = self._all() if self._few() else self._step_by_step()
         if found.model is None:
-            return Found(math.inf, math.inf)  # Nothing fits.
+            return SolvedPhase(math.inf, math.inf)  # Nothing fits.
         bound = max(found.bound, self.relaxed_bound() + self._least_switch_s())
-        return Found(found.seconds, min(bound, found.seconds), found.model, found.counts)
+        return SolvedPhase(found.seconds, min(bound, found.seconds), found.model, found.counts)
 
     def _switch_s(self, partition: Partition) -> float:
         return switch_seconds(self.problem, partition) if self.switching else 0.0
@@ -310,7 +305,7 @@ class SeveralTasksSearch:
 
     # --- all candidates
 
-    def _all(self) -> Found:
+    def _all(self) -> SolvedPhase:
         searches = []
         for partition in candidate_partitions(self.problem, self.components, self.kind):
             several = [self.problem.group_options(i, partition) for i in range(len(self.graph.loops))]
@@ -320,7 +315,7 @@ class SeveralTasksSearch:
                     search = SharedLoopsAllocation(self.problem, model, self.limits)
                     searches.append((search, self._switch_s(partition)))
         bounds = [search.bound() + switch for search, switch in searches]
-        best, open_bound = Found(math.inf, math.inf), math.inf
+        best, open_bound = SolvedPhase(math.inf, math.inf), math.inf
         # Among candidates of about the same bound the tidiest stays: partitions come in that order.
         for i in sorted(range(len(searches)), key=lambda i: _bucket(bounds[i])):
             late = time.monotonic() > self.deadline and best.model is not None
@@ -331,13 +326,13 @@ class SeveralTasksSearch:
             found = search.solve(best.seconds - switch, self.deadline)
             open_bound = min(open_bound, found.bound + switch)
             if found.counts:
-                best = Found(found.seconds + switch, 0.0, search.model, found.counts)
-        return Found(best.seconds, min(best.seconds, open_bound), best.model, best.counts)
+                best = SolvedPhase(found.seconds + switch, 0.0, search.model, found.counts)
+        return SolvedPhase(best.seconds, min(best.seconds, open_bound), best.model, best.counts)
 
     # --- step by step
 
-    def _step_by_step(self) -> Found:
-        found: list[tuple[Found, Candidate]] = []
+    def _step_by_step(self) -> SolvedPhase:
+        found: list[tuple[SolvedPhase, Candidate]] = []
         least = self.relaxed_bound()
         for start in self._starts():
             if time.monotonic() > self.deadline and found:
@@ -348,14 +343,14 @@ class SeveralTasksSearch:
             if one.model is not None:
                 found.append((one, start))
         found.sort(key=lambda pair: pair[0].seconds)
-        best = found[0][0] if found else Found(math.inf, 0.0)
+        best = found[0][0] if found else SolvedPhase(math.inf, 0.0)
         for one, candidate in found[:MAX_DESCENTS]:
             if best.seconds > least * (1 + TOLERANCE):
                 one = self._improved(one, candidate)
                 best = one if one.seconds < best.seconds * (1 - 1e-9) else best
         return best
 
-    def _improved(self, best: Found, candidate: Candidate) -> Found:
+    def _improved(self, best: SolvedPhase, candidate: Candidate) -> SolvedPhase:
         """The result of going to the first better neighbour, again and again."""
         improved, seen = True, {self._pattern(candidate)}
         while improved:
@@ -386,9 +381,9 @@ class SeveralTasksSearch:
             tasks.append((kind[i], tuple(blocks[number] for number in mine), tuple(map(mine.index, mine))))
         return tuple(sorted(blocks)), tuple(sorted(tasks)), candidate.micro_batch
 
-    def _play(self, candidate: Candidate, cutoff: float) -> Found:
+    def _play(self, candidate: Candidate, cutoff: float) -> SolvedPhase:
         """The candidate with devices given greedily and then shifted; infinite where that does not beat `cutoff`."""
-        none = Found(math.inf, 0.0)
+        none = SolvedPhase(math.inf, 0.0)
         model = self._model(candidate)
         if model is None:
             return none
@@ -397,7 +392,7 @@ class SeveralTasksSearch:
             return none
         if math.prod(len(options.counts) for options in search.options) <= FEW_ALLOCATIONS:
             found = search.solve(cutoff - switch, self.deadline)
-            return Found(found.seconds + switch, 0.0, model, found.counts) if found.counts else none
+            return SolvedPhase(found.seconds + switch, 0.0, model, found.counts) if found.counts else none
         picks = search.greedy()
         if picks is None:
             return none
@@ -405,7 +400,7 @@ class SeveralTasksSearch:
         if seconds < cutoff * WORTH_SHIFTING:
             picks = search.shifted(picks)
             seconds = search.play(picks) + switch
-        return Found(seconds, 0.0, model, counts_of(search.options, picks)) if seconds < cutoff else none
+        return SolvedPhase(seconds, 0.0, model, counts_of(search.options, picks)) if seconds < cutoff else none
 
     def _starts(self) -> Iterator[Candidate]:
         numbers = sorted({number for i in range(len(self.graph.loops)) for number in self.problem.group_options(i, ())})
@@ -500,7 +495,7 @@ class SeveralTasksSearch:
         shared = [name for name in loop if all(name in other for other in self.graph.loops)]
         # Measured together, components may take less than one after the other.
         unknown = any(set(entry.components) & set(loop) for entry in problem.profile.together)
-        result = []
+        result: list[tuple[float, ...]] = []
         for groups in self.problem.group_options(number, ()):
             once: dict[str, float] = {}
             area = dict.fromkeys(POOLS, 0.0)

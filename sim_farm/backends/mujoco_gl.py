@@ -4,25 +4,97 @@
 window system's. Physics wants none, and a machine without a display needs another, so the modules of this
 backend take `mujoco` from here: imported with no platform, unless the user has named one. The first canvas
 chooses: the one that MUJOCO_GL names, else EGL if a device answers, else OSMesa (software). Where the process
-was asked to draw on a device (`render_devices`), the canvas is there or raises.
+has a requested device (`render_devices`), the canvas is there or raises.
 """
-
-# MuJoCo fills its name space from compiled modules, which pyright cannot see.
-# pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import functools
 import importlib
 import os
 import weakref
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
 from sim_farm import render_devices
-from sim_farm.backends import egl
 from sim_farm.contract import FarmError, UInt8
+from sim_farm.render_devices import EglDevice
+
+EXTENSIONS, CUDA_DEVICE, PLATFORM_DEVICE = 0x3055, 0x323A, 0x313F
+"""EGL_EXTENSIONS, EGL_CUDA_DEVICE_NV, EGL_PLATFORM_DEVICE_EXT."""
+MOST_DEVICES = 64
+
+_Pointer, _Integer = ctypes.c_void_p, ctypes.c_int
+
+
+class _Egl:
+    """The library with the entry points that enumerate devices. Raises `OSError` where it has none of them."""
+
+    def __init__(self) -> None:
+        self.library = ctypes.CDLL("libEGL.so.1")
+        self.library.eglGetProcAddress.restype = _Pointer
+        self.library.eglInitialize.argtypes = (_Pointer, _Pointer, _Pointer)
+        self._query = self._entry(b"eglQueryDevicesEXT", _Integer, _Integer, _Pointer, _Pointer)
+        self.display = self._entry(b"eglGetPlatformDisplayEXT", _Pointer, _Integer, _Pointer, _Pointer)
+
+    def _entry(self, name: bytes, *types: Any) -> Any:
+        address = self.library.eglGetProcAddress(name)
+        if not address:
+            raise OSError(f"EGL has no {name.decode()}")
+        return ctypes.CFUNCTYPE(*types)(address)
+
+    def handles(self) -> list[int | None]:
+        """In EGL's order, by which MUJOCO_EGL_DEVICE_ID counts."""
+        found, count = (_Pointer * MOST_DEVICES)(), _Integer()
+        self._query(MOST_DEVICES, found, ctypes.byref(count))
+        return list(found[: count.value])
+
+    def describe(self, handle: int | None) -> EglDevice:
+        string = self._entry(b"eglQueryDeviceStringEXT", ctypes.c_char_p, _Pointer, _Integer)
+        attribute = self._entry(b"eglQueryDeviceAttribEXT", _Integer, _Pointer, _Integer, _Pointer)
+        extensions = (string(handle, EXTENSIONS) or b"").decode().split()
+        number = ctypes.c_ssize_t(-1)
+        if "EGL_NV_device_cuda" in extensions and not attribute(handle, CUDA_DEVICE, ctypes.byref(number)):
+            number.value = -1
+        return EglDevice(number.value if number.value >= 0 else None, "EGL_MESA_device_software" in extensions)
+
+
+def devices() -> tuple[EglDevice, ...]:
+    """Devices that EGL offers, in its own order; empty without an EGL that enumerates devices."""
+    try:
+        egl = _Egl()
+        return tuple(map(egl.describe, egl.handles()))
+    except OSError:
+        return ()
+
+
+def answers() -> bool:
+    """True if EGL finds a device, a GPU or a software one, that starts without a display."""
+    try:
+        egl = _Egl()
+    except OSError:
+        return False
+    displays: Iterator[Any] = (egl.display(PLATFORM_DEVICE, handle, None) for handle in egl.handles())
+    return any(egl.library.eglInitialize(display, None, None) for display in displays if display)
+
+
+if __name__ == "__main__":
+    for index, device in enumerate(devices()):
+        print(f"EGL device {index}: {device}")
+
+
+# --- the platform and the canvas
+
+# MuJoCo fills its name space from compiled modules, which pyright cannot see.
+# pyright: reportAttributeAccessIssue=false
+
+
+
+
 
 if "MUJOCO_GL" in os.environ:
     import mujoco
@@ -109,7 +181,7 @@ def _close(canvas: weakref.ref[Canvas]) -> None:
 @functools.cache
 def platform() -> str:
     """The OpenGL platform of this process, one of `PLATFORMS`; chosen once, as PyOpenGL binds only one. Where the
-    process was asked to draw on a device, EGL is told which of its own that is.
+    process has a requested device, EGL is told which of its own that is.
 
     Raises `FarmError` where no platform draws on that device.
     """
@@ -120,7 +192,7 @@ def platform() -> str:
     chosen = _chosen(named, wanted)
     if wanted is not None and chosen == "egl":
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        os.environ["MUJOCO_EGL_DEVICE_ID"] = str(render_devices.egl_index(egl.devices(), wanted, visible))
+        os.environ["MUJOCO_EGL_DEVICE_ID"] = str(render_devices.egl_index(devices(), wanted, visible))
     return chosen
 
 
@@ -133,12 +205,12 @@ def _chosen(named: str | None, wanted: render_devices.RenderDevice | None) -> st
     if named is not None:
         return named.lower()
     if wanted == "cpu":
-        return "egl" if any(device.software for device in egl.devices()) else "osmesa"
-    return "egl" if egl.answers() else "osmesa"
+        return "egl" if any(device.software for device in devices()) else "osmesa"
+    return "egl" if answers() else "osmesa"
 
 
 def renderer_name() -> str:
-    """What OpenGL's current context says that it draws with (GL_RENDERER)."""
+    """Renderer of OpenGL's current context (GL_RENDERER)."""
     gl = importlib.import_module("OpenGL.GL")
     return str(gl.glGetString(gl.GL_RENDERER).decode())
 

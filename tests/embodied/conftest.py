@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sim_farm.memory import FOLDER
+from sim_farm.shared_memory.memory import FOLDER
 from tests.embodied.pretend_device import GPU_BYTES, PretendDevice
 
 PROPERTIES = SimpleNamespace(total_memory=GPU_BYTES, uuid="pretence")

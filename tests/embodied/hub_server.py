@@ -45,7 +45,7 @@ def serving(hub: Hub) -> Iterator[str]:
     """The address (HF_ENDPOINT) of a server that gives out these repositories."""
 
     class Handler(BaseHTTPRequestHandler):
-        def log_message(self, *arguments: object) -> None:
+        def log_message(self, format: str, *args: object) -> None:
             pass
 
         def do_HEAD(self) -> None:

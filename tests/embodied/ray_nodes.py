@@ -15,11 +15,11 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
-from embodied.runtime.nodes import NodeInfo
+from embodied.runtime.api import NodeInfo
 from embodied.runtime.ray.farm import RayHost
 from embodied.runtime.ray.runtime import RayRuntime
 from embodied.runtime.ray.session import AUTHENTICATION
-from sim_farm.layout import FarmSpec
+from sim_farm.shared_memory.layout import FarmSpec
 
 ROOT = Path(__file__).resolve().parents[2]
 

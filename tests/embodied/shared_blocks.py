@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from sim_farm.memory import FOLDER, PREFIX
+from sim_farm.shared_memory.memory import FOLDER, PREFIX
 
 
 def mapped(pids: Iterable[int]) -> set[Path]:

@@ -13,8 +13,7 @@ import torch
 import schedulers
 from embodied.config.files import parse_config
 from embodied.config.schema import Config
-from embodied.devices import Affinity, accelerators, device_of
-from embodied.doctor.hardware import fingerprint
+from embodied.devices import Affinity, accelerators, device_of, fingerprint
 from embodied.errors import UserError
 from embodied.execution.assignment import assign
 from embodied.execution.session import open_session
@@ -31,11 +30,11 @@ from embodied.training import loop as training
 from embodied.workflows.context import WorkerContext
 from policies.contract import PolicySpec
 from schedulers import Cluster, ComponentProfile, DeviceRange, Node, Phase, Placement, Plan, PlanError, Point, Profile
+from sim_farm.client.farm import Farm
 from sim_farm.contract import TaskSpec
 from sim_farm.episodes import EndlessEpisodes
-from sim_farm.farm import Farm
-from sim_farm.hosts import InProcess
-from sim_farm.layout import FarmSpec
+from sim_farm.shared_memory.layout import FarmSpec
+from sim_farm.workers.hosts import InProcess
 from tests.embodied.pretend_device import GPU_BYTES, PretendDevice
 
 CORES = tuple(sorted(os.sched_getaffinity(0))[:2])

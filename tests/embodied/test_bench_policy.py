@@ -14,10 +14,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from embodied.bench.flops import Costs, FlowCosts, Work
-from embodied.bench.generate import OneAtATime, ways
 from embodied.bench.learner import Case, Update
 from embodied.bench.machine import Machine, measure_machine
-from embodied.bench.models import build, make_inputs
+from embodied.bench.models import OneAtATime, build, make_inputs, ways
 from embodied.bench.policy import share_of_equal_rows
 from embodied.bench.settings import BenchLearner, BenchPolicy
 from embodied.cli import main

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import policies
 from embodied.errors import UserError
-from embodied.run import checkpoint, manifest
+from embodied.run import checkpoint
 from embodied.run.checkpoint import CheckpointError, RunState
 from policies.contract import Inputs, Policy, PolicyError, PolicySpec
 from tests.full_disk import full_disk
@@ -208,8 +208,8 @@ def test_a_manifest_lists_files_of_its_own_folder(name: str, tmp_path: Path) -> 
 def test_a_manifest_is_no_larger_than_one_can_be(tmp_path: Path) -> None:
     folder = write(tmp_path)
     path = folder / "manifest.json"
-    path.write_bytes(path.read_bytes() + b" " * manifest.MOST_BYTES)
-    assert f"larger than {manifest.MOST_BYTES} bytes" in refusal(folder)
+    path.write_bytes(path.read_bytes() + b" " * checkpoint.MOST_MANIFEST_BYTES)
+    assert f"larger than {checkpoint.MOST_MANIFEST_BYTES} bytes" in refusal(folder)
 
 
 def test_a_folder_that_is_not_there_is_recognised(tmp_path: Path) -> None:
@@ -309,7 +309,7 @@ def test_what_a_crash_left_aside_is_no_checkpoint_and_in_nobodys_way(tmp_path: P
     shutil.copytree(tmp_path / "000002", aside)
     (aside / "junk").write_text("left by a crash")
     last = checkpoint.latest(tmp_path)
-    assert last == tmp_path / "000002"
+    assert last is not None and last == tmp_path / "000002"
     checkpoint.verify(last)
     folder = write(tmp_path, 3)
     assert files_of(folder) == LAYOUT and not aside.exists()
@@ -353,7 +353,7 @@ def test_a_process_killed_while_writing_leaves_the_earlier_checkpoint(event: str
     write_and_die(tmp_path, event, ending)
     last = checkpoint.latest(tmp_path)
     # The new one becomes visible only as a whole, and counts from then on, whatever `latest` says.
-    assert last == tmp_path / ("000002" if ".latest" in ending else "000001")
+    assert last is not None and last == tmp_path / ("000002" if ".latest" in ending else "000001")
     checkpoint.verify(last)
     assert content(tmp_path / "000001") == earlier
     checkpoint.verify(write(tmp_path, 2))

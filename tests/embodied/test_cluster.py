@@ -23,8 +23,7 @@ from torch import Tensor
 import schedulers
 from embodied.config.files import parse_config
 from embodied.config.schema import Config
-from embodied.devices import Affinity
-from embodied.doctor.hardware import fingerprint
+from embodied.devices import Affinity, fingerprint
 from embodied.errors import UserError
 from embodied.execution import row_delivery
 from embodied.execution.assignment import Assignment, assign
@@ -35,19 +34,19 @@ from embodied.planning.clusters import run_cluster
 from embodied.planning.profiler import work_of
 from embodied.planning.run_plans import place_run
 from embodied.reporting.metrics import read
-from embodied.runtime import relay
-from embodied.runtime.deadlines import Deadline
+from embodied.runtime import remote
 from embodied.runtime.inline import InlineRuntime
 from embodied.runtime.ray import cluster as ray_cluster
 from embodied.runtime.ray.farm import RayHost
 from embodied.runtime.ray.runtime import RayRuntime
 from embodied.runtime.ray.workers import RayHandle
+from embodied.runtime.supervision import Deadline
 from schedulers import ComponentProfile, Plan, Point, Profile
+from sim_farm.client.farm import Farm, FarmAddress, WorkerFailed
 from sim_farm.contract import EpisodeSpec, FarmError
 from sim_farm.episodes import ANY, EndlessEpisodes, ListedEpisodes
-from sim_farm.farm import Farm, FarmAddress, WorkerFailed
-from sim_farm.layout import FarmSpec
-from sim_farm.memory import FOLDER
+from sim_farm.shared_memory.layout import FarmSpec
+from sim_farm.shared_memory.memory import FOLDER
 from tests.embodied import test_learner_ranks
 from tests.embodied.ray_nodes import Machines, started
 from tests.embodied.runs import assert_equal
@@ -120,15 +119,15 @@ def expected_bytes(spec: FarmSpec, sizes: dict[str, int], environments: list[lis
         return sum(sizes[name] for name in names)
 
     rows = [row for rows in environments for row in rows]
-    shown = relay.SHOWN if spec.task.cameras else ()
+    shown = remote.SHOWN if spec.task.cameras else ()
     messages = len(environments[0]) * spec.groups
-    opening = 4 + len(environments) * (8 + size((*relay.REQUEST, *relay.STANDING)))
-    sent = opening + messages * 4 + len(rows) * (8 + size(relay.REQUEST))
+    opening = 4 + len(environments) * (8 + size((*remote.REQUEST, *remote.STANDING)))
+    sent = opening + messages * 4 + len(rows) * (8 + size(remote.REQUEST))
     ended = [row for row in rows if "final state" in row]
     begun = len(environments) + len(ended)
-    received = messages * 8 + len(rows) * size((*relay.OUTCOME, *relay.OBSERVED, *shown))
-    received += begun * size(relay.BEGUN) + len(ended) * size(relay.ENDED)
-    received += sum(bool(shown) and bool(row["final drawn"]) for row in ended) * size(relay.DRAWN)
+    received = messages * 8 + len(rows) * size((*remote.OUTCOME, *remote.OBSERVED, *shown))
+    received += begun * size(remote.BEGUN) + len(ended) * size(remote.ENDED)
+    received += sum(bool(shown) and bool(row["final drawn"]) for row in ended) * size(remote.DRAWN)
     return [sent, received]
 
 

@@ -18,18 +18,18 @@ from embodied.config.schema import Config
 from embodied.errors import UserError
 from embodied.learning.learner import Learner
 from embodied.planning.run_plans import check_files
-from embodied.rollout.acting import RolloutSettings
 from embodied.rollout.policy_worker import PolicyWorker
+from embodied.rollout.rollout_loop import RolloutSettings
 from embodied.trajectories.batch import HeldDecisions, Trajectories, join_columns
 from embodied.trajectories.memory import TrajectoryMemory
 from policies.contract import Action, Evaluation, Inputs, PolicySpec
 from policies.layers import mlp
 from policies.small.gaussian_mlp import GaussianMLP
+from sim_farm.client.farm import Farm
 from sim_farm.contract import TaskSpec
 from sim_farm.episodes import EndlessEpisodes
-from sim_farm.farm import Farm
-from sim_farm.hosts import InProcess
-from sim_farm.layout import FarmSpec
+from sim_farm.shared_memory.layout import FarmSpec
+from sim_farm.workers.hosts import InProcess
 from tests.embodied.held import held
 
 T, B, C, A, S = 7, 5, 3, 2, 4

@@ -24,22 +24,22 @@ from embodied.execution.iteration import start_run
 from embodied.execution.session import open_session
 from embodied.learning.learner import Learner
 from embodied.learning.offload import Offload
-from embodied.rollout.acting import RolloutSettings
 from embodied.rollout.policy_worker import PolicyWorker
+from embodied.rollout.rollout_loop import RolloutSettings
 from embodied.run import checkpoint
-from embodied.runtime.ray.worker_process import _portable
+from embodied.runtime.ray.workers import _portable
 from embodied.trajectories.batch import HeldDecisions, Trajectories
 from embodied.trajectories.memory import MemoryLayout, MemoryShape, TrajectoryMemory
 from embodied.workflows.context import make_policy
 from policies.contract import Action, Evaluation, Inputs, Policy, PolicySpec
 from policies.scripted.random_actions import RandomActions
 from policies.small.gaussian_mlp import GaussianMLP
+from sim_farm.client.farm import Farm
 from sim_farm.contract import TaskSpec
 from sim_farm.episodes import EndlessEpisodes
-from sim_farm.farm import Farm
-from sim_farm.frame_memory import FrameMemory
-from sim_farm.hosts import InProcess
-from sim_farm.layout import FarmSpec
+from sim_farm.shared_memory.frame_memory import FrameMemory
+from sim_farm.shared_memory.layout import FarmSpec
+from sim_farm.workers.hosts import InProcess
 from tests.embodied.pretend_device import DEVICE, Far, MixedDevices, PretendDevice
 from tests.policies.openvla.tiny import write_tiny
 from tests.variants import often

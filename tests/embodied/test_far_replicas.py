@@ -21,11 +21,11 @@ from embodied.devices import Affinity
 from embodied.execution.assignment import Assignment
 from embodied.execution.iteration import OnPolicy, start_run
 from embodied.execution.session import Session
-from embodied.rollout.acting import Shown
-from embodied.rollout.desk_relay import AnswerMessage, AskedMessage
+from embodied.rollout.replicas import Message, Reply
+from embodied.rollout.rollout_loop import DecisionRequest
 from embodied.runtime.groups import WorkerGroup
-from embodied.runtime.lent_tensors import Lender, LentOver
-from embodied.runtime.ray.lending import PART_BYTES
+from embodied.runtime.remote import CALL_BYTES
+from embodied.runtime.shared_tensors import Overwritten, TensorPublisher
 from policies.contract import Action, Inputs
 from sim_farm.contract import FarmError
 from tests.embodied import runs, test_replicas, test_weights
@@ -146,7 +146,7 @@ def test_nothing_but_messages_leaves_a_node(machines: Machines, ray: Session, tm
         here = mapped([os.getpid(), *(p.pid for p in ray.runtime._processes if not p.node and p.pid)])  # type: ignore[attr-defined]
         assert len(here) > 5 and not (first | second) & here
         assert len(first | second) == 2 and first & second, "two memories take turns, and both act with the newest"
-        assert all(path.stat().st_size > PART_BYTES for path in first)
+        assert all(path.stat().st_size > CALL_BYTES for path in first)
     assert not any(path.exists() for path in first), "shared memory is left behind"
 
 
@@ -196,51 +196,50 @@ def test_the_exception_of_a_policy_arrives_with_its_replicas_name(
 # --- messages, and what is lent again: no Ray
 
 
-def crossed(message: AskedMessage | AnswerMessage) -> Any:
-    return pickle.loads(pickle.dumps(message))
+def crossed(content: Any) -> Any:
+    return pickle.loads(pickle.dumps(Message(content))).content
 
 
 def test_what_crosses_arrives_as_it_was() -> None:
     frames = torch.randint(0, 256, (3, 2, 8, 8, 3), dtype=torch.uint8)
     names = torch.arange(9).view(3, 3)
     inputs = Inputs(None, torch.randn(3, 4), {"a": frames[:, 0], "b": frames[:, 1]}, ("go", "on", "ü"), names)
-    shown = Shown(1, np.arange(3), np.arange(3) + 5, np.arange(3) + 7, inputs)
-    found = crossed(AskedMessage.of(shown)).asked
-    assert found.task == 1 and [getattr(found, key).tolist() for key in ("envs", "episode", "step")] == [
-        [0, 1, 2], [5, 6, 7], [7, 8, 9],
-    ]  # fmt: skip
-    for mine in (found.inputs, crossed(AskedMessage.of(inputs)).asked):
+    request = DecisionRequest(1, np.arange(3), np.arange(3) + 5, np.arange(3) + 7, inputs)
+    found = crossed(request)
+    assert found.task == 1 and found.frame_rows is None
+    assert [getattr(found, key).tolist() for key in ("envs", "episode", "step")] == [[0, 1, 2], [5, 6, 7], [7, 8, 9]]
+    for mine in (found.inputs, crossed(inputs)):
         assert mine.state is None and mine.instruction == inputs.instruction
         assert mine.episode.equal(names) and mine.proprio.equal(inputs.proprio)
         assert list(mine.frames) == ["a", "b"] and all(torch.equal(mine.frames[k], inputs.frames[k]) for k in "ab")
     trace = {"tokens": torch.arange(6).view(3, 2), "short": torch.randn(3, 5).bfloat16()}
     action = Action(torch.randn(3, 2, 4), torch.randn(3, 2, 4), torch.randn(3), trace)
-    decided = crossed(AnswerMessage.of(action, 7)).answer
-    assert isinstance(decided, Action)
+    reply = crossed(Reply(action, 4, 7))
+    assert isinstance(reply.answer, Action) and (reply.version, reply.spent_ns) == (4, 7)
     for name in ("chunk", "log_prob", "value"):
-        assert torch.equal(getattr(decided, name), getattr(action, name))
-    assert all(torch.equal(decided.trace[name], tensor) for name, tensor in trace.items())
-    assert torch.equal(crossed(AnswerMessage.of(action.value, 7)).answer, action.value)
+        assert torch.equal(getattr(reply.answer, name), getattr(action, name))
+    assert all(torch.equal(reply.answer.trace[name], tensor) for name, tensor in trace.items())
+    assert torch.equal(crossed(Reply(action.value, 4, 7)).answer, action.value)
 
 
 def test_what_is_lent_again_is_whole_or_not_there() -> None:
-    lender, other = (Lender() for _ in range(2))
+    lender, other = (TensorPublisher() for _ in range(2))
     tensors = {"x": torch.randn(1000), "y": torch.arange(3), "none": torch.empty(0)}
     try:
-        lent = lender.lend(tensors)
-        parts = [lender.part(lent.ticket, n, min(n + 100, lent.nbytes)) for n in range(0, lent.nbytes, 100)]
-        again = pickle.loads(pickle.dumps(other.lend_again(lent, parts)))
+        lent = lender.publish(tensors)
+        parts = [lender.part(lent.version, n, min(n + 100, lent.nbytes)) for n in range(0, lent.nbytes, 100)]
+        again = pickle.loads(pickle.dumps(other.publish_copy(lent, parts)))
         assert list(again) == list(tensors) and all(torch.equal(again[name], tensors[name]) for name in tensors)
         with pytest.raises(ZeroDivisionError):
-            other.lend_again(lent, (part if n < 20 else part[: 1 // 0] for n, part in enumerate(parts)))
+            other.publish_copy(lent, (part if n < 20 else part[: 1 // 0] for n, part in enumerate(parts)))
         again.require_unchanged()  # the other memory is half written
-        other.lend_again(lent, parts)
-        with pytest.raises(LentOver):
+        other.publish_copy(lent, parts)
+        with pytest.raises(Overwritten):
             again.require_unchanged()
-        lender.lend(tensors)
-        lender.lend(tensors)
-        with pytest.raises(LentOver, match="lent as number 1 has been written over"):
-            lender.part(lent.ticket, 0, 10)
+        lender.publish(tensors)
+        lender.publish(tensors)
+        with pytest.raises(Overwritten, match="version 1 of the shared tensors has been overwritten"):
+            lender.part(lent.version, 0, 10)
     finally:
         lender.close()
         other.close()

@@ -15,7 +15,7 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from embodied.reporting.metrics import read
-from sim_farm.memory import FOLDER, PREFIX
+from sim_farm.shared_memory.memory import FOLDER, PREFIX
 
 ROOT = Path(__file__).resolve().parents[2]
 GONE_S = 20.0

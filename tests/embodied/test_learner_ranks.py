@@ -32,7 +32,7 @@ from embodied.runtime.ranks import Ranks
 from embodied.runtime.ray.runtime import RayRuntime
 from embodied.trajectories.batch import Trajectories
 from embodied.workflows.recipes import GRPO, LEARNER, PPO, Recipe
-from sim_farm.farm import WorkerFailed
+from sim_farm.client.farm import WorkerFailed
 from tests.embodied import runs
 from tests.embodied.ranks_alone import Counted, alone, assert_near, config_of, connected, state_at, weights_of
 from tests.embodied.runs import CORES, ITERATIONS, Run, assert_was_a_test, assigned, inline, kept_in
@@ -60,9 +60,9 @@ def kept_group_relative(batch: Trajectories, config: Config) -> Estimate:
 
 KEPT_PPO = replace(PPO, estimator=kept_gae)
 KEPT_GRPO = replace(GRPO, estimator=kept_group_relative)
-STATES = {**runs.STATES, "workflow": f"{__name__}:KEPT_PPO"}
-GROUPS = {**runs.GROUPS, "workflow": f"{__name__}:KEPT_GRPO"}
-IMAGES = {**runs.IMAGES, "workflow": "ppo"}
+STATES: dict[str, Any] = {**runs.STATES, "workflow": f"{__name__}:KEPT_PPO"}
+GROUPS: dict[str, Any] = {**runs.GROUPS, "workflow": f"{__name__}:KEPT_GRPO"}
+IMAGES: dict[str, Any] = {**runs.IMAGES, "workflow": "ppo"}
 
 
 def run(

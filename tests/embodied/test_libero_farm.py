@@ -19,10 +19,10 @@ from embodied.execution.assignment import HERE, Assignment, FarmAssignment
 from embodied.execution.iteration import start_run
 from embodied.execution.roles import LearnerRole
 from embodied.execution.session import Session, open_session
+from sim_farm.client.observations import Observations
 from sim_farm.contract import TaskSpec
 from sim_farm.episodes import EndlessEpisodes, Starts
-from sim_farm.layout import FarmSpec
-from sim_farm.observations import Observations
+from sim_farm.shared_memory.layout import FarmSpec
 from tests import libero_assets
 
 libero_assets.require()
@@ -69,7 +69,7 @@ def kept(seen: Observations) -> Observations:
 
 def by_env(seen: list[Observations]) -> dict[tuple[int, int, int], tuple[bytes, ...]]:
     """(environment, episode, env step) to the bytes of what was shown there."""
-    shown = {}
+    shown: dict[tuple[int, int, int], tuple[bytes, ...]] = {}
     for one in seen:
         for row, env in enumerate(one.envs.tolist()):
             key = (env, int(one.episode[row]), int(one.episode_step[row]))

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 def openvla(sharding: str, **options: Any) -> dict[str, Any]:
     """The toy that is shipped, on frames of the size that it reads."""
     options = {"checkpoint": "assets/openvla_tiny", "unnorm_key": "demonstrations", **options}
-    settings = {
+    settings: dict[str, Any] = {
         **IMAGES,
         "env": {**IMAGES["env"], "image_size": 56},
         "policy": {"kind": "openvla", "reads": ["images", "instruction"], "options": options},

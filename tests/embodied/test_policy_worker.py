@@ -12,20 +12,19 @@ import torch
 from torch import Tensor, nn
 
 import policies
-from embodied.rollout.acting import RolloutSettings
-from embodied.rollout.final_values import rows_for_finals
 from embodied.rollout.policy_worker import PolicyWorker
+from embodied.rollout.rollout_loop import RolloutSettings, rows_for_finals
 from embodied.trajectories.assembly import EndedEpisode
 from embodied.trajectories.batch import Trajectories
 from embodied.trajectories.memory import TrajectoryMemory
 from embodied.trajectories.random_streams import SamplingNoise
 from policies.contract import Action, Inputs, Policy, PolicySpec
+from sim_farm.client.farm import Farm
 from sim_farm.contract import EpisodeSpec, PhysicsResult, TaskSpec
 from sim_farm.episodes import EndlessEpisodes, Episodes, ListedEpisodes
-from sim_farm.farm import Farm
-from sim_farm.hosts import InProcess
-from sim_farm.layout import FarmSpec
 from sim_farm.registry import make_physics, make_renderer
+from sim_farm.shared_memory.layout import FarmSpec
+from sim_farm.workers.hosts import InProcess
 from tests.embodied.held import held
 
 SEED, ENVS, CHUNK, STEPS = 7, 4, 2, 7

@@ -22,9 +22,9 @@ from embodied.runtime.api import RuntimeLost
 from embodied.runtime.supervision import FRUITLESS, OFTEN, WITHIN_S
 from embodied.training import checkpoints
 from embodied.training.loop import train
-from sim_farm import faults
+from sim_farm.client.farm import WorkerFailed, WorkerTimeout
 from sim_farm.contract import FarmError
-from sim_farm.farm import WorkerFailed, WorkerTimeout
+from sim_farm.workers import faults
 from tests.embodied.test_resume import STATES, assert_same_run
 from tests.full_disk import full_disk
 

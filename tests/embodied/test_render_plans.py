@@ -185,6 +185,7 @@ def test_a_profile_has_drawing_on_both_pools(tmp_path: Path, monkeypatch: pytest
 
 def probe(config: Config, folder: Path) -> Probed:
     taken: dict[str, Measured] = {}
+    infos: tuple[Any, ...] = ()
     with open_session(config) as session:
         for name, (changed, assignment) in probes_of(config, CORES[:1], (GPU,), ("cpu", 0)).items():
             if name not in ("all cores", "all cores, half", "drawn", "drawn, half"):

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 import schedulers
 from embodied.config.files import parse_config
 from embodied.config.schema import Config
-from embodied.doctor.hardware import fingerprint
+from embodied.devices import fingerprint
 from embodied.execution.iteration import Iteration, start_run
 from embodied.execution.session import open_session
 from embodied.planning import replanning

@@ -21,12 +21,11 @@ from embodied.errors import UserError
 from embodied.execution.assignment import Assignment
 from embodied.execution.iteration import OnPolicy, start_run
 from embodied.execution.session import Session
-from embodied.rollout.policy_replica import PolicyReplica
-from embodied.rollout.policy_worker import PolicyWorker
-from embodied.runtime.deadlines import Deadline
+from embodied.rollout.policy_worker import PolicyReplica, PolicyWorker
 from embodied.runtime.groups import WorkerGroup
 from embodied.runtime.ray.runtime import RayRuntime
 from embodied.runtime.ray.workers import RayHandle
+from embodied.runtime.supervision import Deadline
 from embodied.workflows.context import WorkerContext
 from embodied.workflows.recipes import PPO, Recipe
 from policies.contract import Action, Inputs
@@ -308,7 +307,7 @@ def test_the_exception_of_a_replicas_policy_arrives_with_its_name(ray: Session, 
 EACH_BLOW = pytest.mark.parametrize(
     ("blow", "said"),
     [
-        pytest.param(signal.SIGKILL, "^policy 1 died during 'serve'", id="killed"),
+        pytest.param(signal.SIGKILL, "^policy 1 died during 'decide_request'", id="killed"),
         pytest.param(
             signal.SIGSTOP, "^policy 1 did not answer within 5 s: it has been deciding for group [0-3] for ",
             id="stopped", marks=pytest.mark.slow,
@@ -337,7 +336,7 @@ def test_a_lost_replica_is_named_and_nothing_is_left(
             workers.begin(None, 0)
             pids = [process.pid for process in runtime._processes if process.pid]
             memories = mapped([os.getpid(), *pids])
-            assert len(memories) > 4 + len(pids), "slots, bell, trajectories, desks, weights, and everybody's progress"
+            assert len(memories) > 4 + len(pids), "slots, bell, trajectories, weights, and everybody's progress"
             os.kill(pid_of(workers.acting, 1), blow)
             workers.iterate(0)
     finally:

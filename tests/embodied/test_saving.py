@@ -31,9 +31,9 @@ from embodied.run.checkpoint import CheckpointError, RunState
 from embodied.run.folder import prepare_run
 from embodied.run.trace import load
 from embodied.runtime.inline import InlineRuntime
-from embodied.runtime.memory_budget import WorkerTooLarge
 from embodied.runtime.ranks import Ranks
 from embodied.runtime.ray.runtime import RayRuntime
+from embodied.runtime.supervision import WorkerTooLarge
 from embodied.training import loop as training
 from embodied.training.checkpoints import RunCheckpoints, Unwritten
 from embodied.training.selection import Candidate, Selection

@@ -18,17 +18,17 @@ from embodied.config.schema import AdvantageConfig
 from embodied.errors import UserError
 from embodied.execution.preflight import check_run
 from embodied.reporting.metrics import read
-from embodied.rollout.acting import RolloutSettings
 from embodied.rollout.policy_worker import PolicyWorker
+from embodied.rollout.rollout_loop import RolloutSettings
 from embodied.run import checkpoint
 from embodied.trajectories.assembly import EndedEpisode
 from embodied.trajectories.memory import TrajectoryMemory
 from policies import PolicySpec
+from sim_farm.client.farm import Farm
 from sim_farm.contract import TaskSpec
 from sim_farm.episodes import EndlessEpisodes
-from sim_farm.farm import Farm
-from sim_farm.hosts import InProcess
-from sim_farm.layout import FarmSpec
+from sim_farm.shared_memory.layout import FarmSpec
+from sim_farm.workers.hosts import InProcess
 from tests.embodied.held import held
 from tests.embodied.test_resume import STATES, assert_same_run, config_of, run
 

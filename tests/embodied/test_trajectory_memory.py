@@ -36,8 +36,8 @@ from embodied.trajectories.memory import MemoryLayout, MemoryShape, TrajectoryMe
 from policies.contract import Action, Inputs
 from sim_farm.contract import EpisodeSpec, FarmError, TaskSpec
 from sim_farm.episodes import ListedEpisodes
-from sim_farm.memory import FOLDER
 from sim_farm.registry import make_renderer
+from sim_farm.shared_memory.memory import FOLDER
 from tests.embodied.held import held
 from tests.embodied.shared_blocks import mapped
 from tests.embodied.test_policy_worker import CHUNK, ENVS, Watcher, replay, roll, worker

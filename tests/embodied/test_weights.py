@@ -39,16 +39,15 @@ from embodied.learning.weight_sync import (
     transport_between,
     transports_to,
 )
-from embodied.rollout.policy_replica import PolicyReplica
-from embodied.rollout.policy_worker import PolicyWorker
+from embodied.rollout.policy_worker import PolicyReplica, PolicyWorker
 from embodied.runtime.groups import WorkerGroup
-from embodied.runtime.lent_tensors import Lender, LentOver, LentTensors
 from embodied.runtime.ray.runtime import RayRuntime
+from embodied.runtime.shared_tensors import Overwritten, SharedTensors, TensorPublisher
 from embodied.workflows.context import WorkerContext
 from embodied.workflows.recipes import PPO, Recipe
 from policies.contract import Inputs, Policy, PolicySpec
-from sim_farm.farm import WorkerFailed
-from sim_farm.memory import FOLDER, PREFIX
+from sim_farm.client.farm import WorkerFailed
+from sim_farm.shared_memory.memory import FOLDER, PREFIX
 from tests.embodied import runs
 from tests.embodied.runs import STATES, assigned, inline
 from tests.embodied.test_policy_worker import worker
@@ -67,7 +66,7 @@ def checksums(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 class Replica(PolicyReplica):
     def holds(self) -> tuple[dict[str, str], int]:
-        return checksums(trained(self.policy)), self._actor.version
+        return checksums(trained(self.policy)), self.version
 
     def doom(self) -> None:
         """Be killed when everything has arrived, before the others know."""
@@ -90,7 +89,7 @@ class Worker(PolicyWorker):
         return made
 
     def holds(self) -> tuple[dict[str, str], int]:
-        return checksums(trained(self.policy)), self._actor.version
+        return checksums(trained(self.policy)), self.version
 
 
 class LearnerRole(Learner):
@@ -408,10 +407,10 @@ def test_who_dies_with_everything_leaves_the_others_as_they_were(
 # --- what is lent
 
 
-def sent(lent: LentTensors) -> LentTensors:
+def sent(lent: SharedTensors) -> SharedTensors:
     """As another process maps it."""
     make, arguments = lent.__reduce__()
-    found: LentTensors = make(*arguments)
+    found: SharedTensors = make(*arguments)
     return found
 
 
@@ -427,9 +426,9 @@ EVERY_KIND = {
 
 
 def test_tensors_of_every_kind_are_lent() -> None:
-    lending = Lender()
+    lending = TensorPublisher()
     try:
-        found = sent(lending.lend(EVERY_KIND))
+        found = sent(lending.publish(EVERY_KIND))
         assert list(found) == list(EVERY_KIND)
         for name, tensor in EVERY_KIND.items():
             assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
@@ -438,27 +437,27 @@ def test_tensors_of_every_kind_are_lent() -> None:
 
 
 def test_what_was_lent_last_stays_while_the_next_is_written() -> None:
-    lending = Lender()
+    lending = TensorPublisher()
     try:
-        first = sent(lending.lend({"x": torch.full((4,), 1.0)}))
+        first = sent(lending.publish({"x": torch.full((4,), 1.0)}))
         taken = first["x"]
-        second = sent(lending.lend({"x": torch.full((4,), 2.0)}))
+        second = sent(lending.publish({"x": torch.full((4,), 2.0)}))
         first.require_unchanged()
         assert taken.tolist() == [1.0] * 4 and second["x"].tolist() == [2.0] * 4
-        third = lending.lend({"x": torch.full((4,), 3.0)})
-        with pytest.raises(LentOver):
+        third = lending.publish({"x": torch.full((4,), 3.0)})
+        with pytest.raises(Overwritten):
             first.require_unchanged()
-        with pytest.raises(LentOver):
-            sent(LentTensors(third.places, third._name, 1))["x"]
+        with pytest.raises(Overwritten):
+            sent(SharedTensors(third.layouts, third.memory, 1))["x"]
         second.require_unchanged()
     finally:
         lending.close()
 
 
 def test_who_borrows_writes_for_himself_alone() -> None:
-    lending = Lender()
+    lending = TensorPublisher()
     try:
-        lent = lending.lend({"x": torch.zeros(3)})
+        lent = lending.publish({"x": torch.zeros(3)})
         mine, other = sent(lent), sent(lent)
         mine["x"].fill_(5.0)
         assert not other["x"].any() and mine["x"].tolist() == [5.0] * 3
@@ -468,10 +467,10 @@ def test_who_borrows_writes_for_himself_alone() -> None:
 
 def test_memories_are_made_twice_and_removed() -> None:
     names = (f"{PREFIX}{os.getpid()}-0", f"{PREFIX}{os.getpid()}-1")
-    lending = Lender(names)
+    lending = TensorPublisher(names)
     for number in range(5):
         size = 8 if number < 3 else 16
-        assert lending.lend({"x": torch.full((size,), float(number))})._name == names[number % 2]
+        assert lending.publish({"x": torch.full((size,), float(number))}).memory == names[number % 2]
     assert all((FOLDER / name).exists() for name in names)
     lending.close()
     assert not any((FOLDER / name).exists() for name in names)
@@ -483,9 +482,9 @@ def test_a_policy_computes_with_what_is_lent() -> None:
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.add_(0.1)
-    lending = Lender()
+    lending = TensorPublisher()
     try:
-        lent = sent(lending.lend({name: tensor.detach() for name, tensor in trained(other).items()}))
+        lent = sent(lending.publish({name: tensor.detach() for name, tensor in trained(other).items()}))
         map_weights(policy, lent)
         spread = {tensor.data_ptr() for tensor in trained(policy).values()}
         assert spread == {lent[name].data_ptr() for name in lent}

@@ -201,7 +201,7 @@ class Exhaustive:
         return math.inf if component.data_parallel else max(point.devices for point in component.points)
 
     def _at_home(self, blocks: Blocks, counts: tuple[int, ...]) -> bool:
-        """Whether the home has devices for all that does not travel."""
+        """True if the head node has devices for all components that are not movable."""
         cluster = self.problem.cluster
         home = [node for node in cluster.nodes if node.name == cluster.head_node]
         need = {pool: 0 for pool in POOLS}
@@ -238,16 +238,16 @@ class Exhaustive:
         return Choice(names, blocks, counts, groups, m, cost.seconds, switch_seconds(self.problem, blocks), *sizes)
 
     def _held(self, block: tuple[str, ...], elsewhere: Collection[str] = ()) -> float:
-        """Resident in a placement, without weights that are a trainer's in it, or in one `elsewhere`."""
+        """Resident bytes of a placement, without weights that a learner in it, or one `elsewhere`, shares."""
         components = self.problem.profile.components
-        found, deciders = (
+        found, policies = (
             sum(components[name].resident_bytes for name in block),
             {loop[-1] for loop in self.graph.loops},
         )
-        for trainer in (name for name in {*block, *elsewhere} - self.loop if components[name].shares_weights):
-            for decider in deciders & set(block):
-                if components[decider].pool == components[trainer].pool == "accelerators":
-                    found -= min(components[decider].resident_bytes, components[trainer].resident_bytes)
+        for learner in (name for name in {*block, *elsewhere} - self.loop if components[name].shares_weights):
+            for policy in policies & set(block):
+                if components[policy].pool == components[learner].pool == "accelerators":
+                    found -= min(components[policy].resident_bytes, components[learner].resident_bytes)
         return found
 
     def _stays(self, options: Sequence[Choice]) -> bool:

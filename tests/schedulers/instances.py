@@ -1,4 +1,4 @@
-"""Small planning problems, the same for the same seed, and what is asked of the plans that are found for them."""
+"""Small planning problems, the same for the same seed, and figures of the plans that are found for them."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def ppo(items: int = 16, steps: int = 20, flow: str = "barrier") -> Workflow:
 
 
 def ppo_profile(policy: float = 0.02, physics: float = 0.02, learner: float = 0.5, **more: float) -> Profile:
-    """Of `ppo` on cores: physics scales with cores, the policy hardly, the learner a little."""
+    """Profile of `ppo` on cores: physics scales with cores, the policy hardly, the learner a little."""
     times = {
         "physics": {(8, 1): physics / 2, (16, 1): physics, (16, 2): physics * 0.52},
         "render": {(8, 1): 0.001, (16, 1): 0.002, (16, 2): 0.001},

@@ -74,7 +74,7 @@ EACH_SIZE = [(LARGE, "policy on node0:accelerators:0"), (SMALL_POLICY, "node0:co
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("inference", "resource"), often(EACH_SIZE[:1], EACH_SIZE))
-def test_with_one_policy_its_size_says_what_both_tasks_wait_for(
+def test_with_one_policy_its_size_decides_the_bottleneck_of_both_tasks(
     inference: dict[tuple[int, int], float], resource: str
 ) -> None:
     workflow = tasks(2, [16, 16], [6, 6], draws=[False, True])

@@ -130,7 +130,7 @@ def test_physics_leaves_where_that_pays_and_stays_where_messages_take_too_long(d
         assert chosen.prediction is not None and chosen.prediction.lower_bound_s == pytest.approx(seconds(chosen))
 
 
-def test_where_nothing_travels_the_other_nodes_are_nothing() -> None:
+def test_where_nothing_is_movable_only_the_head_node_is_used() -> None:
     workflow = rollout()
     rooted = replace(workflow, components=tuple(replace(c, movable=False) for c in workflow.components))
     chosen = plan(rooted, profile_of(rooted), pair())
@@ -189,7 +189,7 @@ def test_home_comes_first_where_nothing_of_the_pool_is_bound_to_it() -> None:
 
 
 @pytest.mark.parametrize("link_s", [0.0, 0.001])
-def test_where_several_travel_the_bound_leaves_messages_out(link_s: float) -> None:
+def test_where_several_are_movable_the_bound_leaves_messages_out(link_s: float) -> None:
     """The price of messages is that of all that travels, which is no bound where some of it could stay."""
     workflow = rollout(draws=True)
     both = tuple(replace(c, movable=c.name in ("physics", "render")) for c in workflow.components)
@@ -213,9 +213,7 @@ def test_where_several_travel_the_bound_leaves_messages_out(link_s: float) -> No
         (("physics", "render"), "far", r"puts render on far:cores:0.*or what may leave it a placement of its own"),
     ],
 )
-def test_a_plan_that_sends_away_what_does_not_travel_is_refused(
-    names: tuple[str, ...], node: str, message: str
-) -> None:
+def test_a_plan_that_moves_what_is_not_movable_is_refused(names: tuple[str, ...], node: str, message: str) -> None:
     workflow = rollout(draws=True)
     rest = tuple(name for name in workflow.names if name not in names)
     there, here = DeviceRange(node, "cores", 0, 1), DeviceRange("here", "cores", 0, 1)

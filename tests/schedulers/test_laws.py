@@ -154,7 +154,7 @@ def test_a_component_that_takes_no_time_leaves_that_of_the_others(mode: Mode, fr
 
 
 @pytest.mark.parametrize("free", [(), ("physics",), ("physics", "render", "policy")])
-def test_what_was_measured_together_is_played_whole(free: tuple[str, ...]) -> None:
+def test_times_measured_together_are_simulated_as_a_whole(free: tuple[str, ...]) -> None:
     workflow, profile = ppo(), ppo_profile()
     nothing = measured("cores", {(1, 1): 0.0})
     both = Together(("physics", "render", "policy"), 16, 2, 1, 0.5, 0.5, 0.5)

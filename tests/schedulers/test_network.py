@@ -117,7 +117,7 @@ def test_with_several_servers_in_common_overlapping_can_be_slower() -> None:
     assert 1.01 < makespan(routes, times) / sum(own) < 1.02
 
 
-def test_a_light_task_is_decided_for_while_a_heavy_one_is_simulated() -> None:
+def test_a_light_task_is_served_while_a_heavy_one_is_simulated() -> None:
     light, heavy = Route((1, 0), 1, 40), Route((2, 0), 1, 4)
     times = [[0.05, 0.05], [0.9, 0.1]]
     assert makespan([light, heavy], times) < 1.1 * makespan([heavy], times[1:])

@@ -25,6 +25,8 @@ from schedulers import (
     validate,
 )
 from schedulers.cost.problem import Problem
+from schedulers.search.allocation import MemoryLimits, least_sums, options_of
+from schedulers.search.phases import PhaseSolver
 from tests.schedulers.baselines import (
     PARTS,
     SMALL,
@@ -161,6 +163,22 @@ def test_planner_never_loses_to_the_published_recursion(seed: int) -> None:
         other = published_recursion(problem, parts)
         validate(other, workflow, cluster, profile)
         assert best <= predict(other, workflow, profile, cluster).iteration_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_least_sums_of_open_placements_are_those_of_the_best_division(seed: int) -> None:
+    """The bound of partial allocations: too much of it would leave the best plan out, unseen in most problems."""
+    random = np.random.default_rng(seed)
+    workflow, profile, cluster = random_problem(seed, count=3)
+    problem = Problem(workflow, profile, Cluster((Node("node0", 9),)))
+    model = next(PhaseSolver(problem, 0.0).models(frozenset(workflow.names), "split"))
+    options = options_of(problem, model, 0, MemoryLimits(problem.memory_limits, problem.memory_limits))
+    rest = np.sort(random.uniform(0, 1, size=(10, options.sums.shape[1])), axis=0)[::-1]
+    found = least_sums(rest, options)
+    for units in range(10):
+        sums = [rest[units - k] + own for k, own in zip(options.units, options.sums, strict=True) if k <= units]
+        least = np.min(sums, axis=0) if sums else np.full(rest.shape[1], math.inf)
+        assert np.array_equal(found[units], least)
 
 
 def test_each_mode_wins_where_it_should() -> None:

@@ -192,7 +192,7 @@ def test_both_pools_are_written_and_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["pool", "nested", "empty"])
-def test_times_elsewhere_are_those_of_the_other_pool(wrong: str) -> None:
+def test_other_pool_is_the_other_pool(wrong: str) -> None:
     _, profile = light_and_heavy()
     here = profile.components["render"]
     assert here.other_pool is not None

@@ -140,7 +140,7 @@ def test_instances_on_the_same_devices_hold_the_weights_once(
         ((0, 4), (4, 4), 4.0 + 7.0),
     ],
 )
-def test_who_shares_weights_does_not_unload_them(
+def test_components_that_share_weights_do_not_unload_them(
     policy: tuple[int, int], learner: tuple[int, int], switch_s: float
 ) -> None:
     chosen = by_hand(policy, learner, unload=True)
@@ -161,7 +161,7 @@ def test_one_copy_saves_unloading_what_does_not_fit_twice() -> None:
     assert not any("one copy" in sentence for sentence in twice.why)
 
 
-def test_ranks_that_wait_act_where_more_can_act_than_learn() -> None:
+def test_replicas_share_processes_with_ranks_where_there_are_more_replicas() -> None:
     """Four ranks, all that the learner was measured on; eight replicas, four of them the ranks."""
     profile = profile_of(shares_weights=True, learner_on=4)
     chosen = plan(SHORT, profile, EIGHT)
@@ -174,7 +174,7 @@ def test_ranks_that_wait_act_where_more_can_act_than_learn() -> None:
 
 
 @pytest.mark.parametrize("mode", ["collocated", "hybrid"])
-def test_who_shares_weights_meets_on_the_first_devices(mode: Mode) -> None:
+def test_components_that_share_weights_are_on_the_first_devices(mode: Mode) -> None:
     """Beside renderers on the accelerators too: else replicas would be beside ranks on fewer than could be."""
     names = ("physics", "render", "policy", "learner")
     workflow = replace(SHORT, components=tuple(replace(SHORT.components[0], name=name) for name in names))

@@ -255,7 +255,7 @@ def test_groups_of_several_tasks_are_written_and_read(tmp_path: Path) -> None:
     assert own_cores((2, 1)).groups_of(0) == 2
 
 
-def test_reasons_name_each_task_what_it_waits_for_and_what_overlapping_gains() -> None:
+def test_explanations_name_each_task_its_bottleneck_and_the_gain_of_overlapping() -> None:
     workflow, profile = libero_tasks(2, policy_s=2.0)
     text = " ".join(plan(workflow, profile, OWN, mode="hybrid").why)
     for words in ("one after the other", "overlapping saves", "Task 0 (task0)", "Task 1 (task1)", "its bottleneck is"):

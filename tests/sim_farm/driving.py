@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from sim_farm.farm import Farm
-from sim_farm.hosts import InProcess
-from sim_farm.layout import FarmSpec
-from sim_farm.observations import Observations
+from sim_farm.client.farm import Farm
+from sim_farm.client.observations import Observations
+from sim_farm.shared_memory.layout import FarmSpec
+from sim_farm.workers.hosts import InProcess
 
 Row = dict[str, Any]
 Trace = dict[int, list[Row]]

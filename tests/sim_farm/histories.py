@@ -119,7 +119,7 @@ def _walk(physics: Any, rng: np.random.Generator) -> Driver:
     low, high = np.array(physics.info.action_low), np.array(physics.info.action_high)
     place = np.zeros(physics.info.action_dim)
 
-    def act(_: PhysicsResult) -> Float32:
+    def act(_: PhysicsResult) -> np.ndarray:
         nonlocal place
         place = np.clip(place + rng.normal(0, 0.3, len(place)), -1.2, 1.2)
         leaning = place.copy()

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sim_farm.doorbell import Doorbell
-from sim_farm.memory import Block, Field
+from sim_farm.shared_memory.doorbell import Doorbell
+from sim_farm.shared_memory.memory import Block, Field
 
 ROOT = Path(__file__).resolve().parents[2]
 FIELDS = {"bells": Field((2,), "int32", 0), "count": Field((3,), "int64", 0)}
@@ -22,8 +22,8 @@ ROUNDS = 5000
 
 ANSWER = f"""
 import sys
-from sim_farm.doorbell import Doorbell
-from sim_farm.memory import Block, Field
+from sim_farm.shared_memory.doorbell import Doorbell
+from sim_farm.shared_memory.memory import Block, Field
 block = Block.attach({FIELDS!r}, sys.argv[1])
 mine, theirs = (Doorbell(block.arrays["bells"], index) for index in (0, 1))
 asked, answered, lost = (block.arrays["count"][i : i + 1] for i in range(3))

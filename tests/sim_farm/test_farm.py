@@ -11,18 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sim_farm import layout
 from sim_farm.backends.tabletop import TabletopPhysics, TabletopRenderer
+from sim_farm.client.farm import RENDERER_START_S, Farm, GroupError, WorkerFailed, WorkerTimeout
+from sim_farm.client.observations import StaleFrame, UnwrittenFrame
 from sim_farm.contract import Backend, EpisodeSpec, FarmError, TaskSpec
 from sim_farm.episodes import EndlessEpisodes, ListedEpisodes, evaluation_episodes
-from sim_farm.farm import RENDERER_START_S, Farm, GroupError, WorkerFailed, WorkerTimeout
-from sim_farm.hosts import InProcess, WorkerHandle
-from sim_farm.layout import FarmSpec
-from sim_farm.memory import MAGIC
-from sim_farm.observations import StaleFrame, UnwrittenFrame
 from sim_farm.registry import BACKENDS, make_physics, make_renderer
-from sim_farm.worker_memory import WorkerMemory
-from sim_farm.workers import WorkerSetup
+from sim_farm.shared_memory import layout
+from sim_farm.shared_memory.layout import FarmSpec
+from sim_farm.shared_memory.memory import MAGIC
+from sim_farm.shared_memory.worker_memory import WorkerMemory
+from sim_farm.workers.hosts import InProcess, WorkerHandle
+from sim_farm.workers.workers import WorkerSetup
 from tests.sim_farm.driving import Row, Trace, actions_for, append, assert_same, drive, mixed_policy, run
 from tests.variants import often
 

@@ -12,13 +12,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from sim_farm import layout
+from sim_farm.client.farm import Farm, WorkerTimeout
+from sim_farm.client.health import hung, restarted, stuck_since_ns
 from sim_farm.contract import TaskSpec
 from sim_farm.episodes import EndlessEpisodes
-from sim_farm.farm import Farm, WorkerTimeout
-from sim_farm.health import hung, restarted, stuck_since_ns
-from sim_farm.hosts import InProcess
-from sim_farm.layout import FarmSpec
+from sim_farm.shared_memory import layout
+from sim_farm.shared_memory.layout import FarmSpec
+from sim_farm.workers.hosts import InProcess
 from tests.sim_farm.driving import actions_for, drive
 from tests.sim_farm.test_workers import Fate, MortalWorkers, Processes, processes, until
 

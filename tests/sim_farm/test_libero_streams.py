@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sim_farm.backends.libero.stream import stream_of
+from sim_farm.backends.libero.environment import stream_of
 from sim_farm.backends.libero.tasks import find_task, initial_states
 from sim_farm.contract import EpisodeSpec, TaskSpec
 from sim_farm.registry import make_physics, make_renderer
@@ -42,6 +42,7 @@ def begun(env: Any, task: str, trial: int) -> dict[str, np.ndarray]:
     stock._make_current(env)
     env.reset()
     env.set_init_state(initial_states(find_task(task))[trial])
+    seen: dict[str, np.ndarray] = {}
     for _ in range(SETTLE):
         seen, *_ = env.step(REST)
     return seen

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from sim_farm.contract import FarmError
-from sim_farm.memory import FOLDER, MAGIC, PREFIX, Block, Field
+from sim_farm.shared_memory.memory import FOLDER, MAGIC, PREFIX, Block, Field
 
 ROOT = Path(__file__).resolve().parents[2]
 FIELDS = {
@@ -79,7 +79,7 @@ def test_the_creators_close_removes_the_name_and_an_attached_ones_does_not() -> 
 
 def test_an_attached_process_that_ends_leaves_the_memory() -> None:
     code = f"""
-from sim_farm.memory import Block, Field
+from sim_farm.shared_memory.memory import Block, Field
 fields = {FIELDS!r}
 block = Block.attach(fields, NAME)
 block.arrays["ticket"][3] = 42
@@ -94,7 +94,7 @@ block.arrays["ticket"][3] = 42
 def test_a_killed_creator_leaves_nothing() -> None:
     code = """
 import time
-from sim_farm.memory import Block, Field
+from sim_farm.shared_memory.memory import Block, Field
 print(Block.create({"frames": Field((1000,), "uint8")}, shared=True).name, flush=True)
 time.sleep(60)
 """

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from sim_farm import render_devices
-from sim_farm.backends import egl
+from sim_farm.backends import mujoco_gl
+from sim_farm.client.farm import WorkerFailed
 from sim_farm.contract import FarmError
-from sim_farm.farm import WorkerFailed
-from sim_farm.hosts import InProcess
-from sim_farm.layout import FarmSpec
 from sim_farm.render_devices import EglDevice, RenderDevice, check_drawn, egl_index, is_software
-from sim_farm.workers import WorkerSetup
+from sim_farm.shared_memory.layout import FarmSpec
+from sim_farm.workers.hosts import InProcess
+from sim_farm.workers.workers import WorkerSetup
 from tests.sim_farm.driving import assert_same, drive, run
 from tests.sim_farm.test_farm import SPEC
 from tests.sim_farm.test_workers import processes, until
@@ -126,8 +126,8 @@ def test_egls_devices_are_those_that_mujoco_counts() -> None:
     code = "import os; os.environ['MUJOCO_GL'] = 'egl'\nfrom mujoco.egl import egl_ext\n"
     code += "print(len(egl_ext.eglQueryDevicesEXT()))"
     counted = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    found = egl.devices()
-    assert len(found) == int(counted) > 0 and egl.answers()
+    found = mujoco_gl.devices()
+    assert len(found) == int(counted) > 0 and mujoco_gl.answers()
     assert any(device.software for device in found), "Mesa's software device is what `make setup` installs"
 
 

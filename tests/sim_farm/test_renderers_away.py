@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sim_farm.client.farm import Farm, GroupError, RendererSwitch, WorkerTimeout
 from sim_farm.contract import TaskSpec
 from sim_farm.episodes import EndlessEpisodes
-from sim_farm.farm import Farm, GroupError, RendererSwitch, WorkerTimeout
-from sim_farm.hosts import InProcess
-from sim_farm.layout import FarmSpec
+from sim_farm.shared_memory.layout import FarmSpec
+from sim_farm.workers.hosts import InProcess
 from tests import libero_assets
 from tests.sim_farm.driving import Trace, actions_for, append, assert_same, drive, run
 from tests.sim_farm.test_workers import Fate, MortalWorkers, processes, until

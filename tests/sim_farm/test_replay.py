@@ -8,9 +8,9 @@ from contextlib import closing
 import numpy as np
 import pytest
 
+from sim_farm.client.replay import Replayer
 from sim_farm.contract import EpisodeSpec, FarmError, TaskSpec
 from sim_farm.registry import make_physics, make_renderer
-from sim_farm.replay import Replayer
 from tests.sim_farm.conformance import random_actions
 
 PUSH = TaskSpec("tabletop/push", cameras=2, image_size=24, max_episode_steps=8)

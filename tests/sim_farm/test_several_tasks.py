@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from sim_farm import make_physics
+from sim_farm.client.farm import Farm, GroupError, WorkerTimeout
 from sim_farm.contract import FarmError, TaskSpec
 from sim_farm.episodes import EndlessEpisodes
-from sim_farm.farm import Farm, GroupError, WorkerTimeout
-from sim_farm.hosts import InProcess
-from sim_farm.layout import FarmSpec
+from sim_farm.shared_memory.layout import FarmSpec
+from sim_farm.workers.hosts import InProcess
 from tests.sim_farm.driving import Trace, actions_for, append, assert_same, drive, mixed_policy, run
 from tests.sim_farm.test_workers import Processes, until
 
@@ -198,7 +198,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 class NothingStarts(InProcess):
     """Workers that may not be started."""
 
-    def launch(self, *_: Any) -> Any:
+    def launch(self, setup: Any, memory: Any) -> Any:
         raise AssertionError("a worker was started")
 
 

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sim_farm.client.farm import Farm
 from sim_farm.contract import FarmError, TaskSpec
 from sim_farm.episodes import EndlessEpisodes, Episodes, GroupedEpisodes, ListedEpisodes, Starts, evaluation_episodes
-from sim_farm.farm import Farm
-from sim_farm.hosts import InProcess
-from sim_farm.layout import FarmSpec
 from sim_farm.registry import make_physics
+from sim_farm.shared_memory.layout import FarmSpec
+from sim_farm.workers.hosts import InProcess
 from tests.sim_farm.driving import Trace, actions_for, append, assert_same, drive, run
 
 SEEDS = EndlessEpisodes(3, Starts(seeds=8))

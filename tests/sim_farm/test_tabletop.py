@@ -201,7 +201,7 @@ def test_two_tasks_differ_in_their_instruction_alone() -> None:
             assert [result.instruction for result in begun] == [
                 "move the gripper to the red ball", "move the gripper to the blue ball",
             ]  # fmt: skip
-            seen = begun[0]
+            seen, other = begun
             while not seen.ended:
                 action = reach(seen.state.astype(np.float64)).astype(np.float32)[None]
                 seen, other = red.step(action), blue.step(action)

@@ -22,15 +22,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sim_farm.client.farm import Farm, WorkerFailed, WorkerTimeout
 from sim_farm.contract import EpisodeSpec, TaskInfo, TaskSpec
 from sim_farm.episodes import ANY, EndlessEpisodes, ListedEpisodes, Starts, evaluation_episodes
-from sim_farm.farm import Farm, WorkerFailed, WorkerTimeout
-from sim_farm.frame_memory import FrameMemory
-from sim_farm.hosts import InProcess, WorkerHandle, make_worker
-from sim_farm.layout import FAILED, WAITING, WORKING, FarmSpec
-from sim_farm.memory import FOLDER
-from sim_farm.worker_memory import WorkerMemory
-from sim_farm.workers import Worker, WorkerSetup
+from sim_farm.shared_memory.frame_memory import FrameMemory
+from sim_farm.shared_memory.layout import FAILED, WAITING, WORKING, FarmSpec
+from sim_farm.shared_memory.memory import FOLDER
+from sim_farm.shared_memory.worker_memory import WorkerMemory
+from sim_farm.workers.hosts import InProcess, WorkerHandle, make_worker
+from sim_farm.workers.workers import Worker, WorkerSetup
 from tests.sim_farm.driving import Trace, actions_for, append, assert_same, draw, drive, run
 
 REACH = TaskSpec("tabletop/reach", cameras=1, image_size=16, max_episode_steps=7)

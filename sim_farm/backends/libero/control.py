@@ -83,7 +83,7 @@ class Control:
 
 
 def _lean_update(env: Any) -> Any:
-    """What robosuite's `Controller.update` computes, from data that are up to date already.
+    """The computation of robosuite's `Controller.update`, from data that are up to date already.
 
     The arrays have the memory layout (column by column) that theirs have: the linear algebra behind rounds
     differently in another.

@@ -5,9 +5,6 @@ task once and all its environments step the same `MjModel`. What differs between
 which sites are visible) is swapped in by the environment that steps.
 """
 
-# MuJoCo fills its name space from compiled modules, which type checkers cannot see.
-# pyright: reportAttributeAccessIssue=false
-
 from __future__ import annotations
 
 import contextlib
@@ -17,16 +14,57 @@ import importlib
 import io
 import itertools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from sim_farm.backends.libero.package import assets, prepare
-from sim_farm.backends.libero.stream import callers_generator
 from sim_farm.backends.libero.tasks import LiberoTask
 from sim_farm.backends.mujoco_gl import mujoco
 from sim_farm.contract import FarmError
+
+CACHED_STREAMS = 256
+"""Streams that a process keeps: of training's seeds each has one position of 2.5 kB."""
+
+
+@dataclass(frozen=True)
+class Position:
+    """State of a random stream before a reset."""
+
+    generator: Any
+    """NumPy's state (`np.random.get_state`)."""
+    loads: int
+    """Number of times the model was loaded. LIBERO draws the articulated fixtures' positions once for each load."""
+
+
+@functools.lru_cache(maxsize=CACHED_STREAMS)
+def stream_of(task: LiberoTask, seed: int, unseeded_resets: int) -> list[Position]:
+    """The known positions of the stream, by the number of resets before them; whoever replays one more appends it."""
+    # A stock environment loads its model when it is built, and at each reset.
+    return [Position(np.random.RandomState(seed).get_state(), loads=1 + unseeded_resets)]
+
+
+@contextmanager
+def callers_generator() -> Iterator[None]:
+    """Within the block NumPy's global generator may be drawn from; afterwards it is where it was."""
+    state = np.random.get_state()
+    try:
+        yield
+    finally:
+        np.random.set_state(state)
+
+
+# --- the environment
+
+# MuJoCo fills its name space from compiled modules, which type checkers cannot see.
+# pyright: reportAttributeAccessIssue=false
+
+
+
+
 
 FIELDS = ("body_pos", "body_quat", "site_rgba")
 """All fields of a model that a reset or a task's logic changes (tests/sim_farm/test_libero.py looks at every one)."""
@@ -43,7 +81,7 @@ class SharedModel:
         self.parts_dim = parts_dim
         """Numbers of the state that belong to objects and fixtures."""
         self.pristine = {name: getattr(model, name).copy() for name in FIELDS}
-        """As compiled."""
+        """The model as compiled."""
         self._user: ModelUser | None = None
 
     def hand_to(self, user: ModelUser) -> None:
@@ -139,7 +177,7 @@ def _build(task: LiberoTask, compile_model: Callable[[str], mujoco.MjModel]) -> 
 
 
 def _drawn(build: Callable[[], Any]) -> Any:
-    """What `build` makes. It draws a beginning that nobody asked for, for which there must be room."""
+    """Environment that `build` makes. Its constructor draws an unused beginning, for which there must be room."""
     no_room = importlib.import_module("robosuite.utils.errors").RandomizationError
     for seed in itertools.count():
         np.random.seed(seed)

@@ -28,7 +28,7 @@ SETTINGS_VARIABLE, SETTINGS = "LIBERO_CONFIG_PATH", "config.yaml"
 """LIBERO's own: the folder of its settings file, which says where task files and initial states are."""
 SOURCE_TREE = Path(__file__).resolve().parents[3]
 ARCHIVES = (SOURCE_TREE / "assets" / "libero-assets.tar.xz", SOURCE_TREE.parent / "shared" / "libero-assets.tar.xz")
-"""Where an archive of the assets is looked for when no setting names one."""
+"""Places of an archive of the assets that are searched if no setting names one."""
 PROBES = ("scenes", "articulated_objects", "stable_hope_objects", "stable_scanned_objects", "turbosquid_objects")
 """Folders that a complete set of assets has."""
 

@@ -14,18 +14,20 @@ import numpy.typing as npt
 from sim_farm.backends.libero.control import SIMULATION_STEPS, Control, ObservationClock
 from sim_farm.backends.libero.environment import (
     ModelUser,
+    Position,
     SharedModel,
     build_environment,
+    callers_generator,
     camera_names,
     fast_contact_check,
     parts,
     shared_model,
+    stream_of,
     visual_states,
 )
 from sim_farm.backends.libero.progress import Progress
 from sim_farm.backends.libero.recordings import STATE, RecordedModel, continue_control, state_deviation
 from sim_farm.backends.libero.scene import SceneLayout
-from sim_farm.backends.libero.stream import Position, callers_generator, stream_of
 from sim_farm.backends.libero.tasks import LiberoTask, find_task, initial_states, task_files
 from sim_farm.backends.mujoco_gl import mujoco
 from sim_farm.contract import (
@@ -79,7 +81,7 @@ class LiberoPhysics:
         self._control: Control | None = None
         self._steps_left = 0
         self._recorded = False
-        """Whether a recording is followed: to its end, solved or not."""
+        """True if a recording is followed: to its end, solved or not."""
         self._recorded_model = RecordedModel(self._env)
         self._seen: PhysicsResult | None = None
 
@@ -158,7 +160,7 @@ class LiberoPhysics:
         self._env = self._data = self._sensors = self._progress = self._seen = None
 
     def _gain(self) -> float:
-        """What the goal's progress has gained since the last call; 0 where the reward is sparse."""
+        """Gain of the goal's progress since the last call; 0 if the reward is sparse."""
         before, self._done = self._done, 0.0 if self._progress is None else self._progress()
         return self._done - before
 
@@ -170,7 +172,7 @@ class LiberoPhysics:
         self._reset_environment(stream[episode.resets])
 
     def _reset_environment(self, begin: Position) -> Position:
-        """What robosuite's hard reset does after it has compiled the model anew, on the model that is there, and with
+        """The part of robosuite's hard reset after compiling the model, on the model that exists, and with
         what it draws at this position of the stream. Returns the position after it."""
         env, sim = self._env, self._env.sim
         np.random.set_state(begin.generator)

@@ -1,4 +1,4 @@
-"""How much of a LIBERO task's goal is done: what its dense reward is made of.
+"""Progress towards a LIBERO task's goal, from which its dense reward is made.
 
 LIBERO's own reward is success alone. Its goals are conjunctions of a few predicates (`libero.envs.predicates`): an
 object is on or in something, a joint of a fixture is open, closed, turned on or off. Each has a progress here.
@@ -18,17 +18,17 @@ import numpy.typing as npt
 NEAR = 0.15
 """Metres over which coming nearer counts; most of a task's distances are 0.1 to 0.4."""
 REACH, HELD, PLACE = 0.2, 0.2, 0.5
-"""What an object that is to be moved gives: the hand at it, between the fingers, at its target. Less than one in sum:
+"""Progress of an object to be moved: the hand at it, between the fingers, at its target. Less than one in sum:
 the rest is for the predicate itself."""
 HANDLE, TRAVEL = 0.3, 0.6
-"""What a joint that is to be moved gives: the hand at its part, the share of its way."""
+"""Progress of a joint to be moved: the hand at its part, the share of its way."""
 RANGES = {
     "open": "default_open_ranges",
     "close": "default_close_ranges",
     "turnon": "default_turnon_ranges",
     "turnoff": "default_turnoff_ranges",
 }
-"""Where LIBERO keeps the positions at which a predicate about a joint holds."""
+"""Attribute in which LIBERO keeps the positions at which a predicate about a joint holds."""
 
 Term = Callable[[], float]
 
@@ -94,7 +94,7 @@ def _moving(env: Any, part: Any, ranges: str) -> Term:
 
 
 class _Way:
-    """How far a joint is on its way into a range."""
+    """Progress of a joint into a range, 0 to 1."""
 
     def __init__(self, joint: Any, low: float, high: float) -> None:
         self.body = int(joint.bodyid[0])

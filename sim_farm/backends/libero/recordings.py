@@ -199,5 +199,5 @@ def _copy_numbers(source: mujoco.MjModel, target: mujoco.MjModel) -> None:
 
 
 def _floats(model: Any, body: int) -> bool:
-    """Whether the body floats: its place in the model says nothing then."""
+    """True if the body floats: its place in the model means nothing then."""
     return bool(model.body_jntnum[body] == 1 and model.jnt_type[model.body_jntadr[body]] == 0)

@@ -1,4 +1,6 @@
-"""What a picture of a LIBERO scene depends on, as bytes: joint positions, and the model's fields that change.
+"""The scene of a LIBERO task, as bytes: all that its picture depends on.
+
+These are joint positions, and the model's fields that change.
 
 The rest of MuJoCo's data follows from them by `mj_kinematics`, `mj_comPos` and `mj_camlight`, the functions
 that `mj_step` itself calls, so a replica that is given these numbers draws the same picture to the last bit.
@@ -19,7 +21,7 @@ from sim_farm.contract import UInt8
 
 
 class SceneLayout:
-    """Where what lies in the bytes of a task's scenes."""
+    """Layout of the bytes of a task's scenes."""
 
     def __init__(self, shared: SharedModel) -> None:
         self._shared = shared

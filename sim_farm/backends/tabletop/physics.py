@@ -99,7 +99,7 @@ class TabletopPhysics:
         return (0.0 if self.info.spec.reward == "sparse" else self._progress - before), False
 
     def _failed(self) -> bool:
-        """Whether another mark than the goal is reached."""
+        """True if another mark than the goal is reached."""
         if len(self._marks) == 1:
             return False
         q = self._qpos.tolist()
@@ -126,7 +126,7 @@ class TabletopPhysics:
 
 @dataclass(frozen=True)
 class _Executed:
-    """What the executed steps of a chunk gave; `over` and `truncated` hold for the last of them."""
+    """Results of the executed steps of a chunk; `over` and `truncated` hold for the last of them."""
 
     rewards: list[float]
     successes: list[bool]

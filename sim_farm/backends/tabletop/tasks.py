@@ -1,4 +1,4 @@
-"""What the robot is asked to do: how an episode begins, how far it has come, and when it is solved.
+"""The tasks: how an episode begins, how far it has come, and when it is solved.
 
 Metres, radians; z = 0 is the table's surface. `q` is MuJoCo's qpos as a list: q[0:3] the tool centre point,
 q[3:5] how far each finger is from the middle, and, in tasks that have one, q[5:8] the cube's centre and
@@ -36,7 +36,7 @@ PEDESTAL_HEIGHT = 0.04
 
 Vec3 = tuple[float, float, float]
 Marks = tuple[Vec3, ...]
-"""Where the scene's marks are, in the order of its file. The task's goal is one of them."""
+"""Positions of the scene's marks, in the order of its file. The task's goal is one of them."""
 Start = tuple[list[float], Marks]
 """Initial qpos and the marks."""
 
@@ -62,7 +62,7 @@ class Task:
     goal: int = 0
     """Which of the marks the instruction means. Where `solved` holds for another one, the episode has failed."""
     marks: int = 1
-    """How many the scene has."""
+    """Number of marks in the scene."""
 
 
 def describe(spec: TaskSpec) -> tuple[Task, TaskInfo]:
@@ -189,7 +189,7 @@ def _place_begin(rng: np.random.Generator) -> Start:
 
 
 def _holds(q: list[float]) -> bool:
-    """Whether the fingers are closed on the cube, from positions alone: it is between them and stops them."""
+    """True if the fingers are closed on the cube, from positions alone: it is between them and stops them."""
     return math.dist(q[:3], q[5:8]) < CUBE_HALF and 0.030 < q[3] + q[4] < 0.046
 
 

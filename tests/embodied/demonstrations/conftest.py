@@ -7,9 +7,9 @@ from contextlib import closing
 import pytest
 
 from embodied.demonstrations import Dataset
+from sim_farm.client.replay import Replayer
 from sim_farm.contract import EpisodeSpec, TaskInfo
 from sim_farm.registry import make_physics
-from sim_farm.replay import Replayer
 from tests.embodied.demonstrations.examples import PUSH, Replays, write
 from tests.sim_farm.conformance import random_actions
 

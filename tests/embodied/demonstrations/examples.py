@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from embodied.demonstrations import Dataset, DatasetWriter, FileSizes
+from sim_farm.client.replay import ReplayedEpisode
 from sim_farm.contract import EpisodeSpec, TaskInfo, TaskSpec
-from sim_farm.replay import ReplayedEpisode
 
 Replays = list[tuple[EpisodeSpec, ReplayedEpisode]]
 

@@ -22,8 +22,8 @@ from embodied.demonstrations.mixture import open_dataset
 from embodied.demonstrations.recordings import ManiSkillFile
 from embodied.demonstrations.sources import ImportRequest, Observations, import_command
 from embodied.errors import UserError
+from sim_farm.client.replay import Replayer
 from sim_farm.contract import FarmError, TaskSpec
-from sim_farm.replay import Replayer
 
 RECORDINGS = Path(__file__).parent / "recordings"
 EE = RECORDINGS / "pushes/trajectory.h5"
@@ -32,7 +32,8 @@ NO_FRAMES = Observations(cameras=0)
 
 
 def imported(source: Path, out: Path, **options: Any) -> tuple[dict[str, Any], Dataset]:
-    return run(ImportRequest(source, out=out, runtime=INLINE, **{"env": NO_FRAMES, **options})), Dataset(out)
+    settings: dict[str, Any] = {"env": NO_FRAMES, **options}
+    return run(ImportRequest(source, out=out, runtime=INLINE, **settings)), Dataset(out)
 
 
 @pytest.fixture(scope="module")

@@ -19,8 +19,8 @@ from embodied.config.schema import RuntimeConfig
 from embodied.demonstrations import Dataset
 from embodied.demonstrations.sources import ImportRequest, Observations, format_of, import_command, moving
 from embodied.errors import UserError
+from sim_farm.client.replay import Replayer
 from sim_farm.contract import FarmError
-from sim_farm.replay import Replayer
 
 RECORDINGS = Path(__file__).parent / "recordings"
 SOLVED, UNSOLVED = "traj_0", "traj_1"

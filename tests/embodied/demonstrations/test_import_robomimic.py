@@ -37,7 +37,7 @@ def opened(tmp_path: Path) -> Callable[[str], Path]:
 
 
 def imported(source: Path, out: Path, **options: Any) -> tuple[dict[str, Any], Dataset]:
-    settings = {"env": Observations(cameras=0), "runtime": RuntimeConfig(mode="inline"), **options}
+    settings: dict[str, Any] = {"env": Observations(cameras=0), "runtime": RuntimeConfig(mode="inline"), **options}
     return run(ImportRequest(source, out=out, **settings)), Dataset(out)
 
 

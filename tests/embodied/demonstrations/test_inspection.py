@@ -18,17 +18,25 @@ from embodied.cli import main
 from embodied.config.files import parse_config
 from embodied.config.schema import Config, SFTConfig
 from embodied.demonstrations import Dataset
-from embodied.demonstrations.feature_names import SHIPPED, Needed, fitting, option, renames
 from embodied.demonstrations.inspection import Environment, Inspection, dimension, inspected, observed
-from embodied.demonstrations.inspection_table import text
+from embodied.demonstrations.inspection_report import text
 from embodied.demonstrations.layout import Feature
-from embodied.demonstrations.mixture import Demonstrations, numbers_in, open_sources
+from embodied.demonstrations.mixture import (
+    SHIPPED,
+    Demonstrations,
+    Needed,
+    fitting,
+    numbers_in,
+    open_sources,
+    option,
+    renames,
+)
 from embodied.errors import UserError
 from embodied.training.sft import imitate, read_demonstrations
 from embodied.workflows.context import task_spec
+from sim_farm.client.replay import Replayer
 from sim_farm.contract import EpisodeSpec, TaskSpec
 from sim_farm.registry import make_physics
-from sim_farm.replay import Replayer
 from tests.embodied.demonstrations.examples import FOREIGN, write
 from tests.embodied.demonstrations.test_fuzzed_datasets import as_parquet
 from tests.embodied.expert import record_reach

@@ -28,10 +28,10 @@ from embodied.rollout.evaluator import EpisodeResult
 from embodied.run import checkpoint
 from embodied.runtime.inline import InlineRuntime
 from policies.scripted import tabletop
+from sim_farm.client.replay import Replayer
 from sim_farm.contract import EpisodeSpec, TaskInfo
 from sim_farm.episodes import evaluation_episodes
 from sim_farm.registry import make_physics, make_renderer
-from sim_farm.replay import Replayer
 from tests.embodied.demonstrations.examples import CODEC_ERROR, PUSH, Replays, write
 from tests.sim_farm.conformance import random_actions
 

@@ -33,7 +33,7 @@ def compare(policy: Any, features: dict[str, Tensor], rows: int) -> None:
     def evaluated(trace: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         policy.zero_grad()
         found = {name: tensor for name, tensor in vars(policy.evaluate(inputs, trace)).items() if tensor is not None}
-        sum(tensor.sum() for tensor in found.values()).backward()
+        torch.stack([tensor.sum() for tensor in found.values()]).sum().backward()
         return found, {name: p.grad.clone() for name, p in policy.named_parameters() if p.grad is not None}
 
     (plain, gradients), (found, others) = evaluated(action.trace), evaluated({**action.trace, **features})

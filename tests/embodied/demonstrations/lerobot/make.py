@@ -1,4 +1,4 @@
-# mypy: ignore-errors
+# pyrefly: ignore-errors
 # LeRobot is not among what the project installs.
 """Makes the datasets of this folder with LeRobot's own code. Runs inside an environment of LeRobot's, one per release.
 

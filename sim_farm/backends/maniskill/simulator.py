@@ -1,0 +1,402 @@
+"""`maniskill/<task>`: ManiSkill 3's tabletop tasks on PhysX's CPU solver, split into physics and renderer.
+
+What makes the split exact:
+- physics is a function of (task, seed, actions): a reset rebuilds whatever an earlier episode may have left
+  behind, so a reused environment equals a new one;
+- a scene is the pose of every entity that can move, preceded by the seed in tasks that draw their geometry
+  when they are reconfigured, so that the renderer can build the same geometry;
+- the renderer is an ordinary ManiSkill environment that is never stepped.
+
+SAPIEN needs a Vulkan device even to build a scene that is never drawn, because its materials live there.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import sapien
+import torch
+from mani_skill.sensors.camera import parse_camera_configs
+from mani_skill.utils.common import flatten_state_dict
+from mani_skill.utils.registration import REGISTERED_ENVS
+
+from sim_farm.backends.maniskill import two_cubes as _registers_its_tasks  # noqa: F401
+from sim_farm.backends.maniskill.devices import drawn_by, make_on_device
+from sim_farm.backends.maniskill.instructions import INSTRUCTIONS
+from sim_farm.backends.maniskill.recordings import put_state, state_deviation
+from sim_farm.backends.maniskill.shader import light_cameras
+from sim_farm.backends.maniskill.speed import controllers, frozen_poses, short_collections, speed_up
+from sim_farm.contract import (
+    Backend,
+    EpisodeOver,
+    EpisodeSpec,
+    FarmError,
+    Float32,
+    PhysicsResult,
+    SimulatorState,
+    TaskInfo,
+    TaskSpec,
+    UInt8,
+    new_frames,
+)
+
+DEFAULT_CONTROL_MODE = "pd_joint_delta_pos"
+
+NEEDS_RENDER_SCENE = {"PushT-v1"}
+"""Tasks that recolour their table while building it, and so cannot be built without a render scene."""
+
+MAX_REPLICAS = 16
+"""Scene replicas a renderer keeps; only tasks that draw their geometry per episode need more than one."""
+
+
+def tasks() -> tuple[str, ...]:
+    return tuple(INSTRUCTIONS)
+
+
+def _make(spec: TaskSpec, render: bool) -> Any:
+    """The unwrapped ManiSkill environment. Raises `FarmError` for what the user can mend."""
+    task = spec.name.partition("/")[2]
+    reward = {"dense": "normalized_dense", "sparse": "sparse"}[spec.reward or "dense"]
+    supported = REGISTERED_ENVS[task].cls.SUPPORTED_REWARD_MODES
+    if reward not in supported:
+        offered = [name for name, mode in (("dense", "normalized_dense"), ("sparse", "sparse")) if mode in supported]
+        raise FarmError(f"{spec.name} has no {spec.reward} reward; it has: {', '.join(offered) or 'none'}")
+    logging.getLogger("mani_skill").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    modes = (spec.control_mode,) if spec.control_mode else (DEFAULT_CONTROL_MODE, None)
+    for mode in modes:
+        try:
+            with short_collections(), light_cameras():
+                return make_on_device(
+                    task,
+                    num_envs=1,
+                    sim_backend="physx_cpu",
+                    render_backend="cpu" if render or task in NEEDS_RENDER_SCENE else "none",
+                    obs_mode="rgb+state" if render else "state",
+                    reward_mode=reward,
+                    control_mode=mode,
+                    sensor_configs={"width": spec.image_size, "height": spec.image_size},
+                )
+        except AssertionError as error:
+            # The agent asserts "MODE not in supported modes: ['...', ...]"; some robots lack our default.
+            valid = re.findall(r"'(\w+)'", str(error).partition("not in supported modes: ")[2])
+            if not valid:
+                raise
+            if spec.control_mode is None:
+                continue
+            raise FarmError(f"{spec.name} has no control mode {mode!r}; it has: {', '.join(valid)}") from error
+        except RuntimeError as error:
+            if any(said in str(error) for said in ("rendering device", "physical device", "vk::createInstance")):
+                raise FarmError(
+                    f"{spec.name} needs a Vulkan device and none was found ({error}). "
+                    "Run `embodied doctor`: it names the driver to install"
+                ) from error
+            raise
+    raise AssertionError("unreachable: the robot's own default control mode is always valid")
+
+
+class ManiSkillPhysics:
+    """One ManiSkill environment without pictures. See `sim_farm.contract.Physics`."""
+
+    def __init__(self, spec: TaskSpec) -> None:
+        self._env = _make(spec, render=False)
+        self.info = _info(spec, self._env)
+        self._low = np.array(self.info.action_low, np.float32)
+        self._high = np.array(self.info.action_high, np.float32)
+        self._prepare()
+        self._instruction = INSTRUCTIONS[spec.name.partition("/")[2]]
+        self._left = 0
+        self._seed = 0
+        self._recorded = False
+        """True if a recording is followed: to its end, solved or not."""
+
+    def _prepare(self) -> None:
+        """Find the parts of the scene again, after ManiSkill has rebuilt it."""
+        speed_up(self._env)
+        self._entities = _movable_entities(self._env)
+
+    def reset(self, episode: EpisodeSpec) -> PhysicsResult:
+        self._seed, self._recorded = episode.seed, False
+        with torch.inference_mode():
+            if self._env.reconfiguration_freq == 0:
+                _forget_contacts(self._env)
+                _forget_targets(self._env)
+            self._reset(episode)
+            return self._result([], [], [], [], self._observe())
+
+    def _reset(self, episode: EpisodeSpec) -> None:
+        self._env.reset(seed=episode.seed)
+        if self._env.reconfiguration_freq != 0:
+            self._prepare()
+        self._left = self.info.max_episode_steps
+
+    def step(self, actions: Float32) -> PhysicsResult:
+        if self._left == 0:
+            raise EpisodeOver("this episode has ended; reset the environment first")
+        # Not every control mode of ManiSkill clips.
+        chunk = torch.from_numpy(np.clip(actions, self._low, self._high, dtype=np.float32))
+        rewards, successes, terminations, truncations = [], [], [], []
+        obs: Any = None
+        with torch.inference_mode():
+            for i in range(len(chunk)):
+                last = i == len(chunk) - 1 or self._left == 1
+                obs, reward, success, terminated = self._step_once(chunk[i : i + 1], observe=last)
+                terminated = terminated and not self._recorded
+                self._left -= 1
+                truncated = self._left == 0 and not terminated
+                rewards.append(reward)
+                successes.append(success)
+                terminations.append(terminated)
+                truncations.append(truncated)
+                if terminated or truncated:
+                    self._left = 0
+                    break
+            return self._result(rewards, successes, terminations, truncations, obs or self._observe())
+
+    def _step_once(self, action: torch.Tensor, observe: bool) -> tuple[Any, float, bool, bool]:
+        """ManiSkill's `step`, in its order, but observations are made only when they are read."""
+        env = self._env
+        stepped = env._step_action(_split_action(env, action))
+        env._elapsed_steps += 1
+        with frozen_poses():
+            info = env.get_info()
+            obs = env.get_obs(info, unflattened=True) if observe else None
+            reward = float(env.get_reward(obs=obs, action=stepped, info=info))
+        success = bool(info.get("success", False))
+        over = success or bool(info.get("fail", False))
+        return obs, reward, success, over and not self.info.spec.ignore_terminations
+
+    def _observe(self) -> Any:
+        with frozen_poses():
+            return self._env.get_obs(self._env.get_info(), unflattened=True)
+
+    def _result(
+        self, rewards: list[float], success: list[bool], ended: list[bool], truncated: list[bool], obs: Any
+    ) -> PhysicsResult:
+        state = _flat(obs)
+        return PhysicsResult(
+            reward=np.array(rewards, np.float32),
+            success=np.array(success, np.bool_),
+            terminated=np.array(ended, np.bool_),
+            truncated=np.array(truncated, np.bool_),
+            proprio=state[: self.info.proprio_dim].copy(),  # ManiSkill's state begins with the agent's
+            state=state,
+            scene=_encode_scene(self._env, self._entities, self._seed) if self.info.cameras else np.empty(0, np.uint8),
+            instruction=self._instruction,
+        )
+
+    def go_on(self, episode: EpisodeSpec) -> None:
+        self._seed = episode.seed
+        with torch.inference_mode():
+            self._reset(episode)
+
+    def begin_at(self, start: SimulatorState) -> PhysicsResult:
+        self._recorded = True
+        with torch.inference_mode():
+            put_state(self._env, start)
+            return self._result([], [], [], [], self._observe())
+
+    def deviation(self, recorded: SimulatorState) -> float:
+        return state_deviation(self._env, recorded)
+
+    def close(self) -> None:
+        with short_collections():
+            self._env.close()
+
+
+class ManiSkillRenderer:
+    """Draws scenes of one task with SAPIEN's rasteriser. See `sim_farm.contract.Renderer`."""
+
+    def __init__(self, spec: TaskSpec) -> None:
+        self._spec = spec
+        first = _make(spec, render=True)
+        self.info = _info(spec, first)
+        self._replicas: OrderedDict[int, Any] = OrderedDict()
+        self._spare = [first]
+        """Built environments that hold no geometry anybody asked for yet."""
+
+    def render(
+        self, scenes: Sequence[UInt8], cameras: Sequence[str], out: Mapping[str, UInt8] | None = None
+    ) -> Mapping[str, UInt8]:
+        size = self._spec.image_size
+        frames = new_frames(len(scenes), cameras, size) if out is None else out
+        for i, scene in enumerate(scenes):
+            env = self._place(scene)
+            for hidden in env._hidden_objects:
+                hidden.hide_visual()
+            env.scene.update_render(update_sensors=True, update_human_render_cameras=False)
+            for name in cameras:
+                camera = env._sensors[name]
+                camera.capture()
+                frames[name][i] = camera.get_obs(rgb=True, depth=False, position=False, segmentation=False)["rgb"][0]
+        return frames
+
+    def _place(self, scene: UInt8) -> Any:
+        """A replica with the scene's geometry, moved to the scene's state."""
+        geometry, poses = _decode_scene(scene)
+        env = self._replicas.pop(geometry, None)
+        if env is None:
+            env = self._build(geometry)
+        self._replicas[geometry] = env
+        # Entity poses are what the rasteriser reads. Setting the simulator's own state instead would pass through
+        # PhysX's arithmetic (a robot's base moves by one unit in the last place) and change pixels.
+        for entity, pose in zip(_movable_entities(env), poses, strict=True):
+            entity.pose = sapien.Pose(pose[:3], pose[3:])
+        return env
+
+    def _build(self, geometry: int) -> Any:
+        """A replica with that geometry: the spare one, the least recently used, or a new one."""
+        if self._spare:
+            env = self._spare.pop()
+        elif len(self._replicas) >= MAX_REPLICAS:
+            env = self._replicas.popitem(last=False)[1]
+        else:
+            env = _make(self._spec, render=True)
+        with light_cameras():
+            env.reset(seed=max(geometry - 1, 0))
+        return env
+
+    def close(self) -> None:
+        for env in (*self._spare, *self._replicas.values()):
+            env.close()
+        self._spare.clear()
+        self._replicas.clear()
+
+
+def _forget_contacts(env: Any) -> None:
+    """Move every entity into a new PhysX scene, which takes 0.4 ms where rebuilding them takes 200.
+
+    PhysX remembers contacts across a reset, and after contact-rich episodes of any task that shows: one episode in
+    ten takes another course than in a new environment. The new scene does not forget which bodies are asleep, so they
+    are woken.
+    """
+    scene = env.scene
+    old, system = scene.sub_scenes[0], sapien.physx.PhysxCpuSystem()
+    system.timestep = scene.px.timestep
+    drawn = env.spec.id in NEEDS_RENDER_SCENE
+    systems = [system, old.render_system] if drawn else [system]
+    new = sapien.Scene(systems)
+    entities = list(old.entities)
+    for entity in entities:
+        old.remove_entity(entity)
+    for entity in entities:  # only now: an articulation's links may never be in two scenes
+        new.add_entity(entity)
+    scene.sub_scenes[0], scene.px = new, system
+    _wake(entities)
+
+
+def _forget_targets(env: Any) -> None:
+    """Aim every joint's drive at zero and every controller at nothing, as in a new environment. ManiSkill leaves both
+    aiming at where the last action of the episode before had sent them, until the next action."""
+    for articulation in env.scene.articulations.values():
+        for joint in articulation._objs[0].joints:
+            if joint.dof:
+                joint.drive_target = joint.drive_velocity_target = np.zeros(joint.dof, np.float32)
+    for controller in controllers(env):
+        vars(controller).pop("_target_pose", None)
+
+
+def _wake(entities: Sequence[Any]) -> None:
+    """Wake every body and every articulation. One that an earlier episode left asleep, or about to fall asleep, would
+    otherwise do so earlier than in a new environment, and answer a push a sub-step later."""
+    movable = sapien.physx.PhysxRigidDynamicComponent, sapien.physx.PhysxArticulationLinkComponent
+    for entity in entities:
+        for component in entity.components:
+            if isinstance(component, movable):
+                component.wake_up()
+
+
+def _info(spec: TaskSpec, env: Any) -> TaskInfo:
+    task = spec.name.partition("/")[2]
+    space: Any = env.action_space
+    boxes: list[Any] = (
+        [box for _, box in sorted(space.spaces.items())] if isinstance(space, gym.spaces.Dict) else [space]
+    )
+    low = np.concatenate([box.low.ravel() for box in boxes])
+    high = np.concatenate([box.high.ravel() for box in boxes])
+    obs = env.get_obs(env.get_info(), unflattened=True)
+    cameras = _resolve_cameras(spec, env)
+    limit = spec.max_episode_steps or REGISTERED_ENVS[task].max_episode_steps
+    mode = env.agent.control_mode
+    resolved = replace(
+        spec,
+        control_mode=next(iter(mode.values())) if isinstance(mode, dict) else mode,
+        cameras=cameras,
+        max_episode_steps=limit,
+    )
+    return TaskInfo(
+        spec=resolved,
+        action_dim=len(low),
+        action_low=tuple(low.tolist()),
+        action_high=tuple(high.tolist()),
+        proprio_dim=_flat(obs["agent"]).size,
+        state_dim=_flat({"agent": obs["agent"], "extra": obs["extra"]}).size,
+        scene_bytes=8 + 28 * len(_movable_entities(env)) if cameras else 0,
+        cameras=cameras,
+        max_episode_steps=limit,
+        control_hz=float(env.control_freq),
+    )
+
+
+def _split_action(env: Any, action: torch.Tensor) -> Any:
+    """Tasks with several robots take one action per robot, in the order of `TaskInfo.action_low`."""
+    space: Any = env.action_space
+    if not isinstance(space, gym.spaces.Dict):
+        return action
+    names = sorted(space.spaces)
+    parts = torch.split(action, [int(np.prod(space[name].shape or ())) for name in names], dim=-1)
+    return dict(zip(names, parts, strict=True))
+
+
+def _resolve_cameras(spec: TaskSpec, env: Any) -> tuple[str, ...]:
+    """Names of the observed cameras. A physics environment has no camera objects, but has their configurations."""
+    names = tuple(
+        {**parse_camera_configs(env._default_sensor_configs), **parse_camera_configs(env.agent._sensor_configs)}
+    )
+    if isinstance(spec.cameras, int):
+        if spec.cameras > len(names):
+            raise FarmError(f"{spec.cameras} cameras were asked for, {spec.name} has {len(names)}: {', '.join(names)}")
+        return names[: spec.cameras]
+    unknown = sorted(set(spec.cameras) - set(names))
+    if unknown:
+        raise FarmError(f"{spec.name} has no camera {', '.join(unknown)}; it has: {', '.join(names)}")
+    return spec.cameras
+
+
+def _flat(obs: Any) -> Float32:
+    """ManiSkill's own flattening of a nested observation, as an array [S]."""
+    return flatten_state_dict(obs, use_torch=True)[0].float().numpy().copy()
+
+
+def _movable_entities(env: Any) -> list[Any]:
+    """The SAPIEN entities whose poses can change, in the order in which the task built them."""
+    actors = [a._objs[0] for a in env.scene.actors.values() if a.px_body_type != "static"]
+    links = [link.entity for art in env.scene.articulations.values() for link in art._objs[0].links]
+    return actors + links
+
+
+def _encode_scene(env: Any, entities: Sequence[Any], seed: int) -> UInt8:
+    """Eight bytes that name the geometry (seed + 1; 0 where it is always the same), then poses as float32."""
+    geometry = seed + 1 if env.reconfiguration_freq != 0 else 0
+    values = np.empty((len(entities), 7), np.float32)
+    for row, entity in zip(values, entities, strict=True):
+        pose = entity.pose
+        row[:3] = pose.p
+        row[3:] = pose.q
+    return np.concatenate([np.array([geometry], np.int64).view(np.uint8), values.ravel().view(np.uint8)])
+
+
+def _decode_scene(scene: UInt8) -> tuple[int, Float32]:
+    """The geometry's number and the poses [entities, 7]: position in m, then the unit quaternion (w first)."""
+    scene = np.ascontiguousarray(scene)
+    return int(scene[:8].view(np.int64)[0]), scene[8:].copy().view(np.float32).reshape(-1, 7)
+
+
+BACKEND = Backend("maniskill", ManiSkillPhysics, ManiSkillRenderer, tasks=tasks, drawn_by=drawn_by)

@@ -1,0 +1,162 @@
+"""Less Python around the same PhysX calls: what ManiSkill recomputes within one env step is computed once.
+
+Nothing here changes a number: `tests/sim_farm/test_maniskill.py` compares states, rewards and observations
+bit for bit with an environment from plain `gym.make`. Outside `frozen_poses` and on environments that were
+not given to `speed_up`, ManiSkill is what it was.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import numpy as np
+import torch
+from mani_skill.agents.controllers.base_controller import BaseController
+from mani_skill.agents.controllers.pd_joint_pos import PDJointPosController, PDJointPosMimicController
+from mani_skill.agents.multi_agent import MultiAgent
+from mani_skill.utils.structs.actor import Actor
+from mani_skill.utils.structs.link import Link
+from mani_skill.utils.structs.pose import Pose
+
+_poses: dict[int, torch.Tensor] | None = None
+"""While poses are frozen: id of an actor or link to its pose [1, 7]. None: every read asks the simulator."""
+
+
+@contextmanager
+def frozen_poses() -> Iterator[None]:
+    """Within the block each actor's and link's pose is read from the simulator once.
+
+    Evaluation, observation and reward of one env step read the same poses nine times and more, and nothing
+    moves between them. A pose that is set inside the block all the same ends the freeze.
+    """
+    global _poses
+    _poses = {}
+    try:
+        yield
+    finally:
+        _poses = None
+
+
+def _freeze(cls: Any, simulator_pose: Any) -> None:
+    stock = cls.pose
+
+    def read(self: Any) -> Any:
+        if _poses is None:
+            return stock.fget(self)
+        known = _poses.get(id(self))
+        if known is None:
+            if len(self._objs) == 1:
+                pose = simulator_pose(self._objs[0])
+                known = torch.from_numpy(np.concatenate((pose.p, pose.q)))[None]
+            else:
+                known = stock.fget(self).raw_pose
+            _poses[id(self)] = known
+        # A copy, because a task may write into the tensor it was given.
+        return Pose(raw_pose=known.clone())
+
+    def write(self: Any, pose: Any) -> None:
+        global _poses
+        _poses = None
+        stock.fset(self, pose)
+
+    cls.pose = property(read, write, doc=stock.__doc__)
+
+
+_freeze(Actor, lambda entity: entity.pose)
+_freeze(Link, lambda link: link.entity_pose)
+
+
+@contextmanager
+def short_collections() -> Iterator[None]:
+    """Within the block a garbage collection looks at nothing that was there before.
+
+    ManiSkill collects whenever it builds or closes a scene. Beside PyTorch that looks at 300,000 objects, which takes
+    longer than all else that building an environment of PushCube does. Where the process has frozen them for good
+    (`sim_farm.workers.workers`), nothing is left to do.
+    """
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def speed_up(env: Any) -> None:
+    """Install the quicker equivalents on one environment; to be repeated when it has rebuilt its scene."""
+    for articulation in env.scene.articulations.values():
+        articulation.set_joint_drive_targets = MethodType(_set_joint_drive_targets, articulation)
+    for agent in _agents(env):
+        # The agent's own method only adds a check for NaN, which the caller has made for the whole chunk.
+        agent.set_action = agent.controller.set_action
+    for controller in controllers(env):
+        # Controllers of the end effector's pose scale in a way of their own.
+        usual = type(controller)._clip_and_scale_action is BaseController._clip_and_scale_action
+        if usual and hasattr(controller, "action_space_low"):
+            _scale_with_constants(controller)
+            if type(controller) in (PDJointPosController, PDJointPosMimicController):
+                _set_action_in_numpy(controller)
+
+
+def controllers(env: Any) -> list[Any]:
+    """Those that the robots' actions go to: of the arm, of the gripper."""
+    found: list[Any] = []
+    for agent in _agents(env):
+        found += getattr(agent.controller, "controllers", {"": agent.controller}).values()
+    return found
+
+
+def _agents(env: Any) -> list[Any]:
+    return env.agent.agents if isinstance(env.agent, MultiAgent) else [env.agent]
+
+
+def _set_joint_drive_targets(self: Any, targets: Any, joints: Any = None, joint_indices: Any = None) -> None:
+    """`Articulation.set_joint_drive_targets` on the CPU, without a tensor per joint."""
+    row = targets[0].numpy()
+    for i, joint in enumerate(joints):
+        joint._objs[0].drive_target = row[i : i + 1]
+
+
+def _scale_with_constants(controller: Any) -> None:
+    """Clip and scale an action by a middle and a half-width that are computed once."""
+    low, high = controller.action_space_low, controller.action_space_high
+    middle, half = 0.5 * (high + low), 0.5 * (high - low)
+    controller._clip_and_scale_action = lambda action: middle + half * torch.clip(action, -1, 1)
+
+
+def _set_action_in_numpy(controller: Any) -> None:
+    """`set_action` of the joint position controllers for one environment: between ManiSkill's own scaling of the action
+    and the drives, the same float32 operations in the same order, in numpy.
+
+    The controller's `_start_qpos` is left alone: only an interpolating controller, which keeps ManiSkill's own
+    `set_action`, reads it.
+    """
+    config = controller.config
+    if config.interpolate or config.use_target:
+        return
+    robot = controller.articulation._objs[0]
+    active = controller.active_joint_indices.numpy()
+    driven, mimic = slice(None), None
+    if isinstance(controller, PDJointPosMimicController):
+        driven = controller.control_joint_indices.numpy()
+        parts = controller.mimic_joint_indices, controller.mimic_control_joint_indices
+        mimic = [part.numpy() for part in (*parts, controller._multiplier, controller._offset)]
+
+    def set_action(action: torch.Tensor) -> None:
+        scaled = controller._preprocess_action(action)[0].numpy()
+        # New for each action: an array that is kept would outlive its episode.
+        target = controller._target_qpos[0].numpy().copy()
+        target[driven] = robot.qpos[active][driven] + scaled if config.use_delta else scaled
+        if mimic:
+            follower, leader, multiplier, offset = mimic
+            target[follower] = target[leader] * multiplier + offset
+        controller._target_qpos = torch.from_numpy(target[None])
+        controller.set_drive_targets(controller._target_qpos)
+
+    controller.set_action = set_action

@@ -1,0 +1,1 @@
+"""The farm as its client sees it: groups of environments that are reset, stepped, observed and replayed."""

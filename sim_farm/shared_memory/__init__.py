@@ -1,0 +1,1 @@
+"""Memory that a farm and its workers share: slots, frames, doorbells."""

@@ -1,0 +1,219 @@
+"""The worker that steps environments, and brings those of a lost predecessor to where they were."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from sim_farm import render_devices
+from sim_farm.contract import EpisodeSpec, FarmError, Physics, PhysicsResult
+from sim_farm.registry import make_physics
+from sim_farm.shared_memory import layout
+from sim_farm.shared_memory.doorbell import Doorbell
+from sim_farm.shared_memory.worker_memory import WorkerMemory
+from sim_farm.workers.workers import Worker, WorkerSetup
+
+
+class PhysicsWorker(Worker):
+    """Steps its environments, and draws their frames too when the farm has no render workers."""
+
+    def __init__(self, setup: WorkerSetup, memory: WorkerMemory | None = None) -> None:
+        super().__init__(setup, memory)
+        spec = setup.spec
+        self._owned = slice(setup.index, spec.num_envs, spec.physics_workers)
+        self._envs = range(spec.num_envs)[self._owned]
+        self._physics: dict[int, Physics] = {}
+        self._draws = bool(setup.info.cameras)
+        self._broken: set[int] = set()
+        """Environments whose episode began with an observation that is not finite."""
+        bells = self.slots["bells"]
+        self._next = {
+            env: Doorbell(bells, spec.physics_workers + spec.renderer_of(env))
+            for env in self._envs
+            if spec.render_workers and self._draws
+        }
+
+    def build(self) -> None:
+        """Build every environment, and bring the episodes of a lost predecessor to the state in which it left them."""
+        self._report(layout.BUILDING)
+        self._strike("start")
+        render_devices.ask(self.setup.device)
+        for env in self._envs:
+            self._physics[env] = make_physics(self.setup.spec.task)
+            self.slots["built"][self.setup.index] += 1
+            self._progress()
+            self._client.ring()
+        self._place_renderer()
+        self._replay_all()
+        self._report_memory()
+        self._report(layout.WAITING)
+
+    def run_pending(self) -> int:
+        self._place_renderer()
+        pending = self._pending(self._owned, "requested", "simulated")
+        if pending:
+            self._report(layout.WORKING)
+        last = {self.setup.spec.group_of(env): env for env in pending}
+        for env in pending:
+            self._serve_slot(env, last=last[self.setup.spec.group_of(env)] == env)
+            self._progress()
+        if pending:
+            self._report(layout.WAITING)
+        return len(pending)
+
+    def close(self) -> None:
+        for physics in self._physics.values():
+            physics.close()
+        if self._frame_writer is not None:
+            self._frame_writer.close()
+
+    def _serve_slot(self, env: int, last: bool) -> None:
+        slots, ticket = self.slots, self.slots["requested"][env]
+        times = slots["times_ns"][env]
+        times[layout.PHYSICS_START] = time.monotonic_ns()
+        if slots["op"][env] == layout.RESET:
+            self._strike("reset")
+            self._begin(env, int(slots["base_episode"][env]))
+        else:
+            self._strike("step")
+            self._step(env)
+        times[layout.PHYSICS_END] = time.monotonic_ns()
+        drawn_here = self._frame_writer is not None or not self._draws
+        if self._frame_writer is not None:
+            self._frame_writer.draw(env)
+        if drawn_here:  # before `simulated`: who dies in between has not finished, and it is done again
+            slots["drawn"][env] = ticket
+        slots["simulated"][env] = ticket
+        if drawn_here:
+            if last:  # one wake-up per group and worker; the client waits for the whole group anyway
+                self._client.ring()
+        else:
+            self._next[env].ring()
+
+    def _begin(self, env: int, episode: int) -> None:
+        """Start the environment's `episode`-th episode, or rest if there is none."""
+        slots = self.slots
+        start = int(slots["base_start" if slots["op"][env] == layout.RESET else "next_start"][env])
+        spec = self._episode(env, episode, start)
+        slots["episode"][env] = episode
+        slots["start"][env] = start
+        slots["episode_step"][env] = 0
+        slots["active"][env] = spec is not None
+        if slots["op"][env] == layout.RESET:
+            self._rest(env)
+        if spec is None:
+            for key in ("state", "proprio"):
+                slots[key][env] = 0
+            return
+        physics = self._physics[env]
+        base = int(slots["base_step"][env]) if slots["op"][env] == layout.RESET else 0
+        result = physics.reset(spec)
+        if base:
+            result = physics.step(slots["history"][env, :base])
+            slots["episode_step"][env] = base
+        self._note_beginning(env, result)
+        self._observe(env, result)
+
+    def _note_beginning(self, env: int, result: PhysicsResult) -> None:
+        """An episode that begins with an observation that is not finite ends with its first chunk, as a broken one."""
+        (self._broken.discard if _finite(result) else self._broken.add)(env)
+
+    def _episode(self, env: int, number: int, start: int) -> EpisodeSpec | None:
+        """The spec of the environment's episode of that number; None where there is none, or none yet."""
+        return self.setup.spec.episodes.spec(env, number, start) if number < self.slots["limit"][env] else None
+
+    def _rest(self, env: int) -> None:
+        """Nothing was executed: no step, no reward, no end of an episode."""
+        for key in ("steps", "reward", "success", "terminated", "truncated", "draw_final"):
+            self.slots[key][env] = 0
+
+    def _step(self, env: int) -> None:
+        slots = self.slots
+        if not slots["active"][env]:
+            self._rest(env)
+            return
+        base, action = int(slots["base_step"][env]), slots["action"][env]
+        result = self._physics[env].step(action)
+        self._strike("state", result.state)
+        steps, broken = result.steps, env in self._broken or not _finite(result)
+        slots["history"][env, base : base + steps] = action[:steps]
+        slots["steps"][env] = steps
+        for key, values in (("reward", result.reward), ("success", result.success)):
+            row = slots[key][env]
+            row[:steps] = values
+            row[steps:] = 0
+        slots["terminated"][env] = result.terminated[-1] or broken
+        slots["truncated"][env] = result.truncated[-1] and not broken
+        slots["episode_step"][env] = base + steps
+        if not result.ended and not broken:
+            slots["draw_final"][env] = 0
+            self._observe(env, result)
+            return
+        if broken:  # a reward that is not finite leaves the episode out; nothing else of it is shown
+            slots["reward"][env, steps - 1], slots["success"][env] = np.nan, False
+        slots["final_state"][env] = 0 if broken else result.state
+        slots["final_proprio"][env] = 0 if broken else result.proprio
+        slots["final_instruction"][env] = slots["instruction"][env]
+        if self._draws and not broken:
+            slots["final_scene"][env] = result.scene
+        wanted = self.setup.spec.final_frames
+        wanted_now = wanted == "ended" or (wanted == "truncated" and bool(result.truncated[-1]))
+        slots["draw_final"][env] = wanted_now and not broken
+        self._begin(env, int(slots["episode"][env]) + 1)
+
+    def _observe(self, env: int, result: PhysicsResult) -> None:
+        slots = self.slots
+        slots["state"][env] = 0 if env in self._broken else result.state
+        slots["proprio"][env] = 0 if env in self._broken else result.proprio
+        if self._draws:
+            slots["scene"][env] = result.scene
+        if slots["episode_step"][env] == 0 or slots["op"][env] == layout.RESET:
+            self._instruct(env, result)
+
+    def _instruct(self, env: int, result: PhysicsResult) -> None:
+        """The instruction is constant during an episode, so it is written at its beginning only."""
+        slots = self.slots
+        text = result.instruction.encode()
+        if len(text) > slots["instruction"].shape[1]:
+            raise FarmError(
+                f"the instruction {result.instruction!r} is longer than {slots['instruction'].shape[1]} bytes"
+            )
+        slots["instruction"][env] = 0
+        slots["instruction"][env, : len(text)] = np.frombuffer(text, np.uint8)
+
+    def _replay_all(self) -> None:
+        begun = [env for env in self._envs if self.slots["simulated"][env]]
+        if begun:
+            self._report(layout.REPLAYING)
+        for env in begun:
+            self._strike("replay")
+            self._replay(env)
+            self._progress()
+
+    def _replay(self, env: int) -> None:
+        """Bring a new environment to the state of a lost worker's: the episode's seed and actions determine it.
+
+        Pending work is done again from the state that was last collected, and partial results are undone. Finished
+        work stays: its results are in the slot, and the client may collect them and submit more while this runs.
+        """
+        slots, physics = self.slots, self._physics[env]
+        pending = slots["simulated"][env] < slots["requested"][env]
+        keys = ("base_episode", "base_step", "base_start") if pending else ("episode", "episode_step", "start")
+        number, steps, start = (int(slots[key][env]) for key in keys)
+        spec = self._episode(env, number, start)
+        if pending:
+            slots["episode"][env] = number
+            slots["start"][env] = start
+            slots["active"][env] = spec is not None
+        if spec is None:
+            return
+        result = physics.reset(spec)
+        if steps:
+            result = physics.step(slots["history"][env, :steps])
+        self._note_beginning(env, result)
+
+
+def _finite(result: PhysicsResult) -> bool:
+    """True if state and proprioception are finite, so that a policy may see them."""
+    return bool(np.isfinite(result.state).all() and np.isfinite(result.proprio).all())
