@@ -26,7 +26,7 @@ Scale = Literal["group", "batch", "none"]
 def group_advantages(
     outcome: Tensor, group: Tensor, size: int, scale: Scale = "group", eps: float = 1e-6
 ) -> tuple[Tensor, Tensor]:
-    """Advantage of each episode [N], and whether its group is complete [N] bool.
+    """Advantage of each episode [N], and [N] bool: True if its group is complete.
 
     `outcome` [N] floating, `group` [N] int64. A group is complete if it has exactly `size` members; episodes of
     others have advantage 0. The advantage is (R - mean of the group) / (deviation + eps), deviations unbiased:
@@ -49,7 +49,7 @@ def group_advantages(
 
 
 def group_means(outcome: Tensor, group: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Mean outcome of each episode's group [N], 0 where it is incomplete, and whether it is complete [N] bool.
+    """Mean outcome of each episode's group [N], 0 where it is incomplete, and [N] bool: True if it is complete.
 
     Arguments and errors as those of `group_advantages`.
     """
@@ -94,7 +94,7 @@ def reinforce_returns(
 
     REINFORCE++ (Hu et al. 2025, arXiv 2501.03262): `normalise` over the global batch makes them advantages.
     `reward`, `kl` [T, B], the latter in nats and of the whole decision; `end`, `mask` [T, B] bool, the decision ended
-    its episode, was really taken. A column holds several episodes one after the other. `baseline` [T, B] is
+    its episode, was executed. A column holds several episodes one after the other. `baseline` [T, B] is
     subtracted; with the mean outcome of the episode's group (`group_means`) it is REINFORCE++-baseline.
     """
     # `where` rather than a product: what is not read may be NaN, and 0 * NaN is NaN.
@@ -110,7 +110,7 @@ def reinforce_returns(
 def _per_group(
     outcome: Tensor, group: Tensor, size: int, statistic: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """`statistic` of the outcomes of each episode's group [N], 0 where incomplete; whether it is complete [N] bool.
+    """`statistic` of the outcomes of each episode's group [N], 0 where incomplete; [N] bool, True if it is complete.
 
     Each group is computed by itself from its sorted outcomes, so that neither the order of its members nor the
     presence of other groups can change a bit of it.

@@ -52,7 +52,7 @@ def contrast(new: Evaluation, rows: Rows, settings: LossConfig, places: Units) -
     v_old + b d and v_old - b d, with d = v - v_old no longer than `MAX_DRIFT` and b `contrast_scale`. The mean is
     linear in the velocity, hence E+ - E- = -4 b sum(pull) (`Contrast`). No ratio and no value enters.
     """
-    assert new.contrast is not None, "the policy draws no step that its velocity could be held against"
+    assert new.contrast is not None, "the policy draws no denoising step to compare its velocity with"
     drift, pull = new.contrast.drift, new.contrast.pull
     norm = (drift.square().sum(2) + 1e-16).sqrt()
     shortened = (MAX_DRIFT / norm).clamp(max=1)

@@ -83,11 +83,11 @@ class ScorerRole(Protocol):
     makes: ClassVar[frozenset[str]]
 
     def receive(self, batch: Trajectories, iteration: int) -> float:
-        """Work on a part of an iteration's trajectories; the seconds that it took."""
+        """Score a part of an iteration's trajectories. Returns the seconds that it took."""
         ...
 
     def trajectories(self) -> Trajectories:
-        """The oldest part that was worked on and not yet handed out."""
+        """The oldest scored part that was not returned yet."""
         ...
 
     def share(self, policy: Policy) -> None:
@@ -101,15 +101,15 @@ class LearnerRole(Protocol):
     takes: ClassVar[frozenset[str]]
 
     def listen(self, host: str) -> str:
-        """Of rank 0 of several: wait for the others at this machine's address; HOST:PORT for `join`."""
+        """On rank 0: accept the other ranks at this machine's address. Returns HOST:PORT for `join`."""
         ...
 
     def join(self, address: str, timeout_s: float) -> None:
-        """Become one of the ranks that meet at the address."""
+        """Connect to the other ranks at the address."""
         ...
 
     def leave(self) -> None:
-        """The other ranks are not needed any more."""
+        """Close the connections to the other ranks."""
         ...
 
     def collect(self, batch: Trajectories, iteration: int) -> CollectStatistics: ...
@@ -117,11 +117,11 @@ class LearnerRole(Protocol):
     def finish(self, iteration: int) -> dict[str, float]: ...
 
     def weights(self) -> dict[str, Tensor]:
-        """What was trained; nothing on other ranks than the first."""
+        """Trained tensors by name; empty on ranks other than 0."""
         ...
 
     def shares_policy(self) -> bool:
-        """Whether others of its process can compute with its policy."""
+        """True if other workers of the process can compute with the policy."""
         ...
 
     def own_policy(self) -> Policy: ...
@@ -129,15 +129,15 @@ class LearnerRole(Protocol):
     def load(self, folder: Path) -> None: ...
 
     def save(self, root: Path, state: RunState, environments: dict[str, np.ndarray]) -> None:
-        """Begin to write a checkpoint of what is, which what follows does not change."""
+        """Begin to write a checkpoint of the present state."""
         ...
 
     def saving(self) -> bool:
-        """Whether it is still being written."""
+        """True while a checkpoint is being written."""
         ...
 
     def saved(self) -> Written | None:
-        """Wait until it is complete."""
+        """Wait until the checkpoint is complete."""
         ...
 
     def unload(self, weights: bool) -> Switch: ...

@@ -193,7 +193,7 @@ class Learner(WeightsPublisher):
             collected, found.rows = join_rows(found.rows), []
             rows = self._controls.in_deviations(collected)
             if len(rows) == 0 and self._recipe.critic:
-                raise UserError("the rollout holds no decision that was really taken; nothing can be learned from it")
+                raise UserError("the rollout holds no decision that was executed; nothing can be learned from it")
             self._controls.set_learning_rates(self.optimizer, iteration)
             if self._accumulates:
                 self._accumulate(found)
@@ -280,8 +280,8 @@ class Learner(WeightsPublisher):
         """The policy itself, for a policy worker of the same process. Raises `UserError` for a shard of it."""
         if self._parallel.sharded:
             raise UserError(
-                "the learner's ranks hold shards of the policy, and nobody can act with a shard: set optim.sharding to "
-                "whole, or take a plan whose policy worker has a process of its own"
+                "the learner's ranks have shards of the policy, and no policy worker can act with a shard: set "
+                "optim.sharding to whole, or take a plan whose policy worker has a process of its own"
             )
         return self.policy
 

@@ -102,7 +102,7 @@ class WeightGroup(Ranks):
             options = gloo._Options()
             options._devices, options._timeout = [gloo.create_device(hostname=mine)], self._limit
             self._group = gloo(store, self.rank, self.size, options)
-        self._agree()  # NCCL connects when it is first asked for something
+        self._agree()  # NCCL connects at its first operation
         self._limit = timedelta(seconds=timeout_s)
         if self.device.type != "cuda":
             self._group._set_default_timeout(self._limit)
