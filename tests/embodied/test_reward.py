@@ -24,8 +24,7 @@ from embodied.execution.iteration import OnPolicy, start_run
 from embodied.execution.preflight import check_run
 from embodied.execution.roles import RolloutRole
 from embodied.execution.session import open_session
-from embodied.learning.reward import RewardWorker
-from embodied.learning.scorer import Scorer
+from embodied.learning.scorers import RewardWorker, Scorer
 from embodied.learning.success_classifier import Looks, SuccessClassifier
 from embodied.planning.run_plans import check_files
 from embodied.reporting.metrics import read
