@@ -27,6 +27,7 @@ import torch
 
 from embodied import progress
 from embodied.devices import decide
+from embodied.rollout.rollout_loop import EnvironmentGroup, groups_of, next_group
 from embodied.statistics import wilson
 from embodied.trajectories.batch import to_inputs
 from embodied.trajectories.random_streams import DISTURBANCE, EVALUATION, SamplingNoise
@@ -151,31 +152,31 @@ class _Task:
         self._return, self._solved = np.zeros(num_envs), np.zeros(num_envs, np.bool_)
         self._actions: list[list[Float32]] = [[] for _ in range(num_envs)]
         self._decided: list[list[Float32]] = [[] for _ in range(num_envs)]
-        self._submitted = [True] * self._farm.specs[0].groups
-        for group in range(self._farm.specs[0].groups):
-            self._farm.reset(group)
+        self._groups = groups_of(self._farm)
+        self._unfinished = {group.number for group in self._groups}
+        for number in self._unfinished:
+            self._farm.reset(number)
 
     def advance(self, budget_s: float, deadline_s: float) -> list[EpisodeResult]:
         finished: list[EpisodeResult] = []
         begin = time.monotonic()
         # Not longer than until something has ended: what is returned can be kept, whatever happens next.
-        while any(self._submitted) and not finished and time.monotonic() - begin < budget_s:
-            for group, submitted in enumerate(self._submitted):
-                if submitted:
-                    finished += self._turn(group, deadline_s)
-                    progress.report()
+        while self._unfinished and not finished and time.monotonic() - begin < budget_s:
+            ready = next_group(self._farm, self._groups, ())
+            finished += self._turn(ready or self._groups[self._farm.wait_ready(deadline_s)], deadline_s)
+            progress.report()
         return finished
 
     def release(self) -> None:
         if self._attached:
             self._farm.detach()
 
-    def _turn(self, group: int, deadline_s: float) -> list[EpisodeResult]:
-        """Collect the group, note what ended, and decide again if any of its episodes goes on."""
-        seen = self._farm.collect(group, deadline_s)
-        ended = self._note(seen)
+    def _turn(self, group: EnvironmentGroup, deadline_s: float) -> list[EpisodeResult]:
+        """Collect the group, and decide again if any of its episodes goes on; the results of those that ended."""
+        seen = self._farm.collect(group.number, deadline_s)
+        ended = self._ended(seen)
         if not seen.active.any():
-            self._submitted[group] = False
+            self._unfinished.discard(group.number)
             return ended
         inputs = to_inputs(seen, self._reads, self._episodes)
         if self._instruction is not None:
@@ -192,7 +193,8 @@ class _Task:
             self._actions[int(seen.envs[row])].append(chunk[row])
             if self._disturbance:
                 self._decided[int(seen.envs[row])].append(decided[row])
-        self._farm.submit(group, chunk)
+        self._farm.submit(group.number, chunk)
+        group.decided += 1
         return ended
 
     def _draw(self, seen: Observations, noise: SamplingNoise) -> Float32:
@@ -202,7 +204,7 @@ class _Task:
         )
         return noise.draw(trials, np.full_like(trials, self._key), seen.episode_step)
 
-    def _note(self, seen: Observations) -> list[EpisodeResult]:
+    def _ended(self, seen: Observations) -> list[EpisodeResult]:
         self._return[seen.envs] += seen.reward.sum(1)
         self._solved[seen.envs] |= seen.success.any(1)
         finished = []

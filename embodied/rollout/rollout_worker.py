@@ -150,7 +150,7 @@ class RolloutWorker:
             if self._task_curriculum is not None:
                 counts = self._task_curriculum.decisions(decisions)
             for group in self._loop.groups:
-                group.decisions = []
+                group.decisions, group.decided = [], 0
             self._loop.serve(
                 lambda group, seen: len(group.decisions) >= counts[group.task],
                 lambda group, seen: len(group.decisions) < counts[group.task],
@@ -178,6 +178,7 @@ class RolloutWorker:
                 self._episode += self._rolled
                 for group in self._loop.groups:
                     group.decisions = [d for d in group.decisions if (d.episode[d.active] >= self._episode).any()]
+                    group.decided = len(group.decisions)
             pieces = [(self._episode + number, first, last) for number, first, last in part.pieces(self._loop.width)]
             self._rolled = -(-part.stop // self._loop.width)
             self._loop.wake(self._episode + limit, deadline_s)
