@@ -30,8 +30,8 @@ from PIL import Image
 
 from embodied.bench.settings import show_and_write
 from embodied.demonstrations import Dataset, layout
+from embodied.demonstrations.data_files import read_ahead
 from embodied.demonstrations.layout import Feature
-from embodied.demonstrations.loader import read_ahead
 from embodied.demonstrations.video import VideoWriter
 
 Kind = Literal["png, a row group per episode", "png, row groups of 100", "png, a row group per file", "video"]

@@ -3,7 +3,7 @@
     python benchmarks/openvla.py --out benchmarks/results
 
 --model (random weights, 256 patches, float32) decides for the same eight pictures: in one batch, one after the other,
-and one after the other by Hugging Face's library in three ways (`embodied.bench.generate`); all say the same tokens, or
+and one after the other by Hugging Face's library in three ways (`embodied.bench.models`); all say the same tokens, or
 the script fails. Writes openvla_Ncores.json. The 7.5B network on a GPU: `benchmarks/gpu.py`.
 """
 
@@ -19,9 +19,8 @@ import tyro
 from scipy.stats import binom
 
 from embodied.bench.flops import Costs
-from embodied.bench.generate import LOOP, OneAtATime, rows_of, ways
 from embodied.bench.machine import measure_machine, median, seconds_of
-from embodied.bench.models import build, describe, make_inputs
+from embodied.bench.models import LOOP, OneAtATime, build, describe, make_inputs, rows_of, ways
 from embodied.bench.settings import BenchPolicy, show_and_write
 from policies.openvla.base import TokenPolicy
 from policies.random_weights import INSTRUCTION

@@ -22,7 +22,7 @@ from embodied.config.files import load_config, parse_config
 from embodied.config.schema import Config
 from embodied.devices import Affinity
 from embodied.execution.assignment import HERE, Assignment, FarmAssignment
-from embodied.execution.executor import executor
+from embodied.execution.iteration import start_run
 from embodied.execution.session import Session, open_session
 from embodied.planning.profiler import Measured, decided_s, looped_s, measure, waited_s
 from schedulers.cost.laws import loop_seconds
@@ -91,7 +91,7 @@ class _Bench:
         affinity = Affinity((second,), 1)
         farm = FarmAssignment(groups, (first,), (HERE,))
         place = Assignment("hybrid", (farm,), {"policy": (affinity,), "learner": (affinity,)}, hosts=(0,))
-        with executor(config, self.folder, self.session, place) as workers:
+        with start_run(config, self.folder, self.session, place) as workers:
             yield workers
 
 

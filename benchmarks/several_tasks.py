@@ -20,7 +20,7 @@ from embodied.bench.settings import show_and_write
 from embodied.config.files import parse_config
 from embodied.config.schema import Config
 from embodied.execution.assignment import configured
-from embodied.execution.executor import Executor, executor
+from embodied.execution.iteration import OnPolicy, start_run
 from embodied.execution.session import open_session
 
 PUSH = {
@@ -73,11 +73,11 @@ def main(settings: Settings) -> None:
     }
     seconds: dict[str, list[float]] = {name: [] for name in configs}
     with open_session(configs["together"]) as session, ExitStack() as stack:
-        running: dict[str, Executor] = {}
+        running: dict[str, OnPolicy] = {}
         for name, config in configs.items():
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             place = configured(config, session.cores)
-            running[name] = stack.enter_context(executor(config, folder, session, place))
+            running[name] = stack.enter_context(start_run(config, folder, session, place))
             running[name].begin(None, 0)
             running[name].iterate(0)
         for number in range(1, settings.rounds + 1):

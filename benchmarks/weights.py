@@ -21,7 +21,7 @@ from embodied.bench.settings import show_and_write
 from embodied.config.files import load_config, parse_config
 from embodied.config.schema import Config
 from embodied.execution.assignment import configured
-from embodied.execution.executor import executor
+from embodied.execution.iteration import start_run
 from embodied.execution.roles import LearnerRole
 from embodied.execution.session import Session, open_session
 
@@ -62,7 +62,7 @@ def main(settings: Weights) -> None:
 
 def _hand_over(config: Config, session: Session, folder: Path, versions: int) -> tuple[float, str, int]:
     """Median seconds of handing a version over, the way that it took, and its bytes."""
-    with executor(config, folder, session, configured(config, session.cores)) as workers:
+    with start_run(config, folder, session, configured(config, session.cores)) as workers:
         workers.begin(None, 0)
         seconds = []
         for version in range(1, versions + 1):

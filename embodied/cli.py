@@ -74,13 +74,11 @@ def _run(verb: str, arguments: list[str]) -> int:
     module = _module(verb, name)
     if verb == "doctor":  # all that is imported below may be what it has to say is missing
         return module.main(arguments)
-    from embodied.reporting.results import write_json
+    from embodied.files import write_json
     from policies.contract import PolicyError
     from schedulers.errors import PlanError
     from sim_farm.contract import FarmError
 
-    if verb != "bench":
-        _refuse_old_keys(arguments)
     args = _parse(verb, module.Arguments, arguments[0] if given else "", arguments)
     try:
         result = module.run(args)
@@ -165,16 +163,6 @@ def _settings(named: str, arguments: list[str], may_be_a_run: bool) -> Any:
     from embodied.config.files import load_config
 
     return load_config(named, code)
-
-
-def _refuse_old_keys(arguments: list[str]) -> None:
-    """Raise `UserError` for `--ppo.clip 0.1`: with all old keys that are given, and what they are called now."""
-    from embodied import migration
-
-    keys = [a[2:].partition("=")[0].replace("-", "_").replace(".no_", ".") for a in arguments if a.startswith("--")]
-    said = [found for found in map(migration.renamed, keys) if found is not None]
-    if said:
-        raise UserError("; ".join(said))
 
 
 def _option(arguments: list[str], name: str, default: str) -> Path:

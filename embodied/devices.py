@@ -1,9 +1,10 @@
-"""Affinity: the CPU cores, the number of threads and the device that a worker computes on."""
+"""Devices: cores, threads and device of a worker, the device of a policy, and copies between device and host."""
 
 from __future__ import annotations
 
 import gc
 import os
+import platform
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,20 +21,20 @@ THREADS = Path("/proc/self/task")
 
 @dataclass(frozen=True)
 class Affinity:
-    """Where one worker computes. Several workers of a process may have different ones: they take turns."""
+    """Cores, threads, device and node of one worker. Workers of one process may differ: they take turns."""
 
     cores: tuple[int, ...] = ()
-    """Cores that the process is confined to while it works; none: wherever the system likes."""
+    """Cores that the process is confined to while it works; none: no limit."""
     threads: int = 1
-    """PyTorch's threads."""
+    """Number of PyTorch's threads."""
     device: str | None = None
-    """Where the policy's tensors are, of a worker that has one; None: where `policy.device` says."""
+    """Device of the policy's tensors, in a worker that has a policy; None: `policy.device` decides."""
     node: str = ""
-    """Id of the cluster's node that the worker's process is on; '' is the one where the command was typed."""
+    """Id of the cluster's node of the worker's process; '' is the one where the command was typed."""
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Within the block the process computes here. Afterwards threads and cores are as they were."""
+        """A block in which the process has these cores and threads; afterwards it has its former ones."""
         before, allowed = torch.get_num_threads(), os.sched_getaffinity(0)
         if self.cores:
             confine(self.cores)
@@ -50,7 +51,7 @@ class Affinity:
 
 def confine(cores: tuple[int, ...]) -> None:
     """Confine every thread of this process to the cores. PyTorch's pool inherits them only when it begins."""
-    if not THREADS.is_dir():  # not Linux: the system places threads as it likes
+    if not THREADS.is_dir():  # not Linux: the system places threads
         return
     for thread in THREADS.iterdir():
         try:
@@ -59,8 +60,7 @@ def confine(cores: tuple[int, ...]) -> None:
             continue
 
 
-# --- Devices: finding the one that a policy computes on, and copying to it and back.
-
+# --- devices
 
 CPU = torch.device("cpu")
 
@@ -68,7 +68,7 @@ CPU = torch.device("cpu")
 def find_device(wanted: str) -> torch.device:
     """The device that `policy.device` names; `auto` is the first GPU, or the CPU where torch sees none.
 
-    Raises `UserError`, which says what there is, for one that is not there.
+    Raises `UserError`, which lists the present ones, for an absent device.
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wanted == "cpu" or (wanted == "auto" and count == 0):
@@ -97,26 +97,24 @@ def accelerators(wanted: str) -> tuple[torch.device, ...]:
 
 
 def memory_bytes(devices: Iterable[torch.device]) -> float:
-    """Memory of the smallest of these GPUs.
-
-    All of it: to ask what is free would cost each of them a context of this process, of some hundred MB.
-    """
+    """Total memory of the smallest of these GPUs. Reading the free memory would cost a context of some hundred MB on
+    each of them."""
     return min((float(torch.cuda.get_device_properties(d).total_memory) for d in devices), default=float("inf"))
 
 
 def free_bytes(device: torch.device) -> int:
-    """Of a GPU's memory, what nobody holds: other processes count too. Costs this process a context of its own."""
+    """Free bytes of a GPU's memory; other processes count too. Costs this process a context of its own."""
     return torch.cuda.mem_get_info(device)[0]
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most that this process has taken of a GPU's memory for tensors since `forget_peak`; 0 on a CPU, where it is
-    not counted."""
+    """Peak memory of a GPU that this process has reserved for tensors since `forget_peak`; 0 on a CPU, where it is not
+    counted."""
     return torch.cuda.max_memory_reserved(device) if device.type == "cuda" and torch.cuda.is_initialized() else 0
 
 
 def forget_peak(device: torch.device) -> None:
-    """Let `peak_bytes` count from now on: a process may have served others before."""
+    """Reset `peak_bytes`: the process may have served other workers before."""
     if device.type == "cuda" and torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats(device)
 
@@ -130,35 +128,35 @@ def settle(policy: Policy, device: torch.device) -> Policy:
 
 
 def device_of(policy: Policy) -> torch.device:
-    """Where the policy's tensors are; one without tensors computes on the CPU."""
+    """Device of the policy's tensors; the CPU for a policy without tensors."""
     for tensor in (*_first(policy.parameters()), *_first(policy.buffers())):
         return tensor.device
     return CPU
 
 
 def to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors in the host's memory, complete; a GPU's in pinned memory. However many they are, the device is waited
-    for once. Those of a CPU are themselves, not copies."""
+    """The tensors in the host's memory, complete; those of a GPU in pinned memory, after one wait for the device.
+    Tensors of a CPU are returned as they are, without a copy."""
     found = {name: tensor.to(CPU, non_blocking=True) for name, tensor in tensors.items()}
     await_devices(tensors.values())
     return found
 
 
 def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of the tensors in the host's memory, complete, whatever becomes of the tensors."""
+    """Copies of the tensors in the host's memory, complete, which later changes of the tensors do not affect."""
     found = {name: tensor.detach().to(CPU, non_blocking=True, copy=True) for name, tensor in tensors.items()}
     await_devices(tensors.values())
     return found
 
 
 def await_devices(tensors: Iterable[Tensor]) -> None:
-    """Wait until the devices of the tensors have done what was asked of them."""
+    """Wait until the devices of the tensors have finished their work."""
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
 
 
 def decide(policy: Policy, inputs: Inputs, noise: Tensor | None) -> Action:
-    """The policy's `act`, with everything that goes in and comes out in the host's memory."""
+    """The policy's `act`, with inputs, noise and action in the host's memory."""
     device = device_of(policy)
     action = policy.act(inputs.to(device), None if noise is None else noise.to(device))
     found = to_host(
@@ -170,12 +168,12 @@ def decide(policy: Policy, inputs: Inputs, noise: Tensor | None) -> Action:
 
 
 def value_of(policy: Policy, inputs: Inputs) -> Tensor:
-    """The policy's `value` of inputs in the host's memory, there too."""
+    """The policy's `value` of inputs in the host's memory, on the host."""
     return policy.value(inputs.to(device_of(policy))).to(CPU)
 
 
 def defines(policy: Policy, method: str) -> bool:
-    """Whether the policy overrides that method; the contract's own does nothing and needs no inputs."""
+    """True if the policy overrides that method; the contract's own does nothing and needs no inputs."""
     return getattr(type(policy), method) is not getattr(Policy, method)
 
 
@@ -190,3 +188,30 @@ def _first(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
     for tensor in tensors:
         return (tensor,)
     return ()
+
+
+# --- The hardware that figures are measured on; it is recorded beside each of them.
+
+
+def hardware() -> str:
+    """Processor, cores that this process may use, and GPU, in a line."""
+    model = platform.processor() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        pass
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    return f"{model}, {len(os.sched_getaffinity(0))} cores, {gpu}"
+
+
+def fingerprint() -> dict[str, str]:
+    """Hardware and software that measured times depend on, by name: where a value differs, times are measured again."""
+    model, cores, gpu = hardware().rsplit(", ", 2)
+    return {
+        "hardware.processor": model,
+        "hardware.cores": cores,
+        "hardware.accelerator": gpu,
+        "software.torch": torch.__version__,
+        "software.python": platform.python_version(),
+    }

@@ -15,7 +15,7 @@ class CheckpointError(UserError):
 
 
 def unreadable(path: Path, wrong: object) -> CheckpointError:
-    """That a file or folder of a checkpoint cannot be used, and what to do."""
+    """The error for a file or folder of a checkpoint that cannot be used."""
     return CheckpointError(f"{path} cannot be used: {wrong}; use an earlier checkpoint")
 
 

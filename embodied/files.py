@@ -34,7 +34,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether this is what a disk says that has no room, or a user who may have no more of it."""
+    """True for the error of a full disk or an exhausted quota."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -48,7 +48,8 @@ def sync(path: Path) -> None:
 
 
 def read_json(path: Path, most_bytes: int = MOST_JSON) -> Any:
-    """What the file holds. Raises `OSError`, or `ValueError` for what is no JSON, too large, or nested too deeply."""
+    """Content of a JSON file. Raises `OSError`, or `ValueError` for text that is no JSON, too large, or nested too
+    deeply."""
     with path.open("rb") as file:
         data = file.read(most_bytes + 1)
     if len(data) > most_bytes:
@@ -116,11 +117,11 @@ def read_lines(path: Path) -> list[bytes]:
 LARGEST_FILE = 2**20
 """Bytes; a second or two to read."""
 MOST_VALUES = 100_000
-"""That it says: a few lines of aliases can say more than a machine holds."""
+"""Limit of values in a document: a few lines of aliases can expand to more than a machine's memory."""
 
 
 def read_yaml(path: Path) -> Any:
-    """What the file says. Raises `UserError`, which names it."""
+    """Content of a YAML file. Raises `UserError`, which names the file."""
     try:
         size = path.stat().st_size
         if not path.is_file() or size > LARGEST_FILE:
@@ -135,7 +136,7 @@ def read_yaml(path: Path) -> Any:
 
 
 def parse_yaml(text: str, source: str) -> Any:
-    """What the text says. Raises `UserError`, which names the `source`."""
+    """Content of YAML text. Raises `UserError`, which names the `source`."""
     try:
         data = _Loader(text).get_single_data()
     except RecursionError:
@@ -184,5 +185,17 @@ def _check_values(data: Any, source: str) -> None:
 
 
 def is_plain(text: str) -> bool:
-    """Whether files, paths and terminals take it: no lone surrogate and no null."""
+    """True for text that files, paths and terminals accept: no lone surrogate and no null."""
     return "\0" not in text and not any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
+# --- A command's result as a JSON file.
+
+
+def write_json(path: Path, result: dict[str, Any]) -> None:
+    """Write a result; a file that cannot be written is the user's mistake, and the result is shown instead."""
+    try:
+        path.write_text(json.dumps(result, indent=1, default=str) + "\n")
+    except OSError as error:
+        shown = json.dumps(result, default=str)
+        raise UserError(f"cannot write {path} ({error.strerror}); the result is: {shown}") from error

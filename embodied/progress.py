@@ -1,10 +1,10 @@
-"""Progress of long work. A worker that reports progress is not late, however long its work takes.
+"""Reports of progress in long work. A worker that reports progress is not late, however long its work takes.
 
     for micro_batch in micro_batches:
         ...
         progress.report()
 
-The host of the process sets the receiver of reports. Without one, as inline, reports are dropped.
+The runtime installs the receiver of reports. Without one, as inline, reports are dropped.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from collections.abc import Callable
 
 
 def _nowhere() -> None:
-    """Nobody waits for this process."""
+    """No process waits for this one."""
 
 
 _write: Callable[[], None] = _nowhere
 
 
 def report() -> None:
-    """Say that the work under way goes on. Costs about a microsecond: report each decision, each micro-batch."""
+    """Report that the present work goes on. Costs about a microsecond: report each decision, each micro-batch."""
     _write()
 
 

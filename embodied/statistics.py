@@ -40,7 +40,7 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def _half_width(values: Sequence[float]) -> float:
-    """Of the mean's 95% interval; 0 for one value."""
+    """Half width of the mean's 95% interval; 0 for one value."""
     from scipy.stats import sem
     from scipy.stats import t as student
 
@@ -49,7 +49,7 @@ def _half_width(values: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class PairedDifference:
-    """What two evaluations of the same episodes say of each other."""
+    """Difference of two evaluations of the same episodes."""
 
     episodes: int
     both: int
@@ -63,8 +63,8 @@ class PairedDifference:
     high: float
     """The 95% interval of the difference."""
     p_value: float
-    """Of McNemar's exact test: how likely at least so unequal a split of the episodes that one alone solved is,
-    if neither is better."""
+    """p-value of McNemar's exact test: the probability of a split at least this unequal of the episodes that one alone
+    solved, if neither is better."""
 
 
 def paired_difference(first: Sequence[bool], second: Sequence[bool]) -> PairedDifference:

@@ -31,7 +31,7 @@ LAYERS = (
     {"algorithms", "reporting"},
     {"trajectories"},
     {"runtime"},
-    {"doctor", "config", "run", "devices", "files", "hub", "errors", "progress", "statistics", "migration"},
+    {"doctor", "config", "run", "devices", "files", "hub", "errors", "progress", "statistics"},
 )
 """Of `embodied`, from the top down."""
 

@@ -37,7 +37,7 @@ def describe() -> dict[str, Any]:
     try:
         import torch
 
-        from embodied.doctor.hardware import hardware
+        from embodied.devices import hardware
 
         found["hardware"] = hardware()
         found["versions"]["cuda"] = torch.version.cuda or "none"

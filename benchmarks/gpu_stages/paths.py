@@ -25,7 +25,7 @@ from benchmarks.gpu_stages.runs import Runtime, on_one_core
 from benchmarks.gpu_stages.work import Figures, Work
 from embodied.config.files import parse_config
 from embodied.config.schema import Config
-from embodied.execution.executor import Executor, executor
+from embodied.execution.iteration import OnPolicy, start_run
 from embodied.execution.roles import RolloutRole
 from embodied.execution.session import Session, open_session
 from embodied.run import checkpoint
@@ -139,7 +139,7 @@ def _run(work: Work, name: str, way: Way, device: str, session: Session | None =
         with open_session(config) as new:
             return _run(work, name, way, device, new)
     folder = Path(tempfile.mkdtemp(dir=work.scratch))
-    with executor(config, folder, session, on_one_core(way.one_process, way.unload)) as workers:
+    with start_run(config, folder, session, on_one_core(way.one_process, way.unload)) as workers:
         workers.begin(None, 0)
         workers.rollout(0)  # nobody learns from it: trajectories are handed out once
         rollout = _trajectories(workers) if way.runtime == "inline" else {}
@@ -150,12 +150,12 @@ def _run(work: Work, name: str, way: Way, device: str, session: Session | None =
         return Ran(rollout, before, _saved(workers, folder / "last", 1 + ITERATIONS, environments))
 
 
-def _trajectories(workers: Executor) -> dict[str, Tensor]:
+def _trajectories(workers: OnPolicy) -> dict[str, Tensor]:
     batch = workers.rollout_worker.call(RolloutRole.trajectories)
     return {name: getattr(batch, name).clone() for name in ("log_prob", "value", "reward", "executed")}
 
 
-def _saved(workers: Executor, folder: Path, iterations: int, environments: Any) -> dict[str, Tensor]:
+def _saved(workers: OnPolicy, folder: Path, iterations: int, environments: Any) -> dict[str, Tensor]:
     """The parameters, by way of a checkpoint: as the learner's device writes it, and the disk has it."""
     workers.save(folder, checkpoint.RunState(iterations, 0, 0.0, ()), environments)
     workers.saved()

@@ -16,7 +16,7 @@ from benchmarks.gpu_stages.checkpoints import write_checkpoint
 from benchmarks.gpu_stages.runs import Runtime, on_one_core, vla_config
 from benchmarks.gpu_stages.work import Figures, Work
 from embodied.bench.machine import median
-from embodied.execution.executor import Executor, executor
+from embodied.execution.iteration import OnPolicy, start_run
 from embodied.execution.roles import LearnerRole
 from embodied.execution.session import open_session
 from embodied.learning.weight_ways import Way
@@ -35,7 +35,7 @@ def weights(work: Work) -> Figures:
     runtime: Runtime = "inline" if shares else "ray"
     rank = 32 if work.variant == "adapter" or shares else 0
     config = vla_config(work, folder, runtime, rank, optim={"minibatch": 4, "micro_batch": 2})
-    with open_session(config) as session, executor(config, work.scratch, session, on_one_core(shares)) as workers:
+    with open_session(config) as session, start_run(config, work.scratch, session, on_one_core(shares)) as workers:
         if work.variant == "by_host":
             workers.hand_over = replace(workers.hand_over, ways=(Way.MEMORY,))
         workers.begin(None, 0)
@@ -49,5 +49,5 @@ def weights(work: Work) -> Figures:
     return found | {"bytes_per_s": found["handed_over_bytes"] / found["seconds"]}
 
 
-def _adapter_bytes(workers: Executor) -> int:
+def _adapter_bytes(workers: OnPolicy) -> int:
     return sum(t.numel() * t.element_size() for t in workers.learner.call(LearnerRole.weights).values())

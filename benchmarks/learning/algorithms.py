@@ -24,12 +24,11 @@ from rich.table import Table
 
 from embodied.commands.record import record_run
 from embodied.commands.sft import sft_run
-from embodied.commands.train import train_run
+from embodied.commands.train import train_run, with_settings
 from embodied.config.files import load_config
 from embodied.config.schema import Config
-from embodied.doctor.hardware import hardware
+from embodied.devices import hardware
 from embodied.reporting.metrics import read
-from embodied.training.variants import with_settings
 
 ENDS = 3
 """Iterations at a run's beginning and end that its table row averages."""

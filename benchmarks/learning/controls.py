@@ -23,13 +23,12 @@ from rich.table import Table
 
 from embodied.commands.record import record_run
 from embodied.commands.sft import sft_run
-from embodied.commands.train import train_variants
+from embodied.commands.train import train_variants, with_settings
 from embodied.config.files import load_config
 from embodied.config.schema import Config
-from embodied.doctor.hardware import hardware
+from embodied.devices import hardware
 from embodied.reporting.metrics import read
 from embodied.statistics import mean_interval
-from embodied.training.variants import with_settings
 
 WARM = "warm"
 

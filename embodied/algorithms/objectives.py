@@ -9,13 +9,25 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from embodied.algorithms.estimators import Rows
-from embodied.algorithms.ppo import PolicyLoss, Units, advantage_of_units, policy_loss, reduce_to_unit, sum_units
+from embodied.algorithms.ppo import (
+    PolicyLoss,
+    RatioUnit,
+    Units,
+    advantage_of_units,
+    behaviour_weight,
+    policy_loss,
+    reduce_to_unit,
+    sum_units,
+)
 from embodied.config.schema import LossConfig
 from policies.contract import Evaluation
 
+BEHAVIOUR_BOUND = 2.0
+"""Truncation of the weight proximal / behaviour where the rollout is one update behind."""
 MAX_DRIFT = 0.5
 """Norm of an action's change of velocity, beyond which it is shortened (pi-StepNFT's code)."""
 Objective = Callable[[Evaluation, Rows, LossConfig, Units], PolicyLoss]
@@ -50,6 +62,17 @@ def contrast(new: Evaluation, rows: Rows, settings: LossConfig, places: Units) -
     with torch.no_grad():
         seen = ratio(new, rows, settings, places)
     return replace(seen, loss=sum_units(loss, places, rows.weight), clipped=(norm > MAX_DRIFT)[places].sum())
+
+
+def decoupled(rows: Rows, log_prob: Tensor, unit: RatioUnit) -> Rows:
+    """The rows for the decoupled objective (`behaviour_weight`), where the rollout's policy is an update behind.
+
+    Ratios are taken to `log_prob` [N, C, A] of the present policy, the proximal one, and every unit is weighted by the
+    ratio of the proximal to the acting probability.
+    """
+    proximal, _ = reduce_to_unit(log_prob, rows.executed, unit)
+    behaviour, _ = reduce_to_unit(rows.log_prob, rows.executed, unit)
+    return replace(rows, log_prob=log_prob, importance=behaviour_weight(proximal, behaviour, BEHAVIOUR_BOUND))
 
 
 OBJECTIVES: dict[str, Objective] = {"ratio": ratio, "contrast": contrast}

@@ -10,8 +10,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from embodied.bench.loops import Kind, LoopGroup, LoopProcess, LoopSpec
-from embodied.bench.peers import VectorEnv, peers_of
+from embodied.bench.loops import Kind, LoopGroup, LoopProcess, LoopSpec, VectorEnv, peers_of
 from embodied.bench.settings import BenchFarm, provenance
 from embodied.config.schema import Config
 from embodied.execution.session import open_session
@@ -77,7 +76,7 @@ def bench_farm(bench: BenchFarm) -> dict[str, Any]:
 
 
 def compared_loops(bench: BenchFarm) -> dict[str, tuple[Kind, int]]:
-    """What the farm is compared with: kind and number of environments of each."""
+    """Loops that the farm is compared with: kind and number of environments of each."""
     loops: dict[str, tuple[Kind, int]] = {"limit": ("bare", 1)}
     if peers_of(bench.task) is not None:
         loops["stock"] = ("stock", 1)

@@ -1,4 +1,4 @@
-"""How much arithmetic and memory traffic a decision or an update of OpenVLA's network needs, counted from its modules.
+"""FLOPs and memory traffic that a decision or an update of OpenVLA's or pi0's network needs, counted from its modules.
 
 Counted are matrix products: 2 m k n for [m, k] times [k, n]; in a backward pass the same again for the gradient of each
 factor that needs one. So a linear layer of W weights costs 2 W a token, and 2 W for the gradient of its input (a frozen
@@ -25,7 +25,7 @@ from policies.pi0.policy import Pi0
 
 @dataclass(frozen=True)
 class Work:
-    """Of one pass over the network, for all rows together."""
+    """Work of one pass over the network, for all rows together."""
 
     linear: float = 0.0
     """FLOPs of linear layers."""
@@ -95,7 +95,7 @@ class Costs:
 
     @property
     def columns(self) -> int:
-        """Of the sequence that an update evaluates; OFT decides with the same."""
+        """Columns of the sequence that an update evaluates; OFT decides with the same."""
         return self.before + self.tokens + (-1 if self.oft is None else int(self.oft.stop))
 
     def vision(self) -> Work:
@@ -246,7 +246,8 @@ class FlowCosts:
         return Work(self._linear(), pairs, nbytes(network.mixture.expert) + self._heads_bytes(), cache)
 
     def _linear(self) -> float:
-        """Of the suffix: its layers for each token, projections for each action, time and norms once."""
+        """FLOPs of the suffix's linear layers: layers for each token, projections for each action, time and norms
+        once."""
         network, horizon = self.network, self.sizes.horizon
         layers = network.mixture.expert.layers
         adaptive = sum(weight_count(norm) for norm in self._norms())
@@ -310,7 +311,8 @@ class FlowCosts:
         return self.critic() * 3 + Work(-spared)
 
     def _prefix_backward(self) -> Work:
-        """Of the vision-language model where it is trained: of its last layer only keys and values reach the expert."""
+        """Backward pass of the vision-language model where it is trained: only keys and values of its last layer reach
+        the expert."""
         network, tokens, layers = self.network, self.prefix_tokens, self.network.mixture.vlm.layers
         last = layers[-1].self_attn
         assert isinstance(last, Attention)

@@ -1,7 +1,7 @@
 """`embodied bench learner`: samples per second of a PPO update by micro-batch, beside the hardware's limit.
 
 A sample is a decision. An update evaluates every sample of the minibatch once, micro-batch by micro-batch, and takes
-one step; the gradient is the learner's own (`workers/microbatch.py`), with one ratio for a decision, and as in the
+one step; the gradient is the learner's own (`learning/update.py`), with one ratio for a decision, and as in the
 learner the device is waited for once per step. The module that decides is the module that is trained, as in a
 collocated run: there is one copy of the weights.
 """
@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from embodied.algorithms.estimators import Rows
 from embodied.bench.flops import Costs, FlowCosts, nbytes
-from embodied.bench.generate import rows_of
 from embodied.bench.machine import Machine, Peak, finish, measure_machine, median, peak_memory, repeat
 from embodied.bench.models import (
     add_rates,
@@ -30,13 +29,13 @@ from embodied.bench.models import (
     measured_here,
     network_of,
     results_table,
+    rows_of,
 )
 from embodied.bench.settings import BenchLearner
 from embodied.config.schema import LossConfig, OptimConfig
 from embodied.devices import CPU, decide, device_of, release, to_host
 from embodied.errors import UserError
-from embodied.learning.microbatch import add_gradient, count_units, count_values, read
-from embodied.learning.update_steps import make_optimizer
+from embodied.learning.update import Denominators, LossFunction, make_optimizer, micro_batch_loss, read_losses
 from embodied.reporting.live import steps
 from embodied.trajectories.batch import HeldDecisions
 from policies.contract import Inputs, Policy
@@ -54,7 +53,7 @@ class Case:
     checkpointing: bool
     """Activations are computed again in the backward pass rather than kept."""
     cached: bool
-    """What no trained weight enters is computed once for all epochs, before the time is taken."""
+    """True: features that depend on no trained weight are computed once for all epochs, outside the measured time."""
 
     @property
     def name(self) -> str:
@@ -107,16 +106,17 @@ class Update:
         if isinstance(self.policy, TokenPolicy):
             self.policy.gradient_checkpointing = case.checkpointing
         self.optimizer.zero_grad(set_to_none=True)
-        rows, loss = self.rows[case.cached], self._loss
+        rows, loss_function = self.rows[case.cached], LossFunction(self._loss)
         assert rows is not None
-        _, weights = count_units(rows.executed, rows.weight, rows.log_prob.shape[-1], loss.ratio_unit)
-        values = count_values(rows.executed, "chunk")
-        micro_batches = torch.arange(len(rows)).split(case.micro_batch)
-        shares = [
-            add_gradient(self.policy, rows.take(index), loss, "chunk", True, weights, values) for index in micro_batches
-        ]
+        minibatch, losses = torch.arange(len(rows)), []
+        denominators = Denominators.of(rows, minibatch, loss_function)
+        for index in minibatch.split(case.micro_batch):
+            loss, statistics = micro_batch_loss(self.policy, rows.take(index), loss_function, denominators)
+            loss.backward()  # type: ignore[no-untyped-call]
+            del loss  # its graph
+            losses.append(statistics)
         norm = nn.utils.clip_grad_norm_(self.policy.parameters(), self._max_grad_norm)
-        sums, _ = read(shares, norm)  # the learner looks whether they are finite: one wait for the device
+        sums, _ = read_losses(losses, norm)  # the learner looks whether they are finite: one wait for the device
         if math.isnan(self.off_policy):
             self.off_policy = sums.off_policy / sums.units
         self.optimizer.step()
@@ -162,7 +162,7 @@ def bench_learner(bench: BenchLearner) -> dict[str, Any]:
 
 
 def _options(bench: BenchLearner) -> dict[str, Any]:
-    """Of the policy: adapters are for OpenVLA; pi0's expert is trained, as published."""
+    """Options of the policy: adapters are for OpenVLA; pi0's expert is trained, as published."""
     return {} if bench.model in pi0_sizes.MODELS else {"lora_rank": bench.lora_rank, "gradient_checkpointing": True}
 
 

@@ -57,10 +57,10 @@ def repeat(call: Callable[[], object], device: torch.device, seconds: float) -> 
 
 @dataclass(frozen=True)
 class Machine:
-    """What limits come from."""
+    """Measured rates of the machine, from which limits follow."""
 
     flops_per_s: float
-    """Of a large matrix product in the model's dtype."""
+    """Rate of a large matrix product in the model's dtype."""
     bytes_per_s: float
     """The larger of two: a large copy (bytes read and written), and a matrix-vector product (bytes of the matrix),
     which does with weights what decoding does."""
@@ -70,7 +70,7 @@ class Machine:
         return max(flops / self.flops_per_s, nbytes / self.bytes_per_s)
 
     def best(self, other: Machine) -> Machine:
-        """What it can do by two measurements."""
+        """The higher rates of two measurements."""
         return Machine(max(self.flops_per_s, other.flops_per_s), max(self.bytes_per_s, other.bytes_per_s))
 
 

@@ -7,11 +7,12 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from rich.table import Table
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 
 import policies
 from embodied.bench.flops import Costs, FlowCosts
@@ -23,6 +24,8 @@ from policies.contract import Inputs, Policy, PolicySpec
 from policies.openvla import sizes
 from policies.openvla.base import TokenPolicy
 from policies.openvla.config import read_config
+from policies.openvla.model import OpenVLAModel, Sequence
+from policies.openvla.oft import STOP, OpenVLAOFT
 from policies.pi0 import sizes as pi0_sizes
 from policies.pi0.config import read_sizes
 from policies.pi0.policy import Pi0
@@ -37,19 +40,19 @@ COARSE = 8
 
 @dataclass(frozen=True)
 class Network:
-    """What figures are of, whatever the policy's kind."""
+    """The measured network, whatever the policy's kind."""
 
     module: nn.Module
     costs: Costs | FlowCosts
     dtype: torch.dtype
     patches: int
-    """Of one image."""
+    """Patches of one image."""
     prompt_tokens: int
     action_tokens: int
 
 
 def network_of(policy: Policy) -> Network:
-    """Of a policy that `build` returned."""
+    """The network of a policy that `build` returned."""
     if isinstance(policy, Pi0):
         costs = FlowCosts(policy)
         dtype = policy.network.projector.weight.dtype
@@ -133,7 +136,7 @@ def make_inputs(policy: Policy, rows: int, seed: int, device: torch.device) -> I
 
 
 def describe(bench: BenchPolicy | BenchLearner, policy: Policy, machine: Machine) -> dict[str, Any]:
-    """What the figures are of, and on."""
+    """The measured policy, and the machine."""
     network = network_of(policy)
     parameters = list(network.module.parameters())
     return provenance() | {
@@ -184,3 +187,125 @@ def _version(name: str) -> str:
     from importlib.metadata import version
 
     return version(name)
+
+
+# --- Decisions as Hugging Face's libraries make them, one row after the other: the peer of the project's own
+# policies.
+
+
+Attention = Literal["eager", "sdpa"]
+
+
+@dataclass(frozen=True)
+class Way:
+    """A call of the library: method and attention."""
+
+    method: Literal["loop", "generate"]
+    attention: Attention
+
+    @property
+    def name(self) -> str:
+        return f"{self.method} ({self.attention})"
+
+
+LOOP = Way("loop", "eager")
+"""The peer of the figures' `ratio_to_peer`; ratios to the other calls stand beside it."""
+
+
+def ways(policy: TokenPolicy) -> tuple[Way, ...]:
+    """The ways there are of running the policy's network."""
+    strongest = () if isinstance(policy, OpenVLAOFT) else (Way("generate", "sdpa"),)
+    return (LOOP, Way("loop", "sdpa"), *strongest)
+
+
+def rows_of(inputs: Inputs) -> list[Inputs]:
+    """Inputs of one row each, without a look at the device."""
+    return [
+        Inputs(
+            frames={name: frame[row : row + 1] for name, frame in inputs.frames.items()},
+            proprio=None if inputs.proprio is None else inputs.proprio[row : row + 1],
+            instruction=inputs.instruction[row : row + 1],
+        )
+        for row in range(len(inputs.instruction))
+    ]
+
+
+class OneAtATime:
+    """A policy's greedy decisions by the library."""
+
+    def __init__(self, policy: TokenPolicy, way: Way) -> None:
+        self.policy, self.way = policy, way
+        self.llama = share(policy.model, way.attention)
+        config = policy.model.config
+        self._actions = (config.first_action_token, config.action_vocab)
+
+    @torch.no_grad()
+    def tokens(self, inputs: Inputs) -> Tensor:
+        """int64 [B, K]: the decisions of the rows, one after the other."""
+        return torch.cat([self._row(row) for row in rows_of(inputs)])
+
+    def _row(self, inputs: Inputs) -> Tensor:
+        policy = self.policy
+        count = policy.spec.chunk * policy.spec.action_dim
+        sequence = policy.prepare(inputs, count)
+        if isinstance(policy, OpenVLAOFT):
+            return self._whole(sequence, count, policy.stop)
+        return self._loop(sequence, count) if self.way.method == "loop" else self._generate(sequence, count)
+
+    def _loop(self, sequence: Sequence, count: int) -> Tensor:
+        from transformers import DynamicCache
+
+        cache = DynamicCache(config=self.llama.config)
+        mask = sequence.valid.long()
+        out = self.llama(inputs_embeds=sequence.embeddings, attention_mask=mask, past_key_values=cache, use_cache=True)
+        tokens = [self._choose(out.logits[:, -1:])]
+        for _ in range(count - 1):
+            mask = functional.pad(mask, (0, 1), value=1)
+            out = self.llama(input_ids=tokens[-1], attention_mask=mask, past_key_values=cache, use_cache=True)
+            tokens.append(self._choose(out.logits[:, -1:]))
+        return torch.cat(tokens, 1)
+
+    def _generate(self, sequence: Sequence, count: int) -> Tensor:
+        return self.llama.generate(
+            inputs_embeds=sequence.embeddings,
+            attention_mask=sequence.valid.long(),
+            max_new_tokens=count,
+            min_new_tokens=count,
+            do_sample=False,
+            logits_processor=[self._only_actions],
+        )
+
+    def _whole(self, sequence: Sequence, count: int, stop: bool) -> Tensor:
+        """OpenVLA-OFT's one pass, in which every token sees every other."""
+        whole = sequence.extended(sequence.embeddings.new_zeros(1, count, sequence.embeddings.shape[2]))
+        if stop:
+            ids = torch.full((1, 1), STOP, device=sequence.positions.device)
+            whole = whole.extended(self.policy.model.embed_tokens(ids))
+        mask = whole.embeddings.new_zeros(1, 1, whole.columns, whole.columns)
+        logits = self.llama(inputs_embeds=whole.embeddings, attention_mask=mask, use_cache=False).logits
+        return self._choose(logits[:, sequence.columns - 1 : sequence.columns - 1 + count])
+
+    def _choose(self, logits: Tensor) -> Tensor:
+        """int64 [1, K]: the likeliest action token of logits [1, K, V]."""
+        first, end = self._actions
+        return logits.float()[..., first:end].argmax(-1) + first
+
+    def _only_actions(self, _: Tensor, scores: Tensor) -> Tensor:
+        first, end = self._actions
+        allowed = torch.full_like(scores, -torch.inf)
+        allowed[:, first:end] = scores[:, first:end]
+        return allowed
+
+
+def share(model: OpenVLAModel, attention: Attention) -> Any:
+    """A `LlamaForCausalLM` with that attention which holds the model's own tensors, without adapters."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    source = model.language_model
+    with torch.device("meta"):
+        llama = LlamaForCausalLM(LlamaConfig(**{**model.config.llama, "attn_implementation": attention}))
+    llama.load_state_dict(source.state_dict(), assign=True)
+    llama.model.rotary_emb = source.model.rotary_emb
+    # Neither of them ends a text here, and the library would warn of it each time.
+    llama.generation_config.eos_token_id, llama.generation_config.pad_token_id = None, model.config.pad_token
+    return llama.eval()

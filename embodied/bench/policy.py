@@ -15,9 +15,10 @@ from rich.console import Console
 from torch import Tensor
 
 from embodied.bench.flops import Costs, FlowCosts, nbytes
-from embodied.bench.generate import LOOP, OneAtATime, ways
 from embodied.bench.machine import Machine, Peak, measure_machine, median, peak_memory, repeat
 from embodied.bench.models import (
+    LOOP,
+    OneAtATime,
     add_rates,
     build,
     check_batches,
@@ -26,6 +27,7 @@ from embodied.bench.models import (
     measured_here,
     network_of,
     results_table,
+    ways,
 )
 from embodied.bench.settings import BenchPolicy
 from embodied.devices import device_of, release
@@ -112,8 +114,8 @@ class Rates:
                 break
 
     def _compare(self, inputs: Any) -> dict[str, float]:
-        """Which share of rows gets the very tokens that each way of the peer says. Raises where arithmetic is exact
-        enough for all of them, and some differ."""
+        """Share of rows whose tokens equal those of each call of the peer. Raises where arithmetic is exact enough for
+        all of them, and some differ."""
         ours = self.policy.act(inputs, None).trace["tokens"]
         equal = {name: share_of_equal_rows(ours, peer.tokens(inputs)) for name, peer in self.peers.items()}
         if network_of(self.policy).dtype == torch.float32 and min(equal.values(), default=1.0) < 1.0:

@@ -10,8 +10,8 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from embodied.doctor.hardware import hardware
-from embodied.reporting.results import write_json
+from embodied.devices import hardware
+from embodied.files import write_json
 
 
 def provenance() -> dict[str, str]:
@@ -105,7 +105,7 @@ class BenchPolicy:
     peer: bool = True
     """Measure Hugging Face's loop too."""
     seed: int = 0
-    """Of random weights and frames."""
+    """Seed of random weights and frames."""
     json: Path | None = None
     """Write the result to this file."""
 
@@ -129,7 +129,7 @@ class BenchLearner:
     minibatch: int = 0
     """Samples per optimiser step; 0: the largest micro-batch."""
     lora_rank: int = 32
-    """Of the adapters, on language model and projector; 0 trains every weight. Of pi0 the expert is trained."""
+    """Rank of the adapters, on language model and projector; 0 trains every weight. pi0's expert is trained instead."""
     device: str = "auto"
     """cpu, cuda, cuda:1, ...; auto is the first GPU where there is one."""
     dtype: str = "auto"
@@ -137,6 +137,6 @@ class BenchLearner:
     seconds: float = 3.0
     """Duration of each measurement, a step at least; there are three of each, in turn."""
     seed: int = 0
-    """Of random weights and frames."""
+    """Seed of random weights and frames."""
     json: Path | None = None
     """Write the result to this file."""

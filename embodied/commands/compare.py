@@ -16,19 +16,18 @@ from rich import print as show
 
 import schedulers
 from embodied.config.schema import Config
-from embodied.doctor.hardware import hardware
+from embodied.devices import hardware
 from embodied.errors import UserError
 from embodied.execution.assignment import HOME, assign
-from embodied.execution.executor import Iteration, executor
+from embodied.execution.iteration import Iteration, start_run
 from embodied.execution.preflight import check_run
 from embodied.execution.session import Session, open_session
-from embodied.files import write_whole
+from embodied.files import write_json, write_whole
 from embodied.planning.clusters import run_cluster
 from embodied.planning.comparison_page import comparison_table, write_comparison
 from embodied.planning.components import planned_for
 from embodied.planning.profiler import profile_config, run_iterations
 from embodied.planning.run_plans import PROFILE, checked_profile, make_folder, sized_workflow
-from embodied.reporting.results import write_json
 from embodied.run.folder import RUNS, with_init
 from embodied.statistics import typical
 from embodied.workflows.sizes import tasks_of
@@ -47,7 +46,7 @@ class Arguments:
     out: Path = Path("compare")
     """Folder for compare.html, the pictures and compare.json."""
     repeats: Annotated[int, tyro.conf.arg(name="repeats")] = 2
-    """How often all modes are run in turn, three iterations each."""
+    """Number of times that all modes are run in turn, three iterations each."""
     json: Path | None = None
     """Write the result to this file."""
 
@@ -130,7 +129,7 @@ def _run_all(config: Config, session: Session, out: Path, plans: Sequence[Plan],
     found: dict[str, tuple[Iteration, ...]] = {plan.mode: () for plan in plans}
     for _ in range(repeats):
         for plan in plans:
-            with executor(config, out, session, assign(plan, config, session.cores, session.nodes)) as workers:
+            with start_run(config, out, session, assign(plan, config, session.cores, session.nodes)) as workers:
                 found[plan.mode] += tuple(run_iterations(workers)[1:])
     return [Ran(plan, found[plan.mode]) for plan in plans]
 

@@ -24,6 +24,7 @@ from embodied.evaluation.folder import PROTOCOL, EvalFolder, read_folder
 from embodied.evaluation.protocol import Protocol, protocol_of
 from embodied.execution.preflight import check_evaluation
 from embodied.execution.session import Session, open_session
+from embodied.reporting.report import write_report
 from embodied.reporting.tables import evaluation_table
 from embodied.run import checkpoint
 from embodied.run.folder import RUNS, find_run, settings_of, whole_checkpoint, with_init
@@ -88,14 +89,14 @@ def evaluate_run(
 
 
 def subject_of(run: str, config: Config, folder: Path | None, runs_dir: Path) -> Subject:
-    """What `embodied eval RUN --checkpoint FOLDER` names. Its checkpoint is whole."""
+    """The subject that `embodied eval RUN --checkpoint FOLDER` names, with a complete checkpoint."""
     run_dir = find_run(run, runs_dir)
     folder = whole_checkpoint(run_dir, folder)
     return Subject(Path(run).stem, config, folder, run_dir, (run_dir or runs_dir) / "evals")
 
 
 def _other(against: str, subject: Subject, protocol: Protocol, runs_dir: Path) -> Subject | EvalFolder:
-    """What `--against` names: results that are there, or what has to be evaluated for them."""
+    """The other side of `--against`: results that are there, or the subject to evaluate for them."""
     folder = Path(against)
     if (folder / PROTOCOL).is_file():
         found = read_folder(folder)
@@ -135,3 +136,20 @@ def _evaluated(other: Subject | EvalFolder, protocol: Protocol, session: Session
 def show_table(result: dict[str, Any]) -> None:
     get_console().print(evaluation_table(result), markup=False, highlight=False, soft_wrap=True)
     show(f"kept in [bold]{result['folder']}[/]")
+
+
+# --- What `train` and `sft` end with: evaluation, film and report of what was learned.
+
+
+def finish_run(
+    config: Config, run_dir: Path, session: Session, result: dict[str, Any], resumed: bool
+) -> dict[str, Any]:
+    """Evaluate what a run has learned, film it and write the report; both results as one."""
+    subject = subject_of(str(run_dir), config, None, run_dir.parent)
+    # A run that goes on after its training had ended has its evaluation gone on with.
+    with evaluation_folder(subject, protocol_of(config), None, resume=resumed) as folder:
+        evaluated = evaluate(subject, protocol_of(config), session, folder)
+    show_table(evaluated)
+    result = {**evaluated, "eval_wall_s": evaluated["wall_s"], **result, "report": str(write_report(run_dir))}
+    show(f"report: [bold]{result['report']}[/]")
+    return result

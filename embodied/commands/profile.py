@@ -30,7 +30,7 @@ class Arguments:
     """Name of a file in configs/ (without .yaml), or the path of one."""
     settings: Annotated[Config, tyro.conf.arg(name="")] = Config()
     out: Path = Path("profile.json")
-    """Where the profile is written."""
+    """File that the profile is written to."""
     json: Path | None = None
     """Write the result to this file."""
 
@@ -76,7 +76,7 @@ def _everywhere(profile: Profile) -> Iterator[tuple[str, ComponentProfile]]:
 
 
 def _memory_lines(profile: Profile) -> list[str]:
-    """What each component holds in memory, and what leaving it and coming back take."""
+    """Memory of each component, and the seconds of an offload and a reload."""
     lines = []
     for name, component in _everywhere(profile):
         if component.resident_bytes or component.bytes_per_item:

@@ -10,7 +10,7 @@ import tyro
 from rich import print as show
 
 from embodied import hub
-from embodied.commands.finish import finish_run
+from embodied.commands.evaluate import finish_run
 from embodied.config.schema import Config, SFTConfig
 from embodied.devices import release
 from embodied.errors import UserError

@@ -1,6 +1,6 @@
 """Configurations in files: those in `configs/`, a user's own, and what a run saves in its folder.
 
-Unknown keys are refused with the nearest valid one, those of earlier versions with today's.
+Unknown keys are refused with the nearest valid one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from embodied import migration
 from embodied.config.schema import HERE, Config, refuse_code
 from embodied.errors import UserError, nearest, shown
 from embodied.files import read_yaml, write_whole
@@ -52,36 +51,22 @@ def load_config(reference: str, code: Collection[str] = ()) -> Config:
 
 
 def parse_config(data: dict[str, Any], source: str) -> Config:
-    """A configuration from plain data in today's keys.
-
-    Raises `UserError`, which names unknown keys, with the nearest valid one or what they are called now, and wrong
-    values.
-    """
+    """A configuration from plain data. Raises `UserError`, which names unknown keys, with the nearest valid one, and
+    wrong values."""
     try:
-        if "version" in data:
-            migration.check_version(data["version"])
-        return Config.model_validate({key: value for key, value in data.items() if key != "version"})
-    except UserError as error:
-        raise UserError(f"{source}: {error}") from error
+        return Config.model_validate(data)
     except ValidationError as error:
         raise UserError(f"{source}: {_explained(error)}") from error
 
 
 def save_config(config: Config, path: Path) -> None:
-    """The resolved configuration: every key, so that a later default cannot change what the run was, and which version
-    of the keys they are."""
-    data = {"version": migration.VERSION, **config.model_dump(mode="json")}
-    write_whole(path, yaml.safe_dump(data, sort_keys=False))
+    """Write the resolved configuration: every key, so that a later default cannot change what the run was."""
+    write_whole(path, yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
 
 
 def saved_config(path: Path) -> Config:
-    """What `save_config` wrote to the file, now or in an earlier version. Raises `UserError`."""
-    data = _mapping(path)
-    try:
-        data = migration.migrate(data)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from error
-    return parse_config(data, str(path))
+    """The configuration that `save_config` wrote to the file. Raises `UserError`."""
+    return parse_config(_mapping(path), str(path))
 
 
 def all_settings() -> dict[str, FieldInfo]:
@@ -117,6 +102,5 @@ def _explained(error: ValidationError) -> str:
 def _explain(item: Any) -> str:
     key = ".".join(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden":
-        known = migration.renamed(key, item["input"])
-        return known or f"unknown key {shown(key)}{nearest(key[:100], list(all_settings()))}"
+        return f"unknown key {shown(key)}{nearest(key[:100], list(all_settings()))}"
     return f"{key[:100]}: {item['msg'][:300]} (got {shown(item['input'])})"

@@ -7,7 +7,7 @@ batch = dataset.batch([0, 17, 42], chunk=8)      # batch.actions [3, 8, A], batc
 
 from __future__ import annotations
 
-from embodied.demonstrations.episodes import RecordedEpisode
+from embodied.demonstrations.data_files import RecordedEpisode
 from embodied.demonstrations.layout import DatasetError, Feature
 from embodied.demonstrations.reader import Batch, Dataset
 from embodied.demonstrations.writer import DatasetWriter, FileSizes

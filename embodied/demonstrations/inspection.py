@@ -1,4 +1,4 @@
-"""What was understood of a dataset: its numbers beside the environment's, and what cannot be right or is odd.
+"""Inspection of a dataset: its numbers beside the environment's, errors and oddities.
 
 [ datasets, environment -> Inspection ] before the first step of a training, and by `embodied inspect`
 
@@ -21,8 +21,7 @@ from PIL import Image
 
 from embodied.config.schema import Check, Config
 from embodied.demonstrations import layout
-from embodied.demonstrations.feature_names import SHIPPED
-from embodied.demonstrations.mixture import Demonstrations, GripperMap, Source, succeeded
+from embodied.demonstrations.mixture import SHIPPED, Demonstrations, GripperMap, Source, succeeded
 from embodied.demonstrations.reader import Dataset
 from embodied.errors import UserError, shown
 from policies.contract import Policy
@@ -32,7 +31,7 @@ from sim_farm.registry import make_physics, make_renderer
 Float32 = npt.NDArray[np.float32]
 
 TOLERANCE = 1e-3
-"""Of half the environment's range: an action so little beyond it is within it."""
+"""Fraction of half the environment's range by which an action may exceed it and count as within."""
 FAR = 1.5
 """Times half the range, from its middle: an action farther than that is far beyond."""
 FAR_SHARE = 0.05
@@ -40,7 +39,7 @@ FAR_SHARE = 0.05
 actions are those of a policy before they are clipped, from `FAR_OURS` times half the range on."""
 FAR_OURS = 10.0
 SMALL = 0.05
-"""Of half the range: actions of which none reaches so far are odd."""
+"""Fraction of half the range; actions that all stay below it are odd."""
 EXPLODES = 20.0
 """Normalised values larger than this are named."""
 NOISE = 1e-5
@@ -65,7 +64,7 @@ SHOWN = 6
 
 @dataclass(frozen=True)
 class Environment:
-    """What a task's simulator says of itself. K resets."""
+    """Conventions and ranges of a task's simulator, and its states after K resets."""
 
     info: TaskInfo
     instruction: str
@@ -166,9 +165,9 @@ class Facts:
     rows: int
     """Of the episodes that are used."""
     solved: int | None
-    """Of the episodes that are used; None: the dataset does not say."""
+    """Number of used episodes that were solved; None: the dataset does not say."""
     share: float
-    """Of the samples that are drawn."""
+    """Share of this dataset among the samples that are drawn."""
     fps: float
     cameras: Mapping[str, tuple[int, int]]
     """Height and width of each camera's frames."""
@@ -195,7 +194,7 @@ class Inspection:
     image_size: int | None = None
     instruction: str | None = None
     transforms: tuple[str, ...] = ()
-    """What is done to the data, in order."""
+    """Transforms of the data, in order."""
     network_image_size: int | None = None
     """Pixels of the pictures that the policy's network is shown; None: those of the frames."""
     statistics: str = ""
@@ -211,7 +210,7 @@ class Inspection:
         return tuple(f for f in self.findings if f not in self.refused)
 
     def as_data(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """The inspection as plain data for JSON."""
         return {
             **asdict(self),
             "findings": [{"check": f.check, "text": f.text, "refused": f in self.refused} for f in self.findings],
@@ -375,7 +374,7 @@ def _facts(source: Source, share: float, own: _Numbers, environment: Environment
 
 
 def _told(dataset: Dataset) -> str:
-    """What is known of the conventions of a dataset that is no recording of ours."""
+    """Findings about the conventions of a dataset that this project did not record."""
     if not dataset.conventions:
         return UNTOLD
     return "by import.json: " + "; ".join(f"{name}: {text}" for name, text in dataset.conventions.items())[:1000]
@@ -387,7 +386,7 @@ def frame_size(dataset: Dataset, camera: str) -> tuple[int, int]:
 
 
 def names_of(dataset: Dataset, feature: str, count: int) -> tuple[str, ...]:
-    """What the dataset calls the numbers of a vector, or their positions."""
+    """Names of a vector's elements in the dataset, or else their positions."""
     entry = dataset.info.get("features", {}).get(feature, {})
     names = entry.get("names") if isinstance(entry, dict) else None
     while isinstance(names, dict) and len(names) == 1:
@@ -452,7 +451,7 @@ def _oddities(source: Source, own: _Numbers) -> Iterator[Finding]:
 
 
 def _compared(source: Source, own: _Numbers, config: Config, environment: Environment) -> Iterator[Finding]:
-    """What the environment contradicts."""
+    """Findings in which the environment contradicts the dataset."""
     yield from _of_actions(source.dataset, own, environment)
     yield from _of_gripper(source.dataset, own, environment)
     yield from _of_rate(source, environment.info)
@@ -477,7 +476,7 @@ def _compared(source: Source, own: _Numbers, config: Config, environment: Enviro
 
 
 def _is_of(dataset: Dataset, info: TaskInfo) -> bool | None:
-    """Whether a recording of ours is of this task; None: it does not say."""
+    """True if the dataset is a recording of this task; None: it does not say."""
     return None if dataset.task is None else dataset.task.name == info.spec.name
 
 
@@ -687,7 +686,7 @@ def _outline(frames: UInt8) -> npt.NDArray[np.float64]:
 
 
 def _of_state(dataset: Dataset, name: str, values: Float32, begun: Float32) -> Iterator[Finding]:
-    """Where episodes of the environment begin far outside what the data has."""
+    """Findings where episodes of the environment begin far outside the data's range."""
     if values.shape[1] != begun.shape[1]:
         return
     low, high = values.min(0).astype(np.float64), values.max(0).astype(np.float64)

@@ -42,7 +42,7 @@ from sim_farm.contract import TaskInfo
 CODEBASE_VERSION = "v3.0"
 INFO, STATS, TASKS, PROVENANCE = "meta/info.json", "meta/stats.json", "meta/tasks.parquet", "meta/embodied.json"
 IMPORT = "meta/import.json"
-"""What `embodied import` converted where it replayed nothing: from where, with which options, what is known of it."""
+"""Provenance of a dataset that `embodied import` converted without a replay: source, options, conventions."""
 _FILE = "chunk-{chunk_index:03d}/file-{file_index:03d}"
 DATA_PATH = f"data/{_FILE}.parquet"
 VIDEO_PATH = f"videos/{{video_key}}/{_FILE}.mp4"
@@ -62,7 +62,7 @@ CHUNK_SIZE = 1000
 """Episodes per chunk where `info.json` of version 2.x does not say."""
 
 CHANNELS = (1, 3, 4)
-"""Of a picture, and so the last number of its shape, or the first."""
+"""Possible channel counts of a picture: the last number of its shape, or the first."""
 _AXES = {"h": 0, "height": 0, "w": 1, "width": 1, "c": 2, "channel": 2, "channels": 2, "rgb": 2}
 
 
@@ -72,12 +72,12 @@ class DatasetError(UserError):
 
 @dataclass(frozen=True)
 class Feature:
-    """What `info.json` says of a column of the data, or of a camera."""
+    """Entry of `info.json` for a column of the data, or for a camera."""
 
     dtype: str
     """NumPy's name of the type; or `video` (frames in mp4 files), `image` (encoded in the data), `string`."""
     shape: tuple[int, ...]
-    """Of one row. (1,) is a plain column of numbers, as LeRobot has it."""
+    """Shape of one row; (1,) is a plain column of numbers, as in LeRobot."""
     names: tuple[str, ...] = ()
     """Names of a camera's axes, where they are given."""
     is_depth: bool = False

@@ -1,7 +1,7 @@
-"""What a dataset's files say, checked before it is used: they may be damaged, and may be somebody else's.
+"""Metadata of a dataset, checked before use: its files may be damaged or of a stranger.
 
-A path template is somebody's text: it is filled in by two numbers and a camera's name, and leads nowhere out of the
-dataset's folder.
+A path template is a stranger's text: it takes two numbers and a camera's name, and never leads out of the dataset's
+folder.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Info(BaseModel):
 
 @dataclass(frozen=True)
 class EpisodeEntry:
-    """What the metadata says of one episode. It is compared with the data, which is believed."""
+    """Metadata of one episode. Where it differs from the data, the data count."""
 
     index: int
     length: int | None
@@ -78,7 +78,7 @@ _TASK = TypeAdapter(TaskSpec)
 
 @dataclass(frozen=True)
 class Metadata:
-    """What the files below `meta` say of the data, of any version that is read."""
+    """Metadata of a dataset: the files below `meta`, of any version that is read."""
 
     folder: Path
     raw: Mapping[str, Any]
@@ -128,7 +128,7 @@ class Metadata:
         return path_of(self.folder, self.info.video_path or layout.VIDEO_PATH, video_key=camera, **numbers)
 
     def begin_s(self, index: int, camera: str) -> float:
-        """When in its video file an episode begins; NaN where it is not said."""
+        """Start of an episode in its video file, in seconds; NaN where the metadata does not say."""
         if self.is_old:
             return 0.0
         found = self.episodes[index].row.get(f"videos/{camera}/from_timestamp")
@@ -182,7 +182,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _missing(path: Path) -> DatasetError:
-    """That a file of the metadata is not there, and what the folder may be instead."""
+    """The error for a missing file of the metadata, with the kind of folder that it may be instead."""
     folder = path.parents[1]
     said = f"{folder} is no complete LeRobot dataset: {path} is missing"
     if path.name != Path(layout.INFO).name:
@@ -196,7 +196,7 @@ def _missing(path: Path) -> DatasetError:
 
 
 def way_on(path: Path) -> str:
-    """What to do about a file that cannot be read."""
+    """Remedy for a file that cannot be read."""
     try:
         with path.open("rb") as file:
             is_pointer = file.read(24) == b"version https://git-lfs."
@@ -227,7 +227,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _read_info(path: Path, found: Mapping[str, Any]) -> Info:
-    """What `info.json` says. Raises `DatasetError`."""
+    """The content of `info.json`, checked. Raises `DatasetError`."""
     try:
         return Info.model_validate(found)
     except ValidationError as error:
@@ -324,7 +324,7 @@ def _is_text(kind: pa.DataType) -> bool:
 
 
 def _read_episodes(folder: Path, version: tuple[int, int]) -> dict[int, EpisodeEntry]:
-    """What the metadata says of each episode, by its `episode_index`. Raises `DatasetError`."""
+    """Metadata of each episode, by its `episode_index`. Raises `DatasetError`."""
     found: dict[int, EpisodeEntry] = {}
     for path, row in _old_rows(folder) if version < (3, 0) else _rows(folder):
         entry = _entry(path, row, len(found))
@@ -419,7 +419,7 @@ def read_task(path: Path, provenance: Mapping[str, Any]) -> TaskSpec:
 
 
 def read_statistics(path: Path, found: Mapping[str, Any]) -> dict[str, dict[str, npt.NDArray[Any]]]:
-    """Of each feature, arrays of finite numbers. Raises `DatasetError`, which names those that are something else."""
+    """Statistics per feature, as arrays of finite numbers. Raises `DatasetError`, which names every other value."""
     result: dict[str, dict[str, npt.NDArray[Any]]] = {}
     for name, values in found.items():
         if not isinstance(values, dict):

@@ -43,7 +43,7 @@ MOST_TEXT = 2**26
 """Bytes of the JSON file, or of one attribute."""
 MOST_EPISODES = 1_000_000
 FAILURES = (OSError, RuntimeError, KeyError, ValueError, TypeError, AttributeError, OverflowError, MemoryError)
-"""What h5py raises for damaged files."""
+"""Exceptions that h5py raises for damaged files."""
 
 
 class RecordingFile(Protocol):
@@ -59,7 +59,7 @@ class RecordingFile(Protocol):
     tolerance: float
     """Deviation of a state (m, rad) below which an episode counts as reproduced, where the user names none."""
     goes_on: bool
-    """Whether an episode may depend on those before it in the file: the recorder's resets leave something behind."""
+    """True if an episode may depend on those before it in the file: the recorder's resets leave something behind."""
     episodes: tuple[str, ...]
     """Names of the episodes in their order."""
     absent: Mapping[str, str]
@@ -67,7 +67,7 @@ class RecordingFile(Protocol):
     subsets: Mapping[str, tuple[str, ...]]
     """Episodes by the name of the file's own selection (robomimic's filter keys)."""
     notes: tuple[str, ...]
-    """What the file says and the import does not use, or does otherwise."""
+    """Statements of the file that the import does not use, or treats differently."""
 
     def read(self, name: str) -> Recording:
         """One episode. Raises `DatasetError` where the file is damaged."""
@@ -75,7 +75,7 @@ class RecordingFile(Protocol):
 
 
 def kind_of(path: Path) -> Kind | None:
-    """Which of the formats the file has, by the groups in it; None for any other file. Raises nothing."""
+    """Format of the file, by the groups in it; None for any other file. Raises nothing."""
     try:
         if not path.is_file() or not h5py.is_hdf5(path):
             return None
@@ -417,7 +417,7 @@ def _damaged(path: Path, what: str, error: Exception) -> DatasetError:
 
 
 def _hard(group: h5py.Group, name: str, kind: type) -> bool:
-    """Whether the member lies in the group itself, and not behind a link that may lead out of the file."""
+    """True if the member lies in the group itself, and not behind a link that may lead out of the file."""
     return isinstance(group.get(name, getlink=True), h5py.HardLink) and isinstance(group.get(name), kind)
 
 

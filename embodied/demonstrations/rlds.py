@@ -40,7 +40,7 @@ LARGEST_RECORD = 2**31 - 1
 DEEPEST = 32
 """Levels of features in features."""
 LARGEST_SIZE = 2**20
-"""Of one dimension of a feature."""
+"""Largest size of one dimension of a feature."""
 AGAIN = "download or build the dataset again"
 _TEMPLATE = "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}"
 
@@ -69,7 +69,7 @@ class Spec:
     dtype: str = ""
     """NumPy's name of the type."""
     shape: tuple[int | None, ...] = ()
-    """Of one value; None where it varies."""
+    """Shape of one value; None where it varies."""
     encoding: str = "none"
     """For numbers `none`, `bytes` or `zlib`: the latter two are one text per value."""
 

@@ -109,7 +109,7 @@ def selected(ranges: Sequence[str], count: int) -> frozenset[int]:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What becomes of each feature of a dataset."""
+    """Plan of the conversion: the target of each feature of a dataset."""
 
     specs: Mapping[str, Spec]
     action: tuple[str, ...]
@@ -285,7 +285,7 @@ def _rate(source: RLDS, given: Path) -> int:
 
 
 def _conventions(source: RLDS) -> dict[str, str]:
-    """What is known of the numbers: of OpenVLA's LIBERO datasets, by their builder; nothing of others."""
+    """Known conventions of the numbers: those of OpenVLA's LIBERO datasets, from their builder; none for others."""
     found = {name: source.steps.get(f"observation/{name}") for name in LIBERO}
     is_libero = re.match("libero|liber_o", source.info.name) and all(
         spec is not None and len(spec.shape) == len(LIBERO[name]) and spec.shape[-1] == LIBERO[name][-1]

@@ -23,14 +23,15 @@ IDLE_NORM = 1e-4
 
 @dataclass(frozen=True)
 class Observations:
-    """What the imported dataset shows, and its conventions, as in `env` of a configuration."""
+    """Observations of the imported dataset, and its conventions, as in `env` of a configuration."""
 
     cameras: int | tuple[str, ...] = 1
-    """How many of the task's cameras are drawn, or their names."""
+    """Number of the task's cameras that are drawn, or their names."""
     image_size: int = 256
     """Height and width of a frame in pixels."""
     orientation: Orientation = "upright"
-    """Of frames: `upright`; `stock`, as the simulator returns them; `rotated`, that turned by 180 degrees."""
+    """Orientation of frames: `upright`; `stock`, as the simulator returns them; `rotated`, that turned by 180
+    degrees."""
     gripper: Gripper = "simulator"
     """The last action element in the dataset: the `simulator`'s own, its sign (`binary`), or 1 opens and 0 closes
     (`inverted`)."""
@@ -164,7 +165,7 @@ def recognised(path: Path) -> Format:
 
 
 def _seen(path: Path) -> str:
-    """What lies at `path`, in words."""
+    """Description of what lies at `path`."""
     if not path.exists():
         return "not there"
     if path.is_dir():

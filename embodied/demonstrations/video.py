@@ -29,14 +29,14 @@ ENCODING = {
 _SKIP = 8
 """Frames that are rather decoded and dropped than jumped over."""
 _MOST_FRAMES = 2**26
-"""Of a file: hundreds of hours."""
+"""Limit of a file: hundreds of hours."""
 _CONTAINERS = {".mkv": "matroska", ".webm": "matroska", ".avi": "avi"}
 _LATEST_S = 1e9
 """Decades."""
 TOLERANCE_S = 1e-4
 """Between a row's time and its frame's: LeRobot's default, `tolerance_s` of `LeRobotDataset`."""
 _FRACTION = 0.25
-"""Of a frame, by which a frame may be away in a file that has more frames than rows."""
+"""Fraction of a frame's duration by which a frame may be off in a file that has more frames than rows."""
 
 
 class VideoWriter:
@@ -175,14 +175,14 @@ class VideoReader:
 
 @dataclass(frozen=True)
 class Match:
-    """Which frame of a file belongs to each row that refers to it."""
+    """Frame of a video file for each row that refers to it."""
 
     numbers: npt.NDArray[np.int64]
     """[m] frame of each row."""
     odd: str | None
-    """What is odd, and was resolved: for each kind the same words."""
+    """An oddity that was resolved; the same words for each kind."""
     said: str
-    """How much it is in this file."""
+    """Extent of the oddity in this file."""
 
 
 def match_frames(

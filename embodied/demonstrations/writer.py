@@ -32,7 +32,7 @@ Statistics = dict[str, npt.NDArray[Any]]
 
 
 def of_rows(rows: npt.NDArray[Any]) -> Statistics:
-    """Of an array [n] or [n, d], element by element: float64 [1] or [d] each; `count` is int64 [1]."""
+    """Statistics of an array [n] or [n, d], element by element: float64 [1] or [d] each; `count` is int64 [1]."""
     rows = rows.reshape(len(rows), -1).astype(np.float64)
     found = {"min": rows.min(0), "max": rows.max(0), "mean": rows.mean(0), "std": rows.std(0)}
     found["count"] = np.array([len(rows)])
@@ -77,12 +77,12 @@ _ROWS_AT_ONCE = 100
 
 @dataclass(frozen=True)
 class FileSizes:
-    """When a new file is begun, as LeRobot's defaults have it. A file never ends within an episode."""
+    """Sizes at which a new file begins; the defaults are LeRobot's. A file never ends within an episode."""
 
     data_mb: float = 100
-    """Of a parquet file, about."""
+    """Approximate size of a parquet file."""
     video_mb: float = 200
-    """Of an mp4 file, about."""
+    """Approximate size of an mp4 file."""
     files_per_chunk: int = 1000
 
 
@@ -253,7 +253,7 @@ class EpisodesWriter:
         self._rows.clear()
 
     def _statistics(self) -> dict[str, Any]:
-        """Of the whole dataset; columns are read back one at a time, so that none need be kept meanwhile."""
+        """Statistics of the whole dataset; columns are read back one at a time, so that memory holds one."""
         found = {}
         for name, feature in self.features.items():
             if feature.is_camera:
@@ -410,5 +410,5 @@ def _place(number: int, sizes: FileSizes) -> dict[str, int]:
 
 
 def _overflows(size: int, held: int, more: int, limit_mb: float) -> bool:
-    """Whether `more` rows, as large as those `held` in `size` bytes, would make the file too large."""
+    """True if `more` rows, as large as those `held` in `size` bytes, would make the file too large."""
     return held > 0 and size * (1 + more / held) >= limit_mb * 2**20

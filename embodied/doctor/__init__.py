@@ -1,1 +1,1 @@
-"""What is missing on a machine, and the command that mends it."""
+"""Checks of a machine: what is missing, and the command that mends it."""

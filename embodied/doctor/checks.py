@@ -178,7 +178,7 @@ def _maniskill() -> Check:
 
 
 def _probe(what: str) -> tuple[bool, str]:
-    """Whether the library works, and what it says of itself or what stands in the way."""
+    """True if the library works, with its description of itself, or the obstacle."""
     try:
         result = subprocess.run(_probing(what), capture_output=True, text=True, timeout=PROBE_SECONDS)
     except subprocess.TimeoutExpired:
@@ -209,19 +209,28 @@ def _gpu() -> Check:
     return Check("GPU", "warning", f"{found}, but torch cannot compute on it", remedy)
 
 
+def _output(command: list[str], seconds: float = PROBE_SECONDS) -> str:
+    """Output of the command, stripped; empty if there is no such command, or it fails or takes longer."""
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return result.stdout.strip() if result.returncode == 0 else ""
+
+
+# Drawing on GPUs --------------------------------------------------------------------------------------------
+# CUDA, EGL and Vulkan number GPUs differently. Workers get CUDA's numbers; here it is checked that the picture comes
+# from that GPU, by the identity that the drawing device gives of itself: its UUID to OpenGL, its PCI address to Vulkan.
+
+
 def _drawing() -> list[Check]:
-    """On what OpenGL and Vulkan draw where nobody says, and whether each GPU draws when it is told to. Nothing where
-    there is no GPU."""
+    """The device on which OpenGL and Vulkan draw by default, and a check of each GPU; empty where there is no GPU."""
     if not _output(["nvidia-smi", "-L"]):
         return []
-    try:
-        from embodied.doctor import drawing
-    except ImportError:
-        return [Check("drawing on GPUs", "warning", "not tried: this package is not installed", "make setup")]
-    default = "; ".join(f"{api}: {drawing.draw(task, 'auto').name}" for api, task in drawing.APIS.items())
+    default = "; ".join(f"{api}: {draw(task, 'auto').name}" for api, task in APIS.items())
     found = [Check("drawing, no device asked", "ok", default)]
-    for gpu in drawing.gpus():
-        said = [drawing.verdict(gpu, api, drawing.draw(task, gpu.device)) for api, task in drawing.APIS.items()]
+    for gpu in gpus():
+        said = [verdict(gpu, api, draw(task, gpu.device)) for api, task in APIS.items()]
         text, name = "; ".join(words for _, words in said), f"drawing on {gpu.device}"
         if all(good for good, _ in said):
             found.append(Check(name, "ok", text))
@@ -230,13 +239,91 @@ def _drawing() -> list[Check]:
     return found
 
 
-def _output(command: list[str]) -> str:
-    """What the command prints, stripped; empty if it is not there, fails or hangs."""
+APIS = {"OpenGL": "tabletop/reach", "Vulkan": "maniskill/PushCube-v1"}
+"""A task that is drawn by each."""
+DRAWING_SECONDS = 120.0
+"""SAPIEN compiles its shaders at first use. Longer is a driver that hangs."""
+LIST_GPUS = """
+import json, torch
+every = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+print(json.dumps([[each.name, str(each.uuid)] for each in every]))
+"""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One of CUDA's devices, as this process would count them."""
+
+    number: int
+    name: str
+    uuid: str = ""
+    pci: str = ""
+    """PCI address as nvidia-smi writes it: 00000000:3B:00.0."""
+
+    @property
+    def device(self) -> str:
+        return f"cuda:{self.number}"
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Result of drawing by one of `APIS`."""
+
+    drawn: bool
+    name: str
+    """Name that the device gives itself, or the reason why nothing was drawn."""
+    identity: str | None = None
+    picture_s: float = 0.0
+
+
+def gpus() -> list[Gpu]:
+    """In CUDA's order; none where torch sees none."""
+    listing = _output([sys.executable, "-c", LIST_GPUS], DRAWING_SECONDS)
+    table = _output(["nvidia-smi", "--query-gpu=uuid,pci.bus_id", "--format=csv,noheader"])
+    busses = {uuid.strip(): bus.strip() for uuid, _, bus in (line.partition(",") for line in table.splitlines())}
+    found = json.loads(listing) if listing else []
+    return [
+        Gpu(number, name, uuid, busses.get(f"GPU-{uuid.removeprefix('GPU-')}", ""))
+        for number, (name, uuid) in enumerate(found)
+    ]
+
+
+def draw(task: str, device: str) -> Picture:
+    """Draw a picture of the task on `cuda:0`, `cpu` or `auto`, in a process of its own."""
+    path = os.pathsep.join(filter(None, [str(SOURCE), os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-m", "sim_farm.drawing", task, device]
     try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return result.stdout.strip() if result.returncode == 0 else ""
+        result = subprocess.run(
+            command, capture_output=True, text=True, timeout=DRAWING_SECONDS, env=os.environ | {"PYTHONPATH": path}
+        )
+    except subprocess.TimeoutExpired:
+        return Picture(False, f"no picture within {DRAWING_SECONDS:.0f} s")
+    if result.returncode < 0:
+        return Picture(False, f"crashed with signal {-result.returncode}")
+    lines = (result.stderr if result.returncode else result.stdout).strip().splitlines()
+    if result.returncode or not lines:
+        return Picture(False, lines[-1] if lines else "no answer")
+    found = json.loads(lines[-1])
+    return Picture(True, found["name"], found["identity"], found["picture_s"])
+
+
+def verdict(gpu: Gpu, api: str, picture: Picture) -> tuple[bool, str]:
+    """True if the picture was drawn by that GPU, and the text about it."""
+    if not picture.drawn:
+        return False, f"{api}: {picture.name}"
+    text = f"{api}: {picture.name}, {1e3 * picture.picture_s:.2f} ms a picture"
+    known = gpu.uuid if api == "OpenGL" else gpu.pci
+    if not picture.identity or not known:
+        return True, f"{text} (which GPU that is it does not say)"
+    if _same(picture.identity, known):
+        return True, text
+    return False, f"{text}, but that is GPU {picture.identity}, and CUDA's is {known}"
+
+
+def _same(one: str, other: str) -> bool:
+    """Equal UUIDs, or PCI addresses, in whichever way they are written."""
+    plain = [text.lower().removeprefix("gpu-").replace("-", "").replace(":", "").lstrip("0") for text in (one, other)]
+    return plain[0] == plain[1]
 
 
 # Cores, memory, disk ----------------------------------------------------------------------------------------
@@ -343,7 +430,7 @@ def _libero_assets() -> Check:
 
 
 def _libero_folder() -> Path | None:
-    """Where LIBERO's meshes and textures are: our variable, LIBERO's configuration, an archive near the source tree.
+    """Folder of LIBERO's meshes and textures: our variable, LIBERO's configuration, an archive near the source tree.
 
     The same places in which sim_farm.backends.libero.package looks, which the doctor cannot import.
     """
@@ -389,7 +476,7 @@ def _plain(text: str) -> Any:
 
 
 def run(arguments: list[str] | None = None, program: str | None = None) -> int:
-    """What the command line says; the exit status."""
+    """Run the command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog=program, description="what this machine lacks, and the command that mends it")
     parser.add_argument("--json", type=Path, help="also write the result to this file")
     parser.add_argument("--probe", metavar="WHAT", help="only try this: vulkan, egl, osmesa or maniskill")

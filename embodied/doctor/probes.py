@@ -159,7 +159,7 @@ def _vulkan_description() -> str:
 
 
 def _let_sapien_find_the_driver() -> None:
-    """Where a container lacks the file that names NVIDIA's driver, importing SAPIEN puts its own in place."""
+    """Import SAPIEN, which puts its own file in place where a container lacks the one that names NVIDIA's driver."""
     try:
         import sapien  # noqa: F401
     except ImportError:

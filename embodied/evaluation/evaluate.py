@@ -19,7 +19,7 @@ from typing import Any
 from rich import get_console
 
 from embodied.config.schema import Config
-from embodied.doctor.hardware import hardware
+from embodied.devices import hardware
 from embodied.errors import UserError
 from embodied.evaluation.films import Shown, differing, worth_seeing, write_film
 from embodied.evaluation.folder import EvalFolder, Identity, newest_of, open_folder
@@ -57,14 +57,14 @@ PAIRS = 4
 
 @dataclass(frozen=True)
 class Subject:
-    """What is evaluated, and where its results belong."""
+    """The policy to evaluate, and the places of its results."""
 
     name: str
     config: Config
     checkpoint: Path | None
     """None: a policy without parameters."""
     run_dir: Path | None
-    """Of the run whose page shows the result."""
+    """Folder of the run whose page shows the result."""
     home: Path
     """Folder of the evaluations' folders."""
 
@@ -271,7 +271,7 @@ def _run_task(worker: Handle[Evaluator], folder: EvalFolder, episodes: int, titl
 
 
 def _warnings(subject: Subject, protocol: Protocol) -> list[str]:
-    """What is not as its name says: files of tasks, and statistics of another suite."""
+    """Warnings about files of tasks, and statistics of another suite, that do not match their names."""
     found = [note for task in protocol.tasks if (files := task_files(task)) is not None for note in files.foreign]
     if subject.statistics is not None:
         note = statistics_note(subject.statistics, dict.fromkeys(map(suite_of, protocol.tasks)))
@@ -358,5 +358,5 @@ def _show_in_run(folder: Path, subject: Subject) -> None:
 
 
 def _digest(folder: Path) -> str:
-    """Of the manifest, which holds the digest of every other file of the checkpoint."""
+    """sha256 of the manifest, which has the digest of every other file of the checkpoint."""
     return hashlib.sha256((folder / checkpoint.MANIFEST).read_bytes()).hexdigest()

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from embodied.config.files import save_config
 from embodied.config.schema import Config
@@ -41,7 +41,7 @@ PROTOCOL, EPISODES, LOCK = "protocol.json", "episodes.jsonl", "lock"
 
 @dataclass(frozen=True)
 class Identity:
-    """What the episodes of a folder are of. Results of equal identities are of the same thing."""
+    """Identity of a folder's episodes: equal identities mean results of the same policy, protocol and code."""
 
     protocol: Protocol
     policy: Mapping[str, Any]
@@ -142,7 +142,7 @@ def read_folder(path: Path) -> EvalFolder:
 
 
 def read_identity(path: Path) -> Identity:
-    """What the folder's episodes are of. Raises `UserError`."""
+    """Identity of the folder's episodes. Raises `UserError`."""
     try:
         data = read_json(path / PROTOCOL)
         return Identity(from_data(data["protocol"]), dict(data["policy"]))
@@ -167,7 +167,7 @@ def newest_of(home: Path, identity: Identity) -> Path | None:
 
 
 def _make(path: Path) -> bool:
-    """Whether the folder was made here."""
+    """Make the folder; False if it was already there."""
     try:
         if path.is_dir() and any(path.iterdir()) and not (path / PROTOCOL).is_file() and not (path / LOCK).is_file():
             raise UserError(f"{path} is not empty and holds no evaluation: name another --folder")
@@ -205,12 +205,6 @@ def _begin(path: Path, identity: Identity, config: Config) -> None:
 
 def _refuse_another(path: Path, identity: Identity) -> None:
     found = read_identity(path)
-    if found.protocol.version != identity.protocol.version:
-        raise UserError(
-            f"{path} holds an evaluation by version {found.protocol.version} of protocols, today's is "
-            f"{identity.protocol.version} (docs/evaluating.md says what is else): its results can be read and compared "
-            "with their like, not gone on with. Evaluate into another --folder"
-        )
     there, here = _flat(found), _flat(identity)
     differ = [key for key in sorted(there.keys() | here.keys()) if there.get(key) != here.get(key)]
     if differ:
@@ -244,7 +238,7 @@ def _to_line(outcome: EpisodeOutcome) -> dict[str, Any]:
 
 
 class _Line(BaseModel):
-    """What `_to_line` makes, now and in earlier versions."""
+    """A line of the episodes' file, as `_to_line` writes it."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
@@ -252,20 +246,25 @@ class _Line(BaseModel):
     trial: int
     seed: int = Field(ge=0, le=MAX_SEED)
     init_state: int | None = Field(ge=0, lt=2**31)
-    resets: int = Field(0, ge=0, lt=2**31)
-    unseeded_resets: int = Field(0, ge=0, lt=2**31)
-    success_once: bool = Field(validation_alias=AliasChoices("success_once", "success"))
-    success_at_end: bool | None = None
-    """Absent in earlier versions, where success ended an episode."""
+    resets: int = Field(ge=0, lt=2**31)
+    unseeded_resets: int = Field(ge=0, lt=2**31)
+    success_once: bool
+    success_at_end: bool
     length: int = Field(ge=0, lt=2**31)
     total_reward: float = Field(alias="return")
     limit: int = Field(alias="max_episode_steps", ge=0, lt=2**31)
 
     def outcome(self) -> EpisodeOutcome:
         spec = EpisodeSpec(self.seed, self.init_state, self.resets, self.unseeded_resets)
-        at_end = self.success_once if self.success_at_end is None else self.success_at_end
         return EpisodeOutcome(
-            self.task, self.trial, spec, self.success_once, at_end, self.total_reward, self.length, self.limit
+            self.task,
+            self.trial,
+            spec,
+            self.success_once,
+            self.success_at_end,
+            self.total_reward,
+            self.length,
+            self.limit,
         )
 
 

@@ -19,18 +19,16 @@ from sim_farm.episodes import evaluation_episodes
 from sim_farm.registry import BACKENDS
 
 VERSION = 3
-"""Version of protocols. Those of version 1 were written without it, had one placement of the fixtures for all trials
-of a published protocol, and did not say which cameras the policy saw and how often it decided. Those of versions 1 and
-2 said nothing of the tasks' files."""
+"""Version of protocols, which is a part of their hash."""
 
 Seeding = Literal["each", "rising", "once"]
-"""How the simulator is seeded. `each`: every trial with the same seed; `rising`: trial i with the seed + i; `once`:
-before trial 0 alone, so that trial i begins with what i resets have left of the seed's stream."""
+"""Seeding of the simulator. `each`: every trial with the same seed; `rising`: trial i with the seed + i; `once`: before
+trial 0 alone, so that trial i begins with what i resets have left of the seed's stream."""
 
 
 @dataclass(frozen=True)
 class Preset:
-    """What a published protocol says of LIBERO. Trial i begins from recorded initial state i."""
+    """Settings of a published protocol for LIBERO. Trial i begins from recorded initial state i."""
 
     source: str
     limits: Mapping[str, int]
@@ -104,7 +102,7 @@ class Protocol:
     """Equal protocols give a policy the same episodes, which it sees and acts in alike."""
 
     name: str | None
-    """Of the published protocol it follows; None: the run's own settings."""
+    """Name of the published protocol; None: the run's own settings."""
     limits: Mapping[str, int | None]
     """Tasks in the order of their rows; env steps after which an episode is truncated, None: the task's own limit."""
     trials: int
@@ -120,19 +118,19 @@ class Protocol:
     control_mode: str | None
     reward: str | None
     greedy: bool
-    """Whether the policy's mode is taken; else it samples, with noise keyed by (seed, task, trial, env step)."""
+    """True: actions are the policy's mode; False: sampled, with noise keyed by (seed, task, trial, env step)."""
     seed: int
     instruction: str | None = None
-    """What the policy is told; None: each task's own instruction."""
+    """Instruction of the policy; None: each task's own."""
     seeding: Seeding = "each"
     unseeded_resets: int = 0
     """Resets of the simulator before it is seeded."""
-    cameras: int | tuple[str, ...] | None = 0
-    """What the policy sees: names, or how many of the task's; None in version 1: its own."""
-    chunk: int | None = 1
-    """Env steps from one decision to the next; None in version 1: the policy's."""
+    cameras: int | tuple[str, ...] = 0
+    """Cameras of the policy: names, or their number."""
+    chunk: int = 1
+    """Env steps per action chunk."""
     ignore_terminations: bool = False
-    """Whether episodes run to their limit; False: success ends them."""
+    """True: episodes run to their limit; False: success ends them."""
     task_digests: Mapping[str, str] = field(default_factory=dict)
     """For each task that files define, the sha256 over its instruction, its task file and its initial states."""
     version: int = VERSION
@@ -143,7 +141,7 @@ class Protocol:
 
     @property
     def sha256(self) -> str:
-        """Of the protocol as JSON with sorted keys and without white space."""
+        """sha256 of the protocol as JSON with sorted keys and without white space."""
         text = json.dumps(_as_dict(self), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -170,7 +168,7 @@ class Protocol:
         return replace(self, cameras=_cameras(config), chunk=config.policy.chunk)
 
     def same_episodes(self, other: Protocol) -> bool:
-        """Whether episodes of the two can be paired, whatever their policies see and how often they decide."""
+        """True if episodes of the two can be paired, whatever their cameras and action chunks."""
         return replace(self, cameras=0, chunk=1) == replace(other, cameras=0, chunk=1)
 
     def applied(self, config: Config, task: str) -> Config:
@@ -204,7 +202,7 @@ class Protocol:
     def check(self, task: str, info: TaskInfo) -> None:
         """Raise `UserError` if the task lacks an initial state that a trial begins from, or if the simulator that runs
         has other files of it than this process."""
-        if self.version == VERSION and info.digest != self.task_digests.get(task):
+        if info.digest != self.task_digests.get(task):
             raise UserError(
                 f"the simulator of {task} has other task files than the process that evaluates: set LIBERO_CONFIG_PATH "
                 "alike for both, and install the same packages on every machine"
@@ -260,9 +258,7 @@ class Protocol:
         return seeds[self.seeding].format(self.env_seed) + before
 
     def _said_of_policy(self, published: Preset | None) -> str:
-        """What it sees and how often it decides, beside what was published where that is something else."""
-        if self.chunk is None:
-            return f"; version {self.version} of protocols"
+        """Cameras and action chunk, with the published values where these differ."""
         said = f", a decision every {self.chunk} env steps"
         if published is not None and published.chunk not in (None, self.chunk):
             said += f" (published: {published.chunk})"
@@ -274,7 +270,7 @@ class Protocol:
 
 
 def _cameras(config: Config) -> int | tuple[str, ...]:
-    """What the configuration's policy sees."""
+    """Cameras of the configuration's policy."""
     return config.env.cameras if "images" in config.policy.reads else 0
 
 
@@ -406,30 +402,19 @@ def as_data(protocol: Protocol) -> dict[str, Any]:
 
 
 def _as_dict(protocol: Protocol) -> dict[str, Any]:
-    """Its fields; without those that protocols did not have when it was written."""
+    """The protocol's fields; without an instruction where each task has its own."""
     absent = () if protocol.instruction is not None else ("instruction",)
-    absent = (*absent, *_UNSAID.get(protocol.version, ()))
     return {key: value for key, value in asdict(protocol).items() if key not in absent}
-
-
-_SECOND: dict[str, Any] = {"ignore_terminations": False, "task_digests": {}}
-_FIRST: dict[str, Any] = {
-    "seeding": "each", "unseeded_resets": 0, "cameras": None, "chunk": None, "version": 1, **_SECOND,
-}  # fmt: skip
-_UNSAID = {1: _FIRST, 2: _SECOND}
-"""What earlier versions did not say, as they meant it."""
 
 
 _PROTOCOL = TypeAdapter(Protocol)
 
 
 def from_data(data: Mapping[str, Any]) -> Protocol:
-    """The protocol that `as_data` wrote, now or in an earlier version. Raises `UserError` if it is not what was
-    hashed."""
-    version = data.get("version", 1)
-    if version not in (*_UNSAID, VERSION):
-        raise UserError(f"version {version!r} of protocols is not known here, only 1 to {VERSION}")
-    fields = {**_UNSAID.get(version, {}), **data}
+    """The protocol that `as_data` wrote. Raises `UserError` for another version, or data that do not match the hash."""
+    if data.get("version") != VERSION:
+        raise UserError(f"version {data.get('version')!r} of protocols is not known here, only {VERSION}")
+    fields = dict(data)
     try:
         written = str(fields.pop("sha256"))
         if unknown := fields.keys() - {field.name for field in dataclass_fields(Protocol)}:

@@ -111,7 +111,7 @@ def statistics_note(name: str, suites: Iterable[str]) -> str | None:
 
 
 def _belongs(name: str, suite: str) -> bool:
-    """Whether the name says the suite, or its simulator and no other suite of it."""
+    """True if the name contains the suite, or its simulator and no other suite of it."""
     simulator, _, own = suite.partition("/")
     tasks = CATALOGUE[simulator].tasks if simulator in CATALOGUE else ()
     known = {task.rpartition("/")[0] for task in tasks} - {""}
@@ -154,7 +154,7 @@ class TrainedStarts:
     trained: int
     evaluated: int
     known: bool
-    """Whether everything that the policy was trained on is recorded."""
+    """True if everything that the policy was trained on is recorded."""
 
     def as_data(self) -> dict[str, Any]:
         return {"kind": self.kind, "trained": self.trained, "evaluated": self.evaluated, "known": self.known}
@@ -233,7 +233,7 @@ def _run_and_checkpoint(named: Path) -> tuple[Path | None, Path | None]:
 
 
 def _base(policy: PolicyConfig) -> Lineage:
-    """What the policy is built from where no training of this project has written it."""
+    """The base that the policy is built from where no training of this project has written it."""
     if not policy_class(policy.kind).pretrained:
         return Lineage()
     files = outside_files(policy)
@@ -250,8 +250,8 @@ def _is_drawn(folder: Path) -> bool:
 
 
 def _imitated(run_dir: Path, folders: Sequence[Path]) -> Lineage:
-    """What a run adds that has learned from the datasets: what it says of the episodes that it used, or else what the
-    datasets say of all of theirs."""
+    """Starts that a run adds which has learned from the datasets: those of the episodes that it used as it recorded
+    them, or else those of all episodes of the datasets."""
     try:
         said = _STARTS.validate_python(read_json(run_dir / "data.json")["starts"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -287,7 +287,7 @@ def together(every: Sequence[TrainedStarts]) -> TrainedStarts:
 
 
 def trained_sentence(starts: TrainedStarts, unknown: Sequence[str]) -> str:
-    """How many of the evaluated starts were trained on, for people."""
+    """Sentence on the number of evaluated starts that were trained on."""
     said = f"{starts.trained} of {starts.evaluated} {starts.kind} were trained on"
     if starts.known or starts.trained == starts.evaluated:
         return said

@@ -10,8 +10,8 @@ from embodied.execution.assignment import HERE, Assignment
 from embodied.execution.makers import make_component
 from embodied.execution.roles import LearnerRole
 from embodied.execution.session import Session
+from embodied.learning.learner import CollectStatistics
 from embodied.learning.offload import Switch
-from embodied.learning.update_record import CollectStatistics
 from embodied.run.background_writer import Written
 from embodied.runtime.groups import WorkerGroup
 from embodied.runtime.ranks import LOOPBACK

@@ -11,9 +11,9 @@ from embodied.config.schema import Config
 from embodied.errors import UserError
 from embodied.execution.acting_workers import check_replicas
 from embodied.execution.assignment import Assignment, configured
-from embodied.execution.executor import check_workflow
 from embodied.execution.farm_specs import farm_spec, observation_rows, run_specs
 from embodied.execution.makers import check_components
+from embodied.execution.run_workers import check_workflow
 from embodied.workflows.context import task_spec
 from embodied.workflows.recipes import recipe_of
 from embodied.workflows.sizes import check_starts, check_task_curriculum, episodes_of, tasks_of

@@ -15,8 +15,8 @@ import numpy as np
 from torch import Tensor
 
 from embodied.learning.gpu_memory import GpuTensors
+from embodied.learning.learner import CollectStatistics, TrainedBytes
 from embodied.learning.offload import Switch
-from embodied.learning.update_record import CollectStatistics, TrainedBytes
 from embodied.learning.weight_ways import End
 from embodied.rollout.rollout_summary import EpisodePart, RolloutSummary
 from embodied.run.background_writer import Written

@@ -1,14 +1,14 @@
-"""The learner: turns trajectories into an updated policy.
+"""The learner: updates the policy from trajectories.
 
-    estimate advantages of decisions -> epochs of permuted minibatches -> loss sums / global denominators -> step
+    collect     a part of the rollout: estimate advantages, keep the decisions to learn from as rows
+    finish      update the policy on the rows of all parts (`update`)
 
-Rows that are masked, or that teach nothing, never reach the model: they are compacted away before batching. Where
-the update is one step over all rows, its gradient is a sum over the parts in which they arrive, and each part is
-worked on when it comes.
+Rows that are masked, or that carry no gradient, never reach the policy. Where the update is one optimiser step over all
+rows, its gradient is a sum over parts, and each part's is added up when it is collected.
 
-A learner may be several ranks. Each is given all trajectories, whose rows stay where they are, and so computes the same
-advantages, permutations and denominators. Each evaluates its share of a minibatch's rows; gradients and statistics are
-summed once per optimiser step. So all ranks decide alike, and take the step that one would take.
+A learner may be several ranks (`parallel`). Each has all trajectories, whose frames stay where they are, and so
+computes the same advantages, permutations and denominators. Each evaluates its share of a minibatch's rows; gradients
+and statistics are summed once per optimiser step. All ranks take the step that one rank alone would take.
 """
 
 from __future__ import annotations
@@ -17,25 +17,22 @@ import os
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 from torch import Tensor
 
+from embodied.algorithms.controls import UpdateControls
 from embodied.algorithms.estimators import Rows, join_rows, rows_of
 from embodied.config.schema import Config
 from embodied.devices import Affinity, await_devices, defines, device_of, forget_peak, peak_bytes
 from embodied.errors import UserError
-from embodied.learning.microbatch import LossSums
 from embodied.learning.offload import Offload, Switch
-from embodied.learning.shared_work import SharedWork
-from embodied.learning.update_controls import UpdateControls
-from embodied.learning.update_record import CollectStatistics, TrainedBytes, metrics_of
-from embodied.learning.update_steps import UpdateSteps, make_optimizer
+from embodied.learning.parallel import ReplicatedPolicy, values_of
+from embodied.learning.update import LossFunction, Update, make_optimizer, metrics_of
 from embodied.learning.weight_ends import WeightsSource
-from embodied.learning.whole_policy import WholePolicy
 from embodied.run import checkpoint
 from embodied.run.background_writer import BackgroundWriter, Written
 from embodied.runtime.ranks import LOOPBACK, Ranks
@@ -48,8 +45,50 @@ from embodied.workflows.sizes import check_credit, check_ranks, groups_suffice, 
 from policies.contract import Policy
 
 
+@dataclass(frozen=True)
+class CollectStatistics:
+    """What was collected of a part of an iteration's trajectories."""
+
+    rows: int
+    """Number of decisions to learn from."""
+    groups: int
+    """Number of informative episode groups: those of which a decision carries a gradient."""
+    learn_s: float
+    """Seconds spent on the part."""
+
+
+@dataclass(frozen=True)
+class TrainedBytes:
+    """Size of a learner's policy."""
+
+    parameters: int
+    """Bytes of all parameters."""
+    trained: int
+    """Bytes of the trained parameters, and of one gradient. With adapters, theirs alone."""
+    weights: int
+    """Bytes that are published."""
+
+
+@dataclass
+class _Collected:
+    """What the present iteration has collected."""
+
+    batches: list[Trajectories] = field(default_factory=list)
+    """Parts whose advantages are estimated together."""
+    rows: list[Rows] = field(default_factory=list)
+    """Rows of each part that was estimated by itself."""
+    to_accumulate: list[Rows] = field(default_factory=list)
+    """Rows of parts whose gradient is not added up yet."""
+    lag: int = 0
+    """Updates by which the oldest part's policy is behind the present one."""
+    broken_episodes: int = 0
+    """Episodes whose rewards were not finite."""
+    frames: FrameCounts = field(default_factory=FrameCounts)
+    seconds: float = 0.0
+
+
 class Learner(WeightsSource):
-    """Holds the policy that is trained and its optimiser. `collect` each part of a rollout, then `finish`."""
+    """Owner of the policy that is trained, and of its optimiser. `collect` each part of a rollout, then `finish`."""
 
     takes: ClassVar[frozenset[str]] = frozenset({"trajectories", "episodes"})
     """What an edge to here may carry."""
@@ -67,36 +106,30 @@ class Learner(WeightsSource):
         self.policy = policy
         self.ranks = ranks or Ranks()
         self._device = device_of(policy)
-        self._recipe, self._run = recipe_of(config), config
-        self._run_dir = run_dir
+        self._config, self._run_dir = config, run_dir
+        self._recipe = recipe_of(config)
+        self._estimate = self._recipe.estimate()
         self._controls = UpdateControls(config)
-        self._hold(WholePolicy(policy, self.ranks))
-        self._streams = streams(config)
-        self._joins = not groups_suffice(config)
+        self._use(ReplicatedPolicy(policy, self.ranks))
+        self._accumulates = streams(config)
+        """The update is one step, whose gradient is a sum over parts."""
+        self._estimates_together = not groups_suffice(config)
         """The estimator needs all parts of an iteration at once."""
         self._affinity = affinity or Affinity((), config.optim.threads or len(os.sched_getaffinity(0)))
         forget_peak(device_of(policy))
         self._offload: Offload | None = None
         self._writer = BackgroundWriter()
         self._memory: TrajectoryMemory | None = None
-        """Where the trajectories are: kept, so that it is mapped and pinned once."""
-        self._frames = FrameCounts()
-        """Of this iteration."""
-        self._parts: list[Rows] = []
-        self._batches: list[Trajectories] = []
-        self._unstreamed: list[Rows] = []
-        self._lag = 0
-        self._learn_s = 0.0
-        self._broken = 0
-        """Episodes of this iteration whose rewards were not finite."""
+        """The trajectories' memory, kept so that it is mapped and pinned once."""
+        self._collected = _Collected()
 
     @classmethod
     def check(cls, config: Config) -> None:
-        """Raise `UserError` for settings that contradict each other, or ask for what no component adds."""
+        """Raise `UserError` for settings that contradict each other, or need what no component adds."""
         check_credit(config)
         check_ranks(config, config.optim.ranks)
         check_algorithm(config)
-        UpdateControls(config)  # a critic that would be misunderstood
+        UpdateControls(config)  # raises for a critic in other units
 
     @classmethod
     def make(cls, context: WorkerContext) -> Learner:
@@ -106,87 +139,24 @@ class Learner(WeightsSource):
         ranks = Ranks("learner", context.rank, context.ranks, device_of(policy))
         return cls(policy, context.config, context.run_dir, context.affinity, ranks)
 
-    def listen(self, host: str = LOOPBACK) -> str:
-        """Of rank 0: wait for the others at this machine's address `host`. HOST:PORT for `join`."""
-        return self.ranks.listen(host)
-
-    def join(self, address: str, timeout_s: float) -> None:
-        """Connect to the other ranks, through rank 0 at `address`; take this rank's part of the policy.
-
-        Raises `PeerFailed` where they are not all there in time, and for whatever waits longer than `timeout_s` later.
-        """
-        from embodied.learning.sharding import held  # takes a second, which one rank alone need not wait
-
-        with self._affinity.applied():
-            self.ranks.join(address, timeout_s)
-            self._hold(held(self.policy, self._run, self.ranks))
-
-    def _hold(self, part: WholePolicy) -> None:
-        self._held, self._work = part, SharedWork(part, self._run, self._recipe.critic, self._recipe.loss())
-        self.optimizer = make_optimizer(self.policy, self._run.optim)
-        self._steps = UpdateSteps(part, self._work, self.optimizer, self._controls, self._run, self._run_dir)
-
-    def leave(self) -> None:
-        """Close the connections to the other ranks, once what is being written is complete."""
-        try:
-            self.saved()
-        finally:
-            self.leave_takers()
-            self.ranks.leave()
-
-    def weights(self) -> dict[str, Tensor]:
-        """The parameters and statistics that training changes, as the policy worker loads them; where the policy is
-        whole, on its device.
-
-        Every rank has to be asked; those but the first return nothing. The caller must not change the tensors. The
-        policy worker has the frozen ones: it is made from the same configuration.
-        """
-        self.load_back()
-        return self._held.weights()
-
-    def shares_policy(self) -> bool:
-        """Whether others of this process can compute with its policy: not where it holds a shard of it."""
-        return not self._held.sharded
-
-    def own_policy(self) -> Policy:
-        """The policy itself, for a policy worker of the same process. Raises `UserError` for a shard of it."""
-        if self._held.sharded:
-            raise UserError(
-                "the learner's ranks hold shards of the policy, and nobody can act with a shard: set optim.sharding to "
-                "whole, or take a plan whose policy worker has a process of its own"
-            )
-        return self.policy
-
-    def unload(self, weights: bool) -> Switch:
-        """Leave the device's memory: the optimiser's state, and the weights unless a policy worker shares them.
-
-        Waits for a checkpoint whose writer reads weights from there: what is frozen is not copied for it.
-        """
-        if weights and self._held.lends_frozen:
-            self._writer.settle()
-        rank = f"-{self.ranks.rank}" if self.ranks.rank else ""
-        self._offload = Offload(
-            self._run_dir / f"unloaded-learner{rank}.safetensors", self.policy if weights else None, self.optimizer
+    def _use(self, parallel: ReplicatedPolicy) -> None:
+        """Update the policy as this rank has it, with a new optimiser."""
+        self._parallel = parallel
+        self.optimizer = make_optimizer(self.policy, self._config.optim)
+        credit, critic = self._config.advantage.credit, self._recipe.critic
+        self._update = Update(
+            parallel,
+            loss=LossFunction(self._config.loss, credit, critic, self._recipe.loss()),
+            optimizer=self.optimizer,
+            controls=self._controls,
+            config=self._config,
+            run_dir=self._run_dir,
         )
-        return self._offload.unload()
 
-    def peak_bytes(self) -> int:
-        """The most that this process has held in its GPU's memory; 0 on a CPU."""
-        return peak_bytes(device_of(self.policy))
-
-    def trained_bytes(self) -> TrainedBytes:
-        """How large the policy is, and what of it is trained and handed out."""
-        self.load_back()
-        parameters = list(self.policy.parameters())
-        trained = [parameter for parameter in parameters if parameter.requires_grad]
-        return TrainedBytes(_bytes(parameters), _bytes(trained), _bytes(self.weights().values()))
-
-    def load_back(self) -> Switch:
-        """Return to the device's memory."""
-        return self._offload.load() if self._offload is not None else Switch(0, 0.0)
+    # --- learning
 
     def update(self, batch: Trajectories, iteration: int) -> dict[str, float]:
-        """One iteration of a rollout that comes in one part: `collect` and `finish`."""
+        """`collect` and `finish`, for a rollout in one part."""
         self.collect(batch, iteration)
         return self.finish(iteration)
 
@@ -196,139 +166,211 @@ class Learner(WeightsSource):
         Raises `OffPolicy` if the first part's ratios are not one.
         """
         begin = time.monotonic()
-        rows, groups = 0, 0
+        found = self._collected
         if isinstance(batch.decisions, StoredDecisions):
             self._memory = batch.decisions.memory
-        with self._affinity.applied(), self._counted():
-            self._lag = max(self._lag, iteration - batch.version)
-            batch, broken = without_broken_episodes(batch, sum(part.mask.shape[1] for part in self._batches))
-            self._broken += broken
-            if self._joins:
-                self._batches.append(batch)
-            if not self._joins or batch.episode_group is not None:
-                rows, groups = self._estimate(batch, iteration)
+        with self._working(found):
+            found.lag = max(found.lag, iteration - batch.version)
+            batch, broken = without_broken_episodes(batch, sum(part.mask.shape[1] for part in found.batches))
+            found.broken_episodes += broken
+            rows, groups = self._add_part(batch, iteration)
         learn_s = time.monotonic() - begin
-        self._learn_s += learn_s
+        found.seconds += learn_s
         return CollectStatistics(rows, groups, learn_s)
 
-    def _estimate(self, batch: Trajectories, iteration: int) -> tuple[int, int]:
-        """Make rows of a part; learn from them, if this is an update in parts. Rows, and episode groups that teach."""
-        if not self._joins:
-            batch = self._judged(batch, iteration)
-        estimate = self._recipe.estimate()(batch, self._run)
-        rows = rows_of(batch, estimate)
-        if not self._joins:
-            self._parts.append(rows)
-        if self._streams and len(rows):
-            self._unstreamed.append(rows)
-            # Away from the device there is nothing to compute with, and gradients would not survive the return.
-            if self._offload is None or not self._offload.away:
-                self._stream_waiting()
-        teaches = (estimate.keep & batch.mask).any(0)
-        groups = 0 if batch.episode_group is None else len(batch.episode_group[teaches].unique())
-        return len(rows), groups
-
-    def _judged(self, batch: Trajectories, iteration: int) -> Trajectories:
-        """The trajectories with values in the unit of rewards: those that were said, or, where the policy that acted is
-        an update behind, what the present critic says of the decisions."""
-        now = self._work.values(batch) if self._recipe.critic and iteration > batch.version else None
-        return self._controls.in_rewards(batch, now)
-
     def finish(self, iteration: int) -> dict[str, float]:
-        """The epochs over what was collected, or the step of what was summed up. Returns metrics by name.
+        """Update the policy on what was collected. Returns metrics by name.
 
-        Raises `OffPolicy` if the first minibatch's ratios are not one, `NonFinite` after several steps in a
-        row that had to be skipped, `UserError` where a critic has nothing to learn from.
+        Raises `OffPolicy` if the first minibatch's ratios are not one, `NonFinite` after several steps in a row that
+        were skipped, `UserError` where a critic has nothing to learn from.
         """
         begin = time.monotonic()
-        with self._affinity.applied(), self._counted():
-            if self._joins:
-                # Not earlier: a rollout that is ahead begins once the last part is collected.
-                whole = self._judged(join_columns(self._batches), iteration)
-                self._parts = [rows_of(whole, self._recipe.estimate()(whole, self._run))]
-            in_rewards = join_rows(self._parts)
-            rows = self._controls.in_deviations(in_rewards)
-            self._parts, self._batches = [], []
+        found, self._collected = self._collected, _Collected()
+        with self._working(found):
+            if found.batches:
+                batch = self._in_rewards(join_columns(found.batches), iteration)
+                found.rows, found.batches = [rows_of(batch, self._estimate(batch, self._config))], []
+            collected, found.rows = join_rows(found.rows), []
+            rows = self._controls.in_deviations(collected)
             if len(rows) == 0 and self._recipe.critic:
                 raise UserError("the rollout holds no decision that was really taken; nothing can be learned from it")
             self._controls.set_learning_rates(self.optimizer, iteration)
-            sums, norms, stopped = LossSums(), list[float](), False
-            if self._streams:
-                self._stream_waiting()
-                sums, norms = self._steps.step_streamed(rows, iteration)
-            elif len(rows):
-                sums, norms, stopped = self._steps.epochs(rows, iteration, self._lag > 0)
+            if self._accumulates:
+                self._accumulate(found)
+                statistics = self._update.step_accumulated(rows, iteration)
+            else:
+                statistics = self._update.run(rows, iteration, found.lag > 0)
             if len(rows) and defines(self.policy, "observe"):
                 self.policy.observe(rows.decisions.inputs(self._device, frames=False))
             await_devices(self.policy.parameters())  # else the last step would count as the next rollout's time
-        metrics = self._metrics(in_rewards, sums, norms, stopped, iteration)
-        if self._frames.read:
-            metrics |= {"learner/frames_read": self._frames.read, "learner/frame_copies": self._frames.copied}
-        if self._broken:
-            metrics["learner/broken_episodes"] = float(self._broken)
-        update_s = self._learn_s + time.monotonic() - begin
-        self._learn_s, self._lag, self._broken, self._steps.first_ratio_error = 0.0, 0, 0, float("nan")
-        self._frames = FrameCounts()
-        return {**metrics, "learner/update_s": update_s}
+        metrics = metrics_of(collected, statistics)
+        if self._config.loss.reference_kl:
+            metrics["learner/reference_kl"] = statistics.sums.reference_kl / max(statistics.sums.units, 1)
+        if statistics.sums.auxiliary:
+            metrics["learner/auxiliary_loss"] = statistics.sums.auxiliary / statistics.sums.weights
+        metrics |= self._controls.note(metrics, iteration)
+        metrics["learner/policy_lr"] = float(self.optimizer.param_groups[0]["lr"])
+        if found.frames.read:
+            metrics |= {"learner/frames_read": found.frames.read, "learner/frame_copies": found.frames.copied}
+        if found.broken_episodes:
+            metrics["learner/broken_episodes"] = float(found.broken_episodes)
+        return {**metrics, "learner/update_s": found.seconds + time.monotonic() - begin}
+
+    def _add_part(self, batch: Trajectories, iteration: int) -> tuple[int, int]:
+        """Keep a part for `finish`. Returns its numbers of rows and of informative episode groups, where known."""
+        found = self._collected
+        if self._estimates_together:
+            found.batches.append(batch)
+            if batch.episode_group is None:
+                return 0, 0
+        else:
+            batch = self._in_rewards(batch, iteration)
+        estimate = self._estimate(batch, self._config)
+        chosen = batch.mask & estimate.keep
+        if not self._estimates_together:
+            found.rows.append(rows_of(batch, estimate))
+            if self._accumulates and bool(chosen.any()):
+                found.to_accumulate.append(found.rows[-1])
+                # Offloaded parameters cannot compute, and gradients would not survive their return.
+                if self._offload is None or not self._offload.away:
+                    self._accumulate(found)
+        groups = 0 if batch.episode_group is None else len(batch.episode_group[chosen.any(0)].unique())
+        return int(chosen.sum()), groups
+
+    def _accumulate(self, found: _Collected) -> None:
+        for rows in found.to_accumulate:
+            self._update.accumulate(rows, found.lag > 0)
+        found.to_accumulate = []
+
+    def _in_rewards(self, batch: Trajectories, iteration: int) -> Trajectories:
+        """The trajectories with values in the unit of rewards: the recorded ones, or those of the present critic where
+        the rollout's policy is an update behind."""
+        now = None
+        if self._recipe.critic and iteration > batch.version:
+            now = values_of(self._parallel, batch, self._config.optim.micro_batch or self._config.optim.minibatch)
+        return self._controls.in_rewards(batch, now)
 
     @contextmanager
-    def _counted(self) -> Iterator[None]:
-        """Add the frames that are read in the block to the iteration's: others of this process may read the memory
-        too."""
+    def _working(self, found: _Collected) -> Iterator[None]:
+        """In the block, compute on this learner's cores, wait for the other ranks no longer than their deadline, and
+        count the frames that are read: other workers of this process may read the memory too."""
         before = FrameCounts() if self._memory is None else self._memory.counts
-        yield
+        with self._affinity.applied(), self.ranks.waiting("update"):
+            yield
         if self._memory is not None:
-            self._frames += self._memory.counts - before
+            found.frames += self._memory.counts - before
+
+    # --- weights
+
+    def weights(self) -> dict[str, Tensor]:
+        """The parameters and statistics that training changes, as a policy worker loads them; of a replicated policy on
+        its device.
+
+        Every rank must be called; ranks other than 0 return nothing. The caller must not change the tensors. The policy
+        worker has the frozen ones already: it is made from the same configuration.
+        """
+        self.load_back()
+        return self._parallel.weights()
+
+    def shares_policy(self) -> bool:
+        """True if other workers of this process can compute with the policy: not with a shard."""
+        return not self._parallel.sharded
+
+    def own_policy(self) -> Policy:
+        """The policy itself, for a policy worker of the same process. Raises `UserError` for a shard of it."""
+        if self._parallel.sharded:
+            raise UserError(
+                "the learner's ranks hold shards of the policy, and nobody can act with a shard: set optim.sharding to "
+                "whole, or take a plan whose policy worker has a process of its own"
+            )
+        return self.policy
+
+    def trained_bytes(self) -> TrainedBytes:
+        """Size of the policy, of its trained parameters, and of what is published."""
+        self.load_back()
+        parameters = list(self.policy.parameters())
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        return TrainedBytes(_bytes(parameters), _bytes(trained), _bytes(self.weights().values()))
+
+    # --- ranks
+
+    def listen(self, host: str = LOOPBACK) -> str:
+        """On rank 0: accept the other ranks at this machine's address `host`. Returns HOST:PORT for `join`."""
+        return self.ranks.listen(host)
+
+    def join(self, address: str, timeout_s: float) -> None:
+        """Connect to the other ranks, through rank 0 at `address`; replicate or shard the policy.
+
+        Raises `PeerFailed` where not all ranks are there in time, and for later waits of more than `timeout_s`.
+        """
+        from embodied.learning.sharding import parallelised  # an import of a second, which one rank does not need
+
+        with self._affinity.applied():
+            self.ranks.join(address, timeout_s)
+            self._use(parallelised(self.policy, self._config, self.ranks))
+
+    def leave(self) -> None:
+        """Close the connections to the other ranks, once the checkpoint in progress is complete."""
+        try:
+            self.saved()
+        finally:
+            self.leave_takers()
+            self.ranks.leave()
+
+    # --- device memory
+
+    def unload(self, weights: bool) -> Switch:
+        """Leave the device's memory: the optimiser's state, and the weights unless a policy worker shares them.
+
+        Waits for a checkpoint whose writer reads weights from there: frozen ones are not copied for it.
+        """
+        if weights and self._parallel.stages_own_tensors:
+            self._writer.settle()
+        rank = f"-{self.ranks.rank}" if self.ranks.rank else ""
+        self._offload = Offload(
+            self._run_dir / f"unloaded-learner{rank}.safetensors", self.policy if weights else None, self.optimizer
+        )
+        return self._offload.unload()
+
+    def load_back(self) -> Switch:
+        """Return to the device's memory."""
+        return self._offload.load() if self._offload is not None else Switch(0, 0.0)
+
+    def peak_bytes(self) -> int:
+        """Peak memory of this process on its GPU; 0 on a CPU."""
+        return peak_bytes(device_of(self.policy))
+
+    # --- checkpoints
 
     def save(self, root: Path, state: checkpoint.RunState, environments: dict[str, np.ndarray]) -> None:
         """Begin to write a checkpoint of policy, optimiser and run, as they are now, below `root`.
 
-        Returns once all is copied: the run may go on, and a thread of each rank writes. `saved` waits until the
-        checkpoint is complete. Every rank has to be asked. Waits for the one before, and raises its failure.
+        Returns once everything is copied: training may go on while a thread of each rank writes. `saved` waits until
+        the checkpoint is complete. Every rank must be called. Waits for the previous checkpoint, and raises its
+        failure.
         """
         self.saved()
         state = replace(state, controls=self._controls.numbers())
-        self._writer.begin(self._held.stage(root, state, self.optimizer, environments))
+        self._writer.begin(self._parallel.stage(root, state, self.optimizer, environments))
 
     def saving(self) -> bool:
-        """Whether what `save` began is still being written."""
+        """True while a checkpoint is being written."""
         return self._writer.busy
 
     def saved(self) -> Written | None:
-        """Wait for what `save` began; when it was written, None where nothing was.
+        """Wait for the checkpoint that `save` began. Returns when it was written, None without one.
 
         Raises `CheckpointError`, once, where it could not be written; then nothing is left of it.
         """
         return self._writer.wait()
 
     def load(self, folder: Path) -> None:
-        """Take policy and optimiser from a verified checkpoint, which any number of ranks has written."""
+        """Load policy, optimiser and controls from a verified checkpoint, of any number of ranks."""
         self.saved()
-        self._held.load(folder, self.optimizer)
+        self._parallel.load(folder, self.optimizer)
         # Rank 0 reads: another may be on a machine that does not see the folder.
         found = self.ranks.first_does("read the checkpoint", lambda: dict(checkpoint.read_state(folder).controls))
         self._controls.load(self.ranks.broadcast_plain(found))
-
-    def _stream_waiting(self) -> None:
-        for rows in self._unstreamed:
-            self._steps.stream(rows, self._lag > 0)
-        self._unstreamed = []
-
-    def _metrics(
-        self, rows: Rows, sums: LossSums, norms: list[float], stopped: bool, iteration: int
-    ) -> dict[str, float]:
-        measured = metrics_of(rows, sums, norms)
-        if self._run.loss.reference_kl:
-            measured["learner/reference_kl"] = sums.reference_kl / max(sums.units, 1)
-        if sums.auxiliary:
-            measured["learner/auxiliary_loss"] = sums.auxiliary / sums.weights
-        return {
-            **measured,
-            **self._controls.note(measured, iteration),
-            "learner/first_ratio_error": self._steps.first_ratio_error,
-            "learner/stopped_by_kl": float(stopped),
-            "learner/policy_lr": float(self.optimizer.param_groups[0]["lr"]),
-        }
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

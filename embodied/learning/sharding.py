@@ -1,11 +1,11 @@
-"""What each rank of a learner holds of the policy: the whole, or a shard of every parameter (FSDP2).
+"""A policy whose parameters are sharded over the learner's ranks (FSDP2), as a variation of `ReplicatedPolicy`.
 
-    whole      gradients are summed in flat buckets, once per optimiser step (`whole_policy`)
-    sharded    parameters are gathered for each pass group by group (`Policy.shards`), gradients are summed and
-               scattered in the last backward pass of a step; the optimiser works on shards
+    replicated  gradients are summed in flat buckets, once per optimiser step (`parallel`)
+    sharded     parameters are gathered for each pass group by group (`Policy.shards`), gradients are summed and
+                scattered in the last backward pass of a step; the optimiser works on shards
 
-Both give the learner the same sums. A policy that trains in 16 bits is sharded with masters in float32, which the
-optimiser steps; passes compute in 16 bits as ever.
+Both give the same sums. A policy that trains in 16 bits is sharded with master weights in float32, which the optimiser
+steps; passes compute in 16 bits as before.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from embodied import progress
 from embodied.config.schema import Config
 from embodied.devices import CPU, copies, defines
 from embodied.errors import UserError
-from embodied.learning.whole_policy import WholePolicy, copied, empty_copy, nothing
+from embodied.learning.parallel import ReplicatedPolicy, copied, copy_without_memory, write_nothing
 from embodied.run import checkpoint, optimizer_shards
 from embodied.run.checkpoint import MASTER, CheckpointError
 from embodied.runtime.ranks import Ranks, bind
@@ -36,8 +37,8 @@ WRITE_S = 1800.0
 """Longest time between the first rank that has written its part of a checkpoint and the last."""
 
 
-class ShardedPolicy(WholePolicy):
-    """Every rank holds its shard of each parameter. To be made before the optimiser, after what is frozen is."""
+class ShardedPolicy(ReplicatedPolicy):
+    """A shard of each parameter on every rank. Construct it after parameters are frozen, before the optimiser."""
 
     sharded = True
 
@@ -45,10 +46,10 @@ class ShardedPolicy(WholePolicy):
         super().__init__(policy, ranks)
         bind(ranks.rank)
         self._types = {name: parameter.dtype for name, parameter in policy.named_parameters()}
-        """Of the policy by itself."""
+        """Types of the parameters before they were sharded."""
         _check_scalars(policy)
-        self._plain = empty_copy(policy) if ranks.first else None
-        # A group of their own: meanwhile the ranks go on to learn with the other.
+        self._snapshot = copy_without_memory(policy) if ranks.first else None
+        # A process group for the writers alone: meanwhile the ranks train with the other.
         self._writers = ranks.another_group(WRITE_S)
         self._mesh = init_device_mesh(ranks.device.type, (ranks.size,))
         self._host_mesh = init_device_mesh("cpu", (ranks.size,))
@@ -89,31 +90,35 @@ class ShardedPolicy(WholePolicy):
         fully_shard(whole, mesh=self._mesh, mp_policy=precision)  # type: ignore[arg-type]
 
     @contextmanager
-    def critic_alone(self, alone: bool) -> Iterator[None]:
-        """Here the whole backward pass is made: shards are gathered and summed by hooks that were set when all of it
-        was trained."""
+    def critic_only(self, active: bool) -> Iterator[None]:
+        """The whole backward pass runs: shards are gathered and summed by hooks, which were set when all of the policy
+        was trained. The actor's gradient is dropped afterwards."""
         yield
-        if alone:
+        if active:
             for parameter in self.policy.actor_parameters():
                 parameter.grad = None
 
-    def last_pass(self, last: bool) -> None:
-        self._root.set_requires_gradient_sync(last)
+    def micro_batches(self, minibatch: Tensor, size: int, synchronise: bool = True) -> Iterator[tuple[Tensor, bool]]:
+        """As of `ReplicatedPolicy`; all ranks make equally many passes, and the last one sums the gradients."""
+        root, share = self.policy, self.ranks.share(minibatch)
+        assert isinstance(root, FSDPModule)
+        counted = list(share.split(size)) if len(share) else []
+        passes = -(-self.ranks.largest_share(len(minibatch)) // size)
+        for number in range(passes):
+            progress.report()
+            root.set_requires_gradient_sync(synchronise and number == passes - 1)
+            counts = number < len(counted)
+            yield (counted[number] if counts else minibatch[:1]), counts
 
     def sum_gradients(self) -> None:
-        """They were summed in the last pass."""
+        """The last backward pass has summed them."""
 
-    def clip(self, bound: float) -> Tensor:
-        norm = super().clip(bound)
+    def clip_grad_norm(self, limit: float) -> Tensor:
+        norm = super().clip_grad_norm(limit)
         if not isinstance(norm, DTensor):
             return norm
         with self.ranks.waiting("measure the gradient"):
             return norm.full_tensor()
-
-    @property
-    def _root(self) -> FSDPModule:
-        assert isinstance(self.policy, FSDPModule)
-        return self.policy
 
     def weights(self) -> dict[str, Tensor]:
         found = {}
@@ -126,8 +131,8 @@ class ShardedPolicy(WholePolicy):
     def stage(
         self, root: Path, state: checkpoint.RunState, optimizer: torch.optim.Optimizer, environments: checkpoint.Arrays
     ) -> Callable[[], None]:
-        """Of what is returned, rank 0's writes the policy as one process would, and every rank's its shards of the
-        optimiser's tensors. Where a rank cannot reach the folder, rank 0 writes all.
+        """As of `ReplicatedPolicy`; every rank writes its shards of the optimiser's tensors, rank 0 also the policy, in
+        the format of one rank. Where a rank cannot reach the folder, rank 0 writes everything.
         """
         whole, shards = self._whole(), self._optimizer_shards(optimizer)
         self.ranks.first_does("begin the checkpoint", lambda: checkpoint.begin(root, state))
@@ -144,10 +149,10 @@ class ShardedPolicy(WholePolicy):
                 optimizer_shards.write(folder, shards, self._writers)
 
         if not self.ranks.first:
-            return write_shards if shared else nothing
+            return write_shards if shared else write_nothing
         names = {id(parameter): name for name, parameter in self.policy.named_parameters()}
         steps = {names[id(parameter)]: float(each["step"]) for parameter, each in optimizer.state.items()}
-        policy, arrays = self._with(whole | copies(self._buffers())), copied(environments)
+        policy, arrays = self._snapshot_with(whole | copies(self._buffers())), copied(environments)
         shapes = {name: shard.shape for name, shard in shards.items()}
 
         def write() -> None:
@@ -163,7 +168,7 @@ class ShardedPolicy(WholePolicy):
         return write
 
     @property
-    def lends_frozen(self) -> bool:
+    def stages_own_tensors(self) -> bool:
         return False
 
     def load(self, folder: Path, optimizer: torch.optim.Optimizer) -> None:
@@ -198,7 +203,7 @@ class ShardedPolicy(WholePolicy):
     def _fill(
         self, folder: Path, moments: checkpoint.OptimizerState, optimizer: torch.optim.Optimizer, shared: bool
     ) -> None:
-        """Every rank's shards of the optimiser's tensors: from the folder, or from rank 0, which has read them."""
+        """Fill every rank's shards of the optimiser's tensors from the folder, or from rank 0, which has read them."""
         shards = self._optimizer_shards(optimizer)
         if shared:
             with self.ranks.waiting("read their shards"):
@@ -217,7 +222,7 @@ class ShardedPolicy(WholePolicy):
                 raise CheckpointError(f"{folder}: {name!r} has numbers that are not finite; use an earlier checkpoint")
 
     def _optimizer_shards(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-        """This rank's, by the names that a checkpoint has; with the masters of a policy of 16 bits."""
+        """This rank's shards by the names in a checkpoint, with the master weights of a policy in 16 bits."""
         parameters = dict(self.policy.named_parameters())
         found = {
             f"{key}.{name}": optimizer.state[parameter][key]
@@ -240,20 +245,20 @@ class ShardedPolicy(WholePolicy):
         }
 
     def _all_see(self, folder: Path) -> bool:
-        """Whether it is a folder for every rank: they may be on machines that share no files."""
+        """True if every rank sees the folder: ranks may be on machines that share no files."""
         return self.ranks.sum_numbers({"see": float(folder.is_dir())})["see"] == self.ranks.size
 
     # --- whole tensors and shards
 
     @contextmanager
     def _as_whole(self, parameters: Mapping[str, Tensor]) -> Iterator[Policy]:
-        """Of rank 0: within, a policy by itself with these parameters, and with the buffers of this one. What is loaded
-        into it is found in both."""
-        plain = self._with(dict(parameters) | self._buffers())
+        """On rank 0, in the block: a separate policy with these very parameters and this policy's buffers. What is
+        loaded into it is loaded into both."""
+        snapshot = self._snapshot_with(dict(parameters) | self._buffers())
         try:
-            yield plain
+            yield snapshot
         finally:
-            self._let_go(plain)
+            self._empty(snapshot)
 
     def _buffers(self) -> dict[str, Tensor]:
         """All that are saved, by name."""
@@ -261,7 +266,7 @@ class ShardedPolicy(WholePolicy):
         return {name: tensor for name, tensor in self._changing().items() if name not in parameters}
 
     def _gathered(self, tensor: Tensor) -> Tensor:
-        """The whole tensor, on every rank; every rank has to be asked."""
+        """The whole tensor, on every rank. Every rank must call it."""
         if not isinstance(tensor, DTensor):
             return tensor
         with self.ranks.waiting("gather a tensor"):
@@ -293,13 +298,13 @@ class ShardedPolicy(WholePolicy):
             into.copy_(distribute_tensor(sent, self._mesh, into.placements, src_data_rank=None))
 
 
-def held(policy: Policy, config: Config, ranks: Ranks) -> WholePolicy:
-    """The policy as each of the ranks, which are connected, is to hold it by `optim.sharding`."""
+def parallelised(policy: Policy, config: Config, ranks: Ranks) -> ReplicatedPolicy:
+    """The policy on one of several connected ranks, replicated or sharded by `optim.sharding`."""
     sizes = {True: 0, False: 0}
     for parameter in policy.parameters():
         sizes[parameter.requires_grad] += parameter.numel()
     sharded = holds_shards(config, sizes[True], sum(sizes.values()), ranks.device.type != "cpu")
-    return ShardedPolicy(policy, ranks) if sharded and ranks.size > 1 else WholePolicy(policy, ranks)
+    return ShardedPolicy(policy, ranks) if sharded and ranks.size > 1 else ReplicatedPolicy(policy, ranks)
 
 
 def _parameters(modules: list[nn.Module]) -> dict[str, nn.Parameter]:

@@ -10,7 +10,7 @@ from string import Template
 from typing import Any
 
 import schedulers
-from embodied.execution.executor import Iteration
+from embodied.execution.iteration import Iteration
 from embodied.reporting.plan_picture import bars_of, bars_of_spans, draw_bars, draw_timelines
 from embodied.reporting.report import PAGE
 from embodied.reporting.tables import table

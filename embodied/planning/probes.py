@@ -18,10 +18,10 @@ from embodied.config.schema import Config
 from embodied.devices import Affinity, free_bytes
 from embodied.errors import UserError
 from embodied.execution.assignment import HERE, Assignment, FarmAssignment, configured_devices
-from embodied.execution.executor import Executor, Iteration
+from embodied.execution.iteration import Iteration, OnPolicy
 from embodied.execution.roles import RolloutRole
+from embodied.learning.learner import TrainedBytes
 from embodied.learning.offload import Switch
-from embodied.learning.update_record import TrainedBytes
 from embodied.workflows.recipes import Recipe, recipe_of
 from embodied.workflows.sizes import holds_shards, tasks_of
 from schedulers.profile import Exchange
@@ -182,7 +182,7 @@ def _refusal(task: str, device: RenderDevice) -> str | None:
     return (result.stderr.strip().splitlines() or [f"{name_of(device)} ended with status {result.returncode}"])[-1]
 
 
-def gpu_drawing(workers: Executor, gpu: torch.device) -> GpuDrawing:
+def gpu_drawing(workers: OnPolicy, gpu: torch.device) -> GpuDrawing:
     """Let the renderers leave the GPU and come back, and see what becomes free. What the driver keeps of a process that
     has drawn is not among it."""
     before, deadline_s = free_bytes(gpu), workers.farm_deadline_s

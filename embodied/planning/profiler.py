@@ -17,18 +17,15 @@ from statistics import fmean, median, stdev
 
 import numpy as np
 
-from embodied.config.files import parse_config
 from embodied.config.schema import Config
-from embodied.devices import accelerators
-from embodied.doctor.hardware import fingerprint
+from embodied.devices import accelerators, fingerprint
 from embodied.errors import UserError
 from embodied.execution.assignment import Assignment
-from embodied.execution.executor import Executor, Iteration, executor
+from embodied.execution.iteration import Iteration, OnPolicy, start_run
 from embodied.execution.roles import LearnerRole
 from embodied.execution.session import Session
+from embodied.learning.learner import TrainedBytes
 from embodied.learning.offload import Switch
-from embodied.learning.update_record import TrainedBytes
-from embodied.migration import OLD_SECTIONS, migrate
 from embodied.planning.components import ComponentRoles, roles_of
 from embodied.planning.probes import GpuDrawing, drawers_of, exchanges_of, gpu_drawing, probes_of
 from embodied.statistics import typical
@@ -138,7 +135,7 @@ def _probe(config: Config, session: Session, scratch: Path) -> Probed:
     switches: Switches = {}
     peak, trained = 0, TrainedBytes(0, 0, 0)
     for name, (changed, assignment) in probes_of(config, session.cores, gpus, drawers).items():
-        with executor(changed, scratch, session, assignment) as workers:
+        with start_run(changed, scratch, session, assignment) as workers:
             infos = workers.farm.infos
             taken[name] = measure(changed, workers)
             switches = switches or workers.offload.measured()
@@ -150,7 +147,7 @@ def _probe(config: Config, session: Session, scratch: Path) -> Probed:
     return Probed(workflow, infos, taken, len(session.cores), bool(gpus), switches, peak, trained, drawers, drawn)
 
 
-def measure(config: Config, workers: Executor) -> Measured:
+def measure(config: Config, workers: OnPolicy) -> Measured:
     """Run iterations from the beginning until they are enough."""
     workflow = workflow_of(config, _lengths(workers.farm.infos))
     rounds = workflow.loops[0].steps * workflow.episodes_per_env
@@ -160,7 +157,7 @@ def measure(config: Config, workers: Executor) -> Measured:
     return Measured(environments, workers.assignment, iterations, rounds, float(held.mean()))
 
 
-def run_iterations(workers: Executor) -> list[Iteration]:
+def run_iterations(workers: OnPolicy) -> list[Iteration]:
     """The first iterations of a run, the warming one among them."""
     workers.begin(None, 0)
     found: list[Iteration] = []
@@ -181,21 +178,6 @@ def work_of(config: Config) -> dict[str, str]:
     names = {"workflow", "env", "extra_tasks", "policy", "rollout", "advantage", "loss", "optim"}
     sections = config.model_dump(mode="json", include=names)
     return {f"work.{name}": json.dumps(section, sort_keys=True) for name, section in sections.items()}
-
-
-def in_todays_keys(fingerprint: Mapping[str, str]) -> dict[str, str]:
-    """A profile's fingerprint as `work_of` would write it now, where an earlier version measured the profile."""
-    work = {key.removeprefix("work."): json.loads(value) for key, value in fingerprint.items() if _of_work(key)}
-    rest = {key: value for key, value in fingerprint.items() if not _of_work(key)}
-    if work.keys() & set(OLD_SECTIONS):
-        return rest | work_of(parse_config(migrate(work), "the profile"))
-    # Keys that are newer than the profile have their defaults; one for each task had no need of extra_tasks.
-    known = {f"work.{name}" for name in (*work, "extra_tasks")}
-    return rest | {key: value for key, value in work_of(parse_config(work, "the profile")).items() if key in known}
-
-
-def _of_work(key: str) -> bool:
-    return key.startswith("work.")
 
 
 # --- seconds of each role in an iteration

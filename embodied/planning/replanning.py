@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 import schedulers
-from embodied.execution.executor import Iteration
+from embodied.execution.iteration import Iteration
 from embodied.planning.components import roles_of
 from embodied.planning.profiler import decided_s, passed_s, trained_s
 from schedulers import Cluster, ComponentProfile, Plan, Point, Profile, Workflow

@@ -11,7 +11,7 @@ from rich import print as show
 
 import schedulers
 from embodied.config.schema import Config
-from embodied.doctor.hardware import fingerprint
+from embodied.devices import fingerprint
 from embodied.errors import UserError
 from embodied.execution.assignment import Assignment, assign, configured
 from embodied.execution.makers import check_components
@@ -19,7 +19,7 @@ from embodied.execution.session import Session
 from embodied.files import write_whole
 from embodied.planning.clusters import local_cluster, run_cluster, with_stand_ins
 from embodied.planning.components import leaving_home, planned_for
-from embodied.planning.profiler import in_todays_keys, profile_config, work_of
+from embodied.planning.profiler import profile_config, work_of
 from embodied.planning.replanning import Decision, Watch
 from embodied.workflows.context import task_spec
 from embodied.workflows.sizes import tasks_of, workflow_of
@@ -42,12 +42,6 @@ def sized_workflow(config: Config) -> Workflow:
 def checked_profile(path: Path, config: Config, workflow: Workflow, any_hardware: bool) -> Profile:
     """A profile from a file. Raises `UserError` or `PlanError` for one that does not belong to what is planned here."""
     profile = schedulers.load(Profile, path)
-    try:
-        profile = replace(profile, fingerprint=in_todays_keys(profile.fingerprint))
-    except (RecursionError, ValueError) as error:
-        raise UserError(f"{path}: what it was measured with is not JSON ({error}): measure again") from error
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from error
     work = {key: value for key, value in profile.fingerprint.items() if key.startswith("work.")}
     differs = [key.removeprefix("work.") for key, value in work_of(config).items() if work.get(key, value) != value]
     if differs:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Format = Callable[[float], str]
 
 COLOURS = ("#3b76c4", "#e58a1f", "#1f9e8f", "#8d61c4", "#cc4b63", "#7d8590")
-"""Of several curves in one chart. They keep their distance on white, on black, and to the colour-blind."""
+"""Colours of several curves in one chart, distinct on white, on black, and to the colour-blind."""
 
 _MAX_POINTS = 600
 _MAX_BARS = 150
@@ -187,7 +187,7 @@ def ticks(low: float, high: float, about: int) -> list[float]:
 def _axes(
     width: int, height: int, x_range: tuple[float, float], y_range: tuple[float, float], x_label: str, show_y: Format
 ) -> Axes:
-    """Where a chart is drawn: one unit of the figure is a pixel of the page."""
+    """Axes of a chart: one unit of the figure is a pixel of the page."""
     from matplotlib.figure import Figure  # takes half a second: only where it is used
 
     figure = Figure((width / 72, height / 72), dpi=72, facecolor="none")
@@ -209,7 +209,7 @@ def _axes(
 
 
 def _labels(values: Sequence[float], show: Format) -> list[str]:
-    """As `show` writes them; where it writes two of them alike, with as many digits as tell them apart."""
+    """Labels by `show`; where two are equal, with as many digits as distinguish them."""
     texts, digits = [show(value) for value in values], 4
     while len(set(texts)) < len(texts) and digits < 16:
         texts, digits = [f"{value:.{digits}g}" for value in values], digits + 1
@@ -217,7 +217,7 @@ def _labels(values: Sequence[float], show: Format) -> list[str]:
 
 
 def _alone(y: npt.NDArray[np.float64]) -> list[int]:
-    """Where a value stands between gaps: no line shows it."""
+    """Positions of single values between gaps, which no line shows."""
     known = np.concatenate([[False], np.isfinite(y), [False]])
     return [int(i) for i in np.flatnonzero(known[1:-1] & ~known[:-2] & ~known[2:])]
 

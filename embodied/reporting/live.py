@@ -173,7 +173,7 @@ class Progress:
 
 
 class _Steps:
-    """What `steps` yields."""
+    """Counter that `steps` yields."""
 
     def __init__(self, show: Callable[[int, str], None]) -> None:
         self._show = show

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 FILE = "metrics.jsonl"
 SELECTION = "selection.jsonl"
-"""Of evaluations during training."""
+"""File of the evaluations during training."""
 MOST = 2**53
 """Iterations or env steps: a JSON number holds no more exactly."""
 

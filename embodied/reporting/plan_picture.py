@@ -31,7 +31,7 @@ def bars_of(simulation: Simulation) -> list[Bar]:
 
 
 def bars_of_spans(spans: Sequence[Span], begin_ns: int) -> list[Bar]:
-    """What workers did, from a measured iteration; waiting is left out."""
+    """Bars of a measured iteration's work; waiting is left out."""
     found = []
     for span in spans:
         component = _component(span)

@@ -10,20 +10,29 @@ import base64
 import json
 import os
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from html import escape
 from pathlib import Path
 from string import Template
+from typing import Any
 from urllib.parse import quote
 
 from embodied.files import read_json, write_whole
-from embodied.reporting import charts, timeline
-from embodied.reporting import page_pieces as pieces
+from embodied.reporting import charts
+from embodied.reporting.charts import compact, ticks
 from embodied.reporting.live import duration
-from embodied.reporting.plan_section import plan_section
-from embodied.reporting.run_record import SUCCESS_RECENT, Evaluation, ReportError, RunFolder, find, named, read_run
-from embodied.run.trace import COMPONENTS
+from embodied.reporting.run_record import (
+    LARGEST,
+    SUCCESS_RECENT,
+    Evaluation,
+    ReportError,
+    RunFolder,
+    find,
+    named,
+    read_run,
+)
+from embodied.run.trace import COMPONENTS, ITERATIONS, Span, track_order
 from embodied.statistics import wilson
 
 SMOOTHING = 5
@@ -104,7 +113,7 @@ def _success_figure(run: RunFolder) -> tuple[str, str, str, str]:
         low, high = wilson(round(rate * episodes), episodes)
         if len(run.evals) == 1:
             low, high = run.evals[0].success_low, run.evals[0].success_high
-        note = f"{pieces.interval(low, high)}, {episodes} episodes"
+        note = f"{interval(low, high)}, {episodes} episodes"
         return "Success in evaluation", charts.percent(rate), note, ""
     rates = [value for value in run.column("env/success_once") if value is not None][-SMOOTHING:]
     if not rates:
@@ -114,12 +123,12 @@ def _success_figure(run: RunFolder) -> tuple[str, str, str, str]:
     if counts:
         episodes = max(round(sum(counts)), 0)
         solved = min(max(round(rate * episodes), 0), episodes)
-        note = f"{pieces.interval(*wilson(solved, episodes))}, {note}"
+        note = f"{interval(*wilson(solved, episodes))}, {note}"
     return "Success in training", charts.percent(rate), note, ""
 
 
 def _target_figure(run: RunFolder) -> tuple[str, str, str, str]:
-    """When the success of the last training episodes first reached the target."""
+    """Time at which the success of the last training episodes first reached the target."""
     title = f"Time to success {run.target:g}"
     reached = run.reached_target()
     if reached is not None:
@@ -131,12 +140,12 @@ def _target_figure(run: RunFolder) -> tuple[str, str, str, str]:
 
 def _success(run: RunFolder) -> str:
     if not run.rows:
-        return pieces.section("Success", _notice(run, "metrics.jsonl"))
+        return section("Success", _notice(run, "metrics.jsonl"))
     if _imitates(run):
         return ""
     walls = run.column("wall_s")
     timed = [i for i, wall_s in enumerate(walls) if wall_s is not None]
-    scale, unit = pieces.time_unit(max((walls[i] or 0.0 for i in timed), default=0.0))
+    scale, unit = time_unit(max((walls[i] or 0.0 for i in timed), default=0.0))
     raw = run.column("env/success_once")
     mean = charts.trailing_mean(raw, SMOOTHING)
     heads, steps = _heads(run), [float(row["env_steps"]) for row in run.rows]
@@ -160,14 +169,14 @@ def _success(run: RunFolder) -> str:
     colours = {f"target {run.target:g}": "var(--good)"}
     if run.selection:
         colours[EVALUATED] = charts.COLOURS[1]
-    legend = pieces.legend(colours)
+    key = legend(colours)
     figures = [
-        pieces.card("Success against env steps", by_steps, legend),
-        pieces.card("Success against wall-clock", by_time, legend),
+        card("Success against env steps", by_steps, key),
+        card("Success against wall-clock", by_time, key),
         *_curves(run, ("env/return", "env/episode_len", *_of_tasks(run)), 420, 180),
     ]
     lead = f"Thin: each iteration. Thick: the mean of the last {SMOOTHING}."
-    return pieces.section("Success", pieces.grid("two", figures), lead)
+    return section("Success", grid("two", figures), lead)
 
 
 def _of_tasks(run: RunFolder) -> list[str]:
@@ -176,7 +185,7 @@ def _of_tasks(run: RunFolder) -> list[str]:
 
 
 def _imitates(run: RunFolder) -> bool:
-    """Whether the run has learned from demonstrations, and not from episodes of its own."""
+    """True if the run has learned from demonstrations, and not from rollouts."""
     return any("sft/loss" in row for row in run.rows)
 
 
@@ -187,19 +196,19 @@ def _imitation(run: RunFolder) -> str:
         "Env steps are those of the demonstrations that were learned from, repetitions counted. The distance is the "
         "mean over action elements of |the policy's mode - what was demonstrated|, in the environment's units."
     )
-    return pieces.section("Learning from demonstrations", pieces.grid("three", figures), lead) if figures else ""
+    return section("Learning from demonstrations", grid("three", figures), lead) if figures else ""
 
 
 def _data(run: RunFolder) -> str:
-    """What was understood of the demonstrations, where the run has learned from some."""
+    """Inspection of the demonstrations, where the run has learned from some."""
     path = run.path / "data.json"
     if not path.is_file():
         return ""
     try:
         text = read_json(path)["text"]
     except (OSError, ValueError, KeyError, TypeError):
-        return pieces.section("Demonstrations", "data.json is damaged: `embodied inspect` makes the table anew")
-    return pieces.section("Demonstrations", f'<div class="card"><pre>{escape(str(text))}</pre></div>')
+        return section("Demonstrations", "data.json is damaged: `embodied inspect` makes the table anew")
+    return section("Demonstrations", f'<div class="card"><pre>{escape(str(text))}</pre></div>')
 
 
 def _learner(run: RunFolder) -> str:
@@ -208,7 +217,7 @@ def _learner(run: RunFolder) -> str:
     known = [f"learner/{name}" for name in _LEARNER]
     other = {key for row in run.rows for key in row if key.startswith(("learner/", "lag/"))} - set(known)
     figures = _curves(run, [*known, *sorted(other)], 360, 180)
-    return pieces.section("Learner", pieces.grid("three", figures)) if figures else ""
+    return section("Learner", grid("three", figures)) if figures else ""
 
 
 def _time(run: RunFolder) -> str:
@@ -217,11 +226,11 @@ def _time(run: RunFolder) -> str:
         return ""
     shares = [{name: row.get(f"time/{name}") or 0.0 for name in COMPONENTS} for row in rows]
     means = {name: statistics.fmean(share[name] for share in shares) for name in COMPONENTS}
-    legend = pieces.legend({f"{name} {means[name]:.0%}": css for name, css in COMPONENTS.items()})
+    key = legend({f"{name} {means[name]:.0%}": css for name, css in COMPONENTS.items()})
     bars = charts.stacked_bars(shares, [float(row["iteration"]) for row in rows], COMPONENTS, "iteration")
     speed = _curves(run, ["farm/env_steps_per_s"], 420, 210)
-    figures = pieces.grid("two", [pieces.card("Share of each iteration", bars, legend), *speed])
-    return pieces.section("Where the time goes", figures, "The legend gives means over the run.")
+    figures = grid("two", [card("Share of each iteration", bars, key), *speed])
+    return section("Where the time goes", figures, "The legend gives means over the run.")
 
 
 def _timeline(run: RunFolder) -> str:
@@ -230,23 +239,23 @@ def _timeline(run: RunFolder) -> str:
         return ""
     if not run.spans:
         run.missing.setdefault("trace.json", "trace.json has no spans yet.")
-        return pieces.section(title, _notice(run, "trace.json"))
-    iteration, spans = timeline.last_iteration(run.spans)
+        return section(title, _notice(run, "trace.json"))
+    iteration, spans = last_iteration(run.spans)
     if not spans:
-        return pieces.section(title, f'<p class="notice">{escape(iteration.name)} has no spans in trace.json.</p>')
-    whole = timeline.draw(spans, iteration.start_ns, iteration.end_ns)
+        return section(title, f'<p class="notice">{escape(iteration.name)} has no spans in trace.json.</p>')
+    whole = draw(spans, iteration.start_ns, iteration.end_ns)
     caption = f"{iteration.name.capitalize()}, {_milliseconds(iteration.end_ns - iteration.start_ns)}"
-    figures = [pieces.card(caption, whole, pieces.legend(COMPONENTS), "scroll")]
-    if (part := timeline.close_up(spans)) is not None:
+    figures = [card(caption, whole, legend(COMPONENTS), "scroll")]
+    if (part := close_up(spans)) is not None:
         caption = f"{_milliseconds(part[1] - part[0])} of it, with arrows from observation to action"
-        figures.append(pieces.card(caption, timeline.draw(spans, *part), "", "scroll"))
+        figures.append(card(caption, draw(spans, *part), "", "scroll"))
     lead = "A row per worker. The whole trace, trace.json, opens in ui.perfetto.dev."
-    return pieces.section(title, pieces.grid("", figures), lead)
+    return section(title, grid("", figures), lead)
 
 
 def _evaluation(run: RunFolder) -> str:
     if not run.evals:
-        return pieces.section("Evaluation", _notice(run, "eval.json"))
+        return section("Evaluation", _notice(run, "eval.json"))
     names = (
         "task", "success once", "0 to 100%", "success at end", "starts trained on", "episodes", "length", "return",
         "wall time",
@@ -256,7 +265,7 @@ def _evaluation(run: RunFolder) -> str:
     table = f'<div class="card scroll"><table><tr>{head}</tr>{rows}</table></div>'
     notes = dict.fromkeys(note for item in run.evals for note in item.notes)
     said = "".join(f'<p class="notice">{escape(note)}.</p>' for note in notes)
-    return pieces.section("Evaluation", table + said)
+    return section("Evaluation", table + said)
 
 
 def _evaluation_row(item: Evaluation) -> str:
@@ -264,10 +273,10 @@ def _evaluation_row(item: Evaluation) -> str:
     bar = (
         f'<div class="range"><i style="left:{low:.2%};width:{high - low:.2%}"></i><b style="left:{rate:.2%}"></b></div>'
     )
-    success = f"{charts.percent(rate)} <small>{pieces.interval(low, high)}</small>"
+    success = f"{charts.percent(rate)} <small>{interval(low, high)}</small>"
     end = "–"
     if item.at_end is not None:
-        end = f"{charts.percent(item.at_end[0])} <small>{pieces.interval(*item.at_end[1:])}</small>"
+        end = f"{charts.percent(item.at_end[0])} <small>{interval(*item.at_end[1:])}</small>"
     wall = "–" if item.wall_s is None else duration(item.wall_s)
     numbers = item.episodes, _number(item.episode_len), _number(item.mean_return)
     cells = (success, bar, end, escape(item.trained_on or "–"), *numbers, wall)
@@ -276,7 +285,7 @@ def _evaluation_row(item: Evaluation) -> str:
 
 def _videos(run: RunFolder) -> str:
     if not run.videos:
-        return pieces.section("Videos", _notice(run, "videos"))
+        return section("Videos", _notice(run, "videos"))
     figures, embedded = [], 0
     for file in run.videos:
         size = file.stat().st_size
@@ -285,16 +294,16 @@ def _videos(run: RunFolder) -> str:
             embedded += size
             source = "data:video/mp4;base64," + base64.b64encode(file.read_bytes()).decode()
         video = f'<video controls loop muted playsinline preload="metadata" src="{source}"></video>'
-        figures.append(pieces.card(file.stem, video, ""))
-    return pieces.section("Videos", pieces.grid("two" if len(figures) > 1 else "", figures))
+        figures.append(card(file.stem, video, ""))
+    return section("Videos", grid("two" if len(figures) > 1 else "", figures))
 
 
 def _config(run: RunFolder) -> str:
     if not run.config_text:
-        return pieces.section("Configuration", _notice(run, "config.yaml"))
+        return section("Configuration", _notice(run, "config.yaml"))
     note = _notice(run, "config.yaml") if "config.yaml" in run.missing else ""
     text = f"<summary>config.yaml</summary><pre>{escape(run.config_text)}</pre>"
-    return pieces.section("Configuration", f'{note}<details class="card">{text}</details>')
+    return section("Configuration", f'{note}<details class="card">{text}</details>')
 
 
 def _protocol(run: RunFolder) -> str:
@@ -313,7 +322,7 @@ def _protocol(run: RunFolder) -> str:
             entries[prefix + str(key).replace("_", " ")] = named(value)
     items = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in entries.items())
     footer = f"<footer>Written {datetime.now():%Y-%m-%d %H:%M} by <code>embodied report</code>.</footer>"
-    return pieces.section("Protocol", f'<dl class="card">{items}</dl>{footer}')
+    return section("Protocol", f'<dl class="card">{items}</dl>{footer}')
 
 
 # The pieces of a section
@@ -341,12 +350,12 @@ def _curves(run: RunFolder, keys: Iterable[str], width: int, height: int) -> lis
         if any(value is not None for value in values):
             curve = [charts.Line(key, values)]
             chart = charts.lines(steps, curve, "env steps", heads, width=width, height=height)
-            figures.append(pieces.card(key, chart))
+            figures.append(card(key, chart))
     return figures
 
 
 def _heads(run: RunFolder) -> list[str]:
-    """What identifies each row under the pointer."""
+    """Heading of each row under the pointer."""
     heads = []
     for row, wall_s in zip(run.rows, run.column("wall_s"), strict=True):
         time = f", {duration(wall_s)}" if wall_s is not None else ""
@@ -360,3 +369,210 @@ def _number(value: float | None) -> str:
 
 def _milliseconds(length_ns: int) -> str:
     return f"{length_ns / 1e9:.3g} s" if length_ns >= 1e9 else f"{length_ns / 1e6:.3g} ms"
+
+
+# --- What the pages of runs are put together from: sections, cards and what is written on them. All return HTML.
+
+
+def section(title: str, content: str, lead: str = "") -> str:
+    """A heading, a sentence below it and the content; all three are HTML."""
+    lead = f'<p class="lead">{lead}</p>' if lead else ""
+    return f"<section><h2>{title}</h2>{lead}{content}</section>"
+
+
+def grid(css: str, figures: Iterable[str]) -> str:
+    """Cards beside each other; `css` names how many: `two`, `three`, or nothing for one."""
+    return f'<div class="grid {css}">{"".join(figures)}</div>'
+
+
+def card(title: str, content: str, legend: str = "", css: str = "") -> str:
+    """A drawing with its title, which is plain text."""
+    caption = f"<figcaption>{escape(title)}{legend}</figcaption>"
+    return f'<figure class="card">{caption}<div class="{css}">{content}</div></figure>'
+
+
+def legend(colours: Mapping[str, str]) -> str:
+    """Legend: a name for each colour; the names are HTML."""
+    return "".join(
+        f'<span class="legend"><i style="background:{css}"></i>{name}</span>' for name, css in colours.items()
+    )
+
+
+def time_unit(longest_s: float) -> tuple[float, str]:
+    """Seconds in the unit in which times up to `longest_s` are best read, and the unit's name."""
+    if longest_s >= 2 * 3600:
+        return 3600.0, "h"
+    return (60.0, "min") if longest_s >= 2 * 60 else (1.0, "s")
+
+
+def interval(low: float, high: float) -> str:
+    """Two rates as `45.6% to 59.3%`."""
+    return f"{charts.percent(low)} to {charts.percent(high)}"
+
+
+# --- The report's section on the plan: why it was chosen, and predicted beside measured times.
+
+
+def plan_section(run: RunFolder) -> str:
+    """The reasons of the run's plan, and its prediction beside the measurement; empty where nothing was planned. A
+    plan that cannot be read costs only its own paragraph."""
+    path = run.path / "plan.json"
+    parts = [_plan(path)] if path.is_file() else []
+    parts += [line for line in (_predicted_and_measured(run, path), _wire(run)) if line]
+    return f"<section><h2>Plan</h2>{''.join(parts)}</section>" if parts else ""
+
+
+def _plan(path: Path) -> str:
+    data = _read(path)
+    if data is None:
+        return f'<p class="notice">{escape(path.name)} cannot be read.</p>'
+    why = data.get("why")
+    if not isinstance(why, list) or not why:
+        why = [f"{data.get('mode', 'a plan')}, edited by hand or without reasons."]
+    return f"<p><b>{escape(path.name)}</b><br>{'<br>'.join(escape(str(sentence)) for sentence in why)}</p>"
+
+
+def _predicted_and_measured(run: RunFolder, path: Path) -> str:
+    predicted = _predicted(_read(path))
+    times = [value for value in run.column("time/iteration_s") if value]
+    if predicted is None or not times:
+        return ""
+    measured = statistics.median(times)
+    return (
+        f"<p>Predicted {predicted:.3g} s per iteration, measured {measured:.3g} s (median of {len(times)}): "
+        f"{predicted / measured - 1:+.0%}.</p>"
+    )
+
+
+def _predicted(data: dict[str, Any] | None) -> float | None:
+    prediction = (data or {}).get("prediction")
+    value = prediction.get("iteration_s") if isinstance(prediction, dict) else None
+    return float(value) if isinstance(value, (int, float)) and 0 <= value < LARGEST else None
+
+
+def _wire(run: RunFolder) -> str:
+    sent = [value for value in run.column("farm/wire_bytes_per_env_step") if value]
+    if not sent:
+        return ""
+    mean = statistics.fmean(sent)
+    return f"<p>Between machines: {mean:,.0f} bytes per env step, scene states and actions; no frames.</p>"
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        data = read_json(path)
+    except (OSError, ValueError):
+        return None
+    return data if isinstance(data, dict) else None
+
+
+# --- One iteration as a picture: a row per track, a bar per span coloured by component, arrows if they fit.
+
+
+_LEFT, _RIGHT, _ROW, _AXIS = 104, 12, 22, 30
+_MAX_ARROWS = 60
+_CLOSE_UP_ARROWS = 24
+
+_ToPixel = Callable[[int], float]
+
+
+def last_iteration(spans: Sequence[Span]) -> tuple[Span, list[Span]]:
+    """The last complete iteration as one span, and the spans within it; the last there is, if none is
+    complete; everything, if there are no iterations."""
+    iterations = [span for span in spans if span.track == ITERATIONS]
+    if not iterations:
+        ends = (min(span.start_ns for span in spans), max(span.end_ns for span in spans))
+        return Span(ITERATIONS, "the whole trace", *ends), list(spans)
+    chosen = max(iterations, key=lambda span: (bool(span.args.get("complete")), span.start_ns))
+    inside = [
+        span
+        for span in spans
+        if span.track != ITERATIONS and span.start_ns < chosen.end_ns and span.end_ns > chosen.start_ns
+    ]
+    return chosen, inside
+
+
+def close_up(spans: Sequence[Span]) -> tuple[int, int] | None:
+    """A stretch in the middle of what the arrows connect, short enough for single arrows to be seen; None
+    where the whole already is."""
+    flows = _flows(spans)
+    if len(flows) <= _CLOSE_UP_ARROWS:
+        return None
+    middle = (len(flows) - _CLOSE_UP_ARROWS) // 2
+    stretch = flows[middle : middle + _CLOSE_UP_ARROWS]
+    return min(a.start_ns for a, _ in stretch), max(b.end_ns for _, b in stretch)
+
+
+def draw(spans: Sequence[Span], start_ns: int, end_ns: int, width: int = 1136) -> str:
+    """The stretch from `start_ns` to `end_ns`. The page shows a bar's name and duration under the pointer."""
+    visible = [span for span in spans if span.start_ns < end_ns and span.end_ns > start_ns]
+    tracks = sorted({span.track for span in visible}, key=track_order)
+    height = _ROW * len(tracks) + _AXIS
+    scale = (width - _LEFT - _RIGHT) / max(end_ns - start_ns, 1)
+    tops = {track: _ROW * row for row, track in enumerate(tracks)}
+
+    def x(at_ns: int) -> float:
+        return _LEFT + (min(max(at_ns, start_ns), end_ns) - start_ns) * scale
+
+    parts = [_axis(start_ns, end_ns, x, width, height - _AXIS)]
+    for track in tracks:
+        name = track if len(track) <= 15 else track[:14] + "…"
+        y = tops[track] + _ROW / 2 + 4
+        parts.append(f'<text x="{_LEFT - 8}" y="{y}" text-anchor="end">{escape(name)}</text>')
+        parts += _bars([span for span in visible if span.track == track], tops[track] + 3, x)
+    arrows = [(a, b) for a, b in _flows(visible) if start_ns <= a.end_ns and b.start_ns <= end_ns]
+    if len(arrows) <= _MAX_ARROWS:
+        for a, b in arrows:
+            parts.append(_arrow(x(a.end_ns), tops[a.track], x(b.start_ns), tops[b.track]))
+    return f'<svg class="timeline" viewBox="0 0 {width} {height}">{"".join(parts)}</svg>'
+
+
+def _flows(spans: Sequence[Span]) -> list[tuple[Span, Span]]:
+    """The spans that each arrow connects, in the order in which the arrows leave."""
+    starts = {flow: span for span in spans for flow in span.flow_to}
+    pairs = [(starts[flow], span) for span in spans for flow in span.flow_from if flow in starts]
+    return sorted(pairs, key=lambda pair: pair[0].end_ns)
+
+
+def _axis(start_ns: int, end_ns: int, x: _ToPixel, width: int, bottom: int) -> str:
+    length_ms = (end_ns - start_ns) / 1e6
+    scale, unit = (1e3, "s") if length_ms >= 2000 else (1.0, "ms")
+    parts = []
+    for tick in ticks(0.0, length_ms / scale, about=10):
+        at = x(start_ns + round(tick * scale * 1e6))
+        parts.append(f'<line class="grid" x1="{at:.1f}" x2="{at:.1f}" y1="0" y2="{bottom}"/>')
+        label = f"{compact(tick)} {unit}"
+        parts.append(f'<text x="{at:.1f}" y="{bottom + 18}" text-anchor="middle">{label}</text>')
+    return "".join(parts)
+
+
+def _bars(spans: Sequence[Span], top: float, x: _ToPixel) -> list[str]:
+    """A row's bars. Neighbours of one component that no eye could tell apart are drawn as one."""
+    runs: list[list[Span]] = []
+    for span in sorted(spans, key=lambda span: (span.start_ns, -span.end_ns)):
+        run = runs[-1] if runs else [span]
+        same = span.component == run[-1].component and x(span.start_ns) - x(run[-1].end_ns) < 0.5
+        if runs and same and x(span.end_ns) - x(run[0].start_ns) < 2.0:
+            run.append(span)
+        else:
+            runs.append([span])
+    return [_bar(run, top, x) for run in runs]
+
+
+def _bar(run: Sequence[Span], top: float, x: _ToPixel) -> str:
+    first = run[0]
+    left, right = x(first.start_ns), max(x(span.end_ns) for span in run)
+    name = first.name if len(run) == 1 else f"{len(run)} spans, the first {first.name}"
+    busy_ms = sum(span.end_ns - span.start_ns for span in run) / 1e6
+    colour = COMPONENTS.get(first.component, "var(--muted)")
+    tip = escape(f"{first.track}|{name}|{compact(busy_ms)} ms")
+    size = f'width="{max(right - left, 0.4):.2f}" height="{_ROW - 6}"'
+    return f'<rect x="{left:.2f}" y="{top}" {size} rx="1.5" fill="{colour}" data-tip="{tip}"/>'
+
+
+def _arrow(x1: float, top1: float, x2: float, top2: float) -> str:
+    """From the end of one bar to the start of another, leaving and arriving horizontally."""
+    y1, y2 = top1 + _ROW / 2, top2 + _ROW / 2
+    bend = max(10.0, (x2 - x1) / 2)
+    curve = f"M{x1:.1f},{y1} C{x1 + bend:.1f},{y1} {x2 - bend:.1f},{y2} {x2:.1f},{y2}"
+    return f'<path class="flow" d="{curve}"/><circle class="flow-end" cx="{x2:.1f}" cy="{y2}" r="2"/>'

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 from embodied.errors import UserError
 from embodied.files import read_json, read_yaml
-from embodied.migration import migrate
 from embodied.reporting.metrics import SELECTION
 from embodied.reporting.metrics import read as read_metrics
 from embodied.reporting.tables import trained_on
@@ -21,7 +20,7 @@ _T = TypeVar("_T")
 SUCCESS_RECENT = "env/success_recent"
 """The metric: success of the last 100 training episodes."""
 LARGEST = 1e100
-"""What is drawn: no curve needs more, and differences of twice as much are still numbers."""
+"""Largest value that is drawn: no curve needs more, and differences of twice as much are still finite."""
 MOST_EPISODES = 10**9
 LONGEST_NOTE = 2000
 """Characters of a note that are shown."""
@@ -34,7 +33,7 @@ class ReportError(Exception):
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What `eval.json` says of one task."""
+    """Result of one task in `eval.json`."""
 
     task: str
     episodes: int
@@ -44,7 +43,7 @@ class Evaluation:
     at_end: tuple[float, float, float] | None
     """Success at the end with its interval; None in results that do not say it."""
     trained_on: str | None
-    """How many of the evaluated starts were trained on; None in results that do not say it."""
+    """Number of evaluated starts that were trained on, in words; None in results without it."""
     notes: tuple[str, ...]
     """Sentences about the whole evaluation."""
     episode_len: float | None
@@ -55,7 +54,7 @@ class Evaluation:
 
 @dataclass
 class RunFolder:
-    """What the folder held, and what it did not: `missing` maps a file to the sentence about it."""
+    """Content of a run's folder; `missing` maps an absent or damaged file to the sentence about it."""
 
     path: Path
     config_text: str = ""
@@ -122,7 +121,7 @@ def read_run(path: Path) -> RunFolder:
 
 
 def _load(run: RunFolder, name: str, command: str, read: Callable[[Path], _T], otherwise: _T) -> _T:
-    """What `read` makes of the file, or `otherwise` and a sentence in `run.missing`."""
+    """The file as `read` returns it, or `otherwise` and a sentence in `run.missing`."""
     try:
         return read(run.path / name)
     except FileNotFoundError:
@@ -141,12 +140,12 @@ def _by_iteration(path: Path) -> dict[int, dict[str, Any]]:
 
 
 def _yaml_mapping(path: Path) -> Mapping[str, Any]:
-    """A saved configuration in today's keys."""
+    """A saved configuration."""
     path.stat()  # of a file that is not there the page says something else than of one that cannot be read
     value = read_yaml(path)
     if not isinstance(value, Mapping):
         raise ValueError("it is not a mapping")
-    return migrate(value)
+    return value
 
 
 def _evals(path: Path) -> list[Evaluation]:

@@ -18,15 +18,14 @@ from typing import Any
 
 import numpy as np
 
-from embodied.reporting import charts
-from embodied.reporting import page_pieces as pieces
+from embodied.reporting import charts, report
 from embodied.reporting.live import duration
 from embodied.reporting.report import write_page
 from embodied.reporting.run_record import SUCCESS_RECENT, ReportError, RunFolder, read_run
 from embodied.statistics import mean_interval
 
 POINTS = 200
-"""Of a curve: runs end their iterations at different numbers of env steps."""
+"""Points of a curve: runs end their iterations at different numbers of env steps."""
 OF_A_RUN = ("seed", "name")
 """Settings in which the runs of one curve may differ."""
 
@@ -119,7 +118,7 @@ def _header(groups: Sequence[Alike]) -> str:
 
 def _curves(groups: Sequence[Alike]) -> str:
     longest = max(max(run.column("wall_s")[-1] or 0.0 for run in group.runs) for group in groups)
-    scale, unit = pieces.time_unit(longest)
+    scale, unit = report.time_unit(longest)
     figures = [
         _figure(
             "Success of the last 100 training episodes, by env steps",
@@ -133,7 +132,7 @@ def _curves(groups: Sequence[Alike]) -> str:
         _figure("Return, by env steps", groups, "env/return", "env_steps", 1.0, "env steps", rate=False),
     ]
     lead = "A curve is the mean over seeds, its band the 95% interval of that mean; one seed has no band."
-    return pieces.section("Learning", pieces.grid("two", figures), lead)
+    return report.section("Learning", report.grid("two", figures), lead)
 
 
 def _figure(
@@ -151,18 +150,18 @@ def _figure(
         x.tolist(), curves, label, heads, width=560, height=300, show=charts.percent if rate else charts.compact,
         y_range=range_,
     )  # fmt: skip
-    legend = pieces.legend({escape(group.label): _colour(number) for number, group in enumerate(groups)})
-    return pieces.card(title, drawn, legend)
+    legend = report.legend({escape(group.label): _colour(number) for number, group in enumerate(groups)})
+    return report.card(title, drawn, legend)
 
 
 def _ends(group: Alike, key: str, over: str) -> list[float]:
-    """How far each run went."""
+    """Last `over` of each run that has values."""
     known = [_known(run, key, over)[0] for run in group.runs]
     return [float(xs[-1]) for xs in known if len(xs)]
 
 
 def _known(run: RunFolder, key: str, over: str) -> tuple[np.ndarray, np.ndarray]:
-    """Where the metric is known, and what it is there."""
+    """Positions at which the metric is known, and its values there."""
     pairs = zip(run.column(over), run.column(key), strict=True)
     found = [(x, y) for x, y in pairs if x is not None and y is not None]
     xs, ys = zip(*found, strict=True) if found else ((), ())
@@ -197,11 +196,11 @@ def _table(groups: Sequence[Alike]) -> str:
         lead += f" {left_out} evaluations by another protocol than the first of their settings are left out."
     told = {json.dumps(protocol_of(run), sort_keys=True): protocol_of(run) for group in groups for run in group.runs}
     lead += "".join(f"<br>Evaluated: {escape(_protocol_line(one))}." for one in told.values() if one)
-    return pieces.section("Results", f'<div class="card scroll"><table><tr>{head}</tr>{rows}</table></div>', lead)
+    return report.section("Results", f'<div class="card scroll"><table><tr>{head}</tr>{rows}</table></div>', lead)
 
 
 def _protocol_line(protocol: Mapping[str, Any]) -> str:
-    """What determines an evaluation, in a line."""
+    """The protocol of an evaluation in a line."""
     limits = protocol.get("limits")
     tasks = ", ".join(limits) if isinstance(limits, Mapping) else limits
     parts = {"tasks": tasks, "told": protocol.get("instruction")}
@@ -213,7 +212,7 @@ def _cells(group: Alike) -> tuple[str, ...]:
     data, rates = _data(group), group.evaluated()
     success = "–"
     if rates:
-        between = pieces.interval(data["success_low"], data["success_high"])
+        between = report.interval(data["success_low"], data["success_high"])
         success = charts.percent(data["success_rate"]) + (f" <small>{between}</small>" if len(rates) > 1 else "")
     times = [time for time in group.times() if time is not None]
     reached = f" ({len(times)} of {len(group.runs)})" if len(times) < len(group.runs) else ""
@@ -240,7 +239,7 @@ def _differences(groups: Sequence[Alike]) -> str:
         for key in differing
     )
     table = f'<div class="card scroll"><table><tr>{head}</tr>{rows}</table></div>'
-    return pieces.section("What differed", table)
+    return report.section("What differed", table)
 
 
 def _differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -250,7 +249,7 @@ def _differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _label(settings: Mapping[str, Any], differing: Sequence[str], members: Sequence[RunFolder]) -> str:
-    """What tells a group from the others, in so few words as will do."""
+    """Shortest text that distinguishes a group from the others."""
     if not differing:
         return members[0].path.name if len(members) == 1 else str(members[0].config.get("workflow", "runs"))
     if len(differing) > 3:

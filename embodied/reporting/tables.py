@@ -48,7 +48,7 @@ def _rate(item: Mapping[str, Any], key: str) -> tuple[str, str]:
 
 
 def trained_on(starts: Mapping[str, Any]) -> str:
-    """How many of an evaluation's starts its policy was trained on, in a cell of a table: `50 of 50`."""
+    """Number of an evaluation's starts that its policy was trained on, for a cell of a table: `50 of 50`."""
     trained, evaluated = int(starts["trained"]), int(starts["evaluated"])
     if starts["known"] or trained == evaluated:
         return f"{trained} of {evaluated}"

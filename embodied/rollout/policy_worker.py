@@ -23,7 +23,7 @@ from embodied.learning.weights import check_weights, map_weights
 from embodied.rollout.replicas import Message, ReplicaAddress, Replicas, Reply
 from embodied.rollout.rollout_loop import DecisionRequest, LocalPolicy, RolloutSettings
 from embodied.rollout.rollout_worker import RolloutWorker
-from embodied.runtime.lent_tensors import LentTensors
+from embodied.runtime.shared_tensors import SharedTensors
 from embodied.trajectories.memory import MemoryLayout, MemoryShape, TrajectoryMemory
 from embodied.trajectories.random_streams import SamplingNoise
 from embodied.workflows.context import WorkerContext
@@ -85,7 +85,7 @@ class ActingPolicy(WeightsTarget):
         """
         check_weights(self.policy, state)
         self._load(state)
-        if isinstance(state, LentTensors):
+        if isinstance(state, SharedTensors):
             state.require_unchanged()
         self.at_version(version)
 
@@ -134,7 +134,7 @@ class PolicyReplica(ActingPolicy):
         super().__init__(policy, tasks, settings, context.affinity)
         self.rank = context.rank
         self._memory: TrajectoryMemory | None = None
-        self._mapped: LentTensors | None = None
+        self._mapped: SharedTensors | None = None
         """The acting weights, where they are another process's."""
 
     def map_frames(self, memory: TrajectoryMemory) -> None:
@@ -165,15 +165,15 @@ class PolicyReplica(ActingPolicy):
         return super().unload(spill.with_stem(f"{spill.stem}-{self.rank}"))
 
     def _load(self, state: Mapping[str, Tensor]) -> None:
-        # Where the learner's process has lent them, all replicas of the machine act with the same copy.
-        if isinstance(state, LentTensors):
+        # From shared memory of the learner's process, all replicas of the machine act with the same copy.
+        if isinstance(state, SharedTensors):
             map_weights(self.policy, state)
             self._mapped = state
         else:
             super()._load(state)
 
     def _require_weights(self) -> None:
-        """Raise `LentOver` where the weights that it maps have been written over."""
+        """Raise `Overwritten` where the weights that it maps have been written over."""
         if self._mapped is not None:
             self._mapped.require_unchanged()
 

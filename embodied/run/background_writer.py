@@ -1,4 +1,4 @@
-"""What a process writes while it does other things."""
+"""Writing in the background of a process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Written:
-    """When something was written, by the machine's monotonic clock."""
+    """Begin and end of a write, by the machine's monotonic clock."""
 
     begin_ns: int
     end_ns: int
@@ -22,13 +22,13 @@ class Written:
 
 @dataclass
 class BackgroundWriter:
-    """A thread that writes one thing at a time."""
+    """A thread that does one write at a time."""
 
     _threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "writer"))
     _writing: Future[Written] | None = None
 
     def begin(self, write: Callable[[], None]) -> None:
-        """Have the thread do this. Waits for what it did before, and raises its failure."""
+        """Start a write in the thread. Waits for the write before it, and raises its failure."""
         self.wait()
         begin_ns = time.monotonic_ns()
 
@@ -40,18 +40,18 @@ class BackgroundWriter:
 
     @property
     def busy(self) -> bool:
-        """Whether it is writing at the moment."""
+        """True while a write is in progress."""
         return self._writing is not None and not self._writing.done()
 
     def settle(self) -> None:
-        """Wait until nothing is being written; `wait` will say what became of it."""
+        """Wait until no write is in progress; `wait` returns its result."""
         if self._writing is not None:
             wait([self._writing])
 
     def wait(self) -> Written | None:
-        """Wait until what was begun is written; None where nothing was since the last time.
+        """Wait for the write that was begun; None where none was since the last call.
 
-        Raises its failure, once. One who is interrupted while he waits may wait again.
+        Raises its failure, once. After an interrupt, `wait` may be called again.
         """
         self.settle()
         writing, self._writing = self._writing, None

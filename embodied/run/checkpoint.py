@@ -21,11 +21,17 @@ is read, every file is compared with the manifest; what is read is checked befor
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
+import re
+import reprlib
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,13 +42,8 @@ from safetensors.torch import load_file, save_file
 
 import policies
 from embodied.errors import CheckpointError as CheckpointError
-from embodied.errors import unreadable
-from embodied.files import sync, write_whole
-from embodied.run import manifest
-from embodied.run.manifest import MANIFEST as MANIFEST
-from embodied.run.manifest import verify as verify
-from embodied.run.state import RunState as RunState
-from embodied.run.state import read_state_file, write_state_file
+from embodied.errors import nearest, unreadable
+from embodied.files import read_json, sync, write_whole
 from policies.contract import Policy, PolicyError
 from policies.files import check_finite, layout
 
@@ -50,18 +51,18 @@ LATEST, BEST = "latest", "best"
 SHARDS = "optimizer"
 """The folder that several ranks write instead of `optimizer.safetensors`."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""What Adam keeps of each parameter, beside its steps."""
+"""Adam's state of each parameter, beside its steps."""
 MASTER = "master."
 """Begins the name of a parameter's float32 copy, where ranks that hold shards train it in 16 bits."""
 REAL = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 UNREADABLE = (OSError, SafetensorError, ValueError, KeyError, TypeError, RuntimeError)
-"""What readers of safetensors raise for a file that is none, or holds what they do not know."""
+"""Exceptions that readers of safetensors raise for files that are damaged or not known."""
 Arrays = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """What Adam knows, by the parameters' names."""
+    """State of Adam, by the parameters' names."""
 
     tensors: dict[str, torch.Tensor]
     """`exp_avg.NAME` and the like; those of an optimiser themselves, those of a checkpoint on the CPU."""
@@ -166,7 +167,7 @@ def write_optimizer(partial: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def partial_folder(root: Path, state: RunState) -> Path:
-    """Where `begin` writes."""
+    """Folder that `begin` writes."""
     return root / f".{state.iteration:06d}.partial"
 
 
@@ -177,7 +178,7 @@ def complete(partial: Path) -> Path:
     """
     root, name = partial.parent, partial.name.split(".")[1]
     final, replaced = root / name, root / f".{name}.replaced"
-    manifest.write(partial)
+    write_manifest(partial)
     if final.exists():
         _remove(replaced)
         final.rename(replaced)
@@ -303,7 +304,7 @@ def read_steps(folder: Path) -> dict[str, float]:
 
 
 def read_environments(folder: Path) -> Arrays:
-    """Where the environments were. Whether they are of this run the farm knows, which takes them."""
+    """Saved states of the environments. The farm, which takes them, checks that they are of this run."""
     path = folder / "environments.safetensors"
     try:
         return load_numpy(path)
@@ -344,3 +345,179 @@ def discard(root: Path, state: RunState) -> None:
 def _mark_latest(root: Path, name: str) -> None:
     with suppress(OSError):  # the checkpoint itself is there: this is for people and scripts
         write_whole(root / LATEST, name + "\n")
+
+
+# --- What besides weights a run needs to go on: `state.json` of a checkpoint, checked before any of it is used.
+
+
+FILE = "state.json"
+STAGES = ("rl", "sft")
+MOST_COUNT = 2**53
+"""Counts above it are nothing that was counted; up to it they are exact as floats too."""
+MOST_NUMBER = 1e100
+"""Its square is still a number."""
+
+
+@dataclass(frozen=True)
+class RunState:
+    """State of a run, beside weights, from which it resumes."""
+
+    iteration: int
+    """Iterations done."""
+    env_steps: int
+    wall_s: float
+    recent_success: tuple[bool, ...]
+    """Outcome of the last training episodes, oldest first."""
+    stage: str = "rl"
+    """Source of the training data: simulation (`rl`) or demonstrations (`sft`, whose iterations are optimiser
+    steps)."""
+    controls: Mapping[str, float] = field(default_factory=dict)
+    """Values that adapt from update to update (`embodied.algorithms.controls`)."""
+
+
+def write_state_file(folder: Path, state: RunState, steps: Mapping[str, float]) -> None:
+    """Write the state, and the optimiser's steps by the parameters' names, into a checkpoint that is begun."""
+    data = {**state.__dict__, "recent_success": list(state.recent_success), "optimizer": {"step": dict(steps)}}
+    (folder / FILE).write_text(json.dumps(data, indent=1))
+
+
+def read_state_file(folder: Path) -> tuple[RunState, dict[str, float]]:
+    """The state and the optimiser's steps. Raises `CheckpointError` where they are nothing that was written."""
+    path = folder / FILE
+    try:
+        return _parsed(read_json(path))
+    except (OSError, ValueError) as error:
+        raise unreadable(path, error) from error
+
+
+def _parsed(data: Any) -> tuple[RunState, dict[str, float]]:
+    data = _mapping("it", data)
+    required = ["iteration", "env_steps", "wall_s", "recent_success", "optimizer"]
+    for key in required:
+        if key not in data:
+            raise ValueError(f"{key} is missing")
+    known = [*required, "stage", "controls"]
+    for key in data:
+        if key not in known:
+            raise ValueError(f"unknown key {key[:80]!r}{nearest(key[:80], known)}")
+    recent, stage = data["recent_success"], data.get("stage", "rl")
+    if not isinstance(recent, list) or not all(isinstance(one, bool) for one in recent):
+        raise ValueError("recent_success must be a list of true and false")
+    if stage not in STAGES:
+        raise ValueError(f"stage must be {' or '.join(STAGES)}, not {_shown(stage)}")
+    steps = _mapping("optimizer.step", _mapping("optimizer", data["optimizer"]).get("step"))
+    controls = _mapping("controls", data.get("controls", {}))
+    state = RunState(
+        iteration=_count("iteration", data["iteration"]),
+        env_steps=_count("env_steps", data["env_steps"]),
+        wall_s=_number("wall_s", data["wall_s"], 0.0),
+        recent_success=tuple(recent),
+        stage=stage,
+        controls={name: _number(f"controls.{name}", number) for name, number in controls.items()},
+    )
+    return state, {name: float(_count(f"optimizer.step of {name}", step)) for name, step in steps.items()}
+
+
+def _mapping(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} must be an object, not {_shown(value)}")
+    return value
+
+
+def _number(name: str, value: Any, least: float = -MOST_NUMBER) -> float:
+    # In this order: an integer may be larger than a float can be.
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= MOST_NUMBER:
+        raise ValueError(f"{name} must be a finite number{' from 0 on' if least == 0 else ''}, not {_shown(value)}")
+    return float(value)
+
+
+def _count(name: str, value: Any) -> int:
+    number = _number(name, value, 0.0)
+    if number > MOST_COUNT or number != math.floor(number):
+        raise ValueError(f"{name} must be a whole number up to {MOST_COUNT}, not {_shown(value)}")
+    return int(value)
+
+
+def _shown(value: Any) -> str:
+    return reprlib.repr(value)
+
+
+# --- A folder's manifest: the sha256 of every file in it. A folder whose files are not exactly these is refused.
+
+
+MANIFEST = "manifest.json"
+MOST_MANIFEST_BYTES = 4 * 2**20
+"""Size limit of a manifest: tens of thousands of files."""
+_DIGEST = re.compile("[0-9a-f]{64}")
+
+
+def write_manifest(folder: Path) -> None:
+    """Write the manifest of what is in the folder, and have all of it on the disk."""
+    (folder / MANIFEST).write_text(json.dumps(_hashes(folder), indent=1))
+    for path in (*folder.rglob("*"), folder):
+        sync(path)
+
+
+def verify(folder: Path) -> None:
+    """Raise `CheckpointError` unless the files are there, are what was written, and there is nothing beside them."""
+    expected = _listed(folder)
+    try:
+        wrong = _unlisted(folder, expected) or _damaged(folder, expected)
+    except OSError as error:
+        raise CheckpointError(f"the checkpoint {folder} cannot be read ({error}); use an earlier one") from error
+    if wrong:
+        raise CheckpointError(f"the checkpoint {folder} is damaged: {wrong}; use an earlier one")
+
+
+def _unlisted(folder: Path, expected: Mapping[str, str]) -> str:
+    """Readers look at folders and at names that are there: none may be there that was not written."""
+    folders = {str(parent) for name in expected for parent in PurePosixPath(name).parents}
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        if not (name in expected or name == MANIFEST or (name in folders and path.is_dir())):
+            return f"{name} is not in its {MANIFEST}, so it was put there later"
+    return ""
+
+
+def _damaged(folder: Path, expected: Mapping[str, str]) -> str:
+    for name, digest in expected.items():
+        if not (folder / name).is_file():
+            return f"{name} is missing"
+        if _hash(folder / name) != digest:
+            return f"{name} is not what was written"
+    return ""
+
+
+def _listed(folder: Path) -> Mapping[str, str]:
+    """The manifest's entries: files below the folder."""
+    try:
+        listed = read_json(folder / MANIFEST, MOST_MANIFEST_BYTES)
+        if not isinstance(listed, dict) or not listed:
+            raise ValueError("it lists no files")
+        for name, digest in listed.items():
+            _check_listed(name, digest)
+    except (OSError, ValueError) as error:  # ValueError: not JSON, or not even text
+        raise CheckpointError(
+            f"{folder} is not a complete checkpoint: its {MANIFEST} cannot be read ({error}); use an earlier one"
+        ) from error
+    return listed
+
+
+def _check_listed(name: str, digest: Any) -> None:
+    """Raise `ValueError` for what is no file below the folder, or no sha256."""
+    path = PurePosixPath(name)
+    below = not path.is_absolute() and bool(path.parts) and ".." not in path.parts
+    if not below or str(path) != name or not name.isprintable() or name == MANIFEST:
+        raise ValueError(f"{name[:80]!r} is no name of a file in the folder")
+    if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
+        raise ValueError(f"{name[:80]!r} has no sha256")
+
+
+def _hashes(folder: Path) -> dict[str, str]:
+    files = sorted(p for p in folder.rglob("*") if p.is_file() and p != folder / MANIFEST)
+    return {str(p.relative_to(folder)): _hash(p) for p in files}
+
+
+def _hash(path: Path) -> str:
+    with path.open("rb") as file:  # piece by piece: a file may be larger than the memory
+        return hashlib.file_digest(file, "sha256").hexdigest()

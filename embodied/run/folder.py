@@ -30,17 +30,17 @@ from embodied.run.checkpoint import CheckpointError
 from policies import registry
 
 RUNS = Path("runs")
-"""Where runs are, unless --runs-dir says otherwise."""
+"""Default of --runs-dir: the folder of all runs."""
 CONFIG, METRICS, OWNER = "config.yaml", "metrics.jsonl", ".owner"
 
 
 def lasting_root(run_dir: Path) -> Path:
-    """Where a run's checkpoints are that stay."""
+    """Folder of a run's lasting checkpoints."""
     return run_dir / "checkpoints"
 
 
 def interim_root(run_dir: Path) -> Path:
-    """Where its interim checkpoint is (`embodied/training/checkpoints.py`)."""
+    """Folder of a run's interim checkpoint (`embodied/training/checkpoints.py`)."""
     return run_dir / "checkpoints" / "interim"
 
 
@@ -281,7 +281,7 @@ def _has_rows(record: Path) -> bool:
 
 
 def has_content(run_dir: Path) -> bool:
-    """Whether the folder holds anything of a run that would be lost."""
+    """True if the folder has rows or checkpoints of a run that would be lost."""
     recorded = any(_has_rows(record) for record in run_dir.glob(f"{METRICS}*"))
     return recorded or any(checkpoint.latest(root(run_dir)) for root in (lasting_root, interim_root))
 

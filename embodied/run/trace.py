@@ -36,7 +36,7 @@ its args. An iteration is complete once the next one has begun."""
 
 LARGEST_NS = 2**63
 MOST_BYTES = 2**30
-"""Of a trace that is read: `TraceWriter` bounds the number of spans."""
+"""Size limit of a trace that is read: `TraceWriter` bounds the number of spans."""
 
 _PROCESS_ORDER = (ITERATIONS, "driver", *COMPONENTS)
 
@@ -63,13 +63,13 @@ class Span:
 
     @property
     def component(self) -> str:
-        """What its time is counted as: its own name if that is a component's, else that of its track."""
+        """Component that the span's time counts for: its own name if that is a component's, else that of its track."""
         return self.name if self.name in COMPONENTS else _component_of(self.track)
 
 
 @dataclass
 class _Iteration:
-    """What is kept of one iteration; `index` is None for what precedes the first."""
+    """Spans of one iteration; `index` is None for those before the first."""
 
     index: int | None
     start_ns: int

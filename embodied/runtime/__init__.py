@@ -1,9 +1,9 @@
-"""Where workers live: in this process, or as Ray actors on one machine or many.
+"""Runtimes: workers in this process, or as Ray actors on one machine or many.
 
-Ray ends a process that has lost its raylet, unless the process with the number in RAY_RAYLET_PID lives; where none is
-given, the process's parent counts instead, which Ray takes for dead where it is process 1: after `nohup`, or in a
-container. A driver is to outlive its raylet, and so gives its own number. Ray reads it when it is imported, which the
-modules of this folder do. Workers of Ray have the number of their raylet.
+Ray ends a process that has lost its raylet, unless the process with the id in RAY_RAYLET_PID lives. Without that
+variable the process's parent counts, which Ray takes for dead where it is process 1: after `nohup`, or in a container.
+A driver has to outlive its raylet, and so sets its own id. Ray reads the variable when it is imported, which the
+modules of this folder do. Ray's workers have the id of their raylet.
 """
 
 import os

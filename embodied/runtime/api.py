@@ -1,15 +1,15 @@
-"""What a runtime is: it places workers, watches them and ends them."""
+"""The contract of a runtime, which starts workers, supervises them and ends them; and the machines of its cluster."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from embodied.runtime.deadlines import Deadline
 from embodied.runtime.groups import WorkerGroup
 from embodied.runtime.handles import Handle
-from embodied.runtime.nodes import Link, NodeInfo
-from embodied.runtime.supervision import Replaced
+from embodied.runtime.supervision import Deadline, Replaced
 from sim_farm.client.farm import WorkerFailed
 from sim_farm.render_devices import RenderDevice
 from sim_farm.workers.hosts import Host
@@ -21,15 +21,62 @@ Args = tuple[Any, ...] | Callable[[int], tuple[Any, ...]]
 
 
 class RuntimeLost(WorkerFailed):
-    """The runtime's own processes do not live, and with them no worker: by nothing that a worker computes."""
+    """The runtime's own processes have died, and all workers with them; no worker's computation is the cause."""
+
+
+@dataclass(frozen=True)
+class NodeInfo:
+    """One machine of the cluster, as Ray knows it."""
+
+    id: str
+    """Ray's id of the node: hexadecimal, new with every start."""
+    name: str
+    """The name from `ray start --node-name`, or else the host's name."""
+    address: str
+    cores: int
+    """CPU cores that Ray may give to workers there; on the client's node, those that this process may use."""
+    accelerators: int
+    memory_bytes: int
+    """Memory that Ray may give to workers: the machine's memory less the object store."""
+    is_here: bool
+    """True for the client's node: that of this process, where policy, learner and render workers run."""
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.address}, {self.id[:8]})"
+
+    @classmethod
+    def of(cls, entry: Mapping[str, Any], here: str) -> NodeInfo:
+        """The node of an entry of `ray.nodes()`; `here` is the id of the client's node."""
+        resources = entry["Resources"]
+        address = entry["NodeManagerAddress"]
+        given, is_here = entry["NodeName"], entry["NodeID"] == here
+        return cls(
+            id=entry["NodeID"],
+            name=given if given not in ("", address) else entry["NodeManagerHostname"],
+            address=address,
+            cores=len(os.sched_getaffinity(0)) if is_here else int(resources.get("CPU", 0)),
+            accelerators=int(resources.get("GPU", 0)),
+            memory_bytes=int(resources.get("memory", 0)),
+            is_here=is_here,
+        )
+
+
+@dataclass(frozen=True)
+class Link:
+    """Speed of calls between two machines."""
+
+    message_s: float
+    """Time of a small message, one direction."""
+    bytes_per_s: float
+    """Rate of longer messages, beyond that time."""
 
 
 class Runtime(Protocol):
-    """Places workers and ends them."""
+    """Starts workers, supervises them and ends them."""
 
     @property
     def deadline(self) -> Deadline:
-        """Of a call of a worker. Its `inner` is for what a worker waits for: its farm."""
+        """Deadline of a call of a worker. Its `inner` is for what a worker waits for: its farm."""
         ...
 
     def farm_host(
@@ -39,7 +86,7 @@ class Runtime(Protocol):
         physics_nodes: tuple[str, ...] = (),
         devices: tuple[RenderDevice, ...] = (),
     ) -> Host:
-        """Where the workers of one task of a farm will live. No other task has that host until the farm is closed.
+        """A host for the workers of one task of a farm. It serves no other task until the farm is closed.
 
         `devices` are the farm's: a process draws on one, and serves no farm later that draws on others.
         """
@@ -54,7 +101,7 @@ class Runtime(Protocol):
         ...
 
     def watch(self) -> None:
-        """Replace farm workers that died or hang. To be called while waiting for something else than a call."""
+        """Replace farm workers that died or hang. Called during waits for something else than a call."""
         ...
 
     def prepare(self, workers: int) -> None:
@@ -66,7 +113,7 @@ class Runtime(Protocol):
         ...
 
     def place_called(self, name: str, make: Callable[..., T], callers: int, *args: Any) -> WorkerGroup[T]:
-        """Make the worker `make(*args)`, a group of one, which so many other workers may call side by side
+        """Make the worker `make(*args)`, a group of one, which up to `callers` other workers call concurrently
         (`Handle.caller`), in threads of its process."""
         ...
 
@@ -79,25 +126,25 @@ class Runtime(Protocol):
         beside: Sequence[Handle[Any] | None] = (),
         nodes: Sequence[str] = (),
     ) -> WorkerGroup[T]:
-        """Make `size` workers side by side, rank r from `make(*args)` or `make(*args(r))`.
+        """Make `size` workers concurrently, rank r from `make(*args)` or `make(*args(r))`.
 
-        Rank r is in the process of the worker `beside[r]`, if that is given; else it has a process of its own, on the
+        Rank r is in the process of the worker `beside[r]`, if that is given; else in a process of its own, on the
         node with the id `nodes[r]` ('' or none: this one). When one cannot be made, its exception is raised with its
         name, and none is left. Raises `ValueError` for a size below 1 and for a `beside` of another length.
         """
         ...
 
     def take_replaced(self) -> list[Replaced]:
-        """Farm workers that were lost and serve again, of which this has not told before."""
+        """Farm workers that were lost and serve again, since the last call."""
         ...
 
     def too_large(self) -> Exception | None:
-        """What is wrong with a worker outside the farm that holds more memory than it may; None where none does. Its
-        process ends with `end_workers`. Processes on other machines are not looked at."""
+        """The error of a worker outside the farm whose process uses more memory than its limit; None if there is none.
+        The process ends with `end_workers`. Processes on other machines are not checked."""
         ...
 
     def end_workers(self) -> None:
-        """End every worker that was placed, within seconds, whatever it does; the farm's hosts stay."""
+        """End every worker that was placed, within seconds, even a busy one; the farm's hosts stay."""
         ...
 
     def close(self) -> None:

@@ -23,9 +23,9 @@ R = TypeVar("R")
 S = TypeVar("S")
 
 POLL_S = 0.5
-"""How soon the failure of one rank is noticed while others work. Success of all is noticed at once."""
+"""Delay until the failure of one rank is noticed while others work. Success of all is noticed at once."""
 CAUSE_S = 10.0
-"""How long the failure is waited for that has let another rank fail, to be raised in its stead."""
+"""Longest wait for the failure that caused another rank's failure, to raise the cause instead."""
 
 
 def rank_names(name: str, size: int) -> list[str]:
@@ -35,14 +35,14 @@ def rank_names(name: str, size: int) -> list[str]:
 
 @contextmanager
 def naming(worker: str, group: str, unfinished: Sequence[str] = ()) -> Iterator[None]:
-    """Raise an error of the block with the worker's name at the beginning of its message, unless it is that of its
-    group, which is of one then.
+    """Raise an error of the block with the worker's name at the beginning of its message, unless that is also its
+    group's name, as in a group of one.
 
-    Where the worker is late, the message also names the `unfinished` others: one of them may be what it waits for.
+    If the worker is late, the message also names the `unfinished` others: the worker may wait for one of them.
     """
     try:
         yield
-    except Exception as error:  # whatever a worker raises arrives as itself, with its name
+    except Exception as error:  # every error of a worker arrives as itself, with its name
         if worker != group:
             more = f"; not finished either: {', '.join(unfinished)}" if unfinished else ""
             _name(error, worker, more if isinstance(error, WorkerTimeout) else "")
@@ -50,7 +50,7 @@ def naming(worker: str, group: str, unfinished: Sequence[str] = ()) -> Iterator[
 
 
 def _name(error: Exception, worker: str, more: str) -> None:
-    if len(error.args) != 1 or not isinstance(error.args[0], str):  # its message is made of other things
+    if len(error.args) != 1 or not isinstance(error.args[0], str):  # its message is made of other arguments
         error.add_note(f"in {worker}")
         return
     (text,) = error.args
@@ -61,10 +61,10 @@ def _name(error: Exception, worker: str, more: str) -> None:
 class WorkerGroup(Generic[T]):
     """The workers of one component, in rank order.
 
-    A failure of one rank is raised at once, with the worker's name at the beginning of its message; that of a rank that
-    needs another one which failed (`PeerFailed`) only if that one says nothing itself. What the other ranks were asked
-    is then abandoned: their results are dropped, and their next calls wait until they have finished,
-    under the usual deadline. A group of one behaves as its only worker does.
+    A failure of one rank is raised at once, with the worker's name at the beginning of its message. A rank that failed
+    because another did (`PeerFailed`) is raised only if the other's own failure does not arrive. The calls of the other
+    ranks are then abandoned: their results are dropped, and their next calls wait until they have finished, under the
+    usual deadline. A group of one behaves as its only worker does.
     """
 
     name: str
@@ -75,7 +75,7 @@ class WorkerGroup(Generic[T]):
         return len(self.handles)
 
     def some(self, ranks: Iterable[int]) -> WorkerGroup[T]:
-        """Some of the ranks, as a group. They are the same workers, and end with this group."""
+        """A group of some of the ranks. They are the same workers, and end with this group."""
         return replace(self, handles=tuple(self.handles[rank] for rank in ranks))
 
     def first(self, count: int = 1) -> WorkerGroup[T]:
@@ -94,7 +94,7 @@ class WorkerGroup(Generic[T]):
             return self.handles[rank].call(method, *args, **kwargs)
 
     def call_all(self, method: Callable[Concatenate[T, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """The results of all ranks, which work side by side on the same arguments."""
+        """The results of all ranks, which work concurrently on the same arguments."""
         if self.size == 1:
             return [self.call_one(0, method, *args, **kwargs)]
         return self.get(self.submit_all(method, *args, **kwargs))
@@ -125,7 +125,7 @@ class WorkerGroup(Generic[T]):
         return [self.submit_one(rank, method, *args) for rank, args in enumerate(per_rank_args)]
 
     def get(self, references: Sequence[R]) -> list[R]:
-        """Wait for what `submit_all`, `submit_scattered` or `pipe` started; results in rank order."""
+        """Wait for the calls of `submit_all`, `submit_scattered` or `pipe`; results in rank order."""
         if len(references) != self.size:
             raise ValueError(f"{self.name} has {self.size} ranks, got {len(references)} references")
         results: dict[int, R] = {}
@@ -133,7 +133,7 @@ class WorkerGroup(Generic[T]):
         lost: PeerFailed | None = None
         until = math.inf
         while waiting and time.monotonic() < until:
-            # When the last rank ends, whichever is polled has ended too: success is never noticed late.
+            # When the last rank ends, the polled one has ended too: success is never noticed late.
             for rank in list(waiting):
                 try:
                     with self._naming(rank, [other for other in waiting if other != rank]):
@@ -148,12 +148,12 @@ class WorkerGroup(Generic[T]):
         return [results[rank] for rank in range(self.size)]
 
     def get_one(self, rank: int, reference: R) -> R:
-        """Wait for what `submit_one` started."""
+        """Wait for a call of `submit_one`."""
         with self._naming(rank):
             return self.handles[rank].get(reference)
 
     def answers(self, references: Sequence[Any], timeout_s: float) -> bool:
-        """Whether all started calls end within the time. Raises the failure of one that has ended with one."""
+        """True if all started calls end within the time. Raises the failure of a call that has ended with one."""
         until = time.monotonic() + timeout_s
         for rank, reference in enumerate(references):
             with self._naming(rank):
@@ -164,7 +164,7 @@ class WorkerGroup(Generic[T]):
         return True
 
     def check(self, references: Sequence[Any]) -> None:
-        """Raise the failure of a rank whose started call has ended with one; waits for nobody."""
+        """Raise the failure of a rank whose started call has ended with one, without waiting."""
         for rank, reference in enumerate(references):
             with self._naming(rank):
                 if self.handles[rank].poll(reference, 0.0):
@@ -180,7 +180,7 @@ class WorkerGroup(Generic[T]):
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> list[R]:
-        """Start the method on every rank with what `produce` makes on the source; references in rank order.
+        """Start the method on every rank with the result of `produce` on the source; references in rank order.
 
         Between groups of one size, rank to rank. From a group of one to all ranks, made once. Raises `ValueError` for
         other sizes.
@@ -189,11 +189,11 @@ class WorkerGroup(Generic[T]):
             pairs = zip(self.handles, source.handles, strict=True)
             return [mine.pipe(method, its, produce, *args, **kwargs) for mine, its in pairs]
         self._require_one(source)
-        made = source.handles[0].lend(produce, self.handles)
+        made = source.handles[0].publish(produce, self.handles)
         return [self.submit_one(rank, method, made[rank], *args, **kwargs) for rank in range(self.size)]
 
     def path_from(self, source: WorkerGroup[Any]) -> str:
-        """The way that `pipe` takes, in words."""
+        """The transport that `pipe` uses, in words."""
         if source.size != self.size:
             self._require_one(source)
         theirs = source.handles if source.size == self.size else source.handles * self.size
@@ -201,25 +201,25 @@ class WorkerGroup(Generic[T]):
         return " and ".join(dict.fromkeys(paths))
 
     def end(self) -> None:
-        """Drop every worker. Raises the first failure when all have been asked."""
+        """Drop every worker. Raises the first failure after all were tried."""
         failures = []
         for handle in self.handles:
             try:
                 handle.end()
-            except Exception as error:  # the others are to be asked too
+            except Exception as error:  # the others are dropped too
                 failures.append(error)
         if failures:
             raise failures[0]
 
     def abandon(self) -> None:
-        """Drop every worker without waiting for what it does, with whatever else is in its process."""
+        """Drop every worker without waiting for its calls, with everything else in its process."""
         for handle in self.handles:
             handle.abandon()
 
     def _only(self) -> Handle[T]:
         if self.size != 1:
             raise ValueError(
-                f"{self.name} has {self.size} ranks: say which with call_one, or ask all with call_all or scatter"
+                f"{self.name} has {self.size} ranks: name one with call_one, or call all with call_all or scatter"
             )
         return self.handles[0]
 

@@ -1,4 +1,4 @@
-"""Workers that call other workers, in other processes, by themselves."""
+"""Typed handles of workers, in this process or in an actor, and callers that a worker uses to call another."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
-from embodied.runtime.deadlines import Deadline
+from embodied.runtime.supervision import Deadline
 
 Result = TypeVar("Result")
 
 
 class Caller(Protocol):
-    """A handle that can be sent to other workers, which then call this one by themselves.
+    """Calls a worker in another process; it can be sent to workers.
 
     Raises what the worker raises, `WorkerFailed` where it is gone and `WorkerTimeout` where it does not answer.
     """
@@ -31,9 +31,6 @@ class Caller(Protocol):
         ...
 
 
-# --- Typed handles: a worker is called through one whether it is in this process or in an actor.
-
-
 T = TypeVar("T")
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -42,7 +39,7 @@ S = TypeVar("S")
 
 @dataclass
 class Timer:
-    """Calls of one method and their summed duration, as the caller sees it."""
+    """Calls of one method and their total duration, as the caller sees it."""
 
     calls: int = 0
     total_s: float = 0.0
@@ -79,24 +76,24 @@ class Handle(Generic[T]):
         """
         return self._start(method.__name__, args, kwargs)
 
-    def lend(self, produce: Callable[[T], R], takers: Sequence[Handle[Any]]) -> list[R]:
-        """`submit` of a method whose result only goes to these workers, and no longer than until it is lent twice more:
-        a reference for each of them.
+    def publish(self, produce: Callable[[T], R], receivers: Sequence[Handle[Any]]) -> list[R]:
+        """Start a method whose result only these workers receive, and use until two more were published; a reference
+        for each of them.
 
-        So tensors by name need not pass through a store, whatever their size. Each machine is sent them once.
+        Tensors by name go through shared memory of their size, and no store. Each machine receives them once.
         """
-        return [self._start(produce.__name__, (), {})] * len(takers)
+        return [self._start(produce.__name__, (), {})] * len(receivers)
 
     def caller(self) -> Caller:
-        """By which other workers call this one, where it was placed for that."""
+        """A caller for other workers, of a worker that was made with `place_called`."""
         raise NotImplementedError
 
     def get(self, reference: R) -> R:
-        """Wait for what `submit` or `pipe` of this handle started and return its result."""
+        """Wait for a call of `submit` or `pipe` of this handle and return its result."""
         raise NotImplementedError
 
     def poll(self, reference: Any, timeout_s: float) -> bool:
-        """Wait for a started call at most `timeout_s`; whether it has ended. Raises `WorkerTimeout` once it is late."""
+        """Wait for a started call at most `timeout_s`; True if it has ended. Raises `WorkerTimeout` once it is late."""
         raise NotImplementedError
 
     def pipe(
@@ -109,13 +106,13 @@ class Handle(Generic[T]):
     ) -> R:
         """Start the method with the result of `produce` on the source as its first argument; return a reference.
 
-        The result takes the shortest way there is from the source to this worker; `path_from` names it.
+        The result takes the fastest transport from the source to this worker; `path_from` names it.
         """
-        (made,) = source.lend(produce, (self,))
+        (made,) = source.publish(produce, (self,))
         return self._start(method.__name__, (made, *args), kwargs)
 
     def path_from(self, source: Handle[Any]) -> str:
-        """The way that `pipe` takes, in words."""
+        """The transport that `pipe` uses, in words."""
         raise NotImplementedError
 
     def end(self) -> None:
@@ -123,7 +120,7 @@ class Handle(Generic[T]):
         raise NotImplementedError
 
     def abandon(self) -> None:
-        """Drop the worker without waiting for what it does, with whatever else is in its process."""
+        """Drop the worker without waiting for its calls, with everything else in its process."""
         self.end()
 
     def _start(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Workers in this process, which run when they are called, in order. For debugging and for small things."""
+"""The runtime whose workers are objects in this process and run when they are called, in order; for debugging."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from embodied.runtime.api import Args, args_of, check_group
-from embodied.runtime.deadlines import Deadline
+from embodied.runtime.api import Args, Link, NodeInfo, args_of, check_group
 from embodied.runtime.groups import WorkerGroup, naming, rank_names
 from embodied.runtime.handles import Handle
-from embodied.runtime.nodes import Link, NodeInfo
-from embodied.runtime.supervision import Replaced
+from embodied.runtime.supervision import Deadline, Replaced
 from sim_farm.render_devices import RenderDevice
 from sim_farm.workers.hosts import Host, InProcess
 
@@ -43,7 +41,7 @@ class LocalHandle(Handle[T]):
 
 
 class InlineRuntime:
-    """Everything in this process, in order."""
+    """All workers in this process; see `api.Runtime`."""
 
     def __init__(self, deadline_s: float) -> None:
         self.deadline = Deadline(deadline_s)
@@ -67,7 +65,7 @@ class InlineRuntime:
         return None  # this process cannot be replaced
 
     def watch(self) -> None:
-        """Nothing dies apart from this process."""
+        """No worker dies apart from this process."""
 
     def prepare(self, workers: int) -> None:
         """Everything is imported here anyway."""

@@ -1,7 +1,7 @@
 """The ranks of a learner: processes that share every update, as a group of torch.distributed.
 
-Rank 0 listens, the others join it; then all have connections to all (gloo between CPUs, NCCL between GPUs). What is
-asked of the group is asked of every rank, in the same order. A group of one has no connections: it does nothing.
+Rank 0 listens, the others join it; then all have connections to all (gloo between CPUs, NCCL between GPUs). Every rank
+calls the same operations in the same order. A group of one has no connections, and its operations do nothing.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ R = TypeVar("R")
 CONNECT_S = 60.0
 """Longest time for all ranks to be connected."""
 LOOK_S = 0.02
-"""How often it is looked for ranks that are missing."""
+"""Interval of checks for missing ranks."""
 BUCKET_BYTES = 256 * 2**20
-"""Gradients are summed so many at once: the flat copy takes as much memory."""
+"""Size of gradients that are summed at once: the flat copy takes as much memory."""
 LOOPBACK = "127.0.0.1"
 _bound: set[int] = set()
-"""The ranks whose shards this process has held."""
+"""The ranks whose shards this process has had."""
 
 
 def bind(rank: int) -> None:
-    """Note that this process holds the shards of that rank."""
+    """Note that this process has the shards of that rank."""
     _bound.add(rank)
 
 
 def is_bound() -> bool:
-    """Whether this process has held a rank's shards. As another rank of as many it would be wrong: torch 2.13 remembers
-    which part of a tensor was its own, beyond the group, and `torch.distributed.checkpoint` then leaves zeros."""
+    """True if this process has had a rank's shards. It cannot be another rank of as many: torch 2.13 remembers which
+    part of a tensor was its own, beyond the group, and `torch.distributed.checkpoint` then leaves zeros."""
     return bool(_bound)
 
 
@@ -53,28 +53,28 @@ class Ranks:
     """The group as one of its ranks sees it. It begins without connections; `listen` and `join` make them."""
 
     name: str = "learner"
-    """What the ranks are of, for messages."""
+    """Name of the component, for messages."""
     rank: int = 0
     size: int = 1
     device: torch.device = CPU
-    """Where the rank's gradients are."""
+    """Device of the rank's gradients."""
     addresses: tuple[str, ...] = ()
-    """Of all ranks, once they are connected."""
+    """Addresses of all ranks, once they are connected."""
     _store: dist.TCPStore | None = field(default=None, repr=False)
 
     @property
     def first(self) -> bool:
-        """Whether this is the rank that speaks for all: it writes checkpoints and hands out weights."""
+        """True for rank 0, which writes checkpoints and publishes weights."""
         return self.rank == 0
 
     def called(self, rank: int) -> str:
-        """What a message calls that rank: as the runtime calls its worker."""
+        """Name of that rank in messages: the runtime's name of its worker."""
         return f"{self.name} {rank}"
 
     # --- connecting
 
     def listen(self, host: str = LOOPBACK) -> str:
-        """Wait for the other ranks at this machine's address `host`; HOST:PORT for `join`. Of rank 0 alone."""
+        """Start to listen for the other ranks at this machine's address `host`; HOST:PORT for `join`. Rank 0 only."""
         listener = socket.create_server((host, 0))  # the store's own socket would be open to every network
         port = listener.getsockname()[1]
         self._store = dist.TCPStore(
@@ -94,7 +94,7 @@ class Ranks:
         connect_s = min(connect_s, timeout_s)
         try:
             mine = self._own_host(address, connect_s)
-            self._meet(address, mine, connect_s)
+            self._exchange_addresses(address, mine, connect_s)
             with _through(mine):
                 if self.device.type == "cuda":
                     torch.cuda.set_device(self.device)
@@ -111,19 +111,19 @@ class Ranks:
             raise
 
     def _connect(self, mine: str, connect_s: float, timeout_s: float) -> None:
-        """With all that have met, from this machine's address."""
+        """Connect to all ranks in the store, from this machine's address."""
         if dist.is_initialized():  # of an earlier run that failed: the process serves another now
             dist.destroy_process_group()
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo",
             store=self._store, rank=self.rank, world_size=self.size, timeout=timedelta(seconds=connect_s),
         )  # fmt: skip
-        # NCCL connects when it is first asked for something.
+        # NCCL connects at its first operation.
         dist.all_reduce(torch.ones(1, device=self.device))
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s))
 
     def another_group(self, timeout_s: float) -> dist.ProcessGroup:
-        """Of all ranks, between CPUs, for what goes on beside the rest. Every rank has to be asked."""
+        """Another group of all ranks, between CPUs, for concurrent operations. Every rank has to call this."""
         with self.waiting("connect once more"), _through(self.addresses[self.rank]):
             group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
             assert isinstance(group, dist.ProcessGroup)
@@ -141,11 +141,11 @@ class Ranks:
         host, _, port = address.rpartition(":")
         if self.first:
             return host
-        with socket.create_connection((host, int(port)), timeout=connect_s) as way:
-            return str(way.getsockname()[0])
+        with socket.create_connection((host, int(port)), timeout=connect_s) as connection:
+            return str(connection.getsockname()[0])
 
-    def _meet(self, address: str, mine: str, connect_s: float) -> None:
-        """Find out where all ranks are."""
+    def _exchange_addresses(self, address: str, mine: str, connect_s: float) -> None:
+        """Exchange the addresses of all ranks through the store."""
         host, _, port = address.rpartition(":")
         limit = timedelta(seconds=connect_s)
         if self._store is None:
@@ -209,7 +209,7 @@ class Ranks:
         found = [torch.empty_like(mine) for _ in range(self.size)]
         with self.waiting("add up statistics"):
             dist.all_gather(found, mine)
-        # Added in the order of ranks by each of them.
+        # Each rank adds in the order of ranks.
         return dict(zip(numbers, torch.stack(found).sum(0).tolist(), strict=True))
 
     def sum_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
@@ -251,7 +251,7 @@ class Ranks:
         return json.loads(bytes(sent.tolist()))
 
     def first_does(self, what: str, work: Callable[[], R]) -> R | None:
-        """Do the work on rank 0 alone, while the others wait. Where it fails, `PeerFailed` is raised on the others."""
+        """Do the work on rank 0 only, while the others wait. Raises `PeerFailed` on the others if it fails."""
         error: BaseException | None = None
         result: R | None = None
         if self.first:
@@ -272,8 +272,8 @@ class Ranks:
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Within, other ranks are waited for. Raises `PeerFailed` where one is gone or late, and leaves the group, so
-        that those who wait for this rank learn of it."""
+        """A block that waits for other ranks. Raises `PeerFailed` if one is gone or late, and leaves the group, so that
+        the waits of the others end too."""
         try:
             yield
         except RuntimeError as error:
@@ -301,7 +301,7 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 @contextmanager
 def _through(host: str) -> Iterator[None]:
-    """Within, gloo and NCCL connect through the network of that address; what the user has set stays."""
+    """A block in which gloo and NCCL connect through the network of that address; the user's own variables stay."""
     names = [name for name, known in psutil.net_if_addrs().items() if any(a.address == host for a in known)]
     wanted = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), names[0]) if names else {}
     mine = {key: value for key, value in wanted.items() if key not in os.environ}
@@ -314,7 +314,7 @@ def _through(host: str) -> Iterator[None]:
 
 
 def _of_connections(error: RuntimeError) -> bool:
-    """Whether torch.distributed failed, and not what is computed meanwhile; gloo's errors have no class."""
+    """True for an error of torch.distributed, and not of a computation meanwhile; gloo's errors have no class."""
     return isinstance(error, dist.DistError) or "gloo" in str(error).lower()
 
 

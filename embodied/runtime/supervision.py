@@ -1,22 +1,84 @@
-"""The state of a supervised worker: a pure machine of states and events, which starts and ends nothing.
+"""Supervision of workers: deadlines of calls, the states of a worker that is replaced, and limits of memory.
+
+Deadlines nest. The caller of a worker that itself waits for others gives them less time than the caller allows:
+
+    a call of a worker (runtime.deadline_s)  >  the farm that this worker waits for  >  a physics or render worker
+
+So the message that ends a wait names the worker that is really late, and a farm worker that hangs is replaced before
+any wait for the farm ends. A deadline limits the time without progress, not the duration: work that reports progress
+is not late.
+
+The state of a supervised worker is a pure machine of states and events, which starts and ends nothing:
 
     HEALTHY ──late──► SUSPECT ──lost──► DEAD ──started──► RESTARTING ──built──► STALE ──current──► HEALTHY
        ▲                 │                │
        └────progress─────┘                └── any state, when the worker is lost
 
-A worker is SUSPECT when it has been silent for half of its deadline. It is lost when it has been for all of it, or when
-its process died. A successor is STALE until it has what its predecessor had: the episodes of a physics worker, the
-current weights of a policy worker. It serves only then.
+A worker is SUSPECT after half of its deadline without progress. It is lost after all of it, or when its process died.
+A successor is STALE until it has what its predecessor had: the episodes of a physics worker, the current weights of a
+policy worker. Only then does it serve.
 """
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from embodied.errors import UserError
+from sim_farm.client.farm import WorkerFailed
+from sim_farm.shared_memory.private_memory import private_bytes
+
+# --- deadlines
+
+SHARE = 0.5
+"""Share of a wait that the awaited worker may itself spend waiting. The rest is for replacing a late worker: starting
+a process, importing a simulator, and replaying the episodes."""
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """The longest time without progress, in seconds. Raises `ValueError` unless it is positive."""
+
+    seconds: float
+
+    def __post_init__(self) -> None:
+        if not self.seconds > 0:
+            raise ValueError(f"a deadline is a positive number of seconds, got {self.seconds}")
+
+    def inner(self) -> Deadline:
+        """The deadline for the waits of the awaited worker itself."""
+        return Deadline(self.seconds * SHARE)
+
+
+def _never_ns() -> int:
+    """The last progress of work that reports none."""
+    return 0
+
+
+@dataclass
+class Wait:
+    """A wait that begins now. `last_ns` gives the time (`time.monotonic_ns`) of the last progress; 0 is never."""
+
+    deadline: Deadline
+    last_ns: Callable[[], int] = _never_ns
+    begin_ns: int = field(default_factory=time.monotonic_ns)
+
+    def silent_s(self) -> float:
+        """Seconds since the last progress, or since the wait began where there was none after that."""
+        return (time.monotonic_ns() - max(self.begin_ns, self.last_ns())) / 1e9
+
+    def late(self) -> bool:
+        """True if there was no progress for longer than the deadline."""
+        return self.silent_s() > self.deadline.seconds
+
+
+# --- states
 
 FRUITLESS = 5
-"""Losses in a row, with nothing done between them that had not been done before, after which a worker is given up.
-Three came by chance, where Ray took ten seconds to start again and every ten seconds something else was lost."""
+"""Losses in a row, without new work done between them, after which a worker is given up. Three happened by chance,
+where Ray took ten seconds to start again and every ten seconds something else was lost."""
 OFTEN, WITHIN_S = 10, 60.0
 """So many losses within so many seconds are no accident either."""
 
@@ -56,40 +118,40 @@ _NEXT = {
 class Loss:
     at_s: float
     done: int
-    """What the worker had done: a number that grows with its work, and not with work that is done again."""
+    """Work done before the loss: a number that grows with new work, and not with work that is repeated."""
 
 
 @dataclass(frozen=True)
 class Supervised:
-    """A worker as its supervisor knows it. Times are seconds of a clock that only goes forward."""
+    """State and losses of one worker. Times are seconds of a clock that only goes forward."""
 
     state: State = State.HEALTHY
     losses: tuple[Loss, ...] = ()
     """The newest `OFTEN`, oldest first."""
     down_s: float | None = None
-    """From the last loss until the worker served again. None: it was never lost, or does not serve yet."""
+    """Time from the last loss until the worker served again. None: never lost, or not serving yet."""
 
     @property
     def serves(self) -> bool:
-        """Whether work may be given to it."""
+        """True if the worker accepts work."""
         return self.state in (State.HEALTHY, State.SUSPECT)
 
     @property
     def hopeless(self) -> bool:
-        """Whether another successor is of no use."""
+        """True if another successor is of no use."""
         last, often = self.losses[-FRUITLESS:], self.losses[-OFTEN:]
         fruitless = len(last) == FRUITLESS and last[-1].done <= last[0].done
         return fruitless or (len(often) == OFTEN and often[-1].at_s - often[0].at_s < WITHIN_S)
 
     def lost(self, at_s: float, done: int) -> Supervised:
-        """After its loss, in any state: also a successor may be lost before it serves."""
+        """The worker after its loss, which may happen in any state: also a successor may be lost before it serves."""
         return Supervised(State.DEAD, (*self.losses, Loss(at_s, done))[-OFTEN:])
 
     def after(self, event: Event, at_s: float) -> Supervised:
-        """After the event. Raises `ValueError` for one that cannot follow its state."""
+        """The worker after the event. Raises `ValueError` for an event that cannot follow its state."""
         state = _NEXT.get((self.state, event))
         if state is None:
-            raise ValueError(f"of a worker that is {self.state.value} it cannot be said that {event.value}")
+            raise ValueError(f"a worker that is {self.state.value} cannot have the event {event.value!r}")
         back = event is Event.CURRENT
         return replace(self, state=state, down_s=at_s - self.losses[-1].at_s if back else self.down_s)
 
@@ -101,4 +163,53 @@ class Replaced:
     worker: str
     why: str
     down_s: float
-    """From the moment in which the loss was seen until its successor served, or until there was no farm to serve."""
+    """Time from the moment in which the loss was seen until the successor served, or until its farm was closed."""
+
+
+# --- limits of memory
+
+GB = 1e9
+
+
+class WorkerTooLarge(WorkerFailed):
+    """A worker has grown beyond its memory limit, and is to be replaced."""
+
+
+class LimitTooSmall(UserError):
+    """A new worker needs more memory than its limit."""
+
+
+@dataclass
+class MemoryChecks:
+    """Checks of one process's memory so far."""
+
+    settles: int
+    """Number of checks in which a new process may still grow to what it needs: a learner's optimiser comes with the
+    first update."""
+    within: int = 0
+    """Number of checks that found no more than the limit."""
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """Private memory that each worker's process may use; None: no limit."""
+
+    gb: float | None
+
+    def exceeded(self, worker: str, pid: int, checks: MemoryChecks) -> WorkerTooLarge | LimitTooSmall | None:
+        """Check a process; the error, which is not raised here. None within the limit, and for `pid` 0, a process
+        that has not begun.
+
+        A process that has settled within its limit, and now uses more, has grown. Any other uses as much as a new one
+        would.
+        """
+        if self.gb is None or not pid:
+            return None
+        used = private_bytes(pid) / GB
+        if used <= self.gb:
+            checks.within += 1
+            return None
+        found = f"{worker} has {used:.2f} GB in memory by itself, and runtime.worker_gb is {self.gb:g}"
+        if checks.within >= checks.settles:
+            return WorkerTooLarge(found)
+        return LimitTooSmall(f"{found}; it is new, and another would have as much: set runtime.worker_gb higher")

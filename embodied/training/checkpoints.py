@@ -11,25 +11,88 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from embodied.config.schema import Config
-from embodied.execution.executor import Executor
+from embodied.execution.iteration import OnPolicy
+from embodied.reporting.live import tell
 from embodied.reporting.metrics import MetricsWriter
 from embodied.run import checkpoint
 from embodied.run.background_writer import Written
+from embodied.run.checkpoint import CheckpointError
 from embodied.run.folder import interim_root, lasting_root
 from embodied.run.trace import Span, TraceWriter
-from embodied.training.position import Position
 from embodied.training.selection import Selection
-from embodied.training.unwritten import Unwritten
 from sim_farm.workers import faults
 
 SHARE = 0.02
 """Of a run's time, what interim checkpoints may take: the run standing still, and a thread writing."""
+
+
+RECENT = 100
+"""Training episodes over which the success that is reported as `env/success_recent` is averaged."""
+
+
+@dataclass
+class Position:
+    """Where a run is between two iterations: everything but weights and environments."""
+
+    iteration: int = 0
+    env_steps: int = 0
+    wall_s: float = 0.0
+    recent: deque[bool] = field(default_factory=lambda: deque(maxlen=RECENT))
+    """Outcomes of the last training episodes, oldest first."""
+
+    def state(self) -> checkpoint.RunState:
+        return checkpoint.RunState(self.iteration, self.env_steps, self.wall_s, tuple(self.recent))
+
+    @classmethod
+    def of(cls, state: checkpoint.RunState) -> Position:
+        return cls(state.iteration, state.env_steps, state.wall_s, deque(state.recent_success, maxlen=RECENT))
+
+
+# first.
+
+
+class Unwritten:
+    """What of a run's checkpoints could not be written since the last that was."""
+
+    def __init__(self) -> None:
+        self._first: CheckpointError | None = None
+        self._last: CheckpointError | None = None
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Within, a checkpoint is written, or begun: where that fails, the run goes on."""
+        try:
+            yield
+        except CheckpointError as error:
+            self._last = error
+            if self._first is None:
+                self._first = error
+                tell(
+                    f"{error}. The run goes on, and tries again at the next checkpoint. If there is no room on that "
+                    "disk, make some: remove what nobody needs, and keep fewer checkpoints (--keep-checkpoints 2)"
+                )
+
+    def over(self) -> None:
+        """One has been written."""
+        if self._first is not None:
+            tell("checkpoints are written again")
+        self._first = self._last = None
+
+    def error(self) -> CheckpointError:
+        """What ends a run whose last checkpoint cannot be written."""
+        assert self._first is not None and self._last is not None
+        if str(self._first) == str(self._last):
+            return self._last
+        return CheckpointError(f"{self._last}. The first that could not be written was another: {self._first}")
 
 
 @dataclass
@@ -43,7 +106,7 @@ class RunCheckpoints:
     trace: TraceWriter | None
     whole: int = -1
     """The iteration of the newest that stays and is complete; -1: none."""
-    _workers: Executor | None = None
+    _workers: OnPolicy | None = None
     _stall_s: float = 0.0
     """How long the run stood still for checkpoints since the last row of metrics."""
     _write_s: float = 0.0
@@ -58,7 +121,7 @@ class RunCheckpoints:
     """Where the one that is being written will be, and its iteration."""
     _unwritten: Unwritten = field(default_factory=Unwritten)
 
-    def begin(self, workers: Executor, iteration: int) -> None:
+    def begin(self, workers: OnPolicy, iteration: int) -> None:
         """From now on checkpoints are those of these workers. They go on from one of that iteration; -1: from none."""
         self._workers, self._in_flight, self.whole = workers, None, iteration
 
@@ -124,7 +187,7 @@ class RunCheckpoints:
             checkpoint.keep_newest(interim, 1) if of_use else shutil.rmtree(interim)
 
     @property
-    def workers(self) -> Executor:
+    def workers(self) -> OnPolicy:
         assert self._workers is not None, "begin() comes first"
         return self._workers
 

@@ -20,7 +20,7 @@ from rich.markup import escape
 from embodied.config.files import save_config
 from embodied.config.schema import Config
 from embodied.devices import accelerators
-from embodied.execution.executor import Executor, Iteration, executor
+from embodied.execution.iteration import Iteration, OnPolicy, start_run
 from embodied.execution.recovery import FILE, Recovery
 from embodied.execution.session import Session
 from embodied.files import is_full
@@ -32,13 +32,10 @@ from embodied.run import checkpoint
 from embodied.run.folder import lasting_root, newest_whole
 from embodied.run.trace import TraceWriter
 from embodied.runtime.api import Runtime
-from embodied.training.beside import BesideError, room_beside
-from embodied.training.checkpoints import RunCheckpoints
-from embodied.training.collapse import CollapseWatch
+from embodied.training.checkpoints import RECENT, Position, RunCheckpoints
 from embodied.training.interrupts import deferred_interrupts
-from embodied.training.iteration_row import iteration_row, left_out
-from embodied.training.position import RECENT, Position
-from embodied.training.selection import Candidate, Selection
+from embodied.training.iteration_metrics import CollapseWatch, iteration_row, left_out
+from embodied.training.selection import BesideError, Candidate, Selection, room_beside
 from sim_farm.workers import faults
 
 FINISHING = "interrupted: finishing the update, so that its iteration is kept; once more stops at once"
@@ -60,7 +57,7 @@ def train(config: Config, run_dir: Path, session: Session, resume_from: Path | N
             recovery.started()
             try:
                 faults.point("driver", "start")
-                with executor(config, run_dir, session, placed.assignment) as workers:
+                with start_run(config, run_dir, session, placed.assignment) as workers:
                     recovery.built()
                     show(workers.memory.describe())
                     loop.selection.move(
@@ -109,7 +106,7 @@ def train(config: Config, run_dir: Path, session: Session, resume_from: Path | N
 class _Loop:
     """The iterations of one run."""
 
-    workers: Executor
+    workers: OnPolicy
 
     def __init__(
         self, config: Config, run_dir: Path, selection: Selection, recovery: Recovery, runtime: Runtime
@@ -128,7 +125,7 @@ class _Loop:
         self._consistent = True
         """Whether learner, environments and position are those of the same iteration, so that they may be saved."""
 
-    def begin(self, workers: Executor, resume_from: Path | None) -> None:
+    def begin(self, workers: OnPolicy, resume_from: Path | None) -> None:
         """Load the checkpoint, if there is one, and start the environments."""
         self.workers = workers
         environments = None
@@ -306,13 +303,13 @@ class _Loop:
         if self.trace is not None:
             self.trace.iteration(number)
         faults.point("driver", "rollout")
-        summary, rolled = self.workers.rollout(number)
+        summary = self.workers.rollout(number)
         self._large = self._large or self._runtime.too_large()
         faults.point("driver", "update")
         with deferred_interrupts(lambda: progress.note(FINISHING)):
             self._consistent = False
             # What goes on from a checkpoint has no rollout that is ahead: nor has, then, what did not stop at it.
-            learned, self._environments, spans = self.workers.learn(number, drain=self._checkpoints.lasts(number + 1))
+            learned, self._environments = self.workers.learn(number, drain=self._checkpoints.lasts(number + 1))
             iteration = Iteration(summary, learned, self._environments, begin, time.monotonic_ns(), ())
             wall_s = iteration.wall_s
             self.position.iteration += 1
@@ -323,7 +320,7 @@ class _Loop:
             row = iteration_row(self.config, self.position, summary, learned, wall_s, self._checkpoints.taken())
             self.metrics.write(self.position.iteration, self.position.env_steps, row)
         if self.trace is not None:
-            self.trace.add([*summary.spans, *rolled, *spans])
+            self.trace.add([*summary.spans, *self.workers.spans.take()])
         return row, iteration
 
     def _note_milestones(self, row: Mapping[str, Any]) -> None:

@@ -23,11 +23,18 @@ from torch import Tensor
 from embodied.config.files import save_config
 from embodied.config.schema import Config
 from embodied.demonstrations import Batch, Dataset, layout
-from embodied.demonstrations.feature_names import Needed, check_features
+from embodied.demonstrations.data_files import read_ahead
 from embodied.demonstrations.inspection import inspected, observed
-from embodied.demonstrations.inspection_table import show_table, text
-from embodied.demonstrations.loader import read_ahead
-from embodied.demonstrations.mixture import Demonstrations, Index, Source, gripper_map, open_sources
+from embodied.demonstrations.inspection_report import show_table, text
+from embodied.demonstrations.mixture import (
+    Demonstrations,
+    Index,
+    Needed,
+    Source,
+    check_features,
+    gripper_map,
+    open_sources,
+)
 from embodied.devices import Affinity, device_of
 from embodied.errors import UserError
 from embodied.evaluation.protocol import expand
@@ -35,8 +42,8 @@ from embodied.files import write_whole
 from embodied.reporting.live import steps
 from embodied.reporting.metrics import MetricsWriter
 from embodied.run import checkpoint
+from embodied.training.checkpoints import Unwritten
 from embodied.training.interrupts import deferred_interrupts
-from embodied.training.unwritten import Unwritten
 from embodied.trajectories.random_streams import IMITATION, generator, permutation
 from embodied.workflows.context import make_policy, policy_spec, task_spec
 from embodied.workflows.sizes import tasks_of
@@ -46,15 +53,15 @@ from sim_farm.contract import TaskInfo
 Read = Sequence[tuple[Index, Batch]]
 """Batches, one for each dataset that has rows of a micro-batch, and the places of their rows in the minibatch."""
 STAGE = "sft"
-"""What `checkpoint.RunState.stage` says of these checkpoints."""
+"""`checkpoint.RunState.stage` of these checkpoints."""
 MEASURED = 512
 """Rows of the held-out episodes that are measured, evenly spaced."""
 OBSERVED = 4096
 """Rows whose statistics are taken at once."""
 DATA = "data.json"
-"""What was understood of the data, in the run's folder."""
+"""File of the data's inspection, in the run's folder."""
 CONVENTIONS = ("control_mode", "orientation", "gripper", "image_size")
-"""What a recording and the run's environments must agree on."""
+"""Settings that must be equal in a recording and in the run's environments."""
 
 
 def read_demonstrations(config: Config, info: TaskInfo) -> Demonstrations:
@@ -254,7 +261,7 @@ class Imitator:
         return read_ahead(read, pieces)
 
     def _shown(self, batch: Batch) -> Inputs:
-        """What the policy reads of the batch, on its device."""
+        """The batch's features that the policy reads, on its device."""
         reads, inputs = self.config.policy.reads, batch.inputs()
         return replace(
             inputs,
@@ -320,11 +327,11 @@ def imitate(config: Config, info: TaskInfo, run_dir: Path, resume_from: Path | N
 
 @dataclass
 class _Log:
-    """What a training leaves in its folder."""
+    """Files that a training leaves in its folder."""
 
     run_dir: Path
     began_s: float
-    """As if it had never been stopped."""
+    """Start of the training in seconds, as if it had never been interrupted."""
     saved: int = 0
     """Steps that the newest checkpoint has."""
     unwritten: Unwritten = field(default_factory=Unwritten)

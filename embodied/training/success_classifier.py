@@ -30,7 +30,7 @@ Index = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class ClassifierTraining:
-    """How a success classifier is trained."""
+    """Settings of a success classifier's training."""
 
     last: int = 2
     """Frames at the end of a successful episode that are positive."""
@@ -49,7 +49,7 @@ class Labelled:
     datasets: tuple[Dataset, ...]
     looks: Looks
     positive: npt.NDArray[np.bool_]
-    """Of each frame."""
+    """Label of each frame."""
     episode: Index
     """The number of each frame's episode."""
 

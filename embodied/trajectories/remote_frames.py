@@ -9,8 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-CALL_BYTES = 32 * 2**20
-"""The most that one call fetches, where one row is not more: what travels passes through stores of a few hundred MB."""
+from embodied.runtime.remote import CALL_BYTES, slices
 
 
 class FrameReader(Protocol):
@@ -64,7 +63,6 @@ class FarFrames:
 
     def _fetch(self, rows: Sequence[int]) -> None:
         """In one call, or in several where one would be too large."""
-        size = max(CALL_BYTES // self._shape.nbytes, 1)
-        for begin in range(0, len(rows), size):
-            piece = rows[begin : begin + size]
+        for part in slices(len(rows), self._shape.nbytes, CALL_BYTES):
+            piece = rows[part]
             self._kept.update(zip(piece, self._reader.read(torch.tensor(piece)), strict=True))

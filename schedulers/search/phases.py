@@ -1,7 +1,8 @@
 """Phases: the best sequence of phases, and the best placements of each.
 
-Every sequence of phases is tried: a phase is the difference of two prefixes of the workflow graph, and its makespan
-depends on the other phases only through memory, so that each phase is solved once. To solve a phase, every partition
+A phase is the difference of two prefixes of the workflow graph. Its makespan depends on the other phases only through
+memory, so each phase is solved once, and the best sequence is found by a dynamic programme over prefixes:
+f(P) = min over prefixes Q within P of f(Q) + makespan of (P - Q) + context switch. To solve a phase, every partition
 into placements, number of groups and micro-batch is tried, with the best allocation of devices to each.
 """
 
@@ -11,7 +12,6 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import product
 from typing import Literal
 
@@ -170,22 +170,36 @@ class SequenceSearch:
         return replace(best, bound=min(bound, best.seconds))
 
     def _best(self, mode: Mode, switching: bool) -> PhaseSequence:
-        """The best of all sequences, with or without context switches."""
-        best, bound = NONE, math.inf
-        solve = cache(self.phases.solve)
-        for sequence in self._sequences(mode):
-            several = len(sequence) > 1
-            phases = [solve(*phase, switching=switching and several) for phase in sequence]
-            bound = min(bound, sum(phase.bound for phase in phases))
-            found = PhaseSequence(
-                seconds=sum(phase.seconds for phase in phases),
-                bound=bound,
-                phases=tuple(phases),
-                unload=switching and several,
-                clumsiness=len(phases) + 1.5 * sum(map(self._mixes, phases)),
-            )
-            best = found if _better(found, best) else best
-        return replace(best, bound=bound)
+        """The best sequence with or without context switches, by a dynamic programme over prefixes.
+
+        The best sequence of a prefix is the best of a shorter prefix and one more phase. Sequences are kept apart by
+        what makes them one of the mode (see `_ends`).
+        """
+        best = {(frozenset[str](), False, False): PhaseSequence(0.0, 0.0)}
+        for prefix in self.prefixes[1:]:
+            for (done, split, several), before in list(best.items()):
+                if not done < prefix or (mode == "disaggregated" and (done or prefix != self.all)):
+                    continue
+                for kind in KINDS[mode]:
+                    alone = not done and prefix == self.all
+                    phase = self.phases.solve(prefix - done, kind, switching=switching and not alone)
+                    if math.isinf(phase.bound):
+                        continue
+                    key = (prefix, split or self._splits(prefix - done, kind), several or bool(done))
+                    other = best.get(key, NONE)
+                    found = PhaseSequence(
+                        seconds=before.seconds + phase.seconds,
+                        bound=min(before.bound + phase.bound, other.bound),
+                        phases=(*before.phases, phase),
+                        unload=switching and bool(done),
+                        clumsiness=before.clumsiness + 1 + 1.5 * self._mixes(phase),
+                    )
+                    best[key] = found if _better(found, other) else replace(other, bound=found.bound)
+        complete = [best.get((self.all, *end), NONE) for end in self._ends(mode)]
+        result = complete[0]
+        for other in complete[1:]:
+            result = other if _better(other, result) else result
+        return replace(result, bound=min(sequence.bound for sequence in complete))
 
     @staticmethod
     def _ends(mode: Mode) -> list[tuple[bool, bool]]:

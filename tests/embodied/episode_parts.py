@@ -16,7 +16,7 @@ from embodied.algorithms.estimators import Estimate, group_relative
 from embodied.config.files import parse_config
 from embodied.config.schema import Config
 from embodied.execution.assignment import configured
-from embodied.execution.executor import Executor, Iteration, executor
+from embodied.execution.iteration import Iteration, OnPolicy, start_run
 from embodied.execution.roles import LearnerRole, RolloutRole
 from embodied.execution.session import open_session
 from embodied.learning.learner import Learner
@@ -57,11 +57,11 @@ def config_of(**changes: Any) -> Config:
 
 
 @contextmanager
-def begun(config: Config, folder: Path, policy: Path | None = None) -> Iterator[Executor]:
+def begun(config: Config, folder: Path, policy: Path | None = None) -> Iterator[OnPolicy]:
     """The run's workers; the policy is new, or from a checkpoint."""
     with (
         open_session(config) as session,
-        executor(config, folder, session, configured(config, session.cores)) as workers,
+        start_run(config, folder, session, configured(config, session.cores)) as workers,
     ):
         if policy is not None:
             workers.load(policy)
@@ -94,7 +94,7 @@ def part_of(number: int) -> EpisodePart:
     return EpisodePart(number * ENVS, (number + 1) * ENVS)
 
 
-def roll(workers: Executor, number: int, limit: int) -> Trajectories:
+def roll(workers: OnPolicy, number: int, limit: int) -> Trajectories:
     """Episode `number` of every environment, of which each may end `limit`."""
     workers.rollout_worker.call(RolloutRole.rollout_episodes, part_of(number), limit, 60.0)
     return held(workers.rollout_worker.call(RolloutRole.trajectories))

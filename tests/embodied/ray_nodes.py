@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
-from embodied.runtime.nodes import NodeInfo
+from embodied.runtime.api import NodeInfo
 from embodied.runtime.ray.farm import RayHost
 from embodied.runtime.ray.runtime import RayRuntime
 from embodied.runtime.ray.session import AUTHENTICATION

@@ -17,7 +17,7 @@ from embodied.config.files import parse_config
 from embodied.config.schema import Config
 from embodied.devices import Affinity
 from embodied.execution.assignment import HERE, Assignment, FarmAssignment
-from embodied.execution.executor import Iteration, executor
+from embodied.execution.iteration import Iteration, start_run
 from embodied.execution.roles import LearnerRole
 from embodied.execution.session import Session
 from embodied.trajectories.batch import Trajectories
@@ -150,7 +150,7 @@ def run(
     """Three iterations by the assignment; `drains`: those after which no rollout is ahead."""
     (folder / "gathered").mkdir(parents=True)
     config = kept_in(folder / "gathered", parse_config(settings, "test"))
-    with executor(config, folder, session, assignment) as workers:
+    with start_run(config, folder, session, assignment) as workers:
         workers.begin(None, 0)
         iterations = [workers.iterate(i, drain=i in drains or i == ITERATIONS - 1) for i in range(ITERATIONS)]
         if assignment.unload:

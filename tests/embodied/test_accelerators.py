@@ -13,8 +13,7 @@ import torch
 import schedulers
 from embodied.config.files import parse_config
 from embodied.config.schema import Config
-from embodied.devices import Affinity, accelerators, device_of
-from embodied.doctor.hardware import fingerprint
+from embodied.devices import Affinity, accelerators, device_of, fingerprint
 from embodied.errors import UserError
 from embodied.execution.assignment import assign
 from embodied.execution.session import open_session

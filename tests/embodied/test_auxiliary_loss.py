@@ -11,7 +11,7 @@ import torch
 import policies
 from embodied.algorithms.estimators import Rows
 from embodied.config.schema import LossConfig
-from embodied.learning.microbatch import LossSums, add_gradient, count_units, read
+from embodied.learning.update import Denominators, LossFunction, LossSums, micro_batch_loss, read_losses
 from embodied.reporting.metrics import read as metrics_of
 from embodied.trajectories.batch import HeldDecisions
 from policies.contract import Policy, PolicyError, PolicySpec
@@ -49,15 +49,16 @@ def make_rows(policy: Policy) -> Rows:
 
 
 def gradients(policy: Policy, rows: Rows, size: int, unit: str = "chunk") -> tuple[dict[str, torch.Tensor], LossSums]:
-    loss = LossConfig.model_validate({"value_clip": None, "ratio_unit": unit})
-    _, weights = count_units(rows.executed, rows.weight, SPEC.action_dim, loss.ratio_unit)
+    function = LossFunction(LossConfig.model_validate({"value_clip": None, "ratio_unit": unit}))
+    every, shares = torch.arange(len(rows)), []
+    denominators = Denominators.of(rows, every, function)
     policy.zero_grad()
-    shares = [
-        add_gradient(policy, rows.take(index), loss, "chunk", True, weights, len(rows))
-        for index in torch.arange(len(rows)).split(size)
-    ]
+    for index in every.split(size):
+        loss, share = micro_batch_loss(policy, rows.take(index), function, denominators)
+        loss.backward()  # type: ignore[no-untyped-call]
+        shares.append(share)
     found = {name: p.grad.clone() for name, p in policy.named_parameters() if p.grad is not None}
-    return found, read(shares)[0]
+    return found, read_losses(shares)[0]
 
 
 def test_it_is_the_weighted_mean_of_the_rows_losses() -> None:

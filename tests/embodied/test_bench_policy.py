@@ -14,14 +14,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from embodied.bench.flops import Costs, FlowCosts, Work
-from embodied.bench.generate import OneAtATime, ways
 from embodied.bench.learner import Case, Update
 from embodied.bench.machine import Machine, measure_machine
-from embodied.bench.models import build, make_inputs
+from embodied.bench.models import OneAtATime, build, make_inputs, ways
 from embodied.bench.policy import share_of_equal_rows
 from embodied.bench.settings import BenchLearner, BenchPolicy
 from embodied.cli import main
-from embodied.learning.microbatch import LossSums, MicroBatchLoss, read
+from embodied.learning.update import LossSums, MicroBatchLoss, read_losses
 from policies.openvla import sizes
 from policies.openvla.base import TokenPolicy
 from policies.openvla.config import read_config
@@ -106,10 +105,10 @@ def test_the_measured_update_is_one_whatever_the_micro_batch_and_waits_once(
 
     def counting(shares: Sequence[MicroBatchLoss], norm: torch.Tensor | None = None) -> tuple[LossSums, float]:
         reads.append(len(shares))
-        return read(shares, norm)
+        return read_losses(shares, norm)
 
     # It reads as ever and is counted: each read waits for the device.
-    monkeypatch.setattr("embodied.bench.learner.read", counting)
+    monkeypatch.setattr("embodied.bench.learner.read_losses", counting)
     gradients = []
     for micro_batch in (1, ROWS):
         policy = tiny(model, lora_rank=2, gradient_checkpointing=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import policies
 from embodied.errors import UserError
-from embodied.run import checkpoint, manifest
+from embodied.run import checkpoint
 from embodied.run.checkpoint import CheckpointError, RunState
 from policies.contract import Inputs, Policy, PolicyError, PolicySpec
 from tests.full_disk import full_disk
@@ -208,8 +208,8 @@ def test_a_manifest_lists_files_of_its_own_folder(name: str, tmp_path: Path) -> 
 def test_a_manifest_is_no_larger_than_one_can_be(tmp_path: Path) -> None:
     folder = write(tmp_path)
     path = folder / "manifest.json"
-    path.write_bytes(path.read_bytes() + b" " * manifest.MOST_BYTES)
-    assert f"larger than {manifest.MOST_BYTES} bytes" in refusal(folder)
+    path.write_bytes(path.read_bytes() + b" " * checkpoint.MOST_MANIFEST_BYTES)
+    assert f"larger than {checkpoint.MOST_MANIFEST_BYTES} bytes" in refusal(folder)
 
 
 def test_a_folder_that_is_not_there_is_recognised(tmp_path: Path) -> None:

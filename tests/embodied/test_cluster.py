@@ -23,25 +23,24 @@ from torch import Tensor
 import schedulers
 from embodied.config.files import parse_config
 from embodied.config.schema import Config
-from embodied.devices import Affinity
-from embodied.doctor.hardware import fingerprint
+from embodied.devices import Affinity, fingerprint
 from embodied.errors import UserError
 from embodied.execution import row_delivery
 from embodied.execution.assignment import Assignment, assign
-from embodied.execution.executor import executor
+from embodied.execution.iteration import start_run
 from embodied.execution.row_delivery import CalledSource
 from embodied.execution.session import Session
 from embodied.planning.clusters import run_cluster
 from embodied.planning.profiler import work_of
 from embodied.planning.run_plans import place_run
 from embodied.reporting.metrics import read
-from embodied.runtime import relay
-from embodied.runtime.deadlines import Deadline
+from embodied.runtime import remote
 from embodied.runtime.inline import InlineRuntime
 from embodied.runtime.ray import cluster as ray_cluster
 from embodied.runtime.ray.farm import RayHost
 from embodied.runtime.ray.runtime import RayRuntime
 from embodied.runtime.ray.workers import RayHandle
+from embodied.runtime.supervision import Deadline
 from schedulers import ComponentProfile, Plan, Point, Profile
 from sim_farm.client.farm import Farm, FarmAddress, WorkerFailed
 from sim_farm.contract import EpisodeSpec, FarmError
@@ -120,15 +119,15 @@ def expected_bytes(spec: FarmSpec, sizes: dict[str, int], environments: list[lis
         return sum(sizes[name] for name in names)
 
     rows = [row for rows in environments for row in rows]
-    shown = relay.SHOWN if spec.task.cameras else ()
+    shown = remote.SHOWN if spec.task.cameras else ()
     messages = len(environments[0]) * spec.groups
-    opening = 4 + len(environments) * (8 + size((*relay.REQUEST, *relay.STANDING)))
-    sent = opening + messages * 4 + len(rows) * (8 + size(relay.REQUEST))
+    opening = 4 + len(environments) * (8 + size((*remote.REQUEST, *remote.STANDING)))
+    sent = opening + messages * 4 + len(rows) * (8 + size(remote.REQUEST))
     ended = [row for row in rows if "final state" in row]
     begun = len(environments) + len(ended)
-    received = messages * 8 + len(rows) * size((*relay.OUTCOME, *relay.OBSERVED, *shown))
-    received += begun * size(relay.BEGUN) + len(ended) * size(relay.ENDED)
-    received += sum(bool(shown) and bool(row["final drawn"]) for row in ended) * size(relay.DRAWN)
+    received = messages * 8 + len(rows) * size((*remote.OUTCOME, *remote.OBSERVED, *shown))
+    received += begun * size(remote.BEGUN) + len(ended) * size(remote.ENDED)
+    received += sum(bool(shown) and bool(row["final drawn"]) for row in ended) * size(remote.DRAWN)
     return [sent, received]
 
 
@@ -220,7 +219,7 @@ def test_a_frame_source_that_dies_is_named_with_the_rank_that_called_it(machines
     config = parse_config({**test_learner_ranks.IMAGES, "workflow": "ppo"}, "test")
     with (
         pytest.raises(WorkerFailed, match="^learner [01]: frame source of learner died during 'frames'"),
-        executor(config, tmp_path, session, of_two_ranks(machines, "far")) as workers,
+        start_run(config, tmp_path, session, of_two_ranks(machines, "far")) as workers,
     ):
         workers.begin(None, 0)
         workers.iterate(0)

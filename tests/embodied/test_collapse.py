@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from embodied.training.collapse import PATIENCE, CollapseWatch
+from embodied.training.iteration_metrics import PATIENCE, CollapseWatch
 
 
 def said(rates: Sequence[float | None]) -> list[int]:

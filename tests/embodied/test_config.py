@@ -98,7 +98,7 @@ def test_a_wrong_item_of_a_list_is_refused_with_its_place() -> None:
 
 def test_every_mistake_is_named_at_once() -> None:
     message = refusal({"seed": -1, "advantage": {"lamm": 1, "gamma": 2}, "ppo": {"clip": 3}})
-    assert all(key in message for key in ("seed", "advantage.lamm", "advantage.gamma", "ppo.clip"))
+    assert all(key in message for key in ("seed", "advantage.lamm", "advantage.gamma", "ppo"))
 
 
 def test_a_configuration_cannot_be_changed_after_it_was_checked() -> None:
@@ -134,7 +134,7 @@ def test_a_saved_configuration_holds_every_key_so_that_later_defaults_change_not
             found += keys(value, f"{prefix}{name}.") if nested else [f"{prefix}{name}"]
         return found
 
-    assert sorted(keys(saved)) == sorted(["version", *all_settings()])
+    assert sorted(keys(saved)) == sorted(all_settings())
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)

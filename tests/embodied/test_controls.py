@@ -10,11 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from embodied.algorithms.controls import ENTROPY_RATE, LEAST_DEVIATION, Controls, adapted_share, adapted_weight
+from embodied.algorithms.controls import (
+    ENTROPY_RATE,
+    LEAST_DEVIATION,
+    Controls,
+    UpdateControls,
+    adapted_share,
+    adapted_weight,
+)
 from embodied.config.files import parse_config
 from embodied.config.schema import AdvantageConfig, Config, LossConfig
 from embodied.errors import UserError
-from embodied.learning.update_controls import UpdateControls
 from embodied.run import checkpoint
 from embodied.workflows.algorithm_checks import check_algorithm
 from tests.embodied.test_learner import make_batch, make_learner, to_rows
@@ -128,14 +134,14 @@ def test_a_clipped_critic_moves_when_the_scale_does(tmp_path: Path) -> None:
     learner = make_learner(tmp_path, LossConfig(value_clip=0.2), asked, epochs=1, minibatch=0)
     batch = make_batch()
     seen: list[float] = []
-    clip = learner._work.clip
+    clip = learner._parallel.clip_grad_norm
 
-    def watched() -> torch.Tensor:
+    def watched(limit: float) -> torch.Tensor:
         gradients = [p.grad for p in learner.policy.value_head.parameters() if p.grad is not None]
         seen.append(float(sum(g.abs().sum() for g in gradients)))
-        return clip()
+        return clip(limit)
 
-    learner._work.clip = watched  # type: ignore[method-assign]
+    learner._parallel.clip_grad_norm = watched  # type: ignore[method-assign]
     metrics = learner.update(replace(batch, reward=batch.reward * 5 + 100), 0)
     assert seen[0] > 1e-3 and metrics["learner/value_loss"] < 10
 
@@ -191,8 +197,8 @@ def test_a_critic_learns_large_returns_in_deviations(tmp_path: Path) -> None:
     losses = []
     for number, asked in enumerate((True, False)):
         learner = make_learner(tmp_path / str(number), epochs=8, value_lr=3e-3)
-        learner._controls = UpdateControls(learner._run.model_copy(
-            update={"advantage": learner._run.advantage.model_copy(update={"normalise_returns": asked})}
+        learner._controls = UpdateControls(learner._config.model_copy(
+            update={"advantage": learner._config.advantage.model_copy(update={"normalise_returns": asked})}
         ))  # fmt: skip
         batch = make_batch()
         metrics = learner.update(replace(batch, reward=batch.reward * 1000), 0)
@@ -206,7 +212,7 @@ def test_a_rate_that_is_too_great_falls(tmp_path: Path) -> None:
     rate = learner.update(make_batch(), 0)["learner/policy_lr"]
     learner._controls.set_learning_rates(learner.optimizer, 1)
     assert rate == 0.05 and learner.optimizer.param_groups[0]["lr"] == pytest.approx(0.05 / 1.5)
-    assert learner.optimizer.param_groups[1]["lr"] == learner._run.optim.value_lr
+    assert learner.optimizer.param_groups[1]["lr"] == learner._config.optim.value_lr
 
 
 def test_a_run_that_goes_on_adapts_as_if_it_had_not_stopped(tmp_path: Path) -> None:

@@ -13,11 +13,12 @@ from torch import Tensor
 from embodied.algorithms.estimators import gae, group_relative
 from embodied.config.files import parse_config
 from embodied.config.schema import Config
-from embodied.execution.executor import executor
+from embodied.execution.iteration import start_run
 from embodied.execution.roles import RolloutRole
 from embodied.execution.session import Session
 from embodied.learning.learner import Learner
-from embodied.learning.update_steps import OffPolicy
+from embodied.learning.parallel import values_of
+from embodied.learning.update import OffPolicy
 from embodied.rollout.rollout_summary import EpisodePart
 from embodied.trajectories.batch import Trajectories
 from embodied.workflows.context import make_policy
@@ -31,7 +32,7 @@ def gathered(settings: dict[str, Any], session: Session, folder: Path) -> tuple[
     optim = {**settings["optim"], "epochs": 1, "minibatch": 0, "max_grad_norm": 1e9}
     (folder / "gathered").mkdir(parents=True)
     config = kept_in(folder / "gathered", parse_config({**settings, "optim": optim}, "test"))
-    with executor(config, folder, session, inline(assigned())) as workers:
+    with start_run(config, folder, session, inline(assigned())) as workers:
         workers.begin(None, 0)
         if settings is GROUPS:
             workers.rollout_worker.call(RolloutRole.rollout_episodes, EpisodePart(0, 4), 1, 60.0)
@@ -103,7 +104,7 @@ def test_a_rollout_of_an_older_policy_is_judged_by_the_present_critic(
 
     now = learner().policy.value(batch.inputs).reshape(batch.value.shape)
     holes = torch.rand(batch.mask.shape, generator=torch.Generator().manual_seed(0)) < 0.7
-    torch.testing.assert_close(learner()._work.values(replace(batch, mask=holes)), now * holes)
+    torch.testing.assert_close(values_of(learner()._parallel, replace(batch, mask=holes), 0), now * holes)
     judged = gradient(replace(batch, version=0))
     torch.testing.assert_close(judged, gradient(replace(batch, version=1, value=now)), rtol=1e-4, atol=1e-6)
     assert not torch.allclose(judged, gradient(replace(batch, version=1)), rtol=1e-2)

@@ -13,7 +13,7 @@ import schedulers
 from embodied.config.files import parse_config
 from embodied.config.schema import Config
 from embodied.execution.assignment import assign
-from embodied.execution.executor import Executor, Iteration
+from embodied.execution.iteration import Iteration, OnPolicy
 from embodied.execution.session import Session
 from embodied.planning.components import leaving_home
 from embodied.runtime.groups import WorkerGroup
@@ -104,7 +104,7 @@ def test_a_plan_for_four_nodes_is_executed_where_it_says(
     assert placed.hosts == tuple(node * ranks + own for node in range(len(NODES)) for own in range(replicas))
     specs: list[FarmSpec] = []
 
-    def look(workers: Executor) -> None:
+    def look(workers: OnPolicy) -> None:
         specs.extend(workers.farm.specs)
         for name, raylet in machines.raylets.items():
             there = psutil.Process(raylet).children(recursive=True)

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from embodied.doctor import checks
 from embodied.doctor import checks as doctor
-from embodied.doctor import drawing
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -211,7 +211,7 @@ def _name(requirement: str) -> str:
 
 # --- which GPU draws: what a machine with GPUs would say, as recorded strings
 
-FIRST = drawing.Gpu(0, "NVIDIA H200", "9d0f7e3a-1b2c-4d5e-8f90-a1b2c3d4e5f6", "00000000:3B:00.0")
+FIRST = checks.Gpu(0, "NVIDIA H200", "9d0f7e3a-1b2c-4d5e-8f90-a1b2c3d4e5f6", "00000000:3B:00.0")
 
 
 @pytest.mark.parametrize(
@@ -219,27 +219,27 @@ FIRST = drawing.Gpu(0, "NVIDIA H200", "9d0f7e3a-1b2c-4d5e-8f90-a1b2c3d4e5f6", "0
     [
         (
             "OpenGL",
-            drawing.Picture(True, "NVIDIA H200/PCIe/SSE2", "9d0f7e3a1b2c4d5e8f90a1b2c3d4e5f6", 4e-4),
+            checks.Picture(True, "NVIDIA H200/PCIe/SSE2", "9d0f7e3a1b2c4d5e8f90a1b2c3d4e5f6", 4e-4),
             True,
             "0.40 ms",
         ),
-        ("OpenGL", drawing.Picture(True, "NVIDIA H200/PCIe/SSE2", "00" * 16, 4e-4), False, "but that is GPU 0000"),
-        ("OpenGL", drawing.Picture(True, "NVIDIA H200/PCIe/SSE2", None, 4e-4), True, "it does not say"),
-        ("Vulkan", drawing.Picture(True, "NVIDIA H200", "0000:3b:00.0", 1e-3), True, "1.00 ms"),
-        ("Vulkan", drawing.Picture(True, "NVIDIA H200", "0000:86:00.0", 1e-3), False, "but that is GPU 0000:86:00.0"),
-        ("Vulkan", drawing.Picture(False, "cuda:0 was asked to draw, and ..."), False, "Vulkan: cuda:0 was asked"),
+        ("OpenGL", checks.Picture(True, "NVIDIA H200/PCIe/SSE2", "00" * 16, 4e-4), False, "but that is GPU 0000"),
+        ("OpenGL", checks.Picture(True, "NVIDIA H200/PCIe/SSE2", None, 4e-4), True, "it does not say"),
+        ("Vulkan", checks.Picture(True, "NVIDIA H200", "0000:3b:00.0", 1e-3), True, "1.00 ms"),
+        ("Vulkan", checks.Picture(True, "NVIDIA H200", "0000:86:00.0", 1e-3), False, "but that is GPU 0000:86:00.0"),
+        ("Vulkan", checks.Picture(False, "cuda:0 was asked to draw, and ..."), False, "Vulkan: cuda:0 was asked"),
     ],
 )
 def test_a_picture_must_be_of_the_gpu_that_was_asked(api: str, picture: Any, good: bool, words: str) -> None:
-    found, text = drawing.verdict(FIRST, api, picture)
+    found, text = checks.verdict(FIRST, api, picture)
     assert found == good and words in text, text
 
 
 @pytest.mark.slow
 def test_pictures_are_drawn_in_processes_of_their_own() -> None:
-    picture = drawing.draw("tabletop/reach", "cpu")
+    picture = checks.draw("tabletop/reach", "cpu")
     assert picture.drawn and picture.picture_s > 0
-    refused = drawing.draw("tabletop/reach", "cuda:63")
+    refused = checks.draw("tabletop/reach", "cuda:63")
     assert not refused.drawn and refused.name.startswith("cuda:63 was asked to draw")
 
 

@@ -20,12 +20,11 @@ from embodied.commands.evaluate import evaluate_run
 from embodied.config.files import load_config
 from embodied.evaluation import films
 from embodied.evaluation.evaluate import Subject, evaluate, evaluation_folder
-from embodied.evaluation.films import FRAMES, Filmer, Shown, filmed_steps, stride
+from embodied.evaluation.films import FRAMES, EpisodeFrames, Filmer, Shown, filmed_steps, stride
 from embodied.evaluation.folder import read_folder
 from embodied.evaluation.protocol import protocol_of
 from embodied.execution import recovery
 from embodied.execution.session import open_session
-from embodied.reporting.video import EpisodeFrames
 from embodied.rollout.evaluator import EpisodeOutcome, deal_out
 from embodied.run.folder import settings_of
 from sim_farm.contract import EpisodeSpec, TaskSpec

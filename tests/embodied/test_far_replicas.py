@@ -19,13 +19,13 @@ from embodied.config.files import parse_config
 from embodied.config.schema import Config
 from embodied.devices import Affinity
 from embodied.execution.assignment import Assignment
-from embodied.execution.executor import Executor, executor
+from embodied.execution.iteration import OnPolicy, start_run
 from embodied.execution.session import Session
 from embodied.rollout.replicas import Message, Reply
 from embodied.rollout.rollout_loop import DecisionRequest
 from embodied.runtime.groups import WorkerGroup
-from embodied.runtime.lent_tensors import Lender, LentOver
-from embodied.runtime.ray.lending import PART_BYTES
+from embodied.runtime.remote import CALL_BYTES
+from embodied.runtime.shared_tensors import Overwritten, TensorPublisher
 from policies.contract import Action, Inputs
 from sim_farm.contract import FarmError
 from tests.embodied import runs, test_replicas, test_weights
@@ -131,7 +131,7 @@ WIDE = {**STATES["policy"], "options": {"widths": [2048, 2048]}}
 def test_nothing_but_messages_leaves_a_node(machines: Machines, ray: Session, tmp_path: Path) -> None:
     """Replicas elsewhere map no memory of home; all of a node map one copy of the weights, whose every bit arrives."""
     settings = of(STATES, workflow=f"{test_weights.__name__}:TELLING", policy=WIDE)
-    with executor(parse_config(settings, "test"), tmp_path, ray, at(machines, "far", "", "far")) as workers:
+    with start_run(parse_config(settings, "test"), tmp_path, ray, at(machines, "far", "", "far")) as workers:
         workers.begin(None, 0)
         for version in range(3):
             learner: WorkerGroup[Any] = workers.learner
@@ -146,14 +146,14 @@ def test_nothing_but_messages_leaves_a_node(machines: Machines, ray: Session, tm
         here = mapped([os.getpid(), *(p.pid for p in ray.runtime._processes if not p.node and p.pid)])  # type: ignore[attr-defined]
         assert len(here) > 5 and not (first | second) & here
         assert len(first | second) == 2 and first & second, "two memories take turns, and both act with the newest"
-        assert all(path.stat().st_size > PART_BYTES for path in first)
+        assert all(path.stat().st_size > CALL_BYTES for path in first)
     assert not any(path.exists() for path in first), "shared memory is left behind"
 
 
 # --- what goes wrong
 
 
-def begun(workers: Executor) -> None:
+def begun(workers: OnPolicy) -> None:
     workers.farm_deadline_s = 5.0
     workers.begin(None, 0)
 
@@ -167,7 +167,7 @@ def test_a_lost_replica_is_named_and_nothing_is_left(
     pids: list[int] = []
     with (
         pytest.raises(FarmError, match=said),
-        executor(config, tmp_path, ray, at(machines, "", "far")) as workers,
+        start_run(config, tmp_path, ray, at(machines, "", "far")) as workers,
     ):
         begun(workers)
         pids = processes_of(machines, "far")
@@ -187,7 +187,7 @@ def test_the_exception_of_a_policy_arrives_with_its_replicas_name(
     machines: Machines, ray: Session, tmp_path: Path
 ) -> None:
     config = parse_config(of(STATES, workflow=f"{test_replicas.__name__}:RAISING"), "test")
-    with executor(config, tmp_path, ray, at(machines, "", "", "far")) as workers:
+    with start_run(config, tmp_path, ray, at(machines, "", "", "far")) as workers:
         begun(workers)
         with pytest.raises(test_replicas.Confused, match="^policy 2: it does not know what to do$"):
             workers.iterate(0)
@@ -223,23 +223,23 @@ def test_what_crosses_arrives_as_it_was() -> None:
 
 
 def test_what_is_lent_again_is_whole_or_not_there() -> None:
-    lender, other = (Lender() for _ in range(2))
+    lender, other = (TensorPublisher() for _ in range(2))
     tensors = {"x": torch.randn(1000), "y": torch.arange(3), "none": torch.empty(0)}
     try:
-        lent = lender.lend(tensors)
-        parts = [lender.part(lent.ticket, n, min(n + 100, lent.nbytes)) for n in range(0, lent.nbytes, 100)]
-        again = pickle.loads(pickle.dumps(other.lend_again(lent, parts)))
+        lent = lender.publish(tensors)
+        parts = [lender.part(lent.version, n, min(n + 100, lent.nbytes)) for n in range(0, lent.nbytes, 100)]
+        again = pickle.loads(pickle.dumps(other.publish_copy(lent, parts)))
         assert list(again) == list(tensors) and all(torch.equal(again[name], tensors[name]) for name in tensors)
         with pytest.raises(ZeroDivisionError):
-            other.lend_again(lent, (part if n < 20 else part[: 1 // 0] for n, part in enumerate(parts)))
+            other.publish_copy(lent, (part if n < 20 else part[: 1 // 0] for n, part in enumerate(parts)))
         again.require_unchanged()  # the other memory is half written
-        other.lend_again(lent, parts)
-        with pytest.raises(LentOver):
+        other.publish_copy(lent, parts)
+        with pytest.raises(Overwritten):
             again.require_unchanged()
-        lender.lend(tensors)
-        lender.lend(tensors)
-        with pytest.raises(LentOver, match="lent as number 1 has been written over"):
-            lender.part(lent.ticket, 0, 10)
+        lender.publish(tensors)
+        lender.publish(tensors)
+        with pytest.raises(Overwritten, match="version 1 of the shared tensors has been overwritten"):
+            lender.part(lent.version, 0, 10)
     finally:
         lender.close()
         other.close()

@@ -20,6 +20,7 @@ from embodied.config.schema import HERE, Config
 from embodied.errors import UserError
 from embodied.learning.success_classifier import SuccessClassifier
 from embodied.planning.clusters import read_cluster
+from embodied.planning.profiler import work_of
 from embodied.planning.run_plans import checked_profile, sized_workflow
 from schedulers import PlanError
 from tests.fuzzing import mutation
@@ -27,7 +28,7 @@ from tests.fuzzing.folders import Damaged
 from tests.fuzzing.law import holds
 from tests.schedulers.instances import random_problem
 
-OLD_RUN, OLD_PROFILE = (Path(__file__).parent / name for name in ("old_run/config.yaml", "old_plan/profile.json"))
+MEASURED = Path(__file__).parents[1] / "fuzzing/measured/profile.json"
 CLUSTERS: tuple[dict[str, Any], ...] = (
     {"nodes": [{"cores": 96, "accelerators": 8, "memory_bytes": "1e12", "accelerator_bytes": "80e9", "count": 64}],
      "link_bytes_per_s": "25e9", "device_link_bytes_per_s": "450e9", "link_s": "20e-6"},
@@ -61,10 +62,10 @@ def test_damaged_configurations(cases: range, tmp_path: Path) -> None:
 
 @many(12)
 def test_damaged_configurations_of_runs(cases: range, tmp_path: Path) -> None:
-    """As a run saves it, every key written out, and as earlier versions have."""
+    """As a run saves it, every key written out."""
     (tmp_path / "checkpoints").mkdir()
     save_config(Config(), tmp_path / "config.yaml")
-    originals = tuple(yaml.safe_load(path.read_text()) for path in (tmp_path / "config.yaml", OLD_RUN))
+    originals = (yaml.safe_load((tmp_path / "config.yaml").read_text()),)
     holds(cases, writes(tmp_path / "config.yaml", originals), _config, (UserError,))
 
 
@@ -123,8 +124,9 @@ def test_damaged_profiles_of_a_configuration(cases: range, tmp_path: Path) -> No
     whole["env"]["num_envs"], whole["rollout"]["decisions"] = 4, 8
     config = parse_config(whole, "test")
     workflow, file = sized_workflow(config), tmp_path / "profile.json"
-    profile = json.loads(OLD_PROFILE.read_text())
-    said = {key: json.loads(text) for key, text in profile["fingerprint"].items() if key.startswith("work.")}
+    profile = json.loads(MEASURED.read_text())
+    profile["fingerprint"] |= work_of(config)
+    said = {key: json.loads(text) for key, text in work_of(config).items()}
 
     def damaged(rng: Random) -> Path:
         settings = {key: mutation.as_json(rng, value).decode(errors="replace") for key, value in said.items()}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from embodied.algorithms.estimators import group_relative
-from embodied.execution.executor import Iteration
+from embodied.execution.iteration import Iteration
 from embodied.reporting.metrics import read
 from tests.embodied import episode_parts
 from tests.embodied.episode_parts import (

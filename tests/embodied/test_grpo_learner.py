@@ -15,8 +15,7 @@ from torch import Tensor
 
 from embodied.algorithms.estimators import differing, group_advantages, group_relative, outcomes
 from embodied.execution.roles import LearnerRole
-from embodied.learning.learner import Learner
-from embodied.learning.update_record import CollectStatistics
+from embodied.learning.learner import CollectStatistics, Learner
 from embodied.trajectories.batch import HeldDecisions, Trajectories, join_columns
 from embodied.workflows.sizes import streams
 from tests.embodied import episode_parts

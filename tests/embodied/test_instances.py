@@ -13,7 +13,7 @@ from embodied.config.files import parse_config
 from embodied.config.schema import Config
 from embodied.devices import Affinity
 from embodied.execution.assignment import Assignment, assign
-from embodied.execution.executor import Iteration, executor
+from embodied.execution.iteration import Iteration, start_run
 from embodied.execution.session import Session, open_session
 from embodied.runtime.groups import rank_names
 from embodied.runtime.ray.runtime import RayRuntime
@@ -106,7 +106,7 @@ def test_a_rank_that_waits_acts_with_its_own_policy(
     config = parse_config(settings, "test")
     placed = assign(plan, config, tuple(CORES))
     assert placed.hosts == hosts
-    with executor(config, tmp_path, ray, placed) as workers:
+    with start_run(config, tmp_path, ray, placed) as workers:
         assert workers.weights_path.endswith(path)
         for replica, host in enumerate(hosts):
             mine, ranks = workers.acting.some([replica]), [workers.learner.some([i]) for i in range(learner[1])]

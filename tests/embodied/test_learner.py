@@ -19,7 +19,7 @@ from embodied.algorithms.estimators import Rows, gae_of, rows_of
 from embodied.config.schema import AdvantageConfig, Config, LossConfig, OptimConfig
 from embodied.errors import UserError
 from embodied.learning.learner import Learner
-from embodied.learning.update_steps import NonFinite, OffPolicy
+from embodied.learning.update import NonFinite, OffPolicy
 from embodied.trajectories.batch import HeldDecisions, Trajectories, without_broken_episodes
 from policies.contract import Evaluation, Inputs, Policy, PolicySpec
 from policies.small.gaussian_mlp import GaussianMLP
@@ -430,7 +430,7 @@ def test_a_critic_that_warms_up_makes_no_backward_pass_through_the_policy(tmp_pa
         counts.append(counter.get_total_flops())
     actor = {id(parameter) for parameter in learner.policy.actor_parameters()}
     weights = sum(p.numel() for p in learner.policy.parameters() if p.ndim == 2 and id(p) in actor)
-    rows = learner._run.optim.epochs * len(to_rows(make_batch()))
+    rows = learner._config.optim.epochs * len(to_rows(make_batch()))
     assert counts[0] <= counts[1] - 2 * rows * weights, "a gradient of the policy's weights was computed"
     assert all(parameter.requires_grad for parameter in learner.policy.parameters())
 

@@ -21,7 +21,7 @@ from embodied.config.schema import Config
 from embodied.devices import Affinity
 from embodied.errors import PeerFailed, UserError
 from embodied.execution.assignment import Assignment, configured
-from embodied.execution.executor import Executor, executor
+from embodied.execution.iteration import OnPolicy, start_run
 from embodied.execution.learner_ranks import update_of_ranks
 from embodied.execution.roles import LearnerRole
 from embodied.execution.session import Session, open_session
@@ -70,12 +70,12 @@ def run(
     session: Session,
     assignment: Assignment,
     folder: Path,
-    look: Callable[[Executor], object] = lambda workers: None,
+    look: Callable[[OnPolicy], object] = lambda workers: None,
 ) -> Run:
     """Three iterations by the assignment, and a look at the workers. Every rank is given the same trajectories."""
     (folder / "gathered").mkdir(parents=True)
     config = kept_in(folder / "gathered", parse_config(settings, "test"))
-    with executor(config, folder, session, assignment) as workers:
+    with start_run(config, folder, session, assignment) as workers:
         workers.begin(None, 0)
         iterations = [workers.iterate(i, drain=i == ITERATIONS - 1) for i in range(ITERATIONS)]
         look(workers)
@@ -449,11 +449,11 @@ def test_a_run_that_is_resumed_on_other_ranks(ray: Session, reference: Any, tmp_
     """Through the executor: two iterations on 4 ranks, the third on 2."""
     config = kept_in(tmp_path / "gathered", parse_config(STATES, "test"))
     (tmp_path / "gathered").mkdir()
-    with executor(config, tmp_path, ray, of_ranks(4)) as workers:
+    with start_run(config, tmp_path, ray, of_ranks(4)) as workers:
         workers.begin(None, 0)
         done = [workers.iterate(number) for number in range(2)]
         workers.save(tmp_path, state_at(2), done[-1].environments)
-    with executor(config, tmp_path, ray, of_ranks(2)) as workers:
+    with start_run(config, tmp_path, ray, of_ranks(2)) as workers:
         workers.load(tmp_path / "000002")
         workers.begin(checkpoint.read_environments(tmp_path / "000002"), 2)
         workers.iterate(2)

@@ -16,7 +16,7 @@ from embodied.config.files import load_config, parse_config
 from embodied.config.schema import Config
 from embodied.devices import Affinity
 from embodied.execution.assignment import HERE, Assignment, FarmAssignment
-from embodied.execution.executor import executor
+from embodied.execution.iteration import start_run
 from embodied.execution.roles import LearnerRole
 from embodied.execution.session import Session, open_session
 from sim_farm.client.observations import Observations
@@ -113,7 +113,7 @@ def test_ten_tasks_are_decided_for_by_one_copy_of_the_weights(tmp_path: Path) ->
     before = {id(parameter) for parameter in living_parameters()}
     farm = FarmAssignment(1, (None,), (HERE,))
     place = Assignment("inline", (farm,) * 10, {"policy": (Affinity(),), "learner": (Affinity(),)}, hosts=(0,))
-    with open_session(config) as session, executor(config, tmp_path, session, place) as workers:
+    with open_session(config) as session, start_run(config, tmp_path, session, place) as workers:
         workers.begin(None, 0)
         one = workers.iterate(0)
         own = list(workers.learner.call(LearnerRole.own_policy).parameters())

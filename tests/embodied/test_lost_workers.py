@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from embodied.runtime.deadlines import Deadline
 from embodied.runtime.ray.runtime import RayRuntime
+from embodied.runtime.supervision import Deadline
 from sim_farm.client.farm import Farm, FarmAddress
 from sim_farm.episodes import EndlessEpisodes
 from tests.embodied.test_relay import CHUNKS, PICTURES

@@ -17,10 +17,10 @@ import schedulers
 from embodied.errors import UserError
 from embodied.execution.recovery import FILE
 from embodied.runtime.handles import Handle
-from embodied.runtime.memory_budget import BudgetTooSmall, MemoryBudget, Watched, WorkerTooLarge
-from embodied.runtime.ray import worker_process
+from embodied.runtime.ray import workers
 from embodied.runtime.ray.runtime import RayRuntime
 from embodied.runtime.ray.workers import RayHandle
+from embodied.runtime.supervision import LimitTooSmall, MemoryChecks, MemoryLimit, WorkerTooLarge
 from schedulers import DeviceRange, Phase, Placement, Plan
 from sim_farm.client.farm import Farm
 from sim_farm.workers.hosts import InProcess
@@ -30,7 +30,7 @@ from tests.embodied.test_relay import CHUNKS, PICTURES
 from tests.embodied.test_resume import assert_same_run
 from tests.sim_farm.driving import assert_same, drive
 
-SMALL = MemoryBudget(1e-3)
+SMALL = MemoryLimit(1e-3)
 
 
 def test_a_process_is_measured_from_outside() -> None:
@@ -38,26 +38,26 @@ def test_a_process_is_measured_from_outside() -> None:
     process = subprocess.Popen([sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdout is not None
     process.stdout.readline()
-    watched = Watched(settles=1)
-    assert MemoryBudget(0.5).exceeded("worker", process.pid, watched) is None and watched.within == 1
-    wrong = MemoryBudget(0.25).exceeded("worker", process.pid, watched)
+    watched = MemoryChecks(settles=1)
+    assert MemoryLimit(0.5).exceeded("worker", process.pid, watched) is None and watched.within == 1
+    wrong = MemoryLimit(0.25).exceeded("worker", process.pid, watched)
     assert isinstance(wrong, WorkerTooLarge)
     assert str(wrong).startswith("worker has 0.3") and "runtime.worker_gb is 0.25" in str(wrong)
     process.communicate()
-    assert MemoryBudget(0.25).exceeded("worker", process.pid, watched) is None, "it has ended"
+    assert MemoryLimit(0.25).exceeded("worker", process.pid, watched) is None, "it has ended"
 
 
 def test_no_limit_is_none_and_a_process_that_has_not_begun_holds_nothing() -> None:
-    assert MemoryBudget(None).exceeded("worker", os.getpid(), Watched(0)) is None
-    assert SMALL.exceeded("worker", 0, Watched(0)) is None
+    assert MemoryLimit(None).exceeded("worker", os.getpid(), MemoryChecks(0)) is None
+    assert SMALL.exceeded("worker", 0, MemoryChecks(0)) is None
 
 
 def test_what_a_new_worker_needs_is_the_users_to_give() -> None:
     for within in (0, 1):
-        wrong = SMALL.exceeded("learner", os.getpid(), Watched(settles=2, within=within))
-        assert isinstance(wrong, BudgetTooSmall) and isinstance(wrong, UserError)
+        wrong = SMALL.exceeded("learner", os.getpid(), MemoryChecks(settles=2, within=within))
+        assert isinstance(wrong, LimitTooSmall) and isinstance(wrong, UserError)
         assert "set runtime.worker_gb higher" in str(wrong)
-    assert isinstance(SMALL.exceeded("learner", os.getpid(), Watched(settles=2, within=2)), WorkerTooLarge)
+    assert isinstance(SMALL.exceeded("learner", os.getpid(), MemoryChecks(settles=2, within=2)), WorkerTooLarge)
 
 
 @pytest.mark.slow
@@ -66,7 +66,7 @@ def test_a_run_whose_workers_are_replaced_ends_as_one_without_a_limit(
 ) -> None:
     """PyTorch alone takes more than the limit: policy worker or learner is replaced after every iteration."""
     run(config_of("inline"), tmp_path / "whole")
-    monkeypatch.setattr(worker_process, "SETTLES", 0)
+    monkeypatch.setattr(workers, "SETTLES", 0)
     config = config_of("ray")
     limited = config.model_copy(update={"runtime": config.runtime.model_copy(update={"worker_gb": 0.15})})
     result = run(limited, tmp_path / "run")
@@ -87,7 +87,7 @@ def test_where_rollouts_run_ahead_a_replacement_waits_for_a_checkpoint_of_the_co
     config = config_of("ray")
     config = config.model_copy(update={"plan": config.plan.model_copy(update={"file": tmp_path / "plan.json"})})
     run(config, tmp_path / "whole")
-    monkeypatch.setattr(worker_process, "SETTLES", 0)
+    monkeypatch.setattr(workers, "SETTLES", 0)
     limited = config.model_copy(update={"runtime": config.runtime.model_copy(update={"worker_gb": 0.15})})
     assert run(limited, tmp_path / "run")["recoveries"] == 2, "after iterations 2 and 4 of 5"
     assert_same_run(tmp_path / "run", tmp_path / "whole")
@@ -141,17 +141,17 @@ def lives(pid: int) -> bool:
 
 
 @dataclass(frozen=True)
-class Once(MemoryBudget):
+class Once(MemoryLimit):
     """Too small for one worker, from the second look at it until it was replaced."""
 
     looks: list[int] = field(default_factory=list)
 
-    def exceeded(self, who: str, pid: int, watched: Watched) -> WorkerTooLarge | BudgetTooSmall | None:
+    def exceeded(self, who: str, pid: int, watched: MemoryChecks) -> WorkerTooLarge | LimitTooSmall | None:
         if who != "physics 1" or not pid:
             return None
         self.looks.append(pid)
-        budget = self if len(self.looks) == 2 else MemoryBudget(100.0)
-        return MemoryBudget.exceeded(budget, who, pid, watched)
+        budget = self if len(self.looks) == 2 else MemoryLimit(100.0)
+        return MemoryLimit.exceeded(budget, who, pid, watched)
 
 
 @pytest.mark.slow
@@ -159,7 +159,7 @@ def test_a_simulator_that_has_grown_is_replaced_and_its_episodes_replayed(
     ray_runtime: RayRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ray_runtime, "_hosts", [])
-    monkeypatch.setattr(ray_runtime, "_budget", Once(1e-3))
+    monkeypatch.setattr(ray_runtime, "_limit", Once(1e-3))
     host = ray_runtime.farm_host(PICTURES.physics_workers, PICTURES.render_workers)
     with closing(Farm.create(PICTURES, host)) as farm:
         player = ray_runtime.place("player", Player, farm.address)

@@ -17,7 +17,7 @@ from embodied.config.files import parse_config
 from embodied.config.schema import Config
 from embodied.devices import Affinity
 from embodied.execution.assignment import HERE, Assignment, FarmAssignment
-from embodied.execution.executor import Executor, Iteration, executor
+from embodied.execution.iteration import Iteration, OnPolicy, start_run
 from embodied.execution.session import Session, open_session
 from embodied.learning.learner import Learner
 from embodied.learning.offload import Offload
@@ -206,7 +206,7 @@ def state_of(number: int) -> checkpoint.RunState:
     return checkpoint.RunState(number, 0, 0.0, ())
 
 
-def save(workers: Executor, folder: Path, number: int, environments: Any) -> Path:
+def save(workers: OnPolicy, folder: Path, number: int, environments: Any) -> Path:
     workers.save(folder / "checkpoints", state_of(number), environments)
     workers.saved()
     found = checkpoint.latest(folder / "checkpoints")
@@ -222,7 +222,7 @@ def tensors_of(folder: Path) -> dict[str, bytes]:
 
 
 def run(session: Session, assignment: Assignment, folder: Path, config: Config = CONFIG) -> Run:
-    with executor(config, folder, session, assignment) as workers:
+    with start_run(config, folder, session, assignment) as workers:
         workers.begin(None, 0)
         iterations = [workers.iterate(number) for number in range(ITERATIONS)]
         kept = save(workers, folder, ITERATIONS, iterations[-1].environments)
@@ -280,7 +280,7 @@ def test_renderers_leave_before_the_learner_returns_and_are_back_for_the_next_ro
 
 def test_renderers_are_away_while_a_checkpoint_is_written(session: Session, tmp_path: Path) -> None:
     """The learner is here then, and needs the room."""
-    with executor(PICTURES, tmp_path, session, placed(unload=True, one_process=True)) as workers:
+    with start_run(PICTURES, tmp_path, session, placed(unload=True, one_process=True)) as workers:
         workers.begin(None, 0)
         first = workers.iterate(0)
         assert workers.farm.tasks[0].slots["left"].all()
@@ -294,20 +294,20 @@ def test_a_checkpoint_written_while_away_is_complete_and_can_be_gone_on_from(
     one_process: bool, session: Session, stayed: Run, tmp_path: Path
 ) -> None:
     assignment = placed(unload=True, one_process=one_process)
-    with executor(CONFIG, tmp_path, session, assignment) as workers:
+    with start_run(CONFIG, tmp_path, session, assignment) as workers:
         workers.begin(None, 0)
         first = workers.iterate(0, drain=True)
         assert not any(p.numel() for p in moments(workers)), "the optimiser's state is here: this tests nothing"
         kept = save(workers, tmp_path, 1, first.environments)
         assert not any(p.numel() for p in moments(workers)), "saving brought it back for good"
-    with executor(CONFIG, tmp_path, session, assignment) as workers:
+    with start_run(CONFIG, tmp_path, session, assignment) as workers:
         workers.load(kept)
         workers.begin(checkpoint.read_environments(kept), 1)
         last = [workers.iterate(number) for number in range(1, ITERATIONS)][-1]
         assert tensors_of(save(workers, tmp_path, ITERATIONS, last.environments)) == stayed.tensors
 
 
-def moments(workers: Executor) -> list[Tensor]:
+def moments(workers: OnPolicy) -> list[Tensor]:
     """The optimiser's first moments; the learner is in this process."""
     learner: Learner = vars(workers.learner.handles[0])["worker"]
     found = [state["exp_avg"] for state in learner.optimizer.state.values()]

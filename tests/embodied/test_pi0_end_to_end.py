@@ -10,11 +10,10 @@ import torch
 
 from embodied.commands.record import record_run
 from embodied.commands.sft import sft_run
-from embodied.commands.train import train_run
+from embodied.commands.train import train_run, with_settings
 from embodied.config.files import load_config, parse_config
 from embodied.reporting.metrics import read
 from embodied.run import checkpoint
-from embodied.training.variants import with_settings
 from policies import load
 from tests.embodied.test_resume import assert_same_run, run
 

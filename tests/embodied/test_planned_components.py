@@ -17,7 +17,7 @@ import schedulers
 from embodied.config.files import parse_config
 from embodied.config.schema import Config
 from embodied.execution.assignment import assign
-from embodied.execution.executor import Iteration, executor
+from embodied.execution.iteration import Iteration, start_run
 from embodied.execution.roles import LearnerRole
 from embodied.execution.session import Session, open_session
 from embodied.learning.scorer import Scorer
@@ -143,7 +143,7 @@ def by_plan(micro_batch: int, here: Session, folder: Path) -> tuple[Iteration, d
     plan = Plan("judged_groups", "collocated", (Phase((place,), micro_batch),))
     schedulers.validate(plan, sized_workflow(config), local_cluster(1))
     folder.mkdir()
-    with executor(config, folder, here, assign(plan, config, CORES)) as workers:
+    with start_run(config, folder, here, assign(plan, config, CORES)) as workers:
         workers.begin(None, 0)
         iteration = workers.iterate(0)
         weights = workers.learner.call(LearnerRole.weights)

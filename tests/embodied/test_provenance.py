@@ -14,6 +14,7 @@ import yaml
 
 from embodied.commands.evaluate import evaluate_run, subject_of
 from embodied.commands.record import demonstration_episodes, record_run
+from embodied.commands.train import with_settings
 from embodied.config.files import load_config
 from embodied.config.schema import HERE, PolicyConfig
 from embodied.errors import UserError
@@ -22,7 +23,6 @@ from embodied.evaluation.protocol import protocol_of
 from embodied.evaluation.provenance import digest_of, lineage, recorded_starts, statistics_note, trained_sentence
 from embodied.reporting.report import write_report
 from embodied.run.folder import settings_of
-from embodied.training.variants import with_settings
 from policies.registry import policy_class
 from sim_farm.contract import EpisodeSpec
 from sim_farm.episodes import start_seed

@@ -20,8 +20,7 @@ import ray
 
 from embodied.errors import UserError
 from embodied.runtime.ray import session
-from embodied.runtime.ray.processes import RayProcesses
-from embodied.runtime.ray.session import LOCK, LONGEST, RaySession, private_folder
+from embodied.runtime.ray.session import LOCK, LONGEST, RayProcesses, RaySession, private_folder
 
 NOBODY = 65534
 

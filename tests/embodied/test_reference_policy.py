@@ -20,11 +20,11 @@ from embodied.config.files import CONFIGS, load_config, parse_config
 from embodied.config.schema import Config, LossConfig
 from embodied.errors import UserError
 from embodied.execution.assignment import configured
-from embodied.execution.executor import Executor, executor
+from embodied.execution.iteration import OnPolicy, start_run
 from embodied.execution.roles import LearnerRole, RolloutRole
 from embodied.execution.session import open_session
-from embodied.learning.microbatch import add_gradient
 from embodied.learning.reference import ReferenceWorker
+from embodied.learning.update import Denominators, LossFunction, micro_batch_loss
 from embodied.planning.run_plans import check_files
 from embodied.reporting.metrics import read
 from embodied.run.folder import begun_from
@@ -73,22 +73,22 @@ def adapted(**changes: Any) -> Config:
 
 
 @contextmanager
-def begun(config: Config, folder: Path, one_process: bool = False) -> Iterator[Executor]:
+def begun(config: Config, folder: Path, one_process: bool = False) -> Iterator[OnPolicy]:
     """The run's workers, in this process."""
     with open_session(config) as session:
         assignment = replace(configured(config, session.cores), hosts=(0,) if one_process else ())
-        with executor(config, folder, session, assignment) as workers:
+        with start_run(config, folder, session, assignment) as workers:
             workers.begin(None, 0)
             yield workers
 
 
-def roll(workers: Executor) -> Trajectories:
+def roll(workers: OnPolicy) -> Trajectories:
     """An iteration's trajectories, before anybody has worked on them."""
     workers.rollout_worker.call(RolloutRole.rollout, workers.config.rollout.decisions, 60.0)
     return workers.rollout_worker.call(RolloutRole.trajectories)
 
 
-def reference_beside(workers: Executor, policy: Policy) -> ReferenceWorker:
+def reference_beside(workers: OnPolicy, policy: Policy) -> ReferenceWorker:
     """A reference worker that is given the learner's policy."""
     config = workers.config
     spec = policy_spec(config, workers.farm.infos[0])
@@ -224,7 +224,8 @@ def test_the_loss_has_k3_of_every_unit_by_its_weight(unit: str, tmp_path: Path) 
         for coefficient in (0.0, pull):
             policy.zero_grad()
             settings = LossConfig(ratio_unit=unit, reference_kl=coefficient)  # type: ignore[arg-type]
-            share = add_gradient(policy, rows, settings, "chunk", True, 10.0, len(rows))
+            loss, share = micro_batch_loss(policy, rows, LossFunction(settings), Denominators(10.0, len(rows)))
+            loss.backward()  # type: ignore[no-untyped-call]
             gradients.append([p.grad.clone() for p in policy.actor_parameters() if p.grad is not None])
             reported = float(share.measured["reference_kl"])
         now = policy.evaluate(rows.inputs, rows.trace).log_prob

@@ -12,10 +12,23 @@ from typing import Any
 
 import pytest
 
-from embodied.runtime import relay
-from embodied.runtime.deadlines import Deadline
-from embodied.runtime.nodes import require_software, software
-from embodied.runtime.relay import FarLost, FarPhysics, Relay
+from embodied.runtime import remote
+from embodied.runtime.remote import (
+    BEGUN,
+    DRAWN,
+    ENDED,
+    OBSERVED,
+    OUTCOME,
+    REQUEST,
+    SHOWN,
+    STANDING,
+    FarLost,
+    FarPhysics,
+    Relay,
+    require_software,
+    software,
+)
+from embodied.runtime.supervision import Deadline
 from sim_farm.client.farm import Farm
 from sim_farm.contract import FarmError, TaskSpec
 from sim_farm.episodes import EndlessEpisodes, ListedEpisodes, Starts, evaluation_episodes
@@ -71,7 +84,7 @@ class LocalFar:
         self.answers.append(answer)
         return _done(answer)
 
-    def renew(self, why: str) -> None:
+    def restart(self, why: str) -> None:
         assert self.far is None, "a far end that lives was replaced"
         self.renewed.append(why)
 
@@ -139,7 +152,7 @@ def test_physics_behind_a_relay_gives_what_physics_beside_the_client_gives(spec:
 
 @EVERY_SHAPE
 def test_a_group_in_parts_gives_the_same(spec: FarmSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relay, "ANSWER_BYTES", 1)
+    monkeypatch.setattr(remote, "ANSWER_BYTES", 1)
     host = Relays()
     assert_same(run(spec, chunks=CHUNKS), trace_of(spec, host), "parts change results")
     assert len(host.fars[0].requests) == 4 * (CHUNKS + 1), "of a worker's four environments each is a part"
@@ -188,8 +201,8 @@ def test_a_snapshot_is_restored_behind_a_relay() -> None:
 
 def test_every_field_that_physics_reads_or_writes_is_carried() -> None:
     """Whoever adds a field to the slots decides here whether a far end needs it."""
-    answers = {*relay.OUTCOME, *relay.OBSERVED, *relay.SHOWN, *relay.BEGUN, *relay.ENDED, *relay.DRAWN}
-    carried = {*relay.REQUEST, *relay.STANDING, *answers, "history"}
+    answers = {*OUTCOME, *OBSERVED, *SHOWN, *BEGUN, *ENDED, *DRAWN}
+    carried = {*REQUEST, *STANDING, *answers, "history"}
     own = {"bells", "stop", "phase", "since_ns", "requested_ns", "physics_of", "built", "message", "wire_bytes"}
     client = {"drawn", "collected"}
     drawing = {"private_bytes", "draws", "renderer_of", "away", "away_ns", "left", "moved_bytes"}
@@ -206,7 +219,7 @@ def test_a_message_of_the_wrong_length_is_refused() -> None:
         far, envs = host.fars[0], farm.envs_of(0)[::2]
         for answer in (far.answers[0][:-1], far.answers[0] + b"\0"):
             with pytest.raises(FarmError, match="message between farm and far physics"):
-                relay.unpack_answer(answer, farm.tasks[0].slots, envs, draws=False)
+                remote.unpack_answer(answer, farm.tasks[0].slots, envs, draws=False)
         assert far.far is not None
         with pytest.raises(FarmError, match="message between farm and far physics"):
             far.far.exchange(far.requests[0][:-2])

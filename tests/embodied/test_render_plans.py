@@ -18,11 +18,11 @@ from embodied.config.files import parse_config
 from embodied.config.schema import Config
 from embodied.errors import UserError
 from embodied.execution.assignment import Assignment, assign, configured
-from embodied.execution.executor import executor
 from embodied.execution.farm_specs import run_specs
+from embodied.execution.iteration import start_run
 from embodied.execution.session import Session, open_session
+from embodied.learning.learner import TrainedBytes
 from embodied.learning.offload import Switch
-from embodied.learning.update_record import TrainedBytes
 from embodied.planning import profiler as profiling
 from embodied.planning.probes import GpuDrawing, drawers_of, probes_of
 from embodied.planning.profiler import Measured, Probed
@@ -195,7 +195,7 @@ def probe(config: Config, folder: Path) -> Probed:
                 key: tuple(replace(a, device="cpu") for a in own) for key, own in assignment.components.items()
             }
             here = replace(assignment, farms=farms, components=components)
-            with executor(changed, folder, session, here) as workers:
+            with start_run(changed, folder, session, here) as workers:
                 infos = workers.farm.infos
                 taken[name] = profiling.measure(changed, workers)
     switch = Switch(0, 0.1), Switch(0, 0.1)

@@ -16,8 +16,8 @@ from safetensors.numpy import load_file
 import schedulers
 from embodied.config.files import parse_config
 from embodied.config.schema import Config
-from embodied.doctor.hardware import fingerprint
-from embodied.execution.executor import Iteration, executor
+from embodied.devices import fingerprint
+from embodied.execution.iteration import Iteration, start_run
 from embodied.execution.session import open_session
 from embodied.planning import replanning
 from embodied.planning import run_plans as planning
@@ -99,7 +99,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iteration:
     folder = tmp_path_factory.mktemp("real")
     with open_session(CONFIG) as session:
         placed = planning.place_run(CONFIG, session, folder)
-        with executor(CONFIG, folder, session, placed.assignment) as workers:
+        with start_run(CONFIG, folder, session, placed.assignment) as workers:
             workers.begin(None, 0)
             return workers.iterate(0, drain=True)
 

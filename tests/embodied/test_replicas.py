@@ -19,13 +19,13 @@ from embodied.config.schema import Config
 from embodied.devices import Affinity
 from embodied.errors import UserError
 from embodied.execution.assignment import Assignment
-from embodied.execution.executor import Executor, executor
+from embodied.execution.iteration import OnPolicy, start_run
 from embodied.execution.session import Session
 from embodied.rollout.policy_worker import PolicyReplica, PolicyWorker
-from embodied.runtime.deadlines import Deadline
 from embodied.runtime.groups import WorkerGroup
 from embodied.runtime.ray.runtime import RayRuntime
 from embodied.runtime.ray.workers import RayHandle
+from embodied.runtime.supervision import Deadline
 from embodied.workflows.context import WorkerContext
 from embodied.workflows.recipes import PPO, Recipe
 from policies.contract import Action, Inputs
@@ -160,7 +160,7 @@ def test_in_one_process_there_is_one(here: Session, reference: Any, tmp_path: Pa
 # --- load is shared
 
 
-def outcomes(workers: Executor) -> torch.Tensor:
+def outcomes(workers: OnPolicy) -> torch.Tensor:
     """bool [rows, columns]: where the trajectory memory holds the outcome of a decision."""
     executed = workers.memory.column("executed").view(workers.memory.shape.rows, workers.memory.shape.columns)
     return (executed >= 0) & (executed <= STATES["policy"]["chunk"])
@@ -185,18 +185,18 @@ def test_a_slow_replica_does_not_hold_up_the_others(ray: Session, tmp_path: Path
     plan, settings = shared(2), of(STATES)
     decisions = settings["rollout"]["decisions"]
     config = parse_config({**settings, "workflow": "ppo"}, "test")
-    with executor(config, tmp_path, ray, plan) as workers:
+    with start_run(config, tmp_path, ray, plan) as workers:
         workers.begin(None, 0)
         stopped = pid_of(workers.acting, 1)
         os.kill(stopped, signal.SIGSTOP)
         try:
-            begun = workers._start()
+            begun = workers.rollouts.start()
             until(lambda: int(outcomes(workers)[:decisions].all(0).sum()) == ENVS - 2)
             held = ~outcomes(workers)[:decisions].all(0)
             assert not outcomes(workers)[:, held].any(), "the group of the stopped replica was decided for"
         finally:
             os.kill(stopped, signal.SIGCONT)
-        summary = workers._rolled(begun)
+        summary = workers.rollouts.wait(begun)
     expected = reference(settings, plan).iterations[0].summary
     assert summary.env_steps == expected.env_steps and summary.episodes == expected.episodes
 
@@ -216,17 +216,17 @@ def test_a_group_that_is_ready_first_is_served_first(
     plan = assigned("disaggregated", 2, (0,), policy=(), one_process=False)
     plan = replace(plan, farms=plan.farms * 2)
     config = parse_config({**settings, "workflow": "ppo"}, "test")
-    with executor(config, tmp_path, Session(config, ray_runtime, tuple(runs.CORES)), plan) as workers:
+    with start_run(config, tmp_path, Session(config, ray_runtime, tuple(runs.CORES)), plan) as workers:
         decisions = config.rollout.decisions
         workers.begin(None, 0)
         os.kill(stopped, signal.SIGSTOP)
         try:
-            begun = workers._start()
+            begun = workers.rollouts.start()
             until(lambda: bool(outcomes(workers)[:decisions, 4:].all()))
             assert not outcomes(workers)[:decisions, :4].all(0).any()
         finally:
             os.kill(stopped, signal.SIGCONT)
-        summary = workers._rolled(begun)
+        summary = workers.rollouts.wait(begun)
     expected = reference(settings, plan).iterations[0].summary
     assert summary.env_steps == expected.env_steps and summary.episodes == expected.episodes
 
@@ -237,7 +237,7 @@ def test_a_group_that_is_ready_first_is_served_first(
 def test_more_replicas_than_groups_are_refused(ray: Session, tmp_path: Path) -> None:
     with (
         pytest.raises(UserError, match="5 policy replicas would share 4 groups .* set policy.replicas to 4 or less"),
-        executor(parse_config(of(STATES), "test"), tmp_path, ray, shared(5)),
+        start_run(parse_config(of(STATES), "test"), tmp_path, ray, shared(5)),
     ):
         pass
 
@@ -290,7 +290,7 @@ def test_a_replica_that_cannot_be_built_is_named(ray: Session, tmp_path: Path) -
     config = parse_config(of(STATES, workflow=f"{__name__}:UNBUILDABLE"), "test")
     with (
         pytest.raises(UserError, match="^policy 1: its weights are not there$"),
-        executor(config, tmp_path, ray, shared(2)),
+        start_run(config, tmp_path, ray, shared(2)),
     ):
         pass
 
@@ -298,7 +298,7 @@ def test_a_replica_that_cannot_be_built_is_named(ray: Session, tmp_path: Path) -
 @pytest.mark.slow
 def test_the_exception_of_a_replicas_policy_arrives_with_its_name(ray: Session, tmp_path: Path) -> None:
     config = parse_config(of(STATES, workflow=f"{__name__}:RAISING"), "test")
-    with executor(config, tmp_path, ray, shared(3)) as workers:
+    with start_run(config, tmp_path, ray, shared(3)) as workers:
         workers.begin(None, 0)
         with pytest.raises(Confused, match="^policy 2: it does not know what to do$"):
             workers.iterate(0)
@@ -330,7 +330,7 @@ def test_a_lost_replica_is_named_and_nothing_is_left(
     try:
         with (
             pytest.raises(FarmError, match=said),
-            executor(config, tmp_path, Session(config, runtime, tuple(runs.CORES)), shared(2)) as workers,
+            start_run(config, tmp_path, Session(config, runtime, tuple(runs.CORES)), shared(2)) as workers,
         ):
             workers.farm_deadline_s = 5.0  # of the rollout_worker, which it gives replicas too
             workers.begin(None, 0)

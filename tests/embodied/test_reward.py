@@ -20,7 +20,7 @@ from embodied.demonstrations import Dataset
 from embodied.devices import CPU
 from embodied.errors import UserError
 from embodied.execution.assignment import configured
-from embodied.execution.executor import Executor, executor
+from embodied.execution.iteration import OnPolicy, start_run
 from embodied.execution.preflight import check_run
 from embodied.execution.roles import RolloutRole
 from embodied.execution.session import open_session
@@ -84,10 +84,10 @@ def config_of(**changes: Any) -> Config:
 
 
 @contextmanager
-def begun(config: Config, folder: Path) -> Iterator[Executor]:
+def begun(config: Config, folder: Path) -> Iterator[OnPolicy]:
     with (
         open_session(config) as session,
-        executor(config, folder, session, configured(config, session.cores)) as workers,
+        start_run(config, folder, session, configured(config, session.cores)) as workers,
     ):
         workers.begin(None, 0)
         yield workers

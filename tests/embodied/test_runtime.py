@@ -28,11 +28,11 @@ from embodied.reporting.metrics import read
 from embodied.run import checkpoint
 from embodied.run.folder import prepare_run
 from embodied.runtime.api import Runtime
-from embodied.runtime.deadlines import Deadline, Wait
 from embodied.runtime.handles import Handle
 from embodied.runtime.inline import InlineRuntime
 from embodied.runtime.ray import cluster as ray_cluster
 from embodied.runtime.ray.runtime import RayRuntime
+from embodied.runtime.supervision import Deadline, Wait
 from embodied.training import loop as training
 from policies.contract import PolicyError
 from sim_farm.client.farm import WorkerFailed, WorkerTimeout

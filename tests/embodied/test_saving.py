@@ -21,7 +21,7 @@ from embodied.config.schema import Config
 from embodied.devices import Affinity
 from embodied.errors import UserError
 from embodied.execution.assignment import configured
-from embodied.execution.executor import Executor, executor
+from embodied.execution.iteration import OnPolicy, start_run
 from embodied.execution.session import open_session
 from embodied.learning.learner import Learner
 from embodied.reporting.metrics import read
@@ -31,13 +31,12 @@ from embodied.run.checkpoint import CheckpointError, RunState
 from embodied.run.folder import prepare_run
 from embodied.run.trace import load
 from embodied.runtime.inline import InlineRuntime
-from embodied.runtime.memory_budget import WorkerTooLarge
 from embodied.runtime.ranks import Ranks
 from embodied.runtime.ray.runtime import RayRuntime
+from embodied.runtime.supervision import WorkerTooLarge
 from embodied.training import loop as training
-from embodied.training.checkpoints import RunCheckpoints
+from embodied.training.checkpoints import RunCheckpoints, Unwritten
 from embodied.training.selection import Candidate, Selection
-from embodied.training.unwritten import Unwritten
 from policies.contract import Policy
 from tests.embodied.test_checkpoint import content, files_of
 from tests.embodied.test_learner import make_batch, make_policy
@@ -151,7 +150,7 @@ def test_a_checkpoint_that_has_no_room_is_told_and_the_next_is_written(tmp_path:
     config = run_config(STATES, 3)
     with (
         open_session(config) as session,
-        executor(config, tmp_path, session, configured(config, session.cores)) as workers,
+        start_run(config, tmp_path, session, configured(config, session.cores)) as workers,
     ):
         workers.begin(None, 0)
         done = workers.iterate(0)
@@ -172,16 +171,16 @@ def test_a_checkpoint_that_has_no_room_is_told_and_the_next_is_written(tmp_path:
 
 def run_out_of_room(monkeypatch: pytest.MonkeyPatch, iterations: tuple[int, ...], rooms: tuple[int, ...] = ()) -> None:
     """Have no room for the checkpoints of these iterations, whenever they are tried; `rooms`: of each try, in turn."""
-    save, left = Executor.save, list(rooms)
+    save, left = OnPolicy.save, list(rooms)
 
-    def out_of_room(workers: Executor, root: Path, state: RunState, environments: checkpoint.Arrays) -> None:
+    def out_of_room(workers: OnPolicy, root: Path, state: RunState, environments: checkpoint.Arrays) -> None:
         if state.iteration not in iterations:
             return save(workers, root, state, environments)
         with full_disk(left.pop(0) if left else 1000):
             save(workers, root, state, environments)
             workers.learner.handles[0].worker._writer.settle()  # type: ignore[attr-defined]
 
-    monkeypatch.setattr(Executor, "save", out_of_room)
+    monkeypatch.setattr(OnPolicy, "save", out_of_room)
 
 
 def test_a_run_goes_on_where_a_checkpoint_has_no_room(
@@ -300,19 +299,19 @@ def test_a_worker_that_is_too_large_stays_where_no_checkpoint_can_be_written_for
 def test_a_run_that_fails_keeps_the_checkpoint_that_was_being_written(
     only_lasting: None, gate: threading.Event, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    finish, saved = Learner.finish, Executor.saved
+    finish, saved = Learner.finish, OnPolicy.saved
 
     def failing(learner: Learner, iteration: int) -> dict[str, float]:
         if iteration == 4:
             raise UserError("nothing can be learned from it")
         return finish(learner, iteration)
 
-    def asked(workers: Executor) -> Any:
+    def asked(workers: OnPolicy) -> Any:
         gate.set()
         return saved(workers)
 
     monkeypatch.setattr(Learner, "finish", failing)
-    monkeypatch.setattr(Executor, "saved", asked)
+    monkeypatch.setattr(OnPolicy, "saved", asked)
     config = run_config(STATES, 6)
     prepare_run(config, tmp_path, False)
     with open_session(config) as session, pytest.raises(UserError, match="nothing can be learned from it"):

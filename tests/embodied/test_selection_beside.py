@@ -22,7 +22,7 @@ from embodied.execution.session import Session
 from embodied.reporting.metrics import SELECTION, read
 from embodied.run import checkpoint
 from embodied.training import loop, selection
-from embodied.training.beside import VISIBLE_GPUS, BesideError, BesideProcess, Room, room_beside
+from embodied.training.selection import VISIBLE_GPUS, BesideError, BesideProcess, Room, room_beside
 from tests.embodied.test_resume import assert_same_run, rewind, run
 from tests.embodied.test_selection import SETTINGS
 from tests.variants import often

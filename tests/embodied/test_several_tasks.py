@@ -19,14 +19,14 @@ from embodied.config.schema import Config
 from embodied.devices import Affinity
 from embodied.errors import UserError
 from embodied.execution.assignment import HERE, Assignment, FarmAssignment
-from embodied.execution.executor import Iteration, executor
+from embodied.execution.iteration import Iteration, start_run
 from embodied.execution.roles import LearnerRole, RolloutRole
 from embodied.execution.session import Session, open_session
 from embodied.reporting.metrics import read
 from embodied.rollout.rollout_summary import EpisodePart
 from embodied.runtime.inline import LocalHandle
 from embodied.runtime.ray.runtime import RayRuntime
-from embodied.training import iteration_row
+from embodied.training import iteration_metrics
 from embodied.training import loop as training
 from embodied.workflows.sizes import tasks_of
 from sim_farm.contract import FarmError
@@ -82,7 +82,7 @@ class Run:
 
 
 def run_by(config: Config, session: Session, folder: Path, assignment: Assignment) -> Run:
-    with executor(config, folder, session, assignment) as workers:
+    with start_run(config, folder, session, assignment) as workers:
         workers.begin(None, 0)
         iterations = [workers.iterate(number) for number in range(config.iterations)]
         weights = workers.learner.call(LearnerRole.weights)
@@ -138,21 +138,21 @@ def test_success_of_each_task_is_a_metric(pictures: Run) -> None:
     """Here as if the second task's episodes of even environments had been solved."""
     summary = pictures.iterations[0].summary
     told = tuple(replace(e, success=e.task == 1 and e.env % 2 == 0) for e in summary.episodes)
-    found = iteration_row._of_tasks(replace(summary, episodes=told), config_of(SETTINGS))
+    found = iteration_metrics._of_tasks(replace(summary, episodes=told), config_of(SETTINGS))
     assert found == {"env/success_once/tabletop/reach": 0.0, "env/success_once/tabletop/push": 0.5}
-    nobody = iteration_row._of_tasks(replace(summary, episodes=told[:0]), config_of(SETTINGS))
+    nobody = iteration_metrics._of_tasks(replace(summary, episodes=told[:0]), config_of(SETTINGS))
     assert all(math.isnan(rate) for rate in nobody.values()) and nobody.keys() == found.keys()
-    assert iteration_row._of_tasks(summary, config_of(SETTINGS, extra_tasks=[])) == {}
+    assert iteration_metrics._of_tasks(summary, config_of(SETTINGS, extra_tasks=[])) == {}
 
 
 def test_an_episode_that_is_left_out_is_named_with_its_task(pictures: Run) -> None:
     """Here as if the simulator had given one of the second task's episodes a reward that is not finite."""
     summary = pictures.iterations[0].summary
     broken = tuple(replace(e, total_reward=math.nan) if e.env == FIRST + 1 else e for e in summary.episodes)
-    said = iteration_row.left_out(1, replace(summary, episodes=broken), config_of(SETTINGS))
+    said = iteration_metrics.left_out(1, replace(summary, episodes=broken), config_of(SETTINGS))
     assert "left out 1 episodes in which a reward or an observation was not finite" in said
     assert said.endswith(f"(column {FIRST + 1}, tabletop/push)")
-    running = iteration_row.left_out(2, summary, config_of(SETTINGS))
+    running = iteration_metrics.left_out(2, summary, config_of(SETTINGS))
     assert "left out 2 episodes" in running and "column" not in running, "none of them has ended"
 
 
@@ -208,7 +208,7 @@ def test_the_second_task_changes_what_is_learned_and_not_what_the_first_did(
 @pytest.mark.parametrize("over", ["task", "run", "none"])
 def test_advantages_are_normalised_over_what_is_declared(over: str, here: Session, tmp_path: Path) -> None:
     config = config_of(STATES, advantage={"normalise": over})
-    with executor(config, tmp_path, here, placed(False)) as workers:
+    with start_run(config, tmp_path, here, placed(False)) as workers:
         workers.begin(None, 0)
         workers.rollout_worker.call(RolloutRole.rollout, DECISIONS, 60.0)
         batch = workers.rollout_worker.call(RolloutRole.trajectories)
@@ -222,7 +222,7 @@ def test_advantages_are_normalised_over_what_is_declared(over: str, here: Sessio
 
 def test_one_policy_worker_holds_the_weights_of_all_tasks(here: Session, tmp_path: Path) -> None:
     """In the learner's process it holds none of its own."""
-    with executor(config_of(SETTINGS), tmp_path, here, placed(True)) as workers:
+    with start_run(config_of(SETTINGS), tmp_path, here, placed(True)) as workers:
         assert set(workers.workers) == {"policy", "learner"}
         rollout_worker, learner = workers.rollout_worker.handles[0], workers.learner.handles[0]
         assert isinstance(rollout_worker, LocalHandle) and isinstance(learner, LocalHandle)
@@ -232,7 +232,7 @@ def test_one_policy_worker_holds_the_weights_of_all_tasks(here: Session, tmp_pat
 
 def test_episode_groups_of_tasks_have_names_of_their_own(here: Session, tmp_path: Path) -> None:
     config = config_of(STATES, workflow="grpo", rollout={"episode_group": 2, "episodes_per_env": 2})
-    with executor(config, tmp_path, here, placed(False)) as workers:
+    with start_run(config, tmp_path, here, placed(False)) as workers:
         workers.begin(None, 0)
         names = []
         for number in range(2):

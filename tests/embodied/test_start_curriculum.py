@@ -9,7 +9,7 @@ import pytest
 
 from embodied.algorithms.curricula import STARTS_DECAY, StartCurriculum
 from embodied.errors import UserError
-from embodied.execution.executor import executor
+from embodied.execution.iteration import start_run
 from embodied.execution.preflight import check_run
 from embodied.execution.session import open_session
 from embodied.planning.run_plans import place_run
@@ -107,12 +107,12 @@ def test_a_rollout_draws_by_what_was_counted_before_it(tmp_path: Path) -> None:
     config = config_of(settings, 3)
     with open_session(config) as session:
         plan = place_run(config, session, tmp_path).assignment
-        with executor(config, tmp_path, session, plan) as workers:
+        with start_run(config, tmp_path, session, plan) as workers:
             workers.begin(None, 0)
             kept = workers.iterate(0).environments
         kept["start_tried"][:], kept["start_solved"][:] = 1e9, 0
         kept["start_solved"][4] = 5e8
-        with executor(config, tmp_path, session, plan) as workers:
+        with start_run(config, tmp_path, session, plan) as workers:
             workers.begin(kept, 1)
             ended = workers.iterate(1).summary.episodes
     under_way = dict(enumerate(kept["base_start"].tolist()))

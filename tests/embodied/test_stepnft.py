@@ -18,7 +18,7 @@ from embodied.algorithms.ppo import unit_mask
 from embodied.config.files import parse_config
 from embodied.config.schema import LossConfig
 from embodied.errors import UserError
-from embodied.learning.microbatch import add_gradient
+from embodied.learning.update import Denominators, LossFunction, micro_batch_loss
 from embodied.reporting.metrics import read
 from embodied.trajectories.batch import HeldDecisions
 from embodied.workflows.algorithm_checks import check_algorithm
@@ -111,7 +111,9 @@ def test_it_does_not_depend_on_micro_batches() -> None:
     for size in (ROWS, 5):
         policy.zero_grad()
         for index in torch.arange(ROWS).split(size):
-            add_gradient(policy, rows.take(index), LOSS, "chunk", False, weights, ROWS, contrast)
+            function = LossFunction(LOSS, critic=False, objective=contrast)
+            loss, _ = micro_batch_loss(policy, rows.take(index), function, Denominators(weights, ROWS))
+            loss.backward()  # type: ignore[no-untyped-call]
         gradients.append(torch.cat([p.grad.flatten() for p in policy.actor_parameters() if p.grad is not None]))
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
 

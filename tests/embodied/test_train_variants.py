@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
+from embodied.commands.train import variants
 from embodied.config.files import parse_config
 from embodied.errors import UserError
-from embodied.training.variants import variants
 from tests.embodied.test_cli import here, refusal_here
 
 SHORT = ["--runtime.mode", "inline", "--farm.groups", "1", "--iterations", "2", "--rollout.decisions", "16"]

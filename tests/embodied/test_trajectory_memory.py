@@ -24,7 +24,7 @@ from embodied.config.files import parse_config
 from embodied.config.schema import Config
 from embodied.devices import Affinity
 from embodied.execution.assignment import HERE, Assignment, FarmAssignment
-from embodied.execution.executor import Executor, executor
+from embodied.execution.iteration import OnPolicy, start_run
 from embodied.execution.roles import LearnerRole, PolicyRole, RolloutRole
 from embodied.execution.session import Session, open_session
 from embodied.reporting.metrics import read
@@ -130,7 +130,7 @@ def test_final_observations_are_never_drawn_over_trajectories() -> None:
 
 def test_acting_copies_no_frame_and_learning_copies_each_that_it_reads_once(tmp_path: Path) -> None:
     config = config_of()
-    with open_session(config) as session, executor(config, tmp_path, session, assigned()) as workers:
+    with open_session(config) as session, start_run(config, tmp_path, session, assigned()) as workers:
         workers.begin(None, 0)
         for number in range(2):
             one = workers.iterate(number)
@@ -159,7 +159,7 @@ class NewPixels(TorchDispatchMode):
 def test_what_is_counted_is_all_that_is_copied(tmp_path: Path) -> None:
     """Of every uint8 tensor that torch makes in an iteration, acting and learning."""
     config = config_of()
-    with open_session(config) as session, executor(config, tmp_path, session, assigned()) as workers:
+    with open_session(config) as session, start_run(config, tmp_path, session, assigned()) as workers:
         workers.begin(None, 0)
         workers.iterate(0)
         with NewPixels() as pixels:
@@ -208,7 +208,7 @@ def test_runs_without_frames_count_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize("trace", [True, False])
 def test_without_a_trace_no_span_is_made(trace: bool, tmp_path: Path) -> None:
     config = config_of(runtime={"mode": "inline", "trace": trace})
-    with open_session(config) as session, executor(config, tmp_path, session, assigned()) as workers:
+    with open_session(config) as session, start_run(config, tmp_path, session, assigned()) as workers:
         workers.begin(None, 0)
         one = workers.iterate(0)
     assert bool(one.spans) == bool(one.summary.spans) == trace
@@ -234,7 +234,7 @@ def ray(ray_runtime: RayRuntime) -> Session:
     return Session(config_of(runtime={"mode": "ray"}), ray_runtime, tuple(CORES))
 
 
-def blocks_of(workers: Executor) -> list[Path]:
+def blocks_of(workers: OnPolicy) -> list[Path]:
     """All shared memory of a run."""
     memory, farm = workers.memory.address, workers.farm.address
     assert memory.frames is not None
@@ -245,7 +245,7 @@ def blocks_of(workers: Executor) -> list[Path]:
 def test_frames_too_large_are_refused_before_anything_is_drawn(ray: Session, tmp_path: Path) -> None:
     config = config_of(10**9)
     with pytest.raises(FarmError, match=r"the frame memory \(.* rows of 1 x 32 x 32 pixels\) needs .* remount"):
-        with executor(config, tmp_path, ray, assigned()):
+        with start_run(config, tmp_path, ray, assigned()):
             pass
 
 
@@ -262,7 +262,7 @@ def test_nothing_is_left_in_shared_memory_however_a_run_ends(fails: bool, ray: S
         with pytest.raises(ZeroDivisionError):
             yield
 
-    with ends(), executor(config_of(), tmp_path, ray, assigned()) as workers:
+    with ends(), start_run(config_of(), tmp_path, ray, assigned()) as workers:
         blocks += blocks_of(workers)
         workers.begin(None, 0)
         one = workers.iterate(0)
@@ -277,11 +277,11 @@ def test_nothing_is_left_in_shared_memory_however_a_run_ends(fails: bool, ray: S
 KILLED = """
 import os, sys
 from pathlib import Path
-from embodied.execution.executor import executor
+from embodied.execution.iteration import start_run
 from embodied.execution.session import open_session
 from tests.embodied.test_trajectory_memory import assigned, blocks_of, config_of
 config = config_of(runtime={"mode": "ray", "trace": False})
-with open_session(config) as session, executor(config, Path(sys.argv[1]), session, assigned()) as workers:
+with open_session(config) as session, start_run(config, Path(sys.argv[1]), session, assigned()) as workers:
     workers.begin(None, 0)
     workers.iterate(0)
     print(*blocks_of(workers), flush=True)
@@ -364,7 +364,7 @@ def test_policy_worker_and_learner_take_a_fifth_of_a_rollouts_bytes_for_themselv
         env={"task": "tabletop/reach", "num_envs": 8, "cameras": 1, "image_size": 224, "max_episode_steps": 500},
         optim={"epochs": 1, "minibatch": 4, "micro_batch": 4, "threads": 1},
     )
-    with executor(config, tmp_path, ray, assigned()) as workers:
+    with start_run(config, tmp_path, ray, assigned()) as workers:
         workers.begin(None, 0)
 
         def iterate(decisions: int, number: int) -> None:

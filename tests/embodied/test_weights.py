@@ -25,7 +25,7 @@ from embodied.devices import Affinity
 from embodied.errors import PeerFailed, UserError
 from embodied.execution import hand_over
 from embodied.execution.assignment import Assignment
-from embodied.execution.executor import Executor, executor
+from embodied.execution.iteration import OnPolicy, start_run
 from embodied.execution.session import Session, open_session
 from embodied.learning import weights_group
 from embodied.learning.gpu_memory import GpuTensors
@@ -35,8 +35,8 @@ from embodied.learning.weights import WrongWeights, check_weights, map_weights, 
 from embodied.learning.weights_group import WeightsGroup
 from embodied.rollout.policy_worker import PolicyReplica, PolicyWorker
 from embodied.runtime.groups import WorkerGroup
-from embodied.runtime.lent_tensors import Lender, LentOver, LentTensors
 from embodied.runtime.ray.runtime import RayRuntime
+from embodied.runtime.shared_tensors import Overwritten, SharedTensors, TensorPublisher
 from embodied.workflows.context import WorkerContext
 from embodied.workflows.recipes import PPO, Recipe
 from policies.contract import Inputs, Policy, PolicySpec
@@ -147,19 +147,19 @@ def ray(ray_runtime: RayRuntime) -> Session:
 
 
 @contextmanager
-def run_by(way: str, ray: Session, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Executor]:
+def run_by(way: str, ray: Session, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OnPolicy]:
     mode, plan, path, forced = WAYS[way]
     if forced is not None:
         monkeypatch.setattr(hand_over, "ways_to", lambda source, targets: (forced,) * len(targets))
     config = parse_config(of(STATES, workflow=f"{__name__}:TELLING", runtime={"mode": mode, "deadline_s": 120}), "test")
     with open_session(config) if mode == "inline" else nullcontext(ray) as session:
-        with executor(config, folder, session, plan) as workers:
+        with start_run(config, folder, session, plan) as workers:
             assert workers.weights_path == path
             workers.begin(None, 0)
             yield workers
 
 
-def conforms(workers: Executor, asks: bool) -> None:
+def conforms(workers: OnPolicy, asks: bool) -> None:
     """Every tensor arrives as it left, and the learner is asked once per version, however many act."""
     seen = set()
     for version in range(4):
@@ -186,7 +186,7 @@ def test_what_cannot_be_mapped_goes_through_the_hosts_memory(
     ray: Session, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(hand_over, "ways_to", lambda source, targets: (Way.GPU_MEMORY,) * len(targets))
-    with executor(parse_config(of(STATES, workflow=f"{__name__}:BARRED"), "test"), tmp_path, ray, APART) as workers:
+    with start_run(parse_config(of(STATES, workflow=f"{__name__}:BARRED"), "test"), tmp_path, ray, APART) as workers:
         assert workers.weights_path == "shared memory"
         workers.begin(None, 0)
         conforms(workers, asks=True)
@@ -199,7 +199,7 @@ def test_every_tensor_arrives_as_it_left_between_gpus(way: str, ray: Session, tm
         pytest.skip(f"needs {count} GPUs")
     config = parse_config(of(STATES, workflow=f"{__name__}:TELLING", policy={"device": "cuda"}), "test")
     components = {"policy": (Affinity(device=device),), "learner": (Affinity(device="cuda:0"),)}
-    with executor(config, tmp_path, ray, replace(APART, components=components)) as workers:
+    with start_run(config, tmp_path, ray, replace(APART, components=components)) as workers:
         assert workers.weights_path == path
         workers.begin(None, 0)
         conforms(workers, asks=True)
@@ -400,10 +400,10 @@ def test_who_dies_with_everything_leaves_the_others_as_they_were(
 # --- what is lent
 
 
-def sent(lent: LentTensors) -> LentTensors:
+def sent(lent: SharedTensors) -> SharedTensors:
     """As another process maps it."""
     make, arguments = lent.__reduce__()
-    found: LentTensors = make(*arguments)
+    found: SharedTensors = make(*arguments)
     return found
 
 
@@ -419,9 +419,9 @@ EVERY_KIND = {
 
 
 def test_tensors_of_every_kind_are_lent() -> None:
-    lending = Lender()
+    lending = TensorPublisher()
     try:
-        found = sent(lending.lend(EVERY_KIND))
+        found = sent(lending.publish(EVERY_KIND))
         assert list(found) == list(EVERY_KIND)
         for name, tensor in EVERY_KIND.items():
             assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
@@ -430,27 +430,27 @@ def test_tensors_of_every_kind_are_lent() -> None:
 
 
 def test_what_was_lent_last_stays_while_the_next_is_written() -> None:
-    lending = Lender()
+    lending = TensorPublisher()
     try:
-        first = sent(lending.lend({"x": torch.full((4,), 1.0)}))
+        first = sent(lending.publish({"x": torch.full((4,), 1.0)}))
         taken = first["x"]
-        second = sent(lending.lend({"x": torch.full((4,), 2.0)}))
+        second = sent(lending.publish({"x": torch.full((4,), 2.0)}))
         first.require_unchanged()
         assert taken.tolist() == [1.0] * 4 and second["x"].tolist() == [2.0] * 4
-        third = lending.lend({"x": torch.full((4,), 3.0)})
-        with pytest.raises(LentOver):
+        third = lending.publish({"x": torch.full((4,), 3.0)})
+        with pytest.raises(Overwritten):
             first.require_unchanged()
-        with pytest.raises(LentOver):
-            sent(LentTensors(third.places, third._name, 1))["x"]
+        with pytest.raises(Overwritten):
+            sent(SharedTensors(third.layouts, third.memory, 1))["x"]
         second.require_unchanged()
     finally:
         lending.close()
 
 
 def test_who_borrows_writes_for_himself_alone() -> None:
-    lending = Lender()
+    lending = TensorPublisher()
     try:
-        lent = lending.lend({"x": torch.zeros(3)})
+        lent = lending.publish({"x": torch.zeros(3)})
         mine, other = sent(lent), sent(lent)
         mine["x"].fill_(5.0)
         assert not other["x"].any() and mine["x"].tolist() == [5.0] * 3
@@ -460,10 +460,10 @@ def test_who_borrows_writes_for_himself_alone() -> None:
 
 def test_memories_are_made_twice_and_removed() -> None:
     names = (f"{PREFIX}{os.getpid()}-0", f"{PREFIX}{os.getpid()}-1")
-    lending = Lender(names)
+    lending = TensorPublisher(names)
     for number in range(5):
         size = 8 if number < 3 else 16
-        assert lending.lend({"x": torch.full((size,), float(number))})._name == names[number % 2]
+        assert lending.publish({"x": torch.full((size,), float(number))}).memory == names[number % 2]
     assert all((FOLDER / name).exists() for name in names)
     lending.close()
     assert not any((FOLDER / name).exists() for name in names)
@@ -475,9 +475,9 @@ def test_a_policy_computes_with_what_is_lent() -> None:
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.add_(0.1)
-    lending = Lender()
+    lending = TensorPublisher()
     try:
-        lent = sent(lending.lend({name: tensor.detach() for name, tensor in trained(other).items()}))
+        lent = sent(lending.publish({name: tensor.detach() for name, tensor in trained(other).items()}))
         map_weights(policy, lent)
         spread = {tensor.data_ptr() for tensor in trained(policy).values()}
         assert spread == {lent[name].data_ptr() for name in lent}

@@ -13,10 +13,10 @@ import pytest
 
 from embodied.errors import UserError
 from embodied.runtime.api import Runtime
-from embodied.runtime.deadlines import Deadline
 from embodied.runtime.groups import WorkerGroup
 from embodied.runtime.inline import InlineRuntime, LocalHandle
 from embodied.runtime.ray.runtime import RayRuntime
+from embodied.runtime.supervision import Deadline
 from sim_farm.client.farm import WorkerFailed, WorkerTimeout
 
 
@@ -96,7 +96,7 @@ def test_results_come_in_rank_order(runtime: Runtime) -> None:
     assert group.get_one(1, group.submit_one(1, Member.add, 7)) == 8
     with pytest.raises(ValueError, match="member has 3 ranks, got arguments for 2"):
         group.scatter(Member.add, [(1,), (2,)])
-    with pytest.raises(ValueError, match="member has 3 ranks: say which with call_one"):
+    with pytest.raises(ValueError, match="member has 3 ranks: name one with call_one"):
         group.call(Member.add, 1)
     group.end()
 

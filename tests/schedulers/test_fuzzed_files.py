@@ -28,7 +28,8 @@ from tests.fuzzing import mutation
 from tests.fuzzing.law import holds
 from tests.schedulers.instances import random_problem
 
-OLD = Path(__file__).parents[1] / "embodied/old_plan"
+MEASURED = Path(__file__).parents[1] / "fuzzing/measured"
+"""A plan and a profile that the command line has written."""
 PROBLEMS = 12
 
 
@@ -46,10 +47,10 @@ def plan_of(seed: int) -> Plan:
 def originals(kind: type) -> tuple[Any, ...]:
     """Valid files' data: what the planner makes of random problems, what was measured, what a person writes."""
     if kind is Plan:
-        return (*(to_data(plan_of(seed)) for seed in range(PROBLEMS)), json.loads((OLD / "plan.json").read_text()))
+        return (*(to_data(plan_of(seed)) for seed in range(PROBLEMS)), json.loads((MEASURED / "plan.json").read_text()))
     found = [to_data(part) for seed in range(PROBLEMS) for part in problem(seed) if type(part) is kind]
     if kind is Profile:
-        found.append(json.loads((OLD / "profile.json").read_text()))
+        found.append(json.loads((MEASURED / "profile.json").read_text()))
     if kind is Cluster:
         found.append(
             {"nodes": [{"name": "gpu", "cores": 96, "accelerators": 8, "accelerator_bytes": 80e9, "count": 4}]}

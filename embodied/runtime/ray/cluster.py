@@ -1,8 +1,8 @@
-"""A Ray cluster of which this machine is a node: its machines, its processes, and waiting for them.
+"""A Ray cluster of which this machine is a node: its machines, its actors, and waits for their results.
 
-Ray starts, places, watches and ends processes. On one machine it is not on the path of a step: farm and workers
+Ray starts, places, watches and ends processes. On one machine it takes no part in an env step: farm and workers
 ring each other through shared memory, and Ray carries one call per iteration. A physics worker on another machine
-has a relay here, a thread of this process, and costs one call per decision and group.
+has a relay here, a thread of this process, and costs one call per action chunk and group.
 """
 
 from __future__ import annotations
@@ -27,29 +27,27 @@ from ray.exceptions import ActorUnschedulableError, GetTimeoutError, RayActorErr
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from embodied.errors import UserError
-from embodied.runtime.api import RuntimeLost
-from embodied.runtime.deadlines import Deadline, Wait
-from embodied.runtime.nodes import NodeInfo
-from embodied.runtime.ray.processes import RayProcesses
-from embodied.runtime.ray.session import RaySession
+from embodied.runtime.api import NodeInfo, RuntimeLost
+from embodied.runtime.ray.session import RayProcesses, RaySession
+from embodied.runtime.supervision import Deadline, Wait
 from sim_farm.client.farm import WorkerFailed, WorkerTimeout
 from sim_farm.workers import faults
 
 T = TypeVar("T")
 
 HERE = ""
-"""The client's node, where a placement names one."""
+"""The client's node, as a node id in a placement."""
 LOOPBACK = "127.0.0.1"
 JOIN_S = 10.0
 """Longest wait for the first sign of life of a cluster."""
 LOOK_S = 0.5
-"""How often, during a wait, it is looked after the other workers."""
+"""Interval of checks of the other workers during a wait."""
 STARTS = 4
-"""How often Ray is started before that is given up."""
+"""Attempts to start Ray."""
 TOO_SLOW = "timed out during startup"
-"""In Ray's message where its own processes were not up in time."""
+"""Part of Ray's message where its own processes were not up in time."""
 OBJECT_STORE_BYTES = 512 * 2**20
-"""Holds one iteration's trajectories on their way to the learner, and the weights on their way back."""
+"""Room for one iteration's trajectories between rollout worker and learner, and for weights between machines."""
 
 
 class RayCluster:
@@ -62,9 +60,9 @@ class RayCluster:
     def __init__(self, address: str, deadline_s: float) -> None:
         self.deadline = Deadline(deadline_s)
         self.watchers: list[Callable[[], None]] = []
-        """Called by `watch`; each looks after some workers, and raises what ends the run."""
+        """Called by `watch`; each checks some workers, and raises the error that ends the run."""
         self._actors: list[Any] = []
-        self._looked_s = 0.0
+        self._checked_s = 0.0
         self.ray_processes = RayProcesses()
         self._session = RaySession() if address == "local" else None
         options: dict[str, Any] = {"address": address, "logging_level": logging.ERROR, "log_to_driver": False}
@@ -87,7 +85,7 @@ class RayCluster:
         os.environ.setdefault("RAY_worker_niceness", "0")
         if address == "local" or address.startswith(f"{LOOPBACK}:"):
             # Ray replaces a loopback address by one that other machines reach, except where it knows that there
-            # are none (as on macOS). Told so, all its servers listen on the loopback interface alone.
+            # are none (as on macOS). With this flag all its servers listen on the loopback interface alone.
             ray_constants.ENABLE_RAY_CLUSTER = False
         terminated, before = signal.getsignal(signal.SIGTERM), _family()
         try:
@@ -111,13 +109,12 @@ class RayCluster:
         self.here: str = ray.get_runtime_context().get_node_id()
 
     def require_ray(self) -> None:
-        """Raise `RuntimeLost` where Ray's own processes do not live any more: then all others end too, or cannot be
-        reached."""
+        """Raise `RuntimeLost` if Ray's own processes have died: then all others end too, or cannot be reached."""
         if (lost := self.ray_processes.lost()) is not None:
             raise RuntimeLost(f"{lost}, and with it Ray and all workers")
 
     def start_ray_again(self) -> None:
-        """End what is left of Ray and of every process that it has started, and start it anew. Raises `UserError`."""
+        """End the rest of Ray and of every process that it has started, and start it again. Raises `UserError`."""
         self._actors.clear()
         self.ray_processes.end()
         terminated = signal.getsignal(signal.SIGTERM)
@@ -133,7 +130,7 @@ class RayCluster:
     def nodes(self) -> tuple[NodeInfo, ...]:
         """The cluster's living machines, this one first; where several have one name, with their ids in it.
 
-        Raises `RuntimeLost` where Ray's own processes do not live: they would never answer.
+        Raises `RuntimeLost` if Ray's own processes have died: they would never answer.
         """
         found = [NodeInfo.of(entry, self.here) for entry in self._answered(ray.nodes) if entry["Alive"]]
         names = [node.name for node in found]
@@ -143,8 +140,8 @@ class RayCluster:
     def actor(
         self, cls: Any, env: dict[str, str], node: str = HERE, args: tuple[Any, ...] = (), threads: int = 0
     ) -> Any:
-        """A new actor, on this machine or the node with that id, ended by `close`; with `threads`, so many of its calls
-        run side by side."""
+        """A new actor, on this machine or the node with that id, which `close` ends; with `threads`, so many of its
+        calls run concurrently."""
         place = NodeAffinitySchedulingStrategy(node or self.here, soft=False)
         if faults.VARIABLE in os.environ:
             env = {**env, faults.VARIABLE: os.environ[faults.VARIABLE]}
@@ -155,17 +152,17 @@ class RayCluster:
         self._actors.append(actor)
         return actor
 
-    def _answered(self, ask: Callable[[], T]) -> T:
-        """What Ray's own processes answer. Raises `WorkerFailed` once they cannot."""
+    def _answered(self, request: Callable[[], T]) -> T:
+        """The answer of Ray's own processes. Raises `RuntimeLost` once they have died."""
         answer: Future[T] = Future()
 
         def find() -> None:
             try:
-                answer.set_result(ask())
-            except Exception as error:  # whatever it is, it is raised where the answer is waited for
+                answer.set_result(request())
+            except Exception as error:  # raised by the wait for the answer
                 answer.set_exception(error)
 
-        threading.Thread(target=find, daemon=True).start()  # not of a pool, which a process that ends waits for
+        threading.Thread(target=find, daemon=True).start()  # not of a pool: the end of the process would wait for it
         while not wait_for([answer], timeout=LOOK_S).done:
             self.require_ray()
         return answer.result()
@@ -173,23 +170,23 @@ class RayCluster:
     def kill(self, actor: Any) -> None:
         """End an actor's process."""
         self._actors.remove(actor)
-        if self.ray_processes.lost(stopped_s=0) is None:  # else nobody would answer
+        if self.ray_processes.lost(stopped_s=0) is None:  # else Ray would not answer
             ray.kill(actor)
 
     def watch(self) -> None:
-        """Look after Ray, and after the workers that nobody waits for at the moment."""
-        self._looked_s = time.monotonic()
+        """Check Ray's own processes, and the workers that no call waits for at the moment."""
+        self._checked_s = time.monotonic()
         self.require_ray()
-        for look in self.watchers:
-            look()
+        for check in self.watchers:
+            check()
 
     def poll(self, reference: Any, wait: Wait, name: str, what: str, timeout_s: float = LOOK_S) -> bool:
-        """Wait at most `timeout_s`; whether the reference has a value or an error.
+        """Wait at most `timeout_s`; True if the reference has a value or an error.
 
-        Looks after the other workers meanwhile. Raises `WorkerTimeout` naming worker and work once the wait is late.
+        Checks the other workers meanwhile. Raises `WorkerTimeout` naming worker and work once the wait is late.
         """
         done, _ = ray.wait([reference], timeout=timeout_s)
-        if not done or time.monotonic() - self._looked_s > LOOK_S:  # also where every answer comes soon
+        if not done or time.monotonic() - self._checked_s > LOOK_S:  # also where every answer arrives soon
             self.watch()
         if done:
             return True
@@ -201,15 +198,15 @@ class RayCluster:
         return False
 
     def wait(self, reference: Any, name: str, what: str) -> Any:
-        """The reference's value, or the worker's own exception; waited for with the deadline of a call."""
+        """The reference's value, or the worker's own exception, within the deadline of a call."""
         wait = Wait(self.deadline)
         while not self.poll(reference, wait, name, what):
             pass
         return self.value(reference, name, what)
 
     def value(self, reference: Any, name: str, what: str) -> Any:
-        """The value that is there, or the worker's own exception without Ray's wrapping."""
-        deadline_s = self.deadline.inner().seconds  # who waits for this has waited for the worker before
+        """The value, which has arrived, or the worker's own exception without Ray's wrapping."""
+        deadline_s = self.deadline.inner().seconds  # the wait for the worker came before
         try:
             return value_within(deadline_s, reference, name, what)
         except WorkerFailed:
@@ -232,7 +229,7 @@ class RayCluster:
         self._leave()
 
     def _leave(self) -> None:
-        """Remove what the Ray that was started here has on this machine; its logs stay where something has failed."""
+        """Remove the files of the Ray that was started here; its logs stay where something has failed."""
         if self._session is not None:
             self._session.close(keep=isinstance(sys.exception(), Exception))
             self._session = None
@@ -243,16 +240,15 @@ def value_within(timeout_s: float, reference: Any, name: str, what: str) -> Any:
     try:
         return ray.get(reference, timeout=timeout_s)
     except (RayTaskError, RayActorError, ActorUnschedulableError) as error:
-        found = unwrapped(error, name, what)
         raised_itself = isinstance(error, RayTaskError) and not isinstance(error.cause, RayActorError)
-        raise found from (None if raised_itself else error)
+        raise unwrapped(error, name, what) from (None if raised_itself else error)
 
 
 def unwrapped(error: Exception, name: str, what: str) -> Exception:
     """The exception that the worker `name` raised in its call `what`, without Ray's wrapping; `WorkerFailed` where its
     process is gone."""
     if isinstance(error, RayTaskError):
-        if isinstance(error.cause, RayActorError):  # the call was to have the result of another, whose worker is gone
+        if isinstance(error.cause, RayActorError):  # an argument was the result of another worker, which is gone
             return WorkerFailed(f"a worker died before {name} had its result for {what!r}")
         return error.cause if isinstance(error.cause, Exception) else error
     if isinstance(error, RayActorError):
@@ -264,10 +260,10 @@ def unwrapped(error: Exception, name: str, what: str) -> Exception:
     return error
 
 
-def cannot_start(who: str, error: RayActorError) -> WorkerFailed:
-    """Why a process never began its work; another try would end the same way."""
+def cannot_start(name: str, error: RayActorError) -> WorkerFailed:
+    """The error of a process that never began its work; another attempt would end the same way."""
     return WorkerFailed(
-        f"{who} cannot start: {str(error).splitlines()[-1]}; `embodied doctor` on its machine says what is missing"
+        f"{name} cannot start: {str(error).splitlines()[-1]}; `embodied doctor` on its machine says what is missing"
     )
 
 
@@ -277,8 +273,8 @@ def _family() -> set[psutil.Process]:
 
 
 def _start(options: dict[str, Any]) -> None:
-    """`ray.init`, and once more where Ray's own processes were not up within the 30 s that it gives them, as on a
-    machine that is busy just then."""
+    """Call `ray.init`, and once more if Ray's own processes were not up within the 30 s that it gives them, as on a
+    busy machine."""
     before = set(psutil.Process().children())
     for _ in range(STARTS):
         try:
@@ -287,7 +283,7 @@ def _start(options: dict[str, Any]) -> None:
         except Exception as error:  # Ray raises no class of its own here
             if TOO_SLOW not in str(error):
                 raise
-        # Ray ends what it has started with this process only.
+        # Ray itself ends them only with this process.
         left = set(psutil.Process().children()) - before
         for process in left:
             process.kill()

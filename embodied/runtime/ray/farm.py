@@ -1,4 +1,4 @@
-"""The farm's workers as Ray actors: on this machine in shared memory, physics on other machines behind relays."""
+"""The farm's workers as Ray actors: in shared memory on this machine, physics on other machines behind relays."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from embodied.runtime.memory_budget import BudgetTooSmall, MemoryBudget, Watched
-from embodied.runtime.nodes import NodeInfo, require_software, software
+from embodied.runtime.api import NodeInfo
 from embodied.runtime.ray.cluster import HERE, RayCluster, cannot_start
-from embodied.runtime.relay import FarLost, FarPhysics, Relay
-from embodied.runtime.supervision import Event, Replaced, State, Supervised
+from embodied.runtime.remote import FarLost, FarPhysics, Relay, require_software, software
+from embodied.runtime.supervision import Event, LimitTooSmall, MemoryChecks, MemoryLimit, Replaced, State, Supervised
 from sim_farm.client.farm import WorkerFailed
 from sim_farm.client.health import done_by, hung, restarted
 from sim_farm.contract import FarmError, TaskInfo, TaskSpec
@@ -33,9 +32,9 @@ from sim_farm.workers.workers import WorkerSetup
 _log = logging.getLogger(__name__)
 
 NODE_CHECK_S = 1.0
-"""How often it is looked whether the nodes of far workers are still there; asking takes a millisecond or two."""
+"""Interval of checks that the nodes of far workers are still there; a check takes a millisecond or two."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "LP_NUM_THREADS": "1"}
-"""A physics or render worker is one thread on one core; software rendering (llvmpipe) obeys the last."""
+"""A physics or render worker is one thread on one core; the last variable is for software rendering (llvmpipe)."""
 
 
 @ray.remote(num_cpus=0, max_restarts=0)
@@ -55,7 +54,7 @@ class _FarmActor:
         make_worker(setup).serve()
 
     def open(self, setup: WorkerSetup, opening: bytes, expected: Mapping[str, str]) -> None:
-        """Be the far end of a relay, if this machine has the expected software."""
+        """Become the far end of a relay, if this machine has the expected software."""
         require_software(expected)
         # Cores are numbered per machine: the setup's number counts the farm's workers on this one.
         cores = self._cores if setup.core is None else [self._cores[setup.core % len(self._cores)]]
@@ -63,11 +62,11 @@ class _FarmActor:
         self._far = FarPhysics(replace(setup, core=None), opening)
 
     def exchange(self, request: bytes) -> bytes:
-        assert self._far is not None, "opened before it is asked"
+        assert self._far is not None, "opened before its first request"
         return self._far.exchange(request)
 
     def leave(self) -> None:
-        """The farm is gone; the process may serve another."""
+        """Leave the farm; the process may serve another."""
         if self._far is not None:
             self._far.close()
         self._far = None
@@ -77,23 +76,23 @@ class _FarmActor:
 
 
 class RayHost:
-    """The farm's workers as actors. One that died or hangs is replaced; its successor finds all it needs in the slots.
-    One that is lost again and again without doing anything new is given up (`supervision`).
+    """The farm's workers as actors. A worker that died or hangs is replaced; its successor finds all it needs in the
+    slots. A worker that is lost again and again without new work is given up (`supervision`).
 
-    The worker of index i is on `nodes[i]`; None is the client's node. A physics worker on another node is reached
-    through a relay, and needs render workers here if there are cameras. A node that is lost raises `WorkerFailed`.
+    The worker of index i is on `nodes[i]`; None is the client's node. A physics worker on another node has a relay
+    here, and needs render workers here if there are cameras. A node that is lost raises `WorkerFailed`.
     """
 
     shared = True
 
-    def __init__(self, cluster: RayCluster, nodes: list[NodeInfo | None], budget: MemoryBudget) -> None:
-        self._cluster, self._budget = cluster, budget
+    def __init__(self, cluster: RayCluster, nodes: list[NodeInfo | None], limit: MemoryLimit) -> None:
+        self._cluster, self._limit = cluster, limit
         self._nodes = nodes
-        self._watched: dict[int, Watched] = {}
-        """Of each process, its memory."""
-        # All at once: importing a simulator takes seconds, and they do it side by side.
+        self._memory_checks: dict[int, MemoryChecks] = {}
+        """Checks of each process's memory."""
+        # All at once: importing a simulator takes seconds, and they do it concurrently.
         self._actors = [self._start(index) for index in range(len(nodes))]
-        # Of the farm that they serve: a worker's setup, its slots and process, the call in which it serves.
+        # Per worker of the present farm: its setup, its slots, its process id, the call in which it serves.
         self._setups: dict[int, WorkerSetup] = {}
         self._blocks: dict[int, Block] = {}
         self._memories: dict[int, Block] = {}
@@ -102,18 +101,18 @@ class RayHost:
         self._relays: dict[int, threading.Thread] = {}
         self._workers: dict[int, Supervised] = {}
         self._why: dict[int, str] = {}
-        """Of those that were lost and whose successors do not serve yet."""
+        """Reason of each loss whose successor does not serve yet."""
         self.replaced: list[Replaced] = []
-        """Since it was last emptied by who tells of them."""
+        """Replacements that `take_replaced` has not returned yet."""
         self._checked = time.monotonic()
-        # A worker is given less time than who collects from the farm, who is given less than a call.
+        # A worker has less time than the collection from the farm, and that less than a call.
         self._deadline = cluster.deadline.inner().inner()
         self.taken = False
-        """Whether it was given to a farm that has not been closed."""
+        """True while it serves a farm that has not been closed."""
         self.restarts: dict[int, int] = {}
 
     def describe(self, task: TaskSpec) -> TaskInfo:
-        return self._cluster.wait(self.ask(0, "describe", task), self.who(0), "describe the task")
+        return self._cluster.wait(self.call(0, "describe", task), self.name(0), "describe the task")
 
     def launch(self, setup: WorkerSetup, memory: WorkerMemory) -> WorkerHandle:
         """Raises `FarmError` where a physics worker on another node would have to draw."""
@@ -130,42 +129,43 @@ class RayHost:
                 )
             rank = self._nodes[:index].count(node)
             self._setups[index] = replace(setup, memory=None, core=None if setup.core is None else rank)
-            relay = Relay(replace(setup, core=None), memory, _RayFar(self, index), self._cluster.deadline.inner())
+            relay = Relay(replace(setup, core=None), memory, _RayFarEnd(self, index), self._cluster.deadline.inner())
             self._relays[index] = threading.Thread(target=relay.serve, name=f"relay of {setup.name}", daemon=True)
             self._relays[index].start()
         return _RayFarmHandle(self, index)
 
     def watch(self) -> None:
         """Replace workers whose process died, and those on this machine that have made no progress for too long, or
-        hold too much memory.
+        use too much memory.
 
-        Raises `WorkerFailed` when one is lost again and again, or with its node, and `BudgetTooSmall`.
+        Raises `WorkerFailed` when one is lost again and again, or with its node, and `LimitTooSmall`.
         """
         for index, reference in list(self._serving.items()):
             done, _ = ray.wait([reference], timeout=0)
             if not done:
-                self._look_at(index)
+                self._check(index)
                 continue
             try:
                 ray.get(reference)
             except RayActorError:
                 self._replace(index, "its process died")
-            # A worker that returned by itself has written its message into the slots: the farm raises it.
+            # A worker that returned by itself has written its message into the slots: the farm raises that.
         if self._relays and time.monotonic() - self._checked > NODE_CHECK_S:
             self._checked = time.monotonic()
             self._require_nodes([node for index in self._relays if (node := self._nodes[index]) is not None])
 
     def pids(self) -> list[int]:
-        """Process ids of the workers, each on its own machine; only while they serve no farm."""
+        """Process ids of the workers, each of its own machine; only while they serve no farm."""
         return [
-            self._cluster.wait(actor.pid.remote(), self.who(index), "start") for index, actor in enumerate(self._actors)
+            self._cluster.wait(actor.pid.remote(), self.name(index), "start")
+            for index, actor in enumerate(self._actors)
         ]
 
     def end(self, index: int, deadline_s: float) -> None:
         """The worker leaves its farm; its process stays, with its simulator imported, for the next farm."""
         if (why := self._why.pop(index, None)) is not None:  # lost, and its successor has not served
             down_s = time.monotonic() - self._workers[index].losses[-1].at_s
-            self.replaced.append(Replaced(self.who(index), why, down_s))
+            self.replaced.append(Replaced(self.name(index), why, down_s))
         if self._cluster.ray_processes.lost() is not None:
             self._serving.pop(index, None)  # it is gone
             self._blocks.pop(index, None)
@@ -177,29 +177,29 @@ class RayHost:
             serving = self._serving.pop(index)
         self.taken = bool(self._serving or self._relays)
         done, _ = ray.wait([serving], timeout=deadline_s)
-        if not done:  # stopped, or stuck in a simulator: this process is of no more use
+        if not done:  # stopped, or stuck in a simulator: this process cannot serve again
             if index in self._blocks:
                 self._kill_process(index)
             self._cluster.kill(self._actors[index])
             self._actors[index] = self._start(index)
         self._blocks.pop(index, None)
 
-    def who(self, index: int) -> str:
-        """The worker as messages call it, with its node where that is another."""
+    def name(self, index: int) -> str:
+        """Name of the worker in messages, with its node where that is another."""
         setup, node = self._setups.get(index), self._nodes[index]
         name = setup.name if setup is not None else f"physics {index}"
         return name if node is None else f"{name} on {node}"
 
-    def ask(self, index: int, method: str, *args: Any) -> Any:
-        """Start a call of the worker's process."""
+    def call(self, index: int, method: str, *args: Any) -> Any:
+        """Start a call of the worker's process; Ray's reference to its result."""
         return getattr(self._actors[index], method).remote(*args)
 
     def open(self, index: int, opening: bytes) -> Any:
         """Start to build the far end of a relay."""
-        return self.ask(index, "open", self._setups[index], opening, software())
+        return self.call(index, "open", self._setups[index], opening, software())
 
-    def renew(self, index: int, why: str) -> None:
-        """A new process for a far worker whose own was lost, on the same node if that is still there."""
+    def restart(self, index: int, why: str) -> None:
+        """Start a new process for a far worker that was lost, on the same node if that is still there."""
         node = self._nodes[index]
         assert node is not None
         self._require_nodes([node])
@@ -217,25 +217,25 @@ class RayHost:
 
     def _start(self, index: int) -> Any:
         node = self._nodes[index]
-        self._watched[index] = Watched(settles=1)  # what it needs it has when it is built
+        self._memory_checks[index] = MemoryChecks(settles=1)  # once built it has all that it needs
         return self._cluster.actor(_FarmActor, ONE_THREAD, HERE if node is None else node.id)
 
     def _serve(self, index: int) -> None:
-        # Asked first: as long as it serves it answers nothing.
+        # First: it answers no calls while it serves.
         self._pids[index] = self._actors[index].pid.remote()
         self._serving[index] = self._actors[index].serve.remote(self._setups[index])
 
     def _start_again(self, index: int, why: str) -> None:
-        """A new process in the place of one that was lost, and a line in the log."""
+        """Start a new process in the place of a lost one, and log it."""
         self.restarts[index] = self.restarts.get(index, 0) + 1
         slots = self._memories[index].arrays
         worker = self._workers[index].lost(time.monotonic(), done_by(slots, index) if slots else 0)
         if worker.hopeless:
             raise WorkerFailed(
-                f"{self.who(index)} was lost {self.restarts[index]} times, at last because {why}; see the system's log "
-                "for the reason"
+                f"{self.name(index)} was lost {self.restarts[index]} times, at last because {why}; see the system's "
+                "log for the reason"
             )
-        _log.warning("%s", f"{self.who(index)} was lost and is replaced: {why}")
+        _log.warning("%s", f"{self.name(index)} was lost and is replaced: {why}")
         self._cluster.kill(self._actors[index])  # a far one may only have been out of reach
         self._actors[index] = self._start(index)
         self._workers[index], self._why[index] = worker.after(Event.STARTED, time.monotonic()), why
@@ -246,8 +246,8 @@ class RayHost:
             restarted(slots, index)
         self._serve(index)
 
-    def _look_at(self, index: int) -> None:
-        """Note what the worker's slots say of its state, and replace it if it hangs."""
+    def _check(self, index: int) -> None:
+        """Update the worker's state from its slots, and replace it if it hangs or uses too much memory."""
         slots = self._blocks[index].arrays
         if not slots:
             return
@@ -271,35 +271,35 @@ class RayHost:
             self._replace(index, large)
 
     def _too_large(self, index: int) -> str | None:
-        wrong = self._budget.exceeded(self.who(index), self._pid(index), self._watched[index])
-        if isinstance(wrong, BudgetTooSmall):
-            raise wrong
-        return None if wrong is None else str(wrong)
+        error = self._limit.exceeded(self.name(index), self._pid(index), self._memory_checks[index])
+        if isinstance(error, LimitTooSmall):
+            raise error
+        return None if error is None else str(error)
 
     def _note(self, index: int, event: Event) -> None:
         self._workers[index] = self._workers[index].after(event, time.monotonic())
 
     def opened(self, index: int) -> None:
-        """A far worker is built, and has replayed what its predecessor had begun."""
+        """Note that a far worker is built, and has replayed the episodes of its predecessor."""
         if self._workers[index].state is State.RESTARTING:
             self._note(index, Event.BUILT)
             self._serves_again(index)
 
     def _serves_again(self, index: int) -> None:
-        """The successor of a lost worker has the episodes of its predecessor."""
+        """Note that the successor of a lost worker has the episodes of its predecessor."""
         self._note(index, Event.CURRENT)
         down_s = self._workers[index].down_s
         assert down_s is not None
-        self.replaced.append(Replaced(self.who(index), self._why.pop(index), down_s))
+        self.replaced.append(Replaced(self.name(index), self._why.pop(index), down_s))
 
     def _kill_process(self, index: int) -> None:
-        """End a worker's process on this machine that lives: where it is stopped, it does not hear Ray."""
+        """End a worker's process on this machine by a signal: a stopped process does not hear Ray."""
         if pid := self._pid(index):
             with suppress(ProcessLookupError):  # it has died meanwhile
                 os.kill(pid, signal.SIGKILL)
 
     def _pid(self, index: int) -> int:
-        """Of a worker's process on this machine; 0 until it has said it, and where it has died before."""
+        """Process id of a worker on this machine; 0 until its process has answered, or if it died before."""
         known = self._pids[index]
         if isinstance(known, int):
             return known
@@ -314,25 +314,25 @@ class RayHost:
 
 
 @dataclass(frozen=True)
-class _RayFar:
-    """A relay's way to its far end."""
+class _RayFarEnd:
+    """The far end of a relay, as calls of its actor."""
 
     host: RayHost
     index: int
 
     def open(self, opening: bytes) -> Future[None]:
-        opened = _future(self.host.open(self.index, opening), self.host.who(self.index))
+        opened = _future(self.host.open(self.index, opening), self.host.name(self.index))
         opened.add_done_callback(lambda done: self.host.opened(self.index) if done.exception() is None else None)
         return opened
 
     def exchange(self, request: bytes) -> Future[bytes]:
-        return _future(self.host.ask(self.index, "exchange", request), self.host.who(self.index))
+        return _future(self.host.call(self.index, "exchange", request), self.host.name(self.index))
 
-    def renew(self, why: str) -> None:
-        self.host.renew(self.index, why)
+    def restart(self, why: str) -> None:
+        self.host.restart(self.index, why)
 
 
-def _future(reference: Any, who: str) -> Future[Any]:
+def _future(reference: Any, name: str) -> Future[Any]:
     """The call's result; Ray's exceptions become `FarLost`, or the far worker's own where it has a message."""
     answer: Future[Any] = Future()
 
@@ -341,10 +341,10 @@ def _future(reference: Any, who: str) -> Future[Any]:
         if error is None:
             answer.set_result(done.result())
         elif isinstance(error, RayTaskError):
-            # Of an error that is not the user's, Ray's wrapping holds the far traceback.
+            # For other errors, Ray's wrapping contains the far traceback.
             answer.set_exception(error.cause if isinstance(error.cause, FarmError) else error)
         elif isinstance(error, RayActorError) and error.actor_init_failed:
-            answer.set_exception(cannot_start(who, error))
+            answer.set_exception(cannot_start(name, error))
         elif isinstance(error, RayError):
             answer.set_exception(FarLost(str(error).splitlines()[0]))
         else:
@@ -360,7 +360,7 @@ class _RayFarmHandle:
     index: int
 
     def ring(self) -> None:
-        """Not used: the farm rings in shared memory."""
+        """Nothing to do: the farm rings in shared memory."""
 
     def close(self, deadline_s: float) -> None:
         self.host.end(self.index, deadline_s)

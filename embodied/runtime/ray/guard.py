@@ -1,10 +1,10 @@
-"""A small process beside a Ray that was started here. It outlives the one that started it, by a moment, and cleans up.
+"""The guard of a Ray that was started here: a small process that outlives its parent by a moment and cleans up.
 
-Ray's processes die with the one that started them, even where that is killed, but for two: the agents notice that and
-then report it for 60 s to a server that is gone. Its folder stays for good. What is to be ended is written to this
-process's standard input, a line for each; the end of the input is the end of the one that started Ray.
+Ray's processes die with the process that started them, even where that is killed, but for two: the agents notice the
+loss and then report it for 60 s to a server that is gone. Ray's folder stays for good. The standard input has one line
+per process that is to be ended; its end is the end of the parent.
 
-It is run as a file, with nothing but the standard library: it lives as long as the run.
+It is run as a file, with only the standard library: it lives as long as the run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 KEEP = "keep"
 """The line that lets the folder stay, with Ray's logs in it."""
 REMOVING_S = 5.0
-"""How long it is tried to remove the folder: Ray's workers end within two seconds, and write into it until then."""
+"""Longest time of attempts to remove the folder: Ray's workers end within two seconds, and write into it until then."""
 
 
 def main(folder: Path) -> None:

@@ -2,54 +2,81 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
+from statistics import median
 from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import RayError
 
-from embodied.runtime.api import Args, args_of, check_group
+from embodied.runtime.api import Args, Link, NodeInfo, args_of, check_group
 from embodied.runtime.groups import WorkerGroup, rank_names
 from embodied.runtime.handles import Handle
-from embodied.runtime.memory_budget import MemoryBudget
-from embodied.runtime.nodes import Link, NodeInfo
 from embodied.runtime.ray.cluster import HERE, RayCluster
 from embodied.runtime.ray.farm import RayHost
-from embodied.runtime.ray.links import slowest_link
-from embodied.runtime.ray.worker_process import TAKE_BACK_S, FarProcess, WorkerProcess
-from embodied.runtime.ray.workers import RayHandle, start_worker
-from embodied.runtime.supervision import Replaced
+from embodied.runtime.ray.workers import REMOVE_S, Call, FarProcess, RayHandle, WorkerProcess
+from embodied.runtime.remote import ANSWER_BYTES
+from embodied.runtime.supervision import MemoryLimit, Replaced
 from sim_farm.contract import FarmError
 from sim_farm.render_devices import RenderDevice
 
 T = TypeVar("T")
 
 _Kind = tuple[tuple[str, ...], tuple[RenderDevice, ...], int]
-"""Of a farm's task: the nodes of its workers, what they draw on, and how many only draw where that matters."""
+"""Kind of a farm task's host: nodes of its workers, their render devices, and the number of workers that only render
+where that matters."""
 SPARE = 2
-"""Processes that wait for workers: as many as a run's policy worker and learner need when they are placed anew."""
-
-
+"""Processes that wait for workers: enough for a run's policy worker and learner when they are placed again."""
 DROP_S = 1.0
-"""How long processes may take to forget their workers; one that is dead, stopped or busy is ended."""
+"""Longest wait for processes to drop their workers; a dead, stopped or busy one is ended."""
+LINK_CALLS = 25
+"""Calls of each size that measure a link; the median counts, since a machine is sometimes busy with something else."""
+SMALL_BYTES = 256
 
 
 class RayRuntime(RayCluster):
-    """Places workers as actors; see `contract.Runtime`.
+    """Starts workers as actors; see `api.Runtime`.
 
-    During every wait it looks twice a second whether a worker of a farm has died or hangs, and replaces it.
+    Every wait checks twice a second for farm workers that died or hang, and replaces them.
     """
 
     def __init__(self, address: str, deadline_s: float, worker_gb: float | None = None) -> None:
-        """`worker_gb`: memory that a worker's process may hold by itself (`memory_budget`)."""
-        self._budget = MemoryBudget(worker_gb)
+        """`worker_gb`: private memory that a worker's process may use (`supervision.MemoryLimit`)."""
+        self._limit = MemoryLimit(worker_gb)
         self._processes: list[WorkerProcess] = []
         self._spare: list[WorkerProcess] = []
         self._hosts: list[tuple[_Kind, RayHost]] = []
         super().__init__(address, deadline_s)
 
     def link(self) -> Link:
-        return slowest_link(self, [node for node in self.nodes() if not node.is_here])
+        """The slowest of the links to the other machines, from calls that carry as much there as back.
+
+        Starts a process on each, which takes most of the time, and then some tens of milliseconds per machine. Raises
+        what `RayCluster.wait` does.
+        """
+        nodes = [node for node in self.nodes() if not node.is_here]
+        actors = [self.actor(_Echo, {}, node.id) for node in nodes]
+        try:
+            started = [actor.echo.remote(b"") for actor in actors]
+            for node, reference in zip(nodes, started, strict=True):
+                self.wait(reference, f"a process on {node}", "start")
+            small_s, large_s = (
+                max(self._echo_s(actor, node, bytes(size)) for actor, node in zip(actors, nodes, strict=True))
+                for size in (SMALL_BYTES, ANSWER_BYTES)
+            )
+        finally:
+            for actor in actors:
+                self.kill(actor)
+        return Link(small_s / 2, 2 * (ANSWER_BYTES - SMALL_BYTES) / max(large_s - small_s, 1e-6))
+
+    def _echo_s(self, actor: Any, node: NodeInfo, message: bytes) -> float:
+        times = []
+        for _ in range(LINK_CALLS):
+            begin = time.perf_counter()
+            self.wait(actor.echo.remote(message), f"a process on {node}", "answer")
+            times.append(time.perf_counter() - begin)
+        return median(times)
 
     def farm_host(
         self,
@@ -73,7 +100,7 @@ class RayRuntime(RayCluster):
             if other == kind and not host.taken:
                 host.taken = True
                 return host
-        host = RayHost(self, [known.get(place) for place in shape], self._budget)
+        host = RayHost(self, [known.get(place) for place in shape], self._limit)
         host.taken = True
         self._hosts.append((kind, host))
         self.watchers.append(host.watch)
@@ -94,12 +121,12 @@ class RayRuntime(RayCluster):
         self._spare += [self._process() for _ in range(workers - len(self._spare))]
 
     def place(self, name: str, make: Callable[..., T], *args: Any, beside: Handle[Any] | None = None) -> Handle[T]:
-        return self._place(name, [name], make, [args], [beside], [HERE]).handles[0]
+        return self.place_group(name, make, 1, args, [beside]).handles[0]
 
     def place_called(self, name: str, make: Callable[..., T], callers: int, *args: Any) -> WorkerGroup[T]:
         process = WorkerProcess(self, callers + 1)  # and this process
         self._processes.append(process)
-        return self._start([process], [process], name, [name], make, [args])
+        return self._start(name, make, [args], [process], new=[process])
 
     def place_group(
         self,
@@ -112,49 +139,42 @@ class RayRuntime(RayCluster):
     ) -> WorkerGroup[T]:
         check_group(name, size, beside)
         places, _ = self._known(nodes or [HERE] * size)
-        return self._place(name, rank_names(name, size), make, args_of(args, size), beside or [None] * size, places)
-
-    def _place(
-        self,
-        name: str,
-        names: Sequence[str],
-        make: Callable[..., T],
-        args: Sequence[tuple[Any, ...]],
-        beside: Sequence[Handle[Any] | None],
-        nodes: Sequence[str],
-    ) -> WorkerGroup[T]:
-        """Each rank in a process of its own, or in that of the other."""
         new: list[WorkerProcess] = []
         processes = []
-        for other, node in zip(beside, nodes, strict=True):
+        for other, node in zip(beside or [None] * size, places, strict=True):
             if isinstance(other, RayHandle):
                 processes.append(other.process)
                 continue
             new.append(self._spare.pop() if self._spare and node == HERE else self._process(node))
             processes.append(new[-1])
-        return self._start(processes, new, name, names, make, args)
+        return self._start(name, make, args_of(args, size), processes, new)
 
     def _start(
         self,
-        processes: Sequence[WorkerProcess],
-        new: Sequence[WorkerProcess],
         name: str,
-        names: Sequence[str],
         make: Callable[..., T],
         args: Sequence[tuple[Any, ...]],
+        processes: Sequence[WorkerProcess],
+        new: Sequence[WorkerProcess],
     ) -> WorkerGroup[T]:
         """Start every rank in its process, then wait for all. Where one fails, the `new` processes are ended."""
-        started = [
-            start_worker(self, process, self._give_back, self._end, mine, make, its_args)
-            for process, mine, its_args in zip(processes, names, args, strict=True)
-        ]
-        group: WorkerGroup[T] = WorkerGroup(name, tuple(handle for handle, _ in started))
+        handles: list[RayHandle[T]] = []
+        started = []
+        for process, its_name, its_args in zip(processes, rank_names(name, len(processes)), args, strict=True):
+            process.workers.append(its_name)
+            handles.append(
+                RayHandle(
+                    its_name, self.deadline, cluster=self, process=process, give_back=self._give_back, kill=self._end
+                )
+            )
+            started.append(Call(process.actor.make.remote(its_name, make, its_args), "start", (process,), its_name))
+        group: WorkerGroup[T] = WorkerGroup(name, tuple(handles))
         try:
-            group.get([call for _, call in started])
+            group.get(started)
         except BaseException:
             for process in new:
                 self._end(process)
-            for handle, _ in started:
+            for handle in handles:
                 if handle.process not in new:
                     handle.process.workers.remove(handle.name)
                     handle.process.actor.drop.remote(handle.name)
@@ -169,17 +189,17 @@ class RayRuntime(RayCluster):
 
     def too_large(self) -> Exception | None:
         for process in list(self._processes):
-            wrong = self._budget.exceeded(" and ".join(process.workers), process.pid, process.watched)
-            if wrong is None:
+            error = self._limit.exceeded(" and ".join(process.workers), process.pid, process.memory_checks)
+            if error is None:
                 continue
             if process.workers:
-                process.of_use = False
-                return wrong
+                process.reusable = False
+                return error
             self._end(process)  # a spare one, which the next worker would grow
         return None
 
     def workers_by_process(self) -> dict[int, tuple[str, ...]]:
-        """The workers that each process holds, by its number."""
+        """Names of the workers in each process, by process id."""
         return {process.pid: tuple(process.workers) for process in list(self._processes)}
 
     def end_workers(self) -> None:
@@ -187,16 +207,16 @@ class RayRuntime(RayCluster):
             self._begin_anew()
             return
         used = [process for process in self._processes if process not in self._spare]
-        asked = {process.actor.drop_all.remote(): process for process in used if process.of_use}
-        answered = ray.wait(list(asked), num_returns=len(asked), timeout=DROP_S)[0] if asked else []
-        kept = [process for reference, process in asked.items() if reference in answered and _may_serve(reference)]
+        calls = {process.actor.drop_all.remote(): process for process in used if process.reusable}
+        answered = ray.wait(list(calls), num_returns=len(calls), timeout=DROP_S)[0] if calls else []
+        kept = [process for reference, process in calls.items() if reference in answered and _may_serve(reference)]
         for process in used:
             self._give_back(process, process in kept)
 
     def close(self) -> None:
-        taking = [process.take_back() for process in self._processes if isinstance(process, FarProcess)]
-        if taking:
-            ray.wait(taking, num_returns=len(taking), timeout=TAKE_BACK_S)
+        removing = [process.remove_published() for process in self._processes if isinstance(process, FarProcess)]
+        if removing:
+            ray.wait(removing, num_returns=len(removing), timeout=REMOVE_S)
         super().close()
         for process in self._processes:
             process.forget()
@@ -204,7 +224,7 @@ class RayRuntime(RayCluster):
         self._spare.clear()
 
     def _begin_anew(self) -> None:
-        """Without any of the processes that there were."""
+        """Start Ray again, without any of the earlier processes."""
         for process in self._processes:
             process.forget()
         for everything in (self._processes, self._spare, self._hosts, self.watchers):
@@ -215,11 +235,11 @@ class RayRuntime(RayCluster):
         self._processes.append(WorkerProcess(self) if node == HERE else FarProcess(self, node))
         return self._processes[-1]
 
-    def _give_back(self, process: WorkerProcess, of_use: bool) -> None:
-        """A process without workers waits for the next ones, its packages imported. More than a few are ended, and
-        those that are of no use to others."""
+    def _give_back(self, process: WorkerProcess, reusable: bool) -> None:
+        """Keep a process without workers for the next ones, its packages imported. Processes beyond `SPARE`, and those
+        that may not serve others, are ended."""
         process.workers.clear()
-        if of_use and len(self._spare) < SPARE and process.of_use:
+        if reusable and len(self._spare) < SPARE and process.reusable:
             self._spare.append(process)
         else:
             self._end(process)
@@ -232,8 +252,16 @@ class RayRuntime(RayCluster):
             process.kill()
 
 
+@ray.remote(num_cpus=0, max_restarts=0)
+class _Echo:
+    """Answers calls of the kind that a relay makes."""
+
+    def echo(self, message: bytes) -> bytes:
+        return message
+
+
 def _may_serve(answered: Any) -> bool:
-    """Whether the process that has answered lives and may serve other workers."""
+    """True if the process that has answered lives and may serve other workers."""
     try:
         return bool(ray.get(answered))
     except RayError:

@@ -1,8 +1,8 @@
-"""What a Ray that this process starts has on the machine: a folder and a token that are this user's alone, and a guard.
+"""A Ray that this process starts: its private folder, its token, its guard process, and its own processes.
 
-Ray makes its folder, with its sockets, for everybody to write into; whoever reaches a socket of the raylet may have it
-run code. So it lies within a folder that nobody else may enter. The token is what Ray asks of those who connect to its
-ports; Ray's own would lie in a file in the user's home that everybody may read.
+Ray makes its folder, with its sockets, writable for every user, and a process that reaches a socket of the raylet may
+have it run code. So the folder lies within one that no other user may enter. Connections to Ray's ports need the token;
+Ray's own token would lie in a file in the user's home that every user may read.
 """
 
 from __future__ import annotations
@@ -15,10 +15,13 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil  # type: ignore[import-untyped]
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
 from embodied.errors import UserError
@@ -27,7 +30,7 @@ from embodied.runtime.ray import guard
 LOCK = ".lock"
 MODE, TOKEN, TOKEN_PATH = AUTHENTICATION = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 LONGEST = 107 - len("/session_2026-11-24_19-15-10_157370_4194304/sockets/plasma_store")
-"""Of a folder's path, so that a socket below it can have a name."""
+"""Longest path of a folder, so that a socket below it can have a name."""
 NAME = 11
 """Length of the name of a folder below the user's."""
 GUARD_S = 2 * guard.REMOVING_S
@@ -35,9 +38,9 @@ GUARD_S = 2 * guard.REMOVING_S
 
 
 class RaySession:
-    """The folder, token and guard of one Ray, until `close`. What earlier ones have left is removed.
+    """The folder, token and guard of one Ray, until `close`. Leftovers of earlier ones are removed.
 
-    Raises `UserError` where there can be no folder that is this user's alone.
+    Raises `UserError` where no folder can be this user's alone.
     """
 
     def __init__(self) -> None:
@@ -45,7 +48,7 @@ class RaySession:
         with _locked(home):
             _sweep(home)
             self.folder = Path(tempfile.mkdtemp(dir=home))
-            # The guard holds it too: it is free when both have ended.
+            # The guard has it too: it is free when both have ended.
             self._lock = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_EX)
         self._guard = subprocess.Popen(
@@ -58,13 +61,13 @@ class RaySession:
             _read_again()
 
     def watch(self, processes: Iterable[int]) -> None:
-        """End these when this process ends, or is killed."""
-        self._tell(processes)
+        """Have the guard end these when this process ends, or is killed."""
+        self._send(processes)
 
     def close(self, keep: bool = False) -> None:
         """Remove the folder, unless Ray's logs in it are to stay until Ray is started again."""
         if keep:
-            self._tell([guard.KEEP])
+            self._send([guard.KEEP])
         assert self._guard.stdin is not None
         self._guard.stdin.close()
         try:
@@ -79,18 +82,18 @@ class RaySession:
                 os.environ[name] = value
         _read_again()
 
-    def _tell(self, lines: Iterable[object]) -> None:
+    def _send(self, lines: Iterable[object]) -> None:
         assert self._guard.stdin is not None
         self._guard.stdin.writelines(f"{line}\n" for line in lines)
         self._guard.stdin.flush()
 
 
 def private_folder() -> Path:
-    """The folder, below RAY_TMPDIR or /tmp, of all Rays of this user; nobody else may enter it.
+    """The folder, below RAY_TMPDIR or /tmp, of all Rays of this user; no other user may enter it.
 
-    Raises `UserError` if it is somebody else's, or open to others, or its path too long.
+    Raises `UserError` if it is another user's, or open to others, or its path too long.
     """
-    base = os.environ.get("RAY_TMPDIR") or "/tmp"  # noqa: S108 - whose folder it is, and who may enter it, is looked at
+    base = os.environ.get("RAY_TMPDIR") or "/tmp"  # noqa: S108 - owner and permissions are checked
     folder = Path(base) / f"embodied-{os.getuid()}"
     if len(str(folder / ("x" * NAME))) > LONGEST:
         raise UserError(f"{folder} is too long a path for Ray's sockets: set RAY_TMPDIR to a shorter one")
@@ -108,7 +111,7 @@ def private_folder() -> Path:
 
 
 def _sweep(home: Path) -> None:
-    """Remove the folders that no process holds any more."""
+    """Remove the folders whose locks are free."""
     for folder in home.iterdir():
         if folder.is_dir():
             with (folder / LOCK).open("a") as lock:
@@ -121,13 +124,84 @@ def _sweep(home: Path) -> None:
 
 @contextmanager
 def _locked(home: Path) -> Iterator[None]:
-    """One process at a time: a folder between its making and its lock would look as if nobody held it."""
+    """One process at a time: a folder that is made but not yet locked would look free."""
     with (home / LOCK).open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 def _read_again() -> None:
-    """Have Ray, which is loaded, take the environment as it is now."""
+    """Have Ray, which is loaded, read the environment again."""
     Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()
+
+
+# --- Ray's own processes on this machine
+
+NEEDED = ("gcs_server", "raylet")
+"""Processes that starting and finding an actor need: the store of the cluster's state, and the node's manager."""
+STOPPED_S = 3.0
+"""Longest time that one may be stopped by a signal: a terminal stops and continues a run's processes one by one."""
+END_S = 10.0
+"""Longest wait for the end of processes that were killed."""
+
+
+@dataclass
+class RayProcesses:
+    """The processes that `ray.init` has started from this one; none where it has joined a cluster."""
+
+    started: tuple[psutil.Process, ...] = ()
+    names: Mapping[int, str] = field(default_factory=dict)
+    """Names of the needed ones, by process id."""
+    _stopped: dict[int, float] = field(default_factory=dict)
+    """Time since which each is seen to be stopped, by process id."""
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Count the processes that this one starts in the block as Ray's."""
+        before = set(psutil.Process().children())
+        yield
+        self.started = tuple(set(psutil.Process().children()) - before)
+        self.names = {one.pid: one.name() for one in self.started if one.name() in NEEDED}
+        self._stopped.clear()
+
+    def lost(self, stopped_s: float = STOPPED_S) -> str | None:
+        """A message that names the one that died, or was stopped for so long; None where all live."""
+        missing = [name for name in NEEDED if name not in self.names.values()]
+        if self.started and missing:  # it died, and was reaped, before it could be noted
+            return f"Ray's {missing[0]} died"
+        for process in self.started:
+            name, now = self.names.get(process.pid), time.monotonic()
+            if name is None:
+                continue
+            status = _status(process)
+            if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+                return f"Ray's {name} died"
+            if status != psutil.STATUS_STOPPED:
+                self._stopped.pop(process.pid, None)
+            elif now - self._stopped.setdefault(process.pid, now) >= stopped_s:
+                return f"Ray's {name} has been stopped for {now - self._stopped[process.pid]:.1f} s"
+        return None
+
+    def end(self) -> None:
+        """End them, in any state, with all that they have started."""
+        every = set(self.started)
+        for process in self.started:
+            try:
+                every |= set(process.children(recursive=True))
+            except psutil.NoSuchProcess:
+                continue
+        for process in every:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        psutil.wait_procs(every, timeout=END_S)
+        self.started, self.names = (), {}
+
+
+def _status(process: psutil.Process) -> str:
+    try:
+        return str(process.status())
+    except psutil.NoSuchProcess:
+        return str(psutil.STATUS_DEAD)

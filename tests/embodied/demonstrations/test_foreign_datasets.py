@@ -20,8 +20,8 @@ import pytest
 from PIL import Image
 
 from embodied.demonstrations import Dataset, DatasetError, data_files
-from embodied.demonstrations.camera_frames import PictureFrames
-from embodied.demonstrations.loader import read_ahead
+from embodied.demonstrations.data_files import read_ahead
+from embodied.demonstrations.reader import PictureFrames
 from tests.embodied.demonstrations.examples import FOREIGN
 from tests.embodied.demonstrations.foreign import (
     LEROBOT,
@@ -619,6 +619,7 @@ def test_a_minibatch_unpacks_the_row_groups_that_it_needs(
 
 
 def test_what_pictures_take_in_memory_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    gc.collect()  # datasets of other tests give back what they kept
     monkeypatch.setattr(data_files.Pictures, "_kept", 0)
     dataset = Dataset(FOREIGN)
     dataset.frames("observation.still", range(15))

@@ -18,11 +18,19 @@ from embodied.cli import main
 from embodied.config.files import parse_config
 from embodied.config.schema import Config, SFTConfig
 from embodied.demonstrations import Dataset
-from embodied.demonstrations.feature_names import SHIPPED, Needed, fitting, option, renames
 from embodied.demonstrations.inspection import Environment, Inspection, dimension, inspected, observed
-from embodied.demonstrations.inspection_table import text
+from embodied.demonstrations.inspection_report import text
 from embodied.demonstrations.layout import Feature
-from embodied.demonstrations.mixture import Demonstrations, numbers_in, open_sources
+from embodied.demonstrations.mixture import (
+    SHIPPED,
+    Demonstrations,
+    Needed,
+    fitting,
+    numbers_in,
+    open_sources,
+    option,
+    renames,
+)
 from embodied.errors import UserError
 from embodied.training.sft import imitate, read_demonstrations
 from embodied.workflows.context import task_spec

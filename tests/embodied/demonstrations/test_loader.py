@@ -8,7 +8,7 @@ from contextlib import closing
 
 import pytest
 
-from embodied.demonstrations.loader import read_ahead
+from embodied.demonstrations.data_files import read_ahead
 
 
 def reading_threads() -> list[threading.Thread]:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
+from embodied.evaluation.films import EpisodeFrames, write_tiled
 from embodied.reporting.metrics import MetricsWriter
-from embodied.reporting.video import EpisodeFrames, write_tiled
 from embodied.run.trace import Span, TraceWriter
 
 MS = 1_000_000

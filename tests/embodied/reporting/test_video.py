@@ -10,7 +10,7 @@ import imageio.v2 as imageio
 import numpy as np
 import pytest
 
-from embodied.reporting.video import EpisodeFrames, write_tiled
+from embodied.evaluation.films import EpisodeFrames, write_tiled
 from tests.embodied.reporting.synthetic import episode
 
 FPS = 10

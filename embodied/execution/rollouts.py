@@ -1,0 +1,187 @@
+"""Rollouts of a run: started on the rollout worker, awaited, and sent to the learner.
+
+    rollout worker --trajectories--> scorers --trajectories--> learner, which estimates advantages
+
+`Rollouts` collects a whole rollout before it is sent. `RolloutsInParts` collects whole episodes: each part is sent when
+it is complete, and the learner works on it while the next is collected.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from embodied.config.schema import Config
+from embodied.execution.assignment import Assignment
+from embodied.execution.learner_ranks import collected_by_ranks
+from embodied.execution.roles import LearnerRole, RolloutRole, ScorerRole
+from embodied.execution.row_delivery import RowDelivery
+from embodied.learning.learner import CollectStatistics
+from embodied.rollout.rollout_summary import EpisodePart, RolloutSummary
+from embodied.run.trace import Span
+from embodied.runtime.groups import WorkerGroup
+from embodied.workflows.sizes import streams
+
+PARTS_AHEAD = 2
+"""Parts of an iteration that may wait for the learner; the rollout then waits too, so that memory is bounded."""
+
+
+@dataclass
+class SpanRecorder:
+    """Collects the driver's spans of one iteration, if the run is traced."""
+
+    traced: bool
+    _spans: list[Span] = field(default_factory=list)
+
+    def mark(self, track: str, name: str, begin_ns: int, end_ns: int | None = None, **args: Any) -> None:
+        """Add a span that ends at `end_ns`, or now."""
+        if self.traced:
+            self._spans.append(Span(track, name, begin_ns, end_ns or time.monotonic_ns(), args))
+
+    def add(self, spans: list[Span]) -> None:
+        self._spans += spans
+
+    def take(self) -> list[Span]:
+        """Return the spans that were collected since the last call."""
+        taken, self._spans = self._spans, []
+        return taken
+
+
+@dataclass(frozen=True)
+class SentTrajectories:
+    """Trajectories on their way to the learner: references to the results of its calls."""
+
+    begin_ns: int
+    scoring: tuple[tuple[str, list[Any]], ...] = ()
+    """Scorers that the trajectories pass through, in this order."""
+    collecting: Any = None
+    """The learner's; None: all parts were collected during the rollout."""
+
+
+@dataclass(kw_only=True)
+class Rollouts:
+    """Rollouts of a fixed number of decisions per environment."""
+
+    config: Config
+    assignment: Assignment
+    rollout_worker: WorkerGroup[RolloutRole]
+    scorers: Mapping[str, WorkerGroup[ScorerRole]]
+    """By name, in the order in which trajectories pass through them."""
+    learner: WorkerGroup[LearnerRole]
+    delivery: RowDelivery
+    environments: int
+    """Number of environments of all tasks."""
+    farm_deadline_s: float
+    """Deadline of the rollout worker for its farm. It is shorter than the deadline of the call, whose message could not
+    name the farm's worker that is late."""
+    spans: SpanRecorder
+    scoring_s: dict[str, float] = field(default_factory=dict)
+    """Seconds that each scorer has worked on this iteration's trajectories."""
+    _ahead: Any = None
+    """Reference to the summary of the rollout that runs ahead of the update, if there is one."""
+
+    def start_ahead(self) -> None:
+        """Start the next iteration's rollout with the weights that were published last."""
+        self._ahead = self.start()
+
+    def start(self) -> Any:
+        """Start a rollout with the weights that were published last; a reference to its summary."""
+        return self.rollout_worker.submit(RolloutRole.rollout, self.config.rollout.decisions, self.farm_deadline_s)
+
+    def wait(self, started: Any) -> RolloutSummary:
+        """Wait until the rollout is complete. Raises the failure of a replica with its name."""
+        summary: RolloutSummary = self.rollout_worker.get_one(0, started)
+        return summary
+
+    def collect(self, iteration: int) -> RolloutSummary:
+        """Collect the iteration's rollout: the one that runs ahead, or a new one."""
+        self.scoring_s = {}
+        begin = time.monotonic_ns()
+        summary = self.wait(self._take_ahead() or self.start())
+        self.spans.mark("driver", "rollout", begin)
+        return summary
+
+    def send(self, iteration: int) -> SentTrajectories:
+        """Send the collected trajectories through the scorers to the learner."""
+        begin = time.monotonic_ns()
+        source: WorkerGroup[Any] = self.rollout_worker
+        produce: Any = RolloutRole.trajectories
+        scoring = []
+        for name, scorer in self.scorers.items():
+            scoring.append((name, scorer.pipe(ScorerRole.receive, source, produce, iteration)))
+            source, produce = scorer, ScorerRole.trajectories
+        return SentTrajectories(begin, tuple(scoring), self.delivery.send(source, produce, iteration))
+
+    def await_collected(self, sent: SentTrajectories) -> dict[str, float]:
+        """Wait until the learner has collected the trajectories; metrics of the iteration. A scorer's failure is raised
+        before those that follow from it."""
+        self._collected(sent)
+        return self._scoring_metrics()
+
+    def _collected(self, sent: SentTrajectories) -> CollectStatistics:
+        for name, references in sent.scoring:
+            self.scoring_s[name] = self.scoring_s.get(name, 0.0) + sum(self.scorers[name].get(references))
+        return collected_by_ranks(self.learner.get(sent.collecting))
+
+    def _scoring_metrics(self) -> dict[str, float]:
+        return {f"time/{name}_s": seconds for name, seconds in self.scoring_s.items()}
+
+    def _take_ahead(self) -> Any:
+        started, self._ahead = self._ahead, None
+        return started
+
+
+@dataclass(kw_only=True)
+class RolloutsInParts(Rollouts):
+    """Rollouts of whole episodes, in parts of complete episode groups."""
+
+    informative_groups: int = 0
+    """Episode groups of this iteration that the estimator keeps: for grpo those whose outcomes differ; for reinforce
+    all."""
+
+    def start(self, part: EpisodePart | None = None) -> Any:
+        """Start a part of a rollout, by default its first, with the weights that were published last."""
+        settings = self.config.rollout
+        part = part or next(self.parts())
+        # If the outcomes of a part decide whether there is another, no environment may begin that too early.
+        limit = -(-part.stop // self.environments) if settings.max_episodes_per_env else settings.episodes_per_env
+        return self.rollout_worker.submit(RolloutRole.rollout_episodes, part, limit, self.farm_deadline_s)
+
+    def collect(self, iteration: int) -> RolloutSummary:
+        """Collect the iteration's parts, and send each when it is complete."""
+        settings = self.config.rollout
+        wanted = self.environments * settings.episodes_per_env // settings.episode_group
+        total: RolloutSummary | None = None
+        waiting: list[SentTrajectories] = []
+        self.scoring_s, self.informative_groups = {}, 0
+        for number, part in enumerate(self.parts()):
+            begin = time.monotonic_ns()
+            summary = self.wait(self._take_ahead() or self.start(part))
+            self.spans.mark("driver", f"roll out part {number}", begin)
+            total = summary if total is None else total + summary
+            waiting.append(super().send(iteration))
+            while len(waiting) > (0 if settings.max_episodes_per_env else PARTS_AHEAD):
+                self.informative_groups += self._collected(waiting.pop(0)).groups
+            if settings.max_episodes_per_env and self.informative_groups >= wanted:
+                break
+        for sent in waiting:
+            self.informative_groups += self._collected(sent).groups
+        assert total is not None
+        return total
+
+    def send(self, iteration: int) -> SentTrajectories:
+        """Send nothing: `collect` has sent every part."""
+        return SentTrajectories(time.monotonic_ns())
+
+    def await_collected(self, sent: SentTrajectories) -> dict[str, float]:
+        return self._scoring_metrics() | {"learner/teaching_groups": float(self.informative_groups)}
+
+    def parts(self) -> Iterator[EpisodePart]:
+        """The parts of an iteration's episodes: those of the plan, if the learner may work on parts."""
+        settings = self.config.rollout
+        flows = streams(self.config) and not settings.max_episodes_per_env
+        size = (self.assignment.part if flows else 0) or self.environments
+        items = (settings.max_episodes_per_env or settings.episodes_per_env) * self.environments
+        return (EpisodePart(start, min(start + size, items)) for start in range(0, items, size))

@@ -1,0 +1,422 @@
+"""One update of the policy: epochs of permuted minibatches, and one optimiser step per minibatch.
+
+    for each epoch, for each minibatch:
+        for each micro-batch: loss.backward()
+        sum the gradients over the learner's ranks, clip, step
+
+Losses are sums over rows, divided by denominators of the whole minibatch: the gradient is the same for every size of
+micro-batch and every number of ranks. On a GPU the host waits for the device once per optimiser step: denominators are
+counted in the host's memory, and the statistics of all micro-batches are read together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from embodied.algorithms.controls import UpdateControls
+from embodied.algorithms.estimators import Rows
+from embodied.algorithms.objectives import Objective, decoupled, ratio
+from embodied.algorithms.ppo import (
+    Credit,
+    RatioUnit,
+    alive_actions,
+    k3,
+    reduce_to_unit,
+    sum_units,
+    unit_mask,
+    value_loss,
+)
+from embodied.config.schema import Config, LossConfig, OptimConfig
+from embodied.devices import defines, device_of, to_host
+from embodied.errors import UserError
+from embodied.learning.parallel import ReplicatedPolicy, log_probs_of, precomputed_of
+from embodied.trajectories.random_streams import permutation
+from policies.contract import Policy
+
+
+class OffPolicy(UserError):
+    """The learner does not reproduce the log-probs that the rollout recorded."""
+
+
+class NonFinite(UserError):
+    """Losses or gradients were not finite several steps in a row."""
+
+
+def make_optimizer(policy: Policy, settings: OptimConfig) -> torch.optim.Adam:
+    """Actor and value head with learning rates of their own."""
+    return torch.optim.Adam(
+        [
+            {"params": list(policy.actor_parameters()), "lr": settings.policy_lr, "name": "policy"},
+            {"params": list(policy.value_head.parameters()), "lr": settings.value_lr, "name": "value_head"},
+        ],
+        eps=settings.adam_eps,
+        fused=True,
+    )
+
+
+# --- the loss of a micro-batch
+
+
+@dataclass(frozen=True)
+class LossFunction:
+    """The loss of an update: the workflow's objective, and the settings of its terms."""
+
+    settings: LossConfig
+    credit: Credit = "chunk"
+    """What has a value and an advantage: a whole chunk, or each of its actions."""
+    critic: bool = True
+    """The value head is trained too."""
+    objective: Objective = ratio
+
+
+@dataclass(frozen=True)
+class Denominators:
+    """Totals of a whole minibatch, by which the losses of its micro-batches are divided."""
+
+    weight: float
+    """Sum of the weights of the units of `loss.ratio_unit`."""
+    values: float
+    """Number of values that the critic is trained on."""
+
+    @classmethod
+    def of(cls, rows: Rows, index: Tensor, loss: LossFunction) -> Denominators:
+        """Totals of the minibatch `rows[index]`."""
+        executed = rows.executed[index]
+        _, weight = _count_units(executed, rows.weight[index], rows.log_prob.shape[-1], loss.settings.ratio_unit)
+        return cls(weight, _count_values(executed, loss.credit))
+
+
+NO_GRADIENT = Denominators(float("inf"), float("inf"))
+"""Denominators with which rows contribute a gradient of zero."""
+
+
+@dataclass
+class LossSums:
+    """Running sums over the units, values and rows of an update."""
+
+    policy_loss: float = 0.0
+    value_loss: float = 0.0
+    entropy: float = 0.0
+    approx_kl: float = 0.0
+    clipped: float = 0.0
+    off_policy: float = 0.0
+    reference_kl: float = 0.0
+    auxiliary: float = 0.0
+    units: int = 0
+    weights: float = 0.0
+    """Sum of the units' weights: the denominator of the policy loss."""
+    values: int = 0
+    """Number of values: one per row, or one per executed action."""
+    rows: int = 0
+
+    @classmethod
+    def of(cls, numbers: Mapping[str, float]) -> LossSums:
+        """Sums by name, with counts as whole numbers."""
+        found = cls()
+        for key, number in numbers.items():
+            setattr(found, key, type(getattr(found, key))(number))
+        return found
+
+    def add(self, other: LossSums) -> None:
+        for key in self.__dataclass_fields__:
+            setattr(self, key, getattr(self, key) + getattr(other, key))
+
+
+@dataclass(frozen=True)
+class MicroBatchLoss:
+    """A micro-batch's contribution to `LossSums`; its tensors may still be in computation on the device."""
+
+    measured: Mapping[str, Tensor]
+    """Sums that the policy is evaluated for, by name."""
+    counted: LossSums
+    """The counts; the measured fields are 0."""
+
+
+def micro_batch_loss(
+    policy: Policy, rows: Rows, loss: LossFunction, denominators: Denominators
+) -> tuple[Tensor, MicroBatchLoss]:
+    """The loss of these rows, a scalar with a gradient, and their contribution to the statistics.
+
+    The rows are in the host's memory.
+    """
+    device, (_, chunk, dims) = device_of(policy), rows.log_prob.shape
+    settings, unit = loss.settings, loss.settings.ratio_unit
+    units, weight = _count_units(rows.executed, rows.weight, dims, unit)
+    values = _count_values(rows.executed, loss.credit)
+    count = LossSums(units=units, weights=weight, values=values, rows=len(rows))
+    places = _places(unit_mask(rows.executed, chunk, dims, unit), device)
+    valued = _places(alive_actions(rows.executed, chunk), device) if loss.credit == "action" else (...,)
+    rows = rows.to(device)
+    new = policy.evaluate(rows.inputs, rows.trace)
+    log_prob, entropy = (reduce_to_unit(found, rows.executed, unit)[0] for found in (new.log_prob, new.entropy))
+    surrogate = loss.objective(new, rows, settings, places)
+    spread = sum_units(entropy, places, rows.weight)
+    total = surrogate.loss / denominators.weight - settings.entropy_coef * spread / denominators.weight
+    error, divergence, auxiliary = (total.new_zeros(()) for _ in range(3))
+    if new.auxiliary is not None:
+        auxiliary = sum_units(new.auxiliary[:, None].expand_as(entropy), places, rows.weight)
+        total = total + auxiliary / denominators.weight
+    if settings.reference_kl and rows.reference_log_prob is not None:
+        per_unit = k3(log_prob, reduce_to_unit(rows.reference_log_prob, rows.executed, unit)[0])
+        divergence = sum_units(per_unit, places)
+        weighted = sum_units(per_unit, places, rows.weight)
+        total = total + settings.reference_kl * weighted / denominators.weight
+    if loss.critic:
+        error = value_loss(new.value[valued], rows.value[valued], rows.returns[valued], settings.value_clip)
+        total = total + settings.value_coef * error / denominators.values
+    measured = {
+        "policy_loss": surrogate.loss.detach(),
+        "value_loss": error.detach(),
+        "entropy": spread.detach(),
+        "approx_kl": surrogate.approx_kl,
+        "clipped": surrogate.clipped,
+        "off_policy": surrogate.off_policy,
+        "reference_kl": divergence.detach(),
+        "auxiliary": auxiliary.detach(),
+    }
+    return total, MicroBatchLoss(measured, count)
+
+
+def read_losses(losses: Sequence[MicroBatchLoss], norm: Tensor | None = None) -> tuple[LossSums, float]:
+    """The sum over micro-batches, and the gradient's norm (or NaN). Waits for the device, once."""
+    awaited = {f"{i}.{key}": t for i, loss in enumerate(losses) for key, t in loss.measured.items()}
+    found = to_host(awaited if norm is None else awaited | {"norm": norm})
+    total = LossSums()
+    for i, loss in enumerate(losses):
+        total.add(LossSums(**vars(loss.counted) | {key: float(found[f"{i}.{key}"]) for key in loss.measured}))
+    return total, float(found["norm"]) if norm is not None else float("nan")
+
+
+def _count_units(executed: Tensor, weight: Tensor, dims: int, unit: RatioUnit) -> tuple[int, float]:
+    """Number of units of the ratio in rows with these numbers of executed actions, and the sum of their weights."""
+    units = {"chunk": torch.ones_like(executed), "action": executed, "element": executed * dims}[unit]
+    return int(units.sum()), float((units * weight).sum())
+
+
+def _count_values(executed: Tensor, credit: Credit) -> int:
+    """Number of the critic's values in rows with these numbers of executed actions."""
+    return int(executed.sum()) if credit == "action" else len(executed)
+
+
+def _places(mask: Tensor, device: torch.device) -> tuple[Tensor, ...]:
+    """Indices of the true entries, on the device; `mask` is in the host's memory."""
+    return tuple(index.to(device) for index in mask.nonzero(as_tuple=True))
+
+
+# --- the update
+
+
+@dataclass
+class UpdateStatistics:
+    """What an update measured."""
+
+    sums: LossSums = field(default_factory=LossSums)
+    grad_norms: list[float] = field(default_factory=list)
+    """Norm of the gradient before clipping, per optimiser step."""
+    stopped_by_kl: bool = False
+    first_ratio_error: float = float("nan")
+    """Mean |ratio - 1| at the first minibatch."""
+
+
+class Update:
+    """The update as one rank of the learner computes it; all ranks take the same steps.
+
+    `behind`: True if the rollout's policy is an update older than the present one.
+    """
+
+    def __init__(
+        self,
+        parallel: ReplicatedPolicy,
+        *,
+        loss: LossFunction,
+        optimizer: torch.optim.Optimizer,
+        controls: UpdateControls,
+        config: Config,
+        run_dir: Path,
+    ) -> None:
+        self._parallel, self._policy = parallel, parallel.policy
+        self._loss, self._optimizer, self._controls = loss, optimizer, controls
+        self._config, self._seed, self._run_dir = config.optim, config.seed, run_dir
+        self._accumulated = UpdateStatistics()
+        self._non_finite = 0
+        """Steps skipped in a row."""
+
+    def run(self, rows: Rows, iteration: int, behind: bool) -> UpdateStatistics:
+        """Epochs of permuted minibatches over the rows; ends early at the KL limit.
+
+        Raises `OffPolicy` if the first minibatch's ratios are not one, and `NonFinite` after several steps in a row
+        that were skipped.
+        """
+        found, config = UpdateStatistics(), self._config
+        if not len(rows):
+            return found
+        rows = self._prepared(rows, behind)
+        for epoch in range(config.epochs):
+            order = torch.from_numpy(permutation(self._seed, iteration, epoch, len(rows)))
+            for minibatch in order.split(config.minibatch or len(order)):
+                self._optimizer.zero_grad(set_to_none=True)
+                with self._parallel.critic_only(iteration < config.critic_warmup):
+                    losses = self._backward(rows, minibatch, Denominators.of(rows, minibatch, self._loss))
+                    self._parallel.sum_gradients()
+                norm = self._parallel.clip_grad_norm(config.max_grad_norm)
+                sums, grad_norm = self._summed(losses, norm)
+                found.sums.add(sums)
+                if not found.grad_norms:
+                    found.first_ratio_error = self._checked_ratio_error(sums)
+                if config.target_kl is not None and sums.approx_kl / sums.units > 1.5 * config.target_kl:
+                    found.stopped_by_kl = True
+                    return found
+                self._step(rows, minibatch, sums, grad_norm, iteration)
+                found.grad_norms.append(grad_norm)
+        return found
+
+    def _backward(
+        self, rows: Rows, minibatch: Tensor, denominators: Denominators, synchronise: bool = True
+    ) -> list[MicroBatchLoss]:
+        """Add the gradient of this rank's share of `rows[minibatch]`, micro-batch by micro-batch.
+
+        `synchronise`: False if more passes follow before the gradient is needed.
+        """
+        loss_function = replace(self._loss, settings=self._controls.loss)
+        size, losses = self._config.micro_batch or len(minibatch), []
+        for index, counts in self._parallel.micro_batches(minibatch, size, synchronise):
+            divided_by = denominators if counts else NO_GRADIENT
+            loss, statistics = micro_batch_loss(self._policy, rows.take(index), loss_function, divided_by)
+            loss.backward()  # type: ignore[no-untyped-call]
+            del loss  # its graph
+            if counts:
+                losses.append(statistics)
+        return losses
+
+    def _step(self, rows: Rows, minibatch: Tensor, sums: LossSums, grad_norm: float, iteration: int) -> None:
+        """Take the optimiser step, unless loss or gradient is not finite: then the minibatch is kept for inspection.
+
+        Raises `NonFinite` after several skipped steps in a row.
+        """
+        loss = sums.policy_loss + sums.value_loss + sums.entropy
+        if np.isfinite(grad_norm) and np.isfinite(loss):
+            self._non_finite = 0
+            self._optimizer.step()
+            return
+        self._non_finite += 1
+        folder = self._run_dir / "non_finite"
+        if self._parallel.ranks.first:
+            save_minibatch(rows.take(minibatch), folder, iteration)
+        if self._non_finite >= self._config.non_finite_limit:
+            raise NonFinite(
+                f"loss {loss} and gradient norm {grad_norm} were not finite for {self._non_finite} optimiser steps in "
+                f"a row; the parameters were left as they were and the minibatches are in {folder}. A smaller "
+                "learning rate, or a look at the rewards and observations in there, is the usual way on"
+            )
+
+    def _summed(self, losses: Sequence[MicroBatchLoss], norm: Tensor | None = None) -> tuple[LossSums, float]:
+        """The statistics of all micro-batches of all ranks, and the gradient's norm. Waits for the device."""
+        sums, grad_norm = read_losses(losses, norm)
+        return LossSums.of(self._parallel.ranks.sum_numbers(vars(sums))), grad_norm
+
+    def _checked_ratio_error(self, sums: LossSums) -> float:
+        """Mean |ratio - 1| of the first minibatch. Raises `OffPolicy` where it is above the policy's tolerance."""
+        error, tolerance = sums.off_policy / sums.units, self._policy.ratio_tolerance
+        if not error <= tolerance:
+            raise OffPolicy(
+                f"at the first minibatch the mean |ratio - 1| is {error:.2e}, above the policy's tolerance of "
+                f"{tolerance:.0e}: the learner does not compute the log-probs that the rollout recorded. Usual causes: "
+                "another sampling temperature, dropout, preprocessing, an adapter that is not loaded, or precision"
+            )
+        return error
+
+    def _prepared(self, rows: Rows, behind: bool) -> Rows:
+        """The rows as the loss reads them.
+
+        With several evaluations per row, the result of `Policy.precompute` joins the traces. With a rollout an update
+        behind, the objective is the decoupled one.
+        """
+        if self._config.epochs + behind > 1 and defines(self._policy, "precompute"):
+            rows = replace(rows, precomputed=precomputed_of(self._parallel, rows, self._evaluated_at_once))
+        if behind:
+            now = log_probs_of(self._parallel, rows, self._evaluated_at_once)
+            rows = decoupled(rows, now, self._loss.settings.ratio_unit)
+        return rows
+
+    @property
+    def _evaluated_at_once(self) -> int:
+        return self._config.micro_batch or self._config.minibatch
+
+    # --- an update of one step, whose gradient is accumulated while parts of the rollout arrive
+
+    def accumulate(self, rows: Rows, behind: bool) -> None:
+        """Add the gradient of a part's rows. `step_accumulated` divides it by the totals of all parts."""
+        found = self._accumulated
+        first = found.sums.rows == 0
+        if first:
+            self._optimizer.zero_grad(set_to_none=True)
+        rows = self._prepared(rows, behind)
+        every = torch.arange(len(rows))
+        sums, _ = self._summed(self._backward(rows, every, Denominators(1.0, 1), synchronise=False))
+        if first:
+            found.first_ratio_error = self._checked_ratio_error(sums)
+        found.sums.add(sums)
+
+    def step_accumulated(self, rows: Rows, iteration: int) -> UpdateStatistics:
+        """The step of an accumulated gradient; `rows` are those of all parts."""
+        found, self._accumulated = self._accumulated, UpdateStatistics()
+        if not len(rows):
+            return found
+        if self._parallel.sharded:  # shards are summed in a backward pass: one that adds nothing
+            self._backward(rows, torch.zeros(1, dtype=torch.int64), NO_GRADIENT)
+        self._parallel.sum_gradients()
+        for parameter in self._policy.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= found.sums.weights
+        grad_norm = float(self._parallel.clip_grad_norm(self._config.max_grad_norm))
+        self._step(rows, torch.arange(len(rows)), found.sums, grad_norm, iteration)
+        found.grad_norms.append(grad_norm)
+        return found
+
+
+# --- what an update leaves behind
+
+
+def metrics_of(rows: Rows, found: UpdateStatistics) -> dict[str, float]:
+    """Metrics by name of an update on the rows."""
+    sums, norms = found.sums, found.grad_norms
+    returns, value = rows.returns, rows.value
+    if returns.ndim == 2:
+        alive = alive_actions(rows.executed, returns.shape[1])
+        returns, value = returns[alive], value[alive]
+    spread = float(returns.var()) if len(returns) > 1 else 0.0
+    explained = 1 - float((returns - value).var()) / spread if spread > 0 else float("nan")
+    return {
+        "learner/policy_loss": sums.policy_loss / (sums.weights or 1),
+        "learner/value_loss": sums.value_loss / max(sums.values, 1),
+        "learner/entropy": sums.entropy / (sums.weights or 1),
+        "learner/approx_kl": sums.approx_kl / max(sums.units, 1),
+        "learner/clip_fraction": sums.clipped / max(sums.units, 1),
+        "learner/grad_norm": float(np.mean(norms)) if norms else float("nan"),
+        "learner/explained_variance": explained,
+        "learner/steps": float(len(norms)),
+        "learner/skipped_steps": float(len(norms) - np.isfinite(norms).sum()),
+        "learner/first_ratio_error": found.first_ratio_error,
+        "learner/stopped_by_kl": float(found.stopped_by_kl),
+    }
+
+
+def save_minibatch(rows: Rows, folder: Path, iteration: int) -> None:
+    """Write the rows into the folder, for inspection."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{iteration:06d}-{len(list(folder.iterdir())):03d}.safetensors"
+    inputs = rows.inputs
+    tensors = {key: getattr(rows, key) for key in ("log_prob", "value", "advantage", "returns", "executed")}
+    tensors |= {f"trace.{key}": tensor for key, tensor in rows.trace.items()}
+    tensors |= {f"inputs.frames.{key}": tensor for key, tensor in inputs.frames.items()}
+    for key in ("state", "proprio"):
+        if getattr(inputs, key) is not None:
+            tensors[f"inputs.{key}"] = getattr(inputs, key)
+    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path)
