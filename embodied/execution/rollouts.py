@@ -91,7 +91,7 @@ class Rollouts:
         return self.rollout_worker.submit(RolloutRole.rollout, self.config.rollout.decisions, self.farm_deadline_s)
 
     def wait(self, started: Any) -> RolloutSummary:
-        """Wait until the rollout is complete. Raises the failure of a replica with its name."""
+        """Wait until the rollout is complete. Raises a replica's failure, which names the replica."""
         summary: RolloutSummary = self.rollout_worker.get_one(0, started)
         return summary
 

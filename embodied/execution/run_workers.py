@@ -19,13 +19,7 @@ import numpy as np
 
 from embodied.config.schema import Config
 from embodied.errors import UserError
-from embodied.execution.acting_workers import (
-    check_replicas,
-    hosts_of,
-    replicas_of,
-    start_policy_workers,
-    uses_replicas,
-)
+from embodied.execution.acting_workers import check_replicas, hosts_of, replicas_of, start_policy_workers, uses_replicas
 from embodied.execution.assignment import Assignment
 from embodied.execution.farm_specs import frame_rows, memory_rounds, run_specs
 from embodied.execution.hand_over import HandOver, hand_over_of
@@ -169,7 +163,7 @@ def start_workers(
         assignment = replace(assignment, hosts=hosts_of(config, assignment if whole else replace(assignment, hosts=())))
         acting = start_policy_workers(recipe.component(recipe.loop[-1]), base, session, assignment, farm, learner)
         scorers = _start_scorers(session, base, assignment, learner, whole)
-        rollout_worker: WorkerGroup[Any] = acting.rollout_worker
+        rollout_worker: WorkerGroup[Any] = acting.loop or acting.workers
         farm_deadline_s = session.runtime.deadline.inner().seconds
         layout = acting.workers.call_one(0, PolicyRole.layout)
         delivery = place_delivery(session, assignment, rollout_worker, learner, farm)

@@ -165,7 +165,7 @@ class PolicyReplica(ActingPolicy):
         return super().unload(spill.with_stem(f"{spill.stem}-{self.rank}"))
 
     def _load(self, state: Mapping[str, Tensor]) -> None:
-        # From shared memory of the learner's process, all replicas of the machine act with the same copy.
+        # Where the learner's process has published them, all replicas of the machine act with the same copy.
         if isinstance(state, SharedTensors):
             map_weights(self.policy, state)
             self._mapped = state
@@ -173,7 +173,7 @@ class PolicyReplica(ActingPolicy):
             super()._load(state)
 
     def _require_weights(self) -> None:
-        """Raise `Overwritten` where the weights that it maps have been written over."""
+        """Raise `LentOver` where the weights that it maps have been written over."""
         if self._mapped is not None:
             self._mapped.require_unchanged()
 

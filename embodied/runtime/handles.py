@@ -14,7 +14,7 @@ Result = TypeVar("Result")
 
 
 class Caller(Protocol):
-    """Calls a worker in another process; it can be sent to workers.
+    """A handle that can be sent to other workers, which then call this one by themselves.
 
     Raises what the worker raises, `WorkerFailed` where it is gone and `WorkerTimeout` where it does not answer.
     """
