@@ -41,7 +41,7 @@ from sim_farm.shared_memory.layout import FarmSpec
 
 @dataclass(frozen=True)
 class EpisodeOutcome:
-    """What became of one episode."""
+    """Outcome of one episode."""
 
     task: str
     trial: int
@@ -65,11 +65,11 @@ class EpisodeResult(EpisodeOutcome):
     actions: Float32
     """[length, A] as executed."""
     decided: Float32 | None = None
-    """[length, A] as the policy said them, where something was added to them."""
+    """[length, A] as the policy decided, where noise was added to them."""
 
 
 def deal_out(spec: FarmSpec, specs: tuple[EpisodeSpec, ...], left: Sequence[int]) -> FarmSpec:
-    """The farm with the trials `left` (indices of `specs`) dealt out: trial t into row t % rows of a group."""
+    """The farm with the trials `left` (indices of `specs`) assigned: trial t to row t % rows of a group."""
     queues: list[list[int]] = [[] for _ in range(spec.num_envs)]
     if spec.num_envs % (spec.physics_workers * spec.groups) == 0:  # otherwise the farm refuses, and says why
         rows = spec.num_envs // spec.groups
@@ -92,16 +92,16 @@ class Evaluator:
         instruction: str | None = None,
         disturbance: float = 0.0,
     ) -> None:
-        """`make` gives the policy for a task's sizes; tasks of the same sizes share one. `instruction` is what it is
-        told in place of the tasks' own. `disturbance` is the standard deviation of what is added to every number of
-        its actions before they are executed."""
+        """`make` gives the policy for a task's sizes; tasks of the same sizes share one. `instruction` replaces the
+        tasks' own. `disturbance` is the standard deviation of noise that is added to every number of its actions before
+        they are executed."""
         self._make, self._reads, self._seed, self._greedy = make, tuple(reads), seed, greedy
         self._instruction, self._disturbance = instruction, disturbance
         self._policy: Policy | None = None
         self._task: _Task | None = None
 
     def begin(self, name: str, sizes: PolicySpec, farm: Farm | FarmAddress) -> None:
-        """Turn to the next task, whose farm has listed episodes. Raises `PolicyError` if the policy does not fit it."""
+        """Begin the next task, whose farm has listed episodes. Raises `PolicyError` if the policy does not fit it."""
         torch.set_num_threads(1)
         if self._policy is None or self._policy.spec != sizes:
             try:
@@ -118,7 +118,7 @@ class Evaluator:
         return self._task.advance(budget_s, deadline_s)
 
     def end(self) -> None:
-        """Forget the task's farm; its creator closes it."""
+        """Detach from the task's farm; its creator closes it."""
         if self._task is not None:
             self._task.release()
         self._task = None
@@ -198,7 +198,7 @@ class _Task:
         return ended
 
     def _draw(self, seen: Observations, noise: SamplingNoise) -> Float32:
-        """Noise keyed by (seed, task, trial, env step), so that it does not depend on how trials are dealt out."""
+        """Noise keyed by (seed, task, trial, env step), so that it does not depend on the rows of trials."""
         trials = np.array(
             [self._episodes.trial(e, k) for e, k in zip(seen.envs.tolist(), seen.episode.tolist(), strict=True)]
         )
@@ -244,13 +244,13 @@ def as_they_end(advance: Callable[[float], list[EpisodeResult]], episodes: int) 
 
 
 def run_to_end(
-    advance: Callable[[float], list[EpisodeResult]], episodes: int, tell: Callable[[int], Any]
+    advance: Callable[[float], list[EpisodeResult]], episodes: int, report: Callable[[int], Any]
 ) -> list[EpisodeResult]:
-    """All episodes in the order of trials; `tell` is called with the number that was added."""
+    """All episodes in the order of trials; `report` is called with the number that was added."""
     results: list[EpisodeResult] = []
     for result in as_they_end(advance, episodes):
         results.append(result)
-        tell(1)
+        report(1)
     return sorted(results, key=lambda result: result.trial)
 
 

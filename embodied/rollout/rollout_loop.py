@@ -103,8 +103,8 @@ def groups_of(farm: Farm) -> tuple[EnvironmentGroup, ...]:
 
 
 def next_group(farm: Farm, groups: Sequence[EnvironmentGroup], resting: Container[int]) -> EnvironmentGroup | None:
-    """Of the groups that may be decided for now, without the resting, the one with the fewest decisions; None if the
-    farm is still at work on all. Those are the groups that the farm has done, or whose observations were collected."""
+    """The group with the fewest decisions among those that may be decided for now, without the resting: groups that the
+    farm has stepped, and groups whose observations were collected. None if the farm is still stepping all."""
     found = [group for group in groups if group.observations is not None and group.number not in resting]
     found += [groups[number] for number in farm.ready()]
     return min(found, key=lambda group: (group.decided, group.number), default=None)
@@ -490,9 +490,9 @@ def rows_for_finals(columns: int, decisions: int, chunk: int, max_episode_steps:
 @dataclass(frozen=True)
 class _Final:
     inputs: Inputs
-    """Of one row, without frames, or with a copy of them."""
+    """One row, without frames, or with a copy of them."""
     row: int
-    """Of the frame memory, where they are; -1: in `inputs`, or nowhere."""
+    """Row of the frame memory with the frames; -1: they are in `inputs`, or there are none."""
 
 
 class FinalObservationsKept:
@@ -523,7 +523,7 @@ class FinalObservationsKept:
         self._kept[flat] = _Final(inputs, row)
 
     def values(self, flat: np.ndarray, value: Callable[[Inputs], Tensor]) -> dict[int, Tensor]:
-        """The value of what was kept for these flat rows, in one forward pass and in their order, by flat row."""
+        """Values of the observations kept for these flat rows, in one forward pass and in their order, by flat row."""
         chosen = [row for row in flat.tolist() if row in self._kept]
         if not chosen:
             return {}

@@ -73,7 +73,7 @@ class RolloutWorker:
         self._episode = 0
         """The number of the iteration's first episodes, where rollouts are of whole episodes."""
         self._rolled = 0
-        """Episodes of each environment that the iteration has handed out, the last perhaps in part."""
+        """Episodes of each environment that the iteration has returned, the last perhaps in part."""
         self._wired = 0
         self._counted = FrameCounts()
 
@@ -91,7 +91,7 @@ class RolloutWorker:
     def begin(self, snapshot: Mapping[str, np.ndarray] | None = None, rest: bool = False) -> None:
         """Start every environment's first episode, or continue from a snapshot; with `rest`, at the next episode.
 
-        Raises `FarmError` for a snapshot of another farm, `CheckpointError` for numbers that none ever held.
+        Raises `FarmError` for a snapshot of another farm, `CheckpointError` for numbers that no run has.
         """
         if snapshot is not None:
             self.farm.restore(snapshot)  # which looks at it first
