@@ -32,7 +32,7 @@ from embodied.execution.row_delivery import CalledSource
 from embodied.execution.session import Session
 from embodied.planning.clusters import run_cluster
 from embodied.planning.profiler import work_of
-from embodied.planning.run_plans import place_run
+from embodied.planning.run_plans import plan_run
 from embodied.reporting.metrics import read
 from embodied.runtime import remote
 from embodied.runtime.inline import InlineRuntime
@@ -271,11 +271,11 @@ def test_auto_uses_other_nodes_and_computes_the_same(
 @pytest.mark.slow
 def test_auto_stays_where_messages_take_longer_than_they_save(machines: Machines, tmp_path: Path) -> None:
     """The link was measured: hundreds of microseconds a message, more than all the physics takes."""
-    placed = place_run(planned_run(1e-4, tmp_path), session_of(config_of(), machines.runtime), tmp_path)
-    assert placed.plan is not None and placed.planned is not None
+    placed = plan_run(planned_run(1e-4, tmp_path), session_of(config_of(), machines.runtime), tmp_path)
+    assert placed.plan is not None and placed.cluster is not None
     assert {node for phase in placed.plan.phases for p in phase.placements for node in p.nodes} == {"here"}
     assert any(text.startswith("Nothing is on far, frail. Only physics may leave here") for text in placed.plan.why)
-    cluster = placed.planned.cluster
+    cluster = placed.cluster
     assert 5e-5 < cluster.link_s < 0.05 and 1e6 < cluster.link_bytes_per_s < 1e12
     assert (cluster.head_node, [node.name for node in cluster.nodes]) == ("here", ["here", "far", "frail"])
 
@@ -300,7 +300,7 @@ def test_a_plan_file_may_put_the_learner_on_another_node(machines: Machines, tmp
     }
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     config = config_of(plan={"file": str(tmp_path / "plan.json")}, policy={"device": "cpu"})
-    found = place_run(config, session_of(config, machines.runtime), tmp_path).assignment
+    found = plan_run(config, session_of(config, machines.runtime), tmp_path).assignment
     far = machines.node("far").id
     assert [(a.node, a.device) for a in found.components["policy"]] == [("", "cpu")]
     assert [(a.node, a.device) for a in found.components["learner"]] == [("", "cpu"), (far, "cpu")]

@@ -21,13 +21,12 @@ from embodied.devices import CPU
 from embodied.errors import UserError
 from embodied.execution.assignment import configured
 from embodied.execution.iteration import OnPolicy, start_run
-from embodied.execution.preflight import check_run
 from embodied.execution.roles import RolloutRole
 from embodied.execution.session import open_session
 from embodied.learning.scorers import RewardWorker, Scorer
 from embodied.learning.success_classifier import Looks, SuccessClassifier
-from embodied.planning.run_plans import check_files
 from embodied.reporting.metrics import read
+from embodied.training.preflight import check_components, check_run
 from embodied.training.success_classifier import ClassifierTraining, learn_success, read_labelled
 from embodied.trajectories.batch import Trajectories
 from embodied.workflows import PPO, WorkflowComponent, passing
@@ -302,7 +301,7 @@ def test_a_reward_worker_that_cannot_judge_is_refused_before_anything_starts(
     changes: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(UserError, match=says):
-        check_files(config_of(**changes))
+        check_components(config_of(**changes))
 
 
 @pytest.mark.parametrize("name", ["brightness", "nowhere_to_be_found:judge", f"{__name__}:nobody", f"{__name__}:SIZE"])
@@ -342,6 +341,6 @@ def test_episodes_without_frames_or_successes_teach_nothing(demos: Dataset, tmp_
 
 def test_the_shipped_configuration_has_a_reward_worker() -> None:
     config = load_config("reach_reward")
-    check_files(config)
+    check_components(config)
     check_run(config)
     assert "reward" in {component.name for component in recipe_of(config).after_rollout}
