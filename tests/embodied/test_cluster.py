@@ -148,6 +148,7 @@ def test_training_with_physics_on_another_node_equals_training_inline(
 # --- policy replicas and ranks of the learner on another machine; more of them in `test_far_replicas.py`
 
 
+@pytest.mark.slow
 def test_replicas_and_ranks_on_another_machine_learn_what_one_process_learns(
     machines: Machines, tmp_path: Path
 ) -> None:
@@ -252,6 +253,7 @@ def planned_run(physics: float, folder: Path) -> Config:
     return config_of(plan={"mode": "auto", "profile": str(path)})
 
 
+@pytest.mark.slow
 def test_auto_uses_other_nodes_and_computes_the_same(
     machines: Machines, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -266,6 +268,7 @@ def test_auto_uses_other_nodes_and_computes_the_same(
     assert found == train(config_of(*plan.groups), tmp_path / "inline", InlineRuntime(60.0))
 
 
+@pytest.mark.slow
 def test_auto_stays_where_messages_take_longer_than_they_save(machines: Machines, tmp_path: Path) -> None:
     """The link was measured: hundreds of microseconds a message, more than all the physics takes."""
     placed = plan_run(planned_run(1e-4, tmp_path), session_of(config_of(), machines.runtime), tmp_path)
@@ -277,6 +280,7 @@ def test_auto_stays_where_messages_take_longer_than_they_save(machines: Machines
     assert (cluster.head_node, [node.name for node in cluster.nodes]) == ("here", ["here", "far", "frail"])
 
 
+@pytest.mark.slow
 def test_a_plan_file_may_put_the_learner_on_another_node(machines: Machines, tmp_path: Path) -> None:
     """On accelerators too, which processes on the CPU stand in for where that is asked for."""
     ranks = ["here:accelerators:0", "far:accelerators:3"]
@@ -312,6 +316,7 @@ def test_physics_that_a_plan_gives_to_a_node_that_has_left_is_nowhere_else(machi
         assign(schedulers.from_data(Plan, plan), config, (0,), session_of(config, machines.runtime).nodes)
 
 
+@pytest.mark.slow
 def test_nodes_without_cores_are_not_planned_for(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = tuple(replace(node, cores=node.cores * (node.name != "far")) for node in machines.runtime.nodes())
     monkeypatch.setattr(machines.runtime, "nodes", lambda: nodes)
@@ -322,6 +327,7 @@ def test_nodes_without_cores_are_not_planned_for(machines: Machines, monkeypatch
 # --- losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blow", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 def test_a_far_process_that_is_lost_is_replaced_and_its_episodes_replayed(
     blow: signal.Signals, machines: Machines, monkeypatch: pytest.MonkeyPatch
@@ -364,6 +370,7 @@ class BrokenEpisodes(EndlessEpisodes):
         return super().spec(env, episode, start)
 
 
+@pytest.mark.slow
 def test_a_far_workers_error_reaches_the_client_with_its_message(machines: Machines) -> None:
     """A user's mistake as one sentence, an error of our own with the traceback from where it happened."""
     absent = ListedEpisodes((EpisodeSpec(0, init_state=3),) * 8, 8)
@@ -400,6 +407,7 @@ class Player:
             drive(farm, end=100_000)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "blow"), [pytest.param("frail", signal.SIGSTOP, marks=pytest.mark.slow), ("far", signal.SIGKILL)]
 )

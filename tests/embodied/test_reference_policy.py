@@ -23,7 +23,7 @@ from embodied.execution.assignment import configured
 from embodied.execution.iteration import OnPolicy, start_run
 from embodied.execution.roles import LearnerRole, RolloutRole
 from embodied.execution.session import open_session
-from embodied.learning.reference import ReferenceWorker
+from embodied.learning.scorers import ReferenceWorker
 from embodied.learning.update import Denominators, LossFunction, micro_batch_loss
 from embodied.reporting.metrics import read
 from embodied.run.folder import begun_from

@@ -111,6 +111,7 @@ LEARNING: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workflow", ["reinforce", "reinforce_reference"])
 def test_the_return_rises(workflow: str, tmp_path: Path) -> None:
     advantage = {"baseline": "group", "reward_kl": 0.001 if "reference" in workflow else 0.0}

@@ -23,8 +23,7 @@ from embodied.execution.assignment import configured
 from embodied.execution.iteration import OnPolicy, start_run
 from embodied.execution.roles import RolloutRole
 from embodied.execution.session import open_session
-from embodied.learning.reward import RewardWorker
-from embodied.learning.scorer import Scorer
+from embodied.learning.scorers import RewardWorker, Scorer
 from embodied.learning.success_classifier import Looks, SuccessClassifier
 from embodied.reporting.metrics import read
 from embodied.training.preflight import check_components, check_run
@@ -182,6 +181,7 @@ def classifier(demos: Dataset, tmp_path_factory: pytest.TempPathFactory) -> tupl
     return out, command.run(command.Arguments((demos.folder,), out, steps=80))
 
 
+@pytest.mark.slow
 def test_solved_frames_of_held_out_episodes_are_told_from_others(classifier: tuple[Path, dict[str, Any]]) -> None:
     said = classifier[1]
     assert said["episodes"] == EPISODES
@@ -189,6 +189,7 @@ def test_solved_frames_of_held_out_episodes_are_told_from_others(classifier: tup
     assert said["roc_area"] > 0.85 and said["balanced_accuracy"] > 0.75
 
 
+@pytest.mark.slow
 def test_only_the_last_frames_of_solved_episodes_are_positive(demos: Dataset) -> None:
     labelled = read_labelled((demos.folder, demos.folder), 2)
     assert len(labelled.positive) == 2 * len(demos)

@@ -177,6 +177,7 @@ def test_frames_of_a_group_of_which_some_rest_are_counted_as_copied() -> None:
     assert alone > 0 and summary.frames.copied == summary.frames.read + alone
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("one_process", [False, True])
 def test_a_frame_is_copied_once_between_renderer_and_device(
     one_process: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
