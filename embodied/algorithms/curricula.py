@@ -1,4 +1,4 @@
-"""How often things are solved, as far as the episodes that ended tell."""
+"""Curricula: the starts and tasks of training episodes, chosen by how often they were solved."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from sim_farm.episodes import Float64
 
 
 class SuccessCounts:
-    """Success counts of a number of things: starts, tasks. Later episodes count for more, since policies change.
+    """Success counts of starts or tasks, the items. Later episodes count for more, since policies change.
 
-    They are a function of what `count` was given, call by call, whatever the order within one call.
+    They are a function of the episodes of each call of `count`, whatever the order within one call.
     """
 
     def __init__(self, number: int, kept: float, name: str) -> None:
-        """`kept` is what is kept of a thing's counts for each new episode of it: about the last 1 / (1 - kept) count.
+        """`kept` is the factor of an item's counts for each new episode of it: about the last 1 / (1 - kept) count.
         `name` is that of the counts in checkpoints."""
         self._kept, self._name = kept, name
         self.tried, self._solved = np.zeros(number), np.zeros(number)
 
-    def count(self, things: Sequence[int], successes: Sequence[bool]) -> None:
-        """Count an episode for each of `things`."""
-        number, which = len(self.tried), np.array(things, np.int64)
+    def count(self, items: Sequence[int], successes: Sequence[bool]) -> None:
+        """Count an episode for each of `items`."""
+        number, which = len(self.tried), np.array(items, np.int64)
         new = np.bincount(which, minlength=number)
         self.tried = self.tried * self._kept**new + new
         self._solved = self._solved * self._kept**new + np.bincount(which, np.array(successes, np.float64), number)
@@ -35,18 +35,18 @@ class SuccessCounts:
         return np.asarray((self._solved + 1) / (self.tried + 2))
 
     def learnable(self) -> Float64:
-        """p (1 - p) of each: what is always or never solved teaches nothing, and the gradient of an episode's success
-        grows with its variance (Foster et al. 2025, "Learning to Reason at the Frontier of Learnability")."""
+        """p (1 - p) of each: items that are always or never solved carry no gradient, which grows with the variance of
+        an episode's success (Foster et al. 2025, "Learning to Reason at the Frontier of Learnability")."""
         rates = self.rates()
         return np.asarray(rates * (1 - rates))
 
     def state(self) -> dict[str, Float64]:
-        """What a checkpoint keeps."""
+        """The counts, for a checkpoint."""
         return {f"{self._name}_tried": self.tried.copy(), f"{self._name}_solved": self._solved.copy()}
 
     def load(self, state: Mapping[str, np.ndarray]) -> None:
-        """Go on from `state`. A checkpoint of another number of things, or without any, begins anew. Raises
-        `CheckpointError` for what are no counts."""
+        """Continue from `state`. A checkpoint of another number of items, or without any, begins anew. Raises
+        `CheckpointError` for numbers that are no counts."""
         tried, solved = (state.get(key) for key in self.state())
         if tried is None or solved is None or tried.shape != self.tried.shape:
             return
@@ -76,7 +76,7 @@ class StartCurriculum:
 
     def count(self, ended: Sequence[EndedEpisode]) -> None:
         """Count the task's episodes that ended in a rollout, but for those whose start was not drawn here: in a run
-        that is gone on with, episodes under way may be of other settings."""
+        that continues, episodes under way may be of other settings."""
         mine = [episode for episode in ended if 0 <= episode.start < self._starts]
         self._counts.count([episode.start for episode in mine], [episode.success for episode in mine])
 
@@ -90,7 +90,7 @@ class StartCurriculum:
         return np.asarray(self._share * learnable / learnable.sum() + (1 - self._share) / len(learnable))
 
     def figures(self) -> dict[str, float]:
-        """For the record of metrics."""
+        """Metrics of the curriculum."""
         rates, shares, tried = self.rates(), self.shares(), self._counts.tried > 0
         low, high = BETWEEN
         return {
@@ -100,11 +100,11 @@ class StartCurriculum:
         }
 
     def state(self) -> dict[str, Float64]:
-        """What a checkpoint keeps."""
+        """The counts, for a checkpoint."""
         return self._counts.state()
 
     def load(self, state: Mapping[str, np.ndarray]) -> None:
-        """Go on from `state`. A checkpoint of another number of starts, or without any, begins anew."""
+        """Continue from `state`. A checkpoint of another number of starts, or without any, begins anew."""
         self._counts.load(state)
 
 
@@ -128,16 +128,16 @@ class TaskCurriculum:
         self._counts.count([episode.task for episode in ended], [episode.success for episode in ended])
 
     def decisions(self, most: int) -> tuple[int, ...]:
-        """Of each environment of each task in a rollout: `most` for the task whose p (1 - p) is highest, at least one
-        for each other."""
+        """Decisions of each environment in a rollout, per task: `most` where p (1 - p) is highest, else at least
+        one."""
         learnable = self._counts.learnable()
         part = self._share * learnable / learnable.max() + 1 - self._share
         return tuple(np.maximum(np.rint(most * part), 1).astype(int).tolist())
 
     def state(self) -> dict[str, Float64]:
-        """What a checkpoint keeps."""
+        """The counts, for a checkpoint."""
         return self._counts.state()
 
     def load(self, state: Mapping[str, np.ndarray]) -> None:
-        """Go on from `state`. A checkpoint of another number of tasks, or without any, begins anew."""
+        """Continue from `state`. A checkpoint of another number of tasks, or without any, begins anew."""
         self._counts.load(state)

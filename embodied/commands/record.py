@@ -17,13 +17,13 @@ from embodied.demonstrations.writer import DatasetWriter, new_folder
 from embodied.errors import UserError
 from embodied.evaluation.evaluate import trials_farm
 from embodied.execution.makers import make_evaluator
-from embodied.execution.preflight import check_evaluation
 from embodied.execution.replay import in_order, replayers_of
 from embodied.execution.session import Session, open_session
 from embodied.reporting.live import steps
 from embodied.rollout.evaluator import EpisodeResult, Evaluator, run_to_end
 from embodied.run.folder import RUNS, find_run, whole_checkpoint, with_init
 from embodied.runtime.handles import Handle
+from embodied.training.preflight import check_evaluation
 from embodied.workflows.context import policy_spec, task_spec
 from sim_farm.client.replay import ReplayedEpisode, Replayer
 from sim_farm.contract import EpisodeSpec

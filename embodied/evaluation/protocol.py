@@ -346,7 +346,7 @@ def _published(own: Protocol, name: str, config: Config) -> Protocol:
     )
 
 
-def _named(cameras: int | tuple[str, ...] | None, published: tuple[str, ...]) -> int | tuple[str, ...] | None:
+def _named(cameras: int | tuple[str, ...], published: tuple[str, ...]) -> int | tuple[str, ...]:
     """The cameras by name, where they are counted and the protocol names so many."""
     return published[:cameras] if isinstance(cameras, int) and 0 < cameras <= len(published) else cameras
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -190,7 +191,8 @@ def read_losses(losses: Sequence[MicroBatchLoss], norm: Tensor | None = None) ->
     found = to_host(awaited if norm is None else awaited | {"norm": norm})
     total = LossSums()
     for i, loss in enumerate(losses):
-        total.add(LossSums(**vars(loss.counted) | {key: float(found[f"{i}.{key}"]) for key in loss.measured}))
+        measured: dict[str, Any] = {key: float(found[f"{i}.{key}"]) for key in loss.measured}
+        total.add(replace(loss.counted, **measured))
     return total, float(found["norm"]) if norm is not None else float("nan")
 
 

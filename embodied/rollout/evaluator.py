@@ -27,6 +27,7 @@ import torch
 
 from embodied import progress
 from embodied.devices import decide
+from embodied.rollout.rollout_loop import EnvironmentGroup, groups_of, next_group
 from embodied.statistics import wilson
 from embodied.trajectories.batch import to_inputs
 from embodied.trajectories.random_streams import DISTURBANCE, EVALUATION, SamplingNoise
@@ -40,7 +41,7 @@ from sim_farm.shared_memory.layout import FarmSpec
 
 @dataclass(frozen=True)
 class EpisodeOutcome:
-    """What became of one episode."""
+    """Outcome of one episode."""
 
     task: str
     trial: int
@@ -64,11 +65,11 @@ class EpisodeResult(EpisodeOutcome):
     actions: Float32
     """[length, A] as executed."""
     decided: Float32 | None = None
-    """[length, A] as the policy said them, where something was added to them."""
+    """[length, A] as the policy decided, where noise was added to them."""
 
 
 def deal_out(spec: FarmSpec, specs: tuple[EpisodeSpec, ...], left: Sequence[int]) -> FarmSpec:
-    """The farm with the trials `left` (indices of `specs`) dealt out: trial t into row t % rows of a group."""
+    """The farm with the trials `left` (indices of `specs`) assigned: trial t to row t % rows of a group."""
     queues: list[list[int]] = [[] for _ in range(spec.num_envs)]
     if spec.num_envs % (spec.physics_workers * spec.groups) == 0:  # otherwise the farm refuses, and says why
         rows = spec.num_envs // spec.groups
@@ -91,16 +92,16 @@ class Evaluator:
         instruction: str | None = None,
         disturbance: float = 0.0,
     ) -> None:
-        """`make` gives the policy for a task's sizes; tasks of the same sizes share one. `instruction` is what it is
-        told in place of the tasks' own. `disturbance` is the standard deviation of what is added to every number of
-        its actions before they are executed."""
+        """`make` gives the policy for a task's sizes; tasks of the same sizes share one. `instruction` replaces the
+        tasks' own. `disturbance` is the standard deviation of noise that is added to every number of its actions before
+        they are executed."""
         self._make, self._reads, self._seed, self._greedy = make, tuple(reads), seed, greedy
         self._instruction, self._disturbance = instruction, disturbance
         self._policy: Policy | None = None
         self._task: _Task | None = None
 
     def begin(self, name: str, sizes: PolicySpec, farm: Farm | FarmAddress) -> None:
-        """Turn to the next task, whose farm has listed episodes. Raises `PolicyError` if the policy does not fit it."""
+        """Begin the next task, whose farm has listed episodes. Raises `PolicyError` if the policy does not fit it."""
         torch.set_num_threads(1)
         if self._policy is None or self._policy.spec != sizes:
             try:
@@ -117,7 +118,7 @@ class Evaluator:
         return self._task.advance(budget_s, deadline_s)
 
     def end(self) -> None:
-        """Forget the task's farm; its creator closes it."""
+        """Detach from the task's farm; its creator closes it."""
         if self._task is not None:
             self._task.release()
         self._task = None
@@ -151,31 +152,31 @@ class _Task:
         self._return, self._solved = np.zeros(num_envs), np.zeros(num_envs, np.bool_)
         self._actions: list[list[Float32]] = [[] for _ in range(num_envs)]
         self._decided: list[list[Float32]] = [[] for _ in range(num_envs)]
-        self._submitted = [True] * self._farm.specs[0].groups
-        for group in range(self._farm.specs[0].groups):
-            self._farm.reset(group)
+        self._groups = groups_of(self._farm)
+        self._unfinished = {group.number for group in self._groups}
+        for number in self._unfinished:
+            self._farm.reset(number)
 
     def advance(self, budget_s: float, deadline_s: float) -> list[EpisodeResult]:
         finished: list[EpisodeResult] = []
         begin = time.monotonic()
         # Not longer than until something has ended: what is returned can be kept, whatever happens next.
-        while any(self._submitted) and not finished and time.monotonic() - begin < budget_s:
-            for group, submitted in enumerate(self._submitted):
-                if submitted:
-                    finished += self._turn(group, deadline_s)
-                    progress.report()
+        while self._unfinished and not finished and time.monotonic() - begin < budget_s:
+            ready = next_group(self._farm, self._groups, ())
+            finished += self._turn(ready or self._groups[self._farm.wait_ready(deadline_s)], deadline_s)
+            progress.report()
         return finished
 
     def release(self) -> None:
         if self._attached:
             self._farm.detach()
 
-    def _turn(self, group: int, deadline_s: float) -> list[EpisodeResult]:
-        """Collect the group, note what ended, and decide again if any of its episodes goes on."""
-        seen = self._farm.collect(group, deadline_s)
-        ended = self._note(seen)
+    def _turn(self, group: EnvironmentGroup, deadline_s: float) -> list[EpisodeResult]:
+        """Collect the group, and decide again if any of its episodes goes on; the results of those that ended."""
+        seen = self._farm.collect(group.number, deadline_s)
+        ended = self._ended(seen)
         if not seen.active.any():
-            self._submitted[group] = False
+            self._unfinished.discard(group.number)
             return ended
         inputs = to_inputs(seen, self._reads, self._episodes)
         if self._instruction is not None:
@@ -192,17 +193,18 @@ class _Task:
             self._actions[int(seen.envs[row])].append(chunk[row])
             if self._disturbance:
                 self._decided[int(seen.envs[row])].append(decided[row])
-        self._farm.submit(group, chunk)
+        self._farm.submit(group.number, chunk)
+        group.decided += 1
         return ended
 
     def _draw(self, seen: Observations, noise: SamplingNoise) -> Float32:
-        """Noise keyed by (seed, task, trial, env step), so that it does not depend on how trials are dealt out."""
+        """Noise keyed by (seed, task, trial, env step), so that it does not depend on the rows of trials."""
         trials = np.array(
             [self._episodes.trial(e, k) for e, k in zip(seen.envs.tolist(), seen.episode.tolist(), strict=True)]
         )
         return noise.draw(trials, np.full_like(trials, self._key), seen.episode_step)
 
-    def _note(self, seen: Observations) -> list[EpisodeResult]:
+    def _ended(self, seen: Observations) -> list[EpisodeResult]:
         self._return[seen.envs] += seen.reward.sum(1)
         self._solved[seen.envs] |= seen.success.any(1)
         finished = []
@@ -242,13 +244,13 @@ def as_they_end(advance: Callable[[float], list[EpisodeResult]], episodes: int) 
 
 
 def run_to_end(
-    advance: Callable[[float], list[EpisodeResult]], episodes: int, tell: Callable[[int], Any]
+    advance: Callable[[float], list[EpisodeResult]], episodes: int, report: Callable[[int], Any]
 ) -> list[EpisodeResult]:
-    """All episodes in the order of trials; `tell` is called with the number that was added."""
+    """All episodes in the order of trials; `report` is called with the number that was added."""
     results: list[EpisodeResult] = []
     for result in as_they_end(advance, episodes):
         results.append(result)
-        tell(1)
+        report(1)
     return sorted(results, key=lambda result: result.trial)
 
 

@@ -134,7 +134,7 @@ class Replicas:
         """The request of each other replica, by rank."""
         self._decided: list[Decided] = []
         self._versions: dict[str, int] = {}
-        """Of the replicas that have answered in this rollout."""
+        """Number of updates in the weights of each replica that has answered in this rollout."""
         self.version = 0
         self.frames = FrameCounts()
 
@@ -227,7 +227,7 @@ class Replicas:
                 reply = call.future.result().content
             self._check_version(name, reply.version)
             end_ns = time.monotonic_ns()
-            # Of a replica on another machine the clock is another.
+            # The clocks of machines differ: only the duration is the replica's.
             call.finish(name, reply.answer, end_ns - reply.spent_ns, end_ns)
             self._free.append(rank)
             progress.report()

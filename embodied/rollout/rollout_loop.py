@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -81,6 +81,8 @@ class EnvironmentGroup:
         self.pending: Decision | None = None
         """The decision whose outcome is not known yet."""
         self.decisions: list[Decision] = []
+        self.decided = 0
+        """Number of its decisions so far, by which groups take turns."""
         self.arrow = 0
         """Number of the trace's arrow from its observation to the next decision."""
 
@@ -98,6 +100,14 @@ def groups_of(farm: Farm) -> tuple[EnvironmentGroup, ...]:
         found.append(EnvironmentGroup(number, task, envs + offsets[task], column))
         column += len(envs)
     return tuple(found)
+
+
+def next_group(farm: Farm, groups: Sequence[EnvironmentGroup], resting: Container[int]) -> EnvironmentGroup | None:
+    """The group with the fewest decisions among those that may be decided for now, without the resting: groups that the
+    farm has stepped, and groups whose observations were collected. None if the farm is still stepping all."""
+    found = [group for group in groups if group.observations is not None and group.number not in resting]
+    found += [groups[number] for number in farm.ready()]
+    return min(found, key=lambda group: (group.decided, group.number), default=None)
 
 
 @dataclass(frozen=True)
@@ -371,25 +381,23 @@ class RolloutLoop:
     # --- serving a group
 
     def _next_group(self, resting: set[int], deadline_s: float) -> EnvironmentGroup:
-        """Of the groups that are ready, without the resting, the one with the fewest decisions; waits until one is and
-        the policy is free."""
+        """Wait until `next_group` finds one and the policy is free."""
+
+        def find() -> EnvironmentGroup | None:
+            return next_group(self.farm, self.groups, resting) if self.policy.is_free() else None
+
         while True:
             self._step_decided()
-            ready = self._ready(resting)
-            if ready and self.policy.is_free():
-                return min(ready, key=lambda group: (len(group.decisions), group.number))
-            self._wait("any group or replica", lambda: self.policy.is_free() and bool(self._ready(resting)), deadline_s)
-
-    def _ready(self, resting: set[int]) -> list[EnvironmentGroup]:
-        """The groups that may be decided for now."""
-        ready = [group for group in self.groups if group.observations is not None and group.number not in resting]
-        return ready + [self.groups[number] for number in self.farm.ready()]
+            if (group := find()) is not None:
+                return group
+            self._wait("any group or replica", lambda: find() is not None, deadline_s)
 
     def _request_decision(self, group: EnvironmentGroup, seen: Observations) -> None:
         self.policy.submit(group, seen, self.memory)
         group.pending = Decision(group.flat(group.row, self.width), group.envs, seen.active, seen.episode)
         group.row = (group.row + 1) % self.memory.shape.rows
         group.decisions.append(group.pending)
+        group.decided += 1
         group.observations = None
 
     def _step_decided(self) -> None:
@@ -482,9 +490,9 @@ def rows_for_finals(columns: int, decisions: int, chunk: int, max_episode_steps:
 @dataclass(frozen=True)
 class _Final:
     inputs: Inputs
-    """Of one row, without frames, or with a copy of them."""
+    """One row, without frames, or with a copy of them."""
     row: int
-    """Of the frame memory, where they are; -1: in `inputs`, or nowhere."""
+    """Row of the frame memory with the frames; -1: they are in `inputs`, or there are none."""
 
 
 class FinalObservationsKept:
@@ -515,7 +523,7 @@ class FinalObservationsKept:
         self._kept[flat] = _Final(inputs, row)
 
     def values(self, flat: np.ndarray, value: Callable[[Inputs], Tensor]) -> dict[int, Tensor]:
-        """The value of what was kept for these flat rows, in one forward pass and in their order, by flat row."""
+        """Values of the observations kept for these flat rows, in one forward pass and in their order, by flat row."""
         chosen = [row for row in flat.tolist() if row in self._kept]
         if not chosen:
             return {}

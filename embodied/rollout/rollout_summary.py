@@ -1,4 +1,4 @@
-"""The summary of a rollout for the driver: counts, clocks and spans. The trajectories go to the learner."""
+"""Summary of a rollout for the driver: counts, clocks and spans. The trajectories go to the learner."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from sim_farm.shared_memory.layout import FarmSpec
 
 @dataclass(frozen=True)
 class EpisodePart:
-    """Episodes that are handed on together: the items `start` to `stop - 1` of an iteration. Item i of B environments
-    is episode i // B of environment i % B."""
+    """Episodes that are sent to the learner together: the items `start` to `stop - 1` of an iteration. Item i of B
+    environments is episode i // B of environment i % B."""
 
     start: int
     stop: int
@@ -34,37 +34,39 @@ class EpisodePart:
 
 @dataclass
 class Clock:
-    """Where the policy worker's own time went, in seconds; they add up to the rollout's wall time.
+    """Seconds of a rollout by what the rollout worker did; they add up to its wall time.
 
-    Of several replicas `policy` is the sum, and `acting` takes its place in the wall time.
+    With replicas `policy` is their sum, and `acting` takes its place in the wall time.
     """
 
     policy: float = 0.0
-    """Inference: noise, forward passes. Of replicas also looking at groups and writing decisions, which they do."""
+    """Inference: requests, noise, forward passes."""
     waiting: float = 0.0
-    """For the farm; of replicas, on average, for the farm and for work."""
+    """Waiting for the farm; with replicas the mean over them, for the farm, requests and messages."""
     transport: float = 0.0
     """Reading slots, writing decisions, assembling trajectories."""
     assembly: float = 0.0
-    """Of the transport, assembling trajectories at a rollout's end."""
+    """Part of the transport: assembling trajectories at a rollout's end."""
     stepping: tuple[float, ...] = ()
-    """Of each task, summed over its workers' own clocks; more than the wall time where they work side by side."""
+    """Physics of each task, summed over its workers; more than the wall time where they work in parallel."""
     drawing: tuple[float, ...] = ()
+    """Rendering, likewise."""
     replicas: int = 1
     """Policy workers that shared the inference."""
 
     @property
     def acting(self) -> float:
-        """Inference of one replica, on average."""
+        """Mean inference of one replica."""
         return self.policy / self.replicas
 
     @property
     def physics_busy(self) -> float:
-        """Of all tasks."""
+        """Physics of all tasks."""
         return sum(self.stepping)
 
     @property
     def render_busy(self) -> float:
+        """Rendering of all tasks."""
         return sum(self.drawing)
 
     def __add__(self, other: Clock) -> Clock:
@@ -79,7 +81,7 @@ class Clock:
         )
 
     def count_workers(self, task: int, times_ns: np.ndarray) -> None:
-        """Add what a task's workers say of themselves: [B, 4] as in `Observations.times_ns`."""
+        """Add the times of a task's workers: [B, 4] as in `Observations.times_ns`."""
         before = (0.0,) * task
         stepped = float((times_ns[:, 1] - times_ns[:, 0]).sum()) / 1e9
         drawn = float(np.maximum(times_ns[:, 3] - times_ns[:, 2], 0).sum()) / 1e9
@@ -93,23 +95,23 @@ class RolloutSummary:
 
     env_steps: int
     version: int
-    """Updates that the acting policy had seen."""
+    """Number of updates in the acting weights."""
     episodes: tuple[EndedEpisode, ...]
-    """Those that ended in this rollout, in the order (decision, environment); of whole episodes, its own, by
+    """Episodes that ended in this rollout, in the order (decision, environment); for a part its own episodes, by
     environment."""
     clock: Clock
     wall_s: float
     spans: tuple[Span, ...]
-    """None where nothing is traced."""
+    """Empty unless the run is traced."""
     wire_bytes: int = 0
-    """To and from physics workers on other machines."""
+    """Bytes to and from physics workers on other machines."""
     frames: FrameCounts = FrameCounts()
-    """Frames that the rollout_worker read back from the trajectory memory, and all its copies of frames."""
+    """Frames that were read back from the trajectory memory, and copies of frames."""
     curriculum: Mapping[str, float] = field(default_factory=dict)
-    """Figures of the curriculum that drew the starts of episodes; none without one."""
+    """Metrics of the curricula; empty without one."""
 
     def __add__(self, later: RolloutSummary) -> RolloutSummary:
-        """Both parts as one."""
+        """The summary of both parts."""
         return replace(
             later,
             version=min(self.version, later.version),
@@ -124,8 +126,8 @@ class RolloutSummary:
 
 
 def workers_spans(spec: FarmSpec, task: int, seen: Observations, arrow: int) -> list[Span]:
-    """The farm's workers' spans for one round of one group, from the clocks that travel in the slots. `arrow` is the
-    number of the trace's arrow from the last of them."""
+    """Spans of the farm's workers for one step of one group, by their own clocks. `arrow` is the number of the trace's
+    arrow from the last of them."""
     times, found = seen.times_ns, []
     suffix = f"-{task}" if task else ""
     last = int(np.argmax(times[:, [1, 3]].max(1)))
@@ -142,5 +144,5 @@ def workers_spans(spec: FarmSpec, task: int, seen: Observations, arrow: int) -> 
 
 
 def _sum(one: tuple[float, ...], other: tuple[float, ...]) -> tuple[float, ...]:
-    """Task by task."""
+    """The sums, task by task."""
     return tuple(a + b for a, b in zip_longest(one, other, fillvalue=0.0))

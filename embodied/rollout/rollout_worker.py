@@ -73,7 +73,7 @@ class RolloutWorker:
         self._episode = 0
         """The number of the iteration's first episodes, where rollouts are of whole episodes."""
         self._rolled = 0
-        """Episodes of each environment that the iteration has handed out, the last perhaps in part."""
+        """Episodes of each environment that the iteration has returned, the last perhaps in part."""
         self._wired = 0
         self._counted = FrameCounts()
 
@@ -91,7 +91,7 @@ class RolloutWorker:
     def begin(self, snapshot: Mapping[str, np.ndarray] | None = None, rest: bool = False) -> None:
         """Start every environment's first episode, or continue from a snapshot; with `rest`, at the next episode.
 
-        Raises `FarmError` for a snapshot of another farm, `CheckpointError` for numbers that none ever held.
+        Raises `FarmError` for a snapshot of another farm, `CheckpointError` for numbers that no run has.
         """
         if snapshot is not None:
             self.farm.restore(snapshot)  # which looks at it first
@@ -150,7 +150,7 @@ class RolloutWorker:
             if self._task_curriculum is not None:
                 counts = self._task_curriculum.decisions(decisions)
             for group in self._loop.groups:
-                group.decisions = []
+                group.decisions, group.decided = [], 0
             self._loop.serve(
                 lambda group, seen: len(group.decisions) >= counts[group.task],
                 lambda group, seen: len(group.decisions) < counts[group.task],
@@ -178,6 +178,7 @@ class RolloutWorker:
                 self._episode += self._rolled
                 for group in self._loop.groups:
                     group.decisions = [d for d in group.decisions if (d.episode[d.active] >= self._episode).any()]
+                    group.decided = len(group.decisions)
             pieces = [(self._episode + number, first, last) for number, first, last in part.pieces(self._loop.width)]
             self._rolled = -(-part.stop // self._loop.width)
             self._loop.wake(self._episode + limit, deadline_s)

@@ -30,7 +30,7 @@ class Decisions(Protocol):
         ...
 
     def trace(self, device: torch.device | None = None) -> dict[str, Tensor]:
-        """What `Policy.evaluate` needs beside the observations, on the device (None: where it is kept)."""
+        """The trace that `Policy.evaluate` needs with the observations, on the device (None: where it is kept)."""
         ...
 
 
@@ -86,9 +86,9 @@ class CarriedDecisions:
     held: HeldDecisions
     """Without frames."""
     rows: Tensor
-    """int64 [N], of what is held."""
+    """int64 [N] rows of `held`."""
     frames: FarFrames | None
-    """Of what is held; None: there are none."""
+    """Frames of the rows of `held`; None: there are none."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -135,7 +135,7 @@ class Trajectories:
     last_value: Tensor
     """[B] value of the observation after the last decision (of the first action there)."""
     version: int
-    """Number of updates the acting policy had seen."""
+    """Number of updates in the acting weights."""
     episode_group: Tensor | None = None
     """[B] int64, where row t is decision t of each environment's one episode: the episode group that it belongs to.
     None: rows are the decisions of a rollout, in which episodes end and others begin."""
@@ -274,7 +274,7 @@ def to_inputs(
     episodes: Episodes | None = None,
     cameras: Sequence[str] = (),
 ) -> Inputs:
-    """What of the observations a policy is shown; tensors share the observations' memory.
+    """The parts of observations that a policy reads; tensors share the observations' memory.
 
     `episodes` names the episodes of a farm, for policies that read them; `cameras` are the policy's names for the
     farm's cameras, in order, where they are not the farm's own.

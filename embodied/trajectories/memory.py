@@ -35,7 +35,7 @@ _OPEN: WeakValueDictionary[str, TrajectoryMemory] = WeakValueDictionary()
 
 @dataclass(frozen=True)
 class MemoryShape:
-    """What decides the size of a memory, beside its frames."""
+    """Sizes of a memory, without its frames."""
 
     rows: int
     """R: decisions of each environment that are kept at once, and the observation that follows them."""
@@ -113,7 +113,7 @@ class TrajectoryMemory:
             for name, array in block.arrays.items()
         }
         self.counts = FrameCounts()
-        """Of this process, so far."""
+        """Counts of this process so far."""
         self._pinned: finalize[[int], Any] | None = None
 
     @classmethod
@@ -142,12 +142,12 @@ class TrajectoryMemory:
         return MemoryAddress(self._layout, self._block.name, frames)
 
     def __reduce__(self) -> Any:
-        # Who is sent a memory, as a part of trajectories, maps it.
+        # A process that receives a memory, perhaps as a part of trajectories, maps it.
         return _attached, (self.address,)
 
     @property
     def nbytes(self) -> int:
-        """Of decisions and frames."""
+        """Bytes of decisions and frames."""
         return sum(field.nbytes for field in self._block.fields.values()) + self.frames_nbytes
 
     @property
@@ -160,7 +160,7 @@ class TrajectoryMemory:
         return FrameShape(self.shape.cameras, self.frames.frames.shape[2:])
 
     def describe(self) -> str:
-        """One line for people: how large it is, and of how much."""
+        """One line for people: its size, and how much shared memory there is."""
         size = f"{self.nbytes / 1e6:,.1f} MB"
         frames = f" (frames {self.frames_nbytes / 1e6:,.1f} MB)" if self.frames_nbytes else ""
         if self._block.name is None:
@@ -182,7 +182,7 @@ class TrajectoryMemory:
         return self._tensors[name]
 
     def write_decision(self, rows: np.ndarray, inputs: Inputs, action: Action) -> None:
-        """Keep what was decided at flat rows [n]: the observation without its frames, and the decision."""
+        """Write decisions at flat rows [n]: the observations without their frames, and the actions."""
         index = torch.from_numpy(rows)
         for name in ("state", "proprio", "episode"):
             if f"{INPUT}{name}" in self._tensors:
@@ -195,7 +195,7 @@ class TrajectoryMemory:
             self._tensors[f"{TRACE}{name}"][index] = tensor
 
     def write_outcome(self, rows: np.ndarray, outcome: Mapping[str, np.ndarray]) -> None:
-        """Keep what came of the decisions at flat rows [n]: reward, step_reward, executed, success, terminated,
+        """Write the outcomes of the decisions at flat rows [n]: reward, step_reward, executed, success, terminated,
         truncated."""
         for name, values in outcome.items():
             self._block.arrays[name][rows] = values
@@ -209,7 +209,7 @@ class TrajectoryMemory:
         return Inputs(**found, frames=pictures, instruction=self._texts(rows))
 
     def trace(self, rows: Tensor, device: torch.device = CPU) -> dict[str, Tensor]:
-        """What was kept to evaluate the decisions at flat rows [n] again, on the device."""
+        """The trace by which the decisions at flat rows [n] are evaluated again, on the device."""
         names = [name for name in self._tensors if name.startswith(TRACE)]
         return {name.removeprefix(TRACE): self._tensors[name][rows].to(device) for name in names}
 

@@ -1,7 +1,7 @@
-"""Random numbers as inputs: each is a function of the place where it is used.
+"""Random numbers as inputs: each is a function of the run, environment, episode and step that uses it.
 
-Philox is a counter-based generator: key and counter determine the numbers, so that neither the number of
-workers nor the order in which they finish can change what anybody draws.
+Philox is a counter-based generator: key and counter determine the numbers, so that neither the number of workers nor
+the order in which they finish changes them.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class SamplingNoise:
         return noise
 
     def _block(self, env: int, episode: int, block: int) -> npt.NDArray[np.float32]:
-        held = self._blocks.get(env)
-        if held is None or held[:2] != (episode, block):
+        known = self._blocks.get(env)
+        if known is None or known[:2] != (episode, block):
             numbers = generator(self._purpose, self._seed, env, episode, block).standard_normal(
                 (BLOCK, self._size), np.float32
             )
-            held = (episode, block, numbers)
-            self._blocks[env] = held
-        return held[2]
+            known = (episode, block, numbers)
+            self._blocks[env] = known
+        return known[2]
 
 
 def permutation(seed: int, iteration: int, epoch: int, rows: int) -> npt.NDArray[np.int64]:

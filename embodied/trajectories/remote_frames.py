@@ -1,4 +1,4 @@
-"""Frames of a trajectory memory that is on another machine: those that are asked for are fetched, once."""
+"""Frames of a trajectory memory on another machine: each is fetched when it is needed first, once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from embodied.runtime.remote import CALL_BYTES, slices
 
 
 class FrameReader(Protocol):
-    """The way to the frames of a memory on another machine."""
+    """Reads frames of a memory on another machine."""
 
     def read(self, rows: Tensor) -> Tensor:
         """uint8 [n, cameras, H, W, 3] at the flat rows int64 [n], in memory of the caller's own."""
@@ -22,7 +22,7 @@ class FrameReader(Protocol):
 
 @dataclass(frozen=True)
 class FrameShape:
-    """What the frames of one observation are."""
+    """Cameras and sizes of the frames of one observation."""
 
     cameras: tuple[str, ...]
     """The policy's names, in the order of the frames."""
@@ -35,7 +35,7 @@ class FrameShape:
 
 
 class FarFrames:
-    """Frames of M decisions by their flat rows, int64 [M]. What was fetched is kept as long as this object is."""
+    """Frames of M decisions by their flat rows, int64 [M]. Fetched frames are kept as long as this object is."""
 
     def __init__(self, reader: FrameReader, shape: FrameShape, rows: Tensor) -> None:
         self._reader, self._shape, self._rows = reader, shape, rows
@@ -44,7 +44,7 @@ class FarFrames:
 
     @classmethod
     def joined(cls, parts: Sequence[FarFrames]) -> FarFrames:
-        """Those of all parts of one iteration, one after the other, with what each has fetched."""
+        """The frames of all parts of one iteration, one after the other, with those that each has fetched."""
         whole = cls(parts[0]._reader, parts[0]._shape, torch.cat([part._rows for part in parts]))
         for part in parts:
             whole._kept |= part._kept

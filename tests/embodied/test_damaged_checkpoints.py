@@ -320,7 +320,7 @@ def test_edited_shards_are_used_or_refused_with_a_message(number: int, folder: P
         halves = {key: array[rows[key] :] if rank else array[: -(-len(array) // 2)] for key, array in tensors.items()}
         info = {key: {"saved_offsets": [rows[key]] + [0] * (array.ndim - 1)} for key, array in tensors.items()}
         save_file(halves, folder / name, metadata={"DCP_SHARDING_INFO": json.dumps(info), "DCP_VERSION": "1.0"})
-    checkpoint.write(folder)
+    checkpoint.write_manifest(folder)
     read_all(folder, farm)
     expected = {key: torch.from_numpy(array) for key, array in tensors.items()}
     found = OptimizerState.read(folder).tensors

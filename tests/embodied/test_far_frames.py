@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,10 +74,16 @@ class Straight:
 
     source: FrameSource
     rows: list[int] = field(default_factory=list)
+    name: str = "frame source"
 
     def call(self, method: Callable[..., Any], *args: Any) -> Any:
         self.rows += args[0].tolist()
         return method(self.source, *args)
+
+    def submit(self, method: Callable[..., Any], *args: Any) -> Future[Any]:
+        result: Future[Any] = Future()
+        result.set_result(self.call(method, *args))
+        return result
 
 
 def test_trajectories_that_are_carried_are_those_of_the_memory() -> None:
@@ -84,7 +91,7 @@ def test_trajectories_that_are_carried_are_those_of_the_memory() -> None:
     with worker(Watcher(), task=WATCHED) as made:
         made.rollout(8, 60.0)
         batch = made.trajectories()
-        caller = Straight(FrameSource())
+        caller: Any = Straight(FrameSource())
         caller.source.use(made.memory)
         whole = batch.carried(CalledSource(caller))
         for _ in range(2):

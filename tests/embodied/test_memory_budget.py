@@ -146,12 +146,12 @@ class Once(MemoryLimit):
 
     looks: list[int] = field(default_factory=list)
 
-    def exceeded(self, who: str, pid: int, watched: MemoryChecks) -> WorkerTooLarge | LimitTooSmall | None:
-        if who != "physics 1" or not pid:
+    def exceeded(self, worker: str, pid: int, checks: MemoryChecks) -> WorkerTooLarge | LimitTooSmall | None:
+        if worker != "physics 1" or not pid:
             return None
         self.looks.append(pid)
         budget = self if len(self.looks) == 2 else MemoryLimit(100.0)
-        return MemoryLimit.exceeded(budget, who, pid, watched)
+        return MemoryLimit.exceeded(budget, worker, pid, checks)
 
 
 @pytest.mark.slow

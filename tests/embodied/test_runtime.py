@@ -230,6 +230,7 @@ def test_an_exception_while_a_worker_is_made_arrives_as_itself(cluster: RayRunti
         cluster.start("clumsy", Clumsy, "it cannot be built")
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_is_named(cluster: RayRuntime) -> None:
     handle = cluster.start("mortal", Clumsy)
     with pytest.raises(WorkerFailed, match="^mortal died during 'die'"):

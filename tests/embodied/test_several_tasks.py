@@ -162,10 +162,10 @@ def test_the_return_is_that_of_the_episodes_whose_rewards_are_finite(tmp_path: P
             rollout = self.workers.rollout
 
             def with_one_broken(number: int) -> Any:
-                summary, spans = rollout(number)
+                summary = rollout(number)
                 first, *rest = summary.episodes
                 returns.append([episode.total_reward for episode in rest])
-                return replace(summary, episodes=(replace(first, total_reward=math.nan), *rest)), spans
+                return replace(summary, episodes=(replace(first, total_reward=math.nan), *rest))
 
             self.workers.rollout = with_one_broken  # type: ignore[method-assign, assignment]
             return super()._iterate(progress)

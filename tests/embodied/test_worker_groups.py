@@ -18,6 +18,7 @@ from embodied.runtime.inline import InlineRuntime, LocalHandle
 from embodied.runtime.ray.runtime import RayRuntime
 from embodied.runtime.supervision import Deadline
 from sim_farm.client.farm import WorkerFailed, WorkerTimeout
+from tests.variants import often
 
 
 @dataclass
@@ -70,7 +71,7 @@ class Member:
         return self.rank, thing, more
 
 
-@pytest.fixture(params=["inline", "ray"])
+@pytest.fixture(params=often(["inline"], ["inline", "ray"]))
 def runtime(request: pytest.FixtureRequest) -> Runtime:
     if request.param == "inline":
         return InlineRuntime(60.0)

@@ -240,16 +240,15 @@ def value_within(timeout_s: float, reference: Any, name: str, what: str) -> Any:
     try:
         return ray.get(reference, timeout=timeout_s)
     except (RayTaskError, RayActorError, ActorUnschedulableError) as error:
-        found = unwrapped(error, name, what)
         raised_itself = isinstance(error, RayTaskError) and not isinstance(error.cause, RayActorError)
-        raise found from (None if raised_itself else error)
+        raise unwrapped(error, name, what) from (None if raised_itself else error)
 
 
 def unwrapped(error: Exception, name: str, what: str) -> Exception:
     """The exception that the worker `name` raised in its call `what`, without Ray's wrapping; `WorkerFailed` where its
     process is gone."""
     if isinstance(error, RayTaskError):
-        if isinstance(error.cause, RayActorError):  # the call was to have the result of another, whose worker is gone
+        if isinstance(error.cause, RayActorError):  # an argument was the result of another worker, which is gone
             return WorkerFailed(f"a worker died before {name} had its result for {what!r}")
         return error.cause if isinstance(error.cause, Exception) else error
     if isinstance(error, RayActorError):
