@@ -1,8 +1,8 @@
-"""The roles of workers that the executor knows: rollout_worker, scorer, learner. A role is a protocol of methods.
+"""Roles of workers in an iteration: rollout worker, policy worker, scorer, learner. A role is a protocol of methods.
 
-A rollout_worker goes round with the simulators and makes trajectories. A scorer receives trajectories, adds to them and hands
-them on. A learner learns from them and hands out weights. Who acts takes these: the rollout_worker itself, or, where several
-replicas share its work, they.
+A rollout worker steps the environments and collects trajectories. A scorer adds to trajectories on their way to the
+learner, which updates the policy from them and publishes its weights. Policy workers load these: the rollout worker
+itself, or several replicas.
 """
 
 from __future__ import annotations
