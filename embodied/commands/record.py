@@ -119,7 +119,7 @@ def record_run(
     with new_folder(out) as aside, open_session(config) as session:
         # One replayer and the writer before anybody acts: what cannot be written is refused now, not hours later.
         task = replace(task_spec(config), cameras=config.env.cameras)
-        replayer = session.runtime.place("replayer 0", Replayer, task)
+        replayer = session.runtime.start("replayer 0", Replayer, task)
         info = replayer.call(Replayer.describe)
         provenance = {
             "task": asdict(info.spec),
@@ -170,7 +170,7 @@ def _act(config: Config, session: Session, folder: Path | None, episodes: int, d
     with session.farm(trials_farm(config, session, specs, range(episodes))) as farm:
         sizes = policy_spec(config, farm.infos[0])
         reach = session.reach(farm)
-        worker = session.runtime.place("evaluator", make_evaluator, config, sizes, reach, folder, disturb)
+        worker = session.runtime.start("evaluator", make_evaluator, config, sizes, reach, folder, disturb)
         deadline_s = worker.deadline.inner().seconds
         with steps(f"Running {config.policy.kind} on {config.env.task}", episodes) as bar:
             results = run_to_end(

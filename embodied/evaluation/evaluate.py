@@ -240,7 +240,7 @@ def _run_episodes(
             protocol.check(task, farm.infos[0])
             sizes, reach = policy_spec(config, farm.infos[0]), session.reach(farm)
             if worker is None:
-                worker = session.runtime.place("evaluator", make_evaluator, config, sizes, reach, subject.checkpoint)
+                worker = session.runtime.start("evaluator", make_evaluator, config, sizes, reach, subject.checkpoint)
             else:
                 worker.call(Evaluator.begin, task, sizes, reach)
             recovery.serving(len(folder.outcomes))

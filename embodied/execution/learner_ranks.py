@@ -33,7 +33,7 @@ def start_ranks(
     places = assignment.components[learner.name][:ranks]
     contexts = [replace(base, affinity=place, rank=rank, ranks=ranks) for rank, place in enumerate(places)]
     nodes = tuple(place.node for place in places)
-    group: WorkerGroup[LearnerRole] = runtime.place_group(
+    group: WorkerGroup[LearnerRole] = runtime.start_group(
         learner.name, make_component, ranks, lambda rank: (learner, contexts[rank]), nodes=nodes
     )
     if ranks == 1:

@@ -274,7 +274,7 @@ def _start_scorer(
     beside: WorkerGroup[LearnerRole] | None,
 ) -> WorkerGroup[ScorerRole]:
     context = replace(base, affinity=assignment.first_of(scorer.name), shares=beside is not None)
-    group: WorkerGroup[ScorerRole] = session.runtime.place_group(
+    group: WorkerGroup[ScorerRole] = session.runtime.start_group(
         scorer.name, make_component, 1, (scorer, context), beside=() if beside is None else beside.handles
     )
     if beside is not None:

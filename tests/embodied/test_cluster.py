@@ -419,7 +419,7 @@ def test_a_lost_node_is_named_with_its_workers_within_the_deadline(
     spec = replace(PICTURES, physics_workers=2)
     host = machines.runtime.farm_host(2, 1, (lost.id,) * 2)
     with built(spec, host, machines) as farm:
-        player = machines.runtime.place("player", Player, farm.address)
+        player = machines.runtime.start("player", Player, farm.address)
         playing = player.submit(Player.play)
         deadline = time.monotonic() + 240
         while farm.tasks[0].slots["requested"].max() < 40:
