@@ -303,6 +303,7 @@ def untrained(tmp_path: Path) -> list[str]:
     return ["eval", str(tmp_path / "untrained.yaml"), "--runs-dir", str(tmp_path / "runs")]
 
 
+@pytest.mark.slow
 def test_a_suite_is_evaluated_into_a_table_and_a_folder(untrained: list[str], tmp_path: Path) -> None:
     written = ["--folder", str(tmp_path / "e"), "--json", str(tmp_path / "j")]
     status, said = here(*untrained, "--eval.tasks", "tabletop", *written)

@@ -235,6 +235,7 @@ def test_a_share_of_the_work_falls_with_the_ranks(
     assert found == [pytest.approx(whole / ranks, rel=0.15)] * ranks
 
 
+@pytest.mark.slow
 def test_shards_are_shards(ray_runtime: RayRuntime, tmp_path: Path) -> None:
     """Parameters and moments are divided; what cannot be is padded. The work is divided too."""
     config = config_of(minibatch=24, epochs=1, sharding="sharded")

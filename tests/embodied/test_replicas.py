@@ -286,6 +286,7 @@ def with_worker(worker: type) -> Recipe:
 UNBUILDABLE, RAISING = with_worker(Unbuildable), with_worker(Raising)
 
 
+@pytest.mark.slow
 def test_a_replica_that_cannot_be_built_is_named(ray: Session, tmp_path: Path) -> None:
     config = parse_config(of(STATES, workflow=f"{__name__}:UNBUILDABLE"), "test")
     with (

@@ -328,6 +328,7 @@ def test_a_classifier_of_other_frames_and_one_that_is_damaged_are_refused(tmp_pa
         SuccessClassifier.load(tmp_path / "c")
 
 
+@pytest.mark.slow
 def test_episodes_without_frames_or_successes_teach_nothing(demos: Dataset, tmp_path: Path) -> None:
     plain = record_reach(tmp_path / "plain", 2, cameras=0)
     with pytest.raises(UserError, match="no frames"):

@@ -321,6 +321,7 @@ def test_a_run_that_fails_keeps_the_checkpoint_that_was_being_written(
     assert found is not None and found.name == "000003"
 
 
+@pytest.mark.slow
 def test_a_run_says_how_long_it_stood_still_and_how_long_was_written(only_lasting: None, tmp_path: Path) -> None:
     config = run_config({**STATES, "runtime": {"mode": "inline"}}, 7)
     prepare_run(config, tmp_path, False)

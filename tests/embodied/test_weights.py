@@ -390,6 +390,7 @@ def test_who_is_not_there_is_named() -> None:
         assert re.search(rf"{name} .*waited 1 s at {address} for policy 1: not there", str(each)), str(each)
 
 
+@pytest.mark.slow
 def test_who_dies_with_everything_leaves_the_others_as_they_were(
     ray: Session, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -235,6 +235,7 @@ def test_ranks_start_side_by_side(ray_runtime: RayRuntime, tmp_path: Path) -> No
     group.end()
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_named_while_the_others_wait_for_it(ray_runtime: RayRuntime) -> None:
     group = members(ray_runtime, 2)
     with pytest.raises(WorkerFailed, match="^member 1 died during 'die'"):

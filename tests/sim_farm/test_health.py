@@ -127,6 +127,7 @@ def test_a_stopped_worker_that_is_waiting_is_hung_as_soon_as_it_has_work_and_not
         assert hung(slots, RENDER, SOON) is None
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_stopped_while_it_works_is_hung_and_its_replacement_is_not() -> None:
     slow = replace(REACH, image_size=128)
     spec = replace(SPEC, task=slow, num_envs=64, physics_workers=1, render_workers=0)

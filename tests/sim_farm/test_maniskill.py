@@ -468,6 +468,7 @@ else:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=240, cwd=ROOT, env=os.environ | hidden)
 
 
+@pytest.mark.slow
 def test_actions_of_two_robots_lie_one_after_the_other() -> None:
     with closing(make_physics(replace(TWO_ROBOTS, cameras=0))) as physics:
         assert physics.info.action_dim == 16

@@ -69,6 +69,7 @@ def test_either_colour_is_on_either_side(red: Any) -> None:
     assert sides == {True, False}
 
 
+@pytest.mark.slow
 def test_the_named_cube_at_its_goal_is_success_and_the_other_at_its_own_is_failure(red: Any, green: Any) -> None:
     for physics in (red, green):
         for seed in SEEDS:

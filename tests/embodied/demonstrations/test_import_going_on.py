@@ -157,6 +157,7 @@ def test_only_successes_and_what_was_edited_are_left_out_by_name(copied: Path, t
     assert about["left_out"] == result["left_out"] and about["only_successes"] is True
 
 
+@pytest.mark.slow
 def test_edited_states_successes_and_entries_are_found(copied: Path, tmp_path: Path) -> None:
     def spoil(file: h5py.File) -> None:
         file["traj_0/env_states/actors/cube"][7, 1] += 0.01
