@@ -74,12 +74,13 @@ def _run(verb: str, arguments: list[str]) -> int:
     module = _module(verb, name)
     if verb == "doctor":  # all that is imported below may be what it has to say is missing
         return module.main(arguments)
+    args = _parse(verb, module.Arguments, arguments[0] if given else "", arguments)
+    # A mistake in the arguments is answered before torch is imported, which takes seconds.
     from embodied.files import write_json
     from policies.contract import PolicyError
     from schedulers.errors import PlanError
     from sim_farm.contract import FarmError
 
-    args = _parse(verb, module.Arguments, arguments[0] if given else "", arguments)
     try:
         result = module.run(args)
     except (FarmError, PolicyError, PlanError) as error:

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import embodied
 from embodied.config.schema import Config
-from embodied.learning.scorer import Scorer
+from embodied.learning.scorers import Scorer
 from embodied.trajectories.batch import Trajectories
 from embodied.workflows import PPO, WorkflowComponent, passing
 from embodied.workflows.context import WorkerContext

@@ -19,7 +19,7 @@ from embodied.bench.machine import median
 from embodied.execution.iteration import OnPolicy, start_run
 from embodied.execution.roles import LearnerRole
 from embodied.execution.session import open_session
-from embodied.learning.weight_ways import Way
+from embodied.learning.weight_sync import Transport
 
 ITERATIONS = 3
 PUBLISH = "publish weights"
@@ -37,7 +37,7 @@ def weights(work: Work) -> Figures:
     config = vla_config(work, folder, runtime, rank, optim={"minibatch": 4, "micro_batch": 2})
     with open_session(config) as session, start_run(config, work.scratch, session, on_one_core(shares)) as workers:
         if work.variant == "by_host":
-            workers.hand_over = replace(workers.hand_over, ways=(Way.MEMORY,))
+            workers.weight_sync = replace(workers.weight_sync, transports=(Transport.SHARED_MEMORY,))
         workers.begin(None, 0)
         found: Figures = {"weights_bytes": whole, "path": workers.weights_path}
         spans = [s for i in range(ITERATIONS) for s in workers.iterate(i).spans if s.name == PUBLISH]

@@ -69,7 +69,7 @@ CASES = (
         {"workflow": "ppo_reference", "loss.reference_kl": 1e-3}, warm=True,
     ),
     Case(
-        "rollout.curriculum", 0.8, "learner/teaching_groups",
+        "rollout.curriculum", 0.8, "learner/informative_groups",
         {
             "workflow": "grpo", "env.start_seeds": 64, "env.num_envs": 16, "env.max_episode_steps": 20,
             "rollout.episodes_per_env": 4, "rollout.episode_group": 8,

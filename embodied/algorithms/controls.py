@@ -1,6 +1,6 @@
-"""What adapts itself from update to update: coefficients of the loss, the learning rate, the scale of returns.
+"""Adaptive coefficients: weights of the loss, the learning rate, the scale of returns.
 
-All of it is a function of what updates measured, and part of a checkpoint.
+They are functions of the metrics of earlier updates, and part of a checkpoint.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from embodied.run import checkpoint
 from embodied.trajectories.batch import Trajectories
 
 KEPT = 0.9
-"""Of the statistics of earlier returns, where those of an iteration join them."""
+"""Decay of the running statistics of returns, per iteration."""
 LEAST_DEVIATION = 1e-4
-"""Returns that are all alike are not blown up."""
+"""Least deviation that returns are divided by, so that equal returns are not blown up."""
 RATE_STEP, RATE_RANGE = 1.5, (1e-2, 10.0)
-"""By how much the learning rate is changed at once, and how far from `optim.policy_lr` it may go, as factors."""
+"""Factor of one change of the learning rate, and its range, in multiples of `optim.policy_lr`."""
 WEIGHT_RANGE = (1e-3, 1e3)
-"""How far a weight of the loss may go from what it begins as, as factors."""
+"""Range of an adaptive weight of the loss, in multiples of its first value."""
 ENTROPY_RATE = 0.5
-"""How much the logarithm of the entropy's weight changes for a nat too few, at most as much for one iteration."""
+"""Change of the logarithm of the entropy's weight per nat below the target, and its limit per iteration."""
 
 
 @dataclass(frozen=True)
 class Controls:
-    """The state after some updates."""
+    """State of the adaptive coefficients after some updates."""
 
     reference_kl: float
     """Weight of the divergence from the reference policy."""
     entropy_coef: float
     lr_share: float = 1.0
-    """Of `optim.policy_lr`."""
+    """Learning rate as a share of `optim.policy_lr`."""
     return_mean: float = 0.0
     return_square: float = 1.0
     """Mean of the squares."""
     return_weight: float = 0.0
-    """How much has been seen, up to 1: what was not is not counted (Adam's correction of its bias)."""
+    """Weight of the returns seen so far, up to 1 (Adam's bias correction)."""
 
     @classmethod
     def of(cls, config: Config) -> Controls:
@@ -53,8 +53,8 @@ class Controls:
 
     @classmethod
     def read(cls, numbers: Mapping[str, float], config: Config) -> Controls:
-        """What `numbers` wrote; what the configuration does not adapt is as it says now. Raises `UserError` for names
-        of nothing that adapts itself."""
+        """State from `numbers`; coefficients that the configuration does not adapt have its values. Raises `UserError`
+        for unknown names."""
         known = list(asdict(cls.of(config)))
         for name in numbers:
             if name not in known:
@@ -67,7 +67,7 @@ class Controls:
         return found if config.optim.lr_kl is not None else replace(found, lr_share=1.0)
 
     def numbers(self, config: Config) -> dict[str, float]:
-        """What has changed since before the first update."""
+        """Numbers that differ from those before the first update."""
         begun = asdict(Controls.of(config))
         return {name: number for name, number in asdict(self).items() if number != begun[name]}
 
@@ -133,19 +133,20 @@ def adapted_share(share: float, change: float, target: float) -> float:
     return max(RATE_RANGE[0], min(RATE_RANGE[1], share))
 
 
-# --- What a learner's updates are steered by: learning rates, the loss's weights, and the scale of returns.
+# --- in a learner
 
 
 class UpdateControls:
-    """Equal on all ranks of a learner, since all of them measure the same."""
+    """The learning rates, the loss's weights and the scale of returns of a learner. Equal on all ranks, which measure
+    the same."""
 
     def __init__(self, config: Config) -> None:
-        """Raises `UserError` where `policy.init` has a critic that speaks in deviations of returns and this run's does
+        """Raises `UserError` where the critic of `policy.init` predicts in deviations of returns and this run's does
         not."""
         self._config = config
         self._state = Controls.of(config)
         self._earlier = self._state.scale
-        """Of an update before."""
+        """Scale of the update before."""
         begun = config.policy.init
         if begun is not None and (begun / "state.json").is_file():
             numbers = checkpoint.read_state(begun).controls
@@ -156,13 +157,13 @@ class UpdateControls:
         return self._state.numbers(self._config)
 
     def load(self, numbers: Mapping[str, float]) -> None:
-        """Go on with what `numbers` wrote. Raises `UserError` where the critic would be misunderstood."""
+        """Continue from `numbers`. Raises `UserError` where the critic predicts in other units."""
         self._take(numbers, "the checkpoint")
 
     def _take(self, numbers: Mapping[str, float], source: str) -> None:
         if "return_weight" in numbers and not self._config.advantage.normalise_returns:
             raise UserError(
-                f"the critic of {source} speaks in deviations of returns, and advantage.normalise_returns is off: "
+                f"the critic of {source} predicts in deviations of returns, and advantage.normalise_returns is off: "
                 "set it to true"
             )
         self._state = Controls.read(numbers, self._config)
@@ -170,11 +171,11 @@ class UpdateControls:
 
     @property
     def loss(self) -> LossConfig:
-        """Of the update that comes."""
+        """Settings of the loss of the next update."""
         return self._state.loss(self._config.loss)
 
     def set_learning_rates(self, optimizer: torch.optim.Optimizer, iteration: int) -> None:
-        """Those of the iteration, of policy and value head."""
+        """Set the iteration's learning rates of policy and value head."""
         optim = self._config.optim
         share = 1 - iteration / self._config.iterations if optim.anneal else 1.0
         policy, value_head = optimizer.param_groups
@@ -186,10 +187,10 @@ class UpdateControls:
         return max(0.0, min(1.0, (iteration + 1) / (self._config.optim.lr_warmup + 1)))
 
     def in_rewards(self, batch: Trajectories, now: Tensor | None = None) -> Trajectories:
-        """The trajectories with values in the unit of rewards, where the critic speaks in deviations of returns.
+        """The trajectories with values in the unit of rewards, where the critic predicts in deviations of returns.
 
-        `now` [T, B] or [T, B, C], where the critic spoke an update ago: what the present one says of the decisions.
-        Observations that no decision followed keep the value of then.
+        `now` [T, B] or [T, B, C]: values of the decisions under the present critic, if the recorded ones are an update
+        older. Observations without a decision keep their recorded value.
         """
         if not self._config.advantage.normalise_returns:
             return batch if now is None else replace(batch, value=now)
@@ -202,9 +203,9 @@ class UpdateControls:
         )
 
     def in_deviations(self, rows: Rows) -> Rows:
-        """The rows with values and returns in deviations of returns, of which these are some more.
+        """The rows with values and returns in deviations of returns; their returns join the running statistics.
 
-        Values are again as the critic said them: only so does loss.value_clip bound how far it moves.
+        Values are then the critic's own outputs, so that `loss.value_clip` limits its change.
         """
         if not self._config.advantage.normalise_returns or not len(rows):
             return rows
@@ -217,7 +218,7 @@ class UpdateControls:
         return replace(rows, value=(rows.value - before) / width, returns=(returns - mean) / deviation)
 
     def note(self, metrics: Mapping[str, float], iteration: int) -> dict[str, float]:
-        """Adapt to the metrics of an update that changed the policy. What is steered, as metrics."""
+        """Adapt to the metrics of an update. Returns the adaptive coefficients as metrics."""
         config, used = self._config, self._state
         if metrics["learner/steps"] and iteration >= config.optim.critic_warmup:
             self._state = used.after(config, metrics)

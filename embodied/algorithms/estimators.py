@@ -26,7 +26,7 @@ Scale = Literal["group", "batch", "none"]
 def group_advantages(
     outcome: Tensor, group: Tensor, size: int, scale: Scale = "group", eps: float = 1e-6
 ) -> tuple[Tensor, Tensor]:
-    """Advantage of each episode [N], and whether its group is complete [N] bool.
+    """Advantage of each episode [N], and [N] bool: True if its group is complete.
 
     `outcome` [N] floating, `group` [N] int64. A group is complete if it has exactly `size` members; episodes of
     others have advantage 0. The advantage is (R - mean of the group) / (deviation + eps), deviations unbiased:
@@ -49,7 +49,7 @@ def group_advantages(
 
 
 def group_means(outcome: Tensor, group: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Mean outcome of each episode's group [N], 0 where it is incomplete, and whether it is complete [N] bool.
+    """Mean outcome of each episode's group [N], 0 where it is incomplete, and [N] bool: True if it is complete.
 
     Arguments and errors as those of `group_advantages`.
     """
@@ -94,7 +94,7 @@ def reinforce_returns(
 
     REINFORCE++ (Hu et al. 2025, arXiv 2501.03262): `normalise` over the global batch makes them advantages.
     `reward`, `kl` [T, B], the latter in nats and of the whole decision; `end`, `mask` [T, B] bool, the decision ended
-    its episode, was really taken. A column holds several episodes one after the other. `baseline` [T, B] is
+    its episode, was executed. A column holds several episodes one after the other. `baseline` [T, B] is
     subtracted; with the mean outcome of the episode's group (`group_means`) it is REINFORCE++-baseline.
     """
     # `where` rather than a product: what is not read may be NaN, and 0 * NaN is NaN.
@@ -110,7 +110,7 @@ def reinforce_returns(
 def _per_group(
     outcome: Tensor, group: Tensor, size: int, statistic: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """`statistic` of the outcomes of each episode's group [N], 0 where incomplete; whether it is complete [N] bool.
+    """`statistic` of the outcomes of each episode's group [N], 0 where incomplete; [N] bool, True if it is complete.
 
     Each group is computed by itself from its sorted outcomes, so that neither the order of its members nor the
     presence of other groups can change a bit of it.
@@ -133,16 +133,15 @@ def _per_group(
 
 @dataclass(frozen=True)
 class Estimate:
-    """What an estimator makes of trajectories; all [T, B]. Where single actions have credit of their own, advantages
-    and returns are [T, B, C]."""
+    """Result of an estimator; all [T, B]. With `advantage.credit` action, advantages and returns are [T, B, C]."""
 
     advantage: Tensor
     returns: Tensor
-    """What the critic should have said; read only where the workflow trains one."""
+    """Targets of the critic; read only where the workflow trains one."""
     keep: Tensor
-    """bool, the decision is worth learning from."""
+    """bool, True if the decision carries a gradient."""
     weight: Tensor
-    """Of each of the decision's units (`loss.ratio_unit`) in the loss; the update divides by the weights' sum."""
+    """Weight of each of the decision's units (`loss.ratio_unit`) in the loss; the update divides by their sum."""
 
 
 Estimator = Callable[[Trajectories, Config], Estimate]
@@ -153,23 +152,23 @@ class Rows:
     """The decisions to learn from, flattened; every tensor has N rows."""
 
     decisions: Decisions
-    """Their observations and traces, where they are kept."""
+    """Observations and traces, in the trajectory memory or in tensors."""
     log_prob: Tensor
-    """[N, C, A] under the policy that acted."""
+    """[N, C, A] under the rollout's policy."""
     value: Tensor
-    """[N], or [N, C] where single actions have credit of their own; advantages and returns alike."""
+    """[N], or [N, C] with `advantage.credit` action; as advantages and returns."""
     advantage: Tensor
     returns: Tensor
     executed: Tensor
     weight: Tensor
-    """[N] of the row in the loss and in its denominator."""
+    """[N] weight of the row in the loss and in its denominator."""
     importance: Tensor
-    """[N, 1] or [N, U] of its units in the loss alone: how much likelier the policy makes them than the one that acted
-    did, where that is an update behind."""
+    """[N, 1] or [N, U] weight of the row's units in the loss alone: ratio of the present to the rollout's probability,
+    where the rollout is an update behind."""
     reference_log_prob: Tensor | None = None
     """[N, C, A] under the frozen reference policy, where the workflow has one."""
     precomputed: Mapping[str, Tensor] = field(default_factory=dict)
-    """What `Policy.precompute` found, [N, ...] each; it joins the traces."""
+    """Results of `Policy.precompute`, [N, ...] each; they join the traces."""
 
     def take(self, index: Tensor) -> Rows:
         """The rows at `index`; observations and traces stay where they are."""
@@ -212,7 +211,7 @@ PER_ROW = ("log_prob", "value", "advantage", "returns", "executed", "weight", "i
 
 
 def rows_of(batch: Trajectories, estimate: Estimate) -> Rows:
-    """The batch's rows, without decisions that were not taken and those that teach nothing."""
+    """The batch's rows, without masked decisions and those that carry no gradient."""
     reference = batch.reference_log_prob
     rows = Rows(
         batch.decisions,
@@ -277,7 +276,7 @@ def _normalised(advantage: Tensor, counted: Tensor, task: Tensor | None) -> Tens
 
 
 def _check_values(batch: Trajectories, settings: AdvantageConfig) -> None:
-    """Raise `UserError` unless the policy has a value for each of what has credit."""
+    """Raise `UserError` unless the policy's values are per chunk or per action, as `advantage.credit`."""
     wanted, found = 3 if settings.credit == "action" else 2, batch.value.ndim
     if found < wanted:
         raise UserError(
@@ -300,17 +299,18 @@ def group_relative(batch: Trajectories, config: Config) -> Estimate:
     settings, size = config.advantage, config.rollout.episode_group
     outcome = judged(batch, config)
     advantage, complete = group_advantages(outcome, batch.episode_group, size, settings.scale)
-    teaches = complete & differing(outcome, batch.episode_group, size)
+    informative_group = complete & differing(outcome, batch.episode_group, size)
     if settings.keep_rates is not None:
         solved = (batch.success & batch.mask).any(0).float()
-        teaches &= informative(solved, batch.episode_group, size, *settings.keep_rates)
-    rows = _weights(batch, config)
-    return Estimate(rows_like(advantage, batch), torch.zeros_like(batch.reward), rows_like(teaches, batch), rows)
+        informative_group &= informative(solved, batch.episode_group, size, *settings.keep_rates)
+    keep = rows_like(informative_group, batch)
+    weight = _weights(batch, config)
+    return Estimate(rows_like(advantage, batch), torch.zeros_like(batch.reward), keep, weight)
 
 
 def reinforce(batch: Trajectories, config: Config) -> Estimate:
-    """REINFORCE++ (Hu et al. 2025, arXiv 2501.03262): what is left of the episode's outcome, less the KL divergence of
-    the decisions from here on, normalised over all decisions. With `advantage.baseline: group` the outcome is less the
+    """REINFORCE++ (Hu et al. 2025, arXiv 2501.03262): the episode's remaining outcome, less the KL divergence of the
+    decisions from here on, normalised over all decisions. With `advantage.baseline: group` the outcome is less the
     episode group's mean.
 
     Raises ValueError for trajectories that are not whole episodes in episode groups.
@@ -398,4 +398,4 @@ ESTIMATORS: dict[str, Estimator] = {
     "reinforce": reinforce,
     "binary": binary,
 }
-"""By the names that workflows use."""
+"""Estimators by the names that workflows use."""

@@ -1,4 +1,4 @@
-"""What an update makes smaller, of decisions under the present weights: the objectives that workflows name.
+"""Objectives: loss functions of the policy, by the names that workflows use.
 
 Like the losses of `ppo.py`, each is a sum over units; the caller divides.
 """
@@ -31,7 +31,7 @@ BEHAVIOUR_BOUND = 2.0
 MAX_DRIFT = 0.5
 """Norm of an action's change of velocity, beyond which it is shortened (pi-StepNFT's code)."""
 Objective = Callable[[Evaluation, Rows, LossConfig, Units], PolicyLoss]
-"""(decisions under the present weights, what is known of them, settings, the units that count) to the loss."""
+"""(evaluation of the rows under the present weights, the rows, settings, the units that count) -> the loss."""
 
 
 def ratio(new: Evaluation, rows: Rows, settings: LossConfig, places: Units) -> PolicyLoss:
@@ -52,7 +52,7 @@ def contrast(new: Evaluation, rows: Rows, settings: LossConfig, places: Units) -
     v_old + b d and v_old - b d, with d = v - v_old no longer than `MAX_DRIFT` and b `contrast_scale`. The mean is
     linear in the velocity, hence E+ - E- = -4 b sum(pull) (`Contrast`). No ratio and no value enters.
     """
-    assert new.contrast is not None, "the policy draws no step that its velocity could be held against"
+    assert new.contrast is not None, "the policy draws no denoising step to compare its velocity with"
     drift, pull = new.contrast.drift, new.contrast.pull
     norm = (drift.square().sum(2) + 1e-16).sqrt()
     shortened = (MAX_DRIFT / norm).clamp(max=1)
@@ -76,4 +76,4 @@ def decoupled(rows: Rows, log_prob: Tensor, unit: RatioUnit) -> Rows:
 
 
 OBJECTIVES: dict[str, Objective] = {"ratio": ratio, "contrast": contrast}
-"""By the names that workflows use."""
+"""Objectives by the names that workflows use."""

@@ -15,8 +15,8 @@ from torch import Tensor
 RatioUnit = Literal["chunk", "action", "element"]
 Credit = Literal["chunk", "action"]
 Units = Tensor | tuple[Tensor, ...]
-"""Units that count: bool [B, U]; or their places, rows and columns, which tell a GPU how many there are without its
-having to count and be waited for."""
+"""Units that count: bool [B, U]; or their indices, rows and columns, whose number is known without waiting for the
+GPU."""
 RATIO_LOG_LIMIT = 20.0
 HUBER_DELTA = 10.0
 
@@ -110,7 +110,7 @@ def reduce_to_unit(values: Tensor, executed: Tensor, unit: RatioUnit) -> tuple[T
 
 
 def alive_actions(executed: Tensor, chunk: int) -> Tensor:
-    """bool [.., C]: the actions of each chunk that were executed, of which `executed` [..] says how many."""
+    """bool [.., C]: True for the executed actions of each chunk; `executed` [..] is their number."""
     return torch.arange(chunk, device=executed.device) < executed[..., None]
 
 
@@ -139,7 +139,7 @@ def sum_units(values: Tensor, mask: Units, weight: Tensor | None = None) -> Tens
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """LossSums over the units of some rows. Only the loss is weighted."""
+    """Sums over the units of some rows. Only the loss is weighted."""
 
     loss: Tensor
     approx_kl: Tensor

@@ -15,21 +15,21 @@ from rich import get_console
 from rich import print as show
 
 import schedulers
+from embodied.config.files import RUNS
 from embodied.config.schema import Config
 from embodied.devices import hardware
 from embodied.errors import UserError
 from embodied.execution.assignment import HOME, assign
 from embodied.execution.iteration import Iteration, start_run
-from embodied.execution.preflight import check_run
 from embodied.execution.session import Session, open_session
 from embodied.files import write_json, write_whole
-from embodied.planning.clusters import run_cluster
+from embodied.planning.clusters import planned_for, run_cluster
 from embodied.planning.comparison_page import comparison_table, write_comparison
-from embodied.planning.components import planned_for
 from embodied.planning.profiler import profile_config, run_iterations
 from embodied.planning.run_plans import PROFILE, checked_profile, make_folder, sized_workflow
-from embodied.run.folder import RUNS, with_init
+from embodied.run.folder import with_init
 from embodied.statistics import typical
+from embodied.training.preflight import check_run
 from embodied.workflows.sizes import tasks_of
 from schedulers import DeviceRange, Plan
 

@@ -10,6 +10,7 @@ import tyro
 from rich import get_console
 from rich import print as show
 
+from embodied.config.files import RUNS
 from embodied.config.schema import Config
 from embodied.errors import UserError
 from embodied.evaluation.evaluate import (
@@ -22,12 +23,12 @@ from embodied.evaluation.evaluate import (
 )
 from embodied.evaluation.folder import PROTOCOL, EvalFolder, read_folder
 from embodied.evaluation.protocol import Protocol, protocol_of
-from embodied.execution.preflight import check_evaluation
 from embodied.execution.session import Session, open_session
 from embodied.reporting.report import write_report
 from embodied.reporting.tables import evaluation_table
 from embodied.run import checkpoint
-from embodied.run.folder import RUNS, find_run, settings_of, whole_checkpoint, with_init
+from embodied.run.folder import find_run, settings_of, whole_checkpoint, with_init
+from embodied.training.preflight import check_evaluation
 
 
 @dataclass(frozen=True)

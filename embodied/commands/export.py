@@ -11,8 +11,9 @@ import tyro
 from rich import print as show
 
 import policies
+from embodied.config.files import RUNS
 from embodied.errors import UserError
-from embodied.run.folder import RUNS, find_run, whole_checkpoint
+from embodied.run.folder import find_run, whole_checkpoint
 
 
 @dataclass(frozen=True)

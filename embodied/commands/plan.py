@@ -14,11 +14,11 @@ from rich import get_console
 from rich import print as show
 
 import schedulers
+from embodied.config.files import RUNS
 from embodied.config.schema import Config
 from embodied.execution.assignment import HOME
 from embodied.files import write_whole
-from embodied.planning.clusters import read_cluster
-from embodied.planning.components import planned_for
+from embodied.planning.clusters import planned_for, read_cluster
 from embodied.planning.run_plans import (
     PICTURE,
     PLAN,
@@ -29,7 +29,7 @@ from embodied.planning.run_plans import (
     sized_workflow,
 )
 from embodied.reporting.plan_picture import draw_plan
-from embodied.run.folder import RUNS, with_init
+from embodied.run.folder import with_init
 from schedulers import Cluster, Plan, Profile, Workflow
 
 

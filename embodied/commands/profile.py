@@ -11,13 +11,14 @@ import tyro
 from rich import print as show
 
 import schedulers
+from embodied.config.files import RUNS
 from embodied.config.schema import Config
-from embodied.execution.preflight import check_run
 from embodied.execution.session import open_session
 from embodied.files import write_whole
 from embodied.planning.profiler import profile_config
 from embodied.planning.run_plans import make_folder
-from embodied.run.folder import RUNS, with_init
+from embodied.run.folder import with_init
+from embodied.training.preflight import check_run
 from embodied.workflows.sizes import tasks_of
 from schedulers import ComponentProfile, Profile
 

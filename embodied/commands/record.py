@@ -12,18 +12,19 @@ from typing import Annotated, Any
 import tyro
 from rich import print as show
 
+from embodied.config.files import RUNS
 from embodied.config.schema import Config
 from embodied.demonstrations.writer import DatasetWriter, new_folder
 from embodied.errors import UserError
 from embodied.evaluation.evaluate import trials_farm
 from embodied.execution.makers import make_evaluator
-from embodied.execution.preflight import check_evaluation
 from embodied.execution.replay import in_order, replayers_of
 from embodied.execution.session import Session, open_session
 from embodied.reporting.live import steps
 from embodied.rollout.evaluator import EpisodeResult, Evaluator, run_to_end
-from embodied.run.folder import RUNS, find_run, whole_checkpoint, with_init
+from embodied.run.folder import find_run, whole_checkpoint, with_init
 from embodied.runtime.handles import Handle
+from embodied.training.preflight import check_evaluation
 from embodied.workflows.context import policy_spec, task_spec
 from sim_farm.client.replay import ReplayedEpisode, Replayer
 from sim_farm.contract import EpisodeSpec
@@ -118,7 +119,7 @@ def record_run(
     with new_folder(out) as aside, open_session(config) as session:
         # One replayer and the writer before anybody acts: what cannot be written is refused now, not hours later.
         task = replace(task_spec(config), cameras=config.env.cameras)
-        replayer = session.runtime.place("replayer 0", Replayer, task)
+        replayer = session.runtime.start("replayer 0", Replayer, task)
         info = replayer.call(Replayer.describe)
         provenance = {
             "task": asdict(info.spec),
@@ -169,7 +170,7 @@ def _act(config: Config, session: Session, folder: Path | None, episodes: int, d
     with session.farm(trials_farm(config, session, specs, range(episodes))) as farm:
         sizes = policy_spec(config, farm.infos[0])
         reach = session.reach(farm)
-        worker = session.runtime.place("evaluator", make_evaluator, config, sizes, reach, folder, disturb)
+        worker = session.runtime.start("evaluator", make_evaluator, config, sizes, reach, folder, disturb)
         deadline_s = worker.deadline.inner().seconds
         with steps(f"Running {config.policy.kind} on {config.env.task}", episodes) as bar:
             results = run_to_end(

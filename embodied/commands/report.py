@@ -10,11 +10,12 @@ from typing import Any
 import tyro
 from rich import print as show
 
+from embodied.config.files import RUNS
 from embodied.errors import UserError
 from embodied.reporting.report import write_report
 from embodied.reporting.run_record import ReportError
 from embodied.reporting.runs_page import write_runs_page
-from embodied.run.folder import RUNS, find_run
+from embodied.run.folder import find_run
 
 
 @dataclass(frozen=True)

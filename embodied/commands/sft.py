@@ -11,13 +11,14 @@ from rich import print as show
 
 from embodied import hub
 from embodied.commands.evaluate import finish_run
+from embodied.config.files import RUNS
 from embodied.config.schema import Config, SFTConfig
 from embodied.devices import release
 from embodied.errors import UserError
 from embodied.evaluation.protocol import protocol_of
-from embodied.execution.preflight import check_evaluation
 from embodied.execution.session import open_session
-from embodied.run.folder import RUNS, begun_from, find_run, open_run_folder, recorded_settings
+from embodied.run.folder import begun_from, find_run, open_run_folder, recorded_settings
+from embodied.training.preflight import check_evaluation
 from embodied.training.sft import STAGE, imitate
 from embodied.workflows.context import task_spec
 from sim_farm.workers.hosts import InProcess

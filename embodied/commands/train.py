@@ -1,4 +1,7 @@
-"""`embodied train`: train, evaluate, film, report; several seeds or settings one after the other."""
+"""`embodied train`: train, evaluate, film, report; several seeds or settings one after the other.
+
+Its functions import what computes, so that a mistake in the arguments is answered before torch is imported.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +15,10 @@ from typing import Annotated, Any, Literal
 import tyro
 from rich import print as show
 
-from embodied.commands.evaluate import finish_run
-from embodied.config.files import all_settings, parse_config
+from embodied.config.files import RUNS, all_settings, parse_config
 from embodied.config.schema import Config
 from embodied.errors import UserError, nearest
-from embodied.evaluation.protocol import protocol_of
-from embodied.execution.preflight import check_evaluation, check_training
-from embodied.execution.session import open_session
 from embodied.files import parse_yaml
-from embodied.planning.run_plans import check_files
-from embodied.reporting.runs_page import write_runs_page
-from embodied.run.folder import RUNS, begun_from, open_run_folder
-from embodied.training import loop
-from embodied.training.selection import selection_protocol
 
 
 @dataclass(frozen=True)
@@ -65,9 +59,13 @@ def train_variants(
 
     Nothing begins before all of them are known to be possible; with `resume` each goes on where it was.
     """
+    from embodied.reporting.runs_page import write_runs_page
+    from embodied.run.folder import begun_from
+    from embodied.training.preflight import check_training
+
     every = variants(config, source, seeds, sweep)
     for variant in every:
-        _check(begun_from(variant, runs_dir, resume))
+        check_training(begun_from(variant, runs_dir, resume))
         if not resume and (runs_dir / (variant.name or "")).exists():
             raise UserError(
                 f"the run folder {runs_dir / (variant.name or '')} exists: choose another --name, or go on "
@@ -89,21 +87,17 @@ def train_variants(
 
 def train_run(config: Config, source: str, runs_dir: Path, resume: bool) -> dict[str, Any]:
     """Train, evaluate, film, report. Returns the result as plain data."""
+    from embodied.commands.evaluate import finish_run
+    from embodied.execution.session import open_session
+    from embodied.run.folder import begun_from, open_run_folder
+    from embodied.training import loop
+    from embodied.training.preflight import check_training
+
     config = begun_from(config, runs_dir, resume)
-    _check(config)
+    check_training(config)
     with open_run_folder(config, source, runs_dir, resume, "rl") as (run_dir, found), open_session(config) as session:
         result = loop.train(config, run_dir, session, found)
         return finish_run(config, run_dir, session, result, found is not None)
-
-
-def _check(config: Config) -> None:
-    """Raise `UserError` for what is wrong with the run and can be known before a worker starts."""
-    check_training(config)
-    protocol = protocol_of(config)
-    check_evaluation(protocol.applied(config, protocol.tasks[0]), protocol.tasks)
-    if config.eval.every:
-        selection_protocol(config)
-    check_files(config)
 
 
 # --- One configuration as several: a seed each, or a setting's values. They run one after the other.

@@ -71,7 +71,7 @@ def import_source(request: ImportRequest) -> dict[str, Any]:
     )
     config = Config(env=EnvConfig(task=source.task), runtime=request.runtime)
     with new_folder(request.out) as aside, open_session(config) as session:
-        replayer = session.runtime.place("replayer 0", Replayer, spec)
+        replayer = session.runtime.start("replayer 0", Replayer, spec)
         info = replayer.call(Replayer.describe)
         _check_sizes(source, items, info)
         provenance: dict[str, Any] = {

@@ -32,8 +32,7 @@ from embodied.evaluation.provenance import (
     together,
     trained_sentence,
 )
-from embodied.execution.assignment import configured
-from embodied.execution.farm_specs import farm_spec
+from embodied.execution.assignment import configured, farm_spec
 from embodied.execution.makers import make_evaluator
 from embodied.execution.recovery import Recovery, until_done
 from embodied.execution.session import Session
@@ -241,7 +240,7 @@ def _run_episodes(
             protocol.check(task, farm.infos[0])
             sizes, reach = policy_spec(config, farm.infos[0]), session.reach(farm)
             if worker is None:
-                worker = session.runtime.place("evaluator", make_evaluator, config, sizes, reach, subject.checkpoint)
+                worker = session.runtime.start("evaluator", make_evaluator, config, sizes, reach, subject.checkpoint)
             else:
                 worker.call(Evaluator.begin, task, sizes, reach)
             recovery.serving(len(folder.outcomes))

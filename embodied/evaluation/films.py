@@ -112,7 +112,7 @@ def write_film(
 
     films: dict[int, list[UInt8]] = {}
     with steps("Filming", len(ordered)) as bar:
-        filmers = [session.runtime.place(f"filmer {i}", Filmer) for i in range(count)]
+        filmers = [session.runtime.start(f"filmer {i}", Filmer) for i in range(count)]
         for place, film in in_order(filmers, ordered, begin):
             films[place] = film
             bar.advance()

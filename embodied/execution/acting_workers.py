@@ -90,7 +90,7 @@ def start_policy_workers(
     trained: WorkerGroup[LearnerRole],
 ) -> ActingWorkers:
     """Start the policy workers, and the rollout worker of replicas. Guests share policies of the learner's ranks."""
-    name, start, hosts = component.name, session.runtime.place_group, assignment.hosts
+    name, start, hosts = component.name, session.runtime.start_group, assignment.hosts
     count = replicas_of(base.config, assignment)
     context = replace(base, farm=session.reach(farm), ranks=count)
     places = assignment.components[name][:count]

@@ -1,4 +1,4 @@
-"""The ranks of a learner: placed and connected, and what they say put together."""
+"""The ranks of a learner: started and connected, and their results merged into one."""
 
 from __future__ import annotations
 
@@ -20,50 +20,50 @@ from embodied.workflows.recipes import WorkflowComponent, recipe_of
 
 
 def ranks_of(config: Config, assignment: Assignment) -> int:
-    """Ranks of a run's learner: as the assignment says, and one where everything is in one process."""
+    """Number of ranks of a run's learner: the assignment's, and one where everything is in one process."""
     inline = config.runtime.mode == "inline"
     return 1 if inline else len(assignment.components[recipe_of(config).after_rollout[-1].name])
 
 
-def place_ranks(
+def start_ranks(
     session: Session, learner: WorkflowComponent, base: WorkerContext, assignment: Assignment
 ) -> WorkerGroup[LearnerRole]:
-    """The learner's ranks, each in its place, connected to each other. Where one fails at it, none is left."""
+    """Start the learner's ranks as the assignment places them, and connect them. If one fails, all end."""
     ranks, runtime = ranks_of(base.config, assignment), session.runtime
     places = assignment.components[learner.name][:ranks]
     contexts = [replace(base, affinity=place, rank=rank, ranks=ranks) for rank, place in enumerate(places)]
     nodes = tuple(place.node for place in places)
-    group: WorkerGroup[LearnerRole] = runtime.place_group(
+    group: WorkerGroup[LearnerRole] = runtime.start_group(
         learner.name, make_component, ranks, lambda rank: (learner, contexts[rank]), nodes=nodes
     )
     if ranks == 1:
         return group
     try:
-        address = group.call_one(0, LearnerRole.listen, _meeting_host(session, nodes))
+        address = group.call_one(0, LearnerRole.listen, _rendezvous_host(session, nodes))
         group.call_all(LearnerRole.join, address, runtime.deadline.inner().seconds)
     except BaseException:
-        group.abandon()  # those that are left wait for one that is not there
+        group.abandon()  # the other ranks wait for one that failed
         raise
     return group
 
 
-def _meeting_host(session: Session, nodes: Sequence[str]) -> str:
+def _rendezvous_host(session: Session, nodes: Sequence[str]) -> str:
     """The address of rank 0's machine; the loopback interface where all ranks are on one."""
     if len(set(nodes)) == 1:
         return LOOPBACK
-    there = {HERE if node.is_here else node.id: node.address for node in session.runtime.nodes()}
-    return there[nodes[0]]
+    addresses = {HERE if node.is_here else node.id: node.address for node in session.runtime.nodes()}
+    return addresses[nodes[0]]
 
 
 def saved_by_ranks(learner: WorkerGroup[LearnerRole]) -> Written | None:
-    """Wait until the checkpoint that is being written is complete; None where there was none. Raises
-    `CheckpointError` if it cannot be."""
+    """Wait until the checkpoint in progress is complete. Returns when it was written, None without one. Raises
+    `CheckpointError` if it cannot be written."""
     found = [written for written in learner.call_all(LearnerRole.saved) if written is not None]
     return Written(min(one.begin_ns for one in found), max(one.end_ns for one in found)) if found else None
 
 
 def update_of_ranks(found: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The metrics of an update from those of each rank, which agree on what was learned."""
+    """Metrics of an update from those of each rank, which are equal except for times and frames read."""
     merged = dict(found[0])
     for name in ("learner/frames_read", "learner/frame_copies"):
         if name in merged:
@@ -73,10 +73,10 @@ def update_of_ranks(found: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def collected_by_ranks(found: Sequence[CollectStatistics]) -> CollectStatistics:
-    """Of a part that every rank has taken."""
+    """Statistics of a part that every rank has collected."""
     return replace(found[0], learn_s=max(one.learn_s for one in found))
 
 
 def switch_of_ranks(found: Sequence[Switch]) -> Switch:
-    """Of workers that leave, or come back, side by side."""
+    """One switch of workers that leave, or return, at the same time."""
     return Switch(sum(one.bytes for one in found), max(one.seconds for one in found))

@@ -11,17 +11,9 @@ from embodied.errors import UserError
 from embodied.rollout.evaluator import Evaluator
 from embodied.rollout.replicas import ReplicaAddress
 from embodied.workflows.context import WorkerContext, make_policy
-from embodied.workflows.recipes import WorkflowComponent, recipe_of
+from embodied.workflows.recipes import WorkflowComponent
 from policies.contract import Policy, PolicySpec
 from sim_farm.client.farm import Farm, FarmAddress
-
-
-def check_components(config: Config) -> None:
-    """Raise `UserError` for settings that one of the workflow's components cannot work with."""
-    for component in recipe_of(config).components:
-        check = getattr(component.worker_class(), "check", None)
-        if check is not None:
-            check(config)
 
 
 def make_component(component: WorkflowComponent, context: WorkerContext) -> Any:

@@ -25,7 +25,7 @@ def replayers_of(first: Handle[Replayer], task: TaskSpec, session: Session, epis
     """As many replayers as cores, `first` among them."""
     count = worker_count(session, episodes)
     session.runtime.prepare(count - 1)
-    return [first, *(session.runtime.place(f"replayer {i}", Replayer, task) for i in range(1, count))]
+    return [first, *(session.runtime.start(f"replayer {i}", Replayer, task) for i in range(1, count))]
 
 
 def in_order(

@@ -14,10 +14,8 @@ from typing import ClassVar, Protocol
 import numpy as np
 from torch import Tensor
 
-from embodied.learning.gpu_memory import GpuTensors
 from embodied.learning.learner import CollectStatistics, TrainedBytes
 from embodied.learning.offload import Switch
-from embodied.learning.weight_ways import End
 from embodied.rollout.rollout_summary import EpisodePart, RolloutSummary
 from embodied.run.background_writer import Written
 from embodied.run.checkpoint import RunState
@@ -28,25 +26,13 @@ from policies.contract import Policy
 
 
 class PolicyRole(Protocol):
-    """Holds the policy that acts."""
+    """Infers actions with its policy. The `WeightsLoader` of weight sync."""
 
     def layout(self) -> MemoryLayout: ...
 
     def share(self, policy: Policy) -> None: ...
 
     def load_weights(self, state: Mapping[str, Tensor], version: int) -> None: ...
-
-    def whereabouts(self) -> End: ...
-
-    def join_for_weights(self, address: str, rank: int, names: tuple[str, ...], timeout_s: float) -> None: ...
-
-    def can_map(self, sample: GpuTensors | None) -> bool:
-        """Whether it can map what a learner shows."""
-        ...
-
-    def take_weights(self, shown: GpuTensors | None, version: int) -> None:
-        """`load_weights` of what a learner on this machine's GPUs hands out."""
-        ...
 
     def at_version(self, version: int) -> None: ...
 
@@ -97,11 +83,11 @@ class ScorerRole(Protocol):
     makes: ClassVar[frozenset[str]]
 
     def receive(self, batch: Trajectories, iteration: int) -> float:
-        """Work on a part of an iteration's trajectories; the seconds that it took."""
+        """Score a part of an iteration's trajectories. Returns the seconds that it took."""
         ...
 
     def trajectories(self) -> Trajectories:
-        """The oldest part that was worked on and not yet handed out."""
+        """The oldest scored part that was not returned yet."""
         ...
 
     def share(self, policy: Policy) -> None:
@@ -110,20 +96,20 @@ class ScorerRole(Protocol):
 
 
 class LearnerRole(Protocol):
-    """Holds the policy that is trained. Where it is several ranks, all of them are asked everything, in one order."""
+    """Updates the policy. The `WeightsPublisher` of weight sync. All ranks receive the same calls in the same order."""
 
     takes: ClassVar[frozenset[str]]
 
     def listen(self, host: str) -> str:
-        """Of rank 0 of several: wait for the others at this machine's address; HOST:PORT for `join`."""
+        """On rank 0: accept the other ranks at this machine's address. Returns HOST:PORT for `join`."""
         ...
 
     def join(self, address: str, timeout_s: float) -> None:
-        """Become one of the ranks that meet at the address."""
+        """Connect to the other ranks at the address."""
         ...
 
     def leave(self) -> None:
-        """The other ranks are not needed any more."""
+        """Close the connections to the other ranks."""
         ...
 
     def collect(self, batch: Trajectories, iteration: int) -> CollectStatistics: ...
@@ -131,29 +117,11 @@ class LearnerRole(Protocol):
     def finish(self, iteration: int) -> dict[str, float]: ...
 
     def weights(self) -> dict[str, Tensor]:
-        """What was trained; nothing on other ranks than the first."""
-        ...
-
-    def whereabouts(self) -> End: ...
-
-    def listen_for_weights(self, names: tuple[str, ...]) -> str: ...
-
-    def join_for_weights(self, address: str, timeout_s: float) -> None: ...
-
-    def hand_out(self, shows: bool) -> GpuTensors | None:
-        """`weights` for those that `take_weights`."""
-        ...
-
-    def show_sample(self) -> GpuTensors:
-        """Something for others on its GPU to try to map, until `withdraw`."""
-        ...
-
-    def withdraw(self) -> None:
-        """They have taken them."""
+        """Trained tensors by name; empty on ranks other than 0."""
         ...
 
     def shares_policy(self) -> bool:
-        """Whether others of its process can compute with its policy."""
+        """True if other workers of the process can compute with the policy."""
         ...
 
     def own_policy(self) -> Policy: ...
@@ -161,15 +129,15 @@ class LearnerRole(Protocol):
     def load(self, folder: Path) -> None: ...
 
     def save(self, root: Path, state: RunState, environments: dict[str, np.ndarray]) -> None:
-        """Begin to write a checkpoint of what is, which what follows does not change."""
+        """Begin to write a checkpoint of the present state."""
         ...
 
     def saving(self) -> bool:
-        """Whether it is still being written."""
+        """True while a checkpoint is being written."""
         ...
 
     def saved(self) -> Written | None:
-        """Wait until it is complete."""
+        """Wait until the checkpoint is complete."""
         ...
 
     def unload(self, weights: bool) -> Switch: ...

@@ -176,7 +176,7 @@ class RolloutsInParts(Rollouts):
         return SentTrajectories(time.monotonic_ns())
 
     def await_collected(self, sent: SentTrajectories) -> dict[str, float]:
-        return self._scoring_metrics() | {"learner/teaching_groups": float(self.informative_groups)}
+        return self._scoring_metrics() | {"learner/informative_groups": float(self.informative_groups)}
 
     def parts(self) -> Iterator[EpisodePart]:
         """The parts of an iteration's episodes: those of the plan, if the learner may work on parts."""

@@ -106,5 +106,5 @@ def place_delivery(
     far = tuple(bool(place.node) for place in assignment.components[learner.name][: learner.size])
     source = None
     if any(far) and farm.frames is not None:
-        source = session.runtime.place_called(f"frame source of {learner.name}", FrameSource, sum(far))
+        source = session.runtime.start_called(f"frame source of {learner.name}", FrameSource, sum(far))
     return RowDelivery(rollout_worker, learner, far, source)

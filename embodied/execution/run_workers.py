@@ -20,16 +20,15 @@ import numpy as np
 from embodied.config.schema import Config
 from embodied.errors import UserError
 from embodied.execution.acting_workers import check_replicas, hosts_of, replicas_of, start_policy_workers, uses_replicas
-from embodied.execution.assignment import Assignment
-from embodied.execution.farm_specs import frame_rows, memory_rounds, run_specs
-from embodied.execution.hand_over import HandOver, hand_over_of
-from embodied.execution.learner_ranks import place_ranks, ranks_of, saved_by_ranks, update_of_ranks
+from embodied.execution.assignment import Assignment, frame_rows, memory_rounds, run_specs
+from embodied.execution.learner_ranks import ranks_of, saved_by_ranks, start_ranks, update_of_ranks
 from embodied.execution.makers import make_component
 from embodied.execution.roles import LearnerRole, PolicyRole, RolloutRole, ScorerRole
 from embodied.execution.rollouts import Rollouts, RolloutsInParts, SentTrajectories, SpanRecorder
 from embodied.execution.row_delivery import RowDelivery, place_delivery
 from embodied.execution.run_offload import RunOffload
 from embodied.execution.session import Session
+from embodied.learning.weight_sync import WeightSync
 from embodied.run import checkpoint
 from embodied.run.background_writer import Written
 from embodied.runtime.groups import WorkerGroup
@@ -59,7 +58,7 @@ class RunWorkers:
     learner: WorkerGroup[LearnerRole]
     memory: TrajectoryMemory
     rollouts: Rollouts
-    hand_over: HandOver
+    weight_sync: WeightSync
     delivery: RowDelivery
     offload: RunOffload
     farm_deadline_s: float
@@ -89,13 +88,13 @@ class RunWorkers:
     def publish(self, version: int) -> None:
         """Bring the learner's weights, which have seen `version` updates, to all policy workers."""
         begin = time.monotonic_ns()
-        self.hand_over.publish(version)
+        self.weight_sync.publish(version)
         self.spans.mark("driver", "publish weights", begin, path=self.weights_path)
 
     @property
     def weights_path(self) -> str:
         """How weights travel from the learner to the policy workers."""
-        return self.hand_over.path
+        return self.weight_sync.path
 
     @property
     def trajectories_path(self) -> str:
@@ -157,7 +156,7 @@ def start_workers(
     rows = partial(frame_rows, config, assignment.ahead)
     with session.farm(specs, assignment.farms, rows) as farm:
         base = _context(config, run_dir, farm, assignment)
-        learner = place_ranks(session, recipe.after_rollout[-1], base, assignment)
+        learner = start_ranks(session, recipe.after_rollout[-1], base, assignment)
         # Ranks that hold shards have no policy to share with workers in their processes.
         whole = learner.size == 1 or all(learner.call_all(LearnerRole.shares_policy))
         assignment = replace(assignment, hosts=hosts_of(config, assignment if whole else replace(assignment, hosts=())))
@@ -191,7 +190,7 @@ def start_workers(
             learner=learner,
             memory=memory,
             rollouts=rollouts,
-            hand_over=hand_over_of(learner, acting.workers, assignment, farm_deadline_s),
+            weight_sync=_weight_sync(assignment, learner, acting.workers, farm_deadline_s),
             delivery=delivery,
             offload=RunOffload(
                 farm=farm,
@@ -217,6 +216,21 @@ def start_workers(
             memory.close()
         for left in run_dir.glob("unloaded-*.safetensors"):
             left.unlink()
+
+
+def _weight_sync(
+    assignment: Assignment, learner: WorkerGroup[Any], policies: WorkerGroup[Any], timeout_s: float
+) -> WeightSync:
+    """Weight sync from the learner to the policy workers, connected."""
+    places = assignment.components[policies.name]
+    return WeightSync.connect(
+        learner,
+        policies,
+        learner_node=assignment.first_of(learner.name).node,
+        sharing=assignment.guests,
+        nodes={rank: places[rank].node for rank in assignment.apart},
+        timeout_s=timeout_s,
+    )
 
 
 def _context(config: Config, run_dir: Path, farm: Farm, assignment: Assignment) -> WorkerContext:
@@ -258,7 +272,7 @@ def _start_scorer(
     beside: WorkerGroup[LearnerRole] | None,
 ) -> WorkerGroup[ScorerRole]:
     context = replace(base, affinity=assignment.first_of(scorer.name), shares=beside is not None)
-    group: WorkerGroup[ScorerRole] = session.runtime.place_group(
+    group: WorkerGroup[ScorerRole] = session.runtime.start_group(
         scorer.name, make_component, 1, (scorer, context), beside=() if beside is None else beside.handles
     )
     if beside is not None:

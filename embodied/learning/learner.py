@@ -32,7 +32,7 @@ from embodied.errors import UserError
 from embodied.learning.offload import Offload, Switch
 from embodied.learning.parallel import ReplicatedPolicy, values_of
 from embodied.learning.update import LossFunction, Update, make_optimizer, metrics_of
-from embodied.learning.weight_ends import WeightsSource
+from embodied.learning.weight_sync import WeightsPublisher
 from embodied.run import checkpoint
 from embodied.run.background_writer import BackgroundWriter, Written
 from embodied.runtime.ranks import LOOPBACK, Ranks
@@ -87,7 +87,7 @@ class _Collected:
     seconds: float = 0.0
 
 
-class Learner(WeightsSource):
+class Learner(WeightsPublisher):
     """Owner of the policy that is trained, and of its optimiser. `collect` each part of a rollout, then `finish`."""
 
     takes: ClassVar[frozenset[str]] = frozenset({"trajectories", "episodes"})
@@ -193,7 +193,7 @@ class Learner(WeightsSource):
             collected, found.rows = join_rows(found.rows), []
             rows = self._controls.in_deviations(collected)
             if len(rows) == 0 and self._recipe.critic:
-                raise UserError("the rollout holds no decision that was really taken; nothing can be learned from it")
+                raise UserError("the rollout holds no decision that was executed; nothing can be learned from it")
             self._controls.set_learning_rates(self.optimizer, iteration)
             if self._accumulates:
                 self._accumulate(found)
@@ -280,8 +280,8 @@ class Learner(WeightsSource):
         """The policy itself, for a policy worker of the same process. Raises `UserError` for a shard of it."""
         if self._parallel.sharded:
             raise UserError(
-                "the learner's ranks hold shards of the policy, and nobody can act with a shard: set optim.sharding to "
-                "whole, or take a plan whose policy worker has a process of its own"
+                "the learner's ranks have shards of the policy, and no policy worker can act with a shard: set "
+                "optim.sharding to whole, or take a plan whose policy worker has a process of its own"
             )
         return self.policy
 
@@ -314,7 +314,7 @@ class Learner(WeightsSource):
         try:
             self.saved()
         finally:
-            self.leave_takers()
+            self.close_broadcast()
             self.ranks.leave()
 
     # --- device memory

@@ -1,4 +1,4 @@
-"""Offload: tensors leave a device's memory and come back, at the context switches of a collocated plan.
+"""Offload: tensors leave a device's memory and return, when workers of a collocated plan take turns.
 
 On a GPU, tensors go to pinned memory of the host and return. On a machine without one the host's memory is the
 device, and they go to a file. Either way they come back equal to the last bit.
@@ -32,15 +32,15 @@ class Switch:
 
 
 class Offload:
-    """The tensors of a policy, an optimiser, or both, and where they are."""
+    """The tensors of a policy, an optimiser, or both, in the device's memory or out of it."""
 
     def __init__(self, spill: Path, module: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> None:
         self._spill, self._module, self._optimizer = spill, module, optimizer
         self._away: dict[str, Tensor] | None = None
         self._on_disk = False
         self._shards: dict[str, int] = {}
-        """Bytes of those that are shards of a tensor. FSDP2 holds other views of their storage, which alone is emptied
-        and filled again."""
+        """Bytes of each tensor that is a shard. FSDP2 has other views of its storage: that is emptied and refilled in
+        place."""
 
     @property
     def away(self) -> bool:
@@ -69,7 +69,7 @@ class Offload:
         return Switch(size, time.perf_counter() - begin)
 
     def load(self) -> Switch:
-        """Bring everything back; nothing happens where it never left."""
+        """Bring everything back; does nothing if it never left."""
         begin = time.perf_counter()
         if self._away is None:
             return Switch(0, 0.0)
@@ -101,7 +101,7 @@ class Offload:
         return {name: self._local(name, t) if _is_shard(t) else t for name, t in found.items()}
 
     def _local(self, name: str, tensor: DTensor) -> Tensor:
-        """All of this process's memory of a tensor, flat."""
+        """This process's memory of a sharded tensor, flat."""
         local: Tensor = tensor.to_local().detach()
         storage = local.untyped_storage()
         if self._away is not None:
@@ -111,6 +111,6 @@ class Offload:
 
 
 def _is_shard(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Whether it is a `DTensor`. Their module takes a second to import: where nobody has done so, there is none."""
+    """True for a `DTensor`. Importing its module takes a second: without that import there is none."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)

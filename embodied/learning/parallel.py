@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from embodied import progress
 from embodied.algorithms.estimators import Rows
 from embodied.devices import CPU, copies, device_of
-from embodied.learning.weights import trained
+from embodied.learning.weight_sync import trained
 from embodied.run import checkpoint
 from embodied.runtime.ranks import Ranks
 from embodied.trajectories.batch import Trajectories

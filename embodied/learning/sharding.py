@@ -32,9 +32,9 @@ from embodied.workflows.sizes import holds_shards
 from policies.contract import Policy
 
 SHORT = (torch.bfloat16, torch.float16)
-"""Types in which small steps are lost."""
+"""Types of parameters in which small steps are lost."""
 WRITE_S = 1800.0
-"""Longest time between the first rank that has written its part of a checkpoint and the last."""
+"""Longest time from the first rank's part of a checkpoint to the last's, in seconds."""
 
 
 class ShardedPolicy(ReplicatedPolicy):
@@ -53,7 +53,7 @@ class ShardedPolicy(ReplicatedPolicy):
         self._writers = ranks.another_group(WRITE_S)
         self._mesh = init_device_mesh(ranks.device.type, (ranks.size,))
         self._host_mesh = init_device_mesh("cpu", (ranks.size,))
-        # What is called as a module is gathered by itself; the rest when `evaluate` begins.
+        # The parameters of modules in `shards` are gathered when these are called; the rest when `evaluate` begins.
         groups = [list(group) for group in (*policy.shards(), [policy.value_head])]
         for group in [group for group in groups if any(list(module.parameters()) for module in group)]:
             self._shard(group, _parameters(group))
@@ -65,12 +65,12 @@ class ShardedPolicy(ReplicatedPolicy):
                 register_fsdp_forward_method(policy, method)
         for module in policy.modules():
             if isinstance(module, FSDPModule):
-                # The losses of ranks have one denominator: a sum is wanted. gloo would not divide in any case.
+                # The losses of all ranks have one denominator: gradients are summed, not averaged. gloo cannot average.
                 module.set_force_sum_reduction_for_comms(True)
                 module.set_gradient_divide_factor(1.0)
 
     def _shard(self, modules: list[nn.Module], parameters: Mapping[str, nn.Parameter]) -> None:
-        """Divide these modules' parameters, as one group."""
+        """Shard these modules' parameters, as one group."""
         trained = {parameter.dtype for parameter in parameters.values() if parameter.requires_grad}
         if len(trained) > 1:
             examples = {p.dtype: name for name, p in parameters.items() if p.requires_grad}

@@ -1,4 +1,4 @@
-"""A success classifier: a small network that says from frames and an instruction whether a task is solved, or nearly.
+"""Success classifier: a small network that predicts from frames and an instruction if a task is solved, or nearly.
 
 FOLDER/classifier.json           cameras, size and orientation of frames
 FOLDER/classifier.safetensors    the weights
@@ -27,12 +27,12 @@ from policies.small.encoders import CnnEncoder
 DESCRIPTION, WEIGHTS = "classifier.json", "classifier.safetensors"
 FEATURES, WORD_FEATURES, HIDDEN = 64, 16, 64
 WORD_BUCKETS = 1024
-"""Words are told apart by their checksum modulo this: no vocabulary has to be kept."""
+"""Number of word embeddings: a word's checksum modulo this is its index, without a vocabulary."""
 
 
 @dataclass(frozen=True)
 class Looks:
-    """What a classifier looks at: how its frames were drawn."""
+    """The frames that a classifier reads."""
 
     cameras: tuple[str, ...]
     image_size: int
@@ -40,8 +40,8 @@ class Looks:
     """As `env.orientation`."""
 
 
-class _Said(BaseModel):
-    """The description of a classifier, as far as it is read."""
+class _Description(BaseModel):
+    """The file DESCRIPTION."""
 
     cameras: Annotated[tuple[str, ...], Field(min_length=1, max_length=16)]
     image_size: Annotated[int, Field(ge=16, le=1024)]
@@ -70,7 +70,7 @@ class SuccessClassifier(nn.Module):
 
     @torch.no_grad()
     def probability(self, frames: Mapping[str, Tensor], instructions: Sequence[str]) -> Tensor:
-        """float32 [N] in 0..1: that the task is solved, or nearly, where that is as likely as not beforehand."""
+        """float32 [N] in 0..1: probability that the task is solved, or nearly, at even prior odds."""
         return self(frames, instructions).sigmoid()
 
     def save(self, folder: Path) -> None:
@@ -87,12 +87,12 @@ class SuccessClassifier(nn.Module):
                 f"there is no success classifier in {folder}: train one with `embodied reward DATA --out {folder}`"
             )
         try:
-            said = checked(folder / DESCRIPTION, _Said, read_json(folder / DESCRIPTION))
+            found = checked(folder / DESCRIPTION, _Description, read_json(folder / DESCRIPTION))
             with torch.device("meta"):  # no memory is taken before the tensors are seen to fit
-                classifier = cls(Looks(said.cameras, said.image_size, said.orientation))
-            found = read_tensors(folder / WEIGHTS)
-            check_tensors(folder / WEIGHTS, found, classifier.state_dict())
-            classifier.load_state_dict({name: tensor.clone() for name, tensor in found.items()}, assign=True)
+                classifier = cls(Looks(found.cameras, found.image_size, found.orientation))
+            tensors = read_tensors(folder / WEIGHTS)
+            check_tensors(folder / WEIGHTS, tensors, classifier.state_dict())
+            classifier.load_state_dict({name: tensor.clone() for name, tensor in tensors.items()}, assign=True)
         except PolicyError as error:
             raise UserError(f"the success classifier in {folder} is damaged ({error}): train it again") from error
         return classifier

@@ -26,7 +26,7 @@ from embodied.execution.roles import LearnerRole
 from embodied.execution.session import Session
 from embodied.learning.learner import TrainedBytes
 from embodied.learning.offload import Switch
-from embodied.planning.components import ComponentRoles, roles_of
+from embodied.planning.clusters import ComponentRoles, roles_of
 from embodied.planning.probes import GpuDrawing, drawers_of, exchanges_of, gpu_drawing, probes_of
 from embodied.statistics import typical
 from embodied.workflows.sizes import holds_shards, tasks_of, workflow_of

@@ -14,7 +14,7 @@ from statistics import median
 
 import schedulers
 from embodied.execution.iteration import Iteration
-from embodied.planning.components import roles_of
+from embodied.planning.clusters import roles_of
 from embodied.planning.profiler import decided_s, passed_s, trained_s
 from schedulers import Cluster, ComponentProfile, Plan, Point, Profile, Workflow
 

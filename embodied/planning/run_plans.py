@@ -14,11 +14,9 @@ from embodied.config.schema import Config
 from embodied.devices import fingerprint
 from embodied.errors import UserError
 from embodied.execution.assignment import Assignment, assign, configured
-from embodied.execution.makers import check_components
 from embodied.execution.session import Session
 from embodied.files import write_whole
-from embodied.planning.clusters import local_cluster, run_cluster, with_stand_ins
-from embodied.planning.components import leaving_home, planned_for
+from embodied.planning.clusters import leaving_home, local_cluster, planned_for, run_cluster, with_stand_ins
 from embodied.planning.profiler import profile_config, work_of
 from embodied.planning.replanning import Decision, Watch
 from embodied.workflows.context import task_spec
@@ -60,71 +58,58 @@ def checked_profile(path: Path, config: Config, workflow: Workflow, any_hardware
     return profile
 
 
-@dataclass(frozen=True)
-class Planned:
-    """A plan and what it was made from."""
-
-    plan: Plan
-    workflow: Workflow
-    cluster: Cluster
-    profile: Profile | None
-    """None: a plan file without times."""
-
-
-@dataclass(frozen=True)
-class Placed:
-    """Where a run's workers go, and why."""
+@dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """The assignment of a run's workers, and the plan that it follows."""
 
     config: Config
     run_dir: Path
     session: Session
     assignment: Assignment
-    planned: Planned | None = None
-    """None: as configured."""
-
-    @property
-    def plan(self) -> Plan | None:
-        return self.planned.plan if self.planned else None
+    plan: Plan | None = None
+    """None: the workers are placed as configured."""
+    workflow: Workflow | None = None
+    cluster: Cluster | None = None
+    profile: Profile | None = None
+    """None: as configured, or by a plan file without times."""
 
     @property
     def predicted_s(self) -> float | None:
-        """Of an iteration, where the plan has times."""
-        prediction = self.plan.prediction if self.plan is not None else None
+        """Predicted seconds of an iteration, if the plan has times."""
+        prediction = None if self.plan is None else self.plan.prediction
         return None if prediction is None else prediction.iteration_s
 
     def watch(self, switch_s: float) -> Watch | None:
-        """Watches the plan, where the configuration wants it and there are times to compare with; placing the workers
-        anew takes `switch_s`."""
-        known = self.planned
-        if known is None or known.profile is None or not self.config.plan.replan:
+        """Watches the plan, if the configuration asks for it and there are times to compare with; starting the workers
+        anew takes `switch_s` seconds."""
+        plan, workflow, cluster, profile = self.plan, self.workflow, self.cluster, self.profile
+        if plan is None or workflow is None or cluster is None or profile is None or not self.config.plan.replan:
             return None
-        workflow, cluster = known.workflow, known.cluster
 
         def ask(profile: Profile) -> Plan:
             return schedulers.plan(workflow, profile, cluster, mode_of(self.config))
 
-        return Watch(known.plan, known.profile, workflow, cluster, ask, switch_s)
+        return Watch(plan, profile, workflow, cluster, ask, switch_s)
 
-    def moved(self, decision: Decision) -> Placed:
-        """The run by another plan, which its folder keeps."""
-        assert self.planned is not None
+    def moved(self, decision: Decision) -> RunPlan:
+        """The run by another plan, which is written to its folder."""
         write_whole(self.run_dir / PLAN, schedulers.text_of(decision.plan))
         assignment = assign(decision.plan, self.config, self.session.cores, self.session.nodes)
-        planned = replace(self.planned, plan=decision.plan, profile=decision.profile)
-        return replace(self, assignment=assignment, planned=planned)
+        return replace(self, assignment=assignment, plan=decision.plan, profile=decision.profile)
 
 
-def place_run(config: Config, session: Session, run_dir: Path) -> Placed:
-    """Where the run's workers go: as configured, by a plan file, or by the best plan.
+def plan_run(config: Config, session: Session, run_dir: Path) -> RunPlan:
+    """Assign the run's workers: as configured, by a plan file, or by the best plan, which may take a profile of ten
+    iterations. The plan is written to the run's folder.
 
-    The run's folder keeps the plan. Raises `UserError` or `PlanError` for a plan or profile that does not fit,
-    before anything is started.
+    Raises `UserError` or `PlanError` for a plan or profile that does not fit, before a worker is started.
     """
     wanted = config.plan
     if wanted.replan and wanted.ahead:
         raise UserError(f"{NO_MOMENT} plan.ahead")
     if wanted.mode == "configured" and wanted.file is None:
-        return Placed(config, run_dir, session, configured(config, session.cores, session.nodes))
+        assignment = configured(config, session.cores, session.nodes)
+        return RunPlan(config=config, run_dir=run_dir, session=session, assignment=assignment)
     cluster, workflow, profile = run_cluster(session), sized_workflow(config), None
     if wanted.file is not None:
         plan = _plan_file(config)
@@ -140,16 +125,23 @@ def place_run(config: Config, session: Session, run_dir: Path) -> Placed:
     if profile is not None:
         plan = replace(plan, prediction=schedulers.predict(plan, workflow, profile, cluster))
     write_whole(run_dir / PLAN, schedulers.text_of(plan))
-    assignment = assign(plan, config, session.cores, session.nodes)
-    return Placed(config, run_dir, session, assignment, Planned(plan, workflow, cluster, profile))
+    return RunPlan(
+        config=config,
+        run_dir=run_dir,
+        session=session,
+        assignment=assign(plan, config, session.cores, session.nodes),
+        plan=plan,
+        workflow=workflow,
+        cluster=cluster,
+        profile=profile,
+    )
 
 
-def check_files(config: Config) -> None:
-    """Refuse settings, plan and profile files that do not fit, before anything is started. Raises as `place_run` does.
+def check_plan_files(config: Config) -> None:
+    """Refuse plan and profile files that do not fit, before a worker is started. Raises as `plan_run` does.
 
-    On a cluster a plan is checked when the cluster's machines are known.
+    On a Ray cluster a plan is checked when the cluster's machines are known.
     """
-    check_components(config)
     wanted = config.plan
     if wanted.file is None and wanted.profile is None:
         return

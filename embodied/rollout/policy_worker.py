@@ -18,8 +18,7 @@ from torch import Tensor
 
 from embodied.devices import Affinity, decide, value_of
 from embodied.learning.offload import Offload, Switch
-from embodied.learning.weight_ends import WeightsTarget
-from embodied.learning.weights import check_weights, map_weights
+from embodied.learning.weight_sync import WeightsLoader, check_weights, map_weights
 from embodied.rollout.replicas import Message, ReplicaAddress, Replicas, Reply
 from embodied.rollout.rollout_loop import DecisionRequest, LocalPolicy, RolloutSettings
 from embodied.rollout.rollout_worker import RolloutWorker
@@ -36,7 +35,7 @@ TRACK = "rollout loop"
 """Name of the rollout worker of replicas, and its track of the trace."""
 
 
-class ActingPolicy(WeightsTarget):
+class ActingPolicy(WeightsLoader):
     """A policy that decides for a farm's tasks, and whose weights change."""
 
     version: int = 0

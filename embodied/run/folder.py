@@ -29,8 +29,6 @@ from embodied.run import checkpoint
 from embodied.run.checkpoint import CheckpointError
 from policies import registry
 
-RUNS = Path("runs")
-"""Default of --runs-dir: the folder of all runs."""
 CONFIG, METRICS, OWNER = "config.yaml", "metrics.jsonl", ".owner"
 
 

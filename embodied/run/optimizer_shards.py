@@ -1,8 +1,7 @@
-"""The optimiser's tensors as shards: a folder into which every rank writes what it holds, and that any number of ranks
-reads.
+"""The optimiser's tensors as shards: a folder into which every rank writes its own, and that any number of ranks reads.
 
-torch.distributed.checkpoint does both, in safetensors: a file per rank, and in each file's header which part of every
-tensor it has. Nothing is pickled, and no rank holds more than its share.
+torch.distributed.checkpoint does both, in safetensors: a file per rank, whose header names its part of every tensor.
+Nothing is pickled, and no rank needs memory for more than its shards.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from embodied.errors import PeerFailed, unreadable
 
 
 def write(folder: Path, shards: Mapping[str, Tensor], writers: dist.ProcessGroup) -> None:
-    """Write this rank's shards (`DTensor`) into the folder, which is made. Every rank has to be asked.
+    """Write this rank's shards (`DTensor`) into the folder, which is made. Every rank must call it.
 
-    `writers` is a group of all of them that nothing else uses meanwhile. Raises `OSError` on all ranks where one of
-    them cannot write, `PeerFailed` where one is gone.
+    `writers` is a process group of all ranks, for this alone. Raises `OSError` on all ranks where one of them cannot
+    write, `PeerFailed` where one is gone.
     """
     storage = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     try:
-        dcp.save(_of_something(shards), storage_writer=storage, process_group=writers)
+        dcp.save(_not_empty(shards), storage_writer=storage, process_group=writers)
     except CheckpointException as error:
         rank, (failure, _) = next(iter(error.failures.items()))
         raise OSError(f"rank {rank}: {failure}") from error
@@ -39,7 +38,7 @@ def write(folder: Path, shards: Mapping[str, Tensor], writers: dist.ProcessGroup
 
 
 def require_whole(folder: Path, shapes: Mapping[str, torch.Size]) -> None:
-    """Raise `OSError` unless the folder has every number of these tensors. Their values are not read."""
+    """Raise `OSError` unless the folder has every element of these tensors. Their values are not read."""
     known = _known(HuggingFaceStorageReader(str(folder)))
     for name, shape in shapes.items():
         numbers = _numbers(known[name]) if name in known else 0
@@ -48,17 +47,17 @@ def require_whole(folder: Path, shapes: Mapping[str, torch.Size]) -> None:
 
 
 def read_shards(folder: Path, into: Mapping[str, Tensor]) -> None:
-    """Fill this rank's shards from a folder that any number of ranks has written. Every rank has to be asked. Raises
+    """Fill this rank's shards from a folder that any number of ranks has written. Every rank must call it. Raises
     `CheckpointError`, on all of them."""
     try:
-        dcp.load(_of_something(into), storage_reader=HuggingFaceStorageReader(str(folder)))
+        dcp.load(_not_empty(into), storage_reader=HuggingFaceStorageReader(str(folder)))
     except CheckpointException as error:
         rank, (failure, _) = next(iter(error.failures.items()))
         raise unreadable(folder, f"rank {rank}: {failure}") from error
 
 
-def _of_something(shards: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Without those of which this rank has no number: torch's reader refuses them."""
+def _not_empty(shards: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The shards that have elements: torch's reader refuses empty ones."""
     return {
         name: shard
         for name, shard in shards.items()
@@ -74,7 +73,7 @@ def read(folder: Path) -> dict[str, Tensor]:
         for name, each in known.items():  # before a tensor of that size is made
             if _numbers(each) != each.size.numel():
                 raise ValueError(f"it has {_numbers(each)} of {each.size.numel()} numbers of {name}")
-        # What no file fills stays what is refused.
+        # Elements that no file fills stay NaN, which is refused later.
         found = {name: torch.full(each.size, torch.nan, dtype=each.properties.dtype) for name, each in known.items()}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # which is meant

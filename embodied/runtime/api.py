@@ -93,7 +93,7 @@ class Runtime(Protocol):
         ...
 
     def nodes(self) -> tuple[NodeInfo, ...]:
-        """The machines that workers can be placed on, this one first; none where there is nothing to choose."""
+        """The machines that workers can run on, this one first; none where there is nothing to choose."""
         ...
 
     def link(self) -> Link:
@@ -105,19 +105,19 @@ class Runtime(Protocol):
         ...
 
     def prepare(self, workers: int) -> None:
-        """Start processes for workers that will be placed soon, so that they import while others build."""
+        """Start processes for workers that will be started soon, so that they import while others build."""
         ...
 
-    def place(self, name: str, make: Callable[..., T], *args: Any, beside: Handle[Any] | None = None) -> Handle[T]:
+    def start(self, name: str, make: Callable[..., T], *args: Any, beside: Handle[Any] | None = None) -> Handle[T]:
         """Make the worker `make(*args)` and return its handle; in the process of `beside`, if that is given."""
         ...
 
-    def place_called(self, name: str, make: Callable[..., T], callers: int, *args: Any) -> WorkerGroup[T]:
+    def start_called(self, name: str, make: Callable[..., T], callers: int, *args: Any) -> WorkerGroup[T]:
         """Make the worker `make(*args)`, a group of one, which up to `callers` other workers call concurrently
         (`Handle.caller`), in threads of its process."""
         ...
 
-    def place_group(
+    def start_group(
         self,
         name: str,
         make: Callable[..., T],
@@ -144,7 +144,7 @@ class Runtime(Protocol):
         ...
 
     def end_workers(self) -> None:
-        """End every worker that was placed, within seconds, even a busy one; the farm's hosts stay."""
+        """End every started worker, within seconds, even a busy one; the farm's hosts stay."""
         ...
 
     def close(self) -> None:
@@ -158,7 +158,7 @@ def args_of(args: Args, size: int) -> list[tuple[Any, ...]]:
 
 
 def check_group(name: str, size: int, beside: Sequence[Handle[Any] | None]) -> None:
-    """Raise `ValueError` for a group that cannot be placed."""
+    """Raise `ValueError` for a group that cannot be started."""
     if size < 1:
         raise ValueError(f"{name} has at least one rank, got {size}")
     if beside and len(beside) != size:

@@ -1,6 +1,6 @@
 """Several instances of one worker class under one handle.
 
-learner: WorkerGroup[Learner] = runtime.place_group("learner", make_learner, 2, args)
+learner: WorkerGroup[Learner] = runtime.start_group("learner", make_learner, 2, args)
 stepped = learner.call_all(Learner.step, batch)           # one result per rank, in rank order
 """
 

@@ -85,7 +85,7 @@ class Handle(Generic[T]):
         return [self._start(produce.__name__, (), {})] * len(receivers)
 
     def caller(self) -> Caller:
-        """A caller for other workers, of a worker that was made with `place_called`."""
+        """A caller for other workers, of a worker that was made with `start_called`."""
         raise NotImplementedError
 
     def get(self, reference: R) -> R:

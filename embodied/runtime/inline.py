@@ -70,13 +70,13 @@ class InlineRuntime:
     def prepare(self, workers: int) -> None:
         """Everything is imported here anyway."""
 
-    def place(self, name: str, make: Callable[..., T], *args: Any, beside: Handle[Any] | None = None) -> Handle[T]:
+    def start(self, name: str, make: Callable[..., T], *args: Any, beside: Handle[Any] | None = None) -> Handle[T]:
         return LocalHandle(name, self.deadline, worker=make(*args))
 
-    def place_called(self, name: str, make: Callable[..., T], callers: int, *args: Any) -> WorkerGroup[T]:
-        return WorkerGroup(name, (self.place(name, make, *args),))
+    def start_called(self, name: str, make: Callable[..., T], callers: int, *args: Any) -> WorkerGroup[T]:
+        return WorkerGroup(name, (self.start(name, make, *args),))
 
-    def place_group(
+    def start_group(
         self,
         name: str,
         make: Callable[..., T],
@@ -90,7 +90,7 @@ class InlineRuntime:
         handles = []
         for mine, its_args in zip(names, args_of(args, size), strict=True):
             with naming(mine, name):
-                handles.append(self.place(mine, make, *its_args))
+                handles.append(self.start(mine, make, *its_args))
         return WorkerGroup(name, tuple(handles))
 
     def take_replaced(self) -> list[Replaced]:

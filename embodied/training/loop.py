@@ -2,7 +2,8 @@
 
 [ rollout -> update -> publish weights -> record ] x iterations -> checkpoint -> evaluation -> report
 
-With `eval.every`, a checkpoint and its evaluation come after so many iterations, beside the run where that leaves room.
+The steps of an iteration are in `embodied.execution.iteration`. With `eval.every`, a checkpoint is written and evaluated
+every so many iterations: in the background if the run leaves a core free, else the run waits.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from embodied.execution.recovery import FILE, Recovery
 from embodied.execution.session import Session
 from embodied.files import is_full
 from embodied.planning.replanning import Decision, Watch
-from embodied.planning.run_plans import place_run
+from embodied.planning.run_plans import plan_run
 from embodied.reporting.live import Progress, tell
 from embodied.reporting.metrics import MetricsWriter, read
 from embodied.run import checkpoint
@@ -35,19 +36,19 @@ from embodied.runtime.api import Runtime
 from embodied.training.checkpoints import RECENT, Position, RunCheckpoints
 from embodied.training.interrupts import deferred_interrupts
 from embodied.training.iteration_metrics import CollapseWatch, iteration_row, left_out
-from embodied.training.selection import BesideError, Candidate, Selection, room_beside
+from embodied.training.selection import BackgroundError, Candidate, Selection, free_room
 from sim_farm.workers import faults
 
 FINISHING = "interrupted: finishing the update, so that its iteration is kept; once more stops at once"
 
 
 def train(config: Config, run_dir: Path, session: Session, resume_from: Path | None) -> dict[str, Any]:
-    """Run the iterations that are left and leave a checkpoint of the last. Returns the result as plain data.
+    """Run the remaining iterations and write a checkpoint of the last. Returns the result as plain data.
 
-    Interrupted between two updates, the last finished iteration is kept as a checkpoint.
+    If the run is interrupted between two updates, the last finished iteration is kept as a checkpoint.
     """
     begin = time.monotonic()
-    placed = place_run(config, session, run_dir)
+    planned = plan_run(config, session, run_dir)
     recovery = Recovery(run_dir)
     loop = _Loop(config, run_dir, Selection(config, run_dir, session), recovery, session.runtime)
     first, startup_s = resume_from, 0.0
@@ -57,11 +58,11 @@ def train(config: Config, run_dir: Path, session: Session, resume_from: Path | N
             recovery.started()
             try:
                 faults.point("driver", "start")
-                with start_run(config, run_dir, session, placed.assignment) as workers:
+                with start_run(config, run_dir, session, planned.assignment) as workers:
                     recovery.built()
                     show(workers.memory.describe())
                     loop.selection.move(
-                        room_beside(placed.assignment, session.cores, accelerators(config.policy.device))
+                        free_room(planned.assignment, session.cores, accelerators(config.policy.device))
                     )
                     loop.begin(workers, resume_from)
                     recovery.current(loop.position.iteration)
@@ -69,9 +70,9 @@ def train(config: Config, run_dir: Path, session: Session, resume_from: Path | N
                     built = time.monotonic()
                     startup_s = startup_s or built - begin
                     with Progress(run_dir.name, config.iterations, config.stop_at_success) as progress:
-                        move = loop.run(progress, placed.watch(built - building))
+                        move = loop.run(progress, planned.watch(built - building))
             except Exception as error:
-                if config.runtime.mode == "inline":  # there is nobody else to be lost
+                if config.runtime.mode == "inline":  # there is no other process to be lost
                     raise
                 loop.note_replaced(tell)
                 if not recovery.goes_on(error, loop.position.iteration):
@@ -82,14 +83,14 @@ def train(config: Config, run_dir: Path, session: Session, resume_from: Path | N
             if move is None:
                 loop.note_replaced(tell)  # what was lost at the very end
                 break
-            # The checkpoint that was just written is all that the new workers need: they go on from it.
-            placed = placed.moved(move)
+            # The new workers go on from the checkpoint that was just written.
+            planned = planned.moved(move)
             resume_from = checkpoint.latest(run_dir / "checkpoints")
     position = loop.position
     return {
         "run": str(run_dir),
-        "mode": placed.assignment.mode,
-        "predicted_iteration_s": placed.predicted_s,
+        "mode": planned.assignment.mode,
+        "predicted_iteration_s": planned.predicted_s,
         "iterations": position.iteration,
         "env_steps": position.env_steps,
         "wall_s": position.wall_s,
@@ -121,9 +122,9 @@ class _Loop:
         self._checkpoints = RunCheckpoints(config, run_dir, selection, self.metrics, self.trace)
         self._collapse = CollapseWatch(RECENT)
         self._large: Exception | None = None
-        """What is wrong with a worker that holds too much memory."""
+        """The error of a worker that occupies too much memory."""
         self._consistent = True
-        """Whether learner, environments and position are those of the same iteration, so that they may be saved."""
+        """True if learner, environments and position belong to the same iteration, so that they may be saved."""
 
     def begin(self, workers: OnPolicy, resume_from: Path | None) -> None:
         """Load the checkpoint, if there is one, and start the environments."""
@@ -144,18 +145,18 @@ class _Loop:
         self.workers.begin(environments, self.position.iteration)
 
     def _kept_at(self, begun_from: Path | None) -> int:
-        """The iteration of the checkpoint with which it begins, if that stays; else -1."""
+        """Iteration of the checkpoint that the run begins from, if it is one that stays; else -1."""
         stays = begun_from is not None and begun_from.parent == lasting_root(self.run_dir)
         return self.position.iteration if stays else -1
 
     def go_back(self, error: Exception, first: Path | None) -> Path | None:
-        """The checkpoint from which the run goes on after a loss: its newest that is whole; where it has none, that
-        with which it began, if there was one. Raises `CheckpointError` where none of its own is whole."""
+        """The checkpoint from which the run goes on after a loss: its newest complete one; without one, the checkpoint
+        that it began from, if there was one. Raises `CheckpointError` if it has some, and none is complete."""
         done = self.position.iteration
         if self.selection.pending is not None:
             try:
                 show(self.selection.finish(block=True))
-            except BesideError:  # it is evaluated when the run goes on
+            except BackgroundError:  # it is evaluated when the run goes on
                 self.selection.close()
         found, damaged = newest_whole(self.run_dir)
         for one in damaged:
@@ -167,12 +168,12 @@ class _Loop:
         return folder
 
     def note_replaced(self, say: Callable[[str], None]) -> None:
-        """Note the workers of the farm that were replaced, and say it."""
+        """Record the farm's workers that were replaced, and print each with `say`."""
         for lost in self._runtime.take_replaced():
             say(self._recovery.note_replaced(lost, self.position.iteration))
 
     def run(self, progress: Progress, watch: Watch | None) -> Decision | None:
-        """Iterate to the end; or, where there is a better plan, to a checkpoint from which the run goes on."""
+        """Iterate to the end; or, if there is a better plan, to a checkpoint from which the run goes on by it."""
         config = self.config
         try:
             for candidate in self.selection.begun(self.position.iteration):
@@ -193,14 +194,14 @@ class _Loop:
                     self._select(progress)
                 else:
                     self._checkpoints.save_between(self.position, self._environments)
-                self._selected(progress)
+                self._report_selection(progress)
                 if config.stop_at_success is not None and recent >= config.stop_at_success:
                     progress.note(f"success of the last {RECENT} episodes is {recent:.2f}: stopping as asked")
                     break
                 move = watch.see(iteration, config.iterations - self.position.iteration) if watch else None
                 if move is not None:
                     progress.note(f"planned again: {move.reason}")
-                    self._selected(progress, block=True)
+                    self._report_selection(progress, block=True)
                     self._checkpoints.save(self.position, self._environments)
                     self._checkpoints.complete()
                     if self._checkpoints.whole == self.position.iteration:
@@ -221,10 +222,10 @@ class _Loop:
         return None
 
     def _replace_large(self) -> None:
-        """Raise what makes the run go on with new workers, from a checkpoint of now, if one holds too much memory.
+        """If a worker occupies too much memory, write a checkpoint and raise the error that restarts all workers.
 
-        Where rollouts run ahead that waits for a checkpoint that the configuration asks for: a run that goes on from
-        another would act with other weights. Where none can be written the run goes on as it is.
+        If rollouts run ahead this waits for a checkpoint that the configuration asks for: a run that goes on from
+        another would act with other weights. If none can be written the run goes on as it is.
         """
         number = self.position.iteration
         if self._large is None or (self.workers.assignment.ahead and not self._checkpoints.lasts(number)):
@@ -243,12 +244,12 @@ class _Loop:
             tell(f"cannot write {self.run_dir / 'trace.json'} ({error.strerror}): the run is without a timeline")
 
     def _select(self, progress: Progress, last: bool = False) -> None:
-        """Evaluate the checkpoint of now, where that is due, or begin to; the last, and one before it, to the end."""
+        """Evaluate the current checkpoint if that is due, or begin to; wait for the last one, and for one before it."""
         position, selection = self.position, self.selection
         last = last or position.iteration == self.config.iterations
         due = selection.due(position.iteration, last)
         if due or last:
-            self._selected(progress, block=True)
+            self._report_selection(progress, block=True)
         if not due:
             return
         candidate = Candidate(position.iteration, position.env_steps, position.wall_s)
@@ -256,12 +257,12 @@ class _Loop:
         if self._checkpoints.whole != position.iteration:
             progress.note(f"iteration {position.iteration} is not evaluated: its checkpoint could not be written")
             return
-        if selection.beside and not last:
+        if selection.in_background and not last:
             try:
                 selection.start(candidate)
                 return
-            except BesideError as error:
-                self._alone(progress, candidate, error)
+            except BackgroundError as error:
+                self._stop_background(progress, candidate, error)
         self._evaluate(progress, candidate)
 
     def _evaluate(self, progress: Progress, candidate: Candidate) -> None:
@@ -275,30 +276,30 @@ class _Loop:
         progress.note(said)
         self._checkpoints.keep_newest()
 
-    def _selected(self, progress: Progress, block: bool = False) -> None:
-        """Tell of the evaluation beside the run, if it has ended. Where its process is gone the run waits for it."""
+    def _report_selection(self, progress: Progress, block: bool = False) -> None:
+        """Report the evaluation in the background, if it is complete. If its process is gone, evaluate here."""
         pending = self.selection.pending
         if pending is None:
             return
         try:
             said = self.selection.finish(block)
-        except (BesideError, OSError) as error:
-            if not (isinstance(error, BesideError) or is_full(error)):
+        except (BackgroundError, OSError) as error:
+            if not (isinstance(error, BackgroundError) or is_full(error)):
                 raise
-            self._alone(progress, pending, error)
+            self._stop_background(progress, pending, error)
             self._evaluate(progress, pending)
             return
         if said is not None:
             progress.note(said)
             self._checkpoints.keep_newest()
 
-    def _alone(self, progress: Progress, candidate: Candidate, error: Exception) -> None:
-        """Evaluate nothing beside the run from now on."""
+    def _stop_background(self, progress: Progress, candidate: Candidate, error: Exception) -> None:
+        """Evaluate nothing in the background from now on."""
         self.selection.close()
-        progress.note(f"evaluating iteration {candidate.iteration} beside the run: {error}; the run waits for it now")
+        progress.note(f"evaluating iteration {candidate.iteration} in the background: {error}; the run waits for it now")
 
     def _iterate(self, progress: Progress) -> tuple[dict[str, float], Iteration]:
-        """One iteration, and its row of metrics."""
+        """Run one iteration; its row of metrics, and its result."""
         begin, number = time.monotonic_ns(), self.position.iteration
         if self.trace is not None:
             self.trace.iteration(number)
@@ -308,7 +309,7 @@ class _Loop:
         faults.point("driver", "update")
         with deferred_interrupts(lambda: progress.note(FINISHING)):
             self._consistent = False
-            # What goes on from a checkpoint has no rollout that is ahead: nor has, then, what did not stop at it.
+            # A run that goes on from a checkpoint has no rollout ahead; one that passes it must compute the same.
             learned, self._environments = self.workers.learn(number, drain=self._checkpoints.lasts(number + 1))
             iteration = Iteration(summary, learned, self._environments, begin, time.monotonic_ns(), ())
             wall_s = iteration.wall_s
@@ -325,7 +326,7 @@ class _Loop:
 
     def _note_milestones(self, row: Mapping[str, Any]) -> None:
         recent = row.get("env/success_recent")
-        if recent is None:  # how the record writes NaN
+        if recent is None:  # NaN in metrics.jsonl
             return
         for level in (0.5, 0.9, 0.95):
             key = f"success_{level}"
@@ -334,7 +335,7 @@ class _Loop:
                 self.milestones[f"{key}_env_steps"] = row["env_steps"]
 
     def _keep(self) -> str:
-        """After an interruption: save the last finished iteration if the learner still holds it."""
+        """After an interruption: save the last finished iteration, if the learner still has its weights."""
         if self._consistent and self._environments:
             self._checkpoints.save(self.position, self._environments)
         self._checkpoints.complete()

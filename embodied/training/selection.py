@@ -2,8 +2,8 @@
 
 They are by the run's own protocol, on episodes of their own: from seeds that neither training nor the evaluation at the
 end draws, since a choice among many checkpoints flatters the chosen one on the episodes it was chosen by. Each is a
-folder below RUN/evals/selection, and a row of `selection.jsonl`. They take place beside the run where it leaves room
-(`embodied/training/selection.py`), else the run waits. Their episodes are the same either way.
+folder below RUN/evals/selection, and a row of `selection.jsonl`. They take place in the background if the run leaves room
+(`free_room`), else the run waits. Their episodes are the same either way.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from embodied.reporting.metrics import SELECTION, MetricsWriter, read
 from embodied.run import checkpoint
 
 OTHER_SEEDS = 2**30
-"""Turned over in the run's seed, which is below 2**31: the seed of these evaluations."""
+"""Bit that is flipped in the run's seed, which is below 2**31, for the seed of these evaluations."""
 
 
 def selection_protocol(config: Config) -> Protocol:
@@ -67,16 +67,16 @@ class Selection:
         self._done: dict[int, float] = {}
         """Success of this protocol's evaluations, by iteration."""
         self._room: Room | None = None
-        self._process: BesideProcess | None = None
+        self._process: BackgroundProcess | None = None
         self._pending: Candidate | None = None
 
     def move(self, room: Room | None) -> None:
-        """Evaluate here from now on; None: while the run waits. Nothing is pending."""
+        """Evaluate in this room from now on; None: while the run waits. Nothing is pending."""
         self.close()
         self._room = room if self._protocol is not None else None
 
     def close(self) -> None:
-        """Give up what is pending; a run that goes on takes it up where it is."""
+        """Give up the pending evaluation; a run that goes on completes it."""
         self._pending = self._room = None
         if self._process is not None:
             self._process.close()
@@ -102,44 +102,44 @@ class Selection:
         self._mark()
 
     def begun(self, iteration: int) -> list[Candidate]:
-        """Checkpoints before this iteration whose evaluation an earlier session began beside the run and left."""
+        """Checkpoints before this iteration whose evaluation an earlier session began in the background and left."""
         found = (int(folder.name) for folder in self._folder(0).parent.glob("[0-9]*") if folder.name.isdecimal())
         numbers = [n for n in sorted(found) if n < iteration and n not in self._done and self._is_ours(n)]
         states = [checkpoint.read_state(self._checkpoint(n)) for n in numbers if self._checkpoint(n).is_dir()]
         return [Candidate(state.iteration, state.env_steps, state.wall_s) for state in states]
 
     def due(self, iteration: int, last: bool = False) -> bool:
-        """Whether the checkpoint of the iteration is to be evaluated, and has not been; a run's last one always is."""
+        """True if the checkpoint of the iteration is to be evaluated and has not been; a run's last one always is."""
         pending = self._pending is not None and self._pending.iteration == iteration
         if self._protocol is None or not iteration or iteration in self._done or pending:
             return False
         return last or iteration % self._config.eval.every == 0 or iteration == self._config.iterations
 
     @property
-    def beside(self) -> bool:
-        """Whether checkpoints are evaluated while the run goes on."""
+    def in_background(self) -> bool:
+        """True if checkpoints are evaluated while the run goes on."""
         return self._room is not None
 
     @property
     def pending(self) -> Candidate | None:
-        """What is being evaluated beside the run, whose checkpoint must stay."""
+        """The candidate that is being evaluated in the background, whose checkpoint must stay."""
         return self._pending
 
     def start(self, candidate: Candidate) -> None:
-        """Begin to evaluate a checkpoint, which is complete, beside the run. Nothing else is pending.
+        """Begin to evaluate a checkpoint, which is complete, in the background. Nothing else is pending.
 
-        Raises `BesideError` where the process is gone."""
+        Raises `BackgroundError` if the process is gone."""
         assert self._room is not None and self._pending is None, "one at a time, where there is room"
         config = self._room.applied(self._config)
         if self._process is None:
-            self._process = BesideProcess(config, self._room, self._folder(0).parent / "beside.log")
+            self._process = BackgroundProcess(config, self._room, self._folder(0).parent / "background.log")
         self._process.begin(partial(_evaluated, *self._asked(candidate, config)))
         self._pending = candidate
 
     def finish(self, block: bool) -> str | None:
-        """What to say of the evaluation beside the run, once it has ended; None where it has not, or there is none.
+        """Report of the evaluation in the background, once it is complete; None if it is not, or there is none.
 
-        Raises what ended it otherwise; `BesideError` where its process is gone.
+        Raises the error that ended it; `BackgroundError` if its process is gone.
         """
         if self._process is None or self._pending is None:
             return None
@@ -150,7 +150,7 @@ class Selection:
         return self._note(candidate, found)
 
     def evaluate(self, candidate: Candidate) -> str:
-        """Evaluate a checkpoint, which is complete, while the run waits. Returns what to say of it."""
+        """Evaluate a checkpoint, which is complete, while the run waits. Returns a report in one line."""
         return self._note(candidate, _evaluated(*self._asked(candidate, self._config), self._session))
 
     def _asked(self, candidate: Candidate, config: Config) -> tuple[Subject, Protocol, Path]:
@@ -187,7 +187,7 @@ class Selection:
         return self._run_dir / "evals" / "selection" / f"{iteration:06d}"
 
     def _is_ours(self, iteration: int) -> bool:
-        """Whether the iteration was evaluated by this protocol."""
+        """True if the iteration was evaluated by this protocol."""
         found = _identity(self._folder(iteration))
         return found is not None and found.protocol == self._protocol
 
@@ -214,8 +214,7 @@ def _row(found: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-# --- Evaluation beside a run: by a process on a core, and with a GPU where policies compute on one, that the run
-# leaves free.
+# --- the background: a process on a core, and with a GPU, that the run does not use
 
 
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
@@ -224,14 +223,14 @@ Work = Callable[[Session], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Room:
-    """What a run leaves free of this machine."""
+    """A core, and where policies compute on GPUs one of those, that the run does not use."""
 
     core: int
     gpu: int | None = None
-    """By this process's count; None: policies compute on the CPU."""
+    """Its number in this process; None: policies compute on the CPU."""
 
     def applied(self, config: Config) -> Config:
-        """The configuration in one process of this machine. What an evaluation is identified by stays."""
+        """The configuration for one process on this machine. The settings that identify an evaluation stay."""
         runtime = config.runtime.model_copy(update={"mode": "inline"})
         # Its one GPU is the first that it sees.
         devices = config.farm.devices
@@ -248,11 +247,11 @@ class Room:
             os.environ[VISIBLE_GPUS] = visible.split(",")[self.gpu] if visible else str(self.gpu)
 
 
-def room_beside(assignment: Assignment, cores: Sequence[int], gpus: Sequence[torch.device]) -> Room | None:
-    """A core that no worker of the run is pinned to and no thread of it needs, and one of the GPUs that none uses
-    (where there are any); None where the run leaves no such thing.
+def free_room(assignment: Assignment, cores: Sequence[int], gpus: Sequence[torch.device]) -> Room | None:
+    """A core that no worker of the run is pinned to and no thread needs, and, if policies compute on GPUs, a GPU that no
+    worker uses; None if the run leaves none.
 
-    Workers that the system places say nothing of cores: a run whose simulators are not pinned leaves none, and a
+    Workers that are not pinned may run on any core: a run whose simulators are not pinned leaves none, and a
     component on the CPU without cores of its own needs as many as it has threads. A GPU on which frames are drawn is
     taken, and without a name it is the first.
     """
@@ -280,16 +279,16 @@ def room_beside(assignment: Assignment, cores: Sequence[int], gpus: Sequence[tor
     return Room(spare[-1], free[0]) if free else None
 
 
-class BesideError(Exception):
-    """The process ended before its work was done."""
+class BackgroundError(Exception):
+    """The background process ended before its work was done."""
 
 
-class BesideProcess:
-    """A process in a room of its own, which does one piece of work at a time. It ends with this one, whatever ends
-    that."""
+class BackgroundProcess:
+    """A process in a room of its own, which does one piece of work at a time. It ends with its parent, however that
+    ends."""
 
     def __init__(self, config: Config, room: Room, log: Path) -> None:
-        """`config` is of its session. What it prints, and would disturb a live table, goes to `log`."""
+        """`config` is the configuration of its session. Its output, which would disturb a live table, goes to `log`."""
         context = multiprocessing.get_context("spawn")
         self._ours, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, config, room, log), daemon=True)
@@ -297,9 +296,9 @@ class BesideProcess:
         theirs.close()
 
     def begin(self, work: Work) -> None:
-        """Have `work`, which is pickled, done in the process's session. Its result is taken before the next begins.
+        """Have `work`, which is pickled, done in the process's session. Take its result before the next begins.
 
-        Raises `BesideError` where the process is gone.
+        Raises `BackgroundError` if the process is gone.
         """
         try:
             self._ours.send(work)
@@ -307,9 +306,9 @@ class BesideProcess:
             raise self._gone() from error
 
     def result(self, block: bool) -> dict[str, Any] | None:
-        """What came of the work; None where it is not done yet and nobody is to wait.
+        """Result of the work; None if it is not done and `block` is false.
 
-        Raises what the work raised, and `BesideError` where the process is gone.
+        Raises the error of the work, and `BackgroundError` if the process is gone.
         """
         try:
             if not block and not self._ours.poll():
@@ -321,9 +320,9 @@ class BesideProcess:
             raise found
         return found
 
-    def _gone(self) -> BesideError:
+    def _gone(self) -> BackgroundError:
         self._process.join(1)
-        return BesideError(f"the process ended with exit status {self._process.exitcode}")
+        return BackgroundError(f"the process ended with exit status {self._process.exitcode}")
 
     def close(self) -> None:
         """End the process, and what it is doing."""
@@ -353,7 +352,7 @@ def _serve(requests: Connection, config: Config, room: Room, log: Path) -> None:
 
 
 def _end_with_parent() -> None:
-    """A run that was killed has nobody left to end its processes."""
+    """End this process when its parent is gone: a run that was killed cannot end its processes."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])

@@ -60,10 +60,10 @@ LEARNER = WorkflowComponent(
 REFERENCE = WorkflowComponent(
     "reference",
     "evaluates decisions under the policy that training began with",
-    "embodied.learning.reference:ReferenceWorker",
+    "embodied.learning.scorers:ReferenceWorker",
 )
 REWARD = WorkflowComponent(
-    "reward", "judges frames and instructions in the simulator's stead", "embodied.learning.reward:RewardWorker"
+    "reward", "judges frames and instructions in the simulator's stead", "embodied.learning.scorers:RewardWorker"
 )
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from embodied.config.files import parse_config
 from embodied.config.schema import Config
@@ -42,11 +44,18 @@ def tasks_of(config: Config) -> tuple[Config, ...]:
 
     Raises `UserError` for keys of `extra_tasks` that `env` does not have.
     """
-    found = [config.model_copy(update={"extra_tasks": ()})]
-    for number, differs in enumerate(config.extra_tasks, start=1):
-        data = config.model_dump(mode="json")
-        seed = (config.seed + number * TASK_SEEDS) % 2**31
-        data |= {"env": {**data["env"], **differs}, "seed": seed, "extra_tasks": ()}
+    first = config.model_copy(update={"extra_tasks": ()})
+    return (first, *_extra_tasks(config.model_dump_json())) if config.extra_tasks else (first,)
+
+
+@lru_cache(maxsize=64)
+def _extra_tasks(text: str) -> tuple[Config, ...]:
+    """The configurations of the further tasks, from the run's as JSON: each configuration is validated once."""
+    whole = json.loads(text)
+    found = []
+    for number, differs in enumerate(whole["extra_tasks"], start=1):
+        seed = (whole["seed"] + number * TASK_SEEDS) % 2**31
+        data = {**whole, "env": {**whole["env"], **differs}, "seed": seed, "extra_tasks": ()}
         found.append(parse_config(data, f"extra_tasks[{number - 1}]"))
     return tuple(found)
 

@@ -60,7 +60,7 @@ def make_rank(make: Any, options: dict[str, Any], config: Config, folder: Path, 
 def connected(
     runtime: RayRuntime, ranks: int, config: Config, folder: Path, make: Any = small_policy, **options: Any
 ) -> Iterator[WorkerGroup[Counted]]:
-    group = runtime.place_group("learner", make_rank, ranks, lambda rank: (make, options, config, folder, rank, ranks))
+    group = runtime.start_group("learner", make_rank, ranks, lambda rank: (make, options, config, folder, rank, ranks))
     if ranks > 1:
         group.call_all(Learner.join, group.call_one(0, Learner.listen), 60.0)
     yield group

@@ -119,6 +119,7 @@ def test_the_measured_update_is_one_whatever_the_micro_batch_and_waits_once(
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", often(["pi0-tiny"], ["pi0-tiny", "pi05-tiny"]))
 def test_flow_policies_are_measured(model: str, tmp_path: Path) -> None:
     """Acting, and the update with the prefix's keys and values given, and without."""

@@ -102,6 +102,7 @@ def test_a_run_that_exists_is_refused_with_the_way_out(run: Path) -> None:
     assert "--resume auto" in said and "--name" in said
 
 
+@pytest.mark.slow
 def test_resume_goes_on_where_the_run_stopped(run: Path, tmp_path: Path) -> None:
     import shutil
 

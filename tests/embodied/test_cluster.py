@@ -32,7 +32,7 @@ from embodied.execution.row_delivery import CalledSource
 from embodied.execution.session import Session
 from embodied.planning.clusters import run_cluster
 from embodied.planning.profiler import work_of
-from embodied.planning.run_plans import place_run
+from embodied.planning.run_plans import plan_run
 from embodied.reporting.metrics import read
 from embodied.runtime import remote
 from embodied.runtime.inline import InlineRuntime
@@ -148,6 +148,7 @@ def test_training_with_physics_on_another_node_equals_training_inline(
 # --- policy replicas and ranks of the learner on another machine; more of them in `test_far_replicas.py`
 
 
+@pytest.mark.slow
 def test_replicas_and_ranks_on_another_machine_learn_what_one_process_learns(
     machines: Machines, tmp_path: Path
 ) -> None:
@@ -252,6 +253,7 @@ def planned_run(physics: float, folder: Path) -> Config:
     return config_of(plan={"mode": "auto", "profile": str(path)})
 
 
+@pytest.mark.slow
 def test_auto_uses_other_nodes_and_computes_the_same(
     machines: Machines, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -266,17 +268,19 @@ def test_auto_uses_other_nodes_and_computes_the_same(
     assert found == train(config_of(*plan.groups), tmp_path / "inline", InlineRuntime(60.0))
 
 
+@pytest.mark.slow
 def test_auto_stays_where_messages_take_longer_than_they_save(machines: Machines, tmp_path: Path) -> None:
     """The link was measured: hundreds of microseconds a message, more than all the physics takes."""
-    placed = place_run(planned_run(1e-4, tmp_path), session_of(config_of(), machines.runtime), tmp_path)
-    assert placed.plan is not None and placed.planned is not None
+    placed = plan_run(planned_run(1e-4, tmp_path), session_of(config_of(), machines.runtime), tmp_path)
+    assert placed.plan is not None and placed.cluster is not None
     assert {node for phase in placed.plan.phases for p in phase.placements for node in p.nodes} == {"here"}
     assert any(text.startswith("Nothing is on far, frail. Only physics may leave here") for text in placed.plan.why)
-    cluster = placed.planned.cluster
+    cluster = placed.cluster
     assert 5e-5 < cluster.link_s < 0.05 and 1e6 < cluster.link_bytes_per_s < 1e12
     assert (cluster.head_node, [node.name for node in cluster.nodes]) == ("here", ["here", "far", "frail"])
 
 
+@pytest.mark.slow
 def test_a_plan_file_may_put_the_learner_on_another_node(machines: Machines, tmp_path: Path) -> None:
     """On accelerators too, which processes on the CPU stand in for where that is asked for."""
     ranks = ["here:accelerators:0", "far:accelerators:3"]
@@ -296,7 +300,7 @@ def test_a_plan_file_may_put_the_learner_on_another_node(machines: Machines, tmp
     }
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     config = config_of(plan={"file": str(tmp_path / "plan.json")}, policy={"device": "cpu"})
-    found = place_run(config, session_of(config, machines.runtime), tmp_path).assignment
+    found = plan_run(config, session_of(config, machines.runtime), tmp_path).assignment
     far = machines.node("far").id
     assert [(a.node, a.device) for a in found.components["policy"]] == [("", "cpu")]
     assert [(a.node, a.device) for a in found.components["learner"]] == [("", "cpu"), (far, "cpu")]
@@ -312,6 +316,7 @@ def test_physics_that_a_plan_gives_to_a_node_that_has_left_is_nowhere_else(machi
         assign(schedulers.from_data(Plan, plan), config, (0,), session_of(config, machines.runtime).nodes)
 
 
+@pytest.mark.slow
 def test_nodes_without_cores_are_not_planned_for(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = tuple(replace(node, cores=node.cores * (node.name != "far")) for node in machines.runtime.nodes())
     monkeypatch.setattr(machines.runtime, "nodes", lambda: nodes)
@@ -322,6 +327,7 @@ def test_nodes_without_cores_are_not_planned_for(machines: Machines, monkeypatch
 # --- losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blow", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 def test_a_far_process_that_is_lost_is_replaced_and_its_episodes_replayed(
     blow: signal.Signals, machines: Machines, monkeypatch: pytest.MonkeyPatch
@@ -364,6 +370,7 @@ class BrokenEpisodes(EndlessEpisodes):
         return super().spec(env, episode, start)
 
 
+@pytest.mark.slow
 def test_a_far_workers_error_reaches_the_client_with_its_message(machines: Machines) -> None:
     """A user's mistake as one sentence, an error of our own with the traceback from where it happened."""
     absent = ListedEpisodes((EpisodeSpec(0, init_state=3),) * 8, 8)
@@ -400,6 +407,7 @@ class Player:
             drive(farm, end=100_000)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "blow"), [pytest.param("frail", signal.SIGSTOP, marks=pytest.mark.slow), ("far", signal.SIGKILL)]
 )
@@ -411,7 +419,7 @@ def test_a_lost_node_is_named_with_its_workers_within_the_deadline(
     spec = replace(PICTURES, physics_workers=2)
     host = machines.runtime.farm_host(2, 1, (lost.id,) * 2)
     with built(spec, host, machines) as farm:
-        player = machines.runtime.place("player", Player, farm.address)
+        player = machines.runtime.start("player", Player, farm.address)
         playing = player.submit(Player.play)
         deadline = time.monotonic() + 240
         while farm.tasks[0].slots["requested"].max() < 40:

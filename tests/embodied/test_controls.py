@@ -177,9 +177,9 @@ def test_a_critic_that_would_be_misunderstood_is_refused(tmp_path: Path) -> None
     policy: dict[str, Any] = {"init": begun}
     further = UpdateControls(config(policy=policy, advantage={"normalise_returns": True}))
     assert further._state.scale == Controls.read(kept, config()).scale
-    with pytest.raises(UserError, match="speaks in deviations of returns"):
+    with pytest.raises(UserError, match="predicts in deviations of returns"):
         UpdateControls(config(policy=policy))
-    with pytest.raises(UserError, match="speaks in deviations of returns"):
+    with pytest.raises(UserError, match="predicts in deviations of returns"):
         run(config_of(STATES, 6), tmp_path / "first", resume=True)
 
 

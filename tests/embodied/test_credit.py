@@ -17,9 +17,9 @@ from embodied.config.files import parse_config
 from embodied.config.schema import Config
 from embodied.errors import UserError
 from embodied.learning.learner import Learner
-from embodied.planning.run_plans import check_files
 from embodied.rollout.policy_worker import PolicyWorker
 from embodied.rollout.rollout_loop import RolloutSettings
+from embodied.training.preflight import check_components
 from embodied.trajectories.batch import TensorDecisions, Trajectories, join_columns
 from embodied.trajectories.memory import TrajectoryMemory
 from policies.contract import Action, Evaluation, Inputs, PolicySpec
@@ -247,7 +247,7 @@ def test_joined_parts_keep_the_rewards_of_actions() -> None:
 
 def test_credit_for_actions_needs_units_that_are_no_more() -> None:
     with pytest.raises(UserError, match="set it to action or element"):
-        check_files(parse_config({"advantage": {"credit": "action"}}, "test"))
+        check_components(parse_config({"advantage": {"credit": "action"}}, "test"))
 
 
 def test_a_policy_without_values_of_actions_is_refused() -> None:

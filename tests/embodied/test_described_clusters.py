@@ -15,7 +15,7 @@ from embodied.config.schema import Config
 from embodied.execution.assignment import assign
 from embodied.execution.iteration import Iteration, OnPolicy
 from embodied.execution.session import Session
-from embodied.planning.components import leaving_home
+from embodied.planning.clusters import leaving_home
 from embodied.runtime.groups import WorkerGroup
 from embodied.runtime.ray.workers import RayHandle
 from embodied.workflows.sizes import workflow_of

@@ -45,8 +45,8 @@ run = evaluations.run  # the fixture
 @pytest.mark.parametrize(
     "how",
     [
-        {"farm": {"physics_workers": 2}},
-        {"farm": {"groups": 1}, "eval": {"num_envs": 4}},
+        pytest.param({"farm": {"physics_workers": 2}}, marks=pytest.mark.slow),
+        pytest.param({"farm": {"groups": 1}, "eval": {"num_envs": 4}}, marks=pytest.mark.slow),
         {"farm": {"groups": 4, "physics_workers": 2}, "eval": {"num_envs": 16}},
         pytest.param({"runtime": {"mode": "ray"}, "farm": {"physics_workers": 2}}, marks=pytest.mark.slow),
     ],
@@ -109,6 +109,7 @@ def test_a_policy_acts_on_what_it_is_told(tmp_path: Path) -> None:
     assert any(not np.array_equal(a, b) for a, b in zip(own, other, strict=True)), "what it is told does not matter"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", often([121], [1, 59, 119, 121, 160]))
 def test_a_long_film_says_at_which_step_each_frame_was_taken(length: int) -> None:
     """The last is the episode's end, whatever lies between two frames."""

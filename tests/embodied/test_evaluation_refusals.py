@@ -133,6 +133,7 @@ def test_weights_that_are_not_finite_are_refused_wherever_they_enter(run: Path, 
     assert not (tmp_path / "next").exists()
 
 
+@pytest.mark.slow
 def test_a_policy_of_another_action_size_is_refused_with_the_task(run: Path, tmp_path: Path) -> None:
     base = settings_of(str(run), tmp_path).model_dump(mode="json")
     with pytest.raises(PolicyError) as caught:

@@ -131,8 +131,8 @@ def test_episodes_in_groups_too(name: str, ray: Session, reference: Reference, t
     found = run(GROUPS, ray, PLANS[name], tmp_path / "ray")
     assert_was_a_test(found)
     assert_equal(found, reference(GROUPS, PLANS[name]))
-    taught = [one.learned["learner/teaching_groups"] for one in found.iterations]
-    assert taught == [4.0] * ITERATIONS, "all four episode groups differ in their returns"
+    informative = [one.learned["learner/informative_groups"] for one in found.iterations]
+    assert informative == [4.0] * ITERATIONS, "all four episode groups differ in their returns"
 
 
 # --- other batches: within rounding

@@ -91,7 +91,7 @@ def test_trajectories_sent_to_another_machine_are_those_of_the_memory() -> None:
     with worker(Watcher(), task=WATCHED) as made:
         made.rollout(8, 60.0)
         batch = made.trajectories()
-        caller = Straight(FrameSource())
+        caller: Any = Straight(FrameSource())
         caller.source.use(made.memory)
         whole = batch.without_memory(CalledSource(caller))
         for _ in range(2):

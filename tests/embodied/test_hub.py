@@ -14,8 +14,8 @@ from embodied import hub
 from embodied.config.files import load_config
 from embodied.config.schema import Config, PolicyConfig
 from embodied.errors import UserError
-from embodied.execution.preflight import check_policy
 from embodied.run.folder import fetched
+from embodied.training.preflight import check_policy
 from policies.contract import PolicyError
 from tests.embodied.demonstrations.examples import FOREIGN
 from tests.embodied.hub_server import Hub, serving

@@ -66,7 +66,7 @@ def test_a_lost_worker_is_named_and_replaced_and_its_episodes_replayed(
     host = cluster.farm_host(spec.physics_workers, spec.render_workers)
     pids, before = host.pids(), dict(host.restarts)
     with closing(Farm.create(spec, host)) as farm:
-        player = cluster.place("player", Player, farm.address)
+        player = cluster.start("player", Player, farm.address)
         requested = farm.tasks[0].slots["requested"]
 
         def strike() -> None:

@@ -121,7 +121,7 @@ def test_a_process_that_waits_for_workers_is_ended_and_one_that_has_some_is_name
 
 def placed(runtime: RayRuntime, name: str, end: bool) -> int:
     """Number of the process of a worker that is placed, and perhaps ended at once."""
-    handle: Handle[Any] = runtime.place(name, list)
+    handle: Handle[Any] = runtime.start(name, list)
     assert isinstance(handle, RayHandle)
     pid = handle.process.pid
     if end:
@@ -162,7 +162,7 @@ def test_a_simulator_that_has_grown_is_replaced_and_its_episodes_replayed(
     monkeypatch.setattr(ray_runtime, "_limit", Once(1e-3))
     host = ray_runtime.farm_host(PICTURES.physics_workers, PICTURES.render_workers)
     with closing(Farm.create(PICTURES, host)) as farm:
-        player = ray_runtime.place("player", Player, farm.address)
+        player = ray_runtime.start("player", Player, farm.address)
         found = player.call(Player.play, 60.0)
         player.end()
     assert host.restarts == {1: 1}

@@ -260,6 +260,7 @@ def test_switches_are_timed(one_process: bool, session: Session, stayed: Run, tm
     assert all(one.learned["time/switch_s"] == 0 for one in stayed.iterations)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("one_process", [True, False], ids=["one process", "two processes"])
 def test_renderers_leave_before_the_learner_returns_and_are_back_for_the_next_rollout(
     one_process: bool, session: Session, tmp_path: Path

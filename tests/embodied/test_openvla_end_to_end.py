@@ -86,6 +86,7 @@ def says(policy: Policy, demos: Dataset) -> torch.Tensor:
     return policy.act(replace(inputs, state=None, proprio=None), None).chunk
 
 
+@pytest.mark.slow
 def test_reinforcement_begins_where_imitation_ended(steps: Steps) -> None:
     rows = read(steps.further)
     assert len(rows) == 2

@@ -18,8 +18,7 @@ from embodied.config.files import parse_config
 from embodied.config.schema import Config
 from embodied.errors import UserError
 from embodied.execution.assignment import Assignment, assign
-from embodied.planning.clusters import with_stand_ins
-from embodied.planning.components import leaving_home, planned_for
+from embodied.planning.clusters import leaving_home, planned_for, with_stand_ins
 from embodied.planning.profiler import work_of
 from embodied.workflows.sizes import workflow_of
 from schedulers import (

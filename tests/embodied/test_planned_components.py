@@ -20,7 +20,7 @@ from embodied.execution.assignment import assign
 from embodied.execution.iteration import Iteration, start_run
 from embodied.execution.roles import LearnerRole
 from embodied.execution.session import Session, open_session
-from embodied.learning.scorer import Scorer
+from embodied.learning.scorers import Scorer
 from embodied.planning import profiler as profiling
 from embodied.planning.clusters import local_cluster
 from embodied.planning.profiler import profile_config

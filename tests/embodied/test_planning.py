@@ -210,6 +210,7 @@ def test_a_cluster_that_one_does_not_have(embodied: Said, files: Path) -> None:
     assert "per iteration" in said
 
 
+@pytest.mark.slow
 def test_a_cluster_file_may_have_a_home(embodied: Said, files: Path) -> None:
     """What does not travel is planned for it, whatever the other node could do."""
     Path("cluster.yaml").write_text(

@@ -82,6 +82,7 @@ def test_a_run_keeps_the_plan_it_was_given_and_computes_the_same(
     assert "<h2>Plan</h2>" in page and "Predicted" in page
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["collocated", "disaggregated", "hybrid"])
 def test_every_mode_computes_the_same(
     mode: str, two_cores: None, files: Path, configured: dict[int, Path], profile: Profile

@@ -12,7 +12,7 @@ import yaml
 
 from embodied import cli
 from embodied.config.files import CONFIGS, load_config, shipped_configs
-from embodied.execution.preflight import check_policy
+from embodied.training.preflight import check_policy
 from embodied.workflows.recipes import RECIPES
 from tests import libero_assets
 

@@ -23,11 +23,11 @@ from embodied.execution.assignment import configured
 from embodied.execution.iteration import OnPolicy, start_run
 from embodied.execution.roles import LearnerRole, RolloutRole
 from embodied.execution.session import open_session
-from embodied.learning.reference import ReferenceWorker
+from embodied.learning.scorers import ReferenceWorker
 from embodied.learning.update import Denominators, LossFunction, micro_batch_loss
-from embodied.planning.run_plans import check_files
 from embodied.reporting.metrics import read
 from embodied.run.folder import begun_from
+from embodied.training.preflight import check_components
 from embodied.trajectories.batch import Trajectories
 from embodied.workflows.context import WorkerContext, make_policy, policy_spec
 from embodied.workflows.recipes import recipe_of
@@ -302,7 +302,7 @@ def test_a_reference_without_a_pull_and_a_pull_without_a_reference_are_refused(
     workflow: str, pull: float, says: str
 ) -> None:
     with pytest.raises(UserError, match=says) as caught:
-        check_files(config_of(workflow=workflow, loss={"reference_kl": pull}))
+        check_components(config_of(workflow=workflow, loss={"reference_kl": pull}))
     assert "loss.reference_kl" in str(caught.value)
 
 
@@ -324,5 +324,5 @@ def test_a_run_whose_beginning_is_gone_does_not_go_on_with_another_reference(tmp
 def test_the_shipped_configurations_have_a_reference(name: str) -> None:
     assert (CONFIGS / f"{name}.yaml").is_file()
     config = load_config(name)
-    check_files(config)
+    check_components(config)
     assert "reference" in {component.name for component in recipe_of(config).after_rollout}

@@ -12,8 +12,8 @@ import torch
 from embodied.algorithms.estimators import judged, outcomes, reinforce
 from embodied.config.schema import Config
 from embodied.errors import UserError
-from embodied.planning.run_plans import check_files
 from embodied.reporting.metrics import read
+from embodied.training.preflight import check_components
 from embodied.trajectories.batch import Trajectories, join_columns
 from tests.embodied import episode_parts
 from tests.embodied.episode_parts import LIMIT, SIZE, episodes_in_parts
@@ -81,8 +81,8 @@ def test_a_margin_without_a_limit_is_refused(limit: int | None, batch: Trajector
 def test_a_divergence_without_a_reference_is_refused() -> None:
     for workflow in ("reinforce", "grpo_reference", "ppo_reference"):
         with pytest.raises(UserError, match="advantage.reward_kl is 0.1, .* set workflow to reinforce_reference"):
-            check_files(config_of(workflow=workflow, advantage={"reward_kl": 0.1}))
-    check_files(config_of(workflow="reinforce_reference", advantage={"reward_kl": 0.1}))
+            check_components(config_of(workflow=workflow, advantage={"reward_kl": 0.1}))
+    check_components(config_of(workflow="reinforce_reference", advantage={"reward_kl": 0.1}))
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_a_divergence_without_a_reference_is_refused() -> None:
 )
 def test_settings_that_nothing_reads_are_refused_before_a_worker_starts(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=says):
-        check_files(config_of(**changes))
+        check_components(config_of(**changes))
 
 
 LEARNING: dict[str, Any] = {
@@ -111,6 +111,7 @@ LEARNING: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workflow", ["reinforce", "reinforce_reference"])
 def test_the_return_rises(workflow: str, tmp_path: Path) -> None:
     advantage = {"baseline": "group", "reward_kl": 0.001 if "reference" in workflow else 0.0}

@@ -17,8 +17,7 @@ import schedulers
 from embodied.config.files import parse_config
 from embodied.config.schema import Config
 from embodied.errors import UserError
-from embodied.execution.assignment import Assignment, assign, configured
-from embodied.execution.farm_specs import run_specs
+from embodied.execution.assignment import Assignment, assign, configured, run_specs
 from embodied.execution.iteration import start_run
 from embodied.execution.session import Session, open_session
 from embodied.learning.learner import TrainedBytes

@@ -98,7 +98,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iteration:
     """An iteration that took place."""
     folder = tmp_path_factory.mktemp("real")
     with open_session(CONFIG) as session:
-        placed = planning.place_run(CONFIG, session, folder)
+        placed = planning.plan_run(CONFIG, session, folder)
         with start_run(CONFIG, folder, session, placed.assignment) as workers:
             workers.begin(None, 0)
             return workers.iterate(0, drain=True)

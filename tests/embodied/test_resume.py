@@ -294,7 +294,7 @@ class InterruptedRuntime(InlineRuntime):
         super().__init__(60.0)
         self._fault: dict[str, Any] = {"method": method, "count": count, "after": after}
 
-    def place(self, name: str, make: Callable[..., Any], *args: Any, beside: Any = None) -> Interrupted:
+    def start(self, name: str, make: Callable[..., Any], *args: Any, beside: Any = None) -> Interrupted:
         return Interrupted(name, self.deadline, worker=make(*args), **self._fault)
 
 

@@ -21,14 +21,12 @@ from embodied.devices import CPU
 from embodied.errors import UserError
 from embodied.execution.assignment import configured
 from embodied.execution.iteration import OnPolicy, start_run
-from embodied.execution.preflight import check_run
 from embodied.execution.roles import RolloutRole
 from embodied.execution.session import open_session
-from embodied.learning.reward import RewardWorker
-from embodied.learning.scorer import Scorer
+from embodied.learning.scorers import RewardWorker, Scorer
 from embodied.learning.success_classifier import Looks, SuccessClassifier
-from embodied.planning.run_plans import check_files
 from embodied.reporting.metrics import read
+from embodied.training.preflight import check_components, check_run
 from embodied.training.success_classifier import ClassifierTraining, learn_success, read_labelled
 from embodied.trajectories.batch import Trajectories
 from embodied.workflows import PPO, WorkflowComponent, passing
@@ -183,6 +181,7 @@ def classifier(demos: Dataset, tmp_path_factory: pytest.TempPathFactory) -> tupl
     return out, command.run(command.Arguments((demos.folder,), out, steps=80))
 
 
+@pytest.mark.slow
 def test_solved_frames_of_held_out_episodes_are_told_from_others(classifier: tuple[Path, dict[str, Any]]) -> None:
     said = classifier[1]
     assert said["episodes"] == EPISODES
@@ -190,6 +189,7 @@ def test_solved_frames_of_held_out_episodes_are_told_from_others(classifier: tup
     assert said["roc_area"] > 0.85 and said["balanced_accuracy"] > 0.75
 
 
+@pytest.mark.slow
 def test_only_the_last_frames_of_solved_episodes_are_positive(demos: Dataset) -> None:
     labelled = read_labelled((demos.folder, demos.folder), 2)
     assert len(labelled.positive) == 2 * len(demos)
@@ -301,7 +301,7 @@ def test_a_reward_worker_that_cannot_judge_is_refused_before_anything_starts(
     changes: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(UserError, match=says):
-        check_files(config_of(**changes))
+        check_components(config_of(**changes))
 
 
 @pytest.mark.parametrize("name", ["brightness", "nowhere_to_be_found:judge", f"{__name__}:nobody", f"{__name__}:SIZE"])
@@ -341,6 +341,6 @@ def test_episodes_without_frames_or_successes_teach_nothing(demos: Dataset, tmp_
 
 def test_the_shipped_configuration_has_a_reward_worker() -> None:
     config = load_config("reach_reward")
-    check_files(config)
+    check_components(config)
     check_run(config)
     assert "reward" in {component.name for component in recipe_of(config).after_rollout}

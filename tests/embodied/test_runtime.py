@@ -143,17 +143,17 @@ def test_workers_see_the_gpus_that_the_command_sees(cluster: RayRuntime, monkeyp
     """Ray neither hides GPUs from workers that asked it for none nor deals them out."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-b,GPU-a")
     monkeypatch.setattr(cluster, "_spare", [])
-    looker = cluster.place("looker", Looker)
+    looker = cluster.start("looker", Looker)
     assert looker.call(Looker.variable, "CUDA_VISIBLE_DEVICES") == "GPU-b,GPU-a"
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setattr(cluster, "_spare", [])
-    looker = cluster.place("looker", Looker)
+    looker = cluster.start("looker", Looker)
     assert looker.call(Looker.variable, "CUDA_VISIBLE_DEVICES") is None
 
 
 @pytest.fixture(scope="module")
 def clumsy(cluster: RayRuntime) -> Handle[Clumsy]:
-    return cluster.place("clumsy", Clumsy)
+    return cluster.start("clumsy", Clumsy)
 
 
 def test_a_late_call_names_worker_method_and_time(clumsy: Handle[Clumsy]) -> None:
@@ -182,7 +182,7 @@ def test_work_that_reports_progress_is_not_late(clumsy: Handle[Clumsy]) -> None:
 def test_a_worker_that_waits_for_anothers_result_is_not_late_while_that_one_reports(
     cluster: RayRuntime, clumsy: Handle[Clumsy]
 ) -> None:
-    waiting = cluster.place("waiting", Clumsy)
+    waiting = cluster.start("waiting", Clumsy)
     waiting.deadline = Deadline(1.5)
     assert waiting.get(waiting.pipe(Clumsy.take, clumsy, Clumsy.long_work)) == 12
     assert waiting.get(waiting.submit(Clumsy.take, clumsy.submit(Clumsy.work, 12, 0.2))) == 12
@@ -194,7 +194,7 @@ def test_a_worker_that_waits_for_anothers_result_is_not_late_while_that_one_repo
 
 
 def test_reports_go_nowhere_in_this_process() -> None:
-    worker = InlineRuntime(0.01).place("clumsy", Clumsy)
+    worker = InlineRuntime(0.01).start("clumsy", Clumsy)
     assert worker.call(Clumsy.work, 3, 0.02) == 3
 
 
@@ -227,21 +227,22 @@ def test_an_exception_in_a_worker_arrives_as_itself(clumsy: Handle[Clumsy]) -> N
 
 def test_an_exception_while_a_worker_is_made_arrives_as_itself(cluster: RayRuntime) -> None:
     with pytest.raises(PolicyError, match="^it cannot be built$"):
-        cluster.place("clumsy", Clumsy, "it cannot be built")
+        cluster.start("clumsy", Clumsy, "it cannot be built")
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_is_named(cluster: RayRuntime) -> None:
-    handle = cluster.place("mortal", Clumsy)
+    handle = cluster.start("mortal", Clumsy)
     with pytest.raises(WorkerFailed, match="^mortal died during 'die'"):
         handle.call(Clumsy.die)
 
 
 @pytest.mark.slow
 def test_a_worker_that_dies_is_named_also_where_another_was_to_have_its_result(cluster: RayRuntime) -> None:
-    mortal, other = cluster.place("mortal", Clumsy), cluster.place("other", Clumsy)
+    mortal, other = cluster.start("mortal", Clumsy), cluster.start("other", Clumsy)
     with pytest.raises(WorkerFailed, match="^mortal died during 'die'"):
         other.get(other.submit(Clumsy.take, mortal.submit(Clumsy.die)))  # type: ignore[arg-type]
-    beside = cluster.place("beside", Clumsy, beside=other)
+    beside = cluster.start("beside", Clumsy, beside=other)
     with pytest.raises(WorkerFailed, match="^other and beside, which share a process, died during 'take'"):
         beside.get(beside.pipe(Clumsy.take, other, Clumsy.die))
 
@@ -304,7 +305,7 @@ from sim_farm.client.farm import WorkerFailed
 from tests.embodied.test_runtime import Clumsy
 
 runtime = RayRuntime("local", 60.0)
-runtime.place("before", Clumsy).call(Clumsy.work, 1, 0.0)
+runtime.start("before", Clumsy).call(Clumsy.work, 1, 0.0)
 (raylet,) = [p for p in psutil.Process().children(recursive=True) if p.name() == "raylet"]
 raylet.kill()
 raylet.wait()
@@ -314,7 +315,7 @@ try:
         time.sleep(0.1)
 except WorkerFailed:
     runtime.end_workers()
-assert runtime.place("after", Clumsy).call(Clumsy.work, 1, 0.0) == 1
+assert runtime.start("after", Clumsy).call(Clumsy.work, 1, 0.0) == 1
 runtime.close()
 Path(sys.argv[1]).write_text(str(os.getppid()))
 """

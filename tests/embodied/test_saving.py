@@ -375,7 +375,7 @@ def test_ranks_learn_on_while_they_write(ray_runtime: RayRuntime, tmp_path: Path
     config, batch = config_of(sharding="sharded"), make_batch()
     later = replace(batch, version=-1)
     first, second, gate = tmp_path / "first", tmp_path / "second", tmp_path / "gate"
-    ranks = ray_runtime.place_group("learner", make_held, 2, lambda rank: (config, tmp_path, rank))
+    ranks = ray_runtime.start_group("learner", make_held, 2, lambda rank: (config, tmp_path, rank))
     try:
         ranks.call_all(Learner.join, ranks.call_one(0, Learner.listen), 60.0)
         ranks.call_all(Learner.update, batch, 0)
@@ -410,7 +410,7 @@ def test_ranks_go_on_where_one_of_them_has_no_room(
     rank: int, room: int, ray_runtime: RayRuntime, tmp_path: Path
 ) -> None:
     config, batch = config_of(sharding="sharded"), make_batch()
-    ranks = ray_runtime.place_group("learner", make_held, 2, lambda rank: (config, tmp_path, rank))
+    ranks = ray_runtime.start_group("learner", make_held, 2, lambda rank: (config, tmp_path, rank))
     try:
         ranks.call_all(Learner.join, ranks.call_one(0, Learner.listen), 60.0)
         ranks.call_all(Learner.update, batch, 0)

@@ -22,7 +22,7 @@ from embodied.execution.session import Session
 from embodied.reporting.metrics import SELECTION, read
 from embodied.run import checkpoint
 from embodied.training import loop, selection
-from embodied.training.selection import VISIBLE_GPUS, BesideError, BesideProcess, Room, room_beside
+from embodied.training.selection import VISIBLE_GPUS, BackgroundError, BackgroundProcess, Room, free_room
 from tests.embodied.test_resume import assert_same_run, rewind, run
 from tests.embodied.test_selection import SETTINGS
 from tests.variants import often
@@ -56,14 +56,14 @@ def test_it_changes_nothing_of_run_and_evaluations(
 ) -> None:
     """With workers in processes; or in this one, which leaves no core of its own accord."""
     if mode == "inline":
-        monkeypatch.setattr(loop, "room_beside", lambda *_: Room(max(os.sched_getaffinity(0))))
+        monkeypatch.setattr(loop, "free_room", lambda *_: Room(max(os.sched_getaffinity(0))))
     run(config_of(1, **({"runtime": INLINE} if mode == "inline" else {})), tmp_path / "beside")
-    assert (tmp_path / "beside" / "evals" / "selection" / "beside.log").exists(), "the run waited"
+    assert (tmp_path / "beside" / "evals" / "selection" / "background.log").exists(), "the run waited"
     assert rows_of(tmp_path / "beside") == rows_of(waited) and len(rows_of(waited)) == 4
     assert_same_run(tmp_path / "beside", waited)
 
 
-class KilledAtWork(BesideProcess):
+class KilledAtWork(BackgroundProcess):
     """Its process is killed while it works."""
 
     def begin(self, work: Any) -> None:
@@ -71,7 +71,7 @@ class KilledAtWork(BesideProcess):
         self._process.kill()
 
 
-class KilledBefore(BesideProcess):
+class KilledBefore(BackgroundProcess):
     """Its process is killed before it is asked for anything."""
 
     def begin(self, work: Any) -> None:
@@ -83,17 +83,17 @@ class KilledBefore(BesideProcess):
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [KilledAtWork, KilledBefore])
 def test_where_its_process_is_killed_the_run_waits(
-    killed: type[BesideProcess],
+    killed: type[BackgroundProcess],
     waited: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(loop, "room_beside", lambda *_: Room(max(os.sched_getaffinity(0))))
-    monkeypatch.setattr(selection, "BesideProcess", killed)
+    monkeypatch.setattr(loop, "free_room", lambda *_: Room(max(os.sched_getaffinity(0))))
+    monkeypatch.setattr(selection, "BackgroundProcess", killed)
     run(config_of(1, runtime=INLINE, checkpoint_every=1, keep_checkpoints=1), tmp_path / "killed")
     assert rows_of(tmp_path / "killed") == rows_of(waited)
-    assert "evaluating iteration 1 beside the run" in capsys.readouterr().out
+    assert "evaluating iteration 1 in the background" in capsys.readouterr().out
     best = checkpoint.best(tmp_path / "killed" / "checkpoints")
     kept = {path.name for path in (tmp_path / "killed" / "checkpoints").iterdir() if path.is_dir()}
     assert best is not None and kept == {best.name, "000004"}
@@ -130,7 +130,7 @@ def _die(session: Session) -> dict[str, Any]:
 @pytest.mark.slow
 def test_a_process_works_on_its_core_and_says_what_went_wrong(tmp_path: Path) -> None:
     core = max(os.sched_getaffinity(0))
-    process = BesideProcess(Room(core).applied(config_of(1)), Room(core), tmp_path / "beside.log")
+    process = BackgroundProcess(Room(core).applied(config_of(1)), Room(core), tmp_path / "background.log")
     process.begin(_core)
     found = process.result(block=True)
     assert found is not None and found["cores"] == [core] and found["mode"] == "inline"
@@ -139,7 +139,7 @@ def test_a_process_works_on_its_core_and_says_what_went_wrong(tmp_path: Path) ->
     with pytest.raises(UserError, match="no such task"):
         process.result(block=True)
     process.begin(_die)
-    with pytest.raises(BesideError, match="exit status -9"):
+    with pytest.raises(BackgroundError, match="exit status -9"):
         process.result(block=True)
     process.close()
 
@@ -152,19 +152,19 @@ def _assignment(physics: tuple[int | None, ...], **components: Affinity) -> Assi
 def test_room_is_what_no_worker_is_pinned_to_and_no_thread_needs() -> None:
     cores, gpus = (0, 1, 2, 3), [torch.device("cuda", 0), torch.device("cuda", 1)]
     one = _assignment((0, 1, 2), policy=Affinity(), learner=Affinity(threads=3))
-    assert room_beside(one, cores, []) == Room(3)
-    assert room_beside(_assignment((0, 1, 2, 3), policy=Affinity()), cores, []) is None
-    assert room_beside(_assignment((0, 1), learner=Affinity((2, 3), 2)), cores, []) is None
-    assert room_beside(_assignment((0,), learner=Affinity(threads=4)), cores, []) is None, "its threads are everywhere"
-    assert room_beside(_assignment((None,), policy=Affinity()), cores, []) is None, "nobody knows where they are"
+    assert free_room(one, cores, []) == Room(3)
+    assert free_room(_assignment((0, 1, 2, 3), policy=Affinity()), cores, []) is None
+    assert free_room(_assignment((0, 1), learner=Affinity((2, 3), 2)), cores, []) is None
+    assert free_room(_assignment((0,), learner=Affinity(threads=4)), cores, []) is None, "its threads are everywhere"
+    assert free_room(_assignment((None,), policy=Affinity()), cores, []) is None, "nobody knows where they are"
     with_gpus = _assignment((0, 1), policy=Affinity(device="cuda:0"), learner=Affinity(threads=4, device="cuda:0"))
     with_gpus = replace(with_gpus, farms=(replace(with_gpus.farms[0], devices=(0, "cpu")),))
-    assert room_beside(with_gpus, cores, gpus) == Room(3, 1)
-    assert room_beside(with_gpus, cores, gpus[:1]) is None, "the policy's GPU is the learner's"
+    assert free_room(with_gpus, cores, gpus) == Room(3, 1)
+    assert free_room(with_gpus, cores, gpus[:1]) is None, "the policy's GPU is the learner's"
     unsaid = _assignment((0, 1), learner=Affinity(threads=4))
-    assert room_beside(unsaid, cores, gpus) == Room(3, 1), "without a name it is the first"
+    assert free_room(unsaid, cores, gpus) == Room(3, 1), "without a name it is the first"
     drawing = replace(with_gpus, farms=(replace(with_gpus.farms[0], devices=(0, 1)),))
-    assert room_beside(drawing, cores, gpus) is None, "frames are drawn on the second"
+    assert free_room(drawing, cores, gpus) is None, "frames are drawn on the second"
 
 
 @pytest.mark.parametrize(("visible", "seen"), [("", "1"), ("4,6,7", "6"), ("GPU-a,GPU-b", "GPU-b")])
@@ -186,8 +186,8 @@ def test_a_room_shows_its_process_one_gpu(visible: str, seen: str, monkeypatch: 
 
 def test_a_configured_run_leaves_none_unless_it_is_told_to() -> None:
     cores = (0, 1)
-    assert room_beside(configured(config_of(1, farm={}), cores), cores, []) is None
-    assert room_beside(configured(config_of(1), cores), cores, []) == Room(1)
-    assert room_beside(configured(config_of(1, farm={"physics_workers": 1, "pin": False}), cores), cores, []) is None
+    assert free_room(configured(config_of(1, farm={}), cores), cores, []) is None
+    assert free_room(configured(config_of(1), cores), cores, []) == Room(1)
+    assert free_room(configured(config_of(1, farm={"physics_workers": 1, "pin": False}), cores), cores, []) is None
     inline = config_of(1, runtime=INLINE)
-    assert room_beside(configured(inline, cores), cores, []) is None
+    assert free_room(configured(inline, cores), cores, []) is None

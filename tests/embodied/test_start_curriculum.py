@@ -10,11 +10,11 @@ import pytest
 from embodied.algorithms.curricula import STARTS_DECAY, StartCurriculum
 from embodied.errors import UserError
 from embodied.execution.iteration import start_run
-from embodied.execution.preflight import check_run
 from embodied.execution.session import open_session
-from embodied.planning.run_plans import place_run
+from embodied.planning.run_plans import plan_run
 from embodied.reporting.metrics import read
 from embodied.run import checkpoint
+from embodied.training.preflight import check_run
 from embodied.trajectories.assembly import EndedEpisode
 from tests.embodied.test_resume import STATES, assert_same_run, config_of, run
 
@@ -106,7 +106,7 @@ def test_a_rollout_draws_by_what_was_counted_before_it(tmp_path: Path) -> None:
     settings = {**DRAWN, "extra_tasks": [], "rollout": {"decisions": 40, "curriculum": 1.0}}
     config = config_of(settings, 3)
     with open_session(config) as session:
-        plan = place_run(config, session, tmp_path).assignment
+        plan = plan_run(config, session, tmp_path).assignment
         with start_run(config, tmp_path, session, plan) as workers:
             workers.begin(None, 0)
             kept = workers.iterate(0).environments

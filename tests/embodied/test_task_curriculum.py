@@ -16,11 +16,11 @@ from embodied.algorithms.curricula import TASKS_DECAY, TaskCurriculum
 from embodied.algorithms.estimators import gae_of
 from embodied.config.schema import AdvantageConfig
 from embodied.errors import UserError
-from embodied.execution.preflight import check_run
 from embodied.reporting.metrics import read
 from embodied.rollout.policy_worker import PolicyWorker
 from embodied.rollout.rollout_loop import RolloutSettings
 from embodied.run import checkpoint
+from embodied.training.preflight import check_run
 from embodied.trajectories.assembly import EndedEpisode
 from embodied.trajectories.memory import TrajectoryMemory
 from policies import PolicySpec

@@ -177,6 +177,7 @@ def test_frames_of_a_group_of_which_some_rest_are_counted_as_copied() -> None:
     assert alone > 0 and summary.frames.copied == summary.frames.read + alone
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("one_process", [False, True])
 def test_a_frame_is_copied_once_between_renderer_and_device(
     one_process: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -185,9 +186,9 @@ def test_a_frame_is_copied_once_between_renderer_and_device(
     config = config_of()
     prepare_run(config, tmp_path, resume=False)
     with pytest.MonkeyPatch.context() as patch, open_session(config) as session:
-        placed = training.place_run(config, session, tmp_path)
+        placed = training.plan_run(config, session, tmp_path)
         vars(placed)["assignment"] = assigned(one_process)
-        patch.setattr(training, "place_run", lambda *_: placed)
+        patch.setattr(training, "plan_run", lambda *_: placed)
         training.train(config, tmp_path, session, None)
     rows = read(tmp_path)
     assert len(rows) == 2 and all(row["farm/frame_copies"] == 1 for row in rows)

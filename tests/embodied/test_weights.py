@@ -23,16 +23,22 @@ from embodied.config.files import parse_config
 from embodied.config.schema import Config
 from embodied.devices import Affinity
 from embodied.errors import PeerFailed, UserError
-from embodied.execution import hand_over
 from embodied.execution.assignment import Assignment
 from embodied.execution.iteration import OnPolicy, start_run
 from embodied.execution.session import Session, open_session
-from embodied.learning import weights_group
-from embodied.learning.gpu_memory import GpuTensors
+from embodied.learning import weight_group, weight_sync
 from embodied.learning.learner import Learner
-from embodied.learning.weight_ways import End, Way, way_between, ways_to
-from embodied.learning.weights import WrongWeights, check_weights, map_weights, trained
-from embodied.learning.weights_group import WeightsGroup
+from embodied.learning.weight_group import GpuTensors, WeightGroup
+from embodied.learning.weight_sync import (
+    Location,
+    Transport,
+    WrongWeights,
+    check_weights,
+    map_weights,
+    trained,
+    transport_between,
+    transports_to,
+)
 from embodied.rollout.policy_worker import PolicyReplica, PolicyWorker
 from embodied.runtime.groups import WorkerGroup
 from embodied.runtime.ray.runtime import RayRuntime
@@ -64,15 +70,15 @@ class Replica(PolicyReplica):
 
     def doom(self) -> None:
         """Be killed when everything has arrived, before the others know."""
-        agree, agreed = WeightsGroup._agree, list[bool]()
+        agree, agreed = WeightGroup._agree, list[bool]()
 
-        def dying(member: WeightsGroup, wrong: UserError | None = None) -> None:
+        def dying(member: WeightGroup, wrong: UserError | None = None) -> None:
             agreed.append(True)
             if len(agreed) == 2:
                 os.kill(os.getpid(), signal.SIGKILL)
             agree(member, wrong)
 
-        setattr(WeightsGroup, "_agree", dying)  # noqa: B010
+        setattr(WeightGroup, "_agree", dying)  # noqa: B010
 
 
 class Worker(PolicyWorker):
@@ -122,18 +128,18 @@ def telling(policy: type[Worker]) -> Recipe:
 
 TELLING, BARRED = telling(Worker), telling(Barred)
 APART = assigned("disaggregated", 4, (0,), policy=(), one_process=False)
-WAYS: dict[str, tuple[str, Assignment, str, Way | None]] = {
+WAYS: dict[str, tuple[str, Assignment, str, Transport | None]] = {
     "one process": ("inline", inline(APART), "by reference", None),
     "beside the learner": ("ray", replace(APART, hosts=(0,)), "the same policy", None),
     "to one process": ("ray", APART, "shared memory", None),
     "to three processes": ("ray", shared(3), "shared memory, one copy for 3 replicas", None),
-    "broadcast to one": ("ray", APART, "broadcast to 1", Way.BROADCAST),
-    "broadcast to three": ("ray", shared(3), "broadcast to 3", Way.BROADCAST),
+    "broadcast to one": ("ray", APART, "broadcast to 1", Transport.BROADCAST),
+    "broadcast to three": ("ray", shared(3), "broadcast to 3", Transport.BROADCAST),
     # Without a GPU what is shown is copied on its way, not mapped; who does what is the same.
-    "shown to one": ("ray", APART, "GPU memory to 1", Way.GPU_MEMORY),
+    "shown to one": ("ray", APART, "GPU memory to 1", Transport.GPU_MEMORY),
 }
 """Runtime, assignment, path, and the way where it is not what is chosen for processes without GPUs."""
-OFTEN = ("one process", "to three processes")
+OFTEN = ("one process",)
 BESIDE_GPUS = {
     "on one GPU": (1, "cuda:0", "GPU memory to 1"),
     "from GPU to GPU": (2, "cuda:1", "broadcast to 1"),
@@ -150,7 +156,7 @@ def ray(ray_runtime: RayRuntime) -> Session:
 def run_by(way: str, ray: Session, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OnPolicy]:
     mode, plan, path, forced = WAYS[way]
     if forced is not None:
-        monkeypatch.setattr(hand_over, "ways_to", lambda source, targets: (forced,) * len(targets))
+        monkeypatch.setattr(weight_sync, "transports_to", lambda source, targets: (forced,) * len(targets))
     config = parse_config(of(STATES, workflow=f"{__name__}:TELLING", runtime={"mode": mode, "deadline_s": 120}), "test")
     with open_session(config) if mode == "inline" else nullcontext(ray) as session:
         with start_run(config, folder, session, plan) as workers:
@@ -185,7 +191,7 @@ def test_every_tensor_arrives_as_it_left(
 def test_what_cannot_be_mapped_goes_through_the_hosts_memory(
     ray: Session, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(hand_over, "ways_to", lambda source, targets: (Way.GPU_MEMORY,) * len(targets))
+    monkeypatch.setattr(weight_sync, "transports_to", lambda source, targets: (Transport.GPU_MEMORY,) * len(targets))
     with start_run(parse_config(of(STATES, workflow=f"{__name__}:BARRED"), "test"), tmp_path, ray, APART) as workers:
         assert workers.weights_path == "shared memory"
         workers.begin(None, 0)
@@ -280,32 +286,33 @@ def test_frozen_parameters_are_nobodys_business() -> None:
 
 
 def test_the_way_is_the_shortest_between_both_ends() -> None:
-    def on(process: int, device: str = "", node: str = "") -> End:
-        return End(process, device, node)
+    def on(process: int, device: str = "", node: str = "") -> Location:
+        return Location(process, device, node)
 
-    assert way_between(on(1), on(1)) is Way.REFERENCE
-    assert way_between(on(1, "a"), on(1, "a")) is Way.REFERENCE
-    assert way_between(on(1), on(2)) is Way.MEMORY, "processes without GPUs never broadcast"
-    assert way_between(on(1, "a"), on(2)) is way_between(on(1), on(2, "a")) is Way.MEMORY
-    assert way_between(on(1, "a"), on(2, "a")) is Way.GPU_MEMORY
-    assert way_between(on(1, "a"), on(2, "b")) is Way.BROADCAST
+    assert transport_between(on(1), on(1)) is Transport.REFERENCE
+    assert transport_between(on(1, "a"), on(1, "a")) is Transport.REFERENCE
+    assert transport_between(on(1), on(2)) is Transport.SHARED_MEMORY, "processes without GPUs never broadcast"
+    assert transport_between(on(1, "a"), on(2)) is transport_between(on(1), on(2, "a")) is Transport.SHARED_MEMORY
+    assert transport_between(on(1, "a"), on(2, "a")) is Transport.GPU_MEMORY
+    assert transport_between(on(1, "a"), on(2, "b")) is Transport.BROADCAST
     for there in (on(1, "a", "far"), on(2, "a", "far"), on(2, "", "far")):  # numbers and GPUs of another machine
-        assert way_between(on(1, "a"), there) is Way.RAY
-    assert way_between(on(1, "a", "far"), on(2, "b", "far")) is Way.BROADCAST
+        assert transport_between(on(1, "a"), there) is Transport.RAY
+    assert transport_between(on(1, "a", "far"), on(2, "b", "far")) is Transport.BROADCAST
 
 
 def test_several_are_served_by_as_few_ways_as_reach_them() -> None:
-    source = End(1, "a")
-    assert ways_to(source, [End(2, "a"), End(3, "b")]) == (Way.GPU_MEMORY, Way.BROADCAST)
-    assert ways_to(source, [End(2, "a"), End(3, "b"), End(4)]) == (Way.MEMORY,) * 3
-    assert ways_to(source, [End(2, "b"), End(3, "b", "far")]) == (Way.MEMORY, Way.RAY)
-    assert ways_to(source, [End(1, "a")]) == (Way.REFERENCE,)
+    source = Location(1, "a")
+    on_gpus = transports_to(source, [Location(2, "a"), Location(3, "b")])
+    assert on_gpus == (Transport.GPU_MEMORY, Transport.BROADCAST)
+    assert transports_to(source, [Location(2, "a"), Location(3, "b"), Location(4)]) == (Transport.SHARED_MEMORY,) * 3
+    assert transports_to(source, [Location(2, "b"), Location(3, "b", "far")]) == (Transport.SHARED_MEMORY, Transport.RAY)
+    assert transports_to(source, [Location(1, "a")]) == (Transport.REFERENCE,)
 
 
 # --- what is broadcast
 
 
-def together(members: Sequence[WeightsGroup], *work: Callable[[WeightsGroup], Any]) -> list[Any]:
+def together(members: Sequence[WeightGroup], *work: Callable[[WeightGroup], Any]) -> list[Any]:
     """What each member returns or raises, side by side in this process. The last work is that of all others."""
     found: list[Any] = [None] * len(members)
 
@@ -323,25 +330,25 @@ def together(members: Sequence[WeightsGroup], *work: Callable[[WeightsGroup], An
     return found
 
 
-def joined(size: int) -> list[WeightsGroup]:
+def joined(size: int) -> list[WeightGroup]:
     names = ("learner", *(f"policy {rank}" for rank in range(size - 1)))
-    members = [WeightsGroup(rank=rank, size=size, names=names) for rank in range(size)]
+    members = [WeightGroup(rank=rank, size=size, names=names) for rank in range(size)]
     address = members[0].listen()
     assert together(members, lambda member: member.join(address, 20.0)) == [None] * size
     return members
 
 
-def take(member: WeightsGroup) -> dict[str, Tensor]:
+def take(member: WeightGroup) -> dict[str, Tensor]:
     return member.receive(lambda layout: None)
 
 
 @pytest.mark.parametrize("bucket", [1, 64, 2**20])
 def test_tensors_of_every_kind_are_broadcast(bucket: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights_group, "BUCKET_BYTES", bucket)
+    monkeypatch.setattr(weight_group, "BUCKET_BYTES", bucket)
     members = joined(3)
     for again in range(2):
         sent = {name: tensor + again if tensor.is_floating_point() else tensor for name, tensor in EVERY_KIND.items()}
-        none, *found = together(members, partial(WeightsGroup.send, tensors=sent), take)
+        none, *found = together(members, partial(WeightGroup.send, tensors=sent), take)
         assert none is None
         for each in found:
             assert list(each) == list(sent)
@@ -353,17 +360,17 @@ def test_tensors_of_every_kind_are_broadcast(bucket: int, monkeypatch: pytest.Mo
 
 def test_a_learner_that_is_gone_half_way_has_sent_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody returns what did not arrive as a whole."""
-    monkeypatch.setattr(weights_group, "BUCKET_BYTES", 1)
-    members, broadcast, sent = joined(3), WeightsGroup._broadcast, list[int]()
+    monkeypatch.setattr(weight_group, "BUCKET_BYTES", 1)
+    members, broadcast, sent = joined(3), WeightGroup._broadcast, list[int]()
 
-    def once(member: WeightsGroup, flat: Tensor) -> None:
+    def once(member: WeightGroup, flat: Tensor) -> None:
         if member.first:
             sent.append(len(flat))
             if len(sent) == 4:  # after the header's length, the header, and one bucket
                 member.leave()
         broadcast(member, flat)
 
-    monkeypatch.setattr(WeightsGroup, "_broadcast", once)
+    monkeypatch.setattr(WeightGroup, "_broadcast", once)
     found = together(members, lambda member: member.send(EVERY_KIND), take)
     assert all(isinstance(each, PeerFailed) for each in found), found
     for number, each in enumerate(found[1:]):
@@ -374,7 +381,7 @@ def test_a_learner_that_is_gone_half_way_has_sent_nothing(monkeypatch: pytest.Mo
 
 def test_who_is_not_there_is_named() -> None:
     names = ("learner", "policy 0", "policy 1")
-    members = [WeightsGroup(rank=rank, size=3, names=names) for rank in (0, 1)]
+    members = [WeightGroup(rank=rank, size=3, names=names) for rank in (0, 1)]
     address = members[0].listen()
     found = together(members, lambda member: member.join(address, 60.0, 1.0))
     for name, each in zip(names, found, strict=False):
@@ -386,7 +393,7 @@ def test_who_dies_with_everything_leaves_the_others_as_they_were(
     ray: Session, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The last one to agree is killed before it does."""
-    with pytest.raises(WorkerFailed, match="policy 2 died during 'take_weights'"):
+    with pytest.raises(WorkerFailed, match="policy 2 died during 'load_published'"):
         with run_by("broadcast to three", ray, tmp_path, monkeypatch) as workers:
             acting: WorkerGroup[Any] = workers.acting
             before = acting.call_all(Worker.holds)

@@ -18,6 +18,7 @@ from embodied.runtime.inline import InlineRuntime, LocalHandle
 from embodied.runtime.ray.runtime import RayRuntime
 from embodied.runtime.supervision import Deadline
 from sim_farm.client.farm import WorkerFailed, WorkerTimeout
+from tests.variants import often
 
 
 @dataclass
@@ -70,7 +71,7 @@ class Member:
         return self.rank, thing, more
 
 
-@pytest.fixture(params=["inline", "ray"])
+@pytest.fixture(params=often(["inline"], ["inline", "ray"]))
 def runtime(request: pytest.FixtureRequest) -> Runtime:
     if request.param == "inline":
         return InlineRuntime(60.0)
@@ -79,7 +80,7 @@ def runtime(request: pytest.FixtureRequest) -> Runtime:
 
 
 def members(runtime: Runtime, size: int) -> WorkerGroup[Member]:
-    return runtime.place_group("member", Member, size, lambda rank: (rank,))
+    return runtime.start_group("member", Member, size, lambda rank: (rank,))
 
 
 def with_deadline(group: WorkerGroup[Member], seconds: float) -> WorkerGroup[Member]:
@@ -159,16 +160,16 @@ def test_things_go_rank_to_rank_or_from_one_to_all(runtime: Runtime) -> None:
 
 def test_a_group_beside_another_shares_its_processes(runtime: Runtime) -> None:
     first = members(runtime, 2)
-    second = runtime.place_group("other", Member, 2, lambda rank: (10 + rank,), beside=first.handles)
+    second = runtime.start_group("other", Member, 2, lambda rank: (10 + rank,), beside=first.handles)
     here, there = first.call_all(Member.place), second.call_all(Member.place)
     assert [pid for _, pid in here] == [pid for _, pid in there]
     assert [rank for rank, _ in there] == [10, 11]
     assert second.path_from(first) == "by reference"
     assert second.get(second.pipe(Member.take, first, Member.make, "")) == [(10, (0, 1), ""), (11, (1, 1), "")]
     with pytest.raises(ValueError, match="third has 3 ranks, got what to be beside for 2"):
-        runtime.place_group("third", Member, 3, beside=first.handles)
+        runtime.start_group("third", Member, 3, beside=first.handles)
     with pytest.raises(ValueError, match="third has at least one rank, got 0"):
-        runtime.place_group("third", Member, 0)
+        runtime.start_group("third", Member, 0)
     second.end()
     assert first.call_all(Member.add, 0) == [0, 1], "the end of one group has ended the other"
     first.end()
@@ -177,7 +178,7 @@ def test_a_group_beside_another_shares_its_processes(runtime: Runtime) -> None:
 def test_only_some_of_a_group_may_be_beside_others(runtime: Runtime) -> None:
     first = members(runtime, 2)
     beside = [None, first.handles[1], first.handles[0]]
-    second = runtime.place_group("other", Member, 3, lambda rank: (10 + rank,), beside=beside)
+    second = runtime.start_group("other", Member, 3, lambda rank: (10 + rank,), beside=beside)
     (_, own), *shared = second.call_all(Member.place)
     pids = [pid for _, pid in first.call_all(Member.place)]
     assert [pid for _, pid in shared] == pids[::-1]
@@ -204,11 +205,11 @@ def test_a_rank_that_cannot_be_made_is_named_and_none_is_left(runtime: Runtime) 
     before = len(runtime._processes) if isinstance(runtime, RayRuntime) else 0
     spare = len(runtime._spare) if isinstance(runtime, RayRuntime) else 0
     with pytest.raises(UserError, match="^member 1: it cannot be built$"):
-        runtime.place_group("member", refuse, 2, lambda rank: (rank, 1))
+        runtime.start_group("member", refuse, 2, lambda rank: (rank, 1))
     if isinstance(runtime, RayRuntime):
         assert len(runtime._processes) - len(runtime._spare) == before - spare, "processes are left"
     with pytest.raises(UserError, match="^it cannot be built$"):
-        runtime.place_group("member", refuse, 1, (0, 0))
+        runtime.start_group("member", refuse, 1, (0, 0))
 
 
 # --- between processes
@@ -227,7 +228,7 @@ def meet(rank: int, size: int, folder: Path) -> Member:
 
 @pytest.mark.slow
 def test_ranks_start_side_by_side(ray_runtime: RayRuntime, tmp_path: Path) -> None:
-    group = ray_runtime.place_group("member", meet, 3, lambda rank: (rank, 3, tmp_path))
+    group = ray_runtime.start_group("member", meet, 3, lambda rank: (rank, 3, tmp_path))
     places = group.call_all(Member.place)
     assert [rank for rank, _ in places] == [0, 1, 2]
     assert len({pid for _, pid in places} | {os.getpid()}) == 4, "ranks share a process"

@@ -94,7 +94,8 @@ def state_file(folder: Path, change: Callable[[dict[str, Tensor]], object] = lam
     return folder
 
 
-@pytest.mark.parametrize(("base", "how"), often([("pi0", "fsdp2"), ("pi0", "local")], SHARDED))
+@pytest.mark.slow
+@pytest.mark.parametrize(("base", "how"), often([("pi0", "fsdp2")], SHARDED))
 def test_every_tensor_is_the_trained_one_bit_for_bit(left, bases, tmp_path, base, how) -> None:
     assert recognises(left / base / how)
     done = converted(left / base / how, bases[base], tmp_path / "out")
@@ -107,6 +108,7 @@ def test_every_tensor_is_the_trained_one_bit_for_bit(left, bases, tmp_path, base
     assert others <= {p.relative_to(tmp_path / "out") for p in (tmp_path / "out").rglob("*")}
 
 
+@pytest.mark.slow
 def test_a_policy_acts_with_what_was_converted(left, bases, tmp_path) -> None:
     for base, kind, spec, options in (
         ("openvla", "openvla", ONE_ACTION, {"unnorm_key": "tiny"}), ("pi0", "pi0", SPEC, {})
@@ -117,6 +119,7 @@ def test_a_policy_acts_with_what_was_converted(left, bases, tmp_path) -> None:
         assert equal(tensors(tmp_path / f"{base}-again"), trained(bases[base]))
 
 
+@pytest.mark.slow
 def test_nothing_that_was_allowed_before_is_allowed_or_forgotten(left, tmp_path) -> None:
     import torch.distributed.tensor  # noqa: F401  (allows its own classes)
 
@@ -168,6 +171,7 @@ def test_dtypes_are_the_shards_own(tmp_path) -> None:
     assert {tensor.dtype for tensor in tensors(tmp_path / "out").values()} == {torch.bfloat16}
 
 
+@pytest.mark.slow
 def test_without_a_base_the_folder_beside_the_shards_says_what_they_are(verl, tmp_path) -> None:
     assert "does not say of which model the weights are: give the checkpoint" in refused(verl, None)
     (verl / "huggingface").mkdir()
@@ -235,12 +239,14 @@ def test_an_adapter_within_is_merged_by_the_alpha_that_its_config_says(tmp_path)
         assert said in refused(folder)
 
 
+@pytest.mark.slow
 def test_an_adapter_beside_weights_without_one_is_refused(verl) -> None:
     (verl / "lora_adapter").mkdir()
     (verl / "lora_adapter/adapter_config.json").write_text('{"peft_type": "LORA"}')
     assert "lora_adapter/adapter_config.json lies beside the weights, and these hold no adapter" in refused(verl)
 
 
+@pytest.mark.slow
 def test_ranks_that_are_missing_or_of_another_training(verl, left) -> None:
     first, second = (verl / f"model_world_size_2_rank_{rank}.pt" for rank in range(2))
     kept = second.read_bytes()
@@ -262,6 +268,7 @@ def test_ranks_that_are_missing_or_of_another_training(verl, left) -> None:
     assert f"is the part of one rank: name the folder, {verl}" in refused(first)
 
 
+@pytest.mark.slow
 def test_replicas_that_differ(left, tmp_path) -> None:
     folder = Path(shutil.copytree(left / "pi0/hsdp", tmp_path / "actor"))
     path = folder / "model_world_size_2_rank_1.pt"
@@ -272,6 +279,7 @@ def test_replicas_that_differ(left, tmp_path) -> None:
     assert "the ranks have different copies of" in refused(folder)
 
 
+@pytest.mark.slow
 def test_local_shards_that_lack_the_last_rank(left, tmp_path) -> None:
     folder = Path(shutil.copytree(left / "pi0/local", tmp_path / "local"))
     (folder / "checkpoint_rank_1.pt").unlink()
@@ -297,6 +305,7 @@ def test_state_dicts_of_something_else(tmp_path, change, said) -> None:
     assert said in message and "full_weights.pt" in message
 
 
+@pytest.mark.slow
 def test_the_base_of_another_model(left, bases) -> None:
     assert "does not hold the tensors of" in refused(left / "openvla/full", PI0)
     assert "Name with --base the checkpoint" in refused(left / "openvla/fsdp2", PI0)
@@ -304,6 +313,7 @@ def test_the_base_of_another_model(left, bases) -> None:
     assert "has no config.json" in refused(left / "pi0/full", left)
 
 
+@pytest.mark.slow
 def test_distributed_checkpoints_are_refused_with_the_command_that_converts_them(left, tmp_path) -> None:
     folder = left / "pi0/rlinf/dcp_checkpoint"
     message = refused(folder)
@@ -346,6 +356,7 @@ def test_weights_beside_those_of_a_training_are_not_loaded_alone(bases, tmp_path
         policies.build(kind, SPEC if kind == "pi0" else ONE_ACTION, seed=0, checkpoint=str(folder))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["openvla", "openvla_oft", "pi0"])
 def test_shards_in_the_place_of_a_checkpoint_name_the_import(verl, kind) -> None:
     (verl / "huggingface").mkdir()
@@ -355,6 +366,7 @@ def test_shards_in_the_place_of_a_checkpoint_name_the_import(verl, kind) -> None
             policies.build(kind, SPEC if kind == "pi0" else ONE_ACTION, seed=0, checkpoint=str(place))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cases", [range(4), pytest.param(range(10_000), marks=pytest.mark.slow)], ids=["few", "all"]
 )

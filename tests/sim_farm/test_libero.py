@@ -161,6 +161,7 @@ def test_a_stove_that_is_on_glows_as_in_the_native_picture_and_is_off_after_a_re
     stock.close(env)
 
 
+@pytest.mark.slow
 def test_reset_of_a_used_environment_equals_that_of_a_new_one_for_recorded_states() -> None:
     for task in (BOWL, DRAWER, STOVE):
         with closing(make_physics(TaskSpec(task))) as used:

@@ -204,6 +204,7 @@ def reference() -> Any:
     return run(DRAWN, chunks=3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 def test_software_that_is_asked_for_draws_what_is_drawn_without_asking(shape: str, reference: Any) -> None:
     if not is_software(json.loads(drawn("tabletop/reach", "auto").stdout)["name"]):

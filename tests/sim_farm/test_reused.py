@@ -55,6 +55,7 @@ def assert_nothing_differs(used: Any, new: Any, when: str) -> None:
     assert not found, f"{when} {len(found)} of {len(one)} values differ:\n" + "\n".join(found[:20])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", often(OFTEN, EVERY))
 def test_everything_that_can_be_read_of_a_reused_environment_is_that_of_a_new_one(task: str) -> None:
     steps = STEPS[task.partition("/")[0]]

@@ -87,6 +87,7 @@ def test_the_order_of_serving_never_changes_a_result(alone: list[Trace], order: 
             assert_same(one, other, f"{order.__name__} changes results")
 
 
+@pytest.mark.slow
 def test_processes_of_two_tasks_give_what_each_gives_alone_and_leave_nothing(
     alone: list[Trace], own_memory: Callable[[], set[Path]]
 ) -> None:

@@ -195,6 +195,7 @@ def test_a_worker_that_dies_before_any_of_its_writes_changes_nothing(
     assert not broken, "\n".join([f"{len(broken)} deaths change results:", *broken])
 
 
+@pytest.mark.slow
 @EACH
 def test_a_worker_that_dies_after_it_finished_changes_nothing(shape: dict[str, Any], base: FarmSpec) -> None:
     """Its results lie in the slots and have not been collected; this holds for the first reset too."""
@@ -334,6 +335,7 @@ def test_killed_physics_workers_are_replaced_without_a_trace() -> None:
     assert_same(run(spec, chunks=6), trace, "killed workers change results")
 
 
+@pytest.mark.slow
 def test_killed_render_workers_are_replaced_without_a_trace() -> None:
     spec = replace(ENDLESS, **SPLIT)
     render = 2

@@ -120,15 +120,15 @@ class RayRuntime(RayCluster):
     def prepare(self, workers: int) -> None:
         self._spare += [self._process() for _ in range(workers - len(self._spare))]
 
-    def place(self, name: str, make: Callable[..., T], *args: Any, beside: Handle[Any] | None = None) -> Handle[T]:
-        return self.place_group(name, make, 1, args, [beside]).handles[0]
+    def start(self, name: str, make: Callable[..., T], *args: Any, beside: Handle[Any] | None = None) -> Handle[T]:
+        return self.start_group(name, make, 1, args, [beside]).handles[0]
 
-    def place_called(self, name: str, make: Callable[..., T], callers: int, *args: Any) -> WorkerGroup[T]:
+    def start_called(self, name: str, make: Callable[..., T], callers: int, *args: Any) -> WorkerGroup[T]:
         process = WorkerProcess(self, callers + 1)  # and this process
         self._processes.append(process)
         return self._start(name, make, [args], [process], new=[process])
 
-    def place_group(
+    def start_group(
         self,
         name: str,
         make: Callable[..., T],

@@ -120,6 +120,7 @@ def test_recorded_starts_replay_again_from_the_dataset(pushes: tuple[dict[str, A
     assert again.success[-1] and again.success.tolist() == dataset.column("next.success")[:steps].tolist()
 
 
+@pytest.mark.slow
 def test_an_episode_goes_on_from_those_before_it_in_the_file(copied: Path, tmp_path: Path) -> None:
     result, dataset = imported(copied, tmp_path / "out", episodes=("1",))
     assert result["recorded_episodes"] == ["traj_1"] and result["reproduced_exactly"] == 1
@@ -135,6 +136,7 @@ def test_an_episode_goes_on_from_those_before_it_in_the_file(copied: Path, tmp_p
 # --- what does not, and what is not wanted
 
 
+@pytest.mark.slow
 def test_only_successes_and_what_was_edited_are_left_out_by_name(copied: Path, tmp_path: Path) -> None:
     def spoil(file: h5py.File) -> None:
         file["traj_0/actions"][3, 0] += 0.5

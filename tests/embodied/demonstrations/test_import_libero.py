@@ -58,6 +58,7 @@ def _move_fixture(data: h5py.Group) -> None:
     data["demo_0"].attrs["model_file"] = model[:begin] + "-0.1 0.1 1.2" + model[model.index('"', begin) :]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("edit", "why"),
     [

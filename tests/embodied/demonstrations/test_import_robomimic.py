@@ -56,6 +56,7 @@ def test_robomimics_recording_needs_its_task_named(opened: Callable[[str], Path]
         imported(source, tmp_path / "out", task="libero/libero_goal/0")
 
 
+@pytest.mark.slow
 def test_it_comes_out_as_recorded(opened: Callable[[str], Path], tmp_path: Path) -> None:
     result, dataset = imported(opened("robomimic"), tmp_path / "out", task=TASK)
     assert result["reproduced"] == 1 and 0 < result["largest_deviation"] < result["tolerance"] == 1e-2

@@ -190,7 +190,7 @@ def test_an_episode_that_comes_out_otherwise_is_left_out_and_counted(
         for length in [12 if number == 1 else replay.steps]
     ]
     writer = DatasetWriter(tmp_path, info, {"task": {}})
-    assert recording_module._write(writer, [InlineRuntime(60).place("replayer", Replayer, PUSH)], results, ()) == 2
+    assert recording_module._write(writer, [InlineRuntime(60).start("replayer", Replayer, PUSH)], results, ()) == 2
     assert [episode.spec for episode in Dataset(tmp_path).episodes] == [spec for spec, _ in replays[2:]]
 
 

@@ -48,6 +48,7 @@ def bin_centres(policy: Any, tokens: torch.Tensor) -> torch.Tensor:
     return policy.in_units(action_of(tokens, policy.model.config.action_vocab), None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("law", conformance.IMITATION_LAWS, ids=lambda law: law.__name__)
 @pytest.mark.parametrize("case", often(("oft, regression",), CASES))
 def test_policy_obeys(policy, law):

@@ -307,6 +307,7 @@ def test_what_an_older_checkpoint_lacks_is_the_default(tiny, tmp_path):
         policies.load_into(tuned(tiny, environment_jpeg=True), tmp_path)
 
 
+@pytest.mark.slow
 def test_load_into_refuses_another_adapter(tiny, tmp_path):
     policies.save(tuned(tiny), tmp_path)
     with pytest.raises(PolicyError, match="architecture.lora_rank is 3, expected 4"):

@@ -1,4 +1,7 @@
-"""Checks of a run that need no worker. They take seconds and run before any worker is started."""
+"""Checks before a run: what can be refused without a worker. They take seconds.
+
+What only a simulator knows (control modes, the names of its cameras) is left to the workers.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,12 @@ from functools import cache
 
 from embodied.config.schema import Config
 from embodied.errors import UserError
+from embodied.evaluation.protocol import protocol_of
 from embodied.execution.acting_workers import check_replicas
-from embodied.execution.assignment import Assignment, configured
-from embodied.execution.farm_specs import farm_spec, observation_rows, run_specs
-from embodied.execution.makers import check_components
+from embodied.execution.assignment import Assignment, configured, farm_spec, observation_rows, run_specs
 from embodied.execution.run_workers import check_workflow
+from embodied.planning.run_plans import check_plan_files
+from embodied.training.selection import selection_protocol
 from embodied.workflows.context import task_spec
 from embodied.workflows.recipes import recipe_of
 from embodied.workflows.sizes import check_starts, check_task_curriculum, episodes_of, tasks_of
@@ -28,10 +32,9 @@ _log = logging.getLogger(__name__)
 
 
 def check_run(config: Config) -> None:
-    """Check workflow, policy and tasks of whatever rolls out: that they exist, with the files that they need.
+    """Check workflow, policy and tasks of a command that collects rollouts: that they exist, with their files.
 
-    Raises `UserError`, `PolicyError` or `FarmError`. What only a simulator knows (control modes, the names of its
-    cameras) is left to the workers.
+    Raises `UserError`, `PolicyError` or `FarmError`.
     """
     check_workflow(recipe_of(config))
     check_components(config)
@@ -45,9 +48,14 @@ def check_run(config: Config) -> None:
 
 
 def check_training(config: Config) -> None:
-    """`check_run`, and whether environments divide among workers and groups among policy replicas, where it is the
-    configuration that says how."""
+    """Check a training run: `check_run`, its plan and profile, its evaluations, and, if nothing is planned, that
+    environments divide among workers and groups among policy replicas."""
     check_run(config)
+    protocol = protocol_of(config)
+    check_evaluation(protocol.applied(config, protocol.tasks[0]), protocol.tasks)
+    if config.eval.every:
+        selection_protocol(config)
+    check_plan_files(config)
     _check_frames(config)
     if config.plan.mode == "configured" and config.plan.file is None:
         assignment = _configured(config)
@@ -57,8 +65,16 @@ def check_training(config: Config) -> None:
         check_replicas(config, assignment, sum(spec.groups for spec in specs))
 
 
+def check_components(config: Config) -> None:
+    """Raise `UserError` for settings that one of the workflow's components cannot work with."""
+    for component in recipe_of(config).components:
+        check = getattr(component.worker_class(), "check", None)
+        if check is not None:
+            check(config)
+
+
 def check_evaluation(config: Config, tasks: Iterable[str]) -> None:
-    """Check the policy, the tasks and the environments that it is evaluated in. Raises as `check_run` does."""
+    """Check policy, tasks and environments of an evaluation. Raises as `check_run` does."""
     check_policy(config)
     for task in tasks:
         check_task(task)
@@ -69,7 +85,7 @@ def check_evaluation(config: Config, tasks: Iterable[str]) -> None:
 
 def check_policy(config: Config) -> None:
     """Check the policy's kind, its options, that the files they name are there, and that the environments have the
-    conventions that it converts from. What its files leave open is said."""
+    conventions that it converts from. Assumptions about what its files leave open are logged."""
     kind, architecture = config.policy.kind, config.policy.architecture
     registry.check(kind, architecture)
     for sentence in registry.policy_class(kind).assumed(architecture):
@@ -87,13 +103,13 @@ def check_policy(config: Config) -> None:
 
 @cache
 def _say(sentence: str) -> None:
-    """Once a process: a command may check the policy more than once."""
+    """Log a sentence once per process: a command may check the policy more than once."""
     _log.warning("%s", sentence)
 
 
 def _check_frames(config: Config) -> None:
-    """Raise `FarmError` where shared memory has no room for the frames of one rollout. Those of whole episodes are left
-    to the farm: only a simulator knows how long they are."""
+    """Raise `FarmError` if shared memory has no room for the frames of one rollout. Rollouts of whole episodes are left
+    to the farm: only a simulator knows their length."""
     cameras = task_spec(config).cameras
     count = cameras if isinstance(cameras, int) else len(cameras)
     if config.runtime.mode == "inline" or recipe_of(config).rollout != "decisions" or not count:
@@ -104,6 +120,6 @@ def _check_frames(config: Config) -> None:
 
 
 def _configured(config: Config) -> Assignment:
-    """How many workers `farm` asks for; not whether the cluster has the nodes that it names."""
+    """The assignment that the configuration asks for, without the nodes that it names, which may be unknown here."""
     farm = config.farm.model_copy(update={"nodes": ()})
     return configured(config.model_copy(update={"farm": farm}), tuple(sorted(os.sched_getaffinity(0))))

@@ -1,9 +1,8 @@
-"""The learner and those who act on GPUs of their own, as a group in which weights are broadcast.
+"""Weights between GPUs: broadcast to several (NCCL), or mapped by another process on the same GPU (CUDA IPC).
 
-header: names, types, shapes -> all agree that they are theirs -> bucket after bucket -> all agree that they have all
-
-What arrives is kept beside what acts until all have everything: nobody acts with a part, and either all have the new
-weights or all keep the old ones.
+A broadcast: header (names, types, shapes) -> all agree that it fits -> bucket after bucket -> all agree that they have
+everything. What arrives is kept apart from the acting weights until then: either all receivers have the new weights or
+all keep the old ones.
 """
 
 from __future__ import annotations
@@ -18,29 +17,30 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
 
+from embodied.devices import await_devices
 from embodied.errors import PeerFailed, UserError
 from embodied.runtime.ranks import Ranks
 
 BUCKET_BYTES = 256 * 2**20
-"""So much is sent at once: the learner needs this much memory besides its weights."""
+"""Bytes sent at once, for which the learner needs memory besides its weights."""
 ALIGNED = 16
-"""Bytes at whose multiples tensors begin in a bucket."""
+"""Alignment of tensors in a bucket, in bytes."""
 
 Bucket = list[tuple[str, int]]
-"""Names, and where each tensor begins."""
+"""Names of tensors, and the byte at which each begins."""
 
 
 @dataclass
-class WeightsGroup(Ranks):
-    """The group as one of its members sees it; rank 0 is the learner. `listen` and `join` connect it.
-
-    It lies beside the group of the learner's ranks, and knows nothing of it.
+class WeightGroup(Ranks):
+    """A learner, rank 0, and the policy workers that it broadcasts to, as one member sees them. `listen` and `join`
+    connect them. The learner's own ranks are another group.
     """
 
     name: str = "weights"
     names: tuple[str, ...] = ()
-    """What messages call the members."""
+    """Names of the members, for messages."""
     _group: Any = field(default=None, repr=False)
     _limit: timedelta = timedelta(0)
 
@@ -48,19 +48,19 @@ class WeightsGroup(Ranks):
         return self.names[rank]
 
     def leave(self) -> None:
-        """Close the connections; who waits for this member learns of it."""
+        """Close the connections; a wait for this member then fails."""
         group, self._group, self._store = self._group, None, None
         if group is not None:
             with suppress(RuntimeError):  # the others may be gone
                 group.abort()
 
     def send(self, tensors: Mapping[str, Tensor]) -> None:
-        """Of rank 0: give them to all others, which `receive`. The tensors may be on any device.
+        """On rank 0: broadcast the tensors, from any device, to all others, which `receive`.
 
-        Raises `PeerFailed` where one of them refuses or is gone; then none has taken them.
+        Raises `PeerFailed` where one of them refuses or is gone; then none has loaded them.
         """
         layout = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
-        with self._handing_over():
+        with self._transfer():
             self._header(layout)
             self._agree()
             for bucket, size in _buckets(layout):
@@ -71,14 +71,13 @@ class WeightsGroup(Ranks):
             self._agree()
 
     def receive(self, check: Callable[[Mapping[str, Tensor]], None]) -> dict[str, Tensor]:
-        """What rank 0 sends, on this member's device. `check` is shown names, types and shapes, and raises a
-        `UserError` where something is wrong.
+        """The tensors that rank 0 sends, on this member's device.
 
-        Raises that, and `PeerFailed` where another member has refused or is gone: nobody may take anything
-        then.
+        `check` is called with names, types and shapes, and raises a `UserError` where one is wrong. That is raised, and
+        `PeerFailed` where another member has refused or is gone: none may load anything then.
         """
         found: dict[str, Tensor] = {}
-        with self._handing_over():
+        with self._transfer():
             layout = self._header(None)
             wrong = _wrong(check, layout)
             self._agree(wrong)
@@ -103,13 +102,13 @@ class WeightsGroup(Ranks):
             options = gloo._Options()
             options._devices, options._timeout = [gloo.create_device(hostname=mine)], self._limit
             self._group = gloo(store, self.rank, self.size, options)
-        self._agree()  # NCCL connects when it is first asked for something
+        self._agree()  # NCCL connects at its first operation
         self._limit = timedelta(seconds=timeout_s)
         if self.device.type != "cuda":
             self._group._set_default_timeout(self._limit)
 
     def _header(self, layout: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
-        """Rank 0's names, types and shapes, as tensors without memory."""
+        """Names, types and shapes that rank 0 sends, as tensors without memory."""
         rows = [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in (layout or {}).items()]
         text = torch.frombuffer(bytearray(json.dumps(rows).encode()), dtype=torch.uint8).to(self.device)
         length = torch.tensor([len(text)], device=self.device)
@@ -120,11 +119,11 @@ class WeightsGroup(Ranks):
         return {name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta") for name, dtype, shape in found}
 
     @contextmanager
-    def _handing_over(self) -> Iterator[None]:
-        """Within, all do their part. Who cannot leaves, so that the others learn of it; those who only do not agree
-        stay together."""
+    def _transfer(self) -> Iterator[None]:
+        """A transfer in the block. A member that fails leaves, so that the others' waits fail too; one that refuses the
+        weights stays."""
         try:
-            with self.waiting("hand over weights"):
+            with self.waiting("transfer weights"):
                 yield
         except UserError:
             raise
@@ -133,14 +132,14 @@ class WeightsGroup(Ranks):
             raise
 
     def _agree(self, wrong: UserError | None = None) -> None:
-        """Raise `PeerFailed` on every member where one of them finds something wrong; on that one what it is."""
-        said = torch.zeros(self.size, dtype=torch.int32, device=self.device)
-        said[self.rank] = int(wrong is not None)
-        self._await(self._group_now().allreduce([said]))
+        """Raise `PeerFailed` on every member if one refuses; on that one, `wrong`."""
+        refused = torch.zeros(self.size, dtype=torch.int32, device=self.device)
+        refused[self.rank] = int(wrong is not None)
+        self._await(self._group_now().allreduce([refused]))
         if wrong is not None:
             raise wrong
-        if who := [self.called(rank) for rank, no in enumerate(said.tolist()) if no]:
-            raise PeerFailed(f"{', '.join(who)} refused the weights of {self.called(0)}; nobody has taken them")
+        if members := [self.called(rank) for rank, no in enumerate(refused.tolist()) if no]:
+            raise PeerFailed(f"{', '.join(members)} refused the weights of {self.called(0)}; none has loaded them")
 
     def _broadcast(self, flat: Tensor) -> None:
         self._await(self._group_now().broadcast(flat, 0))
@@ -185,3 +184,37 @@ def _part(flat: Tensor, start: int, like: Tensor) -> Tensor:
     """A tensor of this type and shape in a bucket."""
     part = flat[start : start + like.numel() * like.element_size()]
     return part.view(like.dtype).view(like.shape)
+
+
+# --- tensors that another process on the same GPU maps
+
+
+@dataclass(frozen=True)
+class GpuTensors:
+    """Handles of tensors on a GPU, for other processes. They are valid as long as their owner keeps the tensors."""
+
+    handles: Mapping[str, tuple[Callable[..., Tensor], tuple[Any, ...]]]
+    """By name: the function that makes the tensor in another process, and its arguments."""
+
+    def mapped(self) -> dict[str, Tensor]:
+        """The tensors themselves, which their owner may change later. Raises `UserError` where the GPU's driver does
+        not let this process map them."""
+        try:
+            return {name: make(*arguments) for name, (make, arguments) in self.handles.items()}
+        except RuntimeError as error:
+            raise UserError(
+                f"the learner's weights cannot be mapped by another process on the same GPU: {error}. Give both GPUs "
+                "of their own, or one process (a collocated plan)"
+            ) from error
+
+
+def share_on_gpu(tensors: Mapping[str, Tensor]) -> GpuTensors:
+    """Handles of the tensors, once they are computed."""
+    found = {name: reduce_tensor(tensor.detach()) for name, tensor in tensors.items()}
+    await_devices(tensors.values())
+    return GpuTensors(found)
+
+
+def gpu_name(device: torch.device) -> str:
+    """The GPU's name, the same in every process; '' for the host."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
