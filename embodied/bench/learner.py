@@ -37,7 +37,7 @@ from embodied.devices import CPU, decide, device_of, release, to_host
 from embodied.errors import UserError
 from embodied.learning.update import Denominators, LossFunction, make_optimizer, micro_batch_loss, read_losses
 from embodied.reporting.live import steps
-from embodied.trajectories.batch import HeldDecisions
+from embodied.trajectories.batch import TensorDecisions
 from policies.contract import Inputs, Policy
 from policies.openvla.base import TokenPolicy
 from policies.pi0 import sizes as pi0_sizes
@@ -84,7 +84,7 @@ class Update:
         count, value = len(actions), torch.cat([action.value for action in actions])
         trace = {name: torch.cat([action.trace[name] for action in actions]) for name in actions[0].trace}
         return Rows(
-            HeldDecisions(inputs, trace),
+            TensorDecisions(inputs, trace),
             torch.cat([action.log_prob for action in actions]),
             value,
             advantage,

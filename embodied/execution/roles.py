@@ -63,7 +63,7 @@ class RolloutRole(Protocol):
 
     def trajectories(self) -> Trajectories: ...
 
-    def carried(self, batch: Trajectories, reader: FrameReader | None) -> Trajectories:
+    def without_memory(self, batch: Trajectories, reader: FrameReader | None) -> Trajectories:
         """The trajectories for another machine, which does not have the memory that they are in; frames are fetched
         from there by the reader (None: there are none)."""
         ...

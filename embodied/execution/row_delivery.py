@@ -90,8 +90,8 @@ class RowDelivery:
             return self.learner.pipe(LearnerRole.collect, source, produce, iteration)
         made = source.submit(produce)
         reader = None if self.source is None else CalledSource(self.source.handles[0].caller())
-        carried = self.rollout_worker.submit(RolloutRole.carried, made, reader)
-        each = [(carried if away else made, iteration) for away in self.far]
+        remote = self.rollout_worker.submit(RolloutRole.without_memory, made, reader)
+        each = [(remote if away else made, iteration) for away in self.far]
         return self.learner.submit_scattered(LearnerRole.collect, each)
 
 
