@@ -153,7 +153,7 @@ def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def await_devices(tensors: Iterable[Tensor]) -> None:
-    """Wait until the devices of the tensors have done what was asked of them."""
+    """Wait until the devices of the tensors have done all queued work."""
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
 
