@@ -47,7 +47,7 @@ ROUNDS = 3
 
 @dataclass(frozen=True)
 class Case:
-    """A way of updating."""
+    """A variant of the update."""
 
     micro_batch: int
     checkpointing: bool
@@ -233,11 +233,11 @@ def _show(result: dict[str, Any]) -> None:
     for found in result["cases"]:
         name = Case(found["micro_batch"], found["gradient_checkpointing"], found["cached_features"]).name
         add_rates(table, name, found, "samples_per_s")
-    console, held = Console(), {name: value / 1e9 for name, value in result["memory"].items()}
+    console, memory = Console(), {name: value / 1e9 for name, value in result["memory"].items()}
     console.print(table)
     console.print("rows: micro-batch; recompute: activations, in the backward pass; cache: vision features, given")
     console.print(
-        f"rollout and learner share the weights: {held['one_copy_bytes']:.2f} GB with gradients and optimiser, "
-        f"{held['two_copies_bytes']:.2f} GB with two copies"
+        f"rollout and learner share the weights: {memory['one_copy_bytes']:.2f} GB with gradients and optimiser, "
+        f"{memory['two_copies_bytes']:.2f} GB with two copies"
     )
     console.print(f"{measured_here(result)}; mean |ratio - 1| before the first step {result['off_policy']:.1e}")
