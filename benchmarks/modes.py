@@ -15,9 +15,8 @@ import tyro
 from rich import get_console
 
 from embodied.bench.settings import show_and_write
-from embodied.commands.compare import compare_command
+from embodied.commands.compare import compare_command, comparison_table
 from embodied.config.files import load_config, parse_config
-from embodied.planning.comparison_page import comparison_table
 from embodied.reporting.plan_picture import draw_bars
 
 SHORT_LIBERO = {

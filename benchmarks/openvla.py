@@ -3,7 +3,7 @@
     python benchmarks/openvla.py --out benchmarks/results
 
 --model (random weights, 256 patches, float32) decides for the same eight pictures: in one batch, one after the other,
-and one after the other by Hugging Face's library in three ways (`embodied.bench.models`); all say the same tokens, or
+and one after the other by Hugging Face's library by three calls (`embodied.bench.models`); all give the same tokens, or
 the script fails. Writes openvla_Ncores.json. The 7.5B network on a GPU: `benchmarks/gpu.py`.
 """
 
@@ -20,7 +20,7 @@ from scipy.stats import binom
 
 from embodied.bench.flops import Costs
 from embodied.bench.machine import measure_machine, median, seconds_of
-from embodied.bench.models import LOOP, OneAtATime, build, describe, make_inputs, rows_of, ways
+from embodied.bench.models import LOOP, OneAtATime, build, describe, make_inputs, peer_calls, rows_of
 from embodied.bench.settings import BenchPolicy, show_and_write
 from policies.openvla.base import TokenPolicy
 from policies.random_weights import INSTRUCTION
@@ -37,7 +37,7 @@ class Arguments:
     rows: int = 8
     """Batch size."""
     rounds: int = 7
-    """How often all ways are measured, in turn."""
+    """Number of times that all calls are measured, in turn."""
     out: Path | None = None
     """Write the result into this folder."""
 
@@ -53,13 +53,13 @@ def on_processor(model: str, rows: int, rounds: int) -> dict[str, Any]:
         "batched": lambda: policy.act(inputs, None).trace["tokens"],
         "own, one at a time": lambda: torch.cat([policy.act(row, None).trace["tokens"] for row in alone]),
     }
-    for way in ways(policy):
-        peer = OneAtATime(policy, way)
-        calls[way.name] = lambda peer=peer: peer.tokens(inputs)  # type: ignore[misc]
+    for call in peer_calls(policy):
+        peer = OneAtATime(policy, call)
+        calls[call.name] = lambda peer=peer: peer.tokens(inputs)  # type: ignore[misc]
     tokens = {name: call() for name, call in calls.items()}
     different = [name for name, said in tokens.items() if not torch.equal(said, tokens["batched"])]
     if different:
-        raise SystemExit(f"these ways say other tokens than the batch: {', '.join(different)}")
+        raise SystemExit(f"these calls give other tokens than the batch: {', '.join(different)}")
     times: dict[str, list[float]] = {name: [] for name in calls}
     machine = measure_machine(CPU, "float32")
     for _ in range(rounds):
@@ -78,7 +78,7 @@ def on_processor(model: str, rows: int, rounds: int) -> dict[str, Any]:
         "limit_actions_per_s": limit,
         "share_of_limit": rate / limit,
         "ratio_to_peer": median(ratios[LOOP.name]),
-        "ways": {
+        "peer_calls": {
             name: {"actions_per_s": rows / median(t), "batched_is_faster_by": interval(ratios[name]), "times_s": t}
             for name, t in times.items()
         },

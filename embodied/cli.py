@@ -119,7 +119,7 @@ def _parse(verb: str, kind: Any, named: str, arguments: list[str]) -> Any:
     try:
         return tyro.cli(kind, args=arguments, prog=f"embodied {verb}", **options)
     except BrokenPipeError:
-        # Whoever read the help, `head` for example, has seen enough. What is still buffered has no reader either.
+        # The reader of the help, `head` for example, has ended. What is still buffered has no reader either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(0) from None
 

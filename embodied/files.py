@@ -18,7 +18,7 @@ MOST_JSON = 64 * 2**20
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write the file aside, have it on the disk and rename it: who reads, also after a crash, finds the old file or the
+    """Write the file aside, have it on the disk and rename it: a reader, also after a crash, finds the old file or the
     new one. Raises `OSError`; then the old one stays, and nothing is left of the new one."""
     aside = path.with_name(f".{path.name}.partial")
     try:

@@ -47,7 +47,7 @@ class Name:
 def checkpoint_folder(name: str | Path, fetch: bool = True) -> Path:
     """The folder `name`, or that of the model so called, downloaded where it is not there yet.
 
-    Without `fetch` nothing is asked of a network. Raises `UserError` with the command that fetches it elsewhere.
+    Without `fetch` there is no network access. Raises `UserError` with the command that fetches it elsewhere.
     """
     return _folder(str(name), "model", fetch)
 
@@ -55,7 +55,7 @@ def checkpoint_folder(name: str | Path, fetch: bool = True) -> Path:
 def dataset_folder(name: str | Path, fetch: bool = True) -> Path:
     """The folder `name`, or that of the dataset so called, downloaded where it is not there yet.
 
-    Without `fetch` nothing is asked of a network. Raises `UserError` with the command that fetches it elsewhere.
+    Without `fetch` there is no network access. Raises `UserError` with the command that fetches it elsewhere.
     """
     return _folder(str(name), "dataset", fetch)
 

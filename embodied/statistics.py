@@ -9,7 +9,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-# SciPy is imported where an interval is asked for: it takes a third of a worker's start, and most never ask.
+# SciPy is imported where an interval is computed: it takes a third of a worker's start, and most compute none.
 
 Z2 = NormalDist().inv_cdf(0.975) ** 2
 

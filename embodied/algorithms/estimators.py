@@ -17,7 +17,7 @@ from torch import Tensor
 from embodied.algorithms.ppo import action_advantages, alive_actions, generalised_advantages, normalise
 from embodied.config.schema import AdvantageConfig, Config
 from embodied.errors import UserError
-from embodied.trajectories.batch import Decisions, HeldDecisions, Trajectories, join_decisions
+from embodied.trajectories.batch import Decisions, TensorDecisions, Trajectories, join_decisions
 from policies.contract import Inputs
 
 Scale = Literal["group", "batch", "none"]
@@ -184,7 +184,7 @@ class Rows:
         """The same rows with all tensors on the device, observations and traces too: each is copied once."""
         reference = self.reference_log_prob
         return self._with(
-            HeldDecisions(self.decisions.inputs(device), self.decisions.trace(device)),
+            TensorDecisions(self.decisions.inputs(device), self.decisions.trace(device)),
             {key: getattr(self, key).to(device) for key in PER_ROW},
             None if reference is None else reference.to(device),
             {key: tensor.to(device) for key, tensor in self.precomputed.items()},

@@ -24,7 +24,7 @@ ROUNDS = 3
 TOGETHER = "limit together"
 """Bare loops on all cores at once, over as many environments as the farm has."""
 ALONE = "farms of one process"
-"""Such a farm on each core at once, with as many environments together: slots and client, but nobody waits."""
+"""Such a farm on each core at once, with as many environments together: slots and client, but without waiting."""
 
 
 def bench_farm(bench: BenchFarm) -> dict[str, Any]:

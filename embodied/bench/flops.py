@@ -5,7 +5,7 @@ factor that needs one. So a linear layer of W weights costs 2 W a token, and 2 W
 layer stops there), 2 W for that of its weights. Attention costs 4 d for each pair of a query and a key that it sees,
 with d the heads' widths together (scores, and their product with the values), twice that in the backward pass
 (Chowdhery et al. 2022, arXiv 2204.02311, appendix B; here only pairs that the mask allows count). What an
-implementation adds (recomputed activations, masked pairs, rows of the vocabulary that nobody reads) counts as nothing:
+implementation adds (recomputed activations, masked pairs, rows of the vocabulary that nothing reads) counts as nothing:
 model FLOPs utilisation is needed work by time and measured rate. torch's FlopCounterMode counts what is executed, so it
 cannot take this module's place (docs/decisions/0036-flops-counted.md); tests compare the two where they must agree (`dense`).
 """
@@ -269,7 +269,7 @@ class FlowCosts:
         return sum(nbytes(part) for name, part in self.network.named_children() if name.startswith(HEADS))
 
     def _critics_suffix(self) -> Work:
-        """No velocity is said."""
+        """The suffix without the projection to velocities."""
         return self.suffix() + Work(-2 * self.sizes.horizon * weight_count(self.network.action_out_proj))
 
     def critic(self) -> Work:

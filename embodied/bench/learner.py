@@ -37,7 +37,7 @@ from embodied.devices import CPU, decide, device_of, release, to_host
 from embodied.errors import UserError
 from embodied.learning.update import Denominators, LossFunction, make_optimizer, micro_batch_loss, read_losses
 from embodied.reporting.live import steps
-from embodied.trajectories.batch import HeldDecisions
+from embodied.trajectories.batch import TensorDecisions
 from policies.contract import Inputs, Policy
 from policies.openvla.base import TokenPolicy
 from policies.pi0 import sizes as pi0_sizes
@@ -47,7 +47,7 @@ ROUNDS = 3
 
 @dataclass(frozen=True)
 class Case:
-    """A way of updating."""
+    """A variant of the update."""
 
     micro_batch: int
     checkpointing: bool
@@ -84,7 +84,7 @@ class Update:
         count, value = len(actions), torch.cat([action.value for action in actions])
         trace = {name: torch.cat([action.trace[name] for action in actions]) for name in actions[0].trace}
         return Rows(
-            HeldDecisions(inputs, trace),
+            TensorDecisions(inputs, trace),
             torch.cat([action.log_prob for action in actions]),
             value,
             advantage,
@@ -233,11 +233,11 @@ def _show(result: dict[str, Any]) -> None:
     for found in result["cases"]:
         name = Case(found["micro_batch"], found["gradient_checkpointing"], found["cached_features"]).name
         add_rates(table, name, found, "samples_per_s")
-    console, held = Console(), {name: value / 1e9 for name, value in result["memory"].items()}
+    console, memory = Console(), {name: value / 1e9 for name, value in result["memory"].items()}
     console.print(table)
     console.print("rows: micro-batch; recompute: activations, in the backward pass; cache: vision features, given")
     console.print(
-        f"rollout and learner share the weights: {held['one_copy_bytes']:.2f} GB with gradients and optimiser, "
-        f"{held['two_copies_bytes']:.2f} GB with two copies"
+        f"rollout and learner share the weights: {memory['one_copy_bytes']:.2f} GB with gradients and optimiser, "
+        f"{memory['two_copies_bytes']:.2f} GB with two copies"
     )
     console.print(f"{measured_here(result)}; mean |ratio - 1| before the first step {result['off_policy']:.1e}")

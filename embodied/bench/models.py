@@ -179,8 +179,8 @@ def add_rates(table: Table, name: str, found: Mapping[str, Any], rate: str) -> N
         return
     spread = f"{found[f'{rate}_min']:,.2f}-{found[f'{rate}_max']:,.2f}"
     shares = [f"{found[key]:.0%}" for key in ("share_of_limit", "mfu")]
-    held = f"{found['peak_memory_bytes'] / 1e9:.2f} GB"
-    table.add_row(name, f"{found[rate]:,.2f}", spread, f"{found[f'limit_{rate}']:,.2f}", *shares, held)
+    memory = f"{found['peak_memory_bytes'] / 1e9:.2f} GB"
+    table.add_row(name, f"{found[rate]:,.2f}", spread, f"{found[f'limit_{rate}']:,.2f}", *shares, memory)
 
 
 def _version(name: str) -> str:
@@ -197,7 +197,7 @@ Attention = Literal["eager", "sdpa"]
 
 
 @dataclass(frozen=True)
-class Way:
+class PeerCall:
     """A call of the library: method and attention."""
 
     method: Literal["loop", "generate"]
@@ -208,14 +208,14 @@ class Way:
         return f"{self.method} ({self.attention})"
 
 
-LOOP = Way("loop", "eager")
+LOOP = PeerCall("loop", "eager")
 """The peer of the figures' `ratio_to_peer`; ratios to the other calls stand beside it."""
 
 
-def ways(policy: TokenPolicy) -> tuple[Way, ...]:
-    """The ways there are of running the policy's network."""
-    strongest = () if isinstance(policy, OpenVLAOFT) else (Way("generate", "sdpa"),)
-    return (LOOP, Way("loop", "sdpa"), *strongest)
+def peer_calls(policy: TokenPolicy) -> tuple[PeerCall, ...]:
+    """Calls of the library that can run the policy's network."""
+    strongest = () if isinstance(policy, OpenVLAOFT) else (PeerCall("generate", "sdpa"),)
+    return (LOOP, PeerCall("loop", "sdpa"), *strongest)
 
 
 def rows_of(inputs: Inputs) -> list[Inputs]:
@@ -233,9 +233,9 @@ def rows_of(inputs: Inputs) -> list[Inputs]:
 class OneAtATime:
     """A policy's greedy decisions by the library."""
 
-    def __init__(self, policy: TokenPolicy, way: Way) -> None:
-        self.policy, self.way = policy, way
-        self.llama = share(policy.model, way.attention)
+    def __init__(self, policy: TokenPolicy, call: PeerCall) -> None:
+        self.policy, self.call = policy, call
+        self.llama = share(policy.model, call.attention)
         config = policy.model.config
         self._actions = (config.first_action_token, config.action_vocab)
 
@@ -250,7 +250,7 @@ class OneAtATime:
         sequence = policy.prepare(inputs, count)
         if isinstance(policy, OpenVLAOFT):
             return self._whole(sequence, count, policy.stop)
-        return self._loop(sequence, count) if self.way.method == "loop" else self._generate(sequence, count)
+        return self._loop(sequence, count) if self.call.method == "loop" else self._generate(sequence, count)
 
     def _loop(self, sequence: Sequence, count: int) -> Tensor:
         from transformers import DynamicCache

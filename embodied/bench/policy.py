@@ -26,8 +26,8 @@ from embodied.bench.models import (
     make_inputs,
     measured_here,
     network_of,
+    peer_calls,
     results_table,
-    ways,
 )
 from embodied.bench.settings import BenchPolicy
 from embodied.devices import device_of, release
@@ -44,7 +44,7 @@ PEER_ROWS = 4
 
 
 def bench_policy(bench: BenchPolicy) -> dict[str, Any]:
-    """Measure every batch size and every way of the peer in turn, three rounds; medians count."""
+    """Measure every batch size and every call of the peer in turn, three rounds; medians count."""
     batches = check_batches(bench.batches, "batches")
     policy = build(bench)
     device, network = device_of(policy), network_of(policy)
@@ -82,7 +82,7 @@ class Rates:
         self.peers: dict[str, OneAtATime] = {}
         self.equal: dict[str, float] = {}
         if bench.peer and isinstance(policy, TokenPolicy):
-            self.peers = {way.name: OneAtATime(policy, way) for way in ways(policy)}
+            self.peers = {call.name: OneAtATime(policy, call) for call in peer_calls(policy)}
             self.equal = self._compare(make_inputs(policy, min(max(self.batches), PEER_ROWS), bench.seed, device))
 
     def measure(self) -> None:
@@ -203,8 +203,8 @@ def _show(result: dict[str, Any]) -> None:
     console = Console()
     console.print(table)
     firsts = {name: result.get(f"time_to_first_{name}_s") for name in ("token", "action")}
-    said = ", ".join(f"first {name} after {1e3 * s:,.0f} ms" for name, s in firsts.items() if s is not None)
-    console.print(f"batch 1: {said}")
+    times = ", ".join(f"first {name} after {1e3 * s:,.0f} ms" for name, s in firsts.items() if s is not None)
+    console.print(f"batch 1: {times}")
     console.print(measured_here(result))
     for name, found in peers.items():
         console.print(

@@ -95,7 +95,7 @@ class BenchPolicy:
     unnorm_key: str = ""
     """The checkpoint's dataset, where it has several."""
     batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
-    """Batch sizes; those that do not fit into memory are left out, and said."""
+    """Batch sizes; those that do not fit into memory are left out, with a note."""
     device: str = "auto"
     """cpu, cuda, cuda:1, ...; auto is the first GPU where there is one."""
     dtype: str = "auto"
@@ -125,7 +125,7 @@ class BenchLearner:
     unnorm_key: str = ""
     """The checkpoint's dataset, where it has several."""
     micro_batches: tuple[int, ...] = (4, 8, 16, 32)
-    """Samples per forward and backward pass; those that do not fit into memory are left out, and said."""
+    """Samples per forward and backward pass; those that do not fit into memory are left out, with a note."""
     minibatch: int = 0
     """Samples per optimiser step; 0: the largest micro-batch."""
     lora_rank: int = 32

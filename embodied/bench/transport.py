@@ -29,10 +29,10 @@ Measured = dict[str, float]
 
 
 def bench_transport(bench: BenchTransport) -> dict[str, Any]:
-    """Measure every way there is."""
+    """Measure every transport."""
     frames, size, messages = bench.frames, bench.size, bench.messages
     shape = (frames, size, size, 3)
-    ways: dict[str, Callable[[tuple[int, ...], int], Measured]] = {
+    transports: dict[str, Callable[[tuple[int, ...], int], Measured]] = {
         "slots": _slots,
         "pipe": _pipe,
         "queue": _queue,
@@ -40,10 +40,10 @@ def bench_transport(bench: BenchTransport) -> dict[str, Any]:
         "memcpy": _memcpy,
     }
     results: dict[str, Measured] = {}
-    with steps("Measuring", len(ways)) as bar:
-        for name, way in ways.items():
-            # Ways that copy through the kernel or Ray are ten times slower; fewer messages say as much.
-            results[name] = way(shape, messages if name in ("slots", "memcpy") else max(messages // 5, 50))
+    with steps("Measuring", len(transports)) as bar:
+        for name, measure in transports.items():
+            # Transports that copy through the kernel or Ray are ten times slower; fewer messages say as much.
+            results[name] = measure(shape, messages if name in ("slots", "memcpy") else max(messages // 5, 50))
             bar.advance(text=name)
     _show(results, frames, size)
     slots, limit = results["slots"], results["memcpy"]
@@ -55,7 +55,7 @@ def bench_transport(bench: BenchTransport) -> dict[str, Any]:
         "bytes_per_s": slots["bytes_per_s"],
         "limit_bytes_per_s": limit["bytes_per_s"],
         "share_of_limit": slots["bytes_per_s"] / limit["bytes_per_s"],
-        "ways": results,
+        "transports": results,
     }
 
 
@@ -137,10 +137,10 @@ def _slot_worker(name: str, shape: tuple[int, ...], count: int) -> None:
     _core(0)
     block = Block.attach(_slot_fields(shape), name)
     slots, source = block.arrays, _frames(shape)
-    asked, answer = Doorbell(slots["bells"], REQUESTS), Doorbell(slots["bells"], ANSWERS)
+    requests, answer = Doorbell(slots["bells"], REQUESTS), Doorbell(slots["bells"], ANSWERS)
     for number in range(2 * count):
         # First one at a time, then as far ahead as there are slots.
-        _await(slots["taken"], number if number < count else number - SLOTS + 1, asked, first=number == 0)
+        _await(slots["taken"], number if number < count else number - SLOTS + 1, requests, first=number == 0)
         slots["began_ns"][number % SLOTS] = time.monotonic_ns()
         slots["frames"][number % SLOTS] = source[number % len(source)]
         slots["written"][0] = number + 1

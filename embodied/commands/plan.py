@@ -57,10 +57,10 @@ def run(args: Arguments) -> dict[str, Any]:
 def plan_command(config: Config, profile: Path, cluster: str, out: Path) -> dict[str, Any]:
     """The run's best plan for a cluster, why, what each mode would cost, and the predicted timeline.
 
-    `plan.mode` restricts it to one mode. Of several tasks it is also said what rolling them out at the same time gains.
+    `plan.mode` restricts it to one mode. For several tasks the result has the gain of rolling them out at the same time, too.
     """
     target, workflow = read_cluster(cluster, config.policy.device), sized_workflow(config)
-    # Another cluster has other hardware than this machine: its profile is what was asked for.
+    # Another cluster has other hardware than this machine: its profile is the user's choice.
     elsewhere = target.nodes[0].name != HOME
     measured = checked_profile(profile, config, workflow, config.plan.any_hardware or elsewhere)
     workflow = planned_for(workflow, measured, target)
@@ -72,8 +72,8 @@ def plan_command(config: Config, profile: Path, cluster: str, out: Path) -> dict
     (out / TIMELINE).write_text(json.dumps(schedulers.chrome_trace(simulation)))
     draw_plan(out / PICTURE, {f"{best.mode} (best)": simulation, **_others(modes, best, workflow, measured, target)})
     scaled = _scaling(best, workflow, measured, target)
-    said = [*best.why, *([str(scaled)] if scaled else [])]
-    get_console().print("\n".join(said), markup=False, highlight=False, soft_wrap=True)
+    reasons = [*best.why, *([str(scaled)] if scaled else [])]
+    get_console().print("\n".join(reasons), markup=False, highlight=False, soft_wrap=True)
     show(f"plan, timeline and picture: [bold]{out}[/]")
     return {
         "folder": str(out),

@@ -52,11 +52,11 @@ class Arguments:
     only_successes: bool = False
     """Leave out the episodes that the policy failed."""
     instructions: tuple[str, ...] = ()
-    """Wordings of the task, recorded in turn, episode by episode, in place of its own instruction: who learns from
-    several understands more. The policy that acts is told the task's own."""
+    """Wordings of the task, recorded in turn, episode by episode, in place of its own instruction, so that a
+    policy learns several wordings. The policy that acts gets the task's own."""
     disturb: float = 0.0
     """Standard deviation of what is added to every number of an action before it is executed. What is recorded is the
-    action without it: episodes then show how to come back from off the way (DART, arXiv 1703.09327)."""
+    action without it: episodes then show how to recover from deviations (DART, arXiv 1703.09327)."""
     runs_dir: Path = RUNS
     """Folder of the runs."""
     json: Path | None = None
@@ -108,7 +108,7 @@ def record_run(
     if not 0 <= disturb < math.inf:
         raise UserError(f"--disturb is a standard deviation of at least 0, got {disturb}")
     if config.eval.instruction is not None:
-        raise UserError("--eval.instruction is for evaluations: what is recorded is told each task's own instruction")
+        raise UserError("--eval.instruction is for evaluations: recordings use each task's own instruction")
     if config.eval.ignore_terminations:
         raise UserError("--eval.ignore-terminations is for evaluations: what is recorded ends where its task does")
     if not all(text.strip() for text in instructions):

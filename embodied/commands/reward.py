@@ -52,8 +52,8 @@ def run(args: Arguments) -> dict[str, Any]:
     settings = ClassifierTraining(args.last, args.steps, args.batch, args.lr, args.holdout, args.seed)
     classifier, measured = learn_success(labelled, settings)
     classifier.save(args.out)
-    said = ", ".join(f"{name.replace('_', ' ')} {value:.3g}" for name, value in measured.items())
-    show(f"[bold]{args.out}[/]: learned from {', '.join(map(str, args.data))}; {said or 'nothing was held out'}")
+    figures = ", ".join(f"{name.replace('_', ' ')} {value:.3g}" for name, value in measured.items())
+    show(f"[bold]{args.out}[/]: learned from {', '.join(map(str, args.data))}; {figures or 'nothing was held out'}")
     return {
         "classifier": str(args.out),
         "episodes": int(labelled.episode[-1]) + 1,

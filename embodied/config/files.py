@@ -23,7 +23,7 @@ CONFIGS = HERE / "configs"
 RUNS = Path("runs")
 """Default of --runs-dir: the folder of all runs."""
 MOST_PROBLEMS = 5
-"""That one message names."""
+"""Number of mistakes that one message names."""
 
 
 def shipped_configs() -> dict[str, str]:
@@ -95,7 +95,7 @@ def _mapping(path: Path) -> dict[str, Any]:
 
 
 def _explained(error: ValidationError) -> str:
-    """What is wrong; of very many things the first."""
+    """The mistakes in words; of many the first."""
     every = error.errors(include_url=False)
     more = f"; and {len(every) - MOST_PROBLEMS} more" if len(every) > MOST_PROBLEMS else ""
     return "; ".join(_explain(item) for item in every[:MOST_PROBLEMS]) + more

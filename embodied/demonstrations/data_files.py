@@ -181,13 +181,13 @@ def _open(path: Path) -> _Opened:
     return _Opened(DataFile(path, np.cumsum(sizes, dtype=np.int64)), columns)
 
 
-def _check_rows(path: Path, found: int, said: int) -> None:
-    if found != said:
-        raise DatasetError(f"{path} is not a whole parquet file ({found} of {said} rows can be read); {AGAIN}")
+def _check_rows(path: Path, found: int, expected: int) -> None:
+    if found != expected:
+        raise DatasetError(f"{path} is not a whole parquet file ({found} of {expected} rows can be read); {AGAIN}")
 
 
 def _timestamps(path: Path, table: pa.Table) -> npt.NDArray[np.float64]:
-    """float64 [n] seconds; NaN where there is none, which matters to those who ask for frames of a video."""
+    """float64 [n] seconds; NaN where there is none, which matters where frames of a video are read."""
     try:
         return layout.to_numpy(table["timestamp"], Feature("float32", (1,))).astype(np.float64)
     except (ValueError, TypeError, pa.ArrowException, KeyError):
@@ -197,8 +197,8 @@ def _timestamps(path: Path, table: pa.Table) -> npt.NDArray[np.float64]:
 class Pictures:
     """Encoded pictures of one feature. Threads may share it.
 
-    Parquet has no way to read one row: a row group is unpacked as a whole. So each is unpacked once, when one of its
-    rows is first asked for, and kept: in memory up to `KEPT_BYTES`, beyond that in a temporary file without a name (in
+    Parquet cannot read one row: a row group is unpacked as a whole. So each is unpacked once, when one of its
+    rows is first read, and kept: in memory up to `KEPT_BYTES`, beyond that in a temporary file without a name (in
     TMPDIR), from which any picture is read alone.
     """
 
@@ -417,51 +417,51 @@ class Joined:
     """Sentences about metadata that the data contradict, and that are not used."""
 
 
-def join(said: Metadata, data: DataFiles) -> Joined:
+def join(meta: Metadata, data: DataFiles) -> Joined:
     """The episodes that the data hold, each with what the metadata says of it. Raises `DatasetError` where rows,
     episodes or tasks are missing on one side."""
     numbers, begins = np.unique(data.episode, return_index=True)
     ends = [*begins[1:].tolist(), len(data)]
-    _check_complete(said, data, numbers.tolist())
+    _check_complete(meta, data, numbers.tolist())
     notes: list[str] = []
-    tasks = _tasks_of_rows(said, data, notes)
+    tasks = _tasks_of_rows(meta, data, notes)
     found, odd = [], dict[str, list[int]]()
     for number, begin, end in zip(numbers.tolist(), begins.tolist(), ends, strict=True):
-        entry = said.episodes[number]
-        _check_length(said, data, entry, end - begin)
-        texts = tuple(said.tasks[index] for index in dict.fromkeys(tasks[begin:end].tolist()))
-        for what in _oddities(said, data, entry, slice(begin, end), texts):
+        entry = meta.episodes[number]
+        _check_length(meta, data, entry, end - begin)
+        texts = tuple(meta.tasks[index] for index in dict.fromkeys(tasks[begin:end].tolist()))
+        for what in _oddities(meta, data, entry, slice(begin, end), texts):
             odd.setdefault(what, []).append(number)
         found.append(RecordedEpisode(begin, end, texts, {**entry.row, "episode_index": number}))
     for what, episodes in odd.items():
         others = f" and {len(episodes) - 1} others" if len(episodes) > 1 else ""
-        notes.append(f"{said.folder}: {what} (episode {episodes[0]}{others})")
-    if not said.is_old and list(said.tasks) != list(range(len(said.tasks))):
+        notes.append(f"{meta.folder}: {what} (episode {episodes[0]}{others})")
+    if not meta.is_old and list(meta.tasks) != list(range(len(meta.tasks))):
         notes.append(
-            f"{said.folder / layout.TASKS} is not in the order of its `task_index`, which is used; LeRobot's own "
+            f"{meta.folder / layout.TASKS} is not in the order of its `task_index`, which is used; LeRobot's own "
             "loader takes the row with that number instead"
         )
     for name, count in (("total_episodes", len(found)), ("total_frames", len(data))):
-        if said.total(name) not in (None, count):
-            notes.append(f"{said.folder / layout.INFO} says {name} {said.total(name)}, and the data have {count}")
+        if meta.total(name) not in (None, count):
+            notes.append(f"{meta.folder / layout.INFO} says {name} {meta.total(name)}, and the data have {count}")
     return Joined(tuple(found), tasks, tuple(notes))
 
 
-def _check_complete(said: Metadata, data: DataFiles, held: list[int]) -> None:
+def _check_complete(meta: Metadata, data: DataFiles, held: list[int]) -> None:
     """Raise `DatasetError` unless data and metadata know the same episodes."""
-    if not held and not said.episodes:
-        raise DatasetError(f"{said.folder} has no episodes")
-    missing = sorted({index for index, entry in said.episodes.items() if entry.length != 0} - set(held))
+    if not held and not meta.episodes:
+        raise DatasetError(f"{meta.folder} has no episodes")
+    missing = sorted({index for index, entry in meta.episodes.items() if entry.length != 0} - set(held))
     if missing:
-        path = said.data_path(said.episodes[missing[0]])
+        path = meta.data_path(meta.episodes[missing[0]])
         missed = f" ({path} is missing)" if path is not None and not path.is_file() else ""
-        rows = sum(entry.length or 0 for entry in said.episodes.values())
-        named = layout.OLD_EPISODES if said.is_old else "meta/episodes"
+        rows = sum(entry.length or 0 for entry in meta.episodes.values())
+        named = layout.OLD_EPISODES if meta.is_old else "meta/episodes"
         raise DatasetError(
-            f"{said.folder}/data holds {len(data)} rows and {named} names {rows}: episode {missing[0]} has "
+            f"{meta.folder}/data holds {len(data)} rows and {named} names {rows}: episode {missing[0]} has "
             f"none{missed}; {_INCOMPLETE}"
         )
-    unknown = sorted(set(held) - set(said.episodes))
+    unknown = sorted(set(held) - set(meta.episodes))
     if unknown:
         row = int(np.searchsorted(data.episode, unknown[0]))
         raise DatasetError(
@@ -470,26 +470,26 @@ def _check_complete(said: Metadata, data: DataFiles, held: list[int]) -> None:
         )
 
 
-def _check_length(said: Metadata, data: DataFiles, entry: EpisodeEntry, count: int) -> None:
-    """Raise `DatasetError` if all that is said of an episode's length contradicts the data."""
+def _check_length(meta: Metadata, data: DataFiles, entry: EpisodeEntry, count: int) -> None:
+    """Raise `DatasetError` if every length that the metadata gives for an episode contradicts the data."""
     lengths = [entry.length] if entry.length is not None else []
     if entry.begin is not None and entry.end is not None:
         lengths.append(entry.end - entry.begin)
-    if lengths and count not in lengths and said.total("total_frames") != len(data):
+    if lengths and count not in lengths and meta.total("total_frames") != len(data):
         raise DatasetError(
-            f"{said.folder}/data holds {count} rows of episode {entry.index}, and the metadata names {lengths[0]}: "
+            f"{meta.folder}/data holds {count} rows of episode {entry.index}, and the metadata names {lengths[0]}: "
             f"{_INCOMPLETE}"
         )
 
 
 def _oddities(
-    said: Metadata, data: DataFiles, entry: EpisodeEntry, rows: slice, texts: tuple[str, ...]
+    meta: Metadata, data: DataFiles, entry: EpisodeEntry, rows: slice, texts: tuple[str, ...]
 ) -> list[str]:
     """Differences between the metadata of an episode and its data, in sentences."""
     count = rows.stop - rows.start
     index = None if data.index is None else data.index[rows]
     frame = None if data.frame is None else data.frame[rows]
-    path = said.data_path(entry)
+    path = meta.data_path(entry)
     oddities = {
         "its length in the metadata is another than that of the data, which is used": (
             entry.length not in (None, count)
@@ -511,26 +511,26 @@ def _oddities(
     return [what for what, is_odd in oddities.items() if is_odd]
 
 
-def _tasks_of_rows(said: Metadata, data: DataFiles, notes: list[str]) -> npt.NDArray[np.int64]:
+def _tasks_of_rows(meta: Metadata, data: DataFiles, notes: list[str]) -> npt.NDArray[np.int64]:
     """[rows] the `task_index` of each; for data without that column, the task that the metadata names of the
     episode."""
     tasks = data.task
     if tasks is None:
-        by_text = {text: index for index, text in said.tasks.items()}
+        by_text = {text: index for index, text in meta.tasks.items()}
         chosen = {}
-        for index, entry in said.episodes.items():
+        for index, entry in meta.episodes.items():
             if entry.tasks is None or len(entry.tasks) != 1 or entry.tasks[0] not in by_text:
                 raise DatasetError(
-                    f"{said.folder}/data has no column 'task_index', and the metadata names no single task of episode "
+                    f"{meta.folder}/data has no column 'task_index', and the metadata names no single task of episode "
                     f"{index}; {AGAIN}"
                 )
             chosen[index] = by_text[entry.tasks[0]]
-        notes.append(f"{said.folder}/data has no column 'task_index': each episode's task is the metadata's")
+        notes.append(f"{meta.folder}/data has no column 'task_index': each episode's task is the metadata's")
         return np.array([chosen[index] for index in data.episode.tolist()], np.int64)
-    unknown = ~np.isin(tasks, list(said.tasks))
+    unknown = ~np.isin(tasks, list(meta.tasks))
     if unknown.any():
         row = int(unknown.argmax())
-        path = layout.OLD_TASKS if said.is_old else layout.TASKS
+        path = layout.OLD_TASKS if meta.is_old else layout.TASKS
         raise DatasetError(f"{data.where(row)}: task_index {tasks[row]} is none of {path}; {AGAIN}")
     return tasks
 

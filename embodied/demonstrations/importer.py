@@ -90,10 +90,10 @@ def import_source(request: ImportRequest) -> dict[str, Any]:
         outcomes = _write(writer, replayers, items, tolerance, request.only_successes)
         if source.goes_on:
             outcomes = _write_going_on(writer, replayer, source, outcomes, request)
-        said = _summary(source, outcomes, tolerance)
+        summary = _summary(source, outcomes, tolerance)
         if not writer.episodes:
             raise UserError(_nothing(source, outcomes))
-        provenance |= said  # the writer holds this table, and writes it when it is closed
+        provenance |= summary  # the writer holds this table, and writes it when it is closed
         writer.close()
     result = {
         "dataset": str(request.out),
@@ -105,7 +105,7 @@ def import_source(request: ImportRequest) -> dict[str, Any]:
         "env_steps": writer.frames,
         "cameras": list(info.cameras),
         "notes": list(source.notes),
-        **said,
+        **summary,
         "wall_s": time.monotonic() - begin,
     }
     _show(result)

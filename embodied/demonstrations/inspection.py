@@ -56,7 +56,7 @@ RESETS = 4
 """Beginnings of episodes that the data is compared with."""
 GRIP_STEPS = 8
 """Env steps over which the gripper is moved to see what its two ends do."""
-UNTOLD = "nothing says by which control mode, gripper, orientation and image size it was recorded"
+NO_CONVENTIONS = "nothing says by which control mode, gripper, orientation and image size it was recorded"
 """Note on a dataset that is no recording of ours."""
 SHOWN = 6
 """Instructions and dimensions that a line lists."""
@@ -111,7 +111,7 @@ def _drawn(task: TaskSpec, scenes: Sequence[UInt8]) -> Mapping[str, UInt8]:
 
 
 def _after_grip(physics: Physics, end: float) -> Float32:
-    """[P] after the same episode's beginning with the last action element held at `end`."""
+    """[P] after the same episode's beginning with the last action element kept at `end`."""
     info = physics.info
     begun = physics.reset(EpisodeSpec(0))
     rest = info.rest_action or tuple(
@@ -172,7 +172,7 @@ class Facts:
     cameras: Mapping[str, tuple[int, int]]
     """Height and width of each camera's frames."""
     instructions: Mapping[str, int]
-    """Episodes that are told each."""
+    """Number of episodes of each instruction."""
     sizes: Mapping[str, int]
     """Numbers of each vector that the dataset has."""
     action: tuple[Dimension, ...]
@@ -225,7 +225,7 @@ class Inspection:
                 for camera in policy.spec.cameras:
                     if facts.cameras[camera] != (self.image_size,) * 2:
                         height, width = facts.cameras[camera]
-                        way = (
+                        remedy = (
                             f"--env.image-size {height}"
                             if height == width
                             else "the environment's are square: draw the episodes anew (`embodied import`), or "
@@ -233,7 +233,8 @@ class Inspection:
                         )
                         raise UserError(
                             f"{facts.folder}: frames of {camera} are {height} x {width}, and the network of "
-                            f"{policy.kind} is made for {self.image_size} x {self.image_size} (env.image_size): {way}"
+                            f"{policy.kind} is made for {self.image_size} x {self.image_size} (env.image_size): "
+                            f"{remedy}"
                         )
         kept = f"those of {init} (policy.init), for actions; observations: the rows learned from as well"
         return replace(self, network_image_size=size, statistics=kept if init else policy.normalised_by)
@@ -267,7 +268,7 @@ def inspected(demonstrations: Demonstrations, config: Config | None, environment
     if environment is not None and config is not None and "instruction" in config.policy.reads:
         # A run of several tasks has datasets of each.
         groups = [demonstrations.sources] if config.extra_tasks else [(source,) for source in demonstrations.sources]
-        findings += [finding for group in groups for finding in _of_instructions(group, environment)]
+        findings += [finding for group in groups for finding in _check_instructions(group, environment)]
     table = Inspection(tuple(facts), tuple(dict.fromkeys(findings)))
     if environment is None or config is None:
         return table
@@ -326,7 +327,7 @@ def _facts(source: Source, share: float, own: _Numbers, environment: Environment
     dataset, used = source.dataset, [source.dataset.episodes[i] for i in source.episodes]
     info = None if environment is None else environment.info
     outcomes = [succeeded(dataset, episode) for episode in used]
-    told = Counter(text for episode in used for text in episode.instructions)
+    counts = Counter(text for episode in used for text in episode.instructions)
     limits = None if info is None else list(zip(info.action_low, info.action_high, strict=True))
     begun = {layout.PROPRIO: None, layout.STATE: None} if environment is None else {
         layout.PROPRIO: environment.proprio, layout.STATE: environment.state
@@ -358,7 +359,7 @@ def _facts(source: Source, share: float, own: _Numbers, environment: Environment
         share=share,
         fps=float(dataset.fps),
         cameras={name: frame_size(dataset, name) for name in dataset.cameras},
-        instructions=dict(told.most_common()),
+        instructions=dict(counts.most_common()),
         sizes={
             name: math.prod(dataset.features[name].shape)
             for name in (layout.ACTION, layout.PROPRIO, layout.STATE)
@@ -369,14 +370,14 @@ def _facts(source: Source, share: float, own: _Numbers, environment: Environment
         state=tuple(replace(d, beyond=None) for d in state),
         notes=dataset.notes
         if dataset.task is not None or any(layout.PROVENANCE in n for n in dataset.notes)
-        else (*dataset.notes, _told(dataset)),
+        else (*dataset.notes, _conventions_note(dataset)),
     )
 
 
-def _told(dataset: Dataset) -> str:
+def _conventions_note(dataset: Dataset) -> str:
     """Findings about the conventions of a dataset that this project did not record."""
     if not dataset.conventions:
-        return UNTOLD
+        return NO_CONVENTIONS
     return "by import.json: " + "; ".join(f"{name}: {text}" for name, text in dataset.conventions.items())[:1000]
 
 
@@ -438,8 +439,8 @@ def _oddities(source: Source, own: _Numbers) -> Iterator[Finding]:
         two = name == layout.ACTION and values.shape[1] and _two_valued(values[:, -1]) is not None
         remarks = [(d.name, d.remark) for d in (odd[:-1] if two else odd) if d.remark and d.remark != "constant"]
         if remarks:
-            said = "; ".join(f"dimension {label} {remark}" for label, remark in remarks[:SHOWN])
-            yield Finding(f"{dataset.folder}: {name}: {said}")
+            listed = "; ".join(f"dimension {label} {remark}" for label, remark in remarks[:SHOWN])
+            yield Finding(f"{dataset.folder}: {name}: {listed}")
         still = [d.name for d in odd if d.remark == "constant"]
         if still and len(still) == len(odd):
             check: Check | None = "actions" if name == layout.ACTION else None
@@ -452,12 +453,12 @@ def _oddities(source: Source, own: _Numbers) -> Iterator[Finding]:
 
 def _compared(source: Source, own: _Numbers, config: Config, environment: Environment) -> Iterator[Finding]:
     """Findings in which the environment contradicts the dataset."""
-    yield from _of_actions(source.dataset, own, environment)
-    yield from _of_gripper(source.dataset, own, environment)
-    yield from _of_rate(source, environment.info)
+    yield from _check_actions(source.dataset, own, environment)
+    yield from _check_gripper(source.dataset, own, environment)
+    yield from _check_rate(source, environment.info)
     if "images" in config.policy.reads:
-        yield from _of_orientation(source, config)
-        yield from _of_frames(source, environment)
+        yield from _check_orientation(source, config)
+        yield from _check_frames(source, environment)
         size = environment.info.spec.image_size
         for camera in environment.info.cameras:
             found = frame_size(source.dataset, camera)
@@ -467,20 +468,20 @@ def _compared(source: Source, own: _Numbers, config: Config, environment: Enviro
                     f"{source.dataset.folder}: frames of {camera} are {found[0]} x {found[1]}, and those that the "
                     f"policy acts on {size} x {size}{square}"
                 )
-    if _is_of(source.dataset, environment.info) is False:
+    if _is_recording_of(source.dataset, environment.info) is False:
         return  # of another task of the run
     if "proprio" in config.policy.reads:
-        yield from _of_state(source.dataset, layout.PROPRIO, own.proprio, environment.proprio)
+        yield from _check_state(source.dataset, layout.PROPRIO, own.proprio, environment.proprio)
     if "state" in config.policy.reads:
-        yield from _of_state(source.dataset, layout.STATE, own.state, environment.state)
+        yield from _check_state(source.dataset, layout.STATE, own.state, environment.state)
 
 
-def _is_of(dataset: Dataset, info: TaskInfo) -> bool | None:
+def _is_recording_of(dataset: Dataset, info: TaskInfo) -> bool | None:
     """True if the dataset is a recording of this task; None: it does not say."""
     return None if dataset.task is None else dataset.task.name == info.spec.name
 
 
-def _of_actions(dataset: Dataset, own: _Numbers, environment: Environment) -> Iterator[Finding]:
+def _check_actions(dataset: Dataset, own: _Numbers, environment: Environment) -> Iterator[Finding]:
     info = environment.info
     ours = dataset.task is not None
     labels, wrong, beyond, reached = names_of(dataset, layout.ACTION, own.action.shape[1]), [], [], []
@@ -490,14 +491,14 @@ def _of_actions(dataset: Dataset, own: _Numbers, environment: Environment) -> It
         reach = _reach(own.action[:, i], limits)
         share, far = float((reach > 1 + TOLERANCE).mean()), float((reach > (FAR_OURS if ours else FAR)).mean())
         reached.append(float(reach.max()))
-        said = (
+        deviation = (
             f"dimension {labels[i]} has {own.action[:, i].min():.4g} to {own.action[:, i].max():.4g}, and "
             f"{info.spec.name} takes {limits[0]:.4g} to {limits[1]:.4g} ({100 * share:.1f}% beyond)"
         )
         if far > FAR_SHARE:
-            wrong.append(said)
+            wrong.append(deviation)
         elif share > 0:
-            beyond.append(said)
+            beyond.append(deviation)
     if wrong:
         yield Finding(
             f"{dataset.folder}: the actions are not those of {info.spec.control_mode}: {'; '.join(wrong[:SHOWN])}. "
@@ -551,25 +552,25 @@ def _is(ends: tuple[float, float], wanted: tuple[float, float]) -> bool:
     return bool(np.allclose(ends, wanted, atol=0.02 * (wanted[1] - wanted[0])))
 
 
-def _of_gripper(dataset: Dataset, own: _Numbers, environment: Environment) -> Iterator[Finding]:
+def _check_gripper(dataset: Dataset, own: _Numbers, environment: Environment) -> Iterator[Finding]:
     info, grip = environment.info, own.action[:, -1]
     limits = (info.action_low[-1], info.action_high[-1])
     ends, agrees = _two_valued(grip), _agreement(own, environment)
     where = f"{dataset.folder}: the last action (the gripper's)"
     takes = f"env.gripper {info.spec.gripper} takes {limits[0]:g} or {limits[1]:g}"
-    told = f"it moves the gripper {'as the environment does' if agrees > 0 else 'the other way'}"
+    movement = f"it moves the gripper {'as the environment does' if agrees > 0 else 'the other way'}"
 
-    def ways(straight: str, other: str) -> str:
+    def remedy(straight: str, other: str) -> str:
         if agrees:
-            return f"{told} (so the robot's state says): {straight if agrees > 0 else other}"
+            return f"{movement} (so the robot's state says): {straight if agrees > 0 else other}"
         return f"{straight} where the larger one does what the environment's {limits[1]:g} does, else {other}"
 
     if ends is not None and _is(ends, (0, 1)) and _is(limits, (-1, 1)):
         other = "--sft.gripper from_1_0 (or --env.gripper inverted, as OpenVLA has it in LIBERO)"
-        yield Finding(f"{where} is 0 or 1, and {takes}; {ways('--sft.gripper from_0_1', other)}", "gripper")
+        yield Finding(f"{where} is 0 or 1, and {takes}; {remedy('--sft.gripper from_0_1', other)}", "gripper")
     elif ends is not None and _is(ends, (-1, 1)) and _is(limits, (0, 1)):
         straight, other = "--sft.gripper from_minus_plus", "--sft.gripper from_plus_minus (or --env.gripper simulator)"
-        yield Finding(f"{where} is -1 or 1, and {takes}; {ways(straight, other)}", "gripper")
+        yield Finding(f"{where} is -1 or 1, and {takes}; {remedy(straight, other)}", "gripper")
     elif ends is not None and environment.grip.any() and dataset.task is None and not _is(ends, limits):
         yield Finding(
             f"{where} is {ends[0]:g} or {ends[1]:g}, and {takes}: convert the column to these two, as finger widths or "
@@ -578,7 +579,7 @@ def _of_gripper(dataset: Dataset, own: _Numbers, environment: Environment) -> It
         )
     elif ends is not None and agrees < 0:
         turned = "from_plus_minus" if _is(ends, (-1, 1)) else "from_1_0"
-        yield Finding(f"{where}: {told} (so the robot's state says): --sft.gripper {turned}, if that is right")
+        yield Finding(f"{where}: {movement} (so the robot's state says): --sft.gripper {turned}, if that is right")
     elif environment.grip.any() and grip.min() == grip.max():
         yield Finding(f"{where} is always {grip.min():g}: the policy learns neither to open nor to close")
     elif (
@@ -592,7 +593,7 @@ def _of_gripper(dataset: Dataset, own: _Numbers, environment: Environment) -> It
 
 def _agreement(own: _Numbers, environment: Environment) -> int:
     """1: what the gripper's upper end does to proprioception in the environment, it does in the data; -1: the opposite;
-    0: that cannot be told."""
+    0: undecided."""
     grip, response = own.action[:, -1].astype(np.float64), environment.grip.astype(np.float64)
     if own.proprio.shape[1] != len(response) or not response.any() or grip.min() == grip.max():
         return 0
@@ -603,14 +604,14 @@ def _agreement(own: _Numbers, environment: Environment) -> int:
     if min(map(len, groups)) < 10:
         return 0
     spread = np.sqrt(sum(group.var(0) / len(group) for group in groups))
-    told = np.divide(groups[0].mean(0) - groups[1].mean(0), spread, out=np.zeros(len(response)), where=spread > 0)
+    contrast = np.divide(groups[0].mean(0) - groups[1].mean(0), spread, out=np.zeros(len(response)), where=spread > 0)
     # The numbers that the gripper moves, and nothing else does in the environment's trial.
-    moved = (np.abs(response) > 0.3 * np.abs(response).max()) & (np.abs(told) > 4)
-    votes = np.sign(told[moved]) * np.sign(response[moved])
+    moved = (np.abs(response) > 0.3 * np.abs(response).max()) & (np.abs(contrast) > 4)
+    votes = np.sign(contrast[moved]) * np.sign(response[moved])
     return int(votes[0]) if len(votes) and (votes == votes[0]).all() else 0
 
 
-def _of_rate(source: Source, info: TaskInfo) -> Iterator[Finding]:
+def _check_rate(source: Source, info: TaskInfo) -> Iterator[Finding]:
     fps, hz = float(source.dataset.fps), info.control_hz
     if abs(fps - hz) <= max(0.5, 0.02 * hz):
         return
@@ -630,7 +631,7 @@ def _of_rate(source: Source, info: TaskInfo) -> Iterator[Finding]:
     )
 
 
-def _of_orientation(source: Source, config: Config) -> Iterator[Finding]:
+def _check_orientation(source: Source, config: Config) -> Iterator[Finding]:
     shipped = SHIPPED.get(source.features) if isinstance(source.features, str) else None
     imported = source.dataset.conventions.get("orientation")
     known, by = (imported, layout.IMPORT) if imported else (shipped and shipped.orientation, source.features)
@@ -642,7 +643,7 @@ def _of_orientation(source: Source, config: Config) -> Iterator[Finding]:
         )
 
 
-def _of_frames(source: Source, environment: Environment) -> Iterator[Finding]:
+def _check_frames(source: Source, environment: Environment) -> Iterator[Finding]:
     """Frames that are alike only once they are turned or mirrored, or that are another camera's."""
     dataset, info = source.dataset, environment.info
     if dataset.task is not None:  # a recording of ours, whose conventions have been compared
@@ -670,10 +671,10 @@ def _of_frames(source: Source, environment: Environment) -> Iterator[Finding]:
         if best < ALIKE or best - alike[1, 1] < MORE_ALIKE:
             continue
         named = [name for name, (v, h) in turns.items() if best - alike[v * now[0], h * now[1]] < MORE_ALIKE / 3]
-        way = f"--env.orientation {named[0]}" if named else "they are mirrored, which no env.orientation is"
+        remedy = f"--env.orientation {named[0]}" if named else "they are mirrored, which no env.orientation is"
         yield Finding(
             f"{dataset.folder}: frames of {camera} look like the environment's turned (correlation {best:.2f}, "
-            f"and {alike[1, 1]:.2f} as env.orientation {info.spec.orientation} has them): {way}; `embodied inspect` "
+            f"and {alike[1, 1]:.2f} as env.orientation {info.spec.orientation} has them): {remedy}; `embodied inspect` "
             "draws them"
         )
 
@@ -685,7 +686,7 @@ def _outline(frames: UInt8) -> npt.NDArray[np.float64]:
     return (grey - grey.mean()) / max(float(grey.std()), 1e-9)
 
 
-def _of_state(dataset: Dataset, name: str, values: Float32, begun: Float32) -> Iterator[Finding]:
+def _check_state(dataset: Dataset, name: str, values: Float32, begun: Float32) -> Iterator[Finding]:
     """Findings where episodes of the environment begin far outside the data's range."""
     if values.shape[1] != begun.shape[1]:
         return
@@ -694,32 +695,33 @@ def _of_state(dataset: Dataset, name: str, values: Float32, begun: Float32) -> I
     outside = ((begun < low - room) | (begun > high + room)).all(0)
     if outside.any():
         labels = names_of(dataset, name, values.shape[1])
-        said = [
+        deviations = [
             f"{labels[i]} is {low[i]:.4g} to {high[i]:.4g} in the data and {begun[:, i].mean():.4g} at a reset"
             for i in np.flatnonzero(outside)[:SHOWN].tolist()
         ]
         yield Finding(
-            f"{dataset.folder}: {name} is not where the environment's episodes begin: {'; '.join(said)}. "
+            f"{dataset.folder}: {name} is not where the environment's episodes begin: {'; '.join(deviations)}. "
             "Other numbers, another order or other units?"
         )
 
 
-def _of_instructions(sources: Sequence[Source], environment: Environment) -> Iterator[Finding]:
+def _check_instructions(sources: Sequence[Source], environment: Environment) -> Iterator[Finding]:
     where = " and ".join(str(source.dataset.folder) for source in sources)
-    told = {text for source in sources for i in source.episodes for text in source.dataset.episodes[i].instructions}
-    if all(_is_of(source.dataset, environment.info) is False for source in sources):
+    episodes = [source.dataset.episodes[i] for source in sources for i in source.episodes]
+    instructions = {text for episode in episodes for text in episode.instructions}
+    if all(_is_recording_of(source.dataset, environment.info) is False for source in sources):
         return
-    empty = any(not text.strip() for text in told)
+    empty = any(not text.strip() for text in instructions)
     if empty:
         yield Finding(
-            f"{where}: some episodes have no instruction, and the policy reads it: what it learns from them it is "
-            "never told to do. Leave them out (sft.episodes), or write it into the dataset's tasks"
+            f"{where}: some episodes have no instruction, and the policy reads it: it never gets "
+            "one that leads to what it learns from them. Leave them out (sft.episodes), or write it into the dataset's tasks"
         )
-    if told and environment.instruction not in told:
-        some = ", ".join(shown(text) for text in sorted(told)[:SHOWN])
+    if instructions and environment.instruction not in instructions:
+        some = ", ".join(shown(text) for text in sorted(instructions)[:SHOWN])
         yield Finding(
             f"{where}: no instruction is {shown(environment.instruction)}, which "
-            f"{environment.info.spec.name} gives the policy; there are {len(told)}: {some}"
+            f"{environment.info.spec.name} gives the policy; there are {len(instructions)}: {some}"
         )
 
 

@@ -61,12 +61,13 @@ def _summary(facts: Facts, found: Inspection) -> Table:
     solved = "" if facts.solved is None else f", {facts.solved} of them solved"
     copies = f", {facts.copies} copies of these left out" if facts.copies else ""
     share = f", {100 * facts.share:.3g}% of the samples" if facts.share < 1 else ""
-    learned, held = len(facts.learned_from), len(facts.held_out)
+    learned, held_out = len(facts.learned_from), len(facts.held_out)
     rows = {
         "dataset": f"{facts.folder} ({facts.version})" + share,
-        "episodes": f"{facts.episodes}; {learned + held} used{solved}: {learned} learned from, {held} held out{copies}",
+        "episodes": f"{facts.episodes}; {learned + held_out} used{solved}: {learned} learned from, "
+        f"{held_out} held out{copies}",
         "env steps": f"{facts.rows} in the episodes that are used",
-        "instructions": _told(facts) + _against(found.instruction, "the task's own"),
+        "instructions": _instructions(facts) + _against(found.instruction, "the task's own"),
         "frames": (", ".join(f"{name} {h} x {w}" for name, (h, w) in facts.cameras.items()) or "none")
         + _against(found.image_size, "env.image_size")
         + _against(found.network_image_size, "the network is shown"),
@@ -82,7 +83,7 @@ def _summary(facts: Facts, found: Inspection) -> Table:
     return grid
 
 
-def _told(facts: Facts) -> str:
+def _instructions(facts: Facts) -> str:
     some = [f"{text!r} ({count})" for text, count in list(facts.instructions.items())[:SHOWN]]
     more = f", and {len(facts.instructions) - SHOWN} more" if len(facts.instructions) > SHOWN else ""
     return (", ".join(some) or "none") + more
@@ -160,8 +161,8 @@ def contact_sheet(dataset: Dataset, episodes: Sequence[int], path: Path) -> None
         for number in chosen:
             episode = dataset.episodes[number]
             rows = np.linspace(episode.begin, episode.end - 1, MOMENTS).astype(np.int64)
-            told = ", ".join(episode.instructions)
-            text = f"{camera}, episode {number}, {episode.length} steps: {told}"[: sheet.width // 6]
+            instructions = ", ".join(episode.instructions)
+            text = f"{camera}, episode {number}, {episode.length} steps: {instructions}"[: sheet.width // 6]
             drawing.text((MARGIN, top + 2), text.encode("ascii", "replace").decode(), fill="black")
             for place, frame in enumerate(dataset.frames(camera, rows)):
                 picture = Image.fromarray(frame).resize((widths[camera], HEIGHT))

@@ -5,7 +5,7 @@
       meta/stats.json                                    of every feature: min, max, mean, std, count, quantiles
       meta/tasks.parquet                                 task_index of each instruction
       meta/episodes/chunk-000/file-000.parquet           a row per episode: where its rows and frames are
-      meta/embodied.json                                 ours: the task as it was simulated, and who acted
+      meta/embodied.json                                 ours: the task as it was simulated, and the policy that acted
       data/chunk-000/file-000.parquet                    a row per env step; a row group per episode
       videos/observation.images.front/chunk-000/file-000.mp4
 
@@ -67,7 +67,7 @@ _AXES = {"h": 0, "height": 0, "w": 1, "width": 1, "c": 2, "channel": 2, "channel
 
 
 class DatasetError(UserError):
-    """A dataset is missing, damaged, of another version, or in the way of a new one."""
+    """A dataset is missing, damaged, of another version, or where a new one is to be written."""
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,7 @@ class Metadata:
         return whole_number(self.raw.get(name))
 
     def data_path(self, episode: EpisodeEntry) -> Path | None:
-        """The file in which an episode's rows are said to lie; None where it is not said. Nothing is read from it."""
+        """The file of an episode's rows by the metadata; None where they name none. Reads nothing."""
         place: dict[str, Any] = {key: episode.row.get(f"data/{key}") for key in ("chunk_index", "file_index")}
         if self.is_old:
             place = self._old_place(episode.index)
@@ -113,7 +113,7 @@ class Metadata:
             return None
 
     def video_path(self, index: int, camera: str) -> Path:
-        """The file in which the frames of an episode lie. Raises `DatasetError` where it is not said."""
+        """The file of an episode's frames. Raises `DatasetError` where the metadata name none."""
         if self.is_old:
             template = self.info.video_path or layout.OLD_VIDEO_PATH
             return path_of(self.folder, template, video_key=camera, **self._old_place(index))
@@ -147,12 +147,12 @@ def read_metadata(folder: Path) -> Metadata:
     return Metadata(folder, raw, version, info, _read_tasks(folder, version), _read_episodes(folder, version))
 
 
-def _version(path: Path, said: Any) -> tuple[int, int]:
-    found = re.fullmatch(r"v?(\d{1,3})\.(\d{1,3})(\.\d+)*", said) if isinstance(said, str) else None
+def _version(path: Path, text: Any) -> tuple[int, int]:
+    found = re.fullmatch(r"v?(\d{1,3})\.(\d{1,3})(\.\d+)*", text) if isinstance(text, str) else None
     version = (int(found[1]), int(found[2])) if found else (0, 0)
     if version[0] != 3 and version not in ((2, 0), (2, 1)):
         raise DatasetError(
-            f"{path}: a LeRobot dataset of version {shown(said)}, and v3.x, v2.1 and v2.0 are read here; convert it "
+            f"{path}: a LeRobot dataset of version {shown(text)}, and v3.x, v2.1 and v2.0 are read here; convert it "
             "with LeRobot: python -m lerobot.scripts.convert_dataset_v21_to_v30 --repo-id=OWNER/NAME, and what is "
             "older than 2.0 with lerobot.common.datasets.v2 of its release 0.1 first"
         )
@@ -184,15 +184,15 @@ def read_json(path: Path) -> dict[str, Any]:
 def _missing(path: Path) -> DatasetError:
     """The error for a missing file of the metadata, with the kind of folder that it may be instead."""
     folder = path.parents[1]
-    said = f"{folder} is no complete LeRobot dataset: {path} is missing"
+    problem = f"{folder} is no complete LeRobot dataset: {path} is missing"
     if path.name != Path(layout.INFO).name:
-        return DatasetError(f"{said}; {AGAIN}")
+        return DatasetError(f"{problem}; {AGAIN}")
     inside = sorted(found.parents[1].name for found in folder.glob(f"*/{layout.INFO}"))
     if inside:
-        return DatasetError(f"{said}; there are datasets in it: {_listed(inside)}")
+        return DatasetError(f"{problem}; there are datasets in it: {_listed(inside)}")
     if any(found.suffix in (".h5", ".hdf5") or ".tfrecord" in found.name for found in folder.glob("*")):
-        return DatasetError(f"{said}; `embodied import {folder} --out FOLDER` converts recordings in HDF5 and RLDS")
-    return DatasetError(f"{said}; name the folder that holds meta/ and data/")
+        return DatasetError(f"{problem}; `embodied import {folder} --out FOLDER` converts recordings in HDF5 and RLDS")
+    return DatasetError(f"{problem}; name the folder that holds meta/ and data/")
 
 
 def way_on(path: Path) -> str:
@@ -235,7 +235,7 @@ def _read_info(path: Path, found: Mapping[str, Any]) -> Info:
 
 
 def read_features(path: Path, entries: Mapping[str, Any]) -> tuple[dict[str, Feature], dict[str, str]]:
-    """The features that can be read, and what is wrong with the others, which matters to those who ask for them."""
+    """The features that can be read, and the errors of the others, which matter where these are read."""
     features, unusable = dict[str, Feature](), dict[str, str]()
     for name, given in entries.items():
         try:
@@ -262,10 +262,10 @@ def read_features(path: Path, entries: Mapping[str, Any]) -> tuple[dict[str, Fea
 
 
 def _is_depth(entry: Mapping[str, Any]) -> bool:
-    """True where the feature is said to be a depth map, in any of the ways that LeRobot's versions say it."""
-    said = [entry, *(entry[key] for key in ("info", "video_info") if isinstance(entry.get(key), dict))]
-    pixels = [each.get("video.pix_fmt") for each in said]
-    return any(each.get(key) for each in said for key in ("is_depth_map", "video.is_depth_map")) or any(
+    """True where the feature is a depth map, by any of the flags of LeRobot's versions."""
+    entries = [entry, *(entry[key] for key in ("info", "video_info") if isinstance(entry.get(key), dict))]
+    pixels = [each.get("video.pix_fmt") for each in entries]
+    return any(each.get(key) for each in entries for key in ("is_depth_map", "video.is_depth_map")) or any(
         isinstance(kind, str) and re.match(r"gray\d\d", kind) is not None for kind in pixels
     )
 
@@ -387,10 +387,10 @@ def _entry(path: Path, row: dict[str, Any], position: int) -> EpisodeEntry:
     tasks = row.get("tasks")
     if isinstance(tasks, str):
         tasks = [tasks]
-    told = tuple(tasks) if isinstance(tasks, list) and all(isinstance(text, str) for text in tasks) else None
+    instructions = tuple(tasks) if isinstance(tasks, list) and all(isinstance(text, str) for text in tasks) else None
     numbers = [row.get(name) for name in ("length", "dataset_from_index", "dataset_to_index")]
     length, begin, end = (number if isinstance(number, int) else None for number in numbers)
-    return EpisodeEntry(index, length, begin, end, told, row)
+    return EpisodeEntry(index, length, begin, end, instructions, row)
 
 
 def whole_number(value: Any) -> int | None:
@@ -429,7 +429,7 @@ def read_statistics(path: Path, found: Mapping[str, Any]) -> dict[str, dict[str,
 
 
 def read_old_statistics(path: Path) -> dict[str, dict[str, npt.NDArray[Any]]]:
-    """The statistics of version 2.1, which are said of each episode, put together for the dataset: least, largest,
+    """The statistics of version 2.1, which are per episode, combined for the dataset: least, largest,
     mean and standard deviation of all rows. Raises `DatasetError`."""
     parts: dict[str, list[dict[str, npt.NDArray[Any]]]] = {}
     for row in read_lines(path):

@@ -1,6 +1,7 @@
-"""Datasets as one: which episodes of each are learned from, which are held out, and how often rows of each are drawn.
+"""Several datasets as one: their episodes for training and for validation, the weights with which rows are drawn, and
+the names of features in each.
 
-Episodes are told apart by what is in them (`fingerprints`), not by where they lie: what is held out in one dataset is
+Episodes are distinguished by their content (`fingerprints`), not by where they lie: what is held out in one dataset is
 not learned from as a copy in another.
 """
 
@@ -180,11 +181,11 @@ def open_sources(sft: SFTConfig, seed: int, check: Callable[[Dataset], None] = l
     marks = [fingerprints(dataset, episodes) for dataset, episodes in zip(opened, chosen, strict=True)]
     _refuse_repeated(opened, marks, "repeated" in sft.insist)
     split = [_held_out(len(episodes), sft.holdout, seed, number) for number, episodes in enumerate(chosen)]
-    held = {mark for own, places in zip(marks, split, strict=True) for mark in (own[i] for i in places)}
+    held_marks = {mark for own, places in zip(marks, split, strict=True) for mark in (own[i] for i in places)}
     sources = []
     for dataset, entry, episodes, own, places in zip(opened, entries, chosen, marks, split, strict=True):
         rest = [i for i in range(len(episodes)) if i not in places]
-        train = [episodes[i] for i in rest if own[i] not in held]
+        train = [episodes[i] for i in rest if own[i] not in held_marks]
         sources.append(
             Source(dataset, entry, tuple(train), tuple(episodes[i] for i in sorted(places)), len(rest) - len(train))
         )
@@ -212,9 +213,9 @@ def fingerprints(dataset: Dataset, episodes: Sequence[int]) -> list[bytes]:
 def succeeded(dataset: Dataset, episode: RecordedEpisode) -> bool | None:
     """True if the episode was solved, by `success` in meta/episodes, else by `next.success`; None where neither is
     there."""
-    said = episode.row.get("success")
-    if isinstance(said, bool):
-        return said
+    recorded = episode.row.get("success")
+    if isinstance(recorded, bool):
+        return recorded
     if layout.SUCCESS in dataset.features:
         return bool(dataset.column(layout.SUCCESS)[episode.begin : episode.end].any())
     return None
@@ -259,8 +260,8 @@ def _chosen(dataset: Dataset, text: str, only_successes: bool) -> list[int]:
 
 def _held_out(count: int, share: float, seed: int, number: int) -> set[int]:
     """Held-out episodes among a dataset's `count` used ones: at least one where there are two, and never all."""
-    held = min(max(round(share * count), 1), count - 1) if share > 0 else 0
-    return set(permutation(seed, 0, number, count)[:held].tolist())
+    held_out = min(max(round(share * count), 1), count - 1) if share > 0 else 0
+    return set(permutation(seed, 0, number, count)[:held_out].tolist())
 
 
 def _refuse_repeated(datasets: Sequence[Dataset], marks: Sequence[Sequence[bytes]], insisted: bool) -> None:
@@ -419,13 +420,13 @@ def fitting(features: Mapping[str, Feature], needed: Sequence[Needed]) -> str | 
             return name
     found: dict[str, str] = {}
     cameras = [key for key, feature in free.items() if feature.is_camera]
-    asked = [need.name for need in wanted if not need.size]
+    required = [need.name for need in wanted if not need.size]
     for wrist in (True, False):
-        ours = [name for name in asked if bool(WRIST.search(name.removeprefix(layout.IMAGES))) == wrist]
+        ours = [name for name in required if bool(WRIST.search(name.removeprefix(layout.IMAGES))) == wrist]
         theirs = [key for key in cameras if bool(WRIST.search(key.removeprefix(layout.IMAGES))) == wrist]
         found |= dict(zip(theirs, ours, strict=False))
     rest = [key for key in cameras if key not in found]
-    found |= dict(zip(rest, [name for name in asked if name not in found.values()], strict=False))
+    found |= dict(zip(rest, [name for name in required if name not in found.values()], strict=False))
     for need in wanted:
         if need.size:
             word = "action" if need.name == layout.ACTION else "state"
@@ -447,7 +448,7 @@ def check_features(dataset: Dataset, needed: Sequence[Needed], by: str) -> None:
         return
     names = ", ".join(need.name for need in missing)
     fits = fitting(dataset.features, needed)
-    way = (
+    remedy = (
         f"if these are they: {option(fits)}"
         if fits is not None
         else f"name those that are they: {option({'KEY': missing[0].name})}"
@@ -457,7 +458,7 @@ def check_features(dataset: Dataset, needed: Sequence[Needed], by: str) -> None:
             else ", or let the policy read something else (policy.reads, env.cameras)"
         )
     )
-    raise UserError(f"{dataset.folder} has no {names}, which {by} needs; it has {_listed(dataset.features)}; {way}")
+    raise UserError(f"{dataset.folder} has no {names}, which {by} needs; it has {_listed(dataset.features)}; {remedy}")
 
 
 def option(entry: str | Mapping[str, str]) -> str:

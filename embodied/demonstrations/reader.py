@@ -46,7 +46,7 @@ class Batch:
     state: npt.NDArray[np.float32] | None
     """[B, S] `observation.environment_state`, the simulator's full state; None where the dataset has none."""
     frames: Mapping[str, npt.NDArray[np.uint8]]
-    """[B, H, W, 3] for each camera asked for."""
+    """[B, H, W, 3] for each requested camera."""
     instruction: tuple[str, ...]
     actions: npt.NDArray[np.float32]
     """[B, C, A]; after an episode's end its last action again."""
@@ -66,8 +66,8 @@ class Batch:
 class Dataset:
     """The dataset in `folder`. A row is an env step; `len()` counts them, in the order of episodes and their frames.
 
-    Metadata and the columns that say what belongs together are read at once, a column of numbers when it is first asked
-    for (and kept), frames when they are asked for. Threads may share it. Pickles as its folder's name; after a fork,
+    Metadata and the columns of indices are read at once, a column of numbers when it is first needed (and kept), frames
+    when they are requested. Threads may share it. Pickles as its folder's name; after a fork,
     make a new one before reading frames.
 
     `rename` maps the dataset's own features to the names that are read here: `{"image": "observation.images.front",
@@ -77,22 +77,22 @@ class Dataset:
 
     def __init__(self, folder: str | Path, *, rename: Mapping[str, str] = {}) -> None:
         self.folder, self._rename = Path(folder), dict(rename)
-        said = metadata.read_metadata(self.folder)
-        self.info: Mapping[str, Any] = said.raw
+        meta = metadata.read_metadata(self.folder)
+        self.info: Mapping[str, Any] = meta.raw
         """`meta/info.json`."""
-        self.version = "v{}.{}".format(*said.version)
+        self.version = "v{}.{}".format(*meta.version)
         """Version of LeRobot's layout: `v2.0`, `v2.1` or `v3.x`."""
-        self.fps = said.info.fps
-        self.tasks = said.tasks
+        self.fps = meta.info.fps
+        self.tasks = meta.tasks
         """Instructions by their `task_index`."""
-        own, unusable = metadata.read_features(self.folder / layout.INFO, said.info.features)
+        own, unusable = metadata.read_features(self.folder / layout.INFO, meta.info.features)
         self._own = self._names((*own, *unusable))
         """Names of the features in the files."""
         self._unusable = {name: unusable[there] for name, there in self._own.items() if there in unusable}
         self.features = {name: own[there] for name, there in self._own.items() if there in own}
         """Every column and camera that the dataset has, whatever its name."""
         self._data = DataFiles(self.folder)
-        joined = join(said, self._data)
+        joined = join(meta, self._data)
         self.episodes, self._task_of = joined.episodes, joined.tasks
         self._begins = np.array([episode.begin for episode in self.episodes], np.int64)
         self._ends = np.array([episode.end for episode in self.episodes], np.int64)
@@ -103,7 +103,7 @@ class Dataset:
         self._frames: dict[str, PictureFrames | VideoFrames] = {
             name: PictureFrames(self._data, self._own[name], feature)
             if feature.dtype == "image"
-            else VideoFrames(said, self._data, self.episodes, self._own[name], feature)
+            else VideoFrames(meta, self._data, self.episodes, self._own[name], feature)
             for name, feature in self.features.items()
             if feature.is_camera
         }
@@ -128,11 +128,11 @@ class Dataset:
     def notes(self) -> tuple[str, ...]:
         """Oddities of the dataset that were resolved, in sentences; those about frames come when a file is opened."""
         about_files = [
-            f"{path}: {odd} ({said}{f'; {len(files) - 1} other files too' if len(files) > 1 else ''})"
+            f"{path}: {odd} ({extent}{f'; {len(files) - 1} other files too' if len(files) > 1 else ''})"
             for camera in self._frames.values()
             if isinstance(camera, VideoFrames)
             for odd, files in camera.odd.items()
-            for path, said in [next(iter(files.items()))]
+            for path, extent in [next(iter(files.items()))]
         ]
         return (*self._notes, *about_files)
 
@@ -212,7 +212,7 @@ class Dataset:
 
     def check_frames(self, cameras: Sequence[str] | None = None) -> None:
         """Open every video file of these cameras (None: of all) and compare its frames with the rows that refer to it,
-        which happens else when one of its frames is first asked for. Decodes nothing. Raises `DatasetError` that names
+        which happens otherwise when one of its frames is first read. Decodes nothing. Raises `DatasetError` that names
         file, episode and deviation."""
         chosen = [self._frames[self._camera(camera)] for camera in (self.cameras if cameras is None else cameras)]
         files = [(camera, path) for camera in chosen if isinstance(camera, VideoFrames) for path in camera.files]
@@ -379,7 +379,7 @@ Index = npt.NDArray[np.int64]
 LARGEST_PICTURE = 2**26
 """Pixels."""
 _OPEN_VIDEOS = 32
-"""Video files of a camera held open; opening one anew takes a millisecond."""
+"""Video files of a camera that are kept open; opening one anew takes a millisecond."""
 _TABLES = 2**22
 """Frames of a camera of which it is remembered where in their files they are, 20 bytes each."""
 _DEEP = ("I", "I;16", "I;16B", "I;16L", "I;16N", "F")
@@ -431,9 +431,9 @@ class VideoFrames:
     them is used (`match_frames`)."""
 
     def __init__(
-        self, said: Metadata, data: DataFiles, episodes: Sequence[RecordedEpisode], name: str, feature: Feature
+        self, meta: Metadata, data: DataFiles, episodes: Sequence[RecordedEpisode], name: str, feature: Feature
     ) -> None:
-        self._said, self._data, self._episodes = said, data, episodes
+        self._meta, self._data, self._episodes = meta, data, episodes
         self._name, self._feature = name, feature
         self._begins = np.array([episode.begin for episode in episodes], np.int64)
         self._frame_of = np.full(len(data), -1, np.int64)
@@ -448,7 +448,7 @@ class VideoFrames:
         """The video files, and the episodes whose frames each holds."""
         found: dict[Path, list[RecordedEpisode]] = {}
         for episode in self._episodes:
-            found.setdefault(self._said.video_path(episode.index, self._name), []).append(episode)
+            found.setdefault(self._meta.video_path(episode.index, self._name), []).append(episode)
         return found
 
     @cached_property
@@ -480,22 +480,22 @@ class VideoFrames:
             return
         with self._reader(path) as video:
             table = video.table
-        begins_s = {episode.begin: self._said.begin_s(episode.index, self._name) for episode in episodes}
+        begins_s = {episode.begin: self._meta.begin_s(episode.index, self._name) for episode in episodes}
         in_order = sorted(episodes, key=lambda episode: begins_s[episode.begin])
         rows = [np.arange(episode.begin, episode.end) for episode in in_order]
         seconds = [begins_s[int(part[0])] + self._times(part) for part in rows]
         joined = np.concatenate(rows)
-        match = match_frames(table, np.concatenate(seconds), self._data.episode[joined], self._said.info.fps)
+        match = match_frames(table, np.concatenate(seconds), self._data.episode[joined], self._meta.info.fps)
         with self._lock:
             self._frame_of[joined] = match.numbers
             if match.odd is not None:
-                self.odd.setdefault(match.odd, {})[path] = match.said
+                self.odd.setdefault(match.odd, {})[path] = match.extent
 
     def _times(self, rows: Index) -> npt.NDArray[np.float64]:
         """Seconds since the episode's begin, as its rows say; where they say nothing, by count."""
         if self._data.timestamp is not None:
             return self._data.timestamp[rows]
-        return np.arange(len(rows)) / self._said.info.fps
+        return np.arange(len(rows)) / self._meta.info.fps
 
     @contextmanager
     def _reader(self, path: Path) -> Iterator[VideoReader]:
@@ -543,9 +543,9 @@ class OpenVideos:
 
 def _check_size(where: str, feature: Feature, height: int, width: int) -> None:
     """Raise `DatasetError` unless a picture is as large as `info.json` says."""
-    said = feature.picture[:2]
-    if (height, width) != said:
+    stated = feature.picture[:2]
+    if (height, width) != stated:
         raise DatasetError(
-            f"{where} has pictures of {height} x {width}, and {layout.INFO} says {said[0]} x {said[1]}: mend the shape "
-            "there if the pictures are right"
+            f"{where} has pictures of {height} x {width}, and {layout.INFO} says {stated[0]} x {stated[1]}: mend the "
+            "shape there if the pictures are right"
         )

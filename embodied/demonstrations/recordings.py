@@ -154,13 +154,13 @@ class ManiSkillFile:
     def __init__(self, path: Path, task: str | None) -> None:
         self.path = path
         about = path.with_suffix(".json")
-        told = _read_json(about, path)
-        self.task = task or f"maniskill/{told.env_info.env_id}"
+        described = _read_json(about, path)
+        self.task = task or f"maniskill/{described.env_info.env_id}"
         _check_task(path, self.task, "maniskill")
-        self._entries = {f"traj_{entry.episode_id}": entry for entry in told.episodes}
-        if len(self._entries) < len(told.episodes):
+        self._entries = {f"traj_{entry.episode_id}": entry for entry in described.episodes}
+        if len(self._entries) < len(described.episodes):
             raise DatasetError(f"{about} names an episode twice: merge the recordings with ManiSkill's own tool")
-        modes = sorted({entry.control_mode for entry in told.episodes})
+        modes = sorted({entry.control_mode for entry in described.episodes})
         if len(modes) != 1:
             raise DatasetError(
                 f"{about} has episodes of {len(modes)} control modes "
@@ -168,7 +168,7 @@ class ManiSkillFile:
                 "record or convert them with ManiSkill's replay_trajectory first"
             )
         self.control_mode = modes[0]
-        kwargs = told.env_info.env_kwargs
+        kwargs = described.env_info.env_kwargs
         unknown = sorted(name for name, value in kwargs.items() if name not in HARMLESS and value not in (None, {}))
         if unknown:
             raise DatasetError(
@@ -234,15 +234,15 @@ class RobosuiteFile:
         self.path = path
         with _opened(path) as file:
             data = _group(path, file, "data")
-            told = _attributes(path, data)
+            described = _attributes(path, data)
             names = [name for name in data if _hard(data, name, h5py.Group)]
             self.subsets: Mapping[str, tuple[str, ...]] = _subsets(path, file)
-        env_args = _json(path, "env_args", told.get("env_args", "{}"))
-        kwargs = env_args.get("env_kwargs") or _json(path, "env_info", told.get("env_info", "{}"))
+        env_args = _json(path, "env_args", described.get("env_args", "{}"))
+        kwargs = env_args.get("env_kwargs") or _json(path, "env_info", described.get("env_info", "{}"))
         if not isinstance(kwargs, dict):
             raise DatasetError(f"{path}: env_kwargs in its attributes is no table")
-        bddl = told.get("bddl_file_name") or env_args.get("bddl_file") or kwargs.get("bddl_file_name")
-        self.format = "LIBERO's demonstrations" if "bddl_file_name" in told else "robomimic's demonstrations"
+        bddl = described.get("bddl_file_name") or env_args.get("bddl_file") or kwargs.get("bddl_file_name")
+        self.format = "LIBERO's demonstrations" if "bddl_file_name" in described else "robomimic's demonstrations"
         if bddl is None and task is None:
             raise DatasetError(
                 f"{path} is robomimic's recording of {shown(env_args.get('env_name'))}, and names no .bddl "
@@ -258,7 +258,7 @@ class RobosuiteFile:
         self.episodes = tuple(sorted(names, key=lambda name: int(name.removeprefix("demo_"))))
         self.absent: Mapping[str, str] = {}
         self.notes: tuple[str, ...] = ("recorded observations are not copied: they are made anew",)
-        content = told.get("bddl_file_content", "")
+        content = described.get("bddl_file_content", "")
         if content.lstrip().startswith("(define") and not _same_task_file(self.task, content):
             self.notes += ("the recording's task file (bddl_file_content) differs from the installed LIBERO's",)
 
@@ -383,8 +383,8 @@ def _read_json(about: Path, path: Path) -> _Metadata:
         return _Metadata.model_validate(json.loads(about.read_text()))
     except (OSError, ValueError, RecursionError) as error:  # ValidationError and JSONDecodeError are ValueErrors
         what = error.errors()[0] if isinstance(error, ValidationError) else None
-        said = f"{'.'.join(map(str, what['loc']))}: {what['msg']}" if what else error
-        raise DatasetError(f"{about} is damaged, or not written by ManiSkill's RecordEpisode ({said})") from error
+        reason = f"{'.'.join(map(str, what['loc']))}: {what['msg']}" if what else error
+        raise DatasetError(f"{about} is damaged, or not written by ManiSkill's RecordEpisode ({reason})") from error
 
 
 def _json(path: Path, name: str, text: str) -> dict[str, Any]:

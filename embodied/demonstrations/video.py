@@ -181,7 +181,7 @@ class Match:
     """[m] frame of each row."""
     odd: str | None
     """An oddity that was resolved; the same words for each kind."""
-    said: str
+    extent: str
     """Extent of the oddity in this file."""
 
 
@@ -201,18 +201,18 @@ def match_frames(
     if not is_time.all():
         episode = int(episodes[int(is_time.argmin())])
         raise DatasetError(
-            f"{table.path}: no time is said for frames of episode {episode} (`timestamp` of its rows, or "
+            f"{table.path}: there is no time for frames of episode {episode} (`timestamp` of its rows, or "
             "from_timestamp in meta/episodes); copy or record the dataset again"
         )
     numbers, off = _nearest(table, seconds)
-    odd, said = None, ""
+    odd, extent = None, ""
     # A single-precision number of that size is rounded by as much.
     allowed = TOLERANCE_S + np.spacing(np.float32(seconds.max()))
     if off.max() > allowed and abs(table.seconds[0]) > TOLERANCE_S and len(table) == len(seconds):
         shifted, now_off = _nearest(table, seconds + table.seconds[0])
         if now_off.max() <= allowed and (np.diff(np.sort(shifted)) == 1).all():
             numbers, off = shifted, now_off
-            odd, said = "the first frame is taken for time 0", f"is shown at {table.seconds[0]:.4f} s"
+            odd, extent = "the first frame is taken for time 0", f"is shown at {table.seconds[0]:.4f} s"
     counts = f"the file has {len(table)} frames, and {len(seconds)} rows refer to it"
     if off.max() > allowed:
         worst = int(off.argmax())
@@ -231,7 +231,7 @@ def match_frames(
             "frames are not shown at the times of their rows; each next row has the next frame, so they are taken in "
             "order, as LeRobot does with a larger tolerance_s"
         )
-        said = f"up to {far} in episode {episode}"
+        extent = f"up to {far} in episode {episode}"
     order = np.argsort(numbers, kind="stable")
     twice = np.flatnonzero(np.diff(numbers[order]) == 0)
     if len(twice):
@@ -242,8 +242,8 @@ def match_frames(
             f"{counts}"
         )
     if odd is None and len(table) != len(seconds):
-        odd, said = "frames to which no row refers are not used", counts
-    return Match(numbers, odd, said)
+        odd, extent = "frames to which no row refers are not used", counts
+    return Match(numbers, odd, extent)
 
 
 def _nearest(

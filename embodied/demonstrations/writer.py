@@ -409,6 +409,6 @@ def _place(number: int, sizes: FileSizes) -> dict[str, int]:
     return {"chunk_index": chunk, "file_index": file}
 
 
-def _overflows(size: int, held: int, more: int, limit_mb: float) -> bool:
-    """True if `more` rows, as large as those `held` in `size` bytes, would make the file too large."""
-    return held > 0 and size * (1 + more / held) >= limit_mb * 2**20
+def _overflows(size: int, present: int, more: int, limit_mb: float) -> bool:
+    """True if `more` rows, as large as those `present` in `size` bytes, would make the file too large."""
+    return present > 0 and size * (1 + more / present) >= limit_mb * 2**20

@@ -228,11 +228,11 @@ def _drawing() -> list[Check]:
     if not _output(["nvidia-smi", "-L"]):
         return []
     default = "; ".join(f"{api}: {draw(task, 'auto').name}" for api, task in APIS.items())
-    found = [Check("drawing, no device asked", "ok", default)]
+    found = [Check("drawing, default device", "ok", default)]
     for gpu in gpus():
-        said = [verdict(gpu, api, draw(task, gpu.device)) for api, task in APIS.items()]
-        text, name = "; ".join(words for _, words in said), f"drawing on {gpu.device}"
-        if all(good for good, _ in said):
+        verdicts = [verdict(gpu, api, draw(task, gpu.device)) for api, task in APIS.items()]
+        text, name = "; ".join(words for _, words in verdicts), f"drawing on {gpu.device}"
+        if all(good for good, _ in verdicts):
             found.append(Check(name, "ok", text))
         else:
             found.append(Check(name, "warning", text, f"{VULKAN_REMEDY}; until then: farm.devices cpu"))
@@ -321,7 +321,7 @@ def verdict(gpu: Gpu, api: str, picture: Picture) -> tuple[bool, str]:
 
 
 def _same(one: str, other: str) -> bool:
-    """Equal UUIDs, or PCI addresses, in whichever way they are written."""
+    """Equal UUIDs, or PCI addresses, in any notation."""
     plain = [text.lower().removeprefix("gpu-").replace("-", "").replace(":", "").lstrip("0") for text in (one, other)]
     return plain[0] == plain[1]
 
@@ -480,8 +480,8 @@ def run(arguments: list[str] | None = None, program: str | None = None) -> int:
     parser = argparse.ArgumentParser(prog=program, description="what this machine lacks, and the command that mends it")
     parser.add_argument("--json", type=Path, help="also write the result to this file")
     parser.add_argument("--probe", metavar="WHAT", help="only try this: vulkan, egl, osmesa or maniskill")
-    asked = parser.parse_args(arguments)
-    return subprocess.run(_probing(asked.probe)).returncode if asked.probe else main(asked.json)
+    given = parser.parse_args(arguments)
+    return subprocess.run(_probing(given.probe)).returncode if given.probe else main(given.json)
 
 
 if __name__ == "__main__":

@@ -98,7 +98,7 @@ class Subject:
 
 @contextmanager
 def evaluation_folder(subject: Subject, protocol: Protocol, folder: Path | None, resume: bool) -> Iterator[EvalFolder]:
-    """The folder that was asked for; else with `resume` the newest of the same evaluation; else a new one."""
+    """The folder of `--folder`; else with `resume` the newest of the same evaluation; else a new one."""
     identity = subject.identity(protocol)
     if folder is None and resume:
         folder = newest_of(subject.home, identity)
@@ -146,7 +146,7 @@ def evaluate(subject: Subject, protocol: Protocol, session: Session, folder: Eva
         "protocol": {
             **as_data(protocol),
             "chunk": subject.config.policy.chunk,
-            "success": protocol.said_of_success,
+            "success": protocol.success_line,
             "interval": "95% Wilson",
             "hardware": hardware(),
             "simulators": {name: versions(name) for name in sorted({t.partition("/")[0] for t in protocol.tasks})},
@@ -169,7 +169,7 @@ def trials_farm(config: Config, session: Session, specs: tuple[EpisodeSpec, ...]
     place = configured(config, session.cores, session.nodes).farms[0]
     shape = farm_spec(config, ListedEpisodes(specs, num_envs), place, num_envs)
     shape = replace(shape, task=evaluated_task(config))
-    # No value is bootstrapped from an episode's final frame: nobody learns here.
+    # No value is bootstrapped from an episode's final frame: there is no update here.
     return replace(deal_out(shape, specs, left), final_frames="never")
 
 

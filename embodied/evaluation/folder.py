@@ -7,10 +7,10 @@
       actions/TASK/17.npy     [length, A] float32, as executed in trial 17
       eval.json eval.md       the result, once every episode is there
       videos/evaluation.mp4
-      lock                    held while a process evaluates into the folder
+      lock                    locked while a process evaluates into the folder
 
 An episode's actions are written before its line, and a line is written in one piece, so that an interruption loses only
-the episodes that were under way. A line without its end is ignored.
+the episodes that had begun. A line without its end is ignored.
 """
 
 from __future__ import annotations
@@ -147,8 +147,8 @@ def read_identity(path: Path) -> Identity:
         data = read_json(path / PROTOCOL)
         return Identity(from_data(data["protocol"]), dict(data["policy"]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        said = str(error)[:200]
-        raise UserError(f"{path / PROTOCOL} cannot be read ({said}): evaluate into another --folder") from error
+        reason = str(error)[:200]
+        raise UserError(f"{path / PROTOCOL} cannot be read ({reason}): evaluate into another --folder") from error
     except UserError as error:
         raise UserError(f"{path / PROTOCOL}: {error}; evaluate into another --folder") from error
 
@@ -208,9 +208,9 @@ def _refuse_another(path: Path, identity: Identity) -> None:
     there, here = _flat(found), _flat(identity)
     differ = [key for key in sorted(there.keys() | here.keys()) if there.get(key) != here.get(key)]
     if differ:
-        said = "; ".join(f"{key} is {there.get(key)}, asked for is {here.get(key)}" for key in differ)
+        differences = "; ".join(f"{key} is {there.get(key)}, asked for is {here.get(key)}" for key in differ)
         raise UserError(
-            f"{path} holds another evaluation: {said}. Evaluate into another --folder, or ask for the same again"
+            f"{path} holds another evaluation: {differences}. Evaluate into another --folder, or ask for the same again"
         )
 
 

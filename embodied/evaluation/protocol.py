@@ -224,29 +224,29 @@ class Protocol:
         trials = f"{self.trials} trials a task"
         if published is not None and self.trials != published.trials:
             trials += f" (published: {published.trials})"
-        seeds = self._said_of_seeds()
+        seeds = self._seeds_line()
         if self.init_states is not None:
             seeds = f"initial states {_ranges(self.init_states[: self.trials])}, {seeds}"
-        told = "" if self.instruction is None else f", told {self.instruction!r}"
+        instruction = "" if self.instruction is None else f", instruction {self.instruction!r}"
         known = sorted(set(limits or (n for n in self.limits.values() if n is not None)))
         longest = "/".join(map(str, known)) or "the task's own"
         return (
             f"{self.name or 'own'} (sha256 {self.sha256[:12]}): {trials} from {seeds}; maximum steps "
             f"{longest}, {self.settle_steps} settling steps, {self.orientation} "
             f"{self.image_size} x {self.image_size} images, gripper {self.gripper}, "
-            f"{'greedy' if self.greedy else 'sampled'}, seed {self.seed}{told}{self._said_of_policy(published)}; "
-            f"{self.said_of_success}"
+            f"{'greedy' if self.greedy else 'sampled'}, seed {self.seed}{instruction}"
+            f"{self._policy_line(published)}; {self.success_line}"
         )
 
     @property
-    def said_of_success(self) -> str:
+    def success_line(self) -> str:
         """The two kinds of success, for people."""
         once = "success once: solved after any env step; at the end: after the last one"
         if self.ignore_terminations:
             return f"{once}, as episodes run to their limit"
         return f"{once}, which is the same, as success ends an episode"
 
-    def _said_of_seeds(self) -> str:
+    def _seeds_line(self) -> str:
         before = f" after {self.unseeded_resets} unseeded" if self.unseeded_resets else ""
         if self.env_seed is None:
             return "seeds of a stream that training does not draw from" + before
@@ -257,16 +257,16 @@ class Protocol:
         }
         return seeds[self.seeding].format(self.env_seed) + before
 
-    def _said_of_policy(self, published: Preset | None) -> str:
+    def _policy_line(self, published: Preset | None) -> str:
         """Cameras and action chunk, with the published values where these differ."""
-        said = f", a decision every {self.chunk} env steps"
+        text = f", action chunks of {self.chunk} env steps"
         if published is not None and published.chunk not in (None, self.chunk):
-            said += f" (published: {published.chunk})"
+            text += f" (published: {published.chunk})"
         if self.cameras:
-            said += f", cameras {self.cameras if isinstance(self.cameras, int) else ', '.join(self.cameras)}"
+            text += f", cameras {self.cameras if isinstance(self.cameras, int) else ', '.join(self.cameras)}"
             if published is not None and self.cameras != published.cameras:
-                said += f" (published: {', '.join(published.cameras)})"
-        return said
+                text += f" (published: {', '.join(published.cameras)})"
+        return text
 
 
 def _cameras(config: Config) -> int | tuple[str, ...]:
@@ -277,15 +277,15 @@ def _cameras(config: Config) -> int | tuple[str, ...]:
 def protocol_of(config: Config) -> Protocol:
     """The protocol that the configuration asks for. Raises `UserError`, or `FarmError` where files of a task are
     missing."""
-    asked, env = config.eval, config.env
+    settings, env = config.eval, config.env
     # A single task is looked up by the farm that simulates it.
-    tasks = expand(asked.tasks) if asked.tasks else (env.task,)
+    tasks = expand(settings.tasks) if settings.tasks else (env.task,)
     files = {task: task_files(task) for task in tasks}
     own = Protocol(
         name=None,
         limits=dict.fromkeys(tasks, env.max_episode_steps),
-        trials=asked.episodes or 100,
-        init_states=asked.recorded_states,
+        trials=settings.episodes or 100,
+        init_states=settings.recorded_states,
         env_seed=None,
         settle_steps=env.settle_steps,
         orientation=env.orientation,
@@ -293,20 +293,20 @@ def protocol_of(config: Config) -> Protocol:
         gripper=env.gripper,
         control_mode=env.control_mode,
         reward=env.reward,
-        greedy=True if asked.greedy is None else asked.greedy,
+        greedy=True if settings.greedy is None else settings.greedy,
         seed=config.seed,
-        instruction=asked.instruction,
+        instruction=settings.instruction,
         cameras=_cameras(config),
         chunk=config.policy.chunk,
-        ignore_terminations=asked.ignore_terminations,
+        ignore_terminations=settings.ignore_terminations,
         task_digests={task: found.digest for task, found in files.items() if found is not None},
     )
-    if asked.instruction is not None and "instruction" not in config.policy.reads:
+    if settings.instruction is not None and "instruction" not in config.policy.reads:
         raise UserError(
-            f"eval.instruction is {asked.instruction!r}, and the policy reads {', '.join(config.policy.reads)}: "
-            "only one that reads the instruction can be told another"
+            f"eval.instruction is {settings.instruction!r}, and the policy reads {', '.join(config.policy.reads)}: "
+            "only one that reads the instruction can take another"
         )
-    protocol = own if asked.protocol is None else _published(own, asked.protocol, config)
+    protocol = own if settings.protocol is None else _published(own, settings.protocol, config)
     states = protocol.init_states
     distinct = 0 if states is None else len(set(states[: protocol.trials]))
     if states is not None and protocol.greedy and protocol.trials > distinct:

@@ -115,8 +115,8 @@ def _belongs(name: str, suite: str) -> bool:
     simulator, _, own = suite.partition("/")
     tasks = CATALOGUE[simulator].tasks if simulator in CATALOGUE else ()
     known = {task.rpartition("/")[0] for task in tasks} - {""}
-    said = {other for other in known if re.search(rf"(?<![a-z0-9]){re.escape(other)}(?![a-z0-9])", name)}
-    return own in said if said else simulator in name
+    named = {other for other in known if re.search(rf"(?<![a-z0-9]){re.escape(other)}(?![a-z0-9])", name)}
+    return own in named if named else simulator in name
 
 
 # --- the starts that were trained on
@@ -253,13 +253,13 @@ def _imitated(run_dir: Path, folders: Sequence[Path]) -> Lineage:
     """Starts that a run adds which has learned from the datasets: those of the episodes that it used as it recorded
     them, or else those of all episodes of the datasets."""
     try:
-        said = _STARTS.validate_python(read_json(run_dir / "data.json")["starts"])
+        recorded = _STARTS.validate_python(read_json(run_dir / "data.json")["starts"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         found = {str(folder): recorded_starts(folder) for folder in folders}
     else:
         found = {
             one.folder: None if one.task is None else RecordedStarts(one.task, one.init_states, one.seeds)
-            for one in said
+            for one in recorded
         }
     recordings = tuple(starts for starts in found.values() if starts is not None)
     return Lineage(recordings=recordings, unknown=tuple(name for name, starts in found.items() if starts is None))
@@ -288,10 +288,10 @@ def together(every: Sequence[TrainedStarts]) -> TrainedStarts:
 
 def trained_sentence(starts: TrainedStarts, unknown: Sequence[str]) -> str:
     """Sentence on the number of evaluated starts that were trained on."""
-    said = f"{starts.trained} of {starts.evaluated} {starts.kind} were trained on"
+    sentence = f"{starts.trained} of {starts.evaluated} {starts.kind} were trained on"
     if starts.known or starts.trained == starts.evaluated:
-        return said
+        return sentence
     gap = f"nothing is recorded of the starts that {' and '.join(unknown)} was trained on"
     if starts.trained:
-        return f"at least {said}: {gap}"
+        return f"at least {sentence}: {gap}"
     return f"it is not known how many of {starts.evaluated} {starts.kind} were trained on: {gap}"

@@ -1,1 +1,1 @@
-"""The executor, the session it works in, and the assignment of workers to devices."""
+"""Iterations of a run, its workers, their assignment to devices, and the session that they run in."""

@@ -33,38 +33,42 @@ HERE = ""
 
 @dataclass(frozen=True)
 class FarmAssignment:
-    """Where the simulator's workers of one task are."""
+    """Placement of the simulator's workers of one task."""
 
     groups: int
-    """Groups of environments that circulate."""
+    """Groups of environments: one is simulated while another is inferred."""
     physics: tuple[int | None, ...]
-    """For each physics worker the core it is pinned to; None: wherever the system likes."""
+    """Core of each physics worker; None: it is not pinned."""
     physics_nodes: tuple[str, ...]
-    """For each physics worker the id of its node; '' is this one."""
+    """Id of the node of each physics worker; '' is this one."""
     render: tuple[int | None, ...] = ()
-    """For each render worker its core; none: physics workers draw their own frames (fused)."""
+    """Core of each render worker; empty: physics workers draw their own frames (fused)."""
     devices: tuple[RenderDevice, ...] = ()
-    """What the workers that draw use, dealt out to them in turn: GPUs by CUDA's numbers, or `cpu` (software); none:
+    """Render devices, dealt out in turn to the workers that draw: GPUs by CUDA's numbers, or `cpu` (software); none:
     what the driver gives first."""
 
     @property
     def cores(self) -> tuple[int | None, ...]:
-        """Of the farm's workers, physics first."""
+        """Cores of the farm's workers, physics first."""
         return self.physics + self.render
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """Where the workers of a run are."""
+    """Placement of all workers of a run.
+
+    A plan has `Placement`s of components on ranges of devices. An assignment has a `FarmAssignment` for each task and
+    an `Affinity` (cores, threads, device, node) for each other process.
+    """
 
     mode: str
     farms: tuple[FarmAssignment, ...]
-    """Of each task."""
+    """One for each task."""
     components: Mapping[str, tuple[Affinity, ...]]
-    """Where the instances of each component that is no simulator compute, by name: policy replicas, learner ranks."""
+    """Affinities of the instances (policy replicas, learner ranks) of each component that is no simulator, by name."""
     hosts: tuple[int | None, ...] = ()
-    """Of each policy worker the learner's rank in whose process it is, and with whose policy it acts; None, or none
-    given: it has both of its own."""
+    """Rank of the learner whose process and policy each policy worker shares; None, or an empty tuple: the worker has
+    both of its own."""
     ahead: int = 0
     """1: a rollout begins before the update that should precede it has ended."""
     unload: bool = False
@@ -78,12 +82,12 @@ class Assignment:
 
     @property
     def guests(self) -> tuple[int, ...]:
-        """The policy workers that are in a rank's process."""
+        """Policy workers that share a rank's process."""
         return tuple(replica for replica, host in enumerate(self.hosts) if host is not None)
 
     @property
     def apart(self) -> tuple[int, ...]:
-        """The others, of those whose hosts are given."""
+        """Policy workers with a process of their own, if hosts are given."""
         return tuple(replica for replica, host in enumerate(self.hosts) if host is None)
 
     def first_of(self, component: str) -> Affinity:
@@ -92,7 +96,7 @@ class Assignment:
 
 
 def configured(config: Config, cores: tuple[int, ...], nodes: Mapping[str, str] | None = None) -> Assignment:
-    """What `farm` and `optim` say when nothing is planned: everything shares all cores.
+    """The assignment of a run without a plan, by `farm` and `optim`: everything shares all cores.
 
     `nodes` maps names and addresses of the cluster's nodes to their ids. Raises `UserError` for a node not in it.
     """
@@ -133,7 +137,7 @@ def _configured_farm(config: Config, cores: tuple[int, ...], nodes: Mapping[str,
 
 
 def configured_devices(config: Config) -> tuple[RenderDevice, ...]:
-    """What `farm.devices` says."""
+    """Render devices by `farm.devices`."""
     return ("cpu",) if config.farm.devices == "cpu" else config.farm.devices
 
 
@@ -167,7 +171,7 @@ def assign(plan: Plan, config: Config, cores: tuple[int, ...], nodes: Mapping[st
     for name in placements.keys() - {rollout_worker, learner}:
         _require_one(name, placements[name])
     machine = _Machine(config, cores, nodes)
-    found = {name: machine.affinities(name, placement, name == rollout_worker) for name, placement in placements.items()}
+    found = {name: machine.affinities(name, place, name == rollout_worker) for name, place in placements.items()}
     gpus, devices = accelerators(config.policy.device), configured_devices(config)
     farms = tuple(
         _shared_out(
@@ -179,7 +183,7 @@ def assign(plan: Plan, config: Config, cores: tuple[int, ...], nodes: Mapping[st
     takes_turns = all(farm.groups == 1 for farm in farms) or id(placements[rollout_worker]) not in simulating
     if not takes_turns:
         # With several groups on the same cores the system deals out the time: one thread that may run anywhere.
-        found[rollout_worker] = tuple(Affinity(device=acting.device, node=acting.node) for acting in found[rollout_worker])
+        found[rollout_worker] = tuple(Affinity(device=one.device, node=one.node) for one in found[rollout_worker])
     return Assignment(
         plan.mode,
         farms,
@@ -231,8 +235,10 @@ def _render_cores(drawing: Placement, cores: tuple[int, ...]) -> tuple[int | Non
 
 
 def _render_devices(drawing: Placement, gpus: Sequence[torch.device]) -> tuple[RenderDevice, ...]:
-    """What is drawn with: the placement's accelerators, or on cores software. Raises `UserError` for accelerators that
-    are not there."""
+    """Devices of the workers that draw: the placement's accelerators, or on cores software.
+
+    Raises `UserError` for accelerators that are not there.
+    """
     if drawing.pool == "cores":
         return ("cpu",)
     wanted = [part.first + i for part in drawing.devices for i in range(part.count)]
@@ -256,16 +262,16 @@ def _require_one(name: str, placement: Placement) -> None:
 
 @dataclass(frozen=True)
 class _Machine:
-    """What a plan's instances are placed on."""
+    """The cluster that a plan's instances are placed on."""
 
     config: Config
     cores: tuple[int, ...]
-    """Of this machine."""
+    """Cores of this machine."""
     nodes: Mapping[str, str]
 
     def affinities(self, name: str, placement: Placement, decides: bool) -> tuple[Affinity, ...]:
-        """Of the component's instances. Beside an accelerator what decides has one of the host's threads; others have
-        those that `optim.threads` says, or share them out."""
+        """Affinities of the component's instances. On an accelerator the policy has one of the host's threads; others
+        have as many as `optim.threads`, or share them out."""
         given = 0 if decides else self.config.optim.threads
         on = [devices[0].node for devices in placement.instances]
         shares = [1 if decides else given or max(len(self.cores) // on.count(node), 1) for node in on]

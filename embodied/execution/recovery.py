@@ -1,4 +1,4 @@
-"""What becomes of a run or an evaluation that has lost a worker: it goes on, or it ends and says why.
+"""Recovery of a run or an evaluation that has lost a worker: it goes on, or it ends with the reason.
 
 A run goes on from its newest checkpoint, an evaluation with the episodes that are left. Its workers but those of the
 farm are supervised as one (`embodied.runtime.supervision`): they are built again together, and serve once they have the
@@ -36,7 +36,7 @@ class Recovery:
 
     folder: Path
     counted: str = "iteration"
-    """What it counts its work in, as in the record."""
+    """Unit of the work, as in faults.jsonl."""
     clock: Callable[[], float] = time.monotonic
     workers: Supervised = field(default_factory=Supervised)
     recoveries: int = 0
@@ -71,7 +71,7 @@ class Recovery:
         self._note(State.RESTARTING, Event.BUILT)
 
     def current(self, done: int) -> None:
-        """All who act have the current weights, with so much done."""
+        """Record that all policy workers have the current weights, with so much work done."""
         if self._note(State.STALE, Event.CURRENT):
             self._write(done, "the run is back", down_s=self.workers.down_s)
 
@@ -102,7 +102,7 @@ class Recovery:
 def until_done(work: Callable[[], R], recovery: Recovery, session: Session, done: Callable[[], int]) -> R:
     """Do the work; after each loss what is left of it, on workers that are built anew. `done` says how much is.
 
-    Raises what ends it, as `Recovery.goes_on` says; in one process everything: there is nobody else to be lost.
+    Raises the error that ends it, as `Recovery.goes_on` says; in one process every error, since no other can be lost.
     """
     while True:
         recovery.started()
@@ -118,7 +118,7 @@ def until_done(work: Callable[[], R], recovery: Recovery, session: Session, done
 
 
 def _is_loss(error: Exception) -> bool:
-    """Whether a worker was lost, or failed by something that is nobody's mistake in the configuration."""
+    """True if a worker was lost, or failed for a reason other than a mistake in the configuration."""
     if isinstance(error, WorkerFailed | WorkerTimeout | PeerFailed):
         return True
     return not isinstance(error, UserError | FarmError)

@@ -17,12 +17,12 @@ Worker = TypeVar("Worker")
 
 
 def worker_count(session: Session, episodes: int) -> int:
-    """As many as cores, but no more than episodes; one where everything is done in this process."""
+    """Number of workers: one per core, at most one per episode; one if everything runs in this process."""
     return min(len(session.cores), episodes) if session.config.runtime.mode == "ray" else 1
 
 
 def replayers_of(first: Handle[Replayer], task: TaskSpec, session: Session, episodes: int) -> list[Handle[Replayer]]:
-    """As many replayers as cores, `first` among them."""
+    """Replayers, one per core, `first` among them."""
     count = worker_count(session, episodes)
     session.runtime.prepare(count - 1)
     return [first, *(session.runtime.start(f"replayer {i}", Replayer, task) for i in range(1, count))]

@@ -1,8 +1,8 @@
-"""The roles of workers that the executor knows: rollout_worker, scorer, learner. A role is a protocol of methods.
+"""Roles of workers in an iteration: rollout worker, policy worker, scorer, learner. A role is a protocol of methods.
 
-A rollout_worker goes round with the simulators and makes trajectories. A scorer receives trajectories, adds to them and hands
-them on. A learner learns from them and hands out weights. Who acts takes these: the rollout_worker itself, or, where several
-replicas share its work, they.
+A rollout worker steps the environments and collects trajectories. A scorer adds to trajectories on their way to the
+learner, which updates the policy from them and publishes its weights. Policy workers load these: the rollout worker
+itself, or several replicas.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class RolloutRole(Protocol):
 
     def trajectories(self) -> Trajectories: ...
 
-    def carried(self, batch: Trajectories, reader: FrameReader | None) -> Trajectories:
+    def without_memory(self, batch: Trajectories, reader: FrameReader | None) -> Trajectories:
         """The trajectories for another machine, which does not have the memory that they are in; frames are fetched
         from there by the reader (None: there are none)."""
         ...

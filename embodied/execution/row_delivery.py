@@ -44,7 +44,7 @@ class FrameSource:
 
 @dataclass(frozen=True)
 class CalledSource:
-    """`FrameReader` of whoever is sent it, through the frame source. Raises what `Caller` raises."""
+    """`FrameReader` of a rank on another machine, through the frame source. Raises as `Caller` does."""
 
     source: Caller
 
@@ -54,19 +54,19 @@ class CalledSource:
         return torch.tensor(found)  # a copy: what has arrived cannot be written, and fills Ray's store
 
 
-# --- Handing trajectories over: the ranks of the rollout_worker's machine map the rows, those of others are sent them.
+# --- Trajectories: ranks on the rollout worker's machine map the rows, those on other machines are sent them.
 
 
 @dataclass(frozen=True)
 class RowDelivery:
-    """From a rollout_worker to a learner."""
+    """Delivery of trajectories from the rollout worker to the learner."""
 
     rollout_worker: WorkerGroup[RolloutRole]
     learner: WorkerGroup[LearnerRole]
     far: tuple[bool, ...]
-    """Of each rank, whether it is on another machine than the rollout_worker."""
+    """For each rank, true if it is on another machine than the rollout worker."""
     source: WorkerGroup[FrameSource] | None = None
-    """By which such ranks fetch frames, where there are any."""
+    """Worker from which such ranks fetch frames; None: there are no frames to fetch."""
 
     @property
     def helpers(self) -> tuple[WorkerGroup[Any], ...]:
@@ -75,7 +75,7 @@ class RowDelivery:
 
     @property
     def path(self) -> str:
-        """How trajectories travel, in words: only the flat rows of decisions are sent to who maps the memory."""
+        """Path of the trajectories, in words: ranks that map the memory are sent flat rows of decisions only."""
         path = f"trajectory memory, rows {self.learner.path_from(self.rollout_worker)}"
         return path if self.source is None else f"{path}; frames fetched where they are evaluated"
 
@@ -90,19 +90,19 @@ class RowDelivery:
             return self.learner.pipe(LearnerRole.collect, source, produce, iteration)
         made = source.submit(produce)
         reader = None if self.source is None else CalledSource(self.source.handles[0].caller())
-        carried = self.rollout_worker.submit(RolloutRole.carried, made, reader)
-        each = [(carried if away else made, iteration) for away in self.far]
+        remote = self.rollout_worker.submit(RolloutRole.without_memory, made, reader)
+        each = [(remote if away else made, iteration) for away in self.far]
         return self.learner.submit_scattered(LearnerRole.collect, each)
 
 
-def place_delivery(
+def start_delivery(
     session: Session,
     assignment: Assignment,
     rollout_worker: WorkerGroup[RolloutRole],
     learner: WorkerGroup[LearnerRole],
     farm: Farm,
 ) -> RowDelivery:
-    """The way of trajectories, with a worker for it where frames have to leave the machine."""
+    """The delivery of trajectories, with a worker if frames have to leave the machine."""
     far = tuple(bool(place.node) for place in assignment.components[learner.name][: learner.size])
     source = None
     if any(far) and farm.frames is not None:

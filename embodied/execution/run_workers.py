@@ -25,7 +25,7 @@ from embodied.execution.learner_ranks import ranks_of, saved_by_ranks, start_ran
 from embodied.execution.makers import make_component
 from embodied.execution.roles import LearnerRole, PolicyRole, RolloutRole, ScorerRole
 from embodied.execution.rollouts import Rollouts, RolloutsInParts, SentTrajectories, SpanRecorder
-from embodied.execution.row_delivery import RowDelivery, place_delivery
+from embodied.execution.row_delivery import RowDelivery, start_delivery
 from embodied.execution.run_offload import RunOffload
 from embodied.execution.session import Session
 from embodied.learning.weight_sync import WeightSync
@@ -165,7 +165,7 @@ def start_workers(
         rollout_worker: WorkerGroup[Any] = acting.loop or acting.workers
         farm_deadline_s = session.runtime.deadline.inner().seconds
         layout = acting.workers.call_one(0, PolicyRole.layout)
-        delivery = place_delivery(session, assignment, rollout_worker, learner, farm)
+        delivery = start_delivery(session, assignment, rollout_worker, learner, farm)
         memory = TrajectoryMemory.create(layout, farm.frames, not farm.in_process)
         spans = SpanRecorder(config.runtime.trace)
         rollouts = (RolloutsInParts if recipe.rollout == "episodes" else Rollouts)(
@@ -234,8 +234,10 @@ def _weight_sync(
 
 
 def _context(config: Config, run_dir: Path, farm: Farm, assignment: Assignment) -> WorkerContext:
-    """What the run's workers are made from. Raises `UserError` for tasks that one policy cannot act in, or whose
-    recorded initial states are not there."""
+    """The data that the run's workers are made from.
+
+    Raises `UserError` for tasks that one policy cannot act in, or whose recorded initial states are not there.
+    """
     tasks = tasks_of(config)
     sizes = policy_spec(config, farm.infos[0])
     for task, info in zip(tasks, farm.infos, strict=True):
@@ -299,7 +301,7 @@ def check_workflow(recipe: Recipe) -> None:
 
 
 def processes_here(config: Config, assignment: Assignment) -> int:
-    """How many processes of this machine the learner's ranks and those who act will be in."""
+    """Number of processes on this machine for the learner's ranks, policy workers and rollout worker."""
     recipe = recipe_of(config)
     acting = assignment.components[recipe.loop[-1]][: replicas_of(config, assignment)]
     ranks = assignment.components[recipe.after_rollout[-1].name][: ranks_of(config, assignment)]

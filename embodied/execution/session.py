@@ -1,4 +1,4 @@
-"""A session: a runtime and a farm on it, which training and evaluation need. It begins and ends both."""
+"""Sessions: a started runtime, and farms on it, for training and evaluation."""
 
 from __future__ import annotations
 
@@ -120,4 +120,4 @@ def _await_built(farm: Farm, runtime: Runtime) -> None:
                 known, last = now, time.monotonic()
             elif time.monotonic() - last > deadline_s:
                 raise farm.timeout(deadline_s)
-            time.sleep(0.05)  # building takes tens of milliseconds and more; nobody waits on this loop
+            time.sleep(0.05)  # building takes tens of milliseconds and more

@@ -100,13 +100,13 @@ class ComponentRoles:
     """A workflow's components by their role."""
 
     simulators: tuple[tuple[str, ...], ...]
-    """Of each task, those of its farm: the one that steps, and the one that draws where frames are drawn."""
+    """For each task the components of its farm: physics, and render if frames are drawn."""
     rollout_worker: str
-    """The last of every loop: all tasks share it."""
+    """The last component of every loop, which all tasks share."""
     scorers: tuple[str, ...]
-    """Those that trajectories pass through on their way to the learner, in the workflow's order."""
+    """Components that trajectories pass through on their way to the learner, in the workflow's order."""
     learner: str
-    """The one that hands nothing on."""
+    """The component without outgoing edges after the rollout."""
 
     @property
     def farm(self) -> tuple[str, ...]:
@@ -115,7 +115,7 @@ class ComponentRoles:
 
 
 def roles_of(workflow: Workflow) -> ComponentRoles:
-    """The roles in a workflow that has loops with one rollout_worker, and one learner."""
+    """The roles in a workflow whose loops have one rollout worker, and that has one learner."""
     looping = {name for loop in workflow.loops for name in loop.components}
     sources = {edge.source for edge in workflow.edges}
     after = [name for name in workflow.names if name not in looping]
@@ -138,7 +138,7 @@ def leaving_home(workflow: Workflow) -> Workflow:
 
 
 def planned_for(workflow: Workflow, profile: Profile, cluster: Cluster) -> Workflow:
-    """The workflow as the planner places it: rollout worker and learner may leave home for other nodes' accelerators."""
+    """The workflow as the planner places it: rollout worker and learner may use other nodes' accelerators."""
     compute = profile.components[roles_of(workflow).rollout_worker].pool == "accelerators"
     away = any(node.accelerators for node in cluster.nodes if node.name != cluster.head_node)
     return leaving_home(workflow) if compute and away and cluster.head_node is not None else workflow

@@ -34,7 +34,7 @@ Probes = dict[str, tuple[Config, Assignment]]
 def probes_of(
     config: Config, cores: tuple[int, ...], gpus: Sequence[torch.device], drawers: Sequence[RenderDevice] = ()
 ) -> Probes:
-    """What is run, by name: with how many environments, and who is where.
+    """The measured runs by name: a configuration with its number of environments, and an assignment.
 
     `drawers` are the devices that frames are drawn on, in turn: the first by the physics workers, a GPU also by a
     render worker of its own; none: as configured. Of several tasks, whose simulators are measured one task at a time,
@@ -95,14 +95,14 @@ def _drawing_on(like: Assignment, device: RenderDevice, apart: bool = False) -> 
 
 
 def _computing_on(like: Assignment, recipe: Recipe, config: Config, gpu: torch.device, cores: int) -> Assignment:
-    """As `assign` has rollout_worker, scorers and learner compute on an accelerator."""
+    """The probe with rollout worker, scorers and learner on an accelerator, as `assign` places them."""
     trained = Affinity((), config.optim.threads or cores, str(gpu))
     components = {**dict.fromkeys(like.components, (trained,)), recipe.loop[-1]: (Affinity(device=str(gpu)),)}
     return replace(like, components=components)
 
 
 def _sharing(like: Assignment, recipe: Recipe) -> Assignment:
-    """Two groups, and the rollout_worker wherever the system finds time for it."""
+    """Two groups, and a rollout worker that is not pinned."""
     rollout_worker = recipe.loop[-1]
     free = replace(like.first_of(rollout_worker), cores=(), threads=1)
     return replace(_two_groups(like), components={**like.components, rollout_worker: (free,)})
@@ -146,7 +146,7 @@ SECONDS = 120.0
 
 @dataclass(frozen=True)
 class GpuDrawing:
-    """What a render worker on a GPU holds of it, and how long leaving and coming back take."""
+    """GPU memory of a render worker, and the seconds for which leaving and coming back take."""
 
     held_bytes: int
     switch: tuple[Switch, Switch]
@@ -198,7 +198,7 @@ def gpu_drawing(workers: OnPolicy, gpu: torch.device) -> GpuDrawing:
 def exchanges_of(
     config: Config, workflow: Workflow, size: TrainedBytes, iterations: tuple[Iteration, ...], accelerated: bool
 ) -> tuple[Exchange, ...]:
-    """Of one iteration, with as many optimiser steps as the measured ones had.
+    """Messages between ranks in one iteration, with as many optimiser steps as the measured ones had.
 
     Ranks that hold the whole policy add up their gradients: with adapters, those of the adapters alone. Ranks that hold
     shards gather the parameters for each micro-batch, forwards and backwards, and scatter the gradients at each step.

@@ -3,7 +3,7 @@
 The configuration's own workers run a few iterations under a few assignments, chosen so that every component is seen
 alone, on few and on all cores, with all and with half of the environments, and beside the others. Because a plan
 never changes what is computed, these are the very iterations that a run begins with. Of a run of several tasks every
-task is rolled out by itself, so that nobody waits for another task's simulators; scorers and learner are measured on
+task is rolled out by itself, so that no task waits for another's simulators; scorers and learner are measured on
 all tasks together.
 """
 
@@ -40,7 +40,7 @@ LEAST, MOST, ENOUGH_S = 3, 10, 6.0
 on first use, and does not count."""
 
 Switches = Mapping[str, tuple[Switch, Switch]]
-"""Of learner, rollout_worker and renderers: leaving the memory, and coming back."""
+"""Leaving the memory and coming back, for learner, rollout worker and renderers."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,12 @@ class Measured:
     assignment: Assignment
     iterations: tuple[Iteration, ...]
     rounds: int
-    """Of the first task's rollout loop, per iteration."""
+    """Rounds of the first task's rollout loop in an iteration."""
     worker_bytes: float
     """In memory of one physics worker's process of the first task, the renderer that it draws with included."""
 
     def per_round(self, seconds: Callable[[Iteration], float]) -> list[float]:
-        """Of each iteration, seconds per round."""
+        """Seconds per round, for each iteration."""
         return [seconds(iteration) / self.rounds for iteration in self.iterations]
 
     @property
@@ -74,18 +74,18 @@ class Probed:
     workflow: Workflow
     infos: tuple[TaskInfo, ...]
     taken: Mapping[str, Measured]
-    """By the names of `probes_of`."""
+    """Measurements by the names of `probes_of`."""
     cores: int
     accelerated: bool
     """All that is no simulator was on a GPU."""
     switches: Switches
     peak_bytes: int
-    """The most that the learner's process has held of a GPU's memory; rollout_worker and scorers were in it."""
+    """Peak GPU memory of the learner's process, which includes rollout worker and scorers."""
     trained: TrainedBytes
     drawers: tuple[RenderDevice, ...] = ()
-    """What frames were drawn on; none: as configured."""
+    """Devices that frames were drawn on; none: as configured."""
     drawn: GpuDrawing | None = None
-    """Of a render worker on a GPU, where there was one."""
+    """Measurement of a render worker on a GPU, if there was one."""
 
     @property
     def roles(self) -> ComponentRoles:
@@ -174,7 +174,7 @@ def _lengths(infos: Sequence[TaskInfo]) -> list[int]:
 
 
 def work_of(config: Config) -> dict[str, str]:
-    """What of a configuration its times depend on, as the profile keeps it."""
+    """Sections of the configuration that its times depend on, as entries of a profile's fingerprint."""
     names = {"workflow", "env", "extra_tasks", "policy", "rollout", "advantage", "loss", "optim"}
     sections = config.model_dump(mode="json", include=names)
     return {f"work.{name}": json.dumps(section, sort_keys=True) for name, section in sections.items()}
@@ -184,23 +184,23 @@ def work_of(config: Config) -> dict[str, str]:
 
 
 def waited_s(iteration: Iteration) -> float:
-    """For the farm."""
+    """Seconds in which the rollout waited for the farm."""
     return iteration.summary.clock.waiting
 
 
 def decided_s(iteration: Iteration) -> float:
-    """Of the rollout_worker: inference, and moving what it reads and writes."""
+    """Seconds of the rollout worker: inference, and moving its inputs and outputs."""
     clock = iteration.summary.clock
     return clock.policy + clock.transport - clock.assembly
 
 
 def looped_s(iteration: Iteration) -> float:
-    """Of the rollout's loop."""
+    """Seconds of the rollout's loop."""
     return iteration.summary.wall_s - iteration.summary.clock.assembly
 
 
 def passed_s(iteration: Iteration, name: str) -> float:
-    """Of a scorer."""
+    """Seconds of a scorer."""
     return iteration.learned[f"time/{name}_s"]
 
 
@@ -215,8 +215,8 @@ def trained_s(iteration: Iteration, scorers: Sequence[str]) -> float:
 
 
 def _components(each: Sequence[Probed], whole: Probed, config: Config) -> dict[str, ComponentProfile]:
-    """Of all components, in the workflow's order: simulators as each task's probes have them, what follows the loop as
-    the probes of the whole run do."""
+    """Profiles of all components, in the workflow's order: simulators by each task's probes, components after the loop
+    by the probes of the whole run."""
     roles = whole.roles
     found = {roles.rollout_worker: _rollout_worker(each, whole), roles.learner: _learner(whole, config)}
     found |= {name: _scorer(whole, name) for name in roles.scorers}
@@ -229,7 +229,7 @@ def _components(each: Sequence[Probed], whole: Probed, config: Config) -> dict[s
 
 
 def _stepping(probed: Probed, draws: bool) -> ComponentProfile:
-    """What steps the environments of a task."""
+    """Profile of the physics of a task."""
     alone = probed.alone(accelerated=False)
 
     def rounds(measured: Measured) -> list[float]:
@@ -244,7 +244,7 @@ def _stepping(probed: Probed, draws: bool) -> ComponentProfile:
 
 
 def _drawing(probed: Probed) -> ComponentProfile:
-    """What draws the frames of a task."""
+    """Profile of the renderer of a task."""
 
     def rounds(measured: Measured) -> list[float]:
         return [value * measured.drawing for value in measured.per_round(waited_s)]
@@ -271,7 +271,7 @@ def _drawing_on_gpu(probed: Probed) -> ComponentProfile:
 
 
 def _rollout_worker(each: Sequence[Probed], whole: Probed) -> ComponentProfile:
-    """What decides: a call for as many environments as each task has, and for half of them."""
+    """Profile of the policy: a call for as many environments as each task has, and for half of them."""
     calls: dict[tuple[int, int], list[float]] = {}
     for probed in each:
         for measured, devices in probed.alone(probed.accelerated):
@@ -283,13 +283,13 @@ def _rollout_worker(each: Sequence[Probed], whole: Probed) -> ComponentProfile:
 
 
 def _scorer(whole: Probed, name: str) -> ComponentProfile:
-    """What trajectories pass through."""
+    """Profile of a scorer."""
     points = _points_after(whole, lambda iteration: passed_s(iteration, name))
     return _computing(ComponentProfile("cores", points), whole)
 
 
 def _learner(whole: Probed, config: Config) -> ComponentProfile:
-    """What learns; on a GPU it holds the most that its process took. With what ranks of it would exchange."""
+    """Profile of the learner, with the messages between its ranks; on a GPU it occupies its process's peak."""
     points = _points_after(whole, lambda iteration: trained_s(iteration, whole.roles.scorers))
     beside = 1.0
     if "ahead" in whole.taken:
@@ -310,7 +310,7 @@ def _learner(whole: Probed, config: Config) -> ComponentProfile:
 
 
 def _points_after(whole: Probed, seconds: Callable[[Iteration], float]) -> tuple[Point, ...]:
-    """Of what follows the loop: seconds of an iteration's items."""
+    """Points of a component after the loop: seconds for an iteration's items."""
     episodes = whole.workflow.episodes_per_env
     return tuple(
         _point(measured.environments * episodes, devices, [seconds(iteration) for iteration in measured.iterations])
@@ -343,7 +343,7 @@ def _worker_memory(measured: Sequence[Measured]) -> tuple[float, float]:
 
 
 def _variation(probed: Probed, kind: str) -> float:
-    """Coefficient of variation of single calls, where they are traced: of the rollout_worker's spans whose name begins so."""
+    """Coefficient of variation of traced calls: the rollout worker's spans whose names begin with `kind`."""
     spans = [span for it in probed.taken["all cores"].iterations for span in it.summary.spans]
     calls = [float(span.end_ns - span.start_ns) for span in spans if span.name.startswith(kind)]
     return stdev(calls) / fmean(calls) if len(calls) > 1 else 0.0
@@ -389,7 +389,8 @@ def _transfers(whole: Probed, config: Config) -> dict[str, float]:
         seen = 4.0 * (info.state_dim * ("state" in config.policy.reads) + info.proprio_dim)
         action = 4.0 * config.policy.chunk * info.action_dim
         for draw in draws:
-            found |= {f"{steps}>{draw}": float(info.scene_bytes) + seen, f"{draw}>{roles.rollout_worker}": frames + seen}
+            found[f"{steps}>{draw}"] = float(info.scene_bytes) + seen
+            found[f"{draw}>{roles.rollout_worker}"] = frames + seen
         found |= {f"{steps}>{roles.rollout_worker}": seen, f"{roles.rollout_worker}>{steps}": action}
         kept += (frames + seen + 3 * action) * loop.steps * (loop.items or workflow.items)
     after = (*roles.scorers, roles.learner)

@@ -28,7 +28,7 @@ PAYS = 2.0
 
 @dataclass(frozen=True)
 class Decision:
-    """What the watch found."""
+    """A plan to change to, and the reason."""
 
     plan: Plan
     profile: Profile
@@ -105,13 +105,13 @@ class Watch:
                 found[name] += calls * workers * times[name].seconds(batch, devices[name])
         for name in (*roles.scorers, roles.learner):
             found[name] = times[name].seconds(flow.items, devices[name])
-        # The learner's time is all that nobody else explains, what its ranks exchange and weights on their way too.
+        # The learner's time is the rest: also messages between its ranks, and the publication of weights.
         found[roles.learner] += (self.plan.prediction.communication_s or 0.0) if self.plan.prediction else 0.0
         return found
 
 
 def busy_seconds(iteration: Iteration, workflow: Workflow) -> dict[str, float]:
-    """What each component says that it worked in an iteration, summed over a farm's workers."""
+    """Busy seconds of each component in an iteration, summed over a farm's workers."""
     roles, clock = roles_of(workflow), iteration.summary.clock
     found = {roles.rollout_worker: decided_s(iteration), roles.learner: trained_s(iteration, roles.scorers)}
     found |= {name: passed_s(iteration, name) for name in roles.scorers}

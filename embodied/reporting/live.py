@@ -68,7 +68,7 @@ class Progress:
     """The progress of a training run: `row` after every iteration, `note` for what is worth a line.
 
     In a terminal, a table of the last rows, redrawn in place; elsewhere one line per iteration. Leaving the
-    `with` block, by whatever way, gives the terminal back as it was.
+    `with` block, for whatever reason, gives the terminal back as it was.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ def steps(title: str, total: int | None, console: Console | None = None) -> Iter
     """A bar with the time left for a step of set-up or evaluation that takes long:
     `with steps("Loading scenes", 40) as bar: … bar.advance()`. `total` None: unknown.
 
-    Without a terminal: a line at the beginning, at each tenth of the way, and at the end.
+    Without a terminal: a line at the beginning, at each tenth of the steps, and at the end.
     """
     console = console or get_console()
     began_s = time.monotonic()

@@ -38,7 +38,7 @@ class MetricsError(UserError):
 class MetricsWriter:
     """Appends rows to a run's record. A row that `write` has returned from survives the process's death.
 
-    Where a row cannot be written, as on a full disk, that is said once and the run goes on: the row is kept in memory
+    Where a row cannot be written, as on a full disk, that is reported once and the run continues: the row is kept in memory
     and written before the next one. TensorBoard's files, which repeat the record, then end.
     """
 
@@ -110,7 +110,7 @@ class MetricsWriter:
     def truncate(self, after_iteration: int) -> None:
         """Drop the rows of iterations later than this one: those that a resumed run will repeat.
 
-        TensorBoard is told to forget the same points. Raises `MetricsError`; then all rows are still there.
+        TensorBoard discards the same points. Raises `MetricsError`; then all rows are still there.
         """
         self._unwritten = [row for row in self._unwritten if row["iteration"] <= after_iteration]
         rows = read(self._run_dir, self._name)

@@ -36,7 +36,7 @@ from embodied.run.trace import COMPONENTS, ITERATIONS, Span, track_order
 from embodied.statistics import wilson
 
 SMOOTHING = 5
-"""Iterations over which the smoothed success is averaged, and over which a target must be held."""
+"""Iterations over which the smoothed success is averaged, and over which a target must last."""
 EVALUATED = "evaluated during training"
 VIDEO_BYTES = 20_000_000
 """Videos are embedded up to this sum of sizes; further ones are linked."""
@@ -264,8 +264,8 @@ def _evaluation(run: RunFolder) -> str:
     rows = "".join(_evaluation_row(item) for item in run.evals)
     table = f'<div class="card scroll"><table><tr>{head}</tr>{rows}</table></div>'
     notes = dict.fromkeys(note for item in run.evals for note in item.notes)
-    said = "".join(f'<p class="notice">{escape(note)}.</p>' for note in notes)
-    return section("Evaluation", table + said)
+    notices = "".join(f'<p class="notice">{escape(note)}.</p>' for note in notes)
+    return section("Evaluation", table + notices)
 
 
 def _evaluation_row(item: Evaluation) -> str:

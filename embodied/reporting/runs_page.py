@@ -194,8 +194,9 @@ def _table(groups: Sequence[Alike]) -> str:
     left_out = sum(sum(bool(run.evals) for run in group.runs) - len(group.evaluated()) for group in groups)
     if left_out:
         lead += f" {left_out} evaluations by another protocol than the first of their settings are left out."
-    told = {json.dumps(protocol_of(run), sort_keys=True): protocol_of(run) for group in groups for run in group.runs}
-    lead += "".join(f"<br>Evaluated: {escape(_protocol_line(one))}." for one in told.values() if one)
+    found = [protocol_of(run) for group in groups for run in group.runs]
+    protocols = {json.dumps(protocol, sort_keys=True): protocol for protocol in found}
+    lead += "".join(f"<br>Evaluated: {escape(_protocol_line(one))}." for one in protocols.values() if one)
     return report.section("Results", f'<div class="card scroll"><table><tr>{head}</tr>{rows}</table></div>', lead)
 
 
@@ -203,7 +204,7 @@ def _protocol_line(protocol: Mapping[str, Any]) -> str:
     """The protocol of an evaluation in a line."""
     limits = protocol.get("limits")
     tasks = ", ".join(limits) if isinstance(limits, Mapping) else limits
-    parts = {"tasks": tasks, "told": protocol.get("instruction")}
+    parts = {"tasks": tasks, "instruction": protocol.get("instruction")}
     parts |= {name: protocol.get(name) for name in ("name", "trials", "greedy")}
     return "; ".join(f"{name} {value}" for name, value in parts.items() if value not in (None, ""))
 

@@ -203,10 +203,10 @@ class RolloutWorker:
 
     # --- after a rollout
 
-    def carried(self, batch: Trajectories, reader: FrameReader | None) -> Trajectories:
+    def without_memory(self, batch: Trajectories, reader: FrameReader | None) -> Trajectories:
         """The trajectories for another machine, which does not have the memory that they are in; frames are fetched
         from there by the reader."""
-        return batch.carried(reader)
+        return batch.without_memory(reader)
 
     def _assembled(
         self,

@@ -243,7 +243,7 @@ def mark_best(root: Path, folder: Path | None) -> None:
 
 
 def best(root: Path) -> Path | None:
-    """The best checkpoint below `root`, where evaluations during training have told one. It is not verified."""
+    """The best checkpoint below `root`, where evaluations during training have chosen one. It is not verified."""
     try:
         folder = root / (root / BEST).read_text().strip()
     except (OSError, ValueError):  # ValueError: not even text
@@ -279,10 +279,10 @@ def recover(root: Path) -> tuple[Path | None, list[CheckpointError]]:
         _mark_latest(root, folder.name)
         return folder, list(damages.values())
     if damages:
-        said = "; ".join(str(error) for error in damages.values())
+        reasons = "; ".join(str(error) for error in damages.values())
         raise CheckpointError(
-            f"no checkpoint of {root} is whole: {said}. Restore one from a copy; or remove the folder {root} to begin "
-            "anew (the metrics so far are kept aside); or choose another --name"
+            f"no checkpoint of {root} is whole: {reasons}. Restore one from a copy; or remove the folder {root} to "
+            "begin anew (the metrics so far are kept aside); or choose another --name"
         )
     return None, []
 

@@ -79,7 +79,7 @@ def settings_of(run: str, runs_dir: Path, code: Collection[str] = ()) -> Config:
 
 
 def recorded_settings(run_dir: Path) -> Config:
-    """The configuration that a run has saved, to look up values: nobody has allowed to run the code that it names.
+    """The configuration that a run has saved, to look up values: the code that it names is not allowed to run.
 
     Raises `UserError` where there is none.
     """
@@ -209,11 +209,11 @@ def owned(run_dir: Path) -> Iterator[None]:
 def _owned_by_another(run_dir: Path) -> str:
     try:
         by = json.loads((run_dir / OWNER).read_text())
-        who, stop = f"process {by['process']} on {by['host']}", f" (kill -INT {by['process']} there)"
-    except (OSError, ValueError, KeyError, TypeError):  # it has the lock and has not written who it is yet
-        who, stop = "another process", ""
+        owner, stop = f"process {by['process']} on {by['host']}", f" (kill -INT {by['process']} there)"
+    except (OSError, ValueError, KeyError, TypeError):  # it has the lock and has not written its name yet
+        owner, stop = "another process", ""
     return (
-        f"{who} trains into {run_dir} now: wait until it has ended, stop it{stop} and go on with --resume auto, or "
+        f"{owner} trains into {run_dir} now: wait until it has ended, stop it{stop} and go on with --resume auto, or "
         "choose another --name"
     )
 
@@ -229,7 +229,7 @@ def prepare_run(config: Config, run_dir: Path, resume: bool, stage: str = "rl") 
     """Fill the run's folder and save the configuration; with `resume`, the checkpoint to go on from, if any.
 
     It is the newest that is whole; damaged newer ones are set aside. Without any, the run begins anew, and what it had
-    recorded is kept as metrics.jsonl.1 (.2, ...) and tensorboard.1. Either is said. The caller owns the folder.
+    recorded is kept as metrics.jsonl.1 (.2, ...) and tensorboard.1. Either is reported. The caller owns the folder.
 
     Raises `UserError` when there is a run and it is not to be resumed, if it is of another stage, if it has
     checkpoints and none is whole, or if the folder cannot be written.

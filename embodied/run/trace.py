@@ -141,8 +141,8 @@ def load(path: str | os.PathLike[str]) -> list[Span]:
         content = read_json(Path(path), MOST_BYTES)
         return _from_json(content["traceEvents"], content["otherData"]["origin_ns"])
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
-        said = f"{type(error).__name__}: {error}"[:200]
-        raise TraceError(f"{path} is not a trace that this project wrote: {said}") from error
+        reason = f"{type(error).__name__}: {error}"[:200]
+        raise TraceError(f"{path} is not a trace that this project wrote: {reason}") from error
 
 
 def natural_order(text: str) -> list[tuple[int, str]]:

@@ -32,7 +32,7 @@ from embodied.training.selection import Selection
 from sim_farm.workers import faults
 
 SHARE = 0.02
-"""Of a run's time, what interim checkpoints may take: the run standing still, and a thread writing."""
+"""Share of a run's time that interim checkpoints may take: the run standing still, and a thread writing."""
 
 
 RECENT = 100
@@ -61,7 +61,7 @@ class Position:
 
 
 class Unwritten:
-    """What of a run's checkpoints could not be written since the last that was."""
+    """Checkpoints that could not be written since the last complete one."""
 
     def __init__(self) -> None:
         self._first: CheckpointError | None = None
@@ -78,7 +78,7 @@ class Unwritten:
                 self._first = error
                 tell(
                     f"{error}. The run goes on, and tries again at the next checkpoint. If there is no room on that "
-                    "disk, make some: remove what nobody needs, and keep fewer checkpoints (--keep-checkpoints 2)"
+                    "disk, make some: remove what is not needed, and keep fewer checkpoints (--keep-checkpoints 2)"
                 )
 
     def over(self) -> None:
@@ -88,7 +88,7 @@ class Unwritten:
         self._first = self._last = None
 
     def error(self) -> CheckpointError:
-        """What ends a run whose last checkpoint cannot be written."""
+        """The error that ends a run whose last checkpoint cannot be written."""
         assert self._first is not None and self._last is not None
         if str(self._first) == str(self._last):
             return self._last
@@ -108,15 +108,15 @@ class RunCheckpoints:
     """The iteration of the newest that stays and is complete; -1: none."""
     _workers: OnPolicy | None = None
     _stall_s: float = 0.0
-    """How long the run stood still for checkpoints since the last row of metrics."""
+    """Seconds for which the run stood still for checkpoints since the last row of metrics."""
     _write_s: float = 0.0
-    """How long those were written that are known to be complete since then, while the run went on."""
+    """Seconds of writing complete checkpoints since then, while the run went on."""
     _begun_s: float = field(default_factory=time.monotonic)
     """When the last one was begun."""
     _copied_s: float = 0.0
-    """How long the run stood still for it."""
+    """Seconds for which the run stood still for it."""
     _cost_s: float = 0.0
-    """What the last one took that is known to be complete."""
+    """Seconds that the last complete one took."""
     _in_flight: tuple[Path, int] | None = None
     """Where the one that is being written will be, and its iteration."""
     _unwritten: Unwritten = field(default_factory=Unwritten)
@@ -126,7 +126,7 @@ class RunCheckpoints:
         self._workers, self._in_flight, self.whole = workers, None, iteration
 
     def lasts(self, iteration: int) -> bool:
-        """Whether a checkpoint of that iteration is to be written, and to stay."""
+        """True if a checkpoint of that iteration is to be written, and to stay."""
         every = iteration % self.config.checkpoint_every == 0
         return every or iteration == self.config.iterations or self.selection.due(iteration)
 
@@ -171,7 +171,7 @@ class RunCheckpoints:
         raise self._unwritten.error()
 
     def taken(self) -> dict[str, float]:
-        """What checkpoints took, as metrics; from now on it is counted anew."""
+        """Seconds that checkpoints took, as metrics; counting starts anew."""
         found = {"time/checkpoint_stall_s": self._stall_s, "time/checkpoint_write_s": self._write_s}
         self._stall_s = self._write_s = 0.0
         return found

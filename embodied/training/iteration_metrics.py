@@ -65,8 +65,7 @@ def _of_tasks(summary: RolloutSummary, config: Config) -> dict[str, float]:
 
 
 def left_out(count: int, summary: RolloutSummary, config: Config) -> str:
-    """What to say of episodes in which a reward or an observation was not finite: the learner leaves out what a rollout
-    has of them."""
+    """A note on episodes in which a reward or an observation was not finite, and which the learner leaves out."""
     tasks = tasks_of(config)
     ended = [episode for episode in summary.episodes if not np.isfinite(episode.total_reward)]
     places = ", ".join(f"column {episode.env}, {tasks[episode.task].env.task}" for episode in ended)
@@ -120,7 +119,7 @@ class CollapseWatch:
     """
 
     episodes: int
-    """That a rate is over."""
+    """Number of episodes that a success rate is over."""
     best: float = 0.0
     best_iteration: int = 0
     _below: int = 0

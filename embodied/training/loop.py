@@ -2,8 +2,8 @@
 
 [ rollout -> update -> publish weights -> record ] x iterations -> checkpoint -> evaluation -> report
 
-The steps of an iteration are in `embodied.execution.iteration`. With `eval.every`, a checkpoint is written and evaluated
-every so many iterations: in the background if the run leaves a core free, else the run waits.
+The steps of an iteration are in `embodied.execution.iteration`. Every `eval.every` iterations a checkpoint is written
+and evaluated: in the background if the run leaves a core free, else the run waits.
 """
 
 from __future__ import annotations
@@ -296,7 +296,8 @@ class _Loop:
     def _stop_background(self, progress: Progress, candidate: Candidate, error: Exception) -> None:
         """Evaluate nothing in the background from now on."""
         self.selection.close()
-        progress.note(f"evaluating iteration {candidate.iteration} in the background: {error}; the run waits for it now")
+        number = candidate.iteration
+        progress.note(f"evaluating iteration {number} in the background: {error}; the run waits for it now")
 
     def _iterate(self, progress: Progress) -> tuple[dict[str, float], Iteration]:
         """Run one iteration; its row of metrics, and its result."""

@@ -2,8 +2,8 @@
 
 They are by the run's own protocol, on episodes of their own: from seeds that neither training nor the evaluation at the
 end draws, since a choice among many checkpoints flatters the chosen one on the episodes it was chosen by. Each is a
-folder below RUN/evals/selection, and a row of `selection.jsonl`. They take place in the background if the run leaves room
-(`free_room`), else the run waits. Their episodes are the same either way.
+folder below RUN/evals/selection, and a row of `selection.jsonl`. They take place in the background if the run leaves
+room (`free_room`), else the run waits. Their episodes are the same either way.
 """
 
 from __future__ import annotations
@@ -248,8 +248,8 @@ class Room:
 
 
 def free_room(assignment: Assignment, cores: Sequence[int], gpus: Sequence[torch.device]) -> Room | None:
-    """A core that no worker of the run is pinned to and no thread needs, and, if policies compute on GPUs, a GPU that no
-    worker uses; None if the run leaves none.
+    """A core that no worker of the run is pinned to and no thread needs, and, if policies compute on GPUs, a GPU that
+    no worker uses; None if the run leaves none.
 
     Workers that are not pinned may run on any core: a run whose simulators are not pinned leaves none, and a
     component on the CPU without cores of its own needs as many as it has threads. A GPU on which frames are drawn is

@@ -185,7 +185,7 @@ class Imitator:
             if not np.isfinite(loss) or not torch.isfinite(norm):
                 raise UserError(
                     f"at step {self.done} loss ({loss}) or gradient ({float(norm)}) is not finite: a smaller sft.lr is "
-                    "the usual way on; the last checkpoint is kept"
+                    "the usual next step; the last checkpoint is kept"
                 )
             with deferred_interrupts():  # a step is done and counted, or neither
                 self.optimizer.step()
@@ -202,11 +202,11 @@ class Imitator:
         loss, distance, count = 0.0, 0.0, 0
         with self._affinity.applied(), torch.no_grad():
             for batch, share in self._shares(self._micro_batches([rows]), len(rows), 0):
-                said = self.policy.act(self._shown(batch), None).chunk.cpu()
+                predicted = self.policy.act(self._shown(batch), None).chunk.cpu()
                 actions, padding = (
-                    torch.from_numpy(part[:, : said.shape[1]]) for part in (batch.actions, batch.padding)
+                    torch.from_numpy(part[:, : predicted.shape[1]]) for part in (batch.actions, batch.padding)
                 )
-                off = (said - actions).abs()[~padding]
+                off = (predicted - actions).abs()[~padding]
                 loss += float(share)
                 distance, count = distance + float(off.sum()), count + off.numel()
         return {"sft/held_out_loss": loss, "sft/held_out_distance": distance / count}

@@ -101,7 +101,7 @@ def _looks_of(dataset: Dataset) -> Looks:
 
 
 def learn_success(labelled: Labelled, settings: ClassifierTraining) -> tuple[SuccessClassifier, dict[str, float]]:
-    """A classifier, and how well it tells frames of held-out episodes apart.
+    """A classifier, and its accuracy on frames of held-out episodes.
 
     A function of the frames and the settings. Raises `UserError` where there is nothing to tell apart.
     """
@@ -124,12 +124,12 @@ def learn_success(labelled: Labelled, settings: ClassifierTraining) -> tuple[Suc
 
 
 def measure(classifier: SuccessClassifier, labelled: Labelled, rows: Index) -> dict[str, float]:
-    """On the rows: the share of positive and of negative frames that are told as such, the mean of both, and how often
+    """On the rows: the share of positive and of negative frames that are classified as such, the mean of both, and how often
     a positive frame is judged higher than a negative one (the area under the ROC curve)."""
     pieces = [rows[i : i + MEASURED] for i in range(0, len(rows), MEASURED)]
-    said = torch.cat([classifier.probability(*labelled.inputs(piece)) for piece in pieces]).numpy()
+    probabilities = torch.cat([classifier.probability(*labelled.inputs(piece)) for piece in pieces]).numpy()
     positive = labelled.positive[rows]
-    high, low = said[positive], said[~positive]
+    high, low = probabilities[positive], probabilities[~positive]
     found = {"held_out_frames": float(len(rows)), "held_out_positive": float(len(high))}
     if not len(high) or not len(low):
         return found
@@ -147,8 +147,8 @@ def measure(classifier: SuccessClassifier, labelled: Labelled, rows: Index) -> d
 def _divided(labelled: Labelled, settings: ClassifierTraining) -> tuple[Index, Index]:
     """The frames to learn from, and those of the held-out episodes."""
     episodes = int(labelled.episode[-1]) + 1
-    held = permutation(settings.seed, 0, 0, episodes)[: round(settings.holdout * episodes)]
-    out = np.isin(labelled.episode, held)
+    held_out = permutation(settings.seed, 0, 0, episodes)[: round(settings.holdout * episodes)]
+    out = np.isin(labelled.episode, held_out)
     learned = np.flatnonzero(~out)
     count = int(labelled.positive[learned].sum())
     if not 0 < count < len(learned):

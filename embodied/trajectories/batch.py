@@ -55,55 +55,56 @@ class StoredDecisions:
 
 
 @dataclass(frozen=True)
-class HeldDecisions:
+class TensorDecisions:
     """Decisions as tensors of N rows."""
 
-    held_inputs: Inputs
-    held_trace: Mapping[str, Tensor]
+    input_tensors: Inputs
+    trace_tensors: Mapping[str, Tensor]
 
     def __len__(self) -> int:
-        return len(next(iter(self.held_trace.values())))
+        return len(next(iter(self.trace_tensors.values())))
 
-    def select(self, index: Tensor) -> HeldDecisions:
-        trace = {name: tensor[index] for name, tensor in self.held_trace.items()}
-        return HeldDecisions(self.held_inputs.rows(index), trace)
+    def select(self, index: Tensor) -> TensorDecisions:
+        trace = {name: tensor[index] for name, tensor in self.trace_tensors.items()}
+        return TensorDecisions(self.input_tensors.rows(index), trace)
 
     def inputs(self, device: torch.device | None = None, frames: bool = True) -> Inputs:
-        found = self.held_inputs if device is None else self.held_inputs.to(device)
+        found = self.input_tensors if device is None else self.input_tensors.to(device)
         return found if frames else replace(found, frames={})
 
     def trace(self, device: torch.device | None = None) -> dict[str, Tensor]:
         if device is None:
-            return dict(self.held_trace)
-        return {name: tensor.to(device) for name, tensor in self.held_trace.items()}
+            return dict(self.trace_tensors)
+        return {name: tensor.to(device) for name, tensor in self.trace_tensors.items()}
 
 
 @dataclass(frozen=True)
-class CarriedDecisions:
+class RemoteDecisions:
     """Decisions whose rows were copied out of a memory that is on another machine: N of them, some perhaps of one
     row. Their frames stayed there, and are fetched when they are asked for."""
 
-    held: HeldDecisions
+    tensors: TensorDecisions
     """Without frames."""
     rows: Tensor
-    """int64 [N] rows of `held`."""
+    """int64 [N] rows of `tensors`."""
     frames: FarFrames | None
-    """Frames of the rows of `held`; None: there are none."""
+    """Frames of the rows of `tensors`; None: there are none."""
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def select(self, index: Tensor) -> CarriedDecisions:
+    def select(self, index: Tensor) -> RemoteDecisions:
         return replace(self, rows=self.rows[index])
 
     def inputs(self, device: torch.device | None = None, frames: bool = True) -> Inputs:
-        found = self.held.held_inputs.rows(self.rows)
+        found = self.tensors.input_tensors.rows(self.rows)
         if frames and self.frames is not None:
             found = replace(found, frames=self.frames.at(self.rows))
         return found if device is None else found.to(device)
 
     def trace(self, device: torch.device | None = None) -> dict[str, Tensor]:
-        return {name: tensor[self.rows].to(device or tensor.device) for name, tensor in self.held.held_trace.items()}
+        trace = self.tensors.trace_tensors
+        return {name: tensor[self.rows].to(device or tensor.device) for name, tensor in trace.items()}
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,7 @@ class Trajectories:
         """The traces of all T * B decisions, copied out of memory."""
         return self.decisions.trace()
 
-    def carried(self, reader: FrameReader | None) -> Trajectories:
+    def without_memory(self, reader: FrameReader | None) -> Trajectories:
         """The same for a machine that has not the memory, with every decision that was taken copied out of it once, all
         but its frames. These are fetched by the reader; None: there are none."""
         assert isinstance(self.decisions, StoredDecisions), "what is in no memory can be sent as it is"
@@ -168,9 +169,9 @@ class Trajectories:
         chosen = self.decisions.select(taken.nonzero()[:, 0])
         # The others repeat a decision that was taken, and are not looked at.
         rows = (taken.cumsum(0) - 1).clamp(min=0)
-        held = HeldDecisions(chosen.inputs(frames=False), chosen.trace())
+        tensors = TensorDecisions(chosen.inputs(frames=False), chosen.trace())
         frames = None if reader is None else FarFrames(reader, chosen.memory.frame_shape, chosen.rows)
-        return replace(self, decisions=CarriedDecisions(held, rows, frames))
+        return replace(self, decisions=RemoteDecisions(tensors, rows, frames))
 
     def columns(self, first: int, last: int) -> Trajectories:
         """The environments `first` to `last - 1` alone."""
@@ -252,17 +253,17 @@ def join_decisions(parts: Sequence[Decisions]) -> Decisions:
         stored = [part for part in parts if isinstance(part, StoredDecisions)]
         assert all(part.memory is first.memory for part in stored) and len(stored) == len(parts)
         return replace(first, rows=torch.cat([part.rows for part in stored]))
-    if isinstance(first, CarriedDecisions):
-        carried = [part for part in parts if isinstance(part, CarriedDecisions)]
-        begins = torch.tensor([0, *(len(part.held) for part in carried[:-1])]).cumsum(0)
-        whole = join_decisions([part.held for part in carried])
-        assert isinstance(whole, HeldDecisions) and len(carried) == len(parts)
-        moved = [part.rows + begin for part, begin in zip(carried, begins, strict=True)]
-        fetched = [part.frames for part in carried if part.frames is not None]
-        return CarriedDecisions(whole, torch.cat(moved), FarFrames.joined(fetched) if fetched else None)
+    if isinstance(first, RemoteDecisions):
+        remote = [part for part in parts if isinstance(part, RemoteDecisions)]
+        begins = torch.tensor([0, *(len(part.tensors) for part in remote[:-1])]).cumsum(0)
+        whole = join_decisions([part.tensors for part in remote])
+        assert isinstance(whole, TensorDecisions) and len(remote) == len(parts)
+        moved = [part.rows + begin for part, begin in zip(remote, begins, strict=True)]
+        fetched = [part.frames for part in remote if part.frames is not None]
+        return RemoteDecisions(whole, torch.cat(moved), FarFrames.joined(fetched) if fetched else None)
     traces = [part.trace() for part in parts]
     total = sum(len(part) for part in parts)
-    return HeldDecisions(
+    return TensorDecisions(
         join_inputs([part.inputs() for part in parts], torch.arange(total)),
         {name: torch.cat([trace[name] for trace in traces]) for name in traces[0]},
     )

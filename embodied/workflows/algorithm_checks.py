@@ -36,7 +36,7 @@ def _check_reference(config: Config, recipe: Recipe) -> None:
 
 
 def _check_controls(config: Config, recipe: Recipe) -> None:
-    """What adapts itself begins as something, and has something to adapt."""
+    """Check adaptive coefficients: each has an initial value, and something to adapt."""
     loss = config.loss
     for target, first in (("reference_kl_target", "reference_kl"), ("entropy_target", "entropy_coef")):
         asked, begins = getattr(loss, target), getattr(loss, first)
@@ -119,5 +119,5 @@ def _compares(config: Config, recipe: Recipe) -> bool:
 
 
 def _estimates(recipe: Recipe, name: str) -> bool:
-    """Whether the estimator is the one of that name, or the user's own."""
+    """True if the estimator is the one of that name, or the user's own."""
     return recipe.estimator == name or not isinstance(recipe.estimator, str)

@@ -28,17 +28,17 @@ class WorkerContext:
     run_dir: Path
     affinity: Affinity
     seeds: tuple[int, ...] = ()
-    """Of each task."""
+    """One for each task."""
     farm: Farm | FarmAddress | None = None
-    """Of a component that goes round with the simulators."""
+    """For a component that steps the environments."""
     rounds: int = 0
     """Decisions of each environment that the trajectory memory holds."""
     rank: int = 0
     """Which of the component's instances this is."""
     ranks: int = 1
-    """How many there are."""
+    """Number of instances."""
     shares: bool = False
-    """Whether it will be given the policy of another worker of its process, and needs none of its own."""
+    """True if the worker will share the policy of another one in its process, and needs none of its own."""
 
     def policy(self) -> Policy | None:
         """The run's policy for this worker, unless it will be given one."""
@@ -50,7 +50,7 @@ class WorkerContext:
 
 
 def task_spec(config: Config) -> TaskSpec:
-    """What the farm simulates. Frames are drawn only if the policy reads them."""
+    """Specification of the task that the farm simulates. Frames are drawn only if the policy reads them."""
     env = config.env
     reads_images = "images" in config.policy.reads
     if reads_images and not env.cameras:

@@ -1,9 +1,9 @@
 """Declared workflows: PPO, GRPO, REINFORCE++, StepNFT and their variants. Nothing that runs them knows their names or
 those of their components.
 
-A workflow says which components there are and which class of worker does each, what the edges between them carry and in
-which portions, what a rollout is, which estimator turns trajectories into rows, and what an update makes smaller. A new
-one is a `Recipe` of your own (docs/workflows.md).
+A workflow says which components there are and which class of worker does each, what the edges between them carry and
+in which portions, what a rollout is, which estimator turns trajectories into rows, and which loss an update minimises.
+A new one is a `Recipe` of your own (docs/workflows.md).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class WorkflowComponent:
 
     name: str
     does: str
-    """In a few words, for explanations."""
+    """A few words, for explanations."""
     worker: str
     """The worker's class as `package.module:Class`. Classes of `sim_farm` live in the farm, one or several per task."""
     movable: bool = False
@@ -33,7 +33,7 @@ class WorkflowComponent:
 
     @property
     def per_task(self) -> bool:
-        """Whether every task of a run has its own: simulators do."""
+        """True if every task of a run has its own, as simulators are."""
         return self.worker.startswith("sim_farm.")
 
     def worker_class(self) -> Any:
@@ -47,8 +47,12 @@ class WorkflowComponent:
             raise UserError(f"the worker {self.worker!r} of {self.name} cannot be imported: {error}") from error
 
 
-PHYSICS = WorkflowComponent("physics", "steps the environments", "sim_farm.workers.physics_worker:PhysicsWorker", movable=True)
-RENDER = WorkflowComponent("render", "draws the frames that the policy looks at", "sim_farm.workers.render_worker:RenderWorker")
+PHYSICS = WorkflowComponent(
+    "physics", "steps the environments", "sim_farm.workers.physics_worker:PhysicsWorker", movable=True
+)
+RENDER = WorkflowComponent(
+    "render", "draws the frames that the policy looks at", "sim_farm.workers.render_worker:RenderWorker"
+)
 POLICY = WorkflowComponent(
     "policy", "turns observations into action chunks", "embodied.rollout.policy_worker:PolicyWorker"
 )
@@ -75,15 +79,15 @@ class Recipe:
     components: tuple[WorkflowComponent, ...]
     edges: tuple[Edge, ...]
     loop: tuple[str, ...]
-    """The components that go round, in order; the last one decides."""
+    """Components of the rollout loop, in order; the last one infers the actions."""
     rollout: Literal["decisions", "episodes"]
     """A rollout is so many decisions of every environment, or whole episodes that come in episode groups."""
     estimator: str | Estimator
     """A name in `embodied.algorithms.estimators.ESTIMATORS`, or a function like those there."""
     critic: bool
-    """Whether a value function is trained."""
+    """True if a value function is trained."""
     objective: str | Objective = "ratio"
-    """What an update makes smaller: a name in `embodied.algorithms.objectives.OBJECTIVES`, or a function like those."""
+    """Loss function: a name in `embodied.algorithms.objectives.OBJECTIVES`, or a function like those."""
 
     def estimate(self) -> Estimator:
         return ESTIMATORS[self.estimator] if isinstance(self.estimator, str) else self.estimator
@@ -98,7 +102,7 @@ class Recipe:
     def after_rollout(self) -> tuple[WorkflowComponent, ...]:
         """The components that trajectories pass through, each after those that it hears from; the learner is the last.
 
-        Raises `UserError` for edges that no component serves, or that go round.
+        Raises `UserError` for edges that no component serves, or that form a cycle.
         """
         names = {component.name for component in self.components}
         for edge in self.edges:

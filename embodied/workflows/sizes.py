@@ -21,7 +21,7 @@ TASK_SEEDS = 1_000_003
 
 
 def streams(config: Config) -> bool:
-    """Whether the learner may work on a part of an iteration's rows while others are still rolled out.
+    """True if the learner may work on a part of an iteration's rows while others are still rolled out.
 
     Only where the update is one optimiser step over all rows: then it is a sum over parts, in their order.
     """
@@ -31,7 +31,7 @@ def streams(config: Config) -> bool:
 
 
 def groups_suffice(config: Config) -> bool:
-    """Whether the estimator needs no more than complete episode groups: no edge after the rollout is a barrier. Else it
+    """True if the estimator needs no more than complete episode groups: no edge after the rollout is a barrier. Else it
     is shown all of an iteration's episodes at once."""
     recipe = recipe_of(config)
     after = {component.name for component in recipe.after_rollout}
@@ -180,7 +180,7 @@ def check_episode_groups(config: Config) -> None:
 
 
 def _sized(edges: Sequence[Edge], config: Config, by_episodes: bool) -> list[Edge]:
-    """What flows to the components after the rollout comes in whole episode groups, or all at once."""
+    """Edges with their sizes: components after the rollout receive whole episode groups, or everything at once."""
     unit = config.rollout.episode_group if by_episodes else 1
     after = {component.name for component in recipe_of(config).after_rollout}
     flows = streams(config)
@@ -191,12 +191,12 @@ def _sized(edges: Sequence[Edge], config: Config, by_episodes: bool) -> list[Edg
 
 
 def name_in_task(name: str, number: int) -> str:
-    """What plans call the simulators of a task: `physics`, `render`, `physics-1`, ..."""
+    """Name in plans of the simulators of a task: `physics`, `render`, `physics-1`, ..."""
     return f"{name}-{number}" if number else name
 
 
 def holds_shards(config: Config, trained: float, whole: float, accelerated: bool) -> bool:
-    """Whether several ranks hold shards of a policy of so many parameters (or bytes), of which so many are trained.
+    """True if several ranks have shards of a policy of so many parameters (or bytes), of which so many are trained.
 
     `optim.sharding: auto` has shards where they save what is worth saving: gradients, moments and masters of most of
     the policy, on GPUs.

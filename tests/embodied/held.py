@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from embodied.trajectories.batch import HeldDecisions, Trajectories
+from embodied.trajectories.batch import TensorDecisions, Trajectories
 
 
 def held(batch: Trajectories) -> Trajectories:
     """The same trajectories, their observations and traces copied out of the trajectory memory."""
-    return replace(batch, decisions=HeldDecisions(batch.inputs, batch.trace))
+    return replace(batch, decisions=TensorDecisions(batch.inputs, batch.trace))

@@ -13,7 +13,7 @@ from embodied.algorithms.estimators import Rows
 from embodied.config.schema import LossConfig
 from embodied.learning.update import Denominators, LossFunction, LossSums, micro_batch_loss, read_losses
 from embodied.reporting.metrics import read as metrics_of
-from embodied.trajectories.batch import HeldDecisions
+from embodied.trajectories.batch import TensorDecisions
 from policies.contract import Policy, PolicyError, PolicySpec
 from policies.small.flow import FlowPolicy, StateCritic
 from tests.embodied.test_resume import IMAGES, config_of, run
@@ -37,7 +37,7 @@ def make_rows(policy: Policy) -> Rows:
     inputs = conformance.random_inputs(SPEC, ROWS, seed=7)
     action = policy.act(inputs, torch.randn(ROWS, policy.noise_dim, generator=g))
     return Rows(
-        decisions=HeldDecisions(inputs, dict(action.trace)),
+        decisions=TensorDecisions(inputs, dict(action.trace)),
         log_prob=action.log_prob,
         executed=torch.arange(ROWS) % 2 + 1,
         advantage=torch.randn(ROWS, generator=g),

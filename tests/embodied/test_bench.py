@@ -56,7 +56,7 @@ def test_the_farm_is_compared_with_what_the_simulators_users_run(task: str, peer
 @pytest.mark.slow
 def test_bench_transport_measures_every_way(tmp_path: Path) -> None:
     found = bench(tmp_path, "transport", "--size", "64", "--messages", "100")
-    assert set(found["ways"]) == {"slots", "pipe", "queue", "ray", "memcpy"}
-    for way in found["ways"].values():
-        assert 0 < way["latency_s"] <= way["latency_p95_s"] and way["bytes_per_s"] > 0
+    assert set(found["transports"]) == {"slots", "pipe", "queue", "ray", "memcpy"}
+    for transport in found["transports"].values():
+        assert 0 < transport["latency_s"] <= transport["latency_p95_s"] and transport["bytes_per_s"] > 0
     assert found["bytes"] == 2 * 64 * 64 * 3

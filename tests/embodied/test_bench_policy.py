@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from embodied.bench.flops import Costs, FlowCosts, Work
 from embodied.bench.learner import Case, Update
 from embodied.bench.machine import Machine, measure_machine
-from embodied.bench.models import OneAtATime, build, make_inputs, ways
+from embodied.bench.models import OneAtATime, build, make_inputs, peer_calls
 from embodied.bench.policy import share_of_equal_rows
 from embodied.bench.settings import BenchLearner, BenchPolicy
 from embodied.cli import main
@@ -228,15 +228,15 @@ def test_hugging_faces_loop_says_the_same_tokens(model: str) -> None:
     inputs = make_inputs(policy, 8, 1, CPU)
     tokens = policy.act(inputs, None).trace["tokens"]
     assert len(tokens.unique(dim=0)) > 1
-    for way in ways(policy):
-        assert torch.equal(OneAtATime(policy, way).tokens(inputs), tokens), way.name
+    for call in peer_calls(policy):
+        assert torch.equal(OneAtATime(policy, call).tokens(inputs), tokens), call.name
     assert share_of_equal_rows(tokens, tokens.roll(1, 0)) < 1
 
 
 def test_the_peer_holds_the_policys_own_tensors() -> None:
     policy = tiny("openvla-tiny")
     own = {p.data_ptr() for p in policy.parameters()}
-    assert {p.data_ptr() for p in OneAtATime(policy, ways(policy)[0]).llama.parameters()} <= own
+    assert {p.data_ptr() for p in OneAtATime(policy, peer_calls(policy)[0]).llama.parameters()} <= own
 
 
 def test_a_seed_decides_the_random_weights(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from embodied.learning.learner import Learner
 from embodied.rollout.policy_worker import PolicyWorker
 from embodied.rollout.rollout_loop import RolloutSettings
 from embodied.training.preflight import check_components
-from embodied.trajectories.batch import HeldDecisions, Trajectories, join_columns
+from embodied.trajectories.batch import TensorDecisions, Trajectories, join_columns
 from embodied.trajectories.memory import TrajectoryMemory
 from policies.contract import Action, Evaluation, Inputs, PolicySpec
 from policies.layers import mlp
@@ -80,7 +80,7 @@ def make_batch(seed: int = 0) -> Trajectories:
     executed = torch.where(terminated | truncated, torch.randint(1, C + 1, (T, B), generator=g), C)
     step_reward = torch.randn(T, B, C, generator=g) * alive_actions(executed, C)
     return Trajectories(
-        decisions=HeldDecisions(inputs, action.trace),
+        decisions=TensorDecisions(inputs, action.trace),
         log_prob=action.log_prob.view(T, B, C, A),
         value=action.value.view(T, B, C),
         reward=step_reward.sum(2),

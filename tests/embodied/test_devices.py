@@ -28,7 +28,7 @@ from embodied.rollout.policy_worker import PolicyWorker
 from embodied.rollout.rollout_loop import RolloutSettings
 from embodied.run import checkpoint
 from embodied.runtime.ray.workers import _portable
-from embodied.trajectories.batch import HeldDecisions, Trajectories
+from embodied.trajectories.batch import TensorDecisions, Trajectories
 from embodied.trajectories.memory import MemoryLayout, MemoryShape, TrajectoryMemory
 from embodied.workflows.context import make_policy
 from policies.contract import Action, Evaluation, Inputs, Policy, PolicySpec
@@ -183,7 +183,7 @@ def make_batch(kind: str) -> Trajectories:
     draw = torch.rand(T, B, generator=g)
     terminated, truncated = draw < 0.1, draw > 0.9
     return Trajectories(
-        decisions=HeldDecisions(inputs, action.trace),
+        decisions=TensorDecisions(inputs, action.trace),
         log_prob=action.log_prob.view(T, B, C, A),
         value=action.value.view(T, B),
         reward=torch.randn(T, B, generator=g),
@@ -287,7 +287,7 @@ def test_policies_on_images_act_and_learn_there(kind: str, gpu: PretendDevice, t
     assert_equal({"value": value_of(there, inputs)}, {"value": here.value(inputs)})
     chunk = here.spec.chunk
     batch = Trajectories(
-        decisions=HeldDecisions(inputs, action.trace),
+        decisions=TensorDecisions(inputs, action.trace),
         log_prob=action.log_prob.view(2, 2, chunk, 7),
         value=action.value.view(2, 2),
         reward=torch.randn(2, 2, generator=g),

@@ -248,4 +248,4 @@ def test_without_a_gpu_one_line_says_that_frames_are_drawn_in_software(here: Dia
         assert "draws frames in software" in here["GPU"]["found"]
         assert not any(check["name"].startswith("drawing") for check in here.report["checks"])
     else:
-        assert any(check["name"] == "drawing, no device asked" for check in here.report["checks"])
+        assert any(check["name"] == "drawing, default device" for check in here.report["checks"])

@@ -25,7 +25,7 @@ from embodied.execution.session import open_session
 from embodied.reporting.metrics import read
 from embodied.run.folder import prepare_run
 from embodied.training import loop as training
-from embodied.trajectories.batch import HeldDecisions, Trajectories
+from embodied.trajectories.batch import TensorDecisions, Trajectories
 from embodied.workflows import recipes as workflows
 from embodied.workflows.recipes import GRPO, PPO, recipe_of
 from embodied.workflows.sizes import groups_suffice, streams, workflow_of
@@ -45,7 +45,7 @@ def make_batch(seed: int = 0, group: tuple[int, ...] | None = (9, 9, 9, 4, 4, 4)
     ends = torch.arange(T)[:, None] == torch.tensor(LENGTHS) - 1
     solved = ends & (torch.arange(B) % 2 == 0)
     return Trajectories(
-        decisions=HeldDecisions(
+        decisions=TensorDecisions(
             Inputs(state=torch.randn(T * B, S, generator=g)), {"action": torch.randn(T * B, C, A, generator=g)}
         ),
         log_prob=torch.randn(T, B, C, A, generator=g),

@@ -86,16 +86,16 @@ class Straight:
         return result
 
 
-def test_trajectories_that_are_carried_are_those_of_the_memory() -> None:
+def test_trajectories_sent_to_another_machine_are_those_of_the_memory() -> None:
     """Whole, and in parts that are joined again; each frame is fetched once."""
     with worker(Watcher(), task=WATCHED) as made:
         made.rollout(8, 60.0)
         batch = made.trajectories()
         caller: Any = Straight(FrameSource())
         caller.source.use(made.memory)
-        whole = batch.carried(CalledSource(caller))
+        whole = batch.without_memory(CalledSource(caller))
         for _ in range(2):
             assert_same(whole, batch)
         assert len(set(caller.rows)) == len(caller.rows) == 8 * ENVS
         parts = [batch.columns(first, last) for first, last in ((0, 1), (1, ENVS))]
-        assert_same(join_columns([part.carried(CalledSource(caller)) for part in parts]), batch)
+        assert_same(join_columns([part.without_memory(CalledSource(caller)) for part in parts]), batch)

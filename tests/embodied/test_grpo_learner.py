@@ -16,7 +16,7 @@ from torch import Tensor
 from embodied.algorithms.estimators import differing, group_advantages, group_relative, outcomes
 from embodied.execution.roles import LearnerRole
 from embodied.learning.learner import CollectStatistics, Learner
-from embodied.trajectories.batch import HeldDecisions, Trajectories, join_columns
+from embodied.trajectories.batch import TensorDecisions, Trajectories, join_columns
 from embodied.workflows.sizes import streams
 from tests.embodied import episode_parts
 from tests.embodied.episode_parts import (
@@ -67,7 +67,7 @@ def poisoned(batch: Trajectories, columns: Tensor) -> Trajectories:
     rows = columns.expand_as(batch.mask).flatten()[:, None]
     return replace(
         batch,
-        decisions=HeldDecisions(
+        decisions=TensorDecisions(
             replace(batch.inputs, state=torch.where(rows, torch.nan, batch.inputs.state)),
             {key: torch.where(rows[..., None], torch.nan, tensor) for key, tensor in batch.trace.items()},
         ),
@@ -214,7 +214,7 @@ def first(batch: Trajectories, count: int) -> Trajectories:
     per_decision = ("log_prob", "value", "reward", "success", "executed", "mask", *ENDS)
     return replace(
         batch,
-        decisions=HeldDecisions(batch.inputs.rows(rows), {key: tensor[rows] for key, tensor in batch.trace.items()}),
+        decisions=TensorDecisions(batch.inputs.rows(rows), {key: tensor[rows] for key, tensor in batch.trace.items()}),
         **{name: getattr(batch, name)[:count] for name in per_decision},
     )
 

@@ -14,7 +14,7 @@ from embodied.config.files import parse_config
 from embodied.learning.learner import Learner
 from embodied.run import checkpoint
 from embodied.runtime.ray.runtime import RayRuntime
-from embodied.trajectories.batch import HeldDecisions, Trajectories
+from embodied.trajectories.batch import TensorDecisions, Trajectories
 from policies.contract import Inputs, Policy, PolicySpec
 from policies.pi0 import sizes as pi0_sizes
 from tests.embodied.ranks_alone import Counted, alone, assert_near, connected, state_at, weights_of
@@ -43,7 +43,7 @@ def tiny_batch(policy: Policy, rows: int = 12) -> Trajectories:
     shape = (rows // 2, 2)
     none = torch.zeros(shape, dtype=torch.bool)
     return Trajectories(
-        HeldDecisions(inputs, action.trace), action.log_prob.view(*shape, 1, 3), action.value.view(shape).float(),
+        TensorDecisions(inputs, action.trace), action.log_prob.view(*shape, 1, 3), action.value.view(shape).float(),
         torch.randn(shape, generator=g), none, torch.ones(shape, dtype=torch.int64), ~none, none, none,
         torch.zeros(shape), torch.zeros(2), 0,
     )  # fmt: skip

@@ -20,7 +20,7 @@ from embodied.config.schema import AdvantageConfig, Config, LossConfig, OptimCon
 from embodied.errors import UserError
 from embodied.learning.learner import Learner
 from embodied.learning.update import NonFinite, OffPolicy
-from embodied.trajectories.batch import HeldDecisions, Trajectories, without_broken_episodes
+from embodied.trajectories.batch import TensorDecisions, Trajectories, without_broken_episodes
 from policies.contract import Evaluation, Inputs, Policy, PolicySpec
 from policies.small.gaussian_mlp import GaussianMLP
 
@@ -64,7 +64,7 @@ def make_batch(seed: int = 0) -> Trajectories:
     terminated, truncated = draw < 0.1, draw > 0.9
     executed = torch.where(terminated | truncated, torch.randint(1, C + 1, (T, B), generator=g), C)
     return Trajectories(
-        decisions=HeldDecisions(inputs, action.trace),
+        decisions=TensorDecisions(inputs, action.trace),
         log_prob=action.log_prob.view(T, B, C, A),
         value=action.value.view(T, B),
         reward=torch.randn(T, B, generator=g),
@@ -118,7 +118,7 @@ def masked(batch: Trajectories, mask: Tensor, fill: float) -> Trajectories:
     return replace(
         batch,
         mask=mask,
-        decisions=HeldDecisions(
+        decisions=TensorDecisions(
             replace(batch.inputs, state=torch.where(rows, batch.inputs.state, fill)),
             {key: torch.where(rows[..., None], tensor, fill) for key, tensor in batch.trace.items()},
         ),
@@ -152,7 +152,7 @@ def test_an_environment_that_is_masked_out_might_as_well_not_be_there(tmp_path: 
     per_env = ("log_prob", "value", "reward", "executed", "mask", "terminated", "truncated", "final_value")
     smaller = replace(
         batch,
-        decisions=HeldDecisions(batch.inputs.rows(rows), {key: tensor[rows] for key, tensor in batch.trace.items()}),
+        decisions=TensorDecisions(batch.inputs.rows(rows), {key: tensor[rows] for key, tensor in batch.trace.items()}),
         last_value=batch.last_value[kept],
         **{name: getattr(batch, name)[:, kept] for name in per_env},
     )
@@ -253,7 +253,7 @@ def test_every_epoch_and_iteration_visits_every_row_once_in_an_order_of_its_own(
         action = witness.act(batch.inputs, torch.zeros(T * B, C * A))
         again = replace(
             batch,
-            decisions=HeldDecisions(batch.inputs, action.trace),
+            decisions=TensorDecisions(batch.inputs, action.trace),
             log_prob=action.log_prob.view(T, B, C, A),
             version=iteration,
         )

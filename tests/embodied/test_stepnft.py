@@ -20,7 +20,7 @@ from embodied.config.schema import LossConfig
 from embodied.errors import UserError
 from embodied.learning.update import Denominators, LossFunction, micro_batch_loss
 from embodied.reporting.metrics import read
-from embodied.trajectories.batch import HeldDecisions
+from embodied.trajectories.batch import TensorDecisions
 from embodied.workflows.algorithm_checks import check_algorithm
 from policies import Inputs, PolicySpec
 from policies.denoising import VARIANCE_EPS
@@ -44,7 +44,7 @@ def flow_and_rows() -> tuple[Any, Rows]:
     advantage = torch.where(torch.rand(ROWS, generator=g) < 0.5, 1.0, -1.0)
     executed = torch.randint(1, 3, (ROWS,), generator=g)
     weight = torch.rand(ROWS, generator=g) + 0.5
-    decisions = HeldDecisions(inputs, dict(action.trace))
+    decisions = TensorDecisions(inputs, dict(action.trace))
     rows = Rows(
         decisions, action.log_prob, action.value, advantage, action.value, executed, weight, torch.ones(ROWS, 1)
     )
