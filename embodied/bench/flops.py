@@ -7,7 +7,7 @@ with d the heads' widths together (scores, and their product with the values), t
 (Chowdhery et al. 2022, arXiv 2204.02311, appendix B; here only pairs that the mask allows count). What an
 implementation adds (recomputed activations, masked pairs, rows of the vocabulary that nothing reads) counts as nothing:
 model FLOPs utilisation is needed work by time and measured rate. torch's FlopCounterMode counts what is executed, so it
-cannot take this module's place (docs/decisions.md); tests compare the two where they must agree (`dense`).
+cannot take this module's place (docs/decisions/0036-flops-counted.md); tests compare the two where they must agree (`dense`).
 """
 
 from __future__ import annotations
