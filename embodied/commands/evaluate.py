@@ -103,8 +103,8 @@ def _other(against: str, subject: Subject, protocol: Protocol, runs_dir: Path) -
         found = read_folder(folder)
         if not found.identity.protocol.same_episodes(protocol):
             raise UserError(
-                f"{folder} is an evaluation by another protocol ({found.identity.protocol.line()}) than the requested one "
-                f"({protocol.line()}): ask for the same, or name its run or checkpoint with --against"
+                f"{folder} is an evaluation by another protocol ({found.identity.protocol.line()}) than the requested "
+                f"one ({protocol.line()}): ask for the same, or name its run or checkpoint with --against"
             )
         return found
     named = None

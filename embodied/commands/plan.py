@@ -57,7 +57,8 @@ def run(args: Arguments) -> dict[str, Any]:
 def plan_command(config: Config, profile: Path, cluster: str, out: Path) -> dict[str, Any]:
     """The run's best plan for a cluster, why, what each mode would cost, and the predicted timeline.
 
-    `plan.mode` restricts it to one mode. For several tasks the result has the gain of rolling them out at the same time, too.
+    `plan.mode` restricts it to one mode. For several tasks the result also has the gain of rolling
+    them out at the same time.
     """
     target, workflow = read_cluster(cluster, config.policy.device), sized_workflow(config)
     # Another cluster has other hardware than this machine: its profile is the user's choice.

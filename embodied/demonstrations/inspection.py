@@ -714,8 +714,8 @@ def _check_instructions(sources: Sequence[Source], environment: Environment) -> 
     empty = any(not text.strip() for text in instructions)
     if empty:
         yield Finding(
-            f"{where}: some episodes have no instruction, and the policy reads it: it never gets "
-            "one that leads to what it learns from them. Leave them out (sft.episodes), or write it into the dataset's tasks"
+            f"{where}: some episodes have no instruction, and the policy reads it: none "
+            "leads to what it learns from them. Leave them out (sft.episodes), or write it into the dataset's tasks"
         )
     if instructions and environment.instruction not in instructions:
         some = ", ".join(shown(text) for text in sorted(instructions)[:SHOWN])

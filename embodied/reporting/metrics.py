@@ -38,7 +38,7 @@ class MetricsError(UserError):
 class MetricsWriter:
     """Appends rows to a run's record. A row that `write` has returned from survives the process's death.
 
-    Where a row cannot be written, as on a full disk, that is reported once and the run continues: the row is kept in memory
+    A row that cannot be written, as on a full disk, is reported once, and the run continues: the row is kept in memory
     and written before the next one. TensorBoard's files, which repeat the record, then end.
     """
 

@@ -124,8 +124,8 @@ def learn_success(labelled: Labelled, settings: ClassifierTraining) -> tuple[Suc
 
 
 def measure(classifier: SuccessClassifier, labelled: Labelled, rows: Index) -> dict[str, float]:
-    """On the rows: the share of positive and of negative frames that are classified as such, the mean of both, and how often
-    a positive frame is judged higher than a negative one (the area under the ROC curve)."""
+    """Accuracy on the rows: shares of positive and negative frames that are classified as such, their mean, and the
+    area under the ROC curve."""
     pieces = [rows[i : i + MEASURED] for i in range(0, len(rows), MEASURED)]
     probabilities = torch.cat([classifier.probability(*labelled.inputs(piece)) for piece in pieces]).numpy()
     positive = labelled.positive[rows]

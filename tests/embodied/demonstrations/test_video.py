@@ -135,7 +135,7 @@ def test_times_that_drift_are_read_where_time_and_count_agree(jitter: float) -> 
     off = np.random.default_rng(0).uniform(-jitter, jitter, 20)
     match = match_frames(table(TIMES), TIMES + off, EPISODES, 10)
     assert match.numbers.tolist() == list(range(20)) and match.odd is not None and "larger tolerance_s" in match.odd
-    assert f"up to {np.abs(off).max():.4f} s" in match.said
+    assert f"up to {np.abs(off).max():.4f} s" in match.extent
 
 
 def test_times_that_drift_by_more_than_a_frame_are_refused() -> None:
@@ -146,7 +146,7 @@ def test_times_that_drift_by_more_than_a_frame_are_refused() -> None:
 def test_a_file_with_more_frames_than_rows_is_read_by_time() -> None:
     match = match_frames(table(np.arange(30) / 10), TIMES + 0.3, EPISODES, 10)
     assert match.numbers.tolist() == list(range(3, 23))
-    assert match.odd is not None and match.said == "the file has 30 frames, and 20 rows refer to it"
+    assert match.odd is not None and match.extent == "the file has 30 frames, and 20 rows refer to it"
     assert match_frames(table(np.arange(30) / 10), TIMES + 0.32, EPISODES, 10).numbers[0] == 3
     with pytest.raises(DatasetError, match=r"0.40 of a frame"):
         match_frames(table(np.arange(30) / 10), TIMES + 0.34, EPISODES, 10)
@@ -167,7 +167,7 @@ def test_rows_that_would_share_a_frame_are_refused() -> None:
 def test_a_file_that_begins_late_as_a_whole_is_read_from_its_first_frame() -> None:
     match = match_frames(table(TIMES + 0.15), TIMES, EPISODES, 10)
     assert match.numbers.tolist() == list(range(20))
-    assert match.odd == "the first frame is taken for time 0" and match.said == "is shown at 0.1500 s"
+    assert match.odd == "the first frame is taken for time 0" and match.extent == "is shown at 0.1500 s"
     # Not where another episode begins elsewhere, or the file has other frames.
     with pytest.raises(DatasetError, match=r"episode 3 are up to 0.1500 s"):
         match_frames(table(np.sort(late(4, 0.6) + 0.15)), TIMES, EPISODES, 10)
