@@ -77,7 +77,7 @@ def differing(outcome: Tensor, group: Tensor, size: int) -> Tensor:
 
 
 def overlong_penalty(length: Tensor, longest: int, margin: int) -> Tensor:
-    """What is added to each episode's outcome [N], in [-1, 0] (DAPO's soft overlong punishment: eq. 13).
+    """Addition to each episode's outcome [N], in [-1, 0] (DAPO's soft overlong punishment: eq. 13).
 
     `length` [N] int64, `longest` and `margin` in one unit (env steps, say): 0 up to `longest - margin`, then
     falling linearly to -1 at `longest`, and -1 beyond. Raises ValueError unless 0 < margin <= longest.

@@ -22,7 +22,7 @@ from sim_farm.contract import Gripper, Orientation
 HERE = Path(__file__).parent.parent
 """In the source tree `configs` and `assets` are links in this folder, so that an installed package has copies."""
 LARGEST = 2**31 - 1
-"""Of the whole numbers in a configuration."""
+"""Limit of whole numbers in a configuration."""
 LARGEST_INDEX = 99_999
 """The largest number that a range may name."""
 
@@ -130,7 +130,7 @@ class EnvConfig(Section):
     max_episode_steps: Annotated[int, Field(ge=1)] | None = None
     """Env steps after which an episode is truncated; None is the task's own limit."""
     cameras: Annotated[int, Field(ge=0)] | tuple[str, ...] = 0
-    """How many of the task's cameras the policy sees, or their names."""
+    """Number of the task's cameras that the policy sees, or their names."""
     image_size: Annotated[int, Field(ge=16, le=1024)] = 128
     """Height and width of a frame in pixels."""
     settle_steps: Annotated[int, Field(ge=0)] = 0
@@ -141,7 +141,7 @@ class EnvConfig(Section):
     start_seeds: Annotated[int, Field(ge=0)] = 0
     """Training episodes begin from one of so many seeds, the same in every run; 0: each from a seed of its own."""
     orientation: Orientation = "upright"
-    """Of frames: `upright`; `stock`, as the simulator returns them; `rotated`, that turned by 180 degrees."""
+    """Orientation of frames: `upright`; `stock`, as the simulator returns them; `rotated`, by 180 degrees from that."""
     gripper: Gripper = "simulator"
     """The last action element: the `simulator`'s own, its sign (`binary`), or 1 opens and 0 closes (`inverted`)."""
     num_envs: Annotated[int, Field(ge=1, le=65536)] = 16
@@ -173,7 +173,7 @@ class PolicyConfig(Section):
     kind: str = "gaussian_mlp"
     """One of the policies of the `policies` package."""
     reads: tuple[Literal["state", "proprio", "images", "instruction", "episode"], ...] = ("state",)
-    """What the policy sees: the simulator's full state, or proprioception, camera frames and the instruction.
+    """Observations of the policy: the simulator's full state, or proprioception, camera frames and the instruction.
     `episode` is for policies that replay recorded episodes."""
     chunk: Annotated[int, Field(ge=1)] = 1
     """Actions per decision, executed open loop."""
@@ -183,7 +183,7 @@ class PolicyConfig(Section):
     options: dict[str, Any] = {}
     """Arguments of the policy's own architecture (docs/adding-a-policy.md)."""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$")] = "auto"
-    """Where policy worker, learner and evaluator compute: `cpu`, `cuda`, `cuda:1`; `auto`: the first GPU, if any. A
+    """Device of policy worker, learner and evaluator: `cpu`, `cuda`, `cuda:1`; `auto`: the first GPU, if any. A
     plan may give policy worker and learner others, unless one is named by its number; with `cpu`, processes on the CPU
     stand in for the accelerators of a plan file."""
     replicas: Annotated[int, Field(ge=1)] = 1
@@ -236,26 +236,26 @@ class AdvantageConfig(Section):
     lam: Annotated[float, Field(ge=0, le=1)] = 0.95
     """Lambda of the generalised advantage."""
     credit: Literal["chunk", "action"] = "chunk"
-    """What has an advantage, and gamma and lam a step, of its own: a decision, or each of its actions, which takes a
-    policy with a value for each and a loss.ratio_unit of no more than an action."""
+    """Unit of an advantage, and of a step of gamma and lam: a decision, or each of its actions, which takes a policy
+    with a value for each and a loss.ratio_unit of no more than an action."""
     bootstrap: Literal["truncated", "always"] = "truncated"
     """`always` also bootstraps the value where the task itself ended the episode."""
     normalise: Literal["task", "run", "none"] = "task"
-    """What generalised advantages are normalised over: an iteration's decisions of each task by itself, or of all
+    """Set over which generalised advantages are normalised: an iteration's decisions of each task by itself, or of all
     tasks of the run; `none` leaves them as they are."""
     normalise_returns: bool = False
     """Let the critic speak in deviations of returns (their mean and deviation, mostly of the last ten iterations), so
     that value_lr and value_coef mean the same whatever the size of rewards."""
     outcome: Literal["success", "return"] = "success"
-    """What an episode of an episode group is judged by: 1 where it was solved, or its return."""
+    """Outcome of an episode in an episode group: 1 if it was solved, or its return."""
     scale: Literal["group", "batch", "none"] = "group"
-    """What advantages of episodes are divided by: their episode group's deviation, the batch's, or nothing
+    """Divisor of episodes' advantages: their episode group's deviation, the batch's, or nothing
     (Dr.GRPO)."""
     overlong_margin: Annotated[int, Field(ge=1)] | None = None
     """Env steps before an episode's limit (env.max_episode_steps) over which its outcome falls by up to 1 (DAPO's soft
     overlong punishment); None: length does not count."""
     baseline: Literal["none", "group"] = "none"
-    """What is taken off an episode's outcome (reinforce): nothing, or its episode group's mean."""
+    """Baseline that is subtracted from an episode's outcome (reinforce): none, or its episode group's mean."""
     reward_kl: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the KL divergence to the frozen reference policy that is taken off each decision's reward
     (reinforce_reference)."""
@@ -272,9 +272,9 @@ class LossConfig(Section):
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     """Bound of the loss for negative advantages; off unless set (3 is usual)."""
     ratio_unit: Literal["chunk", "action", "element"] = "chunk"
-    """What a ratio is taken over: a whole chunk, one action of it, or one number of it."""
+    """Unit of a probability ratio: a whole chunk, one action of it, or one number of it."""
     weight: Literal["decision", "episode"] = "decision"
-    """What counts alike in the loss (grpo): every decision, or every episode whatever its length."""
+    """Unit of equal weight in the loss (grpo): every decision, or every episode whatever its length."""
     value_clip: Annotated[float, Field(gt=0)] | None = 0.2
     """Clip range of the value prediction; None does not clip."""
     value_coef: float = 0.5
@@ -285,7 +285,7 @@ class LossConfig(Section):
     """Let the weight of the entropy bonus rise while the mean entropy is below this, in nats for each of what
     `ratio_unit` names, and fall while it is above; it begins as `entropy_coef`."""
     contrast_scale: Annotated[float, Field(gt=0)] = 1.0
-    """How far beyond the present velocity the two that are contrasted lie, in its change (stepnft)."""
+    """Distance of the two contrasted velocities from the present one, in units of its change (stepnft)."""
     contrast_drift: Annotated[float, Field(ge=0)] = 1e-4
     """Weight of the velocity's squared change since the rollout (stepnft)."""
     reference_kl: Annotated[float, Field(ge=0)] = 0.0
@@ -333,12 +333,12 @@ class OptimConfig(Section):
     """Learner processes that share every minibatch; a plan has its own number. `inline`, which is one process, has one
     rank, and computes what several do."""
     sharding: Literal["auto", "whole", "sharded"] = "auto"
-    """What each of several ranks holds: the `whole` policy, or a shard of its parameters, gradients and optimiser
-    state (FSDP2). `auto`: the whole where only adapters are trained or the CPU computes, else shards."""
+    """Part of the policy on each of several ranks: the `whole` policy, or a shard of its parameters, gradients and
+    optimiser state (FSDP2). `auto`: the whole where only adapters are trained or the CPU computes, else shards."""
 
 
 class RewardConfig(Section):
-    """What judges decisions in the simulator's stead, where the workflow has a reward worker (ppo_reward): a function
+    """Reward in place of the simulator's, if the workflow has a reward worker (ppo_reward): a function
     or a classifier. See docs/workflows.md."""
 
     function: str | None = None
@@ -414,7 +414,7 @@ class EvalConfig(Section):
     greedy: bool | None = None
     """Take the policy's mode, or sample; None: as the protocol says, or greedy."""
     instruction: Annotated[str, Field(min_length=1)] | None = None
-    """What the policy is told in place of each task's own instruction: another wording, or another task's, to see
+    """Instruction of the policy in place of each task's own: another wording, or another task's, to see
     whether it reads."""
     num_envs: Annotated[int, Field(ge=1)] | None = None
     """Environments that run side by side; None takes the training's."""
@@ -474,7 +474,7 @@ class Config(Section):
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Everything random in the run is a function of it."""
     workflow: str = "ppo"
-    """What flows: `ppo`, `grpo`, `reinforce`, each with a frozen reference policy (`ppo_reference`, ...), `ppo` with a
+    """The workflow: `ppo`, `grpo`, `reinforce`, also with a frozen reference policy (`ppo_reference`, ...), `ppo` with a
     reward judged from frames (`ppo_reward`), or one of your own as `package.module:NAME` (docs/workflows.md)."""
     iterations: Annotated[int, Field(ge=1)] = 100
     """Rollout and update, so many times."""

@@ -163,7 +163,7 @@ class Facts:
     held_out: tuple[int, ...]
     copies: int
     rows: int
-    """Of the episodes that are used."""
+    """Rows of the episodes that are used."""
     solved: int | None
     """Number of used episodes that were solved; None: the dataset does not say."""
     share: float

@@ -91,7 +91,7 @@ class Assignment:
         return tuple(replica for replica, host in enumerate(self.hosts) if host is None)
 
     def first_of(self, component: str) -> Affinity:
-        """Where the component's first instance computes."""
+        """Affinity of the component's first instance."""
         return self.components[component][0]
 
 
@@ -210,8 +210,8 @@ def _farm_of(
     devices: tuple[RenderDevice, ...],
     nodes: Mapping[str, str],
 ) -> FarmAssignment:
-    """Where the plan has the simulators of one task. Where there is no GPU to choose from (`policy.device` is the CPU:
-    a plan for a larger machine, tried out here) workers draw on `devices`, also those on accelerators."""
+    """Assignment of one task's simulators by the plan. Without a GPU to choose from (`policy.device` is the CPU: a
+    plan for a larger machine, tried out here) workers draw on `devices`, also those on accelerators."""
     physics = _of(rolling, name_in_task("physics", number))
     render = name_in_task("render", number)
     drawing = next((p for p in rolling.placements if render in p.components), physics)

@@ -51,7 +51,7 @@ class RolloutRole(Protocol):
     """Holds the farm. A rollout_worker that acts by itself is `PolicyRole` too."""
 
     makes: ClassVar[frozenset[str]]
-    """What an edge from here may carry."""
+    """Data of edges from the rollout worker."""
 
     def use(self, memory: TrajectoryMemory) -> None: ...
 
@@ -79,7 +79,7 @@ class ScorerRole(Protocol):
     """Adds to trajectories that pass through."""
 
     takes: ClassVar[frozenset[str]]
-    """What an edge to here may carry."""
+    """Data of edges to the learner."""
     makes: ClassVar[frozenset[str]]
 
     def receive(self, batch: Trajectories, iteration: int) -> float:

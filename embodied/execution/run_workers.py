@@ -93,12 +93,12 @@ class RunWorkers:
 
     @property
     def weights_path(self) -> str:
-        """How weights travel from the learner to the policy workers."""
+        """Transport of weights from the learner to the policy workers, in words."""
         return self.weight_sync.path
 
     @property
     def trajectories_path(self) -> str:
-        """How trajectories travel from the rollout worker to the learner."""
+        """Transport of trajectories from the rollout worker to the learner, in words."""
         return self.delivery.path
 
     # --- checkpoints

@@ -47,7 +47,7 @@ from policies.contract import Policy
 
 @dataclass(frozen=True)
 class CollectStatistics:
-    """What was collected of a part of an iteration's trajectories."""
+    """Counts of a collected part of an iteration's trajectories."""
 
     rows: int
     """Number of decisions to learn from."""
@@ -71,7 +71,7 @@ class TrainedBytes:
 
 @dataclass
 class _Collected:
-    """What the present iteration has collected."""
+    """Trajectories and rows of the present iteration."""
 
     batches: list[Trajectories] = field(default_factory=list)
     """Parts whose advantages are estimated together."""
@@ -91,7 +91,7 @@ class Learner(WeightsPublisher):
     """Owner of the policy that is trained, and of its optimiser. `collect` each part of a rollout, then `finish`."""
 
     takes: ClassVar[frozenset[str]] = frozenset({"trajectories", "episodes"})
-    """What an edge to here may carry."""
+    """Data of edges to the learner."""
 
     def __init__(
         self,

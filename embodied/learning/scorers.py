@@ -32,7 +32,7 @@ class Scorer:
 
     takes: ClassVar[frozenset[str]] = frozenset({"trajectories", "episodes"})
     makes: ClassVar[frozenset[str]] = takes
-    """What edges to and from a scorer may carry: whole rollouts, or parts of whole episodes."""
+    """Data of edges to and from a scorer: whole rollouts, or parts of whole episodes."""
     adds: ClassVar[frozenset[str]] = frozenset()
     """Fields of `Trajectories` that are None before it, and filled after."""
 

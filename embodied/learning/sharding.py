@@ -99,7 +99,7 @@ class ShardedPolicy(ReplicatedPolicy):
                 parameter.grad = None
 
     def micro_batches(self, minibatch: Tensor, size: int, synchronise: bool = True) -> Iterator[tuple[Tensor, bool]]:
-        """As of `ReplicatedPolicy`; all ranks make equally many passes, and the last one sums the gradients."""
+        """See `ReplicatedPolicy`; all ranks make equally many passes, and the last one sums the gradients."""
         root, share = self.policy, self.ranks.share(minibatch)
         assert isinstance(root, FSDPModule)
         counted = list(share.split(size)) if len(share) else []
@@ -131,7 +131,7 @@ class ShardedPolicy(ReplicatedPolicy):
     def stage(
         self, root: Path, state: checkpoint.RunState, optimizer: torch.optim.Optimizer, environments: checkpoint.Arrays
     ) -> Callable[[], None]:
-        """As of `ReplicatedPolicy`; every rank writes its shards of the optimiser's tensors, rank 0 also the policy, in
+        """See `ReplicatedPolicy`; every rank writes its shards of the optimiser's tensors, rank 0 also the policy, in
         the format of one rank. Where a rank cannot reach the folder, rank 0 writes everything.
         """
         whole, shards = self._whole(), self._optimizer_shards(optimizer)

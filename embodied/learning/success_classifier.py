@@ -37,7 +37,7 @@ class Looks:
     cameras: tuple[str, ...]
     image_size: int
     orientation: str
-    """As `env.orientation`."""
+    """Orientation of the frames, one of `env.orientation`."""
 
 
 class _Description(BaseModel):

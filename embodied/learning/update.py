@@ -71,7 +71,7 @@ class LossFunction:
 
     settings: LossConfig
     credit: Credit = "chunk"
-    """What has a value and an advantage: a whole chunk, or each of its actions."""
+    """Unit that has a value and an advantage: a whole chunk, or each of its actions."""
     critic: bool = True
     """The value head is trained too."""
     objective: Objective = ratio
@@ -217,7 +217,7 @@ def _places(mask: Tensor, device: torch.device) -> tuple[Tensor, ...]:
 
 @dataclass
 class UpdateStatistics:
-    """What an update measured."""
+    """Measurements of an update."""
 
     sums: LossSums = field(default_factory=LossSums)
     grad_norms: list[float] = field(default_factory=list)

@@ -89,7 +89,7 @@ def _kind(tensor: Tensor) -> str:
 
 
 class Transport(Enum):
-    """What carries weights from the learner to a policy worker."""
+    """Transport of weights from the learner to a policy worker."""
 
     REFERENCE = "by reference"
     SHARED_MEMORY = "shared memory"
@@ -310,7 +310,7 @@ class WeightSync:
 
     @property
     def path(self) -> str:
-        """How weights travel, in words."""
+        """Transports of the weights, in words."""
         same = "the same policy"
         if not self.transports:
             return same

@@ -92,7 +92,7 @@ class Probed:
         return roles_of(self.workflow)
 
     def alone(self, accelerated: bool) -> list[tuple[Measured, int]]:
-        """Where components took turns, and the devices that each of them had."""
+        """Plans in which components took turns, and the devices that each of them had."""
         names = {"all cores": self.cores, "all cores, half": self.cores}
         if accelerated:
             names = dict.fromkeys(names, 1)
@@ -350,7 +350,7 @@ def _variation(probed: Probed, kind: str) -> float:
 
 
 def _beside_factor(probed: Probed, seconds: Callable[[Iteration], float]) -> float:
-    """How much longer a component of the loop takes for one item while other cores, or those beside the GPU, are
+    """Factor by which a component of the loop takes longer for one item while other cores, or those beside the GPU, are
     busy."""
     taken = probed.taken
     if probed.accelerated:

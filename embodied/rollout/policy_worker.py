@@ -160,7 +160,7 @@ class PolicyReplica(ActingPolicy):
         return Message(Reply(values, self.version, time.monotonic_ns() - begin_ns))
 
     def unload(self, spill: Path) -> Switch:
-        """As a policy worker does; each replica has a file of its own."""
+        """Unload as a policy worker does; each replica has a file of its own."""
         return super().unload(spill.with_stem(f"{spill.stem}-{self.rank}"))
 
     def _load(self, state: Mapping[str, Tensor]) -> None:

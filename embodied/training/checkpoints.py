@@ -41,7 +41,7 @@ RECENT = 100
 
 @dataclass
 class Position:
-    """Where a run is between two iterations: everything but weights and environments."""
+    """Position of a run between two iterations: everything but weights and environments."""
 
     iteration: int = 0
     env_steps: int = 0
@@ -118,7 +118,7 @@ class RunCheckpoints:
     _cost_s: float = 0.0
     """Seconds that the last complete one took."""
     _in_flight: tuple[Path, int] | None = None
-    """Where the one that is being written will be, and its iteration."""
+    """Folder and iteration of the checkpoint that is being written."""
     _unwritten: Unwritten = field(default_factory=Unwritten)
 
     def begin(self, workers: OnPolicy, iteration: int) -> None:

@@ -108,7 +108,7 @@ def _shares(summary: RolloutSummary, update_s: float, wall_s: float) -> dict[str
 PATIENCE = 5
 """Iterations in a row for which success must be below what it was."""
 EXPLAINS = ("approx_kl", "clip_fraction", "entropy", "grad_norm", "explained_variance")
-"""Metrics of the learner that are told beside it."""
+"""Metrics of the learner that a warning of fallen success shows."""
 
 
 @dataclass

@@ -93,7 +93,7 @@ class FrameCounts:
 
 @dataclass(frozen=True)
 class MemoryAddress:
-    """How another process of this machine maps a memory."""
+    """Address of a memory for another process of this machine."""
 
     layout: MemoryLayout
     block: str
