@@ -474,8 +474,8 @@ class Config(Section):
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Everything random in the run is a function of it."""
     workflow: str = "ppo"
-    """The workflow: `ppo`, `grpo`, `reinforce`, also with a frozen reference policy (`ppo_reference`, ...), `ppo` with a
-    reward judged from frames (`ppo_reward`), or one of your own as `package.module:NAME` (docs/workflows.md)."""
+    """The workflow: `ppo`, `grpo`, `reinforce`, each also with a frozen reference policy (`ppo_reference`, ...), `ppo`
+    with a reward judged from frames (`ppo_reward`), or one of your own as `package.module:NAME` (docs/workflows.md)."""
     iterations: Annotated[int, Field(ge=1)] = 100
     """Rollout and update, so many times."""
     stop_at_success: float | None = None
