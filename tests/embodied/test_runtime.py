@@ -380,6 +380,14 @@ def test_training_in_which_a_physics_worker_is_lost_equals_training_without_a_lo
 # --- the neighbours
 
 
+def connections(process: psutil.Process) -> list[Any]:
+    """The process's sockets; none of a process that has ended meanwhile."""
+    try:
+        return process.net_connections("inet")
+    except psutil.NoSuchProcess:
+        return []
+
+
 def test_every_listening_socket_is_bound_to_loopback(cluster: RayRuntime) -> None:
     assert len(cluster.farm_host(2, 0).pids()) == 2
     everyone = [psutil.Process(), *psutil.Process().children(recursive=True)]
@@ -388,7 +396,7 @@ def test_every_listening_socket_is_bound_to_loopback(cluster: RayRuntime) -> Non
     listening = [
         (process.name(), connection.laddr.ip, connection.laddr.port)
         for process in everyone
-        for connection in process.net_connections("inet")
+        for connection in connections(process)
         if connection.status == psutil.CONN_LISTEN
     ]
     assert listening, "Ray listens to nothing: this test looks at the wrong processes"
