@@ -74,7 +74,7 @@ def test_a_protocol_reads_back_equal_and_a_changed_one_is_refused() -> None:
     assert from_data(data) == protocol
     assert "instruction" not in data, "hashes of evaluations made before protocols had one would be others"
     told = replace(protocol, instruction="wave")
-    assert from_data(as_data(told)) == told and "told 'wave'" in told.line()
+    assert from_data(as_data(told)) == told and "instruction 'wave'" in told.line()
     with pytest.raises(UserError, match="changed"):
         from_data({**data, "trials": 3})
 
@@ -173,7 +173,7 @@ def test_what_a_policy_sees_and_how_often_it_decides_belongs_to_the_protocol() -
     base = of(2, 5)
     assert of(("agentview", "robot0_eye_in_hand"), 5) == base, "counted and named cameras are the same"
     assert len({base.sha256, of(1, 5).sha256, of(2, 10).sha256}) == 3
-    assert "every 10 env steps (published: 5)" in of(2, 10).line()
+    assert "action chunks of 10 env steps (published: 5)" in of(2, 10).line()
     assert "cameras agentview (published: agentview, robot0_eye_in_hand)" in of(1, 5).line()
     assert "published" not in of(1, 8, "simplevla-rl").line() and "published" not in of(2, 50, "lerobot").line()
     assert of(3, 5).cameras == 3, "a camera that a policy sees is left out"

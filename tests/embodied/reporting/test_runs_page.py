@@ -98,7 +98,7 @@ def test_an_evaluation_by_another_protocol_is_not_pooled(folders: list[Path], tm
     first, _ = write_runs_page(folders, tmp_path / "page.html")["groups"]
     assert first["success_rates"] == [0.9]
     page = Page((tmp_path / "page.html").read_text())
-    assert page.says("1 evaluations by another protocol") and page.says("told wave")
+    assert page.says("1 evaluations by another protocol") and page.says("instruction wave")
 
 
 def test_a_run_without_an_iteration_is_named(folders: list[Path], tmp_path: Path) -> None:
