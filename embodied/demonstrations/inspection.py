@@ -714,7 +714,7 @@ def _check_instructions(sources: Sequence[Source], environment: Environment) -> 
     empty = any(not text.strip() for text in instructions)
     if empty:
         yield Finding(
-            f"{where}: some episodes have no instruction, and the policy reads it: none "
+            f"{where}: some episodes have no instruction, and the policy reads it: no instruction "
             "leads to what it learns from them. Leave them out (sft.episodes), or write it into the dataset's tasks"
         )
     if instructions and environment.instruction not in instructions:

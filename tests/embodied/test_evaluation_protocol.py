@@ -73,8 +73,8 @@ def test_a_protocol_reads_back_equal_and_a_changed_one_is_refused() -> None:
     data = as_data(protocol)
     assert from_data(data) == protocol
     assert "instruction" not in data, "hashes of evaluations made before protocols had one would be others"
-    other = replace(protocol, instruction="wave")
-    assert from_data(as_data(other)) == other and "instruction 'wave'" in other.line()
+    told = replace(protocol, instruction="wave")
+    assert from_data(as_data(told)) == told and "instruction 'wave'" in told.line()
     with pytest.raises(UserError, match="changed"):
         from_data({**data, "trials": 3})
 
