@@ -216,7 +216,7 @@ class RolloutConfig(Section):
     episodes_per_env: Annotated[int, Field(ge=1)] = 1
     """Episodes of each environment per iteration, where a rollout is of whole episodes (grpo)."""
     max_episodes_per_env: Annotated[int, Field(ge=1)] | None = None
-    """Roll out up to so many episodes of each environment until as many episode groups teach something as
+    """Roll out up to so many episodes of each environment until as many episode groups are informative as
     `episodes_per_env` yields (DAPO's dynamic sampling)."""
     curriculum: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of training episodes whose start (of env.init_states or env.start_seeds) is drawn in proportion to
@@ -507,7 +507,7 @@ class Config(Section):
         return {key: name for key, name in found if name is not None and ":" in name}
 
 
-# --- Settings that name code, `package.module:NAME`: whoever writes them has the run execute what he likes.
+# --- settings that name code, `package.module:NAME`: their author decides what the run executes
 
 
 KEYS = ("workflow", "reward.function")

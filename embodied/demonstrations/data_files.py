@@ -333,10 +333,10 @@ class Pictures:
             offsets = np.frombuffer(held.buffers()[1], kind)[held.offset : held.offset + len(held) + 1].astype(np.int64)
             data = memoryview(held.buffers()[2] or b"")[int(offsets[0]) : int(offsets[-1])]
             return data, np.diff(offsets)
-        told, names = ([None] * len(array) if part is None else part.to_pylist() for part in (held, paths))
+        bytes_of, names = ([None] * len(array) if part is None else part.to_pylist() for part in (held, paths))
         pictures = [
             self._beside(path, name) if encoded is None else encoded
-            for encoded, name in zip(told, names, strict=True)
+            for encoded, name in zip(bytes_of, names, strict=True)
         ]
         return memoryview(b"".join(pictures)), np.array([len(picture) for picture in pictures], np.int64)
 

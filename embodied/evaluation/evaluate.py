@@ -343,7 +343,7 @@ def _simulated(subject: Subject, protocol: Protocol, task: str) -> TaskSpec:
 
 
 def _show_in_run(folder: Path, subject: Subject) -> None:
-    """The run's page shows the newest evaluation, and no film of an older one. One that was told another instruction
+    """The run's page shows the newest evaluation, and no film of an older one. One with another instruction
     than the tasks' own says something else than what the run has reached: it is in its folder alone."""
     run_dir = subject.run_dir
     if run_dir is None or subject.config.eval.instruction is not None:

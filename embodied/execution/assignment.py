@@ -307,9 +307,9 @@ def _check_nodes(plan: Plan, nodes: Mapping[str, str]) -> None:
     named = {node for phase in plan.phases for placement in phase.placements for node in placement.nodes}
     gone = sorted(named - {HOME, *nodes})
     if gone:
-        who = f"nodes {', '.join(gone)} of the plan have" if len(gone) > 1 else f"node {gone[0]} of the plan has"
+        subject = f"nodes {', '.join(gone)} of the plan have" if len(gone) > 1 else f"node {gone[0]} of the plan has"
         raise UserError(
-            f"the {who} left the cluster, or never joined it: bring it there with `ray start --address HOST:PORT "
+            f"the {subject} left the cluster, or never joined it: bring it there with `ray start --address HOST:PORT "
             "--node-name NAME`, or start again with a plan without it"
         )
 

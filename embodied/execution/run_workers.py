@@ -146,7 +146,7 @@ def start_workers(
     check_workflow(recipe)
     if assignment.ahead and assignment.unload:
         raise UserError(
-            "a plan that runs ahead has nobody to unload, since rollout and learner work at the same time: set ahead 0 "
+            "a plan that runs ahead has nothing to unload: rollout and learner work at the same time; set ahead 0 "
             "or unload false"
         )
     specs = run_specs(config, assignment)
@@ -294,7 +294,7 @@ def check_workflow(recipe: Recipe) -> None:
         taken: frozenset[str] = getattr(classes[edge.target], "takes", frozenset())
         if edge.carries not in made & taken:
             raise UserError(
-                f"the workflow {recipe.name} has {edge.source} hand {edge.carries!r} to {edge.target}, and nobody "
+                f"the workflow {recipe.name} has {edge.source} send {edge.carries!r} to {edge.target}, and no worker "
                 f"serves that edge: {edge.source} makes {', '.join(sorted(made)) or 'nothing'}, {edge.target} takes "
                 f"{', '.join(sorted(taken)) or 'nothing'}"
             )

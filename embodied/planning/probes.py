@@ -156,17 +156,17 @@ def drawers_of(config: Config, gpus: Sequence[torch.device]) -> tuple[RenderDevi
     """The devices that a profile of the task measures: software and the first GPU, as far as they draw and
     `farm.devices` leaves them. None where there is nothing to choose: no GPU, or nothing is drawn.
 
-    Raises `UserError` with what each said where none draws.
+    Raises `UserError` with the reason of each if none draws.
     """
     if not gpus or "images" not in config.policy.reads:
         return ()
     wanted: list[RenderDevice] = ["cpu"]
     if config.farm.devices != "cpu":
         wanted.append(gpus[0].index)
-    said = {device: _refusal(config.env.task, device) for device in wanted}
-    found = tuple(device for device, words in said.items() if words is None)
+    reasons = {device: _refusal(config.env.task, device) for device in wanted}
+    found = tuple(device for device, words in reasons.items() if words is None)
     if not found:
-        raise UserError(f"{config.env.task} is drawn on nothing: " + "; ".join(filter(None, said.values())))
+        raise UserError(f"{config.env.task} is drawn on nothing: " + "; ".join(filter(None, reasons.values())))
     return found
 
 

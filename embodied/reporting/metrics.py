@@ -102,8 +102,7 @@ class MetricsWriter:
             )
 
     def sync(self) -> None:
-        """Have the rows on the disk, as far as there is room: before something counts that is said to come after
-        them."""
+        """Have the rows on the disk, as far as there is room: before anything counts that comes after them."""
         with suppress(OSError):
             self._lines.sync()
 

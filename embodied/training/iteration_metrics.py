@@ -140,8 +140,8 @@ class CollapseWatch:
         if self._below < PATIENCE or self._said:
             return None
         self._said = True
-        told = {name: row.get(f"learner/{name}") for name in EXPLAINS}
-        beside = ", ".join(f"{name} {value:.3g}" for name, value in told.items() if value is not None)
+        explaining = {name: row.get(f"learner/{name}") for name in EXPLAINS}
+        beside = ", ".join(f"{name} {value:.3g}" for name, value in explaining.items() if value is not None)
         return (
             f"success has fallen: {recent:.0%} ({low:.0%} to {high:.0%}) of the last {self.episodes} episodes, for "
             f"{PATIENCE} iterations, and {self.best:.0%} ({best_low:.0%} to {best_high:.0%}) at iteration "

@@ -268,12 +268,12 @@ class _Loop:
     def _evaluate(self, progress: Progress, candidate: Candidate) -> None:
         try:
             with progress.paused():
-                said = self.selection.evaluate(candidate)
+                message = self.selection.evaluate(candidate)
         except OSError as error:
             if not is_full(error):
                 raise
-            said = f"iteration {candidate.iteration} is not evaluated: {error}"
-        progress.note(said)
+            message = f"iteration {candidate.iteration} is not evaluated: {error}"
+        progress.note(message)
         self._checkpoints.keep_newest()
 
     def _report_selection(self, progress: Progress, block: bool = False) -> None:
@@ -282,15 +282,15 @@ class _Loop:
         if pending is None:
             return
         try:
-            said = self.selection.finish(block)
+            message = self.selection.finish(block)
         except (BackgroundError, OSError) as error:
             if not (isinstance(error, BackgroundError) or is_full(error)):
                 raise
             self._stop_background(progress, pending, error)
             self._evaluate(progress, pending)
             return
-        if said is not None:
-            progress.note(said)
+        if message is not None:
+            progress.note(message)
             self._checkpoints.keep_newest()
 
     def _stop_background(self, progress: Progress, candidate: Candidate, error: Exception) -> None:

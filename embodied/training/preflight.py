@@ -90,12 +90,12 @@ def check_policy(config: Config) -> None:
     registry.check(kind, architecture)
     for sentence in registry.policy_class(kind).assumed(architecture):
         _say(sentence)
-    for setting, (said, wanted) in registry.policy_class(kind).converts(architecture).items():
+    for setting, (option, wanted) in registry.policy_class(kind).converts(architecture).items():
         for task in tasks_of(config):
             found = getattr(task.env, setting)
             if found != wanted:
                 raise UserError(
-                    f"policy.options.{said}, which converts from env.{setting} {wanted}, and {task.env.task} has "
+                    f"policy.options.{option}, which converts from env.{setting} {wanted}, and {task.env.task} has "
                     f"{found}: set env.{setting} to {wanted}, or leave the policy's entry away and let the environment "
                     "convert"
                 )

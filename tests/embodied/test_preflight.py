@@ -98,7 +98,7 @@ def test_a_workflow_with_an_edge_that_nobody_serves_is_refused_before_ray_is_sta
         replace(edge, carries="opinions") if edge.target == "learner" else edge for edge in RECIPES["ppo"].edges
     )
     monkeypatch.setitem(RECIPES, "ppo", replace(RECIPES["ppo"], edges=edges))
-    assert "nobody serves that edge" in refusal(capsys, "train", "reach")
+    assert "no worker serves that edge" in refusal(capsys, "train", "reach")
 
 
 def test_a_wrong_task_of_the_evaluation_is_refused_before_the_training(capsys: pytest.CaptureFixture[str]) -> None:
