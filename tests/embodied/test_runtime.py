@@ -380,23 +380,23 @@ def test_training_in_which_a_physics_worker_is_lost_equals_training_without_a_lo
 # --- the neighbours
 
 
-def connections(process: psutil.Process) -> list[Any]:
-    """The process's sockets; none of a process that has ended meanwhile."""
+def sockets(process: psutil.Process) -> tuple[str, list[Any]]:
+    """The process's name and its sockets; none of a process that has ended meanwhile."""
     try:
-        return process.net_connections("inet")
+        return process.name(), process.net_connections("inet")
     except psutil.NoSuchProcess:
-        return []
+        return "", []
 
 
 def test_every_listening_socket_is_bound_to_loopback(cluster: RayRuntime) -> None:
     assert len(cluster.farm_host(2, 0).pids()) == 2
-    everyone = [psutil.Process(), *psutil.Process().children(recursive=True)]
-    names = {process.name() for process in everyone}
+    everyone = [sockets(process) for process in (psutil.Process(), *psutil.Process().children(recursive=True))]
+    names = {name for name, _ in everyone}
     assert {"gcs_server", "raylet"} <= names, f"Ray's processes are not among {names}"
     listening = [
-        (process.name(), connection.laddr.ip, connection.laddr.port)
-        for process in everyone
-        for connection in connections(process)
+        (name, connection.laddr.ip, connection.laddr.port)
+        for name, connections in everyone
+        for connection in connections
         if connection.status == psutil.CONN_LISTEN
     ]
     assert listening, "Ray listens to nothing: this test looks at the wrong processes"
