@@ -61,7 +61,6 @@ class RunWorkers:
     weight_sync: WeightSync
     delivery: RowDelivery
     offload: RunOffload
-    farm_deadline_s: float
     spans: SpanRecorder
 
     def begin(self, environments: dict[str, np.ndarray] | None, version: int) -> None:
@@ -202,7 +201,6 @@ def start_workers(
                 farm_deadline_s=farm_deadline_s,
                 traced=config.runtime.trace,
             ),
-            farm_deadline_s=farm_deadline_s,
             spans=spans,
         )
         try:
