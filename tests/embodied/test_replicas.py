@@ -337,7 +337,7 @@ def test_a_lost_replica_is_named_and_nothing_is_left(
             workers.begin(None, 0)
             pids = [process.pid for process in runtime._processes if process.pid]
             memories = mapped([os.getpid(), *pids])
-            assert len(memories) >= 4 + len(pids), "slots, bell, trajectories, weights, and the progress of each process"
+            assert len(memories) >= 4 + len(pids), "slots, bell, trajectories, weights, each process's progress"
             os.kill(pid_of(workers.acting, 1), blow)
             workers.iterate(0)
     finally:
