@@ -1,4 +1,4 @@
-"""Advantages without a value function: GRPO, Dr.GRPO, DAPO and REINFORCE++ as pure functions of episodes.
+"""Estimators: from trajectories to rows with advantages (GAE, GRPO, Dr.GRPO, DAPO, REINFORCE++). Pure functions.
 
 N episodes, each of one episode group: episodes of the same task and initial state. Episode groups are named by ids,
 never by position, so that a lost or added episode does not shift the others. Every function takes the whole batch (all

@@ -1,7 +1,7 @@
 """The learner: updates the policy from trajectories.
 
-    collect     a part of the rollout: estimate advantages, keep the decisions to learn from as rows
-    finish      update the policy on the rows of all parts (`update`)
+    collect     take a part of the rollout; estimate its advantages, if its episode groups suffice for that
+    finish      estimate what needs all parts (GAE), then update the policy on the rows (`update`)
 
 Rows that are masked, or that carry no gradient, never reach the policy. Where the update is one optimiser step over all
 rows, its gradient is a sum over parts, and each part's is added up when it is collected.

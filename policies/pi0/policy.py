@@ -1,4 +1,7 @@
-"""Flow-noise: how far a drawn step of the integration is moved, which the policy learns."""
+"""pi0 and pi0.5 as a policy: a chunk is the end of an integration, of which steps are drawn and scored.
+
+Flow-noise, the learned deviation of a drawn step, is a small network of its own.
+"""
 
 from __future__ import annotations
 
@@ -63,8 +66,7 @@ class NoiseNet(nn.Module):
         return self.low + (self.high - self.low) * (u + 1) / 2
 
 
-# --- pi0 and pi0.5 as a policy: a chunk is the end of an integration, of which steps are drawn and scored.
-
+# --- the policy
 
 SLOTS = 3
 """Images that every checkpoint was trained with. Those of absent cameras nothing sees: they are not computed."""
