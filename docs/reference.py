@@ -30,7 +30,7 @@ FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parent
 PACKAGES = ("embodied", "sim_farm", "policies", "schedulers")
 MODULES = "<!-- modules: written by docs/reference.py -->"
-"""What follows in docs/architecture.md is generated."""
+"""Marker in docs/architecture.md: the text after it is generated."""
 NOTE = "<!-- Written by docs/reference.py: change the source, then run `make docs`. -->"
 CLI = """
 `embodied VERB --help` says the same. Verbs that take CONFIG or RUN take every [setting](settings.md) as an option

@@ -26,7 +26,7 @@ CONFIG = Config.model_validate(
         "runtime": {"mode": "inline"},  # "ray", the default, gives every worker a process of its own
     }
 )
-"""What differs from the defaults (docs/settings.md). `embodied.load_config("reach")` reads a shipped configuration."""
+"""Settings that differ from the defaults (docs/settings.md). `embodied.load_config("reach")` reads a shipped file."""
 
 
 def main(config: Config = CONFIG) -> dict[str, Any]:

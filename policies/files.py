@@ -348,15 +348,6 @@ def _check_state(path: Path, state: Any, size: int) -> None:
         raise PolicyError(f"{path} has {size} bytes, and a tensor in it asks for {wanted}")
 
 
-def one_file(folder: Path, pattern: str) -> Path:
-    """The only file that matches. Raises `PolicyError` if there is none, or more than one."""
-    found = sorted(folder.glob(pattern))
-    if len(found) != 1:
-        names = ", ".join(path.name for path in found) or "none"
-        raise PolicyError(f"{folder} must hold one file {pattern}, found: {names}")
-    return found[0]
-
-
 def check_tensors(source: Path, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
     """Raise `PolicyError` unless names and shapes agree."""
     _check_names(source, set(found), set(expected))

@@ -419,7 +419,7 @@ def _split(place: Placement, names: Sequence[str]) -> Iterator[tuple[Placement, 
 
 
 def _first(devices: Sequence[DeviceRange], count: int, last: bool = False) -> tuple[DeviceRange, ...]:
-    """So many of these devices, the first of each range, or the last."""
+    """`count` of these devices, from the first range on; `last`: from the end of each range."""
     result = []
     for part in devices:
         mine = min(part.count, count)

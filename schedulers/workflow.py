@@ -23,7 +23,7 @@ class Component:
 
     name: str
     does: str = ""
-    """What it does, in a few words, for explanations."""
+    """Task of the component in a few words, for explanations."""
     movable: bool = False
     """True if it may be on other nodes than a cluster's head node."""
     task: int = 0
@@ -118,7 +118,7 @@ class Graph:
     later: dict[str, frozenset[str]]
     """Everything after a component, in the loop too."""
     barred: dict[str, frozenset[str]]
-    """Of `later`, everything that begins only when the component is done with all items."""
+    """Part of `later` that begins only when the component is done with all items."""
 
     @cached_property
     def shared(self) -> frozenset[str]:

@@ -28,7 +28,7 @@ from sim_farm.client.farm import Farm
 def replicas_of(config: Config, assignment: Assignment) -> int:
     """Number of policy workers of a run: as the assignment says, and one where everything is in one process."""
     inline = config.runtime.mode == "inline"
-    return 1 if inline else len(assignment.components[recipe_of(config).loop[-1]])
+    return 1 if inline else len(assignment.components[recipe_of(config).policy.name])
 
 
 def hosts_of(config: Config, assignment: Assignment) -> tuple[int | None, ...]:

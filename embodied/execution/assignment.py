@@ -105,8 +105,8 @@ def configured(config: Config, cores: tuple[int, ...], nodes: Mapping[str, str] 
     placed: dict[str, tuple[Affinity, ...]] = {component.name: (shared,) for component in recipe.after_rollout}
     # One process cannot be several ranks of torch's process groups, and one rank computes what several do.
     ranks = 1 if config.runtime.mode == "inline" else config.optim.ranks
-    placed[recipe.after_rollout[-1].name] = _on_gpus(config, shared, ranks)
-    placed[recipe.loop[-1]] = _on_gpus(config, Affinity(), config.policy.replicas)
+    placed[recipe.learner.name] = _on_gpus(config, shared, ranks)
+    placed[recipe.policy.name] = _on_gpus(config, Affinity(), config.policy.replicas)
     farm = _configured_farm(config, cores, nodes or {})
     return Assignment(
         mode="configured",
@@ -165,7 +165,7 @@ def assign(plan: Plan, config: Config, cores: tuple[int, ...], nodes: Mapping[st
     recipe, nodes = recipe_of(config), nodes or {}
     _check_nodes(plan, nodes)
     rolling = _phase(plan, recipe.loop[0])
-    rollout_worker, learner = recipe.loop[-1], recipe.after_rollout[-1].name
+    rollout_worker, learner = recipe.policy.name, recipe.learner.name
     placements = {rollout_worker: _of(rolling, rollout_worker)}
     placements |= {c.name: _of(_phase(plan, c.name), c.name) for c in recipe.after_rollout}
     for name in placements.keys() - {rollout_worker, learner}:

@@ -52,7 +52,7 @@ class OnPolicy(RunWorkers):
 
     def iterate(self, iteration: int, drain: bool = False) -> Iteration:
         """Collect a rollout, update the policy from it, publish its weights. `drain`: no rollout may be ahead after
-        this iteration."""
+        this iteration. The training loop calls `rollout` and `learn` itself: Ctrl-C may interrupt the first alone."""
         begin = time.monotonic_ns()
         summary = self.rollout(iteration)
         metrics, environments = self.learn(iteration, drain)

@@ -22,7 +22,7 @@ from embodied.workflows.recipes import WorkflowComponent, recipe_of
 def ranks_of(config: Config, assignment: Assignment) -> int:
     """Number of ranks of a run's learner: the assignment's, and one where everything is in one process."""
     inline = config.runtime.mode == "inline"
-    return 1 if inline else len(assignment.components[recipe_of(config).after_rollout[-1].name])
+    return 1 if inline else len(assignment.components[recipe_of(config).learner.name])
 
 
 def start_ranks(

@@ -95,11 +95,6 @@ class RunWorkers:
         """Transport of weights from the learner to the policy workers, in words."""
         return self.weight_sync.path
 
-    @property
-    def trajectories_path(self) -> str:
-        """Transport of trajectories from the rollout worker to the learner, in words."""
-        return self.delivery.path
-
     # --- checkpoints
 
     def load(self, folder: Path) -> None:
@@ -155,13 +150,13 @@ def start_workers(
     rows = partial(frame_rows, config, assignment.ahead)
     with session.farm(specs, assignment.farms, rows) as farm:
         base = _context(config, run_dir, farm, assignment)
-        learner = start_ranks(session, recipe.after_rollout[-1], base, assignment)
+        learner = start_ranks(session, recipe.learner, base, assignment)
         # Ranks that hold shards have no policy to share with workers in their processes.
         whole = learner.size == 1 or all(learner.call_all(LearnerRole.shares_policy))
         assignment = replace(assignment, hosts=hosts_of(config, assignment if whole else replace(assignment, hosts=())))
-        acting = start_policy_workers(recipe.component(recipe.loop[-1]), base, session, assignment, farm, learner)
+        acting = start_policy_workers(recipe.policy, base, session, assignment, farm, learner)
         scorers = _start_scorers(session, base, assignment, learner, whole)
-        rollout_worker: WorkerGroup[Any] = acting.loop or acting.workers
+        rollout_worker = acting.rollout_worker
         farm_deadline_s = session.runtime.deadline.inner().seconds
         layout = acting.workers.call_one(0, PolicyRole.layout)
         delivery = start_delivery(session, assignment, rollout_worker, learner, farm)
@@ -245,7 +240,7 @@ def _context(config: Config, run_dir: Path, farm: Farm, assignment: Assignment) 
         config,
         sizes,
         run_dir,
-        assignment.first_of(recipe_of(config).after_rollout[-1].name),
+        assignment.first_of(recipe_of(config).learner.name),
         seeds=tuple(task.seed for task in tasks),
         rounds=memory_rounds(config, assignment.ahead, farm.infos),
     )
@@ -256,7 +251,7 @@ def _start_scorers(
 ) -> dict[str, WorkerGroup[ScorerRole]]:
     """The workers that trajectories pass through, in this order. `whole`: each rank has the whole policy."""
     found: dict[str, WorkerGroup[ScorerRole]] = {}
-    for scorer in recipe_of(base.config).after_rollout[:-1]:
+    for scorer in recipe_of(base.config).scorers:
         # Beside the learner a scorer uses its weights, which must not be away while trajectories pass.
         leaves = assignment.unload and 0 not in assignment.hosts
         beside = assignment.first_of(scorer.name) == base.affinity and whole and not leaves
@@ -301,7 +296,7 @@ def check_workflow(recipe: Recipe) -> None:
 def processes_here(config: Config, assignment: Assignment) -> int:
     """Number of processes on this machine for the learner's ranks, policy workers and rollout worker."""
     recipe = recipe_of(config)
-    acting = assignment.components[recipe.loop[-1]][: replicas_of(config, assignment)]
-    ranks = assignment.components[recipe.after_rollout[-1].name][: ranks_of(config, assignment)]
+    acting = assignment.components[recipe.policy.name][: replicas_of(config, assignment)]
+    ranks = assignment.components[recipe.learner.name][: ranks_of(config, assignment)]
     own = [place for place, host in zip(acting, hosts_of(config, assignment), strict=True) if host is None]
     return sum(not place.node for place in (*ranks, *own)) + uses_replicas(acting)

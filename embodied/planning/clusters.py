@@ -116,9 +116,9 @@ class ComponentRoles:
 
 def roles_of(workflow: Workflow) -> ComponentRoles:
     """The roles in a workflow whose loops have one rollout worker, and that has one learner."""
-    looping = {name for loop in workflow.loops for name in loop.components}
+    in_loops = {name for loop in workflow.loops for name in loop.components}
     sources = {edge.source for edge in workflow.edges}
-    after = [name for name in workflow.names if name not in looping]
+    after = [name for name in workflow.names if name not in in_loops]
     (learner,) = (name for name in after if name not in sources)
     return ComponentRoles(
         tuple(loop.components[:-1] for loop in workflow.loops),

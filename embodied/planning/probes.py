@@ -82,7 +82,7 @@ def _turns(config: Config, recipe: Recipe, physics: Sequence[int], compute: Sequ
     affinity = Affinity(tuple(compute), len(compute))
     devices = configured_devices(config)
     farm = FarmAssignment(1, tuple(physics), (HERE,) * len(physics), devices=devices)
-    names = (recipe.loop[-1], *(component.name for component in recipe.after_rollout))
+    names = (recipe.policy.name, *(component.name for component in recipe.after_rollout))
     return Assignment(
         "collocated", (farm,) * (1 + len(config.extra_tasks)), dict.fromkeys(names, (affinity,)), hosts=(0,)
     )
@@ -97,13 +97,13 @@ def _drawing_on(like: Assignment, device: RenderDevice, apart: bool = False) -> 
 def _computing_on(like: Assignment, recipe: Recipe, config: Config, gpu: torch.device, cores: int) -> Assignment:
     """The probe with rollout worker, scorers and learner on an accelerator, as `assign` places them."""
     trained = Affinity((), config.optim.threads or cores, str(gpu))
-    components = {**dict.fromkeys(like.components, (trained,)), recipe.loop[-1]: (Affinity(device=str(gpu)),)}
+    components = {**dict.fromkeys(like.components, (trained,)), recipe.policy.name: (Affinity(device=str(gpu)),)}
     return replace(like, components=components)
 
 
 def _sharing(like: Assignment, recipe: Recipe) -> Assignment:
     """Two groups, and a rollout worker that is not pinned."""
-    rollout_worker = recipe.loop[-1]
+    rollout_worker = recipe.policy.name
     free = replace(like.first_of(rollout_worker), cores=(), threads=1)
     return replace(_two_groups(like), components={**like.components, rollout_worker: (free,)})
 
@@ -127,7 +127,7 @@ def _ahead(config: Config, recipe: Recipe, cores: Sequence[int]) -> Assignment:
 
 def _ahead_on(gpu: torch.device, recipe: Recipe, rolling: Assignment) -> Assignment:
     """The rollout one update ahead of what follows it on another GPU."""
-    trained = rolling.first_of(recipe.after_rollout[-1].name)
+    trained = rolling.first_of(recipe.learner.name)
     return _apart(rolling, recipe, replace(trained, device=str(gpu)))
 
 

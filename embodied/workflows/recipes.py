@@ -58,7 +58,7 @@ POLICY = WorkflowComponent(
 )
 LEARNER = WorkflowComponent(
     "learner",
-    "estimates advantages, updates the policy, hands out its weights",
+    "estimates advantages, updates the policy, publishes its weights",
     "embodied.learning.learner:Learner",
 )
 REFERENCE = WorkflowComponent(
@@ -67,7 +67,9 @@ REFERENCE = WorkflowComponent(
     "embodied.learning.scorers:ReferenceWorker",
 )
 REWARD = WorkflowComponent(
-    "reward", "judges frames and instructions in the simulator's stead", "embodied.learning.scorers:RewardWorker"
+    "reward",
+    "computes rewards from frames and instructions, in place of the simulator",
+    "embodied.learning.scorers:RewardWorker",
 )
 
 
@@ -94,6 +96,21 @@ class Recipe:
 
     def loss(self) -> Objective:
         return OBJECTIVES[self.objective] if isinstance(self.objective, str) else self.objective
+
+    @property
+    def policy(self) -> WorkflowComponent:
+        """The component that infers the actions."""
+        return self.component(self.loop[-1])
+
+    @property
+    def learner(self) -> WorkflowComponent:
+        """The component that updates the policy. Raises as `after_rollout` does."""
+        return self.after_rollout[-1]
+
+    @property
+    def scorers(self) -> tuple[WorkflowComponent, ...]:
+        """The components that trajectories pass through on their way to the learner. Raises as `after_rollout` does."""
+        return self.after_rollout[:-1]
 
     def component(self, name: str) -> WorkflowComponent:
         return next(component for component in self.components if component.name == name)

@@ -163,7 +163,7 @@ class SharedLoopsAllocation:
         return bool((free >= 0).all())
 
     def _strain(self, picks: Sequence[int]) -> float:
-        """How slow all loops and servers are, the slowest counting most."""
+        """Measure of the time of all loops and shared components; the slowest counts most."""
         routes = [loop.route for loop in self.model.loops]
         visits = [float(self.options[p].visits[row, picks[p]]) for p, row in self.model.visit_rows]
         times = self.model.by_loop(visits)

@@ -279,15 +279,6 @@ class Farm:
         )
         return task.collect(local)
 
-    def look(self, group: int) -> Observations:
-        """The observations of a collected group, read again, by any process that has attached: without those of ended
-        episodes (`final`), and nothing of the farm changes.
-
-        Raises `GroupError` unless the group is collected. It must not be submitted before they have been used.
-        """
-        task, local = self._local(group)
-        return task.look(local)
-
     def ring_client(self) -> None:
         """Wake the client: what it waits for in `wait`, beside groups, may have come."""
         self._bell.ring()

@@ -107,18 +107,15 @@ class Observations:
     """[B, 4] physics start and end, render start and end, on the machine's monotonic clock."""
 
 
-def read(
-    slots: Slots, group: GroupSlots, info: TaskInfo, memory: FrameMemory | None, again: bool = False
-) -> Observations:
-    """Content of the group's slots, before the client counts them as collected; or `again` after that, without the
-    last observations of ended episodes, which belong to the step before.
+def read(slots: Slots, group: GroupSlots, info: TaskInfo, memory: FrameMemory | None) -> Observations:
+    """Content of the group's slots, before the client counts them as collected.
 
     Raises `UnwrittenFrame` and `StaleFrame`.
     """
     envs, active, frame_rows = group.envs, group.get("active"), group.get("frame_row")
     episode, episode_step = group.get("episode"), group.get("episode_step")
     terminated, truncated, steps = group.get("terminated"), group.get("truncated"), group.get("steps")
-    ended_rows = np.flatnonzero(np.zeros_like(active) if again else terminated | truncated)
+    ended_rows = np.flatnonzero(terminated | truncated)
     final = _finals(slots, envs, ended_rows, info, memory)
     if memory is not None:
         _check_frames(memory, frame_rows[active], envs[active], "", episode[active], episode_step[active])

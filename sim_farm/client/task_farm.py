@@ -184,14 +184,6 @@ class TaskFarm:
         self._state[group] = GroupState.COLLECTED
         return seen
 
-    def look(self, group: int) -> Observations:
-        """`Farm.look`. Whoever has attached knows the group's state by its tickets alone."""
-        rows = self._groups[group]
-        requested, collected = rows.view("requested"), rows.view("collected")
-        if not (requested == collected).all() or not collected.any():
-            raise GroupError(f"group {self._name(group)} is not collected; look at it between collect and submit")
-        return read(self.slots, rows, self.info, self.memory.frames, again=True)
-
     def draw_starts(self, shares: Float64 | None) -> None:
         """`Farm.draw_starts`."""
         starts = self.spec.episodes.starts

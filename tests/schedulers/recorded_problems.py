@@ -181,7 +181,7 @@ def _seconds(plan: Plan) -> float:
 
 
 def digest(plan: Plan) -> str:
-    """Of the plan's file without its prediction and its sentences."""
+    """Digest of the plan's file without its prediction and its sentences."""
     text = json.dumps(schedulers.to_data(replace(plan, prediction=None, why=())), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -371,26 +371,3 @@ class _FailsAtTheThird(_WithoutFrameWriters):
         if setup.index == 2:
             raise FarmError("the third worker does not start")
         return super().launch(setup, memory)
-
-
-def test_whoever_has_attached_sees_what_was_collected_and_changes_nothing() -> None:
-    """Through episodes that end within a chunk, whose last frames are no part of it."""
-    spec = replace(SPEC, groups=2)
-    with closing(Farm.create(spec, InProcess())) as farm:
-        with pytest.raises(GroupError, match="group 1 is not collected"):
-            farm.look(1)
-        ended = False
-        farm.reset(1)
-        for number in range(4):
-            with pytest.raises(GroupError, match="group 1 is not collected; look at it between collect and submit"):
-                farm.look(1)
-            seen = farm.collect(1)
-            ended |= bool(len(seen.final.rows))
-            for again in (farm.look(1), farm.look(1)):
-                assert not len(again.final.rows)
-                for name in ("envs", "state", "proprio", "active", "episode", "episode_step", "frame_rows", "steps"):
-                    assert np.array_equal(getattr(again, name), getattr(seen, name)), name
-                assert again.instruction == seen.instruction
-                assert all(np.array_equal(again.frames[camera], seen.frames[camera]) for camera in seen.frames)
-            farm.submit(1, actions_for(farm, 1, number))
-        assert ended, "nothing to test"

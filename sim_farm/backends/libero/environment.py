@@ -42,7 +42,7 @@ class Position:
 
 @functools.lru_cache(maxsize=CACHED_STREAMS)
 def stream_of(task: LiberoTask, seed: int, unseeded_resets: int) -> list[Position]:
-    """The known positions of the stream, by the number of resets before them; whoever replays one more appends it."""
+    """Known positions of the stream, by the number of resets before them. A replay beyond the last appends the next."""
     # A stock environment loads its model when it is built, and at each reset.
     return [Position(np.random.RandomState(seed).get_state(), loads=1 + unseeded_resets)]
 
