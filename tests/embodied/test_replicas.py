@@ -20,6 +20,7 @@ from embodied.devices import Affinity
 from embodied.errors import UserError
 from embodied.execution.assignment import Assignment
 from embodied.execution.iteration import OnPolicy, start_run
+from embodied.execution.roles import PolicyRole
 from embodied.execution.session import Session
 from embodied.rollout.policy_worker import PolicyReplica, PolicyWorker
 from embodied.runtime.groups import WorkerGroup
@@ -29,6 +30,7 @@ from embodied.runtime.supervision import Deadline
 from embodied.workflows.context import WorkerContext
 from embodied.workflows.recipes import PPO, Recipe
 from policies.contract import Action, Inputs
+from sim_farm.client.farm import WorkerFailed
 from sim_farm.contract import FarmError
 from tests.embodied import runs
 from tests.embodied.conftest import SharedRay
@@ -148,6 +150,17 @@ def test_replicas_may_leave_the_memory(ray: Session, reference: Any, tmp_path: P
     assert len(left) == 2 * runs.ITERATIONS and len(set(left)) == 1, "each replica leaves and comes back"
     assert_equal(found, reference(settings, plan))
     assert not list((tmp_path / "ray").glob("unloaded-*")), "what was spilled is left behind"
+
+
+def test_replicas_with_weights_of_different_versions_are_refused(ray: Session, tmp_path: Path) -> None:
+    config = parse_config(of(STATES, workflow="ppo"), "test")
+    with (
+        pytest.raises(WorkerFailed, match="different versions: policy 0 with 0, policy 1 with 7"),
+        start_run(config, tmp_path, ray, shared(2)) as workers,
+    ):
+        workers.begin(None, 0)
+        workers.acting.call_one(1, PolicyRole.at_version, 7)
+        workers.iterate(0)
 
 
 def test_in_one_process_there_is_one(here: Session, reference: Any, tmp_path: Path) -> None:
