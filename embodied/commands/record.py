@@ -17,11 +17,9 @@ from embodied.config.schema import Config
 from embodied.demonstrations.writer import DatasetWriter, new_folder
 from embodied.errors import UserError
 from embodied.evaluation.evaluate import trials_farm
-from embodied.execution.makers import make_evaluator
-from embodied.execution.replay import in_order, replayers_of
-from embodied.execution.session import Session, open_session
+from embodied.execution.session import Session, in_order, open_session, replayers_of
 from embodied.reporting.live import steps
-from embodied.rollout.evaluator import EpisodeResult, Evaluator, run_to_end
+from embodied.rollout.evaluator import EpisodeResult, Evaluator, make_evaluator, run_to_end
 from embodied.run.folder import find_run, whole_checkpoint, with_init
 from embodied.runtime.handles import Handle
 from embodied.training.preflight import check_evaluation

@@ -22,8 +22,7 @@ from embodied.demonstrations.recordings import RecordingFile, open_recording
 from embodied.demonstrations.sources import IDLE_NORM, ImportRequest, moving, numbered
 from embodied.demonstrations.writer import DatasetWriter, new_folder
 from embodied.errors import UserError, nearest
-from embodied.execution.replay import in_order, replayers_of
-from embodied.execution.session import open_session
+from embodied.execution.session import in_order, open_session, replayers_of
 from embodied.reporting.live import steps
 from embodied.runtime.handles import Handle
 from sim_farm.client.replay import Followed, Recording, Replayer

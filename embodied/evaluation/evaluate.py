@@ -33,13 +33,12 @@ from embodied.evaluation.provenance import (
     trained_sentence,
 )
 from embodied.execution.assignment import configured, farm_spec
-from embodied.execution.makers import make_evaluator
 from embodied.execution.recovery import Recovery, until_done
 from embodied.execution.session import Session
 from embodied.files import write_whole
 from embodied.reporting.live import duration, steps
 from embodied.reporting.tables import evaluation_table
-from embodied.rollout.evaluator import EpisodeOutcome, Evaluator, as_they_end, deal_out, summarise
+from embodied.rollout.evaluator import EpisodeOutcome, Evaluator, as_they_end, deal_out, make_evaluator, summarise
 from embodied.run import checkpoint
 from embodied.runtime.handles import Handle
 from embodied.statistics import paired_difference

@@ -18,8 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFont
 
-from embodied.execution.replay import in_order, worker_count
-from embodied.execution.session import Session
+from embodied.execution.session import Session, in_order, worker_count
 from embodied.reporting.live import steps
 from embodied.rollout.evaluator import EpisodeOutcome
 from embodied.runtime.handles import Handle

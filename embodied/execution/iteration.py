@@ -10,7 +10,7 @@ computes. The steps themselves are those of `RunWorkers`; rollouts of episodes i
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,22 +50,28 @@ class Iteration:
 class OnPolicy(RunWorkers):
     """The plain iteration: each step begins when the one before is complete."""
 
-    def iterate(self, iteration: int, drain: bool = False) -> Iteration:
-        """Collect a rollout, update the policy from it, publish its weights. `drain`: no rollout may be ahead after
-        this iteration. The training loop calls `rollout` and `learn` itself: Ctrl-C may interrupt the first alone."""
+    def iterate(
+        self, iteration: int, *, drain: bool = False, before_update: Callable[[], None] = lambda: None
+    ) -> Iteration:
+        """Collect a rollout, update the policy from it, publish its weights.
+
+        `drain`: no rollout may be ahead after this iteration. `before_update` is called between rollout and update: an
+        iteration that has come so far changes the policy, and has to be completed.
+        """
         begin = time.monotonic_ns()
         summary = self.rollout(iteration)
+        before_update()
         metrics, environments = self.learn(iteration, drain)
         spans = (*summary.spans, *self.spans.take())
         return Iteration(summary, metrics, environments, begin, time.monotonic_ns(), spans)
 
     def rollout(self, iteration: int) -> RolloutSummary:
-        """Collect a rollout with the weights that were published last. It may be interrupted."""
+        """Collect a rollout with the weights that were published last."""
         return self.rollouts.collect(iteration)
 
     def learn(self, iteration: int, drain: bool = False) -> tuple[dict[str, float], Environments]:
         """Update the policy from the rollout and publish its weights."""
-        sent = self.rollouts.send(iteration)
+        sent = self.rollouts.send_remaining(iteration)
         environments = self.snapshot()
         metrics = self.update(iteration, sent)
         self.publish(iteration + 1)
@@ -82,7 +88,7 @@ class OneAhead(OnPolicy):
     def learn(self, iteration: int, drain: bool = False) -> tuple[dict[str, float], Environments]:
         if drain:
             return super().learn(iteration)
-        sent = self.rollouts.send(iteration)
+        sent = self.rollouts.send_remaining(iteration)
         environments = self.snapshot()
         if self._published < iteration:
             self.publish(iteration)
@@ -99,7 +105,7 @@ class Offloaded(OnPolicy):
         return super().rollout(iteration)
 
     def learn(self, iteration: int, drain: bool = False) -> tuple[dict[str, float], Environments]:
-        sent = self.rollouts.send(iteration)
+        sent = self.rollouts.send_remaining(iteration)
         environments = self.snapshot()
         self.spans.add(self.offload.to_learner())
         metrics = self.update(iteration, sent)

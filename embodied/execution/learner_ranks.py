@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from embodied.config.schema import Config
 from embodied.execution.assignment import HERE, Assignment
-from embodied.execution.makers import make_component
 from embodied.execution.roles import LearnerRole
 from embodied.execution.session import Session
 from embodied.learning.learner import CollectStatistics
@@ -34,7 +33,7 @@ def start_ranks(
     contexts = [replace(base, affinity=place, rank=rank, ranks=ranks) for rank, place in enumerate(places)]
     nodes = tuple(place.node for place in places)
     group: WorkerGroup[LearnerRole] = runtime.start_group(
-        learner.name, make_component, ranks, lambda rank: (learner, contexts[rank]), nodes=nodes
+        learner.name, WorkflowComponent.make, ranks, lambda rank: (learner, contexts[rank]), nodes=nodes
     )
     if ranks == 1:
         return group

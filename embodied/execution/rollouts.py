@@ -3,7 +3,8 @@
     rollout worker --trajectories--> scorers --trajectories--> learner, which estimates advantages
 
 `Rollouts` collects a whole rollout before it is sent. `RolloutsInParts` collects whole episodes: each part is sent when
-it is complete, and the learner works on it while the next is collected.
+it is complete, and the learner works on it while the next is collected. `TrajectoryDelivery` sends to every rank, on
+this machine or another.
 """
 
 from __future__ import annotations
@@ -13,16 +14,24 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import torch
+from torch import Tensor
+
+from embodied import progress
 from embodied.config.schema import Config
 from embodied.execution.assignment import Assignment
 from embodied.execution.learner_ranks import collected_by_ranks
 from embodied.execution.roles import LearnerRole, RolloutRole, ScorerRole
-from embodied.execution.row_delivery import RowDelivery
+from embodied.execution.session import Session
 from embodied.learning.learner import CollectStatistics
 from embodied.rollout.rollout_summary import EpisodePart, RolloutSummary
 from embodied.run.trace import Span
 from embodied.runtime.groups import WorkerGroup
+from embodied.runtime.handles import Caller
+from embodied.trajectories.memory import TrajectoryMemory
 from embodied.workflows.sizes import streams
+from sim_farm.client.farm import Farm
 
 PARTS_AHEAD = 2
 """Parts of an iteration that may wait for the learner; the rollout then waits too, so that memory is bounded."""
@@ -70,7 +79,7 @@ class Rollouts:
     scorers: Mapping[str, WorkerGroup[ScorerRole]]
     """By name, in the order in which trajectories pass through them."""
     learner: WorkerGroup[LearnerRole]
-    delivery: RowDelivery
+    delivery: TrajectoryDelivery
     environments: int
     """Number of environments of all tasks."""
     farm_deadline_s: float
@@ -103,8 +112,8 @@ class Rollouts:
         self.spans.mark("driver", "rollout", begin)
         return summary
 
-    def send(self, iteration: int) -> SentTrajectories:
-        """Send the collected trajectories through the scorers to the learner."""
+    def send_remaining(self, iteration: int) -> SentTrajectories:
+        """Send the trajectories that `collect` has not sent: here all, through the scorers to the learner."""
         begin = time.monotonic_ns()
         source: WorkerGroup[Any] = self.rollout_worker
         produce: Any = RolloutRole.trajectories
@@ -161,7 +170,7 @@ class RolloutsInParts(Rollouts):
             summary = self.wait(self._take_ahead() or self.start(part))
             self.spans.mark("driver", f"roll out part {number}", begin)
             total = summary if total is None else total + summary
-            waiting.append(super().send(iteration))
+            waiting.append(super().send_remaining(iteration))
             while len(waiting) > (0 if settings.max_episodes_per_env else PARTS_AHEAD):
                 self.informative_groups += self._collected(waiting.pop(0)).groups
             if settings.max_episodes_per_env and self.informative_groups >= wanted:
@@ -171,8 +180,8 @@ class RolloutsInParts(Rollouts):
         assert total is not None
         return total
 
-    def send(self, iteration: int) -> SentTrajectories:
-        """Send nothing: `collect` has sent every part."""
+    def send_remaining(self, iteration: int) -> SentTrajectories:
+        """Send nothing more: `collect` has sent every part."""
         return SentTrajectories(time.monotonic_ns())
 
     def await_collected(self, sent: SentTrajectories) -> dict[str, float]:
@@ -185,3 +194,89 @@ class RolloutsInParts(Rollouts):
         size = (self.assignment.part if flows else 0) or self.environments
         items = (settings.max_episodes_per_env or settings.episodes_per_env) * self.environments
         return (EpisodePart(start, min(start + size, items)) for start in range(0, items, size))
+
+
+# --- delivery: ranks on the rollout worker's machine map the trajectory memory and are sent flat rows; ranks on other
+# machines are sent the trajectories, and call for the frames of each micro-batch
+
+
+@dataclass(frozen=True)
+class TrajectoryDelivery:
+    """Delivery of trajectories from the rollout worker to the learner."""
+
+    rollout_worker: WorkerGroup[RolloutRole]
+    learner: WorkerGroup[LearnerRole]
+    far: tuple[bool, ...]
+    """For each rank, true if it is on another machine than the rollout worker."""
+    source: WorkerGroup[FrameSource] | None = None
+    """Worker from which such ranks fetch frames; None: there are no frames to fetch."""
+
+    @property
+    def helpers(self) -> tuple[WorkerGroup[Any], ...]:
+        """Workers that it has for itself."""
+        return () if self.source is None else (self.source,)
+
+    @property
+    def path(self) -> str:
+        """Path of the trajectories, in words: ranks that map the memory are sent flat rows of decisions only."""
+        path = f"trajectory memory, rows {self.learner.path_from(self.rollout_worker)}"
+        return path if self.source is None else f"{path}; frames fetched where they are evaluated"
+
+    def use(self, memory: TrajectoryMemory) -> None:
+        """Fetch frames from this memory."""
+        if self.source is not None:
+            self.source.call(FrameSource.use, memory)
+
+    def send(self, source: WorkerGroup[Any], produce: Any, iteration: int) -> Any:
+        """Start `LearnerRole.collect` on every rank, of what `produce` makes on the source; references."""
+        if not any(self.far):
+            return self.learner.pipe(LearnerRole.collect, source, produce, iteration)
+        made = source.submit(produce)
+        reader = None if self.source is None else RemoteFrames(self.source.handles[0].caller())
+        remote = self.rollout_worker.submit(RolloutRole.without_memory, made, reader)
+        each = [(remote if away else made, iteration) for away in self.far]
+        return self.learner.submit_scattered(LearnerRole.collect, each)
+
+
+def start_delivery(
+    session: Session,
+    assignment: Assignment,
+    rollout_worker: WorkerGroup[RolloutRole],
+    learner: WorkerGroup[LearnerRole],
+    farm: Farm,
+) -> TrajectoryDelivery:
+    """The delivery of trajectories, with a worker if frames have to leave the machine."""
+    far = tuple(bool(place.node) for place in assignment.components[learner.name][: learner.size])
+    source = None
+    if any(far) and farm.frames is not None:
+        source = session.runtime.start_called(f"frame source of {learner.name}", FrameSource, sum(far))
+    return TrajectoryDelivery(rollout_worker, learner, far, source)
+
+
+class FrameSource:
+    """Maps the trajectory memory. Its callers are served side by side."""
+
+    def __init__(self) -> None:
+        self._memory: TrajectoryMemory | None = None
+
+    def use(self, memory: TrajectoryMemory) -> None:
+        """Read this memory from now on."""
+        self._memory = memory
+
+    def frames(self, rows: np.ndarray) -> np.ndarray:
+        """A copy of the frames uint8 [n, cameras, H, W, 3] at flat rows [n]."""
+        assert self._memory is not None and self._memory.frames is not None, "it has no frames"
+        found: np.ndarray = self._memory.frames.frames[rows]
+        return found
+
+
+@dataclass(frozen=True)
+class RemoteFrames:
+    """`FrameReader` of a rank on another machine, through the frame source. Raises as `Caller` does."""
+
+    source: Caller
+
+    def read(self, rows: Tensor) -> Tensor:
+        found = self.source.call(FrameSource.frames, rows.numpy())
+        progress.report()
+        return torch.tensor(found)  # a copy: what has arrived cannot be written, and fills Ray's store

@@ -19,13 +19,18 @@ import numpy as np
 
 from embodied.config.schema import Config
 from embodied.errors import UserError
-from embodied.execution.acting_workers import check_replicas, hosts_of, replicas_of, start_policy_workers, uses_replicas
 from embodied.execution.assignment import Assignment, frame_rows, memory_rounds, run_specs
 from embodied.execution.learner_ranks import ranks_of, saved_by_ranks, start_ranks, update_of_ranks
-from embodied.execution.makers import make_component
+from embodied.execution.policy_workers import check_replicas, hosts_of, replicas_of, start_policy_workers, uses_replicas
 from embodied.execution.roles import LearnerRole, PolicyRole, RolloutRole, ScorerRole
-from embodied.execution.rollouts import Rollouts, RolloutsInParts, SentTrajectories, SpanRecorder
-from embodied.execution.row_delivery import RowDelivery, start_delivery
+from embodied.execution.rollouts import (
+    Rollouts,
+    RolloutsInParts,
+    SentTrajectories,
+    SpanRecorder,
+    TrajectoryDelivery,
+    start_delivery,
+)
 from embodied.execution.run_offload import RunOffload
 from embodied.execution.session import Session
 from embodied.learning.weight_sync import WeightSync
@@ -59,7 +64,7 @@ class RunWorkers:
     memory: TrajectoryMemory
     rollouts: Rollouts
     weight_sync: WeightSync
-    delivery: RowDelivery
+    delivery: TrajectoryDelivery
     offload: RunOffload
     spans: SpanRecorder
 
@@ -268,7 +273,7 @@ def _start_scorer(
 ) -> WorkerGroup[ScorerRole]:
     context = replace(base, affinity=assignment.first_of(scorer.name), shares=beside is not None)
     group: WorkerGroup[ScorerRole] = session.runtime.start_group(
-        scorer.name, make_component, 1, (scorer, context), beside=() if beside is None else beside.handles
+        scorer.name, WorkflowComponent.make, 1, (scorer, context), beside=() if beside is None else beside.handles
     )
     if beside is not None:
         group.get(group.pipe(ScorerRole.share, beside, LearnerRole.own_policy))

@@ -1,13 +1,15 @@
-"""Sessions: a started runtime, and farms on it, for training and evaluation."""
+"""Sessions: a started runtime, with farms and replayers on it, for training, evaluation and recording."""
 
 from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from embodied.config.schema import Config
 from embodied.devices import find_device
@@ -15,9 +17,11 @@ from embodied.errors import UserError
 from embodied.execution.assignment import FarmAssignment, configured
 from embodied.reporting.live import steps
 from embodied.runtime.api import Runtime
+from embodied.runtime.handles import Handle
 from embodied.runtime.inline import InlineRuntime
 from sim_farm.client.farm import Farm, FarmAddress
-from sim_farm.contract import TaskInfo
+from sim_farm.client.replay import Replayer
+from sim_farm.contract import TaskInfo, TaskSpec
 from sim_farm.shared_memory.layout import FarmSpec
 from sim_farm.workers import faults
 
@@ -121,3 +125,41 @@ def _await_built(farm: Farm, runtime: Runtime) -> None:
             elif time.monotonic() - last > deadline_s:
                 raise farm.timeout(deadline_s)
             time.sleep(0.05)  # building takes tens of milliseconds and more
+
+
+# --- replayers: episodes replayed by several workers at once, for films and datasets
+
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+Worker = TypeVar("Worker")
+
+
+def worker_count(session: Session, episodes: int) -> int:
+    """Number of workers: one per core, at most one per episode; one if everything runs in this process."""
+    return min(len(session.cores), episodes) if session.config.runtime.mode == "ray" else 1
+
+
+def replayers_of(first: Handle[Replayer], task: TaskSpec, session: Session, episodes: int) -> list[Handle[Replayer]]:
+    """Replayers, one per core, `first` among them."""
+    count = worker_count(session, episodes)
+    session.runtime.prepare(count - 1)
+    return [first, *(session.runtime.start(f"replayer {i}", Replayer, task) for i in range(1, count))]
+
+
+def in_order(
+    workers: Sequence[Handle[Worker]], items: Sequence[Item], submit: Callable[[Handle[Worker], Item], Result]
+) -> Iterator[tuple[Item, Result]]:
+    """Each item with its result, in order; every worker is at work while the caller deals with one.
+
+    `submit` starts an item on a worker and returns the reference that its handle's `submit` does.
+    """
+    pending: deque[tuple[Handle[Worker], Item, Result]] = deque()
+    for number, item in enumerate(items):
+        worker = workers[number % len(workers)]
+        pending.append((worker, item, submit(worker, item)))
+        if len(pending) > len(workers):
+            done, finished, reference = pending.popleft()
+            yield finished, done.get(reference)
+    for done, finished, reference in pending:
+        yield finished, done.get(reference)

@@ -20,17 +20,21 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from embodied import progress
+from embodied.config.schema import Config
 from embodied.devices import decide
+from embodied.errors import UserError
 from embodied.rollout.rollout_loop import EnvironmentGroup, groups_of, next_group
 from embodied.statistics import wilson
 from embodied.trajectories.batch import to_inputs
 from embodied.trajectories.random_streams import DISTURBANCE, EVALUATION, SamplingNoise
+from embodied.workflows.context import make_policy
 from policies.contract import Policy, PolicyError, PolicySpec
 from sim_farm.client.farm import Farm, FarmAddress
 from sim_farm.client.observations import Observations
@@ -276,3 +280,31 @@ def summarise(outcomes: Sequence[EpisodeOutcome]) -> dict[str, float]:
         "return": float(np.mean(returns)) if returns else 0.0,
         **({"broken_episodes": len(outcomes) - len(returns)} if len(returns) < len(outcomes) else {}),
     }
+
+
+def make_evaluator(
+    config: Config, spec: PolicySpec, farm: Farm | FarmAddress, checkpoint: Path | None, disturbance: float = 0.0
+) -> Evaluator:
+    """An evaluator that has begun the configuration's task. `disturbance`: see `Evaluator`."""
+    evaluator = Evaluator(
+        lambda sizes: _finished_policy(config, sizes, checkpoint),
+        config.policy.reads,
+        config.seed,
+        config.eval.greedy is not False,
+        config.eval.instruction,
+        disturbance,
+    )
+    evaluator.begin(config.env.task, spec, farm)
+    return evaluator
+
+
+def _finished_policy(config: Config, spec: PolicySpec, checkpoint: Path | None) -> Policy:
+    """The policy as it is evaluated: from a checkpoint, unless there is nothing in it to train."""
+    policy = make_policy(config, spec, checkpoint)
+    untrained = checkpoint is None and config.policy.init is None and not policy.pretrained
+    if untrained and any(parameter.requires_grad for parameter in policy.parameters()):
+        raise UserError(
+            f"the policy {config.policy.kind} has to be trained before it is evaluated: name a run instead of a "
+            "configuration, or its checkpoint with --checkpoint"
+        )
+    return policy

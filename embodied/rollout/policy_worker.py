@@ -199,7 +199,7 @@ class PolicyWorker(ActingPolicy, RolloutWorker):
         return PolicyReplica(context.policy(), context.farm, RolloutSettings.of(context), context)
 
     @classmethod
-    def make_loop(cls, context: WorkerContext, addresses: Sequence[ReplicaAddress]) -> RolloutWorker:
+    def make_rollout_worker(cls, context: WorkerContext, addresses: Sequence[ReplicaAddress]) -> RolloutWorker:
         """The rollout worker of a run with replicas, which are at these addresses."""
         farm, settings = context.reach(), RolloutSettings.of(context)
         return RolloutWorker(farm, settings, Replicas(farm, settings, addresses), TRACK, context.affinity)

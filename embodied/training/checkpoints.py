@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from embodied.config.schema import Config
-from embodied.execution.iteration import OnPolicy
+from embodied.execution.iteration import Iteration, OnPolicy
 from embodied.reporting.live import tell
 from embodied.reporting.metrics import MetricsWriter
 from embodied.run import checkpoint
@@ -49,15 +49,19 @@ class Position:
     recent: deque[bool] = field(default_factory=lambda: deque(maxlen=RECENT))
     """Outcomes of the last training episodes, oldest first."""
 
+    def add(self, iteration: Iteration) -> None:
+        """Move behind an iteration that was completed."""
+        self.iteration += 1
+        self.env_steps += iteration.summary.env_steps
+        self.wall_s += iteration.wall_s
+        self.recent.extend(episode.success for episode in iteration.summary.episodes)
+
     def state(self) -> checkpoint.RunState:
         return checkpoint.RunState(self.iteration, self.env_steps, self.wall_s, tuple(self.recent))
 
     @classmethod
     def of(cls, state: checkpoint.RunState) -> Position:
         return cls(state.iteration, state.env_steps, state.wall_s, deque(state.recent_success, maxlen=RECENT))
-
-
-# first.
 
 
 class Unwritten:

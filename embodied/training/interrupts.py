@@ -10,16 +10,15 @@ from typing import Any
 
 
 @contextmanager
-def deferred_interrupts(wait: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Raise `KeyboardInterrupt` for SIGINT or SIGTERM at the end of the block rather than within it.
+def deferrable_interrupts(wait: Callable[[], None] = lambda: None) -> Iterator[Callable[[], None]]:
+    """Yield `defer`: once it is called, SIGINT and SIGTERM raise `KeyboardInterrupt` at the end of the block rather
+    than within it.
 
     `wait` is called at the first signal, to tell the user what is waited for. A second one interrupts the block all the
     same. Outside the main thread, where signals do not arrive, this does nothing.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     pending: list[int] = []
+    before: dict[signal.Signals, Any] = {}
 
     def note(number: int, frame: Any) -> None:
         if pending:
@@ -27,11 +26,23 @@ def deferred_interrupts(wait: Callable[[], None] = lambda: None) -> Iterator[Non
         pending.append(number)
         wait()
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    def defer() -> None:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                before[number] = signal.signal(number, note)
+
     try:
-        yield
+        yield defer
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
     if pending:
         raise KeyboardInterrupt
+
+
+@contextmanager
+def deferred_interrupts(wait: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """`deferrable_interrupts` that are deferred from the beginning of the block."""
+    with deferrable_interrupts(wait) as defer:
+        defer()
+        yield

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from embodied.config.schema import Config
+from embodied.execution.iteration import Iteration
 from embodied.rollout.rollout_summary import RolloutSummary
 from embodied.statistics import wilson
 from embodied.training.checkpoints import RECENT, Position
@@ -17,14 +18,10 @@ from embodied.workflows.sizes import tasks_of
 
 
 def iteration_row(
-    config: Config,
-    position: Position,
-    summary: RolloutSummary,
-    learned: dict[str, float],
-    wall_s: float,
-    checkpoints: Mapping[str, float],
+    config: Config, position: Position, iteration: Iteration, checkpoints: Mapping[str, float]
 ) -> dict[str, float]:
-    """The row of the iteration that ends at `position` and took `wall_s` seconds, with what `checkpoints` took."""
+    """The row of the iteration that ends at `position`, with the seconds that `checkpoints` took."""
+    summary, learned, wall_s = iteration.summary, iteration.learned, iteration.wall_s
     episodes = summary.episodes
     returns = [e.total_reward for e in episodes if np.isfinite(e.total_reward)]
     nothing = float("nan")

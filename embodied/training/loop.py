@@ -34,7 +34,7 @@ from embodied.run.folder import lasting_root, newest_whole
 from embodied.run.trace import TraceWriter
 from embodied.runtime.api import Runtime
 from embodied.training.checkpoints import RECENT, Position, RunCheckpoints
-from embodied.training.interrupts import deferred_interrupts
+from embodied.training.interrupts import deferrable_interrupts
 from embodied.training.iteration_metrics import CollapseWatch, iteration_row, left_out
 from embodied.training.selection import BackgroundError, Candidate, Selection, free_room
 from sim_farm.workers import faults
@@ -301,28 +301,28 @@ class _Loop:
 
     def _iterate(self, progress: Progress) -> tuple[dict[str, float], Iteration]:
         """Run one iteration; its row of metrics, and its result."""
-        begin, number = time.monotonic_ns(), self.position.iteration
+        number = self.position.iteration
         if self.trace is not None:
             self.trace.iteration(number)
         faults.point("driver", "rollout")
-        summary = self.workers.rollout(number)
-        self._large = self._large or self._runtime.too_large()
-        faults.point("driver", "update")
-        with deferred_interrupts(lambda: progress.note(FINISHING)):
-            self._consistent = False
+        with deferrable_interrupts(lambda: progress.note(FINISHING)) as defer:
+
+            def before_update() -> None:
+                self._large = self._large or self._runtime.too_large()
+                faults.point("driver", "update")
+                defer()
+                self._consistent = False
+
             # A run that goes on from a checkpoint has no rollout ahead; one that passes it must compute the same.
-            learned, self._environments = self.workers.learn(number, drain=self._checkpoints.lasts(number + 1))
-            iteration = Iteration(summary, learned, self._environments, begin, time.monotonic_ns(), ())
-            wall_s = iteration.wall_s
-            self.position.iteration += 1
-            self.position.env_steps += summary.env_steps
-            self.position.wall_s += wall_s
-            self.position.recent.extend(episode.success for episode in summary.episodes)
+            drain = self._checkpoints.lasts(number + 1)
+            iteration = self.workers.iterate(number, drain=drain, before_update=before_update)
+            self._environments = iteration.environments
+            self.position.add(iteration)
             self._consistent = True
-            row = iteration_row(self.config, self.position, summary, learned, wall_s, self._checkpoints.taken())
+            row = iteration_row(self.config, self.position, iteration, self._checkpoints.taken())
             self.metrics.write(self.position.iteration, self.position.env_steps, row)
         if self.trace is not None:
-            self.trace.add([*summary.spans, *self.workers.spans.take()])
+            self.trace.add(iteration.spans)
         return row, iteration
 
     def _note_milestones(self, row: Mapping[str, Any]) -> None:

@@ -13,8 +13,8 @@ from functools import cache
 from embodied.config.schema import Config
 from embodied.errors import UserError
 from embodied.evaluation.protocol import protocol_of
-from embodied.execution.acting_workers import check_replicas
 from embodied.execution.assignment import Assignment, configured, farm_spec, observation_rows, run_specs
+from embodied.execution.policy_workers import check_replicas
 from embodied.execution.run_workers import check_workflow
 from embodied.planning.run_plans import check_plan_files
 from embodied.training.selection import selection_protocol

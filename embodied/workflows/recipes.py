@@ -46,6 +46,10 @@ class WorkflowComponent:
         except (ImportError, AttributeError) as error:
             raise UserError(f"the worker {self.worker!r} of {self.name} cannot be imported: {error}") from error
 
+    def make(self, context: Any) -> Any:
+        """The worker, from its `WorkerContext`: in the process that it works in."""
+        return self.worker_class().make(context)
+
 
 PHYSICS = WorkflowComponent(
     "physics", "steps the environments", "sim_farm.workers.physics_worker:PhysicsWorker", movable=True

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from embodied.execution.row_delivery import CalledSource, FrameSource
+from embodied.execution.rollouts import FrameSource, RemoteFrames
 from embodied.trajectories import remote_frames
 from embodied.trajectories.batch import join_columns
 from embodied.trajectories.remote_frames import FarFrames, FrameShape
@@ -93,9 +93,9 @@ def test_trajectories_sent_to_another_machine_are_those_of_the_memory() -> None:
         batch = made.trajectories()
         caller: Any = Straight(FrameSource())
         caller.source.use(made.memory)
-        whole = batch.without_memory(CalledSource(caller))
+        whole = batch.without_memory(RemoteFrames(caller))
         for _ in range(2):
             assert_same(whole, batch)
         assert len(set(caller.rows)) == len(caller.rows) == 8 * ENVS
         parts = [batch.columns(first, last) for first, last in ((0, 1), (1, ENVS))]
-        assert_same(join_columns([part.without_memory(CalledSource(caller)) for part in parts]), batch)
+        assert_same(join_columns([part.without_memory(RemoteFrames(caller)) for part in parts]), batch)

@@ -62,7 +62,7 @@ class _Workers:
         self._memory = Block.create(PROGRESS, shared=False) if block is None else Block.attach(PROGRESS, block)
         self._memory.arrays["pid"][0] = os.getpid()
         progress.install(self._report)
-        importlib.import_module("embodied.execution.makers")  # seconds, which pass while the farm is built
+        importlib.import_module("embodied.rollout.policy_worker")  # seconds, which pass while the farm is built
         self._workers: dict[str, Any] = {}
         self._publisher = TensorPublisher(None if block is None else _published_names(block))
 

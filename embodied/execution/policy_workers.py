@@ -13,7 +13,6 @@ from embodied.config.schema import Config
 from embodied.devices import Affinity
 from embodied.errors import UserError
 from embodied.execution.assignment import Assignment
-from embodied.execution.makers import make_component, make_loop, make_replica
 from embodied.execution.roles import LearnerRole, PolicyRole, ReplicaRole, RolloutRole
 from embodied.execution.session import Session
 from embodied.rollout.policy_worker import TRACK
@@ -55,24 +54,24 @@ def check_replicas(config: Config, assignment: Assignment, groups: int) -> None:
 
 
 @dataclass(frozen=True)
-class ActingWorkers:
+class PolicyWorkers:
     """The policy workers of a run, and the rollout worker of replicas."""
 
     workers: WorkerGroup[Any]
     """The policy worker, which is the rollout worker too; or the replicas."""
     near: tuple[int, ...] = ()
     """Ranks of the replicas on the machine of the trajectory memory."""
-    loop: WorkerGroup[RolloutRole] | None = None
+    of_replicas: WorkerGroup[RolloutRole] | None = None
     """The rollout worker of replicas."""
 
     @property
     def rollout_worker(self) -> WorkerGroup[RolloutRole]:
-        return self.loop or self.workers
+        return self.of_replicas or self.workers
 
     @property
     def helpers(self) -> tuple[WorkerGroup[Any], ...]:
-        """The workers that are not the component's."""
-        return () if self.loop is None else (self.loop,)
+        """Workers beside those of the policy component."""
+        return () if self.of_replicas is None else (self.of_replicas,)
 
     def use(self, memory: TrajectoryMemory) -> None:
         """Write trajectories into the memory, and read frames there, from now on."""
@@ -88,7 +87,7 @@ def start_policy_workers(
     assignment: Assignment,
     farm: Farm,
     trained: WorkerGroup[LearnerRole],
-) -> ActingWorkers:
+) -> PolicyWorkers:
     """Start the policy workers, and the rollout worker of replicas. Guests share policies of the learner's ranks."""
     name, start, hosts = component.name, session.runtime.start_group, assignment.hosts
     count = replicas_of(base.config, assignment)
@@ -99,16 +98,29 @@ def start_policy_workers(
         return component, replace(context, affinity=places[rank], rank=rank, shares=hosts[rank] is not None)
 
     alone = not uses_replicas(places)
-    make, nodes = make_component if alone else make_replica, [each.node for each in places]
+    make: Any = WorkflowComponent.make if alone else make_replica
+    nodes = [each.node for each in places]
     beside = [None if host is None else trained.handles[host] for host in hosts]
     group: WorkerGroup[Any] = start(name, make, count, arguments, beside=beside, nodes=nodes)
     if assignment.guests:
         guests, owners = group.some(assignment.guests), trained.some(host for host in hosts if host is not None)
         guests.get(guests.pipe(PolicyRole.share, owners, LearnerRole.own_policy))
     if alone:
-        return ActingWorkers(group)
+        return PolicyWorkers(group)
     near = tuple(rank for rank, node in enumerate(nodes) if not node)
     addresses = [ReplicaAddress(handle.caller(), rank in near) for rank, handle in enumerate(group.handles)]
     at = component, replace(context, affinity=Affinity()), addresses
-    loop: WorkerGroup[RolloutRole] = start(TRACK, make_loop, 1, at)
-    return ActingWorkers(group, near, loop)
+    rollout_worker: WorkerGroup[RolloutRole] = start(TRACK, make_rollout_worker, 1, at)
+    return PolicyWorkers(group, near, rollout_worker)
+
+
+def make_replica(component: WorkflowComponent, context: WorkerContext) -> Any:
+    """One of several policy workers."""
+    return component.worker_class().make_replica(context)
+
+
+def make_rollout_worker(
+    component: WorkflowComponent, context: WorkerContext, replicas: Sequence[ReplicaAddress]
+) -> Any:
+    """The rollout worker of these replicas."""
+    return component.worker_class().make_rollout_worker(context, replicas)
