@@ -11,7 +11,7 @@ import tyro
 from rich import print as show
 
 from embodied.errors import UserError
-from embodied.training.success_classifier import ClassifierTraining, learn_success, read_labelled
+from embodied.training.classifier_training import ClassifierTraining, learn_success, read_labelled
 
 
 @dataclass(frozen=True)

@@ -38,9 +38,10 @@ from embodied.run import checkpoint
 from embodied.run.background_writer import Written
 from embodied.runtime.groups import WorkerGroup
 from embodied.trajectories.memory import TrajectoryMemory
+from embodied.workflows.checks import check_ranks, check_recorded_starts
 from embodied.workflows.context import WorkerContext, check_same_sizes, policy_spec
 from embodied.workflows.recipes import Recipe, WorkflowComponent, recipe_of
-from embodied.workflows.sizes import check_ranks, check_recorded_starts, tasks_of
+from embodied.workflows.sizes import tasks_of
 from sim_farm.client.farm import Farm
 
 ANSWER_S = 5.0

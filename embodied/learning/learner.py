@@ -38,10 +38,10 @@ from embodied.run.background_writer import BackgroundWriter, Written
 from embodied.runtime.ranks import LOOPBACK, Ranks
 from embodied.trajectories.batch import StoredDecisions, Trajectories, join_columns, without_broken_episodes
 from embodied.trajectories.memory import FrameCounts, TrajectoryMemory
-from embodied.workflows.algorithm_checks import check_algorithm
+from embodied.workflows.checks import check_algorithm, check_credit, check_ranks
 from embodied.workflows.context import WorkerContext
 from embodied.workflows.recipes import recipe_of
-from embodied.workflows.sizes import check_credit, check_ranks, groups_suffice, streams
+from embodied.workflows.sizes import groups_suffice, streams
 from policies.contract import Policy
 
 

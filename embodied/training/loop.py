@@ -25,8 +25,7 @@ from embodied.execution.iteration import Iteration, OnPolicy, start_run
 from embodied.execution.recovery import FILE, Recovery
 from embodied.execution.session import Session
 from embodied.files import is_full
-from embodied.planning.replanning import Decision, Watch
-from embodied.planning.run_plans import plan_run
+from embodied.planning.run_plans import Decision, Watch, plan_run
 from embodied.reporting.live import Progress, tell
 from embodied.reporting.metrics import MetricsWriter, read
 from embodied.run import checkpoint

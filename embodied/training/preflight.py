@@ -18,9 +18,10 @@ from embodied.execution.policy_workers import check_replicas
 from embodied.execution.run_workers import check_workflow
 from embodied.planning.run_plans import check_plan_files
 from embodied.training.selection import selection_protocol
+from embodied.workflows.checks import check_starts, check_task_curriculum
 from embodied.workflows.context import task_spec
 from embodied.workflows.recipes import recipe_of
-from embodied.workflows.sizes import check_starts, check_task_curriculum, episodes_of, tasks_of
+from embodied.workflows.sizes import episodes_of, tasks_of
 from policies import registry
 from sim_farm.catalogue import check_task
 from sim_farm.client.task_farm import check_spec

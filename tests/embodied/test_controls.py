@@ -22,7 +22,7 @@ from embodied.config.files import parse_config
 from embodied.config.schema import AdvantageConfig, Config, LossConfig
 from embodied.errors import UserError
 from embodied.run import checkpoint
-from embodied.workflows.algorithm_checks import check_algorithm
+from embodied.workflows.checks import check_algorithm
 from tests.embodied.test_learner import make_batch, make_learner, to_rows
 from tests.embodied.test_resume import STATES, assert_same_run, config_of, run
 

@@ -19,12 +19,10 @@ from embodied.config.schema import Config
 from embodied.devices import fingerprint
 from embodied.execution.iteration import Iteration, start_run
 from embodied.execution.session import open_session
-from embodied.planning import replanning
-from embodied.planning import run_plans as planning
+from embodied.planning import run_plans
 from embodied.planning.clusters import local_cluster
 from embodied.planning.profiler import work_of
-from embodied.planning.replanning import PAYS, PERSISTENT, Watch
-from embodied.planning.run_plans import sized_workflow
+from embodied.planning.run_plans import PAYS, PERSISTENT, Watch, sized_workflow
 from embodied.reporting.metrics import read
 from embodied.rollout.rollout_summary import Clock
 from embodied.run import checkpoint
@@ -98,7 +96,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iteration:
     """An iteration that took place."""
     folder = tmp_path_factory.mktemp("real")
     with open_session(CONFIG) as session:
-        placed = planning.plan_run(CONFIG, session, folder)
+        placed = run_plans.plan_run(CONFIG, session, folder)
         with start_run(CONFIG, folder, session, placed.assignment) as workers:
             workers.begin(None, 0)
             return workers.iterate(0, drain=True)
@@ -312,7 +310,7 @@ def test_what_trajectories_pass_through_is_told_from_the_learner(took: Callable[
     workflow = Workflow("judged", (*WORKFLOW.components, judge), edges, WORKFLOW.loops, WORKFLOW.items)
     one = took()
     judged = replace(one, learned={**one.learned, "time/judge_s": 0.25}, end_ns=one.end_ns + 250_000_000)
-    assert replanning.busy_seconds(judged, workflow) == pytest.approx(
+    assert run_plans.busy_seconds(judged, workflow) == pytest.approx(
         {"physics": DECISIONS * PHYSICS, "policy": DECISIONS * POLICY, "judge": 0.25, "learner": LEARNER}
     )
 
@@ -365,7 +363,7 @@ def test_a_run_that_moves_computes_what_one_that_stays_does(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(replanning, "PAYS", 0.0)
+    monkeypatch.setattr(run_plans, "PAYS", 0.0)
     runtime = {**SETTINGS["runtime"], "mode": mode}
     moved = parse_config({**SETTINGS, "runtime": runtime, "plan": {**files, "replan": True}}, "test")
     stayed = parse_config({**SETTINGS, "plan": files}, "test")
@@ -392,7 +390,7 @@ def test_a_run_that_moves_computes_what_one_that_stays_does(
 def test_a_run_of_several_tasks_moves_too(
     files: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replanning, "PAYS", 0.0)
+    monkeypatch.setattr(run_plans, "PAYS", 0.0)
     schedulers.save(replace(TWO, together=()), Path(files["profile"]))
     schedulers.save(TURNS, Path(files["file"]))
     settings = {**SETTINGS, "extra_tasks": TWO_TASKS.model_dump()["extra_tasks"]}
@@ -409,11 +407,11 @@ def test_a_run_of_several_tasks_moves_too(
 def test_a_run_that_has_no_iterations_left_to_gain_from_stays(
     files: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replanning, "PAYS", 0.0)
+    monkeypatch.setattr(run_plans, "PAYS", 0.0)
     plan = {**files, "replan": True}
     train(tmp_path / "run", parse_config({**SETTINGS, "iterations": PERSISTENT, "plan": plan}, "test"))
     assert schedulers.load(Plan, tmp_path / "run" / "plan.json").phases == ALL_ON_ONE.phases
-    monkeypatch.setattr(replanning, "PAYS", 1e9)
+    monkeypatch.setattr(run_plans, "PAYS", 1e9)
     train(tmp_path / "dear", parse_config({**SETTINGS, "plan": plan}, "test"))
     assert schedulers.load(Plan, tmp_path / "dear" / "plan.json").phases == ALL_ON_ONE.phases
 
@@ -421,7 +419,7 @@ def test_a_run_that_has_no_iterations_left_to_gain_from_stays(
 def test_the_run_goes_on_after_a_stop_where_it_had_moved(
     files: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replanning, "PAYS", 0.0)
+    monkeypatch.setattr(run_plans, "PAYS", 0.0)
     plan = {**files, "replan": True}
     whole = parse_config({**SETTINGS, "plan": plan}, "test")
     train(tmp_path / "whole", whole)

@@ -26,8 +26,8 @@ from embodied.execution.session import open_session
 from embodied.learning.scorers import RewardWorker, Scorer
 from embodied.learning.success_classifier import Looks, SuccessClassifier
 from embodied.reporting.metrics import read
+from embodied.training.classifier_training import ClassifierTraining, learn_success, read_labelled
 from embodied.training.preflight import check_components, check_run
-from embodied.training.success_classifier import ClassifierTraining, learn_success, read_labelled
 from embodied.trajectories.batch import Trajectories
 from embodied.workflows import PPO, WorkflowComponent, passing
 from embodied.workflows.context import WorkerContext, policy_spec

@@ -21,7 +21,7 @@ from embodied.errors import UserError
 from embodied.learning.update import Denominators, LossFunction, micro_batch_loss
 from embodied.reporting.metrics import read
 from embodied.trajectories.batch import TensorDecisions
-from embodied.workflows.algorithm_checks import check_algorithm
+from embodied.workflows.checks import check_algorithm
 from policies import Inputs, PolicySpec
 from policies.denoising import VARIANCE_EPS
 from tests.embodied.test_estimators import make_batch

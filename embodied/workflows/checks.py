@@ -1,4 +1,5 @@
-"""Settings of an algorithm that nothing would read, or that cannot be as they are: found before a worker starts."""
+"""Checks of a workflow's settings: those that nothing would read, that contradict each other, or that the tasks cannot
+satisfy. Each raises `UserError`, before a worker starts unless only a simulator knows."""
 
 from __future__ import annotations
 
@@ -6,7 +7,9 @@ from embodied.algorithms.estimators import overlong_limits
 from embodied.config.schema import Config
 from embodied.errors import UserError
 from embodied.workflows.recipes import Recipe, recipe_of
+from embodied.workflows.sizes import tasks_of
 from policies.registry import policy_class
+from sim_farm.contract import TaskInfo
 
 
 def check_algorithm(config: Config) -> None:
@@ -121,3 +124,64 @@ def _compares(config: Config, recipe: Recipe) -> bool:
 def _estimates(recipe: Recipe, name: str) -> bool:
     """True if the estimator is the one of that name, or the user's own."""
     return recipe.estimator == name or not isinstance(recipe.estimator, str)
+
+
+# --- tasks, their starts, ranks
+
+
+def check_starts(config: Config) -> None:
+    """Raise `UserError` where episodes of a task would begin in two ways, or a curriculum has nothing to draw from."""
+    for task in tasks_of(config):
+        env = task.env
+        if env.recorded_starts and env.start_seeds:
+            raise UserError(
+                f"{env.task}: env.init_states is {env.init_states} and env.start_seeds {env.start_seeds}; episodes "
+                "begin from recorded initial states or from a number of seeds: set one of them to 0"
+            )
+        if config.rollout.curriculum and not env.recorded_starts and not env.start_seeds:
+            raise UserError(
+                f"rollout.curriculum is {config.rollout.curriculum}, and the episodes of {env.task} begin from seeds "
+                "of their own: set env.start_seeds (256, for example) or env.init_states, or rollout.curriculum to 0"
+            )
+
+
+def check_recorded_starts(config: Config, info: TaskInfo) -> None:
+    """Raise `UserError` where training episodes would begin from a recorded state that the task does not have."""
+    starts = config.env.recorded_starts
+    largest = starts[-1] if isinstance(starts, range) and starts else max(starts, default=-1)
+    if largest >= info.init_states:
+        there = f"0 to {info.init_states - 1}" if info.init_states else "none"
+        raise UserError(
+            f"{config.env.task}: env.init_states is {config.env.init_states}, and the task's recorded initial states "
+            f"are {there}: set env.init_states to {info.init_states} or less, or to ranges within them"
+        )
+
+
+def check_task_curriculum(config: Config) -> None:
+    """Raise `UserError` where a curriculum over tasks has nothing to deal out."""
+    share, tasks = config.rollout.task_curriculum, tasks_of(config)
+    if share and len(tasks) == 1:
+        raise UserError(
+            f"rollout.task_curriculum is {share}, and {tasks[0].env.task} is the run's one task: name others in "
+            "extra_tasks, or set rollout.task_curriculum to 0"
+        )
+    if share and recipe_of(config).rollout == "episodes":
+        raise UserError(
+            f"rollout.task_curriculum is {share}, and the workflow {config.workflow} rolls out whole episodes, as "
+            "many of every environment: set it to 0 (rollout.curriculum draws their starts), or workflow to ppo"
+        )
+
+
+def check_ranks(config: Config, ranks: int) -> None:
+    """Raise `UserError` for more ranks than rows of a minibatch."""
+    if config.optim.minibatch and ranks > config.optim.minibatch:
+        raise UserError(
+            f"the learner has {ranks} ranks, and a minibatch {config.optim.minibatch} rows: each rank takes one "
+            f"or more; set optim.ranks to {config.optim.minibatch} or less, or optim.minibatch to {ranks} or more"
+        )
+
+
+def check_credit(config: Config) -> None:
+    """Raise `UserError` where single actions have credit and ratios are taken over more than that."""
+    if config.advantage.credit == "action" and config.loss.ratio_unit == "chunk":
+        raise UserError("advantage.credit is action, and loss.ratio_unit chunk: set it to action or element")
