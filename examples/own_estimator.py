@@ -12,7 +12,9 @@ from dataclasses import replace
 import torch
 
 import embodied
-from embodied.algorithms.estimators import Estimate, group_means, outcomes
+from embodied.algorithms.advantages import group_means
+from embodied.algorithms.estimators import outcomes
+from embodied.algorithms.samples import Estimate
 from embodied.config.schema import Config
 from embodied.trajectories.batch import Trajectories
 from embodied.workflows import GRPO

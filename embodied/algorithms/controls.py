@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, replace
 import torch
 from torch import Tensor
 
-from embodied.algorithms.estimators import Rows
-from embodied.algorithms.ppo import alive_actions
+from embodied.algorithms.advantages import alive_actions
+from embodied.algorithms.samples import Samples
 from embodied.config.schema import Config, LossConfig
 from embodied.errors import UserError, nearest
 from embodied.run import checkpoint
@@ -202,20 +202,20 @@ class UpdateControls:
             last_value=_unscaled(batch.last_value, then),
         )
 
-    def in_deviations(self, rows: Rows) -> Rows:
-        """The rows with values and returns in deviations of returns; their returns join the running statistics.
+    def in_deviations(self, samples: Samples) -> Samples:
+        """The samples with values and returns in deviations of returns; their returns join the running statistics.
 
         Values are then the critic's own outputs, so that `loss.value_clip` limits its change.
         """
-        if not self._config.advantage.normalise_returns or not len(rows):
-            return rows
-        returns = rows.returns
-        counted = returns[alive_actions(rows.executed, returns.shape[1])] if returns.ndim == 2 else returns
+        if not self._config.advantage.normalise_returns or not len(samples):
+            return samples
+        returns = samples.returns
+        counted = returns[alive_actions(samples.executed, returns.shape[1])] if returns.ndim == 2 else returns
         counted = counted.double()
         self._earlier = before, width = self._state.scale
         self._state = self._state.seen(float(counted.mean()), float(counted.square().mean()))
         mean, deviation = self._state.scale
-        return replace(rows, value=(rows.value - before) / width, returns=(returns - mean) / deviation)
+        return replace(samples, value=(samples.value - before) / width, returns=(returns - mean) / deviation)
 
     def note(self, metrics: Mapping[str, float], iteration: int) -> dict[str, float]:
         """Adapt to the metrics of an update. Returns the adaptive coefficients as metrics."""

@@ -1,242 +1,32 @@
-"""Estimators: from trajectories to rows with advantages (GAE, GRPO, Dr.GRPO, DAPO, REINFORCE++). Pure functions.
-
-N episodes, each of one episode group: episodes of the same task and initial state. Episode groups are named by ids,
-never by position, so that a lost or added episode does not shift the others. Every function takes the whole batch (all
-ranks): statistics of a part of it would make the update depend on the plan.
+"""Estimators: from trajectories to advantages (GAE, GRPO, Dr.GRPO, DAPO, REINFORCE++, StepNFT), by the names that
+workflows use. Each is a pure function of the whole batch (all ranks); the formulas are in `advantages.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from embodied.algorithms.ppo import action_advantages, alive_actions, generalised_advantages, normalise
+from embodied.algorithms.advantages import (
+    action_advantages,
+    alive_actions,
+    differing,
+    generalised_advantages,
+    group_advantages,
+    group_means,
+    informative,
+    normalise,
+    overlong_penalty,
+    reinforce_returns,
+)
+from embodied.algorithms.samples import Estimate
 from embodied.config.schema import AdvantageConfig, Config
 from embodied.errors import UserError
-from embodied.trajectories.batch import Decisions, TensorDecisions, Trajectories, join_decisions
-from policies.contract import Inputs
-
-Scale = Literal["group", "batch", "none"]
-
-
-def group_advantages(
-    outcome: Tensor, group: Tensor, size: int, scale: Scale = "group", eps: float = 1e-6
-) -> tuple[Tensor, Tensor]:
-    """Advantage of each episode [N], and [N] bool: True if its group is complete.
-
-    `outcome` [N] floating, `group` [N] int64. A group is complete if it has exactly `size` members; episodes of
-    others have advantage 0. The advantage is (R - mean of the group) / (deviation + eps), deviations unbiased:
-
-    - `group`: the group's own deviation (GRPO: Shao et al. 2024, section 4.1.2);
-    - `batch`: that of all outcomes in complete groups (Lite PPO: Liu et al. 2025, arXiv 2508.08221);
-    - `none`: no division (Dr.GRPO: Liu et al. 2025, arXiv 2503.20783).
-
-    Equal outcomes have advantage exactly 0. The order of the episodes changes no bit; except through `batch`,
-    neither do other groups. Raises ValueError for fewer than two members or shapes that differ.
-    """
-    mean, complete = group_means(outcome, group, size)
-    advantage = torch.where(complete, outcome - mean, 0.0)
-    if scale == "group":
-        deviation, _ = _per_group(outcome, group, size, torch.std)
-        return advantage / (deviation + eps), complete
-    if scale == "batch" and bool(complete.any()):
-        return advantage / (outcome[complete].sort().values.std() + eps), complete
-    return advantage, complete
-
-
-def group_means(outcome: Tensor, group: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Mean outcome of each episode's group [N], 0 where it is incomplete, and [N] bool: True if it is complete.
-
-    Arguments and errors as those of `group_advantages`.
-    """
-    # A mean lies between the extremes; its rounding need not, and then equal outcomes would seem to differ.
-    return _per_group(outcome, group, size, lambda values: values.mean().clamp(values[0], values[-1]))
-
-
-def informative(outcome: Tensor, group: Tensor, size: int, low: float, high: float) -> Tensor:
-    """[N] bool: the group is complete and its mean outcome lies in [low, high].
-
-    With outcomes of 0 and 1 that mean is the success rate (SimpleVLA-RL: Li et al. 2025, arXiv 2509.09674, and
-    RLinf: 0.1 to 0.9). Arguments and errors as those of `group_advantages`; `outcome` may also be bool.
-    """
-    rate, complete = _per_group(outcome.double(), group, size, lambda values: values.sum() / size)
-    return complete & (rate >= low) & (rate <= high)
-
-
-def differing(outcome: Tensor, group: Tensor, size: int) -> Tensor:
-    """[N] bool: the group is complete and its outcomes are not all equal (DAPO: Yu et al. 2025, eq. 11).
-
-    Arguments and errors as those of `group_advantages`.
-    """
-    extent, _ = _per_group(outcome, group, size, lambda values: values[-1] - values[0])
-    return extent > 0
-
-
-def overlong_penalty(length: Tensor, longest: int, margin: int) -> Tensor:
-    """Addition to each episode's outcome [N], in [-1, 0] (DAPO's soft overlong punishment: eq. 13).
-
-    `length` [N] int64, `longest` and `margin` in one unit (env steps, say): 0 up to `longest - margin`, then
-    falling linearly to -1 at `longest`, and -1 beyond. Raises ValueError unless 0 < margin <= longest.
-    """
-    if not 0 < margin <= longest:
-        raise ValueError(f"the margin must be positive and at most the longest length {longest}, not {margin}")
-    return ((longest - margin - length) / margin).clamp(-1, 0)
-
-
-def reinforce_returns(
-    reward: Tensor, kl: Tensor, end: Tensor, mask: Tensor, beta: float, baseline: Tensor | None = None
-) -> Tensor:
-    """Undiscounted rewards-to-go less `beta` times the KL, each within its episode [T, B]; 0 where not `mask`.
-
-    REINFORCE++ (Hu et al. 2025, arXiv 2501.03262): `normalise` over the global batch makes them advantages.
-    `reward`, `kl` [T, B], the latter in nats and of the whole decision; `end`, `mask` [T, B] bool, the decision ended
-    its episode, was executed. A column holds several episodes one after the other. `baseline` [T, B] is
-    subtracted; with the mean outcome of the episode's group (`group_means`) it is REINFORCE++-baseline.
-    """
-    # `where` rather than a product: what is not read may be NaN, and 0 * NaN is NaN.
-    score = torch.where(mask, reward - beta * kl, 0.0)
-    returns = torch.zeros_like(score)
-    carry = score.new_zeros(score.shape[1:])
-    for t in reversed(range(len(score))):
-        carry = score[t] + torch.where(end[t], 0.0, carry)
-        returns[t] = carry
-    return torch.where(mask, returns if baseline is None else returns - baseline, 0.0)
-
-
-def _per_group(
-    outcome: Tensor, group: Tensor, size: int, statistic: Callable[[Tensor], Tensor]
-) -> tuple[Tensor, Tensor]:
-    """`statistic` of the outcomes of each episode's group [N], 0 where incomplete; [N] bool, True if it is complete.
-
-    Each group is computed by itself from its sorted outcomes, so that neither the order of its members nor the
-    presence of other groups can change a bit of it.
-    """
-    if size < 2:
-        raise ValueError(f"a group needs two members or more to be compared, not {size}")
-    if outcome.ndim != 1 or outcome.shape != group.shape:
-        raise ValueError(f"outcome and group must be [N] both, not {[*outcome.shape]} and {[*group.shape]}")
-    found, complete = torch.zeros_like(outcome), torch.zeros_like(outcome, dtype=torch.bool)
-    _, name, count = group.unique(return_inverse=True, return_counts=True)
-    for members in name.argsort().split(count.tolist()):
-        if len(members) == size:
-            found[members] = statistic(outcome[members].sort().values)
-            complete[members] = True
-    return found, complete
-
-
-# --- From trajectories to rows to learn from: the estimators that workflows name.
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """Result of an estimator; all [T, B]. With `advantage.credit` action, advantages and returns are [T, B, C]."""
-
-    advantage: Tensor
-    returns: Tensor
-    """Targets of the critic; read only where the workflow trains one."""
-    keep: Tensor
-    """bool, True if the decision carries a gradient."""
-    weight: Tensor
-    """Weight of each of the decision's units (`loss.ratio_unit`) in the loss; the update divides by their sum."""
-
+from embodied.trajectories.batch import Trajectories
 
 Estimator = Callable[[Trajectories, Config], Estimate]
-
-
-@dataclass(frozen=True)
-class Rows:
-    """The decisions to learn from, flattened; every tensor has N rows."""
-
-    decisions: Decisions
-    """Observations and traces, in the trajectory memory or in tensors."""
-    log_prob: Tensor
-    """[N, C, A] under the rollout's policy."""
-    value: Tensor
-    """[N], or [N, C] with `advantage.credit` action; as advantages and returns."""
-    advantage: Tensor
-    returns: Tensor
-    executed: Tensor
-    weight: Tensor
-    """[N] weight of the row in the loss and in its denominator."""
-    importance: Tensor
-    """[N, 1] or [N, U] weight of the row's units in the loss alone: ratio of the present to the rollout's probability,
-    where the rollout is an update behind."""
-    reference_log_prob: Tensor | None = None
-    """[N, C, A] under the frozen reference policy, where the workflow has one."""
-    precomputed: Mapping[str, Tensor] = field(default_factory=dict)
-    """Results of `Policy.precompute`, [N, ...] each; they join the traces."""
-
-    def take(self, index: Tensor) -> Rows:
-        """The rows at `index`; observations and traces stay where they are."""
-        reference = self.reference_log_prob
-        return self._with(
-            self.decisions.select(index),
-            {key: getattr(self, key)[index] for key in PER_ROW},
-            None if reference is None else reference[index],
-            {key: tensor[index] for key, tensor in self.precomputed.items()},
-        )
-
-    def to(self, device: torch.device) -> Rows:
-        """The same rows with all tensors on the device, observations and traces too: each is copied once."""
-        reference = self.reference_log_prob
-        return self._with(
-            TensorDecisions(self.decisions.inputs(device), self.decisions.trace(device)),
-            {key: getattr(self, key).to(device) for key in PER_ROW},
-            None if reference is None else reference.to(device),
-            {key: tensor.to(device) for key, tensor in self.precomputed.items()},
-        )
-
-    def _with(
-        self, decisions: Decisions, tensors: dict[str, Any], reference: Tensor | None, precomputed: dict[str, Tensor]
-    ) -> Rows:
-        return Rows(decisions, **tensors, reference_log_prob=reference, precomputed=precomputed)
-
-    @property
-    def inputs(self) -> Inputs:
-        return self.decisions.inputs()
-
-    @property
-    def trace(self) -> dict[str, Tensor]:
-        return {**self.decisions.trace(), **self.precomputed}
-
-    def __len__(self) -> int:
-        return len(self.value)
-
-
-PER_ROW = ("log_prob", "value", "advantage", "returns", "executed", "weight", "importance")
-
-
-def rows_of(batch: Trajectories, estimate: Estimate) -> Rows:
-    """The batch's rows, without masked decisions and those that carry no gradient."""
-    reference = batch.reference_log_prob
-    rows = Rows(
-        batch.decisions,
-        batch.log_prob.flatten(0, 1),
-        batch.value.flatten(0, 1),
-        estimate.advantage.flatten(0, 1),
-        estimate.returns.flatten(0, 1),
-        batch.executed.flatten(),
-        estimate.weight.flatten(),
-        torch.ones(batch.mask.numel(), 1),
-        None if reference is None else reference.flatten(0, 1),
-    )
-    chosen = batch.mask & estimate.keep
-    return rows if bool(chosen.all()) else rows.take(chosen.flatten().nonzero()[:, 0])
-
-
-def join_rows(parts: Sequence[Rows]) -> Rows:
-    """The rows of all parts, one after the other."""
-    if len(parts) == 1:
-        return parts[0]
-    references = [part.reference_log_prob for part in parts]
-    known = [reference for reference in references if reference is not None]
-    tensors: dict[str, Any] = {key: torch.cat([getattr(part, key) for part in parts]) for key in PER_ROW}
-    decisions = join_decisions([part.decisions for part in parts])
-    return Rows(decisions, **tensors, reference_log_prob=torch.cat(known) if known else None)
 
 
 def gae(batch: Trajectories, config: Config) -> Estimate:
@@ -303,9 +93,9 @@ def group_relative(batch: Trajectories, config: Config) -> Estimate:
     if settings.keep_rates is not None:
         solved = (batch.success & batch.mask).any(0).float()
         informative_group &= informative(solved, batch.episode_group, size, *settings.keep_rates)
-    keep = rows_like(informative_group, batch)
+    keep = per_decision(informative_group, batch)
     weight = _weights(batch, config)
-    return Estimate(rows_like(advantage, batch), torch.zeros_like(batch.reward), keep, weight)
+    return Estimate(per_decision(advantage, batch), torch.zeros_like(batch.reward), keep, weight)
 
 
 def reinforce(batch: Trajectories, config: Config) -> Estimate:
@@ -332,7 +122,7 @@ def reinforce(batch: Trajectories, config: Config) -> Estimate:
 def binary(batch: Trajectories, config: Config) -> Estimate:
     """1 for every decision of an episode that was solved, -1 for those of the others (pi-StepNFT, arXiv 2603.02083)."""
     outcome = torch.where((batch.success & batch.mask).any(0), 1.0, -1.0)
-    return Estimate(rows_like(outcome, batch), torch.zeros_like(batch.reward), batch.mask, _weights(batch, config))
+    return Estimate(per_decision(outcome, batch), torch.zeros_like(batch.reward), batch.mask, _weights(batch, config))
 
 
 def _divergence(batch: Trajectories) -> Tensor:
@@ -343,16 +133,16 @@ def _divergence(batch: Trajectories) -> Tensor:
 
 
 def _weights(batch: Trajectories, config: Config) -> Tensor:
-    """[T, B]: of each decision's units in the loss, so that decisions or whole episodes count alike."""
-    rows = torch.ones_like(batch.reward)
+    """[T, B] weight of each decision's units in the loss, so that decisions or whole episodes count alike."""
+    weights = torch.ones_like(batch.reward)
     if config.loss.weight == "episode":
         units = batch.mask if config.loss.ratio_unit == "chunk" else batch.executed * batch.mask
-        rows = rows / units.sum(0).clamp(min=1)
-    return rows
+        weights = weights / units.sum(0).clamp(min=1)
+    return weights
 
 
 def judged(batch: Trajectories, config: Config) -> Tensor:
-    """[B]: `outcomes`, less what an episode loses for its length."""
+    """[B] outcome of each episode, less what it loses for its length."""
     outcome, margin = outcomes(batch, config.advantage), config.advantage.overlong_margin
     if margin is None:
         return outcome
@@ -387,7 +177,7 @@ def outcomes(batch: Trajectories, settings: AdvantageConfig) -> Tensor:
     return (batch.reward * batch.mask).double().sum(0).float()
 
 
-def rows_like(values: Tensor, batch: Trajectories) -> Tensor:
+def per_decision(values: Tensor, batch: Trajectories) -> Tensor:
     """[B] to [T, B]."""
     return values[None].expand_as(batch.mask)
 

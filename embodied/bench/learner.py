@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from embodied.algorithms.estimators import Rows
+from embodied.algorithms.samples import Samples
 from embodied.bench.flops import Costs, FlowCosts, nbytes
 from embodied.bench.machine import Machine, Peak, finish, measure_machine, median, peak_memory, repeat
 from embodied.bench.models import (
@@ -78,12 +78,12 @@ class Update:
         self.off_policy = float("nan")
         """Mean |ratio - 1| before the first step."""
 
-    def _decide(self, inputs: Inputs, noise: Tensor, advantage: Tensor) -> Rows:
+    def _decide(self, inputs: Inputs, noise: Tensor, advantage: Tensor) -> Samples:
         """Row by row: how many decide together is the policy's bench's matter, and memory is scarce."""
         actions = [decide(self.policy, row, noise[i : i + 1]) for i, row in enumerate(rows_of(inputs))]
         count, value = len(actions), torch.cat([action.value for action in actions])
         trace = {name: torch.cat([action.trace[name] for action in actions]) for name in actions[0].trace}
-        return Rows(
+        return Samples(
             TensorDecisions(inputs, trace),
             torch.cat([action.log_prob for action in actions]),
             value,
@@ -94,7 +94,7 @@ class Update:
             importance=torch.ones(count, 1),
         )
 
-    def _with_features(self, rows: Rows) -> Rows | None:
+    def _with_features(self, rows: Samples) -> Samples | None:
         parts = [to_host(self.policy.precompute(row.to(self.device))) for row in rows_of(rows.inputs)]
         if not parts[0]:
             return None

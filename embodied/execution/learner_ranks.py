@@ -9,7 +9,7 @@ from embodied.config.schema import Config
 from embodied.execution.assignment import HERE, Assignment
 from embodied.execution.roles import LearnerRole
 from embodied.execution.session import Session
-from embodied.learning.learner import CollectStatistics
+from embodied.learning.learner import ReceivedPart
 from embodied.learning.offload import Switch
 from embodied.run.background_writer import Written
 from embodied.runtime.groups import WorkerGroup
@@ -71,8 +71,8 @@ def update_of_ranks(found: Sequence[dict[str, float]]) -> dict[str, float]:
     return merged | {"learner/ranks": float(len(found))}
 
 
-def collected_by_ranks(found: Sequence[CollectStatistics]) -> CollectStatistics:
-    """Statistics of a part that every rank has collected."""
+def received_by_ranks(found: Sequence[ReceivedPart]) -> ReceivedPart:
+    """Counts of a part that every rank has received."""
     return replace(found[0], learn_s=max(one.learn_s for one in found))
 
 

@@ -14,7 +14,7 @@ from typing import ClassVar, Protocol
 import numpy as np
 from torch import Tensor
 
-from embodied.learning.learner import CollectStatistics, TrainedBytes
+from embodied.learning.learner import ReceivedPart, TrainedBytes
 from embodied.learning.offload import Switch
 from embodied.rollout.rollout_summary import EpisodePart, RolloutSummary
 from embodied.run.background_writer import Written
@@ -112,7 +112,7 @@ class LearnerRole(Protocol):
         """Close the connections to the other ranks."""
         ...
 
-    def collect(self, batch: Trajectories, iteration: int) -> CollectStatistics: ...
+    def receive(self, batch: Trajectories, iteration: int) -> ReceivedPart: ...
 
     def finish(self, iteration: int) -> dict[str, float]: ...
 

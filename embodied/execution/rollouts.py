@@ -21,10 +21,10 @@ from torch import Tensor
 from embodied import progress
 from embodied.config.schema import Config
 from embodied.execution.assignment import Assignment
-from embodied.execution.learner_ranks import collected_by_ranks
+from embodied.execution.learner_ranks import received_by_ranks
 from embodied.execution.roles import LearnerRole, RolloutRole, ScorerRole
 from embodied.execution.session import Session
-from embodied.learning.learner import CollectStatistics
+from embodied.learning.learner import ReceivedPart
 from embodied.rollout.rollout_summary import EpisodePart, RolloutSummary
 from embodied.run.trace import Span
 from embodied.runtime.groups import WorkerGroup
@@ -65,8 +65,8 @@ class SentTrajectories:
     begin_ns: int
     scoring: tuple[tuple[str, list[Any]], ...] = ()
     """Scorers that the trajectories pass through, in this order."""
-    collecting: Any = None
-    """The learner's; None: all parts were collected during the rollout."""
+    receiving: Any = None
+    """The learner's; None: it has received all parts during the rollout."""
 
 
 @dataclass(kw_only=True)
@@ -123,16 +123,16 @@ class Rollouts:
             source, produce = scorer, ScorerRole.trajectories
         return SentTrajectories(begin, tuple(scoring), self.delivery.send(source, produce, iteration))
 
-    def await_collected(self, sent: SentTrajectories) -> dict[str, float]:
-        """Wait until the learner has collected the trajectories; metrics of the iteration. A scorer's failure is raised
+    def await_received(self, sent: SentTrajectories) -> dict[str, float]:
+        """Wait until the learner has received the trajectories; metrics of the iteration. A scorer's failure is raised
         before those that follow from it."""
-        self._collected(sent)
+        self._await_received(sent)
         return self._scoring_metrics()
 
-    def _collected(self, sent: SentTrajectories) -> CollectStatistics:
+    def _await_received(self, sent: SentTrajectories) -> ReceivedPart:
         for name, references in sent.scoring:
             self.scoring_s[name] = self.scoring_s.get(name, 0.0) + sum(self.scorers[name].get(references))
-        return collected_by_ranks(self.learner.get(sent.collecting))
+        return received_by_ranks(self.learner.get(sent.receiving))
 
     def _scoring_metrics(self) -> dict[str, float]:
         return {f"time/{name}_s": seconds for name, seconds in self.scoring_s.items()}
@@ -172,11 +172,11 @@ class RolloutsInParts(Rollouts):
             total = summary if total is None else total + summary
             waiting.append(super().send_remaining(iteration))
             while len(waiting) > (0 if settings.max_episodes_per_env else PARTS_AHEAD):
-                self.informative_groups += self._collected(waiting.pop(0)).groups
+                self.informative_groups += self._await_received(waiting.pop(0)).groups
             if settings.max_episodes_per_env and self.informative_groups >= wanted:
                 break
         for sent in waiting:
-            self.informative_groups += self._collected(sent).groups
+            self.informative_groups += self._await_received(sent).groups
         assert total is not None
         return total
 
@@ -184,7 +184,7 @@ class RolloutsInParts(Rollouts):
         """Send nothing more: `collect` has sent every part."""
         return SentTrajectories(time.monotonic_ns())
 
-    def await_collected(self, sent: SentTrajectories) -> dict[str, float]:
+    def await_received(self, sent: SentTrajectories) -> dict[str, float]:
         return self._scoring_metrics() | {"learner/informative_groups": float(self.informative_groups)}
 
     def parts(self) -> Iterator[EpisodePart]:
@@ -228,14 +228,14 @@ class TrajectoryDelivery:
             self.source.call(FrameSource.use, memory)
 
     def send(self, source: WorkerGroup[Any], produce: Any, iteration: int) -> Any:
-        """Start `LearnerRole.collect` on every rank, of what `produce` makes on the source; references."""
+        """Start `LearnerRole.receive` on every rank, of what `produce` makes on the source; references."""
         if not any(self.far):
-            return self.learner.pipe(LearnerRole.collect, source, produce, iteration)
+            return self.learner.pipe(LearnerRole.receive, source, produce, iteration)
         made = source.submit(produce)
         reader = None if self.source is None else RemoteFrames(self.source.handles[0].caller())
         remote = self.rollout_worker.submit(RolloutRole.without_memory, made, reader)
         each = [(remote if away else made, iteration) for away in self.far]
-        return self.learner.submit_scattered(LearnerRole.collect, each)
+        return self.learner.submit_scattered(LearnerRole.receive, each)
 
 
 def start_delivery(

@@ -82,13 +82,13 @@ class RunWorkers:
 
     def update(self, iteration: int, sent: SentTrajectories) -> dict[str, float]:
         """Update the policy from the trajectories that were sent; metrics of the update."""
-        collected = self.rollouts.await_collected(sent)
+        scoring = self.rollouts.await_received(sent)
         metrics = update_of_ranks(self.learner.call_all(LearnerRole.finish, iteration))
         end = time.monotonic_ns()
         update_ns = int(metrics["learner/update_s"] * 1e9)
         self.spans.mark("driver", "update", sent.begin_ns, end, trajectories=self.delivery.path)
         self.spans.mark(self.learner.name, "update", end - update_ns, end)
-        return metrics | {"time/switch_s": 0.0} | collected
+        return metrics | {"time/switch_s": 0.0} | scoring
 
     def publish(self, version: int) -> None:
         """Bring the learner's weights, which have seen `version` updates, to all policy workers."""

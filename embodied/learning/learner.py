@@ -1,14 +1,14 @@
 """The learner: updates the policy from trajectories.
 
-    collect     take a part of the rollout; estimate its advantages, if its episode groups suffice for that
-    finish      estimate what needs all parts (GAE), then update the policy on the rows (`update`)
+    receive     take a part of the rollout; estimate its advantages, if its episode groups suffice for that
+    finish      estimate what needs all parts (GAE), then update the policy on the samples (`update`)
 
-Rows that are masked, or that carry no gradient, never reach the policy. Where the update is one optimiser step over all
-rows, its gradient is a sum over parts, and each part's is added up when it is collected.
+Decisions that are masked, or that carry no gradient, never reach the policy. Where the update is one optimiser step
+over all samples, its gradient is a sum over parts, and each part's is added up when it is received.
 
 A learner may be several ranks (`parallel`). Each has all trajectories, whose frames stay where they are, and so
-computes the same advantages, permutations and denominators. Each evaluates its share of a minibatch's rows; gradients
-and statistics are summed once per optimiser step. All ranks take the step that one rank alone would take.
+computes the same advantages, permutations and denominators. Each evaluates its share of a minibatch's samples;
+gradients and statistics are summed once per optimiser step. All ranks take the step that one rank alone would take.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import numpy as np
 from torch import Tensor
 
 from embodied.algorithms.controls import UpdateControls
-from embodied.algorithms.estimators import Rows, join_rows, rows_of
+from embodied.algorithms.samples import Samples, join_samples, samples_of
 from embodied.config.schema import Config
 from embodied.devices import Affinity, await_devices, defines, device_of, forget_peak, peak_bytes
 from embodied.errors import UserError
@@ -46,10 +46,10 @@ from policies.contract import Policy
 
 
 @dataclass(frozen=True)
-class CollectStatistics:
-    """Counts of a collected part of an iteration's trajectories."""
+class ReceivedPart:
+    """Counts of a part of an iteration's trajectories that the learner has received."""
 
-    rows: int
+    samples: int
     """Number of decisions to learn from."""
     groups: int
     """Number of informative episode groups: those of which a decision carries a gradient."""
@@ -70,15 +70,15 @@ class TrainedBytes:
 
 
 @dataclass
-class _Collected:
-    """Trajectories and rows of the present iteration."""
+class _Received:
+    """Trajectories and samples of the present iteration."""
 
     batches: list[Trajectories] = field(default_factory=list)
     """Parts whose advantages are estimated together."""
-    rows: list[Rows] = field(default_factory=list)
-    """Rows of each part that was estimated by itself."""
-    to_accumulate: list[Rows] = field(default_factory=list)
-    """Rows of parts whose gradient is not added up yet."""
+    samples: list[Samples] = field(default_factory=list)
+    """Samples of each part that was estimated by itself."""
+    to_accumulate: list[Samples] = field(default_factory=list)
+    """Samples of parts whose gradient is not added up yet."""
     lag: int = 0
     """Updates by which the oldest part's policy is behind the present one."""
     broken_episodes: int = 0
@@ -88,7 +88,7 @@ class _Collected:
 
 
 class Learner(WeightsPublisher):
-    """Owner of the policy that is trained, and of its optimiser. `collect` each part of a rollout, then `finish`."""
+    """Owner of the policy that is trained, and of its optimiser. `receive` each part of a rollout, then `finish`."""
 
     takes: ClassVar[frozenset[str]] = frozenset({"trajectories", "episodes"})
     """Data of edges to the learner."""
@@ -121,7 +121,7 @@ class Learner(WeightsPublisher):
         self._writer = BackgroundWriter()
         self._memory: TrajectoryMemory | None = None
         """The trajectories' memory, kept so that it is mapped and pinned once."""
-        self._collected = _Collected()
+        self._received = _Received()
 
     @classmethod
     def check(cls, config: Config) -> None:
@@ -156,54 +156,54 @@ class Learner(WeightsPublisher):
     # --- learning
 
     def update(self, batch: Trajectories, iteration: int) -> dict[str, float]:
-        """`collect` and `finish`, for a rollout in one part."""
-        self.collect(batch, iteration)
+        """`receive` and `finish`, for a rollout in one part."""
+        self.receive(batch, iteration)
         return self.finish(iteration)
 
-    def collect(self, batch: Trajectories, iteration: int) -> CollectStatistics:
+    def receive(self, batch: Trajectories, iteration: int) -> ReceivedPart:
         """Take a part of the iteration's trajectories. Where the update is a sum over parts, add the part's gradient.
 
         Raises `OffPolicy` if the first part's ratios are not one.
         """
         begin = time.monotonic()
-        found = self._collected
+        found = self._received
         if isinstance(batch.decisions, StoredDecisions):
             self._memory = batch.decisions.memory
         with self._working(found):
             found.lag = max(found.lag, iteration - batch.version)
             batch, broken = without_broken_episodes(batch, sum(part.mask.shape[1] for part in found.batches))
             found.broken_episodes += broken
-            rows, groups = self._add_part(batch, iteration)
+            samples, groups = self._add_part(batch, iteration)
         learn_s = time.monotonic() - begin
         found.seconds += learn_s
-        return CollectStatistics(rows, groups, learn_s)
+        return ReceivedPart(samples, groups, learn_s)
 
     def finish(self, iteration: int) -> dict[str, float]:
-        """Update the policy on what was collected. Returns metrics by name.
+        """Update the policy on what was received. Returns metrics by name.
 
         Raises `OffPolicy` if the first minibatch's ratios are not one, `NonFinite` after several steps in a row that
         were skipped, `UserError` where a critic has nothing to learn from.
         """
         begin = time.monotonic()
-        found, self._collected = self._collected, _Collected()
+        found, self._received = self._received, _Received()
         with self._working(found):
             if found.batches:
                 batch = self._in_rewards(join_columns(found.batches), iteration)
-                found.rows, found.batches = [rows_of(batch, self._estimate(batch, self._config))], []
-            collected, found.rows = join_rows(found.rows), []
-            rows = self._controls.in_deviations(collected)
-            if len(rows) == 0 and self._recipe.critic:
+                found.samples, found.batches = [samples_of(batch, self._estimate(batch, self._config))], []
+            recorded, found.samples = join_samples(found.samples), []
+            samples = self._controls.in_deviations(recorded)
+            if len(samples) == 0 and self._recipe.critic:
                 raise UserError("the rollout holds no decision that was executed; nothing can be learned from it")
             self._controls.set_learning_rates(self.optimizer, iteration)
             if self._accumulates:
                 self._accumulate(found)
-                statistics = self._update.step_accumulated(rows, iteration)
+                statistics = self._update.step_accumulated(samples, iteration)
             else:
-                statistics = self._update.run(rows, iteration, found.lag > 0)
-            if len(rows) and defines(self.policy, "observe"):
-                self.policy.observe(rows.decisions.inputs(self._device, frames=False))
+                statistics = self._update.run(samples, iteration, found.lag > 0)
+            if len(samples) and defines(self.policy, "observe"):
+                self.policy.observe(samples.decisions.inputs(self._device, frames=False))
             await_devices(self.policy.parameters())  # else the last step would count as the next rollout's time
-        metrics = metrics_of(collected, statistics)
+        metrics = metrics_of(recorded, statistics)
         if self._config.loss.reference_kl:
             metrics["learner/reference_kl"] = statistics.sums.reference_kl / max(statistics.sums.units, 1)
         if statistics.sums.auxiliary:
@@ -217,8 +217,8 @@ class Learner(WeightsPublisher):
         return {**metrics, "learner/update_s": found.seconds + time.monotonic() - begin}
 
     def _add_part(self, batch: Trajectories, iteration: int) -> tuple[int, int]:
-        """Keep a part for `finish`. Returns its numbers of rows and of informative episode groups, where known."""
-        found = self._collected
+        """Keep a part for `finish`. Returns its numbers of samples and of informative episode groups, where known."""
+        found = self._received
         if self._estimates_together:
             found.batches.append(batch)
             if batch.episode_group is None:
@@ -228,18 +228,18 @@ class Learner(WeightsPublisher):
         estimate = self._estimate(batch, self._config)
         chosen = batch.mask & estimate.keep
         if not self._estimates_together:
-            found.rows.append(rows_of(batch, estimate))
+            found.samples.append(samples_of(batch, estimate))
             if self._accumulates and bool(chosen.any()):
-                found.to_accumulate.append(found.rows[-1])
+                found.to_accumulate.append(found.samples[-1])
                 # Offloaded parameters cannot compute, and gradients would not survive their return.
                 if self._offload is None or not self._offload.away:
                     self._accumulate(found)
         groups = 0 if batch.episode_group is None else len(batch.episode_group[chosen.any(0)].unique())
         return int(chosen.sum()), groups
 
-    def _accumulate(self, found: _Collected) -> None:
-        for rows in found.to_accumulate:
-            self._update.accumulate(rows, found.lag > 0)
+    def _accumulate(self, found: _Received) -> None:
+        for samples in found.to_accumulate:
+            self._update.accumulate(samples, found.lag > 0)
         found.to_accumulate = []
 
     def _in_rewards(self, batch: Trajectories, iteration: int) -> Trajectories:
@@ -251,7 +251,7 @@ class Learner(WeightsPublisher):
         return self._controls.in_rewards(batch, now)
 
     @contextmanager
-    def _working(self, found: _Collected) -> Iterator[None]:
+    def _working(self, found: _Received) -> Iterator[None]:
         """In the block, compute on this learner's cores, wait for the other ranks no longer than their deadline, and
         count the frames that are read: other workers of this process may read the memory too."""
         before = FrameCounts() if self._memory is None else self._memory.counts

@@ -1,8 +1,8 @@
 """The policy on one rank of a learner: a replica of the whole, or (`sharding`) a shard of every parameter.
 
-A group of one rank is the plain case: micro-batches are those of all rows, and there is nothing to sum. Several ranks
-all have the rows of all trajectories. Each evaluates its share of them, and results are gathered, gradients are summed:
-every rank has what one rank alone would have.
+A learner of one rank is the plain case: micro-batches are those of all samples, and there is nothing to sum. Several
+ranks all have the samples of all trajectories. Each evaluates its share of them; results are gathered and gradients are
+summed, so that every rank has what one rank alone would have.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from embodied import progress
-from embodied.algorithms.estimators import Rows
+from embodied.algorithms.samples import Samples
 from embodied.devices import CPU, copies, device_of
 from embodied.learning.weight_sync import trained
 from embodied.run import checkpoint
@@ -41,7 +41,7 @@ class ReplicatedPolicy:
     def micro_batches(self, minibatch: Tensor, size: int, synchronise: bool = True) -> Iterator[tuple[Tensor, bool]]:
         """This rank's share of the row numbers, in micro-batches. A backward pass is due for each.
 
-        With each goes True if it counts: False for rows whose pass must contribute nothing. A rank without a share
+        With each goes True if it counts: False for samples whose pass must contribute nothing. A rank without a share
         needs one to have a gradient. `synchronise`: False if more passes follow before the gradient is needed.
         """
         share = self.ranks.share(minibatch)
@@ -177,21 +177,21 @@ def write_nothing() -> None:
     """The write function of a rank that has no part of a checkpoint."""
 
 
-# --- passes over rows without a gradient, in shares
+# --- passes over samples without a gradient, in shares
 
 
-def log_probs_of(parallel: ReplicatedPolicy, rows: Rows, size: int) -> Tensor:
-    """[N, C, A] log-probs of all rows under the present policy, in the host's memory.
+def log_probs_of(parallel: ReplicatedPolicy, samples: Samples, size: int) -> Tensor:
+    """[N, C, A] log-probs of all samples under the present policy, in the host's memory.
 
-    `size` rows are evaluated at once (0: a rank's whole share), as in the functions below.
+    `size` samples are evaluated at once (0: a rank's whole share), as in the functions below.
     """
     policy, device = parallel.policy, device_of(parallel.policy)
 
     def evaluate(index: Tensor) -> Tensor:
-        part = rows.take(index).to(device)
+        part = samples.take(index).to(device)
         return policy.evaluate(part.inputs, part.trace).log_prob
 
-    return _of_all(parallel.ranks, len(rows), size, evaluate)
+    return _of_all(parallel.ranks, len(samples), size, evaluate)
 
 
 def values_of(parallel: ReplicatedPolicy, batch: Trajectories, size: int) -> Tensor:
@@ -212,36 +212,36 @@ def values_of(parallel: ReplicatedPolicy, batch: Trajectories, size: int) -> Ten
     return found
 
 
-def precomputed_of(parallel: ReplicatedPolicy, rows: Rows, size: int) -> Mapping[str, Tensor]:
-    """`Policy.precompute` of all rows, in the host's memory."""
+def precomputed_of(parallel: ReplicatedPolicy, samples: Samples, size: int) -> Mapping[str, Tensor]:
+    """`Policy.precompute` of all samples, in the host's memory."""
     policy, ranks, device = parallel.policy, parallel.ranks, device_of(parallel.policy)
     whole: dict[str, Tensor] = {}
     done = 0
     with torch.no_grad(), ranks.waiting("precompute"):
-        for index in _equal_shares(ranks, len(rows), size):
+        for index in _equal_shares(ranks, len(samples), size):
             progress.report()
-            found = policy.precompute(rows.decisions.select(index).inputs(device))
+            found = policy.precompute(samples.decisions.select(index).inputs(device))
             for key, part in found.items():
                 if key not in whole:
-                    whole[key] = torch.empty(ranks.largest_share(len(rows)), *part.shape[1:], dtype=part.dtype)
+                    whole[key] = torch.empty(ranks.largest_share(len(samples)), *part.shape[1:], dtype=part.dtype)
                 whole[key][done : done + len(index)] = part.to(CPU)
             done += len(index)
-    return {key: ranks.gather_rows(part, len(rows)) for key, part in whole.items()}
+    return {key: ranks.gather_rows(part, len(samples)) for key, part in whole.items()}
 
 
-def _of_all(ranks: Ranks, rows: int, size: int, evaluate: Callable[[Tensor], Tensor]) -> Tensor:
-    """[rows, ...] in the host's memory: the results of `evaluate` on all rows, from all ranks."""
+def _of_all(ranks: Ranks, samples: int, size: int, evaluate: Callable[[Tensor], Tensor]) -> Tensor:
+    """[samples, ...] in the host's memory: the results of `evaluate` on all samples, from all ranks."""
     share = []
     with torch.no_grad(), ranks.waiting("evaluate"):
-        for index in _equal_shares(ranks, rows, size):
+        for index in _equal_shares(ranks, samples, size):
             progress.report()
             share.append(evaluate(index).to(CPU))
-    return ranks.gather_rows(torch.cat(share), rows)
+    return ranks.gather_rows(torch.cat(share), samples)
 
 
-def _equal_shares(ranks: Ranks, rows: int, size: int) -> Sequence[Tensor]:
-    """This rank's share of all rows in their order, in micro-batches. A share shorter than others repeats a row, so
+def _equal_shares(ranks: Ranks, samples: int, size: int) -> Sequence[Tensor]:
+    """This rank's share of all samples in their order, in micro-batches. A share shorter than others repeats a row, so
     that all ranks make equally many passes: those of a sharded policy need each other in each."""
-    share = ranks.share(torch.arange(rows))
-    share = torch.cat([share, share.new_zeros(ranks.largest_share(rows) - len(share))])
+    share = ranks.share(torch.arange(samples))
+    share = torch.cat([share, share.new_zeros(ranks.largest_share(samples) - len(share))])
     return share.split(size or len(share))

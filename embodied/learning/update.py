@@ -4,7 +4,7 @@
         for each micro-batch: loss.backward()
         sum the gradients over the learner's ranks, clip, step
 
-Losses are sums over rows, divided by denominators of the whole minibatch: the gradient is the same for every size of
+Losses are sums over samples, divided by denominators of the whole minibatch: the gradient is the same for every size of
 micro-batch and every number of ranks. On a GPU the host waits for the device once per optimiser step: denominators are
 counted in the host's memory, and the statistics of all micro-batches are read together.
 """
@@ -21,19 +21,20 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from embodied.algorithms.advantages import Credit, alive_actions
 from embodied.algorithms.controls import UpdateControls
-from embodied.algorithms.estimators import Rows
-from embodied.algorithms.objectives import Objective, decoupled, ratio
-from embodied.algorithms.ppo import (
-    Credit,
+from embodied.algorithms.losses import (
+    Objective,
     RatioUnit,
-    alive_actions,
+    decoupled,
     k3,
+    ratio,
     reduce_to_unit,
     sum_units,
     unit_mask,
     value_loss,
 )
+from embodied.algorithms.samples import Samples
 from embodied.config.schema import Config, LossConfig, OptimConfig
 from embodied.devices import defines, device_of, to_host
 from embodied.errors import UserError
@@ -87,20 +88,20 @@ class Denominators:
     """Number of values that the critic is trained on."""
 
     @classmethod
-    def of(cls, rows: Rows, index: Tensor, loss: LossFunction) -> Denominators:
-        """Totals of the minibatch `rows[index]`."""
-        executed = rows.executed[index]
-        _, weight = _count_units(executed, rows.weight[index], rows.log_prob.shape[-1], loss.settings.ratio_unit)
+    def of(cls, samples: Samples, index: Tensor, loss: LossFunction) -> Denominators:
+        """Totals of the minibatch `samples[index]`."""
+        executed = samples.executed[index]
+        _, weight = _count_units(executed, samples.weight[index], samples.log_prob.shape[-1], loss.settings.ratio_unit)
         return cls(weight, _count_values(executed, loss.credit))
 
 
 NO_GRADIENT = Denominators(float("inf"), float("inf"))
-"""Denominators with which rows contribute a gradient of zero."""
+"""Denominators with which samples contribute a gradient of zero."""
 
 
 @dataclass
 class LossSums:
-    """Running sums over the units, values and rows of an update."""
+    """Running sums over the units, values and samples of an update."""
 
     policy_loss: float = 0.0
     value_loss: float = 0.0
@@ -115,7 +116,7 @@ class LossSums:
     """Sum of the units' weights: the denominator of the policy loss."""
     values: int = 0
     """Number of values: one per row, or one per executed action."""
-    rows: int = 0
+    samples: int = 0
 
     @classmethod
     def of(cls, numbers: Mapping[str, float]) -> LossSums:
@@ -141,36 +142,36 @@ class MicroBatchLoss:
 
 
 def micro_batch_loss(
-    policy: Policy, rows: Rows, loss: LossFunction, denominators: Denominators
+    policy: Policy, samples: Samples, loss: LossFunction, denominators: Denominators
 ) -> tuple[Tensor, MicroBatchLoss]:
-    """The loss of these rows, a scalar with a gradient, and their contribution to the statistics.
+    """The loss of these samples, a scalar with a gradient, and their contribution to the statistics.
 
-    The rows are in the host's memory.
+    The samples are in the host's memory.
     """
-    device, (_, chunk, dims) = device_of(policy), rows.log_prob.shape
+    device, (_, chunk, dims) = device_of(policy), samples.log_prob.shape
     settings, unit = loss.settings, loss.settings.ratio_unit
-    units, weight = _count_units(rows.executed, rows.weight, dims, unit)
-    values = _count_values(rows.executed, loss.credit)
-    count = LossSums(units=units, weights=weight, values=values, rows=len(rows))
-    places = _places(unit_mask(rows.executed, chunk, dims, unit), device)
-    valued = _places(alive_actions(rows.executed, chunk), device) if loss.credit == "action" else (...,)
-    rows = rows.to(device)
-    new = policy.evaluate(rows.inputs, rows.trace)
-    log_prob, entropy = (reduce_to_unit(found, rows.executed, unit)[0] for found in (new.log_prob, new.entropy))
-    surrogate = loss.objective(new, rows, settings, places)
-    spread = sum_units(entropy, places, rows.weight)
+    units, weight = _count_units(samples.executed, samples.weight, dims, unit)
+    values = _count_values(samples.executed, loss.credit)
+    count = LossSums(units=units, weights=weight, values=values, samples=len(samples))
+    places = _places(unit_mask(samples.executed, chunk, dims, unit), device)
+    valued = _places(alive_actions(samples.executed, chunk), device) if loss.credit == "action" else (...,)
+    samples = samples.to(device)
+    new = policy.evaluate(samples.inputs, samples.trace)
+    log_prob, entropy = (reduce_to_unit(found, samples.executed, unit)[0] for found in (new.log_prob, new.entropy))
+    surrogate = loss.objective(new, samples, settings, places)
+    spread = sum_units(entropy, places, samples.weight)
     total = surrogate.loss / denominators.weight - settings.entropy_coef * spread / denominators.weight
     error, divergence, auxiliary = (total.new_zeros(()) for _ in range(3))
     if new.auxiliary is not None:
-        auxiliary = sum_units(new.auxiliary[:, None].expand_as(entropy), places, rows.weight)
+        auxiliary = sum_units(new.auxiliary[:, None].expand_as(entropy), places, samples.weight)
         total = total + auxiliary / denominators.weight
-    if settings.reference_kl and rows.reference_log_prob is not None:
-        per_unit = k3(log_prob, reduce_to_unit(rows.reference_log_prob, rows.executed, unit)[0])
+    if settings.reference_kl and samples.reference_log_prob is not None:
+        per_unit = k3(log_prob, reduce_to_unit(samples.reference_log_prob, samples.executed, unit)[0])
         divergence = sum_units(per_unit, places)
-        weighted = sum_units(per_unit, places, rows.weight)
+        weighted = sum_units(per_unit, places, samples.weight)
         total = total + settings.reference_kl * weighted / denominators.weight
     if loss.critic:
-        error = value_loss(new.value[valued], rows.value[valued], rows.returns[valued], settings.value_clip)
+        error = value_loss(new.value[valued], samples.value[valued], samples.returns[valued], settings.value_clip)
         total = total + settings.value_coef * error / denominators.values
     measured = {
         "policy_loss": surrogate.loss.detach(),
@@ -197,13 +198,13 @@ def read_losses(losses: Sequence[MicroBatchLoss], norm: Tensor | None = None) ->
 
 
 def _count_units(executed: Tensor, weight: Tensor, dims: int, unit: RatioUnit) -> tuple[int, float]:
-    """Number of units of the ratio in rows with these numbers of executed actions, and the sum of their weights."""
+    """Number of units of the ratio in samples with these numbers of executed actions, and the sum of their weights."""
     units = {"chunk": torch.ones_like(executed), "action": executed, "element": executed * dims}[unit]
     return int(units.sum()), float((units * weight).sum())
 
 
 def _count_values(executed: Tensor, credit: Credit) -> int:
-    """Number of the critic's values in rows with these numbers of executed actions."""
+    """Number of the critic's values in samples with these numbers of executed actions."""
     return int(executed.sum()) if credit == "action" else len(executed)
 
 
@@ -250,22 +251,22 @@ class Update:
         self._non_finite = 0
         """Steps skipped in a row."""
 
-    def run(self, rows: Rows, iteration: int, behind: bool) -> UpdateStatistics:
-        """Epochs of permuted minibatches over the rows; ends early at the KL limit.
+    def run(self, samples: Samples, iteration: int, behind: bool) -> UpdateStatistics:
+        """Epochs of permuted minibatches over the samples; ends early at the KL limit.
 
         Raises `OffPolicy` if the first minibatch's ratios are not one, and `NonFinite` after several steps in a row
         that were skipped.
         """
         found, config = UpdateStatistics(), self._config
-        if not len(rows):
+        if not len(samples):
             return found
-        rows = self._prepared(rows, behind)
+        samples = self._prepared(samples, behind)
         for epoch in range(config.epochs):
-            order = torch.from_numpy(permutation(self._seed, iteration, epoch, len(rows)))
+            order = torch.from_numpy(permutation(self._seed, iteration, epoch, len(samples)))
             for minibatch in order.split(config.minibatch or len(order)):
                 self._optimizer.zero_grad(set_to_none=True)
                 with self._parallel.critic_only(iteration < config.critic_warmup):
-                    losses = self._backward(rows, minibatch, Denominators.of(rows, minibatch, self._loss))
+                    losses = self._backward(samples, minibatch, Denominators.of(samples, minibatch, self._loss))
                     self._parallel.sum_gradients()
                 norm = self._parallel.clip_grad_norm(config.max_grad_norm)
                 sums, grad_norm = self._summed(losses, norm)
@@ -275,14 +276,14 @@ class Update:
                 if config.target_kl is not None and sums.approx_kl / sums.units > 1.5 * config.target_kl:
                     found.stopped_by_kl = True
                     return found
-                self._step(rows, minibatch, sums, grad_norm, iteration)
+                self._step(samples, minibatch, sums, grad_norm, iteration)
                 found.grad_norms.append(grad_norm)
         return found
 
     def _backward(
-        self, rows: Rows, minibatch: Tensor, denominators: Denominators, synchronise: bool = True
+        self, samples: Samples, minibatch: Tensor, denominators: Denominators, synchronise: bool = True
     ) -> list[MicroBatchLoss]:
-        """Add the gradient of this rank's share of `rows[minibatch]`, micro-batch by micro-batch.
+        """Add the gradient of this rank's share of `samples[minibatch]`, micro-batch by micro-batch.
 
         `synchronise`: False if more passes follow before the gradient is needed.
         """
@@ -290,14 +291,14 @@ class Update:
         size, losses = self._config.micro_batch or len(minibatch), []
         for index, counts in self._parallel.micro_batches(minibatch, size, synchronise):
             divided_by = denominators if counts else NO_GRADIENT
-            loss, statistics = micro_batch_loss(self._policy, rows.take(index), loss_function, divided_by)
+            loss, statistics = micro_batch_loss(self._policy, samples.take(index), loss_function, divided_by)
             loss.backward()  # type: ignore[no-untyped-call]
             del loss  # its graph
             if counts:
                 losses.append(statistics)
         return losses
 
-    def _step(self, rows: Rows, minibatch: Tensor, sums: LossSums, grad_norm: float, iteration: int) -> None:
+    def _step(self, samples: Samples, minibatch: Tensor, sums: LossSums, grad_norm: float, iteration: int) -> None:
         """Take the optimiser step, unless loss or gradient is not finite: then the minibatch is kept for inspection.
 
         Raises `NonFinite` after several skipped steps in a row.
@@ -310,7 +311,7 @@ class Update:
         self._non_finite += 1
         folder = self._run_dir / "non_finite"
         if self._parallel.ranks.first:
-            save_minibatch(rows.take(minibatch), folder, iteration)
+            save_minibatch(samples.take(minibatch), folder, iteration)
         if self._non_finite >= self._config.non_finite_limit:
             raise NonFinite(
                 f"loss {loss} and gradient norm {grad_norm} were not finite for {self._non_finite} optimiser steps in "
@@ -334,18 +335,18 @@ class Update:
             )
         return error
 
-    def _prepared(self, rows: Rows, behind: bool) -> Rows:
-        """The rows as the loss reads them.
+    def _prepared(self, samples: Samples, behind: bool) -> Samples:
+        """The samples as the loss reads them.
 
         With several evaluations per row, the result of `Policy.precompute` joins the traces. With a rollout an update
         behind, the objective is the decoupled one.
         """
         if self._config.epochs + behind > 1 and defines(self._policy, "precompute"):
-            rows = replace(rows, precomputed=precomputed_of(self._parallel, rows, self._evaluated_at_once))
+            samples = replace(samples, precomputed=precomputed_of(self._parallel, samples, self._evaluated_at_once))
         if behind:
-            now = log_probs_of(self._parallel, rows, self._evaluated_at_once)
-            rows = decoupled(rows, now, self._loss.settings.ratio_unit)
-        return rows
+            now = log_probs_of(self._parallel, samples, self._evaluated_at_once)
+            samples = decoupled(samples, now, self._loss.settings.ratio_unit)
+        return samples
 
     @property
     def _evaluated_at_once(self) -> int:
@@ -353,32 +354,32 @@ class Update:
 
     # --- an update of one step, whose gradient is accumulated while parts of the rollout arrive
 
-    def accumulate(self, rows: Rows, behind: bool) -> None:
-        """Add the gradient of a part's rows. `step_accumulated` divides it by the totals of all parts."""
+    def accumulate(self, samples: Samples, behind: bool) -> None:
+        """Add the gradient of a part's samples. `step_accumulated` divides it by the totals of all parts."""
         found = self._accumulated
-        first = found.sums.rows == 0
+        first = found.sums.samples == 0
         if first:
             self._optimizer.zero_grad(set_to_none=True)
-        rows = self._prepared(rows, behind)
-        every = torch.arange(len(rows))
-        sums, _ = self._summed(self._backward(rows, every, Denominators(1.0, 1), synchronise=False))
+        samples = self._prepared(samples, behind)
+        every = torch.arange(len(samples))
+        sums, _ = self._summed(self._backward(samples, every, Denominators(1.0, 1), synchronise=False))
         if first:
             found.first_ratio_error = self._checked_ratio_error(sums)
         found.sums.add(sums)
 
-    def step_accumulated(self, rows: Rows, iteration: int) -> UpdateStatistics:
-        """The step of an accumulated gradient; `rows` are those of all parts."""
+    def step_accumulated(self, samples: Samples, iteration: int) -> UpdateStatistics:
+        """The step of an accumulated gradient; `samples` are those of all parts."""
         found, self._accumulated = self._accumulated, UpdateStatistics()
-        if not len(rows):
+        if not len(samples):
             return found
         if self._parallel.sharded:  # shards are summed in a backward pass: one that adds nothing
-            self._backward(rows, torch.zeros(1, dtype=torch.int64), NO_GRADIENT)
+            self._backward(samples, torch.zeros(1, dtype=torch.int64), NO_GRADIENT)
         self._parallel.sum_gradients()
         for parameter in self._policy.parameters():
             if parameter.grad is not None:
                 parameter.grad /= found.sums.weights
         grad_norm = float(self._parallel.clip_grad_norm(self._config.max_grad_norm))
-        self._step(rows, torch.arange(len(rows)), found.sums, grad_norm, iteration)
+        self._step(samples, torch.arange(len(samples)), found.sums, grad_norm, iteration)
         found.grad_norms.append(grad_norm)
         return found
 
@@ -386,12 +387,12 @@ class Update:
 # --- what an update leaves behind
 
 
-def metrics_of(rows: Rows, found: UpdateStatistics) -> dict[str, float]:
-    """Metrics by name of an update on the rows."""
+def metrics_of(samples: Samples, found: UpdateStatistics) -> dict[str, float]:
+    """Metrics by name of an update on the samples."""
     sums, norms = found.sums, found.grad_norms
-    returns, value = rows.returns, rows.value
+    returns, value = samples.returns, samples.value
     if returns.ndim == 2:
-        alive = alive_actions(rows.executed, returns.shape[1])
+        alive = alive_actions(samples.executed, returns.shape[1])
         returns, value = returns[alive], value[alive]
     spread = float(returns.var()) if len(returns) > 1 else 0.0
     explained = 1 - float((returns - value).var()) / spread if spread > 0 else float("nan")
@@ -410,13 +411,13 @@ def metrics_of(rows: Rows, found: UpdateStatistics) -> dict[str, float]:
     }
 
 
-def save_minibatch(rows: Rows, folder: Path, iteration: int) -> None:
-    """Write the rows into the folder, for inspection."""
+def save_minibatch(samples: Samples, folder: Path, iteration: int) -> None:
+    """Write the samples into the folder, for inspection."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{iteration:06d}-{len(list(folder.iterdir())):03d}.safetensors"
-    inputs = rows.inputs
-    tensors = {key: getattr(rows, key) for key in ("log_prob", "value", "advantage", "returns", "executed")}
-    tensors |= {f"trace.{key}": tensor for key, tensor in rows.trace.items()}
+    inputs = samples.inputs
+    tensors = {key: getattr(samples, key) for key in ("log_prob", "value", "advantage", "returns", "executed")}
+    tensors |= {f"trace.{key}": tensor for key, tensor in samples.trace.items()}
     tensors |= {f"inputs.frames.{key}": tensor for key, tensor in inputs.frames.items()}
     for key in ("state", "proprio"):
         if getattr(inputs, key) is not None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from embodied.algorithms.estimators import ESTIMATORS, Estimator
-from embodied.algorithms.objectives import OBJECTIVES, Objective
+from embodied.algorithms.losses import OBJECTIVES, Objective
 from embodied.config.schema import Config
 from embodied.errors import UserError, nearest
 from schedulers.workflow import Edge
@@ -93,7 +93,7 @@ class Recipe:
     critic: bool
     """True if a value function is trained."""
     objective: str | Objective = "ratio"
-    """Loss function: a name in `embodied.algorithms.objectives.OBJECTIVES`, or a function like those."""
+    """Loss function: a name in `embodied.algorithms.losses.OBJECTIVES`, or a function like those."""
 
     def estimate(self) -> Estimator:
         return ESTIMATORS[self.estimator] if isinstance(self.estimator, str) else self.estimator

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from embodied.algorithms.estimators import Estimate, group_relative
+from embodied.algorithms.estimators import group_relative
+from embodied.algorithms.samples import Estimate
 from embodied.config.files import parse_config
 from embodied.config.schema import Config
 from embodied.execution.assignment import configured

@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from embodied.algorithms.estimators import Estimate, gae, group_relative
+from embodied.algorithms.estimators import gae, group_relative
+from embodied.algorithms.samples import Estimate
 from embodied.config.files import parse_config
 from embodied.config.schema import Config
 from embodied.devices import Affinity

@@ -11,10 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from embodied.algorithms.ppo import (
-    generalised_advantages,
-    normalise,
-)
+from embodied.algorithms.advantages import generalised_advantages, normalise
 
 GOLDEN = load_file(Path(__file__).parent / "golden_ppo.safetensors")
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import policies
-from embodied.algorithms.estimators import Rows
+from embodied.algorithms.samples import Samples
 from embodied.config.schema import LossConfig
 from embodied.learning.update import Denominators, LossFunction, LossSums, micro_batch_loss, read_losses
 from embodied.reporting.metrics import read as metrics_of
@@ -31,12 +31,12 @@ def make_policy(**options: Any) -> Policy:
     return policy
 
 
-def make_rows(policy: Policy) -> Rows:
+def make_rows(policy: Policy) -> Samples:
     """Decisions of the policy, of which some were cut short and some count for less."""
     g = torch.Generator().manual_seed(3)
     inputs = conformance.random_inputs(SPEC, ROWS, seed=7)
     action = policy.act(inputs, torch.randn(ROWS, policy.noise_dim, generator=g))
-    return Rows(
+    return Samples(
         decisions=TensorDecisions(inputs, dict(action.trace)),
         log_prob=action.log_prob,
         executed=torch.arange(ROWS) % 2 + 1,
@@ -48,7 +48,9 @@ def make_rows(policy: Policy) -> Rows:
     )
 
 
-def gradients(policy: Policy, rows: Rows, size: int, unit: str = "chunk") -> tuple[dict[str, torch.Tensor], LossSums]:
+def gradients(
+    policy: Policy, rows: Samples, size: int, unit: str = "chunk"
+) -> tuple[dict[str, torch.Tensor], LossSums]:
     function = LossFunction(LossConfig.model_validate({"value_clip": None, "ratio_unit": unit}))
     every, shares = torch.arange(len(rows)), []
     denominators = Denominators.of(rows, every, function)

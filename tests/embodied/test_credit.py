@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from embodied.algorithms.estimators import gae, rows_of
-from embodied.algorithms.ppo import action_advantages, alive_actions, generalised_advantages
+from embodied.algorithms.advantages import action_advantages, alive_actions, generalised_advantages
+from embodied.algorithms.estimators import gae
+from embodied.algorithms.samples import samples_of
 from embodied.config.files import parse_config
 from embodied.config.schema import Config
 from embodied.errors import UserError
@@ -171,7 +172,7 @@ def test_the_gradient_is_that_of_the_formula_written_out(unit: str, tmp_path: Pa
     batch = replace(batch, log_prob=batch.log_prob + 0.2 * noise, value=batch.value + 0.1)
     learner, expected = Learner(make_policy(), config, tmp_path), make_policy()
     learner.policy.ratio_tolerance = 10.0  # these ratios are far from one on purpose
-    rows = rows_of(batch, gae(batch, config))
+    rows = samples_of(batch, gae(batch, config))
     new = expected.evaluate(rows.inputs, rows.trace)
     gains, errors = [], []
     for row in range(len(rows)):

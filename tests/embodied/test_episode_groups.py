@@ -10,16 +10,16 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from embodied.algorithms.estimators import (
+from embodied.algorithms.advantages import (
     Scale,
     differing,
     group_advantages,
     group_means,
     informative,
+    normalise,
     overlong_penalty,
     reinforce_returns,
 )
-from embodied.algorithms.ppo import normalise
 
 GOLDEN = load_file(Path(__file__).parents[1] / "golden/rl/groups.safetensors")
 SCALES: tuple[Scale, ...] = ("group", "batch", "none")

@@ -16,8 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from embodied.algorithms.estimators import Estimate, Rows, gae, group_relative, join_rows, outcomes, rows_of
-from embodied.algorithms.ppo import generalised_advantages
+from embodied.algorithms.advantages import generalised_advantages
+from embodied.algorithms.estimators import gae, group_relative, outcomes
+from embodied.algorithms.samples import Estimate, Samples, join_samples, samples_of
 from embodied.config.files import load_config, parse_config
 from embodied.config.schema import Config
 from embodied.errors import UserError
@@ -88,7 +89,7 @@ def test_rows_are_the_decisions_that_were_taken_and_teach() -> None:
     batch = make_batch()
     keep = torch.rand(T, B, generator=torch.Generator().manual_seed(1)) < 0.5
     numbers = torch.arange(T * B).view(T, B).float()
-    rows = rows_of(batch, estimate(advantage=numbers, returns=-numbers, keep=keep, weight=numbers + 1))
+    rows = samples_of(batch, estimate(advantage=numbers, returns=-numbers, keep=keep, weight=numbers + 1))
     expected = [t * B + b for t in range(T) for b in range(B) if t < LENGTHS[b] and keep[t, b]]
     assert rows.advantage.int().tolist() == expected
     assert len(rows) == len(expected) < int(batch.mask.sum())
@@ -104,29 +105,29 @@ def test_rows_are_the_decisions_that_were_taken_and_teach() -> None:
 
 def test_nothing_is_copied_where_everything_is_learned_from() -> None:
     batch = replace(make_batch(), mask=torch.ones(T, B, dtype=torch.bool))
-    rows = rows_of(batch, estimate())
+    rows = samples_of(batch, estimate())
     assert rows.decisions is batch.decisions and len(rows) == T * B
 
 
 def test_no_row_is_left_where_nothing_teaches() -> None:
-    rows = rows_of(make_batch(), estimate(keep=torch.zeros(T, B, dtype=torch.bool)))
+    rows = samples_of(make_batch(), estimate(keep=torch.zeros(T, B, dtype=torch.bool)))
     assert len(rows) == 0 and rows.inputs.state is not None and rows.inputs.state.shape == (0, S)
-    assert len(join_rows([rows, rows])) == 0
+    assert len(join_samples([rows, rows])) == 0
 
 
-def fields(rows: Rows) -> dict[str, Tensor]:
+def fields(rows: Samples) -> dict[str, Tensor]:
     assert rows.inputs.state is not None
     named = {name: value for name, value in vars(rows).items() if isinstance(value, Tensor)}
     return {**named, "state": rows.inputs.state, **rows.trace}
 
 
 def test_joined_rows_are_one_part_after_the_other() -> None:
-    parts = [rows_of(make_batch(seed), estimate(advantage=torch.full((T, B), float(seed)))) for seed in range(3)]
-    empty = rows_of(make_batch(7), estimate(keep=torch.zeros(T, B, dtype=torch.bool)))
-    joined = join_rows([parts[0], empty, parts[1], parts[2]])
+    parts = [samples_of(make_batch(seed), estimate(advantage=torch.full((T, B), float(seed)))) for seed in range(3)]
+    empty = samples_of(make_batch(7), estimate(keep=torch.zeros(T, B, dtype=torch.bool)))
+    joined = join_samples([parts[0], empty, parts[1], parts[2]])
     for name, tensor in fields(joined).items():
         assert torch.equal(tensor, torch.cat([fields(part)[name] for part in parts])), name
-    assert join_rows([parts[0]]) is parts[0]
+    assert join_samples([parts[0]]) is parts[0]
 
 
 # --- gae
@@ -169,7 +170,7 @@ def test_groups_that_lost_a_member_teach_nothing() -> None:
     found = group_relative(batch, config_of())
     assert found.keep.any(0).tolist() == [False, False, True, True, True, False]
     assert not found.advantage[:, [0, 1, 5]].any() and found.advantage[:, 2:5].all()
-    assert len(rows_of(batch, found)) == sum(LENGTHS[2:5])
+    assert len(samples_of(batch, found)) == sum(LENGTHS[2:5])
 
 
 def test_columns_may_come_in_any_order() -> None:
@@ -191,7 +192,7 @@ def test_no_group_teaches_where_all_outcomes_are_equal() -> None:
     for outcome in ("return", "success"):
         found = group_relative(still, config_of(outcome=outcome))
         assert not found.keep.any() and not found.advantage.any()
-        assert len(rows_of(still, found)) == 0
+        assert len(samples_of(still, found)) == 0
 
 
 @pytest.mark.parametrize(

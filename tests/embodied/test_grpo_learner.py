@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from embodied.algorithms.estimators import differing, group_advantages, group_relative, outcomes
+from embodied.algorithms.advantages import differing, group_advantages
+from embodied.algorithms.estimators import group_relative, outcomes
 from embodied.execution.roles import LearnerRole
-from embodied.learning.learner import CollectStatistics, Learner
+from embodied.learning.learner import Learner, ReceivedPart
 from embodied.trajectories.batch import TensorDecisions, Trajectories, join_columns
 from embodied.workflows.sizes import streams
 from tests.embodied import episode_parts
@@ -85,9 +86,9 @@ def test_groups_with_equal_outcomes_never_reach_the_model(minibatch: int, skille
         assert batch.episode_group is not None
         teaches = differing(outcomes(batch, config.advantage), batch.episode_group, SIZE)
         dropped += int((~teaches).sum())
-        collected = learner.collect(poisoned(batch, ~teaches), 0)
-        assert collected == replace(other.collect(batch, 0), learn_s=collected.learn_s)
-        assert collected.rows == int(batch.mask[:, teaches].sum())
+        collected = learner.receive(poisoned(batch, ~teaches), 0)
+        assert collected == replace(other.receive(batch, 0), learn_s=collected.learn_s)
+        assert collected.samples == int(batch.mask[:, teaches].sum())
         assert collected.groups == int(teaches.sum()) // SIZE
     assert 0 < dropped < ENVS * len(parts), "this seed does not test it"
     metrics = learner.finish(0)
@@ -119,8 +120,8 @@ def test_the_critic_is_left_alone(tmp_path: Path) -> None:
 # --- part by part
 
 
-def collected(learner: Learner, parts: Sequence[Trajectories]) -> list[CollectStatistics]:
-    return [learner.collect(part, 0) for part in parts]
+def collected(learner: Learner, parts: Sequence[Trajectories]) -> list[ReceivedPart]:
+    return [learner.receive(part, 0) for part in parts]
 
 
 def test_streaming_equals_the_same_data_afterwards(tmp_path: Path) -> None:

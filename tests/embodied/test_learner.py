@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import policies
-from embodied.algorithms.estimators import Rows, gae_of, rows_of
+from embodied.algorithms.estimators import gae_of
+from embodied.algorithms.samples import Samples, samples_of
 from embodied.config.schema import AdvantageConfig, Config, LossConfig, OptimConfig
 from embodied.errors import UserError
 from embodied.learning.learner import Learner
@@ -50,8 +51,8 @@ def make_learner(
     return Learner(policy or make_policy(), run, run_dir)
 
 
-def to_rows(batch: Trajectories, settings: AdvantageConfig | None = None) -> Rows:
-    return rows_of(batch, gae_of(batch, settings or AdvantageConfig()))
+def to_rows(batch: Trajectories, settings: AdvantageConfig | None = None) -> Samples:
+    return samples_of(batch, gae_of(batch, settings or AdvantageConfig()))
 
 
 def make_batch(seed: int = 0) -> Trajectories:
@@ -179,7 +180,7 @@ def units_of(values: Tensor, unit: str) -> list[Tensor]:
     return {"chunk": [values.sum()], "action": list(values.sum(1)), "element": list(values.flatten())}[unit]
 
 
-def literal_loss(policy: Policy, rows: Rows, settings: LossConfig) -> Tensor:
+def literal_loss(policy: Policy, rows: Samples, settings: LossConfig) -> Tensor:
     """The loss of all rows, unit by unit."""
     new = policy.evaluate(rows.inputs, rows.trace)
     losses, entropies, errors = [], [], []

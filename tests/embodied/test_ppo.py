@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from embodied.algorithms.ppo import (
+from embodied.algorithms.losses import (
     RatioUnit,
     behaviour_weight,
     k3,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import policies
-from embodied.algorithms.estimators import rows_of
+from embodied.algorithms.samples import samples_of
 from embodied.config.files import CONFIGS, load_config, parse_config
 from embodied.config.schema import Config, LossConfig
 from embodied.errors import UserError
@@ -219,7 +219,7 @@ def test_the_loss_has_k3_of_every_unit_by_its_weight(unit: str, tmp_path: Path) 
         reference = batch.log_prob + torch.randn(batch.log_prob.shape, generator=torch.Generator().manual_seed(3)) / 3
         estimate = recipe_of(workers.config).estimate()(batch, workers.config)
         weight = torch.rand(batch.mask.shape, generator=torch.Generator().manual_seed(5)) + 0.5
-        rows = rows_of(replace(batch, reference_log_prob=reference), replace(estimate, weight=weight))
+        rows = samples_of(replace(batch, reference_log_prob=reference), replace(estimate, weight=weight))
         gradients, reported = [], 0.0
         for coefficient in (0.0, pull):
             policy.zero_grad()

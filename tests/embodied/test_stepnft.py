@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 import policies
-from embodied.algorithms.estimators import Rows, binary
-from embodied.algorithms.objectives import MAX_DRIFT, contrast
-from embodied.algorithms.ppo import unit_mask
+from embodied.algorithms.estimators import binary
+from embodied.algorithms.losses import MAX_DRIFT, contrast, unit_mask
+from embodied.algorithms.samples import Samples
 from embodied.config.files import parse_config
 from embodied.config.schema import LossConfig
 from embodied.errors import UserError
@@ -34,7 +34,7 @@ LOSS = LossConfig(ratio_unit="action", contrast_scale=1.5, contrast_drift=0.3)
 ROWS = 12
 
 
-def flow_and_rows() -> tuple[Any, Rows]:
+def flow_and_rows() -> tuple[Any, Samples]:
     """Decisions that a flow policy took, some of them cut short, and that policy."""
     policy = policies.build("flow", SPEC, 1, steps=3, widths=[16], critic_widths=[8], features=16)
     conformance.perturb(policy, 0.1, seed=1)
@@ -45,18 +45,18 @@ def flow_and_rows() -> tuple[Any, Rows]:
     executed = torch.randint(1, 3, (ROWS,), generator=g)
     weight = torch.rand(ROWS, generator=g) + 0.5
     decisions = TensorDecisions(inputs, dict(action.trace))
-    rows = Rows(
+    rows = Samples(
         decisions, action.log_prob, action.value, advantage, action.value, executed, weight, torch.ones(ROWS, 1)
     )
     return policy, rows
 
 
-def loss_of(policy: Any, rows: Rows, loss: LossConfig = LOSS) -> Tensor:
+def loss_of(policy: Any, rows: Samples, loss: LossConfig = LOSS) -> Tensor:
     mask = unit_mask(rows.executed, SPEC.chunk, SPEC.action_dim, "action")
     return contrast(policy.evaluate(rows.inputs, rows.trace), rows, loss, mask).loss
 
 
-def by_definition(policy: Any, rows: Rows) -> Tensor:
+def by_definition(policy: Any, rows: Samples) -> Tensor:
     """From the means of the two velocities, action by action."""
     trace, table = rows.trace, policy.denoising.transitions
     features = policy.encoder(rows.inputs)

@@ -371,7 +371,7 @@ def test_policy_worker_and_learner_take_a_fifth_of_a_rollouts_bytes_for_themselv
         def iterate(decisions: int, number: int) -> None:
             workers.rollout_worker.call(RolloutRole.rollout, decisions, 100.0)
             source, produce = workers.rollout_worker, RolloutRole.trajectories
-            workers.learner.get(workers.learner.pipe(LearnerRole.collect, source, produce, number))
+            workers.learner.get(workers.learner.pipe(LearnerRole.receive, source, produce, number))
             workers.learner.call(LearnerRole.finish, number)
             weights = workers.acting.pipe(PolicyRole.load_weights, workers.learner, LearnerRole.weights, number + 1)
             workers.acting.get(weights)

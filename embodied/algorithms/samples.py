@@ -1,0 +1,118 @@
+"""Samples: the decisions that an update learns from, with their advantages, flattened."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from embodied.trajectories.batch import Decisions, TensorDecisions, Trajectories, join_decisions
+from policies.contract import Inputs
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Result of an estimator; all [T, B]. With `advantage.credit` action, advantages and returns are [T, B, C]."""
+
+    advantage: Tensor
+    returns: Tensor
+    """Targets of the critic; read only where the workflow trains one."""
+    keep: Tensor
+    """bool, True if the decision carries a gradient."""
+    weight: Tensor
+    """Weight of each of the decision's units (`loss.ratio_unit`) in the loss; the update divides by their sum."""
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The decisions to learn from, flattened; every tensor has N rows."""
+
+    decisions: Decisions
+    """Observations and traces, in the trajectory memory or in tensors."""
+    log_prob: Tensor
+    """[N, C, A] under the rollout's policy."""
+    value: Tensor
+    """[N], or [N, C] with `advantage.credit` action; as advantages and returns."""
+    advantage: Tensor
+    returns: Tensor
+    executed: Tensor
+    weight: Tensor
+    """[N] weight of the sample in the loss and in its denominator."""
+    importance: Tensor
+    """[N, 1] or [N, U] weight of the sample's units in the loss alone: ratio of the present to the rollout's
+    probability, where the rollout is an update behind."""
+    reference_log_prob: Tensor | None = None
+    """[N, C, A] under the frozen reference policy, where the workflow has one."""
+    precomputed: Mapping[str, Tensor] = field(default_factory=dict)
+    """Results of `Policy.precompute`, [N, ...] each; they join the traces."""
+
+    def take(self, index: Tensor) -> Samples:
+        """The samples at `index`; observations and traces stay where they are."""
+        reference = self.reference_log_prob
+        return self._with(
+            self.decisions.select(index),
+            {key: getattr(self, key)[index] for key in PER_SAMPLE},
+            None if reference is None else reference[index],
+            {key: tensor[index] for key, tensor in self.precomputed.items()},
+        )
+
+    def to(self, device: torch.device) -> Samples:
+        """The same samples with all tensors on the device, observations and traces too: each is copied once."""
+        reference = self.reference_log_prob
+        return self._with(
+            TensorDecisions(self.decisions.inputs(device), self.decisions.trace(device)),
+            {key: getattr(self, key).to(device) for key in PER_SAMPLE},
+            None if reference is None else reference.to(device),
+            {key: tensor.to(device) for key, tensor in self.precomputed.items()},
+        )
+
+    def _with(
+        self, decisions: Decisions, tensors: dict[str, Any], reference: Tensor | None, precomputed: dict[str, Tensor]
+    ) -> Samples:
+        return Samples(decisions, **tensors, reference_log_prob=reference, precomputed=precomputed)
+
+    @property
+    def inputs(self) -> Inputs:
+        return self.decisions.inputs()
+
+    @property
+    def trace(self) -> dict[str, Tensor]:
+        return {**self.decisions.trace(), **self.precomputed}
+
+    def __len__(self) -> int:
+        return len(self.value)
+
+
+PER_SAMPLE = ("log_prob", "value", "advantage", "returns", "executed", "weight", "importance")
+
+
+def samples_of(batch: Trajectories, estimate: Estimate) -> Samples:
+    """The batch's samples, without masked decisions and those that carry no gradient."""
+    reference = batch.reference_log_prob
+    samples = Samples(
+        batch.decisions,
+        batch.log_prob.flatten(0, 1),
+        batch.value.flatten(0, 1),
+        estimate.advantage.flatten(0, 1),
+        estimate.returns.flatten(0, 1),
+        batch.executed.flatten(),
+        estimate.weight.flatten(),
+        torch.ones(batch.mask.numel(), 1),
+        None if reference is None else reference.flatten(0, 1),
+    )
+    chosen = batch.mask & estimate.keep
+    return samples if bool(chosen.all()) else samples.take(chosen.flatten().nonzero()[:, 0])
+
+
+def join_samples(parts: Sequence[Samples]) -> Samples:
+    """The samples of all parts, one after the other."""
+    if len(parts) == 1:
+        return parts[0]
+    references = [part.reference_log_prob for part in parts]
+    known = [reference for reference in references if reference is not None]
+    tensors: dict[str, Any] = {key: torch.cat([getattr(part, key) for part in parts]) for key in PER_SAMPLE}
+    decisions = join_decisions([part.decisions for part in parts])
+    return Samples(decisions, **tensors, reference_log_prob=torch.cat(known) if known else None)
