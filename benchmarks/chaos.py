@@ -33,7 +33,7 @@ from sim_farm.workers.faults import Fault
 
 RAISED = (
     ("physics 0", "step"), ("physics 1", "step"), ("physics 1", "reset"), ("policy", "rollout"),
-    ("policy", "load_weights"), ("learner", "collect"), ("learner", "finish"), ("learner", "save"),
+    ("policy", "load_weights"), ("learner", "receive"), ("learner", "finish"), ("learner", "save"),
 )  # fmt: skip
 """Where an exception may strike."""
 ROLES = {"workers": 12, "raylet": 1, "gcs_server": 1, "driver": 1}

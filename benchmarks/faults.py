@@ -82,9 +82,9 @@ PHASES = {
     ("states", "physics 1"): {"start": 1, "reset": 1, "step": 40},
     ("pictures", "render 0"): DRAWN,
     ("states", "policy"): {"make": 1, "begin": 1, "rollout": 3, "load_weights": 3},
-    ("states", "learner"): {"make": 1, "collect": 3, "finish": 3, "weights": 2, "save": 2},
+    ("states", "learner"): {"make": 1, "receive": 3, "finish": 3, "weights": 2, "save": 2},
     ("several", "policy 1"): {"make": 1, "load_weights": 3, "decide_request": 40},
-    ("several", "learner 1"): {"make": 1, "join": 1, "collect": 3, "finish": 3, "weights": 2, "save": 2},
+    ("several", "learner 1"): {"make": 1, "join": 1, "receive": 3, "finish": 3, "weights": 2, "save": 2},
     **{(name, "physics 0"): {"start": 1, "reset": 1, "step": 40} for name in SIMULATORS},
     **{(name, "render 0"): DRAWN for name in SIMULATORS},
 }

@@ -38,7 +38,7 @@ FAULTS = {
 MORE = [
     {"worker": worker, "phase": phase, "kind": kind, "nth": nth}
     for worker, phase, nth in (
-        ("learner", "collect", 2), ("learner", "finish", 5), ("learner", "save", 1), ("policy", "rollout", 2),
+        ("learner", "receive", 2), ("learner", "finish", 5), ("learner", "save", 1), ("policy", "rollout", 2),
         ("policy", "snapshot", 4), ("physics 0", "step", 9), ("physics 1", "step", 50),
     )
     for kind in ("kill", "stop", "raise")

@@ -298,7 +298,7 @@ class InterruptedRuntime(InlineRuntime):
         return Interrupted(name, self.deadline, worker=make(*args), **self._fault)
 
 
-CALLS = ("rollout", "trajectories", "collect", "finish", "weights", "load_weights", "snapshot", "save")
+CALLS = ("rollout", "trajectories", "receive", "finish", "weights", "load_weights", "snapshot", "save")
 
 
 @pytest.fixture(scope="module")
