@@ -91,7 +91,7 @@ def run(
     return Run(iterations, given[0] if given else [], parameters)
 
 
-OFTEN = {("grpo, part by part", "sharded", 4)}
+OFTEN = {("grpo, part by part", "sharded", 2)}
 """Of the combinations of algorithm, sharding and ranks those that run always."""
 
 

@@ -284,7 +284,7 @@ def _assert_rows_equal(ours: np.ndarray, theirs: np.ndarray, what: str) -> None:
 @pytest.mark.parametrize("spec", often((PEG,), (PEG, PUSH_T, PULL_TOOL, TWO_ROBOTS)), ids=name_of)
 def test_state_reward_and_success_equal_stock_maniskill(stock: Stock, spec: TaskSpec) -> None:
     """Of PushCube in the test of contacts, too."""
-    states_equal_stock(stock, replace(spec, cameras=0), seeds=[4, 5, 6, 7])
+    states_equal_stock(stock, replace(spec, cameras=0), seeds=[4, 5])
 
 
 @pytest.mark.slow
@@ -359,7 +359,7 @@ def test_a_reused_environment_equals_a_new_one_after_bodies_came_to_rest() -> No
 @pytest.mark.slow
 @each_task
 def test_state_reward_and_success_equal_stock_in_every_task(stock: Stock, spec: TaskSpec) -> None:
-    states_equal_stock(stock, replace(spec, cameras=0), seeds=[4, 5, 6, 7])
+    states_equal_stock(stock, replace(spec, cameras=0), seeds=[4, 5])
 
 
 @pytest.mark.slow
