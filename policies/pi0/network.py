@@ -1,6 +1,6 @@
 """pi0's and pi0.5's network: from an observation and a noisy action chunk to the chunk's velocity.
 
-In 16 bits the layers around the expert, norms and the embedding of patches stay in 32 (`names.KEPT`), as openpi has it.
+In 16 bits the layers around the expert, norms and the embedding of patches stay in 32 (`KEPT`), as openpi has it.
 
 Time runs from t = 1 (noise) to t = 0 (actions), x_t = t e + (1 - t) a, and the velocity is dx/dt = e - a
 (openpi's pi0_pytorch.py). B rows, I images of S x S pixels, L tokens of the prompt, P = I * patches + L tokens of the
@@ -10,6 +10,7 @@ prefix, H actions of a chunk, A numbers of an action.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,6 @@ from policies.layers import time_embedding
 from policies.lora import AdaptedModel
 from policies.pi0.config import Layout, Pi0Sizes, VisionSizes
 from policies.pi0.mixture import Cache, Mixture, blocks_seen, positions_of
-from policies.pi0.names import own_name, stored_name
 from policies.torchvision_operators import import_torchvision
 
 DIGESTED = (
@@ -62,7 +62,10 @@ class Prefix:
 
 
 class Pi0Network(AdaptedModel):
-    """Parameters have openpi's names below `mixture`, `vision`, `projector` and `embedding` (`files.py`)."""
+    """Parameters have openpi's names below `mixture`, `vision`, `projector` and `embedding`.
+
+    `stored_name` gives their names in a checkpoint.
+    """
 
     unused: Tensor
     """The expert's head of the checkpoint, on which nothing depends."""
@@ -190,3 +193,60 @@ def build_vision(sizes: VisionSizes) -> Any:
 
     config: dict[str, Any] = {f.name: getattr(sizes, f.name) for f in fields(sizes)}
     return SiglipVisionModel(SiglipVisionConfig(**config, hidden_act="gelu_pytorch_tanh", vision_use_head=False))
+
+
+# --- names of tensors in checkpoints
+#
+# Layouts differ in levels that libraries added and removed:
+#
+#     openpi               paligemma_with_expert.paligemma.model.language_model.layers.0...
+#     LeRobot              model. before that
+#     LeRobot, mid-2025    model.paligemma_with_expert.paligemma.language_model.model.layers.0...
+#     newer transformers   ...vision_tower.embeddings... instead of ...vision_tower.vision_model.embeddings...
+
+PALIGEMMA, EXPERT = "paligemma_with_expert.paligemma.", "paligemma_with_expert.gemma_expert."
+UNUSED = f"{EXPERT}lm_head.weight"
+NAMES = (
+    (r"model\.(?=paligemma_with_expert\.|action_|state_proj|time_mlp)", ""),
+    (re.escape(PALIGEMMA) + r"(model\.)?vision_tower\.(vision_model\.)?", "vision."),
+    (re.escape(PALIGEMMA) + r"(model\.)?multi_modal_projector\.linear\.", "projector."),
+    (re.escape(PALIGEMMA) + r"((model\.)?language_model\.)?lm_head\.", "embedding."),
+    (re.escape(PALIGEMMA) + r"(model\.)?language_model\.(model\.)?embed_tokens\.", "embedding."),
+    (re.escape(PALIGEMMA) + r"(model\.)?language_model\.(model\.)?", "mixture.vlm."),
+    (re.escape(EXPERT) + r"model\.", "mixture.expert."),
+)
+"""Prefixes of stored names and their replacements, in this order."""
+STORED = {
+    "vision.": f"{PALIGEMMA}model.vision_tower.vision_model.",
+    "projector.": f"{PALIGEMMA}model.multi_modal_projector.linear.",
+    "embedding.": f"{PALIGEMMA}lm_head.",
+    "mixture.vlm.": f"{PALIGEMMA}model.language_model.",
+    "mixture.expert.": f"{EXPERT}model.",
+}
+"""Prefixes of the network's names in openpi's layout."""
+KEPT = re.compile(
+    r"(action_|state_|time_|vision\.embeddings\.|mixture\.(vlm|expert)\.(layers\.\d+\.\w+layernorm|norm)\.)"
+)
+"""Beginnings of the network's names that openpi keeps in 32 bits (gemma_pytorch.py)."""
+STATISTICS = re.compile(r"(model\.)?(un)?normalize_(inputs|targets|outputs)\.")
+"""LeRobot's checkpoints of mid-2025 have statistics among the weights."""
+
+
+def dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
+    """Dtype of the network's tensor of this name, where the network is to have that dtype."""
+    return torch.float32 if KEPT.match(name) else dtype
+
+
+def own_name(stored: str) -> str:
+    """The network's name of a stored tensor; that of `UNUSED` without LeRobot's prefix."""
+    for pattern, replacement in NAMES:
+        stored = re.sub(f"^{pattern}", replacement, stored)
+    return stored
+
+
+def stored_name(name: str, layout: Layout) -> str:
+    """The name of the network's tensor in a checkpoint."""
+    for prefix, replacement in STORED.items():
+        if name.startswith(prefix):
+            name = replacement + name.removeprefix(prefix)
+    return f"model.{name}" if layout == "lerobot" else name

@@ -14,12 +14,11 @@ from torch import Tensor
 from policies import denoising
 from policies.contract import PolicyError
 from policies.layers import gaussian_log_prob, time_embedding
-from policies.pi0.files import load_network, save_network
+from policies.pi0.checkpoint import load_network, save_network
 from policies.pi0.inputs import Prompts, pixel_values
 from policies.pi0.mixture import positions_of
-from policies.pi0.names import UNUSED, own_name, stored_name
-from policies.pi0.network import Observation, Pi0Network, Prefix
-from policies.pi0.units import read_lerobot, read_openpi
+from policies.pi0.network import UNUSED, Observation, Pi0Network, Prefix, own_name, stored_name
+from policies.pi0.normalisation import read_lerobot, read_openpi
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 CAMERAS = ("base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb")

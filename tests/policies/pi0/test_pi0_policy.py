@@ -63,7 +63,7 @@ def silent(policy: Any) -> list[str]:
     """Parameters without a gradient: those that are frozen, and those that no output of `evaluate` depends on. Of the
     last layer only keys and values reach the expert; the summary, through which the rest is seen, has no gradient
     unless the critic trains the network."""
-    if policy.critic_trains_network:
+    if policy.options.critic_trains_network:
         return []
     last = f"network.mixture.vlm.layers.{policy.sizes.vlm.depth - 1}."
     parts = ("self_attn.q_proj", "self_attn.o_proj", "mlp.", "post_attention_layernorm")

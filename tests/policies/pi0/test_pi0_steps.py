@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from policies import PolicyError, load, save
+from policies.pi0.normalisation import read_lerobot
 from policies.pi0.policy import Pi0
-from policies.pi0.steps import POST, PRE, Relative
-from policies.pi0.units import read_lerobot
+from policies.pi0.processors import POST, PRE, Relative
 from tests.policies import conformance
 from tests.policies.pi0.cases import DELTA, GOLDEN, SPEC, inputs_of, make
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from policies.contract import PolicyError
 from policies.files import CONFIG, read_json, read_tensors, shown, write_json, write_tensors
-from policies.pi0.steps import ACTION, POST, PRE, STATE, Mode, Normaliser, Step, check_modes, read_processors
+from policies.pi0.processors import ACTION, POST, PRE, STATE, Mode, Normaliser, Step, check_modes, read_processors
 
 Normalisation = Literal["z-score", "quantile"]
 """openpi's ways, of which the training's configuration has one; no file says which."""
