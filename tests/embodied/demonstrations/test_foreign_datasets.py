@@ -20,8 +20,9 @@ import pytest
 from PIL import Image
 
 from embodied.demonstrations import Dataset, DatasetError, data_files
+from embodied.demonstrations import frames as camera_frames
 from embodied.demonstrations.data_files import read_ahead
-from embodied.demonstrations.reader import PictureFrames
+from embodied.demonstrations.frames import PictureFrames
 from tests.embodied.demonstrations.examples import FOREIGN
 from tests.embodied.demonstrations.foreign import (
     LEROBOT,
@@ -600,8 +601,8 @@ def test_a_minibatch_unpacks_the_row_groups_that_it_needs(
     kept_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once, into memory as far as it may hold them, and a file beyond."""
-    monkeypatch.setattr(data_files, "KEPT_BYTES", kept_bytes)
-    monkeypatch.setattr(data_files.Pictures, "_kept", 0)
+    monkeypatch.setattr(camera_frames, "KEPT_BYTES", kept_bytes)
+    monkeypatch.setattr(camera_frames.Pictures, "_kept", 0)
     folder = copy(tmp_path / "data")
     for path in (folder / "data").rglob("*.parquet"):
         pq.write_table(pq.ParquetFile(path).read(), path, row_group_size=2)
@@ -614,19 +615,19 @@ def test_a_minibatch_unpacks_the_row_groups_that_it_needs(
     for rows in ([4, 10], range(15), [14, 3, 3]):
         frames = dataset.frames("observation.still", rows)
         assert np.array_equal(frames, expected.frames("observation.still", rows))
-    assert len(pictures._done) == 8 and data_files.Pictures._kept <= kept_bytes + 4096
+    assert len(pictures._done) == 8 and camera_frames.Pictures._kept <= kept_bytes + 4096
     assert (pictures._file is None) == (kept_bytes == 2**30)
 
 
 def test_what_pictures_take_in_memory_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     gc.collect()  # datasets of other tests give back what they kept
-    monkeypatch.setattr(data_files.Pictures, "_kept", 0)
+    monkeypatch.setattr(camera_frames.Pictures, "_kept", 0)
     dataset = Dataset(FOREIGN)
     dataset.frames("observation.still", range(15))
-    assert data_files.Pictures._kept > 0
+    assert camera_frames.Pictures._kept > 0
     del dataset
     gc.collect()
-    assert data_files.Pictures._kept == 0
+    assert camera_frames.Pictures._kept == 0
 
 
 @pytest.mark.parametrize("source", [FOREIGN, LEROBOT / "v21"])

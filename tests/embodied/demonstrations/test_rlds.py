@@ -20,9 +20,9 @@ from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import crc32c as slow_
 from embodied import cli
 from embodied.commands.importing import Arguments, run
 from embodied.demonstrations import Dataset, DatasetError
+from embodied.demonstrations.importing.formats import moving
+from embodied.demonstrations.importing.rlds import RLDS, _masked, crc32c, records
 from embodied.demonstrations.layout import IMPORT
-from embodied.demonstrations.rlds import RLDS, _masked, crc32c, records
-from embodied.demonstrations.sources import moving
 from embodied.errors import UserError
 from tests.embodied.demonstrations.test_fuzzed_datasets import many
 from tests.fuzzing import mutation
