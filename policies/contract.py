@@ -83,7 +83,7 @@ class Contrast:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The same decisions under the present weights, with gradients."""
+    """Scores of decisions under the present weights, with gradients."""
 
     log_prob: Tensor
     """[B, C, A] float32."""
@@ -194,7 +194,7 @@ class Policy(nn.Module):
 
     @property
     def normalised_by(self) -> str:
-        """Whose statistics give actions and observations their units, in words."""
+        """Source of the statistics that give actions and observations their units, in words."""
         return "observations by the rows learned from; actions are in the environment's units"
 
     @property

@@ -191,7 +191,7 @@ names), and what newer versions of PEFT will have."""
 SCALING = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
 """Entries that an adapter's matrices are multiplied by."""
 INITIALISATIONS = (True, False, "gaussian")
-"""Those that leave the base as it is: the others (pissa, olora, ...) move part of it into the adapter."""
+"""Initialisations that leave the base as it is: the others (pissa, olora, ...) move part of it into the adapter."""
 BASE = "base_digest"
 """Entry of adapter_config.json that says of which base the adapter is. PEFT's own reader passes over it."""
 
@@ -273,7 +273,7 @@ class AdaptedPolicy(Policy):
         return switched_off(self.adaptable) if self.adapted else super().without_adapter()
 
     def actor_parameters(self) -> Iterator[nn.Parameter]:
-        """Those that are trained: a base is frozen."""
+        """Parameters that are trained: a base is frozen."""
         return (p for p in super().actor_parameters() if p.requires_grad)
 
 

@@ -98,7 +98,7 @@ class Inspection:
     network_image_size: int | None = None
     """Pixels of the pictures that the policy's network is shown; None: those of the frames."""
     statistics: str = ""
-    """Whose statistics normalise."""
+    """Source of the statistics that normalise, in words."""
     insist: tuple[Check, ...] = field(default=())
 
     @property
@@ -293,7 +293,7 @@ def table(found: Inspection) -> RenderableType:
 
 
 def text(found: Inspection) -> str:
-    """The same as plain text."""
+    """The table as plain text."""
     console = Console(file=io.StringIO(), width=WIDTH, force_terminal=False, color_system=None)
     console.print(table(found))
     assert isinstance(console.file, io.StringIO)

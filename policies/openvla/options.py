@@ -44,7 +44,7 @@ class TokenOptions:
     environment_jpeg: bool = False
     environment_resize: bool = False
     center_crop: bool = False
-    """These three: see `images.Preprocessing`."""
+    """For the last three see `images.Preprocessing`."""
     image_backend: str = "device"
     """Where frames are resized: device, or pillow on the CPU."""
     dtype: str = "float32"
@@ -78,7 +78,7 @@ class TokenOptions:
             )
 
     def resolved(self) -> TokenOptions:
-        """The same with absolute folders. Raises `PolicyError` for transforms or widths that cannot be."""
+        """Options with absolute folders. Raises `PolicyError` for transforms or widths that cannot be."""
         return replace(
             self,
             checkpoint=str(Path(self.checkpoint).resolve()),
@@ -96,7 +96,7 @@ class TokenOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class OFTOptions(TokenOptions):
-    """Those of openvla_oft: also which of the checkpoint's side files are used.
+    """Options of openvla_oft: also which of the checkpoint's side files are used.
 
     A side file of which no option says anything may not be there.
     """

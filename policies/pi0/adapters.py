@@ -34,7 +34,7 @@ def attach(network: Pi0Network, rank: int, alpha: float, parts: Sequence[str]) -
 
 
 def attach_saved(network: Pi0Network, folder: Path, *, any_base: bool = False) -> None:
-    """The same with the adapter of a PEFT directory, each layer with the rank and scale that it has there.
+    """Freeze the network and hang the adapter of a PEFT directory on it, each layer with its rank and scale.
 
     Raises `PolicyError` where it has tensors of no layer here, and, unless `any_base` is given, if it is of another
     base, or was merged into this one already.

@@ -312,7 +312,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 COPIED = ("*.json", "*.model", "*.md", "policy_*processor_step_*.safetensors")
 """Files that go with the weights wherever these go."""
 LEFT = (INDEX, CONFIG, ADAPTER_CONFIG)
-"""Those that are written anew."""
+"""Files that are not copied but written anew."""
 OWN = ("kind", "spec", RANDOM_WEIGHTS, "pi05")
 """Entries of config.json that are this project's alone."""
 
@@ -416,7 +416,7 @@ def save_directory(network: Pi0Network, sources: Sources, folder: Path, config: 
 
 
 def save_description(sources: Sources, folder: Path, config: Mapping[str, Any], ours: bool) -> None:
-    """The same without the weights."""
+    """Write such a directory without the weights."""
     for source, kinds in ((sources.described, COPIED), (sources.tokenizer, (TOKENIZER,))):
         if not source.is_dir():
             raise PolicyError(f"{source} is gone, from which tokenizer and statistics of what is saved are to come")

@@ -51,7 +51,7 @@ class Units:
     centre: Tensor
     """[D] float64, or [] where it is the same for any D."""
     scale: Tensor
-    """The same, none of them 0."""
+    """[D] or [] float64, none of them 0."""
 
     def normalise(self, x: Tensor) -> Tensor:
         """[.., D] to float64."""

@@ -63,7 +63,7 @@ class Pi0Options:
     start_noise: float = 1.0
     scored: str = "one"
     step_reduction: str = "sum"
-    """These four: see `policies.denoising.Denoising`."""
+    """For the last four see `policies.denoising.Denoising`."""
     noise_bounds: Sequence[float] = (0.08, 0.16)
     """Least and greatest standard deviation that `scored: learned` may learn."""
     train: str = "expert"
@@ -78,7 +78,7 @@ class Pi0Options:
     lora_parts: Sequence[str] = ("vlm", "expert")
     """Parts that have new adapters: vlm, expert, vision."""
     critic: str = "prefix"
-    """What the value head reads: prefix or suffix."""
+    """Input of the value head: prefix or suffix."""
     critic_trains_network: bool = False
     """True: the value loss's gradient reaches the network."""
     value_widths: Sequence[int] = (512, 128)

@@ -359,7 +359,7 @@ class Pi0(AdaptedPolicy):
             (write_lerobot if self.layout == "lerobot" else write_openpi)(folder, RobotUnits(state, self.units.action))
 
     def write_actor(self, folder: Path) -> bool:
-        """Such a directory, or an adapter alone in PEFT's layout, and the units to the last bit."""
+        """Write a directory as `export` does, or an adapter alone in PEFT's layout, and the units to the last bit."""
         if self.adapted:
             (folder / SINGLE).unlink(missing_ok=True)
             if self.source.described == self.source.adapter:  # it is not the base that says what the numbers are
