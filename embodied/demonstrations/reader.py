@@ -130,19 +130,6 @@ class Dataset:
         return (*self._notes, *about_files)
 
     @cached_property
-    def statistics(self) -> dict[str, dict[str, npt.NDArray[Any]]]:
-        """The dataset's own statistics: for each feature its min, max, mean, std, count and perhaps quantiles, all
-        finite. Version 2.1 has them per episode, and they are combined here. Raises `DatasetError` where there is no
-        such file."""
-        path, of_episodes = self.folder / layout.STATS, self.folder / layout.OLD_STATS
-        if self.version == "v2.1" and not path.exists():
-            found = metadata.read_old_statistics(of_episodes)
-        else:
-            found = metadata.read_statistics(path, metadata.read_json(path))
-        here = {name_there: name for name, name_there in self._own.items()}
-        return {here.get(name, name): values for name, values in found.items()}
-
-    @cached_property
     def provenance(self) -> dict[str, Any] | None:
         """`meta/embodied.json`: task and actor of a recording of ours; None in other datasets."""
         path = self.folder / layout.PROVENANCE

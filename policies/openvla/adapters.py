@@ -1,4 +1,4 @@
-"""Which parts of OpenVLA have adapters, and adapters that others have saved."""
+"""Low-rank adapters of OpenVLA: the parts that new ones are hung on, and those of a PEFT directory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which parts of pi0 have low-rank adapters, and adapters that others have saved.
+"""Low-rank adapters of pi0: the parts that new ones are hung on, and those of a PEFT directory.
 
 Names in an adapter's file are those of the checkpoint's project: PEFT wraps LeRobot's policy, in which the network is
 `model`, and openpi's network itself. Both are read; the layout's are written.

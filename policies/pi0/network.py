@@ -156,12 +156,8 @@ class Pi0Network(AdaptedModel):
         """[B, H, A] float32 from the expert's outputs."""
         return self.action_out_proj(suffix.to(self.action_out_proj.weight.dtype)).float()
 
-    def velocity(self, prefix: Prefix, state: Tensor, x: Tensor, t: Tensor) -> Tensor:
-        """[B, H, A] float32 at x [B, H, A] and times [B]."""
-        return self.velocity_of(self.suffix(prefix, state, x, t))
-
     def joint_velocity(self, seen: Observation, x: Tensor, t: Tensor) -> Tensor:
-        """`velocity` in one pass over prefix and suffix, through which gradients reach both."""
+        """[B, H, A] float32 at x [B, H, A] and times [B], in one pass over prefix and suffix: gradients reach both."""
         first, present = self.embed_prefix(seen)
         second, condition = self.embed_suffix(seen.state, x, t)
         second = second.to(first.dtype)
@@ -170,14 +166,6 @@ class Pi0Network(AdaptedModel):
         begins[first.shape[1] :] = self._begins(second.shape[1], x.device)
         _, hidden = self.mixture.joint(first, second, positions_of(present), blocks_seen(present, begins), condition)
         return self.velocity_of(hidden[:, -self.sizes.horizon :])
-
-    def sample(self, prefix: Prefix, state: Tensor, noise: Tensor, steps: int) -> Tensor:
-        """The chunk [B, H, A] to which Euler's method takes the noise in so many steps."""
-        x = noise
-        for step in range(steps):
-            t = torch.full((len(x),), 1 - step / steps, device=x.device)
-            x = x - self.velocity(prefix, state, x, t) / steps
-        return x
 
     def _begins(self, tokens: int, device: torch.device) -> Tensor:
         """Places where the suffix's attention blocks begin: with the state, and with the first action."""

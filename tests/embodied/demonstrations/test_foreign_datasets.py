@@ -378,8 +378,6 @@ def test_strange_features_and_missing_columns_matter_to_those_who_ask(tmp_path: 
     for name, said in (("odd", r"info.json: features.odd.shape"), ("gone", r"file-000.parquet has 0 columns 'gone'")):
         with pytest.raises(DatasetError, match=said):
             dataset.column(name)
-    with pytest.raises(DatasetError, match=r"stats.json is missing"):
-        assert dataset.statistics
 
 
 @pytest.mark.parametrize("name", ["action", "observation.state"])
@@ -419,7 +417,6 @@ def test_features_take_other_names(tmp_path: Path) -> None:
     assert np.array_equal(dataset.column("look"), expected.column("gaze"))
     assert np.array_equal(dataset.frames("wrist", [3, 9]), expected.frames("observation.still", [3, 9]))
     assert np.array_equal(dataset.frames("front", [3, 9]), expected.frames("top", [3, 9]))
-    assert dataset.statistics.keys() == dataset.features.keys() - {"note"}
     swapped = Dataset(FOREIGN, rename={"action": "observation.state", "observation.state": "action"})
     assert np.array_equal(swapped.column("action"), expected.column("observation.state"))
 
@@ -699,23 +696,3 @@ def test_meta_embodied_of_another_dataset_is_said(written: Dataset, tmp_path: Pa
     folder = copy(tmp_path / "data")
     shutil.copy(written.folder / "meta/embodied.json", folder / "meta")
     assert "describes a recording of `embodied record`, and the data are none" in Dataset(folder).notes[0]
-
-
-def test_statistics_of_version_21_are_put_together() -> None:
-    old, new = (Dataset(LEROBOT / name).statistics for name in ("v21", "v20"))
-    dataset = Dataset(LEROBOT / "v21")
-    for name in ("action", "observation.state", "next.reward"):
-        rows = dataset.column(name).reshape(len(dataset), -1).astype(np.float64)
-        for key, value in {"min": rows.min(0), "max": rows.max(0), "mean": rows.mean(0), "std": rows.std(0)}.items():
-            assert np.allclose(old[name][key], value, atol=1e-6), (name, key)
-        assert old[name]["count"] == [len(dataset)]
-    assert new.keys() == old.keys()
-
-
-def test_statistics_of_truths_are_numbers(tmp_path: Path) -> None:
-    """LeRobot 0.4 writes the smallest and the largest of a column of truths as truths."""
-    path = shutil.copytree(FOREIGN, tmp_path / "data") / "meta/stats.json"
-    said = json.loads(path.read_text())
-    path.write_text(json.dumps(said | {"next.done": {"min": [False], "max": [True], "mean": [0.2]}}))
-    found = Dataset(path.parents[1]).statistics["next.done"]
-    assert found["min"].tolist() == [0.0] and found["max"].tolist() == [1.0]
